@@ -1,0 +1,65 @@
+"""Apply each message once: a SQLAlchemy projector whose marker and writes commit in one transaction."""
+
+from .dialects import configure_sqlite
+from .dispatcher import AsyncDispatcher, Dispatcher
+from .errors import (
+    CommitOutcomeUnknown,
+    Defer,
+    DeliveryFailed,
+    HandlerDefinitionError,
+    InProgress,
+    InvalidMessageIdError,
+    MissingTableError,
+    ProjectorDedupError,
+    RefusedError,
+    RetriesExhaustedError,
+    TransactionViolatedError,
+    UnhandledMessage,
+    UnlockedWriteError,
+    UnsafeSessionError,
+    UnsupportedDatabaseError,
+)
+from .markers import claim
+from .message import Message, by_path, cloudevents, hashed, kafka
+from .outcome import Delivery, Outcome
+from .projector import on, projector
+from .retry import RetryPolicy
+from .tables import DedupTables, ProcessedMessage, make_tables
+from .unit_of_work import AsyncUnitOfWork, UnitOfWork
+
+__all__ = [
+    "AsyncDispatcher",
+    "AsyncUnitOfWork",
+    "CommitOutcomeUnknown",
+    "DedupTables",
+    "Defer",
+    "Delivery",
+    "DeliveryFailed",
+    "Dispatcher",
+    "HandlerDefinitionError",
+    "InProgress",
+    "InvalidMessageIdError",
+    "Message",
+    "MissingTableError",
+    "Outcome",
+    "ProcessedMessage",
+    "ProjectorDedupError",
+    "RefusedError",
+    "RetriesExhaustedError",
+    "RetryPolicy",
+    "TransactionViolatedError",
+    "UnhandledMessage",
+    "UnitOfWork",
+    "UnlockedWriteError",
+    "UnsafeSessionError",
+    "UnsupportedDatabaseError",
+    "by_path",
+    "claim",
+    "cloudevents",
+    "configure_sqlite",
+    "hashed",
+    "kafka",
+    "make_tables",
+    "on",
+    "projector",
+]

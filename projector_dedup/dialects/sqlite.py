@@ -1,0 +1,131 @@
+"""SQLite: one writer at a time, so the unit of work takes the write lock before anything else."""
+
+from __future__ import annotations
+
+import sqlite3
+from typing import Any
+
+from sqlalchemy import Table, bindparam, delete, event, func, literal_column, select
+from sqlalchemy.dialects.sqlite import insert
+from sqlalchemy.engine import Connection, Engine
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.ext.asyncio import AsyncEngine
+from sqlalchemy.pool import StaticPool
+from sqlalchemy.sql import Executable
+
+from ..errors import UnsafeSessionError, UnsupportedDatabaseError
+from .interface import Failure, Status
+
+
+def configure_sqlite(engine: Engine | AsyncEngine, *, busy_timeout: float = 5.0) -> None:
+    """Set an engine up for several worker processes: call it once, before the engine is first used.
+
+    Write-ahead logging lets readers read while a projector writes; ``busy_timeout`` (seconds) is how long a writer
+    waits for the one before it. Units of work take the write lock with BEGIN IMMEDIATE whether or not this was
+    called, and nobody else does: other readers of the engine never queue for it.
+    """
+    sync_engine = engine.sync_engine if isinstance(engine, AsyncEngine) else engine
+
+    @event.listens_for(sync_engine, "connect")
+    def _set_up(dbapi_connection: Any, _record: Any) -> None:
+        cursor = dbapi_connection.cursor()
+        cursor.execute(f"PRAGMA busy_timeout = {int(busy_timeout * 1000)}")
+        cursor.execute("PRAGMA journal_mode = WAL")
+        cursor.close()
+
+
+class SQLite:
+    """SQLite 3.35 and later (RETURNING)."""
+
+    name = "sqlite"
+    drivers = frozenset({"pysqlite", "aiosqlite"})
+    detecting_isolation = None
+
+    def refuse_unsafe(self, connection: Connection) -> None:
+        """A connection that several threads share, and AUTOCOMMIT."""
+        if isinstance(connection.engine.pool, StaticPool):
+            raise UnsupportedDatabaseError(
+                "this SQLite engine shares one connection between all threads and tasks (StaticPool, the default of "
+                "aiosqlite's :memory:), so their transactions would mix; use a file, such as sqlite:///read_model.db"
+            )
+        asked = connection.get_execution_options().get("isolation_level")
+        engine_level = getattr(connection.dialect, "_on_connect_isolation_level", None)
+        driver_commits = getattr(connection.connection.driver_connection, "autocommit", None) is True
+        if driver_commits or "AUTOCOMMIT" in (asked, asked or engine_level):
+            raise UnsafeSessionError(
+                "the engine is in AUTOCOMMIT: marker and read model would be committed one by one; give the "
+                "dispatcher an engine without isolation_level='AUTOCOMMIT' and without autocommit=True"
+            )
+
+    def begin(self, connection: Connection, wait: float | None) -> None:
+        """Take the write lock now: a transaction that reads first could only fail when it came to write."""
+        if self.status(connection.connection.driver_connection) is Status.OPEN:
+            return  # the engine's own begin hook, or sqlite3's autocommit=False, has begun; the claim locks
+        if wait is None:
+            connection.exec_driver_sql("BEGIN IMMEDIATE")
+            return
+        usual = connection.exec_driver_sql("PRAGMA busy_timeout").scalar_one()
+        connection.exec_driver_sql(f"PRAGMA busy_timeout = {int(wait * 1000)}")
+        try:
+            connection.exec_driver_sql("BEGIN IMMEDIATE")
+        finally:
+            connection.exec_driver_sql(f"PRAGMA busy_timeout = {usual}")
+
+    def claim_statement(self, marker: Table, *, bounded: bool) -> Executable:
+        """ON CONFLICT names its columns, so that a table without the unique index is an error, not a double apply."""
+        return (
+            insert(marker)
+            .values({name: bindparam(name) for name in ("message_id", "handler", "occurred_at")})
+            .on_conflict_do_nothing(index_elements=["message_id", "handler"])
+            .returning(literal_column("1"))
+        )
+
+    def ownership_statement(self, marker: Table) -> Executable:
+        """A marker that a rollback took with it is gone; nobody else can have written one meanwhile."""
+        return (
+            select(literal_column("1"))
+            .select_from(marker)
+            .where(marker.c.message_id == bindparam("message_id"), marker.c.handler == bindparam("handler"))
+        )
+
+    def prune_statement(self, marker: Table) -> Executable:
+        """Oldest first, by rowid."""
+        age = literal_column("'-'").concat(bindparam("seconds")).concat(" seconds")
+        oldest = (
+            select(literal_column("rowid"))
+            .select_from(marker)
+            .where(marker.c.processed_at < func.datetime("now", age))
+            .order_by(marker.c.processed_at)
+            .limit(bindparam("batch_size"))
+        )
+        return delete(marker).where(literal_column("rowid").in_(oldest))
+
+    def status(self, driver_connection: Any) -> Status:
+        """``in_transaction`` asks the library, not the file."""
+        try:
+            return Status.OPEN if driver_connection.in_transaction else Status.NONE
+        except (sqlite3.ProgrammingError, ValueError):  # closed
+            return Status.BUSY
+
+    def dooms(self, error: DBAPIError) -> bool:
+        """An error undoes its statement only; where it undid the transaction, ``status`` shows it."""
+        return False
+
+    def classify(self, error: DBAPIError) -> Failure:
+        """By SQLite's extended result code."""
+        code = _code(error)
+        if code.startswith("SQLITE_BUSY"):
+            return Failure.LOCK_TIMEOUT
+        if error.connection_invalidated or code.startswith("SQLITE_LOCKED"):
+            return Failure.TRANSIENT
+        if code in ("SQLITE_CONSTRAINT_UNIQUE", "SQLITE_CONSTRAINT_PRIMARYKEY"):
+            return Failure.UNIQUE
+        return Failure.NO_TABLE if code == "SQLITE_ERROR" else Failure.PERMANENT
+
+    def commit_refused(self, error: DBAPIError) -> bool:
+        """BUSY, a deferred constraint and a full disk leave the transaction uncommitted."""
+        return _code(error).startswith(("SQLITE_BUSY", "SQLITE_CONSTRAINT", "SQLITE_FULL"))
+
+
+def _code(error: DBAPIError) -> str:
+    return getattr(error.orig, "sqlite_errorname", "")

@@ -1,0 +1,152 @@
+"""Routing: which handlers want a message, and what their outcomes come to together."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
+from sqlalchemy.orm import Session, sessionmaker
+
+from .errors import DeliveryFailed, HandlerDefinitionError, UnhandledMessage
+from .message import IdExtractor, Message, attribute_or_key, envelope, printable
+from .outcome import Delivery, Outcome
+from .projector import Handler, aapply, apply, check_kind, handlers_of, known_id, options_for
+from .retry import RetryPolicy
+from .sessions import UnitOptions, check_session_factory
+from .tables import DedupTables, default_tables
+
+
+class _Routing:
+    """What a dispatcher knows before a message comes; nothing of it changes while messages are delivered."""
+
+    _asynchronous: bool
+
+    def __init__(
+        self,
+        session_factory: Any,
+        *projectors: object,
+        message_id: IdExtractor = attribute_or_key,
+        unhandled: Literal["raise", "ignore"] = "raise",
+        tables: DedupTables = default_tables,
+        retry: RetryPolicy | None = None,
+        claim_timeout: float | None = None,
+        isolation: str | None = None,
+        strict: bool = False,
+    ) -> None:
+        check_session_factory(session_factory, asynchronous=self._asynchronous)
+        if unhandled not in ("raise", "ignore"):
+            raise ValueError(f"unhandled is 'raise' or 'ignore', not {unhandled!r}")
+        if not callable(message_id):
+            raise ValueError("message_id takes an extractor, such as by_path('headers.id')")
+        self._factory = session_factory
+        self._extractor = message_id
+        self._ignore_unhandled = unhandled == "ignore"
+        self._policy = retry or RetryPolicy()
+        shared = UnitOptions(tables, claim_timeout, isolation, strict=strict)
+        self._handlers: dict[str, Handler] = {}
+        self._options: dict[str, UnitOptions] = {}
+        for handler in (handler for target in projectors for handler in handlers_of(target)):
+            if handler.identity in self._handlers:
+                raise HandlerDefinitionError(
+                    f"two handlers are called {handler.identity}: one would skip what the other applied; give one "
+                    "of them a name of its own"
+                )
+            check_kind(handler, asynchronous=self._asynchronous)
+            self._handlers[handler.identity] = handler
+            self._options[handler.identity] = options_for(handler, shared)
+
+    def permit_external_transaction(self, permitted: bool) -> None:
+        """For ``testing.external_transaction``."""
+        for options in self._options.values():
+            options.external = permitted
+
+    def _route(self, event: object, message_id: object) -> tuple[Message, list[Handler], str | None]:
+        message = envelope(event, message_id, self._extractor)
+        handlers = [handler for handler in self._handlers.values() if handler.wants(message)]
+        if not handlers and not self._ignore_unhandled:
+            route = message.type or type(message.body)
+            name = route if isinstance(route, str) else f"{route.__module__}.{route.__qualname__}"
+            raise UnhandledMessage(
+                f"no handler for {printable(name)}; register one with @on, or say unhandled='ignore' if that is meant"
+            )
+        return message, handlers, known_id(message, handlers)
+
+
+class _Tally:
+    """The outcomes of one message, handler by handler."""
+
+    def __init__(self, message_id: str | None, handlers: list[Handler]) -> None:
+        self._message_id = message_id
+        self._alone = len(handlers) == 1
+        self._outcomes: dict[str, Outcome] = {}
+        self._failures: list[Exception] = []
+        self._durable = True
+
+    def settled(self, handler: Handler, outcome: Outcome, durable: bool) -> None:
+        self._outcomes[handler.identity] = outcome
+        self._durable = self._durable and durable
+
+    def failed(self, handler: Handler, error: Exception) -> None:
+        """An only handler's error is the caller's own; of several, each is tried before any is raised."""
+        if self._alone:
+            raise error
+        self._outcomes[handler.identity] = Outcome.FAILED
+        self._failures.append(error)
+
+    def delivery(self) -> Delivery:
+        delivery = Delivery(self._message_id, self._outcomes, self._durable)
+        if self._failures:
+            names = ", ".join(name for name, outcome in self._outcomes.items() if outcome is Outcome.FAILED)
+            raise DeliveryFailed(f"not applied by {names}", self._failures, delivery)
+        return delivery
+
+
+class Dispatcher(_Routing):
+    """Delivers messages to the handlers of its projectors, each in a unit of work of its own.
+
+    ``session_factory`` is a ``sessionmaker`` on one engine; every attempt takes a new session from it. The
+    dispatcher may be shared by threads. ``message_id`` finds the id in an event; ``unhandled="ignore"`` settles
+    messages that no handler wants as ``SKIPPED``; ``tables`` are those of ``make_tables``; ``retry`` bounds what is
+    tried again; ``claim_timeout`` (seconds), ``isolation`` and ``strict`` are those of ``UnitOptions``.
+    """
+
+    _asynchronous = False
+    _factory: sessionmaker[Session]
+
+    def deliver(self, event: object, *, message_id: object = None) -> Delivery:
+        """Deliver one message. **That it returns means that the message may be acknowledged**; else it raises.
+
+        ``message_id`` wins over the dispatcher's extractor. With several handlers all are tried, in the order of
+        registration, and failures are raised together as ``DeliveryFailed``.
+        """
+        message, handlers, known = self._route(event, message_id)
+        tally = _Tally(known, handlers)
+        for handler in handlers:
+            try:
+                tally.settled(
+                    handler, *apply(handler, message, self._factory, self._options[handler.identity], self._policy)
+                )
+            except Exception as error:
+                tally.failed(handler, error)
+        return tally.delivery()
+
+
+class AsyncDispatcher(_Routing):
+    """``Dispatcher`` for ``async def`` handlers, on an ``async_sessionmaker``. Tasks may share it."""
+
+    _asynchronous = True
+    _factory: async_sessionmaker[AsyncSession]
+
+    async def deliver(self, event: object, *, message_id: object = None) -> Delivery:
+        """As ``Dispatcher.deliver``; a cancellation leaves the message applied or not, and nothing in between."""
+        message, handlers, known = self._route(event, message_id)
+        tally = _Tally(known, handlers)
+        for handler in handlers:
+            try:
+                tally.settled(
+                    handler,
+                    *await aapply(handler, message, self._factory, self._options[handler.identity], self._policy),
+                )
+            except Exception as error:
+                tally.failed(handler, error)
+        return tally.delivery()

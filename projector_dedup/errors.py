@@ -1,0 +1,125 @@
+"""Every error this library raises, and what to do about each.
+
+::
+
+    ProjectorDedupError
+    |-- RefusedError                  nothing ran: as asked, a message could be lost or doubled
+    |   |-- InvalidMessageIdError     the id is missing, empty, too long, or not text (also a ValueError)
+    |   |-- HandlerDefinitionError    a projector cannot be told apart, called or awaited (also a TypeError)
+    |   |-- UnsupportedDatabaseError  a database, driver or pool that is not known to keep the promise
+    |   |-- UnsafeSessionError        AUTOCOMMIT, a foreign transaction, a second database
+    |   `-- MissingTableError         the marker table is not there, or not the one expected
+    |-- UnhandledMessage              no handler is registered for the message
+    |-- Defer                         raised by a handler: not now; everything is rolled back
+    |-- InProgress                    another delivery held the claim longer than ``claim_timeout``
+    |-- TransactionViolatedError      a handler ended, or broke, a transaction that is not its own
+    |   `-- UnlockedWriteError        a declared read model was written without having been read under lock
+    |-- RetriesExhaustedError         a transient database error outlived the retry policy
+    |-- CommitOutcomeUnknown          the connection was lost during COMMIT and no retry could ask
+    `-- DeliveryFailed                several handlers: the failures together (an ExceptionGroup)
+
+None of them means that the message may be acknowledged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .outcome import Delivery
+
+
+class ProjectorDedupError(Exception):
+    """The base of every error of this library. The message must not be acknowledged."""
+
+
+class RefusedError(ProjectorDedupError):
+    """Nothing ran. As it was asked, a message could have been lost or applied twice.
+
+    A redelivery will be refused again until what the text names is mended.
+    """
+
+
+class InvalidMessageIdError(RefusedError, ValueError):
+    """The message has no id that could be told apart from every other id."""
+
+
+class HandlerDefinitionError(RefusedError, TypeError):
+    """A projector was written in a way that would lose events; raised at start-up where possible."""
+
+
+class UnsupportedDatabaseError(RefusedError):
+    """The database, its driver or its connection pool is not one that the promise was proved on."""
+
+
+class UnsafeSessionError(RefusedError):
+    """Marker and read model could not be committed together through this session."""
+
+
+class MissingTableError(RefusedError):
+    """The marker table is missing, or is not the table that this version expects."""
+
+
+class UnhandledMessage(ProjectorDedupError):
+    """No handler is registered for the message; ``unhandled="ignore"`` makes that ``SKIPPED``."""
+
+
+class Defer(ProjectorDedupError):
+    """Raise it in a handler to say "not now": the marker is rolled back too, so a redelivery applies."""
+
+
+class InProgress(ProjectorDedupError):
+    """Another transaction held the claim longer than ``claim_timeout``; it may yet commit or roll back.
+
+    Do not acknowledge; let the broker redeliver.
+    """
+
+
+class TransactionViolatedError(ProjectorDedupError):
+    """A handler committed, rolled back, closed or broke the unit of work's transaction (invariant I4).
+
+    ``durable`` is false where everything was rolled back: a redelivery runs the handler again. It is true where
+    the marker, and what the handler had written by then, were already committed when it was found out: a
+    redelivery will be *skipped*, so the read model has to be looked at.
+    """
+
+    def __init__(self, message: str, *, durable: bool = False) -> None:
+        super().__init__(message)
+        self.durable = durable
+
+
+class UnlockedWriteError(TransactionViolatedError):
+    """An entity declared in ``read_models`` was about to be used without the lock that makes that safe."""
+
+
+class RetriesExhaustedError(ProjectorDedupError):
+    """A transient database error outlived the retry policy; it is the ``__cause__``. Nothing was applied."""
+
+
+class CommitOutcomeUnknown(ProjectorDedupError):
+    """The connection failed during COMMIT: the message is applied or not, and nobody could be asked.
+
+    Do not acknowledge. For an idempotent projector a redelivery finds out; for any other it may apply twice.
+    """
+
+
+class DeliveryFailed(ProjectorDedupError, ExceptionGroup[Exception]):
+    """Some handlers of one message failed. ``delivery`` holds every outcome, ``exceptions`` the failures.
+
+    A redelivery skips the handlers that had applied.
+    """
+
+    delivery: Delivery
+
+    def __new__(cls, message: str, exceptions: Sequence[Exception], delivery: Delivery) -> DeliveryFailed:
+        self = super().__new__(cls, message, exceptions)
+        self.delivery = delivery
+        return self
+
+    def __init__(self, message: str, exceptions: Sequence[Exception], delivery: Delivery) -> None:
+        super().__init__(message, exceptions)
+
+    def derive(self, excs: Sequence[Exception]) -> DeliveryFailed:  # type: ignore[override]  # narrower on purpose
+        """A part of the group (``split``, ``except*``) keeps the delivery."""
+        return DeliveryFailed(self.message, excs, self.delivery)

@@ -1,0 +1,133 @@
+"""The marker's SQL: claim it in a transaction, or ask whether it is there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import datetime, timezone
+from functools import cache
+from typing import Any
+
+from sqlalchemy import Table, bindparam, literal_column, select
+from sqlalchemy.engine import Connection
+from sqlalchemy.exc import DBAPIError, UnboundExecutionError
+from sqlalchemy.orm import Session, scoped_session
+from sqlalchemy.sql import Executable
+
+from .dialects import Dialect, Failure, Status, dialect_of
+from .errors import InProgress, MissingTableError, UnsafeSessionError
+from .message import valid_handler, valid_message_id
+from .tables import DedupTables, default_tables
+
+
+def claim(session: Session, message_id: object, handler: str, *, tables: DedupTables = default_tables) -> bool:
+    """Claim a message in a transaction that the caller owns and commits: True if it is new, False if a duplicate.
+
+    The marker commits or rolls back with whatever else the caller writes in that transaction. A concurrent claim of
+    the same message waits; at REPEATABLE READ and above the loser gets a serialization failure, upon which the
+    caller runs the whole transaction again. Pending objects of the session are not flushed. For an ``AsyncSession``:
+    ``await session.run_sync(claim, message_id, handler)``.
+
+    Nothing watches what else happens in the transaction; that, and retries, are what ``UnitOfWork`` adds.
+
+    Raises ``RefusedError`` before anything is written: an id that is none, AUTOCOMMIT, an open savepoint (rolling
+    back to it would take the marker without the caller's noticing), no bind or another bind for the marker table.
+    """
+    key = marker_key(valid_message_id(message_id), valid_handler(handler))
+    if isinstance(session, scoped_session):
+        session = session()
+    if session.in_nested_transaction():
+        raise UnsafeSessionError("claim() inside a savepoint: claim first, then begin_nested()")
+    bind = bind_of_marker(session, tables)
+    try:
+        elsewhere = session.get_bind() is not bind
+    except UnboundExecutionError:
+        elsewhere = False  # every bind of this session is per table; the marker's is known
+    if elsewhere:
+        raise UnsafeSessionError(
+            "the marker table is bound to another engine than the session, so they could not commit together"
+        )
+    connection = session.connection(bind_arguments={"clause": tables.marker})
+    dialect = dialect_of(connection)
+    dialect.refuse_unsafe(connection)
+    dialect.begin(connection, None)
+    return insert_marker(connection, dialect, tables, key)
+
+
+def insert_marker(
+    connection: Connection, dialect: Dialect, tables: DedupTables, key: Mapping[str, Any], wait: float | None = None
+) -> bool:
+    """One statement checks and writes: a row means new, no row means duplicate, and nothing else means either."""
+    statement = _claim_statement(dialect, tables.marker, wait is not None)
+    bounds = {} if wait is None else {"wait_ms": str(max(1, int(wait * 1000)))}
+    try:
+        new = connection.execute(statement, {**key, **bounds}).first() is not None
+    except DBAPIError as error:
+        raise_in_progress(error, dialect, wait)
+        if dialect.classify(error) is Failure.NO_TABLE:
+            raise MissingTableError(
+                f"the table {tables.marker.fullname} is missing, or is not the one this version expects; create it "
+                "with make_tables(metadata) and metadata.create_all(engine), or with the Alembic migration; "
+                "`idempotency check` says what is wrong"
+            ) from error
+        raise
+    if dialect.status(connection.connection.driver_connection) is not Status.OPEN:
+        raise UnsafeSessionError("the driver committed the claim at once; turn its AUTOCOMMIT off")
+    return new
+
+
+def raise_in_progress(error: DBAPIError, dialect: Dialect, wait: float | None) -> None:
+    """Raise ``InProgress`` if ``error`` is a claim's, or its BEGIN's, running out of ``wait`` seconds."""
+    if wait is not None and dialect.classify(error) is Failure.LOCK_TIMEOUT:
+        raise InProgress(
+            f"another transaction held the claim for more than {wait} s; let the message be redelivered"
+        ) from error
+
+
+def marker_exists(connection: Connection, tables: DedupTables, key: Mapping[str, Any]) -> bool:
+    """Whether the marker can be seen; the statement passes by any guard of the connection."""
+    return Connection.execute(connection, _lookup_statement(tables.marker), key).first() is not None
+
+
+def owns_marker(connection: Connection, dialect: Dialect, tables: DedupTables, key: Mapping[str, Any]) -> bool:
+    """Whether the transaction that is open now is the one that inserted the marker. A round trip."""
+    return connection.execute(_ownership_statement(dialect, tables.marker), key).first() is not None
+
+
+def marker_key(message_id: str, handler: str, occurred_at: datetime | None = None) -> dict[str, Any]:
+    """The parameters of every marker statement."""
+    if occurred_at is not None:
+        occurred_at = occurred_at.astimezone(timezone.utc)  # SQLite would drop the zone
+    return {"message_id": message_id, "handler": handler, "occurred_at": occurred_at}
+
+
+def bind_of_marker(session: Session, tables: DedupTables) -> object:
+    """The engine or connection that the session would use for the marker table."""
+    try:
+        return session.get_bind(clause=tables.marker)
+    except UnboundExecutionError:
+        raise UnsafeSessionError(
+            f"the session has no engine for the table {tables.marker.fullname}: give the sessionmaker bind=, or name "
+            "that table in its binds=, with the engine of the read model"
+        ) from None
+
+
+# Statements are built once per table: building an insert() costs as much as running it.
+
+
+@cache
+def _claim_statement(dialect: Dialect, marker: Table, bounded: bool) -> Executable:
+    return dialect.claim_statement(marker, bounded=bounded)
+
+
+@cache
+def _ownership_statement(dialect: Dialect, marker: Table) -> Executable:
+    return dialect.ownership_statement(marker)
+
+
+@cache
+def _lookup_statement(marker: Table) -> Executable:
+    return (
+        select(literal_column("1"))
+        .select_from(marker)
+        .where(marker.c.message_id == bindparam("message_id"), marker.c.handler == bindparam("handler"))
+    )

@@ -1,0 +1,92 @@
+"""When a whole unit of work is run again: what is transient, how often, and how long to wait in between."""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import dataclass
+
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.orm.exc import StaleDataError
+
+from .dialects import Dialect, Failure
+from .errors import CommitOutcomeUnknown, Defer, InProgress, ProjectorDedupError, RefusedError, RetriesExhaustedError
+
+
+@dataclass(frozen=True)
+class RetryPolicy:
+    """How often, and for how long, a transient failure is tried again before it surfaces.
+
+    ``attempts`` counts the first one too; no attempt starts later than ``within`` seconds after the first. A unique
+    violation in the read model, which a rival or a bug may have caused, is tried again ``unique_violations`` times
+    at most. Between attempts: a random time up to ``base * 2 ** n`` seconds, at most ``cap``
+    (Brooker, "Exponential Backoff And Jitter", 2015: full jitter). No connection is held meanwhile.
+    """
+
+    attempts: int = 5
+    within: float = 2.0
+    unique_violations: int = 2
+    base: float = 0.005
+    cap: float = 0.25
+
+    def __post_init__(self) -> None:
+        if self.attempts < 1 or self.within < 0 or self.unique_violations < 0 or self.base < 0 or self.cap < 0:
+            raise ValueError("RetryPolicy: attempts must be at least 1, and no other value negative")
+
+
+class Attempts:
+    """The attempts at one message by one handler: what happened so far decides what an error means now."""
+
+    def __init__(self, policy: RetryPolicy, *, marked: bool) -> None:
+        self.number = 1
+        self.unknown: CommitOutcomeUnknown | None = None
+        self._policy = policy
+        self._marked = marked
+        self._unique_violations = 0
+        self._deadline = time.monotonic() + policy.within
+
+    def claimed(self) -> None:
+        """The claim was free, so a commit whose outcome was unknown did not happen."""
+        self.unknown = None
+
+    def delay_after(self, error: Exception, cause: Exception, dialect: Dialect | None) -> float:
+        """The seconds to wait before the next attempt; raises what should surface if there is to be none.
+
+        ``cause`` is what doomed the transaction, which may be older than the ``error`` that the handler made of it.
+        ``dialect`` is None if no connection could be had: then nothing ran, and trying again is safe.
+        """
+        if isinstance(error, (RefusedError, Defer, InProgress)) or getattr(error, "durable", False):
+            raise error
+        if isinstance(error, CommitOutcomeUnknown):
+            if not self._marked or not isinstance(error.__cause__, DBAPIError):
+                raise error  # there is no marker to ask, or it was not the database that interrupted
+            self.unknown = error
+        else:
+            failure = _failure(cause, dialect)
+            if failure is Failure.PERMANENT:
+                raise error
+            if failure is Failure.UNIQUE:
+                self._unique_violations += 1
+                if self._unique_violations > self._policy.unique_violations:
+                    raise error
+        delay = random.uniform(0, min(self._policy.cap, self._policy.base * 2**self.number))
+        if self.number >= self._policy.attempts or time.monotonic() + delay > self._deadline:
+            if self.unknown is not None:
+                raise self.unknown
+            if isinstance(cause, DBAPIError) and _failure(cause, dialect) is Failure.UNIQUE:
+                raise error
+            raise RetriesExhaustedError(
+                f"still failing after {self.number} attempts; nothing was applied, let the message be redelivered"
+            ) from cause
+        self.number += 1
+        return delay
+
+
+def _failure(cause: Exception, dialect: Dialect | None) -> Failure:
+    if isinstance(cause, ProjectorDedupError):
+        return Failure.PERMANENT
+    if isinstance(cause, StaleDataError):  # version_id_col of the user's ORM: SQLAlchemy's own check, no code
+        return Failure.TRANSIENT
+    if dialect is None:
+        return Failure.TRANSIENT if isinstance(cause, (DBAPIError, OSError)) else Failure.PERMANENT
+    return dialect.classify(cause) if isinstance(cause, DBAPIError) else Failure.PERMANENT

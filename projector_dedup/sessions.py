@@ -1,0 +1,136 @@
+"""The private session of a unit of work: made from the user's factory, opened at the right isolation level."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy.engine import Connection, Engine
+from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session, async_sessionmaker
+from sqlalchemy.orm import Session, scoped_session, sessionmaker
+
+from .dialects import Dialect, dialect_of
+from .errors import UnsafeSessionError
+from .guards import guarded_session
+from .locking import locking_session
+from .tables import DedupTables, default_tables
+
+logger = logging.getLogger("projector_dedup")
+
+_LOSES_UPDATES = ("READ UNCOMMITTED", "READ COMMITTED")
+
+
+@dataclass
+class UnitOptions:
+    """How a unit of work is opened; the same for every message of one handler.
+
+    ``claim_timeout`` (seconds) bounds the wait for another delivery of the same message; None waits as long as the
+    database does. ``isolation`` overrides the level that invariant I6 asks for; entities in ``read_models`` are read
+    under lock instead, at READ COMMITTED. ``strict`` spends one round trip more to ask the database, before COMMIT,
+    whether the marker is in *this* transaction: that finds what a handler did on the driver's own connection.
+    ``external`` permits a transaction that somebody else commits.
+    """
+
+    tables: DedupTables = default_tables
+    claim_timeout: float | None = None
+    isolation: str | None = None
+    read_models: tuple[type[Any], ...] = ()
+    strict: bool = False
+    external: bool = False
+    warned: bool = False  # the level was said to lose updates; once is enough
+
+    def __post_init__(self) -> None:
+        if self.claim_timeout is not None and self.claim_timeout <= 0:
+            raise ValueError("claim_timeout is in seconds and must be positive; None waits without a bound")
+
+
+def check_session_factory(factory: object, *, asynchronous: bool) -> None:
+    """Refuse what is not a factory of new sessions, naming what to give instead."""
+    wanted, name = (async_sessionmaker, "async_sessionmaker") if asynchronous else (sessionmaker, "sessionmaker")
+    if isinstance(factory, wanted):
+        if factory.kw.get("twophase"):
+            raise UnsafeSessionError(f"{name}(twophase=True) is not supported: marker and read model need one database")
+        return
+    if isinstance(factory, (scoped_session, async_scoped_session, Session, AsyncSession)):
+        raise UnsafeSessionError(
+            f"{type(factory).__name__} is the caller's live session; give the {name} that makes sessions: every "
+            "attempt needs a new one (a scoped_session has it as .session_factory)"
+        )
+    if isinstance(factory, (sessionmaker, async_sessionmaker)):
+        pair = "AsyncDispatcher with async_sessionmaker, Dispatcher with sessionmaker"
+        raise UnsafeSessionError(f"{type(factory).__name__} does not fit here; use {pair}")
+    raise UnsafeSessionError(f"expected a {name}, such as {name}(engine); got {type(factory).__name__}")
+
+
+def new_session(factory: sessionmaker[Session], options: UnitOptions) -> Session:
+    """A session like the factory's, of a private class that the guards listen to."""
+    return _private_class(factory.class_, options)(**_private_arguments(factory.kw, options))
+
+
+def new_async_session(factory: async_sessionmaker[AsyncSession], options: UnitOptions) -> AsyncSession:
+    """The same for asyncio: what is private is the synchronous session inside."""
+    arguments = _private_arguments(factory.kw, options)
+    inner = arguments.pop("sync_session_class", None) or factory.class_.sync_session_class
+    return factory.class_(sync_session_class=_private_class(inner, options), **arguments)
+
+
+def _private_class(session_class: type[Session], options: UnitOptions) -> type[Session]:
+    guarded = guarded_session(session_class)
+    return locking_session(guarded, options.read_models) if options.read_models else guarded
+
+
+def _private_arguments(arguments: dict[str, Any], options: UnitOptions) -> dict[str, Any]:
+    private = {**arguments, "close_resets_only": False}  # a session kept after its message must not come to life again
+    if options.external:
+        private["join_transaction_mode"] = "create_savepoint"
+    return private
+
+
+def open_connection(session: Session, bind: Engine | Connection, options: UnitOptions, *, marked: bool) -> Connection:
+    """Begin the session's transaction on ``bind``, at the level that ``options`` come to."""
+    if session.in_transaction() or session.new or session.dirty or session.deleted:
+        raise UnsafeSessionError("the session was used before the claim; the claim is the transaction's first statement")
+    dialect = dialect_of(bind)
+    if isinstance(bind, Engine):
+        level = _isolation_level(bind, dialect, options, marked=marked)
+        connection = session.connection(
+            bind_arguments={"bind": bind}, execution_options={"isolation_level": level} if level else None
+        )
+    elif options.external:
+        dialect.begin(bind, None)  # before the session's savepoint, which must not be the outermost
+        connection = session.connection(bind_arguments={"bind": bind})
+    else:
+        raise UnsafeSessionError(
+            "the session is bound to a Connection, whose transaction is somebody else's to commit; bind the "
+            "sessionmaker to the engine (in tests: projector_dedup.testing.external_transaction)"
+        )
+    dialect.refuse_unsafe(connection)
+    return connection
+
+
+def _isolation_level(engine: Engine, dialect: Dialect, options: UnitOptions, *, marked: bool) -> str | None:
+    """The level to ask for; None keeps the engine's own (docs/adr/0003-lost-updates.md)."""
+    if dialect.detecting_isolation is None or options.isolation is not None:
+        level = options.isolation
+    elif options.read_models:
+        return "READ COMMITTED"
+    elif not marked:
+        return None
+    else:
+        # create_engine(isolation_level=) leaves no public trace.
+        level = engine.get_execution_options().get("isolation_level") or getattr(
+            engine.dialect, "_on_connect_isolation_level", None
+        )
+        if level is None:
+            if engine.dialect.default_isolation_level is None:
+                engine.connect().close()  # the dialect learns the server's default at its first connection
+            return dialect.detecting_isolation if engine.dialect.default_isolation_level in _LOSES_UPDATES else None
+    if marked and level in _LOSES_UPDATES and not options.read_models and not options.warned:
+        options.warned = True
+        logger.warning(
+            "isolation level %s was chosen: two messages that change one row can lose an update, unless the handler "
+            "writes it by an atomic upsert; leave the level to projector_dedup, or declare read_models=[...]",
+            level,
+        )
+    return options.isolation
