@@ -8,9 +8,10 @@ from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 from sqlalchemy.orm import Session, sessionmaker
 
 from .errors import DeliveryFailed, HandlerDefinitionError, UnhandledMessage
-from .message import IdExtractor, Message, attribute_or_key, envelope, printable
+from .message import IdExtractor, Message, attribute_or_key, envelope, known_id, printable
 from .outcome import Delivery, Outcome
-from .projector import Handler, aapply, apply, check_kind, handlers_of, known_id, options_for
+from .projector import handlers_of
+from .handler import Handler, aapply, apply, check_kind, options_for
 from .retry import RetryPolicy
 from .sessions import UnitOptions, check_session_factory
 from .tables import DedupTables, default_tables
@@ -69,7 +70,7 @@ class _Routing:
             raise UnhandledMessage(
                 f"no handler for {printable(name)}; register one with @on, or say unhandled='ignore' if that is meant"
             )
-        return message, handlers, known_id(message, handlers)
+        return message, handlers, known_id(message, needed=any(handler.idempotent for handler in handlers))
 
 
 class _Tally:
@@ -124,7 +125,8 @@ class Dispatcher(_Routing):
         for handler in handlers:
             try:
                 tally.settled(
-                    handler, *apply(handler, message, self._factory, self._options[handler.identity], self._policy)
+                    handler,
+                    *apply(handler, message, self._factory, self._options[handler.identity], self._policy),
                 )
             except Exception as error:
                 tally.failed(handler, error)
@@ -145,7 +147,9 @@ class AsyncDispatcher(_Routing):
             try:
                 tally.settled(
                     handler,
-                    *await aapply(handler, message, self._factory, self._options[handler.identity], self._policy),
+                    *await aapply(
+                        handler, message, self._factory, self._options[handler.identity], self._policy
+                    ),
                 )
             except Exception as error:
                 tally.failed(handler, error)

@@ -19,7 +19,9 @@ from .message import valid_handler, valid_message_id
 from .tables import DedupTables, default_tables
 
 
-def claim(session: Session, message_id: object, handler: str, *, tables: DedupTables = default_tables) -> bool:
+def claim(
+    session: Session, message_id: object, handler: str, *, tables: DedupTables = default_tables
+) -> bool:
     """Claim a message in a transaction that the caller owns and commits: True if it is new, False if a duplicate.
 
     The marker commits or rolls back with whatever else the caller writes in that transaction. A concurrent claim of
@@ -54,7 +56,11 @@ def claim(session: Session, message_id: object, handler: str, *, tables: DedupTa
 
 
 def insert_marker(
-    connection: Connection, dialect: Dialect, tables: DedupTables, key: Mapping[str, Any], wait: float | None = None
+    connection: Connection,
+    dialect: Dialect,
+    tables: DedupTables,
+    key: Mapping[str, Any],
+    wait: float | None = None,
 ) -> bool:
     """One statement checks and writes: a row means new, no row means duplicate, and nothing else means either."""
     statement = _claim_statement(dialect, tables.marker, wait is not None)
@@ -88,7 +94,9 @@ def marker_exists(connection: Connection, tables: DedupTables, key: Mapping[str,
     return Connection.execute(connection, _lookup_statement(tables.marker), key).first() is not None
 
 
-def owns_marker(connection: Connection, dialect: Dialect, tables: DedupTables, key: Mapping[str, Any]) -> bool:
+def owns_marker(
+    connection: Connection, dialect: Dialect, tables: DedupTables, key: Mapping[str, Any]
+) -> bool:
     """Whether the transaction that is open now is the one that inserted the marker. A round trip."""
     return connection.execute(_ownership_statement(dialect, tables.marker), key).first() is not None
 

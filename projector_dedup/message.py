@@ -73,7 +73,9 @@ def _bounded(text: str, what: str, limit: int, error: type[RefusedError]) -> str
     try:
         size = len(text.encode())
     except UnicodeEncodeError:
-        raise error(f"{what} has a lone surrogate, which no database can store: {printable(text)[:80]}") from None
+        raise error(
+            f"{what} has a lone surrogate, which no database can store: {printable(text)[:80]}"
+        ) from None
     if "\0" in text:
         raise error(f"{what} has a NUL character, which PostgreSQL cannot store: {printable(text)[:80]}")
     if size > limit:
@@ -86,7 +88,9 @@ def _bounded(text: str, what: str, limit: int, error: type[RefusedError]) -> str
 
 def printable(text: str) -> str:
     """The text with control and other unprintable characters escaped: an id must not forge a line in a log."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
+    return "".join(
+        c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text
+    )
 
 
 def envelope(event: Any, message_id: object, extractor: IdExtractor) -> Message:
@@ -94,6 +98,11 @@ def envelope(event: Any, message_id: object, extractor: IdExtractor) -> Message:
     if isinstance(event, Message):
         return event if message_id is None else replace(event, id=message_id)
     return Message(extractor(event) if message_id is None else message_id, event)
+
+
+def known_id(message: Message, *, needed: bool) -> str | None:
+    """The id under which the message is claimed; None if nothing claims it and it has none."""
+    return None if message.id is None and not needed else valid_message_id(message.id)
 
 
 def attribute_or_key(event: Any) -> object:
@@ -157,7 +166,9 @@ def _composite(kind: str, event: Any, names: tuple[str, ...]) -> str:
         if callable(value):
             value = value()
         if value is None or value == "":
-            raise InvalidMessageIdError(f"the {kind} id needs {' and '.join(names)}; this event has no {name}")
+            raise InvalidMessageIdError(
+                f"the {kind} id needs {' and '.join(names)}; this event has no {name}"
+            )
         text = str(value)
         parts.append(f"{len(text)}:{text}")  # a bare delimiter could occur inside a part
     return "".join(parts)

@@ -10,7 +10,14 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm.exc import StaleDataError
 
 from .dialects import Dialect, Failure
-from .errors import CommitOutcomeUnknown, Defer, InProgress, ProjectorDedupError, RefusedError, RetriesExhaustedError
+from .errors import (
+    CommitOutcomeUnknown,
+    Defer,
+    InProgress,
+    ProjectorDedupError,
+    RefusedError,
+    RetriesExhaustedError,
+)
 
 
 @dataclass(frozen=True)
@@ -30,7 +37,13 @@ class RetryPolicy:
     cap: float = 0.25
 
     def __post_init__(self) -> None:
-        if self.attempts < 1 or self.within < 0 or self.unique_violations < 0 or self.base < 0 or self.cap < 0:
+        if (
+            self.attempts < 1
+            or self.within < 0
+            or self.unique_violations < 0
+            or self.base < 0
+            or self.cap < 0
+        ):
             raise ValueError("RetryPolicy: attempts must be at least 1, and no other value negative")
 
 

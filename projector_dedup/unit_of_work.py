@@ -60,7 +60,9 @@ class Work:
         """Flush, look whether this is still the transaction that was begun, commit once."""
         guard = self._guard
         if guard is None:
-            raise UnsafeSessionError("nothing was claimed in this unit of work; claim() comes before commit()")
+            raise UnsafeSessionError(
+                "nothing was claimed in this unit of work; claim() comes before commit()"
+            )
         if not self._new:
             raise UnsafeSessionError("the message is a duplicate, so there is nothing to commit")
         guard.verify()
@@ -99,7 +101,9 @@ class Work:
             except Exception:
                 if not self.committed:
                     raise
-                logger.warning("closing the session failed after the commit; the message is applied", exc_info=True)
+                logger.warning(
+                    "closing the session failed after the commit; the message is applied", exc_info=True
+                )
 
     def _begin(self, bind: Any) -> Guard:
         dialect, options = dialect_of(bind), self._options
@@ -117,7 +121,11 @@ class Work:
     def _marker_is_committed(self) -> bool:
         """For the text of an error, after the transaction was ended behind our back."""
         guard, key = self._guard, self._key
-        return guard is not None and key is not None and marker_exists(guard.connection, self._options.tables, key)
+        return (
+            guard is not None
+            and key is not None
+            and marker_exists(guard.connection, self._options.tables, key)
+        )
 
 
 class UnitOfWork:
@@ -148,7 +156,9 @@ class UnitOfWork:
         strict: bool = False,
     ) -> None:
         check_session_factory(session_factory, asynchronous=False)
-        self._prepare(session_factory, UnitOptions(tables, claim_timeout, isolation, tuple(read_models), strict))
+        self._prepare(
+            session_factory, UnitOptions(tables, claim_timeout, isolation, tuple(read_models), strict)
+        )
 
     @classmethod
     def with_options(cls, session_factory: sessionmaker[Session], options: UnitOptions) -> Self:
@@ -185,7 +195,10 @@ class UnitOfWork:
         self.work.commit()
 
     def __exit__(
-        self, _type: type[BaseException] | None, _error: BaseException | None, _traceback: TracebackType | None
+        self,
+        _type: type[BaseException] | None,
+        _error: BaseException | None,
+        _traceback: TracebackType | None,
     ) -> None:
         self.work.close()
 
@@ -211,7 +224,9 @@ class AsyncUnitOfWork:
         strict: bool = False,
     ) -> None:
         check_session_factory(session_factory, asynchronous=True)
-        self._prepare(session_factory, UnitOptions(tables, claim_timeout, isolation, tuple(read_models), strict))
+        self._prepare(
+            session_factory, UnitOptions(tables, claim_timeout, isolation, tuple(read_models), strict)
+        )
 
     @classmethod
     def with_options(cls, session_factory: async_sessionmaker[AsyncSession], options: UnitOptions) -> Self:
@@ -240,7 +255,10 @@ class AsyncUnitOfWork:
         await _to_the_end(self.session.run_sync(lambda _: self.work.commit()))
 
     async def __aexit__(
-        self, _type: type[BaseException] | None, _error: BaseException | None, _traceback: TracebackType | None
+        self,
+        _type: type[BaseException] | None,
+        _error: BaseException | None,
+        _traceback: TracebackType | None,
     ) -> None:
         await _to_the_end(self.session.run_sync(lambda _: self.work.close()))
 

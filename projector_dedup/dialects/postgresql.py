@@ -64,7 +64,9 @@ class PostgreSQL:
         statement = insert(marker)
         if bounded:
             # One round trip for both; it goes on to bound the lock waits of the handler (docs/adr/0006).
-            wait = func.set_config("lock_timeout", func.concat(bindparam("wait_ms", type_=Text()), "ms"), True)
+            wait = func.set_config(
+                "lock_timeout", func.concat(bindparam("wait_ms", type_=Text()), "ms"), True
+            )
             bound = select(wait.label("wait")).cte("bound").prefix_with("MATERIALIZED")
             statement = statement.from_select(names, select(*values).select_from(bound))
         else:
@@ -75,18 +77,25 @@ class PostgreSQL:
 
     def ownership_statement(self, marker: Table) -> Executable:
         """The row's xmin is the transaction that inserted it."""
-        return select(literal_column("1")).where(
-            marker.c.message_id == bindparam("message_id"),
-            marker.c.handler == bindparam("handler"),
-            literal_column("xmin") == literal_column("pg_current_xact_id_if_assigned()::xid"),
-        ).select_from(marker)
+        return (
+            select(literal_column("1"))
+            .where(
+                marker.c.message_id == bindparam("message_id"),
+                marker.c.handler == bindparam("handler"),
+                literal_column("xmin") == literal_column("pg_current_xact_id_if_assigned()::xid"),
+            )
+            .select_from(marker)
+        )
 
     def prune_statement(self, marker: Table) -> Executable:
         """By physical address, which takes no second index lookup; rows another cleaner holds are left to it."""
         oldest = (
             select(literal_column("ctid"))
             .select_from(marker)
-            .where(marker.c.processed_at < func.now() - bindparam("seconds") * literal_column("interval '1 second'"))
+            .where(
+                marker.c.processed_at
+                < func.now() - bindparam("seconds") * literal_column("interval '1 second'")
+            )
             .order_by(marker.c.processed_at)
             .limit(bindparam("batch_size"))
             .with_for_update(skip_locked=True)
