@@ -1,0 +1,39 @@
+"""The public names are those of `projector_dedup.__all__`, and nothing else."""
+
+import inspect
+import types
+
+import pytest
+
+import projector_dedup
+
+
+def test_all_is_sorted() -> None:
+    """A reader finds a name where the alphabet puts it."""
+    assert list(projector_dedup.__all__) == sorted(projector_dedup.__all__)
+
+
+def test_all_is_complete() -> None:
+    """Every public name of the package is exported on purpose, and every exported name is there."""
+    public = {
+        name
+        for name, value in vars(projector_dedup).items()
+        if not name.startswith("_") and not isinstance(value, types.ModuleType)
+    }
+    assert public - {"annotations"} == {name for name in projector_dedup.__all__ if not name.startswith("__")}
+
+
+@pytest.mark.parametrize("name", [name for name in projector_dedup.__all__ if not name.startswith("__")])
+def test_every_exported_member_says_what_it_promises(name: str) -> None:
+    """A class or function has a docstring of its own, neither inherited nor made by dataclass."""
+    member = getattr(projector_dedup, name)
+    if inspect.isclass(member) or inspect.isfunction(member):
+        doc = (member.__dict__.get("__doc__") if inspect.isclass(member) else member.__doc__) or ""
+        assert doc.strip(), f"{name} has no docstring"
+        assert not doc.startswith(f"{name}("), f"{name} has only the docstring that dataclass makes"
+
+
+@pytest.mark.parametrize("name", projector_dedup.__all__)
+def test_exported_members_exist(name: str) -> None:
+    """`from projector_dedup import *` works."""
+    assert hasattr(projector_dedup, name)
