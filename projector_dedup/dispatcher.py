@@ -8,10 +8,10 @@ from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 from sqlalchemy.orm import Session, sessionmaker
 
 from .errors import DeliveryFailed, HandlerDefinitionError, UnhandledMessage
+from .handler import Handler, aapply, apply, check_kind, options_for
 from .message import IdExtractor, Message, attribute_or_key, envelope, known_id, printable
 from .outcome import Delivery, Outcome
 from .projector import handlers_of
-from .handler import Handler, aapply, apply, check_kind, options_for
 from .retry import RetryPolicy
 from .sessions import UnitOptions, check_session_factory
 from .tables import DedupTables, default_tables
@@ -128,7 +128,7 @@ class Dispatcher(_Routing):
                     handler,
                     *apply(handler, message, self._factory, self._options[handler.identity], self._policy),
                 )
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001  # kept, and raised when every handler was tried
                 tally.failed(handler, error)
         return tally.delivery()
 
@@ -147,10 +147,8 @@ class AsyncDispatcher(_Routing):
             try:
                 tally.settled(
                     handler,
-                    *await aapply(
-                        handler, message, self._factory, self._options[handler.identity], self._policy
-                    ),
+                    *await aapply(handler, message, self._factory, self._options[handler.identity], self._policy),
                 )
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001  # kept, and raised when every handler was tried
                 tally.failed(handler, error)
         return tally.delivery()

@@ -117,7 +117,7 @@ class DeliveryFailed(ProjectorDedupError, ExceptionGroup[Exception]):
         self.delivery = delivery
         return self
 
-    def __init__(self, message: str, exceptions: Sequence[Exception], delivery: Delivery) -> None:
+    def __init__(self, message: str, exceptions: Sequence[Exception], delivery: Delivery) -> None:  # noqa: ARG002
         super().__init__(message, exceptions)
 
     def derive(self, excs: Sequence[Exception]) -> DeliveryFailed:  # type: ignore[override]  # narrower on purpose

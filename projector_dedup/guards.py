@@ -42,7 +42,7 @@ class Guard:
         self._may_end = False
         self._begun = False
         self._connection_class = type(connection)
-        connection.__class__ = _guarded_connection(self._connection_class)
+        connection.__class__ = _guarded_connection(self._connection_class)  # type: ignore[arg-type]  # mypy takes a class for its instance here
         cast(GuardedConnection, connection).guard = self
         cast(GuardedSession, session).guard = self
 
@@ -117,21 +117,12 @@ class Guard:
         if self.violation is not None:
             raise self.violation
         transaction = self.session.get_transaction()
-        if (
-            transaction is not self._transaction
-            or self.connection.closed
-            or not self.connection.in_transaction()
-        ):
+        if transaction is not self._transaction or self.connection.closed or not self.connection.in_transaction():
             raise self.violate("the handler rolled back or closed the session or its connection")
-        if (
-            self.session.in_nested_transaction()
-            or self.connection.get_nested_transaction() is not self._savepoint
-        ):
+        if self.session.in_nested_transaction() or self.connection.get_nested_transaction() is not self._savepoint:
             raise self.violate("the handler left a savepoint open; use `with session.begin_nested()`")
         if self.connection.invalidated:
-            raise self.violate(
-                "the handler swallowed the loss of the database connection"
-            ) from self.doomed_by
+            raise self.violate("the handler swallowed the loss of the database connection") from self.doomed_by
         status = self.dialect.status(self.driver)
         if self._begun and status is Status.NONE:
             raise self.ended_below()
@@ -175,9 +166,7 @@ def guarded_session(session_class: type[Session]) -> type[GuardedSession]:
             session.guard.before_end("session.commit")
 
     @event.listens_for(guarded, "after_begin")
-    def _after_begin(
-        session: GuardedSession, _transaction: SessionTransaction, connection: Connection
-    ) -> None:
+    def _after_begin(session: GuardedSession, _transaction: SessionTransaction, connection: Connection) -> None:
         if session.guard is not None:
             session.guard.connected(connection)
 

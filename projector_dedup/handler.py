@@ -26,6 +26,8 @@ logger = logging.getLogger("projector_dedup")
 
 @dataclass(frozen=True)
 class On:
+    """What ``@on`` says of a method."""
+
     routes: tuple[Route, ...]
     name: str | None
     subclasses: bool
@@ -34,6 +36,8 @@ class On:
 
 @dataclass(frozen=True)
 class Settings:
+    """What ``@projector`` says of a class or function."""
+
     idempotent: bool
     name: str | None
     read_models: tuple[type[Any], ...]
@@ -57,9 +61,7 @@ class Handler:
     @property
     def is_async(self) -> bool:
         """Whether calling it gives something to await."""
-        return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(
-            inspect.unwrap(self.function)
-        )
+        return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(inspect.unwrap(self.function))
 
     def wants(self, message: Message) -> bool:
         """By the message's ``type`` if it names one, else by the class of its body."""
@@ -88,9 +90,7 @@ def options_for(handler: Handler, options: UnitOptions | None = None) -> UnitOpt
     """The dispatcher's options, with what the projector says of its own."""
     options = options or UnitOptions()
     own = handler.projector
-    return dataclasses.replace(
-        options, read_models=own.read_models, isolation=own.isolation or options.isolation
-    )
+    return dataclasses.replace(options, read_models=own.read_models, isolation=own.isolation or options.isolation)
 
 
 def apply(
@@ -115,7 +115,7 @@ def apply(
                 _check_result(handler, handler.call(message, uow.session), asynchronous=False)
                 uow.commit()
             return _settled(Outcome.APPLIED, handler, message, attempts, uow.work.durable)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  # delay_after raises it, unless another attempt is due
             delay = attempts.delay_after(error, uow.work.cause_of(error), uow.work.dialect)
             _log_retry(handler, message, attempts, error)
         time.sleep(delay)
@@ -145,7 +145,7 @@ async def aapply(
                 await awaitable
                 await uow.commit()
             return _settled(Outcome.APPLIED, handler, message, attempts, uow.work.durable)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  # delay_after raises it, unless another attempt is due
             delay = attempts.delay_after(error, uow.work.cause_of(error), uow.work.dialect)
             _log_retry(handler, message, attempts, error)
         await asyncio.sleep(delay)

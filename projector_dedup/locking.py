@@ -1,9 +1,136 @@
-"""I6: reads that lock."""
+"""Invariant I6 for hot rows: entities that a projector declares in ``read_models`` are read under lock.
+
+The default, conflict detection at REPEATABLE READ, needs nothing of this. Where many workers change one row it makes
+most of them run again, and there a lock is faster: every SELECT that names a declared table gets FOR NO KEY UPDATE
+OF that table, at READ COMMITTED. What cannot be locked is refused, never read unlocked: a lock that is missing
+silently is a lost update (docs/adr/0003-lost-updates.md).
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
 from typing import Any
-from sqlalchemy.orm import Session
+from weakref import WeakSet
+
+from sqlalchemy import Select, event, inspect
+from sqlalchemy.orm import InstanceState, ORMExecuteState, QueryContext, Session, UOWTransaction
+from sqlalchemy.sql import Join
+from sqlalchemy.sql.expression import Alias, FromClause
+from sqlalchemy.sql.util import find_tables
+
+from .errors import UnlockedWriteError
+from .guards import GuardedSession
+
+_LOCKED = "projector_dedup_locked_tables"
 
 
-def locking_session(session_class: type[Session], read_models: tuple[type[Any], ...]) -> type[Session]:
-    raise NotImplementedError
+class LockingSession(GuardedSession):
+    """Remembers which instances were read under lock, for as long as its one transaction lasts."""
+
+    read_models: tuple[type[Any], ...] = ()
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.locked_instances: WeakSet[InstanceState[Any]] = WeakSet()
+
+    @property
+    def locks(self) -> bool:
+        """Whether the database locks rows at all; where writers are serialised, nothing needs it."""
+        return self.guard is not None and self.guard.dialect.detecting_isolation is not None
+
+
+@cache
+def locking_session(session_class: type[GuardedSession], read_models: tuple[type[Any], ...]) -> type[LockingSession]:
+    """The guarded session class, reading ``read_models`` under lock."""
+    locking = type(f"Locking{session_class.__name__}", (LockingSession, session_class), {"read_models": read_models})
+    declared = frozenset(table for model in read_models for table in inspect(model).tables)
+
+    @event.listens_for(locking, "do_orm_execute")
+    def _lock_what_is_read(state: ORMExecuteState) -> None:
+        session = state.session
+        if isinstance(session, LockingSession) and session.locks and state.is_select and not state.is_column_load:
+            _lock(state, declared)
+
+    @event.listens_for(locking, "before_flush")
+    def _refuse_unlocked_writes(session: Session, _context: UOWTransaction, _instances: object) -> None:
+        if not isinstance(session, LockingSession) or not session.locks:
+            return
+        for instance in (*session.dirty, *session.deleted):
+            if (
+                isinstance(instance, read_models)
+                and inspect(instance) not in session.locked_instances
+                and (instance in session.deleted or session.is_modified(instance))
+            ):
+                raise UnlockedWriteError(
+                    f"{type(instance).__name__} is declared in read_models and was changed, but this instance was "
+                    "not read under lock (it came with another entity, as by joinedload); read it with "
+                    "session.get() or select() first, or leave read_models away"
+                )
+
+    for model in read_models:
+        _remember_locked_instances(model)  # type: ignore[arg-type]  # mypy takes a class for its instance here
+    return locking
+
+
+def _lock(state: ORMExecuteState, declared: frozenset[FromClause]) -> None:
+    statement: Any = state.statement
+    named = {
+        table for table in find_tables(statement, check_columns=True, include_aliases=True) if _is(table, declared)
+    }
+    if not named:
+        return
+    if not isinstance(statement, Select):
+        raise _cannot_lock(named)
+    lockable = {source for source in _lockable(statement.get_final_froms()) if _is(source, declared)}
+    if not {_table(source) for source in named} <= {_table(source) for source in lockable}:
+        raise _cannot_lock(named)
+    if statement._for_update_arg is None:  # a lock that the user asked for is kept
+        state.statement = statement.with_for_update(key_share=True, of=tuple(lockable))
+    state.update_execution_options(**{_LOCKED: frozenset(_table(source) for source in lockable)})
+
+
+def _lockable(sources: Any, *, nullable: bool = False) -> Iterator[FromClause]:
+    """The tables whose rows FOR UPDATE can lock: not those of a subquery, nor the nullable side of an outer join."""
+    for source in sources:
+        if isinstance(source, Join):
+            yield from _lockable([source.left], nullable=nullable or source.full)
+            yield from _lockable([source.right], nullable=nullable or source.full or source.isouter)
+        elif not nullable:
+            yield source
+
+
+def _table(source: FromClause) -> FromClause:
+    return source.element if isinstance(source, Alias) else source
+
+
+def _is(source: Any, declared: frozenset[FromClause]) -> bool:
+    return _table(source) in declared
+
+
+def _cannot_lock(named: set[Any]) -> UnlockedWriteError:
+    tables = ", ".join(sorted(str(_table(source)) for source in named))
+    return UnlockedWriteError(
+        f"{tables} is declared in read_models, and this SELECT cannot lock its rows (a subquery, a UNION, or the "
+        "nullable side of an outer join); read the entity by a SELECT of its own, or leave read_models away"
+    )
+
+
+@cache
+def _remember_locked_instances(model: type[Any]) -> None:
+    @event.listens_for(model, "load", propagate=True)
+    def _loaded(instance: Any, context: QueryContext) -> None:
+        _remember(instance, context)
+
+    @event.listens_for(model, "refresh", propagate=True)
+    def _refreshed(instance: Any, context: QueryContext, _names: object) -> None:
+        _remember(instance, context)
+
+
+def _remember(instance: Any, context: QueryContext | None) -> None:
+    session = context.session if context is not None else None
+    if isinstance(session, LockingSession) and context is not None:
+        state = inspect(instance)
+        locked: frozenset[FromClause] = context.execution_options.get(_LOCKED, frozenset())  # type: ignore[assignment]
+        if not locked.isdisjoint(state.mapper.tables):
+            session.locked_instances.add(state)

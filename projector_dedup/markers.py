@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from functools import cache
 from typing import Any
 
 from sqlalchemy import Table, bindparam, literal_column, select
 from sqlalchemy.engine import Connection
 from sqlalchemy.exc import DBAPIError, UnboundExecutionError
-from sqlalchemy.orm import Session, scoped_session
+from sqlalchemy.orm import Session
 from sqlalchemy.sql import Executable
 
 from .dialects import Dialect, Failure, Status, dialect_of
@@ -19,9 +19,7 @@ from .message import valid_handler, valid_message_id
 from .tables import DedupTables, default_tables
 
 
-def claim(
-    session: Session, message_id: object, handler: str, *, tables: DedupTables = default_tables
-) -> bool:
+def claim(session: Session, message_id: object, handler: str, *, tables: DedupTables = default_tables) -> bool:
     """Claim a message in a transaction that the caller owns and commits: True if it is new, False if a duplicate.
 
     The marker commits or rolls back with whatever else the caller writes in that transaction. A concurrent claim of
@@ -35,8 +33,6 @@ def claim(
     back to it would take the marker without the caller's noticing), no bind or another bind for the marker table.
     """
     key = marker_key(valid_message_id(message_id), valid_handler(handler))
-    if isinstance(session, scoped_session):
-        session = session()
     if session.in_nested_transaction():
         raise UnsafeSessionError("claim() inside a savepoint: claim first, then begin_nested()")
     bind = bind_of_marker(session, tables)
@@ -94,9 +90,7 @@ def marker_exists(connection: Connection, tables: DedupTables, key: Mapping[str,
     return Connection.execute(connection, _lookup_statement(tables.marker), key).first() is not None
 
 
-def owns_marker(
-    connection: Connection, dialect: Dialect, tables: DedupTables, key: Mapping[str, Any]
-) -> bool:
+def owns_marker(connection: Connection, dialect: Dialect, tables: DedupTables, key: Mapping[str, Any]) -> bool:
     """Whether the transaction that is open now is the one that inserted the marker. A round trip."""
     return connection.execute(_ownership_statement(dialect, tables.marker), key).first() is not None
 
@@ -104,7 +98,7 @@ def owns_marker(
 def marker_key(message_id: str, handler: str, occurred_at: datetime | None = None) -> dict[str, Any]:
     """The parameters of every marker statement."""
     if occurred_at is not None:
-        occurred_at = occurred_at.astimezone(timezone.utc)  # SQLite would drop the zone
+        occurred_at = occurred_at.astimezone(UTC)  # SQLite would drop the zone
     return {"message_id": message_id, "handler": handler, "occurred_at": occurred_at}
 
 

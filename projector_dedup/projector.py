@@ -26,9 +26,7 @@ _ON = "__projector_dedup_on__"
 _PROJECTOR = "__projector_dedup_projector__"
 
 
-def on(
-    *events: Route, name: str | None = None, subclasses: bool = False, envelope: bool = False
-) -> Callable[[F], F]:
+def on(*events: Route, name: str | None = None, subclasses: bool = False, envelope: bool = False) -> Callable[[F], F]:
     """Mark a method, or a function, as the handler of events: classes (the exact type) or names.
 
     ``name`` pins the method's part of the identity, so that it can be renamed. ``subclasses`` also takes events of
@@ -36,9 +34,7 @@ def on(
     ``(event, session)``; it must not commit.
     """
     if not events or not all(isinstance(event, (type, str)) for event in events):
-        raise HandlerDefinitionError(
-            "@on takes the events it handles: classes or names, as in @on(PaymentReceived)"
-        )
+        raise HandlerDefinitionError("@on takes the events it handles: classes or names, as in @on(PaymentReceived)")
 
     def mark(function: F) -> F:
         setattr(function, _ON, On(events, name, subclasses, envelope))
@@ -48,7 +44,7 @@ def on(
 
 
 @overload
-def projector(target: C, /) -> C: ...
+def projector(target: C, /) -> C: ...  # type: ignore[overload-overlap]  # a class can be called as well
 @overload
 def projector(target: Callable[P, R], /) -> FunctionProjector[P, R]: ...
 @overload
@@ -86,7 +82,7 @@ class _Decorator:
         self._settings = settings
 
     @overload
-    def __call__(self, target: C, /) -> C: ...
+    def __call__(self, target: C, /) -> C: ...  # type: ignore[overload-overlap]  # the same
     @overload
     def __call__(self, target: Callable[P, R], /) -> FunctionProjector[P, R]: ...
     def __call__(self, target: Any, /) -> Any:
@@ -115,19 +111,13 @@ class FunctionProjector(Generic[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         return self._function(*args, **kwargs)
 
-    def deliver(
-        self, event: object, *, message_id: object = None, session_factory: sessionmaker[Session]
-    ) -> Delivery:
+    def deliver(self, event: object, *, message_id: object = None, session_factory: sessionmaker[Session]) -> Delivery:
         """Apply the event once, in a unit of work of its own. It returns only if the message may be acknowledged."""
         check_session_factory(session_factory, asynchronous=False)
         check_kind(self.handler, asynchronous=False)
         message = self._message(event, message_id)
-        outcome, durable = apply(
-            self.handler, message, session_factory, options_for(self.handler), RetryPolicy()
-        )
-        return Delivery(
-            known_id(message, needed=self.handler.idempotent), {self.handler.identity: outcome}, durable
-        )
+        outcome, durable = apply(self.handler, message, session_factory, options_for(self.handler), RetryPolicy())
+        return Delivery(known_id(message, needed=self.handler.idempotent), {self.handler.identity: outcome}, durable)
 
     async def adeliver(
         self, event: object, *, message_id: object = None, session_factory: async_sessionmaker[AsyncSession]
@@ -139,9 +129,7 @@ class FunctionProjector(Generic[P, R]):
         outcome, durable = await aapply(
             self.handler, message, session_factory, options_for(self.handler), RetryPolicy()
         )
-        return Delivery(
-            known_id(message, needed=self.handler.idempotent), {self.handler.identity: outcome}, durable
-        )
+        return Delivery(known_id(message, needed=self.handler.idempotent), {self.handler.identity: outcome}, durable)
 
     def _message(self, event: object, message_id: object) -> Message:
         message = envelope(event, message_id, attribute_or_key)
@@ -162,9 +150,7 @@ def handlers_of(target: Any) -> list[Handler]:
     cls = type(target)
     settings: Settings | None = getattr(cls, _PROJECTOR, None)
     if settings is None:
-        raise HandlerDefinitionError(
-            f"{cls.__qualname__} is not a projector; decorate it with @projector(...)"
-        )
+        raise HandlerDefinitionError(f"{cls.__qualname__} is not a projector; decorate it with @projector(...)")
     if _PROJECTOR not in vars(cls):  # inherited: a pinned name stays with the class that pinned it
         settings = Settings(settings.idempotent, None, settings.read_models, settings.isolation)
     marked = {
@@ -177,9 +163,7 @@ def handlers_of(target: Any) -> list[Handler]:
         raise HandlerDefinitionError(f"{cls.__qualname__} has no handler; mark its methods with @on(Event)")
     owner = settings.name or f"{cls.__module__}.{cls.__qualname__}"
     return [
-        _handler(
-            f"{owner}.{on.name or name}", getattr(target, name), on, settings, pinned=_pinned(cls, settings)
-        )
+        _handler(f"{owner}.{on.name or name}", getattr(target, name), on, settings, pinned=_pinned(cls, settings))
         for name, on in marked.items()
     ]
 
@@ -188,13 +172,9 @@ def _pinned(target: Any, settings: Settings) -> bool:
     return settings.name is not None or not (target.__module__ == "__main__" or "<" in target.__qualname__)
 
 
-def _handler(
-    identity: str, function: Callable[..., Any], on: On, settings: Settings, *, pinned: bool
-) -> Handler:
+def _handler(identity: str, function: Callable[..., Any], on: On, settings: Settings, *, pinned: bool) -> Handler:
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-        raise HandlerDefinitionError(
-            f"{identity} is a generator: calling it would run nothing; do not yield in it"
-        )
+        raise HandlerDefinitionError(f"{identity} is a generator: calling it would run nothing; do not yield in it")
     if settings.idempotent and not pinned:
         raise HandlerDefinitionError(
             f"{identity} would have another identity when it runs from another place, and messages would be applied "

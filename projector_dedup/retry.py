@@ -37,13 +37,7 @@ class RetryPolicy:
     cap: float = 0.25
 
     def __post_init__(self) -> None:
-        if (
-            self.attempts < 1
-            or self.within < 0
-            or self.unique_violations < 0
-            or self.base < 0
-            or self.cap < 0
-        ):
+        if self.attempts < 1 or self.within < 0 or self.unique_violations < 0 or self.base < 0 or self.cap < 0:
             raise ValueError("RetryPolicy: attempts must be at least 1, and no other value negative")
 
 
@@ -82,7 +76,7 @@ class Attempts:
                 self._unique_violations += 1
                 if self._unique_violations > self._policy.unique_violations:
                     raise error
-        delay = random.uniform(0, min(self._policy.cap, self._policy.base * 2**self.number))
+        delay = random.uniform(0, min(self._policy.cap, self._policy.base * 2**self.number))  # noqa: S311  # no secret
         if self.number >= self._policy.attempts or time.monotonic() + delay > self._deadline:
             if self.unknown is not None:
                 raise self.unknown

@@ -47,14 +47,10 @@ class UnitOptions:
 
 def check_session_factory(factory: object, *, asynchronous: bool) -> None:
     """Refuse what is not a factory of new sessions, naming what to give instead."""
-    wanted, name = (
-        (async_sessionmaker, "async_sessionmaker") if asynchronous else (sessionmaker, "sessionmaker")
-    )
+    wanted, name = (async_sessionmaker, "async_sessionmaker") if asynchronous else (sessionmaker, "sessionmaker")
     if isinstance(factory, wanted):
         if factory.kw.get("twophase"):
-            raise UnsafeSessionError(
-                f"{name}(twophase=True) is not supported: marker and read model need one database"
-            )
+            raise UnsafeSessionError(f"{name}(twophase=True) is not supported: marker and read model need one database")
         return
     if isinstance(factory, (scoped_session, async_scoped_session, Session, AsyncSession)):
         raise UnsafeSessionError(
@@ -80,8 +76,10 @@ def new_async_session(factory: async_sessionmaker[AsyncSession], options: UnitOp
 
 
 def _private_class(session_class: type[Session], options: UnitOptions) -> type[Session]:
-    guarded = guarded_session(session_class)
-    return locking_session(guarded, options.read_models) if options.read_models else guarded
+    guarded = guarded_session(session_class)  # type: ignore[arg-type]  # mypy takes a class for its instance here
+    if not options.read_models:
+        return guarded
+    return locking_session(guarded, options.read_models)  # type: ignore[arg-type]  # the same
 
 
 def _private_arguments(arguments: dict[str, Any], options: UnitOptions) -> dict[str, Any]:
@@ -94,9 +92,7 @@ def _private_arguments(arguments: dict[str, Any], options: UnitOptions) -> dict[
     return private
 
 
-def open_connection(
-    session: Session, bind: Engine | Connection, options: UnitOptions, *, marked: bool
-) -> Connection:
+def open_connection(session: Session, bind: Engine | Connection, options: UnitOptions, *, marked: bool) -> Connection:
     """Begin the session's transaction on ``bind``, at the level that ``options`` come to."""
     if session.in_transaction() or session.new or session.dirty or session.deleted:
         raise UnsafeSessionError(
@@ -136,11 +132,7 @@ def _isolation_level(engine: Engine, dialect: Dialect, options: UnitOptions, *, 
         if level is None:
             if engine.dialect.default_isolation_level is None:
                 engine.connect().close()  # the dialect learns the server's default at its first connection
-            return (
-                dialect.detecting_isolation
-                if engine.dialect.default_isolation_level in _LOSES_UPDATES
-                else None
-            )
+            return dialect.detecting_isolation if engine.dialect.default_isolation_level in _LOSES_UPDATES else None
     if marked and level in _LOSES_UPDATES and not options.read_models and not options.warned:
         options.warned = True
         logger.warning(

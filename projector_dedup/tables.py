@@ -32,9 +32,7 @@ def make_tables(metadata: MetaData, name: str = DEFAULT_NAME, schema: str | None
         # Text that compares byte for byte, whatever the database's collation: two ids are never taken for one.
         Column("message_id", _exact_text(MAX_MESSAGE_ID_BYTES), nullable=False),
         Column("handler", _exact_text(MAX_HANDLER_BYTES), nullable=False),
-        Column(
-            "processed_at", DateTime(timezone=True), nullable=False, server_default=func.current_timestamp()
-        ),
+        Column("processed_at", DateTime(timezone=True), nullable=False, server_default=func.current_timestamp()),
         Column("occurred_at", DateTime(timezone=True), nullable=True),
         PrimaryKeyConstraint("message_id", "handler", name=f"pk_{name}"),
         Index(f"ix_{name}_processed_at", "processed_at"),  # retention finds the oldest markers by it
@@ -52,10 +50,11 @@ def make_tables(metadata: MetaData, name: str = DEFAULT_NAME, schema: str | None
 
 
 def _exact_text(length: int) -> String:
-    return String(length).with_variant(Text(collation="C"), "postgresql")  # type: ignore[return-value]
+    return String(length).with_variant(Text(collation="C"), "postgresql")
 
 
-default_tables = make_tables(MetaData())
+default_metadata = MetaData()
+default_tables = make_tables(default_metadata)
 
 
 class ProcessedMessage:

@@ -60,17 +60,14 @@ class Work:
         """Flush, look whether this is still the transaction that was begun, commit once."""
         guard = self._guard
         if guard is None:
-            raise UnsafeSessionError(
-                "nothing was claimed in this unit of work; claim() comes before commit()"
-            )
+            raise UnsafeSessionError("nothing was claimed in this unit of work; claim() comes before commit()")
         if not self._new:
             raise UnsafeSessionError("the message is a duplicate, so there is nothing to commit")
         guard.verify()
         self.session.flush()
         guard.verify()
-        if self._options.strict and self._key is not None:
-            if not owns_marker(guard.connection, guard.dialect, self._options.tables, self._key):
-                raise guard.ended_below()
+        if self._options.strict and not self._owns_marker(guard):
+            raise guard.ended_below()
         guard.allow_end()
         try:
             self.session.commit()
@@ -101,9 +98,7 @@ class Work:
             except Exception:
                 if not self.committed:
                     raise
-                logger.warning(
-                    "closing the session failed after the commit; the message is applied", exc_info=True
-                )
+                logger.warning("closing the session failed after the commit; the message is applied", exc_info=True)
 
     def _begin(self, bind: Any) -> Guard:
         dialect, options = dialect_of(bind), self._options
@@ -118,14 +113,14 @@ class Work:
         self._guard = Guard(self.session, connection, dialect, self._marker_is_committed)
         return self._guard
 
+    def _owns_marker(self, guard: Guard) -> bool:
+        key = self._key
+        return key is None or owns_marker(guard.connection, guard.dialect, self._options.tables, key)
+
     def _marker_is_committed(self) -> bool:
         """For the text of an error, after the transaction was ended behind our back."""
         guard, key = self._guard, self._key
-        return (
-            guard is not None
-            and key is not None
-            and marker_exists(guard.connection, self._options.tables, key)
-        )
+        return guard is not None and key is not None and marker_exists(guard.connection, self._options.tables, key)
 
 
 class UnitOfWork:
@@ -156,9 +151,7 @@ class UnitOfWork:
         strict: bool = False,
     ) -> None:
         check_session_factory(session_factory, asynchronous=False)
-        self._prepare(
-            session_factory, UnitOptions(tables, claim_timeout, isolation, tuple(read_models), strict)
-        )
+        self._prepare(session_factory, UnitOptions(tables, claim_timeout, isolation, tuple(read_models), strict))
 
     @classmethod
     def with_options(cls, session_factory: sessionmaker[Session], options: UnitOptions) -> Self:
@@ -224,9 +217,7 @@ class AsyncUnitOfWork:
         strict: bool = False,
     ) -> None:
         check_session_factory(session_factory, asynchronous=True)
-        self._prepare(
-            session_factory, UnitOptions(tables, claim_timeout, isolation, tuple(read_models), strict)
-        )
+        self._prepare(session_factory, UnitOptions(tables, claim_timeout, isolation, tuple(read_models), strict))
 
     @classmethod
     def with_options(cls, session_factory: async_sessionmaker[AsyncSession], options: UnitOptions) -> Self:
@@ -274,7 +265,7 @@ async def _to_the_end(step: Coroutine[Any, Any, T]) -> T:
             if task.cancelled():
                 raise
             cancelled = error
-        except Exception:
+        except Exception:  # noqa: BLE001  # it is the task's, and raised by its result below
             break
     if cancelled is not None:
         if not task.cancelled():

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from enum import Enum
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from sqlalchemy import Table
 from sqlalchemy.engine import Connection
@@ -30,7 +31,7 @@ class Status(Enum):
     BUSY = "busy"  #: a statement was interrupted half-way, or the connection is gone
 
 
-class Dialect(Protocol):
+class Dialect(ABC):
     """One database. A dialect holds no state: one instance serves every engine."""
 
     name: ClassVar[str]
@@ -39,32 +40,45 @@ class Dialect(Protocol):
     detecting_isolation: ClassVar[str | None]
     """The isolation level at which the database itself refuses a lost update; None where writers are serialised."""
 
+    @abstractmethod
     def refuse_unsafe(self, connection: Connection) -> None:
         """Raise ``RefusedError`` for an engine on which the promise would not hold. No statement is sent."""
 
+    @abstractmethod
     def begin(self, connection: Connection, wait: float | None) -> None:
         """What must run before the claim; ``wait`` bounds it in seconds."""
 
+    @abstractmethod
     def claim_statement(self, marker: Table, *, bounded: bool) -> Executable:
         """Insert ``:message_id, :handler, :occurred_at`` and return a row, or no row if the marker was there.
 
         ``bounded``: it also takes ``:wait_ms`` and fails with a lock timeout when it waited longer.
         """
 
+    @abstractmethod
     def ownership_statement(self, marker: Table) -> Executable:
         """A row if ``:message_id, :handler`` was inserted by the transaction that is open now."""
 
+    @abstractmethod
     def prune_statement(self, marker: Table) -> Executable:
         """Delete at most ``:batch_size`` markers older than ``:seconds``, by the database's clock."""
 
+    @abstractmethod
+    def advice(self, connection: Connection) -> list[tuple[str, str]]:
+        """Settings of this database that are not wrong but could be better: what, and what to do."""
+
+    @abstractmethod
     def status(self, driver_connection: Any) -> Status:
         """How the transaction stands. Reads the driver's memory: no round trip."""
 
+    @abstractmethod
     def dooms(self, error: DBAPIError) -> bool:
         """Whether the server will refuse everything that follows in this transaction (outside a savepoint)."""
 
+    @abstractmethod
     def classify(self, error: DBAPIError) -> Failure:
         """By SQLSTATE or driver code, never by class or text."""
 
+    @abstractmethod
     def commit_refused(self, error: DBAPIError) -> bool:
         """Whether an error of COMMIT is the server's answer that it did *not* commit."""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import DateTime, Table, Text, bindparam, delete, func, literal_column, select
+from sqlalchemy import DateTime, Select, Table, Text, bindparam, delete, func, literal_column, select
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.engine import Connection
 from sqlalchemy.exc import DBAPIError
-from sqlalchemy.sql import Executable
+from sqlalchemy.sql import ColumnElement, Executable
 
 from ..errors import UnsafeSessionError
-from .interface import Failure, Status
+from .interface import Dialect, Failure, Status
 
 # Error codes: PostgreSQL documentation, appendix A.
 _TRANSIENT = {
@@ -34,7 +34,7 @@ _MAYBE_COMMITTED = {"40003", "57P01", "57P02"}  # a shutdown may come after a lo
 _LIBPQ_STATUS = (Status.NONE, Status.BUSY, Status.OPEN, Status.ABORTED, Status.BUSY)
 
 
-class PostgreSQL:
+class PostgreSQL(Dialect):
     """PostgreSQL 13 and later."""
 
     name = "postgresql"
@@ -56,7 +56,7 @@ class PostgreSQL:
     def claim_statement(self, marker: Table, *, bounded: bool) -> Executable:
         """ON CONFLICT names its columns, so that a table without the unique index is an error, not a double apply."""
         names = ["message_id", "handler", "occurred_at"]
-        values = [
+        values: list[ColumnElement[Any]] = [
             bindparam("message_id", type_=Text()),
             bindparam("handler", type_=Text()),
             bindparam("occurred_at", type_=DateTime(timezone=True)),
@@ -64,16 +64,12 @@ class PostgreSQL:
         statement = insert(marker)
         if bounded:
             # One round trip for both; it goes on to bound the lock waits of the handler (docs/adr/0006).
-            wait = func.set_config(
-                "lock_timeout", func.concat(bindparam("wait_ms", type_=Text()), "ms"), True
-            )
+            wait = func.set_config("lock_timeout", func.concat(bindparam("wait_ms", type_=Text()), "ms"), True)
             bound = select(wait.label("wait")).cte("bound").prefix_with("MATERIALIZED")
             statement = statement.from_select(names, select(*values).select_from(bound))
         else:
             statement = statement.values(dict(zip(names, values, strict=True)))
-        return statement.on_conflict_do_nothing(index_elements=["message_id", "handler"]).returning(
-            literal_column("1")
-        )
+        return statement.on_conflict_do_nothing(index_elements=["message_id", "handler"]).returning(literal_column("1"))
 
     def ownership_statement(self, marker: Table) -> Executable:
         """The row's xmin is the transaction that inserted it."""
@@ -89,18 +85,21 @@ class PostgreSQL:
 
     def prune_statement(self, marker: Table) -> Executable:
         """By physical address, which takes no second index lookup; rows another cleaner holds are left to it."""
-        oldest = (
+        oldest: Select[Any] = (
             select(literal_column("ctid"))
             .select_from(marker)
-            .where(
-                marker.c.processed_at
-                < func.now() - bindparam("seconds") * literal_column("interval '1 second'")
-            )
+            .where(marker.c.processed_at < func.now() - bindparam("seconds") * literal_column("interval '1 second'"))
             .order_by(marker.c.processed_at)
             .limit(bindparam("batch_size"))
             .with_for_update(skip_locked=True)
         )
-        return delete(marker).where(literal_column("ctid") == func.any(func.array(oldest)))
+        return delete(marker).where(literal_column("ctid") == func.any(func.array(oldest.scalar_subquery())))
+
+    def advice(self, connection: Connection) -> list[tuple[str, str]]:
+        """A standby accepts no markers."""
+        if connection.exec_driver_sql("SELECT pg_is_in_recovery()").scalar_one():
+            return [("this server is a standby: it cannot store markers", "give the URL of the primary")]
+        return []
 
     def status(self, driver_connection: Any) -> Status:
         """asyncpg cannot tell an aborted transaction from an open one: there the guard remembers the error."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlite3
 from typing import Any
 
-from sqlalchemy import Table, bindparam, delete, event, func, literal_column, select
+from sqlalchemy import Select, Table, bindparam, delete, event, func, literal_column, select
 from sqlalchemy.dialects.sqlite import insert
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import DBAPIError
@@ -14,7 +14,7 @@ from sqlalchemy.pool import StaticPool
 from sqlalchemy.sql import Executable
 
 from ..errors import UnsafeSessionError, UnsupportedDatabaseError
-from .interface import Failure, Status
+from .interface import Dialect, Failure, Status
 
 
 def configure_sqlite(engine: Engine | AsyncEngine, *, busy_timeout: float = 5.0) -> None:
@@ -34,7 +34,7 @@ def configure_sqlite(engine: Engine | AsyncEngine, *, busy_timeout: float = 5.0)
         cursor.close()
 
 
-class SQLite:
+class SQLite(Dialect):
     """SQLite 3.35 and later (RETURNING)."""
 
     name = "sqlite"
@@ -91,7 +91,7 @@ class SQLite:
     def prune_statement(self, marker: Table) -> Executable:
         """Oldest first, by rowid."""
         age = literal_column("'-'").concat(bindparam("seconds")).concat(" seconds")
-        oldest = (
+        oldest: Select[Any] = (
             select(literal_column("rowid"))
             .select_from(marker)
             .where(marker.c.processed_at < func.datetime("now", age))
@@ -99,6 +99,13 @@ class SQLite:
             .limit(bindparam("batch_size"))
         )
         return delete(marker).where(literal_column("rowid").in_(oldest))
+
+    def advice(self, connection: Connection) -> list[tuple[str, str]]:
+        """Without write-ahead logging, a reader makes writers wait at COMMIT."""
+        mode = connection.exec_driver_sql("PRAGMA journal_mode").scalar_one()
+        if mode in ("wal", "memory"):
+            return []
+        return [(f"the journal mode is {mode}", "call projector_dedup.configure_sqlite(engine) once, at start-up")]
 
     def status(self, driver_connection: Any) -> Status:
         """``in_transaction`` asks the library, not the file."""

@@ -1,0 +1,1 @@
+"""Alembic scripts that create the library's own tables."""

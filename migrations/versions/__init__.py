@@ -1,0 +1,1 @@
+"""The revisions; users may name this package in their ``version_locations``."""

@@ -1,0 +1,45 @@
+"""Pruning: markers older than the retention are deleted, a batch at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from sqlalchemy.engine import Engine
+
+from .dialects import dialect_of
+from .schema import verify
+from .tables import DedupTables, default_tables
+
+
+def cleanup(
+    engine: Engine,
+    *,
+    retention_hours: float = 168,
+    batch_size: int = 5_000,
+    tables: DedupTables = default_tables,
+    on_batch: Callable[[int], None] | None = None,
+) -> int:
+    """Delete the markers processed more than ``retention_hours`` ago, by the database's clock; returns how many.
+
+    Every batch of ``batch_size`` markers is a short transaction of its own, so a run can be stopped at any time;
+    ``on_batch`` is told the size of each. A message that is redelivered after its marker was pruned is applied
+    *again*: the retention must exceed the longest redelivery (broker, dead-letter queue, manual replay).
+
+    Raises ``ValueError`` for a retention or batch that is not positive, ``MissingTableError`` for a missing table.
+    """
+    if not retention_hours > 0:
+        raise ValueError(f"retention_hours must be positive, not {retention_hours}: it would delete every marker")
+    if batch_size < 1:
+        raise ValueError(f"batch_size must be at least 1, not {batch_size}")
+    verify(engine, tables)
+    statement = dialect_of(engine).prune_statement(tables.marker)
+    bounds = {"seconds": retention_hours * 3600, "batch_size": batch_size}
+    total = 0
+    while True:
+        with engine.begin() as connection:
+            deleted = connection.execute(statement, bounds).rowcount
+        if not deleted:
+            return total
+        total += deleted
+        if on_batch is not None:
+            on_batch(deleted)

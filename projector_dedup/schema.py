@@ -1,0 +1,76 @@
+"""Whether a database has the tables that this version needs, and what mends it if not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sqlalchemy import Table, inspect
+from sqlalchemy.engine import Connection, Engine
+
+from .dialects import dialect_of
+from .errors import MissingTableError
+from .tables import DedupTables, default_tables
+
+CREATE = "create it with make_tables(metadata) and metadata.create_all(engine), or with `alembic upgrade head`"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something to mend; ``fatal`` if deliveries fail or could be lost before it is."""
+
+    problem: str
+    remedy: str
+    fatal: bool = True
+
+
+def check(engine: Engine, tables: DedupTables = default_tables) -> list[Finding]:
+    """Everything that is wrong with the tables in this database; an empty list means that all is well."""
+    with engine.connect() as connection:
+        findings = [finding for table in (tables.marker, tables.state) for finding in _check_table(connection, table)]
+        findings += [Finding(problem, remedy, fatal=False) for problem, remedy in dialect_of(engine).advice(connection)]
+    return findings
+
+
+def verify(engine: Engine, tables: DedupTables = default_tables) -> None:
+    """Raise ``MissingTableError`` for the first fatal finding."""
+    for finding in check(engine, tables):
+        if finding.fatal:
+            raise MissingTableError(f"{finding.problem}; {finding.remedy}")
+
+
+def _check_table(connection: Connection, table: Table) -> list[Finding]:
+    inspector = inspect(connection)
+    if not inspector.has_table(table.name, schema=table.schema):
+        return [Finding(f"the table {table.fullname} is missing", CREATE)]
+    findings = []
+    present = {column["name"] for column in inspector.get_columns(table.name, schema=table.schema)}
+    for column in table.columns:
+        if column.name not in present:
+            findings.append(Finding(f"{table.fullname} has no column {column.name}", CREATE))
+    expected = [column.name for column in table.primary_key]
+    actual = inspector.get_pk_constraint(table.name, schema=table.schema)["constrained_columns"]
+    unique = [
+        set(index["column_names"])
+        for index in inspector.get_indexes(table.name, schema=table.schema)
+        if index["unique"]
+    ]
+    if set(actual) != set(expected) and set(expected) not in unique:
+        findings.append(
+            Finding(
+                f"{table.fullname} has no unique index over ({', '.join(expected)})",
+                "without it a duplicate would be applied; " + CREATE,
+            )
+        )
+    for index in table.indexes:
+        first = next(iter(index.columns)).name
+        if not any(
+            found["column_names"][:1] == [first] for found in inspector.get_indexes(table.name, schema=table.schema)
+        ):
+            findings.append(
+                Finding(
+                    f"{table.fullname} has no index on {first}",
+                    "create it, or cleanup reads the whole table",
+                    fatal=False,
+                )
+            )
+    return findings
