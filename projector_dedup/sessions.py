@@ -130,7 +130,7 @@ def _isolation_level(engine: Engine, dialect: Dialect, options: UnitOptions, *, 
             engine.dialect, "_on_connect_isolation_level", None
         )
         if level is None:
-            if engine.dialect.default_isolation_level is None:
+            if getattr(engine.dialect, "default_isolation_level", None) is None:
                 engine.connect().close()  # the dialect learns the server's default at its first connection
             return dialect.detecting_isolation if engine.dialect.default_isolation_level in _LOSES_UPDATES else None
     if marked and level in _LOSES_UPDATES and not options.read_models and not options.warned:
