@@ -8,6 +8,7 @@
 `PROJECTOR_DEDUP_TEST_REQUIRE=postgresql,sqlite` makes it a failure when a driver of these engines is not tested.
 """
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,6 +49,17 @@ def _remember(connection: Connection) -> None:
 
 def _not_run() -> list[Driver]:
     return [driver for driver in DRIVERS if driver not in _ran]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> None:
+    """Collect what failed tests left open before a traceback is rendered.
+
+    A connection that is collected while `ast.parse` runs, and logs a traceback of its own, brings Python 3.11 down
+    with a SystemError (pytest-dev/pytest#10763) that ends the whole run and hides the failure.
+    """
+    if call.excinfo is not None:
+        gc.collect()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -70,7 +70,8 @@ def test_an_engine_that_is_required_and_not_reached_is_a_failure() -> None:
 def test_a_private_server_survives_a_crash_on_its_port(tmp_path: Path) -> None:
     """What was committed before a crash is there after it, under the same URL; what was not is gone."""
     with PrivatePostgres(tmp_path / "data") as server:
-        before = psycopg.connect(server.url)
+        url = server.url
+        before = psycopg.connect(url)
         before.execute("create table survivor (n integer)")
         before.commit()
         before.execute("insert into survivor values (1)")
@@ -78,5 +79,5 @@ def test_a_private_server_survives_a_crash_on_its_port(tmp_path: Path) -> None:
         with pytest.raises(psycopg.OperationalError):
             before.commit()
         before.close()
-        with psycopg.connect(server.url) as after:
+        with psycopg.connect(url) as after:
             assert after.execute("select count(*) from survivor").fetchone() == (0,)
