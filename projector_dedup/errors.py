@@ -113,6 +113,7 @@ class DeliveryFailed(ProjectorDedupError, ExceptionGroup[Exception]):
     delivery: Delivery
 
     def __new__(cls, message: str, exceptions: Sequence[Exception], delivery: Delivery) -> DeliveryFailed:
+        """An exception group takes its arguments when it is made."""
         self = super().__new__(cls, message, exceptions)
         self.delivery = delivery
         return self

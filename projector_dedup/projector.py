@@ -86,6 +86,7 @@ class _Decorator:
     @overload
     def __call__(self, target: Callable[P, R], /) -> FunctionProjector[P, R]: ...
     def __call__(self, target: Any, /) -> Any:
+        """A class is marked and returned; a function becomes a ``FunctionProjector``."""
         if isinstance(target, type):
             setattr(target, _PROJECTOR, self._settings)
             return target

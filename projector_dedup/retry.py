@@ -30,11 +30,11 @@ class RetryPolicy:
     (Brooker, "Exponential Backoff And Jitter", 2015: full jitter). No connection is held meanwhile.
     """
 
-    attempts: int = 5
-    within: float = 2.0
+    attempts: int = 20
+    within: float = 5.0
     unique_violations: int = 2
-    base: float = 0.005
-    cap: float = 0.25
+    base: float = 0.01
+    cap: float = 0.5
 
     def __post_init__(self) -> None:
         if self.attempts < 1 or self.within < 0 or self.unique_violations < 0 or self.base < 0 or self.cap < 0:
