@@ -1,0 +1,175 @@
+"""The demo: the same deliveries and the same crashes for both projectors, then both against the data file."""
+
+from __future__ import annotations
+
+import secrets
+import signal
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from sqlalchemy import URL, Engine, MetaData, Table, select
+
+from projector_dedup import make_tables
+
+from .carriers import carriers_table
+from .connect import open_engine, parse, shown
+from .errors import Failed
+from .flights import ALL_FLIGHTS, Totals, read_flights, totals_of
+from .plan import Lane, plan
+from .workers import Tally, Target, deliver_all, run_engine
+
+if TYPE_CHECKING:
+    from .report import Report
+
+
+@dataclass(frozen=True)
+class Result:
+    """What the demo found. ``naive`` and ``idempotent`` are the read models, ``expected`` is the data file."""
+
+    expected: dict[str, Totals]
+    naive: dict[str, Totals]
+    idempotent: dict[str, Totals]
+    naive_tally: Tally
+    tally: Tally
+
+    @property
+    def exact(self) -> bool:
+        """The idempotent projector is right, carrier by carrier."""
+        return self.idempotent == self.expected
+
+    @property
+    def naive_is_wrong(self) -> bool:
+        """Without it the demo would have shown nothing."""
+        return self.naive != self.expected
+
+
+def run(
+    *,
+    flights: int | None,
+    workers: int,
+    seed: int,
+    database_url: str | None = None,
+    embedded: bool = False,
+    redelivered: float = 0.2,
+    crashes: int = 4,
+    on_progress: Callable[[int], None] = lambda _acknowledged: None,
+) -> Result:
+    """Run the demo and print it; `Failed` unless ours is exact and the naive one is not.
+
+    ``redelivered``, ``crashes`` and ``on_progress`` are for the tests.
+    """
+    from .report import Report
+
+    report = Report()
+    events = read_flights(flights)
+    lanes = plan(events, workers=workers, seed=seed, redelivered=redelivered, crashes=crashes)
+    with _stopped_by_sigterm(), ExitStack() as stack:
+        url = _database(stack, database_url, embedded)
+        engine = stack.enter_context(_engine(url))
+        report.opening(len(events), ALL_FLIGHTS, redelivered, workers, seed, _name(engine, database_url, embedded))
+        run_id = f"demo_{secrets.token_hex(3)}"
+        tables = stack.enter_context(_tables_of_a_run(engine, run_id))
+        tallies = []
+        for table, idempotent in zip(tables, (False, True), strict=True):
+            target = Target(url.render_as_string(hide_password=False), table.name, _markers(run_id), idempotent)
+            tallies.append(_deliver(report, target, lanes, on_progress))
+        naive, ours = (_totals(engine, table) for table in tables)
+    result = Result(totals_of(events), naive, ours, *tallies)
+    report.result(result)
+    if not result.exact:
+        raise Failed("the idempotent projector is NOT exact: that is a bug in projector-dedup, please report it")
+    if not result.naive_is_wrong:
+        raise Failed("the naive projector happened to be right, so this run did not show anything; try more flights")
+    return result
+
+
+def _deliver(report: Report, target: Target, lanes: Sequence[Lane], on_progress: Callable[[int], None]) -> Tally:
+    total = sum(len(lane.deliveries) for lane in lanes)
+    with report.progress("idempotent" if target.idempotent else "naive", total) as advance:
+
+        def both(acknowledged: int) -> None:
+            advance(acknowledged)
+            on_progress(acknowledged)
+
+        return deliver_all(target, lanes, both)
+
+
+# The database ----------------------------------------------------------------------------------------------------
+
+
+def _database(stack: ExitStack, database_url: str | None, embedded: bool) -> URL:
+    if database_url:
+        return parse(database_url)
+    # A worker that was just killed may hold a file for a moment longer on Windows.
+    folder = Path(
+        stack.enter_context(tempfile.TemporaryDirectory(prefix="projector-dedup-", ignore_cleanup_errors=True))
+    )
+    if not embedded:
+        return URL.create("sqlite+pysqlite", database=str(folder / "demo.sqlite3"))
+    from projector_dedup.testing.postgres import embedded_postgres
+
+    try:
+        return parse(stack.enter_context(embedded_postgres(folder / "postgres")))
+    except ImportError as error:
+        raise Failed(str(error)) from error
+
+
+@contextmanager
+def _engine(url: URL) -> Iterator[Engine]:
+    open_engine(url, create=True).dispose()  # says in one line what is wrong, before any process is started
+    engine = run_engine(url.render_as_string(hide_password=False))
+    try:
+        yield engine
+    finally:
+        engine.dispose()
+
+
+@contextmanager
+def _tables_of_a_run(engine: Engine, run_id: str) -> Iterator[list[Table]]:
+    """Tables under names that nobody else has, which are gone afterwards."""
+    metadata = MetaData()
+    tables = [carriers_table(metadata, f"{run_id}_carriers_{kind}") for kind in ("naive", "idempotent")]
+    make_tables(metadata, _markers(run_id))
+    try:
+        metadata.create_all(engine, checkfirst=False)
+        yield tables
+    finally:
+        metadata.drop_all(engine)
+
+
+def _markers(run_id: str) -> str:
+    return f"{run_id}_processed_message"
+
+
+def _totals(engine: Engine, table: Table) -> dict[str, Totals]:
+    with engine.connect() as connection:
+        return {row.carrier: Totals(row.flights, row.miles) for row in connection.execute(select(table))}
+
+
+def _name(engine: Engine, database_url: str | None, embedded: bool) -> str:
+    with engine.connect():
+        version = ".".join(map(str, engine.dialect.server_version_info or ()))
+    names = {"postgresql": "PostgreSQL", "sqlite": "SQLite", "mysql": "MySQL", "mariadb": "MariaDB"}
+    name = f"{names.get(engine.dialect.name, engine.dialect.name)} {version}"
+    if database_url:
+        return f"{name} at {shown(engine.url)}"
+    return f"{name} {'from a wheel' if embedded else 'in a temporary folder'}"
+
+
+@contextmanager
+def _stopped_by_sigterm() -> Iterator[None]:
+    """A demo that is told to end, by a service manager say, cleans up as it does after Ctrl-C."""
+
+    def interrupt(_signal: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    usual = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, usual)

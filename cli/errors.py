@@ -1,0 +1,65 @@
+"""How the command fails: one line that says what to do, exit code 1, and never a password in it."""
+
+from __future__ import annotations
+
+import re
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import click
+from sqlalchemy.exc import DBAPIError, SQLAlchemyError
+
+from projector_dedup import ProjectorDedupError
+
+# Up to the *last* @ of the word: a password that was not percent-encoded may have one itself.
+_CREDENTIALS = re.compile(r"(://[^\s:/@]*:)\S*@")
+_SECRET_PARAMETER = re.compile(r"((?:password|passwd|passphrase|sslpassword)=)[^\s&]+", re.IGNORECASE)
+
+
+class Failed(click.ClickException):
+    """The command could not do what it was asked; the text says what to do."""
+
+    exit_code = 1
+
+
+def without_secrets(text: str) -> str:
+    """The text, with `***` for whatever looks like the password of a URL or of a connection string."""
+    return _SECRET_PARAMETER.sub(r"\1***", _CREDENTIALS.sub(r"\1***@", text))
+
+
+def reason(error: BaseException) -> str:
+    """The first line of what went wrong; a driver's own words, without SQLAlchemy's SQL and links around them."""
+    if isinstance(error, DBAPIError) and error.orig is not None:
+        error = error.orig
+    lines = str(error).strip().splitlines()
+    return lines[0].strip() if lines else type(error).__name__
+
+
+@contextmanager
+def one_line(*, debug: bool) -> Iterator[None]:
+    """Turn every error of the block into `Failed`; with ``debug`` the traceback comes first."""
+    try:
+        yield
+    except click.ClickException as error:
+        _show(error, debug)
+        raise
+    except Exception as error:  # noqa: BLE001  # the command's outermost edge: told in one line, exit code 1
+        _show(error, debug)
+        raise Failed(_explained(error)) from None
+
+
+def _explained(error: Exception) -> str:
+    if isinstance(error, (ProjectorDedupError, ValueError)):
+        return reason(error)
+    if isinstance(error, DBAPIError):
+        return f"the database refused: {reason(error)} (--debug shows the statement)"
+    if isinstance(error, (SQLAlchemyError, OSError)):
+        return f"{reason(error)} (--debug shows where)"
+    return f"unexpected {type(error).__name__}: {reason(error)}; please report it, with the output of --debug"
+
+
+def _show(error: Exception, debug: bool) -> None:
+    if debug:
+        print(without_secrets("".join(traceback.format_exception(error))), end="", file=sys.stderr)

@@ -1,0 +1,6 @@
+"""`python -m projector_dedup` is the command `idempotency`."""
+
+from projector_dedup.cli.main import main
+
+if __name__ == "__main__":  # the demo's worker processes import this module too
+    main(prog_name="python -m projector_dedup")
