@@ -9,7 +9,7 @@ INSTALL := $(BIN)/python -m pip install -qq
 .PHONY: demo test lint types
 
 demo: .venv/demo.stamp
-	@$(BIN)/python examples/demo.py $(ARGS)
+	@$(BIN)/idempotency demo $(ARGS)
 
 test: .venv/dev.stamp
 	@$(BIN)/python -m pytest $(ARGS)
