@@ -7,7 +7,7 @@ from enum import Enum
 from typing import Any, ClassVar
 
 from sqlalchemy import Table
-from sqlalchemy.engine import Connection
+from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.sql import Executable
 
@@ -39,6 +39,10 @@ class Dialect(ABC):
 
     detecting_isolation: ClassVar[str | None]
     """The isolation level at which the database itself refuses a lost update; None where writers are serialised."""
+
+    @abstractmethod
+    def prepare(self, engine: Engine) -> None:
+        """What an engine needs once, before its first unit of work; called before every one."""
 
     @abstractmethod
     def refuse_unsafe(self, connection: Connection) -> None:

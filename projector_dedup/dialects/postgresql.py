@@ -6,7 +6,7 @@ from typing import Any
 
 from sqlalchemy import DateTime, Select, Table, Text, bindparam, delete, func, literal_column, select
 from sqlalchemy.dialects.postgresql import insert
-from sqlalchemy.engine import Connection
+from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.sql import ColumnElement, Executable
 
@@ -40,6 +40,9 @@ class PostgreSQL(Dialect):
     name = "postgresql"
     drivers = frozenset({"psycopg", "psycopg_async", "asyncpg"})
     detecting_isolation = "REPEATABLE READ"
+
+    def prepare(self, engine: Engine) -> None:
+        """Nothing."""
 
     def refuse_unsafe(self, connection: Connection) -> None:
         """AUTOCOMMIT, however it was set: the driver knows."""

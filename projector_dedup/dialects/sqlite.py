@@ -15,6 +15,7 @@ from sqlalchemy.sql import Executable
 
 from ..errors import UnsafeSessionError, UnsupportedDatabaseError
 from .interface import Dialect, Failure, Status
+from .sqlite_close import close_ends_transactions
 
 
 def configure_sqlite(engine: Engine | AsyncEngine, *, busy_timeout: float = 5.0) -> None:
@@ -40,6 +41,10 @@ class SQLite(Dialect):
     name = "sqlite"
     drivers = frozenset({"pysqlite", "aiosqlite"})
     detecting_isolation = None
+
+    def prepare(self, engine: Engine) -> None:
+        """An interrupted statement must not keep the write lock."""
+        close_ends_transactions(engine)
 
     def refuse_unsafe(self, connection: Connection) -> None:
         """A connection that several threads share, and AUTOCOMMIT."""

@@ -1,0 +1,69 @@
+"""A SQLite connection whose ``close()`` ends its transaction, also when a statement was interrupted.
+
+Since Python 3.11, ``sqlite3.Connection.close()`` leaves unfinished cursors alone, and SQLite keeps a connection with
+an unfinished statement alive, locks included, until the cursor dies. An interrupted statement leaves just
+that: SQLAlchemy invalidates the connection, which closes it, while the exception's traceback holds the cursor. Every
+writer of the database then waits for the garbage collector (tests/test_interrupts.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+from functools import cache
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+from sqlalchemy import event
+from sqlalchemy.engine import Engine
+from sqlalchemy.engine.interfaces import Dialect as EngineDialect
+from sqlalchemy.pool import QueuePool
+
+
+class _ClosingConnection(sqlite3.Connection):
+    """Finishes its cursors and rolls back before it closes."""
+
+    _cursors: tuple[ref[sqlite3.Cursor], ...] = ()
+
+    def cursor(self, *args: Any, **kwargs: Any) -> Any:
+        cursor = super().cursor(*args, **kwargs)
+        self._cursors = (*(known for known in self._cursors if known() is not None), ref(cursor))
+        return cursor
+
+    def close(self) -> None:
+        # Closed already, or by a thread that may not: then there is nothing to finish.
+        with contextlib.suppress(sqlite3.Error):
+            for known in self._cursors:
+                if (cursor := known()) is not None:
+                    cursor.close()
+            if self.in_transaction:
+                self.rollback()
+        super().close()
+
+
+@cache
+def _closing(connection_class: type[sqlite3.Connection]) -> type[sqlite3.Connection]:
+    if connection_class is sqlite3.Connection:
+        return _ClosingConnection
+    return type(f"Closing{connection_class.__name__}", (_ClosingConnection, connection_class), {})
+
+
+# By the engine's dialect, which its execution_options() clones share; the value: no connection is older than this.
+_prepared: WeakKeyDictionary[EngineDialect, bool] = WeakKeyDictionary()
+
+
+def close_ends_transactions(engine: Engine) -> None:
+    """From here on, the engine's connections are ``_ClosingConnection``; idle older ones are replaced."""
+    if _prepared.get(engine.dialect):
+        return
+    if engine.dialect not in _prepared:
+        event.listen(engine, "do_connect", _connect)
+        _prepared[engine.dialect] = False
+    if isinstance(engine.pool, QueuePool) and "memory" not in str(engine.url):
+        engine.dispose()
+    _prepared[engine.dialect] = True
+
+
+def _connect(_dialect: EngineDialect, _record: object, _arguments: object, keywords: dict[str, Any]) -> None:
+    if "async_creator_fn" not in keywords:  # a connection that the user makes is the user's
+        keywords["factory"] = _closing(keywords.get("factory", sqlite3.Connection))
