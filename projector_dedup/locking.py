@@ -20,7 +20,7 @@ from sqlalchemy.sql.expression import Alias, FromClause
 from sqlalchemy.sql.util import find_tables
 
 from .errors import UnlockedWriteError
-from .guards import GuardedSession
+from .guarded import GuardedSession
 
 _LOCKED = "projector_dedup_locked_tables"
 

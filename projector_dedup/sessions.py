@@ -12,7 +12,7 @@ from sqlalchemy.orm import Session, scoped_session, sessionmaker
 
 from .dialects import Dialect, dialect_of
 from .errors import UnsafeSessionError
-from .guards import guarded_session
+from .guarded import guarded_session
 from .locking import locking_session
 from .tables import DedupTables, default_tables
 

@@ -7,120 +7,19 @@ What is asyncio's own, cancellation, is in ``AsyncUnitOfWork``.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Coroutine, Sequence
 from datetime import datetime
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from sqlalchemy.engine import Connection
-from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 from sqlalchemy.orm import Session, sessionmaker
 
-from .dialects import Dialect, dialect_of
-from .errors import CommitOutcomeUnknown, UnsafeSessionError
-from .guards import Guard
-from .markers import bind_of_marker, insert_marker, marker_exists, marker_key, owns_marker, raise_in_progress
-from .message import valid_handler, valid_message_id
-from .sessions import UnitOptions, check_session_factory, new_async_session, new_session, open_connection
+from .sessions import UnitOptions, check_session_factory, new_async_session, new_session
 from .tables import DedupTables, default_tables
+from .work import Work
 
-logger = logging.getLogger("projector_dedup")
 T = TypeVar("T")
-
-
-class Work:
-    """One transaction on one private session, from its first statement to its end."""
-
-    def __init__(self, session: Session, options: UnitOptions) -> None:
-        self.session = session
-        self.dialect: Dialect | None = None  # None until there was a connection
-        self.durable = True
-        self.committed = False
-        self._options = options
-        self._key: dict[str, Any] | None = None
-        self._new = True
-        self._guard: Guard | None = None
-
-    def claim(self, message_id: object, handler: str, occurred_at: datetime | None = None) -> bool:
-        """Claim first: the row of the marker is the lock on which a concurrent delivery waits."""
-        self._key = marker_key(valid_message_id(message_id), valid_handler(handler), occurred_at)
-        guard = self._begin(bind_of_marker(self.session, self._options.tables))
-        self._new = insert_marker(
-            guard.connection, guard.dialect, self._options.tables, self._key, self._options.claim_timeout
-        )
-        return self._new
-
-    def begin(self) -> None:
-        """A transaction without a marker, for a handler that is not idempotent (invariant I9)."""
-        self._begin(self.session.get_bind())
-
-    def commit(self) -> None:
-        """Flush, look whether this is still the transaction that was begun, commit once."""
-        guard = self._guard
-        if guard is None:
-            raise UnsafeSessionError("nothing was claimed in this unit of work; claim() comes before commit()")
-        if not self._new:
-            raise UnsafeSessionError("the message is a duplicate, so there is nothing to commit")
-        guard.verify()
-        self.session.flush()
-        guard.verify()
-        if self._options.strict and not self._owns_marker(guard):
-            raise guard.ended_below()
-        guard.allow_end()
-        try:
-            self.session.commit()
-        except DBAPIError as error:
-            if guard.dialect.commit_refused(error):
-                raise
-            raise CommitOutcomeUnknown(
-                "the connection was lost during COMMIT: the message may be applied or not. Do not acknowledge it; "
-                "a redelivery finds out"
-            ) from error
-        self.committed = True
-
-    def cause_of(self, error: Exception) -> Exception:
-        """What doomed the transaction, where that came before the error that the handler made of it."""
-        return (self._guard.doomed_by if self._guard is not None else None) or error
-
-    def close(self) -> None:
-        """Roll back unless committed, and leave no lock and no open transaction, whatever the handler did."""
-        guard = self._guard
-        try:
-            if guard is not None:
-                guard.release()
-                if not self.committed and self.durable and guard.must_disconnect():
-                    guard.disconnect()
-        finally:
-            try:
-                self.session.close()
-            except Exception:
-                if not self.committed:
-                    raise
-                logger.warning("closing the session failed after the commit; the message is applied", exc_info=True)
-
-    def _begin(self, bind: Any) -> Guard:
-        dialect, options = dialect_of(bind), self._options
-        connection = open_connection(self.session, bind, options, marked=self._key is not None)
-        self.dialect = dialect
-        self.durable = not isinstance(bind, Connection)
-        try:
-            dialect.begin(connection, options.claim_timeout)
-        except DBAPIError as error:
-            raise_in_progress(error, dialect, options.claim_timeout)
-            raise
-        self._guard = Guard(self.session, connection, dialect, self._marker_is_committed)
-        return self._guard
-
-    def _owns_marker(self, guard: Guard) -> bool:
-        key = self._key
-        return key is None or owns_marker(guard.connection, guard.dialect, self._options.tables, key)
-
-    def _marker_is_committed(self) -> bool:
-        """For the text of an error, after the transaction was ended behind our back."""
-        guard, key = self._guard, self._key
-        return guard is not None and key is not None and marker_exists(guard.connection, self._options.tables, key)
 
 
 class UnitOfWork:
@@ -190,10 +89,10 @@ class UnitOfWork:
     def __exit__(
         self,
         _type: type[BaseException] | None,
-        _error: BaseException | None,
+        error: BaseException | None,
         _traceback: TracebackType | None,
     ) -> None:
-        self.work.close()
+        self.work.close(error)
 
 
 class AsyncUnitOfWork:
@@ -248,10 +147,10 @@ class AsyncUnitOfWork:
     async def __aexit__(
         self,
         _type: type[BaseException] | None,
-        _error: BaseException | None,
+        error: BaseException | None,
         _traceback: TracebackType | None,
     ) -> None:
-        await _to_the_end(self.session.run_sync(lambda _: self.work.close()))
+        await _to_the_end(self.session.run_sync(lambda _: self.work.close(error)))
 
 
 async def _to_the_end(step: Coroutine[Any, Any, T]) -> T:

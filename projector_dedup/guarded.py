@@ -1,0 +1,136 @@
+"""The session and the connection that a handler gets: ordinary ones, except that they report to the guard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, Protocol, cast
+
+from sqlalchemy import event
+from sqlalchemy.engine import Connection
+from sqlalchemy.orm import Session, SessionTransaction
+from sqlalchemy.pool import PoolProxiedConnection
+
+from .dialects import Dialect
+from .transaction_text import sql_text
+
+
+class Watcher(Protocol):
+    """Who is told: ``guards.Guard``. Whatever it raises stops what was about to happen."""
+
+    dialect: Dialect
+    watching: bool
+    driver_was_lent: bool
+    commit_was_sent: bool
+    commit_was_answered: bool
+
+    def before_statement(self, sql: str | None) -> None:
+        """A statement is about to run; ``sql`` is its text if the user wrote it as text."""
+
+    def after_statement(self) -> None:
+        """It ran."""
+
+    def statement_failed(self, error: BaseException) -> None:
+        """It did not."""
+
+    def before_commit(self, how: str) -> None:
+        """The transaction, not a savepoint, is about to be committed."""
+
+    def before_rollback(self) -> None:
+        """The same, to be rolled back."""
+
+    def connected(self, connection: Connection) -> None:
+        """The session has begun a transaction on a connection."""
+
+
+class GuardedSession(Session):
+    """The private Session class of a unit of work; the user's own sessions are never listened to."""
+
+    guard: Watcher | None = None
+
+
+@cache
+def guarded_session(session_class: type[Session]) -> type[GuardedSession]:
+    """The user's Session class, with the guard's listeners on a subclass of its own."""
+    guarded = type(f"Guarded{session_class.__name__}", (GuardedSession, session_class), {})
+
+    @event.listens_for(guarded, "before_commit")
+    def _before_commit(session: GuardedSession) -> None:
+        # It also fires for savepoints, which are the handler's to release.
+        if session.guard is not None and not session.in_nested_transaction():
+            session.guard.before_commit("session.commit")
+
+    @event.listens_for(guarded, "after_begin")
+    def _after_begin(session: GuardedSession, _transaction: SessionTransaction, connection: Connection) -> None:
+        if session.guard is not None:
+            session.guard.connected(connection)
+
+    return guarded
+
+
+class GuardedConnection(Connection):
+    """The one connection of a unit of work while a handler has it.
+
+    ConnectionEvents would see the same, but cost every statement of every message; and an exception raised in
+    their ``commit`` leaves the transaction open in the pool.
+    """
+
+    guard: Watcher
+
+    @property
+    def connection(self) -> PoolProxiedConnection:
+        """The driver's connection. SQLAlchemy's own statements do not take this way to it; a handler may."""
+        if self.guard.watching:
+            self.guard.driver_was_lent = True
+        return super().connection
+
+    def commit(self) -> None:
+        """Prevented: only the unit of work commits."""
+        self.guard.before_commit("connection.commit")
+        super().commit()
+
+    def _commit_impl(self) -> None:
+        self.guard.before_commit("connection.get_transaction().commit")
+        self.guard.commit_was_sent = True
+        super()._commit_impl()
+        self.guard.commit_was_answered = True
+
+    def _rollback_impl(self) -> None:
+        self.guard.before_rollback()
+        super()._rollback_impl()
+
+    def execute(self, statement: Any, *args: Any, **kwargs: Any) -> Any:
+        """Every statement of the ORM and of Core comes through here."""
+        return self._watched(sql_text(statement), super().execute, statement, *args, **kwargs)
+
+    def scalar(self, statement: Any, *args: Any, **kwargs: Any) -> Any:
+        """The one way of Core that does not call ``execute``."""
+        return self._watched(sql_text(statement), super().scalar, statement, *args, **kwargs)
+
+    def exec_driver_sql(self, statement: str, *args: Any, **kwargs: Any) -> Any:
+        """SQL text that SQLAlchemy does not look into."""
+        return self._watched(statement, super().exec_driver_sql, statement, *args, **kwargs)
+
+    def _watched(self, sql: str | None, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        guard = self.guard
+        guard.before_statement(sql)
+        try:
+            result = run(*args, **kwargs)
+        except BaseException as error:
+            guard.statement_failed(error)
+            raise
+        guard.after_statement()
+        return result
+
+
+def guard_connection(connection: Connection, guard: Watcher) -> None:
+    """Let a connection that is open already report to ``guard``."""
+    connection.__class__ = _guarded_connection(type(connection))  # type: ignore[arg-type]  # mypy takes a class for its instance here
+    cast(GuardedConnection, connection).guard = guard
+
+
+@cache
+def _guarded_connection(connection_class: type[Connection]) -> type[Connection]:
+    if connection_class is Connection:
+        return GuardedConnection
+    return type(f"Guarded{connection_class.__name__}", (GuardedConnection, connection_class), {})

@@ -1,0 +1,133 @@
+"""The work of one unit: a transaction on a private session, from its first statement to its one commit."""
+
+from __future__ import annotations
+
+import logging
+from datetime import datetime
+from typing import Any
+
+from sqlalchemy import literal_column, select
+from sqlalchemy.engine import Connection
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.orm import Session
+
+from .dialects import Dialect, dialect_of
+from .errors import CommitOutcomeUnknown, UnsafeSessionError
+from .guards import Guard
+from .markers import bind_of_marker, insert_marker, marker_exists, marker_key, owns_marker, raise_in_progress
+from .message import valid_handler, valid_message_id
+from .sessions import UnitOptions, open_connection
+
+logger = logging.getLogger("projector_dedup")
+
+
+class Work:
+    """One transaction on one private session, from its first statement to its end."""
+
+    def __init__(self, session: Session, options: UnitOptions) -> None:
+        self.session = session
+        self.dialect: Dialect | None = None  # None until there was a connection
+        self.durable = True
+        self.committed = False
+        self._options = options
+        self._key: dict[str, Any] | None = None
+        self._new = True
+        self._guard: Guard | None = None
+
+    def claim(self, message_id: object, handler: str, occurred_at: datetime | None = None) -> bool:
+        """Claim first: the row of the marker is the lock on which a concurrent delivery waits."""
+        self._key = marker_key(valid_message_id(message_id), valid_handler(handler), occurred_at)
+        guard = self._begin(bind_of_marker(self.session, self._options.tables))
+        new = insert_marker(
+            guard.connection, guard.dialect, self._options.tables, self._key, self._options.claim_timeout
+        )
+        guard.watching = self._new = new
+        return new
+
+    def begin(self) -> None:
+        """A transaction without a marker, for a handler that is not idempotent (invariant I9)."""
+        self._begin(self.session.get_bind()).watching = True
+
+    def commit(self) -> None:
+        """Flush, look whether this is still the transaction that was begun, commit once."""
+        guard = self._begun()
+        if not self._new:
+            raise UnsafeSessionError("the message is a duplicate, so there is nothing to commit")
+        guard.verify()
+        self.session.flush()
+        guard.verify()
+        if self._options.strict or guard.driver_was_lent:
+            guard.ask()
+        guard.watching = False
+        try:
+            self.session.commit()
+        except Exception as error:
+            if guard.commit_was_answered:
+                logger.warning("a listener failed after the commit; the message is applied", exc_info=True)
+            elif not guard.commit_was_sent or (isinstance(error, DBAPIError) and guard.dialect.commit_refused(error)):
+                raise
+            else:
+                raise CommitOutcomeUnknown(
+                    "interrupted during COMMIT, by the loss of the connection or otherwise: the message may be applied "
+                    "or not. Do not acknowledge it; a redelivery finds out"
+                ) from error
+        self.committed = True
+
+    def cause_of(self, error: Exception) -> Exception:
+        """What doomed the transaction, where that came before the error that the handler made of it."""
+        return (self._guard.doomed_by if self._guard is not None else None) or error
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Roll back unless committed, and leave no lock and no open transaction, whatever the handler did.
+
+        Raises ``TransactionViolatedError`` if the handler had committed before it failed with ``error``.
+        """
+        guard, violation = self._guard, None
+        try:
+            if guard is not None:
+                violation = guard.made_durable()
+                guard.release()
+                if not self.committed and self.durable and guard.must_disconnect():
+                    guard.connection.invalidate()
+        finally:
+            try:
+                self.session.close()
+            except Exception:
+                if not self.committed:
+                    raise
+                logger.warning("closing the session failed after the commit; the message is applied", exc_info=True)
+        if violation is not None and violation is not error:
+            if error is None or isinstance(error, Exception):
+                raise violation from error
+            logger.error("%s", violation)
+
+    def is_ours(self) -> bool:
+        """For the guard: whether the open transaction is the claim's, and not aborted."""
+        guard = self._begun()
+        if self._key is None:
+            return guard.connection.execute(select(literal_column("1"))).first() is not None
+        return owns_marker(guard.connection, guard.dialect, self._options.tables, self._key)
+
+    def is_committed(self) -> bool | None:
+        """For the guard: what the handler's own commit or rollback left behind."""
+        if self._key is None:
+            return None
+        return marker_exists(self._begun().connection, self._options.tables, self._key)
+
+    def _begun(self) -> Guard:
+        if self._guard is None:
+            raise UnsafeSessionError("nothing was claimed in this unit of work; claim() comes before commit()")
+        return self._guard
+
+    def _begin(self, bind: Any) -> Guard:
+        dialect, options = dialect_of(bind), self._options
+        connection = open_connection(self.session, bind, options, marked=self._key is not None)
+        self.dialect = dialect
+        self.durable = not isinstance(bind, Connection)
+        try:
+            dialect.begin(connection, options.claim_timeout)
+        except DBAPIError as error:
+            raise_in_progress(error, dialect, options.claim_timeout)
+            raise
+        self._guard = Guard(self.session, connection, dialect, self)
+        return self._guard
