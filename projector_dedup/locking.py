@@ -123,8 +123,9 @@ def _remember_locked_instances(model: type[Any]) -> None:
         _remember(instance, context)
 
     @event.listens_for(model, "refresh", propagate=True)
-    def _refreshed(instance: Any, context: QueryContext, _names: object) -> None:
-        _remember(instance, context)
+    def _refreshed(instance: Any, context: QueryContext, names: object) -> None:
+        if names is None:  # else only what was missing was read: the other values are older than the lock
+            _remember(instance, context)
 
 
 def _remember(instance: Any, context: QueryContext | None) -> None:

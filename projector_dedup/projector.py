@@ -110,6 +110,7 @@ class FunctionProjector(Generic[P, R]):
         self.handler = _handler(identity, function, marked, settings, pinned=_pinned(function, settings))
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """The function, as it was."""
         return self._function(*args, **kwargs)
 
     def deliver(self, event: object, *, message_id: object = None, session_factory: sessionmaker[Session]) -> Delivery:

@@ -100,6 +100,7 @@ def open_connection(session: Session, bind: Engine | Connection, options: UnitOp
         )
     dialect = dialect_of(bind)
     if isinstance(bind, Engine):
+        dialect.prepare(bind)
         level = _isolation_level(bind, dialect, options, marked=marked)
         connection = session.connection(
             bind_arguments={"bind": bind}, execution_options={"isolation_level": level} if level else None

@@ -1,0 +1,261 @@
+"""`read_models=[...]`: what is declared is read under lock, and what cannot be locked is refused."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from sqlalchemy import Engine, ForeignKey, create_engine, event, func, select, text, update
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.orm import (
+    DeclarativeBase,
+    Mapped,
+    Session,
+    aliased,
+    joinedload,
+    mapped_column,
+    relationship,
+    selectinload,
+    sessionmaker,
+)
+
+from databases import Database
+from projector_dedup import Dispatcher, Outcome, UnlockedWriteError, make_tables, on, projector
+
+
+class Base(DeclarativeBase):
+    """The read model of these tests."""
+
+
+class Customer(Base):
+    """Not declared: it is never locked."""
+
+    __tablename__ = "customer"
+    id: Mapped[int] = mapped_column(primary_key=True)
+    totals: Mapped[list["Totals"]] = relationship(back_populates="customer")
+
+
+class Totals(Base):
+    """Declared in `read_models`."""
+
+    __tablename__ = "totals"
+    id: Mapped[str] = mapped_column(primary_key=True)
+    amount: Mapped[int] = mapped_column(default=0)
+    customer_id: Mapped[int] = mapped_column(ForeignKey("customer.id"))
+    customer: Mapped[Customer] = relationship(back_populates="totals")
+
+
+tables = make_tables(Base.metadata)
+Body = Callable[[Session], None]
+LOCK = "FOR NO KEY UPDATE OF"
+
+
+def _by_get(session: Session) -> None:
+    session.get_one(Totals, "a").amount += 1
+
+
+def _by_select(session: Session) -> None:
+    session.scalars(select(Totals).where(Totals.id == "a")).one().amount += 1
+
+
+def _by_query(session: Session) -> None:
+    session.query(Totals).filter_by(id="a").one().amount += 1
+
+
+def _by_alias(session: Session) -> None:
+    alias = aliased(Totals)
+    session.scalars(select(alias).where(alias.id == "a")).one().amount += 1
+
+
+def _by_column(session: Session) -> None:
+    amount = session.scalar(select(Totals.amount).where(Totals.id == "a")) or 0
+    session.execute(update(Totals).where(Totals.id == "a").values(amount=amount + 1))
+
+
+def _by_core(session: Session) -> None:
+    table = Totals.__table__
+    amount = session.scalar(select(table.c.amount).where(table.c.id == "a")) or 0
+    session.execute(update(Totals).where(Totals.id == "a").values(amount=amount + 1))
+
+
+def _beside_a_column(session: Session) -> None:
+    row = session.execute(select(Totals, Customer.id).join(Customer).where(Totals.id == "a")).one()
+    row[0].amount += 1
+
+
+def _beside_an_entity(session: Session) -> None:
+    row = session.execute(select(Customer, Totals).join(Totals)).one()
+    row[1].amount += 1
+
+
+def _with_joined_customer(session: Session) -> None:
+    session.scalars(select(Totals).options(joinedload(Totals.customer))).one().amount += 1
+
+
+def _by_lazy_load(session: Session) -> None:
+    session.get_one(Customer, 1).totals[0].amount += 1
+
+
+def _by_selectin(session: Session) -> None:
+    session.scalars(select(Customer).options(selectinload(Customer.totals))).one().totals[0].amount += 1
+
+
+def _by_merge(session: Session) -> None:
+    session.merge(Totals(id="a", amount=1, customer_id=1))
+
+
+def _joined_from_elsewhere(session: Session) -> None:
+    session.scalars(select(Customer).options(joinedload(Customer.totals))).unique().one().totals[0].amount += 1
+
+
+def _deleted_unlocked(session: Session) -> None:
+    session.delete(session.scalars(select(Customer).options(joinedload(Customer.totals))).unique().one().totals[0])
+
+
+def _locked_too_late(session: Session) -> None:
+    stale = session.scalars(select(Customer).options(joinedload(Customer.totals))).unique().one().totals[0]
+    session.scalars(select(Totals)).one()  # locks the row, but keeps the values that were read before
+    stale.amount += 1
+
+
+def _on_the_nullable_side(session: Session) -> None:
+    session.execute(select(Customer, Totals).outerjoin(Totals)).all()
+
+
+def _in_a_subquery(session: Session) -> None:
+    inner = select(Totals).subquery()
+    session.execute(select(inner.c.amount)).all()
+
+
+def _in_a_union(session: Session) -> None:
+    session.scalars(select(Totals).from_statement(select(Totals).union_all(select(Totals)))).all()
+
+
+def _aggregated(session: Session) -> None:
+    session.scalar(select(func.sum(Totals.amount)))
+
+
+def _distinct(session: Session) -> None:
+    session.scalars(select(Totals).distinct()).one()
+
+
+LOCKED = [
+    _by_get, _by_select, _by_query, _by_alias, _by_column, _by_core, _beside_a_column, _beside_an_entity,
+    _with_joined_customer, _by_lazy_load, _by_selectin, _by_merge,
+]  # fmt: skip
+REFUSED = [
+    _joined_from_elsewhere, _deleted_unlocked, _locked_too_late, _on_the_nullable_side, _in_a_subquery, _in_a_union,
+]  # fmt: skip
+
+
+@pytest.fixture
+def postgresql_engine(postgresql: Database) -> Iterator[Engine]:
+    """One customer with one row of totals."""
+    engine = create_engine(postgresql.url())
+    _create(engine)
+    yield engine
+    engine.dispose()
+
+
+def _create(engine: Engine) -> None:
+    Base.metadata.create_all(engine)
+    with Session(engine) as session:
+        session.add(Customer(id=1, totals=[Totals(id="a")]))
+        session.commit()
+
+
+def _deliver(engine: Engine, body: Body, *, read_models: list[type[Any]]) -> tuple[Outcome, list[str]]:
+    statements: list[str] = []
+    listener = lambda _c, _cursor, statement, *_: statements.append(statement)  # noqa: E731  # to remove it again
+
+    @projector(idempotent=True, name="locking", read_models=read_models)
+    @on(str)
+    def handler(_event: str, session: Session) -> None:
+        body(session)
+
+    event.listen(engine, "before_cursor_execute", listener)
+    try:
+        return Dispatcher(sessionmaker(engine), handler).deliver("e", message_id="1").outcome, statements
+    finally:
+        event.remove(engine, "before_cursor_execute", listener)
+
+
+@pytest.mark.parametrize("body", LOCKED, ids=lambda body: body.__name__.strip("_"))
+def test_reads_of_a_declared_entity_lock_its_rows(postgresql_engine: Engine, body: Body) -> None:
+    """However a handler reads a declared entity, the row is locked, and only its row."""
+    outcome, statements = _deliver(postgresql_engine, body, read_models=[Totals])
+    assert outcome is Outcome.APPLIED
+    locks = [statement for statement in statements if LOCK in statement]
+    assert len(locks) == 1
+    assert "customer" not in locks[0].split(LOCK)[1]
+
+
+@pytest.mark.parametrize("body", REFUSED, ids=lambda body: body.__name__.strip("_"))
+def test_what_cannot_be_locked_is_refused(postgresql_engine: Engine, body: Body) -> None:
+    """A read that cannot lock, and a change to what was not read under lock, raise; nothing is written."""
+    with pytest.raises(UnlockedWriteError):
+        _deliver(postgresql_engine, body, read_models=[Totals])
+    with Session(postgresql_engine) as session:
+        assert session.get_one(Totals, "a").amount == 0
+        assert session.scalar(select(func.count()).select_from(tables.marker)) == 0
+
+
+@pytest.mark.parametrize("body", [_aggregated, _distinct], ids=lambda body: body.__name__.strip("_"))
+def test_postgresql_itself_refuses_to_lock_aggregates(postgresql_engine: Engine, body: Body) -> None:
+    """Where the rows of a result are not rows of the table, PostgreSQL says so (0A000), and nothing is lost."""
+    with pytest.raises(DBAPIError) as refusal:
+        _deliver(postgresql_engine, body, read_models=[Totals])
+    assert getattr(refusal.value.orig, "sqlstate", None) == "0A000"
+
+
+def test_a_lock_that_the_user_asked_for_is_kept(postgresql_engine: Engine) -> None:
+    """`with_for_update()` in the handler is stronger than ours, and stays."""
+
+    def body(session: Session) -> None:
+        session.scalars(select(Totals).with_for_update()).one().amount += 1
+
+    outcome, statements = _deliver(postgresql_engine, body, read_models=[Totals])
+    assert outcome is Outcome.APPLIED
+    assert any(statement.endswith("FOR UPDATE") for statement in statements)
+
+
+def test_undeclared_entities_are_not_locked(postgresql_engine: Engine) -> None:
+    """Reference data that every handler reads must not become a queue."""
+
+    def body(session: Session) -> None:
+        session.scalars(select(Customer)).all()
+
+    _, statements = _deliver(postgresql_engine, body, read_models=[Totals])
+    assert not any("FOR NO KEY UPDATE" in statement for statement in statements)
+
+
+def test_textual_sql_is_not_seen(postgresql_engine: Engine) -> None:
+    """The README says so: a textual SELECT is neither locked nor refused."""
+
+    def body(session: Session) -> None:
+        session.execute(text("SELECT amount FROM totals")).all()
+
+    outcome, statements = _deliver(postgresql_engine, body, read_models=[Totals])
+    assert outcome is Outcome.APPLIED
+    assert not any("FOR NO KEY UPDATE" in statement for statement in statements)
+
+
+def test_sessions_outside_are_left_alone(postgresql_engine: Engine) -> None:
+    """Declaring an entity changes nothing for the user's own sessions."""
+    _deliver(postgresql_engine, _by_get, read_models=[Totals])
+    with Session(postgresql_engine) as session:
+        _joined_from_elsewhere(session)
+        session.commit()
+    with Session(postgresql_engine) as session:
+        assert session.get_one(Totals, "a").amount == 2
+
+
+@pytest.mark.parametrize("body", LOCKED + REFUSED[:1], ids=lambda body: body.__name__.strip("_"))
+def test_on_sqlite_nothing_needs_a_lock(sqlite: Database, body: Body) -> None:
+    """Writers are serialised there, so every way of reading is safe and allowed."""
+    engine = create_engine(sqlite.url())
+    _create(engine)
+    outcome, _ = _deliver(engine, body, read_models=[Totals])
+    assert outcome is Outcome.APPLIED
+    with Session(engine) as session:
+        assert session.get_one(Totals, "a").amount == 1
+    engine.dispose()
