@@ -10,6 +10,7 @@ from typing import Any
 from sqlalchemy import Table, bindparam, literal_column, select
 from sqlalchemy.engine import Connection
 from sqlalchemy.exc import DBAPIError, UnboundExecutionError
+from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
 from sqlalchemy.sql import Executable
 
@@ -33,6 +34,9 @@ def claim(session: Session, message_id: object, handler: str, *, tables: DedupTa
     back to it would take the marker without the caller's noticing), no bind or another bind for the marker table.
     """
     key = marker_key(valid_message_id(message_id), valid_handler(handler))
+    given: object = session
+    if isinstance(given, AsyncSession):
+        raise UnsafeSessionError("with an AsyncSession: await session.run_sync(claim, message_id, handler)")
     if session.in_nested_transaction():
         raise UnsafeSessionError("claim() inside a savepoint: claim first, then begin_nested()")
     bind = bind_of_marker(session, tables)
