@@ -1,1 +1,39 @@
-"""The kit that our users test with: databases, and the contract that every database must keep."""
+"""The kit that our users test with: an outer transaction around a test, and the contract that a database must keep.
+
+`external_transaction` needs nothing but the library. The contract suite needs pytest, so it is imported by name:
+`from projector_dedup.testing.contract import ProjectorContract, Subject`. A PostgreSQL of one's own is in
+`projector_dedup.testing.postgres`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+from ..dispatcher import AsyncDispatcher, Dispatcher
+
+__all__ = ["external_transaction"]
+
+D = TypeVar("D", Dispatcher, AsyncDispatcher)
+
+
+@contextmanager
+def external_transaction(dispatcher: D) -> Iterator[D]:
+    """Within the block, the dispatcher's sessions may be bound to a Connection whose transaction the test rolls back.
+
+    ::
+
+        with engine.connect() as connection:
+            with external_transaction(Dispatcher(sessionmaker(connection), Totals())) as dispatcher:
+                assert not dispatcher.deliver(event).durable
+            connection.rollback()
+
+    Duplicates are recognised as ever. Every ``Delivery`` says ``durable=False``: nothing is, until the outer
+    transaction commits. For tests only: it is one connection, so deliver one message at a time.
+    """
+    dispatcher.permit_external_transaction(True)
+    try:
+        yield dispatcher
+    finally:
+        dispatcher.permit_external_transaction(False)

@@ -1,0 +1,60 @@
+"""The contract: what must hold on every database, driver and isolation level that the library says it supports.
+
+Run it against yours, with a class in a test file; the mark ``contract`` wants registering in your pytest settings::
+
+    class TestOurDatabase(ProjectorContract):
+        @pytest.fixture
+        def subject(self) -> Subject:
+            return Subject(make_url("postgresql+psycopg://.../an_empty_database"))
+
+``ConcurrencyContract`` is the part that an isolation level may change; ``ISOLATION`` holds the places where a level can
+be set, as arguments of ``Subject``. What a test reads back it reads after the commit, from another connection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import pytest
+
+pytest.register_assert_rewrite(*(f"{__package__}.{name}" for name in ("claims", "convergence", "once", "races")))
+
+from .claims import ClaimContract  # noqa: E402  # after the line above: pytest explains the asserts of what it knows of
+from .convergence import ConvergenceContract, KilledContract  # noqa: E402
+from .harness import Harness  # noqa: E402
+from .once import AcknowledgementContract, OnceContract  # noqa: E402
+from .races import LostUpdateContract, RaceContract  # noqa: E402
+from .subject import Subject  # noqa: E402
+
+__all__ = ["ISOLATION", "ConcurrencyContract", "ProjectorContract", "Subject"]
+
+ISOLATION: Mapping[str, Mapping[str, str]] = {
+    f"{level} on {place}": {f"{place}_isolation": level}
+    for level in ("READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE")
+    for place in ("engine", "option", "dispatcher")
+}
+
+
+class _OnOneSubject:
+    @pytest.fixture
+    def subject(self) -> Subject:
+        """Override it: an empty database, which the contract leaves as empty."""
+        raise NotImplementedError("override the fixture `subject`")
+
+    @pytest.fixture
+    def harness(self, subject: Subject) -> Iterator[Harness]:
+        """The subject with the contract's tables in it."""
+        with Harness(subject) as harness:
+            harness.create_tables()
+            yield harness
+            harness.drop_tables()
+
+
+@pytest.mark.contract
+class ConcurrencyContract(RaceContract, LostUpdateContract, ConvergenceContract, _OnOneSubject):
+    """What depends on the isolation level."""
+
+
+@pytest.mark.contract
+class ProjectorContract(OnceContract, AcknowledgementContract, ClaimContract, KilledContract, ConcurrencyContract):
+    """Everything."""

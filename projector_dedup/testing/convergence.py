@@ -1,0 +1,204 @@
+"""The contract's heart: whatever happens on the way, the totals are what the input says.
+
+Messages are generated, and the expected totals are computed from them, never from what was delivered. Then they are
+delivered more than once, in any order, by rivals; handlers fail, worker processes are killed and started again. What
+was not acknowledged is delivered again, until everything is.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Literal
+
+import pytest
+from sqlalchemy.orm import Session
+
+from ..errors import DeliveryFailed, RetriesExhaustedError
+from .harness import Harness
+from .once import Broken
+from .subject import PATIENCE, Added, Subject, add, until_acknowledged
+
+Messages = dict[str, Added]
+Death = Literal["before the write", "after the write", "after the commit"]
+DEATHS: tuple[Death, ...] = ("before the write", "after the write", "after the commit")
+
+
+def generate(seed: int, number: int) -> Messages:
+    """Messages that meet on few rows; their ids look alike."""
+    dice = random.Random(seed)  # noqa: S311  # repeatable, which is what a test wants
+    return {
+        f"{dice.choice('aA')}{index} ": Added(tuple(dice.sample("abcdef", dice.randint(1, 2))), dice.randint(1, 999))
+        for index in range(number)
+    }
+
+
+def totals_of(messages: Messages) -> Counter[str]:
+    """The truth: a sum over the input."""
+    totals: Counter[str] = Counter()
+    for message in messages.values():
+        totals.update(dict.fromkeys(message.keys, message.amount))
+    return totals
+
+
+def redelivered(messages: Messages, dice: random.Random) -> list[tuple[str, Added]]:
+    """Every message one to three times, in any order."""
+    stream = [item for item in messages.items() for _ in range(dice.randint(1, 3))]
+    dice.shuffle(stream)
+    return stream
+
+
+class ConvergenceContract:
+    """I1, I2, I3 and I6 together."""
+
+    @pytest.mark.parametrize("seed", [1, 2])
+    def test_threads_converge(self, harness: Harness, seed: int) -> None:
+        """Duplicated, reordered and raced by threads, with handlers that fail at random: the totals are exact."""
+        messages, dice = generate(seed, 30), random.Random(seed)  # noqa: S311
+        lock = threading.Lock()
+
+        def failing(happened: Added, session: Session) -> None:
+            with lock:
+                early, late = dice.random() < 0.1, dice.random() < 0.2
+            if early:
+                raise Broken
+            add(happened, session)
+            if late:
+                session.flush()
+                raise Broken
+
+        settings = harness.subject.exact
+        dispatcher = harness.dispatcher(
+            harness.handler(failing, "one", **settings), harness.handler(failing, "two", **settings)
+        )
+        stream = redelivered(messages, dice)
+
+        def consume() -> None:
+            while stream:
+                message_id, happened = stream.pop()
+                until_acknowledged(partial(harness.deliver, dispatcher, happened, message_id), DeliveryFailed)
+
+        for consumer in [harness.start(consume) for _ in range(6)]:
+            consumer.result()
+        assert harness.totals() == {key: 2 * amount for key, amount in totals_of(messages).items()}
+        assert harness.markers() == sorted((each, name) for each in messages for name in ("one", "two"))
+
+
+class KilledContract:
+    """The same with processes, some of which are killed."""
+
+    def test_processes_converge_though_they_are_killed(self, harness: Harness) -> None:
+        """Workers die by SIGKILL before the write, after it, and between commit and acknowledgement."""
+        messages = generate(3, 60)
+        stream = redelivered(messages, random.Random(3))  # noqa: S311
+        deaths = [(index, death) for index, death in zip((10, 30, 50), DEATHS, strict=True)]
+        broker = Broker(harness.subject, stream, dict(deaths))
+        broker.run(workers=3)
+        assert broker.killed == len(DEATHS)
+        assert harness.totals() == totals_of(messages)
+        assert harness.markers() == sorted((message_id, "totals") for message_id in messages)
+
+
+@dataclass(frozen=True)
+class Task:
+    """A delivery to a worker, and where in it the worker is to die, if at all."""
+
+    message_id: str
+    happened: Added
+    death: Death | None = None
+
+
+class Broker:
+    """Gives deliveries to worker processes; what was not acknowledged is delivered again."""
+
+    def __init__(self, subject: Subject, stream: list[tuple[str, Added]], deaths: dict[int, Death]) -> None:
+        self.killed = 0
+        self._subject = subject
+        self._todo = [Task(*item, deaths.get(index)) for index, item in enumerate(stream)]
+        self._context = multiprocessing.get_context("forkserver")  # as clean as spawn, and imports everything once
+        self._context.set_forkserver_preload([__name__])
+        self._processes: dict[Connection, BaseProcess] = {}
+        self._given: dict[Connection, Task] = {}
+
+    def run(self, workers: int) -> None:
+        """Until nothing is left to deliver and everything is acknowledged."""
+        try:
+            for _ in range(workers):
+                self._hire()
+            while self._todo or self._given:
+                for line in self._processes.keys() - self._given.keys():
+                    if self._todo:
+                        self._given[line] = self._todo.pop()
+                        line.send(self._given[line])
+                heard = wait(list(self._given), timeout=PATIENCE)
+                assert heard, "the workers are stuck"
+                for line in set(self._given).intersection(heard):
+                    self._hear(line)
+        finally:
+            for line, process in self._processes.items():
+                line.close()  # a worker that hears no more goes home
+                process.join()
+
+    def _hire(self) -> None:
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(target=work, args=(self._subject, theirs), daemon=True)
+        process.start()
+        theirs.close()
+        self._processes[ours] = process
+
+    def _hear(self, line: Connection) -> None:
+        task = self._given.pop(line)
+        try:
+            acknowledged = line.recv()
+        except EOFError:
+            process = self._processes.pop(line)
+            process.join()
+            assert process.exitcode == -signal.SIGKILL, f"a worker ended by itself, with {process.exitcode}"
+            self.killed += 1
+            self._hire()
+            acknowledged = False
+        if not acknowledged:
+            self._todo.insert(random.randint(0, len(self._todo)), Task(task.message_id, task.happened))  # noqa: S311
+
+
+def work(subject: Subject, line: Connection) -> None:
+    """What a worker process does: deliver, acknowledge; or die where it was told to."""
+    dying: list[Death] = []
+
+    def body(happened: Added, session: Session) -> None:
+        if "before the write" in dying:
+            os.kill(os.getpid(), signal.SIGKILL)
+        add(happened, session)
+        session.flush()
+        if "after the write" in dying:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with Harness(subject) as harness:
+        dispatcher = harness.dispatcher(harness.handler(body, **harness.subject.exact))
+        for task in _tasks(line):
+            dying[:] = [task.death] if task.death else []
+            try:
+                harness.deliver(dispatcher, task.happened, task.message_id)
+                acknowledged = True
+            except RetriesExhaustedError:
+                acknowledged = False
+            if task.death:
+                os.kill(os.getpid(), signal.SIGKILL)
+            line.send(acknowledged)
+
+
+def _tasks(line: Connection) -> Iterator[Task]:
+    try:
+        while True:
+            yield line.recv()
+    except EOFError:
+        return

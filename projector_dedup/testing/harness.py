@@ -1,0 +1,234 @@
+"""The contract's hands: deliver, look from another connection, and hold a rival still, by sync or async alike.
+
+A test is written once, in synchronous style. For an asynchronous driver the dispatcher runs on an event loop in a
+thread of its own, and the handler is an ``async def`` that runs the same body through ``AsyncSession.run_sync``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, ParamSpec, Self, TypeVar
+
+from sqlalchemy import create_engine, event, select, text
+from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
+from sqlalchemy.orm import Session, sessionmaker
+from sqlalchemy.util import await_only
+
+from ..dispatcher import AsyncDispatcher, Dispatcher
+from ..outcome import Delivery
+from ..projector import FunctionProjector, on, projector
+from ..tables import default_tables
+from ..unit_of_work import AsyncUnitOfWork, UnitOfWork
+from .subject import PATIENCE, Added, Base, Subject, Total, add
+
+P = ParamSpec("P")
+T = TypeVar("T")
+_ALL = (Base.metadata, default_tables.marker.metadata)
+
+
+class Harness:
+    """One subject, reached through an engine of its own, with the contract's tables."""
+
+    def __init__(self, subject: Subject) -> None:
+        self.subject = subject
+        self.asynchronous = subject.url.get_dialect().is_async
+        self._threads = ThreadPoolExecutor(32)
+        self._loop = asyncio.new_event_loop()
+        self._loop.set_default_executor(ThreadPoolExecutor(32))
+        self._loop_thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._loop_thread.start()
+        create: Callable[..., Any] = create_async_engine if self.asynchronous else create_engine
+        arguments = {"pool_size": 20, **subject.engine_arguments}
+        if subject.engine_isolation:
+            arguments["isolation_level"] = subject.engine_isolation
+        self._engine = create(subject.url, **arguments)
+        self.engine = self._engine.sync_engine if isinstance(self._engine, AsyncEngine) else self._engine
+        if subject.prepare:
+            subject.prepare(self._engine)
+        self._running: Counter[object] = Counter()
+        event.listen(self.engine, "before_cursor_execute", self._statement_begins)
+        event.listen(self.engine, "after_cursor_execute", self._statement_ends)
+        event.listen(self.engine, "handle_error", lambda context: self._statement_ends(context.connection))
+        options = {"isolation_level": subject.option_isolation} if subject.option_isolation else {}
+        self._bind = self._engine.execution_options(**options)
+        self.factory = self.factory_for(self._bind)
+
+    def create_tables(self) -> None:
+        """The read model, the marker table and its state."""
+        for metadata in _ALL:
+            self.transact(partial(_on_connection, metadata.create_all))
+
+    def drop_tables(self) -> None:
+        """Leave the database as it was."""
+        for metadata in _ALL:
+            self.transact(partial(_on_connection, metadata.drop_all))
+
+    def close(self) -> None:
+        """Give everything back; no thread and no connection stays."""
+        self.run(self._engine.dispose)
+        self._threads.shutdown()
+        asyncio.run_coroutine_threadsafe(self._loop.shutdown_default_executor(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._loop_thread.join()
+        self._loop.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # Delivering --------------------------------------------------------------------------------------------------
+
+    def factory_for(self, bind: Any) -> Any:
+        """A session factory of the kind that fits the driver."""
+        return async_sessionmaker(bind) if self.asynchronous else sessionmaker(bind)
+
+    def handler(
+        self, body: Callable[[Any, Session], Any] = add, name: str = "totals", **settings: Any
+    ) -> FunctionProjector[[Any, Any], Any]:
+        """A projector whose handler is ``body``: as it is, or run by an ``async def``."""
+
+        async def awaited(happened: Any, session: AsyncSession) -> Any:
+            return await session.run_sync(lambda inner: body(happened, inner))
+
+        def direct(happened: Any, session: Session) -> Any:
+            return body(happened, session)
+
+        function: Callable[[Any, Any], Any] = on(Added)(awaited if self.asynchronous else direct)
+        settings = {"idempotent": True, "name": name, **settings}
+        return projector(**settings)(function)
+
+    def dispatcher(self, *projectors: Any, factory: Any = None, **options: Any) -> Any:
+        """A ``Dispatcher`` or ``AsyncDispatcher`` of the subject's isolation level."""
+        if self.subject.dispatcher_isolation:
+            options.setdefault("isolation", self.subject.dispatcher_isolation)
+        kind = AsyncDispatcher if self.asynchronous else Dispatcher
+        return kind(self.factory if factory is None else factory, *projectors or (self.handler(),), **options)
+
+    def deliver(self, dispatcher: Any, happened: Any = None, message_id: Any = "m1") -> Delivery:
+        """``dispatcher.deliver``, awaited if need be."""
+        delivery: Delivery = self.run(
+            dispatcher.deliver, Added() if happened is None else happened, message_id=message_id
+        )
+        return delivery
+
+    def unit_of_work(
+        self, message_id: str, body: Callable[[Session], None], *, commit: bool = True, handler: str = "totals"
+    ) -> bool:
+        """A ``UnitOfWork`` or ``AsyncUnitOfWork`` by hand: claim, ``body`` if it is new, commit if asked to."""
+
+        isolation = self.subject.dispatcher_isolation
+
+        async def awaited() -> bool:
+            async with AsyncUnitOfWork(self.factory, isolation=isolation) as uow:
+                if new := await uow.claim(message_id, handler):
+                    await uow.session.run_sync(body)
+                    if commit:
+                        await uow.commit()
+                return new
+
+        def direct() -> bool:
+            with UnitOfWork(self.factory, isolation=isolation) as uow:
+                if new := uow.claim(message_id, handler):
+                    body(uow.session)
+                    if commit:
+                        uow.commit()
+                return new
+
+        new: bool = self.run(awaited if self.asynchronous else direct)
+        return new
+
+    # Looking, and doing something else meanwhile -----------------------------------------------------------------
+
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call ``function``; where it is asynchronous, on the loop, and wait for it."""
+        if not self.asynchronous:
+            return function(*args, **kwargs)
+
+        async def call() -> Any:
+            return await function(*args, **kwargs)
+
+        return asyncio.run_coroutine_threadsafe(call(), self._loop).result(4 * PATIENCE)
+
+    def transact(self, body: Callable[[Session], T], factory: Any = None) -> T:
+        """Run ``body`` in a transaction of its own, on another connection, and commit it."""
+        factory = factory or self.factory
+
+        async def awaited() -> T:
+            async with factory.begin() as session:
+                return await session.run_sync(body)
+
+        def direct() -> T:
+            with factory.begin() as session:
+                return body(session)
+
+        result: T = self.run(awaited if self.asynchronous else direct)
+        return result
+
+    @contextmanager
+    def outer_transaction(self) -> Iterator[Any]:
+        """A session factory bound to one connection, whose transaction is rolled back in the end."""
+        connection = self._bind.connect()
+        if self.asynchronous:
+            self.run(connection.start)
+        self.run(connection.begin)
+        try:
+            yield self.factory_for(connection)
+        finally:
+            self.run(connection.rollback)
+            self.run(connection.close)
+
+    def totals(self) -> dict[str, int]:
+        """The read model as others see it."""
+        return self.transact(lambda session: {total.key: total.amount for total in session.scalars(select(Total))})
+
+    def markers(self) -> list[tuple[str, str]]:
+        """Message ids and handlers, as others see them, in order."""
+        marker = default_tables.marker
+        rows = self.transact(lambda session: session.execute(select(marker.c.message_id, marker.c.handler)).all())
+        return sorted((message_id, handler) for message_id, handler in rows)
+
+    def blocking(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """In a handler: call what blocks, without holding up the event loop on which its rivals run."""
+        if not self.asynchronous:
+            return function(*args, **kwargs)
+        waiting: Coroutine[Any, Any, T] = asyncio.to_thread(function, *args, **kwargs)
+        result: T = await_only(waiting)
+        return result
+
+    def start(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Do it in a thread."""
+        return self._threads.submit(function, *args, **kwargs)
+
+    def waits(self, number: int = 1) -> None:
+        """Return once ``number`` rivals wait for a lock in the database, or for the end of a statement."""
+        calm, deadline = 0, time.monotonic() + PATIENCE
+        while calm < 3:
+            assert time.monotonic() < deadline, f"{number} rivals should have waited, {self.waiting()} do"
+            calm = calm + 1 if self.waiting() >= number else 0
+            time.sleep(0.01)
+
+    def waiting(self) -> int:
+        """How many wait now."""
+        if self.engine.dialect.name != "postgresql":
+            return sum(self._running.values())  # a statement that does not return waits for somebody
+        query = "select count(*) from pg_stat_activity where datname = current_database() and wait_event_type = 'Lock'"
+        return self.transact(lambda session: int(session.execute(text(query)).scalar_one()))
+
+    def _statement_begins(self, connection: object, *_: object) -> None:
+        self._running[connection] = 1
+
+    def _statement_ends(self, connection: object, *_: object) -> None:
+        self._running.pop(connection, None)
+
+
+def _on_connection(function: Callable[..., None], session: Session) -> None:
+    function(session.connection())

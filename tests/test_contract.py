@@ -1,0 +1,57 @@
+"""The contract, on every engine, driver and isolation level, and wherever a level can be set."""
+
+from typing import Any
+
+import pytest
+
+from databases import DRIVERS, Driver
+from projector_dedup import configure_sqlite
+from projector_dedup.testing.contract import ISOLATION, ConcurrencyContract, ProjectorContract, Subject
+
+POSTGRESQL = [driver for driver in DRIVERS if driver.engine == "postgresql"]
+SQLITE = [driver for driver in DRIVERS if driver.engine == "sqlite"]
+
+PLACES = ("engine", "option", "dispatcher")
+LEVELS = ("READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE")
+LATIN_SQUARE = [
+    (driver, f"{level} on {PLACES[(row + column) % 3]}")
+    for row, driver in enumerate(POSTGRESQL)
+    for column, level in enumerate(LEVELS)
+]
+"""Every driver meets every level and every place, and every level every place, once."""
+
+
+def reach(request: pytest.FixtureRequest, driver: Driver, **arguments: Any) -> Subject:
+    """The database of this test, through ``driver``."""
+    url = request.getfixturevalue(driver.engine).url(driver.drivername)
+    if driver.is_async and driver.module == "psycopg":
+        url = url.set(drivername="postgresql+psycopg_async")
+    return Subject(url, **arguments)
+
+
+class TestDefault(ProjectorContract):
+    """Every driver, with nothing said about isolation."""
+
+    @pytest.fixture(params=DRIVERS, ids=str)
+    def subject(self, request: pytest.FixtureRequest) -> Subject:
+        """An engine as ``create_engine(url)`` makes it."""
+        return reach(request, request.param)
+
+
+class TestChosenIsolation(ConcurrencyContract):
+    """PostgreSQL at the levels that a user may choose, set at each place where that can be done."""
+
+    @pytest.fixture(params=LATIN_SQUARE, ids=lambda pair: f"{pair[0]}, {pair[1]}")
+    def subject(self, request: pytest.FixtureRequest) -> Subject:
+        """An engine, an option of it, or a dispatcher that names the level."""
+        driver, isolation = request.param
+        return reach(request, driver, **ISOLATION[isolation])
+
+
+class TestConfiguredSQLite(ConcurrencyContract):
+    """SQLite as the README says to set it up for several workers."""
+
+    @pytest.fixture(params=SQLITE, ids=str)
+    def subject(self, request: pytest.FixtureRequest) -> Subject:
+        """With write-ahead logging, and a long wait."""
+        return reach(request, request.param, prepare=configure_sqlite)
