@@ -83,7 +83,8 @@ class Attempts:
             if isinstance(cause, DBAPIError) and _failure(cause, dialect) is Failure.UNIQUE:
                 raise error
             raise RetriesExhaustedError(
-                f"still failing after {self.number} attempts; nothing was applied, let the message be redelivered"
+                f"still failing after {self.number} attempts ({type(cause).__name__}, see the cause); nothing was "
+                "applied, let the message be redelivered"
             ) from cause
         self.number += 1
         return delay

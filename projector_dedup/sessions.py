@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session, async_sessionmaker
@@ -19,6 +20,7 @@ from .tables import DedupTables, default_tables
 logger = logging.getLogger("projector_dedup")
 
 _LOSES_UPDATES = ("READ UNCOMMITTED", "READ COMMITTED")
+_admitted: WeakSet[Engine] = WeakSet()
 
 
 @dataclass
@@ -83,10 +85,8 @@ def _private_class(session_class: type[Session], options: UnitOptions) -> type[S
 
 
 def _private_arguments(arguments: dict[str, Any], options: UnitOptions) -> dict[str, Any]:
-    private = {
-        **arguments,
-        "close_resets_only": False,
-    }  # a session kept after its message must not come to life again
+    # A session that was kept after its message must not come to life again.
+    private = {**arguments, "close_resets_only": False}
     if options.external:
         private["join_transaction_mode"] = "create_savepoint"
     return private
@@ -100,7 +100,7 @@ def open_connection(session: Session, bind: Engine | Connection, options: UnitOp
         )
     dialect = dialect_of(bind)
     if isinstance(bind, Engine):
-        dialect.prepare(bind)
+        _admit(bind, dialect)
         level = _isolation_level(bind, dialect, options, marked=marked)
         connection = session.connection(
             bind_arguments={"bind": bind}, execution_options={"isolation_level": level} if level else None
@@ -117,28 +117,35 @@ def open_connection(session: Session, bind: Engine | Connection, options: UnitOp
     return connection
 
 
+def _admit(engine: Engine, dialect: Dialect) -> None:
+    """Once per engine: refuse what could not keep the promise, and learn what the server's defaults are."""
+    dialect.prepare(engine)
+    if engine not in _admitted:
+        with engine.connect() as connection:
+            dialect.refuse_unsafe(connection)
+        _admitted.add(engine)
+
+
 def _isolation_level(engine: Engine, dialect: Dialect, options: UnitOptions, *, marked: bool) -> str | None:
     """The level to ask for; None keeps the engine's own (docs/adr/0003-lost-updates.md)."""
-    if dialect.detecting_isolation is None or options.isolation is not None:
-        level = options.isolation
-    elif options.read_models:
-        return "READ COMMITTED"
-    elif not marked:
-        return None
-    else:
-        # create_engine(isolation_level=) leaves no public trace.
-        level = engine.get_execution_options().get("isolation_level") or getattr(
-            engine.dialect, "_on_connect_isolation_level", None
-        )
-        if level is None:
-            if getattr(engine.dialect, "default_isolation_level", None) is None:
-                engine.connect().close()  # the dialect learns the server's default at its first connection
-            return dialect.detecting_isolation if engine.dialect.default_isolation_level in _LOSES_UPDATES else None
-    if marked and level in _LOSES_UPDATES and not options.read_models and not options.warned:
+    if dialect.detecting_isolation is None:
+        return options.isolation
+    chosen = (
+        options.isolation
+        or engine.get_execution_options().get("isolation_level")
+        or getattr(engine.dialect, "_on_connect_isolation_level", None)  # create_engine() leaves no public trace of it
+    )
+    if chosen is None:
+        if engine.dialect.default_isolation_level not in _LOSES_UPDATES:
+            return None
+        if options.read_models:
+            return "READ COMMITTED"
+        return dialect.detecting_isolation if marked else None
+    if marked and chosen in _LOSES_UPDATES and not options.read_models and not options.warned:
         options.warned = True
         logger.warning(
             "isolation level %s was chosen: two messages that change one row can lose an update, unless the handler "
             "writes it by an atomic upsert; leave the level to projector_dedup, or declare read_models=[...]",
-            level,
+            chosen,
         )
     return options.isolation

@@ -51,6 +51,8 @@ class Work:
     def commit(self) -> None:
         """Flush, look whether this is still the transaction that was begun, commit once."""
         guard = self._begun()
+        if self.committed:
+            raise UnsafeSessionError("this unit of work has committed; the next message needs one of its own")
         if not self._new:
             raise UnsafeSessionError("the message is a duplicate, so there is nothing to commit")
         guard.verify()
