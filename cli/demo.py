@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import secrets
-import signal
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING
 
 from sqlalchemy import URL, Engine, MetaData, Table, select
 
@@ -20,11 +17,9 @@ from .carriers import carriers_table
 from .connect import open_engine, parse, shown
 from .errors import Failed
 from .flights import ALL_FLIGHTS, Totals, read_flights, totals_of
-from .plan import Lane, plan
+from .interrupts import deferred, not_for_children
+from .plan import plan
 from .workers import Tally, Target, deliver_all, run_engine
-
-if TYPE_CHECKING:
-    from .report import Report
 
 
 @dataclass(frozen=True)
@@ -56,7 +51,7 @@ def run(
     database_url: str | None = None,
     embedded: bool = False,
     redelivered: float = 0.2,
-    crashes: int = 4,
+    crashes: int = 3,
     on_progress: Callable[[int], None] = lambda _acknowledged: None,
 ) -> Result:
     """Run the demo and print it; `Failed` unless ours is exact and the naive one is not.
@@ -68,7 +63,10 @@ def run(
     report = Report()
     events = read_flights(flights)
     lanes = plan(events, workers=workers, seed=seed, redelivered=redelivered, crashes=crashes)
-    with _stopped_by_sigterm(), ExitStack() as stack:
+    deliveries = sum(len(lane.deliveries) for lane in lanes)
+    if database_url:
+        open_engine(parse(database_url), create=True).dispose()  # says in one line what is wrong with it, if anything
+    with deferred() as raise_if_interrupted, ExitStack() as stack:
         url = _database(stack, database_url, embedded)
         engine = stack.enter_context(_engine(url))
         report.opening(len(events), ALL_FLIGHTS, redelivered, workers, seed, _name(engine, database_url, embedded))
@@ -77,7 +75,14 @@ def run(
         tallies = []
         for table, idempotent in zip(tables, (False, True), strict=True):
             target = Target(url.render_as_string(hide_password=False), table.name, _markers(run_id), idempotent)
-            tallies.append(_deliver(report, target, lanes, on_progress))
+            with report.progress("idempotent" if idempotent else "naive", deliveries) as advance:
+
+                def step(acknowledged: int, advance: Callable[[int], None] = advance) -> None:
+                    raise_if_interrupted()
+                    advance(acknowledged)
+                    on_progress(acknowledged)
+
+                tallies.append(deliver_all(target, lanes, step))
         naive, ours = (_totals(engine, table) for table in tables)
     result = Result(totals_of(events), naive, ours, *tallies)
     report.result(result)
@@ -86,17 +91,6 @@ def run(
     if not result.naive_is_wrong:
         raise Failed("the naive projector happened to be right, so this run did not show anything; try more flights")
     return result
-
-
-def _deliver(report: Report, target: Target, lanes: Sequence[Lane], on_progress: Callable[[int], None]) -> Tally:
-    total = sum(len(lane.deliveries) for lane in lanes)
-    with report.progress("idempotent" if target.idempotent else "naive", total) as advance:
-
-        def both(acknowledged: int) -> None:
-            advance(acknowledged)
-            on_progress(acknowledged)
-
-        return deliver_all(target, lanes, both)
 
 
 # The database ----------------------------------------------------------------------------------------------------
@@ -114,14 +108,16 @@ def _database(stack: ExitStack, database_url: str | None, embedded: bool) -> URL
     from projector_dedup.testing.postgres import embedded_postgres
 
     try:
-        return parse(stack.enter_context(embedded_postgres(folder / "postgres")))
+        with not_for_children():
+            url = parse(stack.enter_context(embedded_postgres(folder / "postgres")))
     except ImportError as error:
         raise Failed(str(error)) from error
+    # The demo crashes workers, not servers: what they committed survives them without an fsync for each message.
+    return url.update_query_dict({"options": "-c synchronous_commit=off"})
 
 
 @contextmanager
 def _engine(url: URL) -> Iterator[Engine]:
-    open_engine(url, create=True).dispose()  # says in one line what is wrong, before any process is started
     engine = run_engine(url.render_as_string(hide_password=False))
     try:
         yield engine
@@ -159,17 +155,3 @@ def _name(engine: Engine, database_url: str | None, embedded: bool) -> str:
     if database_url:
         return f"{name} at {shown(engine.url)}"
     return f"{name} {'from a wheel' if embedded else 'in a temporary folder'}"
-
-
-@contextmanager
-def _stopped_by_sigterm() -> Iterator[None]:
-    """A demo that is told to end, by a service manager say, cleans up as it does after Ctrl-C."""
-
-    def interrupt(_signal: int, _frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    usual = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, usual)

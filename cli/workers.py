@@ -7,12 +7,10 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from multiprocessing.context import SpawnProcess
-from multiprocessing.resource_tracker import ensure_running
 from typing import Any
 
 from sqlalchemy import Engine, MetaData, create_engine, event
@@ -23,6 +21,7 @@ from projector_dedup import Dispatcher, Outcome, configure_sqlite, make_tables
 from .carriers import IdempotentCarriers, NaiveCarriers, carriers_table, map_to
 from .errors import Failed, reason, without_secrets
 from .flights import FlightScheduled
+from .interrupts import not_for_children
 from .plan import Crash, Lane
 
 _SPAWN = multiprocessing.get_context("spawn")  # everywhere alike: nothing is inherited from the parent
@@ -146,7 +145,7 @@ class _Worker:
         self.process = _SPAWN.Process(
             target=_work, args=(self._target, self._lane.deliveries[done:], crash, self.counts, theirs), daemon=True
         )
-        with _interrupts_held_back():
+        with not_for_children():
             self.process.start()
         theirs.close()
 
@@ -204,20 +203,3 @@ def deliver_all(target: Target, lanes: Sequence[Lane], on_progress: Callable[[in
     tally.duplicates = sum(worker.counts[_DUPLICATES] for worker in workers)
     tally.seconds = time.monotonic() - begun
     return tally
-
-
-@contextmanager
-def _interrupts_held_back() -> Iterator[None]:
-    """Ctrl-C in here reaches us afterwards, and never a process started in here, which inherits the blocked signal.
-
-    Elsewhere than on POSIX a process that is still importing when Ctrl-C comes may say so on stderr.
-    """
-    if sys.platform == "win32":
-        yield
-    else:
-        ensure_running()  # the tracker that multiprocessing starts with its first process would unblock the signal
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
-            yield
-        finally:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
