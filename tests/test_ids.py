@@ -1,0 +1,144 @@
+"""Which texts are message ids, and that no two of them are ever taken for one, on any engine."""
+
+import uuid
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from sqlalchemy import Engine, MetaData, create_engine, event, select
+from sqlalchemy.orm import Session
+
+from databases import Database
+from projector_dedup import InvalidMessageIdError, ProcessedMessage, claim, make_tables
+
+HANDLER = "h"
+
+
+def _is_id(text: str) -> bool:
+    try:
+        return "\0" not in text and 1 <= len(text.encode()) <= 512
+    except UnicodeEncodeError:
+        return False
+
+
+# Few characters, many likenesses: case, accents, composition, width, spaces, digits, quotes, placeholders.
+LIKELY = st.text("aAáà\u0301ß sS\t\u200b\u00a01₁e+-.'\"\\%:$?\U0001f600\U0001f601", min_size=1, max_size=6)
+ANY = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1, max_size=128)
+LONG = st.builds(lambda tail: ("x" * 600)[: 512 - len(tail.encode())] + tail, LIKELY)
+IDS = st.one_of(LIKELY, ANY, LONG)
+
+
+def no_id() -> st.SearchStrategy[object]:
+    """What is not text, or not text of 1 to 512 bytes that every database can store."""
+    text = st.one_of(
+        st.just(""),
+        st.builds(lambda before, after: f"{before}\0{after}", LIKELY, LIKELY),
+        st.builds(lambda before, code: before + chr(code), LIKELY, st.integers(0xD800, 0xDFFF)),
+        st.text("aé€\U0001f600", min_size=513, max_size=600),
+        st.integers(171, 200).map(lambda size: "€" * size),
+    )
+    return st.one_of(
+        text, st.none(), st.booleans(), st.integers(), st.floats(), st.binary(), st.tuples(LIKELY), st.decimals()
+    )
+
+
+@pytest.fixture
+def engine(database: Database) -> Iterator[Engine]:
+    """An engine on each database, with the marker table."""
+    engine = create_engine(database.url())
+    metadata = MetaData()
+    make_tables(metadata)
+    metadata.create_all(engine)
+    yield engine
+    engine.dispose()
+
+
+def examples(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Hypothesis on one database; each example rolls back, so it stays empty."""
+    return settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])(
+        function
+    )
+
+
+@examples
+@given(ids=st.lists(IDS, min_size=2, max_size=12, unique=True))
+@example(ids=["a", "A", "a ", " a", "á", "a\u0301"])
+@example(ids=["x" * 511 + "1", "x" * 511 + "2", "x" * 510])
+@example(ids=["1", "01", "1e0", "+1", "1.0"])
+def test_distinct_ids_stay_distinct(engine: Engine, ids: list[str]) -> None:
+    """Each is new, then each is a duplicate, and each is read back as the very text it was."""
+    with Session(engine) as session:
+        assert [claim(session, each, HANDLER) for each in ids] == [True] * len(ids)
+        assert [claim(session, each, HANDLER) for each in ids] == [False] * len(ids)
+        assert set(session.scalars(select(ProcessedMessage.message_id))) == set(ids)
+
+
+@examples
+@given(handlers=st.lists(IDS.filter(lambda text: len(text.encode()) <= 255), min_size=2, max_size=8, unique=True))
+def test_distinct_handlers_stay_distinct(engine: Engine, handlers: list[str]) -> None:
+    """The other half of the marker's key is compared as exactly."""
+    with Session(engine) as session:
+        assert [claim(session, "m1", each) for each in handlers * 2] == [True] * len(handlers) + [False] * len(handlers)
+
+
+@examples
+@given(bad=no_id())
+def test_what_is_no_id_is_refused_before_any_statement(engine: Engine, bad: object) -> None:
+    """Refused by the library, the same on every engine: no statement is sent."""
+    sent: list[str] = []
+    listener = lambda *arguments: sent.append(arguments[2])  # noqa: E731  # removed again below
+    event.listen(engine, "before_cursor_execute", listener)
+    try:
+        with Session(engine) as session, pytest.raises(InvalidMessageIdError) as refusal:
+            claim(session, bad, HANDLER)
+    finally:
+        event.remove(engine, "before_cursor_execute", listener)
+    assert sent == []
+    assert str(refusal.value).isprintable()
+
+
+@given(text=st.one_of(st.text(max_size=6), st.text("a€\U0001f600", min_size=120, max_size=520)))
+def test_every_text_is_an_id_or_refused(text: str) -> None:
+    """The rule is the one that the docstring states, to the byte."""
+    sentinel = RuntimeError("the id was accepted")
+
+    class Stop(Session):
+        def in_nested_transaction(self) -> bool:
+            raise sentinel
+
+    with pytest.raises((RuntimeError, InvalidMessageIdError)) as outcome:
+        claim(Stop(), text, HANDLER)
+    assert (outcome.value is sentinel) is _is_id(text)
+
+
+def test_a_subclass_of_str_is_taken_by_its_text(engine: Engine) -> None:
+    """Not by its own ideas of comparing, hashing, encoding or printing."""
+
+    class Odd(str):
+        __slots__ = ()
+
+        def encode(self, *_: object, **__: object) -> bytes:
+            return b"same"
+
+        def __str__(self) -> str:
+            return "same"
+
+        def __eq__(self, other: object) -> bool:
+            return True
+
+        def __hash__(self) -> int:
+            return 1
+
+    with Session(engine) as session:
+        assert claim(session, Odd("a"), HANDLER)
+        assert claim(session, Odd("b"), HANDLER)
+        assert not claim(session, "a", HANDLER)
+
+
+def test_a_uuid_is_its_canonical_text(engine: Engine) -> None:
+    """So a producer that sends text and one that sends a UUID mean the same message."""
+    with Session(engine) as session:
+        assert claim(session, uuid.UUID("0B1A2C3D-1111-4111-8111-111111111111"), HANDLER)
+        assert not claim(session, "0b1a2c3d-1111-4111-8111-111111111111", HANDLER)

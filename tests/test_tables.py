@@ -1,0 +1,145 @@
+"""The tables: named as the user likes, refused where they could not keep the promise, and queried as an entity."""
+
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta, timezone
+from typing import Any
+
+import pytest
+from sqlalchemy import Engine, MetaData, create_engine, inspect, select, text
+from sqlalchemy.orm import Session, sessionmaker
+
+from databases import Database
+from projector_dedup import (
+    DedupTables,
+    Dispatcher,
+    Message,
+    MissingTableError,
+    Outcome,
+    ProcessedMessage,
+    UnitOfWork,
+    claim,
+    make_tables,
+    on,
+    projector,
+)
+
+AT = datetime(2026, 1, 2, 3, 4, 5, 678901, tzinfo=timezone(timedelta(hours=5, minutes=30)))
+
+
+@projector(idempotent=True, name="h")
+@on(dict)
+def handler(event: dict[str, Any], session: Session) -> None:
+    """Do nothing."""
+
+
+@pytest.fixture
+def engine(database: Database) -> Iterator[Engine]:
+    """An engine on each empty database."""
+    engine = create_engine(database.url())
+    yield engine
+    engine.dispose()
+
+
+def created(engine: Engine, name: str = "processed_message", schema: str | None = None) -> DedupTables:
+    """Make the tables, as a user would in a MetaData of theirs."""
+    metadata = MetaData()
+    tables = make_tables(metadata, name, schema)
+    metadata.create_all(engine)
+    return tables
+
+
+def test_tables_may_be_called_otherwise(engine: Engine) -> None:
+    """`tables=` leads dispatcher, unit of work and claim to the same table, and the default one is not touched."""
+    tables = created(engine, "seen")
+    assert sorted(inspect(engine).get_table_names()) == ["seen", "seen_state"]
+    dispatcher = Dispatcher(sessionmaker(engine), handler, tables=tables)
+    assert dispatcher.deliver({}, message_id="m1").outcome is Outcome.APPLIED
+    assert dispatcher.deliver({}, message_id="m1").outcome is Outcome.DUPLICATE
+    with UnitOfWork(sessionmaker(engine), tables=tables) as uow:
+        assert not uow.claim("m1", "h")
+    with Session(engine) as session:
+        assert not claim(session, "m1", "h", tables=tables)
+        assert session.execute(select(tables.marker.c.message_id, tables.marker.c.handler)).all() == [("m1", "h")]
+
+
+def test_tables_may_live_in_a_schema(postgresql: Database) -> None:
+    """With names of constraints and index that do not collide with those of another schema."""
+    engine = create_engine(postgresql.url())
+    with engine.begin() as connection:
+        connection.execute(text("create schema one; create schema two"))
+    for schema in ("one", "two"):
+        dispatcher = Dispatcher(sessionmaker(engine), handler, tables=created(engine, schema=schema))
+        outcomes = [dispatcher.deliver({}, message_id="m1").outcome for _ in range(2)]
+        assert outcomes == [Outcome.APPLIED, Outcome.DUPLICATE]
+    engine.dispose()
+
+
+def test_two_deployments_may_share_a_schema(engine: Engine) -> None:
+    """Constraint and index names carry the table's name."""
+    for name in ("one", "two"):
+        dispatcher = Dispatcher(sessionmaker(engine), handler, tables=created(engine, name))
+        assert dispatcher.deliver({}, message_id="m1").outcome is Outcome.APPLIED
+
+
+def test_a_missing_table_is_named(engine: Engine) -> None:
+    """With its schema if it has one, and the commands that make it."""
+    with pytest.raises(MissingTableError, match=r"processed_message is missing.*make_tables.*idempotency check"):
+        handler.deliver({}, message_id="m1", session_factory=sessionmaker(engine))
+    tables = make_tables(MetaData(), "seen", "elsewhere")
+    with pytest.raises(MissingTableError, match=r"elsewhere\.seen is missing"):
+        Dispatcher(sessionmaker(engine), handler, tables=tables).deliver({}, message_id="m1")
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        "message_id text not null, handler text not null, occurred_at text",
+        "message_id text not null, handler text not null, occurred_at text, primary key (handler, occurred_at)",
+        "message_id text primary key, handler text not null, occurred_at text",
+        "message_id text not null, handler text not null, primary key (message_id, handler)",
+        "id text not null, handler text not null, occurred_at text, primary key (id, handler)",
+    ],
+    ids=["no index", "another index", "unique by message alone", "no occurred_at", "no message_id"],
+)
+def test_a_table_that_cannot_tell_duplicates_is_refused(engine: Engine, columns: str) -> None:
+    """Without a unique index on exactly (message_id, handler) every redelivery would be new: an error, not that."""
+    with engine.begin() as connection:
+        connection.execute(text(f"create table processed_message ({columns})"))
+    with pytest.raises(MissingTableError, match="not the one"):
+        handler.deliver({}, message_id="m1", session_factory=sessionmaker(engine))
+    with engine.connect() as connection:
+        assert connection.scalar(text("select count(*) from processed_message")) == 0
+
+
+def test_the_marker_can_be_queried(engine: Engine) -> None:
+    """`ProcessedMessage` says which message was applied by whom and when; `occurred_at` is the same moment, in UTC."""
+    created(engine)
+    Dispatcher(sessionmaker(engine), handler).deliver(Message("m1", {}, occurred_at=AT))
+    handler.deliver({}, message_id="m2", session_factory=sessionmaker(engine))
+    with Session(engine) as session:
+        first, second = session.scalars(select(ProcessedMessage).order_by(ProcessedMessage.message_id))
+        assert (first.message_id, first.handler, second.message_id) == ("m1", "h", "m2")
+        assert first.occurred_at is not None
+        assert _in_utc(first.occurred_at) == AT
+        assert second.occurred_at is None
+        assert abs(_in_utc(first.processed_at) - datetime.now(UTC)) < timedelta(minutes=5)
+
+
+def test_a_redelivery_does_not_move_the_marker_in_time(engine: Engine) -> None:
+    """Retention counts from the first time that a message was applied."""
+    created(engine)
+    dispatcher = Dispatcher(sessionmaker(engine), handler)
+    dispatcher.deliver(Message("m1", {}, occurred_at=AT))
+    with engine.begin() as connection:
+        connection.execute(text("update processed_message set processed_at = '2020-01-01 00:00:00'"))
+    dispatcher.deliver(Message("m1", {}, occurred_at=AT + timedelta(days=1)))
+    with Session(engine) as session:
+        marker = session.scalars(select(ProcessedMessage)).one()
+        assert marker.processed_at.year < 2021
+        assert marker.occurred_at is not None
+        assert _in_utc(marker.occurred_at) == AT
+
+
+def _in_utc(moment: datetime) -> datetime:
+    """SQLite gives back what was stored, without the zone."""
+    return moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment
