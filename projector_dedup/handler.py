@@ -178,7 +178,7 @@ def _settled(
         outcome.value,
         " (after_unknown_commit)" if after_unknown else "",
         _log_id(message),
-        handler.identity,
+        printable(handler.identity),
         extra=_extra(handler, message, outcome.value, attempts) | {"after_unknown_commit": after_unknown},
     )
     return outcome, durable
@@ -189,7 +189,7 @@ def _log_retry(handler: Handler, message: Message, attempts: Attempts, error: Ex
         "retry after %s: message %s, handler %s",
         type(error).__name__,
         _log_id(message),
-        handler.identity,
+        printable(handler.identity),
         extra=_extra(handler, message, "retry", attempts),
     )
 
@@ -197,7 +197,7 @@ def _log_retry(handler: Handler, message: Message, attempts: Attempts, error: Ex
 def _extra(handler: Handler, message: Message, outcome: str, attempts: Attempts) -> dict[str, Any]:
     return {
         "message_id": _log_id(message),
-        "handler": handler.identity,
+        "handler": printable(handler.identity),
         "outcome": outcome,
         "attempts": attempts.number,
     }

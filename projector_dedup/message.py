@@ -86,6 +86,8 @@ def _bounded(text: str, what: str, limit: int, error: type[RefusedError]) -> str
 
 def printable(text: str) -> str:
     """The text with control and other unprintable characters escaped: an id must not forge a line in a log."""
+    if text.isprintable():
+        return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
 
 
