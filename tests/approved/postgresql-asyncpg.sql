@@ -1,0 +1,43 @@
+-- the marker table
+CREATE TABLE processed_message (
+    message_id TEXT COLLATE "C" NOT NULL,
+    handler TEXT COLLATE "C" NOT NULL,
+    processed_at TIMESTAMP WITH TIME ZONE DEFAULT CURRENT_TIMESTAMP NOT NULL,
+    occurred_at TIMESTAMP WITH TIME ZONE,
+    CONSTRAINT pk_processed_message PRIMARY KEY (message_id, handler)
+)
+
+-- its index ix_processed_message_processed_at
+CREATE INDEX ix_processed_message_processed_at ON processed_message (processed_at)
+
+-- the state table
+CREATE TABLE processed_message_state (
+    key TEXT COLLATE "C" NOT NULL,
+    value TEXT NOT NULL,
+    CONSTRAINT pk_processed_message_state PRIMARY KEY (key)
+)
+
+-- claim
+INSERT INTO processed_message (message_id, handler, occurred_at) VALUES ($1::VARCHAR, $2::VARCHAR, $3::TIMESTAMP WITH TIME ZONE) ON CONFLICT (message_id, handler) DO NOTHING RETURNING 1
+
+-- claim, with claim_timeout
+WITH bound AS MATERIALIZED
+(SELECT set_config($4::VARCHAR, concat($5::VARCHAR, $6::VARCHAR), $7::BOOLEAN) AS wait)
+ INSERT INTO processed_message (message_id, handler, occurred_at) SELECT $1::VARCHAR AS anon_1, $2::VARCHAR AS anon_2, $3::TIMESTAMP WITH TIME ZONE AS anon_3
+FROM bound ON CONFLICT (message_id, handler) DO NOTHING RETURNING 1
+
+-- is this the transaction of the claim? (strict=True)
+SELECT 1
+FROM processed_message
+WHERE processed_message.message_id = $1::VARCHAR COLLATE "C" AND processed_message.handler = $2::VARCHAR COLLATE "C" AND xmin = pg_current_xact_id_if_assigned()::xid
+
+-- is the marker there? (for the text of an error)
+SELECT 1
+FROM processed_message
+WHERE processed_message.message_id = $1::VARCHAR COLLATE "C" AND processed_message.handler = $2::VARCHAR COLLATE "C"
+
+-- prune one batch
+DELETE FROM processed_message WHERE ctid = any(array((SELECT ctid
+FROM processed_message
+WHERE processed_message.processed_at < now() - $1 * interval '1 second' ORDER BY processed_message.processed_at
+ LIMIT $2 FOR UPDATE SKIP LOCKED)))

@@ -1,0 +1,40 @@
+-- the marker table
+CREATE TABLE processed_message (
+    message_id VARCHAR(512) NOT NULL,
+    handler VARCHAR(255) NOT NULL,
+    processed_at DATETIME DEFAULT CURRENT_TIMESTAMP NOT NULL,
+    occurred_at DATETIME,
+    CONSTRAINT pk_processed_message PRIMARY KEY (message_id, handler)
+)
+
+-- its index ix_processed_message_processed_at
+CREATE INDEX ix_processed_message_processed_at ON processed_message (processed_at)
+
+-- the state table
+CREATE TABLE processed_message_state (
+    "key" VARCHAR(255) NOT NULL,
+    value TEXT NOT NULL,
+    CONSTRAINT pk_processed_message_state PRIMARY KEY ("key")
+)
+
+-- claim
+INSERT INTO processed_message (message_id, handler, occurred_at) VALUES (?, ?, ?) ON CONFLICT (message_id, handler) DO NOTHING RETURNING 1
+
+-- claim, with claim_timeout
+INSERT INTO processed_message (message_id, handler, occurred_at) VALUES (?, ?, ?) ON CONFLICT (message_id, handler) DO NOTHING RETURNING 1
+
+-- is this the transaction of the claim? (strict=True)
+SELECT 1
+FROM processed_message
+WHERE processed_message.message_id = ? AND processed_message.handler = ?
+
+-- is the marker there? (for the text of an error)
+SELECT 1
+FROM processed_message
+WHERE processed_message.message_id = ? AND processed_message.handler = ?
+
+-- prune one batch
+DELETE FROM processed_message WHERE rowid IN (SELECT rowid
+FROM processed_message
+WHERE processed_message.processed_at < datetime(?, '-' || ? || ?) ORDER BY processed_message.processed_at
+ LIMIT ? OFFSET ?)

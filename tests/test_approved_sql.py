@@ -1,0 +1,75 @@
+"""The SQL that each database gets, as text that can be reviewed without a server: `tests/approved/*.sql`.
+
+After an intended change: `APPROVE=1 python -m pytest tests/test_approved_sql.py`, then read the difference.
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import Engine, create_engine
+from sqlalchemy.ext.asyncio import create_async_engine
+from sqlalchemy.schema import CreateIndex, CreateTable
+
+from projector_dedup.dialects import Dialect, dialect_of
+from projector_dedup.markers import _lookup_statement
+from projector_dedup.tables import default_tables
+
+APPROVED = Path(__file__).parent / "approved"
+ENGINES = {
+    "postgresql-psycopg": create_engine("postgresql+psycopg://"),
+    "postgresql-asyncpg": create_async_engine("postgresql+asyncpg://").sync_engine,
+    "sqlite-pysqlite": create_engine("sqlite://"),
+}
+
+
+def statements(engine: Engine) -> dict[str, Any]:
+    """Everything that the library ever sends, by what it is for."""
+    dialect: Dialect = dialect_of(engine)
+    marker, state = default_tables.marker, default_tables.state
+    return {
+        "the marker table": CreateTable(marker),
+        **{f"its index {index.name}": CreateIndex(index) for index in marker.indexes},
+        "the state table": CreateTable(state),
+        "claim": dialect.claim_statement(marker, bounded=False),
+        "claim, with claim_timeout": dialect.claim_statement(marker, bounded=True),
+        "is this the transaction of the claim? (strict=True)": dialect.ownership_statement(marker),
+        "is the marker there? (for the text of an error)": _lookup_statement(marker),
+        "prune one batch": dialect.prune_statement(marker),
+    }
+
+
+def text_of(engine: Engine) -> str:
+    """The compiled statements, each under its purpose."""
+    parts = []
+    for purpose, statement in statements(engine).items():
+        compiled = str(statement.compile(dialect=engine.dialect)).strip()
+        lines = (line.rstrip().replace("\t", "    ") for line in compiled.splitlines())
+        parts.append(f"-- {purpose}\n" + "\n".join(lines) + "\n")
+    return "\n".join(parts)
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_the_sql_is_the_approved_one(name: str) -> None:
+    """A change of SQL is seen by whoever reviews the change."""
+    path = APPROVED / f"{name}.sql"
+    found = text_of(ENGINES[name])
+    if os.environ.get("APPROVE"):
+        path.write_text(found)
+    assert found == path.read_text(), f"if this is intended: APPROVE=1 python -m pytest {__file__}"
+
+
+def test_nothing_is_approved_that_nobody_sends() -> None:
+    """No approved file is left over from a driver that is gone."""
+    assert {path.stem for path in APPROVED.iterdir()} == set(ENGINES)
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_a_claim_names_the_columns_of_its_conflict(name: str) -> None:
+    """An ON CONFLICT without columns would swallow every other violation, and accept a table without the index."""
+    engine = ENGINES[name]
+    for bounded in (False, True):
+        statement: Any = dialect_of(engine).claim_statement(default_tables.marker, bounded=bounded)
+        sql = str(statement.compile(engine))
+        assert "ON CONFLICT (message_id, handler) DO NOTHING RETURNING 1" in sql
