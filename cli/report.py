@@ -97,13 +97,14 @@ def verdict(result: Result) -> list[str]:
     )
     tally = result.tally
     killed = f", {tally.killed} killed by somebody else" if tally.killed else ""
+    refused = f", {tally.refused} deliveries refused for now" if tally.refused else ""
     off = naive.flights - expected.flights
     return [
         f"{expected.flights:,} messages, {tally.deliveries:,} deliveries, "
         f"{tally.deliveries - expected.flights:,} of them again. Workers crashed {tally.crashes_before_commit} times "
         f"before the commit and {tally.crashes_after_commit} times between commit and acknowledgement{killed}.",
-        f"[bold]idempotent[/]: {_rightness(ours_wrong, len(carriers))}; {tally.duplicates:,} duplicates skipped, "
-        f"{tally.seconds:.1f} s",
+        f"[bold]idempotent[/]: {_rightness(ours_wrong, len(carriers))}; {tally.duplicates:,} duplicates skipped"
+        f"{refused}, {tally.seconds:.1f} s",
         f"[bold]naive[/]:      {_rightness(wrong, len(carriers))}, {abs(off):,} flights too "
         f"{'few' if off < 0 else 'many'}; {result.naive_tally.seconds:.1f} s",
     ]

@@ -28,7 +28,7 @@ _SPAWN = multiprocessing.get_context("spawn")  # everywhere alike: nothing is in
 _FAILED = 72  # exit code of a worker that gave up and said why
 _REFUSALS = 20  # deliveries of one message that may fail before its worker gives up
 _RESTARTS = 5  # deaths of a worker, without progress in between, before the parent gives up
-_ACKNOWLEDGED, _DELIVERED, _DUPLICATES = range(3)  # what a worker counts in shared memory
+_ACKNOWLEDGED, _DELIVERED, _DUPLICATES, _REFUSED = range(4)  # what a worker counts in shared memory
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,7 @@ class Tally:
 
     deliveries: int = 0
     duplicates: int = 0
+    refused: int = 0  # deliveries that raised; the message was delivered again
     crashes_before_commit: int = 0
     crashes_after_commit: int = 0
     killed: int = 0  # by somebody else
@@ -118,6 +119,7 @@ def _deliver(dispatcher: Dispatcher, flight: FlightScheduled, counts: Any) -> Ou
         try:
             return dispatcher.deliver(flight).outcome
         except Exception:
+            counts[_REFUSED] += 1
             if refusals == _REFUSALS:
                 raise
     raise AssertionError("the last refusal was raised")
@@ -130,7 +132,7 @@ class _Worker:
     """The broker's side of one lane: what was acknowledged, and the process that takes the rest."""
 
     def __init__(self, target: Target, lane: Lane) -> None:
-        self.counts = _SPAWN.RawArray("q", 3)
+        self.counts = _SPAWN.RawArray("q", 4)
         self._lane = lane
         self.crashes = lane.crashes.copy()
         self._target = target
@@ -201,5 +203,6 @@ def deliver_all(target: Target, lanes: Sequence[Lane], on_progress: Callable[[in
             worker.stop()
     tally.deliveries = sum(worker.counts[_DELIVERED] for worker in workers)
     tally.duplicates = sum(worker.counts[_DUPLICATES] for worker in workers)
+    tally.refused = sum(worker.counts[_REFUSED] for worker in workers)
     tally.seconds = time.monotonic() - begun
     return tally

@@ -1,0 +1,270 @@
+"""The command `idempotency`: what it answers, how it fails, and what it never prints."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from projector_dedup.cli.connect import parse
+from projector_dedup.cli.errors import without_secrets
+from projector_dedup.cli.main import main
+from sqlalchemy import URL, Engine, MetaData, create_engine, func, insert, select, text
+
+import projector_dedup
+from databases import Database
+
+SECRET = "s3cret"
+DAY = 24
+
+
+def idempotency(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run the command as a user does; nothing of our own environment configures it."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PROJECTOR_DEDUP")}
+    return subprocess.run(
+        [sys.executable, "-m", "projector_dedup", *arguments],
+        env={**inherited, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def assert_failed_in_one_line(done: subprocess.CompletedProcess[str], *words: str) -> None:
+    """Exit code 1, one line on stderr with the words that help, no traceback."""
+    assert done.returncode == 1
+    assert len(done.stderr.splitlines()) == 1
+    for word in words:
+        assert word in done.stderr
+
+
+@pytest.fixture
+def url(sync_url: URL) -> str:
+    """The URL of a database with the tables in it."""
+    engine = create_engine(sync_url)
+    metadata = MetaData()
+    projector_dedup.make_tables(metadata)
+    metadata.create_all(engine)
+    engine.dispose()
+    return sync_url.render_as_string(hide_password=False)
+
+
+# Help and usage --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arguments", [(), ("demo",), ("check",), ("cleanup",)], ids=" ".join)
+def test_help_answers(arguments: tuple[str, ...]) -> None:
+    """The help of every command shows an example and the exit codes."""
+    answer = CliRunner().invoke(main, [*arguments, "--help"])
+    assert answer.exit_code == 0
+    assert "Example" in answer.output
+    assert "Exit codes:" in answer.output
+
+
+def test_help_says_the_defaults() -> None:
+    """`cleanup --help` says the retention, the batch size, and the variable that gives the URL."""
+    answer = CliRunner().invoke(main, ["cleanup", "--help"], terminal_width=100).output
+    assert "[default: 168.0" in answer
+    assert "[default: 5000" in answer
+    assert "PROJECTOR_DEDUP_DATABASE_URL" in answer
+
+
+def test_version() -> None:
+    """`--version` names the package, and the SQLAlchemy that a bug report has to name."""
+    answer = CliRunner().invoke(main, ["--version"])
+    assert answer.exit_code == 0
+    assert answer.output.startswith("projector-dedup ")
+    assert "SQLAlchemy" in answer.output
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("no-such-command",),
+        ("check",),
+        ("cleanup", "--database-url", "sqlite:///x.db", "--retention-hours", "0"),
+        ("cleanup", "--database-url", "sqlite:///x.db", "--retention-hours", "nan"),
+        ("cleanup", "--database-url", "sqlite:///x.db", "--batch-size", "0"),
+        ("demo", "--embedded-postgres", "--database-url", "sqlite:///x.db"),
+        ("demo", "--workers", "0"),
+    ],
+    ids=" ".join,
+)
+def test_a_wrong_command_line_is_exit_code_2(arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What could not be meant is refused before anything is connected to."""
+    monkeypatch.delenv("PROJECTOR_DEDUP_DATABASE_URL", raising=False)
+    assert CliRunner().invoke(main, arguments).exit_code == 2
+
+
+# check -----------------------------------------------------------------------------------------------------------
+
+
+def test_check_of_a_ready_database(url: str) -> None:
+    """Where the tables are right, check says so and exits with 0."""
+    done = idempotency("check", PROJECTOR_DEDUP_DATABASE_URL=url)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "processed_message is ready" in done.stdout
+
+
+@pytest.mark.parametrize("command", ["check", "cleanup"])
+def test_a_missing_table_is_told_with_its_remedy(command: str, sync_url: URL) -> None:
+    """Without the tables both commands fail, name the table, and say how to create it."""
+    done = idempotency(command, "--database-url", sync_url.render_as_string(hide_password=False))
+    if sync_url.get_backend_name() == "sqlite":
+        assert_failed_in_one_line(done, "there is no file")
+        Path(sync_url.database or "").touch()
+        done = idempotency(command, "--database-url", sync_url.render_as_string(hide_password=False))
+    assert_failed_in_one_line(done)
+    assert "processed_message is missing" in done.stdout + done.stderr
+    assert "alembic upgrade head" in done.stdout + done.stderr
+
+
+def test_another_table_name(engine: Engine) -> None:
+    """`--table` looks at the table of that name only."""
+    metadata = MetaData()
+    projector_dedup.make_tables(metadata, "orders_seen")
+    metadata.create_all(engine)
+    url = engine.url.render_as_string(hide_password=False)
+    assert idempotency("check", "--database-url", url, "--table", "orders_seen").returncode == 0
+    assert idempotency("check", "--database-url", url).returncode == 1
+
+
+def test_another_schema(postgresql: Database) -> None:
+    """`--schema` looks at the table in that schema only."""
+    engine = create_engine(postgresql.url())
+    metadata = MetaData()
+    projector_dedup.make_tables(metadata, schema="reading")
+    with engine.begin() as connection:
+        connection.execute(text("CREATE SCHEMA reading"))
+        metadata.create_all(connection)
+    engine.dispose()
+    url = postgresql.url().render_as_string(hide_password=False)
+    assert idempotency("check", "--database-url", url, "--schema", "reading").returncode == 0
+    assert idempotency("check", "--database-url", url).returncode == 1
+
+
+# cleanup ---------------------------------------------------------------------------------------------------------
+
+
+def test_cleanup_deletes_what_is_older_than_the_retention(engine: Engine, url: str) -> None:
+    """Markers older than `--retention-hours` go, in several batches, and the younger ones stay."""
+    marker = projector_dedup.ProcessedMessage.__table__  # type: ignore[attr-defined]  # mapped imperatively
+    now = {"sqlite": "datetime('now', '-%d hours')", "postgresql": "now() - interval '%d hours'"}[engine.dialect.name]
+    with engine.begin() as connection:
+        for number in range(10):
+            age = 2 * DAY if number < 7 else 0
+            values = {"message_id": f"message-{number}", "handler": "totals.add", "processed_at": text(now % age)}
+            connection.execute(insert(marker).values(values))
+    done = idempotency("cleanup", "--database-url", url, "--retention-hours", str(DAY), "--batch-size", "3")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "Deleted 7 markers older than 24 hours.\n"
+    with engine.connect() as connection:
+        assert connection.scalar(select(func.count()).select_from(marker)) == 3
+
+
+# Failures --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        (f"postgresql://app:{SECRET}@127.0.0.1:1/orders", ["no connection", "app:***@127.0.0.1:1/orders"]),
+        (f"postgresql://app:{SECRET}@127.0.0.1:port/orders", ["cannot be read", "postgresql+psycopg://"]),
+        (f"postgresql://app:{SECRET}@1@127.0.0.1/orders", ["more than one @", "%40"]),
+        (f"postgresql://127.0.0.1:1/orders?password={SECRET}", ["no connection", "password=***"]),
+        (f"no url at all {SECRET}", ["cannot be read"]),
+        (f"nosuchdb://app:{SECRET}@127.0.0.1/orders", ["nosuchdb is not a database"]),
+        (f"oracle+nosuchdriver://app:{SECRET}@127.0.0.1/orders", ["oracle+nosuchdriver is not a database"]),
+        (f"mssql+pymssql://app:{SECRET}@127.0.0.1/orders", ["driver of mssql+pymssql is not installed"]),
+        ("sqlite:///no/such/file.db", ["there is no file no/such/file.db"]),
+        ("sqlite://", ["in memory", "sqlite:///file.db"]),
+    ],
+    ids=[
+        "no-server",
+        "port",
+        "two-@",
+        "password-parameter",
+        "no-url",
+        "database",
+        "dialect",
+        "driver",
+        "no-file",
+        "memory",
+    ],
+)
+@pytest.mark.parametrize("debug", [False, True], ids=["plain", "debug"])
+def test_a_database_that_cannot_be_had(url: str, words: list[str], debug: bool) -> None:
+    """A bad URL, a missing driver, a server that is not there: one line, what to do, and no password anywhere."""
+    done = idempotency("check", "--database-url", url, *(["--debug"] if debug else []))
+    assert SECRET not in done.stdout + done.stderr
+    assert ("Traceback" in done.stderr) is debug
+    done.stderr = done.stderr.splitlines(keepends=True)[-1] if debug else done.stderr
+    assert_failed_in_one_line(done, *words)
+
+
+def test_a_driver_that_is_not_installed_is_told_with_its_pip_line() -> None:
+    """Without psycopg the answer is the line that installs it."""
+    hide = "import sys; sys.modules['psycopg'] = None; from projector_dedup.cli.main import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", hide, "check", "--database-url", "postgresql://127.0.0.1/orders"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert_failed_in_one_line(done, "pip install 'projector-dedup[postgresql]'")
+
+
+def test_a_file_that_is_no_database(tmp_path: Path) -> None:
+    """A file of another kind is told in one line."""
+    path = tmp_path / "letter.txt"
+    path.write_text("Dear reader, " * 100)
+    assert_failed_in_one_line(idempotency("check", "--database-url", f"sqlite:///{path}"), "letter.txt")
+
+
+def test_a_password_in_the_wrong_place_is_not_echoed() -> None:
+    """A URL that was given as an argument instead of an option is not repeated with its password."""
+    done = idempotency("check", "--database-url", "sqlite:///x.db", f"postgresql://app:{SECRET}@127.0.0.1/orders")
+    assert done.returncode == 2
+    assert SECRET not in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "used"),
+    [
+        ("postgres://h/d", "postgresql+psycopg"),
+        ("postgresql://h/d", "postgresql+psycopg"),
+        ("postgresql+asyncpg://h/d", "postgresql+psycopg"),
+        ("postgresql+psycopg_async://h/d", "postgresql+psycopg"),
+        ("sqlite+aiosqlite:///d.db", "sqlite+pysqlite"),
+        ("mysql+asyncmy://h/d", "mysql+pymysql"),
+        ("postgresql+pg8000://h/d", "postgresql+pg8000"),
+    ],
+)
+def test_an_async_driver_is_replaced_by_its_sync_twin(given: str, used: str) -> None:
+    """The URL that the application uses works for the command."""
+    assert parse(given).drivername == used
+
+
+def test_an_ssl_parameter_of_asyncpg_is_translated() -> None:
+    """`ssl=require`, which only asyncpg knows, becomes `sslmode=require`."""
+    assert parse("postgresql+asyncpg://h/d?ssl=require&x=1").query == {"sslmode": "require", "x": "1"}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"could not open postgresql://app:{SECRET}@db/orders",
+        f"could not open postgresql://app:a@{SECRET}@db/orders now",
+        f"could not open postgresql://app:a/{SECRET}@db/orders",
+        f"host=db user=app password={SECRET} dbname=orders",
+        f"postgresql://db/orders?user=app&password={SECRET}&sslmode=require",
+    ],
+)
+def test_whatever_is_printed_on_failure_has_no_password(text: str) -> None:
+    """Passwords in URLs and in connection strings become ***, and the rest stays readable."""
+    cleaned = without_secrets(text)
+    assert SECRET not in cleaned
+    assert "***" in cleaned
+    assert "orders" in cleaned
