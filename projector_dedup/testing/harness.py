@@ -164,7 +164,8 @@ class Harness:
 
         async def awaited() -> T:
             async with factory.begin() as session:
-                return await session.run_sync(body)
+                result: T = await session.run_sync(body)
+                return result
 
         def direct() -> T:
             with factory.begin() as session:

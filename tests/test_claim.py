@@ -1,0 +1,309 @@
+"""What the claim is on each database, beside the contract: its cost, its errors, and the sessions that it refuses."""
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from sqlalchemy import URL, Engine, create_engine, event, text
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_async_engine
+from sqlalchemy.orm import Session, scoped_session, sessionmaker
+from sqlalchemy.pool import StaticPool
+
+from databases import Database
+from projector_dedup import (
+    AsyncDispatcher,
+    Dispatcher,
+    InProgress,
+    MissingTableError,
+    Outcome,
+    RetriesExhaustedError,
+    RetryPolicy,
+    UnitOfWork,
+    UnsafeSessionError,
+    UnsupportedDatabaseError,
+    claim,
+    on,
+    projector,
+)
+from projector_dedup.tables import default_metadata, default_tables
+from projector_dedup.testing.harness import Harness
+from projector_dedup.testing.subject import Added, Base, Subject, Total, add
+
+totals = projector(idempotent=True, name="totals")(on(Added)(add))
+
+
+@pytest.fixture
+def harness(sync_url: URL) -> Iterator[Harness]:
+    """The contract's tables, through each synchronous driver."""
+    with Harness(Subject(sync_url)) as harness:
+        harness.create_tables()
+        yield harness
+
+
+@pytest.fixture
+def on_postgresql(postgresql: Database) -> Iterator[Harness]:
+    """The contract's tables on PostgreSQL."""
+    with Harness(Subject(postgresql.url())) as harness:
+        harness.create_tables()
+        yield harness
+
+
+def nothing_durable(harness: Harness) -> bool:
+    """Neither marker nor write."""
+    return (harness.totals(), harness.markers()) == ({}, [])
+
+
+# AUTOCOMMIT, in all its spellings --------------------------------------------------------------------------------
+
+SPELLINGS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "create_engine": ({"isolation_level": "AUTOCOMMIT"}, {}, {}),
+    "execution_options": ({}, {"isolation_level": "AUTOCOMMIT"}, {}),
+    "create_engine(execution_options)": ({"execution_options": {"isolation_level": "AUTOCOMMIT"}}, {}, {}),
+    "connect_args": ({"connect_args": {"autocommit": True}}, {}, {}),
+    "dispatcher": ({}, {}, {"isolation": "AUTOCOMMIT"}),
+}
+
+
+def _autocommit(url: URL, spelling: str) -> tuple[Engine, dict[str, Any]]:
+    arguments, options, of_the_dispatcher = SPELLINGS[spelling]
+    if spelling == "connect_args" and url.get_backend_name() == "sqlite":
+        arguments = {"connect_args": {"isolation_level": None}}  # sqlite3 before Python 3.12
+    return create_engine(url, **arguments).execution_options(**options), of_the_dispatcher
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_autocommit_never_tears_marker_and_write_apart(harness: Harness, spelling: str) -> None:
+    """Refused before anything is durable; or the library's own BEGIN makes it a transaction all the same."""
+    engine, options = _autocommit(harness.subject.url, spelling)
+
+    def fails(happened: Added, session: Session) -> None:
+        add(happened, session)
+        session.flush()
+        raise KeyError("the handler's own")
+
+    failing = projector(idempotent=True, name="totals")(on(Added)(fails))
+    with pytest.raises((UnsafeSessionError, KeyError)) as outcome:
+        Dispatcher(sessionmaker(engine), failing, **options).deliver(Added(), message_id="m1")
+    assert nothing_durable(harness)
+    sqlite3_without_its_own_begin = spelling == "connect_args" and engine.dialect.name == "sqlite"
+    assert outcome.type is (KeyError if sqlite3_without_its_own_begin else UnsafeSessionError)
+    engine.dispose()
+
+
+@pytest.mark.parametrize("spelling", [spelling for spelling in SPELLINGS if spelling != "dispatcher"])
+def test_claim_refuses_autocommit(harness: Harness, spelling: str) -> None:
+    """The same in a transaction of the caller's own, which would be none."""
+    engine, _ = _autocommit(harness.subject.url, spelling)
+    with Session(engine) as session:
+        if spelling == "connect_args" and engine.dialect.name == "sqlite":
+            assert claim(session, "m1", "h")
+            session.rollback()
+        else:
+            with pytest.raises(UnsafeSessionError, match="AUTOCOMMIT"):
+                claim(session, "m1", "h")
+    assert nothing_durable(harness)
+    engine.dispose()
+
+
+@pytest.mark.parametrize("spelling", ["create_engine", "execution_options", "dispatcher"])
+def test_autocommit_is_refused_under_asyncio(async_url: URL, spelling: str) -> None:
+    """By each asynchronous driver."""
+    arguments, options, of_the_dispatcher = SPELLINGS[spelling]
+
+    async def nothing(_event: Added, _session: AsyncSession) -> None:
+        raise AssertionError("entered")
+
+    async def deliver() -> None:
+        engine = create_async_engine(async_url, **arguments)
+        async with engine.begin() as connection:
+            await connection.run_sync(default_metadata.create_all)
+        handler = projector(idempotent=True, name="totals")(on(Added)(nothing))
+        sessions = async_sessionmaker(engine.execution_options(**options))
+        try:
+            await AsyncDispatcher(sessions, handler, **of_the_dispatcher).deliver(Added(), message_id="m1")
+        finally:
+            await engine.dispose()
+
+    with pytest.raises(UnsafeSessionError, match="AUTOCOMMIT"):
+        asyncio.run(deliver())
+
+
+# Other people's transactions, other databases --------------------------------------------------------------------
+
+
+def test_a_session_on_a_connection_is_refused(harness: Harness) -> None:
+    """Its transaction is somebody else's to commit; the error names what is meant for tests."""
+    with harness.engine.connect() as connection:
+        for begun in (False, True):
+            if begun:
+                connection.begin()
+            with pytest.raises(UnsafeSessionError, match="external_transaction"):
+                Dispatcher(sessionmaker(connection), totals).deliver(Added(), message_id="m1")
+    assert nothing_durable(harness)
+
+
+def test_a_read_model_on_another_engine_is_refused(harness: Harness, tmp_path: Any) -> None:
+    """Marker and write could not commit together: nothing of either is durable."""
+    other = create_engine(f"sqlite:///{tmp_path / 'other.sqlite3'}")
+    default_metadata.create_all(other)
+    Base.metadata.create_all(other)
+    for binds in ({Total: other}, {default_tables.marker: other}):
+        sessions = sessionmaker(harness.engine, binds=binds)
+        with pytest.raises(Exception, match=r"second database connection|another engine"):
+            Dispatcher(sessions, totals).deliver(Added(), message_id="m1")
+        assert nothing_durable(harness)
+        with other.connect() as connection:
+            assert connection.scalar(text("select count(*) from contract_total")) == 0
+            assert connection.scalar(text("select count(*) from processed_message")) == 0
+    elsewhere = sessionmaker(harness.engine, binds={default_tables.marker: other})
+    with elsewhere() as session, pytest.raises(UnsafeSessionError, match="another engine"):
+        claim(session, "m1", "h")
+    other.dispose()
+
+
+def test_a_session_without_an_engine_is_refused(harness: Harness) -> None:
+    """No bind, or one for other tables only."""
+    for sessions in (sessionmaker(), sessionmaker(binds={Total: harness.engine})):
+        with pytest.raises(UnsafeSessionError, match="no engine for the table"):
+            Dispatcher(sessions, totals).deliver(Added(), message_id="m1")
+        with sessions() as session, pytest.raises(UnsafeSessionError, match="no engine for the table"):
+            claim(session, "m1", "h")
+
+
+def test_binds_per_table_on_one_engine_are_fine(harness: Harness) -> None:
+    """What decides is that the marker and the read model have one engine."""
+    sessions = sessionmaker(binds={Base: harness.engine, default_tables.marker: harness.engine})
+    outcomes = [Dispatcher(sessions, totals).deliver(Added(), message_id="m1").outcome for _ in range(2)]
+    assert outcomes == [Outcome.APPLIED, Outcome.DUPLICATE]
+    assert harness.totals() == {"a": 1}
+
+
+def test_claim_works_in_a_scoped_session(harness: Harness) -> None:
+    """The caller's live session is refused by the dispatcher, not by `claim`, which is made for it."""
+    scoped = scoped_session(sessionmaker(harness.engine))
+    with pytest.raises(UnsafeSessionError, match="session_factory"):
+        Dispatcher(scoped, totals)
+    assert claim(scoped(), "m1", "h")
+    scoped.commit()
+    scoped.remove()
+    assert harness.markers() == [("m1", "h")]
+
+
+def test_a_session_that_was_used_before_the_claim_is_refused(harness: Harness) -> None:
+    """The claim is the first statement, or what was read before it could be stale."""
+    with UnitOfWork(harness.factory) as uow:
+        uow.session.add(Total(key="a", amount=1))
+        with pytest.raises(UnsafeSessionError, match="before the claim"):
+            uow.claim("m1", "h")
+    with UnitOfWork(harness.factory) as uow, pytest.raises(UnsafeSessionError, match="nothing was claimed"):
+        uow.commit()
+    assert nothing_durable(harness)
+
+
+def test_a_shared_connection_is_refused() -> None:
+    """SQLite's StaticPool lends one connection to everybody, whose transactions would mix."""
+    engine = create_engine("sqlite://", poolclass=StaticPool, connect_args={"check_same_thread": False})
+    default_metadata.create_all(engine)
+    with pytest.raises(UnsupportedDatabaseError, match="StaticPool"):
+        Dispatcher(sessionmaker(engine), totals).deliver(Added(), message_id="m1")
+    engine.dispose()
+
+
+def test_a_database_that_was_not_tried_is_refused() -> None:
+    """By its name, or that of its driver, before anything connects."""
+    for url, why in [("mssql+pyodbc://", "not supported"), ("postgresql+pg8000://", "not supported")]:
+        engine = create_engine("sqlite://")
+        engine.dialect = _dialect_named(engine, *url.removesuffix("://").split("+"))
+        with pytest.raises(UnsupportedDatabaseError, match=why):
+            Dispatcher(sessionmaker(engine), totals).deliver(Added(), message_id="m1")
+
+
+def _dialect_named(engine: Engine, name: str, driver: str) -> Any:
+    dialect = type(engine.dialect)()
+    dialect.name, dialect.driver = name, driver
+    return dialect
+
+
+# PostgreSQL ------------------------------------------------------------------------------------------------------
+
+
+def test_a_duplicate_costs_no_transaction_id(on_postgresql: Harness) -> None:
+    """FACTS: a claim that finds the marker writes nothing, so that a storm of redeliveries bloats nothing."""
+    on_postgresql.transact(lambda session: claim(session, "m1", "h"))
+
+    def assigned(session: Session) -> Any:
+        new = claim(session, "m1", "h")
+        return new, session.scalar(text("select pg_current_xact_id_if_assigned()::text"))
+
+    assert on_postgresql.transact(assigned) == (False, None)
+
+
+def test_a_lock_timeout_of_the_handler_is_no_rival(on_postgresql: Harness) -> None:
+    """`claim_timeout` bounds the handler's locks too; running out there is transient, never InProgress."""
+    on_postgresql.transact(lambda session: session.add(Total(key="a", amount=0)))
+    dispatcher = Dispatcher(on_postgresql.factory, totals, claim_timeout=0.05, retry=RetryPolicy(attempts=2, base=0))
+    with Session(on_postgresql.engine) as holder:
+        holder.execute(text("select * from contract_total for update"))
+        with pytest.raises(RetriesExhaustedError) as exhausted:
+            dispatcher.deliver(Added(), message_id="m1")
+        assert isinstance(exhausted.value.__cause__, DBAPIError)
+        assert not isinstance(exhausted.value, InProgress)
+    assert on_postgresql.markers() == []
+    assert dispatcher.deliver(Added(), message_id="m1").outcome is Outcome.APPLIED
+
+
+def test_the_bound_ends_with_the_transaction(on_postgresql: Harness) -> None:
+    """The pooled connection has its own `lock_timeout` back."""
+    show = text("show lock_timeout")
+    engine = create_engine(on_postgresql.subject.url, pool_size=1, max_overflow=0)
+    with engine.connect() as connection:
+        usual = connection.scalar(show)
+    Dispatcher(sessionmaker(engine), totals, claim_timeout=0.05).deliver(Added(), message_id="m1")
+    with engine.connect() as connection:
+        assert connection.scalar(show) == usual
+    engine.dispose()
+
+
+def test_the_pooled_connection_has_its_isolation_level_back(on_postgresql: Harness) -> None:
+    """The raised level is the unit of work's; the user's own transactions keep theirs."""
+    engine = create_engine(on_postgresql.subject.url, pool_size=1, max_overflow=0)
+    Dispatcher(sessionmaker(engine), totals).deliver(Added(), message_id="m1")
+    with engine.connect() as connection:
+        assert connection.scalar(text("show transaction_isolation")) == "read committed"
+    engine.dispose()
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ("add check (handler <> 'totals')", DBAPIError),
+        ("rename column occurred_at to at", MissingTableError),
+        ("alter column processed_at drop default", DBAPIError),
+    ],
+)
+def test_only_a_row_or_no_row_is_an_outcome(on_postgresql: Harness, change: str, error: type[Exception]) -> None:
+    """Another violation than that of the unique index is an error, never a duplicate."""
+    with on_postgresql.engine.begin() as connection:
+        connection.execute(text(f"alter table processed_message {change}"))
+    with pytest.raises(error):
+        Dispatcher(on_postgresql.factory, totals).deliver(Added(), message_id="m1")
+    assert nothing_durable(on_postgresql)
+
+
+# SQLite ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_begin_hook_of_the_users_own_is_fine(sqlite: Database) -> None:
+    """SQLAlchemy's recipe for pysqlite, and an IMMEDIATE of the driver: once, all the same."""
+    for arguments, hook in [({"isolation_level": None}, "BEGIN"), ({"isolation_level": "IMMEDIATE"}, None)]:
+        engine = create_engine(sqlite.url(), connect_args=arguments)
+        if hook:
+            event.listen(engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN"))
+        default_metadata.create_all(engine)
+        Base.metadata.create_all(engine)
+        dispatcher = Dispatcher(sessionmaker(engine), totals)
+        outcomes = [dispatcher.deliver(Added(), message_id=str(arguments)).outcome for _ in range(2)]
+        assert outcomes == [Outcome.APPLIED, Outcome.DUPLICATE]
+        engine.dispose()
