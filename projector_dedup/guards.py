@@ -46,6 +46,7 @@ class Guard:
         self.driver_was_lent = False
         self.commit_was_sent = False
         self.commit_was_answered = False
+        self.must_disconnect = False  # SQLAlchemy's idea of the transaction is wrong: it could not roll back
         self._marker = marker
         self._begun = False
         self._session_transaction = session.get_transaction()
@@ -72,6 +73,7 @@ class Guard:
 
     def ended_below(self) -> TransactionViolatedError:
         """The transaction is gone, and SQLAlchemy did not see it go: was it a commit or a rollback?"""
+        self.must_disconnect = True
         what = "the handler ended the transaction on the driver's connection, below SQLAlchemy"
         if self.violation is None:
             committed = self._marker.is_committed()
@@ -122,6 +124,7 @@ class Guard:
     def before_commit(self, how: str) -> None:
         """Before the session or the connection commits its transaction."""
         if self.watching:
+            self.must_disconnect = True
             raise self.violate(f"the handler called {how}()")
 
     def before_rollback(self) -> None:
@@ -181,11 +184,10 @@ class Guard:
                 self.ended_below()
         return self.violation if self.violation is not None and self.violation.durable else None
 
-    def must_disconnect(self) -> bool:
-        """Whether the connection may not go back to the pool: its state is not what SQLAlchemy believes."""
-        return not self.connection.closed and (
-            self.violation is not None or self.dialect.status(self.driver) is Status.BUSY
-        )
+    def disconnect_if_must(self) -> None:
+        """Close the database connection itself where it could go back to the pool with a transaction in it."""
+        if not self.connection.closed and (self.must_disconnect or self.dialect.status(self.driver) is Status.BUSY):
+            self.connection.invalidate()
 
     def _may_be_committed_below(self) -> bool:
         if self.connection.closed or self.connection.invalidated or not self._begun:

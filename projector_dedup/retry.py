@@ -53,7 +53,10 @@ class Attempts:
         self._deadline = time.monotonic() + policy.within
 
     def claimed(self) -> None:
-        """The claim was free, so a commit whose outcome was unknown did not happen."""
+        """The claim was free, so a commit whose outcome was unknown did not happen.
+
+        Until then, ``unknown`` is what surfaces, whatever keeps the claim from being made.
+        """
         self.unknown = None
 
     def delay_after(self, error: Exception, cause: Exception, dialect: Dialect | None) -> float:
@@ -62,16 +65,16 @@ class Attempts:
         ``cause`` is what doomed the transaction, which may be older than the ``error`` that the handler made of it.
         ``dialect`` is None if no connection could be had: then nothing ran, and trying again is safe.
         """
-        if isinstance(error, (RefusedError, Defer, InProgress)) or getattr(error, "durable", False):
-            raise error
         if isinstance(error, CommitOutcomeUnknown):
-            if not self._marked or not isinstance(error.__cause__, DBAPIError):
+            if not self._marked or not isinstance(error.__cause__, (DBAPIError, OSError)):
                 raise error  # there is no marker to ask, or it was not the database that interrupted
             self.unknown = error
+        elif isinstance(error, (RefusedError, Defer, InProgress)) or getattr(error, "durable", False):
+            raise self.unknown or error
         else:
             failure = _failure(cause, dialect)
-            if failure is Failure.PERMANENT:
-                raise error
+            if failure in (Failure.PERMANENT, Failure.NO_TABLE):
+                raise self.unknown or error
             if failure is Failure.UNIQUE:
                 self._unique_violations += 1
                 if self._unique_violations > self._policy.unique_violations:
@@ -96,5 +99,7 @@ def _failure(cause: Exception, dialect: Dialect | None) -> Failure:
     if isinstance(cause, StaleDataError):  # version_id_col of the user's ORM: SQLAlchemy's own check, no code
         return Failure.TRANSIENT
     if dialect is None:
-        return Failure.TRANSIENT if isinstance(cause, (DBAPIError, OSError)) else Failure.PERMANENT
+        # asyncpg's errors of connecting are not wrapped; they have an SQLSTATE if the server sent them.
+        unreachable = isinstance(cause, (DBAPIError, OSError)) or hasattr(cause, "sqlstate")
+        return Failure.TRANSIENT if unreachable else Failure.PERMANENT
     return dialect.classify(cause) if isinstance(cause, DBAPIError) else Failure.PERMANENT

@@ -89,8 +89,8 @@ class Work:
             if guard is not None:
                 violation = guard.made_durable()
                 guard.release()
-                if not self.committed and self.durable and guard.must_disconnect():
-                    guard.connection.invalidate()
+                if not self.committed and self.durable:
+                    guard.disconnect_if_must()
         finally:
             try:
                 self.session.close()
