@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
-from typing import Any, Protocol, cast
+from functools import cache, wraps
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
 from sqlalchemy import event
 from sqlalchemy.engine import Connection
@@ -49,7 +49,28 @@ class GuardedSession(Session):
     guard: Watcher | None = None
 
 
-@cache
+T = TypeVar("T")
+C = TypeVar("C", bound=type[Session])
+P = ParamSpec("P")
+
+
+def kept_on_class(make: Callable[Concatenate[C, P], T]) -> Callable[Concatenate[C, P], T]:
+    """As ``functools.cache`` for functions of a class, but forgotten with the class: every sessionmaker makes one."""
+
+    @wraps(make)
+    def find(target: C, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        attribute = f"_projector_dedup_{make.__name__}"
+        if attribute not in vars(target):
+            setattr(target, attribute, {})
+        kept: dict[tuple[Any, ...], T] = vars(target)[attribute]
+        if args not in kept:
+            kept[args] = make(target, *args, **kwargs)
+        return kept[args]
+
+    return find
+
+
+@kept_on_class
 def guarded_session(session_class: type[Session]) -> type[GuardedSession]:
     """The user's Session class, with the guard's listeners on a subclass of its own."""
     guarded = type(f"Guarded{session_class.__name__}", (GuardedSession, session_class), {})

@@ -20,7 +20,7 @@ from sqlalchemy.sql.expression import Alias, FromClause
 from sqlalchemy.sql.util import find_tables
 
 from .errors import UnlockedWriteError
-from .guarded import GuardedSession
+from .guarded import GuardedSession, kept_on_class
 
 _LOCKED = "projector_dedup_locked_tables"
 
@@ -40,7 +40,7 @@ class LockingSession(GuardedSession):
         return self.guard is not None and self.guard.dialect.detecting_isolation is not None
 
 
-@cache
+@kept_on_class
 def locking_session(session_class: type[GuardedSession], read_models: tuple[type[Any], ...]) -> type[LockingSession]:
     """The guarded session class, reading ``read_models`` under lock."""
     locking = type(f"Locking{session_class.__name__}", (LockingSession, session_class), {"read_models": read_models})

@@ -78,10 +78,10 @@ def new_async_session(factory: async_sessionmaker[AsyncSession], options: UnitOp
 
 
 def _private_class(session_class: type[Session], options: UnitOptions) -> type[Session]:
-    guarded = guarded_session(session_class)  # type: ignore[arg-type]  # mypy takes a class for its instance here
+    guarded = guarded_session(session_class)
     if not options.read_models:
         return guarded
-    return locking_session(guarded, options.read_models)  # type: ignore[arg-type]  # the same
+    return locking_session(guarded, options.read_models)
 
 
 def _private_arguments(arguments: dict[str, Any], options: UnitOptions) -> dict[str, Any]:
