@@ -184,10 +184,17 @@ class Guard:
                 self.ended_below()
         return self.violation if self.violation is not None and self.violation.durable else None
 
-    def disconnect_if_must(self) -> None:
-        """Close the database connection itself where it could go back to the pool with a transaction in it."""
-        if not self.connection.closed and (self.must_disconnect or self.dialect.status(self.driver) is Status.BUSY):
+    def leave_nothing_open(self) -> None:
+        """Before the connection goes back to the pool: end the transaction where SQLAlchemy would not."""
+        if self.connection.closed:
+            return
+        status = self.dialect.status(self.driver)
+        if self.must_disconnect or status is Status.BUSY:
             self.connection.invalidate()
+        elif self.commit_was_sent and status is Status.OPEN:
+            # SQLAlchemy takes a transaction whose COMMIT failed for ended; SQLite keeps it, and a retry on the same
+            # connection would find its own marker, and call the message a duplicate.
+            self.connection.connection.rollback()
 
     def _may_be_committed_below(self) -> bool:
         if self.connection.closed or self.connection.invalidated or not self._begun:

@@ -90,7 +90,7 @@ class Work:
                 violation = guard.made_durable()
                 guard.release()
                 if not self.committed and self.durable:
-                    guard.disconnect_if_must()
+                    guard.leave_nothing_open()
         finally:
             try:
                 self.session.close()
