@@ -1,0 +1,349 @@
+"""Invariant I5: an outcome of COMMIT that nobody knows is asked for, never guessed."""
+
+import contextlib
+import logging
+import sqlite3
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+from sqlalchemy import event, text
+from sqlalchemy.exc import IntegrityError
+from sqlalchemy.orm import Session
+
+from cut_proxy import Cut, CutProxy
+from databases import DRIVERS, Driver
+from projector_dedup import CommitOutcomeUnknown, Outcome, RetryPolicy
+from rig import NOTHING, ONCE, Durable, Outside, Rig, add, outsides_fixture, rig_on_fixture  # noqa: F401  # fixtures
+
+POSTGRESQL = [driver for driver in DRIVERS if driver.engine == "postgresql"]
+SQLITE = [driver for driver in DRIVERS if driver.engine == "sqlite"]
+on_postgresql = pytest.mark.parametrize("driver", POSTGRESQL, ids=str)
+on_sqlite = pytest.mark.parametrize("driver", SQLITE, ids=str)
+every_driver = pytest.mark.parametrize("driver", DRIVERS, ids=str)
+RigOn = Callable[..., Rig]
+
+
+@pytest.fixture
+def proxy(outsides: dict[str, Outside | str]) -> Iterator[CutProxy]:
+    """A line to the PostgreSQL server that can be cut at COMMIT."""
+    outside = outsides["postgresql"]
+    if isinstance(outside, str):
+        pytest.skip(outside)
+    with CutProxy(outside.database.dsn) as proxy:
+        yield proxy
+
+
+def through(proxy: CutProxy, driver: Driver, rig_on: RigOn) -> Rig:
+    """A rig whose connections go through the proxy."""
+    rig = rig_on(driver)
+    return rig_on(driver, url=proxy.through(rig.outside.database.url()))
+
+
+class Counting:
+    """A good handler that counts how often it was entered."""
+
+    def __init__(self) -> None:
+        self.entered = 0
+
+    def __call__(self, session: Session) -> None:
+        """Add 1."""
+        self.entered += 1
+        add(session)
+
+
+# The line is cut at COMMIT -----------------------------------------------------------------------------------------
+
+
+@on_postgresql
+@pytest.mark.parametrize(
+    ("cut", "entered", "outcome"), [("before", 2, Outcome.APPLIED), ("after", 1, Outcome.DUPLICATE)]
+)
+def test_a_cut_commit_is_asked_for_by_claiming_again(
+    driver: Driver,
+    cut: Cut,
+    entered: int,
+    outcome: Outcome,
+    proxy: CutProxy,
+    rig_on: RigOn,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The marker is free: it had not happened, so the handler runs again. It is taken: it had, and the log says so."""
+    rig, handler = through(proxy, driver, rig_on), Counting()
+    proxy.cut_commit(cut)
+    with caplog.at_level(logging.INFO, "projector_dedup"):
+        assert rig.deliver(handler).outcome is outcome
+    assert proxy.cuts == 1
+    assert handler.entered == entered
+    assert rig.durable() == ONCE
+    after_unknown = [record for record in caplog.records if getattr(record, "after_unknown_commit", False)]
+    assert len(after_unknown) == (outcome is Outcome.DUPLICATE)
+    rig.assert_nothing_is_left()
+
+
+@on_postgresql
+@pytest.mark.parametrize("cuts", [["before", "after"], ["before", "before", "after"], ["before", "before"]])
+def test_several_cuts_in_a_row_end_exactly_once(
+    driver: Driver, cuts: list[Cut], proxy: CutProxy, rig_on: RigOn
+) -> None:
+    """Each retry asks anew, so however often the line is cut, the message counts once."""
+    rig, handler = through(proxy, driver, rig_on), Counting()
+    for cut in cuts:
+        proxy.cut_commit(cut)
+    happened = cuts[-1] == "after"
+    assert rig.deliver(handler).outcome is (Outcome.DUPLICATE if happened else Outcome.APPLIED)
+    assert rig.durable() == ONCE
+    assert handler.entered == cuts.count("before") + 1
+    rig.assert_nothing_is_left()
+
+
+@on_postgresql
+@pytest.mark.parametrize(("cut", "durable"), [("before", NOTHING), ("after", ONCE)])
+def test_a_cut_that_no_retry_could_ask_about_is_unknown(
+    driver: Driver, cut: Cut, durable: Durable, proxy: CutProxy, rig_on: RigOn
+) -> None:
+    """With the retries used up, the error says that the outcome is unknown; a redelivery finds out, exactly."""
+    rig, handler = through(proxy, driver, rig_on), Counting()
+    proxy.cut_commit(cut)
+    with pytest.raises(CommitOutcomeUnknown):
+        rig.deliver(handler, retry=RetryPolicy(attempts=1))
+    rig.assert_nothing_is_left()
+    assert rig.durable() == durable
+    assert rig.deliver(handler).outcome is (Outcome.APPLIED if durable == NOTHING else Outcome.DUPLICATE)
+    assert rig.durable() == ONCE
+
+
+@on_postgresql
+def test_every_commit_cut_is_unknown(driver: Driver, proxy: CutProxy, rig_on: RigOn) -> None:
+    """As long as COMMITs are lost there is no answer, and a handler that ran three times counts not at all, or once."""
+    rig, handler = through(proxy, driver, rig_on), Counting()
+    proxy.cut_commit("before", times=3)
+    with pytest.raises(CommitOutcomeUnknown):
+        rig.deliver(handler, retry=RetryPolicy(attempts=3, base=0.0005))
+    assert handler.entered == 3
+    rig.assert_nothing_is_left()
+    assert rig.deliver(handler).outcome is Outcome.APPLIED
+    assert rig.durable() == ONCE
+
+
+@on_postgresql
+def test_a_server_that_cannot_be_reached_after_the_cut_is_unknown(
+    driver: Driver, proxy: CutProxy, rig_on: RigOn
+) -> None:
+    """The commit happened and nobody can be asked: unknown, neither "retries exhausted" nor "nothing was applied"."""
+    rig, handler = through(proxy, driver, rig_on), Counting()
+    proxy.cut_commit("after")
+    server, nowhere = proxy.server, ("127.0.0.1", 1)
+    event.listen(rig.sync_engine, "commit", lambda _connection: setattr(proxy, "server", nowhere))
+    with pytest.raises(CommitOutcomeUnknown):
+        rig.deliver(handler, retry=RetryPolicy(attempts=4, base=0.0005))
+    proxy.server = server
+    assert handler.entered == 1
+    assert rig.deliver(handler).outcome is Outcome.DUPLICATE
+    assert rig.durable() == ONCE
+
+
+@on_postgresql
+@pytest.mark.parametrize(("cut", "amount"), [("before", 0), ("after", 1)])
+def test_without_a_marker_there_is_nobody_to_ask(
+    driver: Driver, cut: Cut, amount: int, proxy: CutProxy, rig_on: RigOn
+) -> None:
+    """A projector that is not idempotent is not run again after an unknown commit: it could count twice."""
+    rig, handler = through(proxy, driver, rig_on), Counting()
+    proxy.cut_commit(cut)
+    with pytest.raises(CommitOutcomeUnknown):
+        rig.deliver(handler, idempotent=False)
+    assert handler.entered == 1
+    rig.assert_nothing_is_left()
+    assert rig.durable() == Durable(0, amount)
+
+
+# The backend is killed -----------------------------------------------------------------------------------------------
+
+
+def kill_others(rig: Rig) -> None:
+    """End every connection that the rig has, and return when they are gone."""
+    rig.outside.execute(
+        "select pg_terminate_backend(pid, 5000) from pg_stat_activity "
+        "where datname = current_database() and pid <> pg_backend_pid()"
+    )
+
+
+@on_postgresql
+def test_a_connection_that_died_in_the_pool_is_replaced(driver: Driver, rig_on: RigOn) -> None:
+    """The claim finds out, and runs again on a new connection."""
+    rig = rig_on(driver)
+    rig.deliver(add, "m-0")
+    kill_others(rig)
+    assert rig.deliver(add).outcome is Outcome.APPLIED
+    assert rig.durable() == Durable(2, 2)
+    rig.assert_nothing_is_left()
+
+
+@on_postgresql
+@pytest.mark.parametrize("afterwards", ["the handler goes on", "the handler returns"])
+def test_a_backend_killed_in_the_handler_is_retried(driver: Driver, afterwards: str, rig_on: RigOn) -> None:
+    """The whole unit runs again, whether a statement or only the COMMIT finds out; a lost COMMIT is asked for."""
+    rig = rig_on(driver)
+    attempts = iter(range(100))
+
+    def handler(session: Session) -> None:
+        add(session)
+        if next(attempts) == 0:
+            kill_others(rig)
+            if afterwards == "the handler goes on":
+                session.execute(text("select 1"))
+
+    assert rig.deliver(handler).outcome is Outcome.APPLIED
+    assert rig.durable() == ONCE
+    assert next(attempts) == 2
+    rig.assert_nothing_is_left()
+
+
+# The server answers COMMIT with an error -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def deferred(outsides: dict[str, Outside | str]) -> Iterator[None]:
+    """A table whose unique constraint is looked at by COMMIT only."""
+    outside = outsides["postgresql"]
+    if isinstance(outside, str):
+        pytest.skip(outside)
+    outside.execute("create table deferred (n integer unique deferrable initially deferred)")
+    yield
+    outside.execute("drop table deferred")
+
+
+@on_postgresql
+@pytest.mark.usefixtures("deferred")
+def test_a_constraint_that_commit_finds_violated_is_the_users_error(driver: Driver, rig_on: RigOn) -> None:
+    """COMMIT was refused, so nothing is unknown: the marker is gone, the error is the handler's, no reconnect."""
+    rig = rig_on(driver)
+
+    def handler(session: Session) -> None:
+        add(session)
+        session.execute(text("insert into deferred values (1), (1)"))
+
+    with pytest.raises(IntegrityError):
+        rig.deliver(handler)
+    assert rig.durable() == NOTHING
+    rig.assert_nothing_is_left()
+    assert rig.deliver(add).outcome is Outcome.APPLIED
+    assert rig.connects == 1
+
+
+@on_sqlite
+def test_a_constraint_that_commit_finds_violated_is_the_users_error_on_sqlite(driver: Driver, rig_on: RigOn) -> None:
+    """The same for a deferred foreign key, after which SQLite keeps the transaction open: it is rolled back."""
+    rig = rig_on(driver)
+    event.listen(rig.sync_engine, "connect", lambda dbapi, _record: dbapi.execute("pragma foreign_keys = on"))
+    rig.outside.execute("drop table if exists child")
+    rig.outside.execute("create table child (parent text references total (account) deferrable initially deferred)")
+
+    def handler(session: Session) -> None:
+        add(session)
+        session.execute(text("insert into child values ('nobody')"))
+
+    with pytest.raises(IntegrityError):
+        rig.deliver(handler)
+    assert rig.durable() == NOTHING
+    rig.assert_nothing_is_left()
+    assert rig.deliver(add).outcome is Outcome.APPLIED
+    assert rig.connects == 1
+
+
+@on_postgresql
+def test_a_serialization_failure_of_commit_is_retried(driver: Driver, rig_on: RigOn) -> None:
+    """At SERIALIZABLE, 40001 may come from COMMIT: it means rolled back, and the whole unit runs again."""
+    rig = rig_on(driver, isolation_level="SERIALIZABLE")
+    rival = rig_on(driver, isolation_level="SERIALIZABLE")
+    attempts = iter(range(100))
+
+    def reads_all_and_inserts(account: str) -> Callable[[Session], None]:
+        def handler(session: Session) -> None:
+            session.execute(text("select sum(amount) from total")).all()
+            session.execute(text(f"insert into total values ('{account}', 1)"))
+            if account == "a" and next(attempts) == 0:
+                rival_session_commits()
+
+        return handler
+
+    def rival_session_commits() -> None:
+        thread = threading.Thread(target=rival.deliver, args=(reads_all_and_inserts("b"), "m-2"))
+        thread.start()
+        thread.join()
+
+    refused_at: list[str] = []
+
+    @event.listens_for(rig.sync_engine, "handle_error")
+    def _where(context: object) -> None:
+        refused_at.append(str(getattr(context, "statement", None)))
+
+    assert rig.deliver(reads_all_and_inserts("a")).outcome is Outcome.APPLIED
+    assert next(attempts) == 2
+    assert rig.durable() == Durable(2, 2)
+    assert refused_at == ["None"], "the failure was meant to be COMMIT's"
+    assert rig.connects == 1
+
+
+@on_sqlite
+def test_a_reader_in_the_way_of_commit_is_waited_out_by_retries(driver: Driver, rig_on: RigOn) -> None:
+    """Without WAL a reader's shared lock makes COMMIT fail with BUSY: rolled back, and run again."""
+    rig = rig_on(driver, connect_args={"timeout": 0.05})
+    path = str(rig.outside.database.url().database)
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None, check_same_thread=False)) as reader:
+        reader.execute("insert into total values ('z', 0)")
+        reader.execute("BEGIN")
+        reader.execute("select * from total").fetchall()
+        attempts = iter(range(100))
+
+        def handler(session: Session) -> None:
+            if next(attempts) == 1:
+                reader.execute("COMMIT")
+            add(session)
+
+        assert rig.deliver(handler).outcome is Outcome.APPLIED
+    assert next(attempts) == 2
+    assert rig.durable() == ONCE
+    rig.assert_nothing_is_left()
+
+
+# What is not the database's doing --------------------------------------------------------------------------------------
+
+
+@every_driver
+def test_a_listener_that_fails_after_the_commit_does_not_undo_it(
+    driver: Driver, rig_on: RigOn, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The commit is known to have happened, so it is `APPLIED`; the user's listener is reported by the log."""
+    rig = rig_on(driver)
+
+    def handler(session: Session) -> None:
+        add(session)
+
+        @event.listens_for(session, "after_commit")
+        def _fail(_session: Session) -> None:
+            raise ValueError
+
+    assert rig.deliver(handler).outcome is Outcome.APPLIED
+    assert rig.durable() == ONCE
+    assert "listener" in caplog.text
+    rig.assert_nothing_is_left()
+
+
+@every_driver
+def test_a_listener_that_fails_before_the_commit_is_an_ordinary_error(driver: Driver, rig_on: RigOn) -> None:
+    """COMMIT was not sent, so nothing is unknown."""
+    rig = rig_on(driver)
+
+    def handler(session: Session) -> None:
+        add(session)
+
+        @event.listens_for(session, "before_commit")
+        def _fail(_session: Session) -> None:
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        rig.deliver(handler)
+    assert rig.durable() == NOTHING
+    rig.assert_nothing_is_left()

@@ -1,0 +1,130 @@
+"""Invariant I4: a handler that ends or breaks its transaction is prevented, or found out, and never `APPLIED`."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from sqlalchemy.orm import Session
+
+from databases import DRIVERS, Driver
+from misbehaviour import (
+    BELOW,
+    COMMITS,
+    OTHERS,
+    ROLLBACKS,
+    SAVEPOINTS,
+    SWALLOWED,
+    TEXTS,
+    Misbehaviour,
+    Verdict,
+)
+from projector_dedup import Outcome, TransactionViolatedError
+from rig import NOTHING, ONCE, Durable, Rig, add, outsides_fixture, rig_on_fixture  # noqa: F401  # fixtures
+
+
+class BugError(Exception):
+    """What a handler raises of its own."""
+
+
+def returns(do: Callable[[], object], _session: Session) -> None:
+    """Nothing more."""
+    do()
+
+
+def fails(do: Callable[[], object], _session: Session) -> None:
+    """Whatever happened, the handler raises its own error."""
+    try:
+        do()
+    finally:
+        raise BugError
+
+
+def swallows(do: Callable[[], object], _session: Session) -> None:
+    """Whatever happened, the handler returns as if it had not."""
+    with contextlib.suppress(Exception):
+        do()
+
+
+def writes_on(do: Callable[[], object], session: Session) -> None:
+    """Whatever happened, the handler goes on writing, and swallows what comes of that too."""
+    swallows(do, session)
+    swallows(lambda: add(session, 10), session)
+
+
+ENDINGS = [returns, fails, swallows, writes_on]
+TABLE = [(cases, ENDINGS) for cases in (COMMITS, ROLLBACKS, SAVEPOINTS, SWALLOWED, OTHERS, BELOW)]
+TABLE.append((TEXTS, [returns, swallows]))  # what follows was seen with session.commit
+
+
+def _cases() -> Iterator[Any]:
+    for driver in DRIVERS:
+        for cases, endings in TABLE:
+            for case in cases:
+                if (verdict := case.verdict(driver)) is not None:
+                    for ending in endings:
+                        yield pytest.param(driver, case, verdict, ending, id=f"{driver}-{case}-{ending.__name__}")
+
+
+@pytest.mark.parametrize(("driver", "case", "verdict", "ending"), list(_cases()))
+def test_what_becomes_of_a_misbehaviour(
+    driver: Driver,
+    case: Misbehaviour,
+    verdict: Verdict,
+    ending: Callable[[Callable[[], object], Session], None],
+    rig_on: Callable[[Driver], Rig],
+) -> None:
+    """It is prevented, found out or harmless, as `misbehaviour.py` says; nothing stays open; a redelivery is right."""
+    rig = rig_on(driver)
+    raised_at_once: list[BaseException] = []
+
+    def handler(session: Session) -> None:
+        add(session, 1)
+
+        def do() -> None:
+            try:
+                case.do(session)
+            except Exception as error:
+                raised_at_once.append(error)
+                raise
+
+        ending(do, session)
+
+    expected: type[Exception] | None
+    match verdict, ending.__name__:
+        case Verdict.DURABLE, _:
+            expected, durable = TransactionViolatedError, ONCE
+        case _, "fails":
+            expected, durable = BugError, NOTHING
+        case ((Verdict.PREVENTED | Verdict.DETECTED), _):
+            expected, durable = TransactionViolatedError, NOTHING
+        case ((Verdict.REFUSED | Verdict.BREAKS), "returns"):
+            expected, durable = Exception, NOTHING
+        case Verdict.BREAKS, _:
+            expected, durable = TransactionViolatedError, NOTHING
+        case _, "writes_on":
+            expected, durable = None, Durable(1, 11)
+        case _:
+            expected, durable = None, ONCE
+
+    if expected is None:
+        assert rig.deliver(handler).outcome is Outcome.APPLIED
+    else:
+        with pytest.raises(expected) as raised:
+            rig.deliver(handler)
+        is_violation = isinstance(raised.value, TransactionViolatedError)
+        assert is_violation == (expected is TransactionViolatedError)
+        assert getattr(raised.value, "durable", False) == (verdict is Verdict.DURABLE)
+        if expected is Exception:
+            assert raised.value is raised_at_once[-1]
+    assert rig.durable() == durable
+    rig.assert_nothing_is_left()
+    assert any(isinstance(error, TransactionViolatedError) for error in raised_at_once) == (
+        verdict is Verdict.PREVENTED
+    )
+    if verdict in (Verdict.HARMLESS, Verdict.REFUSED, Verdict.BREAKS):
+        assert rig.connects == 1
+    again = rig.deliver(add)
+    assert again.outcome is (Outcome.APPLIED if durable == NOTHING else Outcome.DUPLICATE)
+    assert rig.durable() == (ONCE if durable == NOTHING else durable)
+    rig.assert_nothing_is_left()

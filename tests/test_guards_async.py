@@ -1,0 +1,177 @@
+"""Invariant I4 where asyncio's sessions and connections have an interface of their own."""
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from databases import DRIVERS, Driver
+from misbehaviour import Verdict
+from projector_dedup import Outcome, TransactionViolatedError
+from rig import NOTHING, ONCE, Rig, add, outsides_fixture, rig_on_fixture  # noqa: F401  # fixtures
+
+H, R, B, P, C, D = Verdict
+SLOW = {
+    "postgresql": "select pg_sleep(30)",
+    "sqlite": "with recursive c(x) as (select 1 union all select x + 1 from c limit 2000000) select count(*) from c",
+}
+
+
+async def driver_of(session: AsyncSession) -> Any:
+    """The driver's own connection, asynchronous as the driver made it."""
+    return (await (await session.connection()).get_raw_connection()).driver_connection
+
+
+async def _connection_commit(session: AsyncSession) -> None:
+    await (await session.connection()).commit()
+
+
+async def _connection_rollback(session: AsyncSession) -> None:
+    await (await session.connection()).rollback()
+
+
+async def _connection_close(session: AsyncSession) -> None:
+    await (await session.connection()).close()
+
+
+async def _exec_driver_sql(session: AsyncSession) -> None:
+    await (await session.connection()).exec_driver_sql("COMMIT")
+
+
+async def _connection_stream(session: AsyncSession) -> None:
+    await (await session.connection()).stream(text("COMMIT"))
+
+
+async def _transaction_commit(session: AsyncSession) -> None:
+    transaction = session.get_transaction()
+    assert transaction is not None
+    await transaction.commit()
+
+
+async def _run_sync_commit(session: AsyncSession) -> None:
+    await session.run_sync(lambda inner: inner.commit())
+
+
+async def _begin(session: AsyncSession) -> None:
+    async with session.begin():
+        pass
+
+
+async def _savepoint(session: AsyncSession) -> None:
+    with contextlib.suppress(ZeroDivisionError):
+        async with session.begin_nested():
+            await session.execute(text("update total set amount = 1000"))
+            raise ZeroDivisionError
+
+
+async def _stream(session: AsyncSession) -> None:
+    async for _ in await session.stream(text("select 1")):
+        pass
+
+
+async def _driver_reads(session: AsyncSession) -> None:
+    await (await driver_of(session)).execute("select 1")
+
+
+async def _driver_commit(session: AsyncSession) -> None:
+    await (await driver_of(session)).execute("COMMIT")
+
+
+async def _driver_rollback(session: AsyncSession) -> None:
+    await (await driver_of(session)).execute("ROLLBACK")
+
+
+async def _driver_commit_begin(session: AsyncSession) -> None:
+    await _driver_commit(session)
+    await (await driver_of(session)).execute("BEGIN")
+
+
+async def _driver_rollback_begin(session: AsyncSession) -> None:
+    await _driver_rollback(session)
+    await (await driver_of(session)).execute("BEGIN")
+
+
+async def _driver_error_swallowed(session: AsyncSession) -> None:
+    with contextlib.suppress(Exception):
+        await (await driver_of(session)).execute("insert into total values ('a', 0)")
+
+
+async def _timeout_swallowed(session: AsyncSession) -> None:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(0.02):
+            await session.execute(text(SLOW[session.get_bind().dialect.name]))
+
+
+Do = Callable[[AsyncSession], Awaitable[object]]
+
+MISBEHAVIOURS: list[tuple[Do, Verdict, Verdict | None]] = [  # on PostgreSQL, on SQLite
+    (AsyncSession.commit, P, P),
+    (AsyncSession.rollback, C, C),
+    (AsyncSession.close, C, C),
+    (AsyncSession.reset, C, C),
+    (AsyncSession.invalidate, C, C),
+    (_connection_commit, P, P),
+    (_connection_rollback, C, C),
+    (_connection_close, C, C),
+    (_exec_driver_sql, P, P),
+    (_connection_stream, P, P),
+    (_transaction_commit, P, P),
+    (_run_sync_commit, P, P),
+    (_begin, R, R),
+    (_savepoint, H, H),
+    (_stream, H, H),
+    (_driver_reads, H, H),
+    (_driver_commit, D, D),
+    (_driver_rollback, C, C),
+    (_driver_commit_begin, D, None),
+    (_driver_rollback_begin, C, C),
+    (_driver_error_swallowed, C, H),
+    (_timeout_swallowed, C, C),
+]
+
+
+@pytest.mark.parametrize("ending", ["returns", "swallows", "fails"])
+@pytest.mark.parametrize(
+    ("driver", "do", "verdict"),
+    [
+        pytest.param(driver, do, verdict, id=f"{driver}-{do.__name__.strip('_')}")
+        for driver in DRIVERS
+        if driver.is_async
+        for do, on_postgresql, on_sqlite in MISBEHAVIOURS
+        if (verdict := on_postgresql if driver.engine == "postgresql" else on_sqlite) is not None
+    ],
+)
+def test_what_becomes_of_an_asynchronous_misbehaviour(
+    driver: Driver, do: Do, verdict: Verdict, ending: str, rig_on: Callable[[Driver], Rig]
+) -> None:
+    """What is awaited is prevented or found out as what is called is; nothing stays open; a redelivery is right."""
+    rig = rig_on(driver)
+
+    async def handler(session: AsyncSession) -> None:
+        await session.run_sync(add)
+        try:
+            await do(session)
+        except Exception:
+            if ending == "returns":
+                raise
+        if ending == "fails":
+            raise ZeroDivisionError
+
+    fails = ending == "fails" or (verdict is R and ending == "returns")
+    durable = ONCE if verdict is D or (verdict in (H, R) and not fails) else NOTHING
+    if verdict in (H, R) and not fails:
+        assert rig.deliver(handler).outcome is Outcome.APPLIED
+    else:
+        with pytest.raises(Exception) as raised:  # noqa: PT011  # which one is said below
+            rig.deliver(handler)
+        assert isinstance(raised.value, TransactionViolatedError) == (verdict is D or not fails)
+        assert getattr(raised.value, "durable", False) == (verdict is D)
+    assert rig.durable() == durable
+    rig.assert_nothing_is_left()
+    assert rig.deliver(add).outcome is (Outcome.APPLIED if durable == NOTHING else Outcome.DUPLICATE)
+    assert rig.durable() == ONCE
+    rig.assert_nothing_is_left()
