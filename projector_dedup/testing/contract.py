@@ -51,10 +51,10 @@ class _OnOneSubject:
 
 
 @pytest.mark.contract
-class ConcurrencyContract(RaceContract, LostUpdateContract, ConvergenceContract, _OnOneSubject):
+class ConcurrencyContract(ClaimContract, RaceContract, LostUpdateContract, ConvergenceContract, _OnOneSubject):
     """What depends on the isolation level."""
 
 
 @pytest.mark.contract
-class ProjectorContract(OnceContract, AcknowledgementContract, ClaimContract, KilledContract, ConcurrencyContract):
+class ProjectorContract(OnceContract, AcknowledgementContract, KilledContract, ConcurrencyContract):
     """Everything."""

@@ -76,6 +76,11 @@ class Subject:
         return chosen == "READ COMMITTED"
 
     @property
+    def has_snapshots(self) -> bool:
+        """Whether the user's own transactions see the database as it was when they began."""
+        return (self.option_isolation or self.engine_isolation) in ("REPEATABLE READ", "SERIALIZABLE")
+
+    @property
     def exact(self) -> dict[str, Any]:
         """What a projector must say there for its totals to be exact."""
         return {"read_models": [Total]} if self.loses_updates else {}
