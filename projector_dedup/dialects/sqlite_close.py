@@ -60,7 +60,10 @@ def close_ends_transactions(engine: Engine) -> None:
         event.listen(engine, "do_connect", _connect)
         _prepared[engine.dialect] = False
     if isinstance(engine.pool, QueuePool) and "memory" not in str(engine.url):
-        engine.dispose()
+        # Not dispose(): a connection that another task takes meanwhile would return to a pool that nobody closes.
+        for _ in range(engine.pool.checkedin()):
+            with engine.connect() as connection:
+                connection.invalidate()
     _prepared[engine.dialect] = True
 
 
