@@ -191,9 +191,9 @@ class Guard:
         status = self.dialect.status(self.driver)
         if self.must_disconnect or status is Status.BUSY:
             self.connection.invalidate()
-        elif self.commit_was_sent and status is Status.OPEN:
-            # SQLAlchemy takes a transaction whose COMMIT failed for ended; SQLite keeps it, and a retry on the same
-            # connection would find its own marker, and call the message a duplicate.
+        elif status is Status.OPEN and (self._transaction is None or not self._transaction.is_active):
+            # SQLAlchemy takes a transaction whose COMMIT failed, or was interrupted before it was sent, for ended.
+            # SQLite keeps it: a retry on the same connection would find its own marker, and call that a duplicate.
             self.connection.connection.rollback()
 
     def _may_be_committed_below(self) -> bool:

@@ -65,7 +65,9 @@ class Work:
             self.session.commit()
         except Exception as error:
             if guard.commit_was_answered:
-                logger.warning("a listener failed after the commit; the message is applied", exc_info=True)
+                logger.warning(
+                    "what follows the commit failed, a listener perhaps; the message is applied", exc_info=True
+                )
             elif not guard.commit_was_sent or (isinstance(error, DBAPIError) and guard.dialect.commit_refused(error)):
                 raise
             else:
