@@ -273,7 +273,6 @@ OTHERS = [
         isolation_level="AUTOCOMMIT"), R, R),
     Misbehaviour("SET TRANSACTION", lambda s: s.execute(
         text("set transaction isolation level read committed")), B, R),
-    Misbehaviour("connection.detach", lambda s: s.connection().detach(), H, H),
 ]  # fmt: skip
 
 # Below SQLAlchemy: the driver's own connection ---------------------------------------------------------------------

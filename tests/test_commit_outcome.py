@@ -308,7 +308,7 @@ def test_a_reader_in_the_way_of_commit_is_waited_out_by_retries(driver: Driver, 
     rig.assert_nothing_is_left()
 
 
-# What is not the database's doing --------------------------------------------------------------------------------------
+# What is not the database's doing --------------------------------------------------------------------------------
 
 
 @every_driver

@@ -271,6 +271,20 @@ def test_without_a_marker_the_transaction_is_guarded_too(driver: Driver, rig_on:
     rig.assert_nothing_is_left()
 
 
+@pytest.mark.parametrize("driver", [driver for driver in DRIVERS if not driver.is_async], ids=str)
+def test_a_detached_connection_still_commits(driver: Driver, rig_on: RigOn) -> None:
+    """It has left the pool, and marker and writes are in it all the same."""
+    rig = rig_on(driver)
+
+    def handler(session: Session) -> None:
+        session.connection().detach()
+        add(session)
+
+    assert rig.deliver(handler).outcome is Outcome.APPLIED
+    assert rig.durable() == ONCE
+    rig.assert_nothing_is_left()
+
+
 @every_driver
 def test_a_sessionmaker_that_is_dropped_is_forgotten(driver: Driver, rig_on: RigOn) -> None:
     """Whoever makes a sessionmaker for every message leaves no class behind for each of them."""

@@ -1,0 +1,170 @@
+"""A delivery that is interrupted anywhere leaves nothing behind, and a redelivery ends at exactly once.
+
+Asynchronous: the task is cancelled at its first await, at its second, and so on until the message gets through.
+Synchronous: a signal raises an exception at every point that a timer can hit (`interrupted_worker.py`).
+"""
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Callable, Coroutine, Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from databases import DRIVERS, Driver
+from projector_dedup import Outcome
+from rig import NOTHING, ONCE, Durable, Rig, add, outsides_fixture, rig_on_fixture  # noqa: F401  # fixtures
+
+RigOn = Callable[[Driver], Rig]
+asynchronous = pytest.mark.parametrize("driver", [driver for driver in DRIVERS if driver.is_async], ids=str)
+
+
+class CancelledAtAwait:
+    """Awaits a coroutine, and cancels the task that does so when it suspends for the `nth` time.
+
+    `early`: as it suspends, before what it waits for can begin or go on. `late`: when what it waits for is there,
+    but before it has been told, so that the result is lost on the way.
+    """
+
+    def __init__(self, work: Coroutine[Any, Any, Any], nth: int, *, late: bool) -> None:
+        self.work = work
+        self.nth = nth
+        self.late = late
+        self.suspended = 0
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        steps = self.work.__await__()
+        answer: Any = None
+        error: BaseException | None = None
+        while True:
+            try:
+                future = steps.send(answer) if error is None else steps.throw(error)
+            except StopIteration as end:
+                return end.value
+            if self.suspended == self.nth:
+                self._cancel(future)
+            self.suspended += 1
+            answer, error = None, None
+            try:
+                answer = yield future
+            except BaseException as raised:  # noqa: BLE001  # it is the coroutine's to handle
+                error = raised
+
+    def _cancel(self, future: asyncio.Future[Any] | None) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        if self.late and future is not None:
+            future.add_done_callback(lambda _: task.cancel())  # called before the task's own, which is added later
+        else:
+            task.cancel()
+
+
+async def _several_statements(session: AsyncSession) -> None:
+    await session.run_sync(add)
+    await asyncio.sleep(0)
+    async with session.begin_nested():
+        await session.execute(text("update total set amount = amount"))
+    async for _ in await session.stream(text("select * from total")):
+        pass
+
+
+def assert_others_can_write(rig: Rig) -> None:
+    """Another connection can write the same rows, and a marker, at once."""
+    rig.outside.execute("update total set amount = amount")
+    rig.outside.execute("insert into processed_message (message_id, handler) values ('m-1', 'other')")
+    rig.outside.execute("delete from processed_message where handler = 'other'")
+
+
+@asynchronous
+@pytest.mark.filterwarnings("ignore:<psycopg.AsyncServerCursor:ResourceWarning")  # the stream that was cut off
+@pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
+@pytest.mark.parametrize("warm", [True, False], ids=["warm", "cold"])
+def test_a_delivery_cancelled_at_any_await_leaves_nothing_behind(
+    driver: Driver, late: bool, warm: bool, rig_on: RigOn
+) -> None:
+    """Whichever await is cancelled: either all is durable or nothing, no lock is held, and a redelivery is exact."""
+    rig = rig_on(driver)
+    for nth in range(500):
+        if not warm:
+            rig.run(rig.engine.dispose())  # type: ignore[arg-type]  # an AsyncEngine
+        else:
+            rig.deliver(add, "warm")
+        rig.outside.empty()
+        cut = CancelledAtAwait(rig.adeliver(_several_statements), nth, late=late)
+
+        async def deliver(cut: CancelledAtAwait = cut) -> Outcome | None:
+            try:
+                return (await cut).outcome
+            except asyncio.CancelledError:
+                return None
+
+        outcome = rig.run(deliver())
+        if outcome is None:
+            assert_others_can_write(rig)
+            rig.assert_nothing_is_left()
+        durable = rig.durable()
+        assert durable in ((NOTHING, ONCE) if outcome is None else (ONCE,))
+        again = rig.deliver(_several_statements).outcome
+        assert again is (Outcome.APPLIED if durable == NOTHING else Outcome.DUPLICATE)
+        assert rig.durable() == ONCE
+        rig.assert_nothing_is_left()
+        if cut.suspended <= nth:
+            break
+    else:
+        pytest.fail("the message never got through")
+    assert nth > 5
+    assert outcome is Outcome.APPLIED
+
+
+@asynchronous
+def test_many_deliveries_cancelled_at_once_leave_nothing_behind(driver: Driver, rig_on: RigOn) -> None:
+    """Deliveries that wait for each other's rows are cancelled in the midst; what was not durable is redelivered."""
+    rig = rig_on(driver)
+    ids = [f"m-{number}" for number in range(12)]
+
+    async def deliver_and_cancel(steps: int) -> None:
+        tasks = [asyncio.create_task(rig.adeliver(add, message_id)) for message_id in ids]
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    for steps in range(0, 100, 10):
+        rig.outside.empty()
+        rig.run(deliver_and_cancel(steps))
+        assert_others_can_write(rig)
+        rig.assert_nothing_is_left()
+        for message_id in ids:
+            rig.deliver(add, message_id)
+        assert rig.durable() == Durable(len(ids), len(ids))
+
+
+@pytest.mark.parametrize("kind", ["KeyboardInterrupt", "Exception", "BaseException"])
+@pytest.mark.parametrize("driver", [driver for driver in DRIVERS if not driver.is_async], ids=str)
+def test_a_delivery_interrupted_by_a_signal_leaves_nothing_behind(driver: Driver, kind: str, rig_on: RigOn) -> None:
+    """Ctrl-C, or a SIGTERM that raises, at many points of a delivery: nothing is held, and each message counts once."""
+    rig = rig_on(driver)
+    worker = subprocess.run(
+        [
+            sys.executable,
+            str(Path(__file__).parent / "interrupted_worker.py"),
+            driver.drivername,
+            rig.outside.database.url(driver.drivername).render_as_string(hide_password=False),
+            kind,
+        ],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert worker.returncode == 0, worker.stdout + worker.stderr
+    interrupted, lost, messages = map(int, worker.stdout.split()[-3:])
+    assert interrupted > messages // 10
+    assert lost <= messages // 10
+    assert rig.durable() == Durable(messages, messages)
+    rig.outside.assert_nothing_is_held()
