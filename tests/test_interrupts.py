@@ -16,7 +16,7 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from databases import DRIVERS, Driver
-from projector_dedup import Outcome
+from projector_dedup import Delivery, Outcome
 from rig import NOTHING, ONCE, Durable, Rig, add, outsides_fixture, rig_on_fixture  # noqa: F401  # fixtures
 
 RigOn = Callable[[Driver], Rig]
@@ -90,7 +90,7 @@ def test_a_delivery_cancelled_at_any_await_leaves_nothing_behind(
     rig = rig_on(driver)
     for nth in range(500):
         if not warm:
-            rig.run(rig.engine.dispose())  # type: ignore[arg-type]  # an AsyncEngine
+            rig.run(rig.engine.dispose())
         else:
             rig.deliver(add, "warm")
         rig.outside.empty()
@@ -98,7 +98,8 @@ def test_a_delivery_cancelled_at_any_await_leaves_nothing_behind(
 
         async def deliver(cut: CancelledAtAwait = cut) -> Outcome | None:
             try:
-                return (await cut).outcome
+                delivery: Delivery = await cut
+                return delivery.outcome
             except asyncio.CancelledError:
                 return None
 
