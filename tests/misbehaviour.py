@@ -5,6 +5,7 @@ Each is a function of the `Session` (some, of the `AsyncSession`), called in a h
 """
 
 import contextlib
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -12,6 +13,7 @@ from typing import Any, cast
 
 from sqlalchemy import DDL, CursorResult, create_engine, literal_column, select, text
 from sqlalchemy.orm import Session
+from sqlalchemy.util import await_only
 
 from databases import Driver
 from rig import Total, add
@@ -293,7 +295,9 @@ def _raw_rollback_then_raw_write(session: Session) -> None:
 def _result_commit(session: Session) -> None:
     cursor = cast("CursorResult[Any]", session.execute(text("select 1"))).cursor
     connection = getattr(cursor, "_adapt_connection", None) or cursor.connection
-    connection.commit()
+    committed = connection.commit()
+    if inspect.isawaitable(committed):
+        await_only(committed)
 
 
 def _driver_error_swallowed(session: Session) -> None:
