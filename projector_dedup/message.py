@@ -99,8 +99,10 @@ def envelope(event: Any, message_id: object, extractor: IdExtractor) -> Message:
 
 
 def known_id(message: Message, *, needed: bool) -> str | None:
-    """The id under which the message is claimed; None if nothing claims it and it has none."""
-    return None if message.id is None and not needed else valid_message_id(message.id)
+    """The id under which the message is claimed; if nothing claims it, its text or None."""
+    if needed:
+        return valid_message_id(message.id)
+    return str(message.id) if isinstance(message.id, (str, uuid.UUID)) else None
 
 
 def attribute_or_key(event: Any) -> object:

@@ -333,6 +333,13 @@ def test_a_function_projector_delivers_by_itself(factory: sessionmaker[Session])
     ]
 
 
+def test_an_id_that_nobody_claims_may_be_anything(factory: sessionmaker[Session]) -> None:
+    """Off means free: a projector that is not idempotent takes a number for an id, or none."""
+    plain = projector(name="plain")(on(Paid)(_plain))
+    for message_id, known in ((7, None), ("", ""), (uuid.UUID(int=1), str(uuid.UUID(int=1)))):
+        assert Dispatcher(factory, plain).deliver(Paid(message_id)).message_id == known
+
+
 def test_an_async_function_projector_delivers_by_itself(sqlite: Any, factory: sessionmaker[Session]) -> None:
     """`adeliver` is the same, awaited."""
     assert factory is not None  # the table is there

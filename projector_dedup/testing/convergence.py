@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 from sqlalchemy.orm import Session
@@ -124,7 +124,9 @@ class Broker:
         self.killed = 0
         self._subject = subject
         self._todo = [Task(*item, deaths.get(index)) for index, item in enumerate(stream)]
-        self._context = multiprocessing.get_context("forkserver")  # as clean as spawn, and imports everything once
+        # The fork server is as clean as spawn and imports everything once; Windows has spawn only.
+        methods = multiprocessing.get_all_start_methods()
+        self._context: Any = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
         self._context.set_forkserver_preload([__name__])
         self._processes: dict[Connection, BaseProcess] = {}
         self._given: dict[Connection, Task] = {}
