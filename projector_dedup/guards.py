@@ -46,7 +46,7 @@ class Guard:
         self.driver_was_lent = False
         self.commit_was_sent = False
         self.commit_was_answered = False
-        self.must_disconnect = False  # SQLAlchemy's idea of the transaction is wrong: it could not roll back
+        self.must_disconnect = False  # what the driver is in the midst of, nobody knows
         self._marker = marker
         self._begun = False
         self._session_transaction = session.get_transaction()
@@ -124,7 +124,6 @@ class Guard:
     def before_commit(self, how: str) -> None:
         """Before the session or the connection commits its transaction."""
         if self.watching:
-            self.must_disconnect = True
             raise self.violate(f"the handler called {how}()")
 
     def before_rollback(self) -> None:
@@ -192,7 +191,7 @@ class Guard:
         if self.must_disconnect or status is Status.BUSY:
             self.connection.invalidate()
         elif status is Status.OPEN and (self._transaction is None or not self._transaction.is_active):
-            # SQLAlchemy takes a transaction whose COMMIT failed, or was interrupted before it was sent, for ended.
+            # SQLAlchemy takes a transaction whose COMMIT failed, or was prevented or interrupted before, for ended.
             # SQLite keeps it: a retry on the same connection would find its own marker, and call that a duplicate.
             self.connection.connection.rollback()
 
