@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import text
+from sqlalchemy import event, text
 from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.orm import Session
 
 from databases import DRIVERS, Driver
 from projector_dedup import Delivery, Outcome
@@ -119,6 +120,35 @@ def test_a_delivery_cancelled_at_any_await_leaves_nothing_behind(
         pytest.fail("the message never got through")
     assert nth > 5
     assert outcome is Outcome.APPLIED
+
+
+@asynchronous
+@pytest.mark.parametrize(("ends_by", "durable"), [("commit", ONCE), ("rollback", NOTHING)])
+def test_a_cancellation_during_commit_or_rollback_waits_for_the_answer(
+    driver: Driver, ends_by: str, durable: Durable, rig_on: RigOn
+) -> None:
+    """The delivery is cancelled, but only when the transaction has ended: nothing is unknown, no connection is lost."""
+    rig = rig_on(driver)
+    rig.deliver(add, "warm")
+    rig.outside.empty()
+
+    async def deliver() -> None:
+        task = asyncio.ensure_future(rig.adeliver(_fails if ends_by == "rollback" else add))
+        event.listen(rig.sync_engine, ends_by, lambda _connection: task.cancel(), once=True)
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    rig.run(deliver())
+    assert rig.durable() == durable
+    rig.assert_nothing_is_left()
+    rig.deliver(add)
+    assert rig.durable() == ONCE
+    assert rig.connects == 1
+
+
+def _fails(session: Session) -> None:
+    add(session)
+    raise ZeroDivisionError
 
 
 @asynchronous
