@@ -24,7 +24,7 @@ None of them means that the message may be acknowledged.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .outcome import Delivery
@@ -120,6 +120,9 @@ class DeliveryFailed(ProjectorDedupError, ExceptionGroup[Exception]):
 
     def __init__(self, message: str, exceptions: Sequence[Exception], delivery: Delivery) -> None:  # noqa: ARG002
         super().__init__(message, exceptions)
+
+    def __reduce__(self) -> tuple[Any, ...]:  # an exception is made again from its args, which lack the delivery
+        return DeliveryFailed, (self.message, list(self.exceptions), self.delivery), vars(self)
 
     def derive(self, excs: Sequence[Exception]) -> DeliveryFailed:  # type: ignore[override]  # narrower on purpose
         """A part of the group (``split``, ``except*``) keeps the delivery."""

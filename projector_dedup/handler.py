@@ -60,8 +60,8 @@ class Handler:
 
     @property
     def is_async(self) -> bool:
-        """Whether calling it gives something to await."""
-        return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(inspect.unwrap(self.function))
+        """Whether calling it is known to give something to await."""
+        return inspect.iscoroutinefunction(self.function)
 
     def wants(self, message: Message) -> bool:
         """By the message's ``type`` if it names one, else by the class of its body."""
@@ -82,6 +82,8 @@ class Handler:
 def check_kind(handler: Handler, *, asynchronous: bool) -> None:
     """Refuse an async handler where nothing would await it, and the reverse."""
     if handler.is_async != asynchronous:
+    if not handler.is_async and inspect.iscoroutinefunction(inspect.unwrap(handler.function)):
+        return  # a plain wrapper of an async function returns its coroutine, or runs it: the result will tell
         has, wants = ("async def", "AsyncDispatcher") if handler.is_async else ("plain def", "Dispatcher")
         raise HandlerDefinitionError(f"{handler.identity} is {has}: deliver it through {wants}")
 
@@ -142,7 +144,7 @@ async def aapply(
                     return _settled(Outcome.DUPLICATE, handler, message, attempts, uow.work.durable)
                 awaitable = handler.call(message, uow.session)
                 _check_result(handler, awaitable, asynchronous=True)
-                await awaitable
+                _check_result(handler, await awaitable, asynchronous=False)
                 await uow.commit()
             return _settled(Outcome.APPLIED, handler, message, attempts, uow.work.durable)
         except Exception as error:  # noqa: BLE001  # delay_after raises it, unless another attempt is due
@@ -153,7 +155,7 @@ async def aapply(
 
 def _check_result(handler: Handler, result: object, *, asynchronous: bool) -> None:
     awaitable = inspect.isawaitable(result)
-    if awaitable == asynchronous and not inspect.isgenerator(result):
+    if awaitable == asynchronous and not (inspect.isgenerator(result) or inspect.isasyncgen(result)):
         return
     if inspect.iscoroutine(result):
         result.close()

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
+from typing import Any
 
 
 class Outcome(Enum):
@@ -31,6 +32,12 @@ class Delivery:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "outcomes", MappingProxyType(dict(self.outcomes)))
+
+    def __hash__(self) -> int:
+        return hash((self.message_id, frozenset(self.outcomes.items()), self.durable))
+
+    def __reduce__(self) -> tuple[Any, ...]:  # a read-only mapping can be neither pickled nor copied
+        return Delivery, (self.message_id, dict(self.outcomes), self.durable)
 
     @property
     def outcome(self) -> Outcome:

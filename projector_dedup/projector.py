@@ -156,10 +156,11 @@ def handlers_of(target: Any) -> list[Handler]:
     if _PROJECTOR not in vars(cls):  # inherited: a pinned name stays with the class that pinned it
         settings = Settings(settings.idempotent, None, settings.read_models, settings.isolation)
     marked = {
-        name: getattr(member, _ON)
+        name: getattr(function, _ON)
         for base in reversed(cls.__mro__)
         for name, member in vars(base).items()
-        if hasattr(member, _ON)
+        for function in (member, getattr(member, "__func__", None))  # @on may be under @staticmethod or @classmethod
+        if hasattr(function, _ON)
     }
     if not marked:
         raise HandlerDefinitionError(f"{cls.__qualname__} has no handler; mark its methods with @on(Event)")

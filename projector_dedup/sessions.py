@@ -53,6 +53,11 @@ def check_session_factory(factory: object, *, asynchronous: bool) -> None:
     if isinstance(factory, wanted):
         if factory.kw.get("twophase"):
             raise UnsafeSessionError(f"{name}(twophase=True) is not supported: marker and read model need one database")
+        if type(factory).__call__ is not wanted.__call__:
+            raise UnsafeSessionError(
+                f"{type(factory).__name__}.__call__ would not be called: sessions here are of a private class; give a "
+                f"plain {name} and put what it does into the class_ or the arguments of the {name}"
+            )
         return
     if isinstance(factory, (scoped_session, async_scoped_session, Session, AsyncSession)):
         raise UnsafeSessionError(
@@ -74,6 +79,9 @@ def new_async_session(factory: async_sessionmaker[AsyncSession], options: UnitOp
     """The same for asyncio: what is private is the synchronous session inside."""
     arguments = _private_arguments(factory.kw, options)
     inner = arguments.pop("sync_session_class", None) or factory.class_.sync_session_class
+    if isinstance(inner, sessionmaker):  # SQLAlchemy's way to attach events; its arguments count where we have none
+        arguments = {**_private_arguments(inner.kw, options), **arguments}
+        inner = inner.class_
     return factory.class_(sync_session_class=_private_class(inner, options), **arguments)
 
 
@@ -87,6 +95,7 @@ def _private_class(session_class: type[Session], options: UnitOptions) -> type[S
 def _private_arguments(arguments: dict[str, Any], options: UnitOptions) -> dict[str, Any]:
     # A session that was kept after its message must not come to life again.
     private = {**arguments, "close_resets_only": False}
+    private.pop("autobegin", None)  # the unit of work says when it begins
     if options.external:
         private["join_transaction_mode"] = "create_savepoint"
     return private

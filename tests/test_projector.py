@@ -1,8 +1,10 @@
 """What `@projector` and `@on` make of a class or function: its identity, what it is called for, and what is refused."""
 
 import asyncio
+import copy
 import functools
 import hashlib
+import pickle
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -11,10 +13,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from sqlalchemy import MetaData, create_engine
+from sqlalchemy import MetaData, create_engine, event
 from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session, async_sessionmaker, create_async_engine
 from sqlalchemy.orm import Session, scoped_session, sessionmaker
 
+import projector_dedup
 from projector_dedup import (
     AsyncDispatcher,
     Delivery,
@@ -25,6 +28,7 @@ from projector_dedup import (
     Message,
     Outcome,
     RefusedError,
+    TransactionViolatedError,
     UnhandledMessage,
     UnsafeSessionError,
     by_path,
@@ -35,6 +39,7 @@ from projector_dedup import (
     on,
     projector,
 )
+from projector_dedup import errors as public_errors
 
 FACTORY = sessionmaker(create_engine("sqlite://"))  # nothing connects where a definition is refused
 ASYNC_FACTORY = async_sessionmaker(create_async_engine("sqlite+aiosqlite://"))
@@ -123,6 +128,21 @@ def test_an_inherited_handler_has_the_identity_of_its_own_class() -> None:
         f"{module}.InheritsPinned.pay",
         "pinned.pay",
     ]
+
+
+def test_static_and_class_methods_are_handlers_in_both_orders() -> None:
+    """`@staticmethod` and `@classmethod` above `@on` or below it: the handler is registered."""
+
+    @projector(name="static")
+    class Static:
+        above = staticmethod(on(Paid)(lambda _event, _session: None))
+        below = on(Paid)(staticmethod(lambda _event, _session: None))
+        class_above = classmethod(on(Paid)(lambda _cls, _event, _session: None))
+        class_below = on(Paid)(classmethod(lambda _cls, _event, _session: None))  # type: ignore[type-var]  # mypy: not callable yet
+
+    assert identities(Static()) == ["static.above", "static.below", "static.class_above", "static.class_below"]
+    for handler in Dispatcher(FACTORY, Static())._handlers.values():
+        handler.call(Message("m1", Paid()), None)
 
 
 def test_both_parts_of_an_identity_can_be_pinned() -> None:
@@ -227,9 +247,92 @@ def test_a_function_that_returns_a_coroutine_is_refused(factory: sessionmaker[Se
             sneaky.deliver(Paid(), session_factory=factory)
 
 
+async def _returns_a_coroutine(event: Paid, session: AsyncSession) -> Any:
+    return _async(event, session)
+
+
+async def _returns_an_async_generator(event: Paid, session: AsyncSession) -> Any:
+    return _async_generator(event, session)
+
+
+@functools.wraps(_async)
+def _runs_it(_event: object, _session: Session) -> None: ...
+
+
+@functools.wraps(_async)
+def _returns_it(event: object, session: AsyncSession) -> Any:
+    return _async(event, session)
+
+
+@pytest.mark.parametrize("handler", [_returns_a_coroutine, _returns_an_async_generator, _runs_it])
+def test_an_async_handler_that_leaves_its_work_undone_is_refused(sqlite: Any, factory: Any, handler: Any) -> None:
+    """What it returns would have to be awaited, or was no coroutine at all: nothing is durable."""
+    with pytest.raises(HandlerDefinitionError):
+        asyncio.run(adelivered(sqlite, handler))
+    assert Dispatcher(factory, _named(_plain)).deliver(Paid()).outcome is Outcome.APPLIED
+
+
+def test_a_plain_wrapper_of_an_async_function_is_judged_by_what_it_returns(sqlite: Any, factory: Any) -> None:
+    """It may run the coroutine, or hand it on to be awaited; only calling it tells."""
+    assert Dispatcher(factory, _named(_runs_it)).deliver(Paid("m1")).outcome is Outcome.APPLIED
+    with pytest.raises(HandlerDefinitionError, match="not awaited"):
+        Dispatcher(factory, _named(_returns_it)).deliver(Paid("m2"))
+    assert asyncio.run(adelivered(sqlite, _returns_it, Paid("m2"))).outcome is Outcome.APPLIED
+
+
+def _returns_one(event: Paid, session: Any) -> Any:
+    return _async_generator(event, session)
+
+
+def test_an_async_generator_is_refused_where_a_plain_function_returns_it(factory: Any) -> None:
+    """Nobody iterates over it, so its work is not done."""
+    with pytest.raises(HandlerDefinitionError):
+        Dispatcher(factory, _named(_returns_one)).deliver(Paid())
+
+
+async def adelivered(sqlite: Any, handler: Any, event: object = Paid(), **options: Any) -> Delivery:
+    """The delivery by an `AsyncDispatcher` on an engine of its own."""
+    engine = create_async_engine(sqlite.async_url)
+    try:
+        return await AsyncDispatcher(async_sessionmaker(engine, **options), _named(handler)).deliver(event)
+    finally:
+        await engine.dispose()
+
+
+def test_a_sessionmaker_inside_an_async_sessionmaker_keeps_its_listeners_and_arguments(
+    sqlite: Any, factory: Any
+) -> None:
+    """`sync_session_class=sessionmaker(...)`, by which events are attached to async sessions, is followed."""
+    assert factory is not None  # the table is there
+    flushed: list[Any] = []
+    infos: list[Any] = []
+    inner = sessionmaker(info={"from": "inner"}, autoflush=False, autobegin=False)
+    event.listen(inner, "before_commit", flushed.append)
+
+    async def handler(_event: Paid, session: AsyncSession) -> None:
+        infos.append((dict(session.info), session.sync_session.autoflush))
+
+    delivery = asyncio.run(adelivered(sqlite, handler, sync_session_class=inner))
+    assert delivery.outcome is Outcome.APPLIED
+    assert len(flushed) == 1
+    assert infos == [({"from": "inner"}, True)]  # the async_sessionmaker's own autoflush wins
+
+
+def test_sessions_that_do_not_begin_by_themselves_are_taken(factory: sessionmaker[Session]) -> None:
+    """`autobegin=False` is about sessions that the user opens; a unit of work begins its own."""
+    sessions = sessionmaker(factory.kw["bind"], autobegin=False)
+    assert Dispatcher(sessions, Totals()).deliver(Paid()).outcome is Outcome.APPLIED
+
+
+class _OwnCall(sessionmaker[Session]):
+    def __call__(self, **local_kw: Any) -> Session:
+        return super().__call__(**local_kw)
+
+
 @pytest.mark.parametrize(
     "given",
     [
+        _OwnCall(FACTORY.kw["bind"]),
         scoped_session(FACTORY),
         FACTORY(),
         FACTORY.kw["bind"],
@@ -237,7 +340,7 @@ def test_a_function_that_returns_a_coroutine_is_refused(factory: sessionmaker[Se
         FACTORY.__call__,
         sessionmaker(FACTORY.kw["bind"], twophase=True),
     ],
-    ids=["scoped_session", "Session", "Engine", "async_sessionmaker", "function", "twophase"],
+    ids=["own __call__", "scoped_session", "Session", "Engine", "async_sessionmaker", "function", "twophase"],
 )
 def test_what_is_no_factory_of_new_sessions_is_refused(given: Any) -> None:
     """At start-up, naming what to give instead."""
@@ -364,6 +467,36 @@ def test_a_failed_delivery_keeps_its_outcomes_when_it_is_split() -> None:
     assert part.delivery is rest.delivery is delivery
     with pytest.raises(TypeError):
         delivery.outcomes["a"] = Outcome.APPLIED  # type: ignore[index]  # it is read-only
+
+
+def _again(whole: Any) -> list[Any]:
+    return [pickle.loads(pickle.dumps(whole)), copy.copy(whole), copy.deepcopy(whole)]  # our own bytes
+
+
+def test_a_delivery_can_be_pickled_copied_and_hashed() -> None:
+    """A task queue stores results, and a set of deliveries is a set."""
+    delivery = Delivery("m1", {"a": Outcome.APPLIED}, durable=False)
+    assert _again(delivery) == [delivery] * 3
+    assert {delivery, *_again(delivery)} == {delivery}
+
+
+@pytest.mark.parametrize("name", [name for name in projector_dedup.__all__ if name in vars(public_errors)])
+def test_every_public_error_can_be_pickled_and_copied(name: str) -> None:
+    """A worker in another process hands its errors over whole."""
+    error_type: Any = getattr(public_errors, name)
+    delivery = Delivery("m1", {"a": Outcome.FAILED})
+    if error_type is DeliveryFailed:
+        error = DeliveryFailed("why", [ValueError("a")], delivery)
+    elif issubclass(error_type, TransactionViolatedError):
+        error = error_type("why", durable=True)
+    else:
+        error = error_type("why")
+    error.add_note("seen twice")
+    for other in _again(error):
+        assert type(other) is error_type
+        assert (str(other), other.__notes__) == (str(error), ["seen twice"])
+        assert getattr(other, "durable", True)
+        assert getattr(other, "delivery", delivery) == delivery
 
 
 def test_keyboard_interrupt_passes_through(factory: sessionmaker[Session]) -> None:
