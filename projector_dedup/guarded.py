@@ -73,20 +73,21 @@ def kept_on_class(make: Callable[Concatenate[C, P], T]) -> Callable[Concatenate[
 @kept_on_class
 def guarded_session(session_class: type[Session]) -> type[GuardedSession]:
     """The user's Session class, with the guard's listeners on a subclass of its own."""
-    guarded = type(f"Guarded{session_class.__name__}", (GuardedSession, session_class), {})
+    return type(f"Guarded{session_class.__name__}", (GuardedSession, session_class), {})
 
-    @event.listens_for(guarded, "before_commit")
-    def _before_commit(session: GuardedSession) -> None:
-        # It also fires for savepoints, which are the handler's to release.
-        if session.guard is not None and not session.in_nested_transaction():
-            session.guard.before_commit("session.commit")
 
-    @event.listens_for(guarded, "after_begin")
-    def _after_begin(session: GuardedSession, _transaction: SessionTransaction, connection: Connection) -> None:
-        if session.guard is not None:
-            session.guard.connected(connection)
+# Once for all subclasses: SQLAlchemy keeps every listener that was ever registered, also when its class is gone.
+@event.listens_for(GuardedSession, "before_commit")
+def _before_commit(session: GuardedSession) -> None:
+    # It also fires for savepoints, which are the handler's to release.
+    if session.guard is not None and not session.in_nested_transaction():
+        session.guard.before_commit("session.commit")
 
-    return guarded
+
+@event.listens_for(GuardedSession, "after_begin")
+def _after_begin(session: GuardedSession, _transaction: SessionTransaction, connection: Connection) -> None:
+    if session.guard is not None:
+        session.guard.connected(connection)
 
 
 class GuardedConnection(Connection):

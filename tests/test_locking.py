@@ -138,12 +138,42 @@ def _distinct(session: Session) -> None:
     session.scalars(select(Totals).distinct()).one()
 
 
+def _with_a_shared_lock(session: Session) -> None:
+    session.scalars(select(Totals).with_for_update(read=True)).one().amount += 1
+
+
+def _by_get_with_a_shared_lock(session: Session) -> None:
+    session.get_one(Totals, "a", with_for_update={"read": True}).amount += 1
+
+
+def _with_a_lock_of_another(session: Session) -> None:
+    session.scalars(select(Totals).join(Customer).with_for_update(of=Customer)).one().amount += 1
+
+
+def _after_a_savepoint_was_rolled_back(session: Session) -> None:
+    with session.begin_nested() as savepoint:
+        kept = session.get_one(Totals, "a")
+        savepoint.rollback()
+    assert session.get_one(Totals, "a") is kept  # from the session, without a SELECT
+    kept.amount += 1
+
+
+def _after_an_outer_savepoint_was_rolled_back(session: Session) -> None:
+    with session.begin_nested() as savepoint:
+        with session.begin_nested():
+            kept = session.get_one(Totals, "a")
+        savepoint.rollback()
+    kept.amount += 1
+
+
 LOCKED = [
     _by_get, _by_select, _by_query, _by_alias, _by_column, _by_core, _beside_a_column, _beside_an_entity,
     _with_joined_customer, _by_lazy_load, _by_selectin, _by_merge,
 ]  # fmt: skip
 REFUSED = [
     _joined_from_elsewhere, _deleted_unlocked, _locked_too_late, _on_the_nullable_side, _in_a_subquery, _in_a_union,
+    _with_a_shared_lock, _by_get_with_a_shared_lock, _with_a_lock_of_another, _after_a_savepoint_was_rolled_back,
+    _after_an_outer_savepoint_was_rolled_back,
 ]  # fmt: skip
 
 
@@ -163,7 +193,9 @@ def _create(engine: Engine) -> None:
         session.commit()
 
 
-def _deliver(engine: Engine, body: Body, *, read_models: list[type[Any]]) -> tuple[Outcome, list[str]]:
+def _deliver(
+    engine: Engine, body: Body, *, read_models: list[type[Any]], message_id: str = "1"
+) -> tuple[Outcome, list[str]]:
     statements: list[str] = []
     listener = lambda _c, _cursor, statement, *_: statements.append(statement)  # noqa: E731  # to remove it again
 
@@ -174,7 +206,7 @@ def _deliver(engine: Engine, body: Body, *, read_models: list[type[Any]]) -> tup
 
     event.listen(engine, "before_cursor_execute", listener)
     try:
-        return Dispatcher(sessionmaker(engine), handler).deliver("e", message_id="1").outcome, statements
+        return Dispatcher(sessionmaker(engine), handler).deliver("e", message_id=message_id).outcome, statements
     finally:
         event.remove(engine, "before_cursor_execute", listener)
 
@@ -216,6 +248,75 @@ def test_a_lock_that_the_user_asked_for_is_kept(postgresql_engine: Engine) -> No
     outcome, statements = _deliver(postgresql_engine, body, read_models=[Totals])
     assert outcome is Outcome.APPLIED
     assert any(statement.endswith("FOR UPDATE") for statement in statements)
+
+
+@pytest.mark.parametrize("of", [Totals, Totals.id, (Customer, Totals)], ids=["entity", "column", "both"])
+def test_a_lock_of_the_declared_entity_is_kept(postgresql_engine: Engine, of: Any) -> None:
+    """`of=` that names it, by itself, by a column or among others, needs nothing of ours."""
+
+    def body(session: Session) -> None:
+        session.scalars(select(Totals).join(Customer).with_for_update(of=of)).one().amount += 1
+
+    outcome, statements = _deliver(postgresql_engine, body, read_models=[Totals])
+    assert outcome is Outcome.APPLIED
+    assert not any("FOR NO KEY UPDATE" in statement for statement in statements)
+
+
+def test_a_savepoint_gives_back_only_the_locks_that_it_took(postgresql_engine: Engine) -> None:
+    """What was locked before it stays locked; what was locked in it is read again by `populate_existing`."""
+
+    def before(session: Session) -> None:
+        kept = session.get_one(Totals, "a")
+        with session.begin_nested() as savepoint:
+            kept.amount += 5
+            session.flush()
+            savepoint.rollback()
+        kept.amount += 1
+
+    def again(session: Session) -> None:
+        with session.begin_nested() as savepoint:
+            kept = session.get_one(Totals, "a")
+            savepoint.rollback()
+        assert session.get_one(Totals, "a") is kept
+        session.get_one(Totals, "a", populate_existing=True).amount += 1
+
+    def released(session: Session) -> None:
+        with session.begin_nested():
+            kept = session.get_one(Totals, "a")
+        kept.amount += 1
+
+    for body, expected in ((before, 1), (again, 2), (released, 1)):
+        outcome, statements = _deliver(postgresql_engine, body, read_models=[Totals], message_id=body.__name__)
+        assert outcome is Outcome.APPLIED
+        assert sum(LOCK in statement for statement in statements) == expected
+    with Session(postgresql_engine) as session:
+        assert session.get_one(Totals, "a").amount == 3
+
+
+def test_core_on_the_connection_is_not_seen(postgresql_engine: Engine) -> None:
+    """The README says so: it does not pass through the session."""
+
+    def body(session: Session) -> None:
+        session.connection().execute(select(Totals.__table__.c.amount)).all()
+
+    _, statements = _deliver(postgresql_engine, body, read_models=[Totals])
+    assert not any("FOR NO KEY UPDATE" in statement for statement in statements)
+
+
+def test_factories_do_not_pile_up_listeners(sqlite: Database) -> None:
+    """A sessionmaker made for each message leaves nothing behind in SQLAlchemy's registry of events."""
+    engine = create_engine(sqlite.url())
+    _create(engine)
+    handler = projector(name="many", idempotent=True, read_models=[Totals])(on(str)(lambda _event, _session: None))
+    sizes: list[int] = []
+    for number in range(300):
+        Dispatcher(sessionmaker(engine), handler).deliver("e", message_id=str(number))
+        sizes.append(len(event.registry._key_to_collection))
+    assert sizes[-1] <= sizes[0]
+    with Session(engine) as session:
+        assert not session.dispatch.before_commit
+        assert not session.dispatch.do_orm_execute
+    engine.dispose()
 
 
 def test_undeclared_entities_are_not_locked(postgresql_engine: Engine) -> None:
