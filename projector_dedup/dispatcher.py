@@ -56,21 +56,25 @@ class _Routing:
             self._handlers[handler.identity] = handler
             self._options[handler.identity] = options_for(handler, shared)
 
-    def permit_external_transaction(self, permitted: bool) -> None:
-        """For ``testing.external_transaction``."""
+    def permit_external_transaction(self, permitted: bool) -> bool:
+        """For ``testing.external_transaction``. Returns what was permitted before."""
+        before = any(options.external for options in self._options.values())
         for options in self._options.values():
             options.external = permitted
+        return before
 
     def _route(self, event: object, message_id: object) -> tuple[Message, list[Handler], str | None]:
-        message = envelope(event, message_id, self._extractor)
-        handlers = [handler for handler in self._handlers.values() if handler.wants(message)]
+        routed = event if isinstance(event, Message) else Message(None, event)
+        handlers = [handler for handler in self._handlers.values() if handler.wants(routed)]
+        needed = any(handler.idempotent for handler in handlers)
+        message = envelope(event, message_id, self._extractor if needed else attribute_or_key)
         if not handlers and not self._ignore_unhandled:
             route = message.type or type(message.body)
             name = route if isinstance(route, str) else f"{route.__module__}.{route.__qualname__}"
             raise UnhandledMessage(
                 f"no handler for {printable(name)}; register one with @on, or say unhandled='ignore' if that is meant"
             )
-        return message, handlers, known_id(message, needed=any(handler.idempotent for handler in handlers))
+        return message, handlers, known_id(message, needed=needed)
 
 
 class _Tally:

@@ -20,7 +20,7 @@ class Watcher(Protocol):
 
     dialect: Dialect
     watching: bool
-    driver_was_lent: bool
+    must_ask: bool
     commit_was_sent: bool
     commit_was_answered: bool
 
@@ -38,6 +38,9 @@ class Watcher(Protocol):
 
     def before_rollback(self) -> None:
         """The same, to be rolled back."""
+
+    def verify(self) -> None:
+        """The transaction is about to be committed by the unit of work."""
 
     def connected(self, connection: Connection) -> None:
         """The session has begun a transaction on a connection."""
@@ -103,7 +106,7 @@ class GuardedConnection(Connection):
     def connection(self) -> PoolProxiedConnection:
         """The driver's connection. SQLAlchemy's own statements do not take this way to it; a handler may."""
         if self.guard.watching:
-            self.guard.driver_was_lent = True
+            self.guard.must_ask = True
         return super().connection
 
     def commit(self) -> None:
@@ -113,6 +116,7 @@ class GuardedConnection(Connection):
 
     def _commit_impl(self) -> None:
         self.guard.before_commit("connection.get_transaction().commit")
+        self.guard.verify()  # listeners of the user's ran since the unit of work did
         self.guard.commit_was_sent = True
         super()._commit_impl()
         self.guard.commit_was_answered = True
@@ -142,6 +146,8 @@ class GuardedConnection(Connection):
             guard.statement_failed(error)
             raise
         guard.after_statement()
+        if guard.watching and getattr(getattr(result, "context", None), "_is_server_side", False):
+            guard.must_ask = True  # what is fetched later, and may fail then, does not come through here
         return result
 
 

@@ -43,7 +43,7 @@ class Guard:
         self.violation: TransactionViolatedError | None = None
         self.doomed_by: DBAPIError | None = None
         self.watching = False  # true while a handler has the session
-        self.driver_was_lent = False
+        self.must_ask = False
         self.commit_was_sent = False
         self.commit_was_answered = False
         self.must_disconnect = False  # what the driver is in the midst of, nobody knows
@@ -133,7 +133,7 @@ class Guard:
 
     def connected(self, connection: Connection) -> None:
         """A session that takes a second connection has two transactions, which cannot commit as one."""
-        if connection is not self.connection and self.watching:
+        if connection is not self.connection and self.watching and not self.commit_was_answered:
             if self.session.get_transaction() is not self._session_transaction:
                 self._rolled_back()
             raise self.violate(
@@ -190,7 +190,7 @@ class Guard:
         status = self.dialect.status(self.driver)
         if self.must_disconnect or status is Status.BUSY:
             self.connection.invalidate()
-        elif status is Status.OPEN and (self._transaction is None or not self._transaction.is_active):
+        elif status in (Status.OPEN, Status.ABORTED) and (self._transaction is None or not self._transaction.is_active):
             # SQLAlchemy takes a transaction whose COMMIT failed, or was prevented or interrupted before, for ended.
             # SQLite keeps it: a retry on the same connection would find its own marker, and call that a duplicate.
             self.connection.connection.rollback()
@@ -201,7 +201,7 @@ class Guard:
         if self.connection.get_transaction() is not self._transaction:
             return False
         status = self.dialect.status(self.driver)
-        if status is Status.OPEN and self.driver_was_lent:
+        if status is Status.OPEN and self.must_ask:
             with suppress(DBAPIError):  # aborted: what is open now will not commit
                 return not self._marker.is_ours()
         return status is Status.NONE

@@ -20,6 +20,7 @@ from .outcome import Outcome
 from .retry import Attempts, RetryPolicy
 from .sessions import UnitOptions
 from .unit_of_work import AsyncUnitOfWork, UnitOfWork
+from .work import Work
 
 logger = logging.getLogger("projector_dedup")
 
@@ -81,9 +82,9 @@ class Handler:
 
 def check_kind(handler: Handler, *, asynchronous: bool) -> None:
     """Refuse an async handler where nothing would await it, and the reverse."""
-    if handler.is_async != asynchronous:
     if not handler.is_async and inspect.iscoroutinefunction(inspect.unwrap(handler.function)):
         return  # a plain wrapper of an async function returns its coroutine, or runs it: the result will tell
+    if handler.is_async != asynchronous:
         has, wants = ("async def", "AsyncDispatcher") if handler.is_async else ("plain def", "Dispatcher")
         raise HandlerDefinitionError(f"{handler.identity} is {has}: deliver it through {wants}")
 
@@ -118,7 +119,7 @@ def apply(
                 uow.commit()
             return _settled(Outcome.APPLIED, handler, message, attempts, uow.work.durable)
         except Exception as error:  # noqa: BLE001  # delay_after raises it, unless another attempt is due
-            delay = attempts.delay_after(error, uow.work.cause_of(error), uow.work.dialect)
+            delay = _delay_after(error, attempts, uow.work)
             _log_retry(handler, message, attempts, error)
         time.sleep(delay)
 
@@ -148,9 +149,13 @@ async def aapply(
                 await uow.commit()
             return _settled(Outcome.APPLIED, handler, message, attempts, uow.work.durable)
         except Exception as error:  # noqa: BLE001  # delay_after raises it, unless another attempt is due
-            delay = attempts.delay_after(error, uow.work.cause_of(error), uow.work.dialect)
+            delay = _delay_after(error, attempts, uow.work)
             _log_retry(handler, message, attempts, error)
         await asyncio.sleep(delay)
+
+
+def _delay_after(error: Exception, attempts: Attempts, work: Work) -> float:
+    return attempts.delay_after(error, work.cause_of(error), work.dialect, commit_was_sent=work.commit_was_sent)
 
 
 def _check_result(handler: Handler, result: object, *, asynchronous: bool) -> None:

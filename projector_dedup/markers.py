@@ -8,14 +8,13 @@ from functools import cache
 from typing import Any
 
 from sqlalchemy import Table, bindparam, literal_column, select
-from sqlalchemy.engine import Connection
+from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import DBAPIError, UnboundExecutionError
-from sqlalchemy.ext.asyncio import AsyncSession
-from sqlalchemy.orm import Session
+from sqlalchemy.orm import Session, scoped_session
 from sqlalchemy.sql import Executable
 
 from .dialects import Dialect, Failure, Status, dialect_of
-from .errors import InProgress, MissingTableError, UnsafeSessionError
+from .errors import InProgress, MissingTableError, RefusedError, UnsafeSessionError
 from .message import valid_handler, valid_message_id
 from .tables import DedupTables, default_tables
 
@@ -35,8 +34,13 @@ def claim(session: Session, message_id: object, handler: str, *, tables: DedupTa
     """
     key = marker_key(valid_message_id(message_id), valid_handler(handler))
     given: object = session
-    if isinstance(given, AsyncSession):
-        raise UnsafeSessionError("with an AsyncSession: await session.run_sync(claim, message_id, handler)")
+    if isinstance(given, scoped_session):
+        session = given()
+    elif not isinstance(given, Session):
+        raise UnsafeSessionError(
+            f"claim() takes a Session, not {type(given).__name__}; with an AsyncSession: "
+            "await session.run_sync(claim, message_id, handler)"
+        )
     if session.in_nested_transaction():
         raise UnsafeSessionError("claim() inside a savepoint: claim first, then begin_nested()")
     bind = bind_of_marker(session, tables)
@@ -49,6 +53,8 @@ def claim(session: Session, message_id: object, handler: str, *, tables: DedupTa
             "the marker table is bound to another engine than the session, so they could not commit together"
         )
     connection = session.connection(bind_arguments={"clause": tables.marker})
+    if isinstance(bind, Engine) and connection.in_nested_transaction():
+        raise UnsafeSessionError("claim() inside a savepoint of the connection: claim first, then begin_nested()")
     dialect = dialect_of(connection)
     dialect.refuse_unsafe(connection)
     dialect.begin(connection, None)
@@ -102,6 +108,8 @@ def owns_marker(connection: Connection, dialect: Dialect, tables: DedupTables, k
 def marker_key(message_id: str, handler: str, occurred_at: datetime | None = None) -> dict[str, Any]:
     """The parameters of every marker statement."""
     if occurred_at is not None:
+        if occurred_at.tzinfo is None:
+            raise RefusedError("occurred_at has no time zone; give an aware datetime, such as datetime.now(UTC)")
         occurred_at = occurred_at.astimezone(UTC)  # SQLite would drop the zone
     return {"message_id": message_id, "handler": handler, "occurred_at": occurred_at}
 

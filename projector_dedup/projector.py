@@ -108,6 +108,7 @@ class FunctionProjector(Generic[P, R]):
         if marked.name is not None:
             identity = f"{settings.name or function.__module__}.{marked.name}"
         self.handler = _handler(identity, function, marked, settings, pinned=_pinned(function, settings))
+        self._options = options_for(self.handler)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """The function, as it was."""
@@ -118,7 +119,7 @@ class FunctionProjector(Generic[P, R]):
         check_session_factory(session_factory, asynchronous=False)
         check_kind(self.handler, asynchronous=False)
         message = self._message(event, message_id)
-        outcome, durable = apply(self.handler, message, session_factory, options_for(self.handler), RetryPolicy())
+        outcome, durable = apply(self.handler, message, session_factory, self._options, RetryPolicy())
         return Delivery(known_id(message, needed=self.handler.idempotent), {self.handler.identity: outcome}, durable)
 
     async def adeliver(
@@ -128,9 +129,7 @@ class FunctionProjector(Generic[P, R]):
         check_session_factory(session_factory, asynchronous=True)
         check_kind(self.handler, asynchronous=True)
         message = self._message(event, message_id)
-        outcome, durable = await aapply(
-            self.handler, message, session_factory, options_for(self.handler), RetryPolicy()
-        )
+        outcome, durable = await aapply(self.handler, message, session_factory, self._options, RetryPolicy())
         return Delivery(known_id(message, needed=self.handler.idempotent), {self.handler.identity: outcome}, durable)
 
     def _message(self, event: object, message_id: object) -> Message:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections import Counter
 from dataclasses import dataclass
 
 from sqlalchemy.exc import DBAPIError
@@ -24,10 +25,10 @@ from .errors import (
 class RetryPolicy:
     """How often, and for how long, a transient failure is tried again before it surfaces.
 
-    ``attempts`` counts the first one too; no attempt starts later than ``within`` seconds after the first. A unique
-    violation in the read model, which a rival or a bug may have caused, is tried again ``unique_violations`` times
-    at most. Between attempts: a random time up to ``base * 2 ** n`` seconds, at most ``cap``
-    (Brooker, "Exponential Backoff And Jitter", 2015: full jitter). No connection is held meanwhile.
+    ``attempts`` counts the first one too; no attempt starts later than ``within`` seconds after the first failure.
+    One and the same unique violation in the read model, which a rival or a bug may have caused, is tried again
+    ``unique_violations`` times at most. Between attempts: a random time up to ``base * 2 ** n`` seconds, at most
+    ``cap`` (Brooker, "Exponential Backoff And Jitter", 2015: full jitter). No connection is held meanwhile.
     """
 
     attempts: int = 20
@@ -49,8 +50,8 @@ class Attempts:
         self.unknown: CommitOutcomeUnknown | None = None
         self._policy = policy
         self._marked = marked
-        self._unique_violations = 0
-        self._deadline = time.monotonic() + policy.within
+        self._violations: Counter[str] = Counter()
+        self._deadline: float | None = None  # from the first failure on: a slow handler must not cost the retries
 
     def claimed(self) -> None:
         """The claim was free, so a commit whose outcome was unknown did not happen.
@@ -59,13 +60,17 @@ class Attempts:
         """
         self.unknown = None
 
-    def delay_after(self, error: Exception, cause: Exception, dialect: Dialect | None) -> float:
+    def delay_after(
+        self, error: Exception, cause: Exception, dialect: Dialect | None, *, commit_was_sent: bool
+    ) -> float:
         """The seconds to wait before the next attempt; raises what should surface if there is to be none.
 
         ``cause`` is what doomed the transaction, which may be older than the ``error`` that the handler made of it.
         ``dialect`` is None if no connection could be had: then nothing ran, and trying again is safe.
         """
-        if isinstance(error, CommitOutcomeUnknown):
+        if self._deadline is None:
+            self._deadline = time.monotonic() + self._policy.within
+        if isinstance(error, CommitOutcomeUnknown) and commit_was_sent:
             if not self._marked or not isinstance(error.__cause__, (DBAPIError, OSError)):
                 raise error  # there is no marker to ask, or it was not the database that interrupted
             self.unknown = error
@@ -76,14 +81,16 @@ class Attempts:
             if failure in (Failure.PERMANENT, Failure.NO_TABLE):
                 raise self.unknown or error
             if failure is Failure.UNIQUE:
-                self._unique_violations += 1
-                if self._unique_violations > self._policy.unique_violations:
+                # A rival's row is there next time; a bug meets the same violation again, to the letter.
+                self._violations[str(cause)] += 1
+                if self._violations[str(cause)] > self._policy.unique_violations:
                     raise error
-        delay = random.uniform(0, min(self._policy.cap, self._policy.base * 2**self.number))  # noqa: S311  # no secret
+        ceiling = min(self._policy.cap, self._policy.base * 2 ** min(self.number, 30))
+        delay = random.uniform(0, ceiling)  # noqa: S311  # no secret
         if self.number >= self._policy.attempts or time.monotonic() + delay > self._deadline:
             if self.unknown is not None:
                 raise self.unknown
-            if isinstance(cause, DBAPIError) and _failure(cause, dialect) is Failure.UNIQUE:
+            if _failure(cause, dialect) is Failure.UNIQUE:
                 raise error
             raise RetriesExhaustedError(
                 f"still failing after {self.number} attempts ({type(cause).__name__}, see the cause); nothing was "
@@ -102,4 +109,6 @@ def _failure(cause: Exception, dialect: Dialect | None) -> Failure:
         # asyncpg's errors of connecting are not wrapped; they have an SQLSTATE if the server sent them.
         unreachable = isinstance(cause, (DBAPIError, OSError)) or hasattr(cause, "sqlstate")
         return Failure.TRANSIENT if unreachable else Failure.PERMANENT
-    return dialect.classify(cause) if isinstance(cause, DBAPIError) else Failure.PERMANENT
+    # A result that is streamed raises the driver's own errors, unwrapped.
+    from_database = isinstance(cause, DBAPIError) or hasattr(cause, "sqlstate")
+    return dialect.classify(cause) if from_database else Failure.PERMANENT

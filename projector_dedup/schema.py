@@ -6,9 +6,11 @@ from dataclasses import dataclass
 
 from sqlalchemy import Table, inspect
 from sqlalchemy.engine import Connection, Engine
+from sqlalchemy.exc import DBAPIError
 
 from .dialects import dialect_of
 from .errors import MissingTableError
+from .markers import insert_marker, marker_key
 from .tables import DedupTables, default_tables
 
 CREATE = "create it with make_tables(metadata) and metadata.create_all(engine), or with `alembic upgrade head`"
@@ -27,8 +29,30 @@ def check(engine: Engine, tables: DedupTables = default_tables) -> list[Finding]
     """Everything that is wrong with the tables in this database; an empty list means that all is well."""
     with engine.connect() as connection:
         findings = [finding for table in (tables.marker, tables.state) for finding in _check_table(connection, table)]
+        if not any(finding.fatal for finding in findings):
+            findings += _check_comparison(connection, tables)
         findings += [Finding(problem, remedy, fatal=False) for problem, remedy in dialect_of(engine).advice(connection)]
     return findings
+
+
+def _check_comparison(connection: Connection, tables: DedupTables) -> list[Finding]:
+    """Claim ids that look alike, and take them back: a collation that merges two would lose messages."""
+    dialect = dialect_of(connection)
+    ids = ["a", "A", "a ", "e", "\N{LATIN SMALL LETTER E WITH ACUTE}", "1", "01"]
+    try:
+        merged = [i for i in ids if not insert_marker(connection, dialect, tables, marker_key(i, "idempotency check"))]
+    except (DBAPIError, MissingTableError) as error:
+        return [Finding(f"no marker could be inserted to try the table: {type(error).__name__}", CREATE, fatal=False)]
+    finally:
+        connection.rollback()
+    if not merged:
+        return []
+    return [
+        Finding(
+            f"{tables.marker.fullname} takes different message ids for one (such as {merged[0]!r})",
+            "its columns must compare byte for byte, or messages are lost; " + CREATE,
+        )
+    ]
 
 
 def verify(engine: Engine, tables: DedupTables = default_tables) -> None:

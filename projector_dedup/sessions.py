@@ -107,6 +107,8 @@ def open_connection(session: Session, bind: Engine | Connection, options: UnitOp
         raise UnsafeSessionError(
             "the session was used before the claim; the claim is the transaction's first statement"
         )
+    if not isinstance(bind, (Engine, Connection)):
+        raise UnsafeSessionError(f"the session is bound to {type(bind).__name__}; an AsyncEngine needs AsyncDispatcher")
     dialect = dialect_of(bind)
     if isinstance(bind, Engine):
         _admit(bind, dialect)

@@ -50,7 +50,9 @@ class UnitOfWork:
         strict: bool = False,
     ) -> None:
         check_session_factory(session_factory, asynchronous=False)
-        self._prepare(session_factory, UnitOptions(tables, claim_timeout, isolation, tuple(read_models), strict))
+        self._prepare(
+            session_factory, UnitOptions(tables, claim_timeout, isolation, tuple(read_models), strict, warned=True)
+        )
 
     @classmethod
     def with_options(cls, session_factory: sessionmaker[Session], options: UnitOptions) -> Self:
@@ -116,7 +118,9 @@ class AsyncUnitOfWork:
         strict: bool = False,
     ) -> None:
         check_session_factory(session_factory, asynchronous=True)
-        self._prepare(session_factory, UnitOptions(tables, claim_timeout, isolation, tuple(read_models), strict))
+        self._prepare(
+            session_factory, UnitOptions(tables, claim_timeout, isolation, tuple(read_models), strict, warned=True)
+        )
 
     @classmethod
     def with_options(cls, session_factory: async_sessionmaker[AsyncSession], options: UnitOptions) -> Self:

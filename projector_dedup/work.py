@@ -8,7 +8,7 @@ from typing import Any
 
 from sqlalchemy import literal_column, select
 from sqlalchemy.engine import Connection
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import DBAPIError, UnboundExecutionError
 from sqlalchemy.orm import Session
 
 from .dialects import Dialect, dialect_of
@@ -41,12 +41,17 @@ class Work:
         new = insert_marker(
             guard.connection, guard.dialect, self._options.tables, self._key, self._options.claim_timeout
         )
-        guard.watching = self._new = new
+        self._new = new
+        guard.watching = True
         return new
 
     def begin(self) -> None:
         """A transaction without a marker, for a handler that is not idempotent (invariant I9)."""
-        self._begin(self.session.get_bind()).watching = True
+        try:
+            bind = self.session.get_bind()
+        except UnboundExecutionError:
+            raise UnsafeSessionError("the session has no engine to begin with: give the sessionmaker bind=") from None
+        self._begin(bind).watching = True
 
     def commit(self) -> None:
         """Flush, look whether this is still the transaction that was begun, commit once."""
@@ -58,7 +63,7 @@ class Work:
         guard.verify()
         self.session.flush()
         guard.verify()
-        if self._options.strict or guard.driver_was_lent:
+        if self._options.strict or guard.must_ask:
             guard.ask()
         guard.watching = False
         try:
@@ -75,7 +80,15 @@ class Work:
                     "interrupted during COMMIT, by the loss of the connection or otherwise: the message may be applied "
                     "or not. Do not acknowledge it; a redelivery finds out"
                 ) from error
+        if self.durable and not guard.commit_was_answered:
+            raise guard.violate("the session's commit() sent no COMMIT; a Session class that overrides it, perhaps")
         self.committed = True
+        guard.watching = True  # reading goes on; another commit would be without a marker
+
+    @property
+    def commit_was_sent(self) -> bool:
+        """Whether an error may mean that the outcome of this unit's own COMMIT is unknown."""
+        return self._guard is not None and self._guard.commit_was_sent
 
     def cause_of(self, error: Exception) -> Exception:
         """What doomed the transaction, where that came before the error that the handler made of it."""

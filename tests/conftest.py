@@ -10,6 +10,7 @@
 
 import gc
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
@@ -88,10 +89,14 @@ def _give_up(engine: str, what: str, why: str) -> NoReturn:
 
 
 @pytest.fixture(scope="session")
-def _postgresql_for_the_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Database | str]:
-    folder = tmp_path_factory.mktemp("postgresql") / "data"
+def _postgresql_for_the_session() -> Iterator[Database | str]:
+    # Not pytest's own folder: a second run as root would close it to the user that the server runs as.
     try:
-        with postgresql_server(folder) as server, postgresql_database(server) as database:
+        with (
+            tempfile.TemporaryDirectory(prefix="projector-dedup-", ignore_cleanup_errors=True) as folder,
+            postgresql_server(Path(folder) / "data") as server,
+            postgresql_database(server) as database,
+        ):
             yield database
     except EngineUnavailableError as reason:
         yield str(reason)

@@ -191,6 +191,17 @@ def test_claim_works_in_a_scoped_session(harness: Harness) -> None:
     assert harness.markers() == [("m1", "h")]
 
 
+def test_claim_refuses_what_is_no_session_and_a_savepoint_of_the_connection(harness: Harness) -> None:
+    """An AsyncSession is told to use run_sync; a savepoint hides from the session, not from the claim."""
+    with pytest.raises(UnsafeSessionError, match="run_sync"):
+        claim(AsyncSession(), "m1", "h")  # type: ignore[arg-type]  # the mistake
+    with Session(harness.engine) as session:
+        session.connection().begin_nested()
+        with pytest.raises(UnsafeSessionError, match="savepoint"):
+            claim(session, "m1", "h")
+    assert nothing_durable(harness)
+
+
 def test_a_session_that_was_used_before_the_claim_is_refused(harness: Harness) -> None:
     """The claim is the first statement, or what was read before it could be stale."""
     with UnitOfWork(harness.factory) as uow:

@@ -175,3 +175,24 @@ def test_what_becomes_of_an_asynchronous_misbehaviour(
     assert rig.deliver(add).outcome is (Outcome.APPLIED if durable == NOTHING else Outcome.DUPLICATE)
     assert rig.durable() == ONCE
     rig.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize("driver", [driver for driver in DRIVERS if driver.drivername == "postgresql+asyncpg"], ids=str)
+def test_an_error_of_a_streamed_result_is_not_missed(driver: Driver, rig_on: Callable[[Driver], Rig]) -> None:
+    """It comes while rows are fetched, past every statement; asyncpg would not tell, so the server is asked."""
+    rig = rig_on(driver)
+
+    async def handler(session: AsyncSession) -> None:
+        await session.run_sync(add)
+        await session.flush()
+        with contextlib.suppress(Exception):
+            result = await session.stream(
+                text("select 1 / (500 - n) from generate_series(1, 2000) n"), execution_options={"yield_per": 10}
+            )
+            async for _ in result:
+                pass
+
+    with pytest.raises(TransactionViolatedError):
+        rig.deliver(handler)
+    assert rig.durable() == NOTHING
+    rig.assert_nothing_is_left()

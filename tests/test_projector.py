@@ -40,6 +40,7 @@ from projector_dedup import (
     projector,
 )
 from projector_dedup import errors as public_errors
+from projector_dedup.testing import external_transaction
 
 FACTORY = sessionmaker(create_engine("sqlite://"))  # nothing connects where a definition is refused
 ASYNC_FACTORY = async_sessionmaker(create_async_engine("sqlite+aiosqlite://"))
@@ -417,6 +418,12 @@ def test_what_no_handler_wants_is_an_error(factory: sessionmaker[Session]) -> No
     assert (skipped.outcome, dict(skipped.outcomes), skipped.message_id) == (Outcome.SKIPPED, {}, "m1")
 
 
+def test_an_extractor_is_not_asked_for_what_nobody_claims(factory: sessionmaker[Session]) -> None:
+    """A stray event without the parts of its id is skipped, not refused, where unhandled events are."""
+    skipped = Dispatcher(factory, Totals(), unhandled="ignore", message_id=kafka).deliver(SimpleNamespace())
+    assert skipped.outcome is Outcome.SKIPPED
+
+
 def test_a_handler_gets_the_body_or_on_request_the_envelope(factory: sessionmaker[Session]) -> None:
     """`envelope=True` hands over the `Message`, with the id under which it was claimed."""
     got: list[object] = []
@@ -499,6 +506,19 @@ def test_every_public_error_can_be_pickled_and_copied(name: str) -> None:
         assert getattr(other, "delivery", delivery) == delivery
 
 
+def test_an_external_transaction_within_another_leaves_the_outer_one_open(factory: sessionmaker[Session]) -> None:
+    """The inner block ends what it began: until the outer one ends, nothing is durable, and then all is refused."""
+    with factory.kw["bind"].connect() as connection:
+        dispatcher = Dispatcher(sessionmaker(connection), Totals())
+        with external_transaction(dispatcher):
+            with external_transaction(dispatcher):
+                assert not dispatcher.deliver(Paid("m1")).durable
+            assert not dispatcher.deliver(Paid("m2")).durable
+        with pytest.raises(UnsafeSessionError):
+            dispatcher.deliver(Paid("m3"))
+        connection.rollback()
+
+
 def test_keyboard_interrupt_passes_through(factory: sessionmaker[Session]) -> None:
     """It is no handler's failure to be collected with others: nothing after it runs."""
 
@@ -558,6 +578,21 @@ def test_composite_ids_cannot_be_confused() -> None:
     """The parts are length-prefixed: moving a character from one to the other gives another id."""
     assert cloudevents({"source": "a1", "id": "b"}) != cloudevents({"source": "a", "id": "1b"})
     assert kafka({"topic": "t1", "partition": 1, "offset": 2}) != kafka({"topic": "t", "partition": 11, "offset": 2})
+
+
+@pytest.mark.parametrize("part", [1, True, 1.0, b"1", ("1",), object()], ids=lambda part: type(part).__name__)
+def test_a_part_of_a_composite_id_is_of_its_own_type(part: object) -> None:
+    """A number that prints like the text, or an object that prints its address, makes no id."""
+    with pytest.raises(InvalidMessageIdError, match="is str, not"):
+        cloudevents({"source": "s", "id": part})
+    with pytest.raises(InvalidMessageIdError, match="is int, not"):
+        kafka({"topic": "t", "partition": 0, "offset": True if part == 1 else part})
+
+
+def test_a_uuid_in_a_composite_id_is_its_text() -> None:
+    """As it is where it is the whole id."""
+    of = uuid.UUID(int=1)
+    assert cloudevents({"source": "s", "id": of}) == cloudevents({"source": "s", "id": str(of)})
 
 
 def test_a_hashed_id_tells_types_and_texts_apart() -> None:

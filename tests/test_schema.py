@@ -106,3 +106,21 @@ def test_check_says_what_is_wrong(engine: Engine, ddl: str, problem: str) -> Non
     assert findings[0].remedy
     with pytest.raises(MissingTableError):
         verify(engine)
+
+
+def test_check_finds_a_collation_that_merges_ids(sqlite: Database) -> None:
+    """A table that takes "a" and "A" for one would lose messages: `check` tries it, and leaves nothing behind."""
+    engine = create_engine(sqlite.url())
+    with engine.begin() as connection:
+        connection.execute(
+            text(
+                "CREATE TABLE processed_message (message_id TEXT COLLATE NOCASE, handler TEXT, "
+                "processed_at TIMESTAMP DEFAULT CURRENT_TIMESTAMP, occurred_at TIMESTAMP, "
+                "PRIMARY KEY (message_id, handler))"
+            )
+        )
+        connection.execute(text("CREATE TABLE processed_message_state (key TEXT PRIMARY KEY, value TEXT)"))
+    assert any("takes different message ids for one" in finding.problem for finding in check(engine) if finding.fatal)
+    with engine.connect() as connection:
+        assert connection.scalar(text("SELECT count(*) FROM processed_message")) == 0
+    engine.dispose()

@@ -80,8 +80,8 @@ class Dialect(ABC):
         """Whether the server will refuse everything that follows in this transaction (outside a savepoint)."""
 
     @abstractmethod
-    def classify(self, error: DBAPIError) -> Failure:
-        """By SQLSTATE or driver code, never by class or text."""
+    def classify(self, error: Exception) -> Failure:
+        """By SQLSTATE or driver code, never by class or text; ``error`` may be the driver's own."""
 
     @abstractmethod
     def commit_refused(self, error: DBAPIError) -> bool:

@@ -116,12 +116,12 @@ class PostgreSQL(Dialect):
         """Any error that the server sent aborts the transaction."""
         return _sqlstate(error) is not None
 
-    def classify(self, error: DBAPIError) -> Failure:
+    def classify(self, error: Exception) -> Failure:
         """By SQLSTATE, which psycopg and asyncpg both have; their classes differ."""
         sqlstate = _sqlstate(error) or ""
         if sqlstate == _LOCK_TIMEOUT:
             return Failure.LOCK_TIMEOUT
-        if error.connection_invalidated or sqlstate in _TRANSIENT or sqlstate.startswith("08"):
+        if getattr(error, "connection_invalidated", False) or sqlstate in _TRANSIENT or sqlstate.startswith("08"):
             return Failure.TRANSIENT
         if sqlstate in _UNIQUE:
             return Failure.UNIQUE
@@ -138,6 +138,6 @@ class PostgreSQL(Dialect):
         )
 
 
-def _sqlstate(error: DBAPIError) -> str | None:
-    value = getattr(error.orig, "sqlstate", None)
+def _sqlstate(error: Exception) -> str | None:
+    value = getattr(getattr(error, "orig", error), "sqlstate", None)
     return value if isinstance(value, str) else None

@@ -123,12 +123,12 @@ class SQLite(Dialect):
         """An error undoes its statement only; where it undid the transaction, ``status`` shows it."""
         return False
 
-    def classify(self, error: DBAPIError) -> Failure:
+    def classify(self, error: Exception) -> Failure:
         """By SQLite's extended result code."""
         code = _code(error)
         if code.startswith("SQLITE_BUSY"):
             return Failure.LOCK_TIMEOUT
-        if error.connection_invalidated or code.startswith("SQLITE_LOCKED"):
+        if getattr(error, "connection_invalidated", False) or code.startswith("SQLITE_LOCKED"):
             return Failure.TRANSIENT
         if code in ("SQLITE_CONSTRAINT_UNIQUE", "SQLITE_CONSTRAINT_PRIMARYKEY"):
             return Failure.UNIQUE
@@ -139,5 +139,6 @@ class SQLite(Dialect):
         return _code(error).startswith(("SQLITE_BUSY", "SQLITE_CONSTRAINT", "SQLITE_FULL"))
 
 
-def _code(error: DBAPIError) -> str:
-    return getattr(error.orig, "sqlite_errorname", "")
+def _code(error: Exception) -> str:
+    code: str = getattr(getattr(error, "orig", error), "sqlite_errorname", "")
+    return code
