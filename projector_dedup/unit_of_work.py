@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Coroutine, Sequence
 from datetime import datetime
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 from sqlalchemy.orm import Session, sessionmaker
@@ -22,7 +22,42 @@ from .work import Work
 T = TypeVar("T")
 
 
-class UnitOfWork:
+F = TypeVar("F", sessionmaker[Session], async_sessionmaker[AsyncSession])
+
+
+class _Opening(Generic[F]):
+    """How both kinds are made: from a factory of sessions, and options that are those of ``UnitOptions``."""
+
+    _asynchronous: ClassVar[bool]
+    work: Work
+
+    def __init__(
+        self,
+        session_factory: F,
+        *,
+        tables: DedupTables = default_tables,
+        claim_timeout: float | None = None,
+        isolation: str | None = None,
+        read_models: Sequence[type[Any]] = (),
+        strict: bool = False,
+    ) -> None:
+        check_session_factory(session_factory, asynchronous=self._asynchronous)
+        self._prepare(
+            session_factory, UnitOptions(tables, claim_timeout, isolation, tuple(read_models), strict, warned=True)
+        )
+
+    @classmethod
+    def with_options(cls, session_factory: F, options: UnitOptions) -> Self:
+        """The same, for a caller that has checked both once for many messages."""
+        self = cls.__new__(cls)
+        self._prepare(session_factory, options)
+        return self
+
+    def _prepare(self, session_factory: F, options: UnitOptions) -> None:
+        raise NotImplementedError
+
+
+class UnitOfWork(_Opening[sessionmaker[Session]]):
     """One transaction for a marker and a handler's writes (invariants I1 to I5).
 
     ::
@@ -36,30 +71,8 @@ class UnitOfWork:
     what ``Dispatcher`` does. The options are those of ``UnitOptions``.
     """
 
+    _asynchronous = False
     session: Session
-    work: Work
-
-    def __init__(
-        self,
-        session_factory: sessionmaker[Session],
-        *,
-        tables: DedupTables = default_tables,
-        claim_timeout: float | None = None,
-        isolation: str | None = None,
-        read_models: Sequence[type[Any]] = (),
-        strict: bool = False,
-    ) -> None:
-        check_session_factory(session_factory, asynchronous=False)
-        self._prepare(
-            session_factory, UnitOptions(tables, claim_timeout, isolation, tuple(read_models), strict, warned=True)
-        )
-
-    @classmethod
-    def with_options(cls, session_factory: sessionmaker[Session], options: UnitOptions) -> Self:
-        """The same, for a caller that has checked both once for many messages."""
-        self = cls.__new__(cls)
-        self._prepare(session_factory, options)
-        return self
 
     def _prepare(self, session_factory: sessionmaker[Session], options: UnitOptions) -> None:
         self.session = new_session(session_factory, options)
@@ -97,37 +110,15 @@ class UnitOfWork:
         self.work.close(error)
 
 
-class AsyncUnitOfWork:
+class AsyncUnitOfWork(_Opening[async_sessionmaker[AsyncSession]]):
     """``UnitOfWork`` on an ``AsyncSession``: the same promises, awaited, and kept through cancellation.
 
     A cancellation during COMMIT or ROLLBACK first waits for the database's answer; anywhere else it takes effect at
     once. Either way no connection, transaction or lock stays behind.
     """
 
+    _asynchronous = True
     session: AsyncSession
-    work: Work
-
-    def __init__(
-        self,
-        session_factory: async_sessionmaker[AsyncSession],
-        *,
-        tables: DedupTables = default_tables,
-        claim_timeout: float | None = None,
-        isolation: str | None = None,
-        read_models: Sequence[type[Any]] = (),
-        strict: bool = False,
-    ) -> None:
-        check_session_factory(session_factory, asynchronous=True)
-        self._prepare(
-            session_factory, UnitOptions(tables, claim_timeout, isolation, tuple(read_models), strict, warned=True)
-        )
-
-    @classmethod
-    def with_options(cls, session_factory: async_sessionmaker[AsyncSession], options: UnitOptions) -> Self:
-        """The same, for a caller that has checked both once for many messages."""
-        self = cls.__new__(cls)
-        self._prepare(session_factory, options)
-        return self
 
     def _prepare(self, session_factory: async_sessionmaker[AsyncSession], options: UnitOptions) -> None:
         self.session = new_async_session(session_factory, options)
