@@ -126,12 +126,12 @@ def by_path(path: str) -> IdExtractor:
 
 def cloudevents(event: Any) -> object:
     """An extractor for CloudEvents 1.0, where ``source`` and ``id`` *together* are unique (section 3.1.1)."""
-    return _composite("cloudevents", event, ("source", "id"))
+    return _composite("cloudevents", event, {"source": str, "id": str})
 
 
 def kafka(event: Any) -> object:
     """An extractor for Kafka records: topic, partition and offset, as attributes, methods or keys."""
-    return _composite("kafka", event, ("topic", "partition", "offset"))
+    return _composite("kafka", event, {"topic": str, "partition": int, "offset": int})
 
 
 def hashed(extractor: IdExtractor) -> IdExtractor:
@@ -159,14 +159,20 @@ def _step(event: Any, name: str) -> Any:
     return getattr(event, name, None)
 
 
-def _composite(kind: str, event: Any, names: tuple[str, ...]) -> str:
-    parts = []
-    for name in names:
+def _composite(kind: str, event: Any, parts: Mapping[str, type[str | int]]) -> str:
+    texts = []
+    for name, kind_of_part in parts.items():
         value = _step(event, name)
         if callable(value):
             value = value()
+        if isinstance(value, uuid.UUID):
+            value = valid_message_id(value)
         if value is None or value == "":
-            raise InvalidMessageIdError(f"the {kind} id needs {' and '.join(names)}; this event has no {name}")
-        text = str(value)
-        parts.append(f"{len(text)}:{text}")  # a bare delimiter could occur inside a part
-    return "".join(parts)
+            raise InvalidMessageIdError(f"the {kind} id needs {' and '.join(parts)}; this event has no {name}")
+        if not isinstance(value, kind_of_part) or isinstance(value, bool):  # else 1 and "1" would be one message
+            raise InvalidMessageIdError(
+                f"the {name} of a {kind} id is {kind_of_part.__name__}, not {type(value).__name__}"
+            )
+        text = str.__str__(value) if isinstance(value, str) else int.__repr__(value)
+        texts.append(f"{len(text)}:{text}")  # a bare delimiter could occur inside a part
+    return "".join(texts)

@@ -21,16 +21,20 @@ _COMMAND = re.compile(
     r"\W*(COMMIT|END|ABORT|BEGIN|START\s+TRANSACTION|PREPARE\s+TRANSACTION|ROLLBACK(?!(\s+(WORK|TRANSACTION))?\s+TO\b))\b",
     re.IGNORECASE,
 )
-_ROUTINE = re.compile(r"\s*CREATE\b[^;]*\b(TRIGGER|FUNCTION|PROCEDURE)\b", re.IGNORECASE)
+_BODY_BEGINS = re.compile(r"\s*CREATE\b.*\b(TRIGGER|FUNCTION|PROCEDURE)\b.*\bBEGIN\b", re.IGNORECASE | re.DOTALL)
+_BODY_ENDS = re.compile(r"\s*END\b", re.IGNORECASE)
 
 
 def transaction_command(sql: str) -> str | None:
     """The first command in ``sql`` that would begin or end a transaction; savepoints may come and go."""
     bare = _OPAQUE.sub(" ", sql)
-    if _ROUTINE.match(bare):  # its body may say BEGIN and END
-        return None
+    in_body = False  # of a routine, where it is not quoted: its BEGIN and END are no commands
     for statement in bare.split(";"):
-        if found := _COMMAND.match(statement):
+        if in_body:
+            in_body = not _BODY_ENDS.match(statement)
+        elif _BODY_BEGINS.match(statement):
+            in_body = True
+        elif found := _COMMAND.match(statement):
             return found[1].upper()
     return None
 

@@ -32,8 +32,8 @@ def external_transaction(dispatcher: D) -> Iterator[D]:
     Duplicates are recognised as ever. Every ``Delivery`` says ``durable=False``: nothing is, until the outer
     transaction commits. For tests only: it is one connection, so deliver one message at a time.
     """
-    dispatcher.permit_external_transaction(True)
+    before = dispatcher.permit_external_transaction(True)
     try:
         yield dispatcher
     finally:
-        dispatcher.permit_external_transaction(False)
+        dispatcher.permit_external_transaction(before)
