@@ -61,9 +61,7 @@ def add_by_upsert(event: Change, session: Session) -> None:
     """What is always right, and fastest."""
     for row in event.rows:
         statement = pg_insert(Total).values(id=row, amount=1)
-        session.execute(
-            statement.on_conflict_do_update(index_elements=["id"], set_={"amount": Total.amount + 1})
-        )
+        session.execute(statement.on_conflict_do_update(index_elements=["id"], set_={"amount": Total.amount + 1}))
 
 
 CONTENDERS: dict[str, tuple[Callable[[Change, Session], None], dict[str, Any]]] = {
@@ -158,10 +156,7 @@ def main() -> None:
     print(f"{'workload':10} {'workers':>7} {'contender':12} {'ratio':>6} {'kept':>7} {'runs/msg':>8} {'late':>6}")
     for workload, workers in itertools.product(options.workloads, options.workers):
         rounds = [
-            {
-                name: run(engine, name, workload, workers, options.messages, seed, policy)
-                for name in options.contenders
-            }
+            {name: run(engine, name, workload, workers, options.messages, seed, policy) for name in options.contenders}
             for seed in range(options.rounds)
         ]
         for name in options.contenders:
