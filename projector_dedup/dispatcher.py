@@ -55,6 +55,8 @@ class _Routing:
             check_kind(handler, asynchronous=self._asynchronous)
             self._handlers[handler.identity] = handler
             self._options[handler.identity] = options_for(handler, shared)
+        if not self._handlers:
+            raise HandlerDefinitionError("a dispatcher without projectors handles nothing: give it some")
 
     def permit_external_transaction(self, permitted: bool) -> bool:
         """For ``testing.external_transaction``. Returns what was permitted before."""
@@ -101,8 +103,11 @@ class _Tally:
     def delivery(self) -> Delivery:
         delivery = Delivery(self._message_id, self._outcomes, self._durable)
         if self._failures:
-            names = ", ".join(name for name, outcome in self._outcomes.items() if outcome is Outcome.FAILED)
-            raise DeliveryFailed(f"not applied by {names}", self._failures, delivery)
+            failed = [name for name, outcome in self._outcomes.items() if outcome is Outcome.FAILED]
+            causes = ", ".join(
+                f"{name} ({type(error).__name__})" for name, error in zip(failed, self._failures, strict=True)
+            )
+            raise DeliveryFailed(f"not applied by {causes}", self._failures, delivery)
         return delivery
 
 

@@ -77,9 +77,8 @@ def insert_marker(
         raise_in_progress(error, dialect, wait)
         if dialect.classify(error) is Failure.NO_TABLE:
             raise MissingTableError(
-                f"the table {tables.marker.fullname} is missing, or is not the one this version expects; create it "
-                "with make_tables(metadata) and metadata.create_all(engine), or with the Alembic migration; "
-                "`idempotency check` says what is wrong"
+                f"the table {tables.marker.fullname} is missing, or is not the one this version expects; "
+                f"{tables.remedy}; `idempotency check` says what is wrong"
             ) from error
         raise
     if dialect.status(connection.connection.driver_connection) is not Status.OPEN:

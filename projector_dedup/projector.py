@@ -72,6 +72,9 @@ def projector(
     names entities that many workers hit at once: they are read under lock (docs/adr/0003-lost-updates.md).
     ``isolation`` overrides the transaction's isolation level.
     """
+    given: object = read_models
+    if not isinstance(given, Sequence) or not all(hasattr(model, "__mapper__") for model in given):
+        raise HandlerDefinitionError("read_models is a list of mapped classes, as in read_models=[Totals]")
     settings = Settings(idempotent, name, tuple(read_models), isolation)
     decorate = _Decorator(settings)
     return decorate if target is None else decorate(target)

@@ -10,6 +10,8 @@ from .dialects import dialect_of
 from .schema import verify
 from .tables import DedupTables, default_tables
 
+MAX_RETENTION_HOURS = 24 * 366 * 100
+
 
 def cleanup(
     engine: Engine,
@@ -27,8 +29,10 @@ def cleanup(
 
     Raises ``ValueError`` for a retention or batch that is not positive, ``MissingTableError`` for a missing table.
     """
-    if not retention_hours > 0:
-        raise ValueError(f"retention_hours must be positive, not {retention_hours}: it would delete every marker")
+    if not 0 < retention_hours <= MAX_RETENTION_HOURS:
+        raise ValueError(
+            f"retention_hours must be positive and at most {MAX_RETENTION_HOURS} (a century), not {retention_hours:g}"
+        )
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, not {batch_size}")
     verify(engine, tables)

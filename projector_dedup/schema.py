@@ -13,8 +13,6 @@ from .errors import MissingTableError
 from .markers import insert_marker, marker_key
 from .tables import DedupTables, default_tables
 
-CREATE = "create it with make_tables(metadata) and metadata.create_all(engine), or with `alembic upgrade head`"
-
 
 @dataclass(frozen=True)
 class Finding:
@@ -28,7 +26,11 @@ class Finding:
 def check(engine: Engine, tables: DedupTables = default_tables) -> list[Finding]:
     """Everything that is wrong with the tables in this database; an empty list means that all is well."""
     with engine.connect() as connection:
-        findings = [finding for table in (tables.marker, tables.state) for finding in _check_table(connection, table)]
+        findings = [
+            finding
+            for table in (tables.marker, tables.state)
+            for finding in _check_table(connection, table, tables.remedy)
+        ]
         if not any(finding.fatal for finding in findings):
             findings += _check_comparison(connection, tables)
         findings += [Finding(problem, remedy, fatal=False) for problem, remedy in dialect_of(engine).advice(connection)]
@@ -42,7 +44,9 @@ def _check_comparison(connection: Connection, tables: DedupTables) -> list[Findi
     try:
         merged = [i for i in ids if not insert_marker(connection, dialect, tables, marker_key(i, "idempotency check"))]
     except (DBAPIError, MissingTableError) as error:
-        return [Finding(f"no marker could be inserted to try the table: {type(error).__name__}", CREATE, fatal=False)]
+        return [
+            Finding(f"no marker could be inserted to try the table: {type(error).__name__}", tables.remedy, fatal=False)
+        ]
     finally:
         connection.rollback()
     if not merged:
@@ -50,7 +54,7 @@ def _check_comparison(connection: Connection, tables: DedupTables) -> list[Findi
     return [
         Finding(
             f"{tables.marker.fullname} takes different message ids for one (such as {merged[0]!r})",
-            "its columns must compare byte for byte, or messages are lost; " + CREATE,
+            "its columns must compare byte for byte, or messages are lost; " + tables.remedy,
         )
     ]
 
@@ -62,15 +66,15 @@ def verify(engine: Engine, tables: DedupTables = default_tables) -> None:
             raise MissingTableError(f"{finding.problem}; {finding.remedy}")
 
 
-def _check_table(connection: Connection, table: Table) -> list[Finding]:
+def _check_table(connection: Connection, table: Table, remedy: str) -> list[Finding]:
     inspector = inspect(connection)
     if not inspector.has_table(table.name, schema=table.schema):
-        return [Finding(f"the table {table.fullname} is missing", CREATE)]
+        return [Finding(f"the table {table.fullname} is missing", remedy)]
     findings = []
     present = {column["name"] for column in inspector.get_columns(table.name, schema=table.schema)}
     for column in table.columns:
         if column.name not in present:
-            findings.append(Finding(f"{table.fullname} has no column {column.name}", CREATE))
+            findings.append(Finding(f"{table.fullname} has no column {column.name}", remedy))
     expected = [column.name for column in table.primary_key]
     actual = inspector.get_pk_constraint(table.name, schema=table.schema)["constrained_columns"]
     unique = [
@@ -82,7 +86,7 @@ def _check_table(connection: Connection, table: Table) -> list[Finding]:
         findings.append(
             Finding(
                 f"{table.fullname} has no unique index over ({', '.join(expected)})",
-                "without it a duplicate would be applied; " + CREATE,
+                "without it a duplicate would be applied; " + remedy,
             )
         )
     for index in table.indexes:

@@ -20,6 +20,14 @@ class DedupTables:
     marker: Table
     state: Table
 
+    @property
+    def remedy(self) -> str:
+        """What creates them, for the text of errors."""
+        given = "" if self.marker.name == DEFAULT_NAME else f", name={self.marker.name!r}"
+        given += "" if self.marker.schema is None else f", schema={self.marker.schema!r}"
+        migration = "" if given else ", or with the Alembic migration (`alembic upgrade head`)"
+        return f"create it with make_tables(metadata{given}) and metadata.create_all(engine){migration}"
+
 
 def make_tables(metadata: MetaData, name: str = DEFAULT_NAME, schema: str | None = None) -> DedupTables:
     """Add the marker table ``name`` and ``<name>_state`` to the user's own ``MetaData``.

@@ -47,6 +47,14 @@ def rollback_by_the_cursor_of_a_result(session: Session) -> None:
     session.execute(text("insert into total values ('a', 10)"))
 
 
+def commit_by_the_cursor_of_a_result(session: Session) -> None:
+    """The same way with a commit, which SQLite cannot tell from the transaction of the claim."""
+    cursor = session.execute(text("select 1")).cursor  # type: ignore[attr-defined]  # a CursorResult
+    cursor.connection.commit()
+    cursor.connection.execute("BEGIN")
+    session.execute(text("update total set amount = amount + 10"))
+
+
 def commit_and_begin_below(session: Session) -> None:
     """SQLite cannot tell which transaction wrote a row. It matters if the handler fails later."""
     execute_raw(session, "COMMIT")
@@ -58,6 +66,7 @@ UNSEEN = [
     Unseen(forgets_its_changes, ("psycopg", "asyncpg", "sqlite3", "aiosqlite"), Durable(1, 1), strict_sees_it=False),
     Unseen(hidden_rollback, ("psycopg",), Durable(0, 10), strict_sees_it=True),
     Unseen(rollback_by_the_cursor_of_a_result, ("psycopg", "sqlite3"), Durable(0, 10), strict_sees_it=True),
+    Unseen(commit_by_the_cursor_of_a_result, ("sqlite3",), Durable(1, 11), strict_sees_it=False),
     Unseen(commit_and_begin_below, ("sqlite3", "aiosqlite"), Durable(1, 11), strict_sees_it=False),
 ]
 CASES = [

@@ -219,6 +219,9 @@ def _named(function: Callable[..., Any]) -> Any:
         (on, "the events it handles"),
         (lambda: on(Paid()), "the events it handles"),  # type: ignore[arg-type]  # that is the mistake
         (lambda: projector(idempotent=True)(_plain), "not under @on"),
+        (lambda: projector(read_models=["totals"]), "list of mapped classes"),  # type: ignore[list-item]
+        (lambda: projector(read_models=Totals), "list of mapped classes"),  # type: ignore[call-overload]
+        (lambda: Dispatcher(FACTORY), "without projectors"),
         (lambda: Dispatcher(FACTORY, Totals), "give the dispatcher an instance"),
         (lambda: Dispatcher(FACTORY, object()), "not a projector"),
         (lambda: Dispatcher(FACTORY, projector(type("Empty", (), {}))()), "no handler"),

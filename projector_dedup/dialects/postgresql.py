@@ -50,7 +50,7 @@ class PostgreSQL(Dialect):
         if driver is not None and connection.dialect.detect_autocommit_setting(driver):
             raise UnsafeSessionError(
                 "the engine is in AUTOCOMMIT: marker and read model would be committed one by one; give the "
-                "dispatcher an engine without it, such as engine.execution_options(isolation_level='READ COMMITTED')"
+                "dispatcher an engine without it, such as engine.execution_options(isolation_level='REPEATABLE READ')"
             )
 
     def begin(self, connection: Connection, wait: float | None) -> None:
