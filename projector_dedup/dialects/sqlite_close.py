@@ -43,6 +43,8 @@ class _ClosingConnection(sqlite3.Connection):
 
 @cache
 def _closing(connection_class: type[sqlite3.Connection]) -> type[sqlite3.Connection]:
+    if issubclass(connection_class, _ClosingConnection):
+        return connection_class  # older SQLAlchemy hands the same keywords to every connect
     if connection_class is sqlite3.Connection:
         return _ClosingConnection
     return type(f"Closing{connection_class.__name__}", (_ClosingConnection, connection_class), {})
