@@ -1,6 +1,7 @@
 """What the claim is on each database, beside the contract: its cost, its errors, and the sessions that it refuses."""
 
 import asyncio
+import sqlite3
 from collections.abc import Iterator
 from typing import Any
 
@@ -318,3 +319,24 @@ def test_a_begin_hook_of_the_users_own_is_fine(sqlite: Database) -> None:
         outcomes = [dispatcher.deliver(Added(), message_id=str(arguments)).outcome for _ in range(2)]
         assert outcomes == [Outcome.APPLIED, Outcome.DUPLICATE]
         engine.dispose()
+
+
+def test_what_a_refused_commit_of_somebody_left_open_is_not_adopted(sqlite: Database) -> None:
+    """A caller's own claim whose COMMIT was refused (a reader held the file) is not there for the next delivery."""
+    engine = create_engine(sqlite.url(), connect_args={"timeout": 0.1}, pool_size=1, max_overflow=0)
+    with Harness(Subject(sqlite.url())) as harness:
+        harness.create_tables()
+        dispatcher = Dispatcher(sessionmaker(engine), totals)
+        for earlier in ("e1", "e2", "e3"):  # a reader that is not at its end holds the file
+            dispatcher.deliver(Added(), message_id=earlier)
+        reader = sqlite3.connect(str(sqlite.url().database))
+        rows = reader.execute("SELECT * FROM processed_message")
+        rows.fetchone()
+        with Session(engine) as session:
+            assert claim(session, "m1", totals.handler.identity)
+            with pytest.raises(DBAPIError, match="locked"):
+                session.commit()
+        rows.close()
+        reader.close()
+        assert dispatcher.deliver(Added(), message_id="m1").outcome is Outcome.APPLIED
+    engine.dispose()

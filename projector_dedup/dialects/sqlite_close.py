@@ -55,11 +55,13 @@ _prepared: WeakKeyDictionary[EngineDialect, bool] = WeakKeyDictionary()
 
 
 def close_ends_transactions(engine: Engine) -> None:
-    """From here on, the engine's connections are ``_ClosingConnection``; idle older ones are replaced."""
+    """From here on, the engine's connections are ``_ClosingConnection`` and come from the pool without a transaction."""
     if _prepared.get(engine.dialect):
         return
     if engine.dialect not in _prepared:
         event.listen(engine, "do_connect", _connect)
+        if isinstance(engine.pool, QueuePool):
+            event.listen(engine, "checkout", _checkout)
         _prepared[engine.dialect] = False
     if isinstance(engine.pool, QueuePool) and "memory" not in str(engine.url):
         # Not dispose(): a connection that another task takes meanwhile would return to a pool that nobody closes.
@@ -72,3 +74,12 @@ def close_ends_transactions(engine: Engine) -> None:
 def _connect(_dialect: EngineDialect, _record: object, _arguments: object, keywords: dict[str, Any]) -> None:
     if "async_creator_fn" not in keywords:  # a connection that the user makes is the user's
         keywords["factory"] = _closing(keywords.get("factory", sqlite3.Connection))
+
+
+def _checkout(dbapi_connection: Any, _record: object, _proxy: object) -> None:
+    """End what a refused COMMIT left open: SQLAlchemy returns such a connection to the pool as it is.
+
+    The next transaction on it would commit the writes that somebody was told had failed, a marker among them perhaps.
+    """
+    if getattr(dbapi_connection, "driver_connection", dbapi_connection).in_transaction:
+        dbapi_connection.rollback()
