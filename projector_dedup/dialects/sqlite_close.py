@@ -55,7 +55,7 @@ _prepared: WeakKeyDictionary[EngineDialect, bool] = WeakKeyDictionary()
 
 
 def close_ends_transactions(engine: Engine) -> None:
-    """From here on, the engine's connections are ``_ClosingConnection`` and come from the pool without a transaction."""
+    """From here on, the engine's connections end their transaction when they close, and begin in none."""
     if _prepared.get(engine.dialect):
         return
     if engine.dialect not in _prepared:
