@@ -178,9 +178,12 @@ def _settled(
     outcome: Outcome, handler: Handler, message: Message, attempts: Attempts, durable: bool
 ) -> tuple[Outcome, bool]:
     duplicate = outcome is Outcome.DUPLICATE
+    level = logging.INFO if duplicate else logging.DEBUG
+    if not logger.isEnabledFor(level):  # what follows escapes texts, for every message
+        return outcome, durable
     after_unknown = duplicate and attempts.unknown is not None
     logger.log(
-        logging.INFO if duplicate else logging.DEBUG,
+        level,
         "%s%s: message %s, handler %s",
         outcome.value,
         " (after_unknown_commit)" if after_unknown else "",

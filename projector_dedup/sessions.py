@@ -130,8 +130,8 @@ def open_connection(session: Session, bind: Engine | Connection, options: UnitOp
 
 def _admit(engine: Engine, dialect: Dialect) -> None:
     """Once per engine: refuse what could not keep the promise, and learn what the server's defaults are."""
-    dialect.prepare(engine)
     if engine not in _admitted:
+        dialect.prepare(engine)
         with engine.connect() as connection:
             dialect.refuse_unsafe(connection)
         _admitted.add(engine)

@@ -20,8 +20,6 @@ from .tables import DedupTables, default_tables
 from .work import Work
 
 T = TypeVar("T")
-
-
 F = TypeVar("F", sessionmaker[Session], async_sessionmaker[AsyncSession])
 
 

@@ -42,7 +42,7 @@ class Dialect(ABC):
 
     @abstractmethod
     def prepare(self, engine: Engine) -> None:
-        """What an engine needs once, before its first unit of work; called before every one."""
+        """What an engine needs once, before its first unit of work; again if that was interrupted."""
 
     @abstractmethod
     def refuse_unsafe(self, connection: Connection) -> None:
