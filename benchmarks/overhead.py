@@ -28,7 +28,7 @@ class Total(Base):
     """One row of the read model."""
 
     __tablename__ = "benchmark_total"
-    id: Mapped[int] = mapped_column(primary_key=True)
+    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     amount: Mapped[int]
 
 

@@ -12,7 +12,9 @@ from projector_dedup import configure_sqlite
 
 from .errors import Failed, reason, without_secrets
 
-_EXAMPLE = "postgresql+psycopg://user@host:5432/database or sqlite:///file.db"
+_EXAMPLE = (
+    "postgresql+psycopg://user@host:5432/database, mariadb+pymysql://user@host:3306/database or sqlite:///file.db"
+)
 _CONNECT_TIMEOUT = 10  # seconds; a host that drops packets would otherwise hold the command for minutes
 
 # The command is synchronous. Whoever configured an async driver, or none, gets the sync one we were tested with.
@@ -21,7 +23,6 @@ _DRIVERS = {
     "postgresql": "postgresql+psycopg",
     "postgresql+asyncpg": "postgresql+psycopg",
     "postgresql+psycopg_async": "postgresql+psycopg",
-    "postgresql+psycopg2": "postgresql+psycopg",
     "sqlite": "sqlite+pysqlite",
     "sqlite+aiosqlite": "sqlite+pysqlite",
     "mysql": "mysql+pymysql",
@@ -33,8 +34,11 @@ _DRIVERS = {
 }
 _INSTALL = {
     "postgresql+psycopg": "pip install 'projector-dedup[postgresql]'",
-    "mysql+pymysql": "pip install pymysql",
-    "mariadb+pymysql": "pip install pymysql",
+    "postgresql+psycopg2": "pip install 'projector-dedup[psycopg2]'",
+    "mysql+pymysql": "pip install 'projector-dedup[pymysql]'",
+    "mariadb+pymysql": "pip install 'projector-dedup[pymysql]'",
+    "mysql+mysqldb": "pip install 'projector-dedup[mysqlclient]'",
+    "mariadb+mysqldb": "pip install 'projector-dedup[mysqlclient]'",
 }
 
 
@@ -46,6 +50,8 @@ def parse(text: str) -> URL:
         raise Failed(f"the database URL cannot be read; write it like {_EXAMPLE}") from None
     if "@" in (url.host or ""):
         raise Failed("the database URL has more than one @; write the one in the password as %40")
+    if url.get_backend_name() in ("mysql", "mariadb") and not url.database:
+        raise Failed(f"the database URL names no database; write it like {_EXAMPLE}")
     url = url.set(drivername=_DRIVERS.get(url.drivername, url.drivername))
     if url.drivername == "postgresql+psycopg" and "ssl" in url.query:  # asyncpg's word for it
         url = url.difference_update_query(["ssl"]).update_query_dict({"sslmode": url.query["ssl"]})
@@ -66,7 +72,7 @@ def open_engine(url: URL, *, create: bool = False) -> Engine:
     if sqlite:
         _refuse_no_file(url, create)
     try:
-        engine = create_engine(url, connect_args=_bounded(url))
+        engine = create_engine(url, connect_args=_connect_args(url))
     except NoSuchModuleError:
         raise Failed(f"{url.drivername} is not a database this command knows; write the URL like {_EXAMPLE}") from None
     except ImportError as error:
@@ -97,7 +103,9 @@ def _refuse_no_file(url: URL, create: bool) -> None:
         raise Failed(f"there is no file {name}; three slashes begin a relative path, four an absolute one")
 
 
-def _bounded(url: URL) -> dict[str, Any]:
-    if "connect_timeout" in url.query or url.get_driver_name() not in ("psycopg", "pymysql"):
-        return {}
-    return {"connect_timeout": _CONNECT_TIMEOUT}
+def _connect_args(url: URL) -> dict[str, Any]:
+    driver = url.get_driver_name()
+    arguments: dict[str, Any] = {"prepare_threshold": None} if driver == "psycopg" else {}  # fits a PgBouncer too
+    if driver in ("psycopg", "psycopg2", "pymysql", "mysqldb") and "connect_timeout" not in url.query:
+        arguments["connect_timeout"] = _CONNECT_TIMEOUT
+    return arguments

@@ -33,6 +33,8 @@ def reason(error: BaseException) -> str:
     """The first line of what went wrong; a driver's own words, without SQLAlchemy's SQL and links around them."""
     if isinstance(error, DBAPIError) and error.orig is not None:
         error = error.orig
+        if len(error.args) == 2 and isinstance(error.args[0], int):  # MariaDB's drivers: its number, then its words
+            return str(error.args[1])
     lines = str(error).strip().splitlines()
     return lines[0].strip() if lines else type(error).__name__
 

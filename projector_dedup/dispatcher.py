@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 from sqlalchemy.orm import Session, sessionmaker
 
+from .asyncio_names import AsyncSession, async_sessionmaker
 from .errors import DeliveryFailed, HandlerDefinitionError, UnhandledMessage
 from .handler import Handler, aapply, apply, check_kind, options_for
 from .message import IdExtractor, Message, attribute_or_key, envelope, known_id, printable

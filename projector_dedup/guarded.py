@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache, wraps
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
-from sqlalchemy import event
+from sqlalchemy import Table, event
 from sqlalchemy.engine import Connection
 from sqlalchemy.orm import Session, SessionTransaction
 from sqlalchemy.pool import PoolProxiedConnection
+from sqlalchemy.sql.elements import ReleaseSavepointClause, RollbackToSavepointClause, SavepointClause
 
 from .dialects import Dialect
+from .errors import UnsafeSessionError
+from .marks import Savepoints
 from .transaction_text import sql_text
 
 
@@ -20,18 +23,27 @@ class Watcher(Protocol):
 
     dialect: Dialect
     watching: bool
-    must_ask: bool
     commit_was_sent: bool
     commit_was_answered: bool
+    savepoints: Savepoints
 
-    def before_statement(self, sql: str | None) -> None:
-        """A statement is about to run; ``sql`` is its text if the user wrote it as text."""
+    def before_statement(self, sql: str | None, written: Table | None, *, mends: bool) -> None:
+        """A statement is about to run; ``sql`` is its text if it is text, ``written`` the table it changes if not.
+
+        It ``mends`` if it may succeed where others do not, as ROLLBACK TO SAVEPOINT may.
+        """
 
     def after_statement(self) -> None:
         """It ran."""
 
     def statement_failed(self, error: BaseException) -> None:
         """It did not."""
+
+    def savepoint_ended(self, name: str, *, rolled_back: bool) -> None:
+        """A savepoint was released or rolled back."""
+
+    def lend_driver(self) -> None:
+        """What comes next may go past the guarded connection."""
 
     def before_commit(self, how: str) -> None:
         """The transaction, not a savepoint, is about to be committed."""
@@ -50,6 +62,15 @@ class GuardedSession(Session):
     """The private Session class of a unit of work; the user's own sessions are never listened to."""
 
     guard: Watcher | None = None
+
+    def connection(self, bind_arguments: Any = None, execution_options: Any = None) -> Connection:
+        """The connection of the claim. SQLAlchemy drops options that come after it, with no more than a warning."""
+        if self.guard is not None and "schema_translate_map" in (execution_options or {}):
+            raise UnsafeSessionError(
+                "session.connection(execution_options={'schema_translate_map': ...}) comes too late in a handler: "
+                "the transaction has begun. Give the dispatcher an engine that has the map, or give it to the statement"
+            )
+        return super().connection(bind_arguments=bind_arguments, execution_options=execution_options)
 
 
 T = TypeVar("T")
@@ -93,6 +114,9 @@ def _after_begin(session: GuardedSession, _transaction: SessionTransaction, conn
         session.guard.connected(connection)
 
 
+_STREAMING = ("stream_results", "yield_per")
+
+
 class GuardedConnection(Connection):
     """The one connection of a unit of work while a handler has it.
 
@@ -101,12 +125,13 @@ class GuardedConnection(Connection):
     """
 
     guard: Watcher
+    _rolling_back = False
 
     @property
     def connection(self) -> PoolProxiedConnection:
-        """The driver's connection. SQLAlchemy's own statements do not take this way to it; a handler may."""
-        if self.guard.watching:
-            self.guard.must_ask = True
+        """The driver's connection. SQLAlchemy takes this way to it for COMMIT and ROLLBACK only; a handler may."""
+        if not self._rolling_back:
+            self.guard.lend_driver()
         return super().connection
 
     def commit(self) -> None:
@@ -123,32 +148,48 @@ class GuardedConnection(Connection):
 
     def _rollback_impl(self) -> None:
         self.guard.before_rollback()
-        super()._rollback_impl()
+        self._rolling_back = True
+        try:
+            super()._rollback_impl()
+        finally:
+            self._rolling_back = False
 
     def execute(self, statement: Any, *args: Any, **kwargs: Any) -> Any:
         """Every statement of the ORM and of Core comes through here."""
-        return self._watched(sql_text(statement), super().execute, statement, *args, **kwargs)
+        return self._watched(super().execute, statement, *args, **kwargs)
 
     def scalar(self, statement: Any, *args: Any, **kwargs: Any) -> Any:
         """The one way of Core that does not call ``execute``."""
-        return self._watched(sql_text(statement), super().scalar, statement, *args, **kwargs)
+        return self._watched(super().scalar, statement, *args, **kwargs)
 
     def exec_driver_sql(self, statement: str, *args: Any, **kwargs: Any) -> Any:
         """SQL text that SQLAlchemy does not look into."""
-        return self._watched(statement, super().exec_driver_sql, statement, *args, **kwargs)
+        return self._watched(super().exec_driver_sql, statement, *args, **kwargs)
 
-    def _watched(self, sql: str | None, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _watched(self, run: Callable[..., Any], statement: Any, *args: Any, **kwargs: Any) -> Any:
         guard = self.guard
-        guard.before_statement(sql)
+        written = getattr(statement, "table", None) if getattr(statement, "is_dml", False) else None
+        rolls_back = isinstance(statement, RollbackToSavepointClause)
+        guard.before_statement(sql_text(statement, self.dialect), written, mends=rolls_back)
+        if self._streams(statement, kwargs.get("execution_options")):
+            guard.lend_driver()  # what is fetched later may fail, and end the transaction, with nobody to tell
         try:
-            result = run(*args, **kwargs)
+            result = run(statement, *args, **kwargs)
         except BaseException as error:
             guard.statement_failed(error)
             raise
         guard.after_statement()
-        if guard.watching and getattr(getattr(result, "context", None), "_is_server_side", False):
-            guard.must_ask = True  # what is fetched later, and may fail then, does not come through here
+        if isinstance(statement, SavepointClause):
+            guard.savepoints.began(statement.ident)
+        elif isinstance(statement, (RollbackToSavepointClause, ReleaseSavepointClause)):
+            guard.savepoint_ended(statement.ident, rolled_back=rolls_back)
         return result
+
+    def _streams(self, statement: Any, options: Mapping[str, Any] | None) -> bool:
+        given: Mapping[str, Any] = getattr(statement, "get_execution_options", dict)()
+        return any(
+            each.get(name) for each in (given, options or {}, self.get_execution_options()) for name in _STREAMING
+        )
 
 
 def guard_connection(connection: Connection, guard: Watcher) -> None:

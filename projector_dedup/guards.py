@@ -10,26 +10,17 @@ costs, README lists what no measure sees).
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import NoReturn, Protocol, cast
+from typing import NoReturn, cast
 
+from sqlalchemy import Table
 from sqlalchemy.engine import Connection
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import DBAPIError, PendingRollbackError
 from sqlalchemy.orm import Session
 
 from .dialects import Dialect, Failure, Status
-from .errors import TransactionViolatedError
+from .errors import TransactionViolatedError, UnsafeSessionError
 from .guarded import GuardedSession, guard_connection
-from .transaction_text import transaction_command
-
-
-class Marker(Protocol):
-    """What the database can say of the marker of a unit of work. Each question is a round trip."""
-
-    def is_ours(self) -> bool:
-        """Whether the transaction that is open now is the one that inserted it."""
-
-    def is_committed(self) -> bool | None:
-        """Whether it is there, now that its transaction has ended; None if there never was one."""
+from .marks import Marker, Savepoints
 
 
 class Guard:
@@ -47,6 +38,7 @@ class Guard:
         self.commit_was_sent = False
         self.commit_was_answered = False
         self.must_disconnect = False  # what the driver is in the midst of, nobody knows
+        self.savepoints = Savepoints(marker)
         self._marker = marker
         self._begun = False
         self._session_transaction = session.get_transaction()
@@ -94,21 +86,47 @@ class Guard:
 
     # What the guarded session and connection report --------------------------------------------------------------
 
-    def before_statement(self, sql: str | None) -> None:
+    def before_statement(self, sql: str | None, written: Table | None, *, mends: bool = False) -> None:
         """Before any statement: nothing more runs after a violation, or in a transaction that is not ours."""
         if self.violation is not None:
             raise self.violation
         if self.connection.get_transaction() is not self._transaction:
             self._rolled_back()
-        if sql is not None and (command := transaction_command(sql)):
-            raise self.violate(f"the handler ran {command} as SQL text")
+        if not mends:
+            self._refuse_doomed()
+        if sql is not None:
+            if command := self.dialect.grammar.transaction_command(sql):
+                raise self.violate(f"the handler ran {command}, which begins or ends a transaction")
+            if self.dialect.grammar.hides_errors(sql):
+                raise UnsafeSessionError(
+                    "several statements in one SQL text: the drivers of this database tell nobody when the second "
+                    "fails, or rolls everything back; execute them one by one"
+                )
+            if self.dialect.grammar.hides_commands(sql):
+                self.lend_driver()
         if self._begun and self.dialect.status(self.driver) is Status.NONE:
             raise self.ended_below()
+        if written is not None:
+            self.dialect.refuse_table(self.connection, written)
 
     def after_statement(self) -> None:
-        """A statement that succeeds, ROLLBACK TO SAVEPOINT say, proves that the transaction is not aborted."""
-        self._begun = True
-        self.doomed_by = None
+        """On most databases a statement that succeeds, ROLLBACK TO SAVEPOINT say, proves the transaction alive."""
+        self._begun = self._begun or self.dialect.status(self.driver) is Status.OPEN
+        if not self.dialect.doom_lasts:
+            self.doomed_by = None
+
+    def savepoint_ended(self, name: str, *, rolled_back: bool) -> None:
+        """It was there to be rolled back: whatever error came after it, the transaction is alive."""
+        if rolled_back:
+            self.doomed_by = None
+        self.savepoints.ended(name)
+
+    def lend_driver(self) -> None:
+        """Whatever happens on the driver's connection now, the server will know."""
+        if self.watching:
+            self._refuse_doomed()
+            self.must_ask = True
+            self.savepoints.mark()
 
     def statement_failed(self, error: BaseException) -> None:
         """The first error counts: those that follow only say that the transaction is aborted.
@@ -170,7 +188,7 @@ class Guard:
         try:
             ours = self._marker.is_ours()
         except DBAPIError as error:
-            if self.dialect.classify(error) is Failure.TRANSIENT:
+            if self.connection.invalidated or self.dialect.classify(error) is Failure.TRANSIENT:
                 raise
             raise self._swallowed() from error
         if not ours:
@@ -185,7 +203,7 @@ class Guard:
 
     def leave_nothing_open(self) -> None:
         """Before the connection goes back to the pool: end the transaction where SQLAlchemy would not."""
-        if self.connection.closed:
+        if self.connection.closed or self.connection.invalidated:
             return
         status = self.dialect.status(self.driver)
         if self.must_disconnect or status is Status.BUSY:
@@ -201,10 +219,17 @@ class Guard:
         if self.connection.get_transaction() is not self._transaction:
             return False
         status = self.dialect.status(self.driver)
-        if status is Status.OPEN and self.must_ask:
-            with suppress(DBAPIError):  # aborted: what is open now will not commit
-                return not self._marker.is_ours()
+        if status in (Status.OPEN, Status.ABORTED) and self.must_ask:
+            try:
+                return not self._marker.is_ours() and self._marker.is_committed() is not False
+            except DBAPIError:  # aborted: what is open now will not commit, but what was before it may have
+                with suppress(DBAPIError, PendingRollbackError):  # the latter: lost meanwhile
+                    return self._marker.is_committed() is True
         return status is Status.NONE
+
+    def _refuse_doomed(self) -> None:
+        if self.doomed_by is not None and self.dialect.doom_lasts:
+            raise self._swallowed() from self.doomed_by
 
     def _rolled_back(self) -> NoReturn:
         if self.doomed_by is not None:
@@ -215,6 +240,8 @@ class Guard:
         )
 
     def _swallowed(self) -> TransactionViolatedError:
+        if self.violation is None and self._may_be_committed_below():
+            return self.ended_below()
         return self.violate(
             "the handler swallowed a database error that aborted the transaction; put what may fail inside "
             "`with session.begin_nested()`"

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 from sqlalchemy.orm import Session, sessionmaker
 
+from .asyncio_names import AsyncSession, async_sessionmaker
 from .errors import HandlerDefinitionError
 from .message import Message, Route, printable
 from .outcome import Outcome

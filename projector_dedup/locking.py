@@ -40,7 +40,7 @@ class LockingSession(GuardedSession):
     @property
     def locks(self) -> bool:
         """Whether the database locks rows at all; where writers are serialised, nothing needs it."""
-        return self.guard is not None and self.guard.dialect.detecting_isolation is not None
+        return self.guard is not None and self.guard.dialect.locks_rows
 
 
 @kept_on_class

@@ -7,15 +7,16 @@ from datetime import UTC, datetime
 from functools import cache
 from typing import Any
 
-from sqlalchemy import Table, bindparam, literal_column, select
+from sqlalchemy import Insert, Table, literal_column, select
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import DBAPIError, UnboundExecutionError
 from sqlalchemy.orm import Session, scoped_session
 from sqlalchemy.sql import Executable
 
-from .dialects import Dialect, Failure, Status, dialect_of
+from .dialects import Dialect, Failure, Status, dialect_of, same_key
 from .errors import InProgress, MissingTableError, RefusedError, UnsafeSessionError
 from .message import valid_handler, valid_message_id
+from .probe import try_within
 from .tables import DedupTables, default_tables
 
 
@@ -30,7 +31,8 @@ def claim(session: Session, message_id: object, handler: str, *, tables: DedupTa
     Nothing watches what else happens in the transaction; that, and retries, are what ``UnitOfWork`` adds.
 
     Raises ``RefusedError`` before anything is written: an id that is none, AUTOCOMMIT, an open savepoint (rolling
-    back to it would take the marker without the caller's noticing), no bind or another bind for the marker table.
+    back to it would take the marker without the caller's noticing), no bind or another bind for the marker table,
+    a ``schema_translate_map`` that says nothing of it.
     """
     key = marker_key(valid_message_id(message_id), valid_handler(handler))
     given: object = session
@@ -52,12 +54,15 @@ def claim(session: Session, message_id: object, handler: str, *, tables: DedupTa
         raise UnsafeSessionError(
             "the marker table is bound to another engine than the session, so they could not commit together"
         )
-    connection = session.connection(bind_arguments={"clause": tables.marker})
+    connection = session.connection(bind_arguments={"bind": bind})  # a get_bind() of the user's may not repeat itself
     if isinstance(bind, Engine) and connection.in_nested_transaction():
         raise UnsafeSessionError("claim() inside a savepoint of the connection: claim first, then begin_nested()")
+    refuse_shared_markers(connection, tables)
     dialect = dialect_of(connection)
     dialect.refuse_unsafe(connection)
-    dialect.begin(connection, None)
+    if dialect.untried:
+        try_within(connection, dialect, tables)
+    dialect.begin(connection, tables.marker, None)
     return insert_marker(connection, dialect, tables, key)
 
 
@@ -68,20 +73,18 @@ def insert_marker(
     key: Mapping[str, Any],
     wait: float | None = None,
 ) -> bool:
-    """One statement checks and writes: a row means new, no row means duplicate, and nothing else means either."""
+    """One statement checks and writes. What is neither new nor a duplicate raises."""
+    dialect.refuse_marker(connection, tables.marker)
     statement = _claim_statement(dialect, tables.marker, wait is not None)
     bounds = {} if wait is None else {"wait_ms": str(max(1, int(wait * 1000)))}
     try:
-        new = connection.execute(statement, {**key, **bounds}).first() is not None
+        new = dialect.claim(connection, statement, tables.marker, {**key, **bounds})
     except DBAPIError as error:
         raise_in_progress(error, dialect, wait)
         if dialect.classify(error) is Failure.NO_TABLE:
-            raise MissingTableError(
-                f"the table {tables.marker.fullname} is missing, or is not the one this version expects; "
-                f"{tables.remedy}; `idempotency check` says what is wrong"
-            ) from error
+            raise MissingTableError(tables.missing(connection)) from error
         raise
-    if dialect.status(connection.connection.driver_connection) is not Status.OPEN:
+    if new and dialect.status(connection.connection.driver_connection) is not Status.OPEN:
         raise UnsafeSessionError("the driver committed the claim at once; turn its AUTOCOMMIT off")
     return new
 
@@ -94,14 +97,29 @@ def raise_in_progress(error: DBAPIError, dialect: Dialect, wait: float | None) -
         ) from error
 
 
+def refuse_shared_markers(connection: Connection, tables: DedupTables) -> None:
+    """Refuse schemas that are kept apart, in one table of markers, unless the map says that this is meant.
+
+    A tenant's message 1 would be taken for a duplicate of another tenant's message 1, and be lost.
+    """
+    schema, translated = tables.marker.schema, translate_map(connection)
+    if translated and schema not in translated:
+        raise UnsafeSessionError(
+            f"the engine's schema_translate_map moves other tables than {tables.marker.fullname}, so several schemas "
+            "would share its message ids, and what has an id in common would be lost as a duplicate. Give the markers "
+            "the schema of the read model, make_tables(metadata, schema=...); or, if no two schemas have an id in "
+            f"common, say that they stay: {{{schema!r}: {schema!r}, ...}}"
+        )
+
+
+def translate_map(connection: Connection) -> Any:
+    """The ``schema_translate_map`` by which the connection finds the marker now."""
+    return connection.get_execution_options().get("schema_translate_map")
+
+
 def marker_exists(connection: Connection, tables: DedupTables, key: Mapping[str, Any]) -> bool:
-    """Whether the marker can be seen; the statement passes by any guard of the connection."""
+    """Whether the marker can be seen. This statement and the next pass by any guard of the connection."""
     return Connection.execute(connection, _lookup_statement(tables.marker), key).first() is not None
-
-
-def owns_marker(connection: Connection, dialect: Dialect, tables: DedupTables, key: Mapping[str, Any]) -> bool:
-    """Whether the transaction that is open now is the one that inserted the marker. A round trip."""
-    return connection.execute(_ownership_statement(dialect, tables.marker), key).first() is not None
 
 
 def marker_key(message_id: str, handler: str, occurred_at: datetime | None = None) -> dict[str, Any]:
@@ -114,9 +132,9 @@ def marker_key(message_id: str, handler: str, occurred_at: datetime | None = Non
 
 
 def bind_of_marker(session: Session, tables: DedupTables) -> object:
-    """The engine or connection that the session would use for the marker table."""
+    """The engine or connection on which the session would insert into the marker table."""
     try:
-        return session.get_bind(clause=tables.marker)
+        return session.get_bind(clause=_insert(tables.marker))
     except UnboundExecutionError:
         raise UnsafeSessionError(
             f"the session has no engine for the table {tables.marker.fullname}: give the sessionmaker bind=, or name "
@@ -133,14 +151,10 @@ def _claim_statement(dialect: Dialect, marker: Table, bounded: bool) -> Executab
 
 
 @cache
-def _ownership_statement(dialect: Dialect, marker: Table) -> Executable:
-    return dialect.ownership_statement(marker)
+def _insert(marker: Table) -> Insert:
+    return marker.insert()
 
 
 @cache
 def _lookup_statement(marker: Table) -> Executable:
-    return (
-        select(literal_column("1"))
-        .select_from(marker)
-        .where(marker.c.message_id == bindparam("message_id"), marker.c.handler == bindparam("handler"))
-    )
+    return select(literal_column("1")).select_from(marker).where(same_key(marker))

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from types import MappingProxyType
 from typing import Any
 
 
@@ -16,6 +15,26 @@ class Outcome(Enum):
     DUPLICATE = "duplicate"  #: the handler had applied this message before; it was not entered
     SKIPPED = "skipped"  #: no handler wanted the message, and ``unhandled="ignore"`` says that is well
     FAILED = "failed"  #: only inside ``DeliveryFailed.delivery``
+
+
+class _ReadOnly(Mapping[str, Outcome]):
+    def __init__(self, outcomes: Mapping[str, Outcome]) -> None:
+        self._outcomes = dict(outcomes)
+
+    def __getitem__(self, handler: str) -> Outcome:
+        return self._outcomes[handler]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._outcomes)
+
+    def __len__(self) -> int:
+        return len(self._outcomes)
+
+    def __repr__(self) -> str:
+        return repr(self._outcomes)
+
+    def __deepcopy__(self, _memo: object) -> dict[str, Outcome]:  # which dataclasses.asdict() asks for
+        return dict(self._outcomes)
 
 
 @dataclass(frozen=True)
@@ -31,12 +50,12 @@ class Delivery:
     durable: bool = True
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "outcomes", MappingProxyType(dict(self.outcomes)))
+        object.__setattr__(self, "outcomes", _ReadOnly(self.outcomes))
 
     def __hash__(self) -> int:
         return hash((self.message_id, frozenset(self.outcomes.items()), self.durable))
 
-    def __reduce__(self) -> tuple[Any, ...]:  # a read-only mapping can be neither pickled nor copied
+    def __reduce__(self) -> tuple[Any, ...]:  # with plain data: a copy, or another process, makes it read-only again
         return Delivery, (self.message_id, dict(self.outcomes), self.durable)
 
     @property

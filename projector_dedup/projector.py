@@ -7,9 +7,9 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar, overload
 
-from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 from sqlalchemy.orm import Session, sessionmaker
 
+from .asyncio_names import AsyncSession, async_sessionmaker
 from .errors import HandlerDefinitionError, UnhandledMessage
 from .handler import Handler, On, Settings, aapply, apply, check_kind, options_for
 from .message import Message, Route, attribute_or_key, envelope, known_id, valid_handler

@@ -19,6 +19,7 @@ from .errors import (
     RefusedError,
     RetriesExhaustedError,
 )
+from .message import printable
 
 
 @dataclass(frozen=True)
@@ -81,9 +82,11 @@ class Attempts:
             if failure in (Failure.PERMANENT, Failure.NO_TABLE):
                 raise self.unknown or error
             if failure is Failure.UNIQUE:
-                # A rival's row is there next time; a bug meets the same violation again, to the letter.
-                self._violations[str(cause)] += 1
-                if self._violations[str(cause)] > self._policy.unique_violations:
+                # A rival's row is there next time; a bug meets the same violation again, to the letter, though what
+                # it tried to write may be another each time: so the driver's words, without SQL and parameters.
+                violation = _words(cause)
+                self._violations[violation] += 1
+                if self._violations[violation] > self._policy.unique_violations:
                     raise error
         ceiling = min(self._policy.cap, self._policy.base * 2 ** min(self.number, 30))
         delay = random.uniform(0, ceiling)  # noqa: S311  # no secret
@@ -92,12 +95,22 @@ class Attempts:
                 raise self.unknown
             if _failure(cause, dialect) is Failure.UNIQUE:
                 raise error
+            words = printable(_words(cause))[:300]
+            if dialect is None:
+                what = "no connection could be had"
+                then = "look whether the server runs, and whether host, port, user, password and database are right"
+            else:
+                what, then = "still failing", "let the message be redelivered"
             raise RetriesExhaustedError(
-                f"still failing after {self.number} attempts ({type(cause).__name__}, see the cause); nothing was "
-                "applied, let the message be redelivered"
+                f"{what} after {self.number} attempts ({type(cause).__name__}: {words}); nothing was applied; {then}"
             ) from cause
         self.number += 1
         return delay
+
+
+def _words(cause: Exception) -> str:
+    """The driver's own, without SQL and parameters."""
+    return str(getattr(cause, "orig", None) or cause)
 
 
 def _failure(cause: Exception, dialect: Dialect | None) -> Failure:
@@ -109,6 +122,4 @@ def _failure(cause: Exception, dialect: Dialect | None) -> Failure:
         # asyncpg's errors of connecting are not wrapped; they have an SQLSTATE if the server sent them.
         unreachable = isinstance(cause, (DBAPIError, OSError)) or hasattr(cause, "sqlstate")
         return Failure.TRANSIENT if unreachable else Failure.PERMANENT
-    # A result that is streamed raises the driver's own errors, unwrapped.
-    from_database = isinstance(cause, DBAPIError) or hasattr(cause, "sqlstate")
-    return dialect.classify(cause) if from_database else Failure.PERMANENT
+    return dialect.classify(cause)  # a result that is streamed raises the driver's own errors, unwrapped

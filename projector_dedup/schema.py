@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import dataclass
 
 from sqlalchemy import Table, inspect
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import DBAPIError
 
-from .dialects import dialect_of
-from .errors import MissingTableError
+from .dialects import Failure, dialect_of
+from .errors import MissingTableError, RefusedError
 from .markers import insert_marker, marker_key
-from .tables import DedupTables, default_tables
+from .probe import LOOK_ALIKES, try_out
+from .tables import DedupTables, default_tables, full_name
 
 
 @dataclass(frozen=True)
@@ -27,9 +29,7 @@ def check(engine: Engine, tables: DedupTables = default_tables) -> list[Finding]
     """Everything that is wrong with the tables in this database; an empty list means that all is well."""
     with engine.connect() as connection:
         findings = [
-            finding
-            for table in (tables.marker, tables.state)
-            for finding in _check_table(connection, table, tables.remedy)
+            finding for table in (tables.marker, tables.state) for finding in _check_table(connection, table, tables)
         ]
         if not any(finding.fatal for finding in findings):
             findings += _check_comparison(connection, tables)
@@ -38,25 +38,27 @@ def check(engine: Engine, tables: DedupTables = default_tables) -> list[Finding]
 
 
 def _check_comparison(connection: Connection, tables: DedupTables) -> list[Finding]:
-    """Claim ids that look alike, and take them back: a collation that merges two would lose messages."""
-    dialect = dialect_of(connection)
-    ids = ["a", "A", "a ", "e", "\N{LATIN SMALL LETTER E WITH ACUTE}", "1", "01"]
+    """Claim ids that look alike, and take them back: a table that merges two would lose messages."""
+    dialect, remedy = dialect_of(connection), tables.mending(connection)
+    handler = f"idempotency check {secrets.token_hex(8)}"  # two checks at once do not wait for each other
+    merges = Finding(
+        f"{full_name(tables.marker, connection)} takes different message ids for one",
+        "its columns must compare byte for byte, or messages are lost; " + remedy,
+    )
     try:
-        merged = [i for i in ids if not insert_marker(connection, dialect, tables, marker_key(i, "idempotency check"))]
-    except (DBAPIError, MissingTableError) as error:
-        return [
-            Finding(f"no marker could be inserted to try the table: {type(error).__name__}", tables.remedy, fatal=False)
-        ]
+        if dialect.untried:
+            connection.rollback()
+            try_out(connection.engine, dialect, tables)
+        new = [insert_marker(connection, dialect, tables, marker_key(each, handler)) for each in LOOK_ALIKES]
+    except RefusedError as error:
+        return [Finding(str(error), remedy)]
+    except DBAPIError as error:
+        if dialect.classify(error) is Failure.UNIQUE:
+            return [merges]
+        return [Finding(f"no marker could be inserted to try the table: {type(error).__name__}", remedy, fatal=False)]
     finally:
         connection.rollback()
-    if not merged:
-        return []
-    return [
-        Finding(
-            f"{tables.marker.fullname} takes different message ids for one (such as {merged[0]!r})",
-            "its columns must compare byte for byte, or messages are lost; " + tables.remedy,
-        )
-    ]
+    return [] if all(new) else [merges]
 
 
 def verify(engine: Engine, tables: DedupTables = default_tables) -> None:
@@ -66,37 +68,42 @@ def verify(engine: Engine, tables: DedupTables = default_tables) -> None:
             raise MissingTableError(f"{finding.problem}; {finding.remedy}")
 
 
-def _check_table(connection: Connection, table: Table, remedy: str) -> list[Finding]:
-    inspector = inspect(connection)
-    if not inspector.has_table(table.name, schema=table.schema):
-        return [Finding(f"the table {table.fullname} is missing", remedy)]
-    findings = []
-    present = {column["name"] for column in inspector.get_columns(table.name, schema=table.schema)}
+def _check_table(connection: Connection, table: Table, tables: DedupTables) -> list[Finding]:
+    inspector, schema, name = inspect(connection), connection.schema_for_object(table), full_name(table, connection)
+    if not inspector.has_table(table.name, schema=schema):
+        return [Finding(f"the table {name} is missing", tables.remedy(connection))]
+    findings, remedy = [], tables.mending(connection)
+    present = {column["name"]: column["type"] for column in inspector.get_columns(table.name, schema=schema)}
     for column in table.columns:
         if column.name not in present:
-            findings.append(Finding(f"{table.fullname} has no column {column.name}", remedy))
+            findings.append(Finding(f"{name} has no column {column.name}", remedy))
+            continue
+        wanted, length = (getattr(kind, "length", None) for kind in (column.type, present[column.name]))
+        if wanted is not None and length is not None and length < wanted:
+            findings.append(
+                Finding(
+                    f"{name}.{column.name} takes {length} characters or bytes, not {wanted}",
+                    "longer ones would fail, or be cut and taken for one another; " + remedy,
+                )
+            )
     expected = [column.name for column in table.primary_key]
-    actual = inspector.get_pk_constraint(table.name, schema=table.schema)["constrained_columns"]
+    actual = inspector.get_pk_constraint(table.name, schema=schema)["constrained_columns"]
     unique = [
-        set(index["column_names"])
-        for index in inspector.get_indexes(table.name, schema=table.schema)
-        if index["unique"]
+        set(index["column_names"]) for index in inspector.get_indexes(table.name, schema=schema) if index["unique"]
     ]
     if set(actual) != set(expected) and set(expected) not in unique:
         findings.append(
             Finding(
-                f"{table.fullname} has no unique index over ({', '.join(expected)})",
+                f"{name} has no unique index over ({', '.join(expected)})",
                 "without it a duplicate would be applied; " + remedy,
             )
         )
     for index in table.indexes:
         first = next(iter(index.columns)).name
-        if not any(
-            found["column_names"][:1] == [first] for found in inspector.get_indexes(table.name, schema=table.schema)
-        ):
+        if not any(found["column_names"][:1] == [first] for found in inspector.get_indexes(table.name, schema=schema)):
             findings.append(
                 Finding(
-                    f"{table.fullname} has no index on {first}",
+                    f"{name} has no index on {first}",
                     "create it, or cleanup reads the whole table",
                     fatal=False,
                 )

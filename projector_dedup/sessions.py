@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
+from sqlalchemy import inspect
 from sqlalchemy.engine import Connection, Engine
-from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session, async_sessionmaker
+from sqlalchemy.exc import DBAPIError, UnboundExecutionError
 from sqlalchemy.orm import Session, scoped_session, sessionmaker
 
-from .dialects import Dialect, dialect_of
+from .asyncio_names import AsyncSession, async_scoped_session, async_sessionmaker
+from .dialects import LEVELS, Dialect, dialect_of
 from .errors import UnsafeSessionError
 from .guarded import guarded_session
 from .locking import locking_session
+from .probe import try_out, try_within
 from .tables import DedupTables, default_tables
 
 logger = logging.getLogger("projector_dedup")
 
-_LOSES_UPDATES = ("READ UNCOMMITTED", "READ COMMITTED")
 _admitted: WeakSet[Engine] = WeakSet()
+_default_levels: WeakKeyDictionary[Engine, str] = WeakKeyDictionary()
 
 
 @dataclass
@@ -29,7 +33,7 @@ class UnitOptions:
 
     ``claim_timeout`` (seconds) bounds the wait for another delivery of the same message; None waits as long as the
     database does. ``isolation`` overrides the level that invariant I6 asks for; entities in ``read_models`` are read
-    under lock instead, at READ COMMITTED. ``strict`` spends one round trip more to ask the database, before COMMIT,
+    under lock instead. ``strict`` spends one or two round trips more to ask the database, before COMMIT,
     whether the marker is in *this* transaction: that finds what a handler did on the driver's own connection.
     ``external`` permits a transaction that somebody else commits.
     """
@@ -109,15 +113,26 @@ def open_connection(session: Session, bind: Engine | Connection, options: UnitOp
         )
     if not isinstance(bind, (Engine, Connection)):
         raise UnsafeSessionError(f"the session is bound to {type(bind).__name__}; an AsyncEngine needs AsyncDispatcher")
+    for model in options.read_models:
+        _refuse_elsewhere(session, bind, model)
     dialect = dialect_of(bind)
     if isinstance(bind, Engine):
         _admit(bind, dialect)
+        if marked and dialect.untried:
+            try_out(bind, dialect, options.tables)
         level = _isolation_level(bind, dialect, options, marked=marked)
-        connection = session.connection(
-            bind_arguments={"bind": bind}, execution_options={"isolation_level": level} if level else None
-        )
+        try:
+            with dialect.opening(marked=marked):
+                connection = session.connection(
+                    bind_arguments={"bind": bind}, execution_options={"isolation_level": level} if level else None
+                )
+        except bind.dialect.loaded_dbapi.Error as error:  # SQLAlchemy does not wrap what setting the level meets
+            raise DBAPIError(None, None, error) from error
     elif options.external:
-        dialect.begin(bind, None)  # before the session's savepoint, which must not be the outermost
+        if marked and dialect.untried:
+            try_within(bind, dialect, options.tables)
+        # Before the session's savepoint, which must not be the outermost.
+        dialect.begin(bind, options.tables.marker if marked else None, None)
         connection = session.connection(bind_arguments={"bind": bind})
     else:
         raise UnsafeSessionError(
@@ -128,31 +143,51 @@ def open_connection(session: Session, bind: Engine | Connection, options: UnitOp
     return connection
 
 
+def _refuse_elsewhere(session: Session, bind: Engine | Connection, model: type[Any]) -> None:
+    try:
+        its_bind = session.get_bind(mapper=inspect(model))
+    except UnboundExecutionError:
+        its_bind = None
+    if its_bind is not bind:
+        raise UnsafeSessionError(
+            f"the session reads {model.__name__} on another engine than that of the transaction, with which its "
+            "changes could not commit; give the dispatcher a sessionmaker with one engine, the one that writes"
+        )
+
+
 def _admit(engine: Engine, dialect: Dialect) -> None:
     """Once per engine: refuse what could not keep the promise, and learn what the server's defaults are."""
     if engine not in _admitted:
         dialect.prepare(engine)
         with engine.connect() as connection:
             dialect.refuse_unsafe(connection)
+            if dialect.locks_rows and not dialect.begins_with_level:
+                with suppress(NotImplementedError):
+                    # SQLAlchemy asked before the user's own listener of "connect" may have set another.
+                    _default_levels[engine] = connection.get_isolation_level()
         _admitted.add(engine)
 
 
 def _isolation_level(engine: Engine, dialect: Dialect, options: UnitOptions, *, marked: bool) -> str | None:
     """The level to ask for; None keeps the engine's own (docs/adr/0003-lost-updates.md)."""
-    if dialect.detecting_isolation is None:
+    detecting = dialect.detecting_isolation(engine)
+    if detecting is None:
         return options.isolation
+    loses_updates, refuses_them = LEVELS[: LEVELS.index(detecting)], LEVELS[LEVELS.index(detecting) :]
     chosen = (
         options.isolation
         or engine.get_execution_options().get("isolation_level")
         or getattr(engine.dialect, "_on_connect_isolation_level", None)  # create_engine() leaves no public trace of it
     )
     if chosen is None:
-        if engine.dialect.default_isolation_level not in _LOSES_UPDATES:
-            return None
+        default = _default_levels.get(engine, engine.dialect.default_isolation_level)
+        if default in refuses_them:
+            # It was asked on one connection; behind a pooler the next may have another (docs/adr/0011).
+            return default if dialect.begins_with_level else None
         if options.read_models:
-            return "READ COMMITTED"
-        return dialect.detecting_isolation if marked else None
-    if marked and chosen in _LOSES_UPDATES and not options.read_models and not options.warned:
+            return dialect.locking_isolation
+        return detecting if marked else None
+    if marked and chosen in loses_updates and not options.read_models and not options.warned:
         options.warned = True
         logger.warning(
             "isolation level %s was chosen: two messages that change one row can lose an update, unless the handler "

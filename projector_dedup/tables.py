@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import datetime
 
-from sqlalchemy import Column, DateTime, Index, MetaData, PrimaryKeyConstraint, String, Table, Text, func
+from sqlalchemy import Column, Index, MetaData, PrimaryKeyConstraint, Table, Text
+from sqlalchemy.engine import Connection
 from sqlalchemy.orm import Mapped, registry
 
+from .dialects.columns import TABLE_OPTIONS, exact_text, moment, utc_now
 from .message import MAX_HANDLER_BYTES, MAX_MESSAGE_ID_BYTES
 
 DEFAULT_NAME = "processed_message"
@@ -20,13 +22,28 @@ class DedupTables:
     marker: Table
     state: Table
 
-    @property
-    def remedy(self) -> str:
-        """What creates them, for the text of errors."""
+    def remedy(self, connection: Connection) -> str:
+        """What creates them where ``connection`` looks for them, for the text of errors."""
         given = "" if self.marker.name == DEFAULT_NAME else f", name={self.marker.name!r}"
         given += "" if self.marker.schema is None else f", schema={self.marker.schema!r}"
-        migration = "" if given else ", or with the Alembic migration (`alembic upgrade head`)"
-        return f"create it with make_tables(metadata{given}) and metadata.create_all(engine){migration}"
+        elsewhere = "" if given else ", or with the Alembic migration (`alembic upgrade head`)"
+        if connection.schema_for_object(self.marker) != self.marker.schema:
+            elsewhere = ", on the engine that has this schema_translate_map"
+        return f"create it with make_tables(metadata{given}) and metadata.create_all(engine){elsewhere}"
+
+    def mending(self, connection: Connection) -> str:
+        """What makes them right where they are there and wrong."""
+        return (
+            f"alter {full_name(self.marker, connection)} to what make_tables() makes, by a migration: create_all() "
+            "leaves a table that is there as it is"
+        )
+
+    def missing(self, connection: Connection) -> str:
+        """That they are not there, and what to do, for the text of errors."""
+        return (
+            f"the table {full_name(self.marker, connection)} is missing, or is not the one this version expects; "
+            f"{self.remedy(connection)}; `idempotency check` says what is wrong"
+        )
 
 
 def make_tables(metadata: MetaData, name: str = DEFAULT_NAME, schema: str | None = None) -> DedupTables:
@@ -37,28 +54,31 @@ def make_tables(metadata: MetaData, name: str = DEFAULT_NAME, schema: str | None
     marker = Table(
         name,
         metadata,
-        # Text that compares byte for byte, whatever the database's collation: two ids are never taken for one.
-        Column("message_id", _exact_text(MAX_MESSAGE_ID_BYTES), nullable=False),
-        Column("handler", _exact_text(MAX_HANDLER_BYTES), nullable=False),
-        Column("processed_at", DateTime(timezone=True), nullable=False, server_default=func.current_timestamp()),
-        Column("occurred_at", DateTime(timezone=True), nullable=True),
+        Column("message_id", exact_text(MAX_MESSAGE_ID_BYTES), nullable=False),
+        Column("handler", exact_text(MAX_HANDLER_BYTES), nullable=False),
+        Column("processed_at", moment(), nullable=False, server_default=utc_now()),
+        Column("occurred_at", moment(), nullable=True),
         PrimaryKeyConstraint("message_id", "handler", name=f"pk_{name}"),
         Index(f"ix_{name}_processed_at", "processed_at"),  # retention finds the oldest markers by it
         schema=schema,
+        **TABLE_OPTIONS,
     )
     state = Table(
         f"{name}_state",
         metadata,
-        Column("key", _exact_text(MAX_HANDLER_BYTES), nullable=False),
+        Column("key", exact_text(MAX_HANDLER_BYTES), nullable=False),
         Column("value", Text(), nullable=False),
         PrimaryKeyConstraint("key", name=f"pk_{name}_state"),
         schema=schema,
+        **TABLE_OPTIONS,
     )
     return DedupTables(marker, state)
 
 
-def _exact_text(length: int) -> String:
-    return String(length).with_variant(Text(collation="C"), "postgresql")
+def full_name(table: Table, connection: Connection) -> str:
+    """The table as ``connection`` addresses it: its engine may have a ``schema_translate_map``."""
+    schema = connection.schema_for_object(table)
+    return table.name if schema is None else f"{schema}.{table.name}"
 
 
 default_metadata = MetaData()

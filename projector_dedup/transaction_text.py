@@ -4,43 +4,69 @@ from __future__ import annotations
 
 import re
 
+from sqlalchemy.engine import Dialect as EngineDialect
 from sqlalchemy.orm import FromStatement
-from sqlalchemy.schema import DDL
+from sqlalchemy.schema import DDL, ExecutableDDLElement
 from sqlalchemy.sql.elements import TextClause
 from sqlalchemy.sql.selectable import TextualSelect
 
-_OPAQUE = re.compile(
-    r"""  (?<![a-z0-9_])e'(?:[^'\\]|\\.|'')*'  # PostgreSQL string with backslash escapes
-        | '(?:[^']|'')*' | "(?:[^"]|"")*"      # strings and quoted names
-        | \$(\w*)\$.*?\$\1\$                   # PostgreSQL dollar quotes
-        | --[^\n]* | /\*.*?\*/                 # comments
-    """,
-    re.VERBOSE | re.DOTALL | re.IGNORECASE,
+OPAQUE = (r"'(?:[^']|'')*'", r'"(?:[^"]|"")*"', r"--[^\n]*", r"/\*.*?\*/")
+COMMANDS = (
+    r"COMMIT|END|ABORT|BEGIN|(?:START|PREPARE)\s+TRANSACTION",
+    r"ROLLBACK(?!(?:\s+(?:WORK|TRANSACTION))?\s+TO\b)",  # savepoints may come and go
 )
-_COMMAND = re.compile(
-    r"\W*(COMMIT|END|ABORT|BEGIN|START\s+TRANSACTION|PREPARE\s+TRANSACTION|ROLLBACK(?!(\s+(WORK|TRANSACTION))?\s+TO\b))\b",
-    re.IGNORECASE,
-)
+
 _BODY_BEGINS = re.compile(r"\s*CREATE\b.*\b(TRIGGER|FUNCTION|PROCEDURE)\b.*\bBEGIN\b", re.IGNORECASE | re.DOTALL)
 _BODY_ENDS = re.compile(r"\s*END\b", re.IGNORECASE)
 
 
-def transaction_command(sql: str) -> str | None:
-    """The first command in ``sql`` that would begin or end a transaction; savepoints may come and go."""
-    bare = _OPAQUE.sub(" ", sql)
-    in_body = False  # of a routine, where it is not quoted: its BEGIN and END are no commands
-    for statement in bare.split(";"):
-        if in_body:
-            in_body = not _BODY_ENDS.match(statement)
-        elif _BODY_BEGINS.match(statement):
-            in_body = True
-        elif found := _COMMAND.match(statement):
-            return found[1].upper()
-    return None
+class Grammar:
+    """How a database writes what is no command, and which commands end or begin a transaction.
+
+    ``opaque`` are patterns of strings, quoted names and comments, which are passed over; ``commands``, of the words
+    that a statement begins with; ``hidden``, of commands that run others out of sight, a stored procedure's say.
+    """
+
+    def __init__(
+        self,
+        opaque: tuple[str, ...] = OPAQUE,
+        commands: tuple[str, ...] = COMMANDS,
+        hidden: str = "(?!)",
+        *,
+        one_at_a_time: bool = False,
+    ) -> None:
+        flags = re.DOTALL | re.IGNORECASE
+        self._opaque = re.compile("|".join(opaque), flags)
+        self._command = re.compile(rf"\W*({'|'.join(commands)})\b", flags)
+        self._hidden = re.compile(rf"\W*(?:{hidden})\b", flags)
+        self._one_at_a_time = one_at_a_time
+
+    def transaction_command(self, sql: str) -> str | None:
+        """The first command in ``sql`` that would begin or end a transaction."""
+        in_body = False  # of a routine, where it is not quoted: its BEGIN and END are no commands
+        for statement in self._statements(sql):
+            if in_body:
+                in_body = not _BODY_ENDS.match(statement)
+            elif found := self._command.match(statement):
+                return " ".join(found[1].upper().split())
+            elif _BODY_BEGINS.match(statement):
+                in_body = True
+        return None
+
+    def hides_errors(self, sql: str) -> bool:
+        """Whether an error of its second statement, or of a later one, would be told to nobody."""
+        return self._one_at_a_time and sum(bool(re.search(r"\w", each)) for each in self._statements(sql)) > 1
+
+    def hides_commands(self, sql: str) -> bool:
+        """Whether it may end the transaction without saying so."""
+        return any(self._hidden.match(statement) for statement in self._statements(sql))
+
+    def _statements(self, sql: str) -> list[str]:
+        return self._opaque.sub(" ", sql).split(";")
 
 
-def sql_text(statement: object) -> str | None:
-    """The text that the user wrote; None for what SQLAlchemy compiles, which never ends a transaction."""
+def sql_text(statement: object, dialect: EngineDialect) -> str | None:
+    """The text that the user wrote, or DDL; None for what else SQLAlchemy compiles, which never ends a transaction."""
     if isinstance(statement, FromStatement):
         statement = statement.element
     if isinstance(statement, TextualSelect):
@@ -49,4 +75,6 @@ def sql_text(statement: object) -> str | None:
         return statement.text
     if isinstance(statement, DDL):
         return statement.statement
+    if isinstance(statement, ExecutableDDLElement):
+        return str(statement.compile(dialect=dialect))
     return statement if isinstance(statement, str) else None

@@ -12,9 +12,9 @@ from datetime import datetime
 from types import TracebackType
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
-from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 from sqlalchemy.orm import Session, sessionmaker
 
+from .asyncio_names import AsyncSession, async_sessionmaker
 from .sessions import UnitOptions, check_session_factory, new_async_session, new_session
 from .tables import DedupTables, default_tables
 from .work import Work

@@ -11,10 +11,18 @@ from sqlalchemy.engine import Connection
 from sqlalchemy.exc import DBAPIError, UnboundExecutionError
 from sqlalchemy.orm import Session
 
-from .dialects import Dialect, dialect_of
+from .dialects import Dialect, Status, dialect_of
 from .errors import CommitOutcomeUnknown, UnsafeSessionError
 from .guards import Guard
-from .markers import bind_of_marker, insert_marker, marker_exists, marker_key, owns_marker, raise_in_progress
+from .markers import (
+    bind_of_marker,
+    insert_marker,
+    marker_exists,
+    marker_key,
+    raise_in_progress,
+    refuse_shared_markers,
+    translate_map,
+)
 from .message import valid_handler, valid_message_id
 from .sessions import UnitOptions, open_connection
 
@@ -31,19 +39,24 @@ class Work:
         self.committed = False
         self._options = options
         self._key: dict[str, Any] | None = None
-        self._new = True
+        self._schemas: Any = None
+        self._new = False  # until a claim, or begin(), says so
+        self._marked = False
         self._guard: Guard | None = None
 
     def claim(self, message_id: object, handler: str, occurred_at: datetime | None = None) -> bool:
         """Claim first: the row of the marker is the lock on which a concurrent delivery waits."""
         self._key = marker_key(valid_message_id(message_id), valid_handler(handler), occurred_at)
         guard = self._begin(bind_of_marker(self.session, self._options.tables))
-        new = insert_marker(
-            guard.connection, guard.dialect, self._options.tables, self._key, self._options.claim_timeout
-        )
-        self._new = new
-        guard.watching = True
-        return new
+        try:
+            self._new = insert_marker(
+                guard.connection, guard.dialect, self._options.tables, self._key, self._options.claim_timeout
+            )
+            if self._new and self._options.strict:
+                guard.savepoints.mark()
+        finally:
+            self._watch(guard)  # also where the claim failed: what is written then must not commit without a marker
+        return self._new
 
     def begin(self) -> None:
         """A transaction without a marker, for a handler that is not idempotent (invariant I9)."""
@@ -51,7 +64,11 @@ class Work:
             bind = self.session.get_bind()
         except UnboundExecutionError:
             raise UnsafeSessionError("the session has no engine to begin with: give the sessionmaker bind=") from None
-        self._begin(bind).watching = True
+        guard = self._begin(bind)
+        self._new = True
+        if self._options.strict:
+            guard.savepoints.mark()
+        self._watch(guard)
 
     def commit(self) -> None:
         """Flush, look whether this is still the transaction that was begun, commit once."""
@@ -59,7 +76,7 @@ class Work:
         if self.committed:
             raise UnsafeSessionError("this unit of work has committed; the next message needs one of its own")
         if not self._new:
-            raise UnsafeSessionError("the message is a duplicate, so there is nothing to commit")
+            raise UnsafeSessionError("the message is a duplicate, or its claim failed: there is nothing to commit")
         guard.verify()
         self.session.flush()
         guard.verify()
@@ -102,7 +119,7 @@ class Work:
         guard, violation = self._guard, None
         try:
             if guard is not None:
-                violation = guard.made_durable()
+                violation = None if self.committed else guard.made_durable()
                 guard.release()
                 if not self.committed and self.durable:
                     guard.leave_nothing_open()
@@ -118,18 +135,38 @@ class Work:
                 raise violation from error
             logger.error("%s", violation)
 
+    def mark_transaction(self) -> None:
+        """For the guard: from here on, ``is_ours`` can tell this transaction from any that follows it."""
+        guard = self._begun()
+        guard.dialect.mark_transaction(guard.connection)
+        self._marked = True
+
     def is_ours(self) -> bool:
         """For the guard: whether the open transaction is the claim's, and not aborted."""
-        guard = self._begun()
+        connection, marked, self._marked = self._where_claimed(), self._marked, False
+        if marked:
+            return self._begun().dialect.is_marked(connection, self._options.tables.marker, self._key)
         if self._key is None:
-            return guard.connection.execute(select(literal_column("1"))).first() is not None
-        return owns_marker(guard.connection, guard.dialect, self._options.tables, self._key)
+            return Connection.execute(connection, select(literal_column("1"))).first() is not None
+        return marker_exists(connection, self._options.tables, self._key)
 
     def is_committed(self) -> bool | None:
         """For the guard: what the handler's own commit or rollback left behind."""
         if self._key is None:
             return None
-        return marker_exists(self._begun().connection, self._options.tables, self._key)
+        guard, connection = self._begun(), self._where_claimed()
+        if guard.dialect.status(guard.driver) in (Status.OPEN, Status.ABORTED):
+            guard.dialect.abandon(connection)  # what is open now will not be committed by us
+        return marker_exists(connection, self._options.tables, self._key)
+
+    def _where_claimed(self) -> Connection:
+        """The connection, which looks for the marker where it was claimed, whatever map a handler gave it since."""
+        return self._begun().connection.execution_options(schema_translate_map=self._schemas)
+
+    def _watch(self, guard: Guard) -> None:
+        guard.watching = True
+        if guard.dialect.untried and self._new:
+            guard.lend_driver()  # its driver cannot be asked what happens there; the server will be
 
     def _begun(self) -> Guard:
         if self._guard is None:
@@ -139,10 +176,14 @@ class Work:
     def _begin(self, bind: Any) -> Guard:
         dialect, options = dialect_of(bind), self._options
         connection = open_connection(self.session, bind, options, marked=self._key is not None)
+        if self._key is not None:
+            refuse_shared_markers(connection, options.tables)
+            self._schemas = translate_map(connection)
         self.dialect = dialect
         self.durable = not isinstance(bind, Connection)
         try:
-            dialect.begin(connection, options.claim_timeout)
+            marker = options.tables.marker if self._key is not None else None
+            dialect.begin(connection, marker, options.claim_timeout)
         except DBAPIError as error:
             raise_in_progress(error, dialect, options.claim_timeout)
             raise

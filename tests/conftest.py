@@ -1,22 +1,21 @@
-"""Fixtures that give every test a database, and the report of what was not tested.
+"""Fixtures that give every test a database; `reached.py` reports what was not tested.
 
-`postgresql`, `sqlite`   an empty `Database` of that engine
+`postgresql`, `mariadb`, `sqlite`   an empty `Database` of that engine
 `database`               the test runs once for each engine
 `sync_url`, `async_url`  the test runs once for each driver of that kind
 `engine`                 the same, as a SQLAlchemy Engine that is disposed of in the end
-
-`PROJECTOR_DEDUP_TEST_REQUIRE=postgresql,sqlite` makes it a failure when a driver of these engines is not tested.
+`pgbouncer`              starts a PgBouncer before a database
 """
 
+import contextlib
 import gc
-import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import Any
 
 import pytest
-from sqlalchemy import URL, Connection, Engine, create_engine, event
+from sqlalchemy import URL, Engine, create_engine
 
 from databases import (
     DRIVERS,
@@ -25,31 +24,19 @@ from databases import (
     Driver,
     EngineUnavailableError,
     empty,
+    mariadb_database,
+    mariadb_server,
     postgresql_database,
     postgresql_server,
     sqlite_database,
 )
-
-REQUIRED = set(os.environ.get("PROJECTOR_DEDUP_TEST_REQUIRE", "").replace(",", " ").split())
-if unknown := REQUIRED - set(ENGINES):
-    raise pytest.UsageError(f"PROJECTOR_DEDUP_TEST_REQUIRE names {unknown}; known are {ENGINES}.")
-
-_ran: dict[Driver, str] = {}  # driver -> version of the server it reached
-_unavailable: dict[str, str] = {}  # engine or driver -> why it could not be had
+from pgbouncer import PgBouncer
+from reached import reached
 
 
-@event.listens_for(Engine, "engine_connect")
-def _remember(connection: Connection) -> None:
-    """Believe only connections that were made: a fixture that was asked for proves nothing."""
-    dialect = connection.dialect
-    driver = f"{dialect.name}+{dialect.driver.removesuffix('_async')}"
-    for known in DRIVERS:
-        if known.drivername == driver and known.is_async == dialect.is_async:
-            _ran[known] = ".".join(map(str, dialect.server_version_info or ()))
-
-
-def _not_run() -> list[Driver]:
-    return [driver for driver in DRIVERS if driver not in _ran]
+def pytest_configure(config: pytest.Config) -> None:
+    """Let it see the reports."""
+    config.pluginmanager.register(reached)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -61,31 +48,6 @@ def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> None:
     """
     if call.excinfo is not None:
         gc.collect()
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    """An engine that is required and was not reached turns success into failure."""
-    missing = any(driver.engine in REQUIRED for driver in _not_run())
-    if missing and session.exitstatus == pytest.ExitCode.OK and not session.config.option.collectonly:
-        session.exitstatus = pytest.ExitCode.TESTS_FAILED
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say what these results do not cover."""
-    ran = ", ".join(f"{driver} {version}" for driver, version in sorted(_ran.items(), key=str))
-    terminalreporter.write_sep("-", "databases")
-    terminalreporter.write_line(f"engines and drivers run: {ran or 'none'}")
-    for driver in _not_run():
-        why = _unavailable.get(driver.engine) or _unavailable.get(str(driver)) or "no test asked for it"
-        required = "REQUIRED, but " if driver.engine in REQUIRED else ""
-        terminalreporter.write_line(f"{required}NOT run: {driver} ({why})", yellow=True)
-
-
-def _give_up(engine: str, what: str, why: str) -> NoReturn:
-    _unavailable[what] = why
-    if engine in REQUIRED:
-        pytest.fail(f"{what} is required here, but: {why}", pytrace=False)
-    pytest.skip(f"{what}: {why}")
 
 
 @pytest.fixture(scope="session")
@@ -105,10 +67,22 @@ def _postgresql_for_the_session() -> Iterator[Database | str]:
 @pytest.fixture
 def postgresql(_postgresql_for_the_session: Database | str) -> Iterator[Database]:
     """An empty PostgreSQL database; whatever the test leaves in it is swept away."""
-    if isinstance(_postgresql_for_the_session, str):
-        _give_up("postgresql", "postgresql", _postgresql_for_the_session)
-    yield _postgresql_for_the_session
-    empty(_postgresql_for_the_session)
+    yield from _lent("postgresql", _postgresql_for_the_session)
+
+
+@pytest.fixture(scope="session")
+def _mariadb_for_the_session() -> Iterator[Database | str]:
+    try:
+        with mariadb_server() as server, mariadb_database(server) as database:
+            yield database
+    except EngineUnavailableError as reason:
+        yield str(reason)
+
+
+@pytest.fixture
+def mariadb(_mariadb_for_the_session: Database | str) -> Iterator[Database]:
+    """An empty MariaDB database, where a table that says nothing of it is latin1_swedish_ci."""
+    yield from _lent("mariadb", _mariadb_for_the_session)
 
 
 @pytest.fixture
@@ -143,6 +117,29 @@ def engine(sync_url: URL) -> Iterator[Engine]:
     engine.dispose()
 
 
+@pytest.fixture
+def pgbouncer() -> Iterator[Callable[..., PgBouncer]]:
+    """Start a PgBouncer: the arguments are those of the class, the first the URL of the server behind it."""
+    with contextlib.ExitStack() as stack:
+
+        def start(server: URL, **settings: Any) -> PgBouncer:
+            try:
+                bouncer = stack.enter_context(PgBouncer(server, **settings))
+            except EngineUnavailableError as reason:
+                reached.give_up("pgbouncer", "pgbouncer", str(reason))
+            reached.saw("pgbouncer", bouncer.version)
+            return bouncer
+
+        yield start
+
+
+def _lent(engine: str, found: Database | str) -> Iterator[Database]:
+    if isinstance(found, str):
+        reached.give_up(engine, engine, found)
+    yield found
+    empty(found)
+
+
 def _database(request: pytest.FixtureRequest, name: str) -> Database:
     found: Database = request.getfixturevalue(name)
     return found
@@ -150,5 +147,5 @@ def _database(request: pytest.FixtureRequest, name: str) -> Database:
 
 def _url(request: pytest.FixtureRequest, driver: Driver) -> URL:
     if not driver.installed:
-        _give_up(driver.engine, str(driver), f"{driver.module} is not installed")
+        reached.give_up(driver.engine, str(driver), f"{driver.module} is not installed")
     return _database(request, driver.engine).url(driver.drivername)

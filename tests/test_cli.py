@@ -151,7 +151,11 @@ def test_another_schema(postgresql: Database) -> None:
 def test_cleanup_deletes_what_is_older_than_the_retention(engine: Engine, url: str) -> None:
     """Markers older than `--retention-hours` go, in several batches, and the younger ones stay."""
     marker = projector_dedup.ProcessedMessage.__table__  # type: ignore[attr-defined]  # mapped imperatively
-    now = {"sqlite": "datetime('now', '-%d hours')", "postgresql": "now() - interval '%d hours'"}[engine.dialect.name]
+    now = {
+        "sqlite": "datetime('now', '-%d hours')",
+        "postgresql": "now() - interval '%d hours'",
+        "mariadb": "utc_timestamp(6) - interval %d hour",
+    }[engine.dialect.name]
     with engine.begin() as connection:
         for number in range(10):
             age = 2 * DAY if number < 7 else 0
@@ -178,6 +182,9 @@ def test_cleanup_deletes_what_is_older_than_the_retention(engine: Engine, url: s
         (f"nosuchdb://app:{SECRET}@127.0.0.1/orders", ["nosuchdb is not a database"]),
         (f"oracle+nosuchdriver://app:{SECRET}@127.0.0.1/orders", ["oracle+nosuchdriver is not a database"]),
         (f"mssql+pymssql://app:{SECRET}@127.0.0.1/orders", ["driver of mssql+pymssql is not installed"]),
+        (f"mariadb://app:{SECRET}@127.0.0.1:1/orders", ["no connection", "app:***@127.0.0.1:1/orders: Can't connect"]),
+        (f"mysql+asyncmy://app:{SECRET}@127.0.0.1:1/orders", ["no connection", "mysql+pymysql"]),
+        (f"mariadb://app:{SECRET}@127.0.0.1", ["names no database", "mariadb+pymysql://"]),
         ("sqlite:///no/such/file.db", ["there is no file no/such/file.db"]),
         ("sqlite://", ["in memory", "sqlite:///file.db"]),
     ],
@@ -190,6 +197,9 @@ def test_cleanup_deletes_what_is_older_than_the_retention(engine: Engine, url: s
         "database",
         "dialect",
         "driver",
+        "no-mariadb",
+        "no-mariadb-async",
+        "no-database",
         "no-file",
         "memory",
     ],
@@ -204,16 +214,30 @@ def test_a_database_that_cannot_be_had(url: str, words: list[str], debug: bool) 
     assert_failed_in_one_line(done, *words)
 
 
-def test_a_driver_that_is_not_installed_is_told_with_its_pip_line() -> None:
-    """Without psycopg the answer is the line that installs it."""
-    hide = "import sys; sys.modules['psycopg'] = None; from projector_dedup.cli.main import main; main()"
+@pytest.mark.parametrize(
+    ("module", "url", "extra"),
+    [
+        ("psycopg", "postgresql://127.0.0.1/orders", "postgresql"),
+        ("psycopg2", "postgresql+psycopg2://127.0.0.1/orders", "psycopg2"),
+        ("pymysql", "mariadb+asyncmy://127.0.0.1/orders", "pymysql"),
+        ("MySQLdb", "mysql+mysqldb://127.0.0.1/orders", "mysqlclient"),
+    ],
+)
+def test_a_driver_that_is_not_installed_is_told_with_its_pip_line(module: str, url: str, extra: str) -> None:
+    """The answer is the line that installs it."""
+    hide = f"import sys; sys.modules[{module!r}] = None; from projector_dedup.cli.main import main; main()"
     done = subprocess.run(
-        [sys.executable, "-c", hide, "check", "--database-url", "postgresql://127.0.0.1/orders"],
-        capture_output=True,
-        text=True,
-        check=False,
+        [sys.executable, "-c", hide, "check", "--database-url", url], capture_output=True, text=True, check=False
     )
-    assert_failed_in_one_line(done, "pip install 'projector-dedup[postgresql]'")
+    assert_failed_in_one_line(done, f"pip install 'projector-dedup[{extra}]'")
+
+
+def test_a_wrong_password_is_told_in_the_servers_words(mariadb: Database) -> None:
+    """Without the driver's number, brackets and quotes around them."""
+    url = mariadb.url().set(username="nobody", password=SECRET).render_as_string(hide_password=False)
+    done = idempotency("check", "--database-url", url)
+    assert SECRET not in done.stderr
+    assert_failed_in_one_line(done, ": Access denied for user 'nobody'@", "(using password: YES); does the server run")
 
 
 def test_a_file_that_is_no_database(tmp_path: Path) -> None:
@@ -239,6 +263,7 @@ def test_a_password_in_the_wrong_place_is_not_echoed() -> None:
         ("postgresql+psycopg_async://h/d", "postgresql+psycopg"),
         ("sqlite+aiosqlite:///d.db", "sqlite+pysqlite"),
         ("mysql+asyncmy://h/d", "mysql+pymysql"),
+        ("postgresql+psycopg2://h/d", "postgresql+psycopg2"),
         ("postgresql+pg8000://h/d", "postgresql+pg8000"),
     ],
 )

@@ -1,10 +1,12 @@
 """Invariant I5: an outcome of COMMIT that nobody knows is asked for, never guessed."""
 
 import contextlib
+import inspect
 import logging
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from sqlalchemy import event, text
@@ -14,23 +16,26 @@ from sqlalchemy.orm import Session
 from cut_proxy import Cut, CutProxy
 from databases import DRIVERS, Driver
 from projector_dedup import CommitOutcomeUnknown, Outcome, RetryPolicy
+from projector_dedup.dialects import Status, dialect_of
 from rig import NOTHING, ONCE, Durable, Outside, Rig, add, outsides_fixture, rig_on_fixture  # noqa: F401  # fixtures
 
 POSTGRESQL = [driver for driver in DRIVERS if driver.engine == "postgresql"]
 SQLITE = [driver for driver in DRIVERS if driver.engine == "sqlite"]
+SERVERS = [driver for driver in DRIVERS if driver.engine != "sqlite"]
 on_postgresql = pytest.mark.parametrize("driver", POSTGRESQL, ids=str)
 on_sqlite = pytest.mark.parametrize("driver", SQLITE, ids=str)
+on_servers = pytest.mark.parametrize("driver", SERVERS, ids=str)
 every_driver = pytest.mark.parametrize("driver", DRIVERS, ids=str)
 RigOn = Callable[..., Rig]
 
 
 @pytest.fixture
-def proxy(outsides: dict[str, Outside | str]) -> Iterator[CutProxy]:
-    """A line to the PostgreSQL server that can be cut at COMMIT."""
-    outside = outsides["postgresql"]
+def proxy(driver: Driver, outsides: dict[str, Outside | str]) -> Iterator[CutProxy]:
+    """A line to the driver's server that can be cut at COMMIT."""
+    outside = outsides[driver.engine]
     if isinstance(outside, str):
         pytest.skip(outside)
-    with CutProxy(outside.database.dsn) as proxy:
+    with CutProxy(outside.database.url()) as proxy:
         yield proxy
 
 
@@ -55,7 +60,7 @@ class Counting:
 # The line is cut at COMMIT -----------------------------------------------------------------------------------------
 
 
-@on_postgresql
+@on_servers
 @pytest.mark.parametrize(
     ("cut", "entered", "outcome"), [("before", 2, Outcome.APPLIED), ("after", 1, Outcome.DUPLICATE)]
 )
@@ -81,7 +86,7 @@ def test_a_cut_commit_is_asked_for_by_claiming_again(
     rig.assert_nothing_is_left()
 
 
-@on_postgresql
+@on_servers
 @pytest.mark.parametrize("cuts", [["before", "after"], ["before", "before", "after"], ["before", "before"]])
 def test_several_cuts_in_a_row_end_exactly_once(
     driver: Driver, cuts: list[Cut], proxy: CutProxy, rig_on: RigOn
@@ -97,7 +102,7 @@ def test_several_cuts_in_a_row_end_exactly_once(
     rig.assert_nothing_is_left()
 
 
-@on_postgresql
+@on_servers
 @pytest.mark.parametrize(("cut", "durable"), [("before", NOTHING), ("after", ONCE)])
 def test_a_cut_that_no_retry_could_ask_about_is_unknown(
     driver: Driver, cut: Cut, durable: Durable, proxy: CutProxy, rig_on: RigOn
@@ -113,7 +118,7 @@ def test_a_cut_that_no_retry_could_ask_about_is_unknown(
     assert rig.durable() == ONCE
 
 
-@on_postgresql
+@on_servers
 def test_every_commit_cut_is_unknown(driver: Driver, proxy: CutProxy, rig_on: RigOn) -> None:
     """As long as COMMITs are lost there is no answer, and a handler that ran three times counts not at all, or once."""
     rig, handler = through(proxy, driver, rig_on), Counting()
@@ -126,7 +131,7 @@ def test_every_commit_cut_is_unknown(driver: Driver, proxy: CutProxy, rig_on: Ri
     assert rig.durable() == ONCE
 
 
-@on_postgresql
+@on_servers
 def test_a_server_that_cannot_be_reached_after_the_cut_is_unknown(
     driver: Driver, proxy: CutProxy, rig_on: RigOn
 ) -> None:
@@ -143,7 +148,7 @@ def test_a_server_that_cannot_be_reached_after_the_cut_is_unknown(
     assert rig.durable() == ONCE
 
 
-@on_postgresql
+@on_servers
 @pytest.mark.parametrize(("cut", "amount"), [("before", 0), ("after", 1)])
 def test_without_a_marker_there_is_nobody_to_ask(
     driver: Driver, cut: Cut, amount: int, proxy: CutProxy, rig_on: RigOn
@@ -158,29 +163,44 @@ def test_without_a_marker_there_is_nobody_to_ask(
     assert rig.durable() == Durable(0, amount)
 
 
-# The backend is killed -----------------------------------------------------------------------------------------------
+# The connection is killed by the server ---------------------------------------------------------------------------
 
 
-def kill_others(rig: Rig) -> None:
-    """End every connection that the rig has, and return when they are gone."""
-    rig.outside.execute(
-        "select pg_terminate_backend(pid, 5000) from pg_stat_activity "
-        "where datname = current_database() and pid <> pg_backend_pid()"
-    )
+with_and_without_a_level = pytest.mark.parametrize("isolation", [None, "SERIALIZABLE"], ids=["no level", "a level"])
 
 
-@on_postgresql
-def test_a_connection_that_died_in_the_pool_is_replaced(driver: Driver, rig_on: RigOn) -> None:
-    """The claim finds out, and runs again on a new connection."""
+@on_servers
+@with_and_without_a_level
+def test_a_connection_that_died_in_the_pool_is_replaced(driver: Driver, isolation: str | None, rig_on: RigOn) -> None:
+    """The claim finds out, or what sets the isolation level before it, and runs again on a new connection."""
     rig = rig_on(driver)
-    rig.deliver(add, "m-0")
-    kill_others(rig)
-    assert rig.deliver(add).outcome is Outcome.APPLIED
+    rig.deliver(add, "m-0", isolation=isolation)
+    rig.outside.kill_others()
+    assert rig.deliver(add, isolation=isolation).outcome is Outcome.APPLIED
     assert rig.durable() == Durable(2, 2)
     rig.assert_nothing_is_left()
 
 
-@on_postgresql
+@on_servers
+@with_and_without_a_level
+def test_a_connection_that_was_closed_in_the_pool_is_replaced(
+    driver: Driver, isolation: str | None, rig_on: RigOn
+) -> None:
+    """What its driver says of that has no number, with some, and is no end of the matter with any."""
+    rig = rig_on(driver)
+    pooled: list[Any] = []
+    event.listen(rig.sync_engine, "checkout", lambda _dbapi, record, _proxy: pooled.append(record.driver_connection))
+    rig.deliver(add, "m-0", isolation=isolation)
+    closing = pooled[-1].close()
+    if inspect.isawaitable(closing):
+        rig.run(closing)
+    assert dialect_of(rig.sync_engine).status(pooled[-1]) is Status.BUSY, "known without asking the server"
+    assert rig.deliver(add, isolation=isolation).outcome is Outcome.APPLIED
+    assert rig.durable() == Durable(2, 2)
+    rig.assert_nothing_is_left()
+
+
+@on_servers
 @pytest.mark.parametrize("afterwards", ["the handler goes on", "the handler returns"])
 def test_a_backend_killed_in_the_handler_is_retried(driver: Driver, afterwards: str, rig_on: RigOn) -> None:
     """The whole unit runs again, whether a statement or only the COMMIT finds out; a lost COMMIT is asked for."""
@@ -190,7 +210,7 @@ def test_a_backend_killed_in_the_handler_is_retried(driver: Driver, afterwards: 
     def handler(session: Session) -> None:
         add(session)
         if next(attempts) == 0:
-            kill_others(rig)
+            rig.outside.kill_others()
             if afterwards == "the handler goes on":
                 session.execute(text("select 1"))
 

@@ -7,22 +7,27 @@ import pytest
 from databases import DRIVERS, Driver
 from projector_dedup import configure_sqlite
 from projector_dedup.testing.contract import ISOLATION, ConcurrencyContract, ProjectorContract, Subject
+from reached import reached
 
-POSTGRESQL = [driver for driver in DRIVERS if driver.engine == "postgresql"]
 SQLITE = [driver for driver in DRIVERS if driver.engine == "sqlite"]
 
 PLACES = ("engine", "option", "dispatcher")
 LEVELS = ("READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE")
 LATIN_SQUARE = [
     (driver, f"{level} on {PLACES[(row + column) % 3]}")
-    for row, driver in enumerate(POSTGRESQL)
+    for row, driver in enumerate(d for d in DRIVERS if d.engine != "sqlite" and d.module != "aiomysql")
     for column, level in enumerate(LEVELS)
 ]
-"""Every driver meets every level and every place, and every level every place, once."""
+"""Every driver meets every level and every place, and on every database every level every place.
+
+Not aiomysql, which sends what asyncmy sends: the run has to end some time.
+"""
 
 
 def reach(request: pytest.FixtureRequest, driver: Driver, **arguments: Any) -> Subject:
     """The database of this test, through ``driver``."""
+    if not driver.installed:
+        reached.give_up(driver.engine, str(driver), f"{driver.module} is not installed")
     url = request.getfixturevalue(driver.engine).url(driver.drivername)
     if driver.is_async and driver.module == "psycopg":
         url = url.set(drivername="postgresql+psycopg_async")
@@ -39,7 +44,7 @@ class TestDefault(ProjectorContract):
 
 
 class TestChosenIsolation(ConcurrencyContract):
-    """PostgreSQL at the levels that a user may choose, set at each place where that can be done."""
+    """The levels that a user may choose, set at each place where that can be done."""
 
     @pytest.fixture(params=LATIN_SQUARE, ids=lambda pair: f"{pair[0]}, {pair[1]}")
     def subject(self, request: pytest.FixtureRequest) -> Subject:
@@ -50,6 +55,8 @@ class TestChosenIsolation(ConcurrencyContract):
 
 class TestConfiguredSQLite(ConcurrencyContract):
     """SQLite as the README says to set it up for several workers."""
+
+    note = "write-ahead log"
 
     @pytest.fixture(params=SQLITE, ids=str)
     def subject(self, request: pytest.FixtureRequest) -> Subject:

@@ -1,7 +1,9 @@
 """The proxy tells the truth about round trips, and cuts exactly where it says."""
 
 import asyncio
+import importlib.util
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import psycopg
 import pytest
@@ -11,7 +13,7 @@ from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.pool import NullPool
 
 from cut_proxy import Cut, CutProxy
-from databases import Database
+from databases import DRIVERS, Database
 
 INSERT = text("insert into counted values (:n)")
 
@@ -19,9 +21,17 @@ INSERT = text("insert into counted values (:n)")
 @pytest.fixture
 def proxy(postgresql: Database) -> Iterator[CutProxy]:
     """A proxy before a database with one empty table."""
-    with psycopg.connect(postgresql.dsn) as connection:
-        connection.execute("create table counted (n integer primary key)")
-    with CutProxy(postgresql.dsn) as proxy:
+    with before(postgresql) as proxy:
+        yield proxy
+
+
+@contextmanager
+def before(database: Database) -> Iterator[CutProxy]:
+    """The same, of any engine."""
+    engine = create_engine(database.url(), poolclass=NullPool)
+    with engine.begin() as connection:
+        connection.execute(text("create table counted (n integer primary key)"))
+    with CutProxy(database.url()) as proxy:
         yield proxy
 
 
@@ -35,11 +45,14 @@ def through(proxy: CutProxy, postgresql: Database) -> Iterator[Engine]:
     engine.dispose()
 
 
+LOCK = {"postgresql": "lock table counted", "mariadb": "lock tables counted read"}
+
+
 def rows(database: Database) -> list[int]:
     """What is durable, seen past the proxy, once every transaction that was cut off has ended."""
-    with psycopg.connect(database.dsn) as connection:
-        connection.execute("lock table counted")
-        return [n for (n,) in connection.execute("select n from counted order by n")]
+    with create_engine(database.url(), poolclass=NullPool).begin() as connection:
+        connection.execute(text(LOCK[database.engine]))
+        return list(connection.scalars(text("select n from counted order by n")))
 
 
 def with_psycopg(url: URL) -> None:
@@ -67,31 +80,78 @@ def with_asyncpg(url: URL) -> None:
     asyncio.run(insert())
 
 
-CLIENTS = [with_psycopg, with_psycopg_pipeline, with_asyncpg]
+def missing(module: str) -> pytest.MarkDecorator:
+    """Skip a client whose module is not installed."""
+    return pytest.mark.skipif(not importlib.util.find_spec(module), reason=f"{module} is not installed")
+
+
+def with_mariadb_driver(module: str) -> Callable[[URL], None]:
+    """COMMIT as COM_QUERY, which every driver sends."""
+    driver = next(driver for driver in DRIVERS if driver.engine == "mariadb" and driver.module == module)
+
+    def insert(url: URL) -> None:
+        url = url.set(drivername=driver.drivername)
+        if not driver.is_async:
+            with_psycopg(url)
+            return
+
+        async def insert() -> None:
+            async with create_async_engine(url, poolclass=NullPool).begin() as connection:
+                await connection.execute(INSERT, {"n": 1})
+
+        asyncio.run(insert())
+
+    return insert
+
+
 Client = Callable[[URL], None]
+CLIENTS = [
+    pytest.param("postgresql", client, id=client.__name__)
+    for client in (with_psycopg, with_psycopg_pipeline, with_asyncpg)
+] + [
+    pytest.param("mariadb", with_mariadb_driver(module), id=module, marks=missing(module))
+    for module in ("pymysql", "MySQLdb", "asyncmy", "aiomysql")
+]
+with_each_client = pytest.mark.parametrize(("engine", "client"), CLIENTS)
 
 
-@pytest.mark.parametrize("client", CLIENTS)
-def test_uncut_it_is_only_a_wire(client: Client, proxy: CutProxy, postgresql: Database) -> None:
+@with_each_client
+def test_uncut_it_is_only_a_wire(engine: str, client: Client, request: pytest.FixtureRequest) -> None:
     """Without an order to cut, what is committed through the proxy is committed."""
-    client(proxy.through(postgresql.url()))
-    assert rows(postgresql) == [1]
-    assert proxy.cuts == 0
+    database: Database = request.getfixturevalue(engine)
+    with before(database) as proxy:
+        client(proxy.through(database.url()))
+        assert rows(database) == [1]
+        assert proxy.cuts == 0
 
 
-@pytest.mark.parametrize("client", CLIENTS)
+@with_each_client
 @pytest.mark.parametrize(("cut", "durable"), [("before", []), ("after", [1])])
 def test_commit_is_cut_before_or_after_it_happens(
-    client: Client, cut: Cut, durable: list[int], proxy: CutProxy, postgresql: Database
+    engine: str, client: Client, cut: Cut, durable: list[int], request: pytest.FixtureRequest
 ) -> None:
     """The client sees the same lost connection, whether the server has committed or not."""
-    proxy.cut_commit(cut)
-    with pytest.raises((DBAPIError, psycopg.OperationalError)) as lost:
-        client(proxy.through(postgresql.url()))
-    assert proxy.cuts == 1
-    if isinstance(lost.value, DBAPIError):
-        assert lost.value.connection_invalidated
-    assert rows(postgresql) == durable
+    database: Database = request.getfixturevalue(engine)
+    with before(database) as proxy:
+        proxy.cut_commit(cut)
+        with pytest.raises((DBAPIError, psycopg.OperationalError)) as lost:
+            client(proxy.through(database.url()))
+        assert proxy.cuts == 1
+        if isinstance(lost.value, DBAPIError):
+            assert lost.value.connection_invalidated
+        assert rows(database) == durable
+
+
+def test_on_mariadb_every_command_is_a_trip(mariadb: Database) -> None:
+    """There is no BEGIN to send, and statements sent as one are one trip; a login is none."""
+    with before(mariadb) as proxy:
+        engine = create_engine(proxy.through(mariadb.url()))
+        engine.connect().close()
+        proxy.trips.clear()
+        with engine.begin() as connection:
+            connection.execute(INSERT, {"n": 1})
+        assert proxy.trips == [["Query: insert into counted values (1)"], ["Query: COMMIT"], ["Query: ROLLBACK"]]
+        engine.dispose()
 
 
 def test_only_the_ordered_number_of_commits_is_cut(proxy: CutProxy, postgresql: Database) -> None:

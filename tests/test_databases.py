@@ -4,6 +4,7 @@ import asyncio
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import psycopg
@@ -58,18 +59,22 @@ def test_an_engine_that_is_required_and_not_reached_is_a_failure() -> None:
     run = subprocess.run(
         [sys.executable, "-m", "pytest", __file__, "-k", "finds_its_database_empty and sqlite"],
         check=False,
-        env={**os.environ, "PROJECTOR_DEDUP_TEST_REQUIRE": "postgresql,sqlite"},
+        env={**os.environ, "PROJECTOR_DEDUP_TEST_REQUIRE": "postgresql,sqlite,pgbouncer"},
         capture_output=True,
         text=True,
     )
     assert "2 passed" in run.stdout
-    assert "REQUIRED, but NOT run: postgresql+psycopg (no test asked for it)" in run.stdout
+    for part in ("postgresql+psycopg", "pgbouncer"):
+        assert f"REQUIRED, but NOT run: {part} (no test asked for it)" in run.stdout
     assert run.returncode == 1
 
 
-def test_a_private_server_survives_a_crash_on_its_port(tmp_path: Path) -> None:
+def test_a_private_server_survives_a_crash_on_its_port() -> None:
     """What was committed before a crash is there after it, under the same URL; what was not is gone."""
-    with PrivatePostgres(tmp_path / "data") as server:
+    with (
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,  # pytest's own is closed to other users
+        PrivatePostgres(Path(folder) / "data") as server,
+    ):
         url = server.url
         before = psycopg.connect(url)
         before.execute("create table survivor (n integer)")

@@ -122,12 +122,14 @@ def test_the_demo_on_sqlite(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_demo_on_postgresql(postgresql: Database, tmp_path: Path) -> None:
+@pytest.mark.parametrize("server", ["postgresql", "mariadb"])
+def test_the_demo_on_a_server(server: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     """On a database of the user's it uses tables of its own and drops them; other tables stay."""
-    engine = create_engine(postgresql.url())
+    database: Database = request.getfixturevalue(server)
+    engine = create_engine(database.url())
     with engine.begin() as connection:
         connection.exec_driver_sql("CREATE TABLE demo_precious (id integer)")
-    url = postgresql.url().render_as_string(hide_password=False)
+    url = database.url().render_as_string(hide_password=False)
     assert_shown(demo("--flights", "400", "--database-url", url, temporary=tmp_path))
     assert inspect(engine).get_table_names() == ["demo_precious"]
     engine.dispose()

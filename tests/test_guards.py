@@ -20,7 +20,7 @@ from misbehaviour import (
     Verdict,
 )
 from projector_dedup import Outcome, TransactionViolatedError
-from rig import NOTHING, ONCE, Durable, Rig, add, outsides_fixture, rig_on_fixture  # noqa: F401  # fixtures
+from rig import NOTHING, ONCE, Durable, Outside, Rig, add, outsides_fixture, rig_on_fixture  # noqa: F401  # fixtures
 
 
 class BugError(Exception):
@@ -62,10 +62,21 @@ def _cases() -> Iterator[Any]:
         for cases, endings in TABLE:
             for case in cases:
                 if (verdict := case.verdict(driver)) is not None:
-                    for ending in endings:
+                    # aiomysql and asyncmy are of one descent: the first ending tells them apart, if anything does.
+                    for ending in endings[: 1 if driver.module == "aiomysql" else None]:
                         yield pytest.param(driver, case, verdict, ending, id=f"{driver}-{case}-{ending.__name__}")
 
 
+@pytest.fixture(scope="module")
+def _procedures(outsides: dict[str, Outside | str]) -> None:
+    """What MariaDB's handlers call."""
+    if isinstance(mariadb := outsides["mariadb"], Outside):
+        mariadb.execute("create procedure harmless() select 1")
+        mariadb.execute("create procedure commits() commit")
+        mariadb.execute("create procedure commits_and_begins() begin commit; start transaction; end")
+
+
+@pytest.mark.usefixtures("_procedures")
 @pytest.mark.parametrize(("driver", "case", "verdict", "ending"), list(_cases()))
 def test_what_becomes_of_a_misbehaviour(
     driver: Driver,

@@ -10,13 +10,14 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from databases import DRIVERS, Driver
-from misbehaviour import Verdict
+from misbehaviour import Misbehaviour, Verdict
 from projector_dedup import Outcome, TransactionViolatedError
 from rig import NOTHING, ONCE, Rig, add, outsides_fixture, rig_on_fixture  # noqa: F401  # fixtures
 
 H, R, B, P, C, D = Verdict
 SLOW = {
     "postgresql": "select pg_sleep(30)",
+    "mariadb": "select sleep(30)",
     "sqlite": "with recursive c(x) as (select 1 union all select x + 1 from c limit 2000000) select count(*) from c",
 }
 
@@ -24,6 +25,16 @@ SLOW = {
 async def driver_of(session: AsyncSession) -> Any:
     """The driver's own connection, asynchronous as the driver made it."""
     return (await (await session.connection()).get_raw_connection()).driver_connection
+
+
+async def execute_below(session: AsyncSession, sql: str) -> None:
+    """Run SQL text on it."""
+    connection = await driver_of(session)
+    if hasattr(connection, "execute"):
+        await connection.execute(sql)
+        return
+    async with connection.cursor() as cursor:
+        await cursor.execute(sql)
 
 
 async def _connection_commit(session: AsyncSession) -> None:
@@ -74,30 +85,30 @@ async def _stream(session: AsyncSession) -> None:
 
 
 async def _driver_reads(session: AsyncSession) -> None:
-    await (await driver_of(session)).execute("select 1")
+    await execute_below(session, "select 1")
 
 
 async def _driver_commit(session: AsyncSession) -> None:
-    await (await driver_of(session)).execute("COMMIT")
+    await execute_below(session, "COMMIT")
 
 
 async def _driver_rollback(session: AsyncSession) -> None:
-    await (await driver_of(session)).execute("ROLLBACK")
+    await execute_below(session, "ROLLBACK")
 
 
 async def _driver_commit_begin(session: AsyncSession) -> None:
     await _driver_commit(session)
-    await (await driver_of(session)).execute("BEGIN")
+    await execute_below(session, "BEGIN")
 
 
 async def _driver_rollback_begin(session: AsyncSession) -> None:
     await _driver_rollback(session)
-    await (await driver_of(session)).execute("BEGIN")
+    await execute_below(session, "BEGIN")
 
 
 async def _driver_error_swallowed(session: AsyncSession) -> None:
     with contextlib.suppress(Exception):
-        await (await driver_of(session)).execute("insert into total values ('a', 0)")
+        await execute_below(session, "insert into total values ('a', 0)")
 
 
 async def _timeout_swallowed(session: AsyncSession) -> None:
@@ -108,29 +119,29 @@ async def _timeout_swallowed(session: AsyncSession) -> None:
 
 Do = Callable[[AsyncSession], Awaitable[object]]
 
-MISBEHAVIOURS: list[tuple[Do, Verdict, Verdict | None]] = [  # on PostgreSQL, on SQLite
-    (AsyncSession.commit, P, P),
-    (AsyncSession.rollback, C, C),
-    (AsyncSession.close, C, C),
-    (AsyncSession.reset, C, C),
-    (AsyncSession.invalidate, C, C),
-    (_connection_commit, P, P),
-    (_connection_rollback, C, C),
-    (_connection_close, C, C),
-    (_exec_driver_sql, P, P),
-    (_connection_stream, P, P),
-    (_transaction_commit, P, P),
-    (_run_sync_commit, P, P),
-    (_begin, R, R),
-    (_savepoint, H, H),
-    (_stream, H, H),
-    (_driver_reads, H, H),
-    (_driver_commit, D, D),
-    (_driver_rollback, C, C),
-    (_driver_commit_begin, D, None),
-    (_driver_rollback_begin, C, C),
-    (_driver_error_swallowed, C, H),
-    (_timeout_swallowed, C, C),
+MISBEHAVIOURS = [
+    Misbehaviour("commit", AsyncSession.commit, P),
+    Misbehaviour("rollback", AsyncSession.rollback, C),
+    Misbehaviour("close", AsyncSession.close, C),
+    Misbehaviour("reset", AsyncSession.reset, C),
+    Misbehaviour("invalidate", AsyncSession.invalidate, C),
+    Misbehaviour("connection_commit", _connection_commit, P),
+    Misbehaviour("connection_rollback", _connection_rollback, C),
+    Misbehaviour("connection_close", _connection_close, C),
+    Misbehaviour("exec_driver_sql", _exec_driver_sql, P),
+    Misbehaviour("connection_stream", _connection_stream, P),
+    Misbehaviour("transaction_commit", _transaction_commit, P),
+    Misbehaviour("run_sync_commit", _run_sync_commit, P),
+    Misbehaviour("begin", _begin, R),
+    Misbehaviour("savepoint", _savepoint, H),
+    Misbehaviour("stream", _stream, H),
+    Misbehaviour("driver_reads", _driver_reads, H),
+    Misbehaviour("driver_commit", _driver_commit, D),
+    Misbehaviour("driver_rollback", _driver_rollback, C),
+    Misbehaviour("driver_commit_begin", _driver_commit_begin, D),
+    Misbehaviour("driver_rollback_begin", _driver_rollback_begin, C),
+    Misbehaviour("driver_error_swallowed", _driver_error_swallowed, H, postgresql=C),
+    Misbehaviour("timeout_swallowed", _timeout_swallowed, C),
 ]
 
 
@@ -138,11 +149,11 @@ MISBEHAVIOURS: list[tuple[Do, Verdict, Verdict | None]] = [  # on PostgreSQL, on
 @pytest.mark.parametrize(
     ("driver", "do", "verdict"),
     [
-        pytest.param(driver, do, verdict, id=f"{driver}-{do.__name__.strip('_')}")
+        pytest.param(driver, case.do, verdict, id=f"{driver}-{case}")
         for driver in DRIVERS
         if driver.is_async
-        for do, on_postgresql, on_sqlite in MISBEHAVIOURS
-        if (verdict := on_postgresql if driver.engine == "postgresql" else on_sqlite) is not None
+        for case in MISBEHAVIOURS
+        if (verdict := case.verdict(driver)) is not None
     ],
 )
 def test_what_becomes_of_an_asynchronous_misbehaviour(

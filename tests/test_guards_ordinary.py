@@ -1,16 +1,19 @@
 """What the guards must leave alone: ordinary errors, retries and duplicates cost neither a reconnect nor a message."""
 
+import contextlib
 import gc
+import threading
 from collections.abc import Callable
 
 import pytest
-from sqlalchemy import text
+from sqlalchemy import event, insert, literal_column, select, text, update
+from sqlalchemy.dialects import mysql
 from sqlalchemy.exc import DBAPIError, IntegrityError, InvalidRequestError, ResourceClosedError
-from sqlalchemy.orm import Session
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
-from databases import DRIVERS, Driver
-from misbehaviour import bad_flush, fail, swallow
-from projector_dedup import Defer, Outcome, TransactionViolatedError
+from databases import DRIVERS, Driver, mariadb_connection
+from misbehaviour import bad_flush, execute_raw, fail, swallow
+from projector_dedup import Defer, Outcome, TransactionViolatedError, UnsafeSessionError
 from projector_dedup.guarded import GuardedSession
 from rig import NOTHING, ONCE, Durable, Rig, add, outsides_fixture, rig_on_fixture  # noqa: F401  # fixtures
 
@@ -18,6 +21,10 @@ every_driver = pytest.mark.parametrize("driver", DRIVERS, ids=str)
 on_postgresql = pytest.mark.parametrize(
     "driver", [driver for driver in DRIVERS if driver.engine == "postgresql"], ids=str
 )
+detecting_conflicts = pytest.mark.parametrize(
+    "driver", [driver for driver in DRIVERS if driver.engine != "sqlite"], ids=str
+)
+on_mariadb = pytest.mark.parametrize("driver", [driver for driver in DRIVERS if driver.engine == "mariadb"], ids=str)
 RigOn = Callable[[Driver], Rig]
 
 
@@ -80,14 +87,15 @@ def test_a_handlers_own_error_is_what_the_caller_gets(
 
 
 def overtaken(rig: Rig, then: Callable[[Session], None]) -> Callable[[Session], None]:
-    """A handler that the first time changes a row which somebody else has changed since: 40001."""
+    """A handler that the first time changes a row which somebody else has changed since: 40001, or 1020 on MariaDB."""
     rig.outside.execute("insert into total values ('a', 0)")
     attempts = iter(range(100))
 
     def handler(session: Session) -> None:
-        session.execute(text("select 1"))
+        session.execute(text("select count(*) from total"))  # the snapshot
         if next(attempts) == 0:
-            rig.outside.execute("update total set amount = amount")
+            rig.outside.execute("update total set amount = amount + 1")
+            rig.outside.execute("update total set amount = amount - 1")
             then(session)
         add(session)
 
@@ -129,7 +137,7 @@ def is_made_another(session: Session) -> None:
         raise ValueError("could not add") from error
 
 
-@on_postgresql
+@detecting_conflicts
 @pytest.mark.parametrize(
     "then",
     [
@@ -150,6 +158,420 @@ def test_a_serialization_failure_is_retried_whatever_the_handler_makes_of_it(
     assert rig.durable() == ONCE
     assert rig.connects == 1
     rig.assert_nothing_is_left()
+
+
+CONFLICT_AT_500 = """
+    create function pg_temp.conflict(n int) returns int language plpgsql as $$ begin
+        if n = 500 then raise exception 'conflict' using errcode = '40001'; end if;
+        return n;
+    end $$"""
+
+
+@on_postgresql
+def test_a_serialization_failure_of_a_streamed_result_is_retried(driver: Driver, rig_on: RigOn) -> None:
+    """It comes while rows are fetched, past the guard; from asyncpg as the driver's own error, which is not wrapped."""
+    rig = rig_on(driver)
+    failed: list[Exception] = []
+
+    def handler(session: Session) -> None:
+        if not failed:
+            session.execute(text(CONFLICT_AT_500))
+            rows = session.execute(
+                text("select pg_temp.conflict(n) from generate_series(1, 2000) n"), execution_options={"yield_per": 10}
+            )
+            try:
+                rows.all()
+            except Exception as error:
+                failed.append(error)
+                raise
+        add(session)
+
+    assert rig.deliver(handler).outcome is Outcome.APPLIED
+    assert isinstance(failed[0], DBAPIError) is (driver.module != "asyncpg")
+    assert rig.durable() == ONCE
+    assert rig.connects == 1
+    rig.assert_nothing_is_left()
+
+
+@on_postgresql
+def test_a_serialization_failure_of_the_drivers_cursor_is_retried(driver: Driver, rig_on: RigOn) -> None:
+    """The driver's own error is known by its SQLSTATE too."""
+    rig = rig_on(driver)
+    attempts = iter(range(100))
+
+    def handler(session: Session) -> None:
+        if next(attempts) == 0:
+            execute_raw(session, "do $$ begin raise exception 'conflict' using errcode = '40001'; end $$")
+        add(session)
+
+    assert rig.deliver(handler).outcome is Outcome.APPLIED
+    assert next(attempts) == 2
+    assert rig.durable() == ONCE
+    assert rig.connects == 1
+    rig.assert_nothing_is_left()
+
+
+class Rival:
+    """Another transaction on MariaDB, which meets a handler on the rows `b` and `c`."""
+
+    def __init__(self, rig: Rig) -> None:
+        rig.outside.execute("insert into total values ('b', 0), ('c', 0)")
+        self._connection = mariadb_connection(rig.outside.database.url())
+        self._thread: threading.Thread | None = None
+        # The deadlock's victim is who has written less.
+        self.execute("begin", *(f"insert into total values ('rival {number}', 0)" for number in range(20)))
+        self.execute("update total set amount = 5 where account = 'c'")
+
+    def execute(self, *statements: str) -> None:
+        """In one transaction, which stays open."""
+        with self._connection.cursor() as cursor:
+            for sql in statements:
+                cursor.execute(sql)
+
+    def deadlocks(self, session: Session) -> None:
+        """1213: each has a row that the other waits for."""
+        session.execute(text("update total set amount = 7 where account = 'b'"))
+        self._thread = threading.Thread(target=self.execute, args=("update total set amount = 5 where account = 'b'",))
+        self._thread.start()
+        session.execute(text("update total set amount = 7 where account = 'c'"))
+
+    def times_out(self, session: Session) -> None:
+        """1205, at once."""
+        session.execute(text("select amount from total where account = 'c' for update nowait"))
+
+    def goes(self) -> None:
+        """Roll back and hang up."""
+        if self._thread is not None:
+            self._thread.join()
+        self._connection.rollback()
+        self._connection.close()
+
+
+def and_surfaces(collide: Callable[[Session], None], session: Session) -> None:
+    """The error goes where it should."""
+    collide(session)
+
+
+def and_is_swallowed(collide: Callable[[Session], None], session: Session) -> None:
+    """It does not."""
+    swallow(collide, session)
+
+
+def and_more_is_written(collide: Callable[[Session], None], session: Session) -> None:
+    """The server would go on, in another transaction: without the marker."""
+    swallow(collide, session)
+    swallow(session.execute, text("insert into total values ('late', 10)"))
+    swallow(add, session, 10)
+
+
+def and_more_is_written_in_a_savepoint(collide: Callable[[Session], None], session: Session) -> None:
+    """A savepoint that was set after the rollback proves nothing."""
+    swallow(collide, session)
+    swallow(_nested, lambda inner: inner.execute(text("insert into total values ('late', 10)")), session)
+    swallow(_nested, fail, session)
+
+
+def and_more_is_written_below(collide: Callable[[Session], None], session: Session) -> None:
+    """The driver's connection is not lent any more."""
+    swallow(collide, session)
+    swallow(execute_raw, session, "insert into total values ('late', 10)")
+    swallow(execute_raw, session, "commit")
+
+
+def and_is_swallowed_in_a_savepoint(collide: Callable[[Session], None], session: Session) -> None:
+    """RELEASE finds no savepoint, 1305, which would hide the first error."""
+    swallow(_nested, lambda inner: swallow(collide, inner), session)
+    swallow(add, session, 10)
+
+
+def and_its_savepoint_is_rolled_back(collide: Callable[[Session], None], session: Session) -> None:
+    """As the README says; but a deadlock has taken the savepoint too."""
+    swallow(_nested, collide, session)
+    swallow(session.execute, text("update total set amount = 0 where account = 'b'"))
+
+
+def and_it_is_rolled_back(collide: Callable[[Session], None], session: Session) -> None:
+    """Whoever rolls back loses the marker too."""
+    swallow(collide, session)
+    session.rollback()
+
+
+def and_it_is_made_another(collide: Callable[[Session], None], session: Session) -> None:
+    """The handler wraps it."""
+    try:
+        collide(session)
+    except DBAPIError as error:
+        raise ValueError("could not add") from error
+
+
+def _nested(do: Callable[[Session], object], session: Session) -> None:
+    with session.begin_nested():
+        do(session)
+
+
+@on_mariadb
+@pytest.mark.parametrize("collide", [Rival.deadlocks, Rival.times_out])
+@pytest.mark.parametrize(
+    "then",
+    [
+        and_surfaces,
+        and_is_swallowed,
+        and_more_is_written,
+        and_more_is_written_in_a_savepoint,
+        and_more_is_written_below,
+        and_is_swallowed_in_a_savepoint,
+        and_its_savepoint_is_rolled_back,
+        and_it_is_rolled_back,
+        and_it_is_made_another,
+    ],
+)
+def test_a_deadlock_is_retried_whatever_the_handler_makes_of_it(
+    driver: Driver,
+    collide: Callable[[Rival, Session], None],
+    then: Callable[[Callable[[Session], None], Session], None],
+    rig_on: RigOn,
+) -> None:
+    """The whole unit runs again, and nothing that was written in between is kept; so after a lock timeout, too."""
+    rig = rig_on(driver)
+    rival = Rival(rig)
+    attempts = iter(range(100))
+
+    def handler(session: Session) -> None:
+        add(session)
+        if next(attempts) == 0:
+            try:
+                then(lambda inner: collide(rival, inner), session)
+            finally:
+                rival.goes()
+
+    assert rig.deliver(handler).outcome is Outcome.APPLIED
+    forgiven = collide is Rival.times_out and then is and_its_savepoint_is_rolled_back
+    assert next(attempts) == (1 if forgiven else 2)  # the server has rolled back to the savepoint: nothing is lost
+    assert rig.durable() == ONCE
+    assert rig.connects == 1
+    rig.assert_nothing_is_left()
+
+
+@detecting_conflicts
+@pytest.mark.parametrize("idempotent", [True, False])
+def test_a_connection_that_was_killed_and_swallowed_is_retried(driver: Driver, idempotent: bool, rig_on: RigOn) -> None:
+    """The handler goes on writing, and none of it is kept: the whole unit runs again, and counts once."""
+    rig = rig_on(driver)
+    attempts = iter(range(100))
+    mine, kill = {
+        "postgresql": ("select pg_backend_pid()", "select pg_terminate_backend({})"),
+        "mariadb": ("select connection_id()", "kill {}"),
+    }[driver.engine]
+
+    def handler(session: Session) -> None:
+        add(session)
+        if next(attempts) == 0:
+            rig.outside.execute(kill.format(session.scalar(text(mine))))
+            swallow(add, session, 10)
+            swallow(session.execute, text("insert into total values ('late', 10)"))
+
+    assert rig.deliver(handler, idempotent=idempotent).outcome is Outcome.APPLIED
+    assert rig.durable() == Durable(int(idempotent), 1)
+    assert rig.connects == 2
+    rig.assert_nothing_is_left()
+
+
+def leaves_a_stream(session: Session) -> object:
+    """A result that is fetched as one goes, and is not fetched to its end."""
+    result = session.execute(
+        text("select seq, repeat('x', 1000) from seq_1_to_3000"), execution_options={"yield_per": 10}
+    )
+    next(iter(result))
+    return result
+
+
+def leaves_a_stream_in_a_savepoint(session: Session) -> object:
+    """RELEASE is the next statement."""
+    with session.begin_nested():
+        return leaves_a_stream(session)
+
+
+def leaves_a_stream_and_takes_the_driver(session: Session) -> object:
+    """The transaction is to be marked while rows are on their way."""
+    result = leaves_a_stream(session)
+    execute_raw(session, "select 1")
+    return result
+
+
+@on_mariadb
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize(
+    "leave", [leaves_a_stream, leaves_a_stream_in_a_savepoint, leaves_a_stream_and_takes_the_driver]
+)
+@pytest.mark.filterwarnings("ignore:Previous unbuffered result was left incomplete")
+def test_a_result_that_is_left_unread_is_thrown_away_or_an_error_at_once(
+    driver: Driver, leave: Callable[[Session], object], strict: bool, rig_on: RigOn
+) -> None:
+    """The drivers in Python drop the rest, with a warning; mysqlclient says "commands out of sync", once."""
+    rig = rig_on(driver)
+    kept: list[object] = []
+
+    def handler(session: Session) -> None:
+        add(session)
+        kept.append(leave(session))
+
+    if driver.module == "MySQLdb":
+        with pytest.raises(Exception) as raised:  # noqa: PT011  # SQLAlchemy's or the driver's own
+            rig.deliver(handler, strict=strict)
+        assert getattr(raised.value, "orig", raised.value).args[0] == 2014
+        assert rig.connects == 1
+        assert rig.durable() == NOTHING
+    else:
+        assert rig.deliver(handler, strict=strict).outcome is Outcome.APPLIED
+    kept.clear()
+    rig.deliver(add, strict=strict)
+    assert rig.durable() == ONCE
+    rig.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize("driver", [driver for driver in DRIVERS if driver.module == "MySQLdb"], ids=str)
+def test_a_commit_that_mysqlclient_does_not_send_is_no_unknown_outcome(driver: Driver, rig_on: RigOn) -> None:
+    """The second result of a statement that was two was left unread, so COMMIT was not sent: nothing is applied."""
+    rig = rig_on(driver)
+
+    def handler(session: Session) -> None:
+        add(session)
+        session.execute(select(literal_column("1; select 1")))
+
+    with pytest.raises(DBAPIError) as raised:
+        rig.deliver(handler)
+    assert raised.value.orig is not None
+    assert raised.value.orig.args[0] == 2014
+    assert rig.connects == 1
+    assert rig.durable() == NOTHING
+    assert rig.deliver(add).outcome is Outcome.APPLIED
+    rig.assert_nothing_is_left()
+
+
+class KeptBase(DeclarativeBase):
+    """Metadata of its own: the table is made by its tests."""
+
+
+class Kept(KeptBase):
+    """A read model in a storage engine without transactions."""
+
+    __tablename__ = "kept"
+    id: Mapped[int] = mapped_column(primary_key=True)
+    amount: Mapped[int] = mapped_column(default=0)
+
+
+def orm_insert(session: Session) -> None:
+    """By the unit of work of the ORM."""
+    session.add(Kept(id=2))
+    session.flush()
+
+
+def orm_update(session: Session) -> None:
+    """The same of a row that is there."""
+    session.get_one(Kept, 1).amount = 5
+    session.flush()
+
+
+def orm_delete(session: Session) -> None:
+    """The same."""
+    session.delete(session.get_one(Kept, 1))
+    session.flush()
+
+
+def flushed_at_commit(session: Session) -> None:
+    """When the handler has returned."""
+    session.add(Kept(id=2))
+
+
+def bulk_insert(session: Session) -> None:
+    """Many rows."""
+    session.execute(insert(Kept), [{"id": 2}, {"id": 3}])
+
+
+def core_insert(session: Session) -> None:
+    """On the connection."""
+    session.connection().execute(insert(Kept).values(id=2))
+
+
+def core_upsert(session: Session) -> None:
+    """The atomic one that the README recommends."""
+    session.execute(mysql.insert(Kept).values(id=1).on_duplicate_key_update(amount=5))
+
+
+def insert_from_select(session: Session) -> None:
+    """Rows that the server has."""
+    session.execute(insert(Kept).from_select(["id"], select(literal_column("2"))))
+
+
+def core_update(session: Session) -> None:
+    """Of many rows."""
+    session.execute(update(Kept).values(amount=5))
+
+
+def query_delete(session: Session) -> None:
+    """By the older interface."""
+    session.query(Kept).delete()
+
+
+@on_mariadb
+@pytest.mark.parametrize("storage", ["MyISAM", "Aria"])
+@pytest.mark.parametrize(
+    "write",
+    [
+        orm_insert,
+        orm_update,
+        orm_delete,
+        flushed_at_commit,
+        bulk_insert,
+        core_insert,
+        core_upsert,
+        insert_from_select,
+        core_update,
+        query_delete,
+    ],
+)
+def test_a_read_model_without_transactions_is_refused(
+    driver: Driver, storage: str, write: Callable[[Session], None], rig_on: RigOn
+) -> None:
+    """Before it is written, for no rollback would take it back; swallowed or not, the table stays as it was."""
+    rig = rig_on(driver)
+    rig.outside.execute(f"create or replace table kept (id int primary key, amount int default 0) engine={storage}")
+    rig.outside.execute("insert into kept values (1, 0)")
+
+    def surfaces(session: Session) -> None:
+        add(session)
+        write(session)
+
+    def swallows(session: Session) -> None:
+        add(session)
+        swallow(write, session)
+
+    with pytest.raises(UnsafeSessionError, match=rf"kept is in the storage engine {storage}.*ENGINE=InnoDB"):
+        rig.deliver(surfaces)
+    assert rig.durable() == NOTHING
+    with contextlib.suppress(TransactionViolatedError, UnsafeSessionError):
+        rig.deliver(swallows)
+    assert rig.outside.execute("select id, amount from kept") == [(1, 0)]
+    rig.outside.execute("alter table kept engine=InnoDB")
+    rig.deliver(surfaces, "m-2")
+    assert rig.outside.execute("select id, amount from kept") != [(1, 0)]
+    rig.assert_nothing_is_left()
+
+
+@every_driver
+@pytest.mark.parametrize(
+    "handler", [add, raises_integrity_error, raises_integrity_error_in_flush, rolls_back_and_raises]
+)
+def test_nothing_is_marked_unless_the_driver_is_lent(
+    driver: Driver, handler: Callable[[Session], None], rig_on: RigOn
+) -> None:
+    """Neither a good handler nor a rollback pays for a savepoint, though SQLAlchemy takes the driver to roll back."""
+    rig = rig_on(driver)
+    sent: list[str] = []
+    event.listen(rig.sync_engine, "before_cursor_execute", lambda *arguments: sent.append(arguments[2]))
+    with contextlib.suppress(IntegrityError):
+        rig.deliver(handler)
+    assert not [sql for sql in sent if "SAVEPOINT" in sql]
 
 
 @every_driver

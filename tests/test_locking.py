@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, ForeignKey, create_engine, event, func, select, text, update
+from sqlalchemy import Engine, ForeignKey, String, create_engine, event, func, select, text, update
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import (
     DeclarativeBase,
@@ -20,6 +20,7 @@ from sqlalchemy.orm import (
 
 from databases import Database
 from projector_dedup import Dispatcher, Outcome, UnlockedWriteError, make_tables, on, projector
+from projector_dedup.dialects import Failure, dialect_of
 
 
 class Base(DeclarativeBase):
@@ -38,7 +39,7 @@ class Totals(Base):
     """Declared in `read_models`."""
 
     __tablename__ = "totals"
-    id: Mapped[str] = mapped_column(primary_key=True)
+    id: Mapped[str] = mapped_column(String(20), primary_key=True)
     amount: Mapped[int] = mapped_column(default=0)
     customer_id: Mapped[int] = mapped_column(ForeignKey("customer.id"))
     customer: Mapped[Customer] = relationship(back_populates="totals")
@@ -46,7 +47,7 @@ class Totals(Base):
 
 tables = make_tables(Base.metadata)
 Body = Callable[[Session], None]
-LOCK = "FOR NO KEY UPDATE OF"
+LOCK = {"postgresql": "FOR NO KEY UPDATE OF", "mariadb": "FOR UPDATE"}  # MariaDB cannot say which of joined tables
 
 
 def _by_get(session: Session) -> None:
@@ -186,6 +187,21 @@ def postgresql_engine(postgresql: Database) -> Iterator[Engine]:
     engine.dispose()
 
 
+@pytest.fixture(params=list(LOCK))
+def server(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    """The same, on each server that locks rows."""
+    database: Database = request.getfixturevalue(request.param)
+    engine = create_engine(database.url())
+    _create(engine)
+    yield engine
+    engine.dispose()
+
+
+def _locks(engine: Engine, statements: list[str]) -> list[str]:
+    """The reads that took our lock."""
+    return [statement for statement in statements if LOCK[engine.dialect.name] in statement]
+
+
 def _create(engine: Engine) -> None:
     Base.metadata.create_all(engine)
     with Session(engine) as session:
@@ -212,21 +228,20 @@ def _deliver(
 
 
 @pytest.mark.parametrize("body", LOCKED, ids=lambda body: body.__name__.strip("_"))
-def test_reads_of_a_declared_entity_lock_its_rows(postgresql_engine: Engine, body: Body) -> None:
+def test_reads_of_a_declared_entity_lock_its_rows(server: Engine, body: Body) -> None:
     """However a handler reads a declared entity, the row is locked, and only its row."""
-    outcome, statements = _deliver(postgresql_engine, body, read_models=[Totals])
+    outcome, statements = _deliver(server, body, read_models=[Totals])
     assert outcome is Outcome.APPLIED
-    locks = [statement for statement in statements if LOCK in statement]
-    assert len(locks) == 1
-    assert "customer" not in locks[0].split(LOCK)[1]
+    (locking,) = _locks(server, statements)
+    assert "customer" not in locking.split(LOCK[server.dialect.name])[1]
 
 
 @pytest.mark.parametrize("body", REFUSED, ids=lambda body: body.__name__.strip("_"))
-def test_what_cannot_be_locked_is_refused(postgresql_engine: Engine, body: Body) -> None:
+def test_what_cannot_be_locked_is_refused(server: Engine, body: Body) -> None:
     """A read that cannot lock, and a change to what was not read under lock, raise; nothing is written."""
     with pytest.raises(UnlockedWriteError):
-        _deliver(postgresql_engine, body, read_models=[Totals])
-    with Session(postgresql_engine) as session:
+        _deliver(server, body, read_models=[Totals])
+    with Session(server) as session:
         assert session.get_one(Totals, "a").amount == 0
         assert session.scalar(select(func.count()).select_from(tables.marker)) == 0
 
@@ -239,13 +254,31 @@ def test_postgresql_itself_refuses_to_lock_aggregates(postgresql_engine: Engine,
     assert getattr(refusal.value.orig, "sqlstate", None) == "0A000"
 
 
-def test_a_lock_that_the_user_asked_for_is_kept(postgresql_engine: Engine) -> None:
+@pytest.mark.parametrize("body", [_aggregated, _distinct], ids=lambda body: body.__name__.strip("_"))
+def test_mariadb_locks_what_aggregates_are_made_of(mariadb: Database, body: Body) -> None:
+    """There the rows that were read are locked, whatever the result is made of."""
+    engine = create_engine(mariadb.url())
+    _create(engine)
+    refused: list[DBAPIError] = []
+
+    def reads_and_looks(session: Session) -> None:
+        body(session)
+        with Session(engine) as other, pytest.raises(DBAPIError) as refusal:
+            other.execute(text("SELECT * FROM totals WHERE id = 'a' FOR UPDATE NOWAIT"))
+        refused.append(refusal.value)
+
+    assert _deliver(engine, reads_and_looks, read_models=[Totals])[0] is Outcome.APPLIED
+    assert dialect_of(engine).classify(refused[0]) is Failure.LOCK_TIMEOUT
+    engine.dispose()
+
+
+def test_a_lock_that_the_user_asked_for_is_kept(server: Engine) -> None:
     """`with_for_update()` in the handler is stronger than ours, and stays."""
 
     def body(session: Session) -> None:
         session.scalars(select(Totals).with_for_update()).one().amount += 1
 
-    outcome, statements = _deliver(postgresql_engine, body, read_models=[Totals])
+    outcome, statements = _deliver(server, body, read_models=[Totals])
     assert outcome is Outcome.APPLIED
     assert any(statement.endswith("FOR UPDATE") for statement in statements)
 
@@ -259,10 +292,10 @@ def test_a_lock_of_the_declared_entity_is_kept(postgresql_engine: Engine, of: An
 
     outcome, statements = _deliver(postgresql_engine, body, read_models=[Totals])
     assert outcome is Outcome.APPLIED
-    assert not any("FOR NO KEY UPDATE" in statement for statement in statements)
+    assert not _locks(postgresql_engine, statements)
 
 
-def test_a_savepoint_gives_back_only_the_locks_that_it_took(postgresql_engine: Engine) -> None:
+def test_a_savepoint_gives_back_only_the_locks_that_it_took(server: Engine) -> None:
     """What was locked before it stays locked; what was locked in it is read again by `populate_existing`."""
 
     def before(session: Session) -> None:
@@ -286,21 +319,21 @@ def test_a_savepoint_gives_back_only_the_locks_that_it_took(postgresql_engine: E
         kept.amount += 1
 
     for body, expected in ((before, 1), (again, 2), (released, 1)):
-        outcome, statements = _deliver(postgresql_engine, body, read_models=[Totals], message_id=body.__name__)
+        outcome, statements = _deliver(server, body, read_models=[Totals], message_id=body.__name__)
         assert outcome is Outcome.APPLIED
-        assert sum(LOCK in statement for statement in statements) == expected
-    with Session(postgresql_engine) as session:
+        assert len(_locks(server, statements)) == expected
+    with Session(server) as session:
         assert session.get_one(Totals, "a").amount == 3
 
 
-def test_core_on_the_connection_is_not_seen(postgresql_engine: Engine) -> None:
+def test_core_on_the_connection_is_not_seen(server: Engine) -> None:
     """The README says so: it does not pass through the session."""
 
     def body(session: Session) -> None:
         session.connection().execute(select(Totals.__table__.c.amount)).all()
 
-    _, statements = _deliver(postgresql_engine, body, read_models=[Totals])
-    assert not any("FOR NO KEY UPDATE" in statement for statement in statements)
+    _, statements = _deliver(server, body, read_models=[Totals])
+    assert not _locks(server, statements)
 
 
 def test_factories_do_not_pile_up_listeners(sqlite: Database) -> None:
@@ -319,34 +352,34 @@ def test_factories_do_not_pile_up_listeners(sqlite: Database) -> None:
     engine.dispose()
 
 
-def test_undeclared_entities_are_not_locked(postgresql_engine: Engine) -> None:
+def test_undeclared_entities_are_not_locked(server: Engine) -> None:
     """Reference data that every handler reads must not become a queue."""
 
     def body(session: Session) -> None:
         session.scalars(select(Customer)).all()
 
-    _, statements = _deliver(postgresql_engine, body, read_models=[Totals])
-    assert not any("FOR NO KEY UPDATE" in statement for statement in statements)
+    _, statements = _deliver(server, body, read_models=[Totals])
+    assert not _locks(server, statements)
 
 
-def test_textual_sql_is_not_seen(postgresql_engine: Engine) -> None:
+def test_textual_sql_is_not_seen(server: Engine) -> None:
     """The README says so: a textual SELECT is neither locked nor refused."""
 
     def body(session: Session) -> None:
         session.execute(text("SELECT amount FROM totals")).all()
 
-    outcome, statements = _deliver(postgresql_engine, body, read_models=[Totals])
+    outcome, statements = _deliver(server, body, read_models=[Totals])
     assert outcome is Outcome.APPLIED
-    assert not any("FOR NO KEY UPDATE" in statement for statement in statements)
+    assert not _locks(server, statements)
 
 
-def test_sessions_outside_are_left_alone(postgresql_engine: Engine) -> None:
+def test_sessions_outside_are_left_alone(server: Engine) -> None:
     """Declaring an entity changes nothing for the user's own sessions."""
-    _deliver(postgresql_engine, _by_get, read_models=[Totals])
-    with Session(postgresql_engine) as session:
+    _deliver(server, _by_get, read_models=[Totals])
+    with Session(server) as session:
         _joined_from_elsewhere(session)
         session.commit()
-    with Session(postgresql_engine) as session:
+    with Session(server) as session:
         assert session.get_one(Totals, "a").amount == 2
 
 

@@ -130,10 +130,17 @@ def test_a_name_cannot_forge_a_line(sessions: sessionmaker[Session], log: pytest
     assert all(record.getMessage().isprintable() for record in log.records)
 
 
-def test_a_duplicate_after_an_unknown_commit_says_so(postgresql: Database, log: pytest.LogCaptureFixture) -> None:
+@pytest.fixture(params=["postgresql", "mariadb"])
+def server(request: pytest.FixtureRequest) -> Database:
+    """An empty database on each server."""
+    database: Database = request.getfixturevalue(request.param)
+    return database
+
+
+def test_a_duplicate_after_an_unknown_commit_says_so(server: Database, log: pytest.LogCaptureFixture) -> None:
     """The answer to COMMIT is lost: the retry finds the marker, and the line says what that was."""
-    with CutProxy(postgresql.dsn) as proxy:
-        engine = create_engine(proxy.through(postgresql.url()))
+    with CutProxy(server.url()) as proxy:
+        engine = create_engine(proxy.through(server.url()))
         metadata = MetaData()
         make_tables(metadata)
         metadata.create_all(engine)
@@ -147,9 +154,9 @@ def test_a_duplicate_after_an_unknown_commit_says_so(postgresql: Database, log: 
     assert "after_unknown_commit" in last.getMessage()
 
 
-def test_a_chosen_read_committed_is_warned_of_once(postgresql: Database, log: pytest.LogCaptureFixture) -> None:
+def test_a_chosen_read_committed_is_warned_of_once(server: Database, log: pytest.LogCaptureFixture) -> None:
     """Where lost updates are possible because the user asked for that level, a dispatcher says so, once."""
-    engine = create_engine(postgresql.url(), isolation_level="READ COMMITTED")
+    engine = create_engine(server.url(), isolation_level="READ COMMITTED")
     metadata = MetaData()
     make_tables(metadata)
     metadata.create_all(engine)

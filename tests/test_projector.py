@@ -7,7 +7,7 @@ import hashlib
 import pickle
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from types import SimpleNamespace
 from typing import Any
@@ -484,10 +484,13 @@ def _again(whole: Any) -> list[Any]:
 
 
 def test_a_delivery_can_be_pickled_copied_and_hashed() -> None:
-    """A task queue stores results, and a set of deliveries is a set."""
+    """A task queue stores results, a log takes plain data, and a set of deliveries is a set."""
     delivery = Delivery("m1", {"a": Outcome.APPLIED}, durable=False)
     assert _again(delivery) == [delivery] * 3
     assert {delivery, *_again(delivery)} == {delivery}
+    as_data = asdict(delivery)
+    assert as_data == {"message_id": "m1", "outcomes": {"a": Outcome.APPLIED}, "durable": False}
+    assert type(as_data["outcomes"]) is dict
 
 
 @pytest.mark.parametrize("name", [name for name in projector_dedup.__all__ if name in vars(public_errors)])

@@ -1,11 +1,18 @@
 """`cleanup` deletes expired markers in batches, and nothing else."""
 
+import contextlib
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 import pytest
-from sqlalchemy import Engine, MetaData, func, insert, select, text
+from sqlalchemy import Engine, MetaData, create_engine, event, func, insert, select, text
+from sqlalchemy.orm import Session
 
-from projector_dedup import MissingTableError, make_tables
+from projector_dedup import MissingTableError, claim, make_tables
+from projector_dedup.dialects import dialect_of
 from projector_dedup.retention import cleanup
 
 metadata = MetaData()
@@ -80,17 +87,99 @@ def test_a_missing_table_is_named(engine: Engine) -> None:
         cleanup(engine)
 
 
-def test_the_index_serves_the_search_for_old_markers(engine: Engine) -> None:
-    """SQLite's planner uses it; PostgreSQL's may prefer to scan a small table, so there it only has to exist."""
-    metadata.create_all(engine)
-    if engine.dialect.name != "sqlite":
-        assert "ix_processed_message_processed_at" in {index.name for index in tables.marker.indexes}
-        return
+def _analyze(engine: Engine) -> None:
+    with engine.begin() as connection:
+        connection.execute(text("ANALYZE TABLE processed_message" if engine.name == "mariadb" else "ANALYZE"))
+
+
+def _plan(engine: Engine) -> str:
+    explain = "EXPLAIN QUERY PLAN " if engine.dialect.name == "sqlite" else "EXPLAIN "
+    statement: Any = dialect_of(engine).prune_statement(tables.marker)
+    bounds = {"seconds": 3600, "batch_size": 100}
+    options = {"render_postcompile": True}
+    compiled = statement.compile(engine, compile_kwargs=options)
+    given = compiled.construct_params(bounds)
+    arguments = tuple(given[name] for name in compiled.positiontup) if compiled.positional else given
     with engine.connect() as connection:
-        plan = connection.execute(
-            text(
-                "EXPLAIN QUERY PLAN SELECT rowid FROM processed_message WHERE processed_at < datetime('now') "
-                "ORDER BY processed_at LIMIT 5"
-            )
-        ).all()
-    assert "ix_processed_message_processed_at" in str(plan)
+        return str(connection.exec_driver_sql(explain + str(compiled), arguments).all())
+
+
+def test_the_index_serves_the_search_for_old_markers(engine: Engine) -> None:
+    """Retention finds what is old by the index on `processed_at`, and does not read the other markers."""
+    _markers(engine, [1000.0] * 20 + [0.0] * 5000)
+    _analyze(engine)
+    plan = _plan(engine)
+    assert "ix_processed_message_processed_at" in plan
+    assert "Seq Scan" not in plan
+    assert "'processed_message', 'ALL'" not in plan
+
+
+@pytest.mark.parametrize("level", ["by default", "SERIALIZABLE"])
+def test_two_cleaners_share_the_work(engine: Engine, level: str) -> None:
+    """At any level of the engine's: together they delete every expired marker once, and neither fails."""
+    _markers(engine, [1000.0] * 600 + [0.0] * 5)
+    given = engine if level == "by default" else engine.execution_options(isolation_level=level)
+    both = threading.Barrier(2)
+
+    def clean(_number: int) -> int:
+        both.wait()
+        return cleanup(given, batch_size=25)
+
+    with ThreadPoolExecutor(2) as cleaners:
+        deleted = list(cleaners.map(clean, range(2)))
+    assert sum(deleted) == 600
+    assert len(_left(engine)) == 5
+
+
+@pytest.mark.parametrize("fresh", [0, 3, 3000])
+def test_a_cleaner_holds_up_no_other_message(engine: Engine, fresh: int) -> None:
+    """While a batch is uncommitted, claims of other ids go on at once; one of a deleted id waits, and is new."""
+    if not dialect_of(engine).locks_rows:
+        pytest.skip("writers are serialised: everybody waits for the batch")
+    _markers(engine, [1000.0] * 10 + [0.0] * fresh)
+    _analyze(engine)
+    deleted, go_on = threading.Event(), threading.Event()
+
+    def stop(_connection: object, _cursor: object, statement: str, *_: object) -> None:
+        if statement.startswith("DELETE"):
+            deleted.set()
+            assert go_on.wait(30)
+
+    event.listen(engine, "after_cursor_execute", stop)
+    bounded = {"innodb_lock_wait_timeout": 5} if engine.name == "mariadb" else {"lock_timeout": 5000}
+    other = create_engine(engine.url)
+    event.listen(other, "connect", lambda connection, _: _set(connection, bounded))
+    with ThreadPoolExecutor(2) as threads:
+        cleaner = threads.submit(cleanup, engine, batch_size=7)
+        assert deleted.wait(30)
+        began = time.monotonic()
+        for message_id in ("new", "00", "5x", "~"):  # before, between and after what is deleted
+            with Session(other) as session:
+                assert claim(session, message_id, "h")
+                session.commit()
+        if fresh > 1000:  # fewer, and a planner reads them all, under lock on MariaDB: a redelivery waits for the batch
+            with Session(other) as session:
+                assert not claim(session, "10", "h")
+        assert time.monotonic() - began < 4
+        redelivered = threads.submit(_claims, other, "0")
+        time.sleep(0.2)  # it has nothing to win: the next line holds whether the claim waits yet or not
+        assert not redelivered.done()
+        go_on.set()
+        assert cleaner.result() == 10
+        assert redelivered.result()
+    other.dispose()
+    assert _left(engine) == {"new", "00", "5x", "~", "0", *(str(10 + n) for n in range(fresh))}
+
+
+def _set(connection: Any, variables: dict[str, int]) -> None:
+    with contextlib.closing(connection.cursor()) as cursor:
+        for name, value in variables.items():
+            cursor.execute(f"SET {name} = {value}")
+    connection.commit()
+
+
+def _claims(engine: Engine, message_id: str) -> bool:
+    with Session(engine) as session:
+        new = claim(session, message_id, "h")
+        session.commit()
+        return new

@@ -1,9 +1,4 @@
-"""`check` and the migration: the tables that a database has are those that the library expects."""
-
-import os
-import subprocess
-import sys
-from pathlib import Path
+"""`check`: the tables that a database has are those that the library expects, or it says what mends them."""
 
 import pytest
 from sqlalchemy import Engine, MetaData, create_engine, inspect, text
@@ -11,59 +6,6 @@ from sqlalchemy import Engine, MetaData, create_engine, inspect, text
 from databases import Database
 from projector_dedup import MissingTableError, make_tables
 from projector_dedup.schema import check, verify
-
-ROOT = Path(__file__).parent.parent
-
-
-def _alembic(database: Database, *arguments: str) -> subprocess.CompletedProcess[str]:
-    url = database.url().render_as_string(hide_password=False)
-    return subprocess.run(
-        [sys.executable, "-m", "alembic", *arguments],
-        cwd=ROOT,
-        env={**os.environ, "PROJECTOR_DEDUP_DATABASE_URL": url},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
-def test_the_migration_yields_what_make_tables_describes(database: Database) -> None:
-    """`alembic upgrade head` creates tables in which neither Alembic nor `check` finds a difference."""
-    upgrade = _alembic(database, "upgrade", "head")
-    assert upgrade.returncode == 0, upgrade.stderr
-    compared = _alembic(database, "check")
-    assert "No new upgrade operations detected" in compared.stdout + compared.stderr
-    engine = create_engine(database.url())
-    assert not [finding for finding in check(engine) if finding.fatal]
-    with engine.connect() as connection:
-        assert connection.scalar(text("SELECT value FROM processed_message_state WHERE key = 'schema_version'")) == "1"
-    engine.dispose()
-
-
-def test_the_migration_can_be_taken_back(database: Database) -> None:
-    """`downgrade base` leaves no table of ours but Alembic's own."""
-    _alembic(database, "upgrade", "head")
-    downgrade = _alembic(database, "downgrade", "base")
-    assert downgrade.returncode == 0, downgrade.stderr
-    engine = create_engine(database.url())
-    assert inspect(engine).get_table_names() == ["processed_message_alembic_version"]
-    engine.dispose()
-
-
-def test_the_migration_without_a_database_says_what_to_set() -> None:
-    """One line, no traceback."""
-    environment = {name: value for name, value in os.environ.items() if name != "PROJECTOR_DEDUP_DATABASE_URL"}
-    run = subprocess.run(
-        [sys.executable, "-m", "alembic", "upgrade", "head"],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 1
-    assert "set PROJECTOR_DEDUP_DATABASE_URL" in run.stderr
-    assert "Traceback" not in run.stderr
 
 
 def test_create_all_yields_the_same(engine: Engine) -> None:

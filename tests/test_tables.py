@@ -93,18 +93,21 @@ def test_a_missing_table_is_named(engine: Engine) -> None:
 @pytest.mark.parametrize(
     "columns",
     [
-        "message_id text not null, handler text not null, occurred_at text",
-        "message_id text not null, handler text not null, occurred_at text, primary key (handler, occurred_at)",
-        "message_id text primary key, handler text not null, occurred_at text",
-        "message_id text not null, handler text not null, primary key (message_id, handler)",
-        "id text not null, handler text not null, occurred_at text, primary key (id, handler)",
+        "message_id varchar(100) not null, handler varchar(100) not null, occurred_at varchar(100)",
+        "message_id varchar(100) not null, handler varchar(100) not null, occurred_at varchar(100), "
+        "primary key (handler, occurred_at)",
+        "message_id varchar(100) primary key, handler varchar(100) not null, occurred_at varchar(100)",
+        "message_id varchar(100) not null, handler varchar(100) not null, occurred_at varchar(100), "
+        "primary key (message_id, handler, processed_at)",
+        "message_id varchar(100) not null, handler varchar(100) not null, primary key (message_id, handler)",
+        "id varchar(100) not null, handler varchar(100) not null, occurred_at varchar(100), primary key (id, handler)",
     ],
-    ids=["no index", "another index", "unique by message alone", "no occurred_at", "no message_id"],
+    ids=["no index", "another index", "unique by message alone", "unique with the time", "no occurred_at", "no id"],
 )
 def test_a_table_that_cannot_tell_duplicates_is_refused(engine: Engine, columns: str) -> None:
     """Without a unique index on exactly (message_id, handler) every redelivery would be new: an error, not that."""
     with engine.begin() as connection:
-        connection.execute(text(f"create table processed_message ({columns})"))
+        connection.execute(text(f"create table processed_message (processed_at timestamp, {columns})"))
     with pytest.raises(MissingTableError, match="not the one"):
         handler.deliver({}, message_id="m1", session_factory=sessionmaker(engine))
     with engine.connect() as connection:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sqlalchemy as sa
 from alembic import op
 
+from projector_dedup.dialects.columns import TABLE_OPTIONS, exact_text, moment, utc_now
+
 revision = "projector_dedup_0001"
 down_revision = None
 branch_labels = ("projector_dedup",)
@@ -13,25 +15,24 @@ depends_on = None
 
 def upgrade() -> None:
     """Create both tables; the state table knows the schema version from the start."""
-    exact = sa.Text(collation="C")
     op.create_table(
         "processed_message",
-        sa.Column("message_id", sa.String(512).with_variant(exact, "postgresql"), nullable=False),
-        sa.Column("handler", sa.String(255).with_variant(exact, "postgresql"), nullable=False),
-        sa.Column(
-            "processed_at", sa.DateTime(timezone=True), server_default=sa.func.current_timestamp(), nullable=False
-        ),
-        sa.Column("occurred_at", sa.DateTime(timezone=True), nullable=True),
+        sa.Column("message_id", exact_text(512), nullable=False),
+        sa.Column("handler", exact_text(255), nullable=False),
+        sa.Column("processed_at", moment(), server_default=utc_now(), nullable=False),
+        sa.Column("occurred_at", moment(), nullable=True),
         sa.PrimaryKeyConstraint("message_id", "handler", name="pk_processed_message"),
+        **TABLE_OPTIONS,
     )
     op.create_index("ix_processed_message_processed_at", "processed_message", ["processed_at"])
     state = op.create_table(
         "processed_message_state",
-        sa.Column("key", sa.String(255).with_variant(exact, "postgresql"), nullable=False),
+        sa.Column("key", exact_text(255), nullable=False),
         sa.Column("value", sa.Text(), nullable=False),
         sa.PrimaryKeyConstraint("key", name="pk_processed_message_state"),
+        **TABLE_OPTIONS,
     )
-    op.bulk_insert(state, [{"key": "schema_version", "value": "1"}])
+    op.execute(sa.insert(state).values(key="schema_version", value="1"))  # bulk_insert() forgets what types do
 
 
 def downgrade() -> None:

@@ -2,29 +2,52 @@
 
 from __future__ import annotations
 
-from sqlalchemy.engine import Connection, Engine
+import logging
+from weakref import WeakSet
 
-from ..errors import UnsupportedDatabaseError
-from .interface import Dialect, Failure, Status
+from sqlalchemy.engine import Connection, Engine
+from sqlalchemy.engine import Dialect as EngineDialect
+
+from .interface import LEVELS, Dialect, Failure, Status, same_key
+from .mysql import MySQL
+from .portable import Portable
 from .postgresql import PostgreSQL
 from .sqlite import SQLite, configure_sqlite
 
-__all__ = ["Dialect", "Failure", "Status", "configure_sqlite", "dialect_of"]
+__all__ = ["LEVELS", "Dialect", "Failure", "Status", "configure_sqlite", "dialect_of", "register", "same_key"]
 
-_DIALECTS: dict[str, Dialect] = {dialect.name: dialect for dialect in (PostgreSQL(), SQLite())}
+logger = logging.getLogger("projector_dedup")
+
+_DIALECTS: dict[tuple[str, str], Dialect] = {}
+_PORTABLE = Portable()
+
+_warned: WeakSet[EngineDialect] = WeakSet()
+
+
+def register(dialect: Dialect) -> None:
+    """Use ``dialect`` for its names and drivers from here on; the last one registered wins.
+
+    Whose it is answers for it: nothing is probed, and the contract suite says whether it keeps the promise.
+    """
+    _DIALECTS.update({(name, driver): dialect for name in dialect.names for driver in dialect.drivers})
+
+
+for _dialect in (PostgreSQL(), MySQL(), SQLite()):
+    register(_dialect)
 
 
 def dialect_of(bind: Engine | Connection) -> Dialect:
-    """The dialect for a bind, or ``UnsupportedDatabaseError`` for a database or driver that was not tried."""
-    try:
-        dialect = _DIALECTS[bind.dialect.name]
-    except KeyError:
-        raise UnsupportedDatabaseError(
-            f"{bind.dialect.name} is not supported; the promise was proved on {', '.join(sorted(_DIALECTS))} only"
-        ) from None
-    if bind.dialect.driver not in dialect.drivers:
-        raise UnsupportedDatabaseError(
-            f"the driver {bind.dialect.driver} is not supported for {dialect.name}; use one of "
-            f"{', '.join(sorted(dialect.drivers))}"
+    """The dialect for a bind: a database and driver that were tried, or what any database has, with a warning."""
+    spoken = bind.dialect
+    found = _DIALECTS.get((spoken.name, spoken.driver))
+    if found is not None:
+        return found
+    if spoken not in _warned:
+        _warned.add(spoken)
+        logger.warning(
+            "%s with the driver %s was not tried; what every database has is used, and probed before the first claim. "
+            "Run the contract suite on it: docs/bring-your-database.md",
+            spoken.name,
+            spoken.driver,
         )
-    return dialect
+    return _PORTABLE

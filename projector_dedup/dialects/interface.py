@@ -1,15 +1,27 @@
-"""What a database must be able to say, so that the rest of the library need not know which one it is."""
+"""What a database must be able to say, so that the rest of the library need not know which one it is.
+
+Where nothing else is said, a dialect does what the SQL standard and PEP 249 lead one to expect.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
+from functools import cache
 from typing import Any, ClassVar
 
-from sqlalchemy import Table
+from sqlalchemy import ColumnElement, Table, and_, bindparam
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import DBAPIError
+from sqlalchemy.pool import StaticPool
 from sqlalchemy.sql import Executable
+
+from ..errors import UnsafeSessionError, UnsupportedDatabaseError
+from ..transaction_text import Grammar
+
+LEVELS = ("READ UNCOMMITTED", "READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE")
 
 
 class Failure(Enum):
@@ -25,63 +37,141 @@ class Failure(Enum):
 class Status(Enum):
     """The transaction, as the driver knows it without asking the server."""
 
-    OPEN = "open"
+    OPEN = "open"  #: or the driver cannot tell
     ABORTED = "aborted"
     NONE = "none"
     BUSY = "busy"  #: a statement was interrupted half-way, or the connection is gone
 
 
+@cache
+def same_key(marker: Table) -> ColumnElement[bool]:
+    """The condition by which a statement finds the marker of ``:message_id, :handler``."""
+    return and_(marker.c.message_id == bindparam("message_id"), marker.c.handler == bindparam("handler"))
+
+
+def refuse_shared_connection(connection: Connection) -> None:
+    """Raise where all threads and tasks get one connection: one's COMMIT would commit the other's marker."""
+    if isinstance(connection.engine.pool, StaticPool):
+        raise UnsupportedDatabaseError(
+            "this engine shares one connection between all threads and tasks (StaticPool, the default of aiosqlite's "
+            ":memory:), so their transactions would mix; give the dispatcher an engine with a pool of its own, and for "
+            "SQLite a file, such as sqlite:///read_model.db"
+        )
+
+
 class Dialect(ABC):
     """One database. A dialect holds no state: one instance serves every engine."""
 
-    name: ClassVar[str]
+    names: ClassVar[frozenset[str]]  #: as SQLAlchemy calls it
     drivers: ClassVar[frozenset[str]]
+    grammar: ClassVar[Grammar] = Grammar()
 
-    detecting_isolation: ClassVar[str | None]
-    """The isolation level at which the database itself refuses a lost update; None where writers are serialised."""
+    locks_rows: ClassVar[bool] = True
+    """Whether FOR UPDATE locks rows; else writers are serialised, and nothing needs it."""
+
+    pruning_isolation: ClassVar[str | None] = None
+    """The level at which a cleaner meets only the rows that it deletes; None where there is nothing to choose."""
+
+    untried: ClassVar[bool] = False
+    """Whether nobody knows it: it is probed before the first claim, and asked before every COMMIT."""
+
+    bounds_waits: ClassVar[bool] = True
+    """Whether it knows ``claim_timeout``; else the bounded claim is refused."""
+
+    locking_isolation: ClassVar[str] = "READ COMMITTED"
+    """The level for entities in ``read_models``, where FOR UPDATE locks them."""
+
+    doom_lasts: ClassVar[bool] = False
+    """Whether statements go on succeeding in a transaction that the server has rolled back."""
+
+    begins_with_level: ClassVar[bool] = False
+    """Whether the driver says the level with BEGIN, so that asking for it costs nothing and outlives nothing."""
+
+    # Opening a unit of work -----------------------------------------------------------------------------------------
+
+    def prepare(self, engine: Engine) -> None:  # noqa: B027  # most need nothing
+        """What an engine needs once, before its first unit of work; again if that was interrupted. Or refuse it."""
 
     @abstractmethod
-    def prepare(self, engine: Engine) -> None:
-        """What an engine needs once, before its first unit of work; again if that was interrupted."""
+    def detecting_isolation(self, engine: Engine) -> str | None:
+        """The weakest level at which the database itself refuses a lost update; None where writers are serialised."""
 
-    @abstractmethod
+    def opening(self, *, marked: bool) -> AbstractContextManager[None]:
+        """Entered while the connection of a unit of work is taken from the pool."""
+        return nullcontext()
+
     def refuse_unsafe(self, connection: Connection) -> None:
-        """Raise ``RefusedError`` for an engine on which the promise would not hold. No statement is sent."""
+        """Raise ``RefusedError`` for an engine on which the promise would not hold. No round trip to a server."""
+        refuse_shared_connection(connection)
+        driver = connection.connection.dbapi_connection
+        if driver is not None and connection.dialect.detect_autocommit_setting(driver):
+            raise UnsafeSessionError(
+                "the engine is in AUTOCOMMIT: marker and read model would be committed one by one; give the "
+                "dispatcher an engine without it, such as engine.execution_options(isolation_level='REPEATABLE READ')"
+            )
 
-    @abstractmethod
-    def begin(self, connection: Connection, wait: float | None) -> None:
-        """What must run before the claim; ``wait`` bounds it in seconds."""
+    def refuse_table(self, connection: Connection, table: Table) -> None:  # noqa: B027
+        """Raise ``UnsafeSessionError`` for a table whose rows no rollback takes back. Asks once for each table."""
+
+    def refuse_marker(self, connection: Connection, marker: Table) -> None:
+        """The same for the marker table, and ``MissingTableError`` where a claim would not notice what it lacks."""
+        self.refuse_table(connection, marker)
+
+    def begin(self, connection: Connection, marker: Table | None, wait: float | None) -> None:  # noqa: B027
+        """What must run before the claim, if there is to be one in ``marker``; ``wait`` bounds it in seconds."""
+
+    # The marker -----------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def claim_statement(self, marker: Table, *, bounded: bool) -> Executable:
-        """Insert ``:message_id, :handler, :occurred_at`` and return a row, or no row if the marker was there.
+        """Insert ``:message_id, :handler, :occurred_at``, in the form that ``claim`` understands.
 
         ``bounded``: it also takes ``:wait_ms`` and fails with a lock timeout when it waited longer.
         """
 
-    @abstractmethod
-    def ownership_statement(self, marker: Table) -> Executable:
-        """A row if ``:message_id, :handler`` was inserted by the transaction that is open now."""
+    def claim(self, connection: Connection, statement: Executable, marker: Table, key: Mapping[str, Any]) -> bool:
+        """Run the claim: True if the marker is new, False if it was there; anything else raises ``DBAPIError``."""
+        return connection.execute(statement, key).first() is not None
+
+    def mark_transaction(self, connection: Connection) -> None:
+        """Leave something in the transaction of the claim that ends with it, for ``is_marked``."""
+        Connection.exec_driver_sql(connection, "SAVEPOINT projector_dedup")  # past any guard of the connection
+
+    def is_marked(self, connection: Connection, marker: Table, key: Mapping[str, Any] | None) -> bool:
+        """Whether the transaction that is open now is the one that was marked. A round trip, to be made once."""
+        try:
+            Connection.exec_driver_sql(connection, "RELEASE SAVEPOINT projector_dedup")
+        except DBAPIError as error:
+            if connection.invalidated or self.classify(error) is Failure.TRANSIENT:
+                raise
+            return False
+        return True
+
+    def abandon(self, connection: Connection) -> None:
+        """Roll back what is open, if anything is, now that the transaction of the claim is not."""
+        Connection.exec_driver_sql(connection, "ROLLBACK")
 
     @abstractmethod
     def prune_statement(self, marker: Table) -> Executable:
         """Delete at most ``:batch_size`` markers older than ``:seconds``, by the database's clock."""
 
-    @abstractmethod
     def advice(self, connection: Connection) -> list[tuple[str, str]]:
         """Settings of this database that are not wrong but could be better: what, and what to do."""
+        return []
+
+    # What happened --------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def status(self, driver_connection: Any) -> Status:
         """How the transaction stands. Reads the driver's memory: no round trip."""
 
-    @abstractmethod
     def dooms(self, error: DBAPIError) -> bool:
-        """Whether the server will refuse everything that follows in this transaction (outside a savepoint)."""
+        """Whether the error ended the transaction, or made the server refuse what follows outside a savepoint."""
+        return False
 
     @abstractmethod
     def classify(self, error: Exception) -> Failure:
-        """By SQLSTATE or driver code, never by class or text; ``error`` may be the driver's own."""
+        """By SQLSTATE or driver code, never by class or text; ``error`` may be the driver's own, or no database's."""
 
     @abstractmethod
     def commit_refused(self, error: DBAPIError) -> bool:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import cache
 from typing import Any
+from uuid import uuid4
 
 from sqlalchemy import DateTime, Select, Table, Text, bindparam, delete, func, literal_column, select
 from sqlalchemy.dialects.postgresql import insert
@@ -10,8 +13,9 @@ from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.sql import ColumnElement, Executable
 
-from ..errors import UnsafeSessionError
-from .interface import Dialect, Failure, Status
+from ..errors import UnsupportedDatabaseError
+from ..transaction_text import OPAQUE, Grammar
+from .interface import Dialect, Failure, Status, same_key
 
 # Error codes: PostgreSQL documentation, appendix A.
 _TRANSIENT = {
@@ -26,35 +30,66 @@ _TRANSIENT = {
 }
 _LOCK_TIMEOUT = "55P03"
 _UNIQUE = {"23505", "23P01"}  # unique_violation, exclusion_violation
-_NO_TABLE = {"42P01", "42703", "42P10", "3F000"}  # undefined table, column, unique index, schema
+_NO_TABLE = {
+    *("42P01", "42703", "42P10", "3F000"),  # undefined table, column, unique index, schema
+    *("22001", "23502"),  # a column that is too short, that takes no NULL and has no default
+}
 _MAYBE_COMMITTED = {"40003", "57P01", "57P02"}  # a shutdown may come after a local commit, before its answer
 
+_BACKEND_AND_NUMBERED = """
+    SELECT pg_backend_pid(), EXISTS (
+        SELECT FROM pg_prepared_statements WHERE prepare_time >= now() AND starts_with(name, '__asyncpg_stmt_')
+    )"""
+_UNNAMED_PSYCOPG = "{'prepare_threshold': None}"
+_UNNAMED_ASYNCPG = (
+    "{'statement_cache_size': 0, 'prepared_statement_cache_size': 0, 'prepared_statement_name_func': str}"
+)
 
 # libpq's PGTransactionStatusType: idle, active, in transaction, in an aborted transaction, unknown
 _LIBPQ_STATUS = (Status.NONE, Status.BUSY, Status.OPEN, Status.ABORTED, Status.BUSY)
 
 
+_ANYTHING: Select[Any] = select(literal_column("1"))
+
+
+@cache
+def _inserted_here(marker: Table) -> Select[Any]:
+    ours = literal_column("xmin") == literal_column("pg_current_xact_id_if_assigned()::xid")
+    return _ANYTHING.select_from(marker).where(same_key(marker), ours)
+
+
 class PostgreSQL(Dialect):
     """PostgreSQL 13 and later."""
 
-    name = "postgresql"
-    drivers = frozenset({"psycopg", "psycopg_async", "asyncpg"})
-    detecting_isolation = "REPEATABLE READ"
+    names = frozenset({"postgresql"})
+    drivers = frozenset({"psycopg", "psycopg_async", "psycopg2", "asyncpg"})
+    grammar = Grammar(
+        # strings with backslash escapes, and dollar quotes
+        opaque=(r"(?<![a-z0-9_])e'(?:[^'\\]|\\.|'')*'", *OPAQUE[:2], r"\$(\w*)\$.*?\$\1\$", *OPAQUE[2:])
+    )
+    begins_with_level = True
 
     def prepare(self, engine: Engine) -> None:
-        """Nothing."""
-
-    def refuse_unsafe(self, connection: Connection) -> None:
-        """AUTOCOMMIT, however it was set: the driver knows."""
-        driver = connection.connection.dbapi_connection
-        if driver is not None and connection.dialect.detect_autocommit_setting(driver):
-            raise UnsafeSessionError(
-                "the engine is in AUTOCOMMIT: marker and read model would be committed one by one; give the "
-                "dispatcher an engine without it, such as engine.execution_options(isolation_level='REPEATABLE READ')"
+        """Behind a pooler, refuse what names prepared statements by number: so do its other clients (docs/adr/0011)."""
+        with engine.connect() as connection:
+            driver: Any = connection.connection.driver_connection
+            never_cached = f"{_BACKEND_AND_NUMBERED} -- {uuid4()}"
+            backend, numbered = connection.exec_driver_sql(never_cached).one()
+        asyncpg = hasattr(driver, "get_server_pid")
+        if backend == (driver.get_server_pid() if asyncpg else driver.info.backend_pid):
+            return  # no pooler: it would have made up a process of its own
+        if numbered or getattr(driver, "prepare_threshold", None) is not None:
+            raise UnsupportedDatabaseError(
+                "this engine reaches PostgreSQL through a pooler, such as PgBouncer, and prepares statements under "
+                "names that other clients of the pooler give to statements of theirs: it could run one of those. "
+                f"Give create_engine(connect_args={_UNNAMED_ASYNCPG if asyncpg else _UNNAMED_PSYCOPG})"
             )
 
-    def begin(self, connection: Connection, wait: float | None) -> None:
-        """Nothing: the driver sends BEGIN before the claim."""
+    pruning_isolation = "READ COMMITTED"  # above it, what another cleaner deleted is a serialization failure
+
+    def detecting_isolation(self, engine: Engine) -> str | None:
+        """There the second writer of a row gets 40001."""
+        return "REPEATABLE READ"
 
     def claim_statement(self, marker: Table, *, bounded: bool) -> Executable:
         """ON CONFLICT names its columns, so that a table without the unique index is an error, not a double apply."""
@@ -74,17 +109,13 @@ class PostgreSQL(Dialect):
             statement = statement.values(dict(zip(names, values, strict=True)))
         return statement.on_conflict_do_nothing(index_elements=["message_id", "handler"]).returning(literal_column("1"))
 
-    def ownership_statement(self, marker: Table) -> Executable:
+    def mark_transaction(self, connection: Connection) -> None:
+        """The marker's row is mark enough."""
+
+    def is_marked(self, connection: Connection, marker: Table, key: Mapping[str, Any] | None) -> bool:
         """The row's xmin is the transaction that inserted it."""
-        return (
-            select(literal_column("1"))
-            .where(
-                marker.c.message_id == bindparam("message_id"),
-                marker.c.handler == bindparam("handler"),
-                literal_column("xmin") == literal_column("pg_current_xact_id_if_assigned()::xid"),
-            )
-            .select_from(marker)
-        )
+        statement = _ANYTHING if key is None else _inserted_here(marker)
+        return Connection.execute(connection, statement, key).first() is not None  # past any guard
 
     def prune_statement(self, marker: Table) -> Executable:
         """By physical address, which takes no second index lookup; rows another cleaner holds are left to it."""
@@ -114,11 +145,11 @@ class PostgreSQL(Dialect):
 
     def dooms(self, error: DBAPIError) -> bool:
         """Any error that the server sent aborts the transaction."""
-        return _sqlstate(error) is not None
+        return sqlstate_of(error) is not None
 
     def classify(self, error: Exception) -> Failure:
-        """By SQLSTATE, which psycopg and asyncpg both have; their classes differ."""
-        sqlstate = _sqlstate(error) or ""
+        """By SQLSTATE, which every driver has; their classes differ."""
+        sqlstate = sqlstate_of(error) or ""
         if sqlstate == _LOCK_TIMEOUT:
             return Failure.LOCK_TIMEOUT
         if getattr(error, "connection_invalidated", False) or sqlstate in _TRANSIENT or sqlstate.startswith("08"):
@@ -129,7 +160,7 @@ class PostgreSQL(Dialect):
 
     def commit_refused(self, error: DBAPIError) -> bool:
         """An error of a COMMIT that the living server sent means: rolled back."""
-        sqlstate = _sqlstate(error)
+        sqlstate = sqlstate_of(error)
         return (
             sqlstate is not None
             and not error.connection_invalidated
@@ -138,6 +169,8 @@ class PostgreSQL(Dialect):
         )
 
 
-def _sqlstate(error: Exception) -> str | None:
-    value = getattr(getattr(error, "orig", error), "sqlstate", None)
+def sqlstate_of(error: Exception) -> str | None:
+    """What the server said; psycopg2 calls it pgcode. None if the server said nothing: the connection was lost."""
+    driver_error = getattr(error, "orig", error)
+    value = getattr(driver_error, "sqlstate", None) or getattr(driver_error, "pgcode", None)
     return value if isinstance(value, str) else None

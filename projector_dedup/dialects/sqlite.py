@@ -9,12 +9,11 @@ from sqlalchemy import Select, Table, bindparam, delete, event, func, literal_co
 from sqlalchemy.dialects.sqlite import insert
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import DBAPIError
-from sqlalchemy.ext.asyncio import AsyncEngine
-from sqlalchemy.pool import StaticPool
 from sqlalchemy.sql import Executable
 
-from ..errors import UnsafeSessionError, UnsupportedDatabaseError
-from .interface import Dialect, Failure, Status
+from ..asyncio_names import AsyncEngine
+from ..errors import UnsafeSessionError
+from .interface import Dialect, Failure, Status, refuse_shared_connection
 from .sqlite_close import close_ends_transactions
 
 
@@ -31,16 +30,28 @@ def configure_sqlite(engine: Engine | AsyncEngine, *, busy_timeout: float = 5.0)
     def _set_up(dbapi_connection: Any, _record: Any) -> None:
         cursor = dbapi_connection.cursor()
         cursor.execute(f"PRAGMA busy_timeout = {int(busy_timeout * 1000)}")
+        begun = getattr(dbapi_connection, "driver_connection", dbapi_connection).in_transaction
+        if begun:  # sqlite3's autocommit=False; the journal mode can be changed between transactions only
+            cursor.execute("COMMIT")
         cursor.execute("PRAGMA journal_mode = WAL")
+        if begun:
+            cursor.execute("BEGIN")
         cursor.close()
+
+
+_COMMITS = "projector_dedup_commits"
 
 
 class SQLite(Dialect):
     """SQLite 3.35 and later (RETURNING)."""
 
-    name = "sqlite"
+    names = frozenset({"sqlite"})
     drivers = frozenset({"pysqlite", "aiosqlite"})
-    detecting_isolation = None
+    locks_rows = False
+
+    def detecting_isolation(self, engine: Engine) -> str | None:
+        """Writers are serialised."""
+        return None
 
     def prepare(self, engine: Engine) -> None:
         """An interrupted statement must not keep the write lock."""
@@ -48,21 +59,30 @@ class SQLite(Dialect):
 
     def refuse_unsafe(self, connection: Connection) -> None:
         """A connection that several threads share, and AUTOCOMMIT."""
-        if isinstance(connection.engine.pool, StaticPool):
-            raise UnsupportedDatabaseError(
-                "this SQLite engine shares one connection between all threads and tasks (StaticPool, the default of "
-                "aiosqlite's :memory:), so their transactions would mix; use a file, such as sqlite:///read_model.db"
-            )
+        refuse_shared_connection(connection)
         asked = connection.get_execution_options().get("isolation_level")
         engine_level = getattr(connection.dialect, "_on_connect_isolation_level", None)
-        driver_commits = getattr(connection.connection.driver_connection, "autocommit", None) is True
-        if driver_commits or "AUTOCOMMIT" in (asked, asked or engine_level):
+        if "AUTOCOMMIT" in (asked, asked or engine_level) or self._commits_nothing(connection):
             raise UnsafeSessionError(
                 "the engine is in AUTOCOMMIT: marker and read model would be committed one by one; give the "
                 "dispatcher an engine without isolation_level='AUTOCOMMIT' and without autocommit=True"
             )
 
-    def begin(self, connection: Connection, wait: float | None) -> None:
+    def _commits_nothing(self, connection: Connection) -> bool:
+        """Whether ``commit()`` is without effect, as sqlite3's autocommit=True has it; our BEGIN would stay open."""
+        driver = connection.connection.driver_connection
+        if connection.dialect.driver != "aiosqlite":
+            return getattr(driver, "autocommit", None) is True
+        # aiosqlite does not tell, so try, once for each of its connections.
+        if _COMMITS not in connection.info and self.status(driver) is Status.NONE:
+            connection.exec_driver_sql("BEGIN")
+            connection.connection.commit()
+            connection.info[_COMMITS] = self.status(driver) is Status.NONE
+            if not connection.info[_COMMITS]:
+                connection.exec_driver_sql("ROLLBACK")
+        return connection.info.get(_COMMITS) is False
+
+    def begin(self, connection: Connection, marker: Table | None, wait: float | None) -> None:
         """Take the write lock now: a transaction that reads first could only fail when it came to write."""
         if self.status(connection.connection.driver_connection) is Status.OPEN:
             return  # the engine's own begin hook, or sqlite3's autocommit=False, has begun; the claim locks
@@ -85,14 +105,6 @@ class SQLite(Dialect):
             .returning(literal_column("1"))
         )
 
-    def ownership_statement(self, marker: Table) -> Executable:
-        """A marker that a rollback took with it is gone; nobody else can have written one meanwhile."""
-        return (
-            select(literal_column("1"))
-            .select_from(marker)
-            .where(marker.c.message_id == bindparam("message_id"), marker.c.handler == bindparam("handler"))
-        )
-
     def prune_statement(self, marker: Table) -> Executable:
         """Oldest first, by rowid."""
         age = literal_column("'-'").concat(bindparam("seconds")).concat(" seconds")
@@ -106,8 +118,17 @@ class SQLite(Dialect):
         return delete(marker).where(literal_column("rowid").in_(oldest))
 
     def advice(self, connection: Connection) -> list[tuple[str, str]]:
-        """Without write-ahead logging, a reader makes writers wait at COMMIT."""
+        """Without write-ahead logging a reader makes writers wait at COMMIT; with it, files do not commit as one."""
         mode = connection.exec_driver_sql("PRAGMA journal_mode").scalar_one()
+        files = [file for _, _, file in connection.exec_driver_sql("PRAGMA database_list") if file]
+        if mode == "wal" and len(files) > 1:  # https://www.sqlite.org/lang_attach.html
+            return [
+                (
+                    "databases are attached, and under write-ahead logging a COMMIT that a crash interrupts is atomic "
+                    "in each file only",
+                    "keep the markers in the file of the read model: make_tables(metadata, schema=...)",
+                )
+            ]
         if mode in ("wal", "memory"):
             return []
         return [(f"the journal mode is {mode}", "call projector_dedup.configure_sqlite(engine) once, at start-up")]
@@ -119,10 +140,6 @@ class SQLite(Dialect):
         except (sqlite3.ProgrammingError, ValueError):  # closed
             return Status.BUSY
 
-    def dooms(self, error: DBAPIError) -> bool:
-        """An error undoes its statement only; where it undid the transaction, ``status`` shows it."""
-        return False
-
     def classify(self, error: Exception) -> Failure:
         """By SQLite's extended result code."""
         code = _code(error)
@@ -132,7 +149,7 @@ class SQLite(Dialect):
             return Failure.TRANSIENT
         if code in ("SQLITE_CONSTRAINT_UNIQUE", "SQLITE_CONSTRAINT_PRIMARYKEY"):
             return Failure.UNIQUE
-        return Failure.NO_TABLE if code == "SQLITE_ERROR" else Failure.PERMANENT
+        return Failure.NO_TABLE if code in ("SQLITE_ERROR", "SQLITE_CONSTRAINT_NOTNULL") else Failure.PERMANENT
 
     def commit_refused(self, error: DBAPIError) -> bool:
         """BUSY, a deferred constraint and a full disk leave the transaction uncommitted."""

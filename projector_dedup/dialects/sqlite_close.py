@@ -12,12 +12,13 @@ import contextlib
 import sqlite3
 from functools import cache
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakSet, ref
 
-from sqlalchemy import event
 from sqlalchemy.engine import Engine
 from sqlalchemy.engine.interfaces import Dialect as EngineDialect
 from sqlalchemy.pool import QueuePool
+
+from .listeners import listen_once
 
 
 class _ClosingConnection(sqlite3.Connection):
@@ -50,25 +51,21 @@ def _closing(connection_class: type[sqlite3.Connection]) -> type[sqlite3.Connect
     return type(f"Closing{connection_class.__name__}", (_ClosingConnection, connection_class), {})
 
 
-# By the engine's dialect, which its execution_options() clones share; the value: no connection is older than this.
-_prepared: WeakKeyDictionary[EngineDialect, bool] = WeakKeyDictionary()
+# Engines without a connection that is older than the listeners; by the dialect, which execution_options() clones share.
+_prepared: WeakSet[EngineDialect] = WeakSet()
 
 
 def close_ends_transactions(engine: Engine) -> None:
     """From here on, the engine's connections end their transaction when they close, and begin in none."""
-    if _prepared.get(engine.dialect):
+    if engine.dialect in _prepared:
         return
-    if engine.dialect not in _prepared:
-        event.listen(engine, "do_connect", _connect)
-        if isinstance(engine.pool, QueuePool):
-            event.listen(engine, "checkout", _checkout)
-        _prepared[engine.dialect] = False
+    listen_once(engine, do_connect=[_connect], checkout=[_checkout] if isinstance(engine.pool, QueuePool) else [])
     if isinstance(engine.pool, QueuePool) and "memory" not in str(engine.url):
         # Not dispose(): a connection that another task takes meanwhile would return to a pool that nobody closes.
         for _ in range(engine.pool.checkedin()):
             with engine.connect() as connection:
                 connection.invalidate()
-    _prepared[engine.dialect] = True
+    _prepared.add(engine.dialect)
 
 
 def _connect(_dialect: EngineDialect, _record: object, _arguments: object, keywords: dict[str, Any]) -> None:

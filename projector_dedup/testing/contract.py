@@ -17,13 +17,16 @@ from collections.abc import Iterator, Mapping
 
 import pytest
 
-pytest.register_assert_rewrite(*(f"{__package__}.{name}" for name in ("claims", "convergence", "once", "races")))
+pytest.register_assert_rewrite(
+    *(f"{__package__}.{name}" for name in ("claims", "convergence", "lost_updates", "once", "races"))
+)
 
 from .claims import ClaimContract  # noqa: E402  # after the line above: pytest explains the asserts of what it knows of
 from .convergence import ConvergenceContract, KilledContract  # noqa: E402
 from .harness import Harness  # noqa: E402
+from .lost_updates import LostUpdateContract  # noqa: E402
 from .once import AcknowledgementContract, OnceContract  # noqa: E402
-from .races import LostUpdateContract, RaceContract  # noqa: E402
+from .races import RaceContract  # noqa: E402
 from .subject import Subject  # noqa: E402
 
 __all__ = ["ISOLATION", "ConcurrencyContract", "ProjectorContract", "Subject"]

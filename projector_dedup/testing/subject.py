@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from sqlalchemy import URL, ForeignKey
+from sqlalchemy import URL, ForeignKey, String
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, relationship
 
 from ..outcome import Delivery
@@ -24,7 +24,7 @@ class Total(Base):
     """What accumulates, and is wrong for good when a message counts twice or not at all."""
 
     __tablename__ = "contract_total"
-    key: Mapped[str] = mapped_column(primary_key=True)
+    key: Mapped[str] = mapped_column(String(20), primary_key=True)
     amount: Mapped[int] = mapped_column(default=0)
 
 
@@ -32,8 +32,8 @@ class Account(Base):
     """Reaches a total by way of a relationship."""
 
     __tablename__ = "contract_account"
-    key: Mapped[str] = mapped_column(primary_key=True)
-    total_key: Mapped[str] = mapped_column(ForeignKey(Total.key))
+    key: Mapped[str] = mapped_column(String(20), primary_key=True)
+    total_key: Mapped[str] = mapped_column(String(20), ForeignKey(Total.key))
     total: Mapped[Total] = relationship()
 
 
@@ -68,6 +68,7 @@ class Subject:
     dispatcher_isolation: str | None = None  #: Dispatcher(isolation=...)
     engine_arguments: Mapping[str, Any] = field(default_factory=dict)
     prepare: Callable[[Any], None] | None = None  #: called with the new engine, as configure_sqlite is
+    one_writer: bool = False  #: whether a database that was not tried lets only one transaction write at a time
 
     @property
     def loses_updates(self) -> bool:

@@ -26,11 +26,6 @@ WITH bound AS MATERIALIZED
  INSERT INTO processed_message (message_id, handler, occurred_at) SELECT %(message_id)s::VARCHAR AS anon_1, %(handler)s::VARCHAR AS anon_2, %(occurred_at)s::TIMESTAMP WITH TIME ZONE AS anon_3
 FROM bound ON CONFLICT (message_id, handler) DO NOTHING RETURNING 1
 
--- is this the transaction of the claim? (strict=True)
-SELECT 1
-FROM processed_message
-WHERE processed_message.message_id = %(message_id)s::VARCHAR COLLATE "C" AND processed_message.handler = %(handler)s::VARCHAR COLLATE "C" AND xmin = pg_current_xact_id_if_assigned()::xid
-
 -- is the marker there? (for the text of an error)
 SELECT 1
 FROM processed_message

@@ -23,11 +23,6 @@ INSERT INTO processed_message (message_id, handler, occurred_at) VALUES (?, ?, ?
 -- claim, with claim_timeout
 INSERT INTO processed_message (message_id, handler, occurred_at) VALUES (?, ?, ?) ON CONFLICT (message_id, handler) DO NOTHING RETURNING 1
 
--- is this the transaction of the claim? (strict=True)
-SELECT 1
-FROM processed_message
-WHERE processed_message.message_id = ? AND processed_message.handler = ?
-
 -- is the marker there? (for the text of an error)
 SELECT 1
 FROM processed_message

@@ -1,0 +1,234 @@
+"""MariaDB and MySQL: the claim is a plain INSERT, since every INSERT that cannot fail there loses messages silently."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from functools import cache
+from typing import Any
+
+from sqlalchemy import BINARY, Select, Table, and_, bindparam, cast, delete, func, literal_column, select
+from sqlalchemy.engine import Connection, Engine
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.ext.compiler import compiles
+from sqlalchemy.sql import Executable, Insert
+from sqlalchemy.sql.compiler import SQLCompiler
+
+from ..errors import MissingTableError, UnsupportedDatabaseError
+from ..transaction_text import COMMANDS, Grammar
+from .columns import utc_now
+from .interface import Dialect, Failure, Status
+from .listeners import listen_once
+from .mysql_close import close_when_interrupted
+from .mysql_snapshots import offers_snapshot_isolation, snapshot_isolation, switching
+from .mysql_tables import refuse_unfit
+
+# Error numbers: MariaDB documentation, "MariaDB Error Code Reference".
+_DEADLOCK, _RECORD_CHANGED, _LOCK_WAIT_TIMEOUT, _STATEMENT_TIMEOUT, _NO_SAVEPOINT = 1213, 1020, 1205, 1969, 1305
+_LOCK_TABLE_FULL = 1206
+_TRANSIENT = {
+    _DEADLOCK,
+    _LOCK_TABLE_FULL,
+    _RECORD_CHANGED,  # since this transaction's snapshot was taken
+    1040,  # too many connections
+    1203,  # too many connections of this user
+    1047,  # this node of a cluster is not ready
+    1053,  # server shutdown in progress
+    1927,  # connection was killed
+    *(2002, 2003, 2006, 2013, 2055),  # no connection, or lost
+    4031,  # disconnected for inactivity
+}
+_LOCK_TIMEOUT = {_LOCK_WAIT_TIMEOUT, _STATEMENT_TIMEOUT, 3572}  # the last: NOWAIT
+_UNIQUE = {1062, 1169, 1586}
+_NO_TABLE = {
+    *(1049, 1054, 1146),  # unknown database, column, table
+    *(1048, 1364, 1406),  # a column that takes no NULL, has no default, is too short
+}
+
+_OUT_OF_SYNC = 2014  # a result of mysqlclient's was left unread: the command was not sent
+
+_IN_TRANSACTION = 1  # SERVER_STATUS_IN_TRANS of the client-server protocol
+
+
+class MySQL(Dialect):
+    """MariaDB 10.6 and later; MySQL 8 should do, and was not tried."""
+
+    names = frozenset({"mysql", "mariadb"})
+    drivers = frozenset({"pymysql", "mysqldb", "asyncmy", "aiomysql"})
+    grammar = Grammar(
+        opaque=(
+            r"'(?:[^'\\]|\\.|'')*'",
+            r'"(?:[^"\\]|\\.|"")*"',
+            r"`(?:[^`]|``)*`",
+            r"(?:\#|--(?=\s|\Z))[^\n]*",
+            r"/\*M?!\d*",  # what follows is executed
+            r"/\*.*?\*/",
+            r"\bSET\s+STATEMENT\b[^;]*?\bFOR\b",  # what follows is the statement
+        ),
+        commands=(
+            *COMMANDS,
+            # The implicit commits (MariaDB documentation, "SQL statements that cause an implicit commit")
+            r"(?:CREATE|DROP)(?!\s+(?:OR\s+REPLACE\s+)?TEMPORARY\s+TABLE\b)",
+            r"ALTER|TRUNCATE|RENAME|GRANT|REVOKE|FLUSH|RESET|OPTIMIZE|REPAIR|INSTALL|UNINSTALL|BACKUP|SHUTDOWN|XA",
+            r"(?:ANALYZE|CHECK)\s+(?:\w+\s+)?TABLES?|(?:CACHE|LOAD)\s+INDEX|(?:UN)?LOCK\s+TABLES?|CHANGE\s+MASTER",
+            r"(?:START|STOP)\s+(?:ALL\s+)?(?:SLAVES?|REPLICA)",
+            r"SET\b[^;]*?(?:(?<![@\w])|@@(?:\w+\.)?)(?:autocommit|PASSWORD|DEFAULT\s+ROLE)",
+        ),
+        hidden="CALL|EXECUTE|REPEAT",
+        one_at_a_time=True,
+    )
+    doom_lasts = True
+    pruning_isolation = "READ COMMITTED"  # above it, the gap after the last expired marker is where new ones go
+
+    def prepare(self, engine: Engine) -> None:
+        """An answer is only its own statement's; and whether the server can refuse lost updates is learned."""
+        closing = [close_when_interrupted] if engine.dialect.driver == "pymysql" else []
+        listen_once(engine, checkout=[*closing, switching(engine.dialect)])
+        offers_snapshot_isolation(engine)
+
+    def detecting_isolation(self, engine: Engine) -> str | None:
+        """With innodb_snapshot_isolation a stale write gets 1020; without, only reads that lock keep rivals out."""
+        return "REPEATABLE READ" if offers_snapshot_isolation(engine) else "SERIALIZABLE"
+
+    def opening(self, *, marked: bool) -> AbstractContextManager[None]:
+        """The unit of work's connection gets the setting; whoever has the connection next gets it back as it was."""
+        return snapshot_isolation(marked)
+
+    def refuse_table(self, connection: Connection, table: Table) -> None:
+        """MyISAM, Aria and their like."""
+        refuse_unfit(connection, table, marker=False)
+
+    def refuse_marker(self, connection: Connection, marker: Table) -> None:
+        """A plain INSERT names no index that must be there."""
+        refuse_unfit(connection, marker, marker=True)
+
+    def claim_statement(self, marker: Table, *, bounded: bool) -> Executable:
+        """No IGNORE, which truncates and swallows; no ON DUPLICATE KEY UPDATE, which cannot be told from a new row."""
+        values: dict[str, Any] = {name: bindparam(name) for name in ("message_id", "handler", "occurred_at")}
+        return (_BoundedInsert if bounded else Insert)(marker).values(**values, processed_at=utc_now())
+
+    def claim(self, connection: Connection, statement: Executable, marker: Table, key: Mapping[str, Any]) -> bool:
+        """The failed INSERT has locked the row, so it is there; if it is not, something else was violated."""
+        try:
+            connection.execute(statement, key)
+        except DBAPIError as error:
+            found = (
+                connection.execute(_lookup(marker), key).scalar() if self.classify(error) is Failure.UNIQUE else None
+            )
+            if found is None:
+                raise
+            if not found:
+                raise MissingTableError(
+                    f"{marker.fullname} takes different message ids for one, or handlers: its columns do not compare "
+                    "byte for byte, and messages would be lost; `idempotency check` says what is wrong"
+                ) from error
+            return False
+        return True
+
+    def prune_statement(self, marker: Table) -> Executable:
+        """By a join, which locks the rows it deletes and no others; rows another cleaner holds are left to it."""
+        oldest: Select[Any] = (
+            select(*marker.primary_key)
+            .where(
+                marker.c.processed_at < func.timestampadd(literal_column("second"), -bindparam("seconds"), utc_now())
+            )
+            .order_by(marker.c.processed_at)
+            .limit(bindparam("batch_size"))
+            .with_for_update(skip_locked=True)
+        )
+        batch = oldest.subquery("batch")
+        return delete(marker).where(
+            marker.c.message_id == batch.c.message_id,
+            marker.c.handler == batch.c.handler,
+        )
+
+    def advice(self, connection: Connection) -> list[tuple[str, str]]:
+        """Settings that cost retries or round trips."""
+        if offers_snapshot_isolation(connection.engine):
+            return []
+        return [
+            (
+                "this server cannot be relied on to refuse lost updates at REPEATABLE READ, so projectors run at "
+                "SERIALIZABLE, where every read locks; that costs four round trips for each message",
+                "give projectors an engine of their own, create_engine(isolation_level='SERIALIZABLE'), which costs "
+                "none; or upgrade to MariaDB 10.6.27, 10.11.18, 11.4.12, 11.8.8, 12.3.3 or later",
+            )
+        ]
+
+    def status(self, driver_connection: Any) -> Status:
+        """From the flags of the server's last answer; mysqlclient keeps them to itself."""
+        if getattr(driver_connection, "closed", False) or not (
+            getattr(driver_connection, "open", True) and getattr(driver_connection, "connected", True)
+        ):
+            return Status.BUSY
+        flags = getattr(driver_connection, "server_status", None)
+        if flags is None and hasattr(driver_connection, "get_transaction_status"):
+            flags = driver_connection.get_transaction_status()
+        if flags is None:
+            return Status.OPEN
+        return Status.OPEN if flags & _IN_TRANSACTION else Status.NONE
+
+    def dooms(self, error: DBAPIError) -> bool:
+        """The server rolled back, all of it or (a lock wait) perhaps all, and goes on in another transaction."""
+        return _number(error) in (
+            _DEADLOCK,
+            _RECORD_CHANGED,
+            _LOCK_TABLE_FULL,
+            _LOCK_WAIT_TIMEOUT,
+            _NO_SAVEPOINT,
+        )
+
+    def classify(self, error: Exception) -> Failure:
+        """By the server's error number: PyMySQL calls a deadlock 40001, and others have no SQLSTATE."""
+        number = _number(error)
+        if number in _LOCK_TIMEOUT:
+            return Failure.LOCK_TIMEOUT
+        if number == _OUT_OF_SYNC:
+            return Failure.PERMANENT  # SQLAlchemy takes the connection for lost
+        if getattr(error, "connection_invalidated", False) or number in _TRANSIENT:
+            return Failure.TRANSIENT
+        if number in _UNIQUE:
+            return Failure.UNIQUE
+        return Failure.NO_TABLE if number in _NO_TABLE else Failure.PERMANENT
+
+    def commit_refused(self, error: DBAPIError) -> bool:
+        """A cluster refuses a COMMIT with a deadlock, mysqlclient without sending it; else the outcome is asked."""
+        number = _number(error)
+        return number == _OUT_OF_SYNC or (number == _DEADLOCK and not error.connection_invalidated)
+
+
+def _number(error: Exception) -> int | None:
+    original = getattr(error, "orig", error)
+    if type(original).__module__.partition(".")[0] not in ("pymysql", "MySQLdb", "asyncmy", "aiomysql"):
+        return None
+    number = original.args[0] if original.args else None
+    return number if isinstance(number, int) else None
+
+
+@cache
+def _lookup(marker: Table) -> Select[Any]:
+    """Whether the row that a claim met is its own, to the byte; no row if it met none."""
+    keys = [(column, bindparam(column.name, type_=column.type)) for column in (marker.c.message_id, marker.c.handler)]
+    same = and_(*(cast(column, BINARY()) == value for column, value in keys))
+    return select(same).where(*(column == value for column, value in keys)).with_for_update(read=True)
+
+
+# claim_timeout ------------------------------------------------------------------------------------------------------
+
+
+class _BoundedInsert(Insert):
+    """An INSERT that fails when it took longer than ``:wait_ms``; innodb_lock_wait_timeout knows whole seconds only."""
+
+    inherit_cache = True
+
+
+@compiles(_BoundedInsert)
+def _set_statement(element: _BoundedInsert, compiler: SQLCompiler, **options: Any) -> str:
+    if not getattr(compiler.dialect, "is_mariadb", False):
+        raise UnsupportedDatabaseError("claim_timeout needs MariaDB: MySQL cannot bound the wait of one statement")
+    wait = compiler.process(bindparam("wait_ms"), **options)
+    insert = compiler.visit_insert(element, **options)  # type: ignore[no-untyped-call]  # SQLAlchemy's
+    # The second, so that a longer wait than the server's own for locks is possible.
+    return (
+        f"SET STATEMENT max_statement_time = {wait} / 1000, innodb_lock_wait_timeout = {wait} div 1000 + 2 FOR {insert}"
+    )

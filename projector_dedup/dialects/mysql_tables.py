@@ -1,0 +1,53 @@
+"""What MariaDB's catalogue says of a table that a unit of work writes to. Each is asked for once for each engine."""
+
+from __future__ import annotations
+
+from weakref import WeakKeyDictionary
+
+from sqlalchemy import Table, text
+from sqlalchemy.engine import Connection, Engine
+
+from ..errors import MissingTableError, UnsafeSessionError
+
+_QUERY = text(
+    """
+    SELECT e.engine, e.transactions = 'YES' AS has_transactions, EXISTS (
+        SELECT 1 FROM information_schema.statistics s
+        WHERE s.table_schema = coalesce(:schema, database()) AND s.table_name = :name AND s.non_unique = 0
+        GROUP BY s.index_name
+        HAVING count(*) = 2 AND sum(s.column_name IN ('message_id', 'handler') AND s.sub_part IS NULL) = 2
+    ) AS is_unique
+    FROM information_schema.tables t JOIN information_schema.engines e ON e.engine = t.engine
+    WHERE t.table_schema = coalesce(:schema, database()) AND t.table_name = :name
+    """
+)
+
+# What was found to be fit: schema, name and whether it was asked as a marker table, by engine.
+_fit: WeakKeyDictionary[Engine, set[tuple[str | None, str, bool]]] = WeakKeyDictionary()
+
+
+def refuse_unfit(connection: Connection, table: Table, *, marker: bool) -> None:
+    """Raise for a table without transactions, and for a marker table that would let a plain INSERT in twice.
+
+    What is not there, or is a view, is left to the statement that was about to run.
+    """
+    known = _fit.setdefault(connection.engine, set())
+    place = connection.schema_for_object(table), table.name, marker
+    if place in known:
+        return
+    found = Connection.execute(connection, _QUERY, {"schema": place[0], "name": place[1]}).first()
+    if found is None:
+        return
+    name = ".".join(part for part in place[:2] if part)
+    if not found.has_transactions:
+        raise UnsafeSessionError(
+            f"the table {name} is in the storage engine {found.engine}, which has no transactions: what "
+            f"is written there stays when the marker is rolled back; ALTER TABLE {name} ENGINE=InnoDB"
+        )
+    if marker and not found.is_unique:
+        raise MissingTableError(
+            f"the table {name} is not the one this version expects: without a unique index over "
+            "(message_id, handler), and nothing else, a duplicate would be applied; `idempotency check` says what is "
+            "wrong"
+        )
+    known.add(place)

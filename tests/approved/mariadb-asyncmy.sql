@@ -1,0 +1,40 @@
+-- the marker table
+CREATE TABLE processed_message (
+    message_id VARBINARY(512) NOT NULL,
+    handler VARBINARY(255) NOT NULL,
+    processed_at DATETIME(6) NOT NULL DEFAULT (utc_timestamp(6)),
+    occurred_at DATETIME(6),
+    CONSTRAINT pk_processed_message PRIMARY KEY (message_id, handler)
+)ENGINE=InnoDB DEFAULT CHARSET=utf8mb4
+
+-- its index ix_processed_message_processed_at
+CREATE INDEX ix_processed_message_processed_at ON processed_message (processed_at)
+
+-- the state table
+CREATE TABLE processed_message_state (
+    `key` VARBINARY(255) NOT NULL,
+    value TEXT NOT NULL,
+    CONSTRAINT pk_processed_message_state PRIMARY KEY (`key`)
+)ENGINE=InnoDB DEFAULT CHARSET=utf8mb4
+
+-- claim
+INSERT INTO processed_message (message_id, handler, processed_at, occurred_at) VALUES (unhex(%s), unhex(%s), (utc_timestamp(6)), %s)
+
+-- claim, with claim_timeout
+SET STATEMENT max_statement_time = %s / 1000, innodb_lock_wait_timeout = %s div 1000 + 2 FOR INSERT INTO processed_message (message_id, handler, processed_at, occurred_at) VALUES (unhex(%s), unhex(%s), (utc_timestamp(6)), %s)
+
+-- was it this marker that the claim met?
+SELECT CAST(processed_message.message_id AS BINARY) = unhex(%s) AND CAST(processed_message.handler AS BINARY) = unhex(%s) AS anon_1
+FROM processed_message
+WHERE processed_message.message_id = unhex(%s) AND processed_message.handler = unhex(%s) LOCK IN SHARE MODE
+
+-- is the marker there? (for the text of an error)
+SELECT 1
+FROM processed_message
+WHERE processed_message.message_id = unhex(%s) AND processed_message.handler = unhex(%s)
+
+-- prune one batch
+DELETE FROM processed_message USING processed_message, (SELECT processed_message.message_id AS message_id, processed_message.handler AS handler
+FROM processed_message
+WHERE processed_message.processed_at < timestampadd(second, -%s, (utc_timestamp(6))) ORDER BY processed_message.processed_at
+ LIMIT %s FOR UPDATE SKIP LOCKED) AS batch WHERE processed_message.message_id = batch.message_id AND processed_message.handler = batch.handler

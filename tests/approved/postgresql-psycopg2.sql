@@ -1,0 +1,38 @@
+-- the marker table
+CREATE TABLE processed_message (
+    message_id TEXT COLLATE "C" NOT NULL,
+    handler TEXT COLLATE "C" NOT NULL,
+    processed_at TIMESTAMP WITH TIME ZONE DEFAULT CURRENT_TIMESTAMP NOT NULL,
+    occurred_at TIMESTAMP WITH TIME ZONE,
+    CONSTRAINT pk_processed_message PRIMARY KEY (message_id, handler)
+)
+
+-- its index ix_processed_message_processed_at
+CREATE INDEX ix_processed_message_processed_at ON processed_message (processed_at)
+
+-- the state table
+CREATE TABLE processed_message_state (
+    key TEXT COLLATE "C" NOT NULL,
+    value TEXT NOT NULL,
+    CONSTRAINT pk_processed_message_state PRIMARY KEY (key)
+)
+
+-- claim
+INSERT INTO processed_message (message_id, handler, occurred_at) VALUES (%(message_id)s, %(handler)s, %(occurred_at)s) ON CONFLICT (message_id, handler) DO NOTHING RETURNING 1
+
+-- claim, with claim_timeout
+WITH bound AS MATERIALIZED
+(SELECT set_config(%(set_config_1)s, concat(%(wait_ms)s, %(concat_1)s), %(set_config_2)s) AS wait)
+ INSERT INTO processed_message (message_id, handler, occurred_at) SELECT %(message_id)s AS anon_1, %(handler)s AS anon_2, %(occurred_at)s AS anon_3
+FROM bound ON CONFLICT (message_id, handler) DO NOTHING RETURNING 1
+
+-- is the marker there? (for the text of an error)
+SELECT 1
+FROM processed_message
+WHERE processed_message.message_id = %(message_id)s AND processed_message.handler = %(handler)s
+
+-- prune one batch
+DELETE FROM processed_message WHERE ctid = any(array((SELECT ctid
+FROM processed_message
+WHERE processed_message.processed_at < now() - %(seconds)s * interval '1 second' ORDER BY processed_message.processed_at
+ LIMIT %(batch_size)s FOR UPDATE SKIP LOCKED)))

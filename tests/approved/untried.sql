@@ -1,0 +1,34 @@
+-- the marker table
+CREATE TABLE processed_message (
+    message_id VARCHAR(512) NOT NULL,
+    handler VARCHAR(255) NOT NULL,
+    processed_at DATETIME DEFAULT CURRENT_TIMESTAMP NOT NULL,
+    occurred_at DATETIME,
+    CONSTRAINT pk_processed_message PRIMARY KEY (message_id, handler)
+)
+
+-- its index ix_processed_message_processed_at
+CREATE INDEX ix_processed_message_processed_at ON processed_message (processed_at)
+
+-- the state table
+CREATE TABLE processed_message_state (
+    "key" VARCHAR(255) NOT NULL,
+    value TEXT NOT NULL,
+    CONSTRAINT pk_processed_message_state PRIMARY KEY ("key")
+)
+
+-- claim
+INSERT INTO processed_message (message_id, handler, processed_at, occurred_at) VALUES (?, ?, ?, ?)
+
+-- is the marker there? (for the text of an error)
+SELECT 1
+FROM processed_message
+WHERE processed_message.message_id = ? AND processed_message.handler = ?
+
+-- prune one batch
+DELETE FROM processed_message WHERE EXISTS (SELECT 1
+FROM (SELECT processed_message_1.message_id AS message_id, processed_message_1.handler AS handler
+FROM processed_message AS processed_message_1
+WHERE processed_message_1.processed_at < ? ORDER BY processed_message_1.processed_at
+ LIMIT ? OFFSET ?) AS batch
+WHERE batch.message_id = processed_message.message_id AND batch.handler = processed_message.handler)

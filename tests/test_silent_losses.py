@@ -1,0 +1,170 @@
+"""Ways to lose or double a message without a sound that were found from outside, and are closed."""
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from sqlalchemy import Engine, create_engine, event, select, text
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.orm import Session, sessionmaker
+from sqlalchemy.pool import StaticPool
+
+from databases import DRIVERS, Database, Driver
+from misbehaviour import swallow
+from projector_dedup import (
+    Dispatcher,
+    InProgress,
+    MissingTableError,
+    Outcome,
+    RetriesExhaustedError,
+    TransactionViolatedError,
+    UnitOfWork,
+    UnsafeSessionError,
+    UnsupportedDatabaseError,
+    on,
+    projector,
+)
+from projector_dedup.tables import default_metadata
+from projector_dedup.testing.subject import Added, Base, add
+from rig import NOTHING, ONCE, Rig, Total, outsides_fixture, rig_on_fixture  # noqa: F401  # fixtures
+from rig import add as add_one
+
+MARIADB = [driver for driver in DRIVERS if driver.engine == "mariadb"]
+RigOn = Callable[..., Rig]
+
+totals = projector(idempotent=True, name="totals")(on(Added)(add))
+
+
+@pytest.mark.parametrize("driver", MARIADB, ids=str)
+@pytest.mark.parametrize("swallows", [False, True])
+def test_an_error_that_a_driver_tells_nobody_cannot_happen(driver: Driver, swallows: bool, rig_on: RigOn) -> None:
+    """The second statement of one text may fail, or roll everything back, in silence: such texts are refused."""
+    rig = rig_on(driver)
+
+    def handler(session: Session) -> None:
+        add_one(session)
+        both = text("update total set amount = amount + 1; insert into total values ('a', 5)")
+        if swallows:
+            swallow(session.execute, both)
+        else:
+            session.execute(both)
+
+    if swallows:
+        assert rig.deliver(handler).outcome is Outcome.APPLIED
+        assert rig.durable() == ONCE
+    else:
+        with pytest.raises(UnsafeSessionError, match="one by one"):
+            rig.deliver(handler)
+        assert rig.durable() == NOTHING
+
+
+@pytest.mark.parametrize("driver", [driver for driver in MARIADB if not driver.is_async], ids=str)
+def test_a_deadlock_while_a_result_is_streamed_is_not_forgotten(driver: Driver, rig_on: RigOn) -> None:
+    """The fetch rolls the transaction back and a rival applies the message: what is written then does not commit."""
+    rig, rival = rig_on(driver), rig_on(driver)
+    rig.outside.execute("insert into total values " + ", ".join(f"('r{n:04}', 0)" for n in range(2000)))
+    other = create_engine(rig.sync_engine.url)
+    failed: list[Exception] = []
+
+    def handler(session: Session) -> None:
+        if failed:
+            return
+        with other.connect() as connection:
+            # Much to roll back: of the two, the server will choose the other, whose fetch is told.
+            connection.execute(text("update total set amount = 7 where account > 'r1000'"))
+            stream = select(Total.account).where(Total.account > "r").order_by(Total.account).with_for_update()
+            blocked = threading.Thread(target=swallow, args=(_waits_for_all, connection, rig))
+            blocked.start()
+            result = session.execute(stream, execution_options={"stream_results": True, "yield_per": 1})
+            try:
+                result.all()
+            except Exception as error:  # noqa: BLE001  # the disease
+                failed.append(error)
+            blocked.join()
+            connection.rollback()
+        if failed:
+            rival.deliver(add_one)
+            session.execute(text("update total set amount = amount + 10 where account = 'a'"))
+
+    with pytest.raises(TransactionViolatedError):
+        rig.deliver(handler)
+    assert failed
+    assert rig.durable() == ONCE
+    other.dispose()
+
+
+def _waits_for_all(connection: Any, rig: Rig) -> None:
+    """Once somebody waits for what it holds."""
+    while not rig.outside.execute("select 1 from information_schema.innodb_trx where trx_state = 'LOCK WAIT'"):
+        time.sleep(0.15)  # the catalogue is a copy that is not made anew more often
+    connection.execute(text("update total set amount = 0 where account >= 'r' order by account desc"))
+
+
+@pytest.mark.parametrize("driver", MARIADB, ids=str)
+@pytest.mark.parametrize("number", [1206, 1213, 1020])
+def test_an_error_by_which_the_server_rolls_back_is_remembered(driver: Driver, number: int, rig_on: RigOn) -> None:
+    """A full lock table, 1206, too: swallowed, it is a reason to run the whole unit again, never `APPLIED`."""
+    rig = rig_on(driver)
+
+    def handler(session: Session) -> None:
+        add_one(session)
+        swallow(session.execute, text(f"signal sqlstate 'HY000' set mysql_errno = {number}, message_text = 'x'"))
+
+    with pytest.raises(RetriesExhaustedError):
+        rig.deliver(handler)
+    assert rig.durable() == NOTHING
+
+
+@pytest.mark.parametrize("driver", [driver for driver in MARIADB if not driver.is_async], ids=str)
+def test_a_level_that_a_listener_sets_is_not_taken_for_the_servers(driver: Driver, rig_on: RigOn) -> None:
+    """READ COMMITTED set on connecting, after SQLAlchemy has asked for the level, would lose updates."""
+    rig = rig_on(driver)
+
+    @event.listens_for(rig.sync_engine, "connect")
+    def _set(dbapi_connection: Any, _record: object) -> None:
+        cursor = dbapi_connection.cursor()
+        cursor.execute("SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED")
+        cursor.close()
+
+    found: list[str] = []
+    rig.deliver(lambda session: found.append(session.execute(text("select @@tx_isolation")).scalar_one()))
+    assert found == ["REPEATABLE-READ"]
+
+
+def test_nothing_commits_after_a_claim_that_failed(engine: Engine) -> None:
+    """Whoever swallows the claim's error and writes cannot commit without a marker."""
+    Base.metadata.create_all(engine)
+    with UnitOfWork(sessionmaker(engine)) as uow:
+        with pytest.raises(MissingTableError):
+            uow.claim("m1", "h")
+        swallow(add, Added(), uow.session)
+        for commits in (uow.commit, uow.session.commit):
+            with pytest.raises((UnsafeSessionError, TransactionViolatedError, DBAPIError)):
+                commits()
+    with engine.connect() as connection:
+        assert connection.scalar(text("select count(*) from contract_total")) == 0
+
+
+def test_nothing_commits_after_a_claim_that_was_in_progress(engine: Engine) -> None:
+    """The same where a rival held the claim too long."""
+    Base.metadata.create_all(engine)
+    default_metadata.create_all(engine)
+    sessions = sessionmaker(engine)
+    with UnitOfWork(sessions) as rival:
+        assert rival.claim("m1", "h")
+        with UnitOfWork(sessions, claim_timeout=0.1) as uow:
+            with pytest.raises(InProgress):
+                uow.claim("m1", "h")
+            with pytest.raises(UnsafeSessionError):
+                uow.commit()
+
+
+def test_a_connection_that_is_shared_is_refused_everywhere(database: Database) -> None:
+    """One thread's COMMIT would commit another's marker."""
+    engine = create_engine(database.url(), poolclass=StaticPool)
+    default_metadata.create_all(engine)
+    with pytest.raises(UnsupportedDatabaseError, match="StaticPool"):
+        Dispatcher(sessionmaker(engine), totals).deliver(Added(), message_id="m1")
+    engine.dispose()
