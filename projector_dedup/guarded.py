@@ -45,6 +45,9 @@ class Watcher(Protocol):
     def lend_driver(self) -> None:
         """What comes next may go past the guarded connection."""
 
+    def distrust(self) -> None:
+        """What comes next may fail, and end the transaction, with nobody to tell."""
+
     def before_commit(self, how: str) -> None:
         """The transaction, not a savepoint, is about to be committed."""
 
@@ -172,7 +175,7 @@ class GuardedConnection(Connection):
         rolls_back = isinstance(statement, RollbackToSavepointClause)
         guard.before_statement(sql_text(statement, self.dialect), written, mends=rolls_back)
         if self._streams(statement, kwargs.get("execution_options")):
-            guard.lend_driver()  # what is fetched later may fail, and end the transaction, with nobody to tell
+            guard.distrust()  # of what is fetched later
         try:
             result = run(statement, *args, **kwargs)
         except BaseException as error:

@@ -34,7 +34,8 @@ class Guard:
         self.violation: TransactionViolatedError | None = None
         self.doomed_by: DBAPIError | None = None
         self.watching = False  # true while a handler has the session
-        self.must_ask = False
+        self.must_ask = False  # the server, before COMMIT
+        self.lent = False  # to what may have committed past us
         self.commit_was_sent = False
         self.commit_was_answered = False
         self.must_disconnect = False  # what the driver is in the midst of, nobody knows
@@ -122,18 +123,19 @@ class Guard:
         self.savepoints.ended(name)
 
     def lend_driver(self) -> None:
-        """Whatever happens on the driver's connection now, the server will know."""
+        """What comes next goes past us: it may fail, or end the transaction."""
+        self.lent = self.lent or self.watching
+        self.distrust()
+
+    def distrust(self) -> None:
+        """What comes next may fail without our being told; the server will know."""
         if self.watching:
             self._refuse_doomed()
             self.must_ask = True
             self.savepoints.mark()
 
     def statement_failed(self, error: BaseException) -> None:
-        """The first error counts: those that follow only say that the transaction is aborted.
-
-        It counts inside a savepoint too: were it swallowed there, RELEASE would fail, and SQLAlchemy would not roll
-        back to the savepoint any more.
-        """
+        """The first error counts, inside a savepoint too: those that follow only say that all is aborted."""
         if self.doomed_by is not None or not isinstance(error, DBAPIError):
             return
         if error.connection_invalidated or self.dialect.dooms(error):
@@ -219,7 +221,7 @@ class Guard:
         if self.connection.get_transaction() is not self._transaction:
             return False
         status = self.dialect.status(self.driver)
-        if status in (Status.OPEN, Status.ABORTED) and self.must_ask:
+        if status in (Status.OPEN, Status.ABORTED) and self.lent:
             try:
                 return not self._marker.is_ours() and self._marker.is_committed() is not False
             except DBAPIError:  # aborted: what is open now will not commit, but what was before it may have

@@ -166,7 +166,7 @@ class Work:
     def _watch(self, guard: Guard) -> None:
         guard.watching = True
         if guard.dialect.untried and self._new:
-            guard.lend_driver()  # its driver cannot be asked what happens there; the server will be
+            guard.distrust()  # its driver cannot be asked what happens there; the server will be
 
     def _begun(self) -> Guard:
         if self._guard is None:

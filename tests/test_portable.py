@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, create_engine, event, text
+from sqlalchemy import Engine, create_engine, event, select, text, update
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session, sessionmaker
 
@@ -146,6 +146,32 @@ def test_an_implicit_commit_is_reported(on_mariadb: Harness) -> None:
         on_mariadb.deliver(on_mariadb.dispatcher(on_mariadb.handler(creates)))
     assert violation.value.durable
     assert (on_mariadb.totals(), on_mariadb.markers()) == ({"a": 1}, [("m1", "totals")])
+
+
+def test_a_rivals_marker_is_not_taken_for_ones_own(on_postgresql: Harness) -> None:
+    """A conflict rolls a delivery back, its rival applies the message meanwhile: a duplicate, and no violation."""
+    harness = on_postgresql
+    harness.deliver(harness.dispatcher(), message_id="m0")
+    entered: list[str] = []
+
+    def conflicts(happened: Added, session: Session) -> None:
+        entered.append("")
+        if len(entered) > 1:
+            return add(happened, session)
+        session.scalars(select(Total)).all()
+        harness.transact(lambda outside: outside.execute(update(Total).values(amount=Total.amount + 10)))
+        rival = harness.start(harness.deliver, dispatcher)
+        harness.waits()
+        try:
+            session.execute(update(Total).values(amount=Total.amount + 1))
+        except DBAPIError:
+            assert rival.result().outcome is Outcome.APPLIED
+            raise
+        raise AssertionError("no conflict")
+
+    dispatcher = harness.dispatcher(harness.handler(conflicts, isolation="REPEATABLE READ"))
+    assert harness.deliver(dispatcher).outcome is Outcome.DUPLICATE
+    assert (harness.totals(), len(entered)) == ({"a": 12}, 2)
 
 
 def test_a_deadlock_that_is_swallowed_runs_the_unit_again(on_mariadb: Harness) -> None:

@@ -23,6 +23,7 @@ from sqlalchemy.sql import Executable
 from sqlalchemy.sql.elements import ReleaseSavepointClause
 
 from ..errors import UnsafeSessionError, UnsupportedDatabaseError
+from ..transaction_text import Grammar
 from .interface import Dialect, Failure, Status, same_key
 
 logger = logging.getLogger("projector_dedup")
@@ -48,6 +49,7 @@ class Portable(Dialect):
 
     names = frozenset()
     drivers = frozenset()
+    grammar = Grammar(hidden=r"\w+")  # nobody knows what else text may commit
     untried = True
     bounds_waits = False
     locking_isolation = "SERIALIZABLE"  # whether FOR UPDATE is sent at all is SQLAlchemy's dialect's to say
