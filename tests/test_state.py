@@ -1,0 +1,40 @@
+"""What the state table is told, it knows; two who tell it at once leave one value."""
+
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+
+from sqlalchemy import Engine, MetaData
+
+from projector_dedup import make_tables
+from projector_dedup.state import read_state, write_state
+
+metadata = MetaData()
+tables = make_tables(metadata)
+
+
+def test_a_value_is_set_changed_and_forgotten(engine: Engine) -> None:
+    """Keys that nobody wrote are not there."""
+    metadata.create_all(engine)
+    seen = []
+    for values in ({"a": "1", "b": "2"}, {"a": "3"}, {"a": None, "c": None}):
+        with engine.begin() as connection:
+            write_state(connection, tables, values)
+        with engine.connect() as connection:
+            seen.append(read_state(connection, tables))
+    assert seen == [{"a": "1", "b": "2"}, {"a": "3", "b": "2"}, {"b": "2"}]
+
+
+def test_two_writers_leave_one_value(engine: Engine) -> None:
+    """Both begin where the key is not there yet; none fails."""
+    metadata.create_all(engine)
+    barrier = Barrier(2)
+
+    def write(value: str) -> None:
+        with engine.begin() as connection:
+            barrier.wait()
+            write_state(connection, tables, {"key": value})
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(write, ["one", "two"]))
+    with engine.connect() as connection:
+        assert read_state(connection, tables)["key"] in ("one", "two")
