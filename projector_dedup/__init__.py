@@ -3,6 +3,7 @@
 from .dialects import configure_sqlite
 from .dispatcher import AsyncDispatcher, Dispatcher
 from .errors import (
+    BatchFailed,
     CommitOutcomeUnknown,
     Defer,
     DeliveryFailed,
@@ -10,6 +11,7 @@ from .errors import (
     InProgress,
     InvalidMessageIdError,
     MissingTableError,
+    OvertakenError,
     ProjectorDedupError,
     RefusedError,
     RetriesExhaustedError,
@@ -30,6 +32,7 @@ from .unit_of_work import AsyncUnitOfWork, UnitOfWork
 __all__ = [
     "AsyncDispatcher",
     "AsyncUnitOfWork",
+    "BatchFailed",
     "CommitOutcomeUnknown",
     "DedupTables",
     "Defer",
@@ -42,6 +45,7 @@ __all__ = [
     "Message",
     "MissingTableError",
     "Outcome",
+    "OvertakenError",
     "ProcessedMessage",
     "ProjectorDedupError",
     "RefusedError",

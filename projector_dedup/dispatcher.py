@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Literal
 
 from sqlalchemy.orm import Session, sessionmaker
 
+from .apply import Part, aapply, apply
 from .asyncio_names import AsyncSession, async_sessionmaker
-from .errors import DeliveryFailed, HandlerDefinitionError, UnhandledMessage
-from .handler import Handler, aapply, apply, check_kind, options_for
+from .batch import aapply_batch, apply_batch
+from .errors import HandlerDefinitionError, UnhandledMessage
+from .handler import Handler, check_kind, options_for
 from .message import IdExtractor, Message, attribute_or_key, envelope, known_id, printable
-from .outcome import Delivery, Outcome
+from .outcome import Delivery
 from .projector import handlers_of
 from .retry import RetryPolicy
 from .sessions import UnitOptions, check_session_factory
 from .tables import DedupTables, default_tables
+from .tally import BatchTally, Tally
 
 
 class _Routing:
@@ -78,37 +82,14 @@ class _Routing:
             )
         return message, handlers, known_id(message, needed=needed)
 
-
-class _Tally:
-    """The outcomes of one message, handler by handler."""
-
-    def __init__(self, message_id: str | None, handlers: list[Handler]) -> None:
-        self._message_id = message_id
-        self._alone = len(handlers) == 1
-        self._outcomes: dict[str, Outcome] = {}
-        self._failures: list[Exception] = []
-        self._durable = True
-
-    def settled(self, handler: Handler, outcome: Outcome, durable: bool) -> None:
-        self._outcomes[handler.identity] = outcome
-        self._durable = self._durable and durable
-
-    def failed(self, handler: Handler, error: Exception) -> None:
-        """An only handler's error is the caller's own; of several, each is tried before any is raised."""
-        if self._alone:
-            raise error
-        self._outcomes[handler.identity] = Outcome.FAILED
-        self._failures.append(error)
-
-    def delivery(self) -> Delivery:
-        delivery = Delivery(self._message_id, self._outcomes, self._durable)
-        if self._failures:
-            failed = [name for name, outcome in self._outcomes.items() if outcome is Outcome.FAILED]
-            causes = ", ".join(
-                f"{name} ({type(error).__name__})" for name, error in zip(failed, self._failures, strict=True)
-            )
-            raise DeliveryFailed(f"not applied by {causes}", self._failures, delivery)
-        return delivery
+    def _route_all(self, events: Iterable[object]) -> BatchTally:
+        batch = BatchTally()
+        for event in events:
+            try:
+                batch.routed(*self._route(event, None))
+            except Exception as error:  # noqa: BLE001  # this message's own, its id's extractor's say
+                batch.not_routed(error)
+        return batch
 
 
 class Dispatcher(_Routing):
@@ -130,16 +111,31 @@ class Dispatcher(_Routing):
         registration, and failures are raised together as ``DeliveryFailed``.
         """
         message, handlers, known = self._route(event, message_id)
-        tally = _Tally(known, handlers)
+        tally = Tally(known, handlers)
         for handler in handlers:
+            part = Part(handler, [message])
             try:
-                tally.settled(
-                    handler,
-                    *apply(handler, message, self._factory, self._options[handler.identity], self._policy),
-                )
+                durable = apply(part, self._factory, self._options[handler.identity], self._policy)
+                tally.settled(handler, part.outcomes[0], durable)
             except Exception as error:  # noqa: BLE001  # kept, and raised when every handler was tried
                 tally.failed(handler, error)
-        return tally.delivery()
+        return tally.settled_delivery()
+
+    def deliver_batch(self, events: Iterable[object]) -> list[Delivery]:
+        """Deliver many messages at once: for each handler one claim, one transaction, one commit.
+
+        An event whose body does not carry its id comes as a ``Message``. Handlers are called in the order of
+        ``events``; a message that comes twice is applied once. It returns, in that order, only if every message may be
+        acknowledged. Else it raises ``BatchFailed``: a message that fails is found by trying fewer at a time, and
+        every other one is applied. Handlers run again for that, so the advice on side effects counts double. To
+        deliver the same batch again is safe at any time.
+        """
+        batch = self._route_all(events)
+        for handler in self._handlers.values():
+            if messages := batch.messages_for(handler):
+                options = self._options[handler.identity]
+                batch.handled(handler, *apply_batch(handler, messages, self._factory, options, self._policy))
+        return batch.settled_deliveries()
 
 
 class AsyncDispatcher(_Routing):
@@ -151,13 +147,21 @@ class AsyncDispatcher(_Routing):
     async def deliver(self, event: object, *, message_id: object = None) -> Delivery:
         """As ``Dispatcher.deliver``; a cancellation leaves the message applied or not, and nothing in between."""
         message, handlers, known = self._route(event, message_id)
-        tally = _Tally(known, handlers)
+        tally = Tally(known, handlers)
         for handler in handlers:
+            part = Part(handler, [message])
             try:
-                tally.settled(
-                    handler,
-                    *await aapply(handler, message, self._factory, self._options[handler.identity], self._policy),
-                )
+                durable = await aapply(part, self._factory, self._options[handler.identity], self._policy)
+                tally.settled(handler, part.outcomes[0], durable)
             except Exception as error:  # noqa: BLE001  # kept, and raised when every handler was tried
                 tally.failed(handler, error)
-        return tally.delivery()
+        return tally.settled_delivery()
+
+    async def deliver_batch(self, events: Iterable[object]) -> list[Delivery]:
+        """As ``Dispatcher.deliver_batch``."""
+        batch = self._route_all(events)
+        for handler in self._handlers.values():
+            if messages := batch.messages_for(handler):
+                options = self._options[handler.identity]
+                batch.handled(handler, *await aapply_batch(handler, messages, self._factory, options, self._policy))
+        return batch.settled_deliveries()

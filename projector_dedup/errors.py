@@ -11,12 +11,14 @@
     |   `-- MissingTableError         the marker table is not there, or not the one expected
     |-- UnhandledMessage              no handler is registered for the message
     |-- Defer                         raised by a handler: not now; everything is rolled back
+    |-- OvertakenError                another delivery took one of several messages that were claimed together
     |-- InProgress                    another delivery held the claim longer than ``claim_timeout``
     |-- TransactionViolatedError      a handler ended, or broke, a transaction that is not its own
     |   `-- UnlockedWriteError        a declared read model was written without having been read under lock
     |-- RetriesExhaustedError         a transient database error outlived the retry policy
     |-- CommitOutcomeUnknown          the connection was lost during COMMIT and no retry could ask
-    `-- DeliveryFailed                several handlers: the failures together (an ExceptionGroup)
+    |-- DeliveryFailed                several handlers: the failures together (an ExceptionGroup)
+    `-- BatchFailed                   some messages of a batch: the failures together (an ExceptionGroup)
 
 None of them means that the message may be acknowledged.
 """
@@ -76,6 +78,13 @@ class InProgress(ProjectorDedupError):
     """
 
 
+class OvertakenError(ProjectorDedupError):
+    """A rival committed the marker of one of several messages while they were claimed together.
+
+    Run the unit of work again; a dispatcher does.
+    """
+
+
 class TransactionViolatedError(ProjectorDedupError):
     """A handler committed, rolled back, closed or broke the unit of work's transaction (invariant I4).
 
@@ -127,3 +136,29 @@ class DeliveryFailed(ProjectorDedupError, ExceptionGroup[Exception]):
     def derive(self, excs: Sequence[Exception]) -> DeliveryFailed:  # type: ignore[override]  # narrower on purpose
         """A part of the group (``split``, ``except*``) keeps the delivery."""
         return DeliveryFailed(self.message, excs, self.delivery)
+
+
+class BatchFailed(ProjectorDedupError, ExceptionGroup[Exception]):
+    """Some messages of a batch failed. ``deliveries`` has one for each message, in the order of the input.
+
+    Acknowledge those whose ``outcome`` is not ``FAILED``, and let the others be redelivered. ``exceptions`` are the
+    failures; messages that failed together share one.
+    """
+
+    deliveries: list[Delivery]
+
+    def __new__(cls, message: str, exceptions: Sequence[Exception], deliveries: list[Delivery]) -> BatchFailed:
+        """An exception group takes its arguments when it is made."""
+        self = super().__new__(cls, message, exceptions)
+        self.deliveries = deliveries
+        return self
+
+    def __init__(self, message: str, exceptions: Sequence[Exception], deliveries: list[Delivery]) -> None:  # noqa: ARG002
+        super().__init__(message, exceptions)
+
+    def __reduce__(self) -> tuple[Any, ...]:  # an exception is made again from its args, which lack the deliveries
+        return BatchFailed, (self.message, list(self.exceptions), self.deliveries), vars(self)
+
+    def derive(self, excs: Sequence[Exception]) -> BatchFailed:  # type: ignore[override]  # narrower on purpose
+        """A part of the group (``split``, ``except*``) keeps the deliveries."""
+        return BatchFailed(self.message, excs, self.deliveries)

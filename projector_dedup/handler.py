@@ -1,28 +1,17 @@
-"""One handler of one message, applied once: open a unit of work, claim, apply, commit. Every delivery passes here."""
+"""A handler: what it is called, what it wants, how it is run."""
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import inspect
-import logging
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from sqlalchemy.orm import Session, sessionmaker
-
-from .asyncio_names import AsyncSession, async_sessionmaker
 from .errors import HandlerDefinitionError
-from .message import Message, Route, printable
-from .outcome import Outcome
-from .retry import Attempts, RetryPolicy
+from .message import Message, Route
 from .sessions import UnitOptions
-from .unit_of_work import AsyncUnitOfWork, UnitOfWork
-from .work import Work
-
-logger = logging.getLogger("projector_dedup")
 
 
 @dataclass(frozen=True)
@@ -33,6 +22,7 @@ class On:
     name: str | None
     subclasses: bool
     envelope: bool
+    batch: bool
 
 
 @dataclass(frozen=True)
@@ -75,9 +65,12 @@ class Handler:
             and any(isinstance(wanted, type) and issubclass(route, wanted) for wanted in self.on.routes)
         )
 
-    def call(self, message: Message, session: Any) -> Any:
-        """Run the user's code."""
-        return self.function(message if self.on.envelope else message.body, session)
+    def calls(self, messages: Sequence[Message], session: Any) -> list[Callable[[], Any]]:
+        """The user's code, to be run for each of ``messages`` in their order; once for all of them if it wants that."""
+        given = messages if self.on.envelope else [message.body for message in messages]
+        if self.on.batch:
+            return [partial(self.function, list(given), session)]
+        return [partial(self.function, each, session) for each in given]
 
 
 def check_kind(handler: Handler, *, asynchronous: bool) -> None:
@@ -94,124 +87,3 @@ def options_for(handler: Handler, options: UnitOptions | None = None) -> UnitOpt
     options = options or UnitOptions()
     own = handler.projector
     return dataclasses.replace(options, read_models=own.read_models, isolation=own.isolation or options.isolation)
-
-
-def apply(
-    handler: Handler,
-    message: Message,
-    factory: sessionmaker[Session],
-    options: UnitOptions,
-    policy: RetryPolicy,
-) -> tuple[Outcome, bool]:
-    """Apply one message by one handler, once. Returns what is settled, and whether it is durable; else raises."""
-    attempts = Attempts(policy, marked=handler.idempotent)
-    while True:
-        uow = UnitOfWork.with_options(factory, options)
-        try:
-            with uow:
-                if not handler.idempotent:
-                    uow.begin()
-                elif uow.claim(message.id, handler.identity, occurred_at=message.occurred_at):
-                    attempts.claimed()
-                else:
-                    return _settled(Outcome.DUPLICATE, handler, message, attempts, uow.work.durable)
-                _check_result(handler, handler.call(message, uow.session), asynchronous=False)
-                uow.commit()
-            return _settled(Outcome.APPLIED, handler, message, attempts, uow.work.durable)
-        except Exception as error:  # noqa: BLE001  # delay_after raises it, unless another attempt is due
-            delay = _delay_after(error, attempts, uow.work)
-            _log_retry(handler, message, attempts, error)
-        time.sleep(delay)
-
-
-async def aapply(
-    handler: Handler,
-    message: Message,
-    factory: async_sessionmaker[AsyncSession],
-    options: UnitOptions,
-    policy: RetryPolicy,
-) -> tuple[Outcome, bool]:
-    """``apply``, awaited."""
-    attempts = Attempts(policy, marked=handler.idempotent)
-    while True:
-        uow = AsyncUnitOfWork.with_options(factory, options)
-        try:
-            async with uow:
-                if not handler.idempotent:
-                    await uow.begin()
-                elif await uow.claim(message.id, handler.identity, occurred_at=message.occurred_at):
-                    attempts.claimed()
-                else:
-                    return _settled(Outcome.DUPLICATE, handler, message, attempts, uow.work.durable)
-                awaitable = handler.call(message, uow.session)
-                _check_result(handler, awaitable, asynchronous=True)
-                _check_result(handler, await awaitable, asynchronous=False)
-                await uow.commit()
-            return _settled(Outcome.APPLIED, handler, message, attempts, uow.work.durable)
-        except Exception as error:  # noqa: BLE001  # delay_after raises it, unless another attempt is due
-            delay = _delay_after(error, attempts, uow.work)
-            _log_retry(handler, message, attempts, error)
-        await asyncio.sleep(delay)
-
-
-def _delay_after(error: Exception, attempts: Attempts, work: Work) -> float:
-    return attempts.delay_after(error, work.cause_of(error), work.dialect, commit_was_sent=work.commit_was_sent)
-
-
-def _check_result(handler: Handler, result: object, *, asynchronous: bool) -> None:
-    awaitable = inspect.isawaitable(result)
-    if awaitable == asynchronous and not (inspect.isgenerator(result) or inspect.isasyncgen(result)):
-        return
-    if inspect.iscoroutine(result):
-        result.close()
-    raise HandlerDefinitionError(
-        f"{handler.identity} returned {type(result).__name__}, which "
-        + (
-            "was not awaited: its work was not done"
-            if awaitable or inspect.isgenerator(result)
-            else "cannot be awaited"
-        )
-    )
-
-
-def _settled(
-    outcome: Outcome, handler: Handler, message: Message, attempts: Attempts, durable: bool
-) -> tuple[Outcome, bool]:
-    duplicate = outcome is Outcome.DUPLICATE
-    level = logging.INFO if duplicate else logging.DEBUG
-    if not logger.isEnabledFor(level):  # what follows escapes texts, for every message
-        return outcome, durable
-    after_unknown = duplicate and attempts.unknown is not None
-    logger.log(
-        level,
-        "%s%s: message %s, handler %s",
-        outcome.value,
-        " (after_unknown_commit)" if after_unknown else "",
-        _log_id(message),
-        printable(handler.identity),
-        extra=_extra(handler, message, outcome.value, attempts) | {"after_unknown_commit": after_unknown},
-    )
-    return outcome, durable
-
-
-def _log_retry(handler: Handler, message: Message, attempts: Attempts, error: Exception) -> None:
-    logger.info(
-        "retry after %s: message %s, handler %s",
-        type(error).__name__,
-        _log_id(message),
-        printable(handler.identity),
-        extra=_extra(handler, message, "retry", attempts),
-    )
-
-
-def _extra(handler: Handler, message: Message, outcome: str, attempts: Attempts) -> dict[str, Any]:
-    return {
-        "message_id": _log_id(message),
-        "handler": printable(handler.identity),
-        "outcome": outcome,
-        "attempts": attempts.number,
-    }
-
-
-def _log_id(message: Message) -> str:
-    return printable(str(message.id))[:600]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 from sqlalchemy import Insert, Table, literal_column, select
 from sqlalchemy.engine import Connection, Engine
@@ -13,11 +13,13 @@ from sqlalchemy.exc import DBAPIError, UnboundExecutionError
 from sqlalchemy.orm import Session, scoped_session
 from sqlalchemy.sql import Executable
 
-from .dialects import Dialect, Failure, Status, dialect_of, same_key
+from .dialects import Dialect, Failure, Key, Status, dialect_of, key_of, same_key
 from .errors import InProgress, MissingTableError, RefusedError, UnsafeSessionError
 from .message import valid_handler, valid_message_id
 from .probe import try_within
 from .tables import DedupTables, default_tables
+
+T = TypeVar("T")
 
 
 def claim(session: Session, message_id: object, handler: str, *, tables: DedupTables = default_tables) -> bool:
@@ -74,11 +76,38 @@ def insert_marker(
     wait: float | None = None,
 ) -> bool:
     """One statement checks and writes. What is neither new nor a duplicate raises."""
-    dialect.refuse_marker(connection, tables.marker)
     statement = _claim_statement(dialect, tables.marker, wait is not None)
-    bounds = {} if wait is None else {"wait_ms": str(max(1, int(wait * 1000)))}
+    parameters = {**key, **_bounds(wait)}
+    return _inserted(
+        connection, dialect, tables, wait, lambda: dialect.claim(connection, statement, tables.marker, parameters)
+    )
+
+
+def insert_markers(
+    connection: Connection,
+    dialect: Dialect,
+    tables: DedupTables,
+    keys: Iterable[Mapping[str, Any]],
+    wait: float | None = None,
+) -> set[Key]:
+    """Several at once: which of them are new. May raise ``OvertakenError``, after which nothing of it may commit.
+
+    In one order everywhere, so that two who claim the same do not wait for each other.
+    """
+    in_order = sorted(({**key, **_bounds(wait)} for key in keys), key=key_of)
+    return _inserted(connection, dialect, tables, wait, lambda: dialect.claim_many(connection, tables.marker, in_order))
+
+
+def _bounds(wait: float | None) -> dict[str, str]:
+    return {} if wait is None else {"wait_ms": str(max(1, int(wait * 1000)))}
+
+
+def _inserted(
+    connection: Connection, dialect: Dialect, tables: DedupTables, wait: float | None, insert: Callable[[], T]
+) -> T:
+    dialect.refuse_marker(connection, tables.marker)
     try:
-        new = dialect.claim(connection, statement, tables.marker, {**key, **bounds})
+        new = insert()
     except DBAPIError as error:
         raise_in_progress(error, dialect, wait)
         if dialect.classify(error) is Failure.NO_TABLE:

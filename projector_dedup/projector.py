@@ -9,10 +9,11 @@ from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 from sqlalchemy.orm import Session, sessionmaker
 
+from .apply import Part, aapply, apply
 from .asyncio_names import AsyncSession, async_sessionmaker
 from .errors import HandlerDefinitionError, UnhandledMessage
-from .handler import Handler, On, Settings, aapply, apply, check_kind, options_for
-from .message import Message, Route, attribute_or_key, envelope, known_id, valid_handler
+from .handler import Handler, On, Settings, check_kind, options_for
+from .message import Route, attribute_or_key, envelope, known_id, valid_handler
 from .outcome import Delivery
 from .retry import RetryPolicy
 from .sessions import check_session_factory
@@ -26,18 +27,21 @@ _ON = "__projector_dedup_on__"
 _PROJECTOR = "__projector_dedup_projector__"
 
 
-def on(*events: Route, name: str | None = None, subclasses: bool = False, envelope: bool = False) -> Callable[[F], F]:
+def on(
+    *events: Route, name: str | None = None, subclasses: bool = False, envelope: bool = False, batch: bool = False
+) -> Callable[[F], F]:
     """Mark a method, or a function, as the handler of events: classes (the exact type) or names.
 
     ``name`` pins the method's part of the identity, so that it can be renamed. ``subclasses`` also takes events of
     derived classes. ``envelope`` hands over the ``Message`` instead of its body. The handler is called
-    ``(event, session)``; it must not commit.
+    ``(event, session)``; it must not commit. ``batch`` calls it ``(events, session)`` instead, with the list of all
+    that ``deliver_batch`` found new, in their order, for work by sets; ``deliver`` gives a list of one.
     """
     if not events or not all(isinstance(event, (type, str)) for event in events):
         raise HandlerDefinitionError("@on takes the events it handles: classes or names, as in @on(PaymentReceived)")
 
     def mark(function: F) -> F:
-        setattr(function, _ON, On(events, name, subclasses, envelope))
+        setattr(function, _ON, On(events, name, subclasses, envelope, batch))
         return function
 
     return mark
@@ -121,9 +125,8 @@ class FunctionProjector(Generic[P, R]):
         """Apply the event once, in a unit of work of its own. It returns only if the message may be acknowledged."""
         check_session_factory(session_factory, asynchronous=False)
         check_kind(self.handler, asynchronous=False)
-        message = self._message(event, message_id)
-        outcome, durable = apply(self.handler, message, session_factory, self._options, RetryPolicy())
-        return Delivery(known_id(message, needed=self.handler.idempotent), {self.handler.identity: outcome}, durable)
+        part = self._part(event, message_id)
+        return self._delivery(part, apply(part, session_factory, self._options, RetryPolicy()))
 
     async def adeliver(
         self, event: object, *, message_id: object = None, session_factory: async_sessionmaker[AsyncSession]
@@ -131,15 +134,18 @@ class FunctionProjector(Generic[P, R]):
         """``deliver`` for an ``async def`` function."""
         check_session_factory(session_factory, asynchronous=True)
         check_kind(self.handler, asynchronous=True)
-        message = self._message(event, message_id)
-        outcome, durable = await aapply(self.handler, message, session_factory, self._options, RetryPolicy())
-        return Delivery(known_id(message, needed=self.handler.idempotent), {self.handler.identity: outcome}, durable)
+        part = self._part(event, message_id)
+        return self._delivery(part, await aapply(part, session_factory, self._options, RetryPolicy()))
 
-    def _message(self, event: object, message_id: object) -> Message:
+    def _part(self, event: object, message_id: object) -> Part:
         message = envelope(event, message_id, attribute_or_key)
         if not self.handler.wants(message):
             raise UnhandledMessage(f"{self.handler.identity} does not handle {type(message.body).__name__}")
-        return message
+        return Part(self.handler, [message])
+
+    def _delivery(self, part: Part, durable: bool) -> Delivery:
+        known = known_id(part.messages[0], needed=self.handler.idempotent)
+        return Delivery(known, {self.handler.identity: part.outcomes[0]}, durable)
 
 
 # Identity --------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from .errors import (
     CommitOutcomeUnknown,
     Defer,
     InProgress,
+    OvertakenError,
     ProjectorDedupError,
     RefusedError,
     RetriesExhaustedError,
@@ -114,10 +115,10 @@ def _words(cause: Exception) -> str:
 
 
 def _failure(cause: Exception, dialect: Dialect | None) -> Failure:
+    if isinstance(cause, (OvertakenError, StaleDataError)):  # the latter by version_id_col of the user's ORM
+        return Failure.TRANSIENT
     if isinstance(cause, ProjectorDedupError):
         return Failure.PERMANENT
-    if isinstance(cause, StaleDataError):  # version_id_col of the user's ORM: SQLAlchemy's own check, no code
-        return Failure.TRANSIENT
     if dialect is None:
         # asyncpg's errors of connecting are not wrapped; they have an SQLSTATE if the server sent them.
         unreachable = isinstance(cause, (DBAPIError, OSError)) or hasattr(cause, "sqlstate")

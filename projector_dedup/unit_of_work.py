@@ -7,7 +7,7 @@ What is asyncio's own, cancellation, is in ``AsyncUnitOfWork``.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from datetime import datetime
 from types import TracebackType
 from typing import Any, ClassVar, Generic, Self, TypeVar
@@ -45,13 +45,16 @@ class _Opening(Generic[F]):
         )
 
     @classmethod
-    def with_options(cls, session_factory: F, options: UnitOptions) -> Self:
-        """The same, for a caller that has checked both once for many messages."""
+    def with_options(cls, session_factory: F, options: UnitOptions, *, keeps_rows: bool = False) -> Self:
+        """The same, for a caller that has checked both once for many messages.
+
+        ``keeps_rows``: what the session has loaded stays loaded, although nobody refers to it.
+        """
         self = cls.__new__(cls)
-        self._prepare(session_factory, options)
+        self._prepare(session_factory, options, keeps_rows=keeps_rows)
         return self
 
-    def _prepare(self, session_factory: F, options: UnitOptions) -> None:
+    def _prepare(self, session_factory: F, options: UnitOptions, *, keeps_rows: bool = False) -> None:
         raise NotImplementedError
 
 
@@ -72,8 +75,10 @@ class UnitOfWork(_Opening[sessionmaker[Session]]):
     _asynchronous = False
     session: Session
 
-    def _prepare(self, session_factory: sessionmaker[Session], options: UnitOptions) -> None:
-        self.session = new_session(session_factory, options)
+    def _prepare(
+        self, session_factory: sessionmaker[Session], options: UnitOptions, *, keeps_rows: bool = False
+    ) -> None:
+        self.session = new_session(session_factory, options, keeps_rows=keeps_rows)
         self.work = Work(self.session, options)
 
     def __enter__(self) -> Self:
@@ -86,6 +91,13 @@ class UnitOfWork(_Opening[sessionmaker[Session]]):
         anything is written, and ``InProgress`` after ``claim_timeout``.
         """
         return self.work.claim(message_id, handler, occurred_at)
+
+    def claim_many(self, messages: Iterable[tuple[object, datetime | None]], handler: str) -> set[str]:
+        """Claim several messages at once, each an id and when it occurred, or None; returns the ids that are new.
+
+        As ``claim``; where another delivery was faster it may raise ``OvertakenError``: run the unit of work again.
+        """
+        return self.work.claim_many(messages, handler)
 
     def begin(self) -> None:
         """Open the transaction without a claim, for a handler that may run twice."""
@@ -118,8 +130,10 @@ class AsyncUnitOfWork(_Opening[async_sessionmaker[AsyncSession]]):
     _asynchronous = True
     session: AsyncSession
 
-    def _prepare(self, session_factory: async_sessionmaker[AsyncSession], options: UnitOptions) -> None:
-        self.session = new_async_session(session_factory, options)
+    def _prepare(
+        self, session_factory: async_sessionmaker[AsyncSession], options: UnitOptions, *, keeps_rows: bool = False
+    ) -> None:
+        self.session = new_async_session(session_factory, options, keeps_rows=keeps_rows)
         self.work = Work(self.session.sync_session, options)
 
     async def __aenter__(self) -> Self:
@@ -128,6 +142,10 @@ class AsyncUnitOfWork(_Opening[async_sessionmaker[AsyncSession]]):
     async def claim(self, message_id: object, handler: str, *, occurred_at: datetime | None = None) -> bool:
         """As ``UnitOfWork.claim``."""
         return await self.session.run_sync(lambda _: self.work.claim(message_id, handler, occurred_at))
+
+    async def claim_many(self, messages: Iterable[tuple[object, datetime | None]], handler: str) -> set[str]:
+        """As ``UnitOfWork.claim_many``."""
+        return await self.session.run_sync(lambda _: self.work.claim_many(messages, handler))
 
     async def begin(self) -> None:
         """As ``UnitOfWork.begin``."""

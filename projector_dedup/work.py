@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from datetime import datetime
 from typing import Any
 
@@ -11,12 +13,13 @@ from sqlalchemy.engine import Connection
 from sqlalchemy.exc import DBAPIError, UnboundExecutionError
 from sqlalchemy.orm import Session
 
-from .dialects import Dialect, Status, dialect_of
+from .dialects import Dialect, Status, dialect_of, key_of
 from .errors import CommitOutcomeUnknown, UnsafeSessionError
 from .guards import Guard
 from .markers import (
     bind_of_marker,
     insert_marker,
+    insert_markers,
     marker_exists,
     marker_key,
     raise_in_progress,
@@ -46,17 +49,40 @@ class Work:
 
     def claim(self, message_id: object, handler: str, occurred_at: datetime | None = None) -> bool:
         """Claim first: the row of the marker is the lock on which a concurrent delivery waits."""
-        self._key = marker_key(valid_message_id(message_id), valid_handler(handler), occurred_at)
+        key = marker_key(valid_message_id(message_id), valid_handler(handler), occurred_at)
+        with self._claiming(key) as guard:
+            self._new = insert_marker(
+                guard.connection, guard.dialect, self._options.tables, key, self._options.claim_timeout
+            )
+        return self._new
+
+    def claim_many(self, messages: Iterable[tuple[object, datetime | None]], handler: str) -> set[str]:
+        """Claim several messages, given with the time at which they occurred; which of them are new."""
+        handler = valid_handler(handler)
+        keys: dict[str, dict[str, Any]] = {}
+        for message_id, occurred_at in messages:
+            key = marker_key(valid_message_id(message_id), handler, occurred_at)
+            keys.setdefault(key["message_id"], key)
+        if not keys:
+            raise UnsafeSessionError("claim_many() of no message: there would be nothing to commit")
+        with self._claiming(next(iter(keys.values()))) as guard:
+            new = insert_markers(
+                guard.connection, guard.dialect, self._options.tables, keys.values(), self._options.claim_timeout
+            )
+            if new:
+                self._new, self._key = True, next(key for key in keys.values() if key_of(key) in new)
+        return {message_id for message_id, _ in new}
+
+    @contextmanager
+    def _claiming(self, key: dict[str, Any]) -> Iterator[Guard]:
+        self._key = key
         guard = self._begin(bind_of_marker(self.session, self._options.tables))
         try:
-            self._new = insert_marker(
-                guard.connection, guard.dialect, self._options.tables, self._key, self._options.claim_timeout
-            )
+            yield guard
             if self._new and self._options.strict:
                 guard.savepoints.mark()
         finally:
             self._watch(guard)  # also where the claim failed: what is written then must not commit without a marker
-        return self._new
 
     def begin(self) -> None:
         """A transaction without a marker, for a handler that is not idempotent (invariant I9)."""

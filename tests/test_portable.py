@@ -371,7 +371,8 @@ def test_it_runs_at_serializable(on_postgresql: Harness) -> None:
     def looks(_happened: Added, session: Session) -> None:
         levels.append(session.scalars(text("SHOW transaction_isolation")).one())
 
-    for number, settings in enumerate(({}, {"read_models": [Total]})):
+    chosen: list[dict[str, Any]] = [{}, {"read_models": [Total]}]
+    for number, settings in enumerate(chosen):
         on_postgresql.deliver(on_postgresql.dispatcher(on_postgresql.handler(looks, f"h{number}", **settings)))
     assert levels == ["serializable", "serializable"]
 

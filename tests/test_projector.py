@@ -20,6 +20,7 @@ from sqlalchemy.orm import Session, scoped_session, sessionmaker
 import projector_dedup
 from projector_dedup import (
     AsyncDispatcher,
+    BatchFailed,
     Delivery,
     DeliveryFailed,
     Dispatcher,
@@ -143,7 +144,7 @@ def test_static_and_class_methods_are_handlers_in_both_orders() -> None:
 
     assert identities(Static()) == ["static.above", "static.below", "static.class_above", "static.class_below"]
     for handler in Dispatcher(FACTORY, Static())._handlers.values():
-        handler.call(Message("m1", Paid()), None)
+        handler.calls([Message("m1", Paid())], None)[0]()
 
 
 def test_both_parts_of_an_identity_can_be_pinned() -> None:
@@ -498,7 +499,10 @@ def test_every_public_error_can_be_pickled_and_copied(name: str) -> None:
     """A worker in another process hands its errors over whole."""
     error_type: Any = getattr(public_errors, name)
     delivery = Delivery("m1", {"a": Outcome.FAILED})
-    if error_type is DeliveryFailed:
+    error: Any
+    if error_type is BatchFailed:
+        error = BatchFailed("why", [ValueError("a")], [delivery])
+    elif error_type is DeliveryFailed:
         error = DeliveryFailed("why", [ValueError("a")], delivery)
     elif issubclass(error_type, TransactionViolatedError):
         error = error_type("why", durable=True)
@@ -510,6 +514,7 @@ def test_every_public_error_can_be_pickled_and_copied(name: str) -> None:
         assert (str(other), other.__notes__) == (str(error), ["seen twice"])
         assert getattr(other, "durable", True)
         assert getattr(other, "delivery", delivery) == delivery
+        assert getattr(other, "deliveries", [delivery]) == [delivery]
 
 
 def test_an_external_transaction_within_another_leaves_the_outer_one_open(factory: sessionmaker[Session]) -> None:

@@ -6,7 +6,7 @@ Where nothing else is said, a dialect does what the SQL standard and PEP 249 lea
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
 from functools import cache
@@ -20,6 +20,7 @@ from sqlalchemy.sql import Executable
 
 from ..errors import UnsafeSessionError, UnsupportedDatabaseError
 from ..transaction_text import Grammar
+from .many import Key, Parameters, look_then_insert
 
 LEVELS = ("READ UNCOMMITTED", "READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE")
 
@@ -132,6 +133,16 @@ class Dialect(ABC):
     def claim(self, connection: Connection, statement: Executable, marker: Table, key: Mapping[str, Any]) -> bool:
         """Run the claim: True if the marker is new, False if it was there; anything else raises ``DBAPIError``."""
         return connection.execute(statement, key).first() is not None
+
+    def claim_many(self, connection: Connection, marker: Table, keys: Sequence[Parameters]) -> set[Key]:
+        """Claim several markers, given in the order of their locks; returns the new ones, or raises ``OvertakenError``.
+
+        ``keys`` are the parameters of ``claim_statement``; those with ``wait_ms`` are bounded.
+        """
+        statement = self.claim_statement(marker, bounded="wait_ms" in keys[0])
+        return look_then_insert(
+            connection, marker, keys, statement, lambda error: self.classify(error) is Failure.UNIQUE
+        )
 
     def mark_transaction(self, connection: Connection) -> None:
         """Leave something in the transaction of the claim that ends with it, for ``is_marked``."""

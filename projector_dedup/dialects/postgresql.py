@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 from uuid import uuid4
 
-from sqlalchemy import DateTime, Select, Table, Text, bindparam, delete, func, literal_column, select
+from sqlalchemy import ARRAY, CTE, DateTime, Select, Table, Text, bindparam, delete, func, literal_column, select
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.sql import ColumnElement, Executable
+from sqlalchemy.types import TypeEngine
 
 from ..errors import UnsupportedDatabaseError
 from ..transaction_text import OPAQUE, Grammar
 from .interface import Dialect, Failure, Status, same_key
+from .many import Key, Parameters
 
 # Error codes: PostgreSQL documentation, appendix A.
 _TRANSIENT = {
@@ -50,6 +52,31 @@ _LIBPQ_STATUS = (Status.NONE, Status.BUSY, Status.OPEN, Status.ABORTED, Status.B
 
 
 _ANYTHING: Select[Any] = select(literal_column("1"))
+
+
+_COLUMNS: dict[str, TypeEngine[Any]] = {
+    "message_id": Text(),
+    "handler": Text(),
+    "occurred_at": DateTime(timezone=True),
+}
+_CONFLICT = ["message_id", "handler"]
+
+
+def _bound() -> CTE:
+    """One round trip for claim and bound; it goes on to bound the lock waits of the handler (docs/adr/0006)."""
+    wait = func.set_config("lock_timeout", func.concat(bindparam("wait_ms", type_=Text()), "ms"), True)
+    return select(wait.label("wait")).cte("bound").prefix_with("MATERIALIZED")
+
+
+@cache
+def _claim_many(marker: Table, bounded: bool) -> Executable:
+    arrays = [bindparam(f"{name}s", type_=ARRAY(kind)) for name, kind in _COLUMNS.items()]
+    given = func.unnest(*arrays).table_valued(*_COLUMNS, name="given").render_derived()
+    rows = select(*given.c)
+    if bounded:
+        rows = rows.select_from(given, _bound())
+    statement = insert(marker).from_select(list(_COLUMNS), rows).on_conflict_do_nothing(index_elements=_CONFLICT)
+    return statement.returning(marker.c.message_id, marker.c.handler)
 
 
 @cache
@@ -93,21 +120,21 @@ class PostgreSQL(Dialect):
 
     def claim_statement(self, marker: Table, *, bounded: bool) -> Executable:
         """ON CONFLICT names its columns, so that a table without the unique index is an error, not a double apply."""
-        names = ["message_id", "handler", "occurred_at"]
-        values: list[ColumnElement[Any]] = [
-            bindparam("message_id", type_=Text()),
-            bindparam("handler", type_=Text()),
-            bindparam("occurred_at", type_=DateTime(timezone=True)),
-        ]
+        names = list(_COLUMNS)
+        values: list[ColumnElement[Any]] = [bindparam(name, type_=kind) for name, kind in _COLUMNS.items()]
         statement = insert(marker)
         if bounded:
-            # One round trip for both; it goes on to bound the lock waits of the handler (docs/adr/0006).
-            wait = func.set_config("lock_timeout", func.concat(bindparam("wait_ms", type_=Text()), "ms"), True)
-            bound = select(wait.label("wait")).cte("bound").prefix_with("MATERIALIZED")
-            statement = statement.from_select(names, select(*values).select_from(bound))
+            statement = statement.from_select(names, select(*values).select_from(_bound()))
         else:
             statement = statement.values(dict(zip(names, values, strict=True)))
-        return statement.on_conflict_do_nothing(index_elements=["message_id", "handler"]).returning(literal_column("1"))
+        return statement.on_conflict_do_nothing(index_elements=_CONFLICT).returning(literal_column("1"))
+
+    def claim_many(self, connection: Connection, marker: Table, keys: Sequence[Parameters]) -> set[Key]:
+        """One statement for any number: it says which rows are new."""
+        bounded = "wait_ms" in keys[0]
+        columns = {f"{name}s": [key[name] for key in keys] for name in _COLUMNS}
+        wait = {"wait_ms": keys[0]["wait_ms"]} if bounded else {}
+        return {(row[0], row[1]) for row in connection.execute(_claim_many(marker, bounded), columns | wait)}
 
     def mark_transaction(self, connection: Connection) -> None:
         """The marker's row is mark enough."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sqlite3
+from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 from sqlalchemy import Select, Table, bindparam, delete, event, func, literal_column, select
-from sqlalchemy.dialects.sqlite import insert
+from sqlalchemy.dialects.sqlite import Insert, insert
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.sql import Executable
@@ -14,6 +16,7 @@ from sqlalchemy.sql import Executable
 from ..asyncio_names import AsyncEngine
 from ..errors import UnsafeSessionError
 from .interface import Dialect, Failure, Status, refuse_shared_connection
+from .many import Key, Parameters
 from .sqlite_close import close_ends_transactions
 
 
@@ -98,12 +101,11 @@ class SQLite(Dialect):
 
     def claim_statement(self, marker: Table, *, bounded: bool) -> Executable:
         """ON CONFLICT names its columns, so that a table without the unique index is an error, not a double apply."""
-        return (
-            insert(marker)
-            .values({name: bindparam(name) for name in ("message_id", "handler", "occurred_at")})
-            .on_conflict_do_nothing(index_elements=["message_id", "handler"])
-            .returning(literal_column("1"))
-        )
+        return _claim(marker).returning(literal_column("1"))
+
+    def claim_many(self, connection: Connection, marker: Table, keys: Sequence[Parameters]) -> set[Key]:
+        """As many statements as SQLite's limit on parameters asks for; they say which rows are new."""
+        return {(row[0], row[1]) for row in connection.execute(_claim_many(marker), list(keys))}
 
     def prune_statement(self, marker: Table) -> Executable:
         """Oldest first, by rowid."""
@@ -154,6 +156,16 @@ class SQLite(Dialect):
     def commit_refused(self, error: DBAPIError) -> bool:
         """BUSY, a deferred constraint and a full disk leave the transaction uncommitted."""
         return _code(error).startswith(("SQLITE_BUSY", "SQLITE_CONSTRAINT", "SQLITE_FULL"))
+
+
+def _claim(marker: Table) -> Insert:
+    values: dict[str, Any] = {name: bindparam(name) for name in ("message_id", "handler", "occurred_at")}
+    return insert(marker).values(values).on_conflict_do_nothing(index_elements=["message_id", "handler"])
+
+
+@cache
+def _claim_many(marker: Table) -> Executable:
+    return _claim(marker).returning(marker.c.message_id, marker.c.handler)
 
 
 def _code(error: Exception) -> str:

@@ -92,7 +92,7 @@ class Harness:
         return async_sessionmaker(bind) if self.asynchronous else sessionmaker(bind)
 
     def handler(
-        self, body: Callable[[Any, Session], Any] = add, name: str = "totals", **settings: Any
+        self, body: Callable[[Any, Session], Any] = add, name: str = "totals", *, batch: bool = False, **settings: Any
     ) -> FunctionProjector[[Any, Any], Any]:
         """A projector whose handler is ``body``: as it is, or run by an ``async def``."""
 
@@ -102,7 +102,7 @@ class Harness:
         def direct(happened: Any, session: Session) -> Any:
             return body(happened, session)
 
-        function: Callable[[Any, Any], Any] = on(Added)(awaited if self.asynchronous else direct)
+        function: Callable[[Any, Any], Any] = on(Added, batch=batch)(awaited if self.asynchronous else direct)
         settings = {"idempotent": True, "name": name, **settings}
         return projector(**settings)(function)
 

@@ -1,0 +1,184 @@
+"""Messages applied once by one handler: open a unit of work, claim, apply, commit. Every delivery passes here."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from sqlalchemy.orm import Session, sessionmaker
+
+from .asyncio_names import AsyncSession, async_sessionmaker
+from .errors import HandlerDefinitionError
+from .handler import Handler
+from .message import Message, printable, valid_message_id
+from .outcome import Outcome
+from .retry import Attempts, RetryPolicy
+from .sessions import UnitOptions
+from .unit_of_work import AsyncUnitOfWork, UnitOfWork
+from .work import Work
+
+logger = logging.getLogger("projector_dedup")
+
+
+class Part:
+    """What one unit of work applies: a message, or several of a batch, by one handler, in the order of delivery."""
+
+    def __init__(self, handler: Handler, messages: Sequence[Message]) -> None:
+        self.handler = handler
+        self.messages = messages
+        self.outcomes: list[Outcome] = []
+        self.at: int | None = None  # the message whose handler runs, if it has a call of its own
+        self.many = len(messages) > 1
+        self._entering: list[int] = []
+
+    def claimed(self, new: set[str] | bool) -> bool:
+        """Which messages are ``new``, or whether all are. Of those that come twice in here, the first is handled."""
+        self._entering = []
+        waiting = set(new) if not isinstance(new, bool) else None
+        for index, message in enumerate(self.messages):
+            if waiting is None:
+                enters = bool(new)
+            elif enters := (message_id := valid_message_id(message.id)) in waiting:
+                waiting.remove(message_id)
+            if enters:
+                self._entering.append(index)
+        self.outcomes = [Outcome.DUPLICATE] * len(self.messages)
+        for index in self._entering:
+            self.outcomes[index] = Outcome.APPLIED
+        return bool(self._entering)
+
+    def calls(self, session: Any) -> Iterator[Callable[[], Any]]:
+        """The handler's calls, one after the other."""
+        calls = self.handler.calls([self.messages[index] for index in self._entering], session)
+        for index, call in zip(self._entering, calls, strict=False):
+            self.at = None if self.handler.on.batch else index
+            yield call
+        self.at = None
+
+
+def apply(part: Part, factory: sessionmaker[Session], options: UnitOptions, policy: RetryPolicy) -> bool:
+    """Apply a part, once. It returns what is settled, in ``part.outcomes``, and whether it is durable; else raises."""
+    handler, attempts = part.handler, Attempts(policy, marked=part.handler.idempotent)
+    while True:
+        uow = UnitOfWork.with_options(factory, options, keeps_rows=part.many)
+        try:
+            with uow:
+                if not handler.idempotent:
+                    uow.begin()
+                    new = part.claimed(True)
+                elif part.many:
+                    keys = [(message.id, message.occurred_at) for message in part.messages]
+                    new = part.claimed(uow.claim_many(keys, handler.identity))
+                else:
+                    message = part.messages[0]
+                    new = part.claimed(uow.claim(message.id, handler.identity, occurred_at=message.occurred_at))
+                if new:
+                    attempts.claimed()
+                    for call in part.calls(uow.session):
+                        _check_result(handler, call(), asynchronous=False)
+                    uow.commit()
+            return _settled(part, attempts, uow.work.durable)
+        except Exception as error:  # noqa: BLE001  # delay_after raises it, unless another attempt is due
+            delay = _delay_after(error, attempts, uow.work)
+            _log_retry(part, attempts, error)
+        time.sleep(delay)
+
+
+async def aapply(
+    part: Part, factory: async_sessionmaker[AsyncSession], options: UnitOptions, policy: RetryPolicy
+) -> bool:
+    """``apply``, awaited."""
+    handler, attempts = part.handler, Attempts(policy, marked=part.handler.idempotent)
+    while True:
+        uow = AsyncUnitOfWork.with_options(factory, options, keeps_rows=part.many)
+        try:
+            async with uow:
+                if not handler.idempotent:
+                    await uow.begin()
+                    new = part.claimed(True)
+                elif part.many:
+                    keys = [(message.id, message.occurred_at) for message in part.messages]
+                    new = part.claimed(await uow.claim_many(keys, handler.identity))
+                else:
+                    message = part.messages[0]
+                    new = part.claimed(await uow.claim(message.id, handler.identity, occurred_at=message.occurred_at))
+                if new:
+                    attempts.claimed()
+                    for call in part.calls(uow.session):
+                        awaitable = call()
+                        _check_result(handler, awaitable, asynchronous=True)
+                        _check_result(handler, await awaitable, asynchronous=False)
+                    await uow.commit()
+            return _settled(part, attempts, uow.work.durable)
+        except Exception as error:  # noqa: BLE001  # delay_after raises it, unless another attempt is due
+            delay = _delay_after(error, attempts, uow.work)
+            _log_retry(part, attempts, error)
+        await asyncio.sleep(delay)
+
+
+def _delay_after(error: Exception, attempts: Attempts, work: Work) -> float:
+    return attempts.delay_after(error, work.cause_of(error), work.dialect, commit_was_sent=work.commit_was_sent)
+
+
+def _check_result(handler: Handler, result: object, *, asynchronous: bool) -> None:
+    awaitable = inspect.isawaitable(result)
+    if awaitable == asynchronous and not (inspect.isgenerator(result) or inspect.isasyncgen(result)):
+        return
+    if inspect.iscoroutine(result):
+        result.close()
+    raise HandlerDefinitionError(
+        f"{handler.identity} returned {type(result).__name__}, which "
+        + (
+            "was not awaited: its work was not done"
+            if awaitable or inspect.isgenerator(result)
+            else "cannot be awaited"
+        )
+    )
+
+
+def _settled(part: Part, attempts: Attempts, durable: bool) -> bool:
+    for message, outcome in zip(part.messages, part.outcomes, strict=True):
+        duplicate = outcome is Outcome.DUPLICATE
+        level = logging.INFO if duplicate else logging.DEBUG
+        if not logger.isEnabledFor(level):  # what follows escapes texts, for every message
+            continue
+        after_unknown = duplicate and attempts.unknown is not None
+        logger.log(
+            level,
+            "%s%s: message %s, handler %s",
+            outcome.value,
+            " (after_unknown_commit)" if after_unknown else "",
+            _log_id(message),
+            printable(part.handler.identity),
+            extra=_extra(part.handler, message, outcome.value, attempts) | {"after_unknown_commit": after_unknown},
+        )
+    return durable
+
+
+def _log_retry(part: Part, attempts: Attempts, error: Exception) -> None:
+    others = f" and {len(part.messages) - 1} more" if part.many else ""
+    logger.info(
+        "retry after %s: message %s%s, handler %s",
+        type(error).__name__,
+        _log_id(part.messages[0]),
+        others,
+        printable(part.handler.identity),
+        extra=_extra(part.handler, part.messages[0], "retry", attempts),
+    )
+
+
+def _extra(handler: Handler, message: Message, outcome: str, attempts: Attempts) -> dict[str, Any]:
+    return {
+        "message_id": _log_id(message),
+        "handler": printable(handler.identity),
+        "outcome": outcome,
+        "attempts": attempts.number,
+    }
+
+
+def _log_id(message: Message) -> str:
+    return printable(str(message.id))[:600]

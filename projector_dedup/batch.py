@@ -1,0 +1,104 @@
+"""A batch of messages by one handler: one unit of work for all, and fewer at a time where some of them fail."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from sqlalchemy.orm import Session, sessionmaker
+
+from .apply import Part, aapply, apply
+from .asyncio_names import AsyncSession, async_sessionmaker
+from .errors import CommitOutcomeUnknown, RefusedError, RetriesExhaustedError
+from .handler import Handler
+from .message import Message
+from .outcome import Outcome
+from .retry import RetryPolicy
+from .sessions import UnitOptions
+
+Result = Outcome | Exception
+"""What became of one message."""
+
+
+def apply_batch(
+    handler: Handler,
+    messages: Sequence[Message],
+    factory: sessionmaker[Session],
+    options: UnitOptions,
+    policy: RetryPolicy,
+) -> tuple[list[Result], bool]:
+    """What became of each message, and whether it is durable. A failing message does not take others with it."""
+    batch = _Batch(handler, messages)
+    for part in batch.parts():
+        try:
+            batch.settled(apply(part, factory, options, policy))
+        except Exception as error:  # noqa: BLE001  # kept: it is what became of the message
+            batch.failed(error)
+    return batch.results, batch.durable
+
+
+async def aapply_batch(
+    handler: Handler,
+    messages: Sequence[Message],
+    factory: async_sessionmaker[AsyncSession],
+    options: UnitOptions,
+    policy: RetryPolicy,
+) -> tuple[list[Result], bool]:
+    """``apply_batch``, awaited."""
+    batch = _Batch(handler, messages)
+    for part in batch.parts():
+        try:
+            batch.settled(await aapply(part, factory, options, policy))
+        except Exception as error:  # noqa: BLE001  # kept: it is what became of the message
+            batch.failed(error)
+    return batch.results, batch.durable
+
+
+class _Batch:
+    """What was settled, and what is to be tried next: all, then halves, or what is before and after a culprit."""
+
+    def __init__(self, handler: Handler, messages: Sequence[Message]) -> None:
+        self.results: list[Result] = [Outcome.FAILED] * len(messages)
+        self.durable = True
+        self._handler = handler
+        self._messages = messages
+        self._todo = [range(len(messages))]  # the last is next
+
+    def parts(self) -> Iterator[Part]:
+        """In the order of delivery. Tell what became of one before taking the next."""
+        while self._todo:
+            self._now = self._todo.pop()
+            self._part = Part(self._handler, [self._messages[index] for index in self._now])
+            yield self._part
+
+    def settled(self, durable: bool) -> None:
+        """The part that is being tried was applied."""
+        self.durable = self.durable and durable
+        for index, outcome in zip(self._now, self._part.outcomes, strict=True):
+            self.results[index] = outcome
+
+    def failed(self, error: Exception) -> None:
+        """It was not: by its only message, by all of them, or by one or more that are still to be found."""
+        now, at = self._now, self._part.at
+        if len(now) == 1 and isinstance(error, RetriesExhaustedError):
+            for part in self._todo:  # the database's trouble, not the message's
+                self._fail(part, error)
+            self._todo.clear()
+        if len(now) == 1 or self._concerns_all(error):
+            self._fail(now, error)
+            return
+        after = now if at is None else now[at + 1 :]
+        middle = len(after) // 2
+        pieces = [after[:middle], after[middle:]]  # in halves, or many that fail would cost their square
+        if at is not None:
+            pieces = [now[:at], now[at : at + 1], *pieces]
+        self._todo += [piece for piece in reversed(pieces) if piece]
+
+    def _concerns_all(self, error: Exception) -> bool:
+        """Whether fewer messages would meet it too, or must not be tried: something of all of them may be durable."""
+        if getattr(error, "durable", False) or isinstance(error, CommitOutcomeUnknown):
+            return True
+        return isinstance(error, RefusedError) and self._part.at is None
+
+    def _fail(self, part: range, error: Exception) -> None:
+        for index in part:
+            self.results[index] = error
