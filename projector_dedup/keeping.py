@@ -1,13 +1,16 @@
-"""A session that keeps the rows it has loaded: the messages of a batch meet on them, and would load them again."""
+"""A session for many messages: it keeps the rows that they meet on, and writes as late as nobody can tell."""
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
-from sqlalchemy import event
-from sqlalchemy.orm import Session
+from sqlalchemy import event, inspect
+from sqlalchemy.orm import Mapper, Session
 
 from .guarded import kept_on_class
+
+_EAGER = {"joined", "subquery", "selectin", "immediate"}
 
 
 class KeepingSession(Session):
@@ -22,6 +25,33 @@ class KeepingSession(Session):
         self._kept.clear()
         super().close()
 
+    def get(self, entity: Any, ident: Any, **options: Any) -> Any:
+        """As ever, but without a flush where what is not written yet cannot be what is looked for."""
+        if any(options.values()) or self._new or self._deleted or not self._is_apart(entity):
+            return super().get(entity, ident, **options)
+        with self.no_autoflush:
+            return super().get(entity, ident, **options)
+
+    def _is_apart(self, entity: Any) -> bool:
+        """A changed row is in the identity map under its key, so it is not read, unless its key is what changed."""
+        mapper = inspect(entity, raiseerr=False)
+        if not isinstance(mapper, Mapper) or not _loads_one_row(mapper):
+            return False
+        changed = self.identity_map._modified
+        return all(_key_names(state.mapper).isdisjoint(state.committed_state) for state in changed)
+
+
+@cache
+def _loads_one_row(mapper: Mapper[Any]) -> bool:
+    """Of one table, and nothing beside it."""
+    eager = any(relationship.lazy in _EAGER for relationship in mapper.relationships)
+    return not eager and mapper.inherits is None and mapper.polymorphic_on is None
+
+
+@cache
+def _key_names(mapper: Mapper[Any]) -> frozenset[str]:
+    return frozenset(mapper.get_property_by_column(column).key for column in mapper.primary_key)
+
 
 @kept_on_class
 def keeping_session(session_class: type[Session]) -> type[Session]:
@@ -33,7 +63,7 @@ def keeping_session(session_class: type[Session]) -> type[Session]:
 @event.listens_for(KeepingSession, "loaded_as_persistent")
 @event.listens_for(KeepingSession, "pending_to_persistent")
 def _keep(session: KeepingSession, instance: object) -> None:
-    session._kept[id(instance)] = instance  # its own listener
+    session._kept[id(instance)] = instance
 
 
 @event.listens_for(KeepingSession, "persistent_to_detached")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from functools import cache
 from typing import Any
@@ -25,6 +25,7 @@ from sqlalchemy.sql.elements import ReleaseSavepointClause
 from ..errors import UnsafeSessionError, UnsupportedDatabaseError
 from ..transaction_text import Grammar
 from .interface import Dialect, Failure, Status, same_key
+from .many import Key, Parameters
 
 logger = logging.getLogger("projector_dedup")
 
@@ -117,6 +118,11 @@ class Portable(Dialect):
                 return False
             raise
         return True
+
+    def claim_many(self, connection: Connection, marker: Table, keys: Sequence[Parameters]) -> set[Key]:
+        """The savepoint is the mark of the transaction here too."""
+        connection.dialect.do_savepoint(connection, _SAVEPOINT)
+        return super().claim_many(connection, marker, keys)
 
     def mark_transaction(self, connection: Connection) -> None:
         """The savepoint of the claim is mark enough."""
