@@ -80,6 +80,8 @@ def apply(part: Part, factory: sessionmaker[Session], options: UnitOptions, poli
                     attempts.claimed()
                     for call in part.calls(uow.session):
                         _check_result(handler, call(), asynchronous=False)
+                        if uow.work.must_flush:
+                            uow.session.flush()
                     uow.commit()
             return _settled(part, attempts, uow.work.durable)
         except Exception as error:  # noqa: BLE001  # delay_after raises it, unless another attempt is due
@@ -112,6 +114,8 @@ async def aapply(
                         awaitable = call()
                         _check_result(handler, awaitable, asynchronous=True)
                         _check_result(handler, await awaitable, asynchronous=False)
+                        if uow.work.must_flush:
+                            await uow.session.flush()
                     await uow.commit()
             return _settled(part, attempts, uow.work.durable)
         except Exception as error:  # noqa: BLE001  # delay_after raises it, unless another attempt is due

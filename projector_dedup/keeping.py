@@ -27,18 +27,19 @@ class KeepingSession(Session):
 
     def get(self, entity: Any, ident: Any, **options: Any) -> Any:
         """As ever, but without a flush where what is not written yet cannot be what is looked for."""
-        if any(options.values()) or self._new or self._deleted or not self._is_apart(entity):
+        mapper = inspect(entity, raiseerr=False)
+        plain = isinstance(mapper, Mapper) and _loads_one_row(mapper) and not any(options.values())
+        if not plain or self._new or self.misleads():
             return super().get(entity, ident, **options)
         with self.no_autoflush:
             return super().get(entity, ident, **options)
 
-    def _is_apart(self, entity: Any) -> bool:
-        """A changed row is in the identity map under its key, so it is not read, unless its key is what changed."""
-        mapper = inspect(entity, raiseerr=False)
-        if not isinstance(mapper, Mapper) or not _loads_one_row(mapper):
-            return False
+    def misleads(self) -> bool:
+        """Whether a row that was changed is found where it will not be once it is written: elsewhere, or nowhere."""
         changed = self.identity_map._modified
-        return all(_key_names(state.mapper).isdisjoint(state.committed_state) for state in changed)
+        return bool(self._deleted) or any(
+            not _key_names(state.mapper).isdisjoint(state.committed_state) for state in changed
+        )
 
 
 @cache

@@ -16,6 +16,7 @@ from sqlalchemy.orm import Session
 from .dialects import Dialect, Status, dialect_of, key_of
 from .errors import CommitOutcomeUnknown, UnsafeSessionError
 from .guards import Guard
+from .keeping import KeepingSession
 from .markers import (
     bind_of_marker,
     insert_marker,
@@ -95,6 +96,11 @@ class Work:
         if self._options.strict:
             guard.savepoints.mark()
         self._watch(guard)
+
+    @property
+    def must_flush(self) -> bool:
+        """Whether the next message of a batch would not see what this one did."""
+        return isinstance(self.session, KeepingSession) and self.session.misleads()
 
     def commit(self) -> None:
         """Flush, look whether this is still the transaction that was begun, commit once."""
