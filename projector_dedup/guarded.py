@@ -189,10 +189,9 @@ class GuardedConnection(Connection):
         return result
 
     def _streams(self, statement: Any, options: Mapping[str, Any] | None) -> bool:
-        given: Mapping[str, Any] = getattr(statement, "get_execution_options", dict)()
-        return any(
-            each.get(name) for each in (given, options or {}, self.get_execution_options()) for name in _STREAMING
-        )
+        its_own: Mapping[str, Any] = getattr(statement, "get_execution_options", dict)()
+        options_of_all = (its_own, options, self.get_execution_options())
+        return any(each and any(map(each.get, _STREAMING)) for each in options_of_all)
 
 
 def guard_connection(connection: Connection, guard: Watcher) -> None:

@@ -164,11 +164,13 @@ class PostgreSQL(Dialect):
 
     def status(self, driver_connection: Any) -> Status:
         """asyncpg cannot tell an aborted transaction from an open one: there the guard remembers the error."""
+        if hasattr(driver_connection, "pgconn"):  # psycopg 3; its .info would be made anew each time
+            return _LIBPQ_STATUS[driver_connection.pgconn.transaction_status]
         if hasattr(driver_connection, "is_in_transaction"):
             if driver_connection.is_closed():
                 return Status.BUSY
             return Status.OPEN if driver_connection.is_in_transaction() else Status.NONE
-        return _LIBPQ_STATUS[int(driver_connection.info.transaction_status)]
+        return _LIBPQ_STATUS[driver_connection.info.transaction_status]
 
     def dooms(self, error: DBAPIError) -> bool:
         """Any error that the server sent aborts the transaction."""
