@@ -3,11 +3,14 @@
 What holds on every driver is in the contract (`projector_dedup/testing/batches.py`).
 """
 
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, create_engine, event
+from sqlalchemy import URL, Engine, create_engine, event
 from sqlalchemy.orm import Session, sessionmaker
 
 from cut_proxy import Cut, CutProxy
@@ -261,3 +264,42 @@ def test_a_cut_commit_is_asked_for_by_claiming_again(postgresql: Database, cut: 
         assert outcomes(failed.value.deliveries) == [FAILED] * 2
         dispatcher.deliver_batch(numbered(4, 5))
         assert harness.totals() == {"a": 30}
+
+
+# Killed ------------------------------------------------------------------------------------------------------------
+
+WORKER = """
+import os, signal, sys
+from sqlalchemy import create_engine
+from sqlalchemy.orm import sessionmaker
+from projector_dedup import Dispatcher, Message, on, projector
+from projector_dedup.testing.subject import Added, add
+
+url, death = sys.argv[1:]
+
+@projector(idempotent=True, name="totals")
+@on(Added)
+def dying(happened, session):
+    add(happened, session)
+    session.flush()
+    if death == str(happened.amount):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+Dispatcher(sessionmaker(create_engine(url)), dying).deliver_batch(
+    Message(f"m{number}", Added(amount=number)) for number in (1, 2, 3, 4)
+)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize(("death", "then"), [("3", APPLIED), ("before the acknowledgement", DUPLICATE)])
+def test_a_batch_whose_process_is_killed_is_delivered_again(
+    sync_url: URL, sessions: sessionmaker[Session], death: str, then: Outcome
+) -> None:
+    """In the midst of it nothing is left of it; after its commit all of it is."""
+    url = sync_url.render_as_string(hide_password=False)
+    died = subprocess.run([sys.executable, "-c", WORKER, url, death], check=False, timeout=60)
+    assert died.returncode == -signal.SIGKILL
+    again = Dispatcher(sessions, totals).deliver_batch(numbered(1, 2, 3, 4))
+    assert outcomes(again) == [then] * 4
+    assert amounts(sessions) == {"a": 10}
