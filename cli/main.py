@@ -15,7 +15,9 @@ import sqlalchemy
 from .check import check
 from .cleanup import cleanup
 from .errors import one_line, without_secrets
+from .migrate import migrate
 from .options import EXIT_CODES, debug_option
+from .schema import schema
 
 
 class _Group(click.Group):
@@ -62,7 +64,7 @@ def main() -> None:
     """
 
 
-for _command in (check, cleanup):
+for _command in (check, cleanup, migrate, schema):
     main.add_command(_command)
 
 

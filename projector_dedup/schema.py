@@ -13,7 +13,8 @@ from .dialects import Failure, dialect_of
 from .errors import MissingTableError, RefusedError
 from .markers import insert_marker, marker_key
 from .probe import LOOK_ALIKES, try_out
-from .tables import DedupTables, default_tables, full_name
+from .state import SCHEMA_VERSION, read_state
+from .tables import SCHEMA, DedupTables, default_tables, full_name
 
 
 @dataclass(frozen=True)
@@ -29,12 +30,30 @@ def check(engine: Engine, tables: DedupTables = default_tables) -> list[Finding]
     """Everything that is wrong with the tables in this database; an empty list means that all is well."""
     with engine.connect() as connection:
         findings = [
-            finding for table in (tables.marker, tables.state) for finding in _check_table(connection, table, tables)
+            finding for table in (tables.marker, tables.state) for finding in check_table(connection, table, tables)
         ]
         if not any(finding.fatal for finding in findings):
+            findings += _check_version(connection, tables)
             findings += _check_comparison(connection, tables)
         findings += [Finding(problem, remedy, fatal=False) for problem, remedy in dialect_of(engine).advice(connection)]
     return findings
+
+
+def _check_version(connection: Connection, tables: DedupTables) -> list[Finding]:
+    """Where nobody has written one, the tables are the user's own, and what they look like decides."""
+    written = read_state(connection, tables).get(SCHEMA_VERSION)
+    if written is None or written == str(SCHEMA):
+        return []
+    problem = f"{full_name(tables.marker, connection)} is at schema version {written}, and this code is for {SCHEMA}"
+    migrate = "run `idempotency migrate`, or `alembic upgrade heads` where your Alembic owns the tables"
+    if not written.isdecimal():
+        known = f"{SCHEMA_VERSION!r} of {full_name(tables.state, connection)}"
+        return [Finding(problem, f"somebody else wrote {known}; set it to what `idempotency schema` inserts there")]
+    if int(written) > SCHEMA:
+        return [Finding(problem, "upgrade projector-dedup here: a newer version of it has migrated the tables")]
+    if int(written) < SCHEMA - 1:
+        return [Finding(problem, f"it works on {SCHEMA - 1} too, but on nothing older; {migrate}")]
+    return [Finding(problem, f"it works on both; once nothing older runs any more, {migrate}", fatal=False)]
 
 
 def _check_comparison(connection: Connection, tables: DedupTables) -> list[Finding]:
@@ -68,7 +87,8 @@ def verify(engine: Engine, tables: DedupTables = default_tables) -> None:
             raise MissingTableError(f"{finding.problem}; {finding.remedy}")
 
 
-def _check_table(connection: Connection, table: Table, tables: DedupTables) -> list[Finding]:
+def check_table(connection: Connection, table: Table, tables: DedupTables) -> list[Finding]:
+    """What is wrong with the structure of one of the two."""
     inspector, schema, name = inspect(connection), connection.schema_for_object(table), full_name(table, connection)
     if not inspector.has_table(table.name, schema=schema):
         return [Finding(f"the table {name} is missing", tables.remedy(connection))]

@@ -87,6 +87,9 @@ class Dialect(ABC):
     begins_with_level: ClassVar[bool] = False
     """Whether the driver says the level with BEGIN, so that asking for it costs nothing and outlives nothing."""
 
+    transactional_ddl: ClassVar[bool | None] = None
+    """Whether a migration is one transaction; None for what Alembic thinks of the database."""
+
     # Opening a unit of work -----------------------------------------------------------------------------------------
 
     def prepare(self, engine: Engine) -> None:  # noqa: B027  # most need nothing
@@ -158,6 +161,13 @@ class Dialect(ABC):
     def advice(self, connection: Connection) -> list[tuple[str, str]]:
         """Settings of this database that are not wrong but could be better: what, and what to do."""
         return []
+
+    def migrating(self, connection: Connection, name: str) -> AbstractContextManager[None]:
+        """Entered in the transaction of a migration of the table set ``name``: a second one waits for the first.
+
+        Within, whatever would have to wait for other transactions fails with a lock timeout after a moment.
+        """
+        return nullcontext()
 
     # What happened --------------------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from ..transaction_text import COMMANDS, Grammar
 from .columns import utc_now
 from .interface import Dialect, Failure, Status
 from .listeners import listen_once
+from .migrating import lock_session
 from .mysql_close import close_when_interrupted
 from .mysql_snapshots import offers_snapshot_isolation, snapshot_isolation, switching
 from .mysql_tables import refuse_unfit
@@ -154,6 +155,10 @@ class MySQL(Dialect):
                 "none; or upgrade to MariaDB 10.6.27, 10.11.18, 11.4.12, 11.8.8, 12.3.3 or later",
             )
         ]
+
+    def migrating(self, connection: Connection, name: str) -> AbstractContextManager[None]:
+        """A named lock."""
+        return lock_session(connection, name)
 
     def status(self, driver_connection: Any) -> Status:
         """From the flags of the server's last answer; mysqlclient keeps them to itself."""

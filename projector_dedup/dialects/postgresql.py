@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 from uuid import uuid4
@@ -16,6 +17,7 @@ from sqlalchemy.sql import ColumnElement, Executable
 from ..errors import UnsupportedDatabaseError
 from ..transaction_text import OPAQUE, Grammar
 from .interface import Dialect, Failure, Status, same_key
+from .migrating import lock_transaction
 
 # Error codes: PostgreSQL documentation, appendix A.
 _TRANSIENT = {
@@ -134,6 +136,11 @@ class PostgreSQL(Dialect):
         if connection.exec_driver_sql("SELECT pg_is_in_recovery()").scalar_one():
             return [("this server is a standby: it cannot store markers", "give the URL of the primary")]
         return []
+
+    def migrating(self, connection: Connection, name: str) -> AbstractContextManager[None]:
+        """An advisory lock."""
+        lock_transaction(connection, name)
+        return nullcontext()
 
     def status(self, driver_connection: Any) -> Status:
         """asyncpg cannot tell an aborted transaction from an open one: there the guard remembers the error."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from sqlalchemy import Select, Table, bindparam, delete, event, func, literal_column, select
@@ -48,6 +49,7 @@ class SQLite(Dialect):
     names = frozenset({"sqlite"})
     drivers = frozenset({"pysqlite", "aiosqlite"})
     locks_rows = False
+    transactional_ddl = True  # once ``migrating`` has begun; sqlite3 itself begins for rows only
 
     def detecting_isolation(self, engine: Engine) -> str | None:
         """Writers are serialised."""
@@ -132,6 +134,11 @@ class SQLite(Dialect):
         if mode in ("wal", "memory"):
             return []
         return [(f"the journal mode is {mode}", "call projector_dedup.configure_sqlite(engine) once, at start-up")]
+
+    def migrating(self, connection: Connection, name: str) -> AbstractContextManager[None]:
+        """The write lock, which makes DDL part of the transaction too."""
+        self.begin(connection, None, None)
+        return nullcontext()
 
     def status(self, driver_connection: Any) -> Status:
         """``in_transaction`` asks the library, not the file."""
