@@ -27,8 +27,8 @@ HANDLER = "projections.account_totals.AccountTotals.add_payment"
 TABLES = make_tables(MetaData(), NAME)
 
 FILL = {
-    "postgresql": f"INSERT INTO {NAME} (message_id, handler, processed_at) SELECT gen_random_uuid()::text, '{HANDLER}', "
-    "now() - n * interval '50 ms' FROM generate_series(1, :rows) n",
+    "postgresql": f"INSERT INTO {NAME} (message_id, handler, processed_at) SELECT gen_random_uuid()::text, "
+    f"'{HANDLER}', now() - n * interval '50 ms' FROM generate_series(1, :rows) n",
     "mysql": f"INSERT INTO {NAME} (message_id, handler, processed_at) SELECT concat(lpad(hex(seq), 12, '0'), '-', "
     f"uuid()), '{HANDLER}', utc_timestamp(6) - INTERVAL seq * 50000 MICROSECOND FROM seq_1_to_{{rows}}",
     "sqlite": f"INSERT INTO {NAME} (message_id, handler, processed_at) WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL "

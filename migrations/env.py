@@ -6,11 +6,11 @@ import os
 from typing import Any
 
 from alembic import context
+from projector_dedup.migrations.table_sets import OPTION
 from sqlalchemy import create_engine, pool
 from sqlalchemy.engine import Connection
 
 from projector_dedup.dialects import dialect_of
-from projector_dedup.migrations.table_sets import OPTION
 from projector_dedup.tables import default_tables
 
 URL = "PROJECTOR_DEDUP_DATABASE_URL"

@@ -27,7 +27,7 @@ def check_alembic(config_path: str | PathLike[str]) -> list[Finding]:
         return []
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of Alembic, about what the file lacks: it tells its user
+            warnings.simplefilter("ignore", DeprecationWarning)  # what the file lacks, Alembic tells its user
             script = ScriptDirectory.from_config(config)
             labelled = {label for revision in script.walk_revisions() for label in revision.branch_labels}
     except Exception as error:  # noqa: BLE001  # any of the user's own revisions

@@ -9,12 +9,13 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib.resources import files
 from io import StringIO
+from threading import Lock
 from typing import Any
 
 from alembic import command
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
-from sqlalchemy import MetaData, Table, insert, inspect, select
+from sqlalchemy import MetaData, Table, insert, inspect
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import DBAPIError
 
@@ -26,6 +27,8 @@ from .tables import SCHEMA, DedupTables, default_tables, make_tables
 
 _PATIENCE = 60.0  # seconds for which a change is tried again that had to wait for other transactions
 _PAUSE = 1.0  # seconds between two tries, on average half of it: writers that queued behind the first get through
+
+_one_at_a_time = Lock()  # `alembic.context` and `alembic.op`, which env.py and revisions import, are the process's
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,8 @@ def migrate(engine: Engine, tables: DedupTables = default_tables) -> Migrated:
     dialect, deadline = dialect_of(engine), time.monotonic() + _PATIENCE
     while True:
         try:
-            return _Owner(engine, tables).migrate()
+            with _one_at_a_time:
+                return _Owner(engine, tables).migrate()
         except DBAPIError as error:
             if dialect.classify(error) not in (Failure.LOCK_TIMEOUT, Failure.TRANSIENT):
                 raise
@@ -66,7 +70,8 @@ def migrate(engine: Engine, tables: DedupTables = default_tables) -> Migrated:
 
 def planned(engine: Engine, tables: DedupTables = default_tables) -> str:
     """The SQL that ``migrate`` would run now, empty if there is nothing to do. Raises what it would raise."""
-    return _Owner(engine, tables).planned()
+    with _one_at_a_time:
+        return _Owner(engine, tables).planned()
 
 
 class _Owner:

@@ -1,4 +1,4 @@
-"""Our revisions as a labelled branch beside the user's own history; and a configuration that loses them without a word."""
+"""Our revisions as a labelled branch beside the user's own history; a configuration that loses them is found."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,7 +38,7 @@ def schema(database: Database) -> Iterator[str | None]:
 def test_the_branch_lives_beside_the_users_history(
     database: Database, engine: Engine, schema: str | None, tmp_path: Path
 ) -> None:
-    """`upgrade heads` makes every table set; the user's next autogenerate leaves them alone; `@base` takes them back."""
+    """`upgrade heads` makes every table set; the next autogenerate leaves them alone; `@base` takes them back."""
     project = Project(tmp_path, database)
     project.configure()
     project.model()

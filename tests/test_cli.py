@@ -54,7 +54,9 @@ def url(sync_url: URL) -> str:
 # Help and usage --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arguments", [(), ("demo",), ("check",), ("cleanup",)], ids=" ".join)
+@pytest.mark.parametrize(
+    "arguments", [(), ("demo",), ("check",), ("cleanup",), ("migrate",), ("schema",)], ids=" ".join
+)
 def test_help_answers(arguments: tuple[str, ...]) -> None:
     """The help of every command shows an example and the exit codes."""
     answer = CliRunner().invoke(main, [*arguments, "--help"])
@@ -118,7 +120,8 @@ def test_a_missing_table_is_told_with_its_remedy(command: str, sync_url: URL) ->
         done = idempotency(command, "--database-url", sync_url.render_as_string(hide_password=False))
     assert_failed_in_one_line(done)
     assert "processed_message is missing" in done.stdout + done.stderr
-    assert "alembic upgrade head" in done.stdout + done.stderr
+    assert "idempotency migrate" in done.stdout + done.stderr
+    assert "idempotency schema" in done.stdout + done.stderr
 
 
 def test_another_table_name(engine: Engine) -> None:

@@ -43,14 +43,14 @@ def delivered_twice(engine: Engine, tables: DedupTables) -> list[Outcome]:
 def test_autogenerate_adds_the_tables_to_a_history(
     database: Database, engine: Engine, schema: str | None, tmp_path: Path
 ) -> None:
-    """The default set joins what the user has, then two more with other names and places; each time Alembic is content."""
+    """The default set joins the user's history, then two more of other names and places; Alembic is content."""
     project = Project(tmp_path, database)
     project.configure()
     project.model()
     project.autogenerate()
     project.alembic("upgrade", "head")
     theirs = ["make_tables(metadata)", "make_tables(metadata, 'inbox')", f"make_tables(metadata, 'inbox2', {schema!r})"]
-    ours = [make_tables(MetaData(), *where) for where in [(), ("inbox",), ("inbox2", schema)]]
+    ours = [make_tables(MetaData()), make_tables(MetaData(), "inbox"), make_tables(MetaData(), "inbox2", schema)]
     for count in (1, 3):
         project.model(*theirs[:count])
         written = project.autogenerate()
@@ -74,7 +74,7 @@ def test_autogenerate_adds_the_tables_to_a_history(
 
 @pytest.mark.parametrize(("length", "fits"), [(43, True), (44, False)])
 def test_a_name_is_as_long_as_every_database_takes(engine: Engine, length: int, fits: bool) -> None:
-    """The longest that is accepted works, with everything that is named after it; one letter more is refused at once."""
+    """The longest that is accepted works, with all that is named after it; one letter more is refused at once."""
     name = "t" * length
     if not fits:
         with pytest.raises(ValueError, match="44 bytes, and must have 1 to 43"):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sqlalchemy as sa
 from alembic import op
+from projector_dedup.migrations.table_sets import table_sets
 
 from projector_dedup.dialects.columns import TABLE_OPTIONS, exact_text, moment, utc_now
-from projector_dedup.migrations.table_sets import table_sets
 
 revision = "projector_dedup_0001"
 down_revision = None
