@@ -120,8 +120,9 @@ class _Owner:
         with self._engine.connect() as connection:
             if schema is not None and not inspect(connection).has_schema(schema):
                 raise MissingTableError(f"there is no schema {schema}: create it first, or name another")
+            version = self._version(connection)  # first: a rival writes it last
             present = self._present(connection)
-            if len(present) < 2 and self._version(connection) is not None:
+            if version is not None and len(present) < 2:
                 name = f"{self._tables.marker.fullname}_alembic_version"
                 raise MissingTableError(
                     f"{name} says that the tables are there, but somebody dropped them; drop {name} too and run this "
