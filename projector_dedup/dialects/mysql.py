@@ -31,6 +31,7 @@ _TRANSIENT = {
     _DEADLOCK,
     _LOCK_TABLE_FULL,
     _RECORD_CHANGED,  # since this transaction's snapshot was taken
+    *(1412, 1684),  # somebody has changed the table since the snapshot, or is about to
     1040,  # too many connections
     1203,  # too many connections of this user
     1047,  # this node of a cluster is not ready
