@@ -16,6 +16,7 @@ from .check import check
 from .cleanup import cleanup
 from .errors import one_line, without_secrets
 from .options import EXIT_CODES, debug_option
+from .rename import rename
 
 
 class _Group(click.Group):
@@ -62,7 +63,7 @@ def main() -> None:
     """
 
 
-for _command in (check, cleanup):
+for _command in (check, cleanup, rename):
     main.add_command(_command)
 
 

@@ -55,12 +55,10 @@ class _OnOneSubject:
 
 
 @pytest.mark.contract
-class ConcurrencyContract(
-    ClaimContract, RaceContract, LostUpdateContract, ConvergenceContract, FormerlyContract, _OnOneSubject
-):
+class ConcurrencyContract(ClaimContract, RaceContract, LostUpdateContract, ConvergenceContract, _OnOneSubject):
     """What depends on the isolation level."""
 
 
 @pytest.mark.contract
-class ProjectorContract(OnceContract, AcknowledgementContract, KilledContract, ConcurrencyContract):
+class ProjectorContract(OnceContract, AcknowledgementContract, FormerlyContract, KilledContract, ConcurrencyContract):
     """Everything."""

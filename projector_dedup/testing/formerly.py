@@ -18,10 +18,10 @@ from .subject import add, until_acknowledged
 OLD, NEW = "old", "new"
 
 
-def deployed(harness: Harness, version: str, body: Any = add, **settings: Any) -> Any:
+def deployed(harness: Harness, version: str, body: Any = add) -> Any:
     """A dispatcher of one version of the code: the newer knows the name that the older has."""
-    names = {OLD: {"name": OLD}, NEW: {"name": NEW, "formerly": [OLD]}}[version]
-    return harness.dispatcher(harness.handler(body, **{**names, **harness.subject.exact, **settings}))
+    formerly = [OLD] if version == NEW else []
+    return harness.dispatcher(harness.handler(body, version, formerly=formerly, **harness.subject.exact))
 
 
 class FormerlyContract:
