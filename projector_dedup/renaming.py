@@ -117,27 +117,27 @@ class _Batch:
         return connection.execute(known).first() is not None
 
     def _looking(self, batch_size: int) -> Select[tuple[str, str | None]]:
-        old, twin = self._marker.alias("old"), self._marker.alias("twin")
-        same = (twin.c.message_id == old.c.message_id) & (twin.c.handler == self._new)
+        source, twin = self._marker.alias("source"), self._marker.alias("twin")
+        same = (twin.c.message_id == source.c.message_id) & (twin.c.handler == self._new)
         return (
-            select(old.c.message_id, twin.c.handler.label("twin"))
-            .select_from(old.outerjoin(twin, same))
-            .where(old.c.handler == self._old, old.c.message_id > bindparam("after"))
-            .order_by(old.c.message_id)
+            select(source.c.message_id, twin.c.handler.label("twin"))
+            .select_from(source.outerjoin(twin, same))
+            .where(source.c.handler == self._old, source.c.message_id > bindparam("after"))
+            .order_by(source.c.message_id)
             .limit(batch_size)
         )
 
     def _copying(self) -> Insert:
-        old, twin = self._marker.alias("old"), self._marker.alias("twin")
+        source, twin = self._marker.alias("source"), self._marker.alias("twin")
         name = literal(self._new, self._marker.c.handler.type).label("handler")
-        copies = select(old.c.message_id, name, old.c.processed_at, old.c.occurred_at).where(
-            old.c.handler == self._old,
-            old.c.message_id > bindparam("after"),
-            old.c.message_id <= bindparam("last"),
+        copies = select(source.c.message_id, name, source.c.processed_at, source.c.occurred_at).where(
+            source.c.handler == self._old,
+            source.c.message_id > bindparam("after"),
+            source.c.message_id <= bindparam("last"),
             ~exists(literal_column("1"))
             .select_from(twin)
-            .where(twin.c.message_id == old.c.message_id, twin.c.handler == self._new)
-            .correlate(old),
+            .where(twin.c.message_id == source.c.message_id, twin.c.handler == self._new)
+            .correlate(source),
         )
         return self._marker.insert().from_select(["message_id", "handler", "processed_at", "occurred_at"], copies)
 
