@@ -224,6 +224,22 @@ def test_a_marker_that_a_delivery_writes_meanwhile_is_no_error(on_server: Harnes
     assert renaming.result() == Renamed(1, 1)
 
 
+def test_what_the_old_code_writes_meanwhile_is_not_removed(on_server: Harness) -> None:
+    """It has no twin: without its marker the message would be applied again."""
+    harness = on_server
+    write(harness, ("m1", OLD), ("m3", OLD))
+    late = iter(["m2"])
+
+    def deliver(_connection: Any, _cursor: Any, sql: str, *_: Any) -> None:
+        if sql.startswith("DELETE") and (message_id := next(late, None)):
+            harness.start(harness.deliver, deployed(harness, OLD), message_id=message_id).result()
+
+    event.listen(harness.engine, "before_cursor_execute", deliver)
+    rename(harness.engine, OLD, NEW, remove_old=True)
+    assert harness.markers() == [("m1", NEW), ("m2", OLD), ("m3", NEW)]
+    assert rename(harness.engine, OLD, NEW, remove_old=True) == Renamed(1, 0, 1)
+
+
 def test_nothing_is_applied_twice_beside_deliveries_and_cleanup(harness: Harness) -> None:
     """New code that names the old one delivers everything again while its markers are renamed, and pruned ones go."""
     messages = [f"m{number}" for number in range(120)]
@@ -311,3 +327,19 @@ def test_several_databases_get_a_line_each(harness: Harness) -> None:
     assert "Copied 1 marker of old" in done.stdout
     assert "1 of 2 failed" in done.stderr
     assert harness.markers() == [("m1", NEW), ("m1", OLD)]
+
+
+def test_help_answers() -> None:
+    """An example, the exit codes, and what is dangerous."""
+    answer = CliRunner().invoke(main, ["rename", "--help"])
+    assert answer.exit_code == 0
+    for word in ("Example", "Exit codes:", "--dry-run", "rolled back"):
+        assert word in answer.output
+
+
+@pytest.mark.parametrize(
+    "arguments", [(), (OLD,), (OLD, NEW, "--batch-size", "0"), (OLD, NEW, "--batch-size", "10001")]
+)
+def test_a_wrong_command_line_is_exit_code_2(arguments: tuple[str, ...]) -> None:
+    """Before anything is connected to."""
+    assert CliRunner().invoke(main, ["rename", "--database-url", "sqlite:///x.db", *arguments]).exit_code == 2
