@@ -292,22 +292,29 @@ def test_who_waits_for_the_first_name_holds_no_other(
 ) -> None:
     """Every version takes the names in one order, whichever is its own, so that no two can wait for each other."""
     database: Database = request.getfixturevalue(server)
-
-    def claims_all() -> bool:
-        with UnitOfWork(harness.factory, claim_timeout=timeout) as uow:
-            return uow.claim("m1", own, formerly=["c", "a", "b"])
-
     with Harness(Subject(database.url())) as harness:
         harness.create_tables()
+        dispatcher = harness.dispatcher(harness.handler(add, own, formerly=["c", "a", "b"]), claim_timeout=timeout)
         with UnitOfWork(harness.factory) as first:
             assert first.claim("m1", "a")
-            waiting = harness.start(claims_all)
+            waiting = harness.start(harness.deliver, dispatcher)
             harness.waits()
             for other in ("b", "c"):
                 with UnitOfWork(harness.factory, claim_timeout=1.0) as uow:
                     assert uow.claim("m1", other)  # InProgress, if it were held
             first.commit()
-        assert waiting.result() is False
+        assert waiting.result().outcome is Outcome.DUPLICATE
+
+
+def test_a_duplicate_does_not_wait_for_the_names_behind_it(mariadb: Database) -> None:
+    """The INSERT fails at the first marker that is there; what a rival holds after it, nobody need ask."""
+    impatient = {"connect_args": {"init_command": "SET SESSION innodb_lock_wait_timeout = 1"}}
+    with Harness(Subject(mariadb.url(), engine_arguments=impatient)) as harness:
+        harness.create_tables()
+        harness.transact(lambda session: claim(session, "m1", "b"))
+        with UnitOfWork(harness.factory) as rival, UnitOfWork(harness.factory) as uow:
+            assert rival.claim("m1", "c")
+            assert not uow.claim("m1", "a", formerly=["b", "c"])
 
 
 @pytest.mark.parametrize("first", [OLD, NEW])
