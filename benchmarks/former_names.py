@@ -3,8 +3,8 @@
     python benchmarks/former_names.py postgresql+psycopg://user@host/database    # or mariadb+pymysql://, sqlite:///
 
 One worker. Each message is a unit of work of nothing but a claim and a COMMIT, so that no handler hides the difference;
-then the same messages again, as duplicates; then messages that only code of the old name has applied. Contenders run
-interleaved, in rounds; times are ratios to one name in the same round, medians over the rounds.
+then the same messages again, as duplicates; then messages that only code of the old name has applied. Contenders take
+turns message by message; figures are ratios of the median times.
 """
 
 from __future__ import annotations
@@ -12,69 +12,58 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Sequence
 
-from sqlalchemy import Engine, MetaData, create_engine, delete
+from sqlalchemy import Engine, MetaData, create_engine
 from sqlalchemy.orm import Session, sessionmaker
 
 from projector_dedup import UnitOfWork, configure_sqlite, make_tables
 
 metadata = MetaData()
 TABLES = make_tables(metadata, name="benchmark_marker")
-CONTENDERS = {"one": [], "two": ["b"], "four": ["b", "d", "a"]}
+CONTENDERS = {"one": ["c"], "two": ["c", "b"], "four": ["c", "b", "d", "a"]}
 
 
-def seconds(factory: sessionmaker[Session], handler: str, formerly: Sequence[str], messages: int) -> float:
-    """For that many messages, each in a unit of work of its own."""
+def seconds(factory: sessionmaker[Session], message_id: str, names: list[str]) -> float:
+    """Of one delivery."""
     begin = time.perf_counter()
-    for number in range(messages):
-        with UnitOfWork(factory, tables=TABLES) as uow:
-            if uow.claim(f"message {number:08}", handler, formerly=formerly):
-                uow.commit()
+    with UnitOfWork(factory, tables=TABLES) as uow:
+        if uow.claim(message_id, names[0], formerly=names[1:]):
+            uow.commit()
     return time.perf_counter() - begin
 
 
-def empty(engine: Engine) -> None:
-    """Forget everything."""
-    with engine.begin() as connection:
-        connection.execute(delete(TABLES.marker))
-
-
-def measure(engine: Engine, rounds: int, messages: int) -> None:
+def measure(engine: Engine, messages: int) -> None:
     """Print a line for each contender."""
     factory = sessionmaker(engine)
-    ratios: dict[str, list[list[float]]] = {name: [] for name in CONTENDERS}
-    for round_number in range(rounds + 1):  # the first warms up
-        times = {}
-        for name, formerly in CONTENDERS.items():
-            empty(engine)
-            new = seconds(factory, "c", formerly, messages)
-            redelivered = seconds(factory, "c", formerly, messages)
-            empty(engine)
-            seconds(factory, "b" if formerly else "c", [], messages)
-            times[name] = [new, redelivered, seconds(factory, "c", formerly, messages)]
-        if round_number:
-            for name, found in times.items():
-                ratios[name].append([mine / one for mine, one in zip(found, times["one"], strict=True)])
+    for number in range(messages):
+        for contender, names in CONTENDERS.items():
+            seconds(factory, f"historic {contender} {number:08}", names[1:2] or names)
+    medians: dict[str, list[float]] = {contender: [] for contender in CONTENDERS}
+    for kind in ("new", "new", "historic"):  # the second time they are duplicates
+        times: dict[str, list[float]] = {contender: [] for contender in CONTENDERS}
+        for number in range(messages):
+            for contender, names in CONTENDERS.items():
+                times[contender].append(seconds(factory, f"{kind} {contender} {number:08}", names))
+        for contender, found in times.items():
+            medians[contender].append(statistics.median(found))
     print("| names | new | redelivered | redelivered, applied under an old name only |\n|---|---|---|---|")
-    for name, found in ratios.items():
-        medians = (f"{statistics.median(column):.2f}" for column in zip(*found, strict=True))
-        print(f"| {name} | {' | '.join(medians)} |")
+    for contender, found in medians.items():
+        ratios = (f"{mine / one:.2f}" for mine, one in zip(found, medians["one"], strict=True))
+        print(f"| {contender} | {' | '.join(ratios)} |")
 
 
 def main() -> None:
     """On the database of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("url")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--messages", type=int, default=300)
+    parser.add_argument("--messages", type=int, default=1000)
     arguments = parser.parse_args()
     engine = create_engine(arguments.url)
     if engine.dialect.name == "sqlite":
         configure_sqlite(engine)
     metadata.create_all(engine)
     try:
-        measure(engine, arguments.rounds, arguments.messages)
+        measure(engine, arguments.messages)
     finally:
         metadata.drop_all(engine)
 
