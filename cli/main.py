@@ -17,6 +17,7 @@ from .cleanup import cleanup
 from .errors import one_line, without_secrets
 from .migrate import migrate
 from .options import EXIT_CODES, debug_option
+from .rename import rename
 from .schema import schema
 
 
@@ -64,7 +65,7 @@ def main() -> None:
     """
 
 
-for _command in (check, cleanup, migrate, schema):
+for _command in (check, cleanup, migrate, rename, schema):
     main.add_command(_command)
 
 

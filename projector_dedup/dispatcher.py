@@ -8,7 +8,7 @@ from sqlalchemy.orm import Session, sessionmaker
 
 from .asyncio_names import AsyncSession, async_sessionmaker
 from .errors import DeliveryFailed, HandlerDefinitionError, UnhandledMessage
-from .handler import Handler, aapply, apply, check_kind, options_for
+from .handler import Handler, aapply, apply, check_kind, options_for, refuse_shared_names
 from .message import IdExtractor, Message, attribute_or_key, envelope, known_id, printable
 from .outcome import Delivery, Outcome
 from .projector import handlers_of
@@ -53,6 +53,8 @@ class _Routing:
                     "of them a name of its own"
                 )
             check_kind(handler, asynchronous=self._asynchronous)
+            for other in self._handlers.values():
+                refuse_shared_names(handler, other)
             self._handlers[handler.identity] = handler
             self._options[handler.identity] = options_for(handler, shared)
         if not self._handlers:

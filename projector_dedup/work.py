@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from datetime import datetime
 from typing import Any
 
@@ -23,7 +24,7 @@ from .markers import (
     refuse_shared_markers,
     translate_map,
 )
-from .message import valid_handler, valid_message_id
+from .message import valid_formerly, valid_handler, valid_message_id
 from .sessions import UnitOptions, open_connection
 
 logger = logging.getLogger("projector_dedup")
@@ -44,13 +45,25 @@ class Work:
         self._marked = False
         self._guard: Guard | None = None
 
-    def claim(self, message_id: object, handler: str, occurred_at: datetime | None = None) -> bool:
+    def claim(
+        self,
+        message_id: object,
+        handler: str,
+        formerly: Collection[str] = (),
+        occurred_at: datetime | None = None,
+    ) -> bool:
         """Claim first: the row of the marker is the lock on which a concurrent delivery waits."""
+        former_names = valid_formerly(formerly)
         self._key = marker_key(valid_message_id(message_id), valid_handler(handler), occurred_at)
         guard = self._begin(bind_of_marker(self.session, self._options.tables))
         try:
             self._new = insert_marker(
-                guard.connection, guard.dialect, self._options.tables, self._key, self._options.claim_timeout
+                guard.connection,
+                guard.dialect,
+                self._options.tables,
+                self._key,
+                former_names,
+                wait=self._options.claim_timeout,
             )
             if self._new and self._options.strict:
                 guard.savepoints.mark()

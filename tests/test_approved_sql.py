@@ -14,7 +14,7 @@ from sqlalchemy.schema import CreateIndex, CreateTable
 
 import untried  # noqa: F401  # registers its name
 from projector_dedup.dialects import Dialect, dialect_of
-from projector_dedup.dialects.mysql import _lookup
+from projector_dedup.dialects.mysql_claim import met_by_claim
 from projector_dedup.markers import _lookup_statement
 from projector_dedup.tables import default_tables
 
@@ -42,7 +42,12 @@ def statements(engine: Engine) -> dict[str, Any]:
         **(
             {"claim, with claim_timeout": dialect.claim_statement(marker, bounded=True)} if dialect.bounds_waits else {}
         ),
-        **({"was it this marker that the claim met?": _lookup(marker)} if engine.name == "mariadb" else {}),
+        "claim, with a former name": dialect.claim_statement(marker, bounded=False, names=2),
+        **(
+            {"claim, with both": dialect.claim_statement(marker, bounded=True, names=2)} if dialect.bounds_waits else {}
+        ),
+        **({"which of them did the claim meet?": met_by_claim(marker, 2)} if engine.name == "mariadb" else {}),
+        **({"was it this marker that the claim met?": met_by_claim(marker)} if engine.name == "mariadb" else {}),
         "is the marker there? (for the text of an error)": _lookup_statement(marker),
         "prune one batch": dialect.prune_statement(marker),
     }

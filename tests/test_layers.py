@@ -21,7 +21,7 @@ FLOORS: tuple[set[str], ...] = (  # from the ground up; a name is a file or a wh
     {"sessions"},
     {"work"},
     {"unit_of_work", "schema"},
-    {"handler", "retention", "migrate", "ddl", "alembic_config"},
+    {"handler", "renaming", "retention", "migrate", "ddl", "alembic_config"},
     {"projector"},
     {"dispatcher", "batch"},
     {"__init__"},  # what `from projector_dedup import ...` gives

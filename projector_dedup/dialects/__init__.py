@@ -8,13 +8,23 @@ from weakref import WeakSet
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.engine import Dialect as EngineDialect
 
-from .interface import LEVELS, Dialect, Failure, Status, same_key
+from .interface import LEVELS, Dialect, Failure, Status, handler_parameters, same_key
 from .mysql import MySQL
 from .portable import Portable
 from .postgresql import PostgreSQL
 from .sqlite import SQLite, configure_sqlite
 
-__all__ = ["LEVELS", "Dialect", "Failure", "Status", "configure_sqlite", "dialect_of", "register", "same_key"]
+__all__ = [
+    "LEVELS",
+    "Dialect",
+    "Failure",
+    "Status",
+    "configure_sqlite",
+    "dialect_of",
+    "handler_parameters",
+    "register",
+    "same_key",
+]
 
 logger = logging.getLogger("projector_dedup")
 

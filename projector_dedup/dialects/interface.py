@@ -6,13 +6,13 @@ Where nothing else is said, a dialect does what the SQL standard and PEP 249 lea
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
-from sqlalchemy import ColumnElement, Table, and_, bindparam
+from sqlalchemy import ColumnElement, Insert, Table, and_, bindparam, select, union_all
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.pool import StaticPool
@@ -22,6 +22,9 @@ from ..errors import UnsafeSessionError, UnsupportedDatabaseError
 from ..transaction_text import Grammar
 
 LEVELS = ("READ UNCOMMITTED", "READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE")
+
+
+InsertT = TypeVar("InsertT", bound=Insert)
 
 
 class Failure(Enum):
@@ -47,6 +50,21 @@ class Status(Enum):
 def same_key(marker: Table) -> ColumnElement[bool]:
     """The condition by which a statement finds the marker of ``:message_id, :handler``."""
     return and_(marker.c.message_id == bindparam("message_id"), marker.c.handler == bindparam("handler"))
+
+
+def handler_parameters(names: int) -> list[str]:
+    """The parameters of the handlers in a claim of so many ``names`` of one handler, in the order of their rows."""
+    return ["handler"] if names == 1 else [f"handler_{number}" for number in range(names)]
+
+
+def inserting(statement: InsertT, rows: Sequence[Mapping[str, ColumnElement[Any]]]) -> InsertT:
+    """The INSERT ``statement`` of these rows, in this order.
+
+    Several come from SELECTs: VALUES of several rows would be compiled anew for every message.
+    """
+    if len(rows) == 1:
+        return statement.values(rows[0])
+    return statement.from_select(list(rows[0]), union_all(*(select(*row.values()) for row in rows)))
 
 
 def refuse_shared_connection(connection: Connection) -> None:
@@ -126,15 +144,18 @@ class Dialect(ABC):
     # The marker -----------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def claim_statement(self, marker: Table, *, bounded: bool) -> Executable:
+    def claim_statement(self, marker: Table, *, bounded: bool, names: int = 1) -> Executable:
         """Insert ``:message_id, :handler, :occurred_at``, in the form that ``claim`` understands.
 
-        ``bounded``: it also takes ``:wait_ms`` and fails with a lock timeout when it waited longer.
+        ``bounded``: it also takes ``:wait_ms`` and fails with a lock timeout when it waited longer. With several
+        ``names`` it inserts one row for each, in the order of ``handler_parameters``.
         """
 
-    def claim(self, connection: Connection, statement: Executable, marker: Table, key: Mapping[str, Any]) -> bool:
-        """Run the claim: True if the marker is new, False if it was there; anything else raises ``DBAPIError``."""
-        return connection.execute(statement, key).first() is not None
+    def claim(
+        self, connection: Connection, statement: Executable, marker: Table, key: Mapping[str, Any], *, names: int = 1
+    ) -> bool:
+        """Run the claim: True if every marker is new, False if one was there; anything else raises ``DBAPIError``."""
+        return len(connection.execute(statement, key).all()) == names
 
     def mark_transaction(self, connection: Connection) -> None:
         """Leave something in the transaction of the claim that ends with it, for ``is_marked``."""

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from functools import cache
 from typing import Any
 
-from sqlalchemy import BINARY, Select, Table, and_, bindparam, cast, delete, func, literal_column, select
+from sqlalchemy import Select, Table, bindparam, delete, func, literal_column, select
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import DBAPIError
-from sqlalchemy.ext.compiler import compiles
-from sqlalchemy.sql import Executable, Insert
-from sqlalchemy.sql.compiler import SQLCompiler
+from sqlalchemy.sql import Executable
 
-from ..errors import MissingTableError, UnsupportedDatabaseError
+from ..errors import MissingTableError
 from ..transaction_text import COMMANDS, Grammar
 from .columns import utc_now
 from .interface import Dialect, Failure, Status
 from .listeners import listen_once
 from .migrating import lock_session
+from .mysql_claim import insert_markers, met_by_claim
 from .mysql_close import close_when_interrupted
 from .mysql_snapshots import offers_snapshot_isolation, snapshot_isolation, switching
 from .mysql_tables import refuse_unfit
@@ -104,19 +102,19 @@ class MySQL(Dialect):
         """A plain INSERT names no index that must be there."""
         refuse_unfit(connection, marker, marker=True)
 
-    def claim_statement(self, marker: Table, *, bounded: bool) -> Executable:
+    def claim_statement(self, marker: Table, *, bounded: bool, names: int = 1) -> Executable:
         """No IGNORE, which truncates and swallows; no ON DUPLICATE KEY UPDATE, which cannot be told from a new row."""
-        values: dict[str, Any] = {name: bindparam(name) for name in ("message_id", "handler", "occurred_at")}
-        return (_BoundedInsert if bounded else Insert)(marker).values(**values, processed_at=utc_now())
+        return insert_markers(marker, bounded=bounded, names=names)
 
-    def claim(self, connection: Connection, statement: Executable, marker: Table, key: Mapping[str, Any]) -> bool:
+    def claim(
+        self, connection: Connection, statement: Executable, marker: Table, key: Mapping[str, Any], *, names: int = 1
+    ) -> bool:
         """The failed INSERT has locked the row, so it is there; if it is not, something else was violated."""
         try:
             connection.execute(statement, key)
         except DBAPIError as error:
-            found = (
-                connection.execute(_lookup(marker), key).scalar() if self.classify(error) is Failure.UNIQUE else None
-            )
+            clashed = self.classify(error) is Failure.UNIQUE
+            found = connection.execute(met_by_claim(marker, names), key).scalar() if clashed else None
             if found is None:
                 raise
             if not found:
@@ -209,32 +207,3 @@ def _number(error: Exception) -> int | None:
         return None
     number = original.args[0] if original.args else None
     return number if isinstance(number, int) else None
-
-
-@cache
-def _lookup(marker: Table) -> Select[Any]:
-    """Whether the row that a claim met is its own, to the byte; no row if it met none."""
-    keys = [(column, bindparam(column.name, type_=column.type)) for column in (marker.c.message_id, marker.c.handler)]
-    same = and_(*(cast(column, BINARY()) == value for column, value in keys))
-    return select(same).where(*(column == value for column, value in keys)).with_for_update(read=True)
-
-
-# claim_timeout ------------------------------------------------------------------------------------------------------
-
-
-class _BoundedInsert(Insert):
-    """An INSERT that fails when it took longer than ``:wait_ms``; innodb_lock_wait_timeout knows whole seconds only."""
-
-    inherit_cache = True
-
-
-@compiles(_BoundedInsert)
-def _set_statement(element: _BoundedInsert, compiler: SQLCompiler, **options: Any) -> str:
-    if not getattr(compiler.dialect, "is_mariadb", False):
-        raise UnsupportedDatabaseError("claim_timeout needs MariaDB: MySQL cannot bound the wait of one statement")
-    wait = compiler.process(bindparam("wait_ms"), **options)
-    insert = compiler.visit_insert(element, **options)  # type: ignore[no-untyped-call]  # SQLAlchemy's
-    # The second, so that a longer wait than the server's own for locks is possible.
-    return (
-        f"SET STATEMENT max_statement_time = {wait} / 1000, innodb_lock_wait_timeout = {wait} div 1000 + 2 FOR {insert}"
-    )

@@ -24,7 +24,7 @@ from sqlalchemy.sql.elements import ReleaseSavepointClause
 
 from ..errors import UnsafeSessionError, UnsupportedDatabaseError
 from ..transaction_text import Grammar
-from .interface import Dialect, Failure, Status, same_key
+from .interface import Dialect, Failure, Status, handler_parameters, same_key
 
 logger = logging.getLogger("projector_dedup")
 
@@ -95,25 +95,29 @@ class Portable(Dialect):
         if marker is not None:
             connection.execute(delete(marker).where(false()))
 
-    def claim_statement(self, marker: Table, *, bounded: bool) -> Executable:
+    def claim_statement(self, marker: Table, *, bounded: bool, names: int = 1) -> Executable:
         """By the client's clock: not every database's can be told to be in UTC."""
         values: dict[str, Any] = {name: bindparam(name) for name in ("message_id", "handler", "occurred_at")}
         now = bindparam("processed_at", callable_=_utc_now, type_=DateTime(timezone=True))
         return insert(marker).values(**values, processed_at=now)
 
-    def claim(self, connection: Connection, statement: Executable, marker: Table, key: Mapping[str, Any]) -> bool:
+    def claim(
+        self, connection: Connection, statement: Executable, marker: Table, key: Mapping[str, Any], *, names: int = 1
+    ) -> bool:
         """The savepoint keeps the transaction alive when the INSERT fails, and tells it from others when it does not.
 
-        A marker that cannot be seen is a rival's, younger than the snapshot, or something else was violated.
+        A marker that cannot be seen is a rival's, younger than the snapshot, or something else was violated. Several
+        are for the driver to send one after the other: not every database knows VALUES of several rows.
         """
+        rows = [{**key, "handler": key[name]} for name in handler_parameters(names)]
         connection.dialect.do_savepoint(connection, _SAVEPOINT)
         try:
-            connection.execute(statement, key)
+            connection.execute(statement, rows if names > 1 else key)
         except DBAPIError as error:
             if not _violates_integrity(error):
                 raise
             connection.dialect.do_rollback_to_savepoint(connection, _SAVEPOINT)
-            if _is_there(connection, marker, key):
+            if any(_is_there(connection, marker, row) for row in rows):
                 return False
             raise
         return True

@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 from uuid import uuid4
 
-from sqlalchemy import DateTime, Select, Table, Text, bindparam, delete, func, literal_column, select
+from sqlalchemy import DateTime, Select, Table, Text, bindparam, cast, delete, func, literal_column, select, union_all
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import DBAPIError
@@ -16,7 +16,7 @@ from sqlalchemy.sql import ColumnElement, Executable
 
 from ..errors import UnsupportedDatabaseError
 from ..transaction_text import OPAQUE, Grammar
-from .interface import Dialect, Failure, Status, same_key
+from .interface import Dialect, Failure, Status, handler_parameters, inserting, same_key
 from .migrating import lock_transaction
 
 # Error codes: PostgreSQL documentation, appendix A.
@@ -93,22 +93,27 @@ class PostgreSQL(Dialect):
         """There the second writer of a row gets 40001."""
         return "REPEATABLE READ"
 
-    def claim_statement(self, marker: Table, *, bounded: bool) -> Executable:
+    def claim_statement(self, marker: Table, *, bounded: bool, names: int = 1) -> Executable:
         """ON CONFLICT names its columns, so that a table without the unique index is an error, not a double apply."""
-        names = ["message_id", "handler", "occurred_at"]
-        values: list[ColumnElement[Any]] = [
-            bindparam("message_id", type_=Text()),
-            bindparam("handler", type_=Text()),
-            bindparam("occurred_at", type_=DateTime(timezone=True)),
+        occurred_at: ColumnElement[Any] = bindparam("occurred_at", type_=DateTime(timezone=True))
+        if names > 1:
+            occurred_at = cast(occurred_at, DateTime(timezone=True))  # psycopg2's NULL would be text in a UNION
+        rows: list[dict[str, ColumnElement[Any]]] = [
+            {
+                "message_id": bindparam("message_id", type_=Text()),
+                "handler": bindparam(handler, type_=Text()),
+                "occurred_at": occurred_at,
+            }
+            for handler in handler_parameters(names)
         ]
-        statement = insert(marker)
         if bounded:
             # One round trip for both; it goes on to bound the lock waits of the handler (docs/adr/0006).
             wait = func.set_config("lock_timeout", func.concat(bindparam("wait_ms", type_=Text()), "ms"), True)
             bound = select(wait.label("wait")).cte("bound").prefix_with("MATERIALIZED")
-            statement = statement.from_select(names, select(*values).select_from(bound))
+            selects = (select(*row.values()).select_from(bound) for row in rows)
+            statement = insert(marker).from_select(list(rows[0]), union_all(*selects))
         else:
-            statement = statement.values(dict(zip(names, values, strict=True)))
+            statement = inserting(insert(marker), rows)
         return statement.on_conflict_do_nothing(index_elements=["message_id", "handler"]).returning(literal_column("1"))
 
     def mark_transaction(self, connection: Connection) -> None:

@@ -10,11 +10,11 @@ from sqlalchemy import Select, Table, bindparam, delete, event, func, literal_co
 from sqlalchemy.dialects.sqlite import insert
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import DBAPIError
-from sqlalchemy.sql import Executable
+from sqlalchemy.sql import ColumnElement, Executable
 
 from ..asyncio_names import AsyncEngine
 from ..errors import UnsafeSessionError
-from .interface import Dialect, Failure, Status, refuse_shared_connection
+from .interface import Dialect, Failure, Status, handler_parameters, inserting, refuse_shared_connection
 from .sqlite_close import close_ends_transactions
 
 
@@ -98,11 +98,18 @@ class SQLite(Dialect):
         finally:
             connection.exec_driver_sql(f"PRAGMA busy_timeout = {usual}")
 
-    def claim_statement(self, marker: Table, *, bounded: bool) -> Executable:
+    def claim_statement(self, marker: Table, *, bounded: bool, names: int = 1) -> Executable:
         """ON CONFLICT names its columns, so that a table without the unique index is an error, not a double apply."""
+        rows: list[dict[str, ColumnElement[Any]]] = [
+            {
+                "message_id": bindparam("message_id"),
+                "handler": bindparam(handler),
+                "occurred_at": bindparam("occurred_at", type_=marker.c.occurred_at.type),
+            }
+            for handler in handler_parameters(names)
+        ]
         return (
-            insert(marker)
-            .values({name: bindparam(name) for name in ("message_id", "handler", "occurred_at")})
+            inserting(insert(marker), rows)
             .on_conflict_do_nothing(index_elements=["message_id", "handler"])
             .returning(literal_column("1"))
         )

@@ -18,11 +18,12 @@ from collections.abc import Iterator, Mapping
 import pytest
 
 pytest.register_assert_rewrite(
-    *(f"{__package__}.{name}" for name in ("claims", "convergence", "lost_updates", "once", "races"))
+    *(f"{__package__}.{name}" for name in ("claims", "convergence", "formerly", "lost_updates", "once", "races"))
 )
 
 from .claims import ClaimContract  # noqa: E402  # after the line above: pytest explains the asserts of what it knows of
 from .convergence import ConvergenceContract, KilledContract  # noqa: E402
+from .formerly import FormerlyContract  # noqa: E402
 from .harness import Harness  # noqa: E402
 from .lost_updates import LostUpdateContract  # noqa: E402
 from .once import AcknowledgementContract, OnceContract  # noqa: E402
@@ -59,5 +60,5 @@ class ConcurrencyContract(ClaimContract, RaceContract, LostUpdateContract, Conve
 
 
 @pytest.mark.contract
-class ProjectorContract(OnceContract, AcknowledgementContract, KilledContract, ConcurrencyContract):
+class ProjectorContract(OnceContract, AcknowledgementContract, FormerlyContract, KilledContract, ConcurrencyContract):
     """Everything."""

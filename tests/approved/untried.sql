@@ -20,6 +20,9 @@ CREATE TABLE processed_message_state (
 -- claim
 INSERT INTO processed_message (message_id, handler, processed_at, occurred_at) VALUES (?, ?, ?, ?)
 
+-- claim, with a former name
+INSERT INTO processed_message (message_id, handler, processed_at, occurred_at) VALUES (?, ?, ?, ?)
+
 -- is the marker there? (for the text of an error)
 SELECT 1
 FROM processed_message
