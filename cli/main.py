@@ -15,6 +15,7 @@ import sqlalchemy
 from .check import check
 from .cleanup import cleanup
 from .errors import one_line, without_secrets
+from .horizon import horizon
 from .options import EXIT_CODES, debug_option
 
 
@@ -62,7 +63,7 @@ def main() -> None:
     """
 
 
-for _command in (check, cleanup):
+for _command in (check, cleanup, horizon):
     main.add_command(_command)
 
 

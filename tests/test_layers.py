@@ -21,8 +21,8 @@ FLOORS: tuple[set[str], ...] = (  # from the ground up; a name is a file or a wh
     {"sessions"},
     {"work"},
     {"unit_of_work", "schema"},
-    {"handler", "retention"},
-    {"projector"},
+    {"handler", "horizon", "batches"},
+    {"projector", "retention"},
     {"dispatcher", "batch"},
     {"__init__"},  # what `from projector_dedup import ...` gives
     {"testing", "integrations"},

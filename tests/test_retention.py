@@ -95,7 +95,7 @@ def _analyze(engine: Engine) -> None:
 def _plan(engine: Engine) -> str:
     explain = "EXPLAIN QUERY PLAN " if engine.dialect.name == "sqlite" else "EXPLAIN "
     statement: Any = dialect_of(engine).prune_statement(tables.marker)
-    bounds = {"seconds": 3600, "batch_size": 100}
+    bounds = {"cutoff": datetime.now(UTC) - timedelta(hours=1), "batch_size": 100}
     options = {"render_postcompile": True}
     compiled = statement.compile(engine, compile_kwargs=options)
     given = compiled.construct_params(bounds)

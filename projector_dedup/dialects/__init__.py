@@ -12,9 +12,23 @@ from .interface import LEVELS, Dialect, Failure, Status, same_key
 from .mysql import MySQL
 from .portable import Portable
 from .postgresql import PostgreSQL
+from .pruning import Expired, Route, any_expired, is_expired
 from .sqlite import SQLite, configure_sqlite
 
-__all__ = ["LEVELS", "Dialect", "Failure", "Status", "configure_sqlite", "dialect_of", "register", "same_key"]
+__all__ = [
+    "LEVELS",
+    "Dialect",
+    "Expired",
+    "Failure",
+    "Route",
+    "Status",
+    "any_expired",
+    "configure_sqlite",
+    "dialect_of",
+    "is_expired",
+    "register",
+    "same_key",
+]
 
 logger = logging.getLogger("projector_dedup")
 

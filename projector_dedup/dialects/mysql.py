@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
 
-from sqlalchemy import BINARY, Select, Table, and_, bindparam, cast, delete, func, literal_column, select
+from sqlalchemy import BINARY, Select, Table, and_, bindparam, cast, delete, select
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.compiler import compiles
@@ -22,6 +22,7 @@ from .listeners import listen_once
 from .mysql_close import close_when_interrupted
 from .mysql_snapshots import offers_snapshot_isolation, snapshot_isolation, switching
 from .mysql_tables import refuse_unfit
+from .pruning import is_expired
 
 # Error numbers: MariaDB documentation, "MariaDB Error Code Reference".
 _DEADLOCK, _RECORD_CHANGED, _LOCK_WAIT_TIMEOUT, _STATEMENT_TIMEOUT, _NO_SAVEPOINT = 1213, 1020, 1205, 1969, 1305
@@ -125,13 +126,11 @@ class MySQL(Dialect):
             return False
         return True
 
-    def prune_statement(self, marker: Table) -> Executable:
+    def prune_statement(self, marker: Table, *, of_handler: bool = False) -> Executable:
         """By a join, which locks the rows it deletes and no others; rows another cleaner holds are left to it."""
         oldest: Select[Any] = (
             select(*marker.primary_key)
-            .where(
-                marker.c.processed_at < func.timestampadd(literal_column("second"), -bindparam("seconds"), utc_now())
-            )
+            .where(is_expired(marker, of_handler=of_handler))
             .order_by(marker.c.processed_at)
             .limit(bindparam("batch_size"))
             .with_for_update(skip_locked=True)

@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 from uuid import uuid4
 
-from sqlalchemy import DateTime, Select, Table, Text, bindparam, delete, func, literal_column, select
+from sqlalchemy import DateTime, Select, Table, Text, bindparam, func, literal_column, select
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import DBAPIError
@@ -16,6 +16,8 @@ from sqlalchemy.sql import ColumnElement, Executable
 from ..errors import UnsupportedDatabaseError
 from ..transaction_text import OPAQUE, Grammar
 from .interface import Dialect, Failure, Status, same_key
+from .postgresql_pruning import picking, sweep
+from .pruning import Expired, Route
 
 # Error codes: PostgreSQL documentation, appendix A.
 _TRANSIENT = {
@@ -117,17 +119,13 @@ class PostgreSQL(Dialect):
         statement = _ANYTHING if key is None else _inserted_here(marker)
         return Connection.execute(connection, statement, key).first() is not None  # past any guard
 
-    def prune_statement(self, marker: Table) -> Executable:
-        """By physical address, which takes no second index lookup; rows another cleaner holds are left to it."""
-        oldest: Select[Any] = (
-            select(literal_column("ctid"))
-            .select_from(marker)
-            .where(marker.c.processed_at < func.now() - bindparam("seconds") * literal_column("interval '1 second'"))
-            .order_by(marker.c.processed_at)
-            .limit(bindparam("batch_size"))
-            .with_for_update(skip_locked=True)
-        )
-        return delete(marker).where(literal_column("ctid") == func.any(func.array(oldest.scalar_subquery())))
+    def prune_statement(self, marker: Table, *, of_handler: bool = False) -> Executable:
+        """Rows another cleaner holds are left to it."""
+        return picking(marker, of_handler=of_handler)
+
+    def pruning_route(self, connection: Connection, expired: Expired) -> Route:
+        """Page after page, if most of the table is expired."""
+        return sweep(connection, expired) or self.index_route(expired)
 
     def advice(self, connection: Connection) -> list[tuple[str, str]]:
         """A standby accepts no markers."""

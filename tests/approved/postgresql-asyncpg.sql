@@ -34,5 +34,5 @@ WHERE processed_message.message_id = $1::VARCHAR COLLATE "C" AND processed_messa
 -- prune one batch
 DELETE FROM processed_message WHERE ctid = any(array((SELECT ctid
 FROM processed_message
-WHERE processed_message.processed_at < now() - $1 * interval '1 second' ORDER BY processed_message.processed_at
+WHERE processed_message.processed_at < $1::TIMESTAMP WITH TIME ZONE ORDER BY processed_message.processed_at
  LIMIT $2 FOR UPDATE SKIP LOCKED)))

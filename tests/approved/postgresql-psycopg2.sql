@@ -34,5 +34,5 @@ WHERE processed_message.message_id = %(message_id)s AND processed_message.handle
 -- prune one batch
 DELETE FROM processed_message WHERE ctid = any(array((SELECT ctid
 FROM processed_message
-WHERE processed_message.processed_at < now() - %(seconds)s * interval '1 second' ORDER BY processed_message.processed_at
+WHERE processed_message.processed_at < %(cutoff)s ORDER BY processed_message.processed_at
  LIMIT %(batch_size)s FOR UPDATE SKIP LOCKED)))

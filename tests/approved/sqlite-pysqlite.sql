@@ -31,5 +31,5 @@ WHERE processed_message.message_id = ? AND processed_message.handler = ?
 -- prune one batch
 DELETE FROM processed_message WHERE rowid IN (SELECT rowid
 FROM processed_message
-WHERE processed_message.processed_at < datetime(?, '-' || ? || ?) ORDER BY processed_message.processed_at
+WHERE processed_message.processed_at < ? ORDER BY processed_message.processed_at
  LIMIT ? OFFSET ?)
