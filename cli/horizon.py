@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import click
 from sqlalchemy import Engine
 
@@ -28,23 +30,25 @@ def horizon(deployments: Deployments, hours: float | None, yes: bool) -> None:
       idempotency horizon
       idempotency horizon 336
     """
-    if hours is not None and hours != hours:  # nan, which is in every range
+    if hours is not None and math.isnan(hours):  # which is in every range
         raise click.BadParameter("it must be a number of hours", param_hint="HOURS")
 
     def act(deployment: Deployment, engine: Engine) -> None:
         verify(engine, deployment.tables)
         known = redelivery_horizon(engine, tables=deployment.tables)
         if hours is None:
-            said = (
-                "no redelivery horizon is declared" if known is None else f"the redelivery horizon is {known:g} hours"
-            )
-            deployments.say(deployment, f"{said[0].upper()}{said[1:]}.")
+            said = "No redelivery horizon is declared." if known is None else _said(known)
+            deployments.say(deployment, said)
             return
         if known is not None and hours < known and not yes:
             question = f"{deployment}: messages may be redelivered for {known:g} hours. Forget them after {hours:g}?"
             if not click.confirm(question, err=True):
                 raise Failed(f"the horizon stays at {known:g} hours; --yes lowers it without asking")
         declare_horizon(engine, hours, tables=deployment.tables)
-        deployments.say(deployment, f"The redelivery horizon is {hours:g} hours.")
+        deployments.say(deployment, _said(hours))
 
     deployments.each(act)
+
+
+def _said(hours: float) -> str:
+    return f"The redelivery horizon is {hours:g} hours."

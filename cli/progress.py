@@ -11,7 +11,7 @@ import click
 
 @contextmanager
 def counting(verb: str) -> Iterator[Callable[[int], None] | None]:
-    """Yields a function that takes how many more there are; None where nobody watches. By rich, where it is installed."""
+    """Yields a function that takes how many more there are; None where nobody watches. By rich, if installed."""
     if not sys.stderr.isatty():
         yield None
         return

@@ -33,3 +33,15 @@ DELETE FROM processed_message WHERE rowid IN (SELECT rowid
 FROM processed_message
 WHERE processed_message.processed_at < ? ORDER BY processed_message.processed_at
  LIMIT ? OFFSET ?)
+
+-- prune one batch of a handler
+DELETE FROM processed_message WHERE rowid IN (SELECT rowid
+FROM processed_message
+WHERE processed_message.processed_at < ? AND processed_message.handler = ? ORDER BY processed_message.processed_at
+ LIMIT ? OFFSET ?)
+
+-- is anything left to prune?
+SELECT 1
+FROM processed_message
+WHERE processed_message.processed_at < ?
+ LIMIT ? OFFSET ?
