@@ -55,14 +55,14 @@ class Batches:
                 time.sleep(delay)
 
     def delete(self, route: Route, parameters: Mapping[str, Any]) -> int:
-        """One batch. Of a page that somebody holds markers in, 0: a look will find them."""
+        """One batch; 0 if somebody holds markers of it for too long: a look will find them."""
 
         def batch(connection: Connection) -> int:
             if route.opening is not None:
                 connection.exec_driver_sql(route.opening)
             return connection.execute(route.statement, parameters).rowcount
 
-        deleted = self.attempt(batch if route.until_empty else lambda connection: self._unless_held(connection, batch))
+        deleted = self.attempt(lambda connection: self._unless_held(connection, batch))
         if deleted < 0:
             raise UnsupportedDatabaseError(
                 "a batch was deleted, but the driver does not say of how many markers, so the last one would not be "
@@ -83,7 +83,7 @@ class Batches:
         try:
             return batch(connection)
         except DBAPIError as error:
-            if self.dialect.classify(error) is not Failure.LOCK_TIMEOUT:
+            if not self.dialect.locks_rows or self.dialect.classify(error) is not Failure.LOCK_TIMEOUT:
                 raise
             connection.rollback()
             return 0

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
-from sqlalchemy import Delete, Select, Table, bindparam, delete, func, literal_column, select
-from sqlalchemy.dialects.postgresql import INTEGER
+from sqlalchemy import BigInteger, Delete, Select, Table, Text, bindparam, delete, func, literal_column, select
 from sqlalchemy.engine import Connection
 from sqlalchemy.sql import ColumnElement, Executable
 
@@ -37,7 +36,7 @@ def picking(marker: Table, *, of_handler: bool) -> Delete:
 
 @cache
 def sweeping(marker: Table, *, of_handler: bool) -> Delete:
-    """What is expired in the pages from ``:first_page`` to before ``:end_page``, in the order in which it lies there.
+    """What is expired from the address ``:begin`` to before ``:end``, in the order in which it lies there.
 
     Whoever meets it takes the rows in the same order, so that two sweepers wait for each other and do not deadlock.
     """
@@ -53,11 +52,11 @@ def looking(marker: Table, *, of_handler: bool) -> Select[Any]:
 
 def _in_pages() -> tuple[ColumnElement[bool], ColumnElement[bool]]:
     ctid: ColumnElement[Any] = literal_column("ctid")
-    return ctid >= _page("first_page"), ctid < _page("end_page")
+    return ctid >= _address("begin"), ctid < _address("end")
 
 
-def _page(name: str) -> ColumnElement[Any]:
-    return func.format("(%s,0)", bindparam(name, type_=INTEGER())).op("::")(literal_column("tid"))
+def _address(name: str) -> ColumnElement[Any]:
+    return bindparam(name, type_=Text()).op("::")(literal_column("tid"))
 
 
 @cache
@@ -65,7 +64,8 @@ def survey(marker: Table) -> Select[Any]:
     """Pages, bytes of a marker, and from when to when the markers are; no row for an empty table."""
     rows = marker.alias("markers")
     some = select(func.pg_column_size(literal_column("markers")).label("bytes")).select_from(rows).limit(100)
-    size = func.pg_relation_size(literal_column("tableoid")) / literal_column("current_setting('block_size')::bigint")
+    block = literal_column("current_setting('block_size')::bigint", type_=BigInteger())
+    size = func.pg_relation_size(literal_column("tableoid"), type_=BigInteger()).op("/")(block)
     ages = [function(marker.c.processed_at) for function in (func.min, func.max)]
     return (
         select(
@@ -99,7 +99,7 @@ def sweep(connection: Connection, expired: Expired) -> Route | None:
 
     def steps(each: int) -> Iterator[dict[str, Any]]:
         for first in range(0, found.pages, each):
-            yield {**expired.bounds, "first_page": first, "end_page": first + each}
+            yield {**expired.bounds, "begin": f"({first},0)", "end": f"({first + each},0)"}
 
     of_handler = expired.handler is not None
     look: Executable = looking(expired.marker, of_handler=of_handler)

@@ -50,7 +50,7 @@ WHERE processed_message.processed_at < $1::TIMESTAMP WITH TIME ZONE
  LIMIT $2::INTEGER
 
 -- is most of it expired, and how many pages are a batch?
-SELECT pg_relation_size(tableoid) / CAST(current_setting('block_size')::bigint AS NUMERIC) AS pages, (SELECT avg(anon_1.bytes) AS avg_1
+SELECT pg_relation_size(tableoid) / current_setting('block_size')::bigint AS pages, (SELECT avg(anon_1.bytes) AS avg_1
 FROM (SELECT pg_column_size(markers) AS bytes
 FROM processed_message AS markers
  LIMIT $1::INTEGER) AS anon_1) AS bytes, (SELECT min(processed_message.processed_at) AS min_1
@@ -60,10 +60,10 @@ FROM processed_message
  LIMIT $2::INTEGER
 
 -- prune some pages
-DELETE FROM processed_message WHERE ctid >= (format($1::VARCHAR, $2::INTEGER) :: tid) AND ctid < (format($3::VARCHAR, $4::INTEGER) :: tid) AND processed_message.processed_at < $5::TIMESTAMP WITH TIME ZONE
+DELETE FROM processed_message WHERE ctid >= ($1::VARCHAR :: tid) AND ctid < ($2::VARCHAR :: tid) AND processed_message.processed_at < $3::TIMESTAMP WITH TIME ZONE
 
 -- is anything left to prune in these pages?
 SELECT 1
 FROM processed_message
-WHERE ctid >= (format($1::VARCHAR, $2::INTEGER) :: tid) AND ctid < (format($3::VARCHAR, $4::INTEGER) :: tid) AND processed_message.processed_at < $5::TIMESTAMP WITH TIME ZONE
- LIMIT $6::INTEGER
+WHERE ctid >= ($1::VARCHAR :: tid) AND ctid < ($2::VARCHAR :: tid) AND processed_message.processed_at < $3::TIMESTAMP WITH TIME ZONE
+ LIMIT $4::INTEGER

@@ -50,7 +50,7 @@ WHERE processed_message.processed_at < %(cutoff)s::TIMESTAMP WITH TIME ZONE
  LIMIT %(param_1)s::INTEGER
 
 -- is most of it expired, and how many pages are a batch?
-SELECT pg_relation_size(tableoid) / CAST(current_setting('block_size')::bigint AS NUMERIC) AS pages, (SELECT avg(anon_1.bytes) AS avg_1
+SELECT pg_relation_size(tableoid) / current_setting('block_size')::bigint AS pages, (SELECT avg(anon_1.bytes) AS avg_1
 FROM (SELECT pg_column_size(markers) AS bytes
 FROM processed_message AS markers
  LIMIT %(param_1)s::INTEGER) AS anon_1) AS bytes, (SELECT min(processed_message.processed_at) AS min_1
@@ -60,10 +60,10 @@ FROM processed_message
  LIMIT %(param_2)s::INTEGER
 
 -- prune some pages
-DELETE FROM processed_message WHERE ctid >= (format(%(format_1)s::VARCHAR, %(first_page)s::INTEGER) :: tid) AND ctid < (format(%(format_2)s::VARCHAR, %(end_page)s::INTEGER) :: tid) AND processed_message.processed_at < %(cutoff)s::TIMESTAMP WITH TIME ZONE
+DELETE FROM processed_message WHERE ctid >= (%(begin)s::VARCHAR :: tid) AND ctid < (%(end)s::VARCHAR :: tid) AND processed_message.processed_at < %(cutoff)s::TIMESTAMP WITH TIME ZONE
 
 -- is anything left to prune in these pages?
 SELECT 1
 FROM processed_message
-WHERE ctid >= (format(%(format_1)s::VARCHAR, %(first_page)s::INTEGER) :: tid) AND ctid < (format(%(format_2)s::VARCHAR, %(end_page)s::INTEGER) :: tid) AND processed_message.processed_at < %(cutoff)s::TIMESTAMP WITH TIME ZONE
+WHERE ctid >= (%(begin)s::VARCHAR :: tid) AND ctid < (%(end)s::VARCHAR :: tid) AND processed_message.processed_at < %(cutoff)s::TIMESTAMP WITH TIME ZONE
  LIMIT %(param_1)s::INTEGER
