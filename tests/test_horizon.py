@@ -4,6 +4,8 @@ import pickle
 from datetime import UTC, datetime, timedelta
 
 import pytest
+from click.testing import CliRunner
+from projector_dedup.cli.main import main
 from sqlalchemy import Engine, MetaData, create_engine, insert, select, text
 
 from databases import Database
@@ -120,6 +122,7 @@ def test_a_user_who_may_not_write_the_state_can_prune(postgresql: Database, capl
     role = f"pruner_{postgresql.url().database}"
     with owner.begin() as connection:
         connection.execute(text(f"CREATE ROLE {role} LOGIN"))
+        connection.execute(text(f"GRANT USAGE ON SCHEMA public TO {role}"))
         connection.execute(text(f"GRANT SELECT, INSERT, UPDATE, DELETE ON {tables.marker.name} TO {role}"))
         connection.execute(text(f"GRANT SELECT ON {tables.state.name} TO {role}"))
     engine = create_engine(postgresql.url(), connect_args={"options": f"-c role={role}"})
@@ -140,3 +143,28 @@ def test_a_user_who_may_not_write_the_state_can_prune(postgresql: Database, capl
 def test_the_error_survives_pickling() -> None:
     """A worker process can hand it to its parent."""
     assert str(pickle.loads(pickle.dumps(RetentionTooShortError("both")))) == "both"  # our own
+
+
+# The command -----------------------------------------------------------------------------------------------------
+
+
+def test_the_command_declares_and_shows_the_horizon(database: Database) -> None:
+    """Raised it is at once, lowered with --yes only; cleanup then refuses what is below, without --force."""
+    engine = create_engine(database.url())
+    _markers(engine, 400)
+    engine.dispose()
+    url = database.url().render_as_string(hide_password=False)
+
+    def idempotency(*arguments: str) -> tuple[int, str]:
+        done = CliRunner().invoke(main, [arguments[0], "--database-url", url, *arguments[1:]])
+        return done.exit_code, done.output
+
+    assert idempotency("horizon") == (0, "No redelivery horizon is declared.\n")
+    assert idempotency("horizon", "336") == (0, "The redelivery horizon is 336 hours.\n")
+    assert idempotency("horizon", "100")[0] == 1
+    assert idempotency("horizon") == (0, "The redelivery horizon is 336 hours.\n")
+    code, refusal = idempotency("cleanup")
+    assert (code, "168 hours" in refusal, "336 hours" in refusal, "--force" in refusal) == (1, True, True, True)
+    assert idempotency("cleanup", "--force") == (0, "Deleted 1 marker older than 168 hours.\n")
+    assert idempotency("horizon", "100", "--yes") == (0, "The redelivery horizon is 100 hours.\n")
+    assert [idempotency("horizon", hours)[0] for hours in ("0", "nan", "inf", "a")] == [2] * 4
