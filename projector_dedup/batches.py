@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import DBAPIError
 
-from .dialects import Dialect, Failure, Route
+from .dialects import Dialect, Expired, Failure, Route
 from .errors import CleanupInterruptedError, UnsupportedDatabaseError
 from .message import printable
 from .retry import RetryPolicy
@@ -23,6 +23,7 @@ class Batches:
     def __init__(self, engine: Engine, dialect: Dialect, retry: RetryPolicy) -> None:
         self.dialect, self.retry = dialect, retry
         self.deleted = self.number = 0
+        self._held = False
         level = dialect.pruning_isolation
         self._engine = engine if level is None else engine.execution_options(isolation_level=level)
 
@@ -72,12 +73,15 @@ class Batches:
         self.number += deleted > 0
         return deleted
 
-    def finds(self, route: Route) -> bool:
-        """Whether an expired marker is left: 0 deleted may mean that another cleaner holds the batch."""
-        return any(
-            self.attempt(lambda connection: connection.execute(*look).first())  # noqa: B023  # called at once
-            for look in route.looks
-        )
+    def left(self, route: Route, expired: Expired) -> bool:
+        """Whether an expired marker is left: 0 deleted may mean that another cleaner holds the batch.
+
+        Where each page was visited, and waited for, it is known.
+        """
+        if not route.until_empty and not self._held:
+            return False
+        self._held = False
+        return self.attempt(lambda connection: connection.execute(route.look, expired.bounds).first()) is not None
 
     def _unless_held(self, connection: Connection, batch: Callable[[Connection], int]) -> int:
         try:
@@ -86,4 +90,5 @@ class Batches:
             if not self.dialect.locks_rows or self.dialect.classify(error) is not Failure.LOCK_TIMEOUT:
                 raise
             connection.rollback()
+            self._held = True
             return 0

@@ -179,7 +179,7 @@ def _delete_all(
                 _rest(pause, stop)
             elif route.until_empty:
                 break
-        if not run.finds(route):
+        if not run.left(route, expired):
             return None
         if run.deleted > before or held_since is None:
             held_since, looked = time.monotonic(), 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from typing import Any
 from uuid import uuid4
@@ -16,7 +17,7 @@ from sqlalchemy.sql import ColumnElement, Executable
 from ..errors import UnsupportedDatabaseError
 from ..transaction_text import OPAQUE, Grammar
 from .interface import Dialect, Failure, Status, same_key
-from .postgresql_pruning import picking, sweep
+from .postgresql_pruning import OPENING, picking, sweep
 from .pruning import Expired, Route
 
 # Error codes: PostgreSQL documentation, appendix A.
@@ -126,6 +127,10 @@ class PostgreSQL(Dialect):
     def pruning_route(self, connection: Connection, expired: Expired) -> Route:
         """Page after page, if most of the table is expired."""
         return sweep(connection, expired) or self.index_route(expired)
+
+    def index_route(self, expired: Expired) -> Route:
+        """In no hurry to be on the disk."""
+        return replace(super().index_route(expired), opening=OPENING)
 
     def advice(self, connection: Connection) -> list[tuple[str, str]]:
         """A standby accepts no markers."""

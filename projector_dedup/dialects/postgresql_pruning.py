@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
 from sqlalchemy import BigInteger, Delete, Select, Table, Text, bindparam, delete, func, literal_column, select
 from sqlalchemy.engine import Connection
-from sqlalchemy.sql import ColumnElement, Executable
+from sqlalchemy.sql import ColumnElement
 
-from .pruning import Expired, Route, is_expired
+from .pruning import Expired, Route, any_expired, is_expired
 
 _FEWEST_PAGES = 10  # in a batch: below, a batch by pages would be far from the size that was asked for
 _FEWEST_BATCHES = 10  # below, it does not matter
-_LOOKED_AT_ONCE = 10  # batches: looking is an order of magnitude faster than deleting
 _MOSTLY = 0.5
-_HASTE = "SET LOCAL lock_timeout = '100ms'"  # rows that somebody holds for longer are come back to
+
+# Rows that somebody holds for longer are come back to. And what a crash takes back of a prune is pruned the next time,
+# so its COMMIT need not wait for the disk.
+OPENING = "SELECT set_config('lock_timeout', '100ms', true), set_config('synchronous_commit', 'off', true)"
 _TUPLE_OVERHEAD, _PAGE_OVERHEAD = 8, 24  # bytes: line pointer and alignment; page header
 
 
@@ -41,13 +42,6 @@ def sweeping(marker: Table, *, of_handler: bool) -> Delete:
     Whoever meets it takes the rows in the same order, so that two sweepers wait for each other and do not deadlock.
     """
     return delete(marker).where(*_in_pages(), is_expired(marker, of_handler=of_handler))
-
-
-@cache
-def looking(marker: Table, *, of_handler: bool) -> Select[Any]:
-    """A row if an expired marker is in these pages. The index would lead through every entry just deleted."""
-    found = is_expired(marker, of_handler=of_handler)
-    return select(literal_column("1")).select_from(marker).where(*_in_pages(), found).limit(1)
 
 
 def _in_pages() -> tuple[ColumnElement[bool], ColumnElement[bool]]:
@@ -97,16 +91,11 @@ def sweep(connection: Connection, expired: Expired) -> Route | None:
     if not (mostly or expired.handler is not None) or pages < _FEWEST_PAGES or found.pages < _FEWEST_BATCHES * pages:
         return None
 
-    def steps(each: int) -> Iterator[dict[str, Any]]:
-        for first in range(0, found.pages, each):
-            yield {**expired.bounds, "begin": f"({first},0)", "end": f"({first + each},0)"}
-
-    of_handler = expired.handler is not None
-    look: Executable = looking(expired.marker, of_handler=of_handler)
+    step = range(0, found.pages, pages)
     return Route(
-        sweeping(expired.marker, of_handler=of_handler),
-        steps(pages),
+        sweeping(expired.marker, of_handler=expired.handler is not None),
+        [{**expired.bounds, "begin": f"({first},0)", "end": f"({first + pages},0)"} for first in step],
         until_empty=False,
-        looks=((look, pages_looked_at) for pages_looked_at in steps(pages * _LOOKED_AT_ONCE)),
-        opening=_HASTE,
+        look=any_expired(expired.marker, of_handler=expired.handler is not None),
+        opening=OPENING,
     )

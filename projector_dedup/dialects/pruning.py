@@ -42,7 +42,7 @@ class Route:
     statement: Executable
     batches: Iterable[Mapping[str, Any]]
     until_empty: bool  #: the batches are endless: the first that deletes nothing is the last
-    looks: Iterable[tuple[Executable, Mapping[str, Any]]]  #: there is no expired marker if none of them gives a row
+    look: Executable  #: gives a row if an expired marker is left; it takes ``Expired.bounds``
     opening: str | None = None  #: what each transaction begins with
 
 
@@ -64,5 +64,5 @@ def by_index(statement: Executable, expired: Expired) -> Route:
         statement,
         itertools.repeat({**expired.bounds, "batch_size": expired.batch_size}),
         until_empty=True,
-        looks=[(any_expired(expired.marker, of_handler=expired.handler is not None), expired.bounds)],
+        look=any_expired(expired.marker, of_handler=expired.handler is not None),
     )

@@ -62,8 +62,5 @@ FROM processed_message
 -- prune some pages
 DELETE FROM processed_message WHERE ctid >= ($1::VARCHAR :: tid) AND ctid < ($2::VARCHAR :: tid) AND processed_message.processed_at < $3::TIMESTAMP WITH TIME ZONE
 
--- is anything left to prune in these pages?
-SELECT 1
-FROM processed_message
-WHERE ctid >= ($1::VARCHAR :: tid) AND ctid < ($2::VARCHAR :: tid) AND processed_message.processed_at < $3::TIMESTAMP WITH TIME ZONE
- LIMIT $4::INTEGER
+-- before each batch
+SELECT set_config('lock_timeout', '100ms', true), set_config('synchronous_commit', 'off', true)

@@ -62,8 +62,5 @@ FROM processed_message
 -- prune some pages
 DELETE FROM processed_message WHERE ctid >= (%(begin)s :: tid) AND ctid < (%(end)s :: tid) AND processed_message.processed_at < %(cutoff)s
 
--- is anything left to prune in these pages?
-SELECT 1
-FROM processed_message
-WHERE ctid >= (%(begin)s :: tid) AND ctid < (%(end)s :: tid) AND processed_message.processed_at < %(cutoff)s
- LIMIT %(param_1)s
+-- before each batch
+SELECT set_config('lock_timeout', '100ms', true), set_config('synchronous_commit', 'off', true)
