@@ -15,6 +15,7 @@ import sqlalchemy
 from .check import check
 from .cleanup import cleanup
 from .errors import one_line, without_secrets
+from .horizon import horizon
 from .migrate import migrate
 from .options import EXIT_CODES, debug_option
 from .rename import rename
@@ -65,7 +66,7 @@ def main() -> None:
     """
 
 
-for _command in (check, cleanup, migrate, rename, schema):
+for _command in (check, cleanup, horizon, migrate, rename, schema):
     main.add_command(_command)
 
 

@@ -3,6 +3,7 @@
 from .dialects import configure_sqlite
 from .dispatcher import AsyncDispatcher, Dispatcher
 from .errors import (
+    CleanupInterruptedError,
     CommitOutcomeUnknown,
     Defer,
     DeliveryFailed,
@@ -12,6 +13,7 @@ from .errors import (
     MissingTableError,
     ProjectorDedupError,
     RefusedError,
+    RetentionTooShortError,
     RetriesExhaustedError,
     TransactionViolatedError,
     UnhandledMessage,
@@ -30,6 +32,7 @@ from .unit_of_work import AsyncUnitOfWork, UnitOfWork
 __all__ = [
     "AsyncDispatcher",
     "AsyncUnitOfWork",
+    "CleanupInterruptedError",
     "CommitOutcomeUnknown",
     "DedupTables",
     "Defer",
@@ -45,6 +48,7 @@ __all__ = [
     "ProcessedMessage",
     "ProjectorDedupError",
     "RefusedError",
+    "RetentionTooShortError",
     "RetriesExhaustedError",
     "RetryPolicy",
     "TransactionViolatedError",

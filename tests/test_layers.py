@@ -21,8 +21,8 @@ FLOORS: tuple[set[str], ...] = (  # from the ground up; a name is a file or a wh
     {"sessions"},
     {"work"},
     {"unit_of_work", "schema"},
-    {"handler", "renaming", "retention", "migrate", "ddl", "alembic_config"},
-    {"projector"},
+    {"handler", "renaming", "migrate", "ddl", "alembic_config", "horizon", "batches"},
+    {"projector", "retention"},
     {"dispatcher", "batch"},
     {"__init__"},  # what `from projector_dedup import ...` gives
     {"testing", "integrations"},

@@ -12,16 +12,21 @@ from .interface import LEVELS, Dialect, Failure, Status, handler_parameters, sam
 from .mysql import MySQL
 from .portable import Portable
 from .postgresql import PostgreSQL
+from .pruning import Expired, Route, any_expired, is_expired
 from .sqlite import SQLite, configure_sqlite
 
 __all__ = [
     "LEVELS",
     "Dialect",
+    "Expired",
     "Failure",
+    "Route",
     "Status",
+    "any_expired",
     "configure_sqlite",
     "dialect_of",
     "handler_parameters",
+    "is_expired",
     "register",
     "same_key",
 ]

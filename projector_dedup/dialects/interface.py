@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from datetime import UTC, datetime
 from enum import Enum
 from functools import cache
 from typing import Any, ClassVar, TypeVar
@@ -20,6 +21,8 @@ from sqlalchemy.sql import Executable
 
 from ..errors import UnsafeSessionError, UnsupportedDatabaseError
 from ..transaction_text import Grammar
+from .columns import utc_now
+from .pruning import Expired, Route, by_index
 
 LEVELS = ("READ UNCOMMITTED", "READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE")
 
@@ -175,9 +178,27 @@ class Dialect(ABC):
         """Roll back what is open, if anything is, now that the transaction of the claim is not."""
         Connection.exec_driver_sql(connection, "ROLLBACK")
 
+    # Pruning --------------------------------------------------------------------------------------------------------
+
+    def now(self, connection: Connection) -> datetime:
+        """By the clock that the claims were stamped with, in UTC."""
+        found: datetime = connection.execute(select(utc_now())).scalar_one()
+        return found.replace(tzinfo=UTC) if found.tzinfo is None else found.astimezone(UTC)
+
     @abstractmethod
-    def prune_statement(self, marker: Table) -> Executable:
-        """Delete at most ``:batch_size`` markers older than ``:seconds``, by the database's clock."""
+    def prune_statement(self, marker: Table, *, of_handler: bool = False) -> Executable:
+        """Delete the oldest ``:batch_size`` markers from before ``:cutoff``, of ``:handler`` if ``of_handler``.
+
+        What others hold is left to them, where the database can do that.
+        """
+
+    def pruning_route(self, connection: Connection, expired: Expired) -> Route:
+        """The fastest way through what is expired. It may leave what others hold; then the index is asked."""
+        return self.index_route(expired)
+
+    def index_route(self, expired: Expired) -> Route:
+        """Oldest first, until nothing is found."""
+        return by_index(self.prune_statement(expired.marker, of_handler=expired.handler is not None), expired)
 
     def advice(self, connection: Connection) -> list[tuple[str, str]]:
         """Settings of this database that are not wrong but could be better: what, and what to do."""

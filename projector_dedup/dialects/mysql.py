@@ -6,14 +6,15 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
-from sqlalchemy import Select, Table, bindparam, delete, func, literal_column, select
+from sqlalchemy import Select, Table, bindparam, select
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import DBAPIError
-from sqlalchemy.sql import Executable
+from sqlalchemy.ext.compiler import compiles
+from sqlalchemy.sql import Delete, Executable
+from sqlalchemy.sql.compiler import SQLCompiler
 
 from ..errors import MissingTableError
 from ..transaction_text import COMMANDS, Grammar
-from .columns import utc_now
 from .interface import Dialect, Failure, Status
 from .listeners import listen_once
 from .migrating import lock_session
@@ -21,6 +22,7 @@ from .mysql_claim import insert_markers, met_by_claim
 from .mysql_close import close_when_interrupted
 from .mysql_snapshots import offers_snapshot_isolation, snapshot_isolation, switching
 from .mysql_tables import refuse_unfit
+from .pruning import is_expired
 
 # Error numbers: MariaDB documentation, "MariaDB Error Code Reference".
 _DEADLOCK, _RECORD_CHANGED, _LOCK_WAIT_TIMEOUT, _STATEMENT_TIMEOUT, _NO_SAVEPOINT = 1213, 1020, 1205, 1969, 1305
@@ -125,19 +127,17 @@ class MySQL(Dialect):
             return False
         return True
 
-    def prune_statement(self, marker: Table) -> Executable:
+    def prune_statement(self, marker: Table, *, of_handler: bool = False) -> Executable:
         """By a join, which locks the rows it deletes and no others; rows another cleaner holds are left to it."""
         oldest: Select[Any] = (
             select(*marker.primary_key)
-            .where(
-                marker.c.processed_at < func.timestampadd(literal_column("second"), -bindparam("seconds"), utc_now())
-            )
+            .where(is_expired(marker, of_handler=of_handler))
             .order_by(marker.c.processed_at)
             .limit(bindparam("batch_size"))
             .with_for_update(skip_locked=True)
         )
         batch = oldest.subquery("batch")
-        return delete(marker).where(
+        return _HastyDelete(marker).where(
             marker.c.message_id == batch.c.message_id,
             marker.c.handler == batch.c.handler,
         )
@@ -207,3 +207,16 @@ def _number(error: Exception) -> int | None:
         return None
     number = original.args[0] if original.args else None
     return number if isinstance(number, int) else None
+
+
+class _HastyDelete(Delete):
+    """A DELETE that waits a second for a lock, no more: in a small table the planner reads rows that others hold."""
+
+    inherit_cache = True
+
+
+@compiles(_HastyDelete)
+def _hurry(element: _HastyDelete, compiler: SQLCompiler, **options: Any) -> str:
+    statement: str = compiler.visit_delete(element, **options)  # type: ignore[no-untyped-call]  # SQLAlchemy's
+    mariadb = getattr(compiler.dialect, "is_mariadb", False)
+    return f"SET STATEMENT innodb_lock_wait_timeout = 1 FOR {statement}" if mariadb else statement

@@ -8,12 +8,12 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from sqlalchemy import DateTime, Select, Table, TypeDecorator, bindparam, delete, false, insert, literal_column, select
+from sqlalchemy import DateTime, Select, Table, bindparam, delete, false, insert, literal_column, select
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.engine import Dialect as EngineDialect
 from sqlalchemy.engine.default import DefaultDialect
@@ -25,6 +25,7 @@ from sqlalchemy.sql.elements import ReleaseSavepointClause
 from ..errors import UnsafeSessionError, UnsupportedDatabaseError
 from ..transaction_text import Grammar
 from .interface import Dialect, Failure, Status, handler_parameters, same_key
+from .pruning import is_expired
 
 logger = logging.getLogger("projector_dedup")
 
@@ -145,12 +146,16 @@ class Portable(Dialect):
         driver: PoolProxiedConnection = Connection.connection.__get__(connection)
         driver.rollback()
 
-    def prune_statement(self, marker: Table) -> Executable:
+    def now(self, connection: Connection) -> datetime:
+        """By the client's clock, since that is what its claims were stamped with."""
+        return _utc_now()
+
+    def prune_statement(self, marker: Table, *, of_handler: bool = False) -> Executable:
         """The inner SELECT is a table of its own, since not every database deletes from what it reads."""
         old = marker.alias()
         oldest: Select[Any] = (
             select(old.c.message_id, old.c.handler)
-            .where(old.c.processed_at < bindparam("seconds", type_=_Ago()))
+            .where(is_expired(old, of_handler=of_handler))
             .order_by(old.c.processed_at)
             .limit(bindparam("batch_size"))
         )
@@ -185,16 +190,6 @@ class Portable(Dialect):
         """A conflict, or a deferred constraint."""
         state = _sqlstate(error) or ""
         return not error.connection_invalidated and state.startswith(("40", "23")) and state != _MAYBE_COMMITTED
-
-
-class _Ago(TypeDecorator[Any]):
-    """Seconds before now, by the clock that the claims took."""
-
-    impl = DateTime(timezone=True)
-    cache_ok = True
-
-    def process_bind_param(self, value: Any, dialect: EngineDialect) -> datetime:
-        return _utc_now() - timedelta(seconds=value)
 
 
 def _utc_now() -> datetime:

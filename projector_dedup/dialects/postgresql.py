@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import cache
 from typing import Any
 from uuid import uuid4
 
-from sqlalchemy import DateTime, Select, Table, Text, bindparam, cast, delete, func, literal_column, select, union_all
+from sqlalchemy import DateTime, Select, Table, Text, bindparam, cast, func, literal_column, select, union_all
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import DBAPIError
@@ -18,6 +19,8 @@ from ..errors import UnsupportedDatabaseError
 from ..transaction_text import OPAQUE, Grammar
 from .interface import Dialect, Failure, Status, handler_parameters, inserting, same_key
 from .migrating import lock_transaction
+from .postgresql_pruning import OPENING, picking, sweep
+from .pruning import Expired, Route
 
 # Error codes: PostgreSQL documentation, appendix A.
 _TRANSIENT = {
@@ -124,17 +127,17 @@ class PostgreSQL(Dialect):
         statement = _ANYTHING if key is None else _inserted_here(marker)
         return Connection.execute(connection, statement, key).first() is not None  # past any guard
 
-    def prune_statement(self, marker: Table) -> Executable:
-        """By physical address, which takes no second index lookup; rows another cleaner holds are left to it."""
-        oldest: Select[Any] = (
-            select(literal_column("ctid"))
-            .select_from(marker)
-            .where(marker.c.processed_at < func.now() - bindparam("seconds") * literal_column("interval '1 second'"))
-            .order_by(marker.c.processed_at)
-            .limit(bindparam("batch_size"))
-            .with_for_update(skip_locked=True)
-        )
-        return delete(marker).where(literal_column("ctid") == func.any(func.array(oldest.scalar_subquery())))
+    def prune_statement(self, marker: Table, *, of_handler: bool = False) -> Executable:
+        """Rows another cleaner holds are left to it."""
+        return picking(marker, of_handler=of_handler)
+
+    def pruning_route(self, connection: Connection, expired: Expired) -> Route:
+        """Page after page, if most of the table is expired."""
+        return sweep(connection, expired) or self.index_route(expired)
+
+    def index_route(self, expired: Expired) -> Route:
+        """In no hurry to be on the disk."""
+        return replace(super().index_route(expired), opening=OPENING)
 
     def advice(self, connection: Connection) -> list[tuple[str, str]]:
         """A standby accepts no markers."""

@@ -6,7 +6,7 @@ import sqlite3
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from sqlalchemy import Select, Table, bindparam, delete, event, func, literal_column, select
+from sqlalchemy import Select, Table, bindparam, delete, event, literal_column, select
 from sqlalchemy.dialects.sqlite import insert
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import DBAPIError
@@ -15,6 +15,7 @@ from sqlalchemy.sql import ColumnElement, Executable
 from ..asyncio_names import AsyncEngine
 from ..errors import UnsafeSessionError
 from .interface import Dialect, Failure, Status, handler_parameters, inserting, refuse_shared_connection
+from .pruning import is_expired
 from .sqlite_close import close_ends_transactions
 
 
@@ -114,13 +115,12 @@ class SQLite(Dialect):
             .returning(literal_column("1"))
         )
 
-    def prune_statement(self, marker: Table) -> Executable:
+    def prune_statement(self, marker: Table, *, of_handler: bool = False) -> Executable:
         """Oldest first, by rowid."""
-        age = literal_column("'-'").concat(bindparam("seconds")).concat(" seconds")
         oldest: Select[Any] = (
             select(literal_column("rowid"))
             .select_from(marker)
-            .where(marker.c.processed_at < func.datetime("now", age))
+            .where(is_expired(marker, of_handler=of_handler))
             .order_by(marker.c.processed_at)
             .limit(bindparam("batch_size"))
         )
