@@ -1,36 +1,65 @@
-"""`idempotency check`: are the tables there, and right?"""
+"""`idempotency check`: are the tables there, right, and looked after?"""
 
 from __future__ import annotations
 
 import click
 from sqlalchemy import Engine
 
+from projector_dedup.findings import Finding
+from projector_dedup.inventory import stats
 from projector_dedup.schema import check as findings_of
+from projector_dedup.upkeep import upkeep
 
+from .app import EXAMPLE, identities_of
 from .errors import Failed
 from .options import EXIT_CODES, Deployment, Deployments, database_options
+from .output import as_object, coloured, document, json_option
 
 
 @click.command(epilog=EXIT_CODES)
 @database_options
-def check(deployments: Deployments) -> None:
-    """Tell whether the tables are right, and what mends them if not.
+@click.option(
+    "--app",
+    "apps",
+    multiple=True,
+    metavar="MODULE:DISPATCHER",
+    help=f"A dispatcher of the application, or a function without arguments that returns one: {EXAMPLE}. Tells which "
+    "handlers in the table it does not know. Give it for every dispatcher on these tables.",
+)
+@json_option
+def check(deployments: Deployments, apps: tuple[str, ...], as_json: bool) -> None:
+    """Tell whether the tables are right and looked after, and what mends them if not.
 
-    They are compared with what this version of projector-dedup needs. Nothing is changed. Advice alone (storage
-    settings, say) leaves the exit code 0.
+    They are compared with what this version of projector-dedup needs; then storage settings, pruning, the declared
+    horizon and, with --app, the handlers are looked at. Nothing is changed. Advice alone leaves the exit code 0.
 
     \b
-    Example:
+    Examples:
       idempotency check --database-url sqlite:///read_model.db
+      idempotency check --app myapp.consumer:dispatcher
     """
-    deployments.each(_check)
+    identities = identities_of(apps, debug=deployments.debug)
+
+    with document(wanted=as_json) as add:
+
+        def look(deployment: Deployment, engine: Engine) -> None:
+            findings = findings_of(engine, deployment.tables)
+            fatal = sum(finding.fatal for finding in findings)
+            if not fatal:
+                findings += upkeep(stats(engine, tables=deployment.tables), identities)
+            if as_json:
+                add(deployment, {"ready": not fatal, "findings": [as_object(finding) for finding in findings]})
+            else:
+                _print(findings, f"{deployment}: " if deployments.several else "")
+            if fatal:
+                raise Failed(f"{deployment} is not ready: {fatal} problem{'s' if fatal > 1 else ''}, see above")
+            if not as_json:
+                click.echo(f"{deployment}: {deployment.tables.marker.name} is ready.")
+
+        deployments.each(look)
 
 
-def _check(deployment: Deployment, engine: Engine) -> None:
-    findings = findings_of(engine, deployment.tables)
+def _print(findings: list[Finding], prefix: str) -> None:
     for finding in findings:
-        click.echo(f"{'problem' if finding.fatal else 'advice'}: {finding.problem}\n    {finding.remedy}")
-    fatal = sum(finding.fatal for finding in findings)
-    if fatal:
-        raise Failed(f"{deployment} is not ready: {fatal} problem{'s' if fatal > 1 else ''}, see above")
-    click.echo(f"{deployment}: {deployment.tables.marker.name} is ready.")
+        kind = coloured("problem", "red") if finding.fatal else coloured("advice", "yellow")
+        click.echo(f"{prefix}{kind}: {finding.problem}\n    {finding.remedy}")

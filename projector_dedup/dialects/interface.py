@@ -8,18 +8,21 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from datetime import UTC, datetime
 from enum import Enum
 from functools import cache
 from typing import Any, ClassVar
 
-from sqlalchemy import ColumnElement, Table, and_, bindparam
+from sqlalchemy import ColumnElement, FromClause, Table, and_, bindparam, select
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.pool import StaticPool
 from sqlalchemy.sql import Executable
 
 from ..errors import UnsafeSessionError, UnsupportedDatabaseError
+from ..findings import Finding
 from ..transaction_text import Grammar
+from .columns import utc_now
 
 LEVELS = ("READ UNCOMMITTED", "READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE")
 
@@ -155,9 +158,24 @@ class Dialect(ABC):
     def prune_statement(self, marker: Table) -> Executable:
         """Delete at most ``:batch_size`` markers older than ``:seconds``, by the database's clock."""
 
-    def advice(self, connection: Connection) -> list[tuple[str, str]]:
-        """Settings of this database that are not wrong but could be better: what, and what to do."""
+    # What the people who run it want to know ------------------------------------------------------------------------
+
+    def findings(self, connection: Connection, marker: Table) -> list[Finding]:
+        """Settings of this database and of the marker table that are wrong, or could be better."""
         return []
+
+    def now(self, connection: Connection) -> datetime:
+        """The clock that the claims take, in UTC."""
+        now: datetime = connection.execute(select(utc_now())).scalar_one()
+        return now.replace(tzinfo=UTC) if now.tzinfo is None else now.astimezone(UTC)
+
+    def measured(self, connection: Connection, table: Table) -> tuple[int | None, int | None]:
+        """About how many rows, and bytes with all indexes, by the catalogue: None where only counting would tell."""
+        return None, None
+
+    def sampled(self, connection: Connection, marker: Table, rows: int, of: int) -> FromClause:
+        """``handler`` and ``processed_at`` of about ``rows`` markers of about ``of``; of all where there is no way."""
+        return marker
 
     # What happened --------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
 
-from sqlalchemy import BINARY, Select, Table, and_, bindparam, cast, delete, func, literal_column, select
+from sqlalchemy import BINARY, FromClause, Select, Table, and_, bindparam, cast, delete, func, literal_column, select
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.compiler import compiles
@@ -15,10 +15,12 @@ from sqlalchemy.sql import Executable, Insert
 from sqlalchemy.sql.compiler import SQLCompiler
 
 from ..errors import MissingTableError, UnsupportedDatabaseError
+from ..findings import Finding, advice
 from ..transaction_text import COMMANDS, Grammar
 from .columns import utc_now
 from .interface import Dialect, Failure, Status
 from .listeners import listen_once
+from .mysql_catalog import measured, sampled
 from .mysql_close import close_when_interrupted
 from .mysql_snapshots import offers_snapshot_isolation, snapshot_isolation, switching
 from .mysql_tables import refuse_unfit
@@ -142,18 +144,26 @@ class MySQL(Dialect):
             marker.c.handler == batch.c.handler,
         )
 
-    def advice(self, connection: Connection) -> list[tuple[str, str]]:
+    def findings(self, connection: Connection, marker: Table) -> list[Finding]:
         """Settings that cost retries or round trips."""
         if offers_snapshot_isolation(connection.engine):
             return []
         return [
-            (
+            advice(
                 "this server cannot be relied on to refuse lost updates at REPEATABLE READ, so projectors run at "
                 "SERIALIZABLE, where every read locks; that costs four round trips for each message",
                 "give projectors an engine of their own, create_engine(isolation_level='SERIALIZABLE'), which costs "
                 "none; or upgrade to MariaDB 10.6.27, 10.11.18, 11.4.12, 11.8.8, 12.3.3 or later",
             )
         ]
+
+    def measured(self, connection: Connection, table: Table) -> tuple[int | None, int | None]:
+        """By InnoDB's statistics."""
+        return measured(connection, table)
+
+    def sampled(self, connection: Connection, marker: Table, rows: int, of: int) -> FromClause:
+        """By slices of the index on ``processed_at``."""
+        return sampled(connection, marker, rows)
 
     def status(self, driver_connection: Any) -> Status:
         """From the flags of the server's last answer; mysqlclient keeps them to itself."""

@@ -7,14 +7,16 @@ from functools import cache
 from typing import Any
 from uuid import uuid4
 
-from sqlalchemy import DateTime, Select, Table, Text, bindparam, delete, func, literal_column, select
+from sqlalchemy import DateTime, FromClause, Select, Table, Text, bindparam, delete, func, literal_column, select
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.sql import ColumnElement, Executable
 
 from ..errors import UnsupportedDatabaseError
+from ..findings import Finding, advice
 from ..transaction_text import OPAQUE, Grammar
+from . import postgresql_catalog
 from .interface import Dialect, Failure, Status, same_key
 
 # Error codes: PostgreSQL documentation, appendix A.
@@ -129,11 +131,20 @@ class PostgreSQL(Dialect):
         )
         return delete(marker).where(literal_column("ctid") == func.any(func.array(oldest.scalar_subquery())))
 
-    def advice(self, connection: Connection) -> list[tuple[str, str]]:
-        """A standby accepts no markers."""
+    def findings(self, connection: Connection, marker: Table) -> list[Finding]:
+        """A standby accepts no markers; and how the table is stored and vacuumed."""
+        found = postgresql_catalog.storage(connection, marker)
         if connection.exec_driver_sql("SELECT pg_is_in_recovery()").scalar_one():
-            return [("this server is a standby: it cannot store markers", "give the URL of the primary")]
-        return []
+            found.append(advice("this server is a standby: it cannot store markers", "give the URL of the primary"))
+        return found
+
+    def measured(self, connection: Connection, table: Table) -> tuple[int | None, int | None]:
+        """By the planner."""
+        return postgresql_catalog.measured(connection, table)
+
+    def sampled(self, connection: Connection, marker: Table, rows: int, of: int) -> FromClause:
+        """By TABLESAMPLE."""
+        return postgresql_catalog.sampled(marker, min(1, rows / of))
 
     def status(self, driver_connection: Any) -> Status:
         """asyncpg cannot tell an aborted transaction from an open one: there the guard remembers the error."""
