@@ -8,7 +8,7 @@ from sqlalchemy import Engine
 from projector_dedup.errors import InvalidMessageIdError
 from projector_dedup.inventory import Marker, find, pruned_until
 from projector_dedup.message import printable, valid_message_id
-from projector_dedup.upkeep import days, moment
+from projector_dedup.upkeep import days, moment, seconds
 
 from .errors import Failed
 from .options import EXIT_CODES, Deployment, Deployments, database_options
@@ -67,13 +67,13 @@ def print_markers(found: list[Marker]) -> None:
     rows = [
         (
             printable(each.handler),
-            moment(each.processed_at),
+            seconds(each.processed_at),
             days(each.age),
-            "-" if each.occurred_at is None else moment(each.occurred_at),
+            "-" if each.occurred_at is None else seconds(each.occurred_at),
         )
         for each in found
     ]
-    table(("handler", "processed", "age", "occurred"), rows)
+    table(("handler", "processed (UTC)", "age", "occurred (UTC)"), rows)
 
 
 def not_there(message_id: str, deployment: Deployment, engine: Engine, handler: str | None = None) -> str:

@@ -7,7 +7,7 @@ from sqlalchemy import Engine
 
 from projector_dedup.inventory import Stats, stats
 from projector_dedup.message import printable
-from projector_dedup.upkeep import moment
+from projector_dedup.upkeep import seconds
 
 from .options import EXIT_CODES, Deployment, Deployments, database_options
 from .output import ago, as_object, document, json_option, size, table
@@ -25,7 +25,7 @@ def show_stats(deployments: Deployments, retention_hours: float | None, as_json:
     """Count the markers of each handler, and tell their age, their size, and what cleanup would delete.
 
     Of more than a million markers, those of a sample are counted, where the database's catalogue knows how many there
-    are (PostgreSQL, MariaDB): the numbers are marked "about" then, and a handler with few markers may be missing.
+    are (PostgreSQL, MariaDB): the numbers are marked ~ then, and a handler with few markers may be missing.
 
     \b
     Examples:
@@ -46,7 +46,7 @@ def show_stats(deployments: Deployments, retention_hours: float | None, as_json:
 
 
 def _print(found: Stats) -> None:
-    about, state = "about " if found.estimated else "", found.state
+    about, state = "~" if found.estimated else "", found.state
     cleaned = "-" if state.retention_hours is None else f", {state.retention_hours:g} hours kept"
     for name, value in (
         ("markers", f"{about}{found.markers:,}"),
@@ -62,7 +62,11 @@ def _print(found: Stats) -> None:
     if found.handlers:
         click.echo()
         rows = [
-            (printable(each.handler), f"{about}{each.markers:,}", moment(each.oldest), moment(each.newest))
+            (printable(each.handler), f"{about}{each.markers:,}", seconds(each.oldest), seconds(each.newest))
             for each in found.handlers
         ]
-        table(("handler", "markers", "oldest", "newest"), rows, right=("markers",))
+        table(("handler", "markers", "oldest (UTC)", "newest (UTC)"), rows, right=("markers",))
+    if found.estimated:
+        click.echo(
+            "\n~: of a sample; the oldest and newest of a handler are too, and one with few markers may be missing"
+        )

@@ -96,7 +96,7 @@ def stats(
         big = None if rows is None or rows <= exact_up_to or oldest is None else rows
         source = tables.marker if big is None else dialect.sampled(connection, tables.marker, exact_up_to // 10, big)
         found = _by_handler(connection, source, now - timedelta(hours=hours))
-        counted = sum(row.markers for row in found)
+        counted: int = sum(row.markers for row in found)
         scale = big / counted if big and counted else 1
         handlers = [
             HandlerStats(row.handler, round(row.markers * scale), _in_utc(row.oldest), _in_utc(row.newest))
@@ -110,7 +110,7 @@ def stats(
             oldest=oldest,
             newest=newest,
             retention_hours=hours,
-            expired=round(sum(row.expired for row in found) * scale),
+            expired=round(int(sum(row.expired for row in found)) * scale),
             handlers=tuple(sorted(handlers, key=lambda each: (-each.markers, each.handler))),
             state=state,
         )

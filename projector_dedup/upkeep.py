@@ -83,5 +83,10 @@ def days(span: timedelta) -> str:
 
 
 def moment(at: datetime) -> str:
+    """A moment, with its zone."""
+    return f"{seconds(at)} UTC"
+
+
+def seconds(at: datetime) -> str:
     """A moment in UTC, to the second."""
-    return f"{at:%Y-%m-%d %H:%M:%S} UTC"
+    return f"{at:%Y-%m-%d %H:%M:%S}"
