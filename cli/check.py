@@ -28,10 +28,11 @@ from .output import as_object, coloured, document, json_option
 )
 @json_option
 def check(deployments: Deployments, apps: tuple[str, ...], as_json: bool) -> None:
-    """Tell whether the tables are right and looked after, and what mends them if not.
+    """Tell whether the tables are right and looked after.
 
-    They are compared with what this version of projector-dedup needs; then storage settings, pruning, the declared
-    horizon and, with --app, the handlers are looked at. Nothing is changed. Advice alone leaves the exit code 0.
+    If not, it says what mends them. They are compared with what this version of projector-dedup needs; then storage
+    settings, pruning, the declared horizon and, with --app, the handlers are looked at. Nothing is changed. Advice
+    alone leaves the exit code 0.
 
     \b
     Examples:

@@ -23,10 +23,10 @@ from .show import message_argument, not_there, print_markers
 @click.option("--handler", help="Only the marker of this handler.  [default: of every handler]")
 @click.option("--yes", is_flag=True, help="Do not ask.")
 def forget(deployments: Deployments, message_id: str, handler: str | None, yes: bool) -> None:
-    """Delete the markers of the message MESSAGE_ID, so that a redelivery is applied again.
+    """Delete the markers of the message MESSAGE_ID.
 
-    What was applied stays applied: first take it out of the read model, or the message counts twice. It shows what it
-    is about and asks, unless --yes is given.
+    A redelivery is applied again then. What was applied stays applied: first take it out of the read model, or the
+    message counts twice. The command shows what it is about and asks, unless --yes is given.
 
     \b
     Examples:

@@ -79,7 +79,7 @@ def _by_rich(headers: Sequence[str], rows: Sequence[Sequence[str]], right: Seque
         from rich.text import Text
     except ImportError:
         return False
-    drawn = Table(box=SIMPLE_HEAD, pad_edge=False)
+    drawn = Table(box=SIMPLE_HEAD, padding=0, pad_edge=False)
     for header in headers:
         drawn.add_column(header, justify="right" if header in right else "left", overflow="fold")
     for row in rows:

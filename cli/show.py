@@ -30,7 +30,7 @@ message_argument = click.argument("message_id", callback=_valid)
 @message_argument
 @json_option
 def show(deployments: Deployments, message_id: str, as_json: bool) -> None:
-    """Tell who applied the message MESSAGE_ID, and when.
+    """Tell which handlers applied the message MESSAGE_ID, and when.
 
     The id is what the handler's log lines call the message: case and white space count. Where several databases are
     given, it is looked for in each, and found in one is found.

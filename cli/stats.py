@@ -22,7 +22,9 @@ from .output import ago, as_object, document, json_option, size, table
 )
 @json_option
 def show_stats(deployments: Deployments, retention_hours: float | None, as_json: bool) -> None:
-    """Count the markers of each handler, and tell their age, their size, and what cleanup would delete.
+    """Count the markers of each handler; tell their age and size.
+
+    And how many of them cleanup would delete.
 
     Of more than a million markers, those of a sample are counted, where the database's catalogue knows how many there
     are (PostgreSQL, MariaDB): the numbers are marked ~ then, and a handler with few markers may be missing.

@@ -76,10 +76,10 @@ def _names(unknown: Iterable[str]) -> str:
 
 def days(span: timedelta) -> str:
     """A span as people say it."""
-    hours = span.total_seconds() / 3600
-    if abs(hours) < 1:
-        return f"{hours * 60:.0f} minutes"
-    return f"{hours:.0f} hours" if abs(hours) < 48 else f"{hours / 24:.0f} days"
+    minutes = span.total_seconds() / 60
+    length, unit = (1, "minute") if minutes < 60 else (60, "hour") if minutes < 48 * 60 else (24 * 60, "day")
+    number = round(minutes / length)
+    return f"{number} {unit}{'' if number == 1 else 's'}"
 
 
 def moment(at: datetime) -> str:
