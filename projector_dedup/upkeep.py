@@ -75,8 +75,8 @@ def _names(unknown: Iterable[str]) -> str:
 
 
 def days(span: timedelta) -> str:
-    """A span as people say it."""
-    minutes = span.total_seconds() / 60
+    """A span as people say it; clocks that differ by a second make none of less than nothing."""
+    minutes = max(0, span.total_seconds() / 60)
     length, unit = (1, "minute") if minutes < 60 else (60, "hour") if minutes < 48 * 60 else (24 * 60, "day")
     number = round(minutes / length)
     return f"{number} {unit}{'' if number == 1 else 's'}"

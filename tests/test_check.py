@@ -18,7 +18,7 @@ from projector_dedup.findings import Finding
 from projector_dedup.inventory import HandlerStats, State, Stats
 from projector_dedup.schema import check, verify
 from projector_dedup.state import CLEANED_AT, REDELIVERY_HORIZON, RETENTION, write_state
-from projector_dedup.upkeep import upkeep
+from projector_dedup.upkeep import days, upkeep
 
 metadata = MetaData()
 tables = make_tables(metadata)
@@ -68,32 +68,29 @@ def test_an_unlogged_table_is_fatal(on_postgresql: Engine) -> None:
 
 def test_autovacuum_that_is_off_for_the_table_is_advice(on_postgresql: Engine) -> None:
     """What was deleted keeps its space then; the remedy mends it."""
-    if server_wide_off(on_postgresql):
-        assert about(check(on_postgresql, tables), "autovacuum is off on this server")
-        return
+    assert about(check(on_postgresql, tables), "autovacuum is off for") == []
     run(on_postgresql, "ALTER TABLE processed_message SET (autovacuum_enabled = false)")
     (finding,) = about(check(on_postgresql, tables), "autovacuum is off for processed_message")
     assert not finding.fatal
     run(on_postgresql, finding.remedy)
-    assert about(check(on_postgresql, tables), "autovacuum") == []
+    assert about(check(on_postgresql, tables), "autovacuum is off for") == []
 
 
-def server_wide_off(engine: Engine) -> bool:
-    """A server for tests may not vacuum at all."""
-    with engine.connect() as connection:
-        return bool(connection.scalar(text("SELECT current_setting('autovacuum') = 'off'")))
+def test_autovacuum_that_is_off_on_the_server_is_advice(on_postgresql: Engine) -> None:
+    """As this server has it."""
+    with on_postgresql.connect() as connection:
+        off = connection.scalar(text("SELECT current_setting('autovacuum')")) == "off"
+    assert bool(about(check(on_postgresql, tables), "autovacuum is off on this server")) is off
 
 
 def test_a_big_table_is_vacuumed_early_or_advised_to_be(on_postgresql: Engine) -> None:
     """A fifth of ten million markers is much to leave dead; of a small table it is nothing."""
-    if server_wide_off(on_postgresql):
-        pytest.skip("autovacuum is off on this server: that is what check says first")
-    assert about(check(on_postgresql, tables), "autovacuum") == []
+    assert about(check(on_postgresql, tables), "waits") == []
     run(on_postgresql, "UPDATE pg_class SET reltuples = 1e7 WHERE oid = 'processed_message'::regclass")
-    (finding,) = about(check(on_postgresql, tables), "waits until 20% of it is dead")
+    (finding,) = about(check(on_postgresql, tables), "autovacuum waits until 20% of it is dead")
     assert not finding.fatal
     run(on_postgresql, finding.remedy)
-    assert about(check(on_postgresql, tables), "autovacuum") == []
+    assert about(check(on_postgresql, tables), "waits") == []
 
 
 def test_a_table_that_is_sound_is_left_alone(engine: Engine) -> None:
@@ -319,17 +316,37 @@ def test_json_has_the_problems_too(sqlite: Database) -> None:
 
 
 def test_several_databases_say_whose_a_finding_is(tmp_path: Path) -> None:
-    """Each line of a finding begins with its database."""
-    urls = [f"sqlite:///{tmp_path}/{name}.db" for name in ("one", "two")]
-    for url in urls:
+    """Each line begins with its database, and the one that is not ready makes the exit code."""
+    urls = [f"sqlite+pysqlite:///{tmp_path}/{name}.db" for name in ("one", "two")]
+    for url, statement in zip(urls, ("SELECT 1", "DROP TABLE processed_message_state"), strict=True):
         engine = create_engine(url)
         metadata.create_all(engine)
+        run(engine, statement)
         engine.dispose()
-    create_engine(urls[1]).dispose()
     done = idempotency("check", PROJECTOR_DEDUP_DATABASE_URL=" ".join(urls))
-    assert [line for line in done.stdout.splitlines() if "ready" in line] == [
-        f"{url}: processed_message is ready." for url in urls
-    ]
+    assert done.returncode == 1
+    assert f"{urls[0]}: processed_message is ready.\n" in done.stdout
+    assert f"{urls[1]}: problem: the table processed_message_state is missing\n" in done.stdout
+    first, last = done.stderr.splitlines()
+    assert first == f"Error: {urls[1]} is not ready: 1 problem, see above"
+    assert last == "Error: 1 of 2 failed, see above"
+
+
+@pytest.mark.parametrize(
+    ("hours", "said"),
+    [
+        (-0.001, "0 minutes"),
+        (1 / 60, "1 minute"),
+        (0.9, "54 minutes"),
+        (1, "1 hour"),
+        (47, "47 hours"),
+        (48, "2 days"),
+        (800, "33 days"),
+    ],
+)
+def test_a_span_is_told_as_people_say_it(hours: float, said: str) -> None:
+    """In one unit."""
+    assert days(timedelta(hours=hours)) == said
 
 
 @pytest.mark.parametrize(("no_color", "coloured"), [("", True), ("1", False)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from sqlalchemy import JSON, ColumnElement, FromClause, Row, Table, column, func, literal_column, select, text
@@ -49,26 +50,18 @@ def _persistence(name: str, found: Row[Any]) -> list[Finding]:
     ]
 
 
-def _vacuum(name: str, found: Row[Any]) -> list[Finding]:
-    if found.enabled in ("false", "off", "no", "0") or found.autovacuum == "off":
-        here = found.autovacuum != "off"
-        return [
-            advice(
-                f"autovacuum is off {'for ' + name if here else 'on this server'}: what cleanup deletes keeps its "
-                "space, and slows cleanup down",
-                f"ALTER TABLE {name} RESET (autovacuum_enabled)"
-                if here
-                else "turn it on, or VACUUM after each cleanup",
-            )
-        ]
+def _vacuum(name: str, found: Row[Any]) -> Iterator[Finding]:
+    stays = "what cleanup deletes keeps its space, and slows cleanup down"
+    if found.autovacuum == "off":
+        yield advice(f"autovacuum is off on this server: {stays}", "turn it on, or VACUUM after each cleanup")
+    if found.enabled in ("false", "off", "no", "0"):
+        remedy = f"ALTER TABLE {name} RESET (autovacuum_enabled)"
+        yield advice(f"autovacuum is off for {name}: {stays}", remedy)
     if found.big and found.scale_factor > 0.05:
-        return [
-            advice(
-                f"{name} is big, and autovacuum waits until {found.scale_factor:.0%} of it is dead",
-                f"ALTER TABLE {name} SET (autovacuum_vacuum_scale_factor = 0.02)",
-            )
-        ]
-    return []
+        yield advice(
+            f"{name} is big, and autovacuum waits until {found.scale_factor:.0%} of it is dead",
+            f"ALTER TABLE {name} SET (autovacuum_vacuum_scale_factor = 0.02)",
+        )
 
 
 def measured(connection: Connection, table: Table) -> tuple[int | None, int | None]:
