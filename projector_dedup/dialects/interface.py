@@ -154,6 +154,13 @@ class Dialect(ABC):
         """Roll back what is open, if anything is, now that the transaction of the claim is not."""
         Connection.exec_driver_sql(connection, "ROLLBACK")
 
+    # Pruning --------------------------------------------------------------------------------------------------------
+
+    def now(self, connection: Connection) -> datetime:
+        """By the clock that the claims were stamped with, in UTC."""
+        found: datetime = connection.execute(select(utc_now())).scalar_one()
+        return found.replace(tzinfo=UTC) if found.tzinfo is None else found.astimezone(UTC)
+
     @abstractmethod
     def prune_statement(self, marker: Table) -> Executable:
         """Delete at most ``:batch_size`` markers older than ``:seconds``, by the database's clock."""
@@ -163,11 +170,6 @@ class Dialect(ABC):
     def findings(self, connection: Connection, marker: Table) -> list[Finding]:
         """Settings of this database and of the marker table that are wrong, or could be better."""
         return []
-
-    def now(self, connection: Connection) -> datetime:
-        """The clock that the claims take, in UTC."""
-        now: datetime = connection.execute(select(utc_now())).scalar_one()
-        return now.replace(tzinfo=UTC) if now.tzinfo is None else now.astimezone(UTC)
 
     def measured(self, connection: Connection, table: Table) -> tuple[int | None, int | None]:
         """About how many rows, and bytes with all indexes, by the catalogue: None where only counting would tell."""
