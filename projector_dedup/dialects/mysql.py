@@ -15,14 +15,14 @@ from sqlalchemy.sql import Executable, Insert
 from sqlalchemy.sql.compiler import SQLCompiler
 
 from ..errors import MissingTableError, UnsupportedDatabaseError
-from ..findings import Finding, advice
+from ..findings import Finding
 from ..transaction_text import COMMANDS, Grammar
 from .columns import utc_now
 from .interface import Dialect, Failure, Status
 from .listeners import listen_once
 from .mysql_catalog import measured, sampled
 from .mysql_close import close_when_interrupted
-from .mysql_snapshots import offers_snapshot_isolation, snapshot_isolation, switching
+from .mysql_snapshots import offers_snapshot_isolation, snapshot_findings, snapshot_isolation, switching
 from .mysql_tables import refuse_unfit
 
 # Error numbers: MariaDB documentation, "MariaDB Error Code Reference".
@@ -146,16 +146,7 @@ class MySQL(Dialect):
 
     def findings(self, connection: Connection, marker: Table) -> list[Finding]:
         """Settings that cost retries or round trips."""
-        if offers_snapshot_isolation(connection.engine):
-            return []
-        return [
-            advice(
-                "this server cannot be relied on to refuse lost updates at REPEATABLE READ, so projectors run at "
-                "SERIALIZABLE, where every read locks; that costs four round trips for each message",
-                "give projectors an engine of their own, create_engine(isolation_level='SERIALIZABLE'), which costs "
-                "none; or upgrade to MariaDB 10.6.27, 10.11.18, 11.4.12, 11.8.8, 12.3.3 or later",
-            )
-        ]
+        return snapshot_findings(connection.engine)
 
     def measured(self, connection: Connection, table: Table) -> tuple[int | None, int | None]:
         """By InnoDB's statistics."""
