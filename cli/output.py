@@ -54,8 +54,8 @@ def _plain(value: Any) -> Any:
 
 
 def coloured(text: str, colour: str) -> str:
-    """The text, in a colour where somebody sees it and has not said otherwise (no-color.org)."""
-    return click.style(text, fg=colour, bold=True) if sys.stdout.isatty() and not os.environ.get("NO_COLOR") else text
+    """The text in a colour, which `click.echo` leaves to terminals, unless there is to be none (no-color.org)."""
+    return text if os.environ.get("NO_COLOR") else click.style(text, fg=colour, bold=True)
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] = ()) -> None:

@@ -6,7 +6,7 @@ import pty
 import subprocess
 import sys
 
-COMMAND = [sys.executable, "-m", "projector_dedup"]
+COMMAND = [sys.executable, "-P", "-m", "projector_dedup"]  # -P: no current directory, as in a script
 
 
 def surroundings(**environment: str) -> dict[str, str]:
