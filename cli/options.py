@@ -34,7 +34,12 @@ class Deployment:
 
     def __str__(self) -> str:
         marker = self.tables.marker.fullname
-        return shown(self.url) if marker == DEFAULT_NAME else f"{shown(self.url)}: {marker}"
+        return self.database if marker == DEFAULT_NAME else f"{self.database}: {marker}"
+
+    @property
+    def database(self) -> str:
+        """The URL, as it may be printed."""
+        return shown(self.url)
 
 
 @dataclass(frozen=True)

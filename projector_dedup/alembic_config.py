@@ -9,7 +9,7 @@ from pathlib import Path
 from alembic.config import Config
 from alembic.script import ScriptDirectory
 
-from .schema import Finding
+from .findings import Finding
 
 _BRANCH = "projector_dedup"
 _LOCATION = "projector_dedup.migrations:versions"

@@ -60,6 +60,11 @@ class _Routing:
         if not self._handlers:
             raise HandlerDefinitionError("a dispatcher without projectors handles nothing: give it some")
 
+    @property
+    def identities(self) -> frozenset[str]:
+        """What its handlers are called in the marker table, were they to claim."""
+        return frozenset(self._handlers)
+
     def permit_external_transaction(self, permitted: bool) -> bool:
         """For ``testing.external_transaction``. Returns what was permitted before."""
         before = any(options.external for options in self._options.values())

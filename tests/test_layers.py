@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[1]
 MAX_LINES = 250
 
 FLOORS: tuple[set[str], ...] = (  # from the ground up; a name is a file or a whole package
-    {"outcome"},
+    {"outcome", "findings"},
     {"errors"},
     {"message"},
     {"asyncio_names", "transaction_text", "marks"},
@@ -20,8 +20,8 @@ FLOORS: tuple[set[str], ...] = (  # from the ground up; a name is a file or a wh
     {"markers", "guards", "locking", "retry", "state"},
     {"sessions"},
     {"work"},
-    {"unit_of_work", "schema"},
-    {"handler", "renaming", "migrate", "ddl", "alembic_config", "horizon", "batches"},
+    {"unit_of_work", "schema", "inventory"},
+    {"handler", "renaming", "migrate", "ddl", "alembic_config", "horizon", "batches", "upkeep"},
     {"projector", "retention"},
     {"dispatcher", "batch"},
     {"__init__"},  # what `from projector_dedup import ...` gives

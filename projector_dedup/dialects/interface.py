@@ -13,13 +13,14 @@ from enum import Enum
 from functools import cache
 from typing import Any, ClassVar, TypeVar
 
-from sqlalchemy import ColumnElement, Insert, Table, and_, bindparam, select, union_all
+from sqlalchemy import ColumnElement, FromClause, Insert, Table, and_, bindparam, select, union_all
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.pool import StaticPool
 from sqlalchemy.sql import Executable
 
 from ..errors import UnsafeSessionError, UnsupportedDatabaseError
+from ..findings import Finding
 from ..transaction_text import Grammar
 from .columns import utc_now
 from .pruning import Expired, Route, by_index
@@ -200,16 +201,26 @@ class Dialect(ABC):
         """Oldest first, until nothing is found."""
         return by_index(self.prune_statement(expired.marker, of_handler=expired.handler is not None), expired)
 
-    def advice(self, connection: Connection) -> list[tuple[str, str]]:
-        """Settings of this database that are not wrong but could be better: what, and what to do."""
-        return []
-
     def migrating(self, connection: Connection, name: str) -> AbstractContextManager[None]:
         """Entered in the transaction of a migration of the table set ``name``: a second one waits for the first.
 
         Within, whatever would have to wait for other transactions fails with a lock timeout after a moment.
         """
         return nullcontext()
+
+    # What the people who run it want to know ------------------------------------------------------------------------
+
+    def findings(self, connection: Connection, marker: Table) -> list[Finding]:
+        """Settings of this database and of the marker table that are wrong, or could be better."""
+        return []
+
+    def measured(self, connection: Connection, table: Table) -> tuple[int | None, int | None]:
+        """About how many rows, and bytes with all indexes, by the catalogue: None where only counting would tell."""
+        return None, None
+
+    def sampled(self, connection: Connection, marker: Table, rows: int, of: int) -> FromClause:
+        """``handler`` and ``processed_at`` of about ``rows`` markers of about ``of``; of all where there is no way."""
+        return marker
 
     # What happened --------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
-from sqlalchemy import Select, Table, bindparam, select
+from sqlalchemy import FromClause, Select, Table, bindparam, select
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.compiler import compiles
@@ -14,13 +14,15 @@ from sqlalchemy.sql import Delete, Executable
 from sqlalchemy.sql.compiler import SQLCompiler
 
 from ..errors import MissingTableError
+from ..findings import Finding
 from ..transaction_text import COMMANDS, Grammar
 from .interface import Dialect, Failure, Status
 from .listeners import listen_once
 from .migrating import lock_session
+from .mysql_catalog import measured, sampled
 from .mysql_claim import insert_markers, met_by_claim
 from .mysql_close import close_when_interrupted
-from .mysql_snapshots import offers_snapshot_isolation, snapshot_isolation, switching
+from .mysql_snapshots import offers_snapshot_isolation, snapshot_findings, snapshot_isolation, switching
 from .mysql_tables import refuse_unfit
 from .pruning import is_expired
 
@@ -142,18 +144,17 @@ class MySQL(Dialect):
             marker.c.handler == batch.c.handler,
         )
 
-    def advice(self, connection: Connection) -> list[tuple[str, str]]:
+    def findings(self, connection: Connection, marker: Table) -> list[Finding]:
         """Settings that cost retries or round trips."""
-        if offers_snapshot_isolation(connection.engine):
-            return []
-        return [
-            (
-                "this server cannot be relied on to refuse lost updates at REPEATABLE READ, so projectors run at "
-                "SERIALIZABLE, where every read locks; that costs four round trips for each message",
-                "give projectors an engine of their own, create_engine(isolation_level='SERIALIZABLE'), which costs "
-                "none; or upgrade to MariaDB 10.6.27, 10.11.18, 11.4.12, 11.8.8, 12.3.3 or later",
-            )
-        ]
+        return snapshot_findings(connection.engine)
+
+    def measured(self, connection: Connection, table: Table) -> tuple[int | None, int | None]:
+        """By InnoDB's statistics."""
+        return measured(connection, table)
+
+    def sampled(self, connection: Connection, marker: Table, rows: int, of: int) -> FromClause:
+        """By slices of the index on ``processed_at``."""
+        return sampled(connection, marker, rows)
 
     def migrating(self, connection: Connection, name: str) -> AbstractContextManager[None]:
         """A named lock."""

@@ -23,6 +23,7 @@ from sqlalchemy.sql import Executable
 from sqlalchemy.sql.elements import ReleaseSavepointClause
 
 from ..errors import UnsafeSessionError, UnsupportedDatabaseError
+from ..findings import Finding, advice
 from ..transaction_text import Grammar
 from .interface import Dialect, Failure, Status, handler_parameters, same_key
 from .pruning import is_expired
@@ -163,9 +164,11 @@ class Portable(Dialect):
         same = (batch.c.message_id == marker.c.message_id, batch.c.handler == marker.c.handler)
         return delete(marker).where(select(literal_column("1")).select_from(batch).where(*same).exists())
 
-    def advice(self, connection: Connection) -> list[tuple[str, str]]:
+    def findings(self, connection: Connection, marker: Table) -> list[Finding]:
         """What was seen once in a probe is not what a suite sees."""
-        return [(f"{connection.dialect.name} was not tried", "run the contract suite: docs/bring-your-database.md")]
+        return [
+            advice(f"{connection.dialect.name} was not tried", "run the contract suite: docs/bring-your-database.md")
+        ]
 
     def status(self, driver_connection: Any) -> Status:
         """No driver is known well enough to ask."""

@@ -9,14 +9,28 @@ from functools import cache
 from typing import Any
 from uuid import uuid4
 
-from sqlalchemy import DateTime, Select, Table, Text, bindparam, cast, func, literal_column, select, union_all
+from sqlalchemy import (
+    DateTime,
+    FromClause,
+    Select,
+    Table,
+    Text,
+    bindparam,
+    cast,
+    func,
+    literal_column,
+    select,
+    union_all,
+)
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.sql import ColumnElement, Executable
 
 from ..errors import UnsupportedDatabaseError
+from ..findings import Finding, advice
 from ..transaction_text import OPAQUE, Grammar
+from . import postgresql_catalog
 from .interface import Dialect, Failure, Status, handler_parameters, inserting, same_key
 from .migrating import lock_transaction
 from .postgresql_pruning import OPENING, picking, sweep
@@ -139,11 +153,20 @@ class PostgreSQL(Dialect):
         """In no hurry to be on the disk."""
         return replace(super().index_route(expired), opening=OPENING)
 
-    def advice(self, connection: Connection) -> list[tuple[str, str]]:
-        """A standby accepts no markers."""
+    def findings(self, connection: Connection, marker: Table) -> list[Finding]:
+        """A standby accepts no markers; and how the table is stored and vacuumed."""
+        found = postgresql_catalog.storage(connection, marker)
         if connection.exec_driver_sql("SELECT pg_is_in_recovery()").scalar_one():
-            return [("this server is a standby: it cannot store markers", "give the URL of the primary")]
-        return []
+            found.append(advice("this server is a standby: it cannot store markers", "give the URL of the primary"))
+        return found
+
+    def measured(self, connection: Connection, table: Table) -> tuple[int | None, int | None]:
+        """By the planner."""
+        return postgresql_catalog.measured(connection, table)
+
+    def sampled(self, connection: Connection, marker: Table, rows: int, of: int) -> FromClause:
+        """By TABLESAMPLE."""
+        return postgresql_catalog.sampled(marker, min(1, rows / of))
 
     def migrating(self, connection: Connection, name: str) -> AbstractContextManager[None]:
         """An advisory lock."""

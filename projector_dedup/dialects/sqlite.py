@@ -6,7 +6,7 @@ import sqlite3
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from sqlalchemy import Select, Table, bindparam, delete, event, literal_column, select
+from sqlalchemy import Select, Table, bindparam, delete, event, literal_column, select, text
 from sqlalchemy.dialects.sqlite import insert
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import DBAPIError
@@ -14,6 +14,7 @@ from sqlalchemy.sql import ColumnElement, Executable
 
 from ..asyncio_names import AsyncEngine
 from ..errors import UnsafeSessionError
+from ..findings import Finding, advice
 from .interface import Dialect, Failure, Status, handler_parameters, inserting, refuse_shared_connection
 from .pruning import is_expired
 from .sqlite_close import close_ends_transactions
@@ -126,13 +127,13 @@ class SQLite(Dialect):
         )
         return delete(marker).where(literal_column("rowid").in_(oldest))
 
-    def advice(self, connection: Connection) -> list[tuple[str, str]]:
+    def findings(self, connection: Connection, marker: Table) -> list[Finding]:
         """Without write-ahead logging a reader makes writers wait at COMMIT; with it, files do not commit as one."""
         mode = connection.exec_driver_sql("PRAGMA journal_mode").scalar_one()
         files = [file for _, _, file in connection.exec_driver_sql("PRAGMA database_list") if file]
         if mode == "wal" and len(files) > 1:  # https://www.sqlite.org/lang_attach.html
             return [
-                (
+                advice(
                     "databases are attached, and under write-ahead logging a COMMIT that a crash interrupts is atomic "
                     "in each file only",
                     "keep the markers in the file of the read model: make_tables(metadata, schema=...)",
@@ -140,7 +141,21 @@ class SQLite(Dialect):
             ]
         if mode in ("wal", "memory"):
             return []
-        return [(f"the journal mode is {mode}", "call projector_dedup.configure_sqlite(engine) once, at start-up")]
+        return [
+            advice(f"the journal mode is {mode}", "call projector_dedup.configure_sqlite(engine) once, at start-up")
+        ]
+
+    def measured(self, connection: Connection, table: Table) -> tuple[int | None, int | None]:
+        """The bytes only, and where SQLite was built with dbstat; rows are counted."""
+        if connection.exec_driver_sql("SELECT 1 FROM pragma_module_list WHERE name = 'dbstat'").first() is None:
+            return None, None
+        schema = {"schema": connection.schema_for_object(table) or "main"}
+        indexes = connection.execute(
+            text("SELECT name FROM pragma_index_list(:name, :schema)"), {"name": table.name, **schema}
+        )
+        names = [table.name, *indexes.scalars()]
+        pages = text("SELECT sum(pgsize) FROM dbstat(:schema, 1) WHERE name IN :names")
+        return None, connection.scalar(pages.bindparams(bindparam("names", expanding=True)), {"names": names, **schema})
 
     def migrating(self, connection: Connection, name: str) -> AbstractContextManager[None]:
         """The write lock, which makes DDL part of the transaction too."""
