@@ -62,8 +62,8 @@ class _Routing:
 
     @property
     def identities(self) -> frozenset[str]:
-        """What its handlers are called in the marker table, were they to claim."""
-        return frozenset(self._handlers)
+        """What its handlers are, or were, called in the marker table, were they to claim."""
+        return frozenset(name for handler in self._handlers.values() for name in (handler.identity, *handler.formerly))
 
     def permit_external_transaction(self, permitted: bool) -> bool:
         """For ``testing.external_transaction``. Returns what was permitted before."""

@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-import random
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
 
 from sqlalchemy import Select, Table, bindparam, delete, exists, literal, literal_column, select
 from sqlalchemy.engine import Connection, Engine
-from sqlalchemy.exc import DBAPIError
 from sqlalchemy.sql import Delete, Insert
 
 from .dialects import Dialect, Failure, dialect_of
 from .errors import RefusedError
 from .message import printable, valid_handler
+from .persistent import PASSING, persistently
 from .retry import RetryPolicy
 from .schema import verify
 from .tables import DedupTables, default_tables
 
 MAX_BATCH_SIZE = 10_000
 
-_PASSING = (Failure.TRANSIENT, Failure.LOCK_TIMEOUT, Failure.UNIQUE)  # the last: a delivery wrote one meanwhile
-
-T = TypeVar("T")
+_PASSING = (*PASSING, Failure.UNIQUE)  # a delivery wrote one meanwhile
 
 
 @dataclass(frozen=True)
@@ -62,7 +57,8 @@ def rename(
     connection undoes is tried again, for some seconds.
 
     Raises ``RefusedError`` for a name that could be no handler's, and if neither name has a marker: a typing error,
-    perhaps. ``ValueError`` for names that are one, and for a batch size; ``MissingTableError`` for a missing table.
+    perhaps. ``ValueError`` for names that are one, and for a batch size; ``MissingTableError`` for a missing table;
+    ``RetriesExhaustedError`` for what did not pass.
     """
     if valid_handler(old) == valid_handler(new):
         raise ValueError(f"{printable(old)} has this name already; give the old name and another one")
@@ -72,15 +68,16 @@ def rename(
     dialect = dialect_of(engine)
     dialect.prepare(engine)
     batch = _Batch(tables.marker, old, new, batch_size, remove_old=remove_old, dry_run=dry_run)
+    policy = RetryPolicy()
     total, last = Renamed(), ""  # which is before every id
     while True:
-        renamed, last = _persistently(partial(batch.run, dialect, last), engine, dialect)
+        renamed, last = persistently(partial(batch.run, dialect, last), engine, dialect, policy, _PASSING)
         if renamed == Renamed():
             break
         total += renamed
         if on_batch is not None:
             on_batch(total)
-    if total == Renamed() and not _persistently(batch.new_is_known, engine, dialect):
+    if total == Renamed() and not persistently(batch.new_is_known, engine, dialect, policy):
         raise RefusedError(
             f"neither {printable(old)} nor {printable(new)} has a marker in {tables.marker.fullname}: look at the "
             "spelling of the names, and at the table's name and schema"
@@ -145,20 +142,3 @@ class _Batch:
         # Those that were seen, and so have a twin by now; not what may have been written under the old name since.
         seen = self._marker.c.message_id.in_(bindparam("ids", expanding=True))
         return delete(self._marker).where(self._marker.c.handler == self._old, seen)
-
-
-def _persistently(step: Callable[[Connection], T], engine: Engine, dialect: Dialect) -> T:
-    """Run ``step`` in a transaction of its own, again if what failed will pass: a batch may be run twice."""
-    policy, attempt = RetryPolicy(), 0
-    level = {} if dialect.pruning_isolation is None else {"isolation_level": dialect.pruning_isolation}
-    while True:
-        attempt, connected = attempt + 1, False
-        try:
-            with engine.connect() as connection:
-                connected = True
-                with connection.execution_options(**level).begin():
-                    return step(connection)
-        except DBAPIError as error:
-            if attempt == policy.attempts or (connected and dialect.classify(error) not in _PASSING):
-                raise
-        time.sleep(random.uniform(0, min(policy.cap, policy.base * 2**attempt)))  # noqa: S311  # no secret

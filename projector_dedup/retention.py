@@ -13,7 +13,7 @@ from sqlalchemy import Select, func, literal_column, select
 from sqlalchemy.engine import Engine
 from sqlalchemy.exc import DBAPIError
 
-from .batches import Batches
+from .cleaning import Batches
 from .dialects import Expired, dialect_of, is_expired
 from .horizon import check_hours, refuse_short_retention
 from .message import printable

@@ -20,8 +20,8 @@ FLOORS: tuple[set[str], ...] = (  # from the ground up; a name is a file or a wh
     {"markers", "guards", "locking", "retry", "state"},
     {"sessions"},
     {"work"},
-    {"unit_of_work", "schema", "inventory"},
-    {"handler", "renaming", "migrate", "ddl", "alembic_config", "horizon", "batches", "upkeep"},
+    {"unit_of_work", "schema", "inventory", "persistent"},
+    {"handler", "renaming", "migrate", "ddl", "alembic_config", "horizon", "cleaning", "upkeep"},
     {"projector", "retention"},
     {"dispatcher", "batch"},
     {"__init__"},  # what `from projector_dedup import ...` gives

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -10,8 +9,8 @@ from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import DBAPIError
 
 from .dialects import Dialect, Expired, Failure, Route
-from .errors import CleanupInterruptedError, UnsupportedDatabaseError
-from .message import printable
+from .errors import CleanupInterruptedError, RetriesExhaustedError, UnsupportedDatabaseError
+from .persistent import persistently
 from .retry import RetryPolicy
 
 T = TypeVar("T")
@@ -24,36 +23,19 @@ class Batches:
         self.dialect, self.retry = dialect, retry
         self.deleted = self.number = 0
         self._held = False
-        level = dialect.pruning_isolation
-        self._engine = engine if level is None else engine.execution_options(isolation_level=level)
+        self._engine = engine
 
     def attempt(self, act: Callable[[Connection], T]) -> T:
         """What ``act`` gives, in a transaction of its own; a batch that was deleted but not confirmed is not counted.
 
         Raises ``CleanupInterruptedError`` if the retry policy is used up.
         """
-        deadline, attempt = None, 0
-        while True:
-            attempt += 1
-            connected = False
-            try:
-                with self._engine.connect() as connection:
-                    connected = True
-                    with connection.begin():
-                        return act(connection)
-            except (DBAPIError, OSError) as error:
-                if connected and self.dialect.classify(error) not in (Failure.TRANSIENT, Failure.LOCK_TIMEOUT):
-                    raise
-                now, delay = time.monotonic(), self.retry.delay(attempt)
-                deadline = deadline or now + self.retry.within
-                if attempt >= self.retry.attempts or now + delay > deadline:
-                    words = printable(str(getattr(error, "orig", None) or error))[:300]
-                    raise CleanupInterruptedError(
-                        f"at least {self.deleted:,} markers were deleted, then {attempt} attempts to go on failed "
-                        f"({words}); run the cleanup again when that has passed",
-                        self.deleted,
-                    ) from error
-                time.sleep(delay)
+        try:
+            return persistently(act, self._engine, self.dialect, self.retry)
+        except RetriesExhaustedError as error:
+            raise CleanupInterruptedError(
+                f"at least {self.deleted:,} markers were deleted, then {error}", self.deleted
+            ) from error.__cause__
 
     def delete(self, route: Route, parameters: Mapping[str, Any]) -> int:
         """One batch; 0 if somebody holds markers of it for too long: a look will find them."""
