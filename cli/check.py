@@ -1,36 +1,76 @@
-"""`idempotency check`: are the tables there, and right?"""
+"""`idempotency check`: are the tables there, right, and looked after?"""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import click
 from sqlalchemy import Engine
 
+from projector_dedup.alembic_config import check_alembic
+from projector_dedup.findings import Finding
+from projector_dedup.inventory import stats
 from projector_dedup.schema import check as findings_of
+from projector_dedup.upkeep import upkeep
 
+from .app import EXAMPLE, identities_of
 from .errors import Failed
 from .options import EXIT_CODES, Deployment, Deployments, database_options
+from .output import as_object, coloured, document, json_option
 
 
 @click.command(epilog=EXIT_CODES)
 @database_options
-def check(deployments: Deployments) -> None:
-    """Tell whether the tables are right, and what mends them if not.
+@click.option(
+    "--alembic-config",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Whether this alembic.ini leads to our revisions, if it names them.  [default: alembic.ini, if it is there]",
+)
+@click.option(
+    "--app",
+    "apps",
+    multiple=True,
+    metavar="MODULE:DISPATCHER",
+    help=f"A dispatcher of the application, or a function without arguments that returns one: {EXAMPLE}. Tells which "
+    "handlers in the table it does not know. Give it for every dispatcher on these tables.",
+)
+@json_option
+def check(deployments: Deployments, alembic_config: Path | None, apps: tuple[str, ...], as_json: bool) -> None:
+    """Tell whether the tables are right and looked after.
 
-    They are compared with what this version of projector-dedup needs. Nothing is changed. Advice alone (storage
-    settings, say) leaves the exit code 0.
+    If not, it says what mends them. They are compared with what this version of projector-dedup needs; then storage
+    settings, pruning, the declared horizon and, with --app, the handlers are looked at. Nothing is changed. Advice
+    alone leaves the exit code 0.
 
     \b
-    Example:
+    Examples:
       idempotency check --database-url sqlite:///read_model.db
+      idempotency check --app myapp.consumer:dispatcher
     """
-    deployments.each(_check)
+    identities = identities_of(apps, debug=deployments.debug)
+    config = alembic_config or Path("alembic.ini")
+    of_alembic = check_alembic(config) if config.is_file() else []
+
+    with document(wanted=as_json) as add:
+
+        def look(deployment: Deployment, engine: Engine) -> None:
+            findings = [*findings_of(engine, deployment.tables), *of_alembic]
+            fatal = sum(finding.fatal for finding in findings)
+            if not fatal:
+                findings += upkeep(stats(engine, tables=deployment.tables), identities)
+            if as_json:
+                add(deployment, {"ready": not fatal, "findings": [as_object(finding) for finding in findings]})
+            else:
+                _print(findings, f"{deployment}: " if deployments.several else "")
+            if fatal:
+                raise Failed(f"{deployment} is not ready: {fatal} problem{'s' if fatal > 1 else ''}, see above")
+            if not as_json:
+                click.echo(f"{deployment}: {deployment.tables.marker.name} is ready.")
+
+        deployments.each(look)
 
 
-def _check(deployment: Deployment, engine: Engine) -> None:
-    findings = findings_of(engine, deployment.tables)
+def _print(findings: list[Finding], prefix: str) -> None:
     for finding in findings:
-        click.echo(f"{'problem' if finding.fatal else 'advice'}: {finding.problem}\n    {finding.remedy}")
-    fatal = sum(finding.fatal for finding in findings)
-    if fatal:
-        raise Failed(f"{deployment} is not ready: {fatal} problem{'s' if fatal > 1 else ''}, see above")
-    click.echo(f"{deployment}: {deployment.tables.marker.name} is ready.")
+        kind = coloured("problem", "red") if finding.fatal else coloured("advice", "yellow")
+        click.echo(f"{prefix}{kind}: {finding.problem}\n    {finding.remedy}")

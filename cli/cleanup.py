@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import math
-import sys
+import time
 
 import click
 from sqlalchemy import Engine
 
-from projector_dedup.retention import cleanup as delete_old_markers
+from projector_dedup.horizon import MAX_HOURS
+from projector_dedup.retention import COUNTED, count_expired, prune
 
+from .errors import Failed
+from .interrupts import noted
+from .log import log_json
 from .options import EXIT_CODES, Deployment, Deployments, database_options
+from .progress import counting
 
 
-def _finite(_context: click.Context, _parameter: click.Parameter, value: float) -> float:
-    if not math.isfinite(value):
-        raise click.BadParameter("it must be a finite number of hours")
+def _finite(_context: click.Context, _parameter: click.Parameter, value: float | None) -> float | None:
+    if value is not None and not math.isfinite(value):
+        raise click.BadParameter("it must be a finite number")
     return value
 
 
@@ -23,51 +28,102 @@ def _finite(_context: click.Context, _parameter: click.Parameter, value: float) 
 @database_options
 @click.option(
     "--retention-hours",
-    type=click.FloatRange(min=0, min_open=True),
+    type=click.FloatRange(min=0, min_open=True, max=MAX_HOURS),
     default=168.0,
     show_default=True,
     callback=_finite,
     help="Keep markers for this long. It must exceed the longest redelivery (broker, dead letters, manual replay): "
-    "a message that comes again after its marker was deleted is applied again.",
+    "a message that comes again after its marker was deleted is applied again. `idempotency horizon` declares it.",
 )
 @click.option(
     "--batch-size",
     type=click.IntRange(min=1),
     default=5000,
     show_default=True,
-    help="Markers deleted in one transaction. Smaller batches hold locks for a shorter time.",
+    help="Markers deleted in one transaction, about. Smaller batches hold locks for a shorter time.",
 )
-def cleanup(deployments: Deployments, retention_hours: float, batch_size: int) -> None:
+@click.option("--max-batches", type=click.IntRange(min=1), help="Stop after so many batches.")
+@click.option(
+    "--time-budget",
+    type=click.FloatRange(min=0, min_open=True, max=MAX_HOURS),
+    callback=_finite,
+    help="Stop after so many seconds, for each database.",
+)
+@click.option(
+    "--pause",
+    type=click.FloatRange(min=0, max=MAX_HOURS),
+    default=0.0,
+    show_default=True,
+    callback=_finite,
+    help="Seconds from one batch to the next, for replicas to catch up, say.",
+)
+@click.option("--handler", help="Delete the markers of this handler only, by its full name.")
+@click.option("--dry-run", is_flag=True, help=f"Delete nothing: count, up to {COUNTED:,}.")
+@click.option("--force", is_flag=True, help="Prune even below the declared redelivery horizon.")
+@click.option("--log-json", "as_json", is_flag=True, help="A JSON object a line on stdout instead of text.")
+def cleanup(
+    deployments: Deployments,
+    retention_hours: float,
+    batch_size: int,
+    max_batches: int | None,
+    time_budget: float | None,
+    pause: float,
+    handler: str | None,
+    dry_run: bool,
+    force: bool,
+    as_json: bool,
+) -> None:
     """Delete the markers of messages that were processed long ago. Meant for cron.
 
     Every batch commits by itself, so a run may be interrupted at any time and run again; several may run at once.
+    After SIGTERM or Ctrl-C the batch is finished, and the exit code is 0.
 
     \b
     Examples:
       idempotency cleanup --database-url postgresql+psycopg://app@db.example/orders
-      idempotency cleanup --retention-hours 720 --batch-size 1000
+      idempotency cleanup --retention-hours 720 --batch-size 1000 --time-budget 600
+      idempotency cleanup --dry-run
     """
+    of = f" of {handler}" if handler else ""
+    age = f"older than {retention_hours:g} hours"
 
-    def clean(deployment: Deployment, engine: Engine) -> None:
-        so_far = 0
+    def count(deployment: Deployment, engine: Engine) -> None:
+        found = count_expired(engine, retention_hours=retention_hours, tables=deployment.tables, handler=handler)
+        if as_json:
+            log_json("cleanup", deployment=str(deployment), dry_run=True, expired=found, counted_all=found < COUNTED)
+        else:
+            at_least = "at least " if found >= COUNTED else ""
+            line = f"Would delete {at_least}{found:,} marker{'' if found == 1 else 's'}{of} {age}."
+            deployments.say(deployment, line)
 
-        def progress(deleted: int) -> None:
-            nonlocal so_far
-            so_far += deleted
-            click.echo(f"\rDeleted {so_far:,} ...", nl=False, err=True)
+    def failed(url: str, failure: Failed) -> None:
+        if as_json:
+            log_json("cleanup", deployment=url, error=failure.message)
 
-        try:
-            deleted = delete_old_markers(
-                engine,
-                retention_hours=retention_hours,
-                batch_size=batch_size,
-                tables=deployment.tables,
-                on_batch=progress if sys.stderr.isatty() else None,
-            )
-        finally:
-            if so_far:
-                click.echo(err=True)
-        line = f"Deleted {deleted:,} marker{'' if deleted == 1 else 's'} older than {retention_hours:g} hours."
-        deployments.say(deployment, line)
+    with noted() as interrupted:
 
-    deployments.each(clean)
+        def clean(deployment: Deployment, engine: Engine) -> None:
+            began = time.monotonic()
+            with counting("Deleted") as progress:
+                done = prune(
+                    engine,
+                    retention_hours=retention_hours,
+                    batch_size=batch_size,
+                    tables=deployment.tables,
+                    on_batch=progress,
+                    max_batches=max_batches,
+                    time_budget=time_budget,
+                    pause=pause,
+                    handler=handler,
+                    force=force,
+                    stop=interrupted,
+                )
+            if as_json:
+                seconds = round(time.monotonic() - began, 3)
+                facts = {"deleted": done.deleted, "complete": done.complete, "seconds": seconds}
+                log_json("cleanup", deployment=str(deployment), **facts)
+                return
+            line = f"Deleted {done.deleted:,} marker{'' if done.deleted == 1 else 's'}{of} {age}"
+            deployments.say(deployment, f"{line}." if done.complete else f"{line}; {done.left}: more may be left.")
+
+        deployments.each(count if dry_run else clean, on_failure=failed)

@@ -9,34 +9,42 @@ from contextlib import contextmanager
 from multiprocessing.resource_tracker import ensure_running
 from types import FrameType
 
-_INSISTING = 3  # times that Ctrl-C is pressed by someone who will not wait for the cleanup
+_INSISTING = 3  # times that Ctrl-C is pressed by someone who will not wait
 
 
 @contextmanager
-def deferred() -> Iterator[Callable[[], None]]:
-    """In the block, Ctrl-C and SIGTERM are only noted; the function that it yields raises `KeyboardInterrupt` then.
-
-    Raised at just any instruction, in a driver's callback say, the exception could be swallowed, or interrupt the very
-    cleanup that it is to set off.
-    """
-    noted = 0
+def noted() -> Iterator[Callable[[], bool]]:
+    """In the block, Ctrl-C and SIGTERM are only noted; the function that it yields tells whether one came."""
+    count = 0
 
     def note(_signal: int, _frame: FrameType | None) -> None:
-        nonlocal noted
-        noted += 1
-        if noted >= _INSISTING:
-            raise KeyboardInterrupt
-
-    def check() -> None:
-        if noted:
+        nonlocal count
+        count += 1
+        if count >= _INSISTING:
             raise KeyboardInterrupt
 
     usual = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield check
+        yield lambda: count > 0
     finally:
         for number, handler in usual.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def deferred() -> Iterator[Callable[[], None]]:
+    """The same, but the function raises `KeyboardInterrupt` then.
+
+    Raised at just any instruction, in a driver's callback say, the exception could be swallowed, or interrupt the very
+    cleanup that it is to set off.
+    """
+    with noted() as interrupted:
+
+        def check() -> None:
+            if interrupted():
+                raise KeyboardInterrupt
+
+        yield check
 
 
 @contextmanager

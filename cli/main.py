@@ -15,7 +15,14 @@ import sqlalchemy
 from .check import check
 from .cleanup import cleanup
 from .errors import one_line, without_secrets
+from .forget import forget
+from .horizon import horizon
+from .migrate import migrate
 from .options import EXIT_CODES, debug_option
+from .rename import rename
+from .schema import schema
+from .show import show
+from .stats import show_stats
 
 
 class _Group(click.Group):
@@ -52,17 +59,18 @@ def _version() -> str:
     message=f"projector-dedup %(version)s (SQLAlchemy {sqlalchemy.__version__}, Python {platform.python_version()})",
 )
 def main() -> None:
-    """Apply each message once: see that it works, check the tables, delete old markers.
+    """Apply each message once: see that it works, check the tables, look after the markers.
 
     \b
     Examples:
       idempotency demo
       idempotency check --database-url postgresql+psycopg://app@db.example/orders
       PROJECTOR_DEDUP_DATABASE_URL=... idempotency cleanup --retention-hours 168
+      PROJECTOR_DEDUP_DATABASE_URL=... idempotency stats
     """
 
 
-for _command in (check, cleanup):
+for _command in (check, migrate, schema, cleanup, horizon, show_stats, show, forget, rename):
     main.add_command(_command)
 
 

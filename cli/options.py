@@ -14,7 +14,7 @@ from projector_dedup import DedupTables, make_tables
 from projector_dedup.tables import DEFAULT_NAME
 
 from .connect import open_engine, parse, shown
-from .errors import Failed, one_line
+from .errors import Failed, one_line, without_secrets
 
 EXIT_CODES = """\b
 Exit codes:
@@ -34,7 +34,12 @@ class Deployment:
 
     def __str__(self) -> str:
         marker = self.tables.marker.fullname
-        return shown(self.url) if marker == DEFAULT_NAME else f"{shown(self.url)}: {marker}"
+        return self.database if marker == DEFAULT_NAME else f"{self.database}: {marker}"
+
+    @property
+    def database(self) -> str:
+        """The URL, as it may be printed."""
+        return shown(self.url)
 
 
 @dataclass(frozen=True)
@@ -55,10 +60,16 @@ class Deployments:
         """One deployment's line."""
         click.echo(f"{deployment}: {line}" if self.several else line)
 
-    def each(self, act: Callable[[Deployment, Engine], None], *, create: bool = False) -> None:
+    def each(
+        self,
+        act: Callable[[Deployment, Engine], None],
+        *,
+        create: bool = False,
+        on_failure: Callable[[str, Failed], None] | None = None,
+    ) -> None:
         """Run ``act`` on one after the other; `Failed` in the end if it failed on any, in one line for each.
 
-        ``create`` lets SQLite make the file.
+        ``create`` lets SQLite make the file; ``on_failure`` is told each failure and the URL that it is about.
         """
         failures = 0
         for text in self.texts:
@@ -67,6 +78,8 @@ class Deployments:
                     with one_line(debug=self.debug):
                         self._act(act, text, schema, create)
                 except Failed as failed:
+                    if on_failure is not None:
+                        on_failure(without_secrets(text), failed)
                     if not self.several:
                         raise
                     failed.show()

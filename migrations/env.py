@@ -1,34 +1,52 @@
-"""Runs the revisions against PROJECTOR_DEDUP_DATABASE_URL, or the URL in the configuration's attributes."""
+"""Runs the revisions for one table set: that of ``migrate()``, or the default one in PROJECTOR_DEDUP_DATABASE_URL."""
 
 from __future__ import annotations
 
 import os
+from typing import Any
 
 from alembic import context
+from projector_dedup.migrations.table_sets import OPTION
 from sqlalchemy import create_engine, pool
+from sqlalchemy.engine import Connection
 
-from projector_dedup.tables import default_metadata
+from projector_dedup.dialects import dialect_of
+from projector_dedup.tables import default_tables
 
 URL = "PROJECTOR_DEDUP_DATABASE_URL"
 
+attributes = context.config.attributes
+tables = attributes.get(OPTION, default_tables)
+settings: dict[str, Any] = {
+    "target_metadata": tables.marker.metadata,
+    # Our own version table, so that the user's `alembic_version` in the same database stays theirs.
+    "version_table": f"{tables.marker.name}_alembic_version",
+    "version_table_schema": tables.marker.schema,
+}
+
 
 def _url() -> str:
-    url: str | None = context.config.attributes.get("url") or os.environ.get(URL)
+    url: str | None = attributes.get("url") or os.environ.get(URL)
     if not url:
         raise SystemExit(f"no database: set {URL}, for example to postgresql+psycopg://user@host/database")
     return url
 
 
-# Our own version table, so that the user's `alembic_version` in the same database stays theirs.
-VERSION_TABLE = "processed_message_alembic_version"
+def _run(connection: Connection) -> None:
+    dialect = dialect_of(connection)
+    context.configure(connection=connection, transactional_ddl=dialect.transactional_ddl, **settings)
+    with context.begin_transaction(), dialect.migrating(connection, tables.marker.fullname):
+        if "adopt" in attributes:
+            attributes["adopt"](context.get_context())
+        context.run_migrations()
+
 
 if context.is_offline_mode():
-    context.configure(url=_url(), literal_binds=True, target_metadata=default_metadata, version_table=VERSION_TABLE)
+    context.configure(url=_url(), literal_binds=True, **settings)
     with context.begin_transaction():
         context.run_migrations()
+elif "connection" in attributes:
+    _run(attributes["connection"])
 else:
-    engine = create_engine(_url(), poolclass=pool.NullPool)
-    with engine.connect() as connection:
-        context.configure(connection=connection, target_metadata=default_metadata, version_table=VERSION_TABLE)
-        with context.begin_transaction():
-            context.run_migrations()
+    with create_engine(_url(), poolclass=pool.NullPool).connect() as connection:
+        _run(connection)

@@ -4,6 +4,7 @@ from .dialects import configure_sqlite
 from .dispatcher import AsyncDispatcher, Dispatcher
 from .errors import (
     BatchFailed,
+    CleanupInterruptedError,
     CommitOutcomeUnknown,
     Defer,
     DeliveryFailed,
@@ -14,6 +15,7 @@ from .errors import (
     OvertakenError,
     ProjectorDedupError,
     RefusedError,
+    RetentionTooShortError,
     RetriesExhaustedError,
     TransactionViolatedError,
     UnhandledMessage,
@@ -33,6 +35,7 @@ __all__ = [
     "AsyncDispatcher",
     "AsyncUnitOfWork",
     "BatchFailed",
+    "CleanupInterruptedError",
     "CommitOutcomeUnknown",
     "DedupTables",
     "Defer",
@@ -49,6 +52,7 @@ __all__ = [
     "ProcessedMessage",
     "ProjectorDedupError",
     "RefusedError",
+    "RetentionTooShortError",
     "RetriesExhaustedError",
     "RetryPolicy",
     "TransactionViolatedError",

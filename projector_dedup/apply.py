@@ -35,21 +35,37 @@ class Part:
         self.many = len(messages) > 1
         self._entering: list[int] = []
 
-    def claimed(self, new: set[str] | bool) -> bool:
-        """Which messages are ``new``, or whether all are. Of those that come twice in here, the first is handled."""
-        self._entering = []
-        waiting = set(new) if not isinstance(new, bool) else None
-        for index, message in enumerate(self.messages):
-            if waiting is None:
-                enters = bool(new)
-            elif enters := (message_id := valid_message_id(message.id)) in waiting:
-                waiting.remove(message_id)
-            if enters:
-                self._entering.append(index)
+    def open(self, work: Work) -> bool:
+        """Begin with the claim, if there is to be one; whether anything is new.
+
+        Of messages that come twice in here, the first is handled.
+        """
+        self.at = None
+        new = self._claim(work)
+        if new is None:
+            self._entering = list(range(len(self.messages)))
+        else:
+            first = {valid_message_id(message.id): index for index, message in reversed([*enumerate(self.messages)])}
+            self._entering = sorted(first[message_id] for message_id in new)
         self.outcomes = [Outcome.DUPLICATE] * len(self.messages)
         for index in self._entering:
             self.outcomes[index] = Outcome.APPLIED
         return bool(self._entering)
+
+    def open_in(self, _session: Session, work: Work) -> bool:
+        """``open``, as ``AsyncSession.run_sync`` calls it."""
+        return self.open(work)
+
+    def _claim(self, work: Work) -> set[str] | None:
+        """The ids that are new; None if all messages are, whatever their ids."""
+        handler, first = self.handler, self.messages[0]
+        if not handler.idempotent:
+            work.begin()
+            return None
+        if not self.many:
+            return None if work.claim(first.id, handler.identity, handler.formerly, first.occurred_at) else set()
+        keys = [(message.id, message.occurred_at) for message in self.messages]
+        return work.claim_many(keys, handler.identity, handler.formerly)
 
     def calls(self, session: Any) -> Iterator[Callable[[], Any]]:
         """The handler's calls, one after the other."""
@@ -67,16 +83,7 @@ def apply(part: Part, factory: sessionmaker[Session], options: UnitOptions, poli
         uow = UnitOfWork.with_options(factory, options, keeps_rows=part.many)
         try:
             with uow:
-                if not handler.idempotent:
-                    uow.begin()
-                    new = part.claimed(True)
-                elif part.many:
-                    keys = [(message.id, message.occurred_at) for message in part.messages]
-                    new = part.claimed(uow.claim_many(keys, handler.identity))
-                else:
-                    message = part.messages[0]
-                    new = part.claimed(uow.claim(message.id, handler.identity, occurred_at=message.occurred_at))
-                if new:
+                if part.open(uow.work):
                     attempts.claimed()
                     for call in part.calls(uow.session):
                         _check_result(handler, call(), asynchronous=False)
@@ -99,16 +106,7 @@ async def aapply(
         uow = AsyncUnitOfWork.with_options(factory, options, keeps_rows=part.many)
         try:
             async with uow:
-                if not handler.idempotent:
-                    await uow.begin()
-                    new = part.claimed(True)
-                elif part.many:
-                    keys = [(message.id, message.occurred_at) for message in part.messages]
-                    new = part.claimed(await uow.claim_many(keys, handler.identity))
-                else:
-                    message = part.messages[0]
-                    new = part.claimed(await uow.claim(message.id, handler.identity, occurred_at=message.occurred_at))
-                if new:
+                if await uow.session.run_sync(part.open_in, uow.work):
                     attempts.claimed()
                     for call in part.calls(uow.session):
                         awaitable = call()

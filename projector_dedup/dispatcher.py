@@ -11,7 +11,7 @@ from .apply import Part, aapply, apply
 from .asyncio_names import AsyncSession, async_sessionmaker
 from .batch import aapply_batch, apply_batch
 from .errors import HandlerDefinitionError, UnhandledMessage
-from .handler import Handler, check_kind, options_for
+from .handler import Handler, check_kind, options_for, refuse_shared_names
 from .message import IdExtractor, Message, attribute_or_key, envelope, known_id, printable
 from .outcome import Delivery
 from .projector import handlers_of
@@ -57,10 +57,17 @@ class _Routing:
                     "of them a name of its own"
                 )
             check_kind(handler, asynchronous=self._asynchronous)
+            for other in self._handlers.values():
+                refuse_shared_names(handler, other)
             self._handlers[handler.identity] = handler
             self._options[handler.identity] = options_for(handler, shared)
         if not self._handlers:
             raise HandlerDefinitionError("a dispatcher without projectors handles nothing: give it some")
+
+    @property
+    def identities(self) -> frozenset[str]:
+        """What its handlers are, or were, called in the marker table, were they to claim."""
+        return frozenset(name for handler in self._handlers.values() for name in (handler.identity, *handler.formerly))
 
     def permit_external_transaction(self, permitted: bool) -> bool:
         """For ``testing.external_transaction``. Returns what was permitted before."""

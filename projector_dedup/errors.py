@@ -8,7 +8,8 @@
     |   |-- HandlerDefinitionError    a projector cannot be told apart, called or awaited (also a TypeError)
     |   |-- UnsupportedDatabaseError  a database, driver or pool that is not known to keep the promise
     |   |-- UnsafeSessionError        AUTOCOMMIT, a foreign transaction, a second database
-    |   `-- MissingTableError         the marker table is not there, or not the one expected
+    |   |-- MissingTableError         the marker table is not there, or not the one expected
+    |   `-- RetentionTooShortError    markers would be pruned while their messages may still be redelivered
     |-- UnhandledMessage              no handler is registered for the message
     |-- Defer                         raised by a handler: not now; everything is rolled back
     |-- OvertakenError                another delivery took one of several messages that were claimed together
@@ -17,6 +18,7 @@
     |   `-- UnlockedWriteError        a declared read model was written without having been read under lock
     |-- RetriesExhaustedError         a transient database error outlived the retry policy
     |-- CommitOutcomeUnknown          the connection was lost during COMMIT and no retry could ask
+    |-- CleanupInterruptedError       pruning met an error that did not pass; what it had deleted stays deleted
     |-- DeliveryFailed                several handlers: the failures together (an ExceptionGroup)
     `-- BatchFailed                   some messages of a batch: the failures together (an ExceptionGroup)
 
@@ -61,6 +63,13 @@ class UnsafeSessionError(RefusedError):
 
 class MissingTableError(RefusedError):
     """The marker table is missing, or is not the table that this version expects."""
+
+
+class RetentionTooShortError(RefusedError, ValueError):
+    """Markers would be pruned while their messages may still be redelivered, and those be applied again.
+
+    Prune with a longer retention; or declare the horizon anew, if messages do not come again as late as that.
+    """
 
 
 class UnhandledMessage(ProjectorDedupError):
@@ -111,6 +120,20 @@ class CommitOutcomeUnknown(ProjectorDedupError):
 
     Do not acknowledge. For an idempotent projector a redelivery finds out; for any other it may apply twice.
     """
+
+
+class CleanupInterruptedError(ProjectorDedupError):
+    """A database error, the ``__cause__``, kept a batch from being deleted, time and again. Run the cleanup again.
+
+    ``deleted`` markers were deleted before, and stay deleted.
+    """
+
+    def __init__(self, message: str, deleted: int) -> None:
+        super().__init__(message)
+        self.deleted = deleted
+
+    def __reduce__(self) -> tuple[Any, ...]:  # an exception is made again from its args, which lack the count
+        return type(self), (*self.args, self.deleted), vars(self)
 
 
 class DeliveryFailed(ProjectorDedupError, ExceptionGroup[Exception]):

@@ -22,7 +22,18 @@ class On:
     name: str | None
     subclasses: bool
     envelope: bool
+    formerly: tuple[str, ...]
     batch: bool
+
+    @property
+    def former_parts(self) -> tuple[str, ...]:
+        """What the method's part of the identity has been."""
+        return tuple(name for name in self.formerly if "." not in name)
+
+    @property
+    def former_identities(self) -> tuple[str, ...]:
+        """What the whole identity has been: the handler comes from another projector."""
+        return tuple(name for name in self.formerly if "." in name)
 
 
 @dataclass(frozen=True)
@@ -33,6 +44,7 @@ class Settings:
     name: str | None
     read_models: tuple[type[Any], ...]
     isolation: str | None
+    formerly: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -43,6 +55,7 @@ class Handler:
     function: Callable[[Any, Any], Any]
     on: On
     projector: Settings
+    formerly: tuple[str, ...] = ()  #: identities under which other versions of it may have applied a message
 
     @property
     def idempotent(self) -> bool:
@@ -80,6 +93,19 @@ def check_kind(handler: Handler, *, asynchronous: bool) -> None:
     if handler.is_async != asynchronous:
         has, wants = ("async def", "AsyncDispatcher") if handler.is_async else ("plain def", "Dispatcher")
         raise HandlerDefinitionError(f"{handler.identity} is {has}: deliver it through {wants}")
+
+
+def refuse_shared_names(one: Handler, other: Handler) -> None:
+    """Refuse two handlers that claim one message under one name: the second would find the first one's marker."""
+    shared = {one.identity, *one.formerly} & {other.identity, *other.formerly}
+    if not (shared and one.idempotent and other.idempotent):
+        return
+    if set(one.on.routes).isdisjoint(other.on.routes) and not (one.on.subclasses or other.on.subclasses):
+        return  # a handler that was split by event: no message comes to both
+    raise HandlerDefinitionError(
+        f"{one.identity} and {other.identity} both claim messages as {min(shared)}, so that each would skip what the "
+        "other applied; name it in the formerly=[...] of the one that goes on with its read model"
+    )
 
 
 def options_for(handler: Handler, options: UnitOptions | None = None) -> UnitOptions:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from datetime import UTC, datetime
 from functools import cache
 from typing import Any, TypeVar
@@ -13,16 +13,23 @@ from sqlalchemy.exc import DBAPIError, UnboundExecutionError
 from sqlalchemy.orm import Session, scoped_session
 from sqlalchemy.sql import Executable
 
-from .dialects import Dialect, Failure, Key, Status, dialect_of, key_of, same_key
+from .dialects import Dialect, Failure, Key, Status, dialect_of, handler_parameters, key_of, same_key
 from .errors import InProgress, MissingTableError, RefusedError, UnsafeSessionError
-from .message import valid_handler, valid_message_id
+from .message import valid_formerly, valid_handler, valid_message_id
 from .probe import try_within
 from .tables import DedupTables, default_tables
 
 T = TypeVar("T")
 
 
-def claim(session: Session, message_id: object, handler: str, *, tables: DedupTables = default_tables) -> bool:
+def claim(
+    session: Session,
+    message_id: object,
+    handler: str,
+    *,
+    formerly: Collection[str] = (),
+    tables: DedupTables = default_tables,
+) -> bool:
     """Claim a message in a transaction that the caller owns and commits: True if it is new, False if a duplicate.
 
     The marker commits or rolls back with whatever else the caller writes in that transaction. A concurrent claim of
@@ -30,13 +37,17 @@ def claim(session: Session, message_id: object, handler: str, *, tables: DedupTa
     caller runs the whole transaction again. Pending objects of the session are not flushed. For an ``AsyncSession``:
     ``await session.run_sync(claim, message_id, handler)``.
 
+    With ``formerly``, names that the handler had before, the message is claimed under these too, and new only if it
+    is new under each. Of a duplicate, a caller that commits may leave a marker under a name that had none, which is
+    as true: the message was applied.
+
     Nothing watches what else happens in the transaction; that, and retries, are what ``UnitOfWork`` adds.
 
     Raises ``RefusedError`` before anything is written: an id that is none, AUTOCOMMIT, an open savepoint (rolling
     back to it would take the marker without the caller's noticing), no bind or another bind for the marker table,
     a ``schema_translate_map`` that says nothing of it.
     """
-    key = marker_key(valid_message_id(message_id), valid_handler(handler))
+    key, former_names = marker_key(valid_message_id(message_id), valid_handler(handler)), valid_formerly(formerly)
     given: object = session
     if isinstance(given, scoped_session):
         session = given()
@@ -65,7 +76,7 @@ def claim(session: Session, message_id: object, handler: str, *, tables: DedupTa
     if dialect.untried:
         try_within(connection, dialect, tables)
     dialect.begin(connection, tables.marker, None)
-    return insert_marker(connection, dialect, tables, key)
+    return insert_marker(connection, dialect, tables, key, former_names)
 
 
 def insert_marker(
@@ -73,14 +84,23 @@ def insert_marker(
     dialect: Dialect,
     tables: DedupTables,
     key: Mapping[str, Any],
+    formerly: Collection[str] = (),
+    *,
     wait: float | None = None,
 ) -> bool:
     """One statement checks and writes. What is neither new nor a duplicate raises."""
-    statement = _claim_statement(dialect, tables.marker, wait is not None)
+    # In one order, whoever claims which of them: or two claims could each wait for a name that the other holds.
+    names = sorted({key["handler"], *formerly})
+    if len(names) > 1:
+        named = dict(zip(handler_parameters(len(names)), names, strict=True))
+        key = {name: value for name, value in key.items() if name != "handler"} | named
+    statement = _claim_statement(dialect, tables.marker, wait is not None, len(names))
     parameters = {**key, **_bounds(wait)}
-    return _inserted(
-        connection, dialect, tables, wait, lambda: dialect.claim(connection, statement, tables.marker, parameters)
-    )
+
+    def insert() -> bool:
+        return dialect.claim(connection, statement, tables.marker, parameters, names=len(names))
+
+    return _inserted(connection, dialect, tables, wait, insert)
 
 
 def insert_markers(
@@ -175,8 +195,8 @@ def bind_of_marker(session: Session, tables: DedupTables) -> object:
 
 
 @cache
-def _claim_statement(dialect: Dialect, marker: Table, bounded: bool) -> Executable:
-    return dialect.claim_statement(marker, bounded=bounded)
+def _claim_statement(dialect: Dialect, marker: Table, bounded: bool, names: int) -> Executable:
+    return dialect.claim_statement(marker, bounded=bounded, names=names)
 
 
 @cache

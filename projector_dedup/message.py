@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
@@ -65,6 +65,13 @@ def valid_message_id(value: object) -> str:
 def valid_handler(identity: str) -> str:
     """The identity itself, or ``RefusedError`` if it could not be a key."""
     return _bounded(identity, "a handler's identity", MAX_HANDLER_BYTES, RefusedError)
+
+
+def valid_formerly(names: object, error: type[RefusedError] = RefusedError) -> tuple[str, ...]:
+    """Former names, each once and in the order of code points, in which every claim takes them; or ``error``."""
+    if isinstance(names, str) or not isinstance(names, Collection) or not all(isinstance(name, str) for name in names):
+        raise error('formerly is a list of names, as in formerly=["billing.projections.Totals"]')
+    return tuple(sorted({_bounded(name, "a former name", MAX_HANDLER_BYTES, error) for name in names}))
 
 
 def _bounded(text: str, what: str, limit: int, error: type[RefusedError]) -> str:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
+from itertools import product
 from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 from sqlalchemy.orm import Session, sessionmaker
@@ -13,7 +15,7 @@ from .apply import Part, aapply, apply
 from .asyncio_names import AsyncSession, async_sessionmaker
 from .errors import HandlerDefinitionError, UnhandledMessage
 from .handler import Handler, On, Settings, check_kind, options_for
-from .message import Route, attribute_or_key, envelope, known_id, valid_handler
+from .message import Route, attribute_or_key, envelope, known_id, valid_formerly, valid_handler
 from .outcome import Delivery
 from .retry import RetryPolicy
 from .sessions import check_session_factory
@@ -28,11 +30,18 @@ _PROJECTOR = "__projector_dedup_projector__"
 
 
 def on(
-    *events: Route, name: str | None = None, subclasses: bool = False, envelope: bool = False, batch: bool = False
+    *events: Route,
+    name: str | None = None,
+    formerly: Collection[str] = (),
+    subclasses: bool = False,
+    envelope: bool = False,
+    batch: bool = False,
 ) -> Callable[[F], F]:
     """Mark a method, or a function, as the handler of events: classes (the exact type) or names.
 
-    ``name`` pins the method's part of the identity, so that it can be renamed. ``subclasses`` also takes events of
+    ``name`` pins the method's part of the identity, so that it can be renamed; ``formerly`` lists what that part was
+    before, or, with a dot in it, the whole identity of a handler that comes from another projector: while it is
+    there, code of both names may run at once (README, "Renaming a projector"). ``subclasses`` also takes events of
     derived classes. ``envelope`` hands over the ``Message`` instead of its body. The handler is called
     ``(event, session)``; it must not commit. ``batch`` calls it ``(events, session)`` instead, with the list of all
     that ``deliver_batch`` found new, in their order, for work by sets; ``deliver`` gives a list of one.
@@ -40,8 +49,10 @@ def on(
     if not events or not all(isinstance(event, (type, str)) for event in events):
         raise HandlerDefinitionError("@on takes the events it handles: classes or names, as in @on(PaymentReceived)")
 
+    former = valid_formerly(formerly, HandlerDefinitionError)
+
     def mark(function: F) -> F:
-        setattr(function, _ON, On(events, name, subclasses, envelope, batch))
+        setattr(function, _ON, On(events, name, subclasses, envelope, former, batch))
         return function
 
     return mark
@@ -56,6 +67,7 @@ def projector(
     *,
     idempotent: bool = ...,
     name: str | None = ...,
+    formerly: Collection[str] = ...,
     read_models: Sequence[type[Any]] = ...,
     isolation: str | None = ...,
 ) -> _Decorator: ...
@@ -65,6 +77,7 @@ def projector(
     *,
     idempotent: bool = False,
     name: str | None = None,
+    formerly: Collection[str] = (),
     read_models: Sequence[type[Any]] = (),
     isolation: str | None = None,
 ) -> Any:
@@ -72,14 +85,17 @@ def projector(
 
     ``idempotent=True``: each message is applied once, by a marker that commits with the handler's writes. Without
     it, handlers run in a unit of work all the same, but no marker is read or written and no table is needed.
-    ``name`` pins the identity, so that the class can be moved; without it, it is ``module.Class``. ``read_models``
-    names entities that many workers hit at once: they are read under lock (docs/adr/0003-lost-updates.md).
-    ``isolation`` overrides the transaction's isolation level.
+    ``name`` pins the identity, so that the class can be moved; without it, it is ``module.Class``. ``formerly``
+    lists what it was before the class was renamed or moved (of a function, the whole identity): each message is then
+    claimed under these names too, so that code of both names may run at once. ``read_models`` names entities that many
+    workers hit at once: they are read under lock (docs/adr/0003-lost-updates.md). ``isolation`` overrides the
+    transaction's isolation level.
     """
     given: object = read_models
     if not isinstance(given, Sequence) or not all(hasattr(model, "__mapper__") for model in given):
         raise HandlerDefinitionError("read_models is a list of mapped classes, as in read_models=[Totals]")
-    settings = Settings(idempotent, name, tuple(read_models), isolation)
+    former = valid_formerly(formerly, HandlerDefinitionError)
+    settings = Settings(idempotent, name, tuple(read_models), isolation, former)
     decorate = _Decorator(settings)
     return decorate if target is None else decorate(target)
 
@@ -111,10 +127,12 @@ class FunctionProjector(Generic[P, R]):
             raise HandlerDefinitionError(
                 f"{function.__qualname__} is not under @on: write @projector(...) above @on(Event) above the function"
             )
+        owner = settings.name or function.__module__
         identity = settings.name or f"{function.__module__}.{function.__qualname__}"
         if marked.name is not None:
-            identity = f"{settings.name or function.__module__}.{marked.name}"
-        self.handler = _handler(identity, function, marked, settings, pinned=_pinned(function, settings))
+            identity = f"{owner}.{marked.name}"
+        former = {*settings.formerly, *_joined([owner], marked.former_parts)}
+        self.handler = _handler(identity, former, function, marked, settings, pinned=_pinned(function, settings))
         self._options = options_for(self.handler)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -161,10 +179,10 @@ def handlers_of(target: Any) -> list[Handler]:
     settings: Settings | None = getattr(cls, _PROJECTOR, None)
     if settings is None:
         raise HandlerDefinitionError(f"{cls.__qualname__} is not a projector; decorate it with @projector(...)")
-    if _PROJECTOR not in vars(cls):  # inherited: a pinned name stays with the class that pinned it
-        settings = Settings(settings.idempotent, None, settings.read_models, settings.isolation)
-    marked = {
-        name: getattr(function, _ON)
+    if _PROJECTOR not in vars(cls):  # inherited: names, former ones too, stay with the class that they were given to
+        settings = replace(settings, name=None, formerly=())
+    marked: dict[str, On] = {
+        name: _inherited(getattr(function, _ON), base, cls)
         for base in reversed(cls.__mro__)
         for name, member in vars(base).items()
         for function in (member, getattr(member, "__func__", None))  # @on may be under @staticmethod or @classmethod
@@ -173,17 +191,36 @@ def handlers_of(target: Any) -> list[Handler]:
     if not marked:
         raise HandlerDefinitionError(f"{cls.__qualname__} has no handler; mark its methods with @on(Event)")
     owner = settings.name or f"{cls.__module__}.{cls.__qualname__}"
+    owners, pinned = [owner, *settings.formerly], _pinned(cls, settings)
     return [
-        _handler(f"{owner}.{on.name or name}", getattr(target, name), on, settings, pinned=_pinned(cls, settings))
+        _handler(
+            f"{owner}.{on.name or name}",
+            _joined(owners, [on.name or name, *on.former_parts]),
+            getattr(target, name),
+            on,
+            settings,
+            pinned=pinned,
+        )
         for name, on in marked.items()
     ]
+
+
+def _inherited(on: On, base: type[Any], cls: type[Any]) -> On:
+    """Whose messages a handler of another projector applied is for the projector to say that says so, not its heirs."""
+    return replace(on, formerly=on.former_parts) if base is not cls and _PROJECTOR in vars(base) else on
+
+
+def _joined(owners: Iterable[str], parts: Iterable[str]) -> set[str]:
+    return {f"{owner}.{part}" for owner, part in product(owners, parts)}
 
 
 def _pinned(target: Any, settings: Settings) -> bool:
     return settings.name is not None or not (target.__module__ == "__main__" or "<" in target.__qualname__)
 
 
-def _handler(identity: str, function: Callable[..., Any], on: On, settings: Settings, *, pinned: bool) -> Handler:
+def _handler(
+    identity: str, former: set[str], function: Callable[..., Any], on: On, settings: Settings, *, pinned: bool
+) -> Handler:
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         raise HandlerDefinitionError(f"{identity} is a generator: calling it would run nothing; do not yield in it")
     if settings.idempotent and not pinned:
@@ -191,4 +228,10 @@ def _handler(identity: str, function: Callable[..., Any], on: On, settings: Sett
             f"{identity} would have another identity when it runs from another place, and messages would be applied "
             'again; pin it with @projector(idempotent=True, name="...")'
         )
-    return Handler(valid_handler(identity), function, on, settings)
+    if (settings.formerly or on.formerly) and not settings.idempotent:
+        raise HandlerDefinitionError(
+            f"{identity} has former names, but no markers under any name: formerly=[...] needs "
+            "@projector(idempotent=True)"
+        )
+    former_identities = valid_formerly({*former, *on.former_identities} - {identity}, HandlerDefinitionError)
+    return Handler(valid_handler(identity), function, on, settings, former_identities)

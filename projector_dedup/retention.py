@@ -2,58 +2,217 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Any, TypedDict, Unpack
 
+from sqlalchemy import Select, func, literal_column, select
 from sqlalchemy.engine import Engine
+from sqlalchemy.exc import DBAPIError
 
-from .dialects import dialect_of
-from .errors import UnsupportedDatabaseError
+from .cleaning import Batches
+from .dialects import Expired, dialect_of, is_expired
+from .horizon import check_hours, refuse_short_retention
+from .message import printable
+from .retry import RetryPolicy
 from .schema import verify
+from .state import CLEANED_AT, PRUNED_UNTIL, RETENTION, read_state, write_state
 from .tables import DedupTables, default_tables
 
-MAX_RETENTION_HOURS = 24 * 366 * 100
+logger = logging.getLogger("projector_dedup")
+
+COUNTED = 1_000_000  #: expired markers, at which a dry run stops counting
+_ALERT = 0.1  # seconds after which ``stop`` is asked again during a pause
 
 
-def cleanup(
+@dataclass(frozen=True)
+class Pruned:
+    """What a run did. ``left`` says why expired markers may be left, None if none was to be seen."""
+
+    deleted: int
+    left: str | None
+
+    @property
+    def complete(self) -> bool:
+        """Whether no expired marker was left."""
+        return self.left is None
+
+
+class Bounds(TypedDict, total=False):
+    """What ``cleanup`` and ``prune`` take; ``prune`` has the defaults, and says what each means."""
+
+    retention_hours: float
+    batch_size: int
+    tables: DedupTables
+    on_batch: Callable[[int], None] | None
+    max_batches: int | None
+    time_budget: float | None
+    pause: float
+    handler: str | None
+    force: bool
+    stop: Callable[[], bool] | None
+    retry: RetryPolicy
+
+
+def cleanup(engine: Engine, **bounds: Unpack[Bounds]) -> int:
+    """Delete the markers processed more than ``retention_hours`` (168) ago; returns how many.
+
+    It takes, promises and raises what ``prune`` does, which also says whether any are left.
+    """
+    return prune(engine, **bounds).deleted
+
+
+def prune(
     engine: Engine,
     *,
     retention_hours: float = 168,
     batch_size: int = 5_000,
     tables: DedupTables = default_tables,
     on_batch: Callable[[int], None] | None = None,
-) -> int:
-    """Delete the markers processed more than ``retention_hours`` ago, by the database's clock; returns how many.
+    max_batches: int | None = None,
+    time_budget: float | None = None,
+    pause: float = 0.0,
+    handler: str | None = None,
+    force: bool = False,
+    stop: Callable[[], bool] | None = None,
+    retry: RetryPolicy = RetryPolicy(),  # noqa: B008  # immutable
+) -> Pruned:
+    """Delete the markers processed more than ``retention_hours`` ago, by the database's clock, as the run begins.
 
-    Every batch of ``batch_size`` markers is a short transaction of its own, so a run can be stopped at any time;
-    ``on_batch`` is told the size of each. A message that is redelivered after its marker was pruned is applied
-    *again*: the retention must exceed the longest redelivery (broker, dead-letter queue, manual replay).
+    Every batch of about ``batch_size`` markers is a short transaction of its own, so a run can be stopped at any
+    time, and several may run at once; ``on_batch`` is told the size of each. A message that is redelivered after its
+    marker was pruned is applied *again*: the retention must exceed the longest redelivery (``declare_horizon``).
 
-    Raises ``ValueError`` for a retention or batch that is not positive, ``MissingTableError`` for a missing table,
-    ``UnsupportedDatabaseError`` for an engine that a dispatcher would refuse too.
+    The run ends when no expired marker is to be seen any more; markers that somebody else holds are waited for, as
+    long as ``retry`` says. Or earlier: after ``max_batches``, after ``time_budget`` seconds, or when ``stop``, which
+    is asked between batches, says so; ``pause`` is the seconds from one batch to the next. ``handler`` is the only
+    one whose markers go.
+
+    Raises ``ValueError`` for a bound that cannot be meant, ``RetentionTooShortError`` for a retention below the
+    declared horizon unless ``force``, ``MissingTableError`` for a missing table, ``UnsupportedDatabaseError`` for an
+    engine that a dispatcher would refuse too, ``CleanupInterruptedError`` where an error outlived ``retry``.
     """
-    if not 0 < retention_hours <= MAX_RETENTION_HOURS:
-        raise ValueError(
-            f"retention_hours must be positive and at most {MAX_RETENTION_HOURS} (a century), not {retention_hours:g}"
-        )
-    if batch_size < 1:
-        raise ValueError(f"batch_size must be at least 1, not {batch_size}")
+    _check_bounds(retention_hours, batch_size, max_batches, time_budget, pause)
     verify(engine, tables)
     dialect = dialect_of(engine)
     dialect.prepare(engine)
-    level = {} if dialect.pruning_isolation is None else {"isolation_level": dialect.pruning_isolation}
-    statement = dialect.prune_statement(tables.marker)
-    bounds = {"seconds": retention_hours * 3600, "batch_size": batch_size}
-    total = 0
+    if not force:
+        refuse_short_retention(engine, retention_hours, tables=tables)
+    deadline = None if time_budget is None else time.monotonic() + time_budget
+    run = Batches(engine, dialect, retry)
+    now = run.attempt(dialect.now)
+    expired = Expired(tables.marker, now - timedelta(hours=retention_hours), handler, batch_size)
+
+    def ended() -> str | None:
+        if stop is not None and stop():
+            return "it was told to stop"
+        if max_batches is not None and run.number >= max_batches:
+            return f"{max_batches} batches were all it was to delete"
+        if deadline is not None and time.monotonic() >= deadline:
+            return f"its {time_budget:g} seconds were over"
+        return None
+
+    left = _delete_all(run, expired, ended, pause=pause, stop=stop, on_batch=on_batch)
+    if left is None and handler is None:
+        _record(engine, tables, expired.cutoff, retention_hours)
+    return Pruned(run.deleted, left)
+
+
+def count_expired(
+    engine: Engine,
+    *,
+    retention_hours: float = 168,
+    tables: DedupTables = default_tables,
+    handler: str | None = None,
+    up_to: int = COUNTED,
+) -> int:
+    """How many markers ``prune`` would delete now; it counts to ``up_to`` and no further, which then means at least."""
+    check_hours("retention_hours", retention_hours)
+    verify(engine, tables)
+    dialect = dialect_of(engine)
+    with engine.connect() as connection:
+        expired = Expired(tables.marker, dialect.now(connection) - timedelta(hours=retention_hours), handler, up_to)
+        some: Select[Any] = select(literal_column("1").label("one")).select_from(tables.marker).limit(up_to)
+        some = some.where(is_expired(tables.marker, of_handler=handler is not None))
+        statement = select(func.count()).select_from(some.subquery("expired"))
+        return connection.execute(statement, expired.bounds).scalar_one()
+
+
+def _check_bounds(
+    retention_hours: float, batch_size: int, max_batches: int | None, time_budget: float | None, pause: float
+) -> None:
+    check_hours("retention_hours", retention_hours)
+    for name, number in (("batch_size", batch_size), ("max_batches", max_batches)):
+        if number is not None and number < 1:
+            raise ValueError(f"{name} must be at least 1, not {number}")
+    if time_budget is not None:
+        check_hours("time_budget, in hours,", time_budget / 3600)
+    if pause != 0:
+        check_hours("pause, in hours,", pause / 3600)
+
+
+def _delete_all(
+    run: Batches,
+    expired: Expired,
+    ended: Callable[[], str | None],
+    *,
+    pause: float,
+    stop: Callable[[], bool] | None,
+    on_batch: Callable[[int], None] | None,
+) -> str | None:
+    """Round after round, until a look finds nothing; returns why there may be something left, if so."""
+    route = run.attempt(lambda connection: run.dialect.pruning_route(connection, expired))
+    held_since: float | None = None
+    looked = 0
     while True:
-        with engine.connect() as connection, connection.execution_options(**level).begin():
-            deleted = connection.execute(statement, bounds).rowcount
-        if deleted < 0:
-            raise UnsupportedDatabaseError(
-                "a batch was deleted, but the driver does not say of how many markers, so the last one would not be "
-                "known; delete from the table by a statement of your own"
+        before = run.deleted
+        for parameters in route.batches:
+            if (why := ended()) is not None:
+                return why
+            deleted = run.delete(route, parameters)
+            if deleted:
+                if on_batch is not None:
+                    on_batch(deleted)
+                _rest(pause, stop)
+            elif route.until_empty:
+                break
+        if not run.left(route, expired):
+            return None
+        if run.deleted > before or held_since is None:
+            held_since, looked = time.monotonic(), 0
+        looked += 1
+        if time.monotonic() - held_since > run.retry.within:
+            return "somebody else holds expired markers"
+        _rest(run.retry.delay(looked), stop)
+        route = run.dialect.index_route(expired)
+
+
+def _rest(seconds: float, stop: Callable[[], bool] | None) -> None:
+    end = time.monotonic() + seconds
+    while (left := end - time.monotonic()) > 0 and not (stop is not None and stop()):
+        time.sleep(min(left, _ALERT))
+
+
+def _record(engine: Engine, tables: DedupTables, cutoff: datetime, retention_hours: float) -> None:
+    """Write down that nothing older than the cut-off is kept; a run that had deleted all has not failed without it."""
+    try:
+        with engine.begin() as connection:
+            until = max(_moment(cutoff), read_state(connection, tables).get(PRUNED_UNTIL, ""))
+            now = _moment(dialect_of(engine).now(connection))
+            write_state(
+                connection, tables, {RETENTION: repr(float(retention_hours)), CLEANED_AT: now, PRUNED_UNTIL: until}
             )
-        if not deleted:
-            return total
-        total += deleted
-        if on_batch is not None:
-            on_batch(deleted)
+    except DBAPIError as error:
+        logger.warning(
+            "the markers were pruned, but %s could not be written, so `idempotency check` cannot tell that they were: "
+            "%s; grant SELECT, INSERT, UPDATE and DELETE on it",
+            tables.state.fullname,
+            printable(str(error.orig))[:300],
+        )
+
+
+def _moment(moment: datetime) -> str:
+    return moment.astimezone(UTC).isoformat(timespec="microseconds")

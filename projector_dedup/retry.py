@@ -43,6 +43,10 @@ class RetryPolicy:
         if self.attempts < 1 or self.within < 0 or self.unique_violations < 0 or self.base < 0 or self.cap < 0:
             raise ValueError("RetryPolicy: attempts must be at least 1, and no other value negative")
 
+    def delay(self, number: int) -> float:
+        """The seconds to wait after attempt ``number`` has failed."""
+        return random.uniform(0, min(self.cap, self.base * 2 ** min(number, 30)))  # noqa: S311  # no secret
+
 
 class Attempts:
     """The attempts at one message by one handler: what happened so far decides what an error means now."""
@@ -89,8 +93,7 @@ class Attempts:
                 self._violations[violation] += 1
                 if self._violations[violation] > self._policy.unique_violations:
                     raise error
-        ceiling = min(self._policy.cap, self._policy.base * 2 ** min(self.number, 30))
-        delay = random.uniform(0, ceiling)  # noqa: S311  # no secret
+        delay = self._policy.delay(self.number)
         if self.number >= self._policy.attempts or time.monotonic() + delay > self._deadline:
             if self.unknown is not None:
                 raise self.unknown

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass
 
 from sqlalchemy import Table, inspect
 from sqlalchemy.engine import Connection, Engine
@@ -11,30 +10,44 @@ from sqlalchemy.exc import DBAPIError
 
 from .dialects import Failure, dialect_of
 from .errors import MissingTableError, RefusedError
+from .findings import Finding, advice
 from .markers import insert_marker, marker_key
 from .probe import LOOK_ALIKES, try_out
-from .tables import DedupTables, default_tables, full_name
-
-
-@dataclass(frozen=True)
-class Finding:
-    """Something to mend; ``fatal`` if deliveries fail or could be lost before it is."""
-
-    problem: str
-    remedy: str
-    fatal: bool = True
+from .state import SCHEMA_VERSION, read_state
+from .tables import SCHEMA, DedupTables, default_tables, full_name
 
 
 def check(engine: Engine, tables: DedupTables = default_tables) -> list[Finding]:
     """Everything that is wrong with the tables in this database; an empty list means that all is well."""
     with engine.connect() as connection:
-        findings = [
-            finding for table in (tables.marker, tables.state) for finding in _check_table(connection, table, tables)
-        ]
-        if not any(finding.fatal for finding in findings):
-            findings += _check_comparison(connection, tables)
-        findings += [Finding(problem, remedy, fatal=False) for problem, remedy in dialect_of(engine).advice(connection)]
+        return _check_tables(connection, tables) + dialect_of(engine).findings(connection, tables.marker)
+
+
+def _check_tables(connection: Connection, tables: DedupTables) -> list[Finding]:
+    findings = [
+        finding for table in (tables.marker, tables.state) for finding in check_table(connection, table, tables)
+    ]
+    if not any(finding.fatal for finding in findings):
+        findings += _check_version(connection, tables)
+        findings += _check_comparison(connection, tables)
     return findings
+
+
+def _check_version(connection: Connection, tables: DedupTables) -> list[Finding]:
+    """Where nobody has written one, the tables are the user's own, and what they look like decides."""
+    written = read_state(connection, tables).get(SCHEMA_VERSION)
+    if written is None or written == str(SCHEMA):
+        return []
+    problem = f"{full_name(tables.marker, connection)} is at schema version {written}, and this code is for {SCHEMA}"
+    migrate = "run `idempotency migrate`, or `alembic upgrade heads` where your Alembic owns the tables"
+    if not written.isdecimal():
+        known = f"{SCHEMA_VERSION!r} of {full_name(tables.state, connection)}"
+        return [Finding(problem, f"somebody else wrote {known}; set it to what `idempotency schema` inserts there")]
+    if int(written) > SCHEMA:
+        return [Finding(problem, "upgrade projector-dedup here: a newer version of it has migrated the tables")]
+    if int(written) < SCHEMA - 1:
+        return [Finding(problem, f"it works on {SCHEMA - 1} too, but on nothing older; {migrate}")]
+    return [Finding(problem, f"it works on both; once nothing older runs any more, {migrate}", fatal=False)]
 
 
 def _check_comparison(connection: Connection, tables: DedupTables) -> list[Finding]:
@@ -55,20 +68,23 @@ def _check_comparison(connection: Connection, tables: DedupTables) -> list[Findi
     except DBAPIError as error:
         if dialect.classify(error) is Failure.UNIQUE:
             return [merges]
-        return [Finding(f"no marker could be inserted to try the table: {type(error).__name__}", remedy, fatal=False)]
+        return [advice(f"no marker could be inserted to try the table: {type(error).__name__}", remedy)]
     finally:
         connection.rollback()
     return [] if all(new) else [merges]
 
 
 def verify(engine: Engine, tables: DedupTables = default_tables) -> None:
-    """Raise ``MissingTableError`` for the first fatal finding."""
-    for finding in check(engine, tables):
+    """Raise ``MissingTableError`` for the first fatal finding about the tables themselves."""
+    with engine.connect() as connection:
+        findings = _check_tables(connection, tables)
+    for finding in findings:
         if finding.fatal:
             raise MissingTableError(f"{finding.problem}; {finding.remedy}")
 
 
-def _check_table(connection: Connection, table: Table, tables: DedupTables) -> list[Finding]:
+def check_table(connection: Connection, table: Table, tables: DedupTables) -> list[Finding]:
+    """What is wrong with the structure of one of the two."""
     inspector, schema, name = inspect(connection), connection.schema_for_object(table), full_name(table, connection)
     if not inspector.has_table(table.name, schema=schema):
         return [Finding(f"the table {name} is missing", tables.remedy(connection))]
@@ -101,11 +117,5 @@ def _check_table(connection: Connection, table: Table, tables: DedupTables) -> l
     for index in table.indexes:
         first = next(iter(index.columns)).name
         if not any(found["column_names"][:1] == [first] for found in inspector.get_indexes(table.name, schema=schema)):
-            findings.append(
-                Finding(
-                    f"{name} has no index on {first}",
-                    "create it, or cleanup reads the whole table",
-                    fatal=False,
-                )
-            )
+            findings.append(advice(f"{name} has no index on {first}", "create it, or cleanup reads the whole table"))
     return findings

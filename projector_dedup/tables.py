@@ -13,6 +13,8 @@ from .dialects.columns import TABLE_OPTIONS, exact_text, moment, utc_now
 from .message import MAX_HANDLER_BYTES, MAX_MESSAGE_ID_BYTES
 
 DEFAULT_NAME = "processed_message"
+SCHEMA = 1  #: version of what make_tables() makes; this code works on the one before, too
+MAX_NAME_BYTES = 63 - len("_alembic_version_pkc")  #: PostgreSQL cuts what is longer, silently
 
 
 @dataclass(frozen=True)
@@ -24,12 +26,18 @@ class DedupTables:
 
     def remedy(self, connection: Connection) -> str:
         """What creates them where ``connection`` looks for them, for the text of errors."""
-        given = "" if self.marker.name == DEFAULT_NAME else f", name={self.marker.name!r}"
-        given += "" if self.marker.schema is None else f", schema={self.marker.schema!r}"
-        elsewhere = "" if given else ", or with the Alembic migration (`alembic upgrade head`)"
-        if connection.schema_for_object(self.marker) != self.marker.schema:
-            elsewhere = ", on the engine that has this schema_translate_map"
-        return f"create it with make_tables(metadata{given}) and metadata.create_all(engine){elsewhere}"
+        schema, given, options = connection.schema_for_object(self.marker), "", ""
+        if self.marker.name != DEFAULT_NAME:
+            given, options = f", name={self.marker.name!r}", f" --table {self.marker.name}"
+        if schema is not None:
+            options += f" --schema {schema}"
+        if self.marker.schema is not None:
+            given += f", schema={self.marker.schema!r}"
+        elsewhere = ", on the engine that has this schema_translate_map" if schema != self.marker.schema else ""
+        return (
+            f"create it with `idempotency migrate{options}` (`idempotency schema{options}` prints the DDL), or with "
+            f"make_tables(metadata{given}) and your own migration or metadata.create_all(engine){elsewhere}"
+        )
 
     def mending(self, connection: Connection) -> str:
         """What makes them right where they are there and wrong."""
@@ -49,8 +57,15 @@ class DedupTables:
 def make_tables(metadata: MetaData, name: str = DEFAULT_NAME, schema: str | None = None) -> DedupTables:
     """Add the marker table ``name`` and ``<name>_state`` to the user's own ``MetaData``.
 
-    Pass the result as ``tables=`` wherever the name or schema differs from the default.
+    Pass the result as ``tables=`` wherever the name or schema differs from the default. Several may share a database.
+
+    Raises ``ValueError`` for a name of more than 43 bytes, because some database would cut those of its indexes.
     """
+    if not 0 < len(name.encode()) <= MAX_NAME_BYTES:
+        raise ValueError(
+            f"the name of the marker table has {len(name.encode())} bytes, and must have 1 to {MAX_NAME_BYTES}: those "
+            f"of its indexes are made from it, and no database may cut them; choose another than {name!r}"
+        )
     marker = Table(
         name,
         metadata,

@@ -7,7 +7,7 @@ What is asyncio's own, cancellation, is in ``AsyncUnitOfWork``.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Collection, Coroutine, Iterable, Sequence
 from datetime import datetime
 from types import TracebackType
 from typing import Any, ClassVar, Generic, Self, TypeVar
@@ -84,20 +84,36 @@ class UnitOfWork(_Opening[sessionmaker[Session]]):
     def __enter__(self) -> Self:
         return self
 
-    def claim(self, message_id: object, handler: str, *, occurred_at: datetime | None = None) -> bool:
+    def claim(
+        self,
+        message_id: object,
+        handler: str,
+        *,
+        formerly: Collection[str] = (),
+        occurred_at: datetime | None = None,
+    ) -> bool:
         """Claim the message, as the transaction's first statement: True if it is new, False if a duplicate.
+
+        With ``formerly``, names that the handler had before, it is claimed under these too, and new only if it is
+        new under each: code that knows the old name only may run beside this one.
 
         A concurrent delivery of the same message waits here until this one ends. Raises ``RefusedError`` before
         anything is written, and ``InProgress`` after ``claim_timeout``.
         """
-        return self.work.claim(message_id, handler, occurred_at)
+        return self.work.claim(message_id, handler, formerly, occurred_at)
 
-    def claim_many(self, messages: Iterable[tuple[object, datetime | None]], handler: str) -> set[str]:
+    def claim_many(
+        self,
+        messages: Iterable[tuple[object, datetime | None]],
+        handler: str,
+        *,
+        formerly: Collection[str] = (),
+    ) -> set[str]:
         """Claim several messages at once, each an id and when it occurred, or None; returns the ids that are new.
 
         As ``claim``; where another delivery was faster it may raise ``OvertakenError``: run the unit of work again.
         """
-        return self.work.claim_many(messages, handler)
+        return self.work.claim_many(messages, handler, formerly)
 
     def begin(self) -> None:
         """Open the transaction without a claim, for a handler that may run twice."""
@@ -139,13 +155,26 @@ class AsyncUnitOfWork(_Opening[async_sessionmaker[AsyncSession]]):
     async def __aenter__(self) -> Self:
         return self
 
-    async def claim(self, message_id: object, handler: str, *, occurred_at: datetime | None = None) -> bool:
+    async def claim(
+        self,
+        message_id: object,
+        handler: str,
+        *,
+        formerly: Collection[str] = (),
+        occurred_at: datetime | None = None,
+    ) -> bool:
         """As ``UnitOfWork.claim``."""
-        return await self.session.run_sync(lambda _: self.work.claim(message_id, handler, occurred_at))
+        return await self.session.run_sync(lambda _: self.work.claim(message_id, handler, formerly, occurred_at))
 
-    async def claim_many(self, messages: Iterable[tuple[object, datetime | None]], handler: str) -> set[str]:
+    async def claim_many(
+        self,
+        messages: Iterable[tuple[object, datetime | None]],
+        handler: str,
+        *,
+        formerly: Collection[str] = (),
+    ) -> set[str]:
         """As ``UnitOfWork.claim_many``."""
-        return await self.session.run_sync(lambda _: self.work.claim_many(messages, handler))
+        return await self.session.run_sync(lambda _: self.work.claim_many(messages, handler, formerly))
 
     async def begin(self) -> None:
         """As ``UnitOfWork.begin``."""

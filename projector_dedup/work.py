@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from typing import Any
@@ -13,7 +13,7 @@ from sqlalchemy.engine import Connection
 from sqlalchemy.exc import DBAPIError, UnboundExecutionError
 from sqlalchemy.orm import Session
 
-from .dialects import Dialect, Status, dialect_of, key_of
+from .dialects import Dialect, Status, dialect_of
 from .errors import CommitOutcomeUnknown, UnsafeSessionError
 from .guards import Guard
 from .keeping import KeepingSession
@@ -27,7 +27,7 @@ from .markers import (
     refuse_shared_markers,
     translate_map,
 )
-from .message import valid_handler, valid_message_id
+from .message import valid_formerly, valid_handler, valid_message_id
 from .sessions import UnitOptions, open_connection
 
 logger = logging.getLogger("projector_dedup")
@@ -48,31 +48,53 @@ class Work:
         self._marked = False
         self._guard: Guard | None = None
 
-    def claim(self, message_id: object, handler: str, occurred_at: datetime | None = None) -> bool:
+    def claim(
+        self,
+        message_id: object,
+        handler: str,
+        formerly: Collection[str] = (),
+        occurred_at: datetime | None = None,
+    ) -> bool:
         """Claim first: the row of the marker is the lock on which a concurrent delivery waits."""
+        former_names = valid_formerly(formerly)
         key = marker_key(valid_message_id(message_id), valid_handler(handler), occurred_at)
         with self._claiming(key) as guard:
             self._new = insert_marker(
-                guard.connection, guard.dialect, self._options.tables, key, self._options.claim_timeout
+                guard.connection,
+                guard.dialect,
+                self._options.tables,
+                key,
+                former_names,
+                wait=self._options.claim_timeout,
             )
         return self._new
 
-    def claim_many(self, messages: Iterable[tuple[object, datetime | None]], handler: str) -> set[str]:
-        """Claim several messages, given with the time at which they occurred; which of them are new."""
-        handler = valid_handler(handler)
+    def claim_many(
+        self, messages: Iterable[tuple[object, datetime | None]], handler: str, formerly: Collection[str] = ()
+    ) -> set[str]:
+        """Claim several messages, given with the time at which they occurred; which of them are new.
+
+        One that is known by a former name is not; that it is marked by its new name then is as true.
+        """
+        names = [valid_handler(handler), *valid_formerly(formerly)]
         keys: dict[str, dict[str, Any]] = {}
         for message_id, occurred_at in messages:
-            key = marker_key(valid_message_id(message_id), handler, occurred_at)
+            key = marker_key(valid_message_id(message_id), names[0], occurred_at)
             keys.setdefault(key["message_id"], key)
         if not keys:
             raise UnsafeSessionError("claim_many() of no message: there would be nothing to commit")
         with self._claiming(next(iter(keys.values()))) as guard:
-            new = insert_markers(
-                guard.connection, guard.dialect, self._options.tables, keys.values(), self._options.claim_timeout
+            inserted = insert_markers(
+                guard.connection,
+                guard.dialect,
+                self._options.tables,
+                [{**key, "handler": name} for key in keys.values() for name in names],
+                self._options.claim_timeout,
             )
+            new = [message_id for message_id in keys if all((message_id, name) in inserted for name in names)]
             if new:
-                self._new, self._key = True, next(key for key in keys.values() if key_of(key) in new)
-        return {message_id for message_id, _ in new}
+                self._new, self._key = True, keys[new[0]]
+        return set(new)
 
     @contextmanager
     def _claiming(self, key: dict[str, Any]) -> Iterator[Guard]:

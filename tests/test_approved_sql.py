@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, create_engine
+from sqlalchemy import Engine, Table, create_engine, text
 from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.schema import CreateIndex, CreateTable
 
 import untried  # noqa: F401  # registers its name
-from projector_dedup.dialects import Dialect, dialect_of
-from projector_dedup.dialects.mysql import _lookup
+from projector_dedup.dialects import Dialect, any_expired, dialect_of
+from projector_dedup.dialects.mysql_claim import met_by_claim
+from projector_dedup.dialects.postgresql_pruning import OPENING, survey, sweeping
 from projector_dedup.markers import _lookup_statement
 from projector_dedup.tables import default_tables
 
@@ -42,9 +43,25 @@ def statements(engine: Engine) -> dict[str, Any]:
         **(
             {"claim, with claim_timeout": dialect.claim_statement(marker, bounded=True)} if dialect.bounds_waits else {}
         ),
-        **({"was it this marker that the claim met?": _lookup(marker)} if engine.name == "mariadb" else {}),
+        "claim, with a former name": dialect.claim_statement(marker, bounded=False, names=2),
+        **(
+            {"claim, with both": dialect.claim_statement(marker, bounded=True, names=2)} if dialect.bounds_waits else {}
+        ),
+        **({"which of them did the claim meet?": met_by_claim(marker, 2)} if engine.name == "mariadb" else {}),
+        **({"was it this marker that the claim met?": met_by_claim(marker)} if engine.name == "mariadb" else {}),
         "is the marker there? (for the text of an error)": _lookup_statement(marker),
         "prune one batch": dialect.prune_statement(marker),
+        "prune one batch of a handler": dialect.prune_statement(marker, of_handler=True),
+        "is anything left to prune?": any_expired(marker, of_handler=False),
+        **(_sweep(marker) if engine.name == "postgresql" else {}),
+    }
+
+
+def _sweep(marker: Table) -> dict[str, Any]:
+    return {
+        "is most of it expired, and how many pages are a batch?": survey(marker),
+        "prune some pages": sweeping(marker, of_handler=False),
+        "before each batch": text(OPENING),
     }
 
 

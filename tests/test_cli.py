@@ -1,6 +1,5 @@
 """The command `idempotency`: what it answers, how it fails, and what it never prints."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,23 +12,11 @@ from projector_dedup.cli.main import main
 from sqlalchemy import URL, Engine, MetaData, create_engine, func, insert, select, text
 
 import projector_dedup
+from command import idempotency
 from databases import Database
 
 SECRET = "s3cret"
 DAY = 24
-
-
-def idempotency(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run the command as a user does; nothing of our own environment configures it."""
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PROJECTOR_DEDUP")}
-    return subprocess.run(
-        [sys.executable, "-m", "projector_dedup", *arguments],
-        env={**inherited, **environment},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
 
 
 def assert_failed_in_one_line(done: subprocess.CompletedProcess[str], *words: str) -> None:
@@ -54,7 +41,7 @@ def url(sync_url: URL) -> str:
 # Help and usage --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arguments", [(), ("demo",), ("check",), ("cleanup",)], ids=" ".join)
+@pytest.mark.parametrize("arguments", [(), *((name,) for name in sorted(main.commands))], ids=" ".join)
 def test_help_answers(arguments: tuple[str, ...]) -> None:
     """The help of every command shows an example and the exit codes."""
     answer = CliRunner().invoke(main, [*arguments, "--help"])
@@ -87,6 +74,12 @@ def test_version() -> None:
         ("cleanup", "--database-url", "sqlite:///x.db", "--retention-hours", "0"),
         ("cleanup", "--database-url", "sqlite:///x.db", "--retention-hours", "nan"),
         ("cleanup", "--database-url", "sqlite:///x.db", "--batch-size", "0"),
+        ("stats", "--database-url", "sqlite:///x.db", "--retention-hours", "0"),
+        ("show", "--database-url", "sqlite:///x.db", ""),
+        ("forget", "--database-url", "sqlite:///x.db", "x" * 513, "--yes"),
+        ("forget", "--database-url", "sqlite:///x.db", "payment-1"),
+        ("check", "--database-url", "sqlite:///x.db", "--app", "myapp"),
+        ("check", "--database-url", "sqlite:///x.db", "--app", "myapp.py:dispatcher.x y"),
         ("demo", "--embedded-postgres", "--database-url", "sqlite:///x.db"),
         ("demo", "--workers", "0"),
     ],
@@ -108,17 +101,20 @@ def test_check_of_a_ready_database(url: str) -> None:
     assert "processed_message is ready" in done.stdout
 
 
-@pytest.mark.parametrize("command", ["check", "cleanup"])
-def test_a_missing_table_is_told_with_its_remedy(command: str, sync_url: URL) -> None:
-    """Without the tables both commands fail, name the table, and say how to create it."""
-    done = idempotency(command, "--database-url", sync_url.render_as_string(hide_password=False))
+@pytest.mark.parametrize(
+    "command", [["check"], ["cleanup"], ["stats"], ["show", "x"], ["forget", "x", "--yes"]], ids=" ".join
+)
+def test_a_missing_table_is_told_with_its_remedy(command: list[str], sync_url: URL) -> None:
+    """Without the tables every command fails, names the table, and says how to create it."""
+    done = idempotency(*command, "--database-url", sync_url.render_as_string(hide_password=False))
     if sync_url.get_backend_name() == "sqlite":
         assert_failed_in_one_line(done, "there is no file")
         Path(sync_url.database or "").touch()
-        done = idempotency(command, "--database-url", sync_url.render_as_string(hide_password=False))
+        done = idempotency(*command, "--database-url", sync_url.render_as_string(hide_password=False))
     assert_failed_in_one_line(done)
     assert "processed_message is missing" in done.stdout + done.stderr
-    assert "alembic upgrade head" in done.stdout + done.stderr
+    assert "idempotency migrate" in done.stdout + done.stderr
+    assert "idempotency schema" in done.stdout + done.stderr
 
 
 def test_another_table_name(engine: Engine) -> None:

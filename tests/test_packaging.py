@@ -3,12 +3,18 @@
 import os
 import subprocess
 import sys
-import sysconfig
 import tomllib
+from functools import partial
 from pathlib import Path
 from shutil import copy, copytree, ignore_patterns
+from typing import Any
 
 import pytest
+from sqlalchemy import create_engine, inspect
+
+from alembic_project import OURS, Project, run_python
+from databases import Database
+from projector_dedup.schema import check
 
 ROOT = Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -46,18 +52,19 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
-def _python(installed: Path, *arguments: str) -> str:
+def _run(installed: Path, *arguments: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
     """Run Python with the installed wheel and its dependencies, but without the editable checkout."""
-    path = os.pathsep.join([str(installed), sysconfig.get_path("purelib"), sysconfig.get_path("platlib")])
+    # A venv may take its dependencies from another by a .pth file.
+    path = [str(installed), *(each for each in sys.path if each.endswith("site-packages"))]
+    environment = {**os.environ, **options.pop("env", {}), "PYTHONPATH": os.pathsep.join(path)}
     # -S: no .pth files, one of which would lead back to the checkout
-    return subprocess.run(
-        [sys.executable, "-S", *arguments],
-        cwd=installed.parent,
-        env={**os.environ, "PYTHONPATH": path},
-        check=True,
-        capture_output=True,
-        text=True,
-    ).stdout
+    return run_python("-S", *arguments, **{"cwd": installed.parent, "env": environment, **options})
+
+
+def _python(installed: Path, *arguments: str) -> str:
+    done = _run(installed, *arguments)
+    done.check_returncode()
+    return done.stdout
 
 
 def test_the_wheel_has_every_source_file(installed: Path) -> None:
@@ -85,3 +92,25 @@ def test_importing_the_library_does_not_need_the_extras(installed: Path) -> None
     """`import projector_dedup` loads no driver and no test tool."""
     loaded = _python(installed, "-c", "import projector_dedup, sys; print(*sys.modules)").split()
     assert {"psycopg", "psycopg2", "asyncpg", "aiosqlite", "pytest", "hypothesis", "alembic"} & set(loaded) == set()
+
+
+def test_the_wheel_brings_the_revisions(installed: Path, database: Database, tmp_path: Path) -> None:
+    """The user's `alembic upgrade heads` finds them in the wheel, and `downgrade` takes them back."""
+    project = Project(tmp_path, database, partial(_run, installed))
+    project.configure(locations=OURS)
+    project.model("make_tables(metadata)")
+    located = _python(installed, "-c", "import projector_dedup.migrations as m; print(m.__file__)")
+    assert Path(located.strip()).is_relative_to(installed)
+    project.alembic("upgrade", "heads")
+    engine = create_engine(database.url())
+    assert not [finding for finding in check(engine) if finding.fatal]
+    project.alembic("downgrade", "projector_dedup@base")
+    assert inspect(engine).get_table_names() == ["alembic_version"]
+    engine.dispose()
+
+
+def test_the_wheel_migrates(installed: Path, database: Database) -> None:
+    """`idempotency migrate`, away from the checkout, makes tables on which its `check` is content."""
+    url = database.url().render_as_string(hide_password=False)
+    for command, said in (("migrate", "created at version 1"), ("migrate", "is at version 1"), ("check", "is ready")):
+        assert said in _python(installed, "-m", "projector_dedup", command, "--database-url", url)

@@ -21,6 +21,7 @@ import projector_dedup
 from projector_dedup import (
     AsyncDispatcher,
     BatchFailed,
+    CleanupInterruptedError,
     Delivery,
     DeliveryFailed,
     Dispatcher,
@@ -502,6 +503,8 @@ def test_every_public_error_can_be_pickled_and_copied(name: str) -> None:
     error: Any
     if error_type is BatchFailed:
         error = BatchFailed("why", [ValueError("a")], [delivery])
+    elif error_type is CleanupInterruptedError:
+        error = CleanupInterruptedError("why", 7)
     elif error_type is DeliveryFailed:
         error = DeliveryFailed("why", [ValueError("a")], delivery)
     elif issubclass(error_type, TransactionViolatedError):
@@ -513,6 +516,7 @@ def test_every_public_error_can_be_pickled_and_copied(name: str) -> None:
         assert type(other) is error_type
         assert (str(other), other.__notes__) == (str(error), ["seen twice"])
         assert getattr(other, "durable", True)
+        assert getattr(other, "deleted", 7) == 7
         assert getattr(other, "delivery", delivery) == delivery
         assert getattr(other, "deliveries", [delivery]) == [delivery]
 

@@ -8,21 +8,27 @@ from weakref import WeakSet
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.engine import Dialect as EngineDialect
 
-from .interface import LEVELS, Dialect, Failure, Status, same_key
-from .many import Key, key_of
+from .claims import Key, handler_parameters, key_of, same_key
+from .interface import LEVELS, Dialect, Failure, Status
 from .mysql import MySQL
 from .portable import Portable
 from .postgresql import PostgreSQL
+from .pruning import Expired, Route, any_expired, is_expired
 from .sqlite import SQLite, configure_sqlite
 
 __all__ = [
     "LEVELS",
     "Dialect",
+    "Expired",
     "Failure",
     "Key",
+    "Route",
     "Status",
+    "any_expired",
     "configure_sqlite",
     "dialect_of",
+    "handler_parameters",
+    "is_expired",
     "key_of",
     "register",
     "same_key",

@@ -8,19 +8,22 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from datetime import UTC, datetime
 from enum import Enum
-from functools import cache
 from typing import Any, ClassVar
 
-from sqlalchemy import ColumnElement, Table, and_, bindparam
+from sqlalchemy import FromClause, Table, select
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.pool import StaticPool
 from sqlalchemy.sql import Executable
 
 from ..errors import UnsafeSessionError, UnsupportedDatabaseError
+from ..findings import Finding
 from ..transaction_text import Grammar
-from .many import Key, Parameters, look_then_insert
+from .claims import Key, Parameters, look_then_insert
+from .columns import utc_now
+from .pruning import Expired, Route, by_index
 
 LEVELS = ("READ UNCOMMITTED", "READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE")
 
@@ -42,12 +45,6 @@ class Status(Enum):
     ABORTED = "aborted"
     NONE = "none"
     BUSY = "busy"  #: a statement was interrupted half-way, or the connection is gone
-
-
-@cache
-def same_key(marker: Table) -> ColumnElement[bool]:
-    """The condition by which a statement finds the marker of ``:message_id, :handler``."""
-    return and_(marker.c.message_id == bindparam("message_id"), marker.c.handler == bindparam("handler"))
 
 
 def refuse_shared_connection(connection: Connection) -> None:
@@ -88,6 +85,9 @@ class Dialect(ABC):
     begins_with_level: ClassVar[bool] = False
     """Whether the driver says the level with BEGIN, so that asking for it costs nothing and outlives nothing."""
 
+    transactional_ddl: ClassVar[bool | None] = None
+    """Whether a migration is one transaction; None for what Alembic thinks of the database."""
+
     # Opening a unit of work -----------------------------------------------------------------------------------------
 
     def prepare(self, engine: Engine) -> None:  # noqa: B027  # most need nothing
@@ -124,15 +124,18 @@ class Dialect(ABC):
     # The marker -----------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def claim_statement(self, marker: Table, *, bounded: bool) -> Executable:
+    def claim_statement(self, marker: Table, *, bounded: bool, names: int = 1) -> Executable:
         """Insert ``:message_id, :handler, :occurred_at``, in the form that ``claim`` understands.
 
-        ``bounded``: it also takes ``:wait_ms`` and fails with a lock timeout when it waited longer.
+        ``bounded``: it also takes ``:wait_ms`` and fails with a lock timeout when it waited longer. With several
+        ``names`` it inserts one row for each, in the order of ``handler_parameters``.
         """
 
-    def claim(self, connection: Connection, statement: Executable, marker: Table, key: Mapping[str, Any]) -> bool:
-        """Run the claim: True if the marker is new, False if it was there; anything else raises ``DBAPIError``."""
-        return connection.execute(statement, key).first() is not None
+    def claim(
+        self, connection: Connection, statement: Executable, marker: Table, key: Mapping[str, Any], *, names: int = 1
+    ) -> bool:
+        """Run the claim: True if every marker is new, False if one was there; anything else raises ``DBAPIError``."""
+        return len(connection.execute(statement, key).all()) == names
 
     def claim_many(self, connection: Connection, marker: Table, keys: Sequence[Parameters]) -> set[Key]:
         """Claim several markers, given in the order of their locks; returns the new ones, or raises ``OvertakenError``.
@@ -162,13 +165,48 @@ class Dialect(ABC):
         """Roll back what is open, if anything is, now that the transaction of the claim is not."""
         Connection.exec_driver_sql(connection, "ROLLBACK")
 
-    @abstractmethod
-    def prune_statement(self, marker: Table) -> Executable:
-        """Delete at most ``:batch_size`` markers older than ``:seconds``, by the database's clock."""
+    # Pruning --------------------------------------------------------------------------------------------------------
 
-    def advice(self, connection: Connection) -> list[tuple[str, str]]:
-        """Settings of this database that are not wrong but could be better: what, and what to do."""
+    def now(self, connection: Connection) -> datetime:
+        """By the clock that the claims were stamped with, in UTC."""
+        found: datetime = connection.execute(select(utc_now())).scalar_one()
+        return found.replace(tzinfo=UTC) if found.tzinfo is None else found.astimezone(UTC)
+
+    @abstractmethod
+    def prune_statement(self, marker: Table, *, of_handler: bool = False) -> Executable:
+        """Delete the oldest ``:batch_size`` markers from before ``:cutoff``, of ``:handler`` if ``of_handler``.
+
+        What others hold is left to them, where the database can do that.
+        """
+
+    def pruning_route(self, connection: Connection, expired: Expired) -> Route:
+        """The fastest way through what is expired. It may leave what others hold; then the index is asked."""
+        return self.index_route(expired)
+
+    def index_route(self, expired: Expired) -> Route:
+        """Oldest first, until nothing is found."""
+        return by_index(self.prune_statement(expired.marker, of_handler=expired.handler is not None), expired)
+
+    def migrating(self, connection: Connection, name: str) -> AbstractContextManager[None]:
+        """Entered in the transaction of a migration of the table set ``name``: a second one waits for the first.
+
+        Within, whatever would have to wait for other transactions fails with a lock timeout after a moment.
+        """
+        return nullcontext()
+
+    # What the people who run it want to know ------------------------------------------------------------------------
+
+    def findings(self, connection: Connection, marker: Table) -> list[Finding]:
+        """Settings of this database and of the marker table that are wrong, or could be better."""
         return []
+
+    def measured(self, connection: Connection, table: Table) -> tuple[int | None, int | None]:
+        """About how many rows, and bytes with all indexes, by the catalogue: None where only counting would tell."""
+        return None, None
+
+    def sampled(self, connection: Connection, marker: Table, rows: int, of: int) -> FromClause:
+        """``handler`` and ``processed_at`` of about ``rows`` markers of about ``of``; of all where there is no way."""
+        return marker
 
     # What happened --------------------------------------------------------------------------------------------------
 

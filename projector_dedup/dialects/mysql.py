@@ -4,24 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from functools import cache
 from typing import Any
 
-from sqlalchemy import BINARY, Select, Table, and_, bindparam, cast, delete, func, literal_column, select
+from sqlalchemy import FromClause, Select, Table, bindparam, select
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.compiler import compiles
-from sqlalchemy.sql import Executable, Insert
+from sqlalchemy.sql import Delete, Executable
 from sqlalchemy.sql.compiler import SQLCompiler
 
-from ..errors import MissingTableError, UnsupportedDatabaseError
+from ..errors import MissingTableError
+from ..findings import Finding
 from ..transaction_text import COMMANDS, Grammar
-from .columns import utc_now
 from .interface import Dialect, Failure, Status
 from .listeners import listen_once
+from .migrating import lock_session
+from .mysql_catalog import measured, sampled
+from .mysql_claim import insert_markers, met_by_claim
 from .mysql_close import close_when_interrupted
-from .mysql_snapshots import offers_snapshot_isolation, snapshot_isolation, switching
+from .mysql_snapshots import offers_snapshot_isolation, snapshot_findings, snapshot_isolation, switching
 from .mysql_tables import refuse_unfit
+from .pruning import is_expired
 
 # Error numbers: MariaDB documentation, "MariaDB Error Code Reference".
 _DEADLOCK, _RECORD_CHANGED, _LOCK_WAIT_TIMEOUT, _STATEMENT_TIMEOUT, _NO_SAVEPOINT = 1213, 1020, 1205, 1969, 1305
@@ -30,6 +33,7 @@ _TRANSIENT = {
     _DEADLOCK,
     _LOCK_TABLE_FULL,
     _RECORD_CHANGED,  # since this transaction's snapshot was taken
+    *(1412, 1684),  # somebody has changed the table since the snapshot, or is about to
     1040,  # too many connections
     1203,  # too many connections of this user
     1047,  # this node of a cluster is not ready
@@ -102,19 +106,19 @@ class MySQL(Dialect):
         """A plain INSERT names no index that must be there."""
         refuse_unfit(connection, marker, marker=True)
 
-    def claim_statement(self, marker: Table, *, bounded: bool) -> Executable:
+    def claim_statement(self, marker: Table, *, bounded: bool, names: int = 1) -> Executable:
         """No IGNORE, which truncates and swallows; no ON DUPLICATE KEY UPDATE, which cannot be told from a new row."""
-        values: dict[str, Any] = {name: bindparam(name) for name in ("message_id", "handler", "occurred_at")}
-        return (_BoundedInsert if bounded else Insert)(marker).values(**values, processed_at=utc_now())
+        return insert_markers(marker, bounded=bounded, names=names)
 
-    def claim(self, connection: Connection, statement: Executable, marker: Table, key: Mapping[str, Any]) -> bool:
+    def claim(
+        self, connection: Connection, statement: Executable, marker: Table, key: Mapping[str, Any], *, names: int = 1
+    ) -> bool:
         """The failed INSERT has locked the row, so it is there; if it is not, something else was violated."""
         try:
             connection.execute(statement, key)
         except DBAPIError as error:
-            found = (
-                connection.execute(_lookup(marker), key).scalar() if self.classify(error) is Failure.UNIQUE else None
-            )
+            clashed = self.classify(error) is Failure.UNIQUE
+            found = connection.execute(met_by_claim(marker, names), key).scalar() if clashed else None
             if found is None:
                 raise
             if not found:
@@ -125,35 +129,36 @@ class MySQL(Dialect):
             return False
         return True
 
-    def prune_statement(self, marker: Table) -> Executable:
+    def prune_statement(self, marker: Table, *, of_handler: bool = False) -> Executable:
         """By a join, which locks the rows it deletes and no others; rows another cleaner holds are left to it."""
         oldest: Select[Any] = (
             select(*marker.primary_key)
-            .where(
-                marker.c.processed_at < func.timestampadd(literal_column("second"), -bindparam("seconds"), utc_now())
-            )
+            .where(is_expired(marker, of_handler=of_handler))
             .order_by(marker.c.processed_at)
             .limit(bindparam("batch_size"))
             .with_for_update(skip_locked=True)
         )
         batch = oldest.subquery("batch")
-        return delete(marker).where(
+        return _HastyDelete(marker).where(
             marker.c.message_id == batch.c.message_id,
             marker.c.handler == batch.c.handler,
         )
 
-    def advice(self, connection: Connection) -> list[tuple[str, str]]:
+    def findings(self, connection: Connection, marker: Table) -> list[Finding]:
         """Settings that cost retries or round trips."""
-        if offers_snapshot_isolation(connection.engine):
-            return []
-        return [
-            (
-                "this server cannot be relied on to refuse lost updates at REPEATABLE READ, so projectors run at "
-                "SERIALIZABLE, where every read locks; that costs four round trips for each message",
-                "give projectors an engine of their own, create_engine(isolation_level='SERIALIZABLE'), which costs "
-                "none; or upgrade to MariaDB 10.6.27, 10.11.18, 11.4.12, 11.8.8, 12.3.3 or later",
-            )
-        ]
+        return snapshot_findings(connection.engine)
+
+    def measured(self, connection: Connection, table: Table) -> tuple[int | None, int | None]:
+        """By InnoDB's statistics."""
+        return measured(connection, table)
+
+    def sampled(self, connection: Connection, marker: Table, rows: int, of: int) -> FromClause:
+        """By slices of the index on ``processed_at``."""
+        return sampled(connection, marker, rows)
+
+    def migrating(self, connection: Connection, name: str) -> AbstractContextManager[None]:
+        """A named lock."""
+        return lock_session(connection, name)
 
     def status(self, driver_connection: Any) -> Status:
         """From the flags of the server's last answer; mysqlclient keeps them to itself."""
@@ -205,30 +210,14 @@ def _number(error: Exception) -> int | None:
     return number if isinstance(number, int) else None
 
 
-@cache
-def _lookup(marker: Table) -> Select[Any]:
-    """Whether the row that a claim met is its own, to the byte; no row if it met none."""
-    keys = [(column, bindparam(column.name, type_=column.type)) for column in (marker.c.message_id, marker.c.handler)]
-    same = and_(*(cast(column, BINARY()) == value for column, value in keys))
-    return select(same).where(*(column == value for column, value in keys)).with_for_update(read=True)
-
-
-# claim_timeout ------------------------------------------------------------------------------------------------------
-
-
-class _BoundedInsert(Insert):
-    """An INSERT that fails when it took longer than ``:wait_ms``; innodb_lock_wait_timeout knows whole seconds only."""
+class _HastyDelete(Delete):
+    """A DELETE that waits a second for a lock, no more: in a small table the planner reads rows that others hold."""
 
     inherit_cache = True
 
 
-@compiles(_BoundedInsert)
-def _set_statement(element: _BoundedInsert, compiler: SQLCompiler, **options: Any) -> str:
-    if not getattr(compiler.dialect, "is_mariadb", False):
-        raise UnsupportedDatabaseError("claim_timeout needs MariaDB: MySQL cannot bound the wait of one statement")
-    wait = compiler.process(bindparam("wait_ms"), **options)
-    insert = compiler.visit_insert(element, **options)  # type: ignore[no-untyped-call]  # SQLAlchemy's
-    # The second, so that a longer wait than the server's own for locks is possible.
-    return (
-        f"SET STATEMENT max_statement_time = {wait} / 1000, innodb_lock_wait_timeout = {wait} div 1000 + 2 FOR {insert}"
-    )
+@compiles(_HastyDelete)
+def _hurry(element: _HastyDelete, compiler: SQLCompiler, **options: Any) -> str:
+    statement: str = compiler.visit_delete(element, **options)  # type: ignore[no-untyped-call]  # SQLAlchemy's
+    mariadb = getattr(compiler.dialect, "is_mariadb", False)
+    return f"SET STATEMENT innodb_lock_wait_timeout = 1 FOR {statement}" if mariadb else statement

@@ -18,6 +18,8 @@ from sqlalchemy.engine import Engine
 from sqlalchemy.engine.interfaces import Dialect as EngineDialect
 from sqlalchemy.exc import DisconnectionError
 
+from ..findings import Finding, advice
+
 SETTING = "innodb_snapshot_isolation"
 DEPENDABLE = {(10, 6): 27, (10, 11): 18, (11, 4): 12, (11, 8): 8, (12, 3): 3}
 """The releases, by series, from which on it refuses *every* stale write. One in 150,000 slipped through before
@@ -50,6 +52,20 @@ def offers_snapshot_isolation(engine: Engine) -> bool:
         dependable = series > max(DEPENDABLE) or release >= DEPENDABLE.get(series, sys.maxsize)
         _found[engine.dialect] = (found[1], dependable) if found is not None else (None, False)
     return _found[engine.dialect][1]
+
+
+def snapshot_findings(engine: Engine) -> list[Finding]:
+    """That units of work cost more here."""
+    if offers_snapshot_isolation(engine):
+        return []
+    return [
+        advice(
+            "this server cannot be relied on to refuse lost updates at REPEATABLE READ, so projectors run at "
+            "SERIALIZABLE, where every read locks; that costs four round trips for each message",
+            "give projectors an engine of their own, create_engine(isolation_level='SERIALIZABLE'), which costs "
+            "none; or upgrade to MariaDB 10.6.27, 10.11.18, 11.4.12, 11.8.8, 12.3.3 or later",
+        )
+    ]
 
 
 def switching(dialect: EngineDialect) -> Callable[[Any, Any, object], None]:

@@ -8,12 +8,12 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from sqlalchemy import DateTime, Select, Table, TypeDecorator, bindparam, delete, false, insert, literal_column, select
+from sqlalchemy import DateTime, Select, Table, bindparam, delete, false, insert, literal_column, select
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.engine import Dialect as EngineDialect
 from sqlalchemy.engine.default import DefaultDialect
@@ -23,9 +23,11 @@ from sqlalchemy.sql import Executable
 from sqlalchemy.sql.elements import ReleaseSavepointClause
 
 from ..errors import UnsafeSessionError, UnsupportedDatabaseError
+from ..findings import Finding, advice
 from ..transaction_text import Grammar
-from .interface import Dialect, Failure, Status, same_key
-from .many import Key, Parameters
+from .claims import Key, Parameters, handler_parameters, same_key
+from .interface import Dialect, Failure, Status
+from .pruning import is_expired
 
 logger = logging.getLogger("projector_dedup")
 
@@ -96,25 +98,29 @@ class Portable(Dialect):
         if marker is not None:
             connection.execute(delete(marker).where(false()))
 
-    def claim_statement(self, marker: Table, *, bounded: bool) -> Executable:
+    def claim_statement(self, marker: Table, *, bounded: bool, names: int = 1) -> Executable:
         """By the client's clock: not every database's can be told to be in UTC."""
         values: dict[str, Any] = {name: bindparam(name) for name in ("message_id", "handler", "occurred_at")}
         now = bindparam("processed_at", callable_=_utc_now, type_=DateTime(timezone=True))
         return insert(marker).values(**values, processed_at=now)
 
-    def claim(self, connection: Connection, statement: Executable, marker: Table, key: Mapping[str, Any]) -> bool:
+    def claim(
+        self, connection: Connection, statement: Executable, marker: Table, key: Mapping[str, Any], *, names: int = 1
+    ) -> bool:
         """The savepoint keeps the transaction alive when the INSERT fails, and tells it from others when it does not.
 
-        A marker that cannot be seen is a rival's, younger than the snapshot, or something else was violated.
+        A marker that cannot be seen is a rival's, younger than the snapshot, or something else was violated. Several
+        are for the driver to send one after the other: not every database knows VALUES of several rows.
         """
+        rows = [{**key, "handler": key[name]} for name in handler_parameters(names)]
         connection.dialect.do_savepoint(connection, _SAVEPOINT)
         try:
-            connection.execute(statement, key)
+            connection.execute(statement, rows if names > 1 else key)
         except DBAPIError as error:
             if not _violates_integrity(error):
                 raise
             connection.dialect.do_rollback_to_savepoint(connection, _SAVEPOINT)
-            if _is_there(connection, marker, key):
+            if any(_is_there(connection, marker, row) for row in rows):
                 return False
             raise
         return True
@@ -147,12 +153,16 @@ class Portable(Dialect):
         driver: PoolProxiedConnection = Connection.connection.__get__(connection)
         driver.rollback()
 
-    def prune_statement(self, marker: Table) -> Executable:
+    def now(self, connection: Connection) -> datetime:
+        """By the client's clock, since that is what its claims were stamped with."""
+        return _utc_now()
+
+    def prune_statement(self, marker: Table, *, of_handler: bool = False) -> Executable:
         """The inner SELECT is a table of its own, since not every database deletes from what it reads."""
         old = marker.alias()
         oldest: Select[Any] = (
             select(old.c.message_id, old.c.handler)
-            .where(old.c.processed_at < bindparam("seconds", type_=_Ago()))
+            .where(is_expired(old, of_handler=of_handler))
             .order_by(old.c.processed_at)
             .limit(bindparam("batch_size"))
         )
@@ -160,9 +170,11 @@ class Portable(Dialect):
         same = (batch.c.message_id == marker.c.message_id, batch.c.handler == marker.c.handler)
         return delete(marker).where(select(literal_column("1")).select_from(batch).where(*same).exists())
 
-    def advice(self, connection: Connection) -> list[tuple[str, str]]:
+    def findings(self, connection: Connection, marker: Table) -> list[Finding]:
         """What was seen once in a probe is not what a suite sees."""
-        return [(f"{connection.dialect.name} was not tried", "run the contract suite: docs/bring-your-database.md")]
+        return [
+            advice(f"{connection.dialect.name} was not tried", "run the contract suite: docs/bring-your-database.md")
+        ]
 
     def status(self, driver_connection: Any) -> Status:
         """No driver is known well enough to ask."""
@@ -187,16 +199,6 @@ class Portable(Dialect):
         """A conflict, or a deferred constraint."""
         state = _sqlstate(error) or ""
         return not error.connection_invalidated and state.startswith(("40", "23")) and state != _MAYBE_COMMITTED
-
-
-class _Ago(TypeDecorator[Any]):
-    """Seconds before now, by the clock that the claims took."""
-
-    impl = DateTime(timezone=True)
-    cache_ok = True
-
-    def process_bind_param(self, value: Any, dialect: EngineDialect) -> datetime:
-        return _utc_now() - timedelta(seconds=value)
 
 
 def _utc_now() -> datetime:

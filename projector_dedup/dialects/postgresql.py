@@ -3,11 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import cache
 from typing import Any
 from uuid import uuid4
 
-from sqlalchemy import ARRAY, CTE, DateTime, Select, Table, Text, bindparam, delete, func, literal_column, select
+from sqlalchemy import (
+    ARRAY,
+    CTE,
+    DateTime,
+    FromClause,
+    Select,
+    Table,
+    Text,
+    bindparam,
+    cast,
+    func,
+    literal_column,
+    select,
+    union_all,
+)
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import DBAPIError
@@ -15,9 +31,14 @@ from sqlalchemy.sql import ColumnElement, Executable
 from sqlalchemy.types import TypeEngine
 
 from ..errors import UnsupportedDatabaseError
+from ..findings import Finding, advice
 from ..transaction_text import OPAQUE, Grammar
-from .interface import Dialect, Failure, Status, same_key
-from .many import Key, Parameters
+from . import postgresql_catalog
+from .claims import Key, Parameters, handler_parameters, inserting, same_key
+from .interface import Dialect, Failure, Status
+from .migrating import lock_transaction
+from .postgresql_pruning import OPENING, picking, sweep
+from .pruning import Expired, Route
 
 # Error codes: PostgreSQL documentation, appendix A.
 _TRANSIENT = {
@@ -118,15 +139,25 @@ class PostgreSQL(Dialect):
         """There the second writer of a row gets 40001."""
         return "REPEATABLE READ"
 
-    def claim_statement(self, marker: Table, *, bounded: bool) -> Executable:
+    def claim_statement(self, marker: Table, *, bounded: bool, names: int = 1) -> Executable:
         """ON CONFLICT names its columns, so that a table without the unique index is an error, not a double apply."""
-        names = list(_COLUMNS)
-        values: list[ColumnElement[Any]] = [bindparam(name, type_=kind) for name, kind in _COLUMNS.items()]
-        statement = insert(marker)
+        occurred_at: ColumnElement[Any] = bindparam("occurred_at", type_=_COLUMNS["occurred_at"])
+        if names > 1:
+            occurred_at = cast(occurred_at, _COLUMNS["occurred_at"])  # psycopg2's NULL would be text in a UNION
+        rows: list[dict[str, ColumnElement[Any]]] = [
+            {
+                "message_id": bindparam("message_id", type_=Text()),
+                "handler": bindparam(handler, type_=Text()),
+                "occurred_at": occurred_at,
+            }
+            for handler in handler_parameters(names)
+        ]
         if bounded:
-            statement = statement.from_select(names, select(*values).select_from(_bound()))
+            bound = _bound()
+            selects = (select(*row.values()).select_from(bound) for row in rows)
+            statement = insert(marker).from_select(list(_COLUMNS), union_all(*selects))
         else:
-            statement = statement.values(dict(zip(names, values, strict=True)))
+            statement = inserting(insert(marker), rows)
         return statement.on_conflict_do_nothing(index_elements=_CONFLICT).returning(literal_column("1"))
 
     def claim_many(self, connection: Connection, marker: Table, keys: Sequence[Parameters]) -> set[Key]:
@@ -144,23 +175,37 @@ class PostgreSQL(Dialect):
         statement = _ANYTHING if key is None else _inserted_here(marker)
         return Connection.execute(connection, statement, key).first() is not None  # past any guard
 
-    def prune_statement(self, marker: Table) -> Executable:
-        """By physical address, which takes no second index lookup; rows another cleaner holds are left to it."""
-        oldest: Select[Any] = (
-            select(literal_column("ctid"))
-            .select_from(marker)
-            .where(marker.c.processed_at < func.now() - bindparam("seconds") * literal_column("interval '1 second'"))
-            .order_by(marker.c.processed_at)
-            .limit(bindparam("batch_size"))
-            .with_for_update(skip_locked=True)
-        )
-        return delete(marker).where(literal_column("ctid") == func.any(func.array(oldest.scalar_subquery())))
+    def prune_statement(self, marker: Table, *, of_handler: bool = False) -> Executable:
+        """Rows another cleaner holds are left to it."""
+        return picking(marker, of_handler=of_handler)
 
-    def advice(self, connection: Connection) -> list[tuple[str, str]]:
-        """A standby accepts no markers."""
+    def pruning_route(self, connection: Connection, expired: Expired) -> Route:
+        """Page after page, if most of the table is expired."""
+        return sweep(connection, expired) or self.index_route(expired)
+
+    def index_route(self, expired: Expired) -> Route:
+        """In no hurry to be on the disk."""
+        return replace(super().index_route(expired), opening=OPENING)
+
+    def findings(self, connection: Connection, marker: Table) -> list[Finding]:
+        """A standby accepts no markers; and how the table is stored and vacuumed."""
+        found = postgresql_catalog.storage(connection, marker)
         if connection.exec_driver_sql("SELECT pg_is_in_recovery()").scalar_one():
-            return [("this server is a standby: it cannot store markers", "give the URL of the primary")]
-        return []
+            found.append(advice("this server is a standby: it cannot store markers", "give the URL of the primary"))
+        return found
+
+    def measured(self, connection: Connection, table: Table) -> tuple[int | None, int | None]:
+        """By the planner."""
+        return postgresql_catalog.measured(connection, table)
+
+    def sampled(self, connection: Connection, marker: Table, rows: int, of: int) -> FromClause:
+        """By TABLESAMPLE."""
+        return postgresql_catalog.sampled(marker, min(1, rows / of))
+
+    def migrating(self, connection: Connection, name: str) -> AbstractContextManager[None]:
+        """An advisory lock."""
+        lock_transaction(connection, name)
+        return nullcontext()
 
     def status(self, driver_connection: Any) -> Status:
         """asyncpg cannot tell an aborted transaction from an open one: there the guard remembers the error."""

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
-from sqlalchemy import Select, Table, bindparam, delete, event, func, literal_column, select
-from sqlalchemy.dialects.sqlite import Insert, insert
+from sqlalchemy import Select, Table, bindparam, delete, event, literal_column, select, text
+from sqlalchemy.dialects.sqlite import insert
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import DBAPIError
-from sqlalchemy.sql import Executable
+from sqlalchemy.sql import ColumnElement, Executable
 
 from ..asyncio_names import AsyncEngine
 from ..errors import UnsafeSessionError
+from ..findings import Finding, advice
+from .claims import Key, Parameters, handler_parameters, inserting
 from .interface import Dialect, Failure, Status, refuse_shared_connection
-from .many import Key, Parameters
+from .pruning import is_expired
 from .sqlite_close import close_ends_transactions
 
 
@@ -51,6 +54,7 @@ class SQLite(Dialect):
     names = frozenset({"sqlite"})
     drivers = frozenset({"pysqlite", "aiosqlite"})
     locks_rows = False
+    transactional_ddl = True  # once ``migrating`` has begun; sqlite3 itself begins for rows only
 
     def detecting_isolation(self, engine: Engine) -> str | None:
         """Writers are serialised."""
@@ -99,33 +103,44 @@ class SQLite(Dialect):
         finally:
             connection.exec_driver_sql(f"PRAGMA busy_timeout = {usual}")
 
-    def claim_statement(self, marker: Table, *, bounded: bool) -> Executable:
+    def claim_statement(self, marker: Table, *, bounded: bool, names: int = 1) -> Executable:
         """ON CONFLICT names its columns, so that a table without the unique index is an error, not a double apply."""
-        return _claim(marker).returning(literal_column("1"))
+        rows: list[dict[str, ColumnElement[Any]]] = [
+            {
+                "message_id": bindparam("message_id"),
+                "handler": bindparam(handler),
+                "occurred_at": bindparam("occurred_at", type_=marker.c.occurred_at.type),
+            }
+            for handler in handler_parameters(names)
+        ]
+        return (
+            inserting(insert(marker), rows)
+            .on_conflict_do_nothing(index_elements=["message_id", "handler"])
+            .returning(literal_column("1"))
+        )
 
     def claim_many(self, connection: Connection, marker: Table, keys: Sequence[Parameters]) -> set[Key]:
         """As many statements as SQLite's limit on parameters asks for; they say which rows are new."""
         return {(row[0], row[1]) for row in connection.execute(_claim_many(marker), list(keys))}
 
-    def prune_statement(self, marker: Table) -> Executable:
+    def prune_statement(self, marker: Table, *, of_handler: bool = False) -> Executable:
         """Oldest first, by rowid."""
-        age = literal_column("'-'").concat(bindparam("seconds")).concat(" seconds")
         oldest: Select[Any] = (
             select(literal_column("rowid"))
             .select_from(marker)
-            .where(marker.c.processed_at < func.datetime("now", age))
+            .where(is_expired(marker, of_handler=of_handler))
             .order_by(marker.c.processed_at)
             .limit(bindparam("batch_size"))
         )
         return delete(marker).where(literal_column("rowid").in_(oldest))
 
-    def advice(self, connection: Connection) -> list[tuple[str, str]]:
+    def findings(self, connection: Connection, marker: Table) -> list[Finding]:
         """Without write-ahead logging a reader makes writers wait at COMMIT; with it, files do not commit as one."""
         mode = connection.exec_driver_sql("PRAGMA journal_mode").scalar_one()
         files = [file for _, _, file in connection.exec_driver_sql("PRAGMA database_list") if file]
         if mode == "wal" and len(files) > 1:  # https://www.sqlite.org/lang_attach.html
             return [
-                (
+                advice(
                     "databases are attached, and under write-ahead logging a COMMIT that a crash interrupts is atomic "
                     "in each file only",
                     "keep the markers in the file of the read model: make_tables(metadata, schema=...)",
@@ -133,7 +148,26 @@ class SQLite(Dialect):
             ]
         if mode in ("wal", "memory"):
             return []
-        return [(f"the journal mode is {mode}", "call projector_dedup.configure_sqlite(engine) once, at start-up")]
+        return [
+            advice(f"the journal mode is {mode}", "call projector_dedup.configure_sqlite(engine) once, at start-up")
+        ]
+
+    def measured(self, connection: Connection, table: Table) -> tuple[int | None, int | None]:
+        """The bytes only, and where SQLite was built with dbstat; rows are counted."""
+        if connection.exec_driver_sql("SELECT 1 FROM pragma_module_list WHERE name = 'dbstat'").first() is None:
+            return None, None
+        schema = {"schema": connection.schema_for_object(table) or "main"}
+        indexes = connection.execute(
+            text("SELECT name FROM pragma_index_list(:name, :schema)"), {"name": table.name, **schema}
+        )
+        names = [table.name, *indexes.scalars()]
+        pages = text("SELECT sum(pgsize) FROM dbstat(:schema, 1) WHERE name IN :names")
+        return None, connection.scalar(pages.bindparams(bindparam("names", expanding=True)), {"names": names, **schema})
+
+    def migrating(self, connection: Connection, name: str) -> AbstractContextManager[None]:
+        """The write lock, which makes DDL part of the transaction too."""
+        self.begin(connection, None, None)
+        return nullcontext()
 
     def status(self, driver_connection: Any) -> Status:
         """``in_transaction`` asks the library, not the file."""
@@ -158,14 +192,11 @@ class SQLite(Dialect):
         return _code(error).startswith(("SQLITE_BUSY", "SQLITE_CONSTRAINT", "SQLITE_FULL"))
 
 
-def _claim(marker: Table) -> Insert:
-    values: dict[str, Any] = {name: bindparam(name) for name in ("message_id", "handler", "occurred_at")}
-    return insert(marker).values(values).on_conflict_do_nothing(index_elements=["message_id", "handler"])
-
-
 @cache
 def _claim_many(marker: Table) -> Executable:
-    return _claim(marker).returning(marker.c.message_id, marker.c.handler)
+    values: dict[str, Any] = {name: bindparam(name) for name in ("message_id", "handler", "occurred_at")}
+    statement = insert(marker).values(values).on_conflict_do_nothing(index_elements=["message_id", "handler"])
+    return statement.returning(marker.c.message_id, marker.c.handler)
 
 
 def _code(error: Exception) -> str:

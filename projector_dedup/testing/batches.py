@@ -97,6 +97,18 @@ class BatchContract:
         assert calls == [[2], [3, 1]]
         assert harness.totals() == {"a": 6}
 
+    def test_what_was_applied_under_a_former_name_is_a_duplicate(self, harness: Harness) -> None:
+        """In both directions, among messages that are new."""
+        settings = harness.subject.exact
+        old = harness.dispatcher(harness.handler(name="before", **settings))
+        new = harness.dispatcher(harness.handler(formerly=["before"], **settings))
+        harness.run(old.deliver_batch, numbered(1, 2))
+        outcomes = [delivery.outcome for delivery in harness.run(new.deliver_batch, numbered(3, 2, 1, 4))]
+        assert outcomes == [Outcome.APPLIED, Outcome.DUPLICATE, Outcome.DUPLICATE, Outcome.APPLIED]
+        again = harness.run(old.deliver_batch, numbered(1, 2, 3, 4))
+        assert {delivery.outcome for delivery in again} == {Outcome.DUPLICATE}
+        assert harness.totals() == {"a": 10}
+
     def test_batches_that_race_converge(self, harness: Harness) -> None:
         """The same messages in any order, in batches of any size, by rivals: the totals are exact."""
         messages = generate(5, 60)

@@ -18,12 +18,16 @@ from collections.abc import Iterator, Mapping
 import pytest
 
 pytest.register_assert_rewrite(
-    *(f"{__package__}.{name}" for name in ("batches", "claims", "convergence", "lost_updates", "once", "races"))
+    *(
+        f"{__package__}.{name}"
+        for name in ("batches", "claims", "convergence", "formerly", "lost_updates", "once", "races")
+    )
 )
 
 from .batches import BatchContract  # noqa: E402  # after the line above: pytest explains the asserts of what it knows of
 from .claims import ClaimContract  # noqa: E402
 from .convergence import ConvergenceContract, KilledContract  # noqa: E402
+from .formerly import FormerlyContract  # noqa: E402
 from .harness import Harness  # noqa: E402
 from .lost_updates import LostUpdateContract  # noqa: E402
 from .once import AcknowledgementContract, OnceContract  # noqa: E402
@@ -62,5 +66,5 @@ class ConcurrencyContract(
 
 
 @pytest.mark.contract
-class ProjectorContract(OnceContract, AcknowledgementContract, KilledContract, ConcurrencyContract):
+class ProjectorContract(OnceContract, AcknowledgementContract, FormerlyContract, KilledContract, ConcurrencyContract):
     """Everything."""

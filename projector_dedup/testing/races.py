@@ -49,7 +49,7 @@ class Gate:
         self._open.set()
 
 
-class _Held:
+class Held:
     """A handler whose first run stops before it returns; then it fails, if it is told to."""
 
     def __init__(self, harness: Harness, *, fails: bool = False) -> None:
@@ -58,6 +58,7 @@ class _Held:
         self._fails = fails
 
     def __call__(self, happened: Added, session: Session) -> None:
+        """Write, and stop if it is the first."""
         self.runs += 1
         first = self.runs == 1
         add(happened, session)
@@ -74,7 +75,7 @@ class RaceContract:
     @pytest.mark.parametrize("rivals", [1, 5])
     def test_rivals_wait_and_skip_if_the_first_commits(self, harness: Harness, rivals: int) -> None:
         """The others wait for the first, and none of them enters the handler."""
-        held = _Held(harness)
+        held = Held(harness)
         dispatcher = harness.dispatcher(harness.handler(held))
         winner = harness.start(harness.deliver, dispatcher)
         held.gate.arrival()
@@ -89,7 +90,7 @@ class RaceContract:
     @pytest.mark.parametrize("rivals", [1, 5])
     def test_one_rival_applies_if_the_first_rolls_back(self, harness: Harness, rivals: int) -> None:
         """The others wait for the first; when it fails, exactly one of them applies, and the rest skip."""
-        held = _Held(harness, fails=True)
+        held = Held(harness, fails=True)
         dispatcher = harness.dispatcher(harness.handler(held))
         winner = harness.start(harness.deliver, dispatcher)
         held.gate.arrival()
@@ -107,7 +108,7 @@ class RaceContract:
 
         Where the wait cannot be bounded, that is refused.
         """
-        held = _Held(harness, fails=fails)
+        held = Held(harness, fails=fails)
         handler = harness.handler(held)
         winner = harness.start(harness.deliver, harness.dispatcher(handler))
         held.gate.arrival()
@@ -128,7 +129,7 @@ class RaceContract:
             pytest.skip("writers are serialised: everybody waits for the first")
         for key in "ab":  # what is not there yet may be locked with its neighbours
             harness.transact(partial(add, Added((key,), 0)))
-        held = _Held(harness)
+        held = Held(harness)
         winner = harness.start(harness.deliver, harness.dispatcher(harness.handler(held)))
         held.gate.arrival()
         other = harness.dispatcher(harness.handler(name="other"))

@@ -23,6 +23,18 @@ INSERT INTO processed_message (message_id, handler, processed_at, occurred_at) V
 -- claim, with claim_timeout
 SET STATEMENT max_statement_time = %s / 1000, innodb_lock_wait_timeout = %s div 1000 + 2 FOR INSERT INTO processed_message (message_id, handler, processed_at, occurred_at) VALUES (unhex(%s), unhex(%s), (utc_timestamp(6)), %s)
 
+-- claim, with a former name
+INSERT INTO processed_message (message_id, handler, occurred_at, processed_at) SELECT unhex(%s) AS anon_1, unhex(%s) AS anon_2, %s AS anon_3, (utc_timestamp(6)) AS anon_4 UNION ALL SELECT unhex(%s) AS anon_5, unhex(%s) AS anon_6, %s AS anon_7, (utc_timestamp(6)) AS anon_8
+
+-- claim, with both
+SET STATEMENT max_statement_time = %s / 1000, innodb_lock_wait_timeout = %s div 1000 + 2 FOR INSERT INTO processed_message (message_id, handler, occurred_at, processed_at) SELECT unhex(%s) AS anon_1, unhex(%s) AS anon_2, %s AS anon_3, (utc_timestamp(6)) AS anon_4 UNION ALL SELECT unhex(%s) AS anon_5, unhex(%s) AS anon_6, %s AS anon_7, (utc_timestamp(6)) AS anon_8
+
+-- which of them did the claim meet?
+SELECT CAST(processed_message.message_id AS BINARY) = unhex(%s) AND (CAST(processed_message.handler AS BINARY) = unhex(%s) OR CAST(processed_message.handler AS BINARY) = unhex(%s)) AS anon_1
+FROM processed_message
+WHERE processed_message.message_id = unhex(%s) AND (processed_message.handler = unhex(%s) OR processed_message.handler = unhex(%s)) ORDER BY processed_message.handler
+ LIMIT %s LOCK IN SHARE MODE
+
 -- was it this marker that the claim met?
 SELECT CAST(processed_message.message_id AS BINARY) = unhex(%s) AND CAST(processed_message.handler AS BINARY) = unhex(%s) AS anon_1
 FROM processed_message
@@ -34,7 +46,19 @@ FROM processed_message
 WHERE processed_message.message_id = unhex(%s) AND processed_message.handler = unhex(%s)
 
 -- prune one batch
-DELETE FROM processed_message USING processed_message, (SELECT processed_message.message_id AS message_id, processed_message.handler AS handler
+SET STATEMENT innodb_lock_wait_timeout = 1 FOR DELETE FROM processed_message USING processed_message, (SELECT processed_message.message_id AS message_id, processed_message.handler AS handler
 FROM processed_message
-WHERE processed_message.processed_at < timestampadd(second, -%s, (utc_timestamp(6))) ORDER BY processed_message.processed_at
+WHERE processed_message.processed_at < %s ORDER BY processed_message.processed_at
  LIMIT %s FOR UPDATE SKIP LOCKED) AS batch WHERE processed_message.message_id = batch.message_id AND processed_message.handler = batch.handler
+
+-- prune one batch of a handler
+SET STATEMENT innodb_lock_wait_timeout = 1 FOR DELETE FROM processed_message USING processed_message, (SELECT processed_message.message_id AS message_id, processed_message.handler AS handler
+FROM processed_message
+WHERE processed_message.processed_at < %s AND processed_message.handler = unhex(%s) ORDER BY processed_message.processed_at
+ LIMIT %s FOR UPDATE SKIP LOCKED) AS batch WHERE processed_message.message_id = batch.message_id AND processed_message.handler = batch.handler
+
+-- is anything left to prune?
+SELECT 1
+FROM processed_message
+WHERE processed_message.processed_at < %s
+ LIMIT %s

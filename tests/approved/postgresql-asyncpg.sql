@@ -26,6 +26,16 @@ WITH bound AS MATERIALIZED
  INSERT INTO processed_message (message_id, handler, occurred_at) SELECT $1::VARCHAR AS anon_1, $2::VARCHAR AS anon_2, $3::TIMESTAMP WITH TIME ZONE AS anon_3
 FROM bound ON CONFLICT (message_id, handler) DO NOTHING RETURNING 1
 
+-- claim, with a former name
+INSERT INTO processed_message (message_id, handler, occurred_at) SELECT $1::VARCHAR AS anon_1, $2::VARCHAR AS anon_2, CAST($3::TIMESTAMP WITH TIME ZONE AS TIMESTAMP WITH TIME ZONE) AS anon_3 UNION ALL SELECT $1::VARCHAR AS anon_4, $4::VARCHAR AS anon_5, CAST($3::TIMESTAMP WITH TIME ZONE AS TIMESTAMP WITH TIME ZONE) AS anon_3 ON CONFLICT (message_id, handler) DO NOTHING RETURNING 1
+
+-- claim, with both
+WITH bound AS MATERIALIZED
+(SELECT set_config($4::VARCHAR, concat($5::VARCHAR, $6::VARCHAR), $7::BOOLEAN) AS wait)
+ INSERT INTO processed_message (message_id, handler, occurred_at) SELECT $1::VARCHAR AS anon_1, $2::VARCHAR AS anon_2, CAST($3::TIMESTAMP WITH TIME ZONE AS TIMESTAMP WITH TIME ZONE) AS anon_3
+FROM bound UNION ALL SELECT $1::VARCHAR AS anon_4, $8::VARCHAR AS anon_5, CAST($3::TIMESTAMP WITH TIME ZONE AS TIMESTAMP WITH TIME ZONE) AS anon_3
+FROM bound ON CONFLICT (message_id, handler) DO NOTHING RETURNING 1
+
 -- is the marker there? (for the text of an error)
 SELECT 1
 FROM processed_message
@@ -34,5 +44,33 @@ WHERE processed_message.message_id = $1::VARCHAR COLLATE "C" AND processed_messa
 -- prune one batch
 DELETE FROM processed_message WHERE ctid = any(array((SELECT ctid
 FROM processed_message
-WHERE processed_message.processed_at < now() - $1 * interval '1 second' ORDER BY processed_message.processed_at
+WHERE processed_message.processed_at < $1::TIMESTAMP WITH TIME ZONE ORDER BY processed_message.processed_at
  LIMIT $2 FOR UPDATE SKIP LOCKED)))
+
+-- prune one batch of a handler
+DELETE FROM processed_message WHERE ctid = any(array((SELECT ctid
+FROM processed_message
+WHERE processed_message.processed_at < $1::TIMESTAMP WITH TIME ZONE AND processed_message.handler = $2::VARCHAR COLLATE "C" ORDER BY processed_message.processed_at
+ LIMIT $3 FOR UPDATE SKIP LOCKED)))
+
+-- is anything left to prune?
+SELECT 1
+FROM processed_message
+WHERE processed_message.processed_at < $1::TIMESTAMP WITH TIME ZONE
+ LIMIT $2::INTEGER
+
+-- is most of it expired, and how many pages are a batch?
+SELECT pg_relation_size(tableoid) / current_setting('block_size')::bigint AS pages, (SELECT avg(anon_1.bytes) AS avg_1
+FROM (SELECT pg_column_size(markers) AS bytes
+FROM processed_message AS markers
+ LIMIT $1::INTEGER) AS anon_1) AS bytes, (SELECT min(processed_message.processed_at) AS min_1
+FROM processed_message) AS oldest, (SELECT max(processed_message.processed_at) AS max_1
+FROM processed_message) AS newest
+FROM processed_message
+ LIMIT $2::INTEGER
+
+-- prune some pages
+DELETE FROM processed_message WHERE ctid >= ($1::VARCHAR :: tid) AND ctid < ($2::VARCHAR :: tid) AND processed_message.processed_at < $3::TIMESTAMP WITH TIME ZONE
+
+-- before each batch
+SELECT set_config('lock_timeout', '100ms', true), set_config('synchronous_commit', 'off', true)

@@ -26,6 +26,16 @@ WITH bound AS MATERIALIZED
  INSERT INTO processed_message (message_id, handler, occurred_at) SELECT %(message_id)s::VARCHAR AS anon_1, %(handler)s::VARCHAR AS anon_2, %(occurred_at)s::TIMESTAMP WITH TIME ZONE AS anon_3
 FROM bound ON CONFLICT (message_id, handler) DO NOTHING RETURNING 1
 
+-- claim, with a former name
+INSERT INTO processed_message (message_id, handler, occurred_at) SELECT %(message_id)s::VARCHAR AS anon_1, %(handler_0)s::VARCHAR AS anon_2, CAST(%(occurred_at)s::TIMESTAMP WITH TIME ZONE AS TIMESTAMP WITH TIME ZONE) AS anon_3 UNION ALL SELECT %(message_id)s::VARCHAR AS anon_4, %(handler_1)s::VARCHAR AS anon_5, CAST(%(occurred_at)s::TIMESTAMP WITH TIME ZONE AS TIMESTAMP WITH TIME ZONE) AS anon_3 ON CONFLICT (message_id, handler) DO NOTHING RETURNING 1
+
+-- claim, with both
+WITH bound AS MATERIALIZED
+(SELECT set_config(%(set_config_1)s::VARCHAR, concat(%(wait_ms)s::VARCHAR, %(concat_1)s::VARCHAR), %(set_config_2)s) AS wait)
+ INSERT INTO processed_message (message_id, handler, occurred_at) SELECT %(message_id)s::VARCHAR AS anon_1, %(handler_0)s::VARCHAR AS anon_2, CAST(%(occurred_at)s::TIMESTAMP WITH TIME ZONE AS TIMESTAMP WITH TIME ZONE) AS anon_3
+FROM bound UNION ALL SELECT %(message_id)s::VARCHAR AS anon_4, %(handler_1)s::VARCHAR AS anon_5, CAST(%(occurred_at)s::TIMESTAMP WITH TIME ZONE AS TIMESTAMP WITH TIME ZONE) AS anon_3
+FROM bound ON CONFLICT (message_id, handler) DO NOTHING RETURNING 1
+
 -- is the marker there? (for the text of an error)
 SELECT 1
 FROM processed_message
@@ -34,5 +44,33 @@ WHERE processed_message.message_id = %(message_id)s::VARCHAR COLLATE "C" AND pro
 -- prune one batch
 DELETE FROM processed_message WHERE ctid = any(array((SELECT ctid
 FROM processed_message
-WHERE processed_message.processed_at < now() - %(seconds)s * interval '1 second' ORDER BY processed_message.processed_at
+WHERE processed_message.processed_at < %(cutoff)s::TIMESTAMP WITH TIME ZONE ORDER BY processed_message.processed_at
  LIMIT %(batch_size)s FOR UPDATE SKIP LOCKED)))
+
+-- prune one batch of a handler
+DELETE FROM processed_message WHERE ctid = any(array((SELECT ctid
+FROM processed_message
+WHERE processed_message.processed_at < %(cutoff)s::TIMESTAMP WITH TIME ZONE AND processed_message.handler = %(handler)s::VARCHAR COLLATE "C" ORDER BY processed_message.processed_at
+ LIMIT %(batch_size)s FOR UPDATE SKIP LOCKED)))
+
+-- is anything left to prune?
+SELECT 1
+FROM processed_message
+WHERE processed_message.processed_at < %(cutoff)s::TIMESTAMP WITH TIME ZONE
+ LIMIT %(param_1)s::INTEGER
+
+-- is most of it expired, and how many pages are a batch?
+SELECT pg_relation_size(tableoid) / current_setting('block_size')::bigint AS pages, (SELECT avg(anon_1.bytes) AS avg_1
+FROM (SELECT pg_column_size(markers) AS bytes
+FROM processed_message AS markers
+ LIMIT %(param_1)s::INTEGER) AS anon_1) AS bytes, (SELECT min(processed_message.processed_at) AS min_1
+FROM processed_message) AS oldest, (SELECT max(processed_message.processed_at) AS max_1
+FROM processed_message) AS newest
+FROM processed_message
+ LIMIT %(param_2)s::INTEGER
+
+-- prune some pages
+DELETE FROM processed_message WHERE ctid >= (%(begin)s::VARCHAR :: tid) AND ctid < (%(end)s::VARCHAR :: tid) AND processed_message.processed_at < %(cutoff)s::TIMESTAMP WITH TIME ZONE
+
+-- before each batch
+SELECT set_config('lock_timeout', '100ms', true), set_config('synchronous_commit', 'off', true)

@@ -23,6 +23,12 @@ INSERT INTO processed_message (message_id, handler, occurred_at) VALUES (?, ?, ?
 -- claim, with claim_timeout
 INSERT INTO processed_message (message_id, handler, occurred_at) VALUES (?, ?, ?) ON CONFLICT (message_id, handler) DO NOTHING RETURNING 1
 
+-- claim, with a former name
+INSERT INTO processed_message (message_id, handler, occurred_at) SELECT ? AS anon_1, ? AS anon_2, ? AS anon_3 UNION ALL SELECT ? AS anon_4, ? AS anon_5, ? AS anon_6 ON CONFLICT (message_id, handler) DO NOTHING RETURNING 1
+
+-- claim, with both
+INSERT INTO processed_message (message_id, handler, occurred_at) SELECT ? AS anon_1, ? AS anon_2, ? AS anon_3 UNION ALL SELECT ? AS anon_4, ? AS anon_5, ? AS anon_6 ON CONFLICT (message_id, handler) DO NOTHING RETURNING 1
+
 -- is the marker there? (for the text of an error)
 SELECT 1
 FROM processed_message
@@ -31,5 +37,17 @@ WHERE processed_message.message_id = ? AND processed_message.handler = ?
 -- prune one batch
 DELETE FROM processed_message WHERE rowid IN (SELECT rowid
 FROM processed_message
-WHERE processed_message.processed_at < datetime(?, '-' || ? || ?) ORDER BY processed_message.processed_at
+WHERE processed_message.processed_at < ? ORDER BY processed_message.processed_at
  LIMIT ? OFFSET ?)
+
+-- prune one batch of a handler
+DELETE FROM processed_message WHERE rowid IN (SELECT rowid
+FROM processed_message
+WHERE processed_message.processed_at < ? AND processed_message.handler = ? ORDER BY processed_message.processed_at
+ LIMIT ? OFFSET ?)
+
+-- is anything left to prune?
+SELECT 1
+FROM processed_message
+WHERE processed_message.processed_at < ?
+ LIMIT ? OFFSET ?

@@ -20,6 +20,9 @@ CREATE TABLE processed_message_state (
 -- claim
 INSERT INTO processed_message (message_id, handler, processed_at, occurred_at) VALUES (?, ?, ?, ?)
 
+-- claim, with a former name
+INSERT INTO processed_message (message_id, handler, processed_at, occurred_at) VALUES (?, ?, ?, ?)
+
 -- is the marker there? (for the text of an error)
 SELECT 1
 FROM processed_message
@@ -32,3 +35,17 @@ FROM processed_message AS processed_message_1
 WHERE processed_message_1.processed_at < ? ORDER BY processed_message_1.processed_at
  LIMIT ? OFFSET ?) AS batch
 WHERE batch.message_id = processed_message.message_id AND batch.handler = processed_message.handler)
+
+-- prune one batch of a handler
+DELETE FROM processed_message WHERE EXISTS (SELECT 1
+FROM (SELECT processed_message_1.message_id AS message_id, processed_message_1.handler AS handler
+FROM processed_message AS processed_message_1
+WHERE processed_message_1.processed_at < ? AND processed_message_1.handler = ? ORDER BY processed_message_1.processed_at
+ LIMIT ? OFFSET ?) AS batch
+WHERE batch.message_id = processed_message.message_id AND batch.handler = processed_message.handler)
+
+-- is anything left to prune?
+SELECT 1
+FROM processed_message
+WHERE processed_message.processed_at < ?
+ LIMIT ? OFFSET ?

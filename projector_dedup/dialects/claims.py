@@ -1,12 +1,12 @@
-"""Several markers in one transaction, where an INSERT does not say which of its rows were new: look, then insert."""
+"""What the claims of all databases are made of: keys, rows, and a way without an INSERT that says which were new."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
-from sqlalchemy import BindParameter, Select, Table, bindparam, select
+from sqlalchemy import BindParameter, ColumnElement, Insert, Select, Table, and_, bindparam, select, union_all
 from sqlalchemy.engine import Connection
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.sql import Executable
@@ -14,10 +14,32 @@ from sqlalchemy.sql import Executable
 from ..errors import OvertakenError
 
 Parameters = Mapping[str, Any]
+InsertT = TypeVar("InsertT", bound=Insert)
 Key = tuple[str, str]
 """Message id and handler."""
 
 _AT_ONCE = 500  # what every database takes in one IN (...)
+
+
+@cache
+def same_key(marker: Table) -> ColumnElement[bool]:
+    """The condition by which a statement finds the marker of ``:message_id, :handler``."""
+    return and_(marker.c.message_id == bindparam("message_id"), marker.c.handler == bindparam("handler"))
+
+
+def handler_parameters(names: int) -> list[str]:
+    """The parameters of the handlers in a claim of so many ``names`` of one handler, in the order of their rows."""
+    return ["handler"] if names == 1 else [f"handler_{number}" for number in range(names)]
+
+
+def inserting(statement: InsertT, rows: Sequence[Mapping[str, ColumnElement[Any]]]) -> InsertT:
+    """The INSERT ``statement`` of these rows, in this order.
+
+    Several come from SELECTs: VALUES of several rows would be compiled anew for every message.
+    """
+    if len(rows) == 1:
+        return statement.values(rows[0])
+    return statement.from_select(list(rows[0]), union_all(*(select(*row.values()) for row in rows)))
 
 
 def key_of(parameters: Parameters) -> Key:

@@ -1,0 +1,13 @@
+"""What happened, for machines: a JSON object a line, on stdout."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import click
+
+
+def log_json(event: str, **facts: Any) -> None:
+    """One line: ``event`` first, then ``facts`` in the order given."""
+    click.echo(json.dumps({"event": event, **facts}))

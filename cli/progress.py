@@ -1,0 +1,41 @@
+"""A count that moves while a command works; on stderr, and only if that is a terminal."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import click
+
+
+@contextmanager
+def counting(verb: str) -> Iterator[Callable[[int], None] | None]:
+    """Yields a function that takes how many more there are; None where nobody watches. By rich, if installed."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    so_far = 0
+    try:
+        from rich.console import Console
+    except ImportError:
+
+        def add(more: int) -> None:
+            nonlocal so_far
+            so_far += more
+            click.echo(f"\r{verb} {so_far:,} ...", nl=False, err=True)
+
+        try:
+            yield add
+        finally:
+            if so_far:
+                click.echo(err=True)
+        return
+    with Console(stderr=True, highlight=False).status(f"{verb} 0 ...") as status:
+
+        def show(more: int) -> None:
+            nonlocal so_far
+            so_far += more
+            status.update(f"{verb} {so_far:,} ...")
+
+        yield show

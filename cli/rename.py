@@ -1,0 +1,93 @@
+"""`idempotency rename`: copy a handler's markers to its new name."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+from sqlalchemy import Engine
+
+from projector_dedup.renaming import MAX_BATCH_SIZE, Renamed
+from projector_dedup.renaming import rename as rename_markers
+
+from .interrupts import deferred
+from .options import EXIT_CODES, Deployment, Deployments, database_options
+
+
+@click.command(epilog=EXIT_CODES)
+@database_options
+@click.argument("old")
+@click.argument("new")
+@click.option(
+    "--remove-old",
+    is_flag=True,
+    help="Delete the markers of OLD as well, as soon as they are copied. Only when no code of the old name will run "
+    "again, a deploy that is rolled back included; else let cleanup delete them in its time.",
+)
+@click.option(
+    "--batch-size",
+    type=click.IntRange(1, MAX_BATCH_SIZE),
+    default=1000,
+    show_default=True,
+    help="Markers copied in one transaction. Smaller batches hold locks for a shorter time.",
+)
+@click.option("--dry-run", is_flag=True, help="Count; write nothing.")
+@click.option("--yes", is_flag=True, help="Do not ask before --remove-old.")
+def rename(
+    deployments: Deployments, old: str, new: str, remove_old: bool, batch_size: int, dry_run: bool, yes: bool
+) -> None:
+    """Copy the markers of the handler OLD to the name NEW, so that `formerly` can go from the code.
+
+    Run it when every process knows the new name. Deliveries and cleanup may go on meanwhile. Every batch commits by
+    itself, so a run may be interrupted at any time and run again.
+
+    \b
+    Examples:
+      idempotency rename billing.projections.Totals.add account-totals.add --dry-run
+      idempotency rename billing.projections.Totals.add account-totals.add
+    """
+    if remove_old and not dry_run and not yes:
+        click.confirm(f"Will no code of the name {old} run again? Its markers will be deleted", abort=True)
+
+    def copy(deployment: Deployment, engine: Engine) -> None:
+        so_far = Renamed()
+        with deferred() as interrupted:
+
+            def progress(renamed: Renamed) -> None:
+                nonlocal so_far
+                so_far = renamed
+                if sys.stderr.isatty():
+                    click.echo(f"\r{_markers(renamed.copied)} copied ...", nl=False, err=True)
+                interrupted()
+
+            try:
+                done = rename_markers(
+                    engine,
+                    old,
+                    new,
+                    tables=deployment.tables,
+                    batch_size=batch_size,
+                    remove_old=remove_old,
+                    dry_run=dry_run,
+                    on_batch=progress,
+                )
+            finally:
+                if so_far != Renamed() and sys.stderr.isatty():
+                    click.echo(err=True)
+        deployments.say(deployment, _said(done, old, new, dry_run=dry_run))
+
+    deployments.each(copy)
+
+
+def _said(done: Renamed, old: str, new: str, *, dry_run: bool) -> str:
+    if done == Renamed():
+        return f"Nothing is left under {old}."
+    would = "Would have copied" if dry_run else "Copied"
+    line = f"{would} {_markers(done.copied)} of {old} to {new}; {done.already:,} had one already."
+    if done.removed:
+        line += f" {'Would have removed' if dry_run else 'Removed'} {_markers(done.removed)} of {old}."
+    return line
+
+
+def _markers(number: int) -> str:
+    return f"{number:,} marker{'' if number == 1 else 's'}"

@@ -1,0 +1,74 @@
+"""`idempotency stats`: what is in the marker table, and what cleanup would delete."""
+
+from __future__ import annotations
+
+import click
+from sqlalchemy import Engine
+
+from projector_dedup.inventory import Stats, stats
+from projector_dedup.message import printable
+from projector_dedup.upkeep import seconds
+
+from .options import EXIT_CODES, Deployment, Deployments, database_options
+from .output import ago, as_object, document, json_option, size, table
+
+
+@click.command("stats", epilog=EXIT_CODES)
+@database_options
+@click.option(
+    "--retention-hours",
+    type=click.FloatRange(min=0, min_open=True, max=24 * 366 * 100),
+    help="What would a cleanup that keeps so much delete?  [default: that of the last complete cleanup, else 168]",
+)
+@json_option
+def show_stats(deployments: Deployments, retention_hours: float | None, as_json: bool) -> None:
+    """Count the markers of each handler; tell their age and size.
+
+    And how many of them cleanup would delete.
+
+    Of more than a million markers, those of a sample are counted, where the database's catalogue knows how many there
+    are (PostgreSQL, MariaDB): the numbers are marked ~ then, and a handler with few markers may be missing.
+
+    \b
+    Examples:
+      idempotency stats --database-url postgresql+psycopg://app@db.example/orders
+      idempotency stats --json | jq '.[].expired'
+    """
+    with document(wanted=as_json) as add:
+
+        def look(deployment: Deployment, engine: Engine) -> None:
+            found = stats(engine, tables=deployment.tables, retention_hours=retention_hours)
+            if as_json:
+                add(deployment, as_object(found))
+            else:
+                click.echo(deployment)
+                _print(found)
+
+        deployments.each(look)
+
+
+def _print(found: Stats) -> None:
+    about, state = "~" if found.estimated else "", found.state
+    cleaned = "-" if state.retention_hours is None else f", {state.retention_hours:g} hours kept"
+    for name, value in (
+        ("markers", f"{about}{found.markers:,}"),
+        ("on disk", f"{size(found.bytes)}, indexes included"),
+        ("oldest", ago(found.oldest, found.at)),
+        ("newest", ago(found.newest, found.at)),
+        ("cleanup would delete", f"{about}{found.expired:,}, older than {found.retention_hours:g} hours"),
+        ("last complete cleanup", "never" if state.cleaned_at is None else ago(state.cleaned_at, found.at) + cleaned),
+        ("redelivery horizon", "not declared" if state.horizon_hours is None else f"{state.horizon_hours:g} hours"),
+        ("schema version", state.schema_version or "not recorded"),
+    ):
+        click.echo(f"  {name:<22}  {value}")
+    if found.handlers:
+        click.echo()
+        rows = [
+            (printable(each.handler), f"{about}{each.markers:,}", seconds(each.oldest), seconds(each.newest))
+            for each in found.handlers
+        ]
+        table(("handler", "markers", "oldest (UTC)", "newest (UTC)"), rows, right=("markers",))
+    if found.estimated:
+        click.echo(
+            "\n~: of a sample; the oldest and newest of a handler are too, and one with few markers may be missing"
+        )

@@ -1,0 +1,62 @@
+"""The claim on MariaDB and MySQL as SQL: what inserts the markers, and what finds the one that was there."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from sqlalchemy import BINARY, ColumnElement, Select, Table, and_, bindparam, cast, or_, select
+from sqlalchemy.ext.compiler import compiles
+from sqlalchemy.sql import Insert
+from sqlalchemy.sql.compiler import SQLCompiler
+
+from ..errors import UnsupportedDatabaseError
+from .claims import handler_parameters, inserting
+from .columns import utc_now
+
+
+def insert_markers(marker: Table, *, bounded: bool, names: int) -> Insert:
+    """One row for each name, or an error and none."""
+    rows: list[dict[str, ColumnElement[Any]]] = [
+        {
+            "message_id": bindparam("message_id", type_=marker.c.message_id.type),
+            "handler": bindparam(handler, type_=marker.c.handler.type),
+            "occurred_at": bindparam("occurred_at", type_=marker.c.occurred_at.type),
+            "processed_at": utc_now(),
+        }
+        for handler in handler_parameters(names)
+    ]
+    return inserting((_BoundedInsert if bounded else Insert)(marker), rows)
+
+
+@cache
+def met_by_claim(marker: Table, names: int = 1) -> Select[Any]:
+    """Whether the row that a claim met is its own, to the byte; no row if it met none.
+
+    Of several the first: those after it the claim has not locked, and a rival may hold them.
+    """
+    message_id, handler = marker.c.message_id, marker.c.handler
+    asked = bindparam("message_id", type_=message_id.type)
+    claimed = [bindparam(name, type_=handler.type) for name in handler_parameters(names)]
+    same = and_(cast(message_id, BINARY()) == asked, or_(*(cast(handler, BINARY()) == name for name in claimed)))
+    found = select(same).where(message_id == asked, or_(*(handler == name for name in claimed)))
+    first = found if names == 1 else found.order_by(handler).limit(1)
+    return first.with_for_update(read=True)
+
+
+class _BoundedInsert(Insert):
+    """An INSERT that fails when it took longer than ``:wait_ms``; innodb_lock_wait_timeout knows whole seconds only."""
+
+    inherit_cache = True
+
+
+@compiles(_BoundedInsert)
+def _set_statement(element: _BoundedInsert, compiler: SQLCompiler, **options: Any) -> str:
+    if not getattr(compiler.dialect, "is_mariadb", False):
+        raise UnsupportedDatabaseError("claim_timeout needs MariaDB: MySQL cannot bound the wait of one statement")
+    wait = compiler.process(bindparam("wait_ms"), **options)
+    insert = compiler.visit_insert(element, **options)  # type: ignore[no-untyped-call]  # SQLAlchemy's
+    # The second, so that a longer wait than the server's own for locks is possible.
+    return (
+        f"SET STATEMENT max_statement_time = {wait} / 1000, innodb_lock_wait_timeout = {wait} div 1000 + 2 FOR {insert}"
+    )

@@ -1,0 +1,174 @@
+"""Tables that nobody else owns: the library runs its own Alembic revisions, once for each table set."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from importlib.resources import files
+from io import StringIO
+from threading import Lock
+from typing import Any
+
+from alembic import command
+from alembic.config import Config
+from alembic.runtime.migration import MigrationContext
+from sqlalchemy import MetaData, Table, insert, inspect
+from sqlalchemy.engine import Connection, Engine
+from sqlalchemy.exc import DBAPIError
+
+from .dialects import Failure, dialect_of
+from .errors import MissingTableError, RetriesExhaustedError
+from .schema import check, check_table
+from .state import SCHEMA_VERSION, read_state, write_state
+from .tables import SCHEMA, DedupTables, default_tables, make_tables
+
+_PATIENCE = 60.0  # seconds for which a change is tried again that had to wait for other transactions
+_PAUSE = 1.0  # seconds between two tries, on average half of it: writers that queued behind the first get through
+
+_one_at_a_time = Lock()  # `alembic.context` and `alembic.op`, which env.py and revisions import, are the process's
+
+
+@dataclass(frozen=True)
+class Migrated:
+    """What ``migrate`` found and left: versions of the schema; ``before`` is None where there were no tables."""
+
+    before: int | None
+    after: int
+    adopted: bool = False  #: the tables were there, and ``migrate`` is answerable for them from now on
+
+
+def migrate(engine: Engine, tables: DedupTables = default_tables) -> Migrated:
+    """Bring one table set to the schema of this version: make the tables, or change them, or leave them.
+
+    Which revision they are at is kept beside them, in ``<name>_alembic_version``. Tables that somebody else made, by
+    ``create_all`` or a migration of their own, are adopted if ``check`` finds nothing fatal. Two runs at once are
+    one after the other. A change that has to wait for somebody's transaction gives way to other writers after a
+    moment and is tried again for a minute.
+
+    Raises ``MissingTableError`` for tables that are there and wrong, or a schema that is not there,
+    ``UnsafeSessionError`` for an engine in AUTOCOMMIT, and ``RetriesExhaustedError`` if others never let go of the
+    table: end the transaction that holds it, or run it again.
+    """
+    dialect, deadline = dialect_of(engine), time.monotonic() + _PATIENCE
+    while True:
+        try:
+            with _one_at_a_time:
+                return _Owner(engine, tables).migrate()
+        except DBAPIError as error:
+            if dialect.classify(error) not in (Failure.LOCK_TIMEOUT, Failure.TRANSIENT):
+                raise
+            if time.monotonic() > deadline:
+                raise RetriesExhaustedError(
+                    f"{tables.marker.fullname} could not be changed for {_PATIENCE:g} seconds, because another "
+                    "transaction holds it; look for one that is open for long, end it, and run this again"
+                ) from error
+        time.sleep(random.uniform(0, _PAUSE))  # noqa: S311  # no secret
+
+
+def planned(engine: Engine, tables: DedupTables = default_tables) -> str:
+    """The SQL that ``migrate`` would run now, empty if there is nothing to do. Raises what it would raise."""
+    with _one_at_a_time:
+        return _Owner(engine, tables).planned()
+
+
+class _Owner:
+    """One run: the tables where the engine's ``schema_translate_map`` leads, and Alembic on them."""
+
+    def __init__(self, engine: Engine, tables: DedupTables) -> None:
+        with engine.connect() as connection:
+            dialect_of(connection).refuse_unsafe(connection)
+            schema = connection.schema_for_object(tables.marker)
+        self._engine = engine.execution_options(schema_translate_map=None)
+        self._tables = make_tables(MetaData(), tables.marker.name, schema)
+        self._before: int | None = None
+        self._adopted = False
+        self._output = StringIO()
+        self._config = Config(output_buffer=self._output)
+        self._config.set_main_option("script_location", str(files("projector_dedup.migrations")).replace("%", "%%"))
+        self._config.attributes["projector_dedup_tables"] = self._tables
+        self._refuse_wrong()
+
+    def migrate(self) -> Migrated:
+        with self._engine.connect() as connection:
+            self._config.attributes.update(connection=connection, adopt=self._adopt)
+            command.upgrade(self._config, "head")
+        with self._engine.connect() as connection:
+            return Migrated(self._before, self._version(connection) or SCHEMA, self._adopted)
+
+    def planned(self) -> str:
+        self._config.attributes["url"] = self._engine.url
+        with self._engine.connect() as connection:
+            version, present = self._version(connection), self._present(connection)
+            if version == SCHEMA:
+                return ""
+            if version is not None:
+                command.upgrade(self._config, f"{_revision(version)}:head", sql=True)
+            elif not present:
+                command.upgrade(self._config, "head", sql=True)
+            else:
+                command.stamp(self._config, "head", sql=True)
+                row = insert(self._tables.state).values(key=SCHEMA_VERSION, value=str(SCHEMA))
+                self._output.write(f"{row.compile(connection, compile_kwargs={'literal_binds': True})};\n")
+        return self._output.getvalue()
+
+    def _refuse_wrong(self) -> None:
+        """Before anything is locked, since trying the tables out writes to them."""
+        schema = self._tables.marker.schema
+        with self._engine.connect() as connection:
+            if schema is not None and not inspect(connection).has_schema(schema):
+                raise MissingTableError(f"there is no schema {schema}: create it first, or name another")
+            version = self._version(connection)  # first: a rival writes it last
+            present = self._present(connection)
+            if version is not None and len(present) < 2:
+                name = f"{self._tables.marker.fullname}_alembic_version"
+                raise MissingTableError(
+                    f"{name} says that the tables are there, but somebody dropped them; drop {name} too and run this "
+                    "again: it makes them anew, and what is redelivered then is applied again"
+                )
+            findings = [finding for table in present for finding in check_table(connection, table, self._tables)]
+        if len(present) == 2:
+            findings = check(self._engine, self._tables)
+        for finding in findings:
+            if finding.fatal:
+                raise MissingTableError(f"{finding.problem}; nothing was changed; {finding.remedy}")
+
+    def _present(self, connection: Connection) -> list[Table]:
+        """Both, none, or the one after which a server died that cannot roll DDL back."""
+        tables, inspector = (self._tables.marker, self._tables.state), inspect(connection)
+        return [table for table in tables if inspector.has_table(table.name, schema=table.schema)]
+
+    def _adopt(self, context: MigrationContext) -> None:
+        """Called by env.py when no other migration can be under way."""
+        connection = context.connection
+        assert connection is not None  # noqa: S101  # env.py is not in offline mode
+        begin: Callable[[], AbstractContextManager[Any]] = (
+            connection.begin_nested if connection.in_transaction() else connection.begin
+        )
+        with begin():
+            self._before = self._version(connection)
+            present = self._present(connection)
+            if self._before is not None or not present:
+                return
+            self._tables.marker.metadata.create_all(connection)
+            state = read_state(connection, self._tables)
+            self._before = int(state.get(SCHEMA_VERSION, SCHEMA))
+            write_state(connection, self._tables, {SCHEMA_VERSION: str(self._before)})
+            assert context.script is not None  # noqa: S101
+            context.stamp(context.script, _revision(self._before))
+            self._adopted = True
+
+    def _version(self, connection: Connection) -> int | None:
+        """By Alembic's table; None if it has not been there yet."""
+        options = {
+            "version_table": f"{self._tables.marker.name}_alembic_version",
+            "version_table_schema": self._tables.marker.schema,
+        }
+        revision = MigrationContext.configure(connection, opts=options).get_current_revision()
+        return None if revision is None else int(revision.rpartition("_")[2])
+
+
+def _revision(version: int) -> str:
+    return f"projector_dedup_{version:04}"

@@ -1,0 +1,43 @@
+"""The command `idempotency`, as a user runs it: in a pipe, or on a terminal."""
+
+import contextlib
+import os
+import pty
+import subprocess
+import sys
+
+COMMAND = [sys.executable, "-P", "-m", "projector_dedup"]  # -P: no current directory, as in a script
+
+
+def surroundings(**environment: str) -> dict[str, str]:
+    """This process's environment, without what configures the command or its colours."""
+    ours = ("PROJECTOR_DEDUP", "NO_COLOR", "FORCE_COLOR", "COLUMNS", "TERM")
+    return {name: value for name, value in os.environ.items() if not name.startswith(ours)} | environment
+
+
+def idempotency(*arguments: str, cwd: str | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run the command in a pipe; nothing of our own environment configures it."""
+    return subprocess.run(
+        [*COMMAND, *arguments],
+        env=surroundings(**environment),
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def on_a_terminal(*arguments: str, types: str = "", **environment: str) -> tuple[int, str]:
+    """Run the command on a terminal of 80 columns where somebody ``types``; its exit code and what is seen."""
+    ours, its = pty.openpty()
+    surrounded = surroundings(TERM="xterm-256color", COLUMNS="80", LINES="40", **environment)
+    with subprocess.Popen([*COMMAND, *arguments], env=surrounded, stdin=its, stdout=its, stderr=its) as process:
+        os.close(its)
+        os.write(ours, types.encode())
+        seen = b""
+        with contextlib.suppress(OSError):  # Linux's way to say that nobody has it open any more
+            while some := os.read(ours, 4096):
+                seen += some
+    os.close(ours)
+    return process.returncode, seen.decode().replace("\r\n", "\n")
