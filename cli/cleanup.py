@@ -15,6 +15,7 @@ from .errors import Failed
 from .interrupts import noted
 from .log import log_json
 from .options import EXIT_CODES, Deployment, Deployments, database_options
+from .output import markers
 from .progress import counting
 
 
@@ -93,7 +94,7 @@ def cleanup(
             log_json("cleanup", deployment=str(deployment), dry_run=True, expired=found, counted_all=found < COUNTED)
         else:
             at_least = "at least " if found >= COUNTED else ""
-            line = f"Would delete {at_least}{found:,} marker{'' if found == 1 else 's'}{of} {age}."
+            line = f"Would delete {at_least}{markers(found)}{of} {age}."
             deployments.say(deployment, line)
 
     def failed(url: str, failure: Failed) -> None:
@@ -123,7 +124,7 @@ def cleanup(
                 facts = {"deleted": done.deleted, "complete": done.complete, "seconds": seconds}
                 log_json("cleanup", deployment=str(deployment), **facts)
                 return
-            line = f"Deleted {done.deleted:,} marker{'' if done.deleted == 1 else 's'}{of} {age}"
+            line = f"Deleted {markers(done.deleted)}{of} {age}"
             deployments.say(deployment, f"{line}." if done.complete else f"{line}; {done.left}: more may be left.")
 
         deployments.each(count if dry_run else clean, on_failure=failed)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import click
 from sqlalchemy import Engine
 
@@ -12,6 +10,8 @@ from projector_dedup.renaming import rename as rename_markers
 
 from .interrupts import deferred
 from .options import EXIT_CODES, Deployment, Deployments, database_options
+from .output import markers
+from .progress import counting
 
 
 @click.command(epilog=EXIT_CODES)
@@ -50,30 +50,26 @@ def rename(
         click.confirm(f"Will no code of the name {old} run again? Its markers will be deleted", abort=True)
 
     def copy(deployment: Deployment, engine: Engine) -> None:
-        so_far = Renamed()
-        with deferred() as interrupted:
+        with deferred() as interrupted, counting("Copied") as count:
+            so_far = 0
 
             def progress(renamed: Renamed) -> None:
                 nonlocal so_far
-                so_far = renamed
-                if sys.stderr.isatty():
-                    click.echo(f"\r{_markers(renamed.copied)} copied ...", nl=False, err=True)
+                if count is not None:
+                    count(renamed.copied - so_far)
+                so_far = renamed.copied
                 interrupted()
 
-            try:
-                done = rename_markers(
-                    engine,
-                    old,
-                    new,
-                    tables=deployment.tables,
-                    batch_size=batch_size,
-                    remove_old=remove_old,
-                    dry_run=dry_run,
-                    on_batch=progress,
-                )
-            finally:
-                if so_far != Renamed() and sys.stderr.isatty():
-                    click.echo(err=True)
+            done = rename_markers(
+                engine,
+                old,
+                new,
+                tables=deployment.tables,
+                batch_size=batch_size,
+                remove_old=remove_old,
+                dry_run=dry_run,
+                on_batch=progress,
+            )
         deployments.say(deployment, _said(done, old, new, dry_run=dry_run))
 
     deployments.each(copy)
@@ -83,11 +79,7 @@ def _said(done: Renamed, old: str, new: str, *, dry_run: bool) -> str:
     if done == Renamed():
         return f"Nothing is left under {old}."
     would = "Would have copied" if dry_run else "Copied"
-    line = f"{would} {_markers(done.copied)} of {old} to {new}; {done.already:,} had one already."
+    line = f"{would} {markers(done.copied)} of {old} to {new}; {done.already:,} had one already."
     if done.removed:
-        line += f" {'Would have removed' if dry_run else 'Removed'} {_markers(done.removed)} of {old}."
+        line += f" {'Would have removed' if dry_run else 'Removed'} {markers(done.removed)} of {old}."
     return line
-
-
-def _markers(number: int) -> str:
-    return f"{number:,} marker{'' if number == 1 else 's'}"
