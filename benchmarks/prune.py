@@ -12,8 +12,8 @@ from __future__ import annotations
 import argparse
 import itertools
 import logging
+import multiprocessing
 import statistics
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -211,31 +211,41 @@ def main() -> None:
 
 
 def _claims(engine: Engine, markers: int, expired: int) -> None:
-    """Idle and beside, in turns: the machine is not as fast in one minute as in the next."""
+    """Idle and beside a process that prunes, in turns: the machine is not as fast in one minute as in the next."""
     unique, idle, beside = itertools.count(), [], []
     fill(engine, CLAIMED.marker.name, 0, markers)
 
-    def some(count: int, over: Callable[[], bool]) -> list[float]:
-        seconds = []
-        while len(seconds) < count and not over():
+    def claims(over: Callable[[], bool]) -> Iterator[float]:
+        while not over():
             began = time.perf_counter()
             with Session(engine) as session:
                 assert claim(session, f"claim-{next(unique)}", "benchmark", tables=CLAIMED)
                 session.commit()
-            seconds.append(time.perf_counter() - began)
-        return seconds
+            yield time.perf_counter() - began
 
-    parts = 10
+    context, parts = multiprocessing.get_context("spawn"), 10
     for part in range(1, parts + 1):
-        idle += some(300, lambda: False)
-        bounds: dict[str, Any] = {"retention_hours": retention_before(expired * part // parts), "tables": CLAIMED}
-        pruner = threading.Thread(target=prune, args=(engine,), kwargs={**bounds, "batch_size": BATCH})
+        idle += itertools.islice(claims(lambda: False), 300)
+        ready, go, done = (context.Event() for _ in range(3))
+        url, hours = engine.url.render_as_string(hide_password=False), retention_before(expired * part // parts)
+        pruner = context.Process(target=_prune_apart, args=(url, hours, ready, go, done))
         pruner.start()
-        beside += some(10**9, lambda: not pruner.is_alive())  # noqa: B023  # called at once
+        ready.wait()
+        go.set()
+        beside += claims(done.is_set)
         pruner.join()
     for name, seconds in (("idle", idle), ("beside a prune", beside)):
         cuts = statistics.quantiles(seconds, n=100)
         print(f"claims {name:15} {len(seconds):6} p50 {cuts[49] * 1000:6.2f} ms  p99 {cuts[98] * 1000:6.2f} ms")
+
+
+def _prune_apart(url: str, hours: float, ready: Any, go: Any, done: Any) -> None:
+    engine = create_engine(url)
+    engine.connect().close()
+    ready.set()
+    go.wait()
+    prune(engine, retention_hours=hours, tables=CLAIMED, batch_size=BATCH)
+    done.set()
 
 
 if __name__ == "__main__":

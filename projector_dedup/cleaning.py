@@ -25,13 +25,13 @@ class Batches:
         self._held = False
         self._engine = engine
 
-    def attempt(self, act: Callable[[Connection], T]) -> T:
+    def attempt(self, act: Callable[[Connection], T], isolation: str | None = None) -> T:
         """What ``act`` gives, in a transaction of its own; a batch that was deleted but not confirmed is not counted.
 
         Raises ``CleanupInterruptedError`` if the retry policy is used up.
         """
         try:
-            return persistently(act, self._engine, self.dialect, self.retry)
+            return persistently(act, self._engine, self.dialect, self.retry, isolation=isolation)
         except RetriesExhaustedError as error:
             raise CleanupInterruptedError(
                 f"at least {self.deleted:,} markers were deleted, then {error}", self.deleted
@@ -41,11 +41,16 @@ class Batches:
         """One batch; 0 if somebody holds markers of it for too long: a look will find them."""
 
         def batch(connection: Connection) -> int:
-            if route.opening is not None:
-                connection.exec_driver_sql(route.opening)
-            return connection.execute(route.statement, parameters).rowcount
+            try:
+                return connection.execute(route.statement, parameters).rowcount
+            except DBAPIError as error:
+                if not self.dialect.locks_rows or self.dialect.classify(error) is not Failure.LOCK_TIMEOUT:
+                    raise
+                connection.rollback()
+                self._held = True
+                return 0
 
-        deleted = self.attempt(lambda connection: self._unless_held(connection, batch))
+        deleted = self.attempt(batch, route.isolation)
         if deleted < 0:
             raise UnsupportedDatabaseError(
                 "a batch was deleted, but the driver does not say of how many markers, so the last one would not be "
@@ -64,13 +69,3 @@ class Batches:
             return False
         self._held = False
         return self.attempt(lambda connection: connection.execute(route.look, expired.bounds).first()) is not None
-
-    def _unless_held(self, connection: Connection, batch: Callable[[Connection], int]) -> int:
-        try:
-            return batch(connection)
-        except DBAPIError as error:
-            if not self.dialect.locks_rows or self.dialect.classify(error) is not Failure.LOCK_TIMEOUT:
-                raise
-            connection.rollback()
-            self._held = True
-            return 0

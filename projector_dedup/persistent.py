@@ -25,12 +25,14 @@ def persistently(
     dialect: Dialect,
     policy: RetryPolicy,
     passing: Collection[Failure] = PASSING,
+    isolation: str | None = None,
 ) -> T:
     """What ``step`` gives; ``RetriesExhaustedError`` if what kept it from committing outlived the ``policy``.
 
-    It runs at the level at which it meets only the rows that it writes. A connection that cannot be had is waited for.
+    It runs at ``isolation``, by default the level at which it meets only the rows that it writes. A connection that
+    cannot be had is waited for.
     """
-    level = dialect.pruning_isolation
+    level = isolation or dialect.pruning_isolation
     bind = engine if level is None else engine.execution_options(isolation_level=level)
     deadline, attempt = None, 0
     while True:

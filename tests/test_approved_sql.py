@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, Table, create_engine, text
+from sqlalchemy import Engine, Table, create_engine
 from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.schema import CreateIndex, CreateTable
 
 import untried  # noqa: F401  # registers its name
 from projector_dedup.dialects import Dialect, any_expired, dialect_of
 from projector_dedup.dialects.mysql_claim import met_by_claim
-from projector_dedup.dialects.postgresql_pruning import OPENING, survey, sweeping
+from projector_dedup.dialects.postgresql_pruning import survey, sweeping
 from projector_dedup.markers import _lookup_statement
 from projector_dedup.tables import default_tables
 
@@ -61,7 +61,6 @@ def _sweep(marker: Table) -> dict[str, Any]:
     return {
         "is most of it expired, and how many pages are a batch?": survey(marker),
         "prune some pages": sweeping(marker, of_handler=False),
-        "before each batch": text(OPENING),
     }
 
 

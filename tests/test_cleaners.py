@@ -16,11 +16,12 @@ from databases import Database
 from projector_dedup import CleanupInterruptedError, RetryPolicy, claim, make_tables
 from projector_dedup.dialects import dialect_of
 from projector_dedup.retention import cleanup, count_expired, prune
+from pruning import uncommitted_batch
 
 metadata = MetaData()
 tables = make_tables(metadata)
 HASTY = RetryPolicy(within=0.3)
-SWEPT: dict[str, Any] = {"batch_size": 1_800}  # of 20,000 small markers: more than ten batches of more than ten pages
+SWEPT: dict[str, Any] = {"batch_size": 1_800}  # of 20,000 small markers: more than five batches of more than ten pages
 
 
 def fill(engine: Engine, expired: int, fresh: int = 0, handler: str = "h") -> None:
@@ -174,16 +175,6 @@ def test_a_claim_that_meets_its_own_pruning_waits_for_it(engine: Engine, commits
     fill(engine, size)
     if not dialect_of(engine).locks_rows:
         return _serialised(engine, commits)
-    about_to_end, go_on = threading.Event(), threading.Event()
-
-    def stop(_connection: object, _cursor: object, statement: str, *_: object) -> None:
-        if "DELETE FROM" in statement and not about_to_end.is_set():
-            about_to_end.set()
-            assert go_on.wait(30)
-            if not commits:
-                raise ZeroDivisionError
-
-    event.listen(engine, "after_cursor_execute", stop)
     other = create_engine(engine.url)
     claimed = threading.Event()
 
@@ -194,17 +185,11 @@ def test_a_claim_that_meets_its_own_pruning_waits_for_it(engine: Engine, commits
         claimed.set()
         return new
 
-    with ThreadPoolExecutor(2) as threads:
-        cleaner = threads.submit(cleanup, engine, max_batches=1, **SWEPT)
-        assert about_to_end.wait(30)
+    with ThreadPoolExecutor(1) as threads, uncommitted_batch(engine, tables, SWEPT["batch_size"]) as connection:
         redelivery = threads.submit(redelivered)
         assert not claimed.wait(0.3)  # a claim that did not wait would be through by far
-        go_on.set()
+        (connection.commit if commits else connection.rollback)()
         assert redelivery.result() is commits
-        if commits:
-            cleaner.result()
-        else:
-            assert isinstance(cleaner.exception(), ZeroDivisionError)
     other.dispose()
     return None
 

@@ -14,6 +14,7 @@ from sqlalchemy.orm import Session
 from projector_dedup import MissingTableError, claim, make_tables
 from projector_dedup.dialects import dialect_of
 from projector_dedup.retention import cleanup
+from pruning import uncommitted_batch
 
 metadata = MetaData()
 tables = make_tables(metadata)
@@ -139,20 +140,10 @@ def test_a_cleaner_holds_up_no_other_message(engine: Engine, fresh: int) -> None
         pytest.skip("writers are serialised: everybody waits for the batch")
     _markers(engine, [1000.0] * 10 + [0.0] * fresh)
     _analyze(engine)
-    deleted, go_on = threading.Event(), threading.Event()
-
-    def stop(_connection: object, _cursor: object, statement: str, *_: object) -> None:
-        if "DELETE FROM" in statement:
-            deleted.set()
-            assert go_on.wait(30)
-
-    event.listen(engine, "after_cursor_execute", stop)
     bounded = {"innodb_lock_wait_timeout": 5} if engine.name == "mariadb" else {"lock_timeout": 5000}
     other = create_engine(engine.url)
     event.listen(other, "connect", lambda connection, _: _set(connection, bounded))
-    with ThreadPoolExecutor(2) as threads:
-        cleaner = threads.submit(cleanup, engine, batch_size=7)
-        assert deleted.wait(30)
+    with ThreadPoolExecutor(1) as threads, uncommitted_batch(engine, tables, 7) as batch:
         began = time.monotonic()
         for message_id in ("new", "00", "5x", "~"):  # before, between and after what is deleted
             with Session(other) as session:
@@ -165,9 +156,9 @@ def test_a_cleaner_holds_up_no_other_message(engine: Engine, fresh: int) -> None
         redelivered = threads.submit(_claims, other, "0")
         time.sleep(0.2)  # it has nothing to win: the next line holds whether the claim waits yet or not
         assert not redelivered.done()
-        go_on.set()
-        assert cleaner.result() == 10
+        batch.commit()
         assert redelivered.result()
+    assert cleanup(engine, batch_size=7) == 3
     other.dispose()
     assert _left(engine) == {"new", "00", "5x", "~", "0", *(str(10 + n) for n in range(fresh))}
 

@@ -37,7 +37,7 @@ from . import postgresql_catalog
 from .claims import Key, Parameters, handler_parameters, inserting, same_key
 from .interface import Dialect, Failure, Status
 from .migrating import lock_transaction
-from .postgresql_pruning import OPENING, picking, sweep
+from .postgresql_pruning import picking, sweep
 from .pruning import Expired, Route
 
 # Error codes: PostgreSQL documentation, appendix A.
@@ -184,8 +184,8 @@ class PostgreSQL(Dialect):
         return sweep(connection, expired) or self.index_route(expired)
 
     def index_route(self, expired: Expired) -> Route:
-        """In no hurry to be on the disk."""
-        return replace(super().index_route(expired), opening=OPENING)
+        """Each statement is a transaction."""
+        return replace(super().index_route(expired), isolation="AUTOCOMMIT")
 
     def findings(self, connection: Connection, marker: Table) -> list[Finding]:
         """A standby accepts no markers; and how the table is stored and vacuumed."""

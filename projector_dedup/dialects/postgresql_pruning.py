@@ -5,20 +5,40 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from sqlalchemy import BigInteger, Delete, Select, Table, Text, bindparam, delete, func, literal_column, select
+from sqlalchemy import (
+    BigInteger,
+    Delete,
+    Select,
+    Table,
+    Text,
+    bindparam,
+    column,
+    delete,
+    func,
+    literal_column,
+    select,
+    table,
+)
 from sqlalchemy.engine import Connection
 from sqlalchemy.sql import ColumnElement
 
 from .pruning import Expired, Route, any_expired, is_expired
 
 _FEWEST_PAGES = 10  # in a batch: below, a batch by pages would be far from the size that was asked for
-_FEWEST_BATCHES = 10  # below, it does not matter
+_FEWEST_BATCHES = 5  # below, it does not matter
 _MOSTLY = 0.5
 
-# Rows that somebody holds for longer are come back to. And what a crash takes back of a prune is pruned the next time,
-# so its COMMIT need not wait for the disk.
-OPENING = "SELECT set_config('lock_timeout', '100ms', true), set_config('synchronous_commit', 'off', true)"
 _TUPLE_OVERHEAD, _PAGE_OVERHEAD = 8, 24  # bytes: line pointer and alignment; page header
+
+
+def _in_a_hurry() -> ColumnElement[bool]:
+    """A condition that is met, once, before anything is read: it sets what holds for this transaction.
+
+    Rows that somebody holds for longer are come back to. And what a crash takes back of a prune is pruned the next
+    time, so its COMMIT need not wait for the disk.
+    """
+    settings = "concat(set_config('lock_timeout', '100ms', true), set_config('synchronous_commit', 'off', true))"
+    return select(literal_column(settings, type_=Text())).scalar_subquery().is_not(None)
 
 
 @cache
@@ -32,7 +52,8 @@ def picking(marker: Table, *, of_handler: bool) -> Delete:
         .limit(bindparam("batch_size"))
         .with_for_update(skip_locked=True)
     )
-    return delete(marker).where(literal_column("ctid") == func.any(func.array(oldest.scalar_subquery())))
+    batch = func.any(func.array(oldest.scalar_subquery()))
+    return delete(marker).where(_in_a_hurry(), literal_column("ctid") == batch)
 
 
 @cache
@@ -41,7 +62,7 @@ def sweeping(marker: Table, *, of_handler: bool) -> Delete:
 
     Whoever meets it takes the rows in the same order, so that two sweepers wait for each other and do not deadlock.
     """
-    return delete(marker).where(*_in_pages(), is_expired(marker, of_handler=of_handler))
+    return delete(marker).where(_in_a_hurry(), *_in_pages(), is_expired(marker, of_handler=of_handler))
 
 
 def _in_pages() -> tuple[ColumnElement[bool], ColumnElement[bool]]:
@@ -55,15 +76,19 @@ def _address(name: str) -> ColumnElement[Any]:
 
 @cache
 def survey(marker: Table) -> Select[Any]:
-    """Pages, bytes of a marker, and from when to when the markers are; no row for an empty table."""
+    """Pages, markers in each by the planner, their bytes, and from when to when they are; no row for an empty table."""
     rows = marker.alias("markers")
     some = select(func.pg_column_size(literal_column("markers")).label("bytes")).select_from(rows).limit(100)
     block = literal_column("current_setting('block_size')::bigint", type_=BigInteger())
     size = func.pg_relation_size(literal_column("tableoid"), type_=BigInteger()).op("/")(block)
+    catalogue = table("pg_class", column("oid"), column("reltuples"), column("relpages"))
+    planned = select(catalogue.c.reltuples / func.nullif(catalogue.c.relpages, 0))
+    planned = planned.where(catalogue.c.oid == literal_column("tableoid"))
     ages = [function(marker.c.processed_at) for function in (func.min, func.max)]
     return (
         select(
             size.label("pages"),
+            planned.scalar_subquery().label("planned"),
             select(func.avg(some.subquery().c.bytes)).scalar_subquery().label("bytes"),
             *(
                 select(age).select_from(marker).scalar_subquery().label(name)
@@ -85,10 +110,17 @@ def sweep(connection: Connection, expired: Expired) -> Route | None:
     found = connection.execute(survey(expired.marker)).first()
     if found is None:
         return None
-    span = (found.newest - found.oldest).total_seconds()
-    mostly = span > 0 and (expired.cutoff - found.oldest).total_seconds() / span >= _MOSTLY
-    pages = int(expired.batch_size * (float(found.bytes) + _TUPLE_OVERHEAD) / (8192 - _PAGE_OVERHEAD))
-    if not (mostly or expired.handler is not None) or pages < _FEWEST_PAGES or found.pages < _FEWEST_BATCHES * pages:
+    span = found.newest - found.oldest
+    share = min(1.0, (expired.cutoff - found.oldest) / span) if span else 0.0
+    if expired.handler is not None:
+        share = 1.0  # nobody knows its own, and its markers are not found faster by the index
+    if share < _MOSTLY:
+        return None
+    full = (8192 - _PAGE_OVERHEAD) / (float(found.bytes) + _TUPLE_OVERHEAD)
+    # The planner's figure may be of a day when the table was nearly empty: no batch is to be twice what was asked for.
+    known = found.planned if (found.planned or 0) > 0 else full
+    pages = int(expired.batch_size / max(known * share, full / 2))
+    if pages < _FEWEST_PAGES or found.pages < _FEWEST_BATCHES * pages:
         return None
 
     step = range(0, found.pages, pages)
@@ -97,5 +129,5 @@ def sweep(connection: Connection, expired: Expired) -> Route | None:
         [{**expired.bounds, "begin": f"({first},0)", "end": f"({first + pages},0)"} for first in step],
         until_empty=False,
         look=any_expired(expired.marker, of_handler=expired.handler is not None),
-        opening=OPENING,
+        isolation="AUTOCOMMIT",
     )

@@ -43,7 +43,7 @@ class Route:
     batches: Iterable[Mapping[str, Any]]
     until_empty: bool  #: the batches are endless: the first that deletes nothing is the last
     look: Executable  #: gives a row if an expired marker is left; it takes ``Expired.bounds``
-    opening: str | None = None  #: what each transaction begins with
+    isolation: str | None = None  #: of its transactions; AUTOCOMMIT makes one of each statement, without more ado
 
 
 def is_expired(marker: Any, *, of_handler: bool) -> ColumnElement[bool]:

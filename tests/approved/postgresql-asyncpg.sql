@@ -42,13 +42,13 @@ FROM processed_message
 WHERE processed_message.message_id = $1::VARCHAR COLLATE "C" AND processed_message.handler = $2::VARCHAR COLLATE "C"
 
 -- prune one batch
-DELETE FROM processed_message WHERE ctid = any(array((SELECT ctid
+DELETE FROM processed_message WHERE (SELECT concat(set_config('lock_timeout', '100ms', true), set_config('synchronous_commit', 'off', true))) IS NOT NULL AND ctid = any(array((SELECT ctid
 FROM processed_message
 WHERE processed_message.processed_at < $1::TIMESTAMP WITH TIME ZONE ORDER BY processed_message.processed_at
  LIMIT $2 FOR UPDATE SKIP LOCKED)))
 
 -- prune one batch of a handler
-DELETE FROM processed_message WHERE ctid = any(array((SELECT ctid
+DELETE FROM processed_message WHERE (SELECT concat(set_config('lock_timeout', '100ms', true), set_config('synchronous_commit', 'off', true))) IS NOT NULL AND ctid = any(array((SELECT ctid
 FROM processed_message
 WHERE processed_message.processed_at < $1::TIMESTAMP WITH TIME ZONE AND processed_message.handler = $2::VARCHAR COLLATE "C" ORDER BY processed_message.processed_at
  LIMIT $3 FOR UPDATE SKIP LOCKED)))
@@ -60,17 +60,16 @@ WHERE processed_message.processed_at < $1::TIMESTAMP WITH TIME ZONE
  LIMIT $2::INTEGER
 
 -- is most of it expired, and how many pages are a batch?
-SELECT pg_relation_size(tableoid) / current_setting('block_size')::bigint AS pages, (SELECT avg(anon_1.bytes) AS avg_1
+SELECT pg_relation_size(tableoid) / current_setting('block_size')::bigint AS pages, (SELECT pg_class.reltuples / CAST(nullif(pg_class.relpages, $1::INTEGER) AS NUMERIC) AS anon_1
+FROM pg_class
+WHERE pg_class.oid = tableoid) AS planned, (SELECT avg(anon_2.bytes) AS avg_1
 FROM (SELECT pg_column_size(markers) AS bytes
 FROM processed_message AS markers
- LIMIT $1::INTEGER) AS anon_1) AS bytes, (SELECT min(processed_message.processed_at) AS min_1
+ LIMIT $2::INTEGER) AS anon_2) AS bytes, (SELECT min(processed_message.processed_at) AS min_1
 FROM processed_message) AS oldest, (SELECT max(processed_message.processed_at) AS max_1
 FROM processed_message) AS newest
 FROM processed_message
- LIMIT $2::INTEGER
+ LIMIT $3::INTEGER
 
 -- prune some pages
-DELETE FROM processed_message WHERE ctid >= ($1::VARCHAR :: tid) AND ctid < ($2::VARCHAR :: tid) AND processed_message.processed_at < $3::TIMESTAMP WITH TIME ZONE
-
--- before each batch
-SELECT set_config('lock_timeout', '100ms', true), set_config('synchronous_commit', 'off', true)
+DELETE FROM processed_message WHERE (SELECT concat(set_config('lock_timeout', '100ms', true), set_config('synchronous_commit', 'off', true))) IS NOT NULL AND ctid >= ($1::VARCHAR :: tid) AND ctid < ($2::VARCHAR :: tid) AND processed_message.processed_at < $3::TIMESTAMP WITH TIME ZONE

@@ -42,13 +42,13 @@ FROM processed_message
 WHERE processed_message.message_id = %(message_id)s AND processed_message.handler = %(handler)s
 
 -- prune one batch
-DELETE FROM processed_message WHERE ctid = any(array((SELECT ctid
+DELETE FROM processed_message WHERE (SELECT concat(set_config('lock_timeout', '100ms', true), set_config('synchronous_commit', 'off', true))) IS NOT NULL AND ctid = any(array((SELECT ctid
 FROM processed_message
 WHERE processed_message.processed_at < %(cutoff)s ORDER BY processed_message.processed_at
  LIMIT %(batch_size)s FOR UPDATE SKIP LOCKED)))
 
 -- prune one batch of a handler
-DELETE FROM processed_message WHERE ctid = any(array((SELECT ctid
+DELETE FROM processed_message WHERE (SELECT concat(set_config('lock_timeout', '100ms', true), set_config('synchronous_commit', 'off', true))) IS NOT NULL AND ctid = any(array((SELECT ctid
 FROM processed_message
 WHERE processed_message.processed_at < %(cutoff)s AND processed_message.handler = %(handler)s ORDER BY processed_message.processed_at
  LIMIT %(batch_size)s FOR UPDATE SKIP LOCKED)))
@@ -60,17 +60,16 @@ WHERE processed_message.processed_at < %(cutoff)s
  LIMIT %(param_1)s
 
 -- is most of it expired, and how many pages are a batch?
-SELECT pg_relation_size(tableoid) / current_setting('block_size')::bigint AS pages, (SELECT avg(anon_1.bytes) AS avg_1
+SELECT pg_relation_size(tableoid) / current_setting('block_size')::bigint AS pages, (SELECT pg_class.reltuples / CAST(nullif(pg_class.relpages, %(nullif_1)s) AS NUMERIC) AS anon_1
+FROM pg_class
+WHERE pg_class.oid = tableoid) AS planned, (SELECT avg(anon_2.bytes) AS avg_1
 FROM (SELECT pg_column_size(markers) AS bytes
 FROM processed_message AS markers
- LIMIT %(param_1)s) AS anon_1) AS bytes, (SELECT min(processed_message.processed_at) AS min_1
+ LIMIT %(param_1)s) AS anon_2) AS bytes, (SELECT min(processed_message.processed_at) AS min_1
 FROM processed_message) AS oldest, (SELECT max(processed_message.processed_at) AS max_1
 FROM processed_message) AS newest
 FROM processed_message
  LIMIT %(param_2)s
 
 -- prune some pages
-DELETE FROM processed_message WHERE ctid >= (%(begin)s :: tid) AND ctid < (%(end)s :: tid) AND processed_message.processed_at < %(cutoff)s
-
--- before each batch
-SELECT set_config('lock_timeout', '100ms', true), set_config('synchronous_commit', 'off', true)
+DELETE FROM processed_message WHERE (SELECT concat(set_config('lock_timeout', '100ms', true), set_config('synchronous_commit', 'off', true))) IS NOT NULL AND ctid >= (%(begin)s :: tid) AND ctid < (%(end)s :: tid) AND processed_message.processed_at < %(cutoff)s
