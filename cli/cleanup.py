@@ -8,7 +8,7 @@ import time
 import click
 from sqlalchemy import Engine
 
-from projector_dedup.horizon import MAX_HOURS
+from projector_dedup.horizon import MAX_HOURS, refuse_short_retention
 from projector_dedup.retention import COUNTED, count_expired, prune
 
 from .errors import Failed
@@ -89,6 +89,8 @@ def cleanup(
     age = f"older than {retention_hours:g} hours"
 
     def count(deployment: Deployment, engine: Engine) -> None:
+        if not force:
+            refuse_short_retention(engine, retention_hours, tables=deployment.tables)
         found = count_expired(engine, retention_hours=retention_hours, tables=deployment.tables, handler=handler)
         if as_json:
             log_json("cleanup", deployment=str(deployment), dry_run=True, expired=found, counted_all=found < COUNTED)

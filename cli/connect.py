@@ -8,8 +8,6 @@ from typing import Any
 from sqlalchemy import URL, Engine, create_engine, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
 
-from projector_dedup import configure_sqlite
-
 from .errors import Failed, reason, without_secrets
 
 _EXAMPLE = (
@@ -80,10 +78,10 @@ def open_engine(url: URL, *, create: bool = False) -> Engine:
         raise Failed(f"the driver of {url.drivername} is not installed: {remedy}") from error
     except (ArgumentError, TypeError, ValueError) as error:
         raise Failed(f"the database URL {shown(url)} is not accepted: {reason(error)}") from error
-    if sqlite:
-        configure_sqlite(engine)
     try:
-        engine.connect().close()
+        with engine.connect() as connection:
+            if sqlite:
+                connection.exec_driver_sql("PRAGMA schema_version")  # it does not look at the file before
     except (DBAPIError, OSError) as error:
         engine.dispose()
         raise Failed(
@@ -108,4 +106,6 @@ def _connect_args(url: URL) -> dict[str, Any]:
     arguments: dict[str, Any] = {"prepare_threshold": None} if driver == "psycopg" else {}  # fits a PgBouncer too
     if driver in ("psycopg", "psycopg2", "pymysql", "mysqldb") and "connect_timeout" not in url.query:
         arguments["connect_timeout"] = _CONNECT_TIMEOUT
+    if driver == "pysqlite":
+        arguments["timeout"] = _CONNECT_TIMEOUT  # for whoever writes; the file's journal mode is its owner's to choose
     return arguments

@@ -47,6 +47,8 @@ def one_line(*, debug: bool) -> Iterator[None]:
     except click.ClickException as error:
         _show(error, debug)
         raise
+    except (click.Abort, BrokenPipeError):  # nobody answers, or nobody reads any more
+        raise
     except Exception as error:  # noqa: BLE001  # the command's outermost edge: told in one line, exit code 1
         _show(error, debug)
         raise Failed(_explained(error)) from None

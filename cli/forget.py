@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import click
 from sqlalchemy import Engine
 
@@ -11,6 +9,7 @@ from projector_dedup.inventory import find
 from projector_dedup.inventory import forget as delete_markers
 from projector_dedup.message import printable
 
+from .ask import confirmed, want_terminal
 from .errors import Failed
 from .options import EXIT_CODES, Deployment, Deployments, database_options
 from .output import markers
@@ -33,8 +32,8 @@ def forget(deployments: Deployments, message_id: str, handler: str | None, yes: 
       idempotency forget payment-1 --database-url sqlite:///read_model.db
       idempotency forget payment-1 --handler account-totals.add_payment --yes
     """
-    if not yes and not sys.stdin.isatty():
-        raise click.UsageError("there is no terminal to ask on: say --yes")
+    if not yes:
+        want_terminal()
     total = 0
 
     def act(deployment: Deployment, engine: Engine) -> None:
@@ -48,14 +47,19 @@ def forget(deployments: Deployments, message_id: str, handler: str | None, yes: 
             return
         deployments.say(deployment, f"Message {printable(message_id)} was applied by:")
         print_markers(found)
-        if not yes and not click.confirm("Delete these markers? A redelivery will be applied again", default=False):
+        if not yes and not confirmed("Delete these markers? A redelivery will be applied again"):
             raise Failed(f"nothing was deleted in {deployment}")
         deleted = sum(
             delete_markers(engine, message_id, handler=each.handler, tables=deployment.tables) for each in found
         )
         total += deleted
-        names = ", ".join(printable(each.handler) for each in found)
-        deployments.say(deployment, f"Deleted {markers(deleted)}. A redelivery is applied again, by {names}.")
+        names, rest = (
+            ", ".join(printable(each.handler) for each in some)
+            for some in (found, find(engine, message_id, tables=deployment.tables))
+        )
+        said = f"Deleted {markers(deleted)}. A redelivery is applied again, by {names}"
+        but = f", unless that handler is known by another of the names that are left: {rest}" if rest else ""
+        deployments.say(deployment, f"{said}{but}.")
 
     deployments.each(act)
     if not total:

@@ -10,6 +10,7 @@ from sqlalchemy import Engine
 from projector_dedup.horizon import MAX_HOURS, declare_horizon, redelivery_horizon
 from projector_dedup.schema import verify
 
+from .ask import confirmed
 from .errors import Failed
 from .options import EXIT_CODES, Deployment, Deployments, database_options
 
@@ -42,7 +43,7 @@ def horizon(deployments: Deployments, hours: float | None, yes: bool) -> None:
             return
         if known is not None and hours < known and not yes:
             question = f"{deployment}: messages may be redelivered for {known:g} hours. Forget them after {hours:g}?"
-            if not click.confirm(question, err=True):
+            if not confirmed(question):
                 raise Failed(f"the horizon stays at {known:g} hours; --yes lowers it without asking")
         declare_horizon(engine, hours, tables=deployment.tables)
         deployments.say(deployment, _said(hours))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import platform
 import sys
 from collections.abc import Sequence
@@ -38,6 +39,9 @@ class _Group(click.Group):
             code = error.exit_code
         except click.Abort:
             click.echo("Interrupted.", err=True)
+            code = 1
+        except BrokenPipeError:  # `| head` has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             code = 1
         sys.exit(code if isinstance(code, int) else 0)
 

@@ -8,6 +8,8 @@ from sqlalchemy import Engine
 from projector_dedup.renaming import MAX_BATCH_SIZE, Renamed
 from projector_dedup.renaming import rename as rename_markers
 
+from .ask import confirmed
+from .errors import Failed
 from .interrupts import deferred
 from .options import EXIT_CODES, Deployment, Deployments, database_options
 from .output import markers
@@ -46,8 +48,9 @@ def rename(
       idempotency rename billing.projections.Totals.add account-totals.add --dry-run
       idempotency rename billing.projections.Totals.add account-totals.add
     """
-    if remove_old and not dry_run and not yes:
-        click.confirm(f"Will no code of the name {old} run again? Its markers will be deleted", abort=True)
+    question = f"Will no code of the name {old} run again? Its markers will be deleted"
+    if remove_old and not dry_run and not yes and not confirmed(question):
+        raise Failed("nothing was renamed")
 
     def copy(deployment: Deployment, engine: Engine) -> None:
         with deferred() as interrupted, counting("Copied") as count:

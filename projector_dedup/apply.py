@@ -33,6 +33,7 @@ class Part:
         self.outcomes: list[Outcome] = []
         self.at: int | None = None  # the message whose handler runs, if it has a call of its own
         self.many = len(messages) > 1
+        self.opened = False  # by a claim that was answered
         self._entering: list[int] = []
 
     def open(self, work: Work) -> bool:
@@ -40,8 +41,9 @@ class Part:
 
         Of messages that come twice in here, the first is handled.
         """
-        self.at = None
+        self.at, self.opened = None, False
         new = self._claim(work)
+        self.opened = True
         if new is None:
             self._entering = list(range(len(self.messages)))
         else:
@@ -80,15 +82,15 @@ def apply(part: Part, factory: sessionmaker[Session], options: UnitOptions, poli
     """Apply a part, once. It returns what is settled, in ``part.outcomes``, and whether it is durable; else raises."""
     handler, attempts = part.handler, Attempts(policy, marked=part.handler.idempotent)
     while True:
-        uow = UnitOfWork.with_options(factory, options, keeps_rows=part.many)
+        uow = UnitOfWork.with_options(factory, options)
         try:
             with uow:
                 if part.open(uow.work):
                     attempts.claimed()
                     for call in part.calls(uow.session):
                         _check_result(handler, call(), asynchronous=False)
-                        if uow.work.must_flush:
-                            uow.session.flush()
+                        if part.many:
+                            uow.next_message()
                     uow.commit()
             return _settled(part, attempts, uow.work.durable)
         except Exception as error:  # noqa: BLE001  # delay_after raises it, unless another attempt is due
@@ -103,7 +105,7 @@ async def aapply(
     """``apply``, awaited."""
     handler, attempts = part.handler, Attempts(policy, marked=part.handler.idempotent)
     while True:
-        uow = AsyncUnitOfWork.with_options(factory, options, keeps_rows=part.many)
+        uow = AsyncUnitOfWork.with_options(factory, options)
         try:
             async with uow:
                 if await uow.session.run_sync(part.open_in, uow.work):
@@ -112,8 +114,8 @@ async def aapply(
                         awaitable = call()
                         _check_result(handler, awaitable, asynchronous=True)
                         _check_result(handler, await awaitable, asynchronous=False)
-                        if uow.work.must_flush:
-                            await uow.session.flush()
+                        if part.many:
+                            await uow.next_message()
                     await uow.commit()
             return _settled(part, attempts, uow.work.durable)
         except Exception as error:  # noqa: BLE001  # delay_after raises it, unless another attempt is due

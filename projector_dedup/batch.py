@@ -10,13 +10,15 @@ from .apply import Part, aapply, apply
 from .asyncio_names import AsyncSession, async_sessionmaker
 from .errors import CommitOutcomeUnknown, RefusedError, RetriesExhaustedError
 from .handler import Handler
-from .message import Message
+from .message import Message, printable
 from .outcome import Outcome
 from .retry import RetryPolicy
 from .sessions import UnitOptions
 
 Result = Outcome | Exception
 """What became of one message."""
+
+_IN_A_ROW = 2
 
 
 def apply_batch(
@@ -57,7 +59,8 @@ class _Batch:
     """What was settled, and what is to be tried next: all, then halves, or what is before and after a culprit."""
 
     def __init__(self, handler: Handler, messages: Sequence[Message]) -> None:
-        self.results: list[Result] = [Outcome.FAILED] * len(messages)
+        self.results: list[Result] = [RetriesExhaustedError("it was not tried")] * len(messages)
+        self._exhausted = 0  # messages in a row that outlived their retries
         self.durable = True
         self._handler = handler
         self._messages = messages
@@ -73,16 +76,13 @@ class _Batch:
     def settled(self, durable: bool) -> None:
         """The part that is being tried was applied."""
         self.durable = self.durable and durable
+        self._exhausted = 0
         for index, outcome in zip(self._now, self._part.outcomes, strict=True):
             self.results[index] = outcome
 
     def failed(self, error: Exception) -> None:
         """It was not: by its only message, by all of them, or by one or more that are still to be found."""
         now, at = self._now, self._part.at
-        if len(now) == 1 and isinstance(error, RetriesExhaustedError):
-            for part in self._todo:  # the database's trouble, not the message's
-                self._fail(part, error)
-            self._todo.clear()
         if len(now) == 1 or self._concerns_all(error):
             self._fail(now, error)
             return
@@ -95,10 +95,32 @@ class _Batch:
 
     def _concerns_all(self, error: Exception) -> bool:
         """Whether fewer messages would meet it too, or must not be tried: something of all of them may be durable."""
-        if getattr(error, "durable", False) or isinstance(error, CommitOutcomeUnknown):
+        if getattr(error, "durable", False):
+            self._tell_who_was_handled(error)
             return True
-        return isinstance(error, RefusedError) and self._part.at is None
+        return isinstance(error, CommitOutcomeUnknown) or (isinstance(error, RefusedError) and not self._part.opened)
+
+    def _tell_who_was_handled(self, error: Exception) -> None:
+        """A handler committed with its own message's marker those of all."""
+        messages, at = self._part.messages, self._part.at
+        behind = [] if at is None else messages[at + 1 :]
+        if behind:
+            names = ", ".join(printable(str(message.id)) for message in behind[:20])
+            error.add_note(
+                f"The markers of {len(behind)} messages behind it in the batch may be COMMITTED too, though nobody "
+                f"handled them: forget those before they are delivered again ({names}"
+                + (", ...)" if len(behind) > 20 else ")")
+            )
 
     def _fail(self, part: range, error: Exception) -> None:
         for index in part:
             self.results[index] = error
+        if not isinstance(error, RetriesExhaustedError):
+            self._exhausted = 0
+            return
+        self._exhausted += 1
+        if self._exhausted == _IN_A_ROW:  # the database's trouble, not the messages'
+            for rest in self._todo:
+                for index in rest:
+                    self.results[index] = error
+            self._todo.clear()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 from sqlalchemy.orm import Session, sessionmaker
@@ -10,7 +10,7 @@ from sqlalchemy.orm import Session, sessionmaker
 from .apply import Part, aapply, apply
 from .asyncio_names import AsyncSession, async_sessionmaker
 from .batch import aapply_batch, apply_batch
-from .errors import HandlerDefinitionError, UnhandledMessage
+from .errors import HandlerDefinitionError, RefusedError, UnhandledMessage
 from .handler import Handler, check_kind, options_for, refuse_shared_names
 from .message import IdExtractor, Message, attribute_or_key, envelope, known_id, printable
 from .outcome import Delivery
@@ -90,6 +90,10 @@ class _Routing:
         return message, handlers, known_id(message, needed=needed)
 
     def _route_all(self, events: Iterable[object]) -> BatchTally:
+        if isinstance(events, (str, bytes, Mapping, Message)):
+            raise RefusedError(
+                f"deliver_batch takes messages, in a list say; this is one {type(events).__name__}: deliver(event)"
+            )
         batch = BatchTally()
         for event in events:
             try:

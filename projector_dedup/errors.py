@@ -164,8 +164,9 @@ class DeliveryFailed(ProjectorDedupError, ExceptionGroup[Exception]):
 class BatchFailed(ProjectorDedupError, ExceptionGroup[Exception]):
     """Some messages of a batch failed. ``deliveries`` has one for each message, in the order of the input.
 
-    Acknowledge those whose ``outcome`` is not ``FAILED``, and let the others be redelivered. ``exceptions`` are the
-    failures; messages that failed together share one.
+    Acknowledge those whose ``outcome`` is not ``FAILED``, and let the others be redelivered; after a
+    ``TransactionViolatedError`` that is ``durable``, read its notes first. ``exceptions`` are the failures; messages
+    that failed together share one.
     """
 
     deliveries: list[Delivery]

@@ -18,6 +18,7 @@ from alembic.runtime.migration import MigrationContext
 from sqlalchemy import MetaData, Table, insert, inspect
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import DBAPIError
+from sqlalchemy.schema import CreateIndex, CreateTable
 
 from .dialects import Failure, dialect_of
 from .errors import MissingTableError, RetriesExhaustedError
@@ -109,10 +110,19 @@ class _Owner:
             elif not present:
                 command.upgrade(self._config, "head", sql=True)
             else:
+                known = read_state(connection, self._tables) if self._tables.state in present else {}
+                self._output.write(f"{self._missing_ddl(connection, present)}")
                 command.stamp(self._config, "head", sql=True)
-                row = insert(self._tables.state).values(key=SCHEMA_VERSION, value=str(SCHEMA))
-                self._output.write(f"{row.compile(connection, compile_kwargs={'literal_binds': True})};\n")
+                if SCHEMA_VERSION not in known:
+                    row = insert(self._tables.state).values(key=SCHEMA_VERSION, value=str(SCHEMA))
+                    self._output.write(f"{row.compile(connection, compile_kwargs={'literal_binds': True})};\n")
         return self._output.getvalue()
+
+    def _missing_ddl(self, connection: Connection, present: list[Table]) -> str:
+        missing = [table for table in (self._tables.marker, self._tables.state) if table not in present]
+        statements: list[Any] = [CreateTable(table) for table in missing]
+        statements += [CreateIndex(index) for table in missing for index in table.indexes]
+        return "".join(f"{str(each.compile(dialect=connection.dialect)).strip()};\n\n" for each in statements)
 
     def _refuse_wrong(self) -> None:
         """Before anything is locked, since trying the tables out writes to them."""

@@ -14,7 +14,7 @@ class Outcome(Enum):
     APPLIED = "applied"  #: the handler ran and its transaction is known to have committed
     DUPLICATE = "duplicate"  #: the handler had applied this message before; it was not entered
     SKIPPED = "skipped"  #: no handler wanted the message, and ``unhandled="ignore"`` says that is well
-    FAILED = "failed"  #: only inside ``DeliveryFailed.delivery``
+    FAILED = "failed"  #: only inside ``DeliveryFailed.delivery`` and ``BatchFailed.deliveries``
 
 
 class _ReadOnly(Mapping[str, Outcome]):

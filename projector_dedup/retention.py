@@ -10,16 +10,17 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, TypedDict, Unpack
 
 from sqlalchemy import Select, func, literal_column, select
-from sqlalchemy.engine import Engine
+from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import DBAPIError
 
 from .cleaning import Batches
 from .dialects import Expired, dialect_of, is_expired
+from .errors import CleanupInterruptedError
 from .horizon import check_hours, refuse_short_retention
-from .message import printable
+from .message import printable, valid_handler
 from .retry import RetryPolicy
 from .schema import verify
-from .state import CLEANED_AT, PRUNED_UNTIL, RETENTION, read_state, write_state
+from .state import CLEANED_AT, PRUNED_UNTIL, RETENTION, advance_state, write_state
 from .tables import DedupTables, default_tables
 
 logger = logging.getLogger("projector_dedup")
@@ -96,6 +97,7 @@ def prune(
     engine that a dispatcher would refuse too, ``CleanupInterruptedError`` where an error outlived ``retry``.
     """
     _check_bounds(retention_hours, batch_size, max_batches, time_budget, pause)
+    handler = None if handler is None else valid_handler(handler)
     verify(engine, tables)
     dialect = dialect_of(engine)
     dialect.prepare(engine)
@@ -117,7 +119,7 @@ def prune(
 
     left = _delete_all(run, expired, ended, pause=pause, stop=stop, on_batch=on_batch)
     if left is None and handler is None:
-        _record(engine, tables, expired.cutoff, retention_hours)
+        _record(run, tables, expired.cutoff, retention_hours)
     return Pruned(run.deleted, left)
 
 
@@ -196,21 +198,22 @@ def _rest(seconds: float, stop: Callable[[], bool] | None) -> None:
         time.sleep(min(left, _ALERT))
 
 
-def _record(engine: Engine, tables: DedupTables, cutoff: datetime, retention_hours: float) -> None:
+def _record(run: Batches, tables: DedupTables, cutoff: datetime, retention_hours: float) -> None:
     """Write down that nothing older than the cut-off is kept; a run that had deleted all has not failed without it."""
+
+    def write(connection: Connection) -> None:
+        now = _moment(run.dialect.now(connection))
+        write_state(connection, tables, {RETENTION: repr(float(retention_hours)), CLEANED_AT: now})
+        advance_state(connection, tables, PRUNED_UNTIL, _moment(cutoff))
+
     try:
-        with engine.begin() as connection:
-            until = max(_moment(cutoff), read_state(connection, tables).get(PRUNED_UNTIL, ""))
-            now = _moment(dialect_of(engine).now(connection))
-            write_state(
-                connection, tables, {RETENTION: repr(float(retention_hours)), CLEANED_AT: now, PRUNED_UNTIL: until}
-            )
-    except DBAPIError as error:
+        run.attempt(write)
+    except (DBAPIError, CleanupInterruptedError) as error:
         logger.warning(
             "the markers were pruned, but %s could not be written, so `idempotency check` cannot tell that they were: "
             "%s; grant SELECT, INSERT, UPDATE and DELETE on it",
             tables.state.fullname,
-            printable(str(error.orig))[:300],
+            printable(str(getattr(error, "orig", error)))[:300],
         )
 
 

@@ -12,6 +12,7 @@ from .dialects import Failure, dialect_of
 from .errors import MissingTableError, RefusedError
 from .findings import Finding, advice
 from .markers import insert_marker, marker_key
+from .message import printable
 from .probe import LOOK_ALIKES, try_out
 from .state import SCHEMA_VERSION, read_state
 from .tables import SCHEMA, DedupTables, default_tables, full_name
@@ -68,7 +69,11 @@ def _check_comparison(connection: Connection, tables: DedupTables) -> list[Findi
     except DBAPIError as error:
         if dialect.classify(error) is Failure.UNIQUE:
             return [merges]
-        return [advice(f"no marker could be inserted to try the table: {type(error).__name__}", remedy)]
+        words = printable(str(error.orig)).partition("\\n")[0][:200]
+        problem = f"no marker could be inserted to try {full_name(tables.marker, connection)}: {words}"
+        mend = "give its user SELECT, INSERT, UPDATE and DELETE, or check as the user that delivers; or else " + remedy
+        passes = dialect.classify(error) in (Failure.TRANSIENT, Failure.LOCK_TIMEOUT)
+        return [advice(problem, "somebody holds it: try again") if passes else Finding(problem, mend)]
     finally:
         connection.rollback()
     return [] if all(new) else [merges]
@@ -89,12 +94,28 @@ def check_table(connection: Connection, table: Table, tables: DedupTables) -> li
     if not inspector.has_table(table.name, schema=schema):
         return [Finding(f"the table {name} is missing", tables.remedy(connection))]
     findings, remedy = [], tables.mending(connection)
-    present = {column["name"]: column["type"] for column in inspector.get_columns(table.name, schema=schema)}
+    present = {column["name"]: column for column in inspector.get_columns(table.name, schema=schema)}
     for column in table.columns:
         if column.name not in present:
             findings.append(Finding(f"{name} has no column {column.name}", remedy))
             continue
-        wanted, length = (getattr(kind, "length", None) for kind in (column.type, present[column.name]))
+        found = present[column.name]
+        if column.server_default is not None and found["nullable"] and found["default"] is None:
+            findings.append(
+                Finding(
+                    f"{name}.{column.name} may be NULL, and has no default",
+                    "markers without it would never be pruned; " + remedy,
+                )
+            )
+        kind = found["type"]
+        if dialect_of(connection).keeps_zones and getattr(kind, "timezone", True) is False:
+            findings.append(
+                Finding(
+                    f"{name}.{column.name} has no time zone",
+                    "whose session is in another zone would prune too early; " + remedy,
+                )
+            )
+        wanted, length = (getattr(kind, "length", None) for kind in (column.type, kind))
         if wanted is not None and length is not None and length < wanted:
             findings.append(
                 Finding(
@@ -116,6 +137,6 @@ def check_table(connection: Connection, table: Table, tables: DedupTables) -> li
         )
     for index in table.indexes:
         first = next(iter(index.columns)).name
-        if not any(found["column_names"][:1] == [first] for found in inspector.get_indexes(table.name, schema=schema)):
+        if not any(one["column_names"][:1] == [first] for one in inspector.get_indexes(table.name, schema=schema)):
             findings.append(advice(f"{name} has no index on {first}", "create it, or cleanup reads the whole table"))
     return findings

@@ -17,7 +17,6 @@ from .asyncio_names import AsyncSession, async_scoped_session, async_sessionmake
 from .dialects import LEVELS, Dialect, dialect_of
 from .errors import UnsafeSessionError
 from .guarded import guarded_session
-from .keeping import keeping_session
 from .locking import locking_session
 from .probe import try_out, try_within
 from .tables import DedupTables, default_tables
@@ -75,27 +74,24 @@ def check_session_factory(factory: object, *, asynchronous: bool) -> None:
     raise UnsafeSessionError(f"expected a {name}, such as {name}(engine); got {type(factory).__name__}")
 
 
-def new_session(factory: sessionmaker[Session], options: UnitOptions, *, keeps_rows: bool = False) -> Session:
+def new_session(factory: sessionmaker[Session], options: UnitOptions) -> Session:
     """A session like the factory's, of a private class that the guards listen to."""
-    return _private_class(factory.class_, options, keeps_rows)(**_private_arguments(factory.kw, options))
+    return _private_class(factory.class_, options)(**_private_arguments(factory.kw, options))
 
 
-def new_async_session(
-    factory: async_sessionmaker[AsyncSession], options: UnitOptions, *, keeps_rows: bool = False
-) -> AsyncSession:
+def new_async_session(factory: async_sessionmaker[AsyncSession], options: UnitOptions) -> AsyncSession:
     """The same for asyncio: what is private is the synchronous session inside."""
     arguments = _private_arguments(factory.kw, options)
     inner = arguments.pop("sync_session_class", None) or factory.class_.sync_session_class
     if isinstance(inner, sessionmaker):  # SQLAlchemy's way to attach events; its arguments count where we have none
         arguments = {**_private_arguments(inner.kw, options), **arguments}
         inner = inner.class_
-    return factory.class_(sync_session_class=_private_class(inner, options, keeps_rows), **arguments)
+    return factory.class_(sync_session_class=_private_class(inner, options), **arguments)
 
 
-def _private_class(session_class: type[Session], options: UnitOptions, keeps_rows: bool) -> type[Session]:
+def _private_class(session_class: type[Session], options: UnitOptions) -> type[Session]:
     guarded = guarded_session(session_class)
-    private = locking_session(guarded, options.read_models) if options.read_models else guarded
-    return keeping_session(private) if keeps_rows else private
+    return locking_session(guarded, options.read_models) if options.read_models else guarded
 
 
 def _private_arguments(arguments: dict[str, Any], options: UnitOptions) -> dict[str, Any]:

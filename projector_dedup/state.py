@@ -42,6 +42,13 @@ def write_state(connection: Connection, tables: DedupTables, values: Mapping[str
         connection.execute(_changing(tables.state), row)
 
 
+def advance_state(connection: Connection, tables: DedupTables, key: str, value: str) -> None:
+    """Set a ``value`` that never goes back: a later one that somebody wrote meanwhile stays."""
+    if key not in read_state(connection, tables):
+        write_state(connection, tables, {key: value})
+    connection.execute(_advancing(tables.state), {"the_key": key, "the_value": value})
+
+
 @cache
 def _everything(state: Table) -> Select[Any]:
     return select(state.c.key, state.c.value)
@@ -50,6 +57,12 @@ def _everything(state: Table) -> Select[Any]:
 @cache
 def _changing(state: Table) -> Executable:
     return state.update().where(state.c.key == bindparam("the_key")).values(value=bindparam("the_value"))
+
+
+@cache
+def _advancing(state: Table) -> Executable:
+    earlier = (state.c.key == bindparam("the_key")) & (state.c.value < bindparam("the_value"))
+    return state.update().where(earlier).values(value=bindparam("the_value"))
 
 
 @cache

@@ -35,8 +35,9 @@ class DedupTables:
             given += f", schema={self.marker.schema!r}"
         elsewhere = ", on the engine that has this schema_translate_map" if schema != self.marker.schema else ""
         return (
-            f"create it with `idempotency migrate{options}` (`idempotency schema{options}` prints the DDL), or with "
-            f"make_tables(metadata{given}) and your own migration or metadata.create_all(engine){elsewhere}"
+            f"let its owner create it: your Alembic (`alembic upgrade heads`, with make_tables(metadata{given}) in its "
+            f"metadata), metadata.create_all(engine), or `idempotency migrate{options}` (`idempotency schema{options}` "
+            f"prints the DDL){elsewhere}"
         )
 
     def mending(self, connection: Connection) -> str:

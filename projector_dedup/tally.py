@@ -5,7 +5,7 @@ from __future__ import annotations
 from .batch import Result
 from .errors import BatchFailed, DeliveryFailed
 from .handler import Handler
-from .message import Message
+from .message import Message, printable
 from .outcome import Delivery, Outcome
 
 
@@ -94,9 +94,20 @@ class BatchTally:
         errors = [error for tally in self._tallies if (error := tally.error()) is not None]
         if errors:
             raise BatchFailed(
-                f"{len(errors)} of {len(deliveries)} messages were not applied; acknowledge those in .deliveries whose "
-                "outcome is not FAILED, and let the others be redelivered",
+                f"{len(errors)} of {len(deliveries)} messages failed ({_ids(deliveries)}); acknowledge those in "
+                ".deliveries whose outcome is not FAILED, and let the others be redelivered"
+                + (
+                    ", but first look at the TransactionViolatedError, whose handler has COMMITTED"
+                    if any(getattr(error, "durable", False) for error in errors)
+                    else ""
+                ),
                 list({id(error): error for error in errors}.values()),
                 deliveries,
             )
         return deliveries
+
+
+def _ids(deliveries: list[Delivery]) -> str:
+    failed = [each.message_id for each in deliveries if each.outcome is Outcome.FAILED]
+    names = ["without an id" if each is None else printable(each) for each in failed[:5]]
+    return ", ".join(names) + (", ..." if len(failed) > 5 else "")

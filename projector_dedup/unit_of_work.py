@@ -45,16 +45,13 @@ class _Opening(Generic[F]):
         )
 
     @classmethod
-    def with_options(cls, session_factory: F, options: UnitOptions, *, keeps_rows: bool = False) -> Self:
-        """The same, for a caller that has checked both once for many messages.
-
-        ``keeps_rows``: what the session has loaded stays loaded, although nobody refers to it.
-        """
+    def with_options(cls, session_factory: F, options: UnitOptions) -> Self:
+        """The same, for a caller that has checked both once for many messages."""
         self = cls.__new__(cls)
-        self._prepare(session_factory, options, keeps_rows=keeps_rows)
+        self._prepare(session_factory, options)
         return self
 
-    def _prepare(self, session_factory: F, options: UnitOptions, *, keeps_rows: bool = False) -> None:
+    def _prepare(self, session_factory: F, options: UnitOptions) -> None:
         raise NotImplementedError
 
 
@@ -75,10 +72,8 @@ class UnitOfWork(_Opening[sessionmaker[Session]]):
     _asynchronous = False
     session: Session
 
-    def _prepare(
-        self, session_factory: sessionmaker[Session], options: UnitOptions, *, keeps_rows: bool = False
-    ) -> None:
-        self.session = new_session(session_factory, options, keeps_rows=keeps_rows)
+    def _prepare(self, session_factory: sessionmaker[Session], options: UnitOptions) -> None:
+        self.session = new_session(session_factory, options)
         self.work = Work(self.session, options)
 
     def __enter__(self) -> Self:
@@ -119,6 +114,10 @@ class UnitOfWork(_Opening[sessionmaker[Session]]):
         """Open the transaction without a claim, for a handler that may run twice."""
         self.work.begin()
 
+    def next_message(self) -> None:
+        """Of several that were claimed together: look whether all is well, write what there is, and forget it."""
+        self.work.next_message()
+
     def commit(self) -> None:
         """Commit marker and writes together.
 
@@ -146,10 +145,8 @@ class AsyncUnitOfWork(_Opening[async_sessionmaker[AsyncSession]]):
     _asynchronous = True
     session: AsyncSession
 
-    def _prepare(
-        self, session_factory: async_sessionmaker[AsyncSession], options: UnitOptions, *, keeps_rows: bool = False
-    ) -> None:
-        self.session = new_async_session(session_factory, options, keeps_rows=keeps_rows)
+    def _prepare(self, session_factory: async_sessionmaker[AsyncSession], options: UnitOptions) -> None:
+        self.session = new_async_session(session_factory, options)
         self.work = Work(self.session.sync_session, options)
 
     async def __aenter__(self) -> Self:
@@ -179,6 +176,10 @@ class AsyncUnitOfWork(_Opening[async_sessionmaker[AsyncSession]]):
     async def begin(self) -> None:
         """As ``UnitOfWork.begin``."""
         await self.session.run_sync(lambda _: self.work.begin())
+
+    async def next_message(self) -> None:
+        """As ``UnitOfWork.next_message``."""
+        await self.session.run_sync(lambda _: self.work.next_message())
 
     async def commit(self) -> None:
         """As ``UnitOfWork.commit``."""

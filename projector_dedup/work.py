@@ -16,7 +16,6 @@ from sqlalchemy.orm import Session
 from .dialects import Dialect, Status, dialect_of
 from .errors import CommitOutcomeUnknown, UnsafeSessionError
 from .guards import Guard
-from .keeping import KeepingSession
 from .markers import (
     bind_of_marker,
     insert_marker,
@@ -119,10 +118,11 @@ class Work:
             guard.savepoints.mark()
         self._watch(guard)
 
-    @property
-    def must_flush(self) -> bool:
-        """Whether the next message of a batch would not see what this one did."""
-        return isinstance(self.session, KeepingSession) and self.session.misleads()
+    def next_message(self) -> None:
+        """Between two messages of a batch: what the next one finds is what is in the database, as after a COMMIT."""
+        self._begun().verify()
+        self.session.flush()
+        self.session.expunge_all()
 
     def commit(self) -> None:
         """Flush, look whether this is still the transaction that was begun, commit once."""

@@ -10,8 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from sqlalchemy import URL, Engine, create_engine, event
+from sqlalchemy import URL, Engine, delete, event, select, text, update
 from sqlalchemy.orm import Session, sessionmaker
+from sqlalchemy.orm.exc import StaleDataError
 
 from cut_proxy import Cut, CutProxy
 from databases import Database
@@ -25,10 +26,12 @@ from projector_dedup import (
     Message,
     MissingTableError,
     Outcome,
+    RefusedError,
     RetryPolicy,
     TransactionViolatedError,
     UnhandledMessage,
     UnitOfWork,
+    UnsafeSessionError,
     on,
     projector,
 )
@@ -151,6 +154,7 @@ def test_a_commit_of_the_handlers_own_is_told_of_every_message(postgresql: Datab
         (violation,) = failed.value.exceptions
         assert isinstance(violation, TransactionViolatedError)
         assert violation.durable
+        assert "(m3)" in violation.__notes__[0]
         assert harness.totals() == {"a": 3}
 
 
@@ -172,25 +176,136 @@ def test_a_message_that_is_held_fails_alone(engine: Engine, sessions: sessionmak
 # The session of a batch --------------------------------------------------------------------------------------------
 
 
-def test_rows_are_read_and_written_once(postgresql: Database) -> None:
-    """However many messages meet on them, and although no handler keeps them."""
-    with CutProxy(postgresql.url()) as proxy:
-        engine = create_engine(proxy.through(postgresql.url()))
-        for metadata in (default_metadata, Base.metadata):
-            metadata.create_all(engine)
-        sessions = sessionmaker(engine)
+Body = Callable[[Session, int], object]
+
+
+def expression(session: Session, number: int) -> None:
+    """SQLAlchemy's idiom for an atomic update."""
+    session.get_one(Total, "a").amount = Total.amount + number
+
+
+def text_and_attribute(session: Session, number: int) -> None:
+    """By turns; text does not flush."""
+    if number % 2:
+        session.get_one(Total, "a").amount += number
+    else:
+        session.execute(text("update contract_total set amount = amount + :n where amount >= 1"), {"n": number})
+
+
+def running_balance(session: Session, number: int) -> None:
+    """A row for each balance, of a row that is changed behind the session's back."""
+    balance = session.get_one(Total, "a").amount + number
+    session.execute(update(Total).where(Total.key == "a").values(amount=balance), {}, **UNSYNCHRONISED)
+    session.add(Total(key=f"then {balance}", amount=number))
+
+
+def expires(session: Session, number: int) -> None:
+    """What is not written yet would be discarded."""
+    session.expire_all()
+    session.get_one(Total, "a").amount += number
+
+
+def expunges(session: Session, number: int) -> None:
+    """The same."""
+    session.expunge_all()
+    session.get_one(Total, "a").amount += number
+
+
+def find_or_add(session: Session, number: int) -> None:
+    """By a query."""
+    with session.no_autoflush:
+        found = session.scalars(select(Total).where(Total.key == "b")).one_or_none()
+    if found is None:
+        found = Total(key="b", amount=0)
+        session.add(found)
+    found.amount += number
+
+
+def relationship(session: Session, number: int) -> None:
+    """Changed by one message, read as a column by the next."""
+    account = session.get_one(Account, "x")
+    session.get_one(Total, account.total_key).amount += number
+    other = "z" if account.total_key == "a" else "a"
+    account.total = session.get_one(Total, other)
+
+
+UNSYNCHRONISED: dict[str, Any] = {"execution_options": {"synchronize_session": False}}
+
+
+@pytest.mark.parametrize(
+    "body", [expression, text_and_attribute, running_balance, expires, expunges, find_or_add, relationship]
+)
+def test_a_batch_does_what_its_messages_do_one_by_one(sessions: sessionmaker[Session], body: Body) -> None:
+    """Whatever a handler does with its session, the next one of the batch finds the database as after a COMMIT."""
+
+    @projector(idempotent=True, name="looking")
+    @on(int)
+    def handler(number: int, session: Session) -> None:
+        body(session, number)
+
+    dispatcher = Dispatcher(sessions, handler)
+    found: list[dict[str, int]] = []
+    for deliver in (dispatcher.deliver_batch, lambda batch: [dispatcher.deliver(each) for each in batch]):
         with sessions.begin() as session:
-            session.add_all(Total(key=key, amount=0) for key in "abc")
-        dispatcher = Dispatcher(sessions, totals)
-        trips = []
-        for start, size in enumerate((30, 30, 30, 30, 30, 30, 30, 300)):
-            batch = [Message(f"m{start}-{n}", Added(("abc"[n % 3],), n)) for n in range(size)]
-            before = len(proxy.trips)
-            dispatcher.deliver_batch(batch)
-            trips.append(len(proxy.trips) - before)
-        engine.dispose()
-    assert trips[-1] == trips[-2]
-    assert trips[-1] <= 9  # BEGIN, claim, three SELECTs, UPDATEs, COMMIT, and the pool's ROLLBACK
+            session.execute(delete(Account))
+            session.execute(delete(Total))
+            session.add_all([Total(key="a", amount=1), Total(key="z", amount=0)])
+            session.flush()
+            session.add(Account(key="x", total_key="a"))
+        batch = [Message(f"{body.__name__}-{len(found)}-{number}", number) for number in (1, 2, 3, 4)]
+        assert outcomes(deliver(batch)) == [APPLIED] * 4
+        found.append(amounts(sessions))
+    assert found[0] == found[1]
+
+
+def test_what_concerns_one_message_is_not_taken_for_all(sessions: sessionmaker[Session]) -> None:
+    """A refusal or exhausted retries of one message leave the others alone."""
+
+    @projector(idempotent=True, name="picky")
+    @on(int)
+    def picky(number: int, session: Session) -> None:
+        if number == 2:
+            raise UnsafeSessionError("this one")
+        if number == 4:
+            raise StaleDataError
+        add(Added(amount=number), session)
+
+    dispatcher = Dispatcher(sessions, picky, retry=RetryPolicy(attempts=2))
+    with pytest.raises(BatchFailed) as failed:
+        dispatcher.deliver_batch([Message(f"m{number}", number) for number in range(1, 6)])
+    assert outcomes(failed.value.deliveries) == [APPLIED, FAILED, APPLIED, FAILED, APPLIED]
+    assert amounts(sessions) == {"a": 9}
+
+
+@pytest.mark.parametrize("one", [{"message_id": "m1"}, "m1", Message("m1", Added())], ids=["dict", "str", "Message"])
+def test_one_event_is_no_batch(sessions: sessionmaker[Session], one: Any) -> None:
+    """Its keys or letters would be taken for events, which somebody may ignore."""
+    with pytest.raises(RefusedError, match="in a list"):
+        Dispatcher(sessions, totals, unhandled="ignore").deliver_batch(one)
+
+
+def test_a_look_that_could_see_what_is_rolled_back_is_refused(mariadb: Database) -> None:
+    """At READ UNCOMMITTED a rival's marker would make a duplicate of a message that nobody applies."""
+    with Harness(Subject(mariadb.url(), engine_isolation="READ UNCOMMITTED")) as harness:
+        harness.create_tables()
+        with pytest.raises(BatchFailed) as failed:
+            harness.dispatcher().deliver_batch(numbered(1, 2))
+        assert [type(error) for error in failed.value.exceptions] == [UnsafeSessionError]
+        assert harness.markers() == []
+
+
+def test_batches_with_a_bound_warn_of_nothing(postgresql: Database) -> None:
+    """A warning that is an error would turn them into single messages."""
+    calls: list[int] = []
+    with Harness(Subject(postgresql.url())) as harness:
+        harness.create_tables()
+
+        def body(happened: list[Added], _session: Session) -> None:
+            calls.append(len(happened))
+
+        dispatcher = harness.dispatcher(harness.handler(body, batch=True), claim_timeout=1.0)
+        dispatcher.deliver_batch(numbered(1, 2, 3))
+    assert calls == [3]
 
 
 @pytest.fixture

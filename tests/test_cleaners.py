@@ -15,7 +15,7 @@ from sqlalchemy.orm import Session
 from databases import Database
 from projector_dedup import CleanupInterruptedError, RetryPolicy, claim, make_tables
 from projector_dedup.dialects import dialect_of
-from projector_dedup.retention import cleanup, count_expired, prune
+from projector_dedup.retention import Pruned, cleanup, count_expired, prune
 from pruning import uncommitted_batch
 
 metadata = MetaData()
@@ -361,4 +361,33 @@ def test_a_bound_that_cannot_be_meant_is_refused(bounds: dict[str, Any], sqlite:
     with pytest.raises(ValueError, match=next(iter(bounds))):
         cleanup(engine, **bounds)
     assert left(engine) == 1
+    engine.dispose()
+
+
+def test_a_partitioned_table_loses_nothing_that_is_young(postgresql: Database) -> None:
+    """A row's address is its own in its partition only."""
+    engine = create_engine(postgresql.url())
+    with engine.begin() as connection:
+        for statement in (
+            'CREATE TABLE processed_message (message_id text COLLATE "C" NOT NULL, handler text COLLATE "C" NOT NULL, '
+            "processed_at timestamptz NOT NULL DEFAULT now(), occurred_at timestamptz, "
+            "PRIMARY KEY (message_id, handler)) PARTITION BY HASH (message_id)",
+            *(
+                f"CREATE TABLE part_{number} PARTITION OF processed_message "
+                f"FOR VALUES WITH (MODULUS 4, REMAINDER {number})"
+                for number in range(4)
+            ),
+            "CREATE INDEX ON processed_message (processed_at)",
+        ):
+            connection.execute(text(statement))
+        tables.state.create(connection)
+        connection.execute(
+            text(
+                "INSERT INTO processed_message (message_id, handler, processed_at) SELECT n, 'h', "
+                "now() - CASE WHEN n % 5 = 0 THEN interval '30 days' ELSE interval '1 minute' END "
+                "FROM generate_series(1, 2000) n"
+            )
+        )
+    assert prune(engine, batch_size=150) == Pruned(400, None)
+    assert left(engine) == 1600
     engine.dispose()

@@ -17,7 +17,7 @@ FLOORS: tuple[set[str], ...] = (  # from the ground up; a name is a file or a wh
     {"dialects"},
     {"tables", "guarded"},
     {"probe"},
-    {"markers", "guards", "keeping", "locking", "retry", "state"},
+    {"markers", "guards", "locking", "retry", "state"},
     {"sessions"},
     {"work"},
     {"unit_of_work", "schema", "inventory", "persistent"},

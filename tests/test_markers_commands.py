@@ -10,6 +10,7 @@ from sqlalchemy.orm import sessionmaker
 from command import idempotency, on_a_terminal
 from databases import Database
 from projector_dedup import Dispatcher, InvalidMessageIdError, MissingTableError, Outcome, make_tables, on, projector
+from projector_dedup.horizon import declare_horizon
 from projector_dedup.inventory import find, forget
 from projector_dedup.state import PRUNED_UNTIL, write_state
 
@@ -156,7 +157,10 @@ def test_forget_says_what_a_redelivery_will_do(engine: Engine) -> None:
     done = idempotency("forget", "1", "--yes", "--handler", "b.add", PROJECTOR_DEDUP_DATABASE_URL=url_of(engine))
     assert (done.returncode, done.stderr) == (0, "")
     assert "Message 1 was applied by:" in done.stdout
-    assert done.stdout.splitlines()[-1] == "Deleted 1 marker. A redelivery is applied again, by b.add."
+    assert done.stdout.splitlines()[-1] == (
+        "Deleted 1 marker. A redelivery is applied again, by b.add, unless that handler is known by another of the "
+        "names that are left: a.add."
+    )
     assert left(engine) == {("1", "a.add"), ("2", "a.add")}
 
 
@@ -215,3 +219,39 @@ def test_a_message_in_one_of_several_databases_is_found(tmp_path: object) -> Non
     assert [left(engine) for engine in engines] == [{("1", "a.add")}, set()]
     for engine in engines:
         engine.dispose()
+
+
+def test_forget_does_not_promise_what_another_name_prevents(engine: Engine) -> None:
+    """A handler that has a former name is a duplicate under that as well."""
+    fill(engine, ("1", "new.add"), ("1", "old.add"))
+    done = idempotency("forget", "1", "--handler", "new.add", "--yes", "--database-url", url_of(engine))
+    assert done.returncode == 0
+    assert "unless that handler is known by another of the names that are left: old.add" in done.stdout
+    assert left(engine) == {("1", "old.add")}
+
+
+@pytest.mark.parametrize("arguments", [("forget", "1"), ("horizon", "1"), ("rename", "h", "i", "--remove-old")])
+def test_a_question_wants_somebody_to_ask(sqlite: Database, arguments: tuple[str, ...]) -> None:
+    """In a pipe the command line has to answer; at a terminal, nobody's answer is no bug of ours."""
+    engine = create_engine(sqlite.url())
+    fill(engine, ("1", "h"))
+    declare_horizon(engine, 5)
+    engine.dispose()
+    done = idempotency(*arguments, "--database-url", url_of(engine))
+    assert (done.returncode, "say --yes" in done.stderr) == (2, True)
+    code, seen = on_a_terminal(*arguments, "--database-url", url_of(engine), types="\x04")
+    assert code == 1
+    assert "Interrupted." in seen
+    assert left(engine) == {("1", "h")}
+
+
+def test_no_command_changes_the_journal_of_a_file(sqlite: Database) -> None:
+    """That is its owner's to choose; `check` advises."""
+    engine = create_engine(sqlite.url())
+    fill(engine, ("1", "h"))
+    for arguments in (["check"], ["stats"], ["show", "1"], ["cleanup"], ["migrate", "--dry-run"]):
+        done = idempotency(*arguments, "--database-url", url_of(engine))
+        assert done.returncode == 0
+    with engine.connect() as connection:
+        assert connection.exec_driver_sql("PRAGMA journal_mode").scalar() == "delete"
+    engine.dispose()

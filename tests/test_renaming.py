@@ -278,10 +278,10 @@ def test_nothing_is_applied_twice_beside_deliveries_and_cleanup(harness: Harness
 # The command -----------------------------------------------------------------------------------------------------
 
 
-def run(harness: Harness, *arguments: str, answer: str | None = None) -> Any:
+def run(harness: Harness, *arguments: str) -> Any:
     """`idempotency rename`, on the harness's database."""
     url = harness.subject.url.render_as_string(hide_password=False)
-    return CliRunner().invoke(main, ["rename", "--database-url", url, *arguments], input=answer)
+    return CliRunner().invoke(main, ["rename", "--database-url", url, *arguments])
 
 
 def test_the_command_says_what_it_did(harness: Harness) -> None:
@@ -298,15 +298,18 @@ def test_the_command_says_what_it_did(harness: Harness) -> None:
     assert (done.exit_code, done.stdout) == (0, "Nothing is left under old.\n")
 
 
-def test_the_command_asks_before_it_removes(harness: Harness) -> None:
-    """No is no; a dry run does not ask."""
+def test_the_command_asks_before_it_removes(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No is no; a dry run does not ask; where nobody can be asked, it is not done."""
     write(harness, ("m1", OLD))
-    refused = run(harness, OLD, NEW, "--remove-old", answer="n\n")
-    assert refused.exit_code == 1
+    assert run(harness, OLD, NEW, "--remove-old").exit_code == 2
+    monkeypatch.setattr("projector_dedup.cli.rename.confirmed", lambda _question: False)
+    refused = run(harness, OLD, NEW, "--remove-old")
+    assert (refused.exit_code, "nothing was renamed" in refused.stderr) == (1, True)
     assert harness.markers() == [("m1", OLD)]
     assert run(harness, OLD, NEW, "--remove-old", "--dry-run").exit_code == 0
     assert harness.markers() == [("m1", OLD)]
-    assert run(harness, OLD, NEW, "--remove-old", answer="y\n").exit_code == 0
+    monkeypatch.setattr("projector_dedup.cli.rename.confirmed", lambda _question: True)
+    assert run(harness, OLD, NEW, "--remove-old").exit_code == 0
     assert harness.markers() == [("m1", NEW)]
 
 

@@ -6,6 +6,7 @@ from sqlalchemy import Engine, MetaData, create_engine, inspect, text
 from databases import Database
 from projector_dedup import MissingTableError, make_tables
 from projector_dedup.schema import check, verify
+from projector_dedup.tables import default_metadata as metadata
 
 
 def test_create_all_yields_the_same(engine: Engine) -> None:
@@ -65,4 +66,37 @@ def test_check_finds_a_collation_that_merges_ids(sqlite: Database) -> None:
     assert any("takes different message ids for one" in finding.problem for finding in check(engine) if finding.fatal)
     with engine.connect() as connection:
         assert connection.scalar(text("SELECT count(*) FROM processed_message")) == 0
+    engine.dispose()
+
+
+WRONG = {
+    "processed_at timestamptz": "processed_at may be NULL",
+    "processed_at timestamp NOT NULL": "processed_at has no time zone",
+}
+
+
+@pytest.mark.parametrize("column", WRONG)
+def test_moments_that_could_not_be_compared_are_found(postgresql: Database, column: str) -> None:
+    """A marker without a moment is never pruned; one without a zone by whoever's zone it is."""
+    engine = create_engine(postgresql.url())
+    with engine.begin() as connection:
+        metadata.create_all(connection)
+        connection.execute(text(f"ALTER TABLE processed_message DROP COLUMN processed_at, ADD COLUMN {column}"))
+    assert WRONG[column] in " ".join(finding.problem for finding in check(engine) if finding.fatal)
+    engine.dispose()
+
+
+def test_a_user_who_may_not_write_is_not_ready(postgresql: Database) -> None:
+    """Deliveries would fail, so it is a problem, in the server's words."""
+    owner = create_engine(postgresql.url())
+    metadata.create_all(owner)
+    with owner.begin() as connection:
+        connection.execute(text("GRANT USAGE ON SCHEMA public TO pg_monitor"))
+        connection.execute(text("GRANT SELECT ON processed_message, processed_message_state TO pg_monitor"))
+    owner.dispose()
+    engine = create_engine(postgresql.url(), connect_args={"options": "-c role=pg_monitor"})
+    finding, *others = [each for each in check(engine) if each.fatal]
+    assert others == []
+    assert "permission denied" in finding.problem
+    assert "INSERT" in finding.remedy
     engine.dispose()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from typing import Any, TypeVar
 
@@ -11,7 +12,7 @@ from sqlalchemy.engine import Connection
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.sql import Executable
 
-from ..errors import OvertakenError
+from ..errors import OvertakenError, UnsafeSessionError
 
 Parameters = Mapping[str, Any]
 InsertT = TypeVar("InsertT", bound=Insert)
@@ -55,6 +56,12 @@ def look_then_insert(
     violates_unique: Callable[[DBAPIError], bool],
 ) -> set[Key]:
     """Claim those of ``keys`` that are not there; returns them. They are compared here, letter for letter."""
+    with suppress(NotImplementedError):  # where nobody can ask, nobody could choose it either
+        if connection.get_isolation_level() == "READ UNCOMMITTED":
+            raise UnsafeSessionError(
+                "at READ UNCOMMITTED the marker of a delivery that is rolled back later would be taken for that of a "
+                "duplicate; choose READ COMMITTED or above, or deliver one message at a time"
+            )
     found: set[Key] = set()
     for part in _parts(keys):
         ids = {"message_ids": [each["message_id"] for each in part]}

@@ -73,6 +73,9 @@ class Dialect(ABC):
     untried: ClassVar[bool] = False
     """Whether nobody knows it: it is probed before the first claim, and asked before every COMMIT."""
 
+    keeps_zones: ClassVar[bool] = False
+    """Whether it has a type of moments that need no agreement on their time zone."""
+
     bounds_waits: ClassVar[bool] = True
     """Whether it knows ``claim_timeout``; else the bounded claim is refused."""
 

@@ -22,6 +22,7 @@ from sqlalchemy import (
     func,
     literal_column,
     select,
+    true,
     union_all,
 )
 from sqlalchemy.dialects.postgresql import insert
@@ -71,9 +72,7 @@ _UNNAMED_ASYNCPG = (
 # libpq's PGTransactionStatusType: idle, active, in transaction, in an aborted transaction, unknown
 _LIBPQ_STATUS = (Status.NONE, Status.BUSY, Status.OPEN, Status.ABORTED, Status.BUSY)
 
-
 _ANYTHING: Select[Any] = select(literal_column("1"))
-
 
 _COLUMNS: dict[str, TypeEngine[Any]] = {
     "message_id": Text(),
@@ -95,7 +94,7 @@ def _claim_many(marker: Table, bounded: bool) -> Executable:
     given = func.unnest(*arrays).table_valued(*_COLUMNS, name="given").render_derived()
     rows = select(*given.c)
     if bounded:
-        rows = rows.select_from(given, _bound())
+        rows = rows.select_from(given.join(_bound(), true()))
     statement = insert(marker).from_select(list(_COLUMNS), rows).on_conflict_do_nothing(index_elements=_CONFLICT)
     return statement.returning(marker.c.message_id, marker.c.handler)
 
@@ -116,6 +115,7 @@ class PostgreSQL(Dialect):
         opaque=(r"(?<![a-z0-9_])e'(?:[^'\\]|\\.|'')*'", *OPAQUE[:2], r"\$(\w*)\$.*?\$\1\$", *OPAQUE[2:])
     )
     begins_with_level = True
+    keeps_zones = True
 
     def prepare(self, engine: Engine) -> None:
         """Behind a pooler, refuse what names prepared statements by number: so do its other clients (docs/adr/0011)."""

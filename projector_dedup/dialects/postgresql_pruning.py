@@ -14,6 +14,7 @@ from sqlalchemy import (
     bindparam,
     column,
     delete,
+    exists,
     func,
     literal_column,
     select,
@@ -53,7 +54,10 @@ def picking(marker: Table, *, of_handler: bool) -> Delete:
         .with_for_update(skip_locked=True)
     )
     batch = func.any(func.array(oldest.scalar_subquery()))
-    return delete(marker).where(_in_a_hurry(), literal_column("ctid") == batch)
+    # An address is unique in one partition only: the others' row at it may be young.
+    return delete(marker).where(
+        _in_a_hurry(), literal_column("ctid") == batch, is_expired(marker, of_handler=of_handler)
+    )
 
 
 @cache
@@ -82,6 +86,7 @@ def survey(marker: Table) -> Select[Any]:
     block = literal_column("current_setting('block_size')::bigint", type_=BigInteger())
     size = func.pg_relation_size(literal_column("tableoid"), type_=BigInteger()).op("/")(block)
     catalogue = table("pg_class", column("oid"), column("reltuples"), column("relpages"))
+    inherits = table("pg_inherits", column("inhrelid"))
     planned = select(catalogue.c.reltuples / func.nullif(catalogue.c.relpages, 0))
     planned = planned.where(catalogue.c.oid == literal_column("tableoid"))
     ages = [function(marker.c.processed_at) for function in (func.min, func.max)]
@@ -89,6 +94,7 @@ def survey(marker: Table) -> Select[Any]:
         select(
             size.label("pages"),
             planned.scalar_subquery().label("planned"),
+            exists().select_from(inherits).where(inherits.c.inhrelid == literal_column("tableoid")).label("is_a_part"),
             select(func.avg(some.subquery().c.bytes)).scalar_subquery().label("bytes"),
             *(
                 select(age).select_from(marker).scalar_subquery().label(name)
@@ -108,7 +114,7 @@ def sweep(connection: Connection, expired: Expired) -> Route | None:
     if (connection.dialect.server_version_info or (0,)) < (14,):  # no TID range scan
         return None
     found = connection.execute(survey(expired.marker)).first()
-    if found is None:
+    if found is None or found.is_a_part:  # of a partitioned table, whose parts are of different sizes
         return None
     span = found.newest - found.oldest
     share = min(1.0, (expired.cutoff - found.oldest) / span) if span else 0.0

@@ -45,13 +45,13 @@ WHERE processed_message.message_id = %(message_id)s AND processed_message.handle
 DELETE FROM processed_message WHERE (SELECT concat(set_config('lock_timeout', '100ms', true), set_config('synchronous_commit', 'off', true))) IS NOT NULL AND ctid = any(array((SELECT ctid
 FROM processed_message
 WHERE processed_message.processed_at < %(cutoff)s ORDER BY processed_message.processed_at
- LIMIT %(batch_size)s FOR UPDATE SKIP LOCKED)))
+ LIMIT %(batch_size)s FOR UPDATE SKIP LOCKED))) AND processed_message.processed_at < %(cutoff)s
 
 -- prune one batch of a handler
 DELETE FROM processed_message WHERE (SELECT concat(set_config('lock_timeout', '100ms', true), set_config('synchronous_commit', 'off', true))) IS NOT NULL AND ctid = any(array((SELECT ctid
 FROM processed_message
 WHERE processed_message.processed_at < %(cutoff)s AND processed_message.handler = %(handler)s ORDER BY processed_message.processed_at
- LIMIT %(batch_size)s FOR UPDATE SKIP LOCKED)))
+ LIMIT %(batch_size)s FOR UPDATE SKIP LOCKED))) AND processed_message.processed_at < %(cutoff)s AND processed_message.handler = %(handler)s
 
 -- is anything left to prune?
 SELECT 1
@@ -62,7 +62,9 @@ WHERE processed_message.processed_at < %(cutoff)s
 -- is most of it expired, and how many pages are a batch?
 SELECT pg_relation_size(tableoid) / current_setting('block_size')::bigint AS pages, (SELECT pg_class.reltuples / CAST(nullif(pg_class.relpages, %(nullif_1)s) AS NUMERIC) AS anon_1
 FROM pg_class
-WHERE pg_class.oid = tableoid) AS planned, (SELECT avg(anon_2.bytes) AS avg_1
+WHERE pg_class.oid = tableoid) AS planned, EXISTS (SELECT *
+FROM pg_inherits
+WHERE pg_inherits.inhrelid = tableoid) AS is_a_part, (SELECT avg(anon_2.bytes) AS avg_1
 FROM (SELECT pg_column_size(markers) AS bytes
 FROM processed_message AS markers
  LIMIT %(param_1)s) AS anon_2) AS bytes, (SELECT min(processed_message.processed_at) AS min_1
