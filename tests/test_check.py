@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
-from sqlalchemy import Engine, MetaData, create_engine, insert, text
+from sqlalchemy import URL, Engine, MetaData, create_engine, insert, text
 from sqlalchemy.orm import sessionmaker
 
 from command import idempotency, on_a_terminal
@@ -23,6 +23,12 @@ from projector_dedup.upkeep import days, upkeep
 metadata = MetaData()
 tables = make_tables(metadata)
 NOW = datetime(2026, 5, 1, 12, tzinfo=UTC)
+
+
+@pytest.fixture(name="sync_url")
+def one_url_of_each_engine(database: Database) -> URL:
+    """Each test starts processes, and what they do does not depend on the driver."""
+    return database.url()
 
 
 def url_of(engine: Engine) -> str:

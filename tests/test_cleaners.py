@@ -9,7 +9,7 @@ from itertools import count
 from typing import Any
 
 import pytest
-from sqlalchemy import Connection, Engine, MetaData, create_engine, delete, event, func, insert, select, text
+from sqlalchemy import URL, Connection, Engine, MetaData, create_engine, delete, event, func, insert, select, text
 from sqlalchemy.orm import Session
 
 from databases import Database
@@ -22,6 +22,12 @@ metadata = MetaData()
 tables = make_tables(metadata)
 HASTY = RetryPolicy(within=0.3)
 SWEPT: dict[str, Any] = {"batch_size": 1_800}  # of 20,000 small markers: more than five batches of more than ten pages
+
+
+@pytest.fixture(name="sync_url")
+def one_url_of_each_engine(database: Database) -> URL:
+    """What these tests are about does not depend on the driver."""
+    return database.url()
 
 
 def fill(engine: Engine, expired: int, fresh: int = 0, handler: str = "h") -> None:

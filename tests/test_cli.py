@@ -19,6 +19,12 @@ SECRET = "s3cret"
 DAY = 24
 
 
+@pytest.fixture(name="sync_url")
+def one_url_of_each_engine(database: Database) -> URL:
+    """What these tests are about does not depend on the driver."""
+    return database.url()
+
+
 def assert_failed_in_one_line(done: subprocess.CompletedProcess[str], *words: str) -> None:
     """Exit code 1, one line on stderr with the words that help, no traceback."""
     assert done.returncode == 1

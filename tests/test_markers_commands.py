@@ -4,7 +4,7 @@ import json
 from datetime import UTC, datetime, timedelta
 
 import pytest
-from sqlalchemy import Engine, MetaData, create_engine, insert, select
+from sqlalchemy import URL, Engine, MetaData, create_engine, insert, select
 from sqlalchemy.orm import sessionmaker
 
 from command import idempotency, on_a_terminal
@@ -18,6 +18,12 @@ metadata = MetaData()
 tables = make_tables(metadata)
 ODD = "pay\nment 1\u202e"
 HOUR = timedelta(hours=1)
+
+
+@pytest.fixture(name="sync_url")
+def one_url_of_each_engine(database: Database) -> URL:
+    """Each test starts processes, and what they do does not depend on the driver."""
+    return database.url()
 
 
 def fill(engine: Engine, *keys: tuple[str, str]) -> datetime:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from alembic.config import Config
 from alembic.script import ScriptDirectory
-from sqlalchemy import Engine, MetaData, create_engine, func, inspect, select, text
+from sqlalchemy import URL, Engine, MetaData, create_engine, func, inspect, select, text
 from sqlalchemy.orm import Session, sessionmaker
 from sqlalchemy.schema import CreateIndex, CreateTable
 
@@ -66,6 +66,12 @@ def upgrade():
 @on(dict)
 def handler(event: object, session: object) -> None:
     """Do nothing."""
+
+
+@pytest.fixture(name="sync_url")
+def one_url_of_each_engine(database: Database) -> URL:
+    """What Alembic does, and processes that it runs in, do not depend on the driver."""
+    return database.url()
 
 
 @pytest.fixture

@@ -98,7 +98,8 @@ class TestFewServerConnections(LostUpdateContract):
 SESSION = """
     select pg_backend_pid(), (select jsonb_object_agg(name, setting) from pg_settings),
         (select array_agg(name) from pg_prepared_statements), (select array_agg(name) from pg_cursors),
-        (select count(*) from pg_locks where locktype = 'advisory'), (select count(*) from pg_listening_channels())
+        (select count(*) from pg_locks where locktype = 'advisory' and pid = pg_backend_pid()),
+        (select count(*) from pg_listening_channels())
 """
 IN_TRANSACTION = "select pg_backend_pid(), current_setting('transaction_isolation'), current_setting('lock_timeout')"
 

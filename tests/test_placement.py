@@ -355,7 +355,7 @@ def test_a_map_that_comes_too_late_is_refused(place: Place, tenants: list[Any]) 
 def test_a_missing_table_is_named_as_the_engine_addresses_it(place: Place) -> None:
     """With the tenant's schema, and a remedy that creates it there."""
     tenant = place.mapped(none=place.schemas[0])
-    expected = rf"{place.schemas[0]}\.processed_message is missing.*create_all\(engine\), on the engine that has this"
+    expected = rf"{place.schemas[0]}\.processed_message is missing.*create_all\(engine\).*, on the engine that has this"
     with pytest.raises(MissingTableError, match=expected):
         place.deliver(fail, place.factory(tenant))
 

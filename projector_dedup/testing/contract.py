@@ -24,7 +24,7 @@ pytest.register_assert_rewrite(
     )
 )
 
-from .batches import BatchContract  # noqa: E402  # after the line above: pytest explains the asserts of what it knows of
+from .batches import BatchContract, BatchRaceContract  # noqa: E402  # after the line above: pytest explains the asserts of what it knows of
 from .claims import ClaimContract  # noqa: E402
 from .convergence import ConvergenceContract, KilledContract  # noqa: E402
 from .formerly import FormerlyContract  # noqa: E402
@@ -60,11 +60,13 @@ class _OnOneSubject:
 
 @pytest.mark.contract
 class ConcurrencyContract(
-    ClaimContract, RaceContract, LostUpdateContract, ConvergenceContract, BatchContract, _OnOneSubject
+    ClaimContract, RaceContract, LostUpdateContract, ConvergenceContract, BatchRaceContract, _OnOneSubject
 ):
     """What depends on the isolation level."""
 
 
 @pytest.mark.contract
-class ProjectorContract(OnceContract, AcknowledgementContract, FormerlyContract, KilledContract, ConcurrencyContract):
+class ProjectorContract(
+    OnceContract, AcknowledgementContract, FormerlyContract, BatchContract, KilledContract, ConcurrencyContract
+):
     """Everything."""
