@@ -193,8 +193,9 @@ def text_and_attribute(session: Session, number: int) -> None:
 
 
 def running_balance(session: Session, number: int) -> None:
-    """A row for each balance, of a row that is changed behind the session's back."""
-    balance = session.get_one(Total, "a").amount + number
+    """A row for each balance, of a row that somebody holds and that is changed behind the session's back."""
+    HELD.append(session.get_one(Total, "a"))
+    balance = HELD[-1].amount + number
     session.execute(update(Total).where(Total.key == "a").values(amount=balance), {}, **UNSYNCHRONISED)
     session.add(Total(key=f"then {balance}", amount=number))
 
@@ -229,6 +230,7 @@ def relationship(session: Session, number: int) -> None:
     account.total = session.get_one(Total, other)
 
 
+HELD: list[Total] = []
 UNSYNCHRONISED: dict[str, Any] = {"execution_options": {"synchronize_session": False}}
 
 
@@ -275,6 +277,21 @@ def test_what_concerns_one_message_is_not_taken_for_all(sessions: sessionmaker[S
         dispatcher.deliver_batch([Message(f"m{number}", number) for number in range(1, 6)])
     assert outcomes(failed.value.deliveries) == [APPLIED, FAILED, APPLIED, FAILED, APPLIED]
     assert amounts(sessions) == {"a": 9}
+
+
+def test_markers_are_claimed_in_one_order(postgresql: Database) -> None:
+    """Whatever the order of the messages: two batches that meet wait for each other, and not in a circle."""
+    claimed: list[list[str]] = []
+    with Harness(Subject(postgresql.url())) as harness:
+        harness.create_tables()
+
+        def see(_c: object, _u: object, statement: str, parameters: Any, *_: object) -> None:
+            if "unnest" in statement:
+                claimed.append(parameters["message_ids"])
+
+        event.listen(harness.engine, "before_cursor_execute", see)
+        harness.dispatcher().deliver_batch(numbered(3, 1, 4, 2))
+    assert claimed == [["m1", "m2", "m3", "m4"]]
 
 
 @pytest.mark.parametrize("one", [{"message_id": "m1"}, "m1", Message("m1", Added())], ids=["dict", "str", "Message"])
