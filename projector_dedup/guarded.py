@@ -15,6 +15,7 @@ from sqlalchemy.sql.elements import ReleaseSavepointClause, RollbackToSavepointC
 from .dialects import Dialect
 from .errors import UnsafeSessionError
 from .marks import Savepoints
+from .rows import Rows
 from .transaction_text import sql_text
 
 
@@ -26,6 +27,7 @@ class Watcher(Protocol):
     commit_was_sent: bool
     commit_was_answered: bool
     savepoints: Savepoints
+    rows: Rows | None
 
     def before_statement(self, sql: str | None, written: Table | None, *, mends: bool) -> None:
         """A statement is about to run; ``sql`` is its text if it is text, ``written`` the table it changes if not.
@@ -65,6 +67,12 @@ class GuardedSession(Session):
     """The private Session class of a unit of work; the user's own sessions are never listened to."""
 
     guard: Watcher | None = None
+
+    def get(self, entity: Any, ident: Any, **options: Any) -> Any:
+        """In a batch, rows that the messages before this one have read or changed are not read again."""
+        if self.guard is None or self.guard.rows is None or any(options.values()):
+            return super().get(entity, ident, **options)
+        return self.guard.rows.get(entity, ident, super().get)
 
     def connection(self, bind_arguments: Any = None, execution_options: Any = None) -> Connection:
         """The connection of the claim. SQLAlchemy drops options that come after it, with no more than a warning."""
@@ -135,6 +143,8 @@ class GuardedConnection(Connection):
         """The driver's connection. SQLAlchemy takes this way to it for COMMIT and ROLLBACK only; a handler may."""
         if not self._rolling_back:
             self.guard.lend_driver()
+            if self.guard.rows is not None:
+                self.guard.rows.before_statement()
         return super().connection
 
     def commit(self) -> None:
@@ -174,6 +184,8 @@ class GuardedConnection(Connection):
         written = getattr(statement, "table", None) if getattr(statement, "is_dml", False) else None
         rolls_back = isinstance(statement, RollbackToSavepointClause)
         guard.before_statement(sql_text(statement, self.dialect), written, mends=rolls_back)
+        if guard.rows is not None:
+            guard.rows.before_statement(statement)
         if self._streams(statement, kwargs.get("execution_options")):
             guard.distrust()  # of what is fetched later
         try:

@@ -3,8 +3,7 @@
 A handler gets a real Session, so it can do what it must not: commit, roll back, close, swallow the error that
 aborted the transaction. The guard of a unit of work prevents what it can see coming, notices the rest before
 COMMIT, and remembers it even if the handler swallows the exception. It asks the driver, which costs no round trip;
-only where a handler took the driver's own connection, it asks the server (docs/adr/0007 weighs what each measure
-costs, README lists what no measure sees).
+only where a handler took the driver's own connection, it asks the server (docs/adr/0007; README has what is unseen).
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from .dialects import Dialect, Failure, Status
 from .errors import TransactionViolatedError, UnsafeSessionError
 from .guarded import GuardedSession, guard_connection
 from .marks import Marker, Savepoints
+from .rows import Rows
 
 
 class Guard:
@@ -36,10 +36,10 @@ class Guard:
         self.watching = False  # true while a handler has the session
         self.must_ask = False  # the server, before COMMIT
         self.lent = False  # to what may have committed past us
-        self.commit_was_sent = False
-        self.commit_was_answered = False
+        self.commit_was_sent = self.commit_was_answered = False
         self.must_disconnect = False  # what the driver is in the midst of, nobody knows
         self.savepoints = Savepoints(marker)
+        self.rows: Rows | None = None  # of a batch
         self._marker = marker
         self._begun = False
         self._session_transaction = session.get_transaction()

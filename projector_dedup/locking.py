@@ -152,20 +152,19 @@ def _cannot_lock(named: set[Any]) -> UnlockedWriteError:
 
 @cache
 def _remember_locked_instances(model: type[Any]) -> None:
-    @event.listens_for(model, "load", propagate=True)
-    def _loaded(instance: Any, context: QueryContext) -> None:
-        _remember(instance, context)
+    @event.listens_for(model, "load", propagate=True, raw=True)
+    def _loaded(state: InstanceState[Any], context: QueryContext) -> None:
+        _remember(state, context)
 
-    @event.listens_for(model, "refresh", propagate=True)
-    def _refreshed(instance: Any, context: QueryContext, names: object) -> None:
+    @event.listens_for(model, "refresh", propagate=True, raw=True)
+    def _refreshed(state: InstanceState[Any], context: QueryContext, names: object) -> None:
         if names is None:  # else only what was missing was read: the other values are older than the lock
-            _remember(instance, context)
+            _remember(state, context)
 
 
-def _remember(instance: Any, context: QueryContext | None) -> None:
+def _remember(state: InstanceState[Any], context: QueryContext | None) -> None:
     session = context.session if context is not None else None
     if isinstance(session, LockingSession) and context is not None:
-        state = inspect(instance)
         locked: frozenset[FromClause] = context.execution_options.get(_LOCKED, frozenset())  # type: ignore[assignment]
         if not locked.isdisjoint(state.mapper.tables):
             session.locked_instances.add(state)

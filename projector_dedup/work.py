@@ -27,6 +27,7 @@ from .markers import (
     translate_map,
 )
 from .message import valid_formerly, valid_handler, valid_message_id
+from .rows import Rows
 from .sessions import UnitOptions, open_connection
 
 logger = logging.getLogger("projector_dedup")
@@ -93,6 +94,7 @@ class Work:
             new = [message_id for message_id in keys if all((message_id, name) in inserted for name in names)]
             if new:
                 self._new, self._key = True, keys[new[0]]
+                guard.rows = Rows(guard)
         return set(new)
 
     @contextmanager
@@ -120,9 +122,10 @@ class Work:
 
     def next_message(self) -> None:
         """Between two messages of a batch: what the next one finds is what is in the database, as after a COMMIT."""
-        self._begun().verify()
-        self.session.flush()
-        self.session.expunge_all()
+        guard = self._begun()
+        guard.verify()
+        guard.rows = guard.rows or Rows(guard)
+        guard.rows.end_message(trusted=not guard.must_ask)
 
     def commit(self) -> None:
         """Flush, look whether this is still the transaction that was begun, commit once."""
@@ -133,6 +136,8 @@ class Work:
             raise UnsafeSessionError("the message is a duplicate, or its claim failed: there is nothing to commit")
         guard.verify()
         self.session.flush()
+        if guard.rows is not None:
+            guard.rows.write()
         guard.verify()
         if self._options.strict or guard.must_ask:
             guard.ask()

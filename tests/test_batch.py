@@ -286,7 +286,7 @@ def test_markers_are_claimed_in_one_order(postgresql: Database) -> None:
         harness.create_tables()
 
         def see(_c: object, _u: object, statement: str, parameters: Any, *_: object) -> None:
-            if "unnest" in statement:
+            if "ON CONFLICT" in statement:
                 claimed.append(parameters["message_ids"])
 
         event.listen(harness.engine, "before_cursor_execute", see)

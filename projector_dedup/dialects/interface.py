@@ -23,6 +23,7 @@ from ..findings import Finding
 from ..transaction_text import Grammar
 from .claims import Key, Parameters, look_then_insert
 from .columns import utc_now
+from .plain_tables import LateWrites
 from .pruning import Expired, Route, by_index
 
 LEVELS = ("READ UNCOMMITTED", "READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE")
@@ -90,6 +91,9 @@ class Dialect(ABC):
 
     transactional_ddl: ClassVar[bool | None] = None
     """Whether a migration is one transaction; None for what Alembic thinks of the database."""
+
+    late_writes: ClassVar[LateWrites] = LateWrites()
+    """What it can tell of tables whose rows a batch may write late."""
 
     # Opening a unit of work -----------------------------------------------------------------------------------------
 

@@ -5,39 +5,27 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import cache
 from typing import Any
 from uuid import uuid4
 
 from sqlalchemy import (
-    ARRAY,
-    CTE,
-    DateTime,
     FromClause,
-    Select,
     Table,
-    Text,
-    bindparam,
-    cast,
-    func,
     literal_column,
     select,
-    true,
-    union_all,
 )
-from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import DBAPIError
-from sqlalchemy.sql import ColumnElement, Executable
-from sqlalchemy.types import TypeEngine
+from sqlalchemy.sql import Executable
 
 from ..errors import UnsupportedDatabaseError
 from ..findings import Finding, advice
 from ..transaction_text import OPAQUE, Grammar
-from . import postgresql_catalog
-from .claims import Key, Parameters, handler_parameters, inserting, same_key
+from . import postgresql_catalog, postgresql_rows
+from .claims import Key, Parameters
 from .interface import Dialect, Failure, Status
 from .migrating import lock_transaction
+from .postgresql_claim import insert_many, insert_markers, inserted_here
 from .postgresql_pruning import picking, sweep
 from .pruning import Expired, Route
 
@@ -72,38 +60,6 @@ _UNNAMED_ASYNCPG = (
 # libpq's PGTransactionStatusType: idle, active, in transaction, in an aborted transaction, unknown
 _LIBPQ_STATUS = (Status.NONE, Status.BUSY, Status.OPEN, Status.ABORTED, Status.BUSY)
 
-_ANYTHING: Select[Any] = select(literal_column("1"))
-
-_COLUMNS: dict[str, TypeEngine[Any]] = {
-    "message_id": Text(),
-    "handler": Text(),
-    "occurred_at": DateTime(timezone=True),
-}
-_CONFLICT = ["message_id", "handler"]
-
-
-def _bound() -> CTE:
-    """One round trip for claim and bound; it goes on to bound the lock waits of the handler (docs/adr/0006)."""
-    wait = func.set_config("lock_timeout", func.concat(bindparam("wait_ms", type_=Text()), "ms"), True)
-    return select(wait.label("wait")).cte("bound").prefix_with("MATERIALIZED")
-
-
-@cache
-def _claim_many(marker: Table, bounded: bool) -> Executable:
-    arrays = [bindparam(f"{name}s", type_=ARRAY(kind)) for name, kind in _COLUMNS.items()]
-    given = func.unnest(*arrays).table_valued(*_COLUMNS, name="given").render_derived()
-    rows = select(*given.c)
-    if bounded:
-        rows = rows.select_from(given.join(_bound(), true()))
-    statement = insert(marker).from_select(list(_COLUMNS), rows).on_conflict_do_nothing(index_elements=_CONFLICT)
-    return statement.returning(marker.c.message_id, marker.c.handler)
-
-
-@cache
-def _inserted_here(marker: Table) -> Select[Any]:
-    ours = literal_column("xmin") == literal_column("pg_current_xact_id_if_assigned()::xid")
-    return _ANYTHING.select_from(marker).where(same_key(marker), ours)
-
 
 class PostgreSQL(Dialect):
     """PostgreSQL 13 and later."""
@@ -116,6 +72,7 @@ class PostgreSQL(Dialect):
     )
     begins_with_level = True
     keeps_zones = True
+    late_writes = postgresql_rows.PostgreSQLRows()
 
     def prepare(self, engine: Engine) -> None:
         """Behind a pooler, refuse what names prepared statements by number: so do its other clients (docs/adr/0011)."""
@@ -140,39 +97,19 @@ class PostgreSQL(Dialect):
         return "REPEATABLE READ"
 
     def claim_statement(self, marker: Table, *, bounded: bool, names: int = 1) -> Executable:
-        """ON CONFLICT names its columns, so that a table without the unique index is an error, not a double apply."""
-        occurred_at: ColumnElement[Any] = bindparam("occurred_at", type_=_COLUMNS["occurred_at"])
-        if names > 1:
-            occurred_at = cast(occurred_at, _COLUMNS["occurred_at"])  # psycopg2's NULL would be text in a UNION
-        rows: list[dict[str, ColumnElement[Any]]] = [
-            {
-                "message_id": bindparam("message_id", type_=Text()),
-                "handler": bindparam(handler, type_=Text()),
-                "occurred_at": occurred_at,
-            }
-            for handler in handler_parameters(names)
-        ]
-        if bounded:
-            bound = _bound()
-            selects = (select(*row.values()).select_from(bound) for row in rows)
-            statement = insert(marker).from_select(list(_COLUMNS), union_all(*selects))
-        else:
-            statement = inserting(insert(marker), rows)
-        return statement.on_conflict_do_nothing(index_elements=_CONFLICT).returning(literal_column("1"))
+        """Nothing is raised for a marker that is there: it would abort the transaction."""
+        return insert_markers(marker, bounded=bounded, names=names)
 
     def claim_many(self, connection: Connection, marker: Table, keys: Sequence[Parameters]) -> set[Key]:
         """One statement for any number: it says which rows are new."""
-        bounded = "wait_ms" in keys[0]
-        columns = {f"{name}s": [key[name] for key in keys] for name in _COLUMNS}
-        wait = {"wait_ms": keys[0]["wait_ms"]} if bounded else {}
-        return {(row[0], row[1]) for row in connection.execute(_claim_many(marker, bounded), columns | wait)}
+        return {(row[0], row[1]) for row in connection.execute(*insert_many(marker, keys))}
 
     def mark_transaction(self, connection: Connection) -> None:
         """The marker's row is mark enough."""
 
     def is_marked(self, connection: Connection, marker: Table, key: Mapping[str, Any] | None) -> bool:
         """The row's xmin is the transaction that inserted it."""
-        statement = _ANYTHING if key is None else _inserted_here(marker)
+        statement = select(literal_column("1")) if key is None else inserted_here(marker)
         return Connection.execute(connection, statement, key).first() is not None  # past any guard
 
     def prune_statement(self, marker: Table, *, of_handler: bool = False) -> Executable:

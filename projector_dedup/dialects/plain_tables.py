@@ -1,0 +1,45 @@
+"""Tables whose rows may be written later than they were changed, unnoticed: what a database says of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import Table
+from sqlalchemy.engine import Connection
+from sqlalchemy.sql import Executable
+
+
+@dataclass(frozen=True)
+class PlainColumn:
+    """A column that nothing else depends on, as far as the database knows."""
+
+    accepts: Callable[[Any], bool]
+    """Whether this value can be stored: without an error, whatever else is in the table."""
+    gives_back: bool
+    """Whether a value that it accepts comes back as it was given, in type and form."""
+    can_change: bool
+    """Whether it is in no index and no constraint, by which another row could refuse the value."""
+
+
+@dataclass(frozen=True)
+class PlainTable:
+    """A table on which an UPDATE has no effect but its own: no trigger, no rule, nothing computed."""
+
+    identity: object
+    """The same for every name that the table goes by."""
+    columns: Mapping[str, PlainColumn]
+    """By name, those of a type that is known."""
+
+
+class LateWrites:
+    """What a database says of its tables, and how it writes many rows at once. This one says nothing."""
+
+    def look(self, _connection: Connection, _table: Table) -> PlainTable | None:
+        """What is known of the table, and may be relied upon in this transaction; None if it is not plain."""
+        return None
+
+    def statement(self, table: Table, changed: tuple[str, ...]) -> Executable:
+        """UPDATE the columns ``changed`` of many rows; ``:new_<column>``, of the key and of each of them, are lists."""
+        raise NotImplementedError

@@ -1,0 +1,182 @@
+"""Rows of PostgreSQL that a batch writes once: which tables allow it, which values, and the one UPDATE."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import date, datetime
+from decimal import Decimal
+from functools import cache, partial
+from typing import Any
+from uuid import UUID
+
+import sqlalchemy as sa
+from sqlalchemy import Table, and_, bindparam, cast, func, text, update
+from sqlalchemy.dialects import postgresql
+from sqlalchemy.engine import Connection
+from sqlalchemy.sql import Executable
+from sqlalchemy.types import TypeEngine
+
+from .plain_tables import LateWrites, PlainColumn, PlainTable
+from .postgresql_catalog import regclass
+
+# Whatever could make an UPDATE do more than it says, or give back another row than a SELECT before it, is excluded.
+_COLUMNS = text(
+    """
+    SELECT c.oid AS identity, a.attname AS name, a.atttypid::int AS type, a.atttypmod AS modifier, a.attnotnull,
+        EXISTS (SELECT FROM pg_index i WHERE i.indrelid = c.oid AND a.attnum = ANY (i.indkey))
+        OR EXISTS (SELECT FROM pg_constraint k
+            WHERE k.conrelid = c.oid AND k.contype <> 'n' AND a.attnum = ANY (k.conkey)) AS bound
+    FROM pg_class c JOIN pg_attribute a ON a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped
+    WHERE c.oid = to_regclass(:name) AND c.relkind = 'r'
+        AND NOT (c.relhasrules OR c.relrowsecurity OR c.relispartition OR c.relhassubclass)
+        AND (a.attcollation = 0 OR (SELECT collisdeterministic FROM pg_collation WHERE oid = a.attcollation))
+        AND current_setting('transaction_isolation') IN ('repeatable read', 'serializable')
+        AND current_setting('server_encoding') = 'UTF8'
+        AND NOT EXISTS (SELECT FROM pg_trigger WHERE tgrelid = c.oid AND NOT tgisinternal)
+        AND NOT EXISTS (SELECT FROM pg_inherits WHERE inhrelid = c.oid)
+        AND NOT EXISTS (SELECT FROM pg_attribute WHERE attrelid = c.oid AND attgenerated <> '')
+        AND NOT EXISTS (SELECT FROM pg_index
+            WHERE indrelid = c.oid AND (indexprs IS NOT NULL OR indpred IS NOT NULL))
+        AND NOT EXISTS (SELECT FROM pg_constraint
+            WHERE conrelid = c.oid AND contype = 'c' AND (coalesce(cardinality(conkey), 0) = 0 OR 0 = ANY (conkey)))
+        AND NOT EXISTS (SELECT FROM pg_depend  -- a function of the user's, which may read other rows
+            WHERE refclassid = 'pg_proc'::regclass AND (
+                classid = 'pg_attrdef'::regclass AND objid IN (SELECT oid FROM pg_attrdef WHERE adrelid = c.oid)
+                OR classid = 'pg_constraint'::regclass
+                    AND objid IN (SELECT oid FROM pg_constraint WHERE conrelid = c.oid)))
+    """
+)
+
+
+class PostgreSQLRows(LateWrites):
+    """By the catalogue and by arrays."""
+
+    def look(self, connection: Connection, table: Table) -> PlainTable | None:
+        """One round trip."""
+        found = Connection.execute(connection, _COLUMNS, {"name": regclass(connection, table)}).all()  # past any guard
+        columns = {}
+        for row in found:
+            known, column = _KNOWN.get(row.type), table.c.get(row.name)
+            if known is None or column is None or not known.fits(column.type, row.modifier):
+                continue
+            accepts = partial(known.accepts, row.modifier)
+            if not row.attnotnull:
+                accepts = partial(_null_or, accepts)
+            columns[row.name] = PlainColumn(
+                accepts,
+                gives_back=not known.zoned,  # else in the time zone of the connection
+                can_change=not row.bound,
+            )
+        return PlainTable(found[0].identity, columns) if found else None
+
+    def statement(self, table: Table, changed: tuple[str, ...]) -> Executable:
+        """From arrays: whatever their length, one statement and one plan."""
+        return _update(table, changed)
+
+
+@cache
+def _update(table: Table, changed: tuple[str, ...]) -> Executable:
+    keys = [column.name for column in table.primary_key]
+    arrays = []
+    for name in (*keys, *changed):
+        array: sa.ARRAY[Any] = sa.ARRAY(_unbounded(table.c[name].type))
+        arrays.append(cast(bindparam(f"new_{name}", type_=array), array))
+    given = func.unnest(*arrays).table_valued(*keys, *changed).render_derived("given")
+    return (
+        update(table)
+        .where(and_(*(table.c[name] == given.c[name] for name in keys)))
+        .values({name: given.c[name] for name in changed})
+    )
+
+
+def _unbounded(kind: TypeEngine[Any]) -> TypeEngine[Any]:
+    """A cast to VARCHAR(20) would cut what is longer, instead of refusing it."""
+    return sa.Text() if isinstance(kind, sa.String) else kind
+
+
+@dataclass(frozen=True)
+class _Known:
+    """A type of PostgreSQL, and those of SQLAlchemy that hand values on to it as they are."""
+
+    types: frozenset[type[TypeEngine[Any]]]
+    accepts: Callable[..., bool]
+    zoned: bool = False
+
+    def fits(self, mapped: TypeEngine[Any], modifier: int) -> bool:
+        """Whether a column so mapped does: not with a type of the user's, which may do anything with its values."""
+        if type(mapped) not in self.types or mapped._variant_mapping:
+            return False
+        if isinstance(mapped, sa.Float):
+            return mapped.precision is None and not mapped.asdecimal
+        if isinstance(mapped, sa.Numeric):
+            said = (mapped.precision, mapped.scale)
+            return mapped.asdecimal and said in ((None, None), _precision_and_scale(modifier))
+        if isinstance(mapped, sa.DateTime):
+            return mapped.timezone is self.zoned
+        return getattr(mapped, "as_uuid", True) is True
+
+
+def _precision_and_scale(modifier: int) -> tuple[int, int]:
+    return modifier - 4 >> 16 & 0xFFFF, modifier - 4 & 0xFFFF
+
+
+def _null_or(accepts: Callable[[Any], bool], value: Any) -> bool:
+    return value is None or accepts(value)
+
+
+def _integer(_modifier: int, value: Any, *, bits: int) -> bool:
+    return type(value) is int and -(1 << bits - 1) <= value < 1 << bits - 1
+
+
+def _text(modifier: int, value: Any) -> bool:
+    if type(value) is not str or "\0" in value or (modifier > 0 and len(value) > modifier - 4):
+        return False
+    return value.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in value)
+
+
+def _decimal(modifier: int, value: Any) -> bool:
+    """With just the digits that the column keeps."""
+    if type(value) is not Decimal or not value.is_finite() or (value.is_signed() and not value):
+        return False
+    _, digits, exponent = value.as_tuple()
+    if modifier < 0:
+        return -1000 < exponent <= 0 and len(digits) < 1000  # type: ignore[operator]  # it is finite
+    precision, scale = _precision_and_scale(modifier)
+    return exponent == -scale and len(digits) <= precision
+
+
+def _is(kind: type[Any]) -> Callable[..., bool]:
+    return lambda _modifier, value: type(value) is kind
+
+
+def _float(_modifier: int, value: Any) -> bool:
+    return type(value) is float and math.isfinite(value)
+
+
+def _moment(modifier: int, value: Any, *, zoned: bool) -> bool:
+    return type(value) is datetime and (value.utcoffset() is not None) is zoned and modifier == -1
+
+
+def _types(*types: type[TypeEngine[Any]]) -> frozenset[type[TypeEngine[Any]]]:
+    return frozenset(types)
+
+
+_TEXTS = _types(sa.String, sa.Text, sa.Unicode, sa.UnicodeText, sa.VARCHAR, sa.TEXT)
+_MOMENTS = _types(sa.DateTime, sa.DATETIME, sa.TIMESTAMP, postgresql.TIMESTAMP)
+
+_KNOWN = {  # by the numbers of the types, which never change
+    16: _Known(_types(sa.Boolean, sa.BOOLEAN), _is(bool)),
+    20: _Known(_types(sa.BigInteger, sa.BIGINT), partial(_integer, bits=64)),
+    21: _Known(_types(sa.SmallInteger, sa.SMALLINT), partial(_integer, bits=16)),
+    23: _Known(_types(sa.Integer, sa.INTEGER), partial(_integer, bits=32)),
+    25: _Known(_TEXTS, _text),
+    701: _Known(_types(sa.Float, sa.Double, sa.DOUBLE_PRECISION), _float),
+    1043: _Known(_TEXTS, _text),
+    1082: _Known(_types(sa.Date, sa.DATE), _is(date)),
+    1114: _Known(_MOMENTS, partial(_moment, zoned=False)),
+    1184: _Known(_MOMENTS, partial(_moment, zoned=True), zoned=True),
+    1700: _Known(_types(sa.Numeric, sa.NUMERIC, sa.DECIMAL), _decimal),
+    2950: _Known(_types(sa.Uuid, sa.UUID), _is(UUID)),
+}

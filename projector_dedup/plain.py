@@ -1,0 +1,144 @@
+"""Entities of which a change may be written later, and nobody could tell: nothing listens, nothing is derived."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
+from enum import Enum
+from typing import Any
+from uuid import UUID
+
+from sqlalchemy import ClauseElement, Table, inspect
+from sqlalchemy.engine import Connection
+from sqlalchemy.orm import ColumnProperty, InstanceState, Mapper, Session
+
+from .dialects.plain_tables import PlainColumn, PlainTable
+
+_SESSION_EVENTS = (
+    *("before_flush", "after_flush", "after_flush_postexec", "do_orm_execute"),
+    *("before_attach", "after_attach", "loaded_as_persistent", "detached_to_persistent"),
+)
+_MAPPER_EVENTS = ("before_insert", "after_insert", "before_update", "after_update")
+_INSTANCE_EVENTS = ("load", "refresh", "refresh_flush", "expire")
+_LOADED_WHEN_ASKED_FOR = {"select", "raise", "raise_on_sql", "noload", "dynamic", "write_only", True}
+
+_IMMUTABLE = {type(None), bool, int, float, str, bytes, Decimal, UUID, date, datetime, time, timedelta}
+
+
+def is_plain_session(session: Session) -> bool:
+    """Whether nobody would notice that it loads or writes less often."""
+    return (
+        type(session).flush is Session.flush
+        and not getattr(session, "execution_options", None)  # of SQLAlchemy 2.1
+        and not any(map(_listeners(session), _SESSION_EVENTS))
+    )
+
+
+def is_sql(value: Any) -> bool:
+    """Whether an attribute has an expression for its value, which the database would compute."""
+    return hasattr(value, "__clause_element__") or isinstance(value, ClauseElement)
+
+
+@dataclass(frozen=True, eq=False)
+class Plain:
+    """An entity on a plain table: what was read of it, and changed, can be told from its attributes alone."""
+
+    mapper: Mapper[Any]
+    table: Table
+    identity: object  # the table's
+    columns: Mapping[str, str]  # by attribute
+    known: Mapping[str, PlainColumn]  # by attribute, those of which the database's type is known
+    keys: tuple[PlainColumn, ...]
+
+    def identity_key(self, ident: Any) -> Any:
+        """As the identity map has it; None if the database might find another row than the one of just this key."""
+        values = ident if type(ident) is tuple else (ident,)
+        if len(values) != len(self.keys):
+            return None
+        if not all(column.accepts(value) for column, value in zip(self.keys, values, strict=True)):
+            return None
+        return self.mapper.identity_key_from_primary_key(values)
+
+    def changes(self, state: InstanceState[Any]) -> dict[str, Any] | None:
+        """What an UPDATE would write; None if that had better be now."""
+        changes, values = {}, state.dict
+        for name, before in state.committed_state.items():
+            column = self.known.get(name)
+            if column is None or not column.can_change or name not in values or not column.accepts(values[name]):
+                return None
+            if type(before) is not type(values[name]) or before != values[name]:
+                changes[name] = values[name]
+        return changes
+
+    def values(self, state: InstanceState[Any]) -> dict[str, Any]:
+        """What was read, as far as nobody can change it in place."""
+        values = state.dict
+        return {name: values[name] for name in self.columns if name in values and _is_immutable(values[name])}
+
+    def after(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+        """What would be read when the ``changes`` are written, as far as that is known."""
+        known = {name: value for name, value in changes.items() if self.known[name].gives_back}
+        return {name: value for name, value in values.items() if name not in changes} | known
+
+
+def plain_entity(
+    entity: Any, connection: Connection, look: Callable[[Connection, Table], PlainTable | None]
+) -> Plain | None:
+    """What is known of an entity, None if it is not plain. ``look`` asks the database about its table."""
+    mapper: Any = inspect(entity, raiseerr=False)
+    if not isinstance(mapper, Mapper) or not _is_plain_mapper(mapper):
+        return None
+    table: Any = mapper.local_table
+    found = look(connection, table)
+    if found is None:
+        return None
+    columns = {each.key: str(each.columns[0].name) for each in mapper.column_attrs}
+    known = {name: found.columns[column] for name, column in columns.items() if column in found.columns}
+    keys = tuple(found.columns[column.name] for column in mapper.primary_key if column.name in found.columns)
+    if len(keys) < len(mapper.primary_key) or not all(key.gives_back for key in keys):
+        return None
+    return Plain(mapper, table, found.identity, columns, known, keys)
+
+
+def _is_plain_mapper(mapper: Mapper[Any]) -> bool:
+    table = mapper.local_table
+    return (
+        isinstance(table, Table)
+        and mapper.persist_selectable is table
+        and not (mapper.inherits or mapper.polymorphic_on is not None or mapper.composites)
+        and mapper.version_id_col is None
+        and mapper.primary_key == tuple(table.primary_key)
+        and all(map(_is_plain_property, mapper.column_attrs))
+        and all(each.lazy in _LOADED_WHEN_ASKED_FOR for each in mapper.relationships)
+        and not any(map(_listeners(mapper), _MAPPER_EVENTS))
+        and not any(map(_others(mapper.class_manager), _INSTANCE_EVENTS))
+    )
+
+
+def _is_plain_property(attribute: ColumnProperty[Any]) -> bool:
+    """A column, and nothing that is computed from one, here or there."""
+    column: Any = attribute.columns[0]
+    return (
+        len(attribute.columns) == 1
+        and isinstance(column.table, Table)
+        and column.key == column.name
+        and column.onupdate is column.server_onupdate is column.computed is None
+        and not (column.default is not None and column.default.is_clause_element)
+        and not attribute.raiseload
+    )
+
+
+def _is_immutable(value: Any) -> bool:
+    return type(value) in _IMMUTABLE or isinstance(value, Enum)
+
+
+def _listeners(target: Any) -> Callable[[str], Any]:
+    return lambda event: getattr(target.dispatch, event)
+
+
+def _others(target: Any) -> Callable[[str], Any]:
+    """Without ours, of projectors that declare the entity in ``read_models``: they look at their own sessions only."""
+    package = f"{__package__}."
+    return lambda event: any(not each.__module__.startswith(package) for each in getattr(target.dispatch, event))

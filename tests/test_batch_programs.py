@@ -1,0 +1,128 @@
+"""Whatever handlers do with their session, a batch of messages does as its messages one by one: programs by lot."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from sqlalchemy import (
+    create_engine,
+)
+from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_async_engine
+from sqlalchemy.orm import Session, sessionmaker
+
+import programs
+from databases import Database
+from projector_dedup import (
+    AsyncDispatcher,
+    BatchFailed,
+    Dispatcher,
+    Message,
+    Outcome,
+    RetryPolicy,
+    on,
+    projector,
+)
+from projector_dedup.tables import default_metadata
+
+SEEDS = range(30)
+"""More are worth running after a change: 2,000 of them found what 30 do not."""
+
+
+class Replay:
+    """Runs a program as a batch or message by message: the outcomes, what those that were applied saw, the database."""
+
+    def __init__(self, driver: str, database: Database, *, is_async: bool) -> None:
+        self._is_async = is_async
+        self._engine = create_engine(database.url())
+        with self._engine.begin() as connection:
+            programs.prepare(connection)
+            default_metadata.create_all(connection)
+        self._sessions = sessionmaker(self._engine)
+        self._runner = asyncio.Runner()
+        self._async_engine = create_async_engine(database.url(driver)) if is_async else None
+        self._sync_engine = create_engine(database.url(driver))
+
+    def close(self) -> None:
+        """Let go of the database."""
+        if self._async_engine is not None:
+            self._runner.run(self._async_engine.dispose())
+        self._runner.close()
+        self._engine.dispose()
+        self._sync_engine.dispose()
+
+    def run(self, seed: int, *, as_batch: bool) -> tuple[Any, ...]:
+        """One program."""
+        program = programs.draw(seed)
+        seen: dict[int, list[Any]] = {}
+        programs.HELD.clear()
+        with self._sessions.begin() as session:
+            programs.reset(session)
+
+        def body(number: int, session: Session) -> None:
+            programs.REACHED.clear()
+            seen[number] = []
+            for step, ident, argument in program[number]:
+                step(session, ident, argument, seen[number])
+
+        deliver, deliver_batch = self._deliveries(body)
+        batch = [Message(f"{seed} {as_batch} {number}", number) for number in range(len(program))]
+        outcomes = _outcomes_of(deliver_batch, batch) if as_batch else [_outcome_of(deliver, each) for each in batch]
+        with self._sessions() as session:
+            left = programs.state(session)
+        return outcomes, [seen[n] for n, outcome in enumerate(outcomes) if outcome is Outcome.APPLIED], left
+
+    def _deliveries(self, body: Callable[[int, Session], None]) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        policy = RetryPolicy(attempts=2)
+        if self._async_engine is None:
+
+            @projector(idempotent=True, name="program")
+            @on(int)
+            def handler(number: int, session: Session) -> None:
+                body(number, session)
+
+            dispatcher = Dispatcher(sessionmaker(self._sync_engine), handler, retry=policy)
+            return dispatcher.deliver, dispatcher.deliver_batch
+
+        @projector(idempotent=True, name="program")
+        @on(int)
+        async def awaited(number: int, session: AsyncSession) -> None:
+            await session.run_sync(lambda inner: body(number, inner))
+
+        waiting = AsyncDispatcher(async_sessionmaker(self._async_engine), awaited, retry=policy)
+        return (
+            lambda message: self._runner.run(waiting.deliver(message)),
+            lambda batch: self._runner.run(waiting.deliver_batch(batch)),
+        )
+
+
+def _outcome_of(deliver: Callable[..., Any], message: Message) -> Outcome:
+    try:
+        outcome: Outcome = deliver(message).outcome
+    except Exception:  # noqa: BLE001  # whatever a program provokes
+        return Outcome.FAILED
+    return outcome
+
+
+def _outcomes_of(deliver_batch: Callable[..., Any], batch: list[Message]) -> list[Outcome]:
+    try:
+        return [delivery.outcome for delivery in deliver_batch(batch)]
+    except BatchFailed as failed:
+        return [delivery.outcome for delivery in failed.deliveries]
+
+
+@pytest.mark.filterwarnings("ignore")  # programs do what SQLAlchemy warns of
+@pytest.mark.parametrize(
+    ("driver", "is_async"),
+    [("psycopg", False), ("psycopg2", False), ("psycopg", True), ("asyncpg", True)],
+    ids=["psycopg", "psycopg2", "psycopg async", "asyncpg"],
+)
+def test_whatever_handlers_do_a_batch_is_as_its_messages_one_by_one(
+    postgresql: Database, driver: str, is_async: bool
+) -> None:
+    """Outcomes, what every applied message saw, and what is in every table in the end."""
+    replay = Replay(f"postgresql+{driver}", postgresql, is_async=is_async)
+    for seed in SEEDS:
+        together, one_by_one = (replay.run(seed, as_batch=as_batch) for as_batch in (True, False))
+        assert together == one_by_one, f"program {seed}"
+    replay.close()

@@ -1,0 +1,371 @@
+"""Rows that a batch reads once and writes once: which those are, and what happens where the one UPDATE fails."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from datetime import UTC, datetime
+from decimal import Decimal
+from functools import partial
+from typing import Any
+
+import pytest
+from sqlalchemy import (
+    BigInteger,
+    DateTime,
+    Engine,
+    FetchedValue,
+    ForeignKey,
+    Integer,
+    Numeric,
+    String,
+    create_engine,
+    event,
+    select,
+    text,
+    update,
+)
+from sqlalchemy.orm import (
+    DeclarativeBase,
+    Mapped,
+    Session,
+    column_property,
+    mapped_column,
+    reconstructor,
+    relationship,
+    sessionmaker,
+)
+from sqlalchemy.orm.exc import StaleDataError
+
+from databases import Database
+from projector_dedup import BatchFailed, Delivery, Dispatcher, Message, Outcome, on, projector
+from projector_dedup.dialects.postgresql_rows import PostgreSQLRows
+from projector_dedup.tables import default_metadata
+
+MESSAGES = 6
+
+
+class Base(DeclarativeBase):
+    """The read model."""
+
+
+class Row(Base):
+    """Two of them."""
+
+    __tablename__ = "kept"
+    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    number: Mapped[int]
+
+
+class Bystander(Base):
+    """Another table."""
+
+    __tablename__ = "bystander"
+    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    kept_id: Mapped[int | None] = mapped_column(ForeignKey(Row.id))
+    price: Mapped[Decimal | None] = mapped_column(Numeric(6, 2))
+    seen: Mapped[datetime | None] = mapped_column(DateTime(timezone=True))
+    name: Mapped[str | None] = mapped_column(String(4))
+    big: Mapped[int | None] = mapped_column(BigInteger)
+    variant: Mapped[str | None] = mapped_column(String().with_variant(Integer(), "mysql"))
+    kept: Mapped[Row | None] = relationship()
+
+
+@pytest.fixture
+def engine(postgresql: Database) -> Iterator[Engine]:
+    """The tables, and two rows."""
+    engine = create_engine(postgresql.url())
+    default_metadata.create_all(engine)
+    Base.metadata.create_all(engine)
+    with engine.begin() as connection:
+        connection.execute(text("INSERT INTO kept VALUES (0, 0), (1, 0)"))
+        connection.execute(text("INSERT INTO bystander VALUES (0)"))
+    yield engine
+    engine.dispose()
+
+
+def add(number: int, session: Session) -> None:
+    """To rows 0 and 1 by turns."""
+    session.get_one(Row, number % 2).number += number
+
+
+def delivered(
+    sessions: sessionmaker[Session],
+    body: Callable[[int, Session], None] = add,
+    messages: int = MESSAGES,
+    settings: dict[str, Any] | None = None,
+) -> Counter[str]:
+    """Deliver a batch; the statements by their first word, of those that name the table."""
+    sent: Counter[str] = Counter()
+
+    @projector(idempotent=True, name="kept", **(settings or {}))
+    @on(int)
+    def handler(number: int, session: Session) -> None:
+        body(number, session)
+
+    def count(_connection: object, _cursor: object, statement: str, *_: object) -> None:
+        if "kept" in statement.lower() and "pg_class" not in statement:
+            sent[statement.split()[0]] += 1
+
+    engine = sessions.kw["bind"]
+    event.listen(engine, "before_cursor_execute", count)
+    batch = [Message(f"m{number}", number) for number in range(messages)]
+    deliveries: list[Delivery] = Dispatcher(sessions, handler).deliver_batch(batch)
+    event.remove(engine, "before_cursor_execute", count)
+    assert {each.outcome for each in deliveries} == {Outcome.APPLIED}
+    return sent
+
+
+def numbers(engine: Engine) -> list[int]:
+    """What is in the table."""
+    with engine.connect() as connection:
+        return list(connection.scalars(select(Row.number).order_by(Row.id)))
+
+
+def test_a_row_is_read_once_and_all_are_written_at_once(engine: Engine) -> None:
+    """Two rows, however many the messages."""
+    assert delivered(sessionmaker(engine), messages=40) == {"SELECT": 2, "UPDATE": 1}
+    assert numbers(engine) == [sum(range(0, 40, 2)), sum(range(1, 40, 2))]
+
+
+def test_new_rows_do_not_stop_it(engine: Engine) -> None:
+    """A row that a message creates is inserted at once, and read once by those after it."""
+
+    def body(number: int, session: Session) -> None:
+        row = session.get(Row, number % 4)
+        if row is None:
+            row = Row(id=number % 4, number=0)
+            session.add(row)
+        row.number += number
+
+    sent = delivered(sessionmaker(engine), body, messages=40)
+    assert sent == {"SELECT": 2 + 2 * 2, "INSERT": 2, "UPDATE": 1}
+    assert numbers(engine) == [sum(range(first, 40, 4)) for first in range(4)]
+
+
+FUNCTION = "CREATE FUNCTION f() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN RETURN NEW; END'; "
+NUMBER = "CREATE FUNCTION g() RETURNS int LANGUAGE sql AS 'SELECT max(id) FROM bystander'; "
+
+
+@pytest.mark.parametrize(
+    "ddl",
+    {
+        "a trigger": FUNCTION + "CREATE TRIGGER t BEFORE UPDATE ON kept FOR EACH ROW EXECUTE FUNCTION f()",
+        "a trigger of statements": FUNCTION + "CREATE TRIGGER t AFTER UPDATE ON kept EXECUTE FUNCTION f()",
+        "a rule": "CREATE RULE r AS ON UPDATE TO kept DO ALSO UPDATE bystander SET name = 'x'",
+        "row security": "ALTER TABLE kept ENABLE ROW LEVEL SECURITY",
+        "a check": "ALTER TABLE kept ADD CHECK (number >= 0)",
+        "a check of whole rows": "ALTER TABLE kept ADD CHECK (kept IS NOT NULL)",
+        "a foreign key": "INSERT INTO kept SELECT n, n FROM generate_series(2, 99) n; "
+        "ALTER TABLE kept ADD FOREIGN KEY (number) REFERENCES kept (id)",
+        "an index": "CREATE INDEX ON kept (number)",
+        "an index of an expression": "CREATE INDEX ON kept ((1 / (id + 1)))",
+        "a partial index": "CREATE INDEX ON kept (id) WHERE number > 5",
+        "a computed column": "ALTER TABLE kept ADD twice int GENERATED ALWAYS AS (number * 2) STORED",
+        "a table that inherits": "CREATE TABLE more () INHERITS (kept)",
+        "a parent": "CREATE TABLE parent (number int NOT NULL); ALTER TABLE kept INHERIT parent",
+        "a default that reads": NUMBER + "ALTER TABLE kept ALTER number SET DEFAULT g()",
+        "another type": "ALTER TABLE kept ALTER number TYPE numeric",
+        "a domain": "CREATE DOMAIN small AS int CHECK (VALUE < 99); ALTER TABLE kept ALTER number TYPE small",
+    }.items(),
+    ids=lambda item: item[0],
+)
+def test_what_an_update_may_do_besides_is_done_each_time(engine: Engine, ddl: tuple[str, str]) -> None:
+    """Or refused for a value in between: such a table is written message by message."""
+    with engine.begin() as connection:
+        connection.exec_driver_sql(ddl[1])
+    assert delivered(sessionmaker(engine))["UPDATE"] == MESSAGES - 1  # adding 0 is none
+    assert numbers(engine)[:2] == [6, 9]
+
+
+def plain(**more: Any) -> type[Any]:
+    """An entity on the same table, with something more."""
+    attributes = {
+        "__tablename__": "kept",
+        "id": mapped_column(Integer, primary_key=True),
+        "number": mapped_column(Integer),
+        **more,
+    }
+    return type("Kept", (type("Fresh", (DeclarativeBase,), {}),), attributes)
+
+
+def listening(name: str) -> type[Any]:
+    """The same, with somebody who listens."""
+    entity = plain()
+    event.listen(entity, name, lambda *_: None)
+    return entity
+
+
+class FlushingSession(Session):
+    """A user's own."""
+
+    def flush(self, objects: Any = None) -> None:
+        """As ever."""
+        super().flush(objects)
+
+
+class GettingSession(Session):
+    """A user's own."""
+
+    def get(self, *arguments: Any, **options: Any) -> Any:
+        """As ever."""
+        return super().get(*arguments, **options)
+
+
+def twice() -> Any:
+    """A column, and an attribute that is computed from it."""
+    number = mapped_column(Integer)
+    return {"number": number, "twice": column_property(number * 2)}
+
+
+def _as_it_is(context: Any) -> Any:
+    return context.get_current_parameters()["number"]
+
+
+ENTITIES: dict[str, Callable[[], type[Any]]] = {
+    "a column that each UPDATE sets": lambda: plain(number=mapped_column(Integer, onupdate=_as_it_is)),
+    "a column that the server sets": lambda: plain(number=mapped_column(Integer, server_onupdate=FetchedValue())),
+    "a computed attribute": lambda: plain(**twice()),
+    "a reconstructor": lambda: plain(restored=reconstructor(lambda _: None)),
+    **{
+        f"a listener of {name}": partial(listening, name)
+        for name in ("before_update", "after_update", "before_insert", "load", "refresh", "expire")
+    },
+}
+
+
+@pytest.mark.parametrize("make", ENTITIES.values(), ids=ENTITIES)
+def test_what_the_orm_does_besides_is_done_each_time(engine: Engine, make: Callable[[], type[Any]]) -> None:
+    """Where an UPDATE or a SELECT would be noticed by more than the row."""
+    entity = make()
+
+    def body(number: int, session: Session) -> None:
+        session.get_one(entity, number % 2).number += number
+
+    assert delivered(sessionmaker(engine), body)["UPDATE"] >= MESSAGES - 1
+    assert numbers(engine) == [6, 9]
+
+
+@pytest.mark.parametrize("session_class", [FlushingSession, GettingSession])
+def test_a_session_that_does_more_is_called_each_time(engine: Engine, session_class: type[Session]) -> None:
+    """It may count, or add what belongs to each."""
+    assert delivered(sessionmaker(engine, class_=session_class))["UPDATE"] == MESSAGES - 1
+    assert numbers(engine) == [6, 9]
+
+
+@pytest.mark.parametrize(
+    "name", ["before_flush", "after_flush", "do_orm_execute", "loaded_as_persistent", "detached_to_persistent"]
+)
+def test_listeners_of_a_session_are_called_each_time(engine: Engine, name: str) -> None:
+    """The same."""
+    sessions = sessionmaker(engine)
+    event.listen(sessions, name, lambda *_: None)
+    assert delivered(sessions)["UPDATE"] == MESSAGES - 1
+    assert numbers(engine) == [6, 9]
+
+
+@pytest.mark.parametrize("settings", [{"isolation": "READ COMMITTED"}, {"read_models": [Row]}], ids=str)
+def test_where_others_may_change_a_row_meanwhile_it_is_read_each_time(engine: Engine, settings: dict[str, Any]) -> None:
+    """At READ COMMITTED each message finds what rivals have committed by then."""
+    assert delivered(sessionmaker(engine), settings=settings)["UPDATE"] == MESSAGES - 1
+    assert numbers(engine) == [6, 9]
+
+
+def test_at_serializable_nobody_may(engine: Engine) -> None:
+    """Not only at the default level."""
+    assert delivered(sessionmaker(engine), settings={"isolation": "SERIALIZABLE"})["UPDATE"] == 1
+    assert numbers(engine) == [6, 9]
+
+
+def test_a_rivals_change_runs_the_batch_again(engine: Engine) -> None:
+    """It is met where the rows are written, at the end; nothing is lost."""
+    rival = iter([True])
+
+    def body(number: int, session: Session) -> None:
+        add(number, session)
+        if number == MESSAGES - 1 and next(rival, False):
+            with engine.begin() as other:
+                other.execute(update(Row).values(number=Row.number + 100))
+
+    assert delivered(sessionmaker(engine), body)["UPDATE"] == 1 + 2  # the rival's, one that failed, one that did not
+    assert numbers(engine) == [106, 109]
+
+
+def test_a_conflict_that_a_handler_swallows_runs_the_batch_again_too(engine: Engine) -> None:
+    """What those before it changed is written before its SELECT, in the midst of its `try`."""
+    rival = iter([True])
+
+    def body(number: int, session: Session) -> None:
+        if number == 3 and next(rival, False):
+            with engine.begin() as other:
+                other.execute(update(Row).values(number=Row.number + 100))
+            with suppress(Exception):  # as people do
+                session.execute(text("SELECT 1"))
+        add(number, session)
+
+    delivered(sessionmaker(engine), body)
+    assert numbers(engine) == [106, 109]
+
+
+def test_who_holds_the_drivers_connection_finds_everything(engine: Engine) -> None:
+    """It is asked for once, and used behind the back of the session by messages that come later."""
+    held: list[Any] = []
+    found: list[Any] = []
+
+    def body(number: int, session: Session) -> None:
+        if not held:
+            held.append(session.connection().connection.cursor())
+        found.append(held[0].execute("SELECT sum(number) FROM kept").fetchone()[0])
+        add(number, session)
+
+    delivered(sessionmaker(engine), body)
+    assert found == [0, 0, 1, 3, 6, 10]
+
+
+def test_a_row_that_is_not_there_any_more_is_missed(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the ORM would: the UPDATE counts its rows."""
+    look = PostgreSQLRows.look
+    with engine.begin() as connection:
+        connection.exec_driver_sql("CREATE RULE r AS ON UPDATE TO kept DO INSTEAD NOTHING")
+        connection.exec_driver_sql("CREATE TABLE innocent (id int PRIMARY KEY, number int)")
+    innocent = plain(__tablename__="innocent").__table__
+    monkeypatch.setattr(PostgreSQLRows, "look", lambda self, connection, _: look(self, connection, innocent))
+    with pytest.raises(BatchFailed, match="5 of 6") as failed:
+        delivered(sessionmaker(engine))
+    assert {type(error.__cause__) for error in failed.value.exceptions} == {StaleDataError}
+
+
+def columns(engine: Engine, entity: type[Any]) -> dict[str, Any]:
+    """What is known of its table."""
+    with engine.connect().execution_options(isolation_level="REPEATABLE READ") as connection:
+        table = PostgreSQLRows().look(connection, entity.__table__)
+    assert table is not None
+    return dict(table.columns)
+
+
+NOON = datetime(2024, 2, 3, 12, 0, tzinfo=UTC)
+
+
+@pytest.mark.parametrize(
+    ("name", "taken", "refused"),
+    [
+        ("id", [0, 2**31 - 1, -(2**31)], [None, 2**31, 1.0, True, "1"]),
+        ("big", [None, 2**63 - 1], [2**63]),
+        ("price", [Decimal("1.50"), Decimal("-9999.99"), None], [Decimal("1.5"), Decimal("1.505"), Decimal(1), 1.5]),
+        ("price", [Decimal("0.00")], [Decimal("-0.00"), Decimal("NaN"), Decimal("10000.00")]),
+        ("seen", [NOON, None], [NOON.replace(tzinfo=None), "2024-02-03"]),
+        ("name", ["äöü€", "", None], ["abcde", "a\0", "\udc80", 4]),
+    ],
+)
+def test_values_that_come_back_as_they_were(engine: Engine, name: str, taken: list[Any], refused: list[Any]) -> None:
+    """And that are stored without an error: others are written at once, so that the message meets the error itself."""
+    column = columns(engine, Bystander)[name]
+    assert [value for value in taken if not column.accepts(value)] == []
+    assert [value for value in refused if column.accepts(value)] == []
+    assert column.gives_back is (name != "seen")  # whose time zone is the connection's
+
+
+def test_columns_that_may_change(engine: Engine) -> None:
+    """Not the key, nor what refers to another row; nor what has a type for each database, which may do anything."""
+    found = columns(engine, Bystander)
+    assert {name for name, column in found.items() if column.can_change} == {"price", "seen", "name", "big"}
+    assert set(found) == {"id", "kept_id", "price", "seen", "name", "big"}
