@@ -83,16 +83,16 @@ class Rows:
 
     def end_message(self, *, trusted: bool) -> None:
         """Between two messages; they are not ``trusted`` if one may reach the database past us from now on."""
-        self._quiet = self._quiet and trusted
         self._flush()
         self._session.expunge_all()
         self._quiet = trusted and self._plain_session
 
     def _flush(self) -> None:
         """As ``session.flush()``, but what can be written late stays here."""
-        if self._quiet and self._keep():
+        kept = self._quiet and self._keep()
+        if kept and not self._session.new:
             return
-        self._harmless = Insert
+        self._harmless = Insert if kept else None
         try:
             self._session.flush()
         finally:
@@ -145,7 +145,7 @@ class Rows:
         return instance
 
     def _keep(self) -> bool:
-        """Take what this message changed; False if it is to be flushed, all or what is new."""
+        """Take what this message changed, so that an INSERT of what is new is all that is left; or nothing."""
         session = self._session
         if session.deleted or not all(map(self._is_plain_new, session.new)):
             return False
@@ -163,7 +163,7 @@ class Rows:
             self._unwritten.setdefault(state.key, (plain, {}))[1].update(changes)
             for name, value in changes.items():
                 set_committed_value(state.obj(), name, value)
-        return not session.new
+        return True
 
     def _is_plain_new(self, instance: Any) -> bool:
         """Whether its INSERT reads nothing."""

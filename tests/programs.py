@@ -221,6 +221,12 @@ def expression(session: Session, ident: int, number: int, _seen: list[Any]) -> N
     _get(session, Plain, ident).number = Plain.number + number
 
 
+def adds_the_sum(session: Session, ident: int, _number: int, _seen: list[Any]) -> None:
+    """As the value of a new row."""
+    total = select(func.coalesce(func.sum(Plain.number), 0)).scalar_subquery()
+    session.add(Plain(id=ident, number=total))
+
+
 def by_text(session: Session, ident: int, number: int, _seen: list[Any]) -> None:
     """Which does not flush."""
     session.execute(text("UPDATE program_plain SET number = number * 2 + :n WHERE id = :i"), {"i": ident, "n": number})
@@ -399,11 +405,56 @@ STEPS: list[Step] = [
     *(expression, by_text, by_core, by_bulk, by_upsert, by_driver, sums, sums_unflushed, selects, looks, odd_keys),
     *(deletes, merges, locks, refreshes, savepoint, changes_in_place, holds, reaches_a_parent, swallows, fails),
 ]
+Program = list[list[tuple[Step, int, int]]]
+"""What each message of a batch does."""
+
+EITHER = sets("seen", MOMENT, ELSEWHERE)
+FOUND: dict[str, Program] = {
+    "an attribute that a query flushes, then an expression": [
+        [(adds_to(Plain), 1, 3), (adds_to(Plain), 2, 3)],
+        [(adds_to(Plain), 1, 5), (adds_to(Plain), 2, 1), (expression, 1, 4)],
+        [(adds_to(Plain), 1, 5), (expression, 1, 4)],
+    ],
+    "a new row that is not as it was set": [[(EITHER, 3, 1), (EITHER, 3, 1)], [(EITHER, 3, 1)]],
+    "a value that comes back in another time zone": [[(EITHER, 1, 1)], [(EITHER, 1, 1)]],
+    "two entities of one table": [
+        [(adds_to(entity), 1, 3)] for entity in (Plain, Namesake, Plain, Namesake, Namesake, Plain)
+    ],
+    "an expression in a new row": [[(adds_to(Plain), 1, 3)], [(adds_the_sum, 3, 0)], [(adds_to(Plain), 3, 1)]],
+    "a trigger of an INSERT": [[(adds_to(Plain), 0, 3)], [(adds_to(Triggering), 3, 1)], [(adds_to(Plain), 0, 3)]],
+    "a row that is deleted, and asked for": [
+        [(adds_to(Plain), 2, 3)],
+        [(adds_to(Plain), 2, 3), (deletes, 2, 0), (adds_to(Plain), 1, 0)],
+        [(adds_to(Plain), 2, 3)],
+    ],
+    "a list that is changed in place": [[(changes_in_place, 1, 3)], [(changes_in_place, 1, 4)], [(holds, 1, 0)]],
+    "keys of other types": [[(adds_to(Plain), 1, 3)], [(odd_keys, 1, 3)], [(adds_to(Plain), 1, 3)]],
+    "a value that is too long, then a short one": [
+        [(adds_to(Plain), 1, 1)],
+        [(sets("note", "abcdefg"), 1, 0)],
+        [(sets("note", "a"), 1, 0)],
+    ],
+    "a value that a constraint refuses, then another": [
+        [(adds_to(Plain), 1, 1)],
+        [(sets("checked", -1), 1, 0)],
+        [(sets("checked", 1), 1, 0)],
+        [(sets("code", "a"), 1, 0)],
+        [(sets("code", "a"), 2, 0)],
+        [(sets("code", "b"), 2, 0)],
+    ],
+    "values that are stored otherwise": [
+        [(sets("lower", "ABC"), 1, 0), (sets("price", Decimal("1.005")), 1, 0)],
+        [(sets("lower", "DEF"), 1, 0), (sets("price", 4), 1, 0)],
+        [(sets("lower", "GHI"), 1, 0), (sets("price", 4), 1, 0)],
+    ],
+}
+"""What programs drawn by lot, or a reader, found wrong once."""
+
 LATE = [adds_to(Plain), sets("seen", MOMENT, None), sets("note", "x", None, "ä€ß"), sets("price", *PRICES[:2])]
 
 
-def draw(seed: int) -> list[list[tuple[Step, int, int]]]:
-    """What each message of a batch does: anything, or little but what is written late, and one or two things more."""
+def draw(seed: int) -> Program:
+    """Anything, or little but what is written late, and one or two things more."""
     dice = random.Random(seed)  # repeatable, which is what a test wants
     steps = STEPS if seed % 3 == 0 else [*LATE * 2, *dice.sample(STEPS, seed % 3)]
     return [

@@ -37,7 +37,7 @@ from sqlalchemy.orm import (
 from sqlalchemy.orm.exc import StaleDataError
 
 from databases import Database
-from projector_dedup import BatchFailed, Delivery, Dispatcher, Message, Outcome, on, projector
+from projector_dedup import BatchFailed, Delivery, Dispatcher, Message, Outcome, RetryPolicy, on, projector
 from projector_dedup.dialects.postgresql_rows import PostgreSQLRows
 from projector_dedup.tables import default_metadata
 
@@ -109,7 +109,8 @@ def delivered(
     engine = sessions.kw["bind"]
     event.listen(engine, "before_cursor_execute", count)
     batch = [Message(f"m{number}", number) for number in range(messages)]
-    deliveries: list[Delivery] = Dispatcher(sessions, handler).deliver_batch(batch)
+    dispatcher = Dispatcher(sessions, handler, retry=RetryPolicy(attempts=2))
+    deliveries: list[Delivery] = dispatcher.deliver_batch(batch)
     event.remove(engine, "before_cursor_execute", count)
     assert {each.outcome for each in deliveries} == {Outcome.APPLIED}
     return sent
