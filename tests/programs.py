@@ -14,11 +14,13 @@ from typing import Any
 from sqlalchemy import (
     JSON,
     CheckConstraint,
+    Column,
     Connection,
     Dialect,
     ForeignKey,
     Numeric,
     String,
+    Table,
     Text,
     TypeDecorator,
     event,
@@ -68,6 +70,30 @@ class Plain(Base):
     lower: Mapped[str | None] = mapped_column(Lower)
     tags: Mapped[Any] = mapped_column(JSON, default=list)
     children: Mapped[list[Child]] = relationship(back_populates="parent")
+
+
+class Simple(Base):
+    """Nothing else."""
+
+    __tablename__ = "program_simple"
+    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    number: Mapped[int] = mapped_column(default=0)
+
+
+LINKS = Table(
+    "program_link",
+    Base.metadata,
+    Column("id", ForeignKey("program_linked.id"), primary_key=True),
+    Column("simple_id", ForeignKey(Simple.id), primary_key=True),
+)
+
+
+class Linked(Base):
+    """To several of the others, by a table that has no class, and a trigger."""
+
+    __tablename__ = "program_linked"
+    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    simples: Mapped[list[Simple]] = relationship(secondary=LINKS)
 
 
 class Namesake(Base):
@@ -137,13 +163,14 @@ class Child(Base):
     parent: Mapped[Plain] = relationship(back_populates="children")
 
 
-ENTITIES: list[Any] = [Plain, Namesake, Triggering, Versioned, Touched, Doubled, Audited, Child]
+ENTITIES: list[Any] = [Plain, Simple, Namesake, Triggering, Versioned, Touched, Doubled, Audited, Child]
 
 TRIGGER = """
 CREATE FUNCTION program_follow() RETURNS trigger LANGUAGE plpgsql AS
 $$ BEGIN UPDATE program_plain SET number = number + 100 WHERE id = 0; RETURN NEW; END $$;
 CREATE TRIGGER program_follow AFTER UPDATE OR INSERT ON program_triggering
-FOR EACH ROW EXECUTE FUNCTION program_follow()
+FOR EACH ROW EXECUTE FUNCTION program_follow();
+CREATE TRIGGER program_follow AFTER INSERT ON program_link FOR EACH ROW EXECUTE FUNCTION program_follow()
 """
 
 
@@ -154,6 +181,8 @@ def prepare(connection: Connection) -> None:
     tables = [table.name for table in Base.metadata.sorted_tables]
     fill = [f"DELETE FROM {name}" for name in reversed(tables)]
     for table in Base.metadata.sorted_tables:
+        if table in (LINKS, Linked.__table__):
+            continue
         values = {"price": "1", "version": "1", "tags": "'[]'"}
         columns = [column.name for column in table.columns if column.name != "id" and not column.nullable]
         chosen = ", ".join(values.get(name, "0") for name in columns)
@@ -302,6 +331,18 @@ def deletes(session: Session, ident: int, _number: int, _seen: list[Any]) -> Non
         session.delete(plain)
 
 
+def removes(session: Session, ident: int, _number: int, seen: list[Any]) -> None:
+    """A row that nothing refers to, so that the ORM looks for nothing."""
+    if (row := session.get(Simple, ident)) is not None:
+        seen.append(row.number)
+        session.delete(row)
+
+
+def links(session: Session, ident: int, number: int, _seen: list[Any]) -> None:
+    """A new row to one that is there."""
+    session.add(Linked(id=10 * number + ident, simples=[session.get_one(Simple, 1)]))
+
+
 def merges(session: Session, ident: int, number: int, _seen: list[Any]) -> None:
     """A row from outside."""
     session.merge(Plain(id=ident, number=number))
@@ -403,7 +444,19 @@ STEPS: list[Step] = [
     sets("id", 0, 7),
     *(of_session(name) for name in ("expire_all", "expunge_all", "flush")),
     *(expression, by_text, by_core, by_bulk, by_upsert, by_driver, sums, sums_unflushed, selects, looks, odd_keys),
-    *(deletes, merges, locks, refreshes, savepoint, changes_in_place, holds, reaches_a_parent, swallows, fails),
+    *(
+        deletes,
+        removes,
+        merges,
+        locks,
+        refreshes,
+        savepoint,
+        changes_in_place,
+        holds,
+        reaches_a_parent,
+        swallows,
+        fails,
+    ),
 ]
 Program = list[list[tuple[Step, int, int]]]
 """What each message of a batch does."""
@@ -424,10 +477,21 @@ FOUND: dict[str, Program] = {
     ],
     "an expression in a new row": [[(adds_to(Plain), 1, 3)], [(adds_the_sum, 3, 0)], [(adds_to(Plain), 3, 1)]],
     "a trigger of an INSERT": [[(adds_to(Plain), 0, 3)], [(adds_to(Triggering), 3, 1)], [(adds_to(Plain), 0, 3)]],
+    "a trigger of a table without a class": [
+        [(adds_to(Plain), 0, 3)],
+        [(adds_to(Simple), 1, 3)],
+        [(links, 1, 0)],
+        [(adds_to(Plain), 0, 3)],
+        [(links, 2, 0)],
+        [(adds_to(Plain), 0, 3)],
+    ],
     "a row that is deleted, and asked for": [
         [(adds_to(Plain), 2, 3)],
         [(adds_to(Plain), 2, 3), (deletes, 2, 0), (adds_to(Plain), 1, 0)],
         [(adds_to(Plain), 2, 3)],
+    ],
+    "a row that is deleted, and made again": [
+        [(step, 1, 3)] for step in (adds_to(Simple), removes, adds_to(Simple), adds_to(Simple), removes, looks, removes)
     ],
     "a list that is changed in place": [[(changes_in_place, 1, 3)], [(changes_in_place, 1, 4)], [(holds, 1, 0)]],
     "keys of other types": [[(adds_to(Plain), 1, 3)], [(odd_keys, 1, 3)], [(adds_to(Plain), 1, 3)]],
