@@ -323,6 +323,13 @@ def odd_keys(session: Session, ident: int, number: int, seen: list[Any]) -> None
                 found.number += number
 
 
+def text_keys(session: Session, ident: int, number: int, seen: list[Any]) -> None:
+    """Which a driver may take for a number."""
+    found = session.get_one(Plain, str(ident))
+    seen.append(str(found.number))
+    found.number += number
+
+
 def deletes(session: Session, ident: int, _number: int, _seen: list[Any]) -> None:
     """And a row is gone."""
     if (row := session.get(Versioned, ident)) is not None:
@@ -443,7 +450,8 @@ STEPS: list[Step] = [
     sets("tags", [1], {"a": 1}, None),
     sets("id", 0, 7),
     *(of_session(name) for name in ("expire_all", "expunge_all", "flush")),
-    *(expression, by_text, by_core, by_bulk, by_upsert, by_driver, sums, sums_unflushed, selects, looks, odd_keys),
+    *(expression, by_text, by_core, by_bulk, by_upsert, by_driver, sums, sums_unflushed, selects, looks),
+    *(odd_keys, text_keys),
     *(
         deletes,
         removes,
@@ -495,6 +503,7 @@ FOUND: dict[str, Program] = {
     ],
     "a list that is changed in place": [[(changes_in_place, 1, 3)], [(changes_in_place, 1, 4)], [(holds, 1, 0)]],
     "keys of other types": [[(adds_to(Plain), 1, 3)], [(odd_keys, 1, 3)], [(adds_to(Plain), 1, 3)]],
+    "keys as text": [[(step, 1, 3)] for step in (adds_to(Plain), text_keys, adds_to(Plain), text_keys)],
     "a value that is too long, then a short one": [
         [(adds_to(Plain), 1, 1)],
         [(sets("note", "abcdefg"), 1, 0)],

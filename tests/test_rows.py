@@ -294,10 +294,8 @@ def test_a_rivals_change_runs_the_batch_again(engine: Engine) -> None:
 def test_a_conflict_that_a_handler_swallows_runs_the_batch_again_too(engine: Engine) -> None:
     """What those before it changed is written before its SELECT, in the midst of its `try`."""
     rival = iter([True])
-    handled: list[int] = []
 
     def body(number: int, session: Session) -> None:
-        handled.append(number)
         if number == 3 and next(rival, False):
             with engine.begin() as other:
                 other.execute(update(Row).values(number=Row.number + 100))
@@ -305,9 +303,9 @@ def test_a_conflict_that_a_handler_swallows_runs_the_batch_again_too(engine: Eng
                 session.execute(text("SELECT 1"))
         add(number, session)
 
-    delivered(sessionmaker(engine), body)
+    sent = delivered(sessionmaker(engine), body)
+    assert sent["UPDATE"] == 1 + 2  # in parts, as after an error of a message's own, it would be more
     assert numbers(engine) == [106, 109]
-    assert handled == [0, 1, 2, 3, 0, 1, 2, 3, 4, 5]
 
 
 def test_who_holds_the_drivers_connection_finds_everything(engine: Engine) -> None:
