@@ -503,6 +503,7 @@ FOUND: dict[str, Program] = {
     ],
     "a list that is changed in place": [[(changes_in_place, 1, 3)], [(changes_in_place, 1, 4)], [(holds, 1, 0)]],
     "keys of other types": [[(adds_to(Plain), 1, 3)], [(odd_keys, 1, 3)], [(adds_to(Plain), 1, 3)]],
+    "the driver's cursor": [[(step, 1, 3)] for step in (adds_to(Plain), adds_to(Plain), by_driver, adds_to(Plain))],
     "keys as text": [[(step, 1, 3)] for step in (adds_to(Plain), text_keys, adds_to(Plain), text_keys)],
     "a value that is too long, then a short one": [
         [(adds_to(Plain), 1, 1)],
