@@ -371,3 +371,15 @@ def test_columns_that_may_change(engine: Engine) -> None:
     found = columns(engine, Bystander)
     assert {name for name, column in found.items() if column.can_change} == {"price", "seen", "name", "big"}
     assert set(found) == {"id", "kept_id", "price", "seen", "name", "big"}
+
+
+def test_a_key_that_other_letters_find_too_is_not_known(engine: Engine) -> None:
+    """By a collation for which two texts that differ are equal."""
+    with engine.begin() as connection:
+        if not connection.scalar(text("SELECT EXISTS (SELECT FROM pg_collation WHERE collprovider = 'i')")):
+            pytest.skip("this server was built without ICU")
+        connection.exec_driver_sql(
+            "CREATE COLLATION ignoring_case (provider = icu, locale = 'und-u-ks-level2', deterministic = false); "
+            "ALTER TABLE bystander ALTER name TYPE varchar(4) COLLATE ignoring_case"
+        )
+    assert "name" not in columns(engine, Bystander)

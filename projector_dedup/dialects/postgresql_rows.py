@@ -30,7 +30,7 @@ _COLUMNS = text(
             WHERE k.conrelid = c.oid AND k.contype <> 'n' AND a.attnum = ANY (k.conkey)) AS bound
     FROM pg_class c JOIN pg_attribute a ON a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped
     WHERE c.oid = to_regclass(:name) AND c.relkind = 'r'
-        AND NOT (c.relhasrules OR c.relrowsecurity OR c.relispartition OR c.relhassubclass)
+        AND NOT (c.relhasrules OR c.relrowsecurity OR c.relhassubclass)
         AND (a.attcollation = 0 OR (SELECT collisdeterministic FROM pg_collation WHERE oid = a.attcollation))
         AND current_setting('transaction_isolation') IN ('repeatable read', 'serializable')
         AND current_setting('server_encoding') = 'UTF8'
