@@ -124,6 +124,10 @@ class Dialect(ABC):
     def begin(self, connection: Connection, marker: Table | None, wait: float | None) -> None:  # noqa: B027
         """What must run before the claim, if there is to be one in ``marker``; ``wait`` bounds it in seconds."""
 
+    def begin_around(self, connection: Connection, marker: Table | None) -> None:
+        """The same, where a savepoint comes before the claim: it must not be the outermost."""
+        self.begin(connection, marker, None)
+
     # The marker -----------------------------------------------------------------------------------------------------
 
     @abstractmethod
