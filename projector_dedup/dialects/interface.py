@@ -149,10 +149,17 @@ class Dialect(ABC):
 
         ``keys`` are the parameters of ``claim_statement``; those with ``wait_ms`` are bounded.
         """
-        statement = self.claim_statement(marker, bounded="wait_ms" in keys[0])
         return look_then_insert(
-            connection, marker, keys, statement, lambda error: self.classify(error) is Failure.UNIQUE
+            connection,
+            marker,
+            keys,
+            lambda part: self.insert_many(connection, marker, part),
+            lambda error: self.classify(error) is Failure.UNIQUE,
         )
+
+    def insert_many(self, connection: Connection, marker: Table, keys: list[Parameters]) -> None:
+        """Insert markers of ``keys`` for ``claim_many``, all or none, in their order."""
+        connection.execute(self.claim_statement(marker, bounded="wait_ms" in keys[0]), keys)
 
     def mark_transaction(self, connection: Connection) -> None:
         """Leave something in the transaction of the claim that ends with it, for ``is_marked``."""
