@@ -129,8 +129,7 @@ def open_connection(session: Session, bind: Engine | Connection, options: UnitOp
     elif options.external:
         if marked and dialect.untried:
             try_within(bind, dialect, options.tables)
-        # Before the session's savepoint, which must not be the outermost.
-        dialect.begin(bind, options.tables.marker if marked else None, None)
+        dialect.begin_around(bind, options.tables.marker if marked else None)
         connection = session.connection(bind_arguments={"bind": bind})
     else:
         raise UnsafeSessionError(

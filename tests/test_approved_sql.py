@@ -14,7 +14,7 @@ from sqlalchemy.schema import CreateIndex, CreateTable
 
 import untried  # noqa: F401  # registers its name
 from projector_dedup.dialects import Dialect, any_expired, dialect_of
-from projector_dedup.dialects.mysql_claim import met_by_claim
+from projector_dedup.dialects.mysql_claim import insert_given, met_by_claim
 from projector_dedup.dialects.postgresql_pruning import survey, sweeping
 from projector_dedup.markers import _lookup_statement
 from projector_dedup.tables import default_tables
@@ -46,6 +46,14 @@ def statements(engine: Engine) -> dict[str, Any]:
         "claim, with a former name": dialect.claim_statement(marker, bounded=False, names=2),
         **(
             {"claim, with both": dialect.claim_statement(marker, bounded=True, names=2)} if dialect.bounds_waits else {}
+        ),
+        **(
+            {
+                "claim of several": insert_given(marker, bounded=False),
+                "claim of several, with claim_timeout": insert_given(marker, bounded=True),
+            }
+            if engine.name == "mariadb"
+            else {}
         ),
         **({"which of them did the claim meet?": met_by_claim(marker, 2)} if engine.name == "mariadb" else {}),
         **({"was it this marker that the claim met?": met_by_claim(marker)} if engine.name == "mariadb" else {}),

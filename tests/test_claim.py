@@ -304,8 +304,12 @@ def test_only_a_row_or_no_row_is_an_outcome(on_postgresql: Harness, change: str,
 
 
 def test_a_begin_hook_of_the_users_own_is_fine(sqlite: Database) -> None:
-    """SQLAlchemy's recipe for pysqlite, and an IMMEDIATE of the driver: once, all the same."""
-    for arguments, hook in [({"isolation_level": None}, "BEGIN"), ({"isolation_level": "IMMEDIATE"}, None)]:
+    """SQLAlchemy's recipe for pysqlite, a driver that never begins, an IMMEDIATE of its own: once, all the same."""
+    for arguments, hook in [
+        ({"isolation_level": None}, "BEGIN"),
+        ({"isolation_level": None, "timeout": 1}, None),
+        ({"isolation_level": "IMMEDIATE"}, None),
+    ]:
         engine = create_engine(sqlite.url(), connect_args=arguments)
         if hook:
             event.listen(engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN"))

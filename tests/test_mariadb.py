@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import closing
+from datetime import datetime, timedelta, timezone
 from typing import Any
 
 import pytest
@@ -10,14 +11,14 @@ from sqlalchemy.exc import DBAPIError, IntegrityError
 from sqlalchemy.orm import Session
 
 from databases import DRIVERS, Database, Driver, mariadb_connection
-from projector_dedup import MissingTableError, Outcome, ProcessedMessage, UnsafeSessionError, claim
+from projector_dedup import Message, MissingTableError, Outcome, ProcessedMessage, UnsafeSessionError, claim
 from projector_dedup.schema import check
 from projector_dedup.tables import default_tables
 from projector_dedup.testing import contract  # before its parts: pytest explains their asserts
 from projector_dedup.testing.claims import ClaimContract
 from projector_dedup.testing.harness import Harness
 from projector_dedup.testing.once import LOOK_ALIKES, OnceContract
-from projector_dedup.testing.subject import Subject
+from projector_dedup.testing.subject import Added, Subject
 
 MARIADB = [driver for driver in DRIVERS if driver.engine == "mariadb"]
 MARKER = default_tables.marker
@@ -103,6 +104,27 @@ def test_an_id_is_the_same_through_every_driver_and_connection(mariadb: Database
     for second, charset in zip(MARIADB, ("utf8mb4", "gbk", None, "latin1"), strict=True):
         with Harness(subject(mariadb, second, charset=charset, sql_mode="")) as harness:
             assert not any(harness.transact(lambda session: [claim(session, each, "h") for each in IDS]))
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("driver", MARIADB, ids=str)
+def test_keys_of_a_batch_compare_byte_for_byte(mariadb: Database, driver: Driver, setting: str) -> None:
+    """Many are claimed by another statement; what it stores is the same, with and without a bound."""
+    collation, charset, mode = SETTINGS[setting]
+    at = datetime(2026, 1, 2, 3, 4, 5, 678901, tzinfo=timezone(timedelta(hours=2)))
+    batch = [Message(each, Added(), occurred_at=at if len(each) > 1 else None) for each in IDS]
+    with Harness(subject(mariadb, driver, collation=collation, charset=charset, sql_mode=mode)) as harness:
+        harness.create_tables()
+        for name, options in (("h'", {}), ("ソ\\", {"claim_timeout": 1.0})):
+            handler = harness.handler(lambda *_: None, name, batch=True)
+            dispatcher = harness.dispatcher(handler, **options)
+            for expected in (Outcome.APPLIED, Outcome.DUPLICATE):
+                assert {each.outcome for each in harness.run(dispatcher.deliver_batch, batch)} == {expected}
+        assert harness.markers() == sorted((message_id, name) for message_id in IDS for name in ("h'", "ソ\\"))
+        moments = select(func.coalesce(MARKER.c.occurred_at, "none"), func.count()).group_by(MARKER.c.occurred_at)
+        stored = {str(moment): count for moment, count in harness.transact(lambda each: each.execute(moments).all())}
+        short = sum(len(each) == 1 for each in IDS)
+        assert stored == {"none": 2 * short, "2026-01-02 01:04:05.678901": 2 * (len(IDS) - short)}
 
 
 class TestNotStrict(OnceContract, ClaimContract):

@@ -1,196 +1,165 @@
-"""What a message costs on the wire: counted by a proxy before the server, by statements on SQLite."""
+"""What a delivery costs: statements and round trips, by driver, counted and compared with tests/costs.md.
 
-import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+Counts, not times: they are the same on every machine. After an intended change:
+`APPROVE=1 python -m pytest tests/test_round_trips.py`, then read the difference.
+"""
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, create_engine, event
-from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_async_engine
-from sqlalchemy.orm import Session, sessionmaker
+from sqlalchemy import case, update
+from sqlalchemy.orm import Session
 
-import untried  # noqa: F401  # registers its names
-from cut_proxy import CutProxy
-from databases import Database
-from projector_dedup import AsyncDispatcher, Delivery, Dispatcher, Outcome, on, projector
-from projector_dedup.tables import default_metadata
-from projector_dedup.testing.subject import Added, Base, Total
+from costs import COUNTED, PATH, column, rendered, written
+from databases import ENGINES, Driver
+from meter import LARGE, Deliver, metered
+from projector_dedup import BatchFailed, Message, Outcome
+from projector_dedup.dialects import dialect_of
+from projector_dedup.testing.harness import Harness
+from projector_dedup.testing.subject import Added, Total, add
+from reached import reached
 
-WARM = 8
-"""Messages after which drivers have prepared their statements (psycopg after five uses)."""
-
-
-def add(_event: Added, session: Session) -> None:
-    """Ordinary ORM code: one SELECT, one UPDATE."""
-    session.get_one(Total, "a").amount += 1
-
-
-async def add_async(_event: Added, session: AsyncSession) -> None:
-    """The same, awaited."""
-    (await session.get_one(Total, "a")).amount += 1
-
-
-@pytest.fixture
-def proxy(postgresql: Database) -> Iterator[CutProxy]:
-    """Counts the round trips to a database with the tables and one row."""
-    prepare(create_engine(postgresql.url()))
-    with CutProxy(postgresql.url()) as proxy:
-        yield proxy
-
-
-def prepare(engine: Engine) -> None:
-    """The tables, and one row."""
-    for metadata in (default_metadata, Base.metadata):
-        metadata.create_all(engine)
-    with Session(engine) as session:
-        session.add(Total(key="a", amount=0))
-        session.commit()
-    engine.dispose()
-
-
-def trips_of(proxy: CutProxy, deliver: Callable[[int], object]) -> int:
-    """The round trips of one call, once everything is warm; three calls must agree."""
-    for number in range(WARM):
-        deliver(number)
-    counts = []
-    for number in range(WARM, WARM + 3):
-        before = len(proxy.trips)
-        deliver(number)
-        counts.append(len(proxy.trips) - before)
-    assert len(set(counts)) == 1, proxy.trips[-10:]
-    return counts[0]
-
-
-async def async_trips_of(proxy: CutProxy, deliver: Callable[[int], Awaitable[object]]) -> int:
-    """The same, awaited."""
-    for number in range(WARM):
-        await deliver(number)
-    before = len(proxy.trips)
-    for number in range(WARM, WARM + 3):
-        await deliver(number)
-    trips, rest = divmod(len(proxy.trips) - before, 3)
-    assert rest == 0, proxy.trips[-10:]
-    return trips
-
-
-@pytest.mark.parametrize("driver", ["postgresql+psycopg", "postgresql+psycopg2"])
-def test_sync(postgresql: Database, proxy: CutProxy, driver: str) -> None:
-    """A new message costs one trip more than the same code without dedup; a redelivery three in all."""
-    engine = create_engine(proxy.through(postgresql.url(driver)))
-    sessions = sessionmaker(engine)
-
-    def plain(_number: int) -> None:
-        with sessions.begin() as session:
-            add(Added(), session)
-
-    assert trips_of(proxy, plain) == 4
-    dispatcher = Dispatcher(sessions, projector(idempotent=True, name="totals")(on(Added)(add)))
-    assert trips_of(proxy, lambda number: dispatcher.deliver(Added(), message_id=f"m{number}")) <= 5
-    assert trips_of(proxy, lambda _: dispatcher.deliver(Added(), message_id="m1")) == 3
-    assert dispatcher.deliver(Added(), message_id="m1").outcome is Outcome.DUPLICATE
-    engine.dispose()
-
-
-def test_psycopg_with_options(postgresql: Database, proxy: CutProxy) -> None:
-    """`claim_timeout` and `read_models` ride along for nothing; `strict` costs the one trip that it says it costs."""
-    engine = create_engine(proxy.through(postgresql.url()))
-    sessions = sessionmaker(engine)
-    options: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-        "plain": ({}, {}),
-        "bounded": ({}, {"claim_timeout": 1.0}),
-        "locking": ({"read_models": [Total]}, {}),
-        "strict": ({}, {"strict": True}),
-        "off": ({"idempotent": False}, {}),
-    }
-    costs = {}
-    for name, (of_the_projector, of_the_dispatcher) in options.items():
-        settings = {"idempotent": True, "name": name, **of_the_projector}
-        dispatcher = Dispatcher(sessions, projector(**settings)(on(Added)(add)), **of_the_dispatcher)
-        costs[name] = trips_of(proxy, partial(_deliver, dispatcher))
-    assert costs == {"plain": 5, "bounded": 5, "locking": 5, "strict": 6, "off": 4}
-    engine.dispose()
-
-
-def _deliver(dispatcher: Dispatcher, number: int) -> Delivery:
-    return dispatcher.deliver(Added(), message_id=f"m{number}")
-
-
-@pytest.mark.parametrize(
-    ("driver", "plain_trips", "new_trips", "duplicate_trips"),
-    [("postgresql+psycopg", 4, 5, 3), ("postgresql+asyncpg", 4, 5, 3)],
+INTENDED = (
+    "If that is intended, APPROVE=1 python -m pytest tests/test_round_trips.py writes it down; say in the commit what "
+    "the new cost buys. If not, it is a statement too many."
 )
-def test_asyncio(
-    postgresql: Database, proxy: CutProxy, driver: str, plain_trips: int, new_trips: int, duplicate_trips: int
-) -> None:
-    """The same counts under asyncio, by psycopg and by asyncpg."""
 
-    async def count() -> tuple[int, int, int]:
-        engine = create_async_engine(proxy.through(postgresql.url(driver)))
-        sessions = async_sessionmaker(engine)
-
-        async def plain(_number: int) -> None:
-            async with sessions.begin() as session:
-                await add_async(Added(), session)
-
-        dispatcher = AsyncDispatcher(sessions, projector(idempotent=True, name="totals")(on(Added)(add_async)))
-        counts = (
-            await async_trips_of(proxy, plain),
-            await async_trips_of(proxy, lambda number: dispatcher.deliver(Added(), message_id=f"m{number}")),
-            await async_trips_of(proxy, lambda _: dispatcher.deliver(Added(), message_id="m1")),
-        )
-        await engine.dispose()
-        return counts
-
-    assert asyncio.run(count()) == (plain_trips, new_trips, duplicate_trips)
+ROWS = [f"row {number}" for number in range(10)]
 
 
-@pytest.mark.parametrize("driver", ["mariadb+pymysql", "mariadb+mysqldb"])
-def test_mariadb(mariadb: Database, driver: str) -> None:
-    """A new message costs one trip more than the same code without dedup, `strict` two more, a savepoint's.
-
-    A redelivery asks why its INSERT failed. BEGIN is never sent, and the pool sends a ROLLBACK of its own after each.
-    """
-    prepare(create_engine(mariadb.url()))
-    with CutProxy(mariadb.url()) as proxy:
-        engine = create_engine(proxy.through(mariadb.url(driver)))
-        sessions = sessionmaker(engine)
-
-        def plain(_number: int) -> None:
-            with sessions.begin() as session:
-                add(Added(), session)
-
-        costs = {"no dedup": trips_of(proxy, plain)}
-        cases: dict[str, dict[str, Any]] = {"bounded": {"claim_timeout": 1.0}, "strict": {"strict": True}}
-        for name in ("plain", "bounded", "strict", "off"):
-            target = projector(idempotent=name != "off", name=name)(on(Added)(add))
-            costs[name] = trips_of(proxy, partial(_deliver, Dispatcher(sessions, target, **cases.get(name, {}))))
-        dispatcher = Dispatcher(sessions, projector(idempotent=True, name="plain")(on(Added)(add)))
-        costs["redelivery"] = trips_of(proxy, lambda _: dispatcher.deliver(Added(), message_id="m1"))
-        engine.dispose()
-    assert costs == {"no dedup": 4, "plain": 5, "bounded": 5, "strict": 7, "off": 4, "redelivery": 4}
+def add_or_fail(happened: Added, session: Session) -> None:
+    """Ordinary ORM code: one SELECT, one UPDATE."""
+    if happened.amount < 0:
+        raise ValueError("the message in the middle")
+    add(happened, session)
 
 
-def test_sqlite(sqlite: Database) -> None:
-    """BEGIN and claim before what the handler sends; a redelivery sends these two, and no more."""
-    engine = create_engine(sqlite.url())
-    prepare(engine)
-    sent: list[str] = []
-    dispatcher = Dispatcher(sessionmaker(engine), projector(idempotent=True, name="totals")(on(Added)(add)))
-    dispatcher.deliver(Added(), message_id="m0")
-    event.listen(engine, "before_cursor_execute", lambda *arguments: sent.append(arguments[2].split()[0]))
-    dispatcher.deliver(Added(), message_id="m1")
-    assert sent == ["BEGIN", "INSERT", "SELECT", "UPDATE"]
-    sent.clear()
-    dispatcher.deliver(Added(), message_id="m1")
-    assert sent == ["BEGIN", "INSERT"]
-    engine.dispose()
+def add_all(happened: list[Added], session: Session) -> None:
+    """One UPDATE of every row."""
+    amounts = Counter(event.keys[0] for event in happened)
+    added = case(amounts, value=Total.key)
+    session.execute(update(Total).where(Total.key.in_(amounts)).values(amount=Total.amount + added))
 
 
-def test_a_database_that_was_not_tried(postgresql: Database, proxy: CutProxy) -> None:
-    """Four trips more than without dedup: a write that makes the driver begin, a savepoint, the claim, the question."""
-    engine = create_engine(proxy.through(postgresql.url()).set(drivername="untried_postgresql+psycopg"))
-    dispatcher = Dispatcher(sessionmaker(engine), projector(idempotent=True, name="totals")(on(Added)(add)))
-    assert trips_of(proxy, lambda number: dispatcher.deliver(Added(), message_id=f"m{number}")) == 8
-    assert trips_of(proxy, lambda _: dispatcher.deliver(Added(), message_id="m1")) == 7
-    engine.dispose()
+def no_dedup(harness: Harness, _name: str) -> Deliver:
+    """The same code in a transaction of its own."""
+    return lambda *_: harness.transact(partial(add_or_fail, Added(("row 0",))))
+
+
+def one(
+    harness: Harness,
+    name: str,
+    *,
+    known: bool = False,
+    strict: bool = False,
+    claim_timeout: float | None = None,
+    **settings: Any,
+) -> Deliver:
+    """A message for itself, new each time or `known`."""
+    handler = harness.handler(add_or_fail, name, **settings)
+    dispatcher = harness.dispatcher(handler, strict=strict, claim_timeout=claim_timeout)
+
+    def deliver(number: int, _size: int) -> None:
+        delivery = harness.deliver(dispatcher, Added(("row 0",)), "known" if known else f"new-{number}")
+        assert delivery.outcome is (Outcome.DUPLICATE if known else Outcome.APPLIED)
+
+    if known:
+        harness.deliver(dispatcher, Added(("row 0",)), "known")
+    return deliver
+
+
+def stream(harness: Harness, name: str) -> Deliver:
+    """Ten new messages and a redelivery, all one by one: what a redelivery costs those that follow it."""
+    new, again = one(harness, name), one(harness, f"{name} again", known=True)
+
+    def deliver(number: int, size: int) -> None:
+        for place in range(10):
+            new(10 * number + place, size)
+        again(number, size)
+
+    return deliver
+
+
+def many(
+    harness: Harness, name: str, *, known: int = 0, fails: bool = False, body: Any = add_or_fail, batch: bool = False
+) -> Deliver:
+    """A batch on ten rows: all new, every second (2) or each (1) `known`, or the one in the middle `fails`."""
+    dispatcher = harness.dispatcher(harness.handler(body, name, batch=batch))
+
+    def messages(number: int, size: int) -> Iterator[Message]:
+        for place in range(size):
+            kind = "known" if known and place % known == 0 else f"new-{number}"
+            poison = fails and place == size // 2
+            yield Message(f"{kind}-{place}", Added((ROWS[place % 10],), -1 if poison else 1))
+
+    def deliver(number: int, size: int) -> None:
+        try:
+            deliveries = harness.run(dispatcher.deliver_batch, messages(number, size))
+        except BatchFailed as failed:
+            deliveries = failed.deliveries
+        duplicates, failures = size // known if known else 0, int(fails)
+        outcomes = [delivery.outcome for delivery in deliveries]
+        assert (outcomes.count(Outcome.DUPLICATE), outcomes.count(Outcome.FAILED)) == (duplicates, failures)
+
+    if known:
+        harness.run(dispatcher.deliver_batch, [each for each in messages(0, LARGE) if "known" in str(each.id)])
+    return deliver
+
+
+WAYS: dict[str, Callable[[Harness, str], Deliver]] = {
+    "no dedup": no_dedup,
+    "not idempotent": partial(one, idempotent=False),
+    "new message": one,
+    "redelivery": partial(one, known=True),
+    "ten new, one redelivered": stream,
+    "strict": partial(one, strict=True),
+    "claim_timeout": partial(one, claim_timeout=1.0),
+    "read_models": partial(one, read_models=[Total]),
+    "formerly": partial(one, formerly=["its old name"]),
+    "batch of 100": many,
+    "batch, all known": partial(many, known=1),
+    "batch, half known": partial(many, known=2),
+    "batch, one fails": partial(many, fails=True),
+    "batch=True": partial(many, body=add_all, batch=True),
+}
+
+
+@pytest.mark.parametrize("driver", COUNTED, ids=str)
+def test_a_delivery_costs_what_is_written_down(request: pytest.FixtureRequest, driver: Driver) -> None:
+    """No statement and no round trip more than in the table; none less either, for then the table is too high."""
+    if not driver.installed:
+        reached.give_up(driver.engine, str(driver), f"{driver.module} is not installed")
+    url = request.getfixturevalue(driver.engine).url().set(drivername=driver.drivername)
+    if driver.is_async and driver.module == "psycopg":
+        url = url.set(drivername="postgresql+psycopg_async")
+    with metered(url) as meter:
+        harness = meter.harness
+        harness.create_tables()
+        harness.transact(lambda session: session.add_all([Total(key=key, amount=0) for key in ROWS]))
+        unbounded = not dialect_of(harness.engine).bounds_waits
+        ways = {name: way for name, way in WAYS.items() if not (name == "claim_timeout" and unbounded)}
+        found = {name: meter.cost_of(way(harness, name)) for name, way in ways.items()}
+    cells = {name: str(cost) for name, cost in found.items()}
+    if os.environ.get("APPROVE"):
+        PATH.write_text(rendered({**written(), column(driver): cells}, list(WAYS)))
+    expected = written().get(column(driver), {})
+    wrong = [
+        f"{name}: {expected.get(name)} in the table, {cells.get(name)} counted (statements / round trips)\n"
+        + (found[name].sent if name in found else "")
+        for name in WAYS
+        if expected.get(name) != cells.get(name)
+    ]
+    if wrong:
+        pytest.fail("\n".join([f"{driver} does not cost what tests/costs.md says. {INTENDED}", *wrong]), pytrace=False)
+
+
+def test_the_table_is_what_is_counted() -> None:
+    """No driver without a column, no column without a driver, no way left over."""
+    table = written()
+    assert list(table) == [column(driver) for engine in ENGINES for driver in COUNTED if driver.engine == engine]
+    assert {name for cells in table.values() for name in cells} == set(WAYS)
+    assert PATH.read_text() == rendered(table, list(WAYS))

@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 from sqlalchemy import BindParameter, ColumnElement, Insert, Select, Table, and_, bindparam, select, union_all
 from sqlalchemy.engine import Connection
 from sqlalchemy.exc import DBAPIError
-from sqlalchemy.sql import Executable
 
 from ..errors import OvertakenError, UnsafeSessionError
 
@@ -52,7 +51,7 @@ def look_then_insert(
     connection: Connection,
     marker: Table,
     keys: Sequence[Parameters],
-    claim_statement: Executable,
+    insert: Callable[[list[Parameters]], object],
     violates_unique: Callable[[DBAPIError], bool],
 ) -> set[Key]:
     """Claim those of ``keys`` that are not there; returns them. They are compared here, letter for letter."""
@@ -69,7 +68,7 @@ def look_then_insert(
     new = [each for each in keys if key_of(each) not in found]
     try:
         for part in _parts(new):
-            connection.execute(claim_statement, part)
+            insert(part)
     except DBAPIError as error:
         if violates_unique(error):
             raise OvertakenError(

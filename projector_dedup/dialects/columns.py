@@ -51,13 +51,14 @@ class _MomentInUTC(mysql.DATETIME):
         return f"DATETIME(fsp={self.fsp})"
 
     def bind_processor(self, dialect: Dialect) -> Callable[[Any], Any]:
-        return _in_utc
+        return in_utc
 
     def literal_processor(self, dialect: Dialect) -> Callable[[Any], str]:
-        return lambda value: f"'{_in_utc(value)}'"
+        return lambda value: f"'{in_utc(value)}'"
 
 
-def _in_utc(value: Any) -> Any:
+def in_utc(value: Any) -> Any:
+    """A moment as a database takes it that keeps no zone; anything else as it is."""
     return value.astimezone(UTC).replace(tzinfo=None) if getattr(value, "tzinfo", None) is not None else value
 
 

@@ -128,6 +128,10 @@ class Dialect(ABC):
     def begin(self, connection: Connection, marker: Table | None, wait: float | None) -> None:  # noqa: B027
         """What must run before the claim, if there is to be one in ``marker``; ``wait`` bounds it in seconds."""
 
+    def begin_around(self, connection: Connection, marker: Table | None) -> None:
+        """The same, where a savepoint comes before the claim: it must not be the outermost."""
+        self.begin(connection, marker, None)
+
     # The marker -----------------------------------------------------------------------------------------------------
 
     @abstractmethod
@@ -149,10 +153,17 @@ class Dialect(ABC):
 
         ``keys`` are the parameters of ``claim_statement``; those with ``wait_ms`` are bounded.
         """
-        statement = self.claim_statement(marker, bounded="wait_ms" in keys[0])
         return look_then_insert(
-            connection, marker, keys, statement, lambda error: self.classify(error) is Failure.UNIQUE
+            connection,
+            marker,
+            keys,
+            lambda part: self.insert_many(connection, marker, part),
+            lambda error: self.classify(error) is Failure.UNIQUE,
         )
+
+    def insert_many(self, connection: Connection, marker: Table, keys: list[Parameters]) -> None:
+        """Insert markers of ``keys`` for ``claim_many``, all or none, in their order."""
+        connection.execute(self.claim_statement(marker, bounded="wait_ms" in keys[0]), keys)
 
     def mark_transaction(self, connection: Connection) -> None:
         """Leave something in the transaction of the claim that ends with it, for ``is_marked``."""

@@ -16,11 +16,12 @@ from sqlalchemy.sql.compiler import SQLCompiler
 from ..errors import MissingTableError
 from ..findings import Finding
 from ..transaction_text import COMMANDS, Grammar
+from .claims import Parameters
 from .interface import Dialect, Failure, Status
 from .listeners import listen_once
 from .migrating import lock_session
 from .mysql_catalog import measured, sampled
-from .mysql_claim import insert_markers, met_by_claim
+from .mysql_claim import given, insert_given, insert_markers, met_by_claim
 from .mysql_close import close_when_interrupted
 from .mysql_snapshots import offers_snapshot_isolation, snapshot_findings, snapshot_isolation, switching
 from .mysql_tables import refuse_unfit
@@ -128,6 +129,10 @@ class MySQL(Dialect):
                 ) from error
             return False
         return True
+
+    def insert_many(self, connection: Connection, marker: Table, keys: list[Parameters]) -> None:
+        """In one statement."""
+        connection.execute(insert_given(marker, bounded="wait_ms" in keys[0]), given(keys))
 
     def prune_statement(self, marker: Table, *, of_handler: bool = False) -> Executable:
         """By a join, which locks the rows it deletes and no others; rows another cleaner holds are left to it."""

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-from sqlalchemy import BINARY, ColumnElement, Select, Table, and_, bindparam, cast, or_, select
+from sqlalchemy import BINARY, ColumnElement, Select, Table, and_, bindparam, cast, or_, select, text
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql import Insert
 from sqlalchemy.sql.compiler import SQLCompiler
 
 from ..errors import UnsupportedDatabaseError
-from .claims import handler_parameters, inserting
-from .columns import utc_now
+from ..message import MAX_HANDLER_BYTES, MAX_MESSAGE_ID_BYTES
+from .claims import Parameters, handler_parameters, inserting
+from .columns import in_utc, utc_now
 
 
 def insert_markers(marker: Table, *, bounded: bool, names: int) -> Insert:
@@ -27,6 +30,36 @@ def insert_markers(marker: Table, *, bounded: bool, names: int) -> Insert:
         for handler in handler_parameters(names)
     ]
     return inserting((_BoundedInsert if bounded else Insert)(marker), rows)
+
+
+_GIVEN = text(
+    f"""
+    SELECT unhex(message_id), unhex(handler), utc_timestamp(6), occurred_at
+    FROM json_table(convert(unhex(:given) USING utf8mb4), '$[*]' COLUMNS (
+        message_id VARCHAR({2 * MAX_MESSAGE_ID_BYTES}) CHARACTER SET utf8mb4 PATH '$[0]',
+        handler VARCHAR({2 * MAX_HANDLER_BYTES}) CHARACTER SET utf8mb4 PATH '$[1]',
+        occurred_at DATETIME(6) PATH '$[2]'
+    )) AS given"""  # noqa: S608  # two numbers of our own
+)
+
+
+@cache
+def insert_given(marker: Table, *, bounded: bool) -> Insert:
+    """The rows of ``given``, in their order, or an error and none.
+
+    One statement whatever their number. VALUES the drivers would send row by row, or SQLAlchemy compile anew.
+    """
+    insert = (_BoundedInsert if bounded else Insert)(marker)
+    return insert.from_select(["message_id", "handler", "processed_at", "occurred_at"], _GIVEN.columns())
+
+
+def given(keys: Sequence[Parameters]) -> dict[str, str]:
+    """The parameters of ``insert_given``: JSON in hexadecimal digits, and so are its texts (``columns`` says why)."""
+    rows = [
+        (key["message_id"].encode().hex(), key["handler"].encode().hex(), in_utc(key["occurred_at"])) for key in keys
+    ]
+    bounds = {name: value for name, value in keys[0].items() if name == "wait_ms"}
+    return {"given": json.dumps(rows, default=str).encode().hex(), **bounds}
 
 
 @cache

@@ -27,8 +27,8 @@ def configure_sqlite(engine: Engine | AsyncEngine, *, busy_timeout: float = 5.0)
     """Set an engine up for several worker processes: call it once, before the engine is first used.
 
     Write-ahead logging lets readers read while a projector writes; ``busy_timeout`` (seconds) is how long a writer
-    waits for the one before it. Units of work take the write lock with BEGIN IMMEDIATE whether or not this was
-    called, and nobody else does: other readers of the engine never queue for it.
+    waits for the one before it. Units of work take the write lock before anything else whether or not this
+    was called, and nobody else does: other readers of the engine never queue for it.
     """
     sync_engine = engine.sync_engine if isinstance(engine, AsyncEngine) else engine
 
@@ -90,18 +90,24 @@ class SQLite(Dialect):
         return connection.info.get(_COMMITS) is False
 
     def begin(self, connection: Connection, marker: Table | None, wait: float | None) -> None:
-        """Take the write lock now: a transaction that reads first could only fail when it came to write."""
-        if self.status(connection.connection.driver_connection) is Status.OPEN:
+        """Take the write lock first: a transaction that reads first could only fail when it came to write."""
+        driver: Any = connection.connection.driver_connection
+        if self.status(driver) is Status.OPEN:
             return  # the engine's own begin hook, or sqlite3's autocommit=False, has begun; the claim locks
         if wait is None:
-            connection.exec_driver_sql("BEGIN IMMEDIATE")
-            return
+            if marker is None or driver.isolation_level is None:
+                connection.exec_driver_sql("BEGIN IMMEDIATE")
+            return  # or else sqlite3 begins with the claim, and what begins with an INSERT locks at once
         usual = connection.exec_driver_sql("PRAGMA busy_timeout").scalar_one()
         connection.exec_driver_sql(f"PRAGMA busy_timeout = {int(wait * 1000)}")
         try:
             connection.exec_driver_sql("BEGIN IMMEDIATE")
         finally:
             connection.exec_driver_sql(f"PRAGMA busy_timeout = {usual}")
+
+    def begin_around(self, connection: Connection, marker: Table | None) -> None:
+        """Not by the claim, for that is not the first statement."""
+        self.begin(connection, None, None)
 
     def claim_statement(self, marker: Table, *, bounded: bool, names: int = 1) -> Executable:
         """ON CONFLICT names its columns, so that a table without the unique index is an error, not a double apply."""

@@ -20,15 +20,21 @@ from sqlalchemy.pool import QueuePool
 
 from .listeners import listen_once
 
+_MANY = 50  # cursors after which those that are gone are forgotten
+
 
 class _ClosingConnection(sqlite3.Connection):
     """Finishes its cursors and rolls back before it closes."""
 
-    _cursors: tuple[ref[sqlite3.Cursor], ...] = ()
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._cursors: list[ref[sqlite3.Cursor]] = []
+        super().__init__(*args, **kwargs)
 
     def cursor(self, *args: Any, **kwargs: Any) -> Any:
         cursor = super().cursor(*args, **kwargs)
-        self._cursors = (*(known for known in self._cursors if known() is not None), ref(cursor))
+        if len(self._cursors) > _MANY:
+            self._cursors = [known for known in self._cursors if known() is not None]
+        self._cursors.append(ref(cursor))
         return cursor
 
     def close(self) -> None:

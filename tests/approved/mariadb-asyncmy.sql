@@ -29,6 +29,24 @@ INSERT INTO processed_message (message_id, handler, occurred_at, processed_at) S
 -- claim, with both
 SET STATEMENT max_statement_time = %s / 1000, innodb_lock_wait_timeout = %s div 1000 + 2 FOR INSERT INTO processed_message (message_id, handler, occurred_at, processed_at) SELECT unhex(%s) AS anon_1, unhex(%s) AS anon_2, %s AS anon_3, (utc_timestamp(6)) AS anon_4 UNION ALL SELECT unhex(%s) AS anon_5, unhex(%s) AS anon_6, %s AS anon_7, (utc_timestamp(6)) AS anon_8
 
+-- claim of several
+INSERT INTO processed_message (message_id, handler, processed_at, occurred_at)
+    SELECT unhex(message_id), unhex(handler), utc_timestamp(6), occurred_at
+    FROM json_table(convert(unhex(%s) USING utf8mb4), '$[*]' COLUMNS (
+        message_id VARCHAR(1024) CHARACTER SET utf8mb4 PATH '$[0]',
+        handler VARCHAR(510) CHARACTER SET utf8mb4 PATH '$[1]',
+        occurred_at DATETIME(6) PATH '$[2]'
+    )) AS given
+
+-- claim of several, with claim_timeout
+SET STATEMENT max_statement_time = %s / 1000, innodb_lock_wait_timeout = %s div 1000 + 2 FOR INSERT INTO processed_message (message_id, handler, processed_at, occurred_at)
+    SELECT unhex(message_id), unhex(handler), utc_timestamp(6), occurred_at
+    FROM json_table(convert(unhex(%s) USING utf8mb4), '$[*]' COLUMNS (
+        message_id VARCHAR(1024) CHARACTER SET utf8mb4 PATH '$[0]',
+        handler VARCHAR(510) CHARACTER SET utf8mb4 PATH '$[1]',
+        occurred_at DATETIME(6) PATH '$[2]'
+    )) AS given
+
 -- which of them did the claim meet?
 SELECT CAST(processed_message.message_id AS BINARY) = unhex(%s) AND (CAST(processed_message.handler AS BINARY) = unhex(%s) OR CAST(processed_message.handler AS BINARY) = unhex(%s)) AS anon_1
 FROM processed_message
