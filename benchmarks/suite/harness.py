@@ -136,30 +136,36 @@ def enter(server: Server, contender: Contender, label: str = "", **stream: Any) 
 
 
 @contextlib.contextmanager
-def connected(entry: Entry, through: Callable[[URL], URL] = lambda url: url) -> Iterator[Contender]:
-    """For the length of a turn, and warm: connections made, statements compiled and prepared."""
+def connected(
+    entry: Entry, warm_for: float, through: Callable[[URL], URL] = lambda url: url
+) -> Iterator[tuple[Contender, Turn]]:
+    """For the length of a turn. It begins warm: connected, and with statements compiled and prepared.
+
+    Warming ends after ``warm_for`` seconds, or when psycopg and SQLAlchemy have seen each statement a few times on each
+    connection; yields the last of it, too.
+    """
     contender = entry.contender
-    driver = contender.drivers[entry.place.engine]
-    contender.connect(through(entry.place.by(driver)))
+    contender.connect(through(entry.place.by(contender.drivers[entry.place.engine])))
     try:
-        contender.deliver(contender.messages(entry.stream.take(warm_up(contender))))
-        yield contender
+        end = time.perf_counter() + warm_for
+        steps = [_timed(contender, entry.stream.take(_step(contender)))]
+        while len(steps) < 8 and time.perf_counter() < end:
+            steps.append(_timed(contender, entry.stream.take(_step(contender))))
+        yield contender, steps[-1]
     finally:
         contender.disconnect()
 
 
-def warm_up(contender: Contender) -> int:
-    """Enough for psycopg and SQLAlchemy to have seen each statement a few times on each connection."""
-    return max(8 * contender.tasks, 2 * contender.batch)
+def _step(contender: Contender) -> int:
+    return max(4, contender.batch * contender.tasks)
 
 
 def take_turn(entry: Entry, seconds: float, through: Callable[[URL], URL] = lambda url: url) -> None:
     """Deliver for about ``seconds``, in whole batches, at least two; how many that is, the last turn tells."""
-    with connected(entry, through) as contender:
-        step = contender.batch * contender.tasks
-        last = entry.turns[-1] if entry.turns else _timed(contender, entry.stream.take(warm_up(contender)))
-        steps = max(2, ceil(last.rate * seconds / step))
-        entry.turns.append(_timed(contender, entry.stream.take(steps * step)))
+    with connected(entry, seconds / 2, through) as (contender, warm):
+        rate, step = (entry.turns[-1] if entry.turns else warm).rate, _step(contender)
+        count = step * max(2, ceil(rate * seconds / step))
+        entry.turns.append(_timed(contender, entry.stream.take(count)))
 
 
 def _timed(contender: Contender, items: Sequence[Item]) -> Turn:

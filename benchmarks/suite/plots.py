@@ -38,6 +38,8 @@ def _bars(plot: Plot) -> Figure:
         axes.annotate(label, (value.high, position), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8)
     for at in plot.marks.values():
         axes.axvline(at, color="#444", linewidth=0.8, linestyle=":")
+    if plot.logarithmic_x:
+        axes.set_xscale("log")
     axes.margins(x=0.1)
     axes.invert_yaxis()
     axes.set_xlabel(plot.axis)

@@ -56,8 +56,7 @@ def _lines(run: Run, pictures: Path) -> Iterator[str]:
         yield ""
     yield "## Targets"
     yield ""
-    yield "Set before anything was measured. PostgreSQL, psycopg 3, defaults with every guard on, where nothing else is said;"
-    yield "`met` is what the median reaches."
+    yield "Set before anything was measured: PostgreSQL, psycopg 3, defaults, every guard on. `met` is by the median."
     yield ""
     yield from _table(targets.table(run))
     for section in run.sections:

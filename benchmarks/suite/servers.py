@@ -64,6 +64,11 @@ class Server:
         return self._root.engine
 
     @property
+    def url(self) -> URL:
+        """Of the database that was given."""
+        return self._root.url
+
+    @property
     def version(self) -> str:
         """As the server says it."""
         engine = create_engine(self._root.url, poolclass=NullPool)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
-from sqlalchemy import CursorResult
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import Session
 
@@ -48,9 +46,8 @@ class InsertOnConflict(ByORM):
     markers = "seen"
 
     def one(self, message: Item) -> None:
-        """Whose INSERT inserts a row, has a new message."""
-        claim = insert(Seen).values(message_id=message.id).on_conflict_do_nothing()
+        """Whose INSERT returns a row, has a new message."""
+        claim = insert(Seen).values(message_id=message.id).on_conflict_do_nothing().returning(Seen.message_id)
         with self.sessions.begin() as session:
-            claimed: CursorResult[Any] = session.connection().execute(claim)
-            if claimed.rowcount:
+            if session.scalar(claim) is not None:
                 add(message.row, session)

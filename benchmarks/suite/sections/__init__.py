@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
-from . import rates
+from . import engines, latency, memory, pruning, rates, redeliveries, storage, table_size, trips, workers
 
-SECTIONS = {section.KEY: section.measure for section in (rates,)}
+SECTIONS = {
+    section.KEY: section.measure
+    for section in (rates, redeliveries, trips, latency, workers, storage, table_size, memory, pruning, engines)
+}

@@ -33,4 +33,4 @@ def measure(bench: Bench) -> Section:
 
 def _plot(file: str, title: str, entries: list[Entry], base: Entry) -> Plot:
     bars = [(entry.contender.name, entry.ratios(base)) for entry in entries]
-    return Plot(file, title, f"rate ÷ {BASE}", bars, marks={BASE: 1.0})
+    return Plot(file, title, f"rate ÷ {BASE}", bars, marks={BASE: 1.0}, logarithmic_x=file == "rates-batch")
