@@ -20,13 +20,17 @@ class Item(NamedTuple):
 
 
 class Stream:
-    """The messages of one contender. ``redelivered`` is the share of those that had been delivered before."""
+    """The messages of one contender. ``redelivered`` is the share of those that had been delivered before.
 
-    def __init__(self, name: str, redelivered: float = 0.0, rows: int = ROWS) -> None:
+    Rows follow each other, so that the messages at hand at any time change different ones; ``scattered``: in no order.
+    """
+
+    def __init__(self, name: str, redelivered: float = 0.0, rows: int = ROWS, *, scattered: bool = False) -> None:
         self.new = 0
         self._name = name
         self._redelivered = redelivered
         self._rows = rows
+        self._scattered = scattered
         self._random = random.Random(name)
         self._sent: list[Item] = []
 
@@ -38,7 +42,8 @@ class Stream:
         if self._sent and self._random.random() < self._redelivered:
             return self._random.choice(self._sent)
         digest = hashlib.md5(f"{self._name}-{self.new}".encode(), usedforsecurity=False).digest()
-        item = Item(str(uuid.UUID(bytes=digest)), self.new % self._rows, self.new + 1)
+        row = int.from_bytes(digest[:4]) if self._scattered else self.new
+        item = Item(str(uuid.UUID(bytes=digest)), row % self._rows, self.new + 1)
         if self._redelivered:
             slot = self.new % _REMEMBERED
             self._sent[slot : slot + 1] = [item]

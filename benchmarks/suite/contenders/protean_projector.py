@@ -99,8 +99,9 @@ def _domain(url: URL) -> tuple[Any, Any, Any]:
     projector = domain.projector(Totals, projector_for=total, aggregates=[account], idempotent=True)
     domain.init(traverse=False)
     logging.getLogger().setLevel(logging.WARNING)  # it has turned everybody's up
-    for name in ("protean", "protean.access"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)  # a line for each message would be a handicap
+    for name in logging.root.manager.loggerDict:
+        if name.startswith("protean"):  # a line for each message would be a handicap
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     return domain, added, projector
 
 

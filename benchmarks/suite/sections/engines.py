@@ -9,7 +9,7 @@ from ..results import Section, rates, standings
 from ..servers import Server, sqlite
 
 KEY = "engines"
-_WHO = (who.BASE, who.DEFAULT, who.BATCH_100, who.BATCH_1000, who.ROWS_ONCE, who.SELECT_INSERT)
+CONTENDERS = (who.BASE, who.DEFAULT, who.BATCH_100, who.BATCH_1000, who.ROWS_ONCE, who.SELECT_INSERT)
 
 
 def measure(bench: Bench) -> Section:
@@ -30,7 +30,7 @@ def measure(bench: Bench) -> Section:
 
 def _race(bench: Bench, server: Server, section: Section) -> None:
     everybody = who.on_engine(server.engine)
-    entries = [enter(server, everybody[name]) for name in _WHO]
+    entries = [enter(server, everybody[name]) for name in CONTENDERS]
     race(entries, bench.rounds(9), lambda entry: take_turn(entry, bench.seconds))
     name = server.version.split()[0]
     table = standings(entries, entries[0])

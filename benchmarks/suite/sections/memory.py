@@ -6,8 +6,6 @@ import multiprocessing
 import time
 from multiprocessing.connection import Connection
 
-import psutil
-
 from .. import contenders as who
 from ..bench import Bench
 from ..harness import Totals, enter, progress
@@ -62,6 +60,7 @@ def _samples(connection: Connection, name: str) -> list[Point]:
 
 
 def _work(connection: Connection, name: str, url: str, messages: int) -> None:
+    import psutil
     from sqlalchemy import make_url
 
     contender, stream, process = who.on_engine("postgresql")[name], Stream(name), psutil.Process()
