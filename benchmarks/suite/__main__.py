@@ -23,8 +23,8 @@ def main() -> int:
     """0 if every section ran."""
     options = _options()
     if options.redraw:
-        run = Run.from_json((options.results / "results" / "results.json").read_text(encoding="utf-8"))
-        _write(run, options.results)
+        folder = options.results or HOME
+        _write(Run.from_json((folder / "results" / "results.json").read_text(encoding="utf-8")), folder)
         return 0
     began = time.monotonic()
     with contextlib.ExitStack() as stack:

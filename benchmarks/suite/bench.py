@@ -22,7 +22,7 @@ class Bench:
 
     def rounds(self, full: int) -> int:
         """How many of them."""
-        return 2 if self.quick else full
+        return 1 if self.quick else full
 
     def size(self, full: int) -> int:
         """How many messages, markers, ..."""

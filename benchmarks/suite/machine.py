@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import shutil
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -45,8 +44,3 @@ def _version(name: str) -> str:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return ""
-
-
-def room(folder: str) -> float:
-    """Gigabytes that are free."""
-    return shutil.disk_usage(folder).free / 1e9

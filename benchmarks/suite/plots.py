@@ -40,6 +40,7 @@ def _bars(plot: Plot) -> Figure:
         axes.axvline(at, color="#444", linewidth=0.8, linestyle=":")
     if plot.logarithmic_x:
         axes.set_xscale("log")
+        axes.xaxis.set_major_formatter("{x:,.10g}")
     axes.margins(x=0.1)
     axes.invert_yaxis()
     axes.set_xlabel(plot.axis)
@@ -58,7 +59,8 @@ def _lines(plot: Plot) -> Figure:
         axes.annotate(label, (1, at), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=8)
     if plot.logarithmic_x:
         axes.set_xscale("log")
-    axes.set_ylim(bottom=0)
+        axes.xaxis.set_major_formatter("{x:,.10g}")
+    axes.set_ylim(0, 1.1 * max(point[3] for points in plot.lines.values() for point in points))
     axes.set_xlabel(plot.x_axis)
     axes.set_ylabel(plot.axis)
     if len(plot.lines) > 1:

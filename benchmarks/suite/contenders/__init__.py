@@ -12,7 +12,7 @@ from .model import Total, upsert
 BASE = "no dedup, ORM"
 BASE_UPSERT = "no dedup, Core upsert"
 DEFAULT = "deliver"
-UPSERT = "deliver, Core upsert"
+UPSERT, UPSERT_RC = "deliver, Core upsert", "deliver, upsert, R. C."
 READ_MODELS = "deliver, read_models"
 BATCH_100, BATCH_1000 = "deliver_batch, 100", "deliver_batch, 1000"
 ROWS_ONCE, ONE_STATEMENT = "batch handler 1000, ORM", "batch handler 1000, 1 SQL"
@@ -43,6 +43,7 @@ def everybody() -> dict[str, Contender]:
         library.one_statement(ONE_STATEMENT, 1_000),
         by_hand.NoDedup(BASE_UPSERT, upsert),
         library.core_upsert(UPSERT),
+        library.core_upsert(UPSERT_RC, "READ COMMITTED"),
         by_hand.SelectThenInsert(),
         by_hand.InsertOnConflict(),
     ]

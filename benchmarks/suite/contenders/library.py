@@ -132,6 +132,6 @@ def one_statement(name: str, size: int) -> DeliverBatch:
     return DeliverBatch(name, size, _one_statement, batch=True)
 
 
-def core_upsert(name: str) -> Deliver:
+def core_upsert(name: str, isolation: str | None = None) -> Deliver:
     """A handler that upserts."""
-    return Deliver(name, _by_upsert)
+    return Deliver(name, _by_upsert, isolation=isolation)

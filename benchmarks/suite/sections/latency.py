@@ -27,7 +27,7 @@ def measure(bench: Bench) -> Section:
     """Rates, through a proxy that waits."""
     everybody = who.on_engine("postgresql")
     entries = [enter(bench.postgresql, everybody[name]) for name in _WHO if name in everybody]
-    with Wire(entries[0].place.url) as direct, Wire(entries[0].place.url, _DELAY) as wire:
+    with Wire(bench.postgresql.url) as direct, Wire(bench.postgresql.url, _DELAY) as wire:
         proxied, delayed = (_round_trip(bench.postgresql, each) for each in (direct, wire))
         race(entries, bench.rounds(5), lambda entry: take_turn(entry, bench.seconds, wire.through))
     text = (

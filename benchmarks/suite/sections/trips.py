@@ -10,12 +10,12 @@ from ..servers import Server
 from ..wire import Wire
 
 KEY = "trips"
-_COUNTED = 16  # messages, or batches, for each task
 
 
 def measure(bench: Bench) -> Section:
     """New messages, and the same again."""
-    counts = {name: _count(bench.postgresql, each) for name, each in on_engine("postgresql").items()}
+    with Wire(bench.postgresql.url) as wire:
+        counts = {name: _count(bench.postgresql, each, wire) for name, each in on_engine("postgresql").items()}
     return Section(
         KEY,
         "Round trips for each message",
@@ -26,11 +26,11 @@ def measure(bench: Bench) -> Section:
     )
 
 
-def _count(server: Server, contender: Contender) -> tuple[float, float]:
+def _count(server: Server, contender: Contender, wire: Wire) -> tuple[float, float]:
     progress(contender.name)
-    count = _COUNTED * contender.batch * contender.tasks
+    count = max(16 * contender.tasks, 2 * contender.batch)
     entry = enter(server, contender)
-    with Wire(entry.place.url) as wire, connected(entry, 10, wire.through) as _:
+    with connected(entry, 5, wire.through):
         messages = contender.messages(entry.stream.take(count))
         counts = []
         for _ in ("new", "again, and warm by then", "again"):

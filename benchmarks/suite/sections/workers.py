@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from .. import contenders as who
 from ..bench import Bench
@@ -16,8 +16,8 @@ KEY = "workers"
 _WORKERS = (1, 2, 4, 8)
 _READ_MODELS = {"one of 100 rows": ROWS, "one hot row": 1}
 _WHO = (
-    who.BASE, who.DEFAULT, who.READ_MODELS, who.BASE_UPSERT, who.UPSERT, who.SELECT_INSERT, who.ON_CONFLICT, who.CTE,
-    who.PROTEAN,
+    who.BASE, who.DEFAULT, who.READ_MODELS, who.BASE_UPSERT, who.UPSERT, who.UPSERT_RC, who.SELECT_INSERT,
+    who.ON_CONFLICT, who.CTE, who.PROTEAN,
 )  # fmt: skip
 Cell = tuple[str, str, int]
 """Contender, read model, workers."""
@@ -74,23 +74,33 @@ def measure(bench: Bench) -> Section:
         KEY,
         "Several workers",
         "Processes, each with one connection; every message new; a delivery that raises comes again, as a broker would "
-        f"bring it. Rates are divided by that of `{who.BASE}` with as many workers, in the same round (medians). "
-        "eventsourcing is not among them: its position admits one consumer for each stream.",
+        f"bring it (none did, where no table tells). Rates are divided by that of `{who.BASE}` with as many workers, "
+        "in the same round (medians). eventsourcing is not among them: its position admits one consumer for each "
+        "stream.",
         rounds={_label(*cell): found.rates for cell, found in cells.items()},
     )
     for kind, rows in _READ_MODELS.items():
         shown: dict[str, Callable[[Cell], str]] = {
             f"rate ÷ {who.BASE}": lambda cell: f"{_ratio(section, cell, cell[2]).middle:.2f}",
             "read model": lambda cell: cells[cell].kept,
-            "deliveries that raised, of all": lambda cell: cells[cell].raised,
         }
+        if any(turn.raised for found in cells.values() for turn in found.turns):
+            shown["deliveries that raised, of all"] = lambda cell: cells[cell].raised
         for title, show in shown.items():
             lines = [[name, *(show((name, kind, workers)) for workers in _WORKERS)] for name in names]
             section.tables.append(Table([f"{kind}, workers:", *map(str, _WORKERS)], lines, title))
-        points = {name: [(float(w), *_ratio(section, (name, kind, w), 1)) for w in _WORKERS] for name in names}
+        points = {
+            name + _warning(cells, name, kind): [(float(w), *_ratio(section, (name, kind, w), 1)) for w in _WORKERS]
+            for name in names
+        }
         axis = f"rate ÷ {who.BASE}, 1 worker"
         section.plots.append(Plot(f"workers-{rows}", f"Workers on {kind}", axis, lines=points, x_axis="workers"))
     return section
+
+
+def _warning(cells: Mapping[Cell, _Found], name: str, kind: str) -> str:
+    """A rate is not worth much where updates are lost."""
+    return "" if all(cells[name, kind, workers].kept == "right" for workers in _WORKERS) else " (WRONG)"
 
 
 def _label(name: str, kind: str, workers: int) -> str:
