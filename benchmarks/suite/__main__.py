@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import signal
 import sys
 import time
 import traceback
@@ -26,6 +27,7 @@ def main() -> int:
         folder = options.results or HOME
         _write(Run.from_json((folder / "results" / "results.json").read_text(encoding="utf-8")), folder)
         return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the server that came along is stopped, databases dropped
     began = time.monotonic()
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(postgresql(options.postgresql))

@@ -14,7 +14,7 @@ from ..results import Plot, Point, Section, Table
 
 KEY = "memory"
 _MESSAGES = {who.DEFAULT: 200_000, who.BATCH_1000: 1_000_000, who.ONE_STATEMENT: 1_000_000}
-_LIMIT = 150.0  # seconds for each, which is told if it was not enough
+_LIMIT = 100.0  # seconds for each, which is told if it was not enough
 _SAMPLES = 50
 
 
@@ -25,7 +25,8 @@ def measure(bench: Bench) -> Section:
         entry = enter(bench.postgresql, who.on_engine("postgresql")[name])
         url = entry.place.url.render_as_string(hide_password=False)
         mine, theirs = multiprocessing.Pipe()
-        process = multiprocessing.get_context("spawn").Process(target=_work, args=(theirs, name, url, bench.size(full)))
+        arguments = (theirs, name, url, bench.size(full))
+        process = multiprocessing.get_context("spawn").Process(target=_work, args=arguments, daemon=True)
         process.start()
         theirs.close()
         points = _samples(mine, name)
