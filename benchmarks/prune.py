@@ -10,24 +10,21 @@ one after the other, idle and beside a running prune. If Protean can be imported
 from __future__ import annotations
 
 import argparse
-import itertools
 import logging
-import multiprocessing
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 from sqlalchemy import Engine, MetaData, create_engine, event, select, text, tuple_
-from sqlalchemy.orm import Session
 
-from projector_dedup import claim, configure_sqlite, make_tables
+from projector_dedup import configure_sqlite, make_tables
 from projector_dedup.retention import prune
 
 METADATA = MetaData()
-OURS, NAIVE, CLAIMED = (make_tables(METADATA, f"benchmark_{name}") for name in ("ours", "naive", "claimed"))
+OURS, NAIVE = (make_tables(METADATA, f"benchmark_{name}") for name in ("ours", "naive"))
 BEGINNING = datetime.now(UTC).replace(microsecond=0) - timedelta(days=300)  # marker n was processed n seconds later
 BATCH = 5_000
 
@@ -131,13 +128,13 @@ def protean(url: str) -> tuple[Engine, Callable[[Engine, int], int]] | None:
     class Seen:
         id = Identifier(identifier=True)
 
+    order = domain.aggregate(Order)
+
     class Projector:
+        @on(domain.event(Placed, part_of=order))  # type: ignore[untyped-decorator]
         def placed(self, event: object) -> None:
             pass
 
-    order = domain.aggregate(Order)
-    placed = domain.event(Placed, part_of=order)
-    Projector.placed = on(placed)(Projector.placed)
     domain.projector(Projector, projector_for=domain.projection(Seen), aggregates=[order], idempotent=True)
     domain.init(traverse=False)
     with domain.domain_context():
@@ -150,8 +147,50 @@ def protean(url: str) -> tuple[Engine, Callable[[Engine, int], int]] | None:
     return engine, run
 
 
+class Pruned(NamedTuple):
+    """What one contender did in one round; ``statements`` are seconds."""
+
+    contender: str
+    deleted: int
+    rate: float
+    statements: list[float]
+
+
+def compare(engine: Engine, rounds: int, markers: int, expired: int) -> Iterator[Pruned]:
+    """Contenders in turns, round by round."""
+    METADATA.drop_all(engine)
+    METADATA.create_all(engine)
+    contenders: dict[str, tuple[str, Engine, Callable[[Engine, int], int]]] = {
+        "ours": (OURS.marker.name, engine, ours),
+        "pk IN (SELECT ... LIMIT)": (NAIVE.marker.name, engine, naive),
+    }
+    theirs = protean(engine.url.render_as_string(hide_password=False)) if engine.name == "postgresql" else None
+    if theirs is not None:
+        contenders["Protean"] = ("processed_message", *theirs)
+        with engine.begin() as connection:
+            connection.execute(text("TRUNCATE processed_message"))
+    filled = 0
+    for number in range(rounds):
+        below = number * expired + expired
+        last, filled = filled, below - expired + markers
+        for name, (table, on, run) in contenders.items():
+            columns = "id, message_id, handler, processed_at" if name == "Protean" else ""
+            fill(engine, table, last, filled, columns, columns and "gen_random_uuid()::text, ")
+            with timed(on) as statements:
+                began = time.perf_counter()
+                deleted = run(on, below)
+                rate = deleted / (time.perf_counter() - began)
+            if deleted != expired:  # stopped; the rest must not be in its way next time
+                with engine.begin() as connection:
+                    oldest = BEGINNING + timedelta(seconds=below)
+                    connection.execute(text(f"DELETE FROM {table} WHERE processed_at < '{oldest}'"))
+            yield Pruned(name, deleted, rate, statements)
+    if theirs is not None:
+        theirs[0].dispose()
+
+
 def main() -> None:
-    """Print a block of lines for each round, the ratios, and the claims."""
+    """Print a line for each turn, the ratios, and the claims."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("url")
     parser.add_argument("--rounds", type=int, default=3)
@@ -161,91 +200,23 @@ def main() -> None:
     engine = create_engine(options.url)
     if engine.name == "sqlite":
         configure_sqlite(engine)
-    METADATA.drop_all(engine)
-    METADATA.create_all(engine)
-    contenders: dict[str, tuple[str, Engine, Callable[[Engine, int], int]]] = {
-        "ours": (OURS.marker.name, engine, ours),
-        "pk IN (SELECT ... LIMIT)": (NAIVE.marker.name, engine, naive),
-    }
-    theirs = protean(options.url) if engine.name == "postgresql" else None
-    if theirs is not None:
-        contenders["Protean"] = ("processed_message", *theirs)
-        with engine.begin() as connection:
-            connection.execute(text("TRUNCATE processed_message"))
-    ratios: dict[str, list[float]] = {name: [] for name in contenders}
-    filled = 0
-    for number in range(options.rounds):
-        rates = {}
-        below = number * options.expired + options.expired
-        for name, (table, on, run) in contenders.items():
-            columns = "id, message_id, handler, processed_at" if name == "Protean" else ""
-            fill(
-                engine,
-                table,
-                filled,
-                below - options.expired + options.markers,
-                columns,
-                columns and "gen_random_uuid()::text, ",
-            )
-            with timed(on) as statements:
-                began = time.perf_counter()
-                deleted = run(on, below)
-                rates[name] = deleted / (time.perf_counter() - began)
-            if deleted != options.expired:  # stopped; the rest must not be in its way next time
-                with engine.begin() as connection:
-                    connection.execute(
-                        text(f"DELETE FROM {table} WHERE processed_at < '{BEGINNING + timedelta(seconds=below)}'")
-                    )
-            print(
-                f"round {number + 1}  {name:26} {deleted:9,} deleted {rates[name]:11,.0f}/s   statement median "
-                f"{statistics.median(statements) * 1000:6.1f} ms, longest {max(statements) * 1000:6.1f} ms",
-                flush=True,
-            )
-        filled = below - options.expired + options.markers
-        for name, rate in rates.items():
-            ratios[name].append(rates["ours"] / rate)
-    for name, found in ratios.items():
-        print(f"ours / {name:26} median {statistics.median(found):6.1f}   ({min(found):.1f} .. {max(found):.1f})")
-    _claims(engine, options.markers, options.expired)
-    METADATA.drop_all(engine)
+    rates: dict[str, list[float]] = {}
+    for turn in compare(engine, options.rounds, options.markers, options.expired):
+        rates.setdefault(turn.contender, []).append(turn.rate)
+        print(
+            f"{turn.contender:26} {turn.deleted:9,} deleted {turn.rate:11,.0f}/s   statement median "
+            f"{statistics.median(turn.statements) * 1000:6.1f} ms, longest {max(turn.statements) * 1000:6.1f} ms",
+            flush=True,
+        )
+    for name, found in rates.items():
+        ratios = [mine / rate for mine, rate in zip(rates["ours"], found, strict=True)]
+        print(f"ours / {name:26} median {statistics.median(ratios):6.1f}   ({min(ratios):.1f} .. {max(ratios):.1f})")
+    from claims_beside_prune import claims  # it fills tables as this does
 
-
-def _claims(engine: Engine, markers: int, expired: int) -> None:
-    """Idle and beside a process that prunes, in turns: the machine is not as fast in one minute as in the next."""
-    unique, idle, beside = itertools.count(), [], []
-    fill(engine, CLAIMED.marker.name, 0, markers)
-
-    def claims(over: Callable[[], bool]) -> Iterator[float]:
-        while not over():
-            began = time.perf_counter()
-            with Session(engine) as session:
-                assert claim(session, f"claim-{next(unique)}", "benchmark", tables=CLAIMED)
-                session.commit()
-            yield time.perf_counter() - began
-
-    context, parts = multiprocessing.get_context("spawn"), 10
-    for part in range(1, parts + 1):
-        idle += itertools.islice(claims(lambda: False), 300)
-        ready, go, done = (context.Event() for _ in range(3))
-        url, hours = engine.url.render_as_string(hide_password=False), retention_before(expired * part // parts)
-        pruner = context.Process(target=_prune_apart, args=(url, hours, ready, go, done))
-        pruner.start()
-        ready.wait()
-        go.set()
-        beside += claims(done.is_set)
-        pruner.join()
-    for name, seconds in (("idle", idle), ("beside a prune", beside)):
+    for name, seconds in claims(engine, options.markers, options.expired).items():
         cuts = statistics.quantiles(seconds, n=100)
         print(f"claims {name:15} {len(seconds):6} p50 {cuts[49] * 1000:6.2f} ms  p99 {cuts[98] * 1000:6.2f} ms")
-
-
-def _prune_apart(url: str, hours: float, ready: Any, go: Any, done: Any) -> None:
-    engine = create_engine(url)
-    engine.connect().close()
-    ready.set()
-    go.wait()
-    prune(engine, retention_hours=hours, tables=CLAIMED, batch_size=BATCH)
-    done.set()
+    METADATA.drop_all(engine)
 
 
 if __name__ == "__main__":

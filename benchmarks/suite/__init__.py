@@ -1,0 +1,1 @@
+"""This library beside what else one would use: `python -m suite`, or `make bench`."""
