@@ -52,6 +52,8 @@ class Part:
         self.outcomes = [Outcome.DUPLICATE] * len(self.messages)
         for index in self._entering:
             self.outcomes[index] = Outcome.APPLIED
+        if not self._entering and not self.handler.formerly:  # else a marker by another name may have been written
+            work.end_duplicate()
         return bool(self._entering)
 
     def open_in(self, _session: Session, work: Work) -> bool:

@@ -212,6 +212,12 @@ def guard_connection(connection: Connection, guard: Watcher) -> None:
     cast(GuardedConnection, connection).guard = guard
 
 
+def release_connection(connection: Connection, its_class: type[Connection]) -> None:
+    """Make it what it was, and forget the guard: a circle would be left to the garbage collector."""
+    connection.__class__ = its_class
+    vars(connection).pop("guard", None)
+
+
 @cache
 def _guarded_connection(connection_class: type[Connection]) -> type[Connection]:
     if connection_class is Connection:

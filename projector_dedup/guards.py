@@ -18,7 +18,7 @@ from sqlalchemy.orm import Session
 
 from .dialects import Dialect, Failure, Status
 from .errors import TransactionViolatedError, UnsafeSessionError
-from .guarded import GuardedSession, guard_connection
+from .guarded import GuardedSession, guard_connection, release_connection
 from .marks import Marker, Savepoints
 from .rows import Rows
 
@@ -40,7 +40,7 @@ class Guard:
         self.must_disconnect = False  # what the driver is in the midst of, nobody knows
         self.savepoints = Savepoints(marker)
         self.rows: Rows | None = None  # of a batch
-        self._marker = marker
+        self._marker = self.savepoints.marker
         self._begun = False
         self._session_transaction = session.get_transaction()
         self._transaction = connection.get_transaction()
@@ -52,7 +52,7 @@ class Guard:
     def release(self) -> None:
         """Give the connection back as it was."""
         self.watching = False
-        self.connection.__class__ = self._connection_class
+        release_connection(self.connection, self._connection_class)
         cast(GuardedSession, self.session).guard = None
 
     def violate(self, what: str) -> TransactionViolatedError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Protocol
+from weakref import proxy
 
 _MARK = "the mark"
 
@@ -27,7 +28,7 @@ class Savepoints:
     """
 
     def __init__(self, marker: Marker) -> None:
-        self._marker = marker
+        self.marker: Marker = proxy(marker)  # which holds these: a circle would be left to the garbage collector
         self._open: list[str] = []
 
     def began(self, name: str) -> None:
@@ -45,5 +46,5 @@ class Savepoints:
     def mark(self) -> None:
         """Mark the transaction, once: a second mark would belong to whatever transaction is open by then."""
         if _MARK not in self._open:
-            self._marker.mark_transaction()
+            self.marker.mark_transaction()
             self._open.append(_MARK)

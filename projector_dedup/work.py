@@ -59,14 +59,8 @@ class Work:
         former_names = valid_formerly(formerly)
         key = marker_key(valid_message_id(message_id), valid_handler(handler), occurred_at)
         with self._claiming(key) as guard:
-            self._new = insert_marker(
-                guard.connection,
-                guard.dialect,
-                self._options.tables,
-                key,
-                former_names,
-                wait=self._options.claim_timeout,
-            )
+            tables, wait = self._options.tables, self._options.claim_timeout
+            self._new = insert_marker(guard.connection, guard.dialect, tables, key, former_names, wait=wait)
         return self._new
 
     def claim_many(
@@ -84,18 +78,21 @@ class Work:
         if not keys:
             raise UnsafeSessionError("claim_many() of no message: there would be nothing to commit")
         with self._claiming(next(iter(keys.values()))) as guard:
-            inserted = insert_markers(
-                guard.connection,
-                guard.dialect,
-                self._options.tables,
-                [{**key, "handler": name} for key in keys.values() for name in names],
-                self._options.claim_timeout,
-            )
+            tables, wait = self._options.tables, self._options.claim_timeout
+            named = [{**key, "handler": name} for key in keys.values() for name in names]
+            inserted = insert_markers(guard.connection, guard.dialect, tables, named, wait)
             new = [message_id for message_id in keys if all((message_id, name) in inserted for name in names)]
             if new:
                 self._new, self._key = True, keys[new[0]]
                 guard.rows = Rows(guard)
         return set(new)
+
+    def end_duplicate(self) -> None:
+        """After a claim that found nothing new, and nothing else: end the transaction as it costs the server least."""
+        guard = self._begun()
+        if self.durable and guard.dialect.commits_duplicates:
+            guard.watching = False
+            guard.connection.commit()
 
     @contextmanager
     def _claiming(self, key: dict[str, Any]) -> Iterator[Guard]:

@@ -104,7 +104,7 @@ def test_a_claim_names_the_columns_of_its_conflict(name: str) -> None:
     for bounded in (False, True):
         statement: Any = dialect_of(engine).claim_statement(default_tables.marker, bounded=bounded)
         sql = str(statement.compile(engine))
-        assert "ON CONFLICT (message_id, handler) DO NOTHING RETURNING 1" in sql
+        assert "ON CONFLICT (message_id, handler) DO NOTHING" in sql
 
 
 @pytest.mark.parametrize("name", [name for name in ENGINES if name.startswith("mariadb")])

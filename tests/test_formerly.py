@@ -348,7 +348,7 @@ def test_it_costs_no_round_trip(postgresql: Database) -> None:
             dispatcher.deliver(Added(), message_id="m8")
             counts[name] = (new, len(proxy.trips) - before - new)
         sessions.kw["bind"].dispose()
-    assert counts["one"] == counts["two"] == (5, 3)
+    assert counts["one"] == counts["two"] == (4, 2)
 
 
 def test_asyncio(async_url: URL) -> None:

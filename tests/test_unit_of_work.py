@@ -1,5 +1,6 @@
 """The unit of work by itself: it commits once, and nobody else commits in it."""
 
+import gc
 import threading
 from collections.abc import Iterator
 
@@ -179,3 +180,24 @@ def test_the_first_deliveries_of_an_engine_may_come_together(engine: Engine) -> 
         thread.join()
     assert sorted(outcome.value for outcome in outcomes) == ["applied"] + ["duplicate"] * 4
     assert _state(sessionmaker(engine)) == (1, 1)
+
+
+def test_a_delivery_leaves_nothing_to_the_garbage_collector(factory: sessionmaker[Session]) -> None:
+    """Session, connection and guard go when the message is done; what points in a circle would wait, and add up."""
+
+    @projector(idempotent=True, name="totals")
+    @on(str)
+    def add(key: str, session: Session) -> None:
+        session.add(Total(id=key, amount=1))
+
+    dispatcher = Dispatcher(factory, add, tables=tables)
+    for key in ("warm-1", "warm-2", "warm-2"):
+        dispatcher.deliver(key, message_id=key)
+    gc.collect()
+    gc.disable()
+    try:
+        for key in ("a", "b"):
+            dispatcher.deliver(key, message_id=key)
+        assert gc.collect() == 0
+    finally:
+        gc.enable()

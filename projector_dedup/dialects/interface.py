@@ -89,6 +89,9 @@ class Dialect(ABC):
     begins_with_level: ClassVar[bool] = False
     """Whether the driver says the level with BEGIN, so that asking for it costs nothing and outlives nothing."""
 
+    commits_duplicates: ClassVar[bool] = False
+    """Whether the transaction of a claim that found a duplicate had better end by COMMIT than by ROLLBACK."""
+
     transactional_ddl: ClassVar[bool | None] = None
     """Whether a migration is one transaction; None for what Alembic thinks of the database."""
 

@@ -72,6 +72,7 @@ class PostgreSQL(Dialect):
     )
     begins_with_level = True
     keeps_zones = True
+    commits_duplicates = True  # at a ROLLBACK psycopg forgets what it has prepared, and has the server forget it
     late_writes = postgresql_rows.PostgreSQLRows()
 
     def prepare(self, engine: Engine) -> None:
@@ -99,6 +100,17 @@ class PostgreSQL(Dialect):
     def claim_statement(self, marker: Table, *, bounded: bool, names: int = 1) -> Executable:
         """Nothing is raised for a marker that is there: it would abort the transaction."""
         return insert_markers(marker, bounded=bounded, names=names)
+
+    def claim(
+        self, connection: Connection, statement: Executable, marker: Table, key: Mapping[str, Any], *, names: int = 1
+    ) -> bool:
+        """BEGIN and the claim are one round trip, if the driver can do that."""
+        driver: Any = connection.connection.driver_connection
+        with _beginning(driver):
+            inserted = connection.execute(statement, key).rowcount
+        if inserted < 0:
+            raise UnsupportedDatabaseError("the driver does not say how many rows the claim has inserted")
+        return inserted == names
 
     def claim_many(self, connection: Connection, marker: Table, keys: Sequence[Parameters]) -> set[Key]:
         """One statement for any number: it says which rows are new."""
@@ -178,6 +190,15 @@ class PostgreSQL(Dialect):
             and not sqlstate.startswith("08")
             and sqlstate not in _MAYBE_COMMITTED
         )
+
+
+def _beginning(driver: Any) -> AbstractContextManager[None]:
+    """Within, the first statement takes BEGIN along, if the driver is one that can do that."""
+    if not hasattr(driver, "pgconn"):
+        return nullcontext()
+    from .psycopg_claim import beginning  # whose connection this is, so it can be imported
+
+    return beginning(driver)
 
 
 def sqlstate_of(error: Exception) -> str | None:

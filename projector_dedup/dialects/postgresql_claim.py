@@ -36,7 +36,7 @@ _CONFLICT = ["message_id", "handler"]  # named, so that a table without the uniq
 
 
 def insert_markers(marker: Table, *, bounded: bool, names: int) -> Executable:
-    """One row for each name; it returns a row for each that was not there."""
+    """One row for each name that is not there; its row count says how many were not."""
     occurred_at: ColumnElement[Any] = bindparam("occurred_at", type_=_COLUMNS["occurred_at"])
     if names > 1:
         occurred_at = cast(occurred_at, _COLUMNS["occurred_at"])  # psycopg2's NULL would be text in a UNION
@@ -54,7 +54,7 @@ def insert_markers(marker: Table, *, bounded: bool, names: int) -> Executable:
         statement = insert(marker).from_select(list(_COLUMNS), union_all(*selects))
     else:
         statement = inserting(insert(marker), rows)
-    return statement.on_conflict_do_nothing(index_elements=_CONFLICT).returning(literal_column("1"))
+    return statement.on_conflict_do_nothing(index_elements=_CONFLICT).execution_options(preserve_rowcount=True)
 
 
 def insert_many(marker: Table, keys: Sequence[Parameters]) -> tuple[Executable, dict[str, Any]]:

@@ -18,23 +18,23 @@ CREATE TABLE processed_message_state (
 )
 
 -- claim
-INSERT INTO processed_message (message_id, handler, occurred_at) VALUES ($1::VARCHAR, $2::VARCHAR, $3::TIMESTAMP WITH TIME ZONE) ON CONFLICT (message_id, handler) DO NOTHING RETURNING 1
+INSERT INTO processed_message (message_id, handler, occurred_at) VALUES ($1::VARCHAR, $2::VARCHAR, $3::TIMESTAMP WITH TIME ZONE) ON CONFLICT (message_id, handler) DO NOTHING
 
 -- claim, with claim_timeout
 WITH bound AS MATERIALIZED
 (SELECT set_config($4::VARCHAR, concat($5::VARCHAR, $6::VARCHAR), $7::BOOLEAN) AS wait)
  INSERT INTO processed_message (message_id, handler, occurred_at) SELECT $1::VARCHAR AS anon_1, $2::VARCHAR AS anon_2, $3::TIMESTAMP WITH TIME ZONE AS anon_3
-FROM bound ON CONFLICT (message_id, handler) DO NOTHING RETURNING 1
+FROM bound ON CONFLICT (message_id, handler) DO NOTHING
 
 -- claim, with a former name
-INSERT INTO processed_message (message_id, handler, occurred_at) SELECT $1::VARCHAR AS anon_1, $2::VARCHAR AS anon_2, CAST($3::TIMESTAMP WITH TIME ZONE AS TIMESTAMP WITH TIME ZONE) AS anon_3 UNION ALL SELECT $1::VARCHAR AS anon_4, $4::VARCHAR AS anon_5, CAST($3::TIMESTAMP WITH TIME ZONE AS TIMESTAMP WITH TIME ZONE) AS anon_3 ON CONFLICT (message_id, handler) DO NOTHING RETURNING 1
+INSERT INTO processed_message (message_id, handler, occurred_at) SELECT $1::VARCHAR AS anon_1, $2::VARCHAR AS anon_2, CAST($3::TIMESTAMP WITH TIME ZONE AS TIMESTAMP WITH TIME ZONE) AS anon_3 UNION ALL SELECT $1::VARCHAR AS anon_4, $4::VARCHAR AS anon_5, CAST($3::TIMESTAMP WITH TIME ZONE AS TIMESTAMP WITH TIME ZONE) AS anon_3 ON CONFLICT (message_id, handler) DO NOTHING
 
 -- claim, with both
 WITH bound AS MATERIALIZED
 (SELECT set_config($4::VARCHAR, concat($5::VARCHAR, $6::VARCHAR), $7::BOOLEAN) AS wait)
  INSERT INTO processed_message (message_id, handler, occurred_at) SELECT $1::VARCHAR AS anon_1, $2::VARCHAR AS anon_2, CAST($3::TIMESTAMP WITH TIME ZONE AS TIMESTAMP WITH TIME ZONE) AS anon_3
 FROM bound UNION ALL SELECT $1::VARCHAR AS anon_4, $8::VARCHAR AS anon_5, CAST($3::TIMESTAMP WITH TIME ZONE AS TIMESTAMP WITH TIME ZONE) AS anon_3
-FROM bound ON CONFLICT (message_id, handler) DO NOTHING RETURNING 1
+FROM bound ON CONFLICT (message_id, handler) DO NOTHING
 
 -- is the marker there? (for the text of an error)
 SELECT 1

@@ -18,23 +18,23 @@ CREATE TABLE processed_message_state (
 )
 
 -- claim
-INSERT INTO processed_message (message_id, handler, occurred_at) VALUES (%(message_id)s, %(handler)s, %(occurred_at)s) ON CONFLICT (message_id, handler) DO NOTHING RETURNING 1
+INSERT INTO processed_message (message_id, handler, occurred_at) VALUES (%(message_id)s, %(handler)s, %(occurred_at)s) ON CONFLICT (message_id, handler) DO NOTHING
 
 -- claim, with claim_timeout
 WITH bound AS MATERIALIZED
 (SELECT set_config(%(set_config_1)s, concat(%(wait_ms)s, %(concat_1)s), %(set_config_2)s) AS wait)
  INSERT INTO processed_message (message_id, handler, occurred_at) SELECT %(message_id)s AS anon_1, %(handler)s AS anon_2, %(occurred_at)s AS anon_3
-FROM bound ON CONFLICT (message_id, handler) DO NOTHING RETURNING 1
+FROM bound ON CONFLICT (message_id, handler) DO NOTHING
 
 -- claim, with a former name
-INSERT INTO processed_message (message_id, handler, occurred_at) SELECT %(message_id)s AS anon_1, %(handler_0)s AS anon_2, CAST(%(occurred_at)s AS TIMESTAMP WITH TIME ZONE) AS anon_3 UNION ALL SELECT %(message_id)s AS anon_4, %(handler_1)s AS anon_5, CAST(%(occurred_at)s AS TIMESTAMP WITH TIME ZONE) AS anon_3 ON CONFLICT (message_id, handler) DO NOTHING RETURNING 1
+INSERT INTO processed_message (message_id, handler, occurred_at) SELECT %(message_id)s AS anon_1, %(handler_0)s AS anon_2, CAST(%(occurred_at)s AS TIMESTAMP WITH TIME ZONE) AS anon_3 UNION ALL SELECT %(message_id)s AS anon_4, %(handler_1)s AS anon_5, CAST(%(occurred_at)s AS TIMESTAMP WITH TIME ZONE) AS anon_3 ON CONFLICT (message_id, handler) DO NOTHING
 
 -- claim, with both
 WITH bound AS MATERIALIZED
 (SELECT set_config(%(set_config_1)s, concat(%(wait_ms)s, %(concat_1)s), %(set_config_2)s) AS wait)
  INSERT INTO processed_message (message_id, handler, occurred_at) SELECT %(message_id)s AS anon_1, %(handler_0)s AS anon_2, CAST(%(occurred_at)s AS TIMESTAMP WITH TIME ZONE) AS anon_3
 FROM bound UNION ALL SELECT %(message_id)s AS anon_4, %(handler_1)s AS anon_5, CAST(%(occurred_at)s AS TIMESTAMP WITH TIME ZONE) AS anon_3
-FROM bound ON CONFLICT (message_id, handler) DO NOTHING RETURNING 1
+FROM bound ON CONFLICT (message_id, handler) DO NOTHING
 
 -- is the marker there? (for the text of an error)
 SELECT 1

@@ -1,0 +1,162 @@
+"""BEGIN and the claim in one message to the server, by psycopg 3's own interface to libpq (docs/adr/0019).
+
+psycopg sends BEGIN by itself before the first statement, and waits for the answer: a round trip for every message. A
+pipeline of libpq's waits once for both. To SQLAlchemy this is a cursor that executes the claim, so echo, events and
+errors are what they always are; to psycopg it is a transaction that has begun. Ids are parameters, never text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache, lru_cache
+from itertools import count
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from psycopg import AsyncCursor, Cursor, IsolationLevel, OperationalError, Pipeline, errors, pq
+from psycopg.pq.abc import PGconn, PGresult
+from psycopg.waiting import Ready, Wait
+
+Driver = Any  # psycopg.Connection or AsyncConnection
+Replies = Generator[Wait, Ready, list[PGresult]]
+
+_IDLE, _OK = pq.TransactionStatus.IDLE, pq.ConnStatus.OK
+_DONE, _FAILED, _SYNC = pq.ExecStatus.COMMAND_OK, pq.ExecStatus.FATAL_ERROR, pq.ExecStatus.PIPELINE_SYNC
+_READ, _READ_OR_WRITE = Wait.R, Wait.RW
+
+_BEGIN = {level: f"BEGIN ISOLATION LEVEL {level.name.replace('_', ' ')}".encode() for level in IsolationLevel}
+_FORGOTTEN = "26000"  # invalid_sql_statement_name: psycopg sends DEALLOCATE ALL after a ROLLBACK, to a savepoint too
+_PREPARED_AT_MOST = 16  # for each connection: the text of a claim depends on its schema, and on who adds comments
+
+_prepared: WeakKeyDictionary[Driver, dict[bytes, bytes]] = WeakKeyDictionary()
+_numbers = count()
+
+
+@contextmanager
+def beginning(driver: Driver) -> Iterator[None]:
+    """Within, what is executed on the driver's connection takes BEGIN along, where that can be done."""
+    kind = _CURSORS.get(driver.cursor_factory)
+    if kind is None or not _can_begin(driver):
+        yield
+        return
+    usual, driver.cursor_factory = driver.cursor_factory, kind
+    try:
+        yield
+    finally:
+        driver.cursor_factory = usual
+
+
+def _can_begin(driver: Driver) -> bool:
+    return (
+        driver.pgconn.transaction_status == _IDLE
+        and driver.prepare_threshold is not None  # else there may be a pooler; not all of them know pipelines
+        and not driver.autocommit
+        and driver.read_only is driver.deferrable is None
+        and driver.pgconn.parameter_status(b"client_encoding") == b"UTF8"
+        and _has_pipelines()
+    )
+
+
+@cache
+def _has_pipelines() -> bool:
+    return Pipeline.is_supported()
+
+
+class _Beginning:
+    """What a cursor does, whoever waits for it."""
+
+    connection: Driver
+    pgresult: PGresult | None
+
+    @property
+    def rowcount(self) -> int:
+        """Of the claim."""
+        return -1 if self.pgresult is None else self.pgresult.command_tuples or 0
+
+    def _begin_and_execute(self, sql: str, parameters: Mapping[str, Any]) -> Generator[Wait, Ready, None]:
+        statement, names = _numbered(sql)
+        values = [None if (value := parameters[name]) is None else str(value).encode() for name in names]
+        level = self.connection.isolation_level
+        begin = b"BEGIN" if level is None else _BEGIN[level]
+        prepared = _prepared.setdefault(self.connection, {})
+        error = errors.Error()
+        for before in ([begin], [b"ROLLBACK", begin]):
+            replies = yield from _replies(self.connection.pgconn, before, statement, values, prepared)
+            failed = next((reply for reply in replies if reply.status == _FAILED), None)
+            if failed is None:
+                self.pgresult = replies[-1]
+                return
+            error = errors.error_from_result(failed)
+            if error.sqlstate != _FORGOTTEN:
+                break
+            prepared.clear()
+        raise error
+
+
+class BeginningCursor(_Beginning, Cursor[Any]):
+    """psycopg's, for one statement."""
+
+    def execute(self, query: Any, params: Any = None, **_options: Any) -> Any:
+        """The first statement of a transaction, with named parameters."""
+        self.connection.wait(self._begin_and_execute(query, params))
+        return self
+
+
+class AsyncBeginningCursor(_Beginning, AsyncCursor[Any]):
+    """The same, awaited."""
+
+    async def execute(self, query: Any, params: Any = None, **_options: Any) -> Any:
+        """The first statement of a transaction, with named parameters."""
+        await self.connection.wait(self._begin_and_execute(query, params))
+        return self
+
+
+_CURSORS: dict[Any, Any] = {Cursor: BeginningCursor, AsyncCursor: AsyncBeginningCursor}
+
+
+def _replies(
+    pgconn: PGconn, before: Sequence[bytes], statement: bytes, values: list[bytes | None], prepared: dict[bytes, bytes]
+) -> Replies:
+    """Send it all and wait once. What is interrupted half-way leaves the connection busy, as any statement does."""
+    pgconn.enter_pipeline_mode()
+    for command in before:
+        pgconn.send_query_params(command, None)
+    name = prepared.get(statement)
+    if new := name is None:
+        name = b"projector_dedup_%d" % next(_numbers) if len(prepared) < _PREPARED_AT_MOST else b""
+        pgconn.send_prepare(name, statement)  # behind BEGIN: it takes a snapshot, and no level could be set after it
+    pgconn.send_query_prepared(name, values)
+    pgconn.pipeline_sync()
+    while pgconn.flush():
+        if (yield _READ_OR_WRITE) & Ready.R:
+            pgconn.consume_input()
+    replies: list[PGresult] = []
+    while not replies or replies[-1].status != _SYNC:
+        while pgconn.is_busy():
+            if (yield _READ):
+                pgconn.consume_input()
+        if (reply := pgconn.get_result()) is not None:
+            replies.append(reply)
+        elif pgconn.status != _OK:
+            raise OperationalError("the connection was lost")
+    pgconn.exit_pipeline_mode()
+    if new and name and replies[len(before)].status == _DONE:
+        prepared[statement] = name
+    return replies[:-1]
+
+
+@lru_cache(256)
+def _numbered(sql: str) -> tuple[bytes, list[str]]:
+    """The statement as libpq takes it, ``$1`` for ``%(name)s``, and the names in their order."""
+    names: list[str] = []
+
+    def number(found: re.Match[str]) -> str:
+        if found[1] is None:
+            return "%"
+        if found[1] not in names:
+            names.append(found[1])
+        return f"${names.index(found[1]) + 1}"
+
+    return re.sub(r"%%|%\((\w+)\)s", number, sql).encode(), names
