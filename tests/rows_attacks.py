@@ -123,7 +123,7 @@ def _let_go(number: int, session: Session, seen: list[Any]) -> None:
     session.get_one(Account, 1).number += 1
     seen.append(sorted(each.id for each in session.dirty))
     if number:
-        session.bulk_update_mappings(Account, [{"id": 0, "number": 500}])  # type: ignore[arg-type]
+        session.bulk_update_mappings(Account, [{"id": 0, "number": 500}])
         session.get_one(Account, 0).number += 10
 
 

@@ -53,7 +53,8 @@ def test_a_batch_is_as_its_messages(admin: Engine, body: Body, settings: dict[st
     found: list[Any] = []
     for together in (False, True):
         begin(admin)
-        engine, seen = create_engine(admin.url, connect_args=encoding), {}
+        seen: dict[int, list[Any]] = {}
+        engine = create_engine(admin.url, connect_args=encoding)
         if "listener" in settings:
             event.listen(engine, "after_execute", settings["listener"])
 
