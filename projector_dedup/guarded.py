@@ -70,7 +70,7 @@ class GuardedSession(Session):
 
     def get(self, entity: Any, ident: Any, **options: Any) -> Any:
         """In a batch, rows that the messages before this one have read or changed are not read again."""
-        if self.guard is None or self.guard.rows is None or any(options.values()):
+        if self.guard is None or self.guard.rows is None or any(map(_is_asked_for, options.items())):
             return super().get(entity, ident, **options)
         return self.guard.rows.get(entity, ident, super().get)
 
@@ -82,6 +82,11 @@ class GuardedSession(Session):
                 "the transaction has begun. Give the dispatcher an engine that has the map, or give it to the statement"
             )
         return super().connection(bind_arguments=bind_arguments, execution_options=execution_options)
+
+
+def _is_asked_for(option: tuple[str, Any]) -> bool:
+    name, value = option
+    return value is not None and value is not False and not (name == "execution_options" and not value)
 
 
 T = TypeVar("T")
@@ -144,8 +149,14 @@ class GuardedConnection(Connection):
         if not self._rolling_back:
             self.guard.lend_driver()
             if self.guard.rows is not None:
-                self.guard.rows.before_statement()
+                self.guard.rows.stop()
         return super().connection
+
+    def execution_options(self, **options: Any) -> Any:
+        """Which may say that all tables are in another schema from here on."""
+        if self.guard.rows is not None:
+            self.guard.rows.stop()
+        return super().execution_options(**options)
 
     def commit(self) -> None:
         """Prevented: only the unit of work commits."""

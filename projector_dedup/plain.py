@@ -19,21 +19,33 @@ from .dialects.plain_tables import PlainColumn, PlainTable
 _SESSION_EVENTS = (
     *("before_flush", "after_flush", "after_flush_postexec", "do_orm_execute"),
     *("before_attach", "after_attach", "loaded_as_persistent", "detached_to_persistent"),
+    *("after_transaction_create", "after_transaction_end"),  # a flush has a transaction of its own
 )
+_CONNECTION_EVENTS = ("before_execute", "after_execute")  # those of cursors see SQL, as it is sent
 _MAPPER_EVENTS = ("before_insert", "after_insert", "before_update", "after_update")
 _INSTANCE_EVENTS = ("load", "refresh", "refresh_flush", "expire")
-_LOADED_WHEN_ASKED_FOR = {"select", "raise", "raise_on_sql", "noload", "dynamic", "write_only", True}
+_LOADED_WHEN_ASKED_FOR = {"select", True, "raise", "raise_on_sql", "noload", "dynamic", "write_only"}  # True: "select"
 
-_IMMUTABLE = {type(None), bool, int, float, str, bytes, Decimal, UUID, date, datetime, time, timedelta}
+_PACKAGE = f"{__package__}."
+_IMMUTABLE = {type(None), bool, int, float, str, bytes, Decimal, date, datetime, time, timedelta}
 
 
 def is_plain_session(session: Session) -> bool:
-    """Whether nobody would notice that it loads or writes less often."""
-    return (
-        type(session).flush is Session.flush
-        and not getattr(session, "execution_options", None)  # of SQLAlchemy 2.1
-        and not any(map(_listeners(session), _SESSION_EVENTS))
-    )
+    """Whether nobody listens who would notice that it loads or writes less often."""
+    options = getattr(session, "execution_options", None)  # of SQLAlchemy 2.1
+    return not options and not any(map(_listeners(session), _SESSION_EVENTS))
+
+
+def is_plain_class(session_class: type[Session]) -> bool:
+    """Whether it does everything as SQLAlchemy's does, but for our guards: one of the user's may do more."""
+    users = (each for each in session_class.__mro__ if not each.__module__.startswith(("sqlalchemy.", _PACKAGE)))
+    names = (name for each in users for name in vars(each) if not name.startswith(("__", "_projector_dedup_")))
+    return not any(hasattr(Session, name) for name in names)
+
+
+def is_plain_connection(connection: Connection) -> bool:
+    """Whether nobody listens who would notice that there are fewer statements, or change each."""
+    return not any(map(_listeners(connection), _CONNECTION_EVENTS))
 
 
 def is_sql(value: Any) -> bool:
@@ -49,8 +61,15 @@ class Plain:
     table: Table
     identity: object  # the table's
     columns: Mapping[str, str]  # by attribute
-    known: Mapping[str, PlainColumn]  # by attribute, those of which the database's type is known
+    loaded: tuple[str, ...]  # the attributes that a SELECT gives
+    typed: Mapping[str, PlainColumn]  # by attribute, those of which the database's type is known
     keys: tuple[PlainColumn, ...]
+
+    def is_listened_to(self) -> bool:
+        """Whether somebody would notice that its rows are loaded or written less often."""
+        return any(map(_listeners(self.mapper), _MAPPER_EVENTS)) or any(
+            map(_listeners_of_others(self.mapper.class_manager), _INSTANCE_EVENTS)
+        )
 
     def identity_key(self, ident: Any) -> Any:
         """As the identity map has it; None if the database might find another row than the one of just this key."""
@@ -65,22 +84,17 @@ class Plain:
         """What an UPDATE would write; None if that had better be now."""
         changes, values = {}, state.dict
         for name, before in state.committed_state.items():
-            column = self.known.get(name)
+            column = self.typed.get(name)
             if column is None or not column.can_change or name not in values or not column.accepts(values[name]):
                 return None
             if type(before) is not type(values[name]) or before != values[name]:
                 changes[name] = values[name]
         return changes
 
-    def values(self, state: InstanceState[Any]) -> dict[str, Any]:
-        """What was read, as far as nobody can change it in place."""
-        values = state.dict
-        return {name: values[name] for name in self.columns if name in values and _is_immutable(values[name])}
-
-    def after(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-        """What would be read when the ``changes`` are written, as far as that is known."""
-        known = {name: value for name, value in changes.items() if self.known[name].gives_back}
-        return {name: value for name, value in values.items() if name not in changes} | known
+    def values(self, state: InstanceState[Any]) -> dict[str, Any] | None:
+        """What was read; None if not all of it is there, or some could be changed in place."""
+        values = {name: state.dict[name] for name in self.loaded if name in state.dict}
+        return values if len(values) == len(self.loaded) and all(map(_is_immutable, values.values())) else None
 
 
 def plain_entity(
@@ -95,11 +109,12 @@ def plain_entity(
     if found is None:
         return None
     columns = {each.key: str(each.columns[0].name) for each in mapper.column_attrs}
-    known = {name: found.columns[column] for name, column in columns.items() if column in found.columns}
+    loaded = tuple(each.key for each in mapper.column_attrs if not each.deferred)
+    typed = {name: found.columns[column] for name, column in columns.items() if column in found.columns}
     keys = tuple(found.columns[column.name] for column in mapper.primary_key if column.name in found.columns)
-    if len(keys) < len(mapper.primary_key) or not all(key.gives_back for key in keys):
+    if len(keys) < len(mapper.primary_key):
         return None
-    return Plain(mapper, table, found.identity, columns, known, keys)
+    return Plain(mapper, table, found.identity, columns, loaded, typed, keys)
 
 
 def _is_plain_mapper(mapper: Mapper[Any]) -> bool:
@@ -112,8 +127,6 @@ def _is_plain_mapper(mapper: Mapper[Any]) -> bool:
         and mapper.primary_key == tuple(table.primary_key)
         and all(map(_is_plain_property, mapper.column_attrs))
         and all(each.lazy in _LOADED_WHEN_ASKED_FOR for each in mapper.relationships)
-        and not any(map(_listeners(mapper), _MAPPER_EVENTS))
-        and not any(map(_others(mapper.class_manager), _INSTANCE_EVENTS))
     )
 
 
@@ -123,7 +136,8 @@ def _is_plain_property(attribute: ColumnProperty[Any]) -> bool:
     return (
         len(attribute.columns) == 1
         and isinstance(column.table, Table)
-        and column.key == column.name
+        and column.key == column.name  # by which the catalogue knows it
+        and type(column.type).__module__.startswith("sqlalchemy.")  # one of the user's may do anything with a value
         and column.onupdate is column.server_onupdate is column.computed is None
         and not (column.default is not None and column.default.is_clause_element)
         and not attribute.raiseload
@@ -131,14 +145,15 @@ def _is_plain_property(attribute: ColumnProperty[Any]) -> bool:
 
 
 def _is_immutable(value: Any) -> bool:
-    return type(value) in _IMMUTABLE or isinstance(value, Enum)
+    return type(value) in _IMMUTABLE or isinstance(value, (Enum, UUID))
 
 
 def _listeners(target: Any) -> Callable[[str], Any]:
     return lambda event: getattr(target.dispatch, event)
 
 
-def _others(target: Any) -> Callable[[str], Any]:
+def _listeners_of_others(target: Any) -> Callable[[str], Any]:
     """Without ours, of projectors that declare the entity in ``read_models``: they look at their own sessions only."""
-    package = f"{__package__}."
-    return lambda event: any(not each.__module__.startswith(package) for each in getattr(target.dispatch, event))
+    return lambda event: any(
+        not (getattr(each, "__module__", None) or "").startswith(_PACKAGE) for each in getattr(target.dispatch, event)
+    )

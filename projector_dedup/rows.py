@@ -8,7 +8,8 @@ what is plain is kept (``plain.py``, and the dialect's word on its table); all e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from operator import itemgetter
 from typing import Any, Protocol
 
@@ -17,11 +18,15 @@ from sqlalchemy.engine import Connection
 from sqlalchemy.orm import InstanceState, Session, make_transient_to_detached
 from sqlalchemy.orm.attributes import set_committed_value
 from sqlalchemy.orm.exc import StaleDataError
+from sqlalchemy.sql import Executable
 
 from .dialects import Dialect
-from .plain import Plain, is_plain_session, is_sql, plain_entity
+from .dialects.plain_tables import parameter
+from .plain import Plain, is_plain_class, is_plain_connection, is_plain_session, is_sql, plain_entity
 
 Load = Callable[[Any, Any], Any]
+Updates = list[tuple[Any, dict[str, Any]]]
+"""The key of a row, and what is to be written to it."""
 
 
 class Watched(Protocol):
@@ -43,106 +48,75 @@ class Rows:
         self._connection = watched.connection
         self._late_writes = watched.dialect.late_writes
         self._failed = watched.statement_failed
+        self._failure: BaseException | None = None  # of ours; who swallows it meets it again
         self._entities: dict[Any, Plain | None] = {}
         self._tables: set[Any] = set()  # theirs, of those that are plain
+        self._statements: dict[tuple[Plain, tuple[str, ...]], Executable] = {}
         self._values: dict[Any, Mapping[str, Any]] = {}  # by identity key: what a SELECT would find
         self._unwritten: dict[Any, tuple[Plain, dict[str, Any]]] = {}
-        self._plain_session = is_plain_session(watched.session)
-        self._quiet = self._plain_session  # this message has sent nothing of its own to the database
-        self._harmless: type[Any] | None = None  # the statements that are sent on its behalf
+        self._stopped = not is_plain_class(type(self._session)) or not is_plain_connection(self._connection)
+        self._quiet = True  # this message has sent nothing of its own to the database
+        self._expected: type[Any] | None = None  # the statements that are sent on its behalf
 
     def get(self, entity: Any, ident: Any, load: Load) -> Any:
         """``session.get()``, without a SELECT for what is known."""
-        plain = self._plain(entity) if self._quiet and getattr(load, "__func__", None) is Session.get else None
-        key = plain.identity_key(ident) if plain is not None else None
+        plain = self._plain(entity) if self._keeps() else None
+        key = plain.identity_key(ident) if plain is not None and not plain.is_listened_to() else None
         if plain is None or key is None or key in self._session.identity_map:
             return load(entity, ident)
-        if self._session.autoflush:
-            self._flush()  # as the SELECT would
+        if self._session.autoflush and not self._session._flushing:  # as autoflush itself asks
+            self._flush()
             if key in self._session.identity_map:  # it was new
                 return load(entity, ident)
         if (values := self._values.get(key)) is not None:
             return self._restored(plain, values)
-        self._harmless = Select
-        try:
+        with self._expecting(Select):
             instance = load(entity, ident)
-        finally:
-            self._harmless = None
-        if instance is not None and self._quiet:
-            self._values[key] = plain.values(inspect(instance))
+        if instance is not None and self._quiet and (values := plain.values(inspect(instance))) is not None:
+            self._values[key] = values
         return instance
 
-    def before_statement(self, statement: Any = None) -> None:
-        """Before a statement, or something that may send one: it finds what was written, and may change it."""
-        if (
-            self._harmless is None
-            or not isinstance(statement, self._harmless)
-            or (self._harmless is Insert and statement.table not in self._tables)
-        ):
+    def before_statement(self, statement: Any) -> None:
+        """Before a statement: it finds what was written, and may change anything."""
+        if self._expected is None or not isinstance(statement, self._expected):
             self.write()
+        elif self._expected is Insert:
+            if statement.table in self._tables:  # whose rows alone it changes
+                self._send()
+            else:
+                self.write()
 
-    def end_message(self, *, trusted: bool) -> None:
-        """Between two messages; they are not ``trusted`` if one may reach the database past us from now on."""
+    def stop(self) -> None:
+        """Before statements that nobody tells us of, or that are about other rows: keep nothing from here on."""
+        self.write()
+        self._stopped = True
+
+    def end_message(self) -> None:
+        """Between two messages: keep or write what the first has changed; the session forgets it, as after a COMMIT."""
+        self._raise_failure()
         self._flush()
+        if self._session.expire_on_commit:
+            self._session.expire_all()
         self._session.expunge_all()
-        self._quiet = trusted and self._plain_session
-
-    def _flush(self) -> None:
-        """As ``session.flush()``, but what can be written late stays here."""
-        kept = self._quiet and self._keep()
-        if kept and not self._session.new:
-            return
-        self._harmless = Insert if kept else None
-        try:
-            self._session.flush()
-        finally:
-            self._harmless = None
+        self._quiet = True
 
     def write(self) -> None:
         """Write what is not written, and know nothing any more."""
+        self._raise_failure()
         self._quiet = False
         self._values.clear()
-        unwritten, self._unwritten = self._unwritten, {}
-        alike: dict[tuple[Plain, tuple[str, ...]], list[tuple[Any, dict[str, Any]]]] = {}
-        for (_, ident, *_), (plain, changes) in unwritten.items():
-            alike.setdefault((plain, tuple(sorted(changes))), []).append((ident, changes))
-        for (plain, names), rows in alike.items():
-            rows.sort(key=itemgetter(0))  # rival batches lock them in one order
-            try:
-                self._update(plain, names, rows)
-            except BaseException as error:
-                self._failed(error)
-                raise
+        self._send()
 
-    def _update(self, plain: Plain, names: tuple[str, ...], rows: list[tuple[Any, dict[str, Any]]]) -> None:
-        statement = self._late_writes.statement(plain.table, tuple(plain.columns[name] for name in names))
-        values = {f"new_{plain.columns[name]}": [changes[name] for _, changes in rows] for name in names}
-        for place, column in enumerate(plain.table.primary_key):
-            values[f"new_{column.name}"] = [ident[place] for ident, _ in rows]
-        written = Connection.execute(self._connection, statement, values).rowcount  # past the guard, which called us
-        if written != len(rows):
-            raise StaleDataError(f"UPDATE of {len(rows)} rows of {plain.table.name} found {written}")
+    def _keeps(self) -> bool:
+        session = self._session
+        return self._quiet and not self._stopped and not session.in_nested_transaction() and is_plain_session(session)
 
-    def _plain(self, entity: Any) -> Plain | None:
-        if entity not in self._entities:
-            try:
-                plain = plain_entity(entity, self._connection, self._late_writes.look)
-            except BaseException as error:
-                self._failed(error)
-                raise
-            if plain is not None and any(each and each.identity == plain.identity for each in self._entities.values()):
-                plain = None  # a table that has several entities: one would not see what the other changed
-            self._entities[entity] = plain
-            self._tables |= {plain.table} if plain is not None else set()
-        return self._entities[entity]
-
-    def _restored(self, plain: Plain, values: Mapping[str, Any]) -> Any:
-        instance = plain.mapper.class_manager.new_instance()
-        for name, value in values.items():
-            set_committed_value(instance, name, value)
-        make_transient_to_detached(instance)
-        self._session.add(instance)
-        return instance
+    def _flush(self) -> None:
+        """As ``session.flush()``, but what can be written late stays here."""
+        kept = self._keeps() and self._keep()
+        if not kept or self._session.new:
+            with self._expecting(Insert if kept else None):
+                self._session.flush()
 
     def _keep(self) -> bool:
         """Take what this message changed, so that an INSERT of what is new is all that is left; or nothing."""
@@ -153,18 +127,78 @@ class Rows:
         for instance in session.dirty:
             state = inspect(instance)
             plain = self._plain(type(instance)) if state.key in self._values else None
-            changes = plain.changes(state) if plain is not None else None
+            changes = plain.changes(state) if plain is not None and not plain.is_listened_to() else None
             if plain is None or changes is None:
                 return False
-            if changes:
-                changed.append((plain, state, changes))
+            changed.append((plain, state, changes))
         for plain, state, changes in changed:
-            self._values[state.key] = plain.after(self._values[state.key], changes)
-            self._unwritten.setdefault(state.key, (plain, {}))[1].update(changes)
-            for name, value in changes.items():
-                set_committed_value(state.obj(), name, value)
+            if changes:
+                self._values[state.key] = {**self._values[state.key], **changes}
+                self._unwritten.setdefault(state.key, (plain, {}))[1].update(changes)
+            state._commit_all(state.dict, session.identity_map)  # as a flush leaves it
         return True
 
     def _is_plain_new(self, instance: Any) -> bool:
-        """Whether its INSERT reads nothing."""
+        """Whether its INSERT computes nothing."""
         return self._plain(type(instance)) is not None and not any(map(is_sql, inspect(instance).dict.values()))
+
+    def _send(self) -> None:
+        unwritten, self._unwritten = self._unwritten, {}
+        alike: dict[tuple[Plain, tuple[str, ...]], Updates] = {}
+        for identity_key, (plain, changes) in unwritten.items():
+            alike.setdefault((plain, tuple(sorted(changes))), []).append((identity_key[1], changes))
+        with self._remembering_failure():
+            for (plain, names), updates in alike.items():
+                updates.sort(key=itemgetter(0))  # rivals mostly lock them in one order, then
+                self._update(plain, names, updates)
+
+    def _update(self, plain: Plain, names: tuple[str, ...], updates: Updates) -> None:
+        if (plain, names) not in self._statements:
+            columns = tuple(plain.columns[name] for name in names)
+            self._statements[plain, names] = self._late_writes.statement(plain.table, columns)
+        keys = zip(*(ident for ident, _ in updates), strict=True)
+        lists = [*map(list, keys), *([changes[name] for _, changes in updates] for name in names)]
+        parameters = {parameter(place): values for place, values in enumerate(lists)}
+        result = Connection.execute(self._connection, self._statements[plain, names], parameters)  # the guard called us
+        if result.rowcount != len(updates):
+            raise StaleDataError(f"UPDATE of {len(updates)} rows of {plain.table.name} found {result.rowcount}")
+
+    def _plain(self, entity: Any) -> Plain | None:
+        if entity not in self._entities:
+            with self._remembering_failure():
+                plain = plain_entity(entity, self._connection, self._late_writes.look)
+            if plain is not None and any(each and each.identity == plain.identity for each in self._entities.values()):
+                plain = None  # a table that has several entities: one would not see what the other changed
+            self._entities[entity] = plain
+            if plain is not None:
+                self._tables.add(plain.table)
+        return self._entities[entity]
+
+    def _restored(self, plain: Plain, values: Mapping[str, Any]) -> Any:
+        instance = plain.mapper.class_manager.new_instance()
+        for name, value in values.items():
+            set_committed_value(instance, name, value)
+        make_transient_to_detached(instance)
+        self._session.add(instance)
+        return instance
+
+    @contextmanager
+    def _expecting(self, statements: type[Any] | None) -> Iterator[None]:
+        before, self._expected = self._expected, statements
+        try:
+            yield
+        finally:
+            self._expected = before
+
+    @contextmanager
+    def _remembering_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            self._failure = error
+            self._failed(error)
+            raise
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure

@@ -122,7 +122,7 @@ class Work:
         guard = self._begun()
         guard.verify()
         guard.rows = guard.rows or Rows(guard)
-        guard.rows.end_message(trusted=not guard.must_ask)
+        guard.rows.end_message()
 
     def commit(self) -> None:
         """Flush, look whether this is still the transaction that was begun, commit once."""

@@ -67,9 +67,18 @@ class Plain(Base):
     padded: Mapped[str | None] = mapped_column(Text().with_variant(String(4), "sqlite"))
     price: Mapped[Decimal] = mapped_column(Numeric(8, 2), default=Decimal("1.00"))
     seen: Mapped[datetime | None] = mapped_column(DateTime(timezone=True))
+    at: Mapped[datetime | None] = mapped_column(DateTime)
+    children: Mapped[list[Child]] = relationship(back_populates="parent")
+
+
+class Rich(Base):
+    """What may be changed in place, or is another value when it was stored."""
+
+    __tablename__ = "program_rich"
+    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    number: Mapped[int] = mapped_column(default=0)
     lower: Mapped[str | None] = mapped_column(Lower)
     tags: Mapped[Any] = mapped_column(JSON, default=list)
-    children: Mapped[list[Child]] = relationship(back_populates="parent")
 
 
 class Simple(Base):
@@ -163,7 +172,7 @@ class Child(Base):
     parent: Mapped[Plain] = relationship(back_populates="children")
 
 
-ENTITIES: list[Any] = [Plain, Simple, Namesake, Triggering, Versioned, Touched, Doubled, Audited, Child]
+ENTITIES: list[Any] = [Plain, Simple, Rich, Namesake, Triggering, Versioned, Touched, Doubled, Audited, Child]
 
 TRIGGER = """
 CREATE FUNCTION program_follow() RETURNS trigger LANGUAGE plpgsql AS
@@ -232,11 +241,11 @@ def adds_to(entity: Any) -> Step:
     return step
 
 
-def sets(name: str, *values: Any) -> Step:
-    """An attribute of the plain entity."""
+def sets(name: str, *values: Any, entity: Any = Plain) -> Step:
+    """An attribute."""
 
     def step(session: Session, ident: int, number: int, seen: list[Any]) -> None:
-        row = _get(session, Plain, ident)
+        row = _get(session, entity, ident)
         value = getattr(row, name)
         seen.append((name, str(value) if is_sql(value) else repr(value)))
         setattr(row, name, values[number % len(values)])
@@ -275,7 +284,7 @@ def by_bulk(session: Session, ident: int, number: int, _seen: list[Any]) -> None
 
 def by_upsert(session: Session, ident: int, number: int, _seen: list[Any]) -> None:
     """Atomic."""
-    new = insert(Plain).values(id=ident, number=number, checked=0, price=Decimal(2), tags=[])
+    new = insert(Plain).values(id=ident, number=number, checked=0, price=Decimal(2))
     session.execute(new.on_conflict_do_update(index_elements=["id"], set_={"number": Plain.number + number}))
 
 
@@ -396,7 +405,7 @@ def savepoint(session: Session, ident: int, number: int, seen: list[Any]) -> Non
 
 def changes_in_place(session: Session, ident: int, number: int, seen: list[Any]) -> None:
     """Which the ORM does not notice."""
-    tags = _get(session, Plain, ident).tags
+    tags = _get(session, Rich, ident).tags
     seen.append(repr(tags))
     if tags is not None:
         tags.append(number)
@@ -438,6 +447,7 @@ def fails(_session: Session, _ident: int, number: int, _seen: list[Any]) -> None
 MOMENT = datetime(2024, 2, 3, 4, 5, 6, 789, UTC)
 ELSEWHERE = MOMENT.astimezone(timezone(timedelta(hours=5, minutes=30)))
 PRICES = [Decimal(price) for price in ("2.50", "7.10", "2.505", "3.00", "-0.00", "9999999.99")]
+NAIVE = MOMENT.replace(tzinfo=None)
 STEPS: list[Step] = [
     *(adds_to(entity) for entity in [Plain, Plain, Plain, *ENTITIES]),
     sets("checked", 1, -1, 2),
@@ -446,8 +456,9 @@ STEPS: list[Step] = [
     sets("note", "abcdef", "abcdefg", None, "ä€ß", "a\0b", "\udc80"),
     sets("price", *PRICES, 4, 4.125),
     sets("seen", MOMENT, ELSEWHERE, None),
-    sets("lower", "ABC", "def"),
-    sets("tags", [1], {"a": 1}, None),
+    sets("at", NAIVE, NAIVE.replace(fold=1), None),
+    sets("lower", "ABC", "def", entity=Rich),
+    sets("tags", [1], {"a": 1}, None, entity=Rich),
     sets("id", 0, 7),
     *(of_session(name) for name in ("expire_all", "expunge_all", "flush")),
     *(expression, by_text, by_core, by_bulk, by_upsert, by_driver, sums, sums_unflushed, selects, looks),
@@ -519,14 +530,14 @@ FOUND: dict[str, Program] = {
         [(sets("code", "b"), 2, 0)],
     ],
     "values that are stored otherwise": [
-        [(sets("lower", "ABC"), 1, 0), (sets("price", Decimal("1.005")), 1, 0)],
-        [(sets("lower", "DEF"), 1, 0), (sets("price", 4), 1, 0)],
-        [(sets("lower", "GHI"), 1, 0), (sets("price", 4), 1, 0)],
+        [(sets("lower", "ABC", entity=Rich), 1, 0), (sets("price", Decimal("1.005")), 1, 0)],
+        [(sets("lower", "DEF", entity=Rich), 1, 0), (sets("price", 4), 1, 0)],
+        [(sets("lower", "GHI", entity=Rich), 1, 0), (sets("price", 4), 1, 0)],
     ],
 }
 """What programs drawn by lot, or a reader, found wrong once."""
 
-LATE = [adds_to(Plain), sets("seen", MOMENT, None), sets("note", "x", None, "ä€ß"), sets("price", *PRICES[:2])]
+LATE = [adds_to(Plain), sets("at", NAIVE, None), sets("note", "x", None, "ä€ß"), sets("price", *PRICES[:2])]
 
 
 def draw(seed: int) -> Program:

@@ -13,12 +13,10 @@ from sqlalchemy.sql import Executable
 
 @dataclass(frozen=True)
 class PlainColumn:
-    """A column that nothing else depends on, as far as the database knows."""
+    """A column of a type that is known."""
 
     accepts: Callable[[Any], bool]
-    """Whether this value can be stored: without an error, whatever else is in the table."""
-    gives_back: bool
-    """Whether a value that it accepts comes back as it was given, in type and form."""
+    """Whether this value is stored without an error and comes back as it was given, in type and form."""
     can_change: bool
     """Whether it is in no index and no constraint, by which another row could refuse the value."""
 
@@ -33,6 +31,11 @@ class PlainTable:
     """By name, those of a type that is known."""
 
 
+def parameter(place: int) -> str:
+    """The name of a list among the parameters of ``LateWrites.statement``; no column is called so."""
+    return f"projector_dedup_{place}"
+
+
 class LateWrites:
     """What a database says of its tables, and how it writes many rows at once. This one says nothing."""
 
@@ -41,5 +44,5 @@ class LateWrites:
         return None
 
     def statement(self, table: Table, changed: tuple[str, ...]) -> Executable:
-        """UPDATE the columns ``changed`` of many rows; ``:new_<column>``, of the key and of each of them, are lists."""
+        """UPDATE the columns ``changed`` of many rows, by lists: first of each column of the key, then of those."""
         raise NotImplementedError

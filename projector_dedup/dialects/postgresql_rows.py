@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import date, datetime
 from decimal import Decimal
-from functools import cache, partial
+from functools import partial
 from typing import Any
 from uuid import UUID
 
@@ -18,7 +18,7 @@ from sqlalchemy.engine import Connection
 from sqlalchemy.sql import Executable
 from sqlalchemy.types import TypeEngine
 
-from .plain_tables import LateWrites, PlainColumn, PlainTable
+from .plain_tables import LateWrites, PlainColumn, PlainTable, parameter
 from .postgresql_catalog import regclass
 
 # Whatever could make an UPDATE do more than it says, or give back another row than a SELECT before it, is excluded.
@@ -33,7 +33,7 @@ _COLUMNS = text(
         AND NOT (c.relhasrules OR c.relrowsecurity OR c.relhassubclass)
         AND (a.attcollation = 0 OR (SELECT collisdeterministic FROM pg_collation WHERE oid = a.attcollation))
         AND current_setting('transaction_isolation') IN ('repeatable read', 'serializable')
-        AND current_setting('server_encoding') = 'UTF8'
+        AND current_setting('server_encoding') = 'UTF8' AND current_setting('client_encoding') = 'UTF8'
         AND NOT EXISTS (SELECT FROM pg_trigger WHERE tgrelid = c.oid AND NOT tgisinternal)
         AND NOT EXISTS (SELECT FROM pg_inherits WHERE inhrelid = c.oid)
         AND NOT EXISTS (SELECT FROM pg_attribute WHERE attrelid = c.oid AND attgenerated <> '')
@@ -64,31 +64,22 @@ class PostgreSQLRows(LateWrites):
             accepts = partial(known.accepts, row.modifier)
             if not row.attnotnull:
                 accepts = partial(_null_or, accepts)
-            columns[row.name] = PlainColumn(
-                accepts,
-                gives_back=not known.zoned,  # else in the time zone of the connection
-                can_change=not row.bound,
-            )
+            columns[row.name] = PlainColumn(accepts, can_change=not row.bound)
         return PlainTable(found[0].identity, columns) if found else None
 
     def statement(self, table: Table, changed: tuple[str, ...]) -> Executable:
         """From arrays: whatever their length, one statement and one plan."""
-        return _update(table, changed)
-
-
-@cache
-def _update(table: Table, changed: tuple[str, ...]) -> Executable:
-    keys = [column.name for column in table.primary_key]
-    arrays = []
-    for name in (*keys, *changed):
-        array: sa.ARRAY[Any] = sa.ARRAY(_unbounded(table.c[name].type))
-        arrays.append(cast(bindparam(f"new_{name}", type_=array), array))
-    given = func.unnest(*arrays).table_valued(*keys, *changed).render_derived("given")
-    return (
-        update(table)
-        .where(and_(*(table.c[name] == given.c[name] for name in keys)))
-        .values({name: given.c[name] for name in changed})
-    )
+        names = [*(column.name for column in table.primary_key), *changed]
+        arrays = []
+        for place, name in enumerate(names):
+            array: sa.ARRAY[Any] = sa.ARRAY(_unbounded(table.c[name].type))
+            arrays.append(cast(bindparam(parameter(place), type_=array), array))
+        given = func.unnest(*arrays).table_valued(*names).render_derived("projector_dedup_rows")
+        return (
+            update(table)
+            .where(and_(*(column == given.c[column.name] for column in table.primary_key)))
+            .values({name: given.c[name] for name in changed})
+        )
 
 
 def _unbounded(kind: TypeEngine[Any]) -> TypeEngine[Any]:
@@ -102,7 +93,6 @@ class _Known:
 
     types: frozenset[type[TypeEngine[Any]]]
     accepts: Callable[..., bool]
-    zoned: bool = False
 
     def fits(self, mapped: TypeEngine[Any], modifier: int) -> bool:
         """Whether a column so mapped does: not with a type of the user's, which may do anything with its values."""
@@ -114,8 +104,8 @@ class _Known:
             said = (mapped.precision, mapped.scale)
             return mapped.asdecimal and said in ((None, None), _precision_and_scale(modifier))
         if isinstance(mapped, sa.DateTime):
-            return mapped.timezone is self.zoned
-        return getattr(mapped, "as_uuid", True) is True
+            return not mapped.timezone
+        return not isinstance(mapped, sa.Uuid) or bool(mapped.as_uuid)
 
 
 def _precision_and_scale(modifier: int) -> tuple[int, int]:
@@ -152,11 +142,11 @@ def _is(kind: type[Any]) -> Callable[..., bool]:
 
 
 def _float(_modifier: int, value: Any) -> bool:
-    return type(value) is float and math.isfinite(value)
+    return type(value) is float and math.isfinite(value) and (value != 0 or math.copysign(1, value) > 0)
 
 
-def _moment(modifier: int, value: Any, *, zoned: bool) -> bool:
-    return type(value) is datetime and (value.utcoffset() is not None) is zoned and modifier == -1
+def _moment(modifier: int, value: Any) -> bool:
+    return type(value) is datetime and value.tzinfo is None and not value.fold and modifier == -1
 
 
 def _types(*types: type[TypeEngine[Any]]) -> frozenset[type[TypeEngine[Any]]]:
@@ -164,7 +154,6 @@ def _types(*types: type[TypeEngine[Any]]) -> frozenset[type[TypeEngine[Any]]]:
 
 
 _TEXTS = _types(sa.String, sa.Text, sa.Unicode, sa.UnicodeText, sa.VARCHAR, sa.TEXT)
-_MOMENTS = _types(sa.DateTime, sa.DATETIME, sa.TIMESTAMP, postgresql.TIMESTAMP)
 
 _KNOWN = {  # by the numbers of the types, which never change
     16: _Known(_types(sa.Boolean, sa.BOOLEAN), _is(bool)),
@@ -175,8 +164,7 @@ _KNOWN = {  # by the numbers of the types, which never change
     701: _Known(_types(sa.Float, sa.Double, sa.DOUBLE_PRECISION), _float),
     1043: _Known(_TEXTS, _text),
     1082: _Known(_types(sa.Date, sa.DATE), _is(date)),
-    1114: _Known(_MOMENTS, partial(_moment, zoned=False)),
-    1184: _Known(_MOMENTS, partial(_moment, zoned=True), zoned=True),
+    1114: _Known(_types(sa.DateTime, sa.DATETIME, sa.TIMESTAMP, postgresql.TIMESTAMP), _moment),  # 1184 changes zones
     1700: _Known(_types(sa.Numeric, sa.NUMERIC, sa.DECIMAL), _decimal),
     2950: _Known(_types(sa.Uuid, sa.UUID), _is(UUID)),
 }
