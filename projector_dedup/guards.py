@@ -51,7 +51,7 @@ class Guard:
 
     def release(self) -> None:
         """Give the connection back as it was."""
-        self.watching = False
+        self.watching, self.rows = False, None  # which point back at us
         release_connection(self.connection, self._connection_class)
         cast(GuardedSession, self.session).guard = None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
@@ -33,7 +33,7 @@ _IMMUTABLE = {type(None), bool, int, float, str, bytes, Decimal, date, datetime,
 def is_plain_session(session: Session) -> bool:
     """Whether nobody listens who would notice that it loads or writes less often."""
     options = getattr(session, "execution_options", None)  # of SQLAlchemy 2.1
-    return not options and not any(map(_listeners(session), _SESSION_EVENTS))
+    return not options and not _has_listeners(session, _SESSION_EVENTS)
 
 
 def is_plain_class(session_class: type[Session]) -> bool:
@@ -45,7 +45,7 @@ def is_plain_class(session_class: type[Session]) -> bool:
 
 def is_plain_connection(connection: Connection) -> bool:
     """Whether nobody listens who would notice that there are fewer statements, or change each."""
-    return not any(map(_listeners(connection), _CONNECTION_EVENTS))
+    return not _has_listeners(connection, _CONNECTION_EVENTS)
 
 
 def is_sql(value: Any) -> bool:
@@ -67,9 +67,7 @@ class Plain:
 
     def is_listened_to(self) -> bool:
         """Whether somebody would notice that its rows are loaded or written less often."""
-        return any(map(_listeners(self.mapper), _MAPPER_EVENTS)) or any(
-            map(_listeners_of_others(self.mapper.class_manager), _INSTANCE_EVENTS)
-        )
+        return _has_listeners(self.mapper, _MAPPER_EVENTS) or _has_listeners_of_others(self.mapper.class_manager)
 
     def identity_key(self, ident: Any) -> Any:
         """As the identity map has it; None if the database might find another row than the one of just this key."""
@@ -148,12 +146,12 @@ def _is_immutable(value: Any) -> bool:
     return type(value) in _IMMUTABLE or isinstance(value, (Enum, UUID))
 
 
-def _listeners(target: Any) -> Callable[[str], Any]:
-    return lambda event: getattr(target.dispatch, event)
+def _has_listeners(target: Any, events: Iterable[str]) -> bool:
+    dispatch = target.dispatch
+    return any(getattr(dispatch, event) for event in events)
 
 
-def _listeners_of_others(target: Any) -> Callable[[str], Any]:
+def _has_listeners_of_others(manager: Any) -> bool:
     """Without ours, of projectors that declare the entity in ``read_models``: they look at their own sessions only."""
-    return lambda event: any(
-        not (getattr(each, "__module__", None) or "").startswith(_PACKAGE) for each in getattr(target.dispatch, event)
-    )
+    listeners = (each for event in _INSTANCE_EVENTS for each in getattr(manager.dispatch, event))
+    return any(not (getattr(each, "__module__", None) or "").startswith(_PACKAGE) for each in listeners)

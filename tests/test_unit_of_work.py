@@ -10,6 +10,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sess
 
 from projector_dedup import (
     Dispatcher,
+    Message,
     Outcome,
     TransactionViolatedError,
     UnitOfWork,
@@ -199,5 +200,8 @@ def test_a_delivery_leaves_nothing_to_the_garbage_collector(factory: sessionmake
         for number in range(30):
             dispatcher.deliver(f"m{number}", message_id=f"m{number}")
         assert gc.collect() < 30  # other threads leave things too, but not for each message
+        for number in range(30):
+            dispatcher.deliver_batch([Message(f"b{number}-{each}", f"b{number}-{each}") for each in "xy"])
+        assert gc.collect() < 30
     finally:
         gc.enable()
