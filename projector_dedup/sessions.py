@@ -14,7 +14,7 @@ from sqlalchemy.exc import DBAPIError, UnboundExecutionError
 from sqlalchemy.orm import Session, scoped_session, sessionmaker
 
 from .asyncio_names import AsyncSession, async_scoped_session, async_sessionmaker
-from .dialects import LEVELS, Dialect, dialect_of
+from .dialects import LEVEL_OF_BEGIN, LEVELS, Dialect, dialect_of
 from .errors import UnsafeSessionError
 from .guarded import guarded_session
 from .locking import locking_session
@@ -24,6 +24,7 @@ from .tables import DedupTables, default_tables
 logger = logging.getLogger("projector_dedup")
 
 _admitted: WeakSet[Engine] = WeakSet()
+_begun_by_claims: WeakSet[Engine] = WeakSet()
 _default_levels: WeakKeyDictionary[Engine, str] = WeakKeyDictionary()
 
 
@@ -103,8 +104,10 @@ def _private_arguments(arguments: dict[str, Any], options: UnitOptions) -> dict[
     return private
 
 
-def open_connection(session: Session, bind: Engine | Connection, options: UnitOptions, *, marked: bool) -> Connection:
-    """Begin the session's transaction on ``bind``, at the level that ``options`` come to."""
+def open_connection(
+    session: Session, bind: Engine | Connection, options: UnitOptions, *, marked: bool, one: bool
+) -> Connection:
+    """Begin the session's transaction on ``bind``, at the level that ``options`` come to. ``one`` claim comes next."""
     if session.in_transaction() or session.new or session.dirty or session.deleted:
         raise UnsafeSessionError(
             "the session was used before the claim; the claim is the transaction's first statement"
@@ -121,9 +124,7 @@ def open_connection(session: Session, bind: Engine | Connection, options: UnitOp
         level = _isolation_level(bind, dialect, options, marked=marked)
         try:
             with dialect.opening(marked=marked):
-                connection = session.connection(
-                    bind_arguments={"bind": bind}, execution_options={"isolation_level": level} if level else None
-                )
+                connection = _connect(session, bind, dialect, level, begun_by_claim=one and bind in _begun_by_claims)
         except bind.dialect.loaded_dbapi.Error as error:  # SQLAlchemy does not wrap what setting the level meets
             raise DBAPIError(None, None, error) from error
     elif options.external:
@@ -137,6 +138,21 @@ def open_connection(session: Session, bind: Engine | Connection, options: UnitOp
             "sessionmaker to the engine (in tests: projector_dedup.testing.external_transaction)"
         )
     dialect.refuse_unsafe(connection)
+    return connection
+
+
+def _connect(
+    session: Session, bind: Engine, dialect: Dialect, level: str | None, *, begun_by_claim: bool
+) -> Connection:
+    """The level is said with BEGIN, where the claim sends it: SQLAlchemy would set it, and set it back."""
+    if level is None:
+        return session.connection(bind_arguments={"bind": bind})
+    name = LEVEL_OF_BEGIN if begun_by_claim else "isolation_level"
+    connection = session.connection(bind_arguments={"bind": bind}, execution_options={name: level})
+    if begun_by_claim and not dialect.claim_begins(connection):  # a listener of the user's has sent something already
+        _begun_by_claims.discard(bind)
+        session.rollback()
+        return _connect(session, bind, dialect, level, begun_by_claim=False)
     return connection
 
 
@@ -158,6 +174,8 @@ def _admit(engine: Engine, dialect: Dialect) -> None:
         dialect.prepare(engine)
         with engine.connect() as connection:
             dialect.refuse_unsafe(connection)
+            if dialect.claim_begins(connection):
+                _begun_by_claims.add(engine)
             if dialect.locks_rows and not dialect.begins_with_level:
                 with suppress(NotImplementedError):
                     # SQLAlchemy asked before the user's own listener of "connect" may have set another.

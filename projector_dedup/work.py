@@ -58,7 +58,7 @@ class Work:
         """Claim first: the row of the marker is the lock on which a concurrent delivery waits."""
         former_names = valid_formerly(formerly)
         key = marker_key(valid_message_id(message_id), valid_handler(handler), occurred_at)
-        with self._claiming(key) as guard:
+        with self._claiming(key, one=True) as guard:
             tables, wait = self._options.tables, self._options.claim_timeout
             self._new = insert_marker(guard.connection, guard.dialect, tables, key, former_names, wait=wait)
         return self._new
@@ -77,7 +77,7 @@ class Work:
             keys.setdefault(key["message_id"], key)
         if not keys:
             raise UnsafeSessionError("claim_many() of no message: there would be nothing to commit")
-        with self._claiming(next(iter(keys.values()))) as guard:
+        with self._claiming(next(iter(keys.values())), one=False) as guard:
             tables, wait = self._options.tables, self._options.claim_timeout
             named = [{**key, "handler": name} for key in keys.values() for name in names]
             inserted = insert_markers(guard.connection, guard.dialect, tables, named, wait)
@@ -95,9 +95,9 @@ class Work:
             guard.connection.commit()
 
     @contextmanager
-    def _claiming(self, key: dict[str, Any]) -> Iterator[Guard]:
+    def _claiming(self, key: dict[str, Any], *, one: bool) -> Iterator[Guard]:
         self._key = key
-        guard = self._begin(bind_of_marker(self.session, self._options.tables))
+        guard = self._begin(bind_of_marker(self.session, self._options.tables), one=one)
         try:
             yield guard
             if self._new and self._options.strict:
@@ -229,9 +229,9 @@ class Work:
             raise UnsafeSessionError("nothing was claimed in this unit of work; claim() comes before commit()")
         return self._guard
 
-    def _begin(self, bind: Any) -> Guard:
+    def _begin(self, bind: Any, *, one: bool = False) -> Guard:
         dialect, options = dialect_of(bind), self._options
-        connection = open_connection(self.session, bind, options, marked=self._key is not None)
+        connection = open_connection(self.session, bind, options, marked=self._key is not None, one=one)
         if self._key is not None:
             refuse_shared_markers(connection, options.tables)
             self._schemas = translate_map(connection)

@@ -110,6 +110,35 @@ def test_begin_says_the_level_and_comes_with_the_claim(proxy: CutProxy, engine_o
     assert levels == ["repeatable read"]
 
 
+@pytest.mark.parametrize("isolation", [None, "READ COMMITTED", "SERIALIZABLE"])
+@pytest.mark.parametrize("target", ["nobody", Session, Engine])
+def test_the_level_is_that_of_the_unit_of_work_and_of_nobody_else(
+    engine_of: EngineOf, target: Any, isolation: str | None
+) -> None:
+    """Also where a listener of the user's has begun the transaction before the claim could say the level."""
+    engine, levels = engine_of(), list[str]()
+
+    def look(*arguments: Any) -> None:
+        arguments[-1].exec_driver_sql("select 1")
+
+    def body(_event: Added, session: Session) -> None:
+        levels.append(session.scalar(text("show transaction_isolation")))
+
+    listening = {Session: (Session, "after_begin", look), Engine: (engine, "begin", look)}.get(target)
+    if listening:
+        event.listen(*listening)
+    try:
+        dispatcher = dispatcher_on(engine, body, isolation=isolation)
+        for number in range(3):
+            dispatcher.deliver(Added(), message_id=f"level-{number}")
+            with engine.connect() as connection:
+                assert connection.scalar(text("show transaction_isolation")) == "read committed"
+    finally:
+        if listening:
+            event.remove(*listening)
+    assert levels == [(isolation or "REPEATABLE READ").lower()] * 3
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -8,8 +8,9 @@ from weakref import WeakSet
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.engine import Dialect as EngineDialect
 
+from .answers import Failure, Status
 from .claims import Key, handler_parameters, key_of, same_key
-from .interface import LEVELS, Dialect, Failure, Status
+from .interface import LEVEL_OF_BEGIN, LEVELS, Dialect
 from .mysql import MySQL
 from .portable import Portable
 from .postgresql import PostgreSQL
@@ -18,6 +19,7 @@ from .sqlite import SQLite, configure_sqlite
 
 __all__ = [
     "LEVELS",
+    "LEVEL_OF_BEGIN",
     "Dialect",
     "Expired",
     "Failure",

@@ -9,7 +9,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import UTC, datetime
-from enum import Enum
 from typing import Any, ClassVar
 
 from sqlalchemy import FromClause, Table, select
@@ -21,31 +20,14 @@ from sqlalchemy.sql import Executable
 from ..errors import UnsafeSessionError, UnsupportedDatabaseError
 from ..findings import Finding
 from ..transaction_text import Grammar
+from .answers import Failure, Status
 from .claims import Key, Parameters, look_then_insert
 from .columns import utc_now
 from .plain_tables import LateWrites
 from .pruning import Expired, Route, by_index
 
 LEVELS = ("READ UNCOMMITTED", "READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE")
-
-
-class Failure(Enum):
-    """What a database error means for the unit of work that met it."""
-
-    TRANSIENT = "transient"  #: nobody's fault: run the whole unit of work again
-    LOCK_TIMEOUT = "lock timeout"  #: transient, but on a claim with claim_timeout it means InProgress
-    UNIQUE = "unique"  #: a rival may have created the row: run again, a few times
-    NO_TABLE = "no table"  #: on a claim: the marker table is missing, or not ours
-    PERMANENT = "permanent"  #: running again would fail again
-
-
-class Status(Enum):
-    """The transaction, as the driver knows it without asking the server."""
-
-    OPEN = "open"  #: or the driver cannot tell
-    ABORTED = "aborted"
-    NONE = "none"
-    BUSY = "busy"  #: a statement was interrupted half-way, or the connection is gone
+LEVEL_OF_BEGIN = "projector_dedup_level"  #: the execution option that says it where ``Dialect.claim_begins``
 
 
 def refuse_shared_connection(connection: Connection) -> None:
@@ -110,6 +92,10 @@ class Dialect(ABC):
     def opening(self, *, marked: bool) -> AbstractContextManager[None]:
         """Entered while the connection of a unit of work is taken from the pool."""
         return nullcontext()
+
+    def claim_begins(self, connection: Connection) -> bool:
+        """Whether ``claim`` would send BEGIN, at ``LEVEL_OF_BEGIN``: the driver lets it, and nothing has begun."""
+        return False
 
     def refuse_unsafe(self, connection: Connection) -> None:
         """Raise ``RefusedError`` for an engine on which the promise would not hold. No round trip to a server."""

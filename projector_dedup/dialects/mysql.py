@@ -16,8 +16,9 @@ from sqlalchemy.sql.compiler import SQLCompiler
 from ..errors import MissingTableError
 from ..findings import Finding
 from ..transaction_text import COMMANDS, Grammar
+from .answers import Failure, Status
 from .claims import Parameters
-from .interface import Dialect, Failure, Status
+from .interface import Dialect
 from .listeners import listen_once
 from .migrating import lock_session
 from .mysql_catalog import measured, sampled

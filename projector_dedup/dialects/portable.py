@@ -25,8 +25,9 @@ from sqlalchemy.sql.elements import ReleaseSavepointClause
 from ..errors import UnsafeSessionError, UnsupportedDatabaseError
 from ..findings import Finding, advice
 from ..transaction_text import Grammar
+from .answers import Failure, Status
 from .claims import Key, Parameters, handler_parameters, same_key
-from .interface import Dialect, Failure, Status
+from .interface import Dialect
 from .pruning import is_expired
 
 logger = logging.getLogger("projector_dedup")

@@ -22,8 +22,9 @@ from ..errors import UnsupportedDatabaseError
 from ..findings import Finding, advice
 from ..transaction_text import OPAQUE, Grammar
 from . import postgresql_catalog, postgresql_rows
+from .answers import Failure, Status
 from .claims import Key, Parameters
-from .interface import Dialect, Failure, Status
+from .interface import LEVEL_OF_BEGIN, Dialect
 from .migrating import lock_transaction
 from .postgresql_claim import insert_many, insert_markers, inserted_here
 from .postgresql_pruning import picking, sweep
@@ -97,6 +98,15 @@ class PostgreSQL(Dialect):
         """There the second writer of a row gets 40001."""
         return "REPEATABLE READ"
 
+    def claim_begins(self, connection: Connection) -> bool:
+        """psycopg 3."""
+        driver: Any = connection.connection.driver_connection
+        if not hasattr(driver, "pgconn"):
+            return False
+        from .psycopg_claim import can_begin  # whose connection this is, so it can be imported
+
+        return can_begin(driver)
+
     def claim_statement(self, marker: Table, *, bounded: bool, names: int = 1) -> Executable:
         """Nothing is raised for a marker that is there: it would abort the transaction."""
         return insert_markers(marker, bounded=bounded, names=names)
@@ -106,7 +116,7 @@ class PostgreSQL(Dialect):
     ) -> bool:
         """BEGIN and the claim are one round trip, if the driver can do that."""
         driver: Any = connection.connection.driver_connection
-        with _beginning(driver):
+        with _beginning(driver, connection.get_execution_options().get(LEVEL_OF_BEGIN)):
             inserted = connection.execute(statement, key).rowcount
         if inserted < 0:
             raise UnsupportedDatabaseError("the driver does not say how many rows the claim has inserted")
@@ -192,13 +202,13 @@ class PostgreSQL(Dialect):
         )
 
 
-def _beginning(driver: Any) -> AbstractContextManager[None]:
+def _beginning(driver: Any, level: str | None) -> AbstractContextManager[None]:
     """Within, the first statement takes BEGIN along, if the driver is one that can do that."""
     if not hasattr(driver, "pgconn"):
         return nullcontext()
-    from .psycopg_claim import beginning  # whose connection this is, so it can be imported
+    from .psycopg_claim import beginning
 
-    return beginning(driver)
+    return beginning(driver, level)
 
 
 def sqlstate_of(error: Exception) -> str | None:

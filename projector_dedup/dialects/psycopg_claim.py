@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from itertools import count
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -26,7 +26,8 @@ _IDLE, _OK = pq.TransactionStatus.IDLE, pq.ConnStatus.OK
 _DONE, _FAILED, _SYNC = pq.ExecStatus.COMMAND_OK, pq.ExecStatus.FATAL_ERROR, pq.ExecStatus.PIPELINE_SYNC
 _READ, _READ_OR_WRITE = Wait.R, Wait.RW
 
-_BEGIN = {level: f"BEGIN ISOLATION LEVEL {level.name.replace('_', ' ')}".encode() for level in IsolationLevel}
+_LEVELS = {level.name.replace("_", " "): level for level in IsolationLevel}  # as SQLAlchemy calls them
+_BEGIN = {level: f"BEGIN ISOLATION LEVEL {name}".encode() for name, level in _LEVELS.items()}
 _FORGOTTEN = "26000"  # invalid_sql_statement_name: psycopg sends DEALLOCATE ALL after a ROLLBACK, to a savepoint too
 _PREPARED_AT_MOST = 16  # for each connection: the text of a claim depends on its schema, and on who adds comments
 
@@ -35,22 +36,27 @@ _numbers = count()
 
 
 @contextmanager
-def beginning(driver: Driver) -> Iterator[None]:
-    """Within, what is executed on the driver's connection takes BEGIN along, where that can be done."""
-    kind = _CURSORS.get(driver.cursor_factory)
-    if kind is None or not _can_begin(driver):
+def beginning(driver: Driver, level: str | None = None) -> Iterator[None]:
+    """Within, what is executed on the driver's connection takes BEGIN along, where that can be done.
+
+    It begins at ``level``, or at that which is set on the connection.
+    """
+    if not can_begin(driver):
         yield
         return
-    usual, driver.cursor_factory = driver.cursor_factory, kind
+    usual = driver.cursor_factory
+    driver.cursor_factory = partial(_CURSORS[usual], level=driver.isolation_level if level is None else _LEVELS[level])
     try:
         yield
     finally:
         driver.cursor_factory = usual
 
 
-def _can_begin(driver: Driver) -> bool:
+def can_begin(driver: Driver) -> bool:
+    """Whether all is as psycopg comes, and nothing has begun."""
     return (
-        driver.pgconn.transaction_status == _IDLE
+        driver.cursor_factory in _CURSORS
+        and driver.pgconn.transaction_status == _IDLE
         and driver.prepare_threshold is not None  # else there may be a pooler; not all of them know pipelines
         and not driver.autocommit
         and driver.read_only is driver.deferrable is None
@@ -70,6 +76,10 @@ class _Beginning:
     connection: Driver
     pgresult: PGresult | None
 
+    def __init__(self, connection: Driver, *, level: IsolationLevel | None, **options: Any) -> None:
+        super().__init__(connection, **options)  # type: ignore[call-arg]  # psycopg's cursor comes next
+        self._begin = b"BEGIN" if level is None else _BEGIN[level]
+
     @property
     def rowcount(self) -> int:
         """Of the claim."""
@@ -78,11 +88,9 @@ class _Beginning:
     def _begin_and_execute(self, sql: str, parameters: Mapping[str, Any]) -> Generator[Wait, Ready, None]:
         statement, names = _numbered(sql)
         values = [None if (value := parameters[name]) is None else str(value).encode() for name in names]
-        level = self.connection.isolation_level
-        begin = b"BEGIN" if level is None else _BEGIN[level]
         prepared = _prepared.setdefault(self.connection, {})
         error = errors.Error()
-        for before in ([begin], [b"ROLLBACK", begin]):
+        for before in ([self._begin], [b"ROLLBACK", self._begin]):
             replies = yield from _replies(self.connection.pgconn, before, statement, values, prepared)
             failed = next((reply for reply in replies if reply.status == _FAILED), None)
             if failed is None:

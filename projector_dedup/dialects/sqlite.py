@@ -17,8 +17,9 @@ from sqlalchemy.sql import ColumnElement, Executable
 from ..asyncio_names import AsyncEngine
 from ..errors import UnsafeSessionError
 from ..findings import Finding, advice
+from .answers import Failure, Status
 from .claims import Key, Parameters, handler_parameters, inserting
-from .interface import Dialect, Failure, Status, refuse_shared_connection
+from .interface import Dialect, refuse_shared_connection
 from .pruning import is_expired
 from .sqlite_close import close_ends_transactions
 

@@ -1,0 +1,24 @@
+"""What a database answers with: what an error of its means, and how a transaction stands."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class Failure(Enum):
+    """What a database error means for the unit of work that met it."""
+
+    TRANSIENT = "transient"  #: nobody's fault: run the whole unit of work again
+    LOCK_TIMEOUT = "lock timeout"  #: transient, but on a claim with claim_timeout it means InProgress
+    UNIQUE = "unique"  #: a rival may have created the row: run again, a few times
+    NO_TABLE = "no table"  #: on a claim: the marker table is missing, or not ours
+    PERMANENT = "permanent"  #: running again would fail again
+
+
+class Status(Enum):
+    """The transaction, as the driver knows it without asking the server."""
+
+    OPEN = "open"  #: or the driver cannot tell
+    ABORTED = "aborted"
+    NONE = "none"
+    BUSY = "busy"  #: a statement was interrupted half-way, or the connection is gone
