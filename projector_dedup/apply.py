@@ -35,6 +35,7 @@ class Part:
         self.many = len(messages) > 1
         self.opened = False  # by a claim that was answered
         self._entering: list[int] = []
+        self._events: list[Any] = []  # theirs
 
     def open(self, work: Work) -> bool:
         """Begin with the claim, if there is to be one; whether anything is new.
@@ -52,6 +53,9 @@ class Part:
         self.outcomes = [Outcome.DUPLICATE] * len(self.messages)
         for index in self._entering:
             self.outcomes[index] = Outcome.APPLIED
+        self._events = self.handler.given([self.messages[index] for index in self._entering])
+        if self.many and self._events:
+            work.foresee(self._events)
         if not self._entering and not self.handler.formerly:  # else a marker by another name may have been written
             work.end_duplicate()
         return bool(self._entering)
@@ -73,7 +77,7 @@ class Part:
 
     def calls(self, session: Any) -> Iterator[Callable[[], Any]]:
         """The handler's calls, one after the other."""
-        calls = self.handler.calls([self.messages[index] for index in self._entering], session)
+        calls = self.handler.calls(self._events, session)
         for index, call in zip(self._entering, calls, strict=False):
             self.at = None if self.handler.on.batch else index
             yield call

@@ -78,12 +78,15 @@ class Handler:
             and any(isinstance(wanted, type) and issubclass(route, wanted) for wanted in self.on.routes)
         )
 
-    def calls(self, messages: Sequence[Message], session: Any) -> list[Callable[[], Any]]:
-        """The user's code, to be run for each of ``messages`` in their order; once for all of them if it wants that."""
-        given = messages if self.on.envelope else [message.body for message in messages]
+    def given(self, messages: Sequence[Message]) -> list[Any]:
+        """What the user's code gets of each."""
+        return list(messages) if self.on.envelope else [message.body for message in messages]
+
+    def calls(self, events: list[Any], session: Any) -> list[Callable[[], Any]]:
+        """The user's code, to be run for each of ``events`` in their order; once for all of them if it wants that."""
         if self.on.batch:
-            return [partial(self.function, list(given), session)]
-        return [partial(self.function, each, session) for each in given]
+            return [partial(self.function, list(events), session)]
+        return [partial(self.function, each, session) for each in events]
 
 
 def check_kind(handler: Handler, *, asynchronous: bool) -> None:

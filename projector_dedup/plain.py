@@ -92,7 +92,7 @@ class Plain:
     def values(self, state: InstanceState[Any]) -> dict[str, Any] | None:
         """What was read; None if not all of it is there, or some could be changed in place."""
         values = {name: state.dict[name] for name in self.loaded if name in state.dict}
-        return values if len(values) == len(self.loaded) and all(map(_is_immutable, values.values())) else None
+        return values if len(values) == len(self.loaded) and all(map(is_immutable, values.values())) else None
 
 
 def plain_entity(
@@ -142,7 +142,8 @@ def _is_plain_property(attribute: ColumnProperty[Any]) -> bool:
     )
 
 
-def _is_immutable(value: Any) -> bool:
+def is_immutable(value: Any) -> bool:
+    """Whether nobody can change it in place."""
     return type(value) in _IMMUTABLE or isinstance(value, (Enum, UUID))
 
 

@@ -8,12 +8,12 @@ what is plain is kept (``plain.py``, and the dialect's word on its table); all e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import itemgetter
 from typing import Any, Protocol
 
-from sqlalchemy import Insert, Select, inspect
+from sqlalchemy import Insert, Select, Table, inspect
 from sqlalchemy.engine import Connection
 from sqlalchemy.orm import InstanceState, Session, make_transient_to_detached
 from sqlalchemy.orm.attributes import set_committed_value
@@ -22,9 +22,11 @@ from sqlalchemy.sql import Executable
 
 from .dialects import Dialect
 from .dialects.plain_tables import parameter
-from .plain import Plain, is_plain_class, is_plain_connection, is_plain_session, is_sql, plain_entity
+from .keys_ahead import KeysAhead
+from .plain import Plain, is_immutable, is_plain_class, is_plain_connection, is_plain_session, is_sql, plain_entity
 
 Load = Callable[[Any, Any], Any]
+Make = Callable[[Table, tuple[str, ...]], Executable]
 Updates = list[tuple[Any, dict[str, Any]]]
 """The key of a row, and what is to be written to it."""
 
@@ -43,15 +45,16 @@ class Watched(Protocol):
 class Rows:
     """What the messages of one unit of work have read, and what is still to be written."""
 
-    def __init__(self, watched: Watched) -> None:
+    def __init__(self, watched: Watched, events: Sequence[object] = ()) -> None:
         self._session = watched.session
         self._connection = watched.connection
-        self._late_writes = watched.dialect.late_writes
+        self._database = watched.dialect.batch_rows
         self._failed = watched.statement_failed
         self._failure: BaseException | None = None  # of ours; who swallows it meets it again
         self._entities: dict[Any, Plain | None] = {}
         self._tables: set[Any] = set()  # theirs, of those that are plain
-        self._statements: dict[tuple[Plain, tuple[str, ...]], Executable] = {}
+        self._statements: dict[tuple[Make, Plain, tuple[str, ...]], Executable] = {}
+        self._ahead = KeysAhead(events)
         self._values: dict[Any, Mapping[str, Any]] = {}  # by identity key: what a SELECT would find
         self._unwritten: dict[Any, tuple[Plain, dict[str, Any]]] = {}
         self._stopped = not is_plain_class(type(self._session)) or not is_plain_connection(self._connection)
@@ -68,6 +71,8 @@ class Rows:
             self._flush()
             if key in self._session.identity_map:  # it was new
                 return load(entity, ident)
+        if key not in self._values:
+            self._read_ahead(plain, key)
         if (values := self._values.get(key)) is not None:
             return self._restored(plain, values)
         with self._expecting(Select):
@@ -99,6 +104,7 @@ class Rows:
             self._session.expire_all()
         self._session.expunge_all()
         self._quiet = True
+        self._ahead.next_message()
 
     def write(self) -> None:
         """Write what is not written, and know nothing any more."""
@@ -138,6 +144,21 @@ class Rows:
             state._commit_all(state.dict, session.identity_map)  # as a flush leaves it
         return True
 
+    def _read_ahead(self, plain: Plain, key: Any) -> None:
+        """With the row of ``key``, those that messages to come will ask for, as it seems: a snapshot has no later."""
+        ahead = map(plain.identity_key, self._ahead.of(plain.mapper, key[1]))
+        keys = [key, *(each for each in ahead if each is not None and each != key and each not in self._values)]
+        if len(keys) == 1:
+            return
+        names = tuple(plain.columns[name] for name in plain.loaded)
+        with self._remembering_failure():
+            found = self._execute(plain, self._database.reading, names, zip(*(each[1] for each in keys), strict=True))
+            for row in found:
+                identity, values = row[: len(plain.keys)], row[len(plain.keys) :]
+                if all(map(is_immutable, values)):
+                    read = dict(zip(plain.loaded, values, strict=True))
+                    self._values[plain.mapper.identity_key_from_primary_key(identity)] = read
+
     def _is_plain_new(self, instance: Any) -> bool:
         """Whether its INSERT computes nothing."""
         return self._plain(type(instance)) is not None and not any(map(is_sql, inspect(instance).dict.values()))
@@ -153,20 +174,24 @@ class Rows:
                 self._update(plain, names, updates)
 
     def _update(self, plain: Plain, names: tuple[str, ...], updates: Updates) -> None:
-        if (plain, names) not in self._statements:
-            columns = tuple(plain.columns[name] for name in names)
-            self._statements[plain, names] = self._late_writes.statement(plain.table, columns)
+        columns = tuple(plain.columns[name] for name in names)
         keys = zip(*(ident for ident, _ in updates), strict=True)
-        lists = [*map(list, keys), *([changes[name] for _, changes in updates] for name in names)]
-        parameters = {parameter(place): values for place, values in enumerate(lists)}
-        result = Connection.execute(self._connection, self._statements[plain, names], parameters)  # the guard called us
+        lists = [*keys, *([changes[name] for _, changes in updates] for name in names)]
+        result = self._execute(plain, self._database.writing, columns, lists)
         if result.rowcount != len(updates):
             raise StaleDataError(f"UPDATE of {len(updates)} rows of {plain.table.name} found {result.rowcount}")
+
+    def _execute(self, plain: Plain, make: Make, columns: tuple[str, ...], lists: Iterable[Iterable[Any]]) -> Any:
+        if (make, plain, columns) not in self._statements:
+            self._statements[make, plain, columns] = make(plain.table, columns)
+        parameters = {parameter(place): list(values) for place, values in enumerate(lists)}
+        # Past the guard, which has called us, or would take this for the handler's
+        return Connection.execute(self._connection, self._statements[make, plain, columns], parameters)
 
     def _plain(self, entity: Any) -> Plain | None:
         if entity not in self._entities:
             with self._remembering_failure():
-                plain = plain_entity(entity, self._connection, self._late_writes.look)
+                plain = plain_entity(entity, self._connection, self._database.look)
             if plain is not None and any(each and each.identity == plain.identity for each in self._entities.values()):
                 plain = None  # a table that has several entities: one would not see what the other changed
             self._entities[entity] = plain

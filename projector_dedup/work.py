@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from typing import Any
@@ -84,8 +84,12 @@ class Work:
             new = [message_id for message_id in keys if all((message_id, name) in inserted for name in names)]
             if new:
                 self._new, self._key = True, keys[new[0]]
-                guard.rows = Rows(guard)
         return set(new)
+
+    def foresee(self, events: Sequence[object]) -> None:
+        """What a handler will be given, one after the other: their rows may be read together."""
+        guard = self._begun()
+        guard.rows = Rows(guard, events)
 
     def end_duplicate(self) -> None:
         """After a claim that found nothing new, and nothing else: end the transaction as it costs the server least."""
@@ -238,8 +242,7 @@ class Work:
         self.dialect = dialect
         self.durable = not isinstance(bind, Connection)
         try:
-            marker = options.tables.marker if self._key is not None else None
-            dialect.begin(connection, marker, options.claim_timeout)
+            dialect.begin(connection, options.tables.marker if self._key else None, options.claim_timeout)
         except DBAPIError as error:
             raise_in_progress(error, dialect, options.claim_timeout)
             raise

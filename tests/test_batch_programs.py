@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -24,6 +25,14 @@ from projector_dedup import (
     projector,
 )
 from projector_dedup.tables import default_metadata
+
+
+@dataclass(frozen=True)
+class Order:
+    """Which part of a program to run, and which rows that is about: a batch may look at it, and read them ahead."""
+
+    number: int
+    rows: tuple[int, ...]
 
 
 class Replay:
@@ -68,7 +77,10 @@ class Replay:
                 step(session, ident, argument, seen[number])
 
         deliver, deliver_batch = self._deliveries(body)
-        batch = [Message(f"{name}, {number}", number) for number in range(len(program))]
+        batch = [
+            Message(f"{name}, {number}", Order(number, tuple(ident for _, ident, _ in steps)))
+            for number, steps in enumerate(program)
+        ]
         outcomes = _outcomes_of(deliver_batch, batch) if as_batch else [_outcome_of(deliver, each) for each in batch]
         with self._sessions() as session:
             left = programs.state(session)
@@ -79,17 +91,17 @@ class Replay:
         if self._async_engine is None:
 
             @projector(idempotent=True, name="program")
-            @on(int)
-            def handler(number: int, session: Session) -> None:
-                body(number, session)
+            @on(Order)
+            def handler(order: Order, session: Session) -> None:
+                body(order.number, session)
 
             dispatcher = Dispatcher(sessionmaker(self._sync_engine), handler, retry=policy)
             return dispatcher.deliver, dispatcher.deliver_batch
 
         @projector(idempotent=True, name="program")
-        @on(int)
-        async def awaited(number: int, session: AsyncSession) -> None:
-            await session.run_sync(lambda inner: body(number, inner))
+        @on(Order)
+        async def awaited(order: Order, session: AsyncSession) -> None:
+            await session.run_sync(lambda inner: body(order.number, inner))
 
         waiting = AsyncDispatcher(async_sessionmaker(self._async_engine), awaited, retry=policy)
         return (

@@ -23,7 +23,7 @@ from ..transaction_text import Grammar
 from .answers import Failure, Status
 from .claims import Key, Parameters, look_then_insert
 from .columns import utc_now
-from .plain_tables import LateWrites
+from .plain_tables import BatchRows
 from .pruning import Expired, Route, by_index
 
 LEVELS = ("READ UNCOMMITTED", "READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE")
@@ -77,8 +77,8 @@ class Dialect(ABC):
     transactional_ddl: ClassVar[bool | None] = None
     """Whether a migration is one transaction; None for what Alembic thinks of the database."""
 
-    late_writes: ClassVar[LateWrites] = LateWrites()
-    """What it can tell of tables whose rows a batch may write late."""
+    batch_rows: ClassVar[BatchRows] = BatchRows()
+    """What it can tell of tables whose rows a batch may read early and write late."""
 
     # Opening a unit of work -----------------------------------------------------------------------------------------
 

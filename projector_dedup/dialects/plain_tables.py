@@ -1,4 +1,4 @@
-"""Tables whose rows may be written later than they were changed, unnoticed: what a database says of them."""
+"""Tables whose rows may be read earlier and written later than a handler does it, unnoticed: what a database says."""
 
 from __future__ import annotations
 
@@ -32,17 +32,21 @@ class PlainTable:
 
 
 def parameter(place: int) -> str:
-    """The name of a list among the parameters of ``LateWrites.statement``; no column is called so."""
+    """The name of a list among the parameters of the statements of ``BatchRows``; no column is called so."""
     return f"projector_dedup_{place}"
 
 
-class LateWrites:
-    """What a database says of its tables, and how it writes many rows at once. This one says nothing."""
+class BatchRows:
+    """What a database says of its tables, and how it reads and writes many rows at once. This one says nothing."""
 
     def look(self, _connection: Connection, _table: Table) -> PlainTable | None:
         """What is known of the table, and may be relied upon in this transaction; None if it is not plain."""
         return None
 
-    def statement(self, table: Table, changed: tuple[str, ...]) -> Executable:
+    def reading(self, table: Table, columns: tuple[str, ...]) -> Executable:
+        """SELECT the key and ``columns`` of many rows, by a list for each column of the key."""
+        raise NotImplementedError
+
+    def writing(self, table: Table, changed: tuple[str, ...]) -> Executable:
         """UPDATE the columns ``changed`` of many rows, by lists: first of each column of the key, then of those."""
         raise NotImplementedError

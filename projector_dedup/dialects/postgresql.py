@@ -74,7 +74,7 @@ class PostgreSQL(Dialect):
     begins_with_level = True
     keeps_zones = True
     commits_duplicates = True  # at a ROLLBACK psycopg forgets what it has prepared, and has the server forget it
-    late_writes = postgresql_rows.PostgreSQLRows()
+    batch_rows = postgresql_rows.PostgreSQLRows()
 
     def prepare(self, engine: Engine) -> None:
         """Behind a pooler, refuse what names prepared statements by number: so do its other clients (docs/adr/0011)."""

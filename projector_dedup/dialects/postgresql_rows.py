@@ -1,4 +1,4 @@
-"""Rows of PostgreSQL that a batch writes once: which tables allow it, which values, and the one UPDATE."""
+"""Rows of PostgreSQL that a batch reads and writes once: which tables allow it, which values, and the statements."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any
 from uuid import UUID
 
 import sqlalchemy as sa
-from sqlalchemy import Table, and_, bindparam, cast, func, text, update
+from sqlalchemy import ColumnElement, Table, TableValuedAlias, and_, bindparam, cast, func, select, text, update
 from sqlalchemy.dialects import postgresql
 from sqlalchemy.engine import Connection
 from sqlalchemy.sql import Executable
 from sqlalchemy.types import TypeEngine
 
-from .plain_tables import LateWrites, PlainColumn, PlainTable, parameter
+from .plain_tables import BatchRows, PlainColumn, PlainTable, parameter
 from .postgresql_catalog import regclass
 
 # Whatever could make an UPDATE do more than it says, or give back another row than a SELECT before it, is excluded.
@@ -50,7 +50,7 @@ _COLUMNS = text(
 )
 
 
-class PostgreSQLRows(LateWrites):
+class PostgreSQLRows(BatchRows):
     """By the catalogue and by arrays."""
 
     def look(self, connection: Connection, table: Table) -> PlainTable | None:
@@ -67,19 +67,31 @@ class PostgreSQLRows(LateWrites):
             columns[row.name] = PlainColumn(accepts, can_change=not row.bound)
         return PlainTable(found[0].identity, columns) if found else None
 
-    def statement(self, table: Table, changed: tuple[str, ...]) -> Executable:
-        """From arrays: whatever their length, one statement and one plan."""
-        names = [*(column.name for column in table.primary_key), *changed]
-        arrays = []
-        for place, name in enumerate(names):
-            array: sa.ARRAY[Any] = sa.ARRAY(_unbounded(table.c[name].type))
-            arrays.append(cast(bindparam(parameter(place), type_=array), array))
-        given = func.unnest(*arrays).table_valued(*names).render_derived("projector_dedup_rows")
-        return (
-            update(table)
-            .where(and_(*(column == given.c[column.name] for column in table.primary_key)))
-            .values({name: given.c[name] for name in changed})
+    def reading(self, table: Table, columns: tuple[str, ...]) -> Executable:
+        """By arrays: whatever their length, one statement and one plan."""
+        given = _given(table)
+        return select(*table.primary_key, *(table.c[name] for name in columns)).join_from(
+            table, given, _same(table, given)
         )
+
+    def writing(self, table: Table, changed: tuple[str, ...]) -> Executable:
+        """The same, for an UPDATE."""
+        given = _given(table, changed)
+        return update(table).where(_same(table, given)).values({name: given.c[name] for name in changed})
+
+
+def _given(table: Table, columns: tuple[str, ...] = ()) -> TableValuedAlias:
+    """The rows of the arrays: the key, and ``columns``."""
+    names = [*(column.name for column in table.primary_key), *columns]
+    arrays = []
+    for place, name in enumerate(names):
+        array: sa.ARRAY[Any] = sa.ARRAY(_unbounded(table.c[name].type))
+        arrays.append(cast(bindparam(parameter(place), type_=array), array))
+    return func.unnest(*arrays).table_valued(*names).render_derived("projector_dedup_rows")
+
+
+def _same(table: Table, given: TableValuedAlias) -> ColumnElement[bool]:
+    return and_(*(column == given.c[column.name] for column in table.primary_key))
 
 
 def _unbounded(kind: TypeEngine[Any]) -> TypeEngine[Any]:
