@@ -157,12 +157,8 @@ def test_rows_of_messages_to_come_are_read_with_the_first(engine: Engine) -> Non
     event.listen(engine, "before_cursor_execute", lambda *arguments: sent.append(arguments[2].split()[0]))
     orders = [{"amount": number, "article": "7", "shop": shop} for number, shop in enumerate(SHOPS * 3)]
     Dispatcher(sessionmaker(engine), handler).deliver_batch([Message(str(order), order) for order in orders])
-    assert sent == [
-        "INSERT",
-        "SELECT",
-        "SELECT",
-        "UPDATE",
-    ]  # the claim, the catalogue, the rows of all, the rows of all
+    assert sent[-4:] == ["INSERT", "SELECT", "SELECT", "UPDATE"]  # the claim, the catalogue, all rows, all rows
+    assert len(sent) == 5  # an engine is looked at once
     with engine.connect() as connection:
         found = {stock.shop: stock.number for stock in connection.execute(select(Stock.shop, Stock.number))}
     assert found == {shop: sum(range(place, 15, 5)) for place, shop in enumerate(SHOPS)}
