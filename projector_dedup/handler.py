@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -82,11 +82,10 @@ class Handler:
         """What the user's code gets of each."""
         return list(messages) if self.on.envelope else [message.body for message in messages]
 
-    def calls(self, events: list[Any], session: Any) -> list[Callable[[], Any]]:
+    def calls(self, events: list[Any], session: Any) -> Iterator[Callable[[], Any]]:
         """The user's code, to be run for each of ``events`` in their order; once for all of them if it wants that."""
-        if self.on.batch:
-            return [partial(self.function, list(events), session)]
-        return [partial(self.function, each, session) for each in events]
+        for each in [list(events)] if self.on.batch else events:
+            yield partial(self.function, each, session)
 
 
 def check_kind(handler: Handler, *, asynchronous: bool) -> None:

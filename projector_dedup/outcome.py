@@ -18,6 +18,8 @@ class Outcome(Enum):
 
 
 class _ReadOnly(Mapping[str, Outcome]):
+    __slots__ = ("_outcomes",)
+
     def __init__(self, outcomes: Mapping[str, Outcome]) -> None:
         self._outcomes = dict(outcomes)
 
@@ -37,7 +39,7 @@ class _ReadOnly(Mapping[str, Outcome]):
         return dict(self._outcomes)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Delivery:
     """What ``deliver`` returns. That it returns at all means: the message may be acknowledged.
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from enum import Enum
+from operator import attrgetter
 from typing import Any
 from uuid import UUID
 
@@ -16,14 +17,15 @@ from sqlalchemy.orm import ColumnProperty, InstanceState, Mapper, Session
 
 from .dialects.plain_tables import PlainColumn, PlainTable
 
-_SESSION_EVENTS = (
+# What is asked for every message: all of its listeners at once, by one call.
+_SESSION_EVENTS = attrgetter(
     *("before_flush", "after_flush", "after_flush_postexec", "do_orm_execute"),
     *("before_attach", "after_attach", "loaded_as_persistent", "detached_to_persistent"),
     *("after_transaction_create", "after_transaction_end"),  # a flush has a transaction of its own
 )
-_CONNECTION_EVENTS = ("before_execute", "after_execute")  # those of cursors see SQL, as it is sent
-_MAPPER_EVENTS = ("before_insert", "after_insert", "before_update", "after_update")
-_INSTANCE_EVENTS = ("load", "refresh", "refresh_flush", "expire")
+_CONNECTION_EVENTS = attrgetter("before_execute", "after_execute")  # those of cursors see SQL, as it is sent
+_MAPPER_EVENTS = attrgetter("before_insert", "after_insert", "before_update", "after_update")
+_INSTANCE_EVENTS = attrgetter("load", "refresh", "refresh_flush", "expire")
 _LOADED_WHEN_ASKED_FOR = {"select", True, "raise", "raise_on_sql", "noload", "dynamic", "write_only"}  # True: "select"
 
 _PACKAGE = f"{__package__}."
@@ -33,7 +35,7 @@ _IMMUTABLE = {type(None), bool, int, float, str, bytes, Decimal, date, datetime,
 def is_plain_session(session: Session) -> bool:
     """Whether nobody listens who would notice that it loads or writes less often."""
     options = getattr(session, "execution_options", None)  # of SQLAlchemy 2.1
-    return not options and not _has_listeners(session, _SESSION_EVENTS)
+    return not options and not any(_SESSION_EVENTS(session.dispatch))
 
 
 def is_plain_class(session_class: type[Session]) -> bool:
@@ -45,7 +47,7 @@ def is_plain_class(session_class: type[Session]) -> bool:
 
 def is_plain_connection(connection: Connection) -> bool:
     """Whether nobody listens who would notice that there are fewer statements, or change each."""
-    return not _has_listeners(connection, _CONNECTION_EVENTS)
+    return not any(_CONNECTION_EVENTS(connection.dispatch))
 
 
 def is_sql(value: Any) -> bool:
@@ -67,7 +69,7 @@ class Plain:
 
     def is_listened_to(self) -> bool:
         """Whether somebody would notice that its rows are loaded or written less often."""
-        return _has_listeners(self.mapper, _MAPPER_EVENTS) or _has_listeners_of_others(self.mapper.class_manager)
+        return any(_MAPPER_EVENTS(self.mapper.dispatch)) or _has_listeners_of_others(self.mapper.class_manager)
 
     def identity_key(self, ident: Any) -> Any:
         """As the identity map has it; None if the database might find another row than the one of just this key."""
@@ -147,12 +149,8 @@ def is_immutable(value: Any) -> bool:
     return type(value) in _IMMUTABLE or isinstance(value, (Enum, UUID))
 
 
-def _has_listeners(target: Any, events: Iterable[str]) -> bool:
-    dispatch = target.dispatch
-    return any(getattr(dispatch, event) for event in events)
-
-
 def _has_listeners_of_others(manager: Any) -> bool:
     """Without ours, of projectors that declare the entity in ``read_models``: they look at their own sessions only."""
-    listeners = (each for event in _INSTANCE_EVENTS for each in getattr(manager.dispatch, event))
-    return any(not (getattr(each, "__module__", None) or "").startswith(_PACKAGE) for each in listeners)
+    events = list(filter(None, _INSTANCE_EVENTS(manager.dispatch)))
+    modules = (getattr(listener, "__module__", None) or "" for listeners in events for listener in listeners)
+    return bool(events) and not all(module.startswith(_PACKAGE) for module in modules)

@@ -16,7 +16,6 @@ from typing import Any, Protocol
 from sqlalchemy import Insert, Select, Table, inspect
 from sqlalchemy.engine import Connection
 from sqlalchemy.orm import InstanceState, Session, make_transient_to_detached
-from sqlalchemy.orm.attributes import set_committed_value
 from sqlalchemy.orm.exc import StaleDataError
 from sqlalchemy.sql import Executable
 
@@ -67,7 +66,7 @@ class Rows:
         key = plain.identity_key(ident) if plain is not None and not plain.is_listened_to() else None
         if plain is None or key is None or key in self._session.identity_map:
             return load(entity, ident)
-        if self._session.autoflush and not self._session._flushing:  # as autoflush itself asks
+        if self._session.autoflush and not self._session._flushing and self._has_objects():  # as autoflush asks
             self._flush()
             if key in self._session.identity_map:  # it was new
                 return load(entity, ident)
@@ -116,6 +115,10 @@ class Rows:
     def _keeps(self) -> bool:
         session = self._session
         return self._quiet and not self._stopped and not session.in_nested_transaction() and is_plain_session(session)
+
+    def _has_objects(self) -> bool:
+        """Whether the session has any: else nothing is to be flushed."""
+        return bool(self._session.identity_map or self._session.new)
 
     def _flush(self) -> None:
         """As ``session.flush()``, but what can be written late stays here."""
@@ -201,8 +204,7 @@ class Rows:
 
     def _restored(self, plain: Plain, values: Mapping[str, Any]) -> Any:
         instance = plain.mapper.class_manager.new_instance()
-        for name, value in values.items():
-            set_committed_value(instance, name, value)
+        inspect(instance).dict.update(values)  # as loaded: none of them is an object or a collection
         make_transient_to_detached(instance)
         self._session.add(instance)
         return instance

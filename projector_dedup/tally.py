@@ -12,6 +12,8 @@ from .outcome import Delivery, Outcome
 class Tally:
     """The outcomes of one message, handler by handler."""
 
+    __slots__ = ("_alone", "_durable", "_failures", "_message_id", "_outcomes")
+
     def __init__(self, message_id: str | None, handlers: list[Handler]) -> None:
         self._message_id = message_id
         self._alone = len(handlers) == 1
