@@ -122,7 +122,7 @@ async def aapply(
                         _check_result(handler, await awaitable, asynchronous=False)
                         if part.many:
                             await uow.next_message()
-                    await uow.commit()
+                    await uow.commit_and_close()
             return _settled(part, attempts, uow.work.durable)
         except Exception as error:  # noqa: BLE001  # delay_after raises it, unless another attempt is due
             delay = _delay_after(error, attempts, uow.work)

@@ -148,6 +148,7 @@ class AsyncUnitOfWork(_Opening[async_sessionmaker[AsyncSession]]):
     def _prepare(self, session_factory: async_sessionmaker[AsyncSession], options: UnitOptions) -> None:
         self.session = new_async_session(session_factory, options)
         self.work = Work(self.session.sync_session, options)
+        self._closed = False
 
     async def __aenter__(self) -> Self:
         return self
@@ -185,13 +186,27 @@ class AsyncUnitOfWork(_Opening[async_sessionmaker[AsyncSession]]):
         """As ``UnitOfWork.commit``."""
         await _to_the_end(self.session.run_sync(lambda _: self.work.commit()))
 
+    async def commit_and_close(self) -> None:
+        """For who needs the session no more: the end of the block has nothing left to wait for."""
+        await _to_the_end(self.session.run_sync(self._commit_and_close))
+
+    def _commit_and_close(self, _session: Session) -> None:
+        self._closed = True
+        try:
+            self.work.commit()
+        except BaseException as error:
+            self.work.close(error)
+            raise
+        self.work.close()
+
     async def __aexit__(
         self,
         _type: type[BaseException] | None,
         error: BaseException | None,
         _traceback: TracebackType | None,
     ) -> None:
-        await _to_the_end(self.session.run_sync(lambda _: self.work.close(error)))
+        if not self._closed:
+            await _to_the_end(self.session.run_sync(lambda _: self.work.close(error)))
 
 
 async def _to_the_end(step: Coroutine[Any, Any, T]) -> T:
