@@ -72,7 +72,7 @@ class Part:
             return None
         if not self.many:
             return None if work.claim(first.id, handler.identity, handler.formerly, first.occurred_at) else set()
-        keys = [(message.id, message.occurred_at) for message in self.messages]
+        keys = ((message.id, message.occurred_at) for message in self.messages)
         return work.claim_many(keys, handler.identity, handler.formerly)
 
     def calls(self, session: Any) -> Iterator[Callable[[], Any]]:

@@ -114,7 +114,7 @@ def insert_markers(
 
     In one order everywhere, so that two who claim the same do not wait for each other.
     """
-    in_order = sorted(({**key, **_bounds(wait)} for key in keys), key=key_of)
+    in_order = sorted(keys if wait is None else ({**key, **_bounds(wait)} for key in keys), key=key_of)
     return _inserted(connection, dialect, tables, wait, lambda: dialect.claim_many(connection, tables.marker, in_order))
 
 

@@ -18,14 +18,14 @@ class Tally:
         self._message_id = message_id
         self._alone = len(handlers) == 1
         self._outcomes: dict[str, Outcome] = {}
-        self._failures: list[Exception] = []
+        self._failures: tuple[Exception, ...] = ()
         self._durable = True
 
     @classmethod
     def not_routed(cls, error: Exception) -> Tally:
         """That of a message for which no handler was tried."""
         tally = cls(None, [])
-        tally._alone, tally._failures = True, [error]
+        tally._alone, tally._failures = True, (error,)
         tally._outcomes["(not routed)"] = Outcome.FAILED
         return tally
 
@@ -37,7 +37,7 @@ class Tally:
     def failed(self, handler: Handler, error: Exception) -> None:
         """It did not apply; each of several handlers is tried before any error is raised."""
         self._outcomes[handler.identity] = Outcome.FAILED
-        self._failures.append(error)
+        self._failures = (*self._failures, error)
 
     def delivery(self) -> Delivery:
         """Every outcome, settled or not."""

@@ -79,8 +79,8 @@ class Work:
             raise UnsafeSessionError("claim_many() of no message: there would be nothing to commit")
         with self._claiming(next(iter(keys.values())), one=False) as guard:
             tables, wait = self._options.tables, self._options.claim_timeout
-            named = [{**key, "handler": name} for key in keys.values() for name in names]
-            inserted = insert_markers(guard.connection, guard.dialect, tables, named, wait)
+            others = [{**key, "handler": name} for key in keys.values() for name in names[1:]]
+            inserted = insert_markers(guard.connection, guard.dialect, tables, [*keys.values(), *others], wait)
             new = [message_id for message_id in keys if all((message_id, name) in inserted for name in names)]
             if new:
                 self._new, self._key = True, keys[new[0]]
