@@ -70,7 +70,7 @@ class GuardedSession(Session):
 
     def get(self, entity: Any, ident: Any, **options: Any) -> Any:
         """In a batch, rows that the messages before this one have read or changed are not read again."""
-        if self.guard is None or self.guard.rows is None or any(map(_is_asked_for, options.items())):
+        if self.guard is None or self.guard.rows is None or _are_asked_for(options):
             return super().get(entity, ident, **options)
         return self.guard.rows.get(entity, ident, super().get)
 
@@ -84,9 +84,10 @@ class GuardedSession(Session):
         return super().connection(bind_arguments=bind_arguments, execution_options=execution_options)
 
 
-def _is_asked_for(option: tuple[str, Any]) -> bool:
-    name, value = option
-    return value is not None and value is not False and not (name == "execution_options" and not value)
+def _are_asked_for(options: Mapping[str, Any]) -> bool:
+    """``with_for_update={}`` is."""
+    given = [name for name, value in options.items() if value is not None and value is not False]
+    return bool(given) and (given != ["execution_options"] or bool(options["execution_options"]))
 
 
 T = TypeVar("T")

@@ -13,9 +13,10 @@ from contextlib import contextmanager
 from operator import itemgetter
 from typing import Any, Protocol
 
-from sqlalchemy import Insert, Select, Table, inspect
+from sqlalchemy import Insert, Select, Table
 from sqlalchemy.engine import Connection
-from sqlalchemy.orm import InstanceState, Session, make_transient_to_detached
+from sqlalchemy.orm import InstanceState, Session
+from sqlalchemy.orm.attributes import instance_state
 from sqlalchemy.orm.exc import StaleDataError
 from sqlalchemy.sql import Executable
 
@@ -73,10 +74,10 @@ class Rows:
         if key not in self._values:
             self._read_ahead(plain, key)
         if (values := self._values.get(key)) is not None:
-            return self._restored(plain, values)
+            return self._restored(plain, key, values)
         with self._expecting(Select):
             instance = load(entity, ident)
-        if instance is not None and self._quiet and (values := plain.values(inspect(instance))) is not None:
+        if instance is not None and self._quiet and (values := plain.values(instance_state(instance))) is not None:
             self._values[key] = values
         return instance
 
@@ -134,7 +135,7 @@ class Rows:
             return False
         changed: list[tuple[Plain, InstanceState[Any], dict[str, Any]]] = []
         for instance in session.dirty:
-            state = inspect(instance)
+            state = instance_state(instance)
             plain = self._plain(type(instance)) if state.key in self._values else None
             changes = plain.changes(state) if plain is not None and not plain.is_listened_to() else None
             if plain is None or changes is None:
@@ -164,7 +165,7 @@ class Rows:
 
     def _is_plain_new(self, instance: Any) -> bool:
         """Whether its INSERT computes nothing."""
-        return self._plain(type(instance)) is not None and not any(map(is_sql, inspect(instance).dict.values()))
+        return self._plain(type(instance)) is not None and not any(map(is_sql, instance_state(instance).dict.values()))
 
     def _send(self) -> None:
         unwritten, self._unwritten = self._unwritten, {}
@@ -202,10 +203,12 @@ class Rows:
                 self._tables.add(plain.table)
         return self._entities[entity]
 
-    def _restored(self, plain: Plain, values: Mapping[str, Any]) -> Any:
+    def _restored(self, plain: Plain, key: Any, values: Mapping[str, Any]) -> Any:
+        """As the ORM's loader does it; ``make_transient_to_detached`` would expire what is deferred."""
         instance = plain.mapper.class_manager.new_instance()
-        inspect(instance).dict.update(values)  # as loaded: none of them is an object or a collection
-        make_transient_to_detached(instance)
+        state = instance_state(instance)
+        state.dict.update(values)
+        state.key = key
         self._session.add(instance)
         return instance
 
