@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import cache
+from types import ModuleType
 from typing import Any
 from uuid import uuid4
 
@@ -101,11 +103,7 @@ class PostgreSQL(Dialect):
     def claim_begins(self, connection: Connection) -> bool:
         """psycopg 3."""
         driver: Any = connection.connection.driver_connection
-        if not hasattr(driver, "pgconn"):
-            return False
-        from .psycopg_claim import can_begin  # whose connection this is, so it can be imported
-
-        return can_begin(driver)
+        return hasattr(driver, "pgconn") and _psycopg_claim().can_begin(driver)
 
     def claim_statement(self, marker: Table, *, bounded: bool, names: int = 1) -> Executable:
         """Nothing is raised for a marker that is there: it would abort the transaction."""
@@ -204,11 +202,15 @@ class PostgreSQL(Dialect):
 
 def _beginning(driver: Any, level: str | None) -> AbstractContextManager[None]:
     """Within, the first statement takes BEGIN along, if the driver is one that can do that."""
-    if not hasattr(driver, "pgconn"):
-        return nullcontext()
-    from .psycopg_claim import beginning
+    return _psycopg_claim().beginning(driver, level) if hasattr(driver, "pgconn") else nullcontext()
 
-    return beginning(driver, level)
+
+@cache
+def _psycopg_claim() -> ModuleType:
+    """Imported where there is a connection of psycopg's: then there is psycopg."""
+    from . import psycopg_claim
+
+    return psycopg_claim
 
 
 def sqlstate_of(error: Exception) -> str | None:
