@@ -124,7 +124,8 @@ def open_connection(
         level = _isolation_level(bind, dialect, options, marked=marked)
         try:
             with dialect.opening(marked=marked):
-                connection = _connect(session, bind, dialect, level, begun_by_claim=one and bind in _begun_by_claims)
+                by_claim = one and level in LEVELS and bind in _begun_by_claims
+                connection = _connect(session, bind, dialect, level, begun_by_claim=by_claim)
         except bind.dialect.loaded_dbapi.Error as error:  # SQLAlchemy does not wrap what setting the level meets
             raise DBAPIError(None, None, error) from error
     elif options.external:

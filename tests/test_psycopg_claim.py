@@ -4,12 +4,13 @@ import asyncio
 import itertools
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import psycopg
 import pytest
 from sqlalchemy import Engine, create_engine, event, text
-from sqlalchemy.exc import OperationalError
+from sqlalchemy.exc import ArgumentError, OperationalError
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_async_engine
 from sqlalchemy.orm import Session, sessionmaker
 
@@ -22,6 +23,7 @@ from projector_dedup import (
     MissingTableError,
     Outcome,
     UnitOfWork,
+    UnsafeSessionError,
     UnsupportedDatabaseError,
     make_tables,
     on,
@@ -137,6 +139,25 @@ def test_the_level_is_that_of_the_unit_of_work_and_of_nobody_else(
         if listening:
             event.remove(*listening)
     assert levels == [(isolation or "REPEATABLE READ").lower()] * 3
+
+
+@pytest.mark.parametrize(
+    ("isolation", "refused"), [("REPEATABLE_READ", None), ("AUTOCOMMIT", UnsafeSessionError), ("SOME", ArgumentError)]
+)
+def test_a_level_that_is_written_otherwise_is_sqlalchemys(
+    engine_of: EngineOf, isolation: str, refused: type[Exception] | None
+) -> None:
+    """Which knows other spellings, and says what is none."""
+    levels: list[str] = []
+    dispatcher = dispatcher_on(
+        engine_of(),
+        lambda _, session: levels.append(session.scalar(text("show transaction_isolation"))),
+        isolation=isolation,
+    )
+    for number in range(2):
+        with pytest.raises(refused) if refused else nullcontext():
+            dispatcher.deliver(Added(), message_id=f"level-{number}")
+    assert levels == ([] if refused else ["repeatable read"] * 2)
 
 
 @pytest.mark.parametrize(
