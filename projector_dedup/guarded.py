@@ -69,7 +69,7 @@ class GuardedSession(Session):
     guard: Watcher | None = None
 
     def get(self, entity: Any, ident: Any, **options: Any) -> Any:
-        """In a batch, rows that the messages before this one have read or changed are not read again."""
+        """In a batch, rows that are known are not read again."""
         if self.guard is None or self.guard.rows is None or _are_asked_for(options):
             return super().get(entity, ident, **options)
         return self.guard.rows.get(entity, ident, super().get)

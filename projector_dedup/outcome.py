@@ -39,7 +39,7 @@ class _ReadOnly(Mapping[str, Outcome]):
         return dict(self._outcomes)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Delivery:
     """What ``deliver`` returns. That it returns at all means: the message may be acknowledged.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
@@ -38,16 +38,20 @@ def is_plain_session(session: Session) -> bool:
     return not options and not any(_SESSION_EVENTS(session.dispatch))
 
 
-def is_plain_class(session_class: type[Session]) -> bool:
+def is_plain_beginning(session: Session, connection: Connection) -> bool:
+    """Whether its transaction is nobody's but the session's, and nobody would notice fewer statements, or change each.
+
+    Who listens to its beginning had the connection before we did, and may have a cursor of the driver's.
+    """
+    listened_to = any(_CONNECTION_EVENTS(connection.dispatch)) or _are_of_others([session.dispatch.after_begin])
+    return _is_plain_class(type(session)) and not listened_to
+
+
+def _is_plain_class(session_class: type[Session]) -> bool:
     """Whether it does everything as SQLAlchemy's does, but for our guards: one of the user's may do more."""
     users = (each for each in session_class.__mro__ if not each.__module__.startswith(("sqlalchemy.", _PACKAGE)))
     names = (name for each in users for name in vars(each) if not name.startswith(("__", "_projector_dedup_")))
     return not any(hasattr(Session, name) for name in names)
-
-
-def is_plain_connection(connection: Connection) -> bool:
-    """Whether nobody listens who would notice that there are fewer statements, or change each."""
-    return not any(_CONNECTION_EVENTS(connection.dispatch))
 
 
 def is_sql(value: Any) -> bool:
@@ -66,10 +70,12 @@ class Plain:
     loaded: tuple[str, ...]  # the attributes that a SELECT gives
     typed: Mapping[str, PlainColumn]  # by attribute, those of which the database's type is known
     keys: tuple[PlainColumn, ...]
+    reads_ahead: bool
 
     def is_listened_to(self) -> bool:
         """Whether somebody would notice that its rows are loaded or written less often."""
-        return any(_MAPPER_EVENTS(self.mapper.dispatch)) or _has_listeners_of_others(self.mapper.class_manager)
+        manager: Any = self.mapper.class_manager
+        return any(_MAPPER_EVENTS(self.mapper.dispatch)) or _are_of_others(_INSTANCE_EVENTS(manager.dispatch))
 
     def identity_key(self, ident: Any) -> Any:
         """As the identity map has it; None if the database might find another row than the one of just this key."""
@@ -114,7 +120,7 @@ def plain_entity(
     keys = tuple(found.columns[column.name] for column in mapper.primary_key if column.name in found.columns)
     if len(keys) < len(mapper.primary_key):
         return None
-    return Plain(mapper, table, found.identity, columns, loaded, typed, keys)
+    return Plain(mapper, table, found.identity, columns, loaded, typed, keys, found.reads_ahead)
 
 
 def _is_plain_mapper(mapper: Mapper[Any]) -> bool:
@@ -149,8 +155,8 @@ def is_immutable(value: Any) -> bool:
     return type(value) in _IMMUTABLE or isinstance(value, (Enum, UUID))
 
 
-def _has_listeners_of_others(manager: Any) -> bool:
-    """Without ours, of projectors that declare the entity in ``read_models``: they look at their own sessions only."""
-    events = list(filter(None, _INSTANCE_EVENTS(manager.dispatch)))
-    modules = (getattr(listener, "__module__", None) or "" for listeners in events for listener in listeners)
-    return bool(events) and not all(module.startswith(_PACKAGE) for module in modules)
+def _are_of_others(events: Iterable[Iterable[object]]) -> bool:
+    """Whether there are listeners but ours, which look at our own sessions only."""
+    heard = list(filter(None, events))
+    modules = (getattr(listener, "__module__", None) or "" for listeners in heard for listener in listeners)
+    return bool(heard) and not all(module.startswith(_PACKAGE) for module in modules)

@@ -1,9 +1,10 @@
 """Rows between the messages of a batch: read once, written once, and forgotten before anything else could matter.
 
 As far as a handler can tell, its session begins empty, and what the messages before it wrote is in the database, as
-after a COMMIT. A row that it asks for by ``session.get()`` comes from here if one of them has read or changed it. What
-it changes stays here, and is written in one statement before any other statement that it sends, or at the end. Only
-what is plain is kept (``plain.py``, and the dialect's word on its table); all else goes to the database at once.
+after a COMMIT. A row that it asks for by ``session.get()`` comes from here if one of them has read or changed it, or if
+it was read ahead with the row of one of them (``keys_ahead.py``). What it changes stays here, and is written in one
+statement before any other statement that it sends, or at the end. Only what is plain is kept (``plain.py``, and the
+dialect's word on its table); all else goes to the database at once.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any, Protocol
 
 from sqlalchemy import Insert, Select, Table
 from sqlalchemy.engine import Connection
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import InstanceState, Session
 from sqlalchemy.orm.attributes import instance_state
 from sqlalchemy.orm.exc import StaleDataError
@@ -23,7 +25,7 @@ from sqlalchemy.sql import Executable
 from .dialects import Dialect
 from .dialects.plain_tables import parameter
 from .keys_ahead import KeysAhead
-from .plain import Plain, is_immutable, is_plain_class, is_plain_connection, is_plain_session, is_sql, plain_entity
+from .plain import Plain, is_immutable, is_plain_beginning, is_plain_session, is_sql, plain_entity
 
 Load = Callable[[Any, Any], Any]
 Make = Callable[[Table, tuple[str, ...]], Executable]
@@ -45,21 +47,26 @@ class Watched(Protocol):
 class Rows:
     """What the messages of one unit of work have read, and what is still to be written."""
 
-    def __init__(self, watched: Watched, events: Sequence[object] = ()) -> None:
+    def __init__(self, watched: Watched) -> None:
         self._session = watched.session
         self._connection = watched.connection
         self._database = watched.dialect.batch_rows
+        self._dooms = watched.dialect.dooms
         self._failed = watched.statement_failed
         self._failure: BaseException | None = None  # of ours; who swallows it meets it again
         self._entities: dict[Any, Plain | None] = {}
         self._tables: set[Any] = set()  # theirs, of those that are plain
         self._statements: dict[tuple[Make, Plain, tuple[str, ...]], Executable] = {}
-        self._ahead = KeysAhead(events)
+        self._ahead = KeysAhead(())
         self._values: dict[Any, Mapping[str, Any]] = {}  # by identity key: what a SELECT would find
         self._unwritten: dict[Any, tuple[Plain, dict[str, Any]]] = {}
-        self._stopped = not is_plain_class(type(self._session)) or not is_plain_connection(self._connection)
+        self._stopped = not is_plain_beginning(self._session, self._connection)
         self._quiet = True  # this message has sent nothing of its own to the database
         self._expected: type[Any] | None = None  # the statements that are sent on its behalf
+
+    def foresee(self, events: Sequence[object]) -> None:
+        """What the messages are about, from the one at hand on."""
+        self._ahead = KeysAhead(events)
 
     def get(self, entity: Any, ident: Any, load: Load) -> Any:
         """``session.get()``, without a SELECT for what is known."""
@@ -71,7 +78,7 @@ class Rows:
             self._flush()
             if key in self._session.identity_map:  # it was new
                 return load(entity, ident)
-        if key not in self._values:
+        if self._quiet and plain.reads_ahead and key not in self._values:
             self._read_ahead(plain, key)
         if (values := self._values.get(key)) is not None:
             return self._restored(plain, key, values)
@@ -155,13 +162,21 @@ class Rows:
         if len(keys) == 1:
             return
         names = tuple(plain.columns[name] for name in plain.loaded)
+        for row in self._read(plain, names, zip(*(each[1] for each in keys), strict=True)):
+            identity, values = row[: len(plain.keys)], row[len(plain.keys) :]
+            if all(map(is_immutable, values)):
+                read = dict(zip(plain.loaded, values, strict=True))
+                self._values[plain.mapper.identity_key_from_primary_key(identity)] = read
+
+    def _read(self, plain: Plain, names: tuple[str, ...], lists: Iterable[Iterable[Any]]) -> Sequence[Any]:
         with self._remembering_failure():
-            found = self._execute(plain, self._database.reading, names, zip(*(each[1] for each in keys), strict=True))
-            for row in found:
-                identity, values = row[: len(plain.keys)], row[len(plain.keys) :]
-                if all(map(is_immutable, values)):
-                    read = dict(zip(plain.loaded, values, strict=True))
-                    self._values[plain.mapper.identity_key_from_primary_key(identity)] = read
+            try:
+                found: Sequence[Any] = self._execute(plain, self._database.reading, names, lists).all()
+            except Exception as error:
+                if isinstance(error, DBAPIError) and (error.connection_invalidated or self._dooms(error)):
+                    raise
+                return ()  # there is a row that the driver, or its type, cannot read; who asks for it meets that
+            return found
 
     def _is_plain_new(self, instance: Any) -> bool:
         """Whether its INSERT computes nothing."""

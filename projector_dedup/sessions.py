@@ -150,7 +150,7 @@ def _connect(
         return session.connection(bind_arguments={"bind": bind})
     name = LEVEL_OF_BEGIN if begun_by_claim else "isolation_level"
     connection = session.connection(bind_arguments={"bind": bind}, execution_options={name: level})
-    if begun_by_claim and not dialect.claim_begins(connection):  # a listener of the user's has sent something already
+    if begun_by_claim and not dialect.claim_begins(connection):  # a listener has sent something, or set
         _begun_by_claims.discard(bind)
         session.rollback()
         return _connect(session, bind, dialect, level, begun_by_claim=False)

@@ -84,12 +84,13 @@ class Work:
             new = [message_id for message_id in keys if all((message_id, name) in inserted for name in names)]
             if new:
                 self._new, self._key = True, keys[new[0]]
+                guard.rows = Rows(guard)
         return set(new)
 
     def foresee(self, events: Sequence[object]) -> None:
         """What a handler will be given, one after the other: their rows may be read together."""
-        guard = self._begun()
-        guard.rows = Rows(guard, events)
+        if (rows := self._begun().rows) is not None:
+            rows.foresee(events)
 
     def end_duplicate(self) -> None:
         """After a claim that found nothing new, and nothing else: end the transaction as it costs the server least."""
@@ -147,9 +148,7 @@ class Work:
             self.session.commit()
         except Exception as error:
             if guard.commit_was_answered:
-                logger.warning(
-                    "what follows the commit failed, a listener perhaps; the message is applied", exc_info=True
-                )
+                logger.warning("what follows the commit failed (a listener?); the message is applied", exc_info=True)
             elif not guard.commit_was_sent or (isinstance(error, DBAPIError) and guard.dialect.commit_refused(error)):
                 raise
             else:

@@ -1,5 +1,6 @@
 """Where a batch looks for the keys of the rows that its messages will ask for, and what it leaves alone."""
 
+import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -90,36 +91,84 @@ def test_each_event_is_asked_once_for_the_same() -> None:
     assert ahead.of("another", (1,)) == [(2,), (1,)]
 
 
-def test_many_are_asked_for_by_parts() -> None:
-    """Of the next 500 messages, and again when these are done."""
-    ahead = KeysAhead(range(1_000))
-    assert ahead.of("entity", (0,)) == [(number,) for number in range(1, 501)]
-    for _ in range(500):
-        ahead.next_message()
+def test_more_are_asked_for_where_a_guess_was_right_before() -> None:
+    """Of the next 25 messages, and when these are done of 100, 400, 500 at last."""
+    ahead, asked = KeysAhead(range(2_000)), list[int]()
+    for number in range(2_000):
+        found = ahead.of("entity", (number,))
+        assert found == [(number + 1 + place,) for place in range(len(found))]
+        asked += [len(found)] if found else []
         assert ahead.of("entity", (1 << 40,)) == []
-    ahead.next_message()
-    assert ahead.of("entity", (501,)) == [(number,) for number in range(502, 1_000)]
+        ahead.next_message()
+    assert asked == [25, 100, 400, 500, 500, 469]
+
+
+def test_guesses_end() -> None:
+    """Where each message has its key at another place, there is nothing to be guessed."""
+    ahead, asked = KeysAhead([{f"f{field}": 100 * field + number for field in range(50)} for number in range(50)]), 0
+    for number in range(50):
+        asked += len(ahead.of("entity", (101 * number,)))
+        ahead.next_message()
+    assert 25 < asked <= 4 * 25
+
+
+def test_a_large_event_is_not_searched_to_its_end() -> None:
+    """Of 200 parts something may be told; a row of a list is one."""
+    fields: dict[str, Any] = {f"f{number}": -number for number in range(300)}
+    assert KeysAhead([fields | {"f150": 7}, {"f150": 8}]).of("entity", (7,)) == [(8,)]
+    assert KeysAhead([fields | {"f250": 7}, {"f250": 8}]).of("entity", (7,)) == []
+    lines = [{"number": number, "id": number + 1_000} for number in range(90)]
+    assert KeysAhead([{"lines": lines}, {"lines": lines[1:]}]).of("entity", (1_000,)) == [(1_001,)]
+    assert KeysAhead([{"lines": lines}, {"lines": lines[1:]}]).of("entity", (1_089,)) == []
+
+
+ran: list[str] = []
+"""What must not be run."""
+
+
+def runs(name: str) -> Any:
+    """A method that says so, and fails."""
+
+    def method(*_: Any) -> Any:
+        ran.append(name)
+        raise LookupError(name)
+
+    return method
 
 
 class Touchy:
-    """Whoever runs its code hears of it."""
+    """It has nothing but code."""
 
     __slots__ = ("unset",)
-
-    def __getattr__(self, name: str) -> Any:
-        pytest.fail(f"{name} was asked for")
-
-    @property
-    def account(self) -> int:
-        """Computed."""
-        pytest.fail("it was computed")
+    __getattr__ = runs("__getattr__")
+    account = property(runs("a property"))
 
 
-class Factory(defaultdict[str, Any]):
-    """Makes what is not there."""
+class Slot:
+    """For a property to hide."""
 
-    def __missing__(self, key: str) -> Any:
-        pytest.fail(f"{key} was made")
+    __slots__ = ("account",)
+
+
+TOUCHY: dict[str, Any] = {
+    "attributes that are computed": Touchy(),
+    "any attribute": type("Any", (), {"__getattribute__": runs("__getattribute__")})(),
+    "another class": type("Proxy", (), {"__class__": property(runs("__class__"))})(),
+    "a dictionary that is computed": type("Computed", (), {"__dict__": property(runs("__dict__"))})(),
+    "a slot that is computed": type("Hiding", (Slot,), {"__slots__": (), "account": property(runs("a slot"))})(),
+    "a class of an odd class": type("Meta", (type,), {"__eq__": runs("__eq__"), "__hash__": runs("__hash__")})(
+        "C", (), {}
+    )(),
+    **{
+        f"{name} of a {kind.__name__}": type("Odd", (kind,), {name: runs(name)})(given)
+        for kind, names, given in (
+            (dict, ("__missing__", "__getitem__", "get", "items", "__iter__", "__contains__", "__len__"), {"other": 5}),
+            (list, ("__getitem__", "__iter__", "__len__", "__contains__"), [5, 6]),
+            (tuple, ("__getitem__", "__iter__", "__len__", "__contains__"), (5, 6)),
+        )
+        for name in names
+    },
+}
 
 
 CIRCLE: dict[str, Any] = {"other": 1}
@@ -129,8 +178,6 @@ CIRCLE["self"] = CIRCLE
 ODD = {
     "nothing": None,
     "bytes": b"{}",
-    "attributes that are computed": Touchy(),
-    "items that are made when asked for": Factory(),
     "a circle": CIRCLE,
     "a class": object,
     "a module": pytest,
@@ -141,12 +188,26 @@ ODD = {
 }
 
 
-@pytest.mark.parametrize("name", ODD)
+@pytest.mark.parametrize("name", [*ODD, *TOUCHY])
 def test_whatever_an_event_is_nothing_of_it_is_run(name: str) -> None:
     """It has no key that we can see, so nothing is read ahead."""
-    event = ODD[name]
+    ran.clear()
+    event = (ODD | TOUCHY)[name]
     ahead = KeysAhead([event, event])
     assert ahead.of("entity", (1 << 40,)) == []
     assert ahead.of("entity", ("a",)) == []
     assert KeysAhead([{"account": 1}, event]).of("entity", (1,)) == []
     assert KeysAhead([[Plain(1)], [event]]).of("entity", (1,)) == []
+    assert KeysAhead([[1, 2], event]).of("entity", (2,)) in ([], [(6,)])
+    assert ran == []
+
+
+def test_what_cannot_be_looked_at_is_no_guess() -> None:
+    """A proxy of what is gone fails whatever is asked of it."""
+
+    class Target:
+        """Soon gone."""
+
+    events = [{"account": 1}, {"account": weakref.proxy(Target())}, {"account": 3}]
+    assert KeysAhead(events).of("entity", (1,)) == [(3,)]
+    assert KeysAhead(events[1:]).of("entity", (1,)) == []

@@ -38,7 +38,7 @@ from sqlalchemy.orm import (
 from sqlalchemy.orm.exc import StaleDataError
 
 from databases import Database
-from projector_dedup import BatchFailed, Delivery, Dispatcher, Message, Outcome, RetryPolicy, on, projector
+from projector_dedup import BatchFailed, Delivery, Dispatcher, Message, Outcome, RetryPolicy, UnitOfWork, on, projector
 from projector_dedup.dialects.postgresql_rows import PostgreSQLRows
 from projector_dedup.tables import default_metadata
 
@@ -323,7 +323,8 @@ def test_a_session_that_does_more_is_called_each_time(engine: Engine, session_cl
 
 
 @pytest.mark.parametrize(
-    "name", ["before_flush", "after_flush", "do_orm_execute", "loaded_as_persistent", "detached_to_persistent"]
+    "name",
+    ["before_flush", "after_flush", "do_orm_execute", "loaded_as_persistent", "detached_to_persistent", "after_begin"],
 )
 def test_listeners_of_a_session_are_called_each_time(engine: Engine, name: str) -> None:
     """The same."""
@@ -341,8 +342,9 @@ def test_where_others_may_change_a_row_meanwhile_it_is_read_each_time(engine: En
 
 
 def test_at_serializable_nobody_may(engine: Engine) -> None:
-    """Not only at the default level."""
-    assert delivered(sessionmaker(engine), settings={"isolation": "SERIALIZABLE"})["UPDATE"] == 1
+    """Not only at the default level. But what was read counts there: nothing is read before it is asked for."""
+    sent = delivered(sessionmaker(engine), settings={"isolation": "SERIALIZABLE"})
+    assert sent == {"SELECT": 2, "UPDATE": 1}
     assert numbers(engine) == [6, 9]
 
 
@@ -390,6 +392,49 @@ def test_who_holds_the_drivers_connection_finds_everything(engine: Engine) -> No
 
     delivered(sessionmaker(engine), body)
     assert found == [0, 0, 1, 3, 6, 10]
+
+
+@pytest.mark.parametrize("taken", ["by the first message", "before it began"])
+def test_so_does_who_took_it_early(engine: Engine, taken: str) -> None:
+    """In a unit of work of one's own; or from a listener that was there before us."""
+    sessions = sessionmaker(engine)
+    if taken == "before it began":
+        event.listen(
+            sessions,
+            "after_begin",
+            lambda session, _, connection: session.info.update(cursor=connection.connection.cursor()),
+        )
+    found: list[int] = []
+    with UnitOfWork(sessions) as uow:
+        for number in sorted(uow.claim_many([(str(number), None) for number in range(MESSAGES)], "kept")):
+            if "cursor" not in uow.session.info:
+                uow.session.info["cursor"] = uow.session.connection().connection.cursor()
+            uow.session.info["cursor"].execute("UPDATE kept SET number = number + 10 WHERE id = 0 RETURNING number")
+            found.append(uow.session.info["cursor"].fetchone()[0])
+            add(int(number) * 2, uow.session)
+            uow.next_message()
+        uow.commit()
+    assert found == [10, 20, 32, 46, 62, 80]
+    assert numbers(engine) == [90, 0]
+
+
+def test_a_row_that_cannot_be_read_is_met_by_who_asks_for_it(engine: Engine) -> None:
+    """And by nobody who reads ahead: Python has no infinite moment."""
+    with engine.begin() as connection:
+        connection.execute(text("INSERT INTO bystander (id, at) SELECT n, NULL FROM generate_series(1, 10) n"))
+        connection.execute(text("UPDATE bystander SET at = 'infinity' WHERE id = 5"))
+    entered: list[int] = []
+
+    @projector(idempotent=True, name="bystander")
+    @on(int)
+    def handler(number: int, session: Session) -> None:
+        entered.append(number)
+        session.get_one(Bystander, 2 * number).big = number
+
+    Dispatcher(sessionmaker(engine), handler).deliver_batch([Message(str(number), number) for number in range(6)])
+    assert entered == [0, 1, 2, 3, 4, 5]
+    with engine.connect() as connection:
+        assert connection.scalars(text("SELECT big FROM bystander WHERE big IS NOT NULL ORDER BY id")).all() == entered
 
 
 def test_a_row_that_is_not_there_any_more_is_missed(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

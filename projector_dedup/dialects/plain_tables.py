@@ -29,6 +29,8 @@ class PlainTable:
     """The same for every name that the table goes by."""
     columns: Mapping[str, PlainColumn]
     """By name, those of a type that is known."""
+    reads_ahead: bool
+    """Whether it does not matter if more rows are read than were asked for."""
 
 
 def parameter(place: int) -> str:

@@ -84,8 +84,9 @@ class PostgreSQL(Dialect):
             driver: Any = connection.connection.driver_connection
             never_cached = f"{_BACKEND_AND_NUMBERED} -- {uuid4()}"
             backend, numbered = connection.exec_driver_sql(never_cached).one()
-        asyncpg = hasattr(driver, "get_server_pid")
-        if backend == (driver.get_server_pid() if asyncpg else driver.info.backend_pid):
+            asyncpg = hasattr(driver, "get_server_pid")
+            known = driver.get_server_pid() if asyncpg else driver.info.backend_pid  # while it is open
+        if backend == known:
             return  # no pooler: it would have made up a process of its own
         if numbered or getattr(driver, "prepare_threshold", None) is not None:
             raise UnsupportedDatabaseError(

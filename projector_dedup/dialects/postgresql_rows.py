@@ -27,12 +27,14 @@ _COLUMNS = text(
     SELECT c.oid AS identity, a.attname AS name, a.atttypid::int AS type, a.atttypmod AS modifier, a.attnotnull,
         EXISTS (SELECT FROM pg_index i WHERE i.indrelid = c.oid AND a.attnum = ANY (i.indkey))
         OR EXISTS (SELECT FROM pg_constraint k
-            WHERE k.conrelid = c.oid AND k.contype <> 'n' AND a.attnum = ANY (k.conkey)) AS bound
-    FROM pg_class c JOIN pg_attribute a ON a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped
+            WHERE k.conrelid = c.oid AND k.contype <> 'n' AND a.attnum = ANY (k.conkey)) AS bound,
+        s.level <> 'serializable' AS ahead  -- there, what was read may fail other transactions, and this one
+    FROM current_setting('transaction_isolation') AS s (level),
+        pg_class c JOIN pg_attribute a ON a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped
     WHERE c.oid = to_regclass(:name) AND c.relkind = 'r'
         AND NOT (c.relhasrules OR c.relrowsecurity OR c.relhassubclass)
         AND (a.attcollation = 0 OR (SELECT collisdeterministic FROM pg_collation WHERE oid = a.attcollation))
-        AND current_setting('transaction_isolation') IN ('repeatable read', 'serializable')
+        AND s.level IN ('repeatable read', 'serializable')
         AND current_setting('server_encoding') = 'UTF8' AND current_setting('client_encoding') = 'UTF8'
         AND NOT EXISTS (SELECT FROM pg_trigger WHERE tgrelid = c.oid AND NOT tgisinternal)
         AND NOT EXISTS (SELECT FROM pg_inherits WHERE inhrelid = c.oid)
@@ -65,7 +67,7 @@ class PostgreSQLRows(BatchRows):
             if not row.attnotnull:
                 accepts = partial(_null_or, accepts)
             columns[row.name] = PlainColumn(accepts, can_change=not row.bound)
-        return PlainTable(found[0].identity, columns) if found else None
+        return PlainTable(found[0].identity, columns, found[0].ahead) if found else None
 
     def reading(self, table: Table, columns: tuple[str, ...]) -> Executable:
         """By arrays: whatever their length, one statement and one plan."""

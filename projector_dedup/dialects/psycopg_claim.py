@@ -19,6 +19,8 @@ from psycopg import AsyncCursor, Cursor, IsolationLevel, OperationalError, Pipel
 from psycopg.pq.abc import PGconn, PGresult
 from psycopg.waiting import Ready, Wait
 
+from ..errors import UnsafeSessionError
+
 Driver = Any  # psycopg.Connection or AsyncConnection
 Replies = Generator[Wait, Ready, list[PGresult]]
 
@@ -42,6 +44,8 @@ def beginning(driver: Driver, level: str | None = None) -> Iterator[None]:
     It begins at ``level``, or at that which is set on the connection.
     """
     if not can_begin(driver):
+        if level is not None:  # it was able to when the connection was taken, and nothing happened since
+            raise UnsafeSessionError("a transaction was begun on the connection before its claim; claim first")
         yield
         return
     usual = driver.cursor_factory
