@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from sqlalchemy import (
+    JSON,
     BigInteger,
     DateTime,
     Engine,
@@ -179,6 +180,49 @@ def test_what_a_message_writes_is_found_by_those_whose_row_was_read_ahead(engine
 
     delivered(sessionmaker(engine), body)
     assert numbers(engine) == [103, 103]
+
+
+def test_a_row_that_was_changed_is_not_read_again_with_others(engine: Engine) -> None:
+    """The second row of a message leads to those of messages to come, one of which the first row has been."""
+    with engine.begin() as connection:
+        connection.execute(text("INSERT INTO kept SELECT n, 0 FROM generate_series(2, 9) n"))
+    transfers = [(0, 5), (2, 0), (0, 6), (6, 0)]
+
+    @projector(idempotent=True, name="kept")
+    @on(tuple)
+    def handler(transfer: tuple[int, int], session: Session) -> None:
+        giver, taker = transfer
+        session.get_one(Row, giver).number -= 1
+        session.get_one(Row, taker).number += 10
+
+    deliveries = [Message(str(number), transfer) for number, transfer in enumerate(transfers)]
+    Dispatcher(sessionmaker(engine), handler).deliver_batch(deliveries)
+    assert numbers(engine) == [18, 0, -1, 0, 0, 10, 9, 0, 0, 0]
+
+
+class Tagged(Base):
+    """What can be changed in place."""
+
+    __tablename__ = "kept_tagged"
+    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    tags: Mapped[list[int]] = mapped_column(JSON)
+
+
+def test_what_can_be_changed_in_place_is_everybodys_own(engine: Engine) -> None:
+    """Nobody was told of the change, so it is written by nobody; and the next message does not see it."""
+    with engine.begin() as connection:
+        connection.execute(insert(Tagged), [{"id": number, "tags": []} for number in range(3)])
+    seen: list[list[int]] = []
+
+    @projector(idempotent=True, name="tagged")
+    @on(int)
+    def handler(number: int, session: Session) -> None:
+        tags = session.get_one(Tagged, number % 3).tags
+        seen.append(list(tags))
+        tags.append(number)
+
+    Dispatcher(sessionmaker(engine), handler).deliver_batch([Message(str(number), number) for number in range(6)])
+    assert seen == [[]] * 6
 
 
 def test_a_batch_handler_that_reads_row_by_row_reads_them_at_once(engine: Engine) -> None:
