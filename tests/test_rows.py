@@ -182,6 +182,18 @@ def test_what_a_message_writes_is_found_by_those_whose_row_was_read_ahead(engine
     assert numbers(engine) == [103, 103]
 
 
+def test_where_the_keys_are_found_more_and_more_are_read_at_once(engine: Engine) -> None:
+    """Of the message at hand and the next 25, then of 1 + 100."""
+    with engine.begin() as connection:
+        connection.execute(text("INSERT INTO kept SELECT n, 0 FROM generate_series(2, 126) n"))
+
+    def body(number: int, session: Session) -> None:
+        session.get_one(Row, number).number += number
+
+    assert delivered(sessionmaker(engine), body, messages=127) == {"SELECT": 2, "UPDATE": 1}
+    assert numbers(engine) == list(range(127))
+
+
 def test_a_row_that_was_changed_is_not_read_again_with_others(engine: Engine) -> None:
     """The second row of a message leads to those of messages to come, one of which the first row has been."""
     with engine.begin() as connection:
