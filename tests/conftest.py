@@ -44,6 +44,12 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["SSL_CERT_FILE"] = os.devnull
 
 
+def pytest_collection_finish() -> None:
+    """What was imported and collected stays to the end: the garbage collector need not look through it every time."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> None:
     """Collect what failed tests left open before a traceback is rendered.

@@ -58,6 +58,8 @@ def main(drivername: str, url: str, kind: str) -> None:
         rig.deliver(add, "m-0")
         takes = time.perf_counter() - begun
         interrupted = 0
+        gc.collect()
+        gc.freeze()  # what is there already is no concern of the collections below, one for each message
         for number in range(1, MESSAGES):
             message_id = f"m-{number}"
             before = outside.durable()
