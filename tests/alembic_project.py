@@ -12,6 +12,7 @@ from typing import Any
 from sqlalchemy import create_engine, text
 
 from databases import Database
+from forked import run_module
 
 INI = """[alembic]
 script_location = %(here)s/scripts
@@ -71,6 +72,8 @@ def downgrade():
 
 def run_python(*arguments: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
     """With the editable checkout."""
+    if arguments[0] == "-m":
+        return run_module(*map(str, arguments[1:]), **options)
     return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False, **options)
 
 

@@ -6,6 +6,8 @@ import pty
 import subprocess
 import sys
 
+from forked import run_module
+
 COMMAND = [sys.executable, "-P", "-m", "projector_dedup"]  # -P: no current directory, as in a script
 
 
@@ -17,15 +19,7 @@ def surroundings(**environment: str) -> dict[str, str]:
 
 def idempotency(*arguments: str, cwd: str | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run the command in a pipe; nothing of our own environment configures it."""
-    return subprocess.run(
-        [*COMMAND, *arguments],
-        env=surroundings(**environment),
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    return run_module("projector_dedup", *arguments, safe_path=True, env=surroundings(**environment), cwd=cwd)
 
 
 def on_a_terminal(*arguments: str, types: str = "", **environment: str) -> tuple[int, str]:

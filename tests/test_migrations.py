@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from sqlalchemy.orm import sessionmaker
 from sqlalchemy.schema import CreateIndex, CreateTable
 
 from databases import Database
+from forked import run_module
 from projector_dedup import Dispatcher, Outcome, make_tables, on, projector
 from projector_dedup.schema import check
 from projector_dedup.tables import default_metadata, default_tables
@@ -50,14 +50,7 @@ def engine_fixture(database: Database) -> Iterator[Engine]:
 
 def _alembic(database: Database, *arguments: str) -> subprocess.CompletedProcess[str]:
     url = database.url().render_as_string(hide_password=False)
-    return subprocess.run(
-        [sys.executable, "-m", "alembic", *arguments],
-        cwd=ROOT,
-        env={**os.environ, "PROJECTOR_DEDUP_DATABASE_URL": url},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    return run_module("alembic", *arguments, cwd=ROOT, env={**os.environ, "PROJECTOR_DEDUP_DATABASE_URL": url})
 
 
 def _described(engine: Engine) -> list[str]:
@@ -114,14 +107,7 @@ def test_the_migration_can_be_written_to_a_file(database: Database, engine: Engi
 def test_the_migration_without_a_database_says_what_to_set() -> None:
     """One line, no traceback."""
     environment = {name: value for name, value in os.environ.items() if name != "PROJECTOR_DEDUP_DATABASE_URL"}
-    run = subprocess.run(
-        [sys.executable, "-m", "alembic", "upgrade", "head"],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    run = run_module("alembic", "upgrade", "head", cwd=ROOT, env=environment)
     assert run.returncode == 1
     assert "set PROJECTOR_DEDUP_DATABASE_URL" in run.stderr
     assert "Traceback" not in run.stderr
