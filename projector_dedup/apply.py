@@ -33,6 +33,7 @@ class Part:
         self.outcomes: list[Outcome] = []
         self.at: int | None = None  # the message whose handler runs, if it has a call of its own
         self.many = len(messages) > 1
+        self.connected = True  # at its last attempt
         self.opened = False  # by a claim that was answered
         self._entering: list[int] = []
         self._events: list[Any] = []  # theirs
@@ -100,7 +101,7 @@ def apply(part: Part, factory: sessionmaker[Session], options: UnitOptions, poli
                     uow.commit()
             return _settled(part, attempts, uow.work.durable)
         except Exception as error:  # noqa: BLE001  # delay_after raises it, unless another attempt is due
-            delay = _delay_after(error, attempts, uow.work)
+            delay = _delay_after(part, error, attempts, uow.work)
             _log_retry(part, attempts, error)
         time.sleep(delay)
 
@@ -125,12 +126,13 @@ async def aapply(
                     await uow.commit_and_close()
             return _settled(part, attempts, uow.work.durable)
         except Exception as error:  # noqa: BLE001  # delay_after raises it, unless another attempt is due
-            delay = _delay_after(error, attempts, uow.work)
+            delay = _delay_after(part, error, attempts, uow.work)
             _log_retry(part, attempts, error)
         await asyncio.sleep(delay)
 
 
-def _delay_after(error: Exception, attempts: Attempts, work: Work) -> float:
+def _delay_after(part: Part, error: Exception, attempts: Attempts, work: Work) -> float:
+    part.connected = work.dialect is not None
     return attempts.delay_after(error, work.cause_of(error), work.dialect, commit_was_sent=work.commit_was_sent)
 
 

@@ -98,6 +98,8 @@ class _Batch:
         if getattr(error, "durable", False):
             self._tell_who_was_handled(error)
             return True
+        if not self._part.connected:  # which is nobody's fault in here
+            return True
         return isinstance(error, CommitOutcomeUnknown) or (isinstance(error, RefusedError) and not self._part.opened)
 
     def _tell_who_was_handled(self, error: Exception) -> None:

@@ -85,7 +85,8 @@ class _Routing:
             route = message.type or type(message.body)
             name = route if isinstance(route, str) else f"{route.__module__}.{route.__qualname__}"
             raise UnhandledMessage(
-                f"no handler for {printable(name)}; register one with @on, or say unhandled='ignore' if that is meant"
+                f"no handler for {printable(name)}; register one with @on, name the message's type if it has one, "
+                "Message(id, body, type=...), or say unhandled='ignore' if that is meant"
             )
         return message, handlers, known_id(message, needed=needed)
 
@@ -99,7 +100,7 @@ class _Routing:
             try:
                 batch.routed(*self._route(event, None))
             except Exception as error:  # noqa: BLE001  # this message's own, its id's extractor's say
-                batch.not_routed(error)
+                batch.not_routed(known_id(event, needed=False) if isinstance(event, Message) else None, error)
         return batch
 
 

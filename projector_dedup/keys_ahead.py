@@ -71,12 +71,20 @@ class KeysAhead:
                 break
             guess = guesses.setdefault(paths, _Guess())
             if guess.asked <= self._at:
-                guess.asked = self._at + 1 + guess.size
-                guess.size = min(guess.size * _GROWTH, _MOST)
-                types = tuple(map(type, key))
-                found = (_key_in(each, paths, types) for each in self._events[self._at + 1 : guess.asked])
-                return (each for each in found if each is not None)
+                return self._behind(self._at, guess, paths, key)
+        if self._at == 0:  # a handler of lists goes through its events unseen: is it at one that was not asked?
+            for paths, guess in guesses.items():
+                for at in range(guess.asked, min(guess.asked + guess.size, len(self._events))):
+                    if _key_in(self._events[at], paths, tuple(map(type, key))) == key:
+                        return self._behind(at, guess, paths, key)
         return ()
+
+    def _behind(self, at: int, guess: _Guess, paths: tuple[Path, ...], key: Key) -> Iterable[Key]:
+        guess.asked = at + 1 + guess.size
+        guess.size = min(guess.size * _GROWTH, _MOST)
+        types = tuple(map(type, key))
+        found = (_key_in(each, paths, types) for each in self._events[at + 1 : guess.asked])
+        return (each for each in found if each is not None)
 
 
 def _key_in(event: Any, paths: tuple[Path, ...], types: tuple[type, ...]) -> Key | None:

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 from sqlalchemy import inspect
 from sqlalchemy.engine import Connection, Engine
-from sqlalchemy.exc import DBAPIError, UnboundExecutionError
+from sqlalchemy.exc import ArgumentError, DBAPIError, UnboundExecutionError
 from sqlalchemy.orm import Session, scoped_session, sessionmaker
 
 from .asyncio_names import AsyncSession, async_scoped_session, async_sessionmaker
@@ -126,6 +126,8 @@ def open_connection(
             with dialect.opening(marked=marked):
                 by_claim = one and level in LEVELS and bind in _begun_by_claims
                 connection = _connect(session, bind, dialect, level, begun_by_claim=by_claim)
+        except ArgumentError as error:
+            raise UnsafeSessionError(f"isolation={level!r} is no level of this database: {error}") from error
         except bind.dialect.loaded_dbapi.Error as error:  # SQLAlchemy does not wrap what setting the level meets
             raise DBAPIError(None, None, error) from error
     elif options.external:

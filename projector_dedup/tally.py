@@ -22,9 +22,9 @@ class Tally:
         self._durable = True
 
     @classmethod
-    def not_routed(cls, error: Exception) -> Tally:
+    def not_routed(cls, message_id: str | None, error: Exception) -> Tally:
         """That of a message for which no handler was tried."""
-        tally = cls(None, [])
+        tally = cls(message_id, [])
         tally._alone, tally._failures = True, (error,)
         tally._outcomes["(not routed)"] = Outcome.FAILED
         return tally
@@ -74,9 +74,9 @@ class BatchTally:
         for handler in handlers:
             self._wanted.setdefault(handler.identity, []).append((tally, message))
 
-    def not_routed(self, error: Exception) -> None:
+    def not_routed(self, message_id: str | None, error: Exception) -> None:
         """The next one is of nobody, or has no id."""
-        self._tallies.append(Tally.not_routed(error))
+        self._tallies.append(Tally.not_routed(message_id, error))
 
     def messages_for(self, handler: Handler) -> list[Message]:
         """In the order of the input."""
@@ -111,5 +111,5 @@ class BatchTally:
 
 def _ids(deliveries: list[Delivery]) -> str:
     failed = [each.message_id for each in deliveries if each.outcome is Outcome.FAILED]
-    names = ["without an id" if each is None else printable(each) for each in failed[:5]]
+    names = ["one without a valid id" if each is None else printable(each) for each in failed[:5]]
     return ", ".join(names) + (", ..." if len(failed) > 5 else "")

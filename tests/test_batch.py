@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from sqlalchemy import URL, Engine, delete, event, select, text, update
+from sqlalchemy import URL, Engine, create_engine, delete, event, select, text, update
 from sqlalchemy.orm import Session, sessionmaker
 from sqlalchemy.orm.exc import StaleDataError
 
@@ -27,6 +27,7 @@ from projector_dedup import (
     MissingTableError,
     Outcome,
     RefusedError,
+    RetriesExhaustedError,
     RetryPolicy,
     TransactionViolatedError,
     UnhandledMessage,
@@ -74,6 +75,8 @@ def test_what_cannot_be_routed_takes_no_other_with_it(sessions: sessionmaker[Ses
         Dispatcher(sessions, totals).deliver_batch(batch)
     assert outcomes(failed.value.deliveries) == [APPLIED, FAILED, FAILED, APPLIED]
     assert [type(error) for error in failed.value.exceptions] == [InvalidMessageIdError, UnhandledMessage]
+    assert "2 of 4 messages failed (one without a valid id, m2)" in str(failed.value)
+    assert [delivery.message_id for delivery in failed.value.deliveries] == ["m1", None, "m2", "m3"]
     assert amounts(sessions) == {"a": 4}
 
 
@@ -232,6 +235,18 @@ def relationship(session: Session, number: int) -> None:
 
 HELD: list[Total] = []
 UNSYNCHRONISED: dict[str, Any] = {"execution_options": {"synchronize_session": False}}
+
+
+def test_a_server_that_is_down_is_down_for_all(postgresql: Database) -> None:
+    """Fewer messages would wait as long for it, one after the other, longer than a broker does."""
+    url = postgresql.url().set(port=9)  # nobody listens there
+    engine, connects = create_engine(url), list[int]()
+    event.listen(engine, "do_connect", lambda *_: connects.append(1))
+    dispatcher = Dispatcher(sessionmaker(engine), totals, retry=RetryPolicy(attempts=3, base=0))
+    with pytest.raises(BatchFailed) as failed:
+        dispatcher.deliver_batch(numbered(*range(9)))
+    assert [type(error) for error in failed.value.exceptions] == [RetriesExhaustedError]
+    assert len(connects) == 3
 
 
 @pytest.mark.parametrize(
