@@ -190,21 +190,20 @@ def mariadb_connection(url: URL) -> Any:
     )
 
 
-def _drop(database: Database) -> None:
+def _drop(database: Database, *afterwards: str) -> None:
     name = database.url().database
     with mariadb_connection(database.url().set(database="")) as admin, admin.cursor() as cursor:
         cursor.execute("SELECT id FROM information_schema.processlist WHERE db = %s", (name,))
         for (holder,) in cursor.fetchall():
             with contextlib.suppress(Exception):  # it has gone by itself
                 cursor.execute(f"KILL {holder}")
-        cursor.execute(f"DROP DATABASE IF EXISTS {name}")
+        for statement in (f"DROP DATABASE IF EXISTS {name}", *afterwards):
+            cursor.execute(statement)
 
 
 def _recreate(database: Database) -> None:
-    _drop(database)
-    with mariadb_connection(database.url().set(database="")) as admin, admin.cursor() as cursor:
-        # A character set and a collation that nobody would choose: what we need, we must say.
-        cursor.execute(f"CREATE DATABASE {database.url().database} CHARACTER SET latin1 COLLATE latin1_swedish_ci")
+    # A character set and a collation that nobody would choose: what we need, we must say.
+    _drop(database, f"CREATE DATABASE {database.url().database} CHARACTER SET latin1 COLLATE latin1_swedish_ci")
 
 
 def empty(database: Database) -> None:

@@ -7,6 +7,7 @@ A client gets one of `pool_size` server connections for each transaction, and an
 """
 
 import contextlib
+import functools
 import os
 import shutil
 import socket
@@ -44,8 +45,7 @@ class PgBouncer:
         program = shutil.which("pgbouncer", path=f"{os.environ['PATH']}{os.pathsep}/usr/sbin")
         if program is None:
             raise EngineUnavailableError("it is not installed; on Debian: apt-get install pgbouncer")
-        said = subprocess.run([program, "--version"], capture_output=True, text=True, check=True).stdout
-        self.version = said.split()[1]
+        self.version = _version(program)
         self._port = _free_port()
         self._stack = contextlib.ExitStack()
         self._command = [program]
@@ -106,6 +106,12 @@ class PgBouncer:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._stack.close()
+
+
+@functools.cache
+def _version(program: str) -> str:
+    said = subprocess.run([program, "--version"], capture_output=True, text=True, check=True).stdout
+    return said.split()[1]
 
 
 def _quoted(value: object) -> str:
