@@ -126,8 +126,6 @@ def open_connection(
             with dialect.opening(marked=marked):
                 by_claim = one and level in LEVELS and bind in _begun_by_claims
                 connection = _connect(session, bind, dialect, level, begun_by_claim=by_claim)
-        except ArgumentError as error:
-            raise UnsafeSessionError(f"isolation={level!r} is no level of this database: {error}") from error
         except bind.dialect.loaded_dbapi.Error as error:  # SQLAlchemy does not wrap what setting the level meets
             raise DBAPIError(None, None, error) from error
     elif options.external:
@@ -151,7 +149,10 @@ def _connect(
     if level is None:
         return session.connection(bind_arguments={"bind": bind})
     name = LEVEL_OF_BEGIN if begun_by_claim else "isolation_level"
-    connection = session.connection(bind_arguments={"bind": bind}, execution_options={name: level})
+    try:
+        connection = session.connection(bind_arguments={"bind": bind}, execution_options={name: level})
+    except ArgumentError as error:
+        raise UnsafeSessionError(f"isolation={level!r} is no level of this database: {error}") from error
     if begun_by_claim and not dialect.claim_begins(connection):  # a listener has sent something, or set
         _begun_by_claims.discard(bind)
         session.rollback()
