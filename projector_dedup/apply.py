@@ -72,7 +72,8 @@ class Part:
             work.begin()
             return None
         if not self.many:
-            return None if work.claim(first.id, handler.identity, handler.formerly, first.occurred_at) else set()
+            new = work.claim(first.id, handler.identity, handler.formerly, first.occurred_at, about=first)
+            return None if new else set()
         keys = ((message.id, message.occurred_at) for message in self.messages)
         return work.claim_many(keys, handler.identity, handler.formerly)
 

@@ -15,8 +15,20 @@ from sqlalchemy.sql.elements import ReleaseSavepointClause, RollbackToSavepointC
 from .dialects import Dialect
 from .errors import UnsafeSessionError
 from .marks import Savepoints
-from .rows import Rows
 from .transaction_text import sql_text
+
+
+class KnownRows(Protocol):
+    """Rows that a handler may be given without a SELECT; how a database and it would not notice, is theirs to say."""
+
+    def get(self, entity: Any, ident: Any, load: Callable[[Any, Any], Any]) -> Any:
+        """``session.get()``; ``load`` is SQLAlchemy's."""
+
+    def before_statement(self, statement: Any) -> None:
+        """A statement is about to run."""
+
+    def stop(self) -> None:
+        """So are statements that nobody will tell of, or that are about other rows; or COMMIT."""
 
 
 class Watcher(Protocol):
@@ -27,7 +39,7 @@ class Watcher(Protocol):
     commit_was_sent: bool
     commit_was_answered: bool
     savepoints: Savepoints
-    rows: Rows | None
+    rows: KnownRows | None
 
     def before_statement(self, sql: str | None, written: Table | None, *, mends: bool) -> None:
         """A statement is about to run; ``sql`` is its text if it is text, ``written`` the table it changes if not.

@@ -18,9 +18,8 @@ from sqlalchemy.orm import Session
 
 from .dialects import Dialect, Failure, Status
 from .errors import TransactionViolatedError, UnsafeSessionError
-from .guarded import GuardedSession, guard_connection, release_connection
+from .guarded import GuardedSession, KnownRows, guard_connection, release_connection
 from .marks import Marker, Savepoints
-from .rows import Rows
 
 
 class Guard:
@@ -39,7 +38,7 @@ class Guard:
         self.commit_was_sent = self.commit_was_answered = False
         self.must_disconnect = False  # what the driver is in the midst of, nobody knows
         self.savepoints = Savepoints(marker)
-        self.rows: Rows | None = None  # of a batch
+        self.rows: KnownRows | None = None
         self._marker = self.savepoints.marker
         self._begun = False
         self._session_transaction = session.get_transaction()

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from functools import cache
 from typing import Any, TypeVar
 
-from sqlalchemy import Insert, Table, literal_column, select
+from sqlalchemy import Insert, Row, Table, literal_column, select
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import DBAPIError, UnboundExecutionError
 from sqlalchemy.orm import Session, scoped_session
@@ -103,6 +103,17 @@ def insert_marker(
     return _inserted(connection, dialect, tables, wait, insert)
 
 
+def insert_marker_and_read(
+    connection: Connection, dialect: Dialect, tables: DedupTables, statement: Executable, parameters: Mapping[str, Any]
+) -> Row[Any] | None:
+    """The same by a ``statement`` that also reads a row; whatever goes wrong with either, raises as it comes."""
+    dialect.refuse_marker(connection, tables.marker)
+    row = dialect.claim_and_read(connection, statement, parameters)
+    if row is not None:
+        _refuse_committed(connection, dialect)
+    return row
+
+
 def insert_markers(
     connection: Connection,
     dialect: Dialect,
@@ -133,9 +144,14 @@ def _inserted(
         if dialect.classify(error) is Failure.NO_TABLE:
             raise MissingTableError(tables.missing(connection)) from error
         raise
-    if new and dialect.status(connection.connection.driver_connection) is not Status.OPEN:
-        raise UnsafeSessionError("the driver committed the claim at once; turn its AUTOCOMMIT off")
+    if new:
+        _refuse_committed(connection, dialect)
     return new
+
+
+def _refuse_committed(connection: Connection, dialect: Dialect) -> None:
+    if dialect.status(connection.connection.driver_connection) is not Status.OPEN:
+        raise UnsafeSessionError("the driver committed the claim at once; turn its AUTOCOMMIT off")
 
 
 def raise_in_progress(error: DBAPIError, dialect: Dialect, wait: float | None) -> None:

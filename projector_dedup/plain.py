@@ -1,19 +1,21 @@
-"""Entities of which a change may be written later, and nobody could tell: nothing listens, nothing is derived."""
+"""Entities that may be read earlier and written later, and nobody could tell: nothing listens, nothing is derived."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from enum import Enum
+from functools import lru_cache
 from operator import attrgetter
-from typing import Any
+from typing import Any, cast
 from uuid import UUID
 
 from sqlalchemy import ClauseElement, Table, inspect
 from sqlalchemy.engine import Connection
 from sqlalchemy.orm import ColumnProperty, InstanceState, Mapper, Session
+from sqlalchemy.orm.attributes import instance_state
 
 from .dialects.plain_tables import PlainColumn, PlainTable
 
@@ -44,10 +46,11 @@ def is_plain_beginning(session: Session, connection: Connection) -> bool:
     Who listens to its beginning had the connection before we did, and may have a cursor of the driver's.
     """
     listened_to = any(_CONNECTION_EVENTS(connection.dispatch)) or _are_of_others([session.dispatch.after_begin])
-    return _is_plain_class(type(session)) and not listened_to
+    return _is_plain_class(cast(Hashable, type(session))) and not listened_to
 
 
-def _is_plain_class(session_class: type[Session]) -> bool:
+@lru_cache(64)  # every sessionmaker makes a class
+def _is_plain_class(session_class: Any) -> bool:
     """Whether it does everything as SQLAlchemy's does, but for our guards: one of the user's may do more."""
     users = (each for each in session_class.__mro__ if not each.__module__.startswith(("sqlalchemy.", _PACKAGE)))
     names = (name for each in users for name in vars(each) if not name.startswith(("__", "_projector_dedup_")))
@@ -101,6 +104,18 @@ class Plain:
         """What was read; None if not all of it is there, or some could be changed in place."""
         values = {name: state.dict[name] for name in self.loaded if name in state.dict}
         return values if len(values) == len(self.loaded) and all(map(is_immutable, values.values())) else None
+
+    def restored(self, session: Session, key: Any, values: Mapping[str, Any]) -> Any:
+        """What ``session.get()`` gives of a row that was read, by us.
+
+        As the ORM's loader does it; ``make_transient_to_detached`` would expire what is deferred.
+        """
+        instance = self.mapper.class_manager.new_instance()
+        state = instance_state(instance)
+        state.dict.update(values)
+        state.key = key
+        session.add(instance)
+        return instance
 
 
 def plain_entity(

@@ -81,7 +81,7 @@ class Rows:
         if self._quiet and plain.reads_ahead and key not in self._values:
             self._read_ahead(plain, key)
         if (values := self._values.get(key)) is not None:
-            return self._restored(plain, key, values)
+            return plain.restored(self._session, key, values)
         with self._expecting(Select):
             instance = load(entity, ident)
         if instance is not None and self._quiet and (values := plain.values(instance_state(instance))) is not None:
@@ -217,15 +217,6 @@ class Rows:
             if plain is not None:
                 self._tables.add(plain.table)
         return self._entities[entity]
-
-    def _restored(self, plain: Plain, key: Any, values: Mapping[str, Any]) -> Any:
-        """As the ORM's loader does it; ``make_transient_to_detached`` would expire what is deferred."""
-        instance = plain.mapper.class_manager.new_instance()
-        state = instance_state(instance)
-        state.dict.update(values)
-        state.key = key
-        self._session.add(instance)
-        return instance
 
     @contextmanager
     def _expecting(self, statements: type[Any] | None) -> Iterator[None]:

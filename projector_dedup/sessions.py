@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -16,6 +16,7 @@ from sqlalchemy.orm import Session, scoped_session, sessionmaker
 from .asyncio_names import AsyncSession, async_scoped_session, async_sessionmaker
 from .dialects import LEVEL_OF_BEGIN, LEVELS, Dialect, dialect_of
 from .errors import UnsafeSessionError
+from .first_row import FirstRows
 from .guarded import guarded_session
 from .locking import locking_session
 from .probe import try_out, try_within
@@ -46,6 +47,12 @@ class UnitOptions:
     strict: bool = False
     external: bool = False
     warned: bool = False  # the level was said to lose updates; once is enough
+    first_rows: FirstRows = field(default_factory=FirstRows, init=False, repr=False, compare=False)  # of one handler
+
+    @property
+    def may_read_first(self) -> bool:
+        """Whether the claim may read a row: not under a bound for the claim, nor one that is to be read under lock."""
+        return self.claim_timeout is None and not self.read_models
 
     def __post_init__(self) -> None:
         if self.claim_timeout is not None and self.claim_timeout <= 0:

@@ -6,27 +6,27 @@ import logging
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
+from functools import partial
 from typing import Any
 
-from sqlalchemy import literal_column, select
 from sqlalchemy.engine import Connection
 from sqlalchemy.exc import DBAPIError, UnboundExecutionError
 from sqlalchemy.orm import Session
 
-from .dialects import Dialect, Status, dialect_of
-from .errors import CommitOutcomeUnknown, UnsafeSessionError
+from .claimed_marker import ClaimedMarker
+from .dialects import Dialect, dialect_of
+from .errors import CommitOutcomeUnknown, OvertakenError, UnsafeSessionError
 from .guards import Guard
 from .markers import (
     bind_of_marker,
     insert_marker,
+    insert_marker_and_read,
     insert_markers,
-    marker_exists,
     marker_key,
     raise_in_progress,
     refuse_shared_markers,
-    translate_map,
 )
-from .message import valid_formerly, valid_handler, valid_message_id
+from .message import Message, valid_formerly, valid_handler, valid_message_id
 from .rows import Rows
 from .sessions import UnitOptions, open_connection
 
@@ -42,11 +42,10 @@ class Work:
         self.durable = True
         self.committed = False
         self._options = options
-        self._key: dict[str, Any] | None = None
-        self._schemas: Any = None
+        self._marker: ClaimedMarker | None = None  # which the guard points at, weakly
         self._new = False  # until a claim, or begin(), says so
-        self._marked = False
         self._guard: Guard | None = None
+        self._rows: Rows | None = None  # of a batch
 
     def claim(
         self,
@@ -54,13 +53,25 @@ class Work:
         handler: str,
         formerly: Collection[str] = (),
         occurred_at: datetime | None = None,
+        about: Message | None = None,
     ) -> bool:
-        """Claim first: the row of the marker is the lock on which a concurrent delivery waits."""
+        """Claim first: the row of the marker is the lock on which a concurrent delivery waits.
+
+        What the message is ``about`` tells which row its handler may ask for.
+        """
         former_names = valid_formerly(formerly)
         key = marker_key(valid_message_id(message_id), valid_handler(handler), occurred_at)
         with self._claiming(key, one=True) as guard:
-            tables, wait = self._options.tables, self._options.claim_timeout
-            self._new = insert_marker(guard.connection, guard.dialect, tables, key, former_names, wait=wait)
+            options, tables, wait = self._options, self._options.tables, self._options.claim_timeout
+            if about is None or former_names or not (self.durable and options.may_read_first):
+                self._new = insert_marker(guard.connection, guard.dialect, tables, key, former_names, wait=wait)
+            elif (row := options.first_rows.expected(guard, about)) is not None:
+                self._new = row.claim(partial(insert_marker_and_read, guard.connection, guard.dialect, tables), key)
+                guard.rows = row if self._new else None
+            else:
+                self._new = insert_marker(guard.connection, guard.dialect, tables, key)
+                guard.rows = options.first_rows.learning(guard, about, tables.marker) if self._new else None
+            options.first_rows.claimed(new=self._new)
         return self._new
 
     def claim_many(
@@ -82,15 +93,15 @@ class Work:
             others = [{**key, "handler": name} for key in keys.values() for name in names[1:]]
             inserted = insert_markers(guard.connection, guard.dialect, tables, [*keys.values(), *others], wait)
             new = [message_id for message_id in keys if all((message_id, name) in inserted for name in names)]
-            if new:
-                self._new, self._key = True, keys[new[0]]
-                guard.rows = Rows(guard)
+            if new and self._marker is not None:
+                self._new, self._marker.key = True, keys[new[0]]
+                self._rows = guard.rows = Rows(guard)
         return set(new)
 
     def foresee(self, events: Sequence[object]) -> None:
         """What a handler will be given, one after the other: their rows may be read together."""
-        if (rows := self._begun().rows) is not None:
-            rows.foresee(events)
+        if self._rows is not None:
+            self._rows.foresee(events)
 
     def end_duplicate(self) -> None:
         """After a claim that found nothing new, and nothing else: end the transaction as it costs the server least."""
@@ -101,8 +112,7 @@ class Work:
 
     @contextmanager
     def _claiming(self, key: dict[str, Any], *, one: bool) -> Iterator[Guard]:
-        self._key = key
-        guard = self._begin(bind_of_marker(self.session, self._options.tables), one=one)
+        guard = self._begin(bind_of_marker(self.session, self._options.tables), key, one=one)
         try:
             yield guard
             if self._new and self._options.strict:
@@ -116,7 +126,7 @@ class Work:
             bind = self.session.get_bind()
         except UnboundExecutionError:
             raise UnsafeSessionError("the session has no engine to begin with: give the sessionmaker bind=") from None
-        guard = self._begin(bind)
+        guard = self._begin(bind, None)
         self._new = True
         if self._options.strict:
             guard.savepoints.mark()
@@ -126,8 +136,9 @@ class Work:
         """Between two messages of a batch: what the next one finds is what is in the database, as after a COMMIT."""
         guard = self._begun()
         guard.verify()
-        guard.rows = guard.rows or Rows(guard)
-        guard.rows.end_message()
+        if self._rows is None:
+            self._rows = guard.rows = Rows(guard)
+        self._rows.end_message()
 
     def commit(self) -> None:
         """Flush, look whether this is still the transaction that was begun, commit once."""
@@ -139,7 +150,7 @@ class Work:
         guard.verify()
         self.session.flush()
         if guard.rows is not None:
-            guard.rows.write()
+            guard.rows.stop()
         guard.verify()
         if self._options.strict or guard.must_ask:
             guard.ask()
@@ -168,6 +179,8 @@ class Work:
 
     def cause_of(self, error: Exception) -> Exception:
         """What doomed the transaction, where that came before the error that the handler made of it."""
+        if isinstance(error, OvertakenError):  # which we made of it
+            return error
         return (self._guard.doomed_by if self._guard is not None else None) or error
 
     def close(self, error: BaseException | None = None) -> None:
@@ -194,34 +207,6 @@ class Work:
                 raise violation from error
             logger.error("%s", violation)
 
-    def mark_transaction(self) -> None:
-        """For the guard: from here on, ``is_ours`` can tell this transaction from any that follows it."""
-        guard = self._begun()
-        guard.dialect.mark_transaction(guard.connection)
-        self._marked = True
-
-    def is_ours(self) -> bool:
-        """For the guard: whether the open transaction is the claim's, and not aborted."""
-        connection, marked, self._marked = self._where_claimed(), self._marked, False
-        if marked:
-            return self._begun().dialect.is_marked(connection, self._options.tables.marker, self._key)
-        if self._key is None:
-            return Connection.execute(connection, select(literal_column("1"))).first() is not None
-        return marker_exists(connection, self._options.tables, self._key)
-
-    def is_committed(self) -> bool | None:
-        """For the guard: what the handler's own commit or rollback left behind."""
-        if self._key is None:
-            return None
-        guard, connection = self._begun(), self._where_claimed()
-        if guard.dialect.status(guard.driver) in (Status.OPEN, Status.ABORTED):
-            guard.dialect.abandon(connection)  # what is open now will not be committed by us
-        return marker_exists(connection, self._options.tables, self._key)
-
-    def _where_claimed(self) -> Connection:
-        """The connection, which looks for the marker where it was claimed, whatever map a handler gave it since."""
-        return self._begun().connection.execution_options(schema_translate_map=self._schemas)
-
     def _watch(self, guard: Guard) -> None:
         guard.watching = True
         if guard.dialect.untried and self._new:
@@ -232,18 +217,18 @@ class Work:
             raise UnsafeSessionError("nothing was claimed in this unit of work; claim() comes before commit()")
         return self._guard
 
-    def _begin(self, bind: Any, *, one: bool = False) -> Guard:
-        dialect, options = dialect_of(bind), self._options
-        connection = open_connection(self.session, bind, options, marked=self._key is not None, one=one)
-        if self._key is not None:
+    def _begin(self, bind: Any, key: dict[str, Any] | None, *, one: bool = False) -> Guard:
+        dialect, options, marked = dialect_of(bind), self._options, key is not None
+        connection = open_connection(self.session, bind, options, marked=marked, one=one)
+        if marked:
             refuse_shared_markers(connection, options.tables)
-            self._schemas = translate_map(connection)
         self.dialect = dialect
         self.durable = not isinstance(bind, Connection)
         try:
-            dialect.begin(connection, options.tables.marker if self._key else None, options.claim_timeout)
+            dialect.begin(connection, options.tables.marker if marked else None, options.claim_timeout)
         except DBAPIError as error:
             raise_in_progress(error, dialect, options.claim_timeout)
             raise
-        self._guard = Guard(self.session, connection, dialect, self)
+        self._marker = ClaimedMarker(connection, dialect, options.tables, key)
+        self._guard = Guard(self.session, connection, dialect, self._marker)
         return self._guard

@@ -1,4 +1,4 @@
-"""Whatever handlers do with their session, a batch of messages does as its messages one by one: programs by lot."""
+"""Whatever handlers do with their session, nobody can tell what was read early or written late: programs by lot."""
 
 import asyncio
 from collections.abc import Callable
@@ -35,8 +35,14 @@ class Order:
     rows: tuple[int, ...]
 
 
+PLAINLY = "each by a dispatcher of its own"  # so that nothing is known of any row
+ONE_BY_ONE = "one by one"  # so that the first row of each may have come with its claim
+TOGETHER = "together"
+WAYS = (PLAINLY, ONE_BY_ONE, TOGETHER)
+
+
 class Replay:
-    """Runs a program as a batch or message by message: the outcomes, what those that were applied saw, the database."""
+    """Runs a program in one of ``WAYS``: the outcomes, what those that were applied saw, the database."""
 
     def __init__(self, driver: str, database: Database, *, is_async: bool) -> None:
         self._is_async = is_async
@@ -58,13 +64,13 @@ class Replay:
         self._sync_engine.dispose()
 
     def check(self, name: object, program: programs.Program) -> None:
-        """Both must be the same."""
-        together = self.run(f"{name}, together", program, as_batch=True)
-        one_by_one = self.run(f"{name}, one by one", program, as_batch=False)
-        assert together == one_by_one, f"program {name}"
+        """All must be the same."""
+        plainly, *others = (self.run(f"{name}, {way}", program, way) for way in WAYS)
+        for way, other in zip(WAYS[1:], others, strict=True):
+            assert other == plainly, f"program {name}, {way}"
 
-    def run(self, name: str, program: programs.Program, *, as_batch: bool) -> tuple[Any, ...]:
-        """In one of the two ways."""
+    def run(self, name: str, program: programs.Program, way: str) -> tuple[Any, ...]:
+        """In this way."""
         seen: dict[int, list[Any]] = {}
         programs.HELD.clear()
         with self._sessions.begin() as session:
@@ -76,12 +82,17 @@ class Replay:
             for step, ident, argument in program[number]:
                 step(session, ident, argument, seen[number])
 
-        deliver, deliver_batch = self._deliveries(body)
         batch = [
             Message(f"{name}, {number}", Order(number, tuple(ident for _, ident, _ in steps)))
             for number, steps in enumerate(program)
         ]
-        outcomes = _outcomes_of(deliver_batch, batch) if as_batch else [_outcome_of(deliver, each) for each in batch]
+        deliver, deliver_batch = self._deliveries(body)
+        if way == TOGETHER:
+            outcomes = _outcomes_of(deliver_batch, batch)
+        elif way == ONE_BY_ONE:
+            outcomes = [_outcome_of(deliver, each) for each in batch]
+        else:
+            outcomes = [_outcome_of(self._deliveries(body)[0], each) for each in batch]
         with self._sessions() as session:
             left = programs.state(session)
         return outcomes, [seen[n] for n, outcome in enumerate(outcomes) if outcome is Outcome.APPLIED], left
@@ -131,7 +142,7 @@ def _outcomes_of(deliver_batch: Callable[..., Any], batch: list[Message]) -> lis
     [("psycopg", False, 12), ("psycopg2", False, 3), ("psycopg", True, 3), ("asyncpg", True, 3)],
     ids=["psycopg", "psycopg2", "psycopg async", "asyncpg"],
 )
-def test_whatever_handlers_do_a_batch_is_as_its_messages_one_by_one(
+def test_whatever_handlers_do_nobody_can_tell_how_rows_were_read(
     postgresql: Database, driver: str, is_async: bool, drawn: int
 ) -> None:
     """Outcomes, what every applied message saw, and what is in every table in the end."""

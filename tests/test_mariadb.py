@@ -1,6 +1,6 @@
 """MariaDB's ways to lose a message: two ids that are one, and an INSERT that does not say what it did."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from datetime import datetime, timedelta, timezone
 from typing import Any
@@ -8,17 +8,27 @@ from typing import Any
 import pytest
 from sqlalchemy import create_engine, delete, func, insert, literal, select, text, update
 from sqlalchemy.exc import DBAPIError, IntegrityError
-from sqlalchemy.orm import Session
+from sqlalchemy.orm import Session, sessionmaker
 
 from databases import DRIVERS, Database, Driver, mariadb_connection
-from projector_dedup import Message, MissingTableError, Outcome, ProcessedMessage, UnsafeSessionError, claim
+from projector_dedup import (
+    Dispatcher,
+    Message,
+    MissingTableError,
+    Outcome,
+    ProcessedMessage,
+    UnsafeSessionError,
+    claim,
+    on,
+    projector,
+)
 from projector_dedup.schema import check
 from projector_dedup.tables import default_tables
 from projector_dedup.testing import contract  # before its parts: pytest explains their asserts
 from projector_dedup.testing.claims import ClaimContract
 from projector_dedup.testing.harness import Harness
 from projector_dedup.testing.once import LOOK_ALIKES, OnceContract
-from projector_dedup.testing.subject import Added, Subject
+from projector_dedup.testing.subject import Added, Subject, add
 
 MARIADB = [driver for driver in DRIVERS if driver.engine == "mariadb"]
 MARKER = default_tables.marker
@@ -277,6 +287,32 @@ def test_a_column_that_cuts_ids_loses_no_message(mariadb: Database) -> None:
                 harness.deliver(harness.dispatcher(), message_id=message_id)
         assert harness.totals() == {"a": 1}
         assert any(finding.fatal for finding in check_of(harness))
+
+
+def test_a_rollback_is_spared_only_where_there_is_nothing_to_roll_back(harness: Harness) -> None:
+    """Right behind a COMMIT, as the pool sends it; whoever shares the engine rolls back what there is."""
+    engine = create_engine(harness.subject.url.set(drivername="mariadb+pymysql"), pool_size=1, max_overflow=0)
+    handler = projector(idempotent=True, name="totals")(on(Added)(add))
+    Dispatcher(sessionmaker(engine), handler).deliver(Added(), message_id="m1")
+    write = "UPDATE contract_total SET amount = amount + 10"
+    with engine.connect() as connection:
+        driver: Any = connection.connection.driver_connection
+        cursor = driver.cursor()
+
+        def sent(*steps: Callable[[], object]) -> int:
+            """How many ROLLBACKs, so far, with one behind a COMMIT and these steps."""
+            for step in (driver.commit, *steps, driver.rollback):
+                step()
+            cursor.execute("SHOW SESSION STATUS LIKE 'Com_rollback'")
+            return int(cursor.fetchone()[1])
+
+        before = sent()
+        assert sent() == before
+        assert sent(lambda: cursor.execute(write)) == before + 1
+        assert sent(driver.begin) == before + 2
+        assert sent(lambda: cursor.execute("SELECT 1")) == before + 3  # perhaps for nothing: nobody looks into it
+    engine.dispose()
+    assert harness.totals() == {"a": 1}
 
 
 def check_of(harness: Harness) -> list[Any]:

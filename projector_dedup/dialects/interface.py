@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from datetime import UTC, datetime
 from typing import Any, ClassVar
 
-from sqlalchemy import FromClause, Table, select
+from sqlalchemy import FromClause, Row, Table, select
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.pool import StaticPool
@@ -136,6 +136,10 @@ class Dialect(ABC):
     ) -> bool:
         """Run the claim: True if every marker is new, False if one was there; anything else raises ``DBAPIError``."""
         return len(connection.execute(statement, key).all()) == names
+
+    def claim_and_read(self, connection: Connection, statement: Executable, parameters: Parameters) -> Row[Any] | None:
+        """Run a claim of ``BatchRows.claiming``: None if the marker was there."""
+        return connection.execute(statement, parameters).first()
 
     def claim_many(self, connection: Connection, marker: Table, keys: Sequence[Parameters]) -> set[Key]:
         """Claim several markers, given in the order of their locks; returns the new ones, or raises ``OvertakenError``.

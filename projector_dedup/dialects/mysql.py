@@ -23,7 +23,7 @@ from .listeners import listen_once
 from .migrating import lock_session
 from .mysql_catalog import measured, sampled
 from .mysql_claim import given, insert_given, insert_markers, met_by_claim
-from .mysql_close import close_when_interrupted
+from .mysql_connection import IN_TRANSACTION, careful
 from .mysql_snapshots import offers_snapshot_isolation, snapshot_findings, snapshot_isolation, switching
 from .mysql_tables import refuse_unfit
 from .pruning import is_expired
@@ -52,8 +52,6 @@ _NO_TABLE = {
 }
 
 _OUT_OF_SYNC = 2014  # a result of mysqlclient's was left unread: the command was not sent
-
-_IN_TRANSACTION = 1  # SERVER_STATUS_IN_TRANS of the client-server protocol
 
 
 class MySQL(Dialect):
@@ -88,8 +86,8 @@ class MySQL(Dialect):
 
     def prepare(self, engine: Engine) -> None:
         """An answer is only its own statement's; and whether the server can refuse lost updates is learned."""
-        closing = [close_when_interrupted] if engine.dialect.driver == "pymysql" else []
-        listen_once(engine, checkout=[*closing, switching(engine.dialect)])
+        careful_ones = [careful] if engine.dialect.driver == "pymysql" else []
+        listen_once(engine, checkout=[*careful_ones, switching(engine.dialect)])
         offers_snapshot_isolation(engine)
 
     def detecting_isolation(self, engine: Engine) -> str | None:
@@ -177,7 +175,7 @@ class MySQL(Dialect):
             flags = driver_connection.get_transaction_status()
         if flags is None:
             return Status.OPEN
-        return Status.OPEN if flags & _IN_TRANSACTION else Status.NONE
+        return Status.OPEN if flags & IN_TRANSACTION else Status.NONE
 
     def dooms(self, error: DBAPIError) -> bool:
         """The server rolled back, all of it or (a lock wait) perhaps all, and goes on in another transaction."""

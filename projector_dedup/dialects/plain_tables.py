@@ -34,7 +34,7 @@ class PlainTable:
 
 
 def parameter(place: int) -> str:
-    """The name of a list among the parameters of the statements of ``BatchRows``; no column is called so."""
+    """The name of a key's part, or of a list, among the parameters of ``BatchRows``; no column is called so."""
     return f"projector_dedup_{place}"
 
 
@@ -44,6 +44,14 @@ class BatchRows:
     def look(self, _connection: Connection, _table: Table) -> PlainTable | None:
         """What is known of the table, and may be relied upon in this transaction; None if it is not plain."""
         return None
+
+    def claiming(self, marker: Table, table: Table, columns: tuple[str, ...]) -> Executable:
+        """The claim of one marker, for ``Dialect.claim_and_read``, and one row by the parts of its key.
+
+        It gives nothing for a duplicate, else a row of: whether what was read is what would be read later, whether
+        there is such a row, and its ``columns``.
+        """
+        raise NotImplementedError
 
     def reading(self, table: Table, columns: tuple[str, ...]) -> Executable:
         """SELECT the key and ``columns`` of many rows, by a list for each column of the key."""

@@ -12,6 +12,7 @@ from uuid import uuid4
 
 from sqlalchemy import (
     FromClause,
+    Row,
     Table,
     literal_column,
     select,
@@ -114,12 +115,16 @@ class PostgreSQL(Dialect):
         self, connection: Connection, statement: Executable, marker: Table, key: Mapping[str, Any], *, names: int = 1
     ) -> bool:
         """BEGIN and the claim are one round trip, if the driver can do that."""
-        driver: Any = connection.connection.driver_connection
-        with _beginning(driver, connection.get_execution_options().get(LEVEL_OF_BEGIN)):
+        with _beginning(connection):
             inserted = connection.execute(statement, key).rowcount
         if inserted < 0:
             raise UnsupportedDatabaseError("the driver does not say how many rows the claim has inserted")
         return inserted == names
+
+    def claim_and_read(self, connection: Connection, statement: Executable, parameters: Parameters) -> Row[Any] | None:
+        """The same."""
+        with _beginning(connection):
+            return super().claim_and_read(connection, statement, parameters)
 
     def claim_many(self, connection: Connection, marker: Table, keys: Sequence[Parameters]) -> set[Key]:
         """One statement for any number: it says which rows are new."""
@@ -201,9 +206,15 @@ class PostgreSQL(Dialect):
         )
 
 
-def _beginning(driver: Any, level: str | None) -> AbstractContextManager[None]:
+def _beginning(connection: Connection) -> AbstractContextManager[None]:
     """Within, the first statement takes BEGIN along, if the driver is one that can do that."""
-    return _psycopg_claim().beginning(driver, level) if hasattr(driver, "pgconn") else nullcontext()
+    driver: Any = connection.connection.driver_connection
+    if not hasattr(driver, "pgconn"):
+        return nullcontext()
+    beginning: AbstractContextManager[None] = _psycopg_claim().beginning(
+        driver, connection.get_execution_options().get(LEVEL_OF_BEGIN)
+    )
+    return beginning
 
 
 @cache

@@ -21,7 +21,7 @@ from sqlalchemy import (
     true,
     union_all,
 )
-from sqlalchemy.dialects.postgresql import insert
+from sqlalchemy.dialects.postgresql import Insert, insert
 from sqlalchemy.sql import ColumnElement, Executable
 from sqlalchemy.types import TypeEngine
 
@@ -35,7 +35,7 @@ _COLUMNS: dict[str, TypeEngine[Any]] = {
 _CONFLICT = ["message_id", "handler"]  # named, so that a table without the unique index is an error, not a double apply
 
 
-def insert_markers(marker: Table, *, bounded: bool, names: int) -> Executable:
+def insert_markers(marker: Table, *, bounded: bool, names: int) -> Insert:
     """One row for each name that is not there; its row count says how many were not."""
     occurred_at: ColumnElement[Any] = bindparam("occurred_at", type_=_COLUMNS["occurred_at"])
     if names > 1:

@@ -1,4 +1,4 @@
-"""Rows of PostgreSQL that a batch reads and writes once: which tables allow it, which values, and the statements."""
+"""Rows of PostgreSQL that are read early and written late: which tables allow it, which values, and the statements."""
 
 from __future__ import annotations
 
@@ -12,7 +12,19 @@ from typing import Any
 from uuid import UUID
 
 import sqlalchemy as sa
-from sqlalchemy import ColumnElement, Table, TableValuedAlias, and_, bindparam, cast, func, select, text, update
+from sqlalchemy import (
+    ColumnElement,
+    Table,
+    TableValuedAlias,
+    and_,
+    bindparam,
+    cast,
+    func,
+    literal_column,
+    select,
+    text,
+    update,
+)
 from sqlalchemy.dialects import postgresql
 from sqlalchemy.engine import Connection
 from sqlalchemy.sql import Executable
@@ -20,6 +32,7 @@ from sqlalchemy.types import TypeEngine
 
 from .plain_tables import BatchRows, PlainColumn, PlainTable, parameter
 from .postgresql_catalog import regclass
+from .postgresql_claim import insert_markers
 
 # Whatever could make an UPDATE do more than it says, or give back another row than a SELECT before it, is excluded.
 _COLUMNS = text(
@@ -51,6 +64,8 @@ _COLUMNS = text(
     """
 )
 
+_LASTS: ColumnElement[bool] = literal_column("current_setting('transaction_isolation') = 'repeatable read'")
+
 
 class PostgreSQLRows(BatchRows):
     """By the catalogue and by arrays."""
@@ -68,6 +83,14 @@ class PostgreSQLRows(BatchRows):
                 accepts = partial(_null_or, accepts)
             columns[row.name] = PlainColumn(accepts, can_change=not row.bound)
         return PlainTable(found[0].identity, columns, found[0].ahead) if found else None
+
+    def claiming(self, marker: Table, table: Table, columns: tuple[str, ...]) -> Executable:
+        """By an INSERT in a CTE. Both see one snapshot, and the row is looked for only if the marker is new."""
+        claimed = insert_markers(marker, bounded=False, names=1).returning(literal_column("1").label("claimed")).cte()
+        keys = list(table.primary_key)
+        asked = (key == bindparam(parameter(place), type_=_unbounded(key.type)) for place, key in enumerate(keys))
+        found = claimed.outerjoin(table, and_(*asked))
+        return select(_LASTS, keys[0].is_not(None), *(table.c[name] for name in columns)).select_from(found)
 
     def reading(self, table: Table, columns: tuple[str, ...]) -> Executable:
         """By arrays: whatever their length, one statement and one plan."""

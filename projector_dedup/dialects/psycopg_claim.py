@@ -8,7 +8,7 @@ errors are what they always are; to psycopg it is a transaction that has begun. 
 from __future__ import annotations
 
 import re
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, lru_cache, partial
 from itertools import count
@@ -16,6 +16,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from psycopg import AsyncCursor, Cursor, IsolationLevel, OperationalError, Pipeline, errors, pq
+from psycopg.adapt import AdaptersMap
 from psycopg.pq.abc import PGconn, PGresult
 from psycopg.waiting import Ready, Wait
 
@@ -30,6 +31,7 @@ _READ, _READ_OR_WRITE = Wait.R, Wait.RW
 
 _LEVELS = {level.name.replace("_", " "): level for level in IsolationLevel}  # as SQLAlchemy calls them
 _BEGIN = {level: f"BEGIN ISOLATION LEVEL {name}".encode() for name, level in _LEVELS.items()}
+_UNKNOWN = 0  # the type of which psycopg reads what it has no other reader for
 _FORGOTTEN = "26000"  # invalid_sql_statement_name: psycopg sends DEALLOCATE ALL after a ROLLBACK, to a savepoint too
 _PREPARED_AT_MOST = 16  # for each connection: the text of a claim depends on its schema, and on who adds comments
 
@@ -78,7 +80,9 @@ class _Beginning:
     """What a cursor does, whoever waits for it."""
 
     connection: Driver
+    adapters: AdaptersMap
     pgresult: PGresult | None
+    _fetched = False
 
     def __init__(self, connection: Driver, *, level: IsolationLevel | None, **options: Any) -> None:
         super().__init__(connection, **options)  # type: ignore[call-arg]  # psycopg's cursor comes next
@@ -88,6 +92,24 @@ class _Beginning:
     def rowcount(self) -> int:
         """Of the claim."""
         return -1 if self.pgresult is None else self.pgresult.command_tuples or 0
+
+    def _rest(self) -> list[tuple[Any, ...]]:
+        """The rows that were not fetched: psycopg's cursor knows of none, since it has not executed anything."""
+        result, fetched, self._fetched = self.pgresult, self._fetched, True
+        if result is None or fetched:
+            return []
+        load = [self._loader(result.ftype(place), pq.Format(result.fformat(place))) for place in range(result.nfields)]
+        return [
+            tuple(
+                None if (value := result.get_value(row, place)) is None else load[place](value)
+                for place in range(result.nfields)
+            )
+            for row in range(result.ntuples)
+        ]
+
+    def _loader(self, oid: int, form: pq.Format) -> Callable[[bytes], Any]:
+        loader: Any = self.adapters.get_loader(oid, form) or self.adapters.get_loader(_UNKNOWN, form)
+        return loader(oid, self).load  # type: ignore[no-any-return]  # of a class of psycopg's, or of the user's
 
     def _begin_and_execute(self, sql: str, parameters: Mapping[str, Any]) -> Generator[Wait, Ready, None]:
         statement, names = _numbered(sql)
@@ -115,6 +137,14 @@ class BeginningCursor(_Beginning, Cursor[Any]):
         self.connection.wait(self._begin_and_execute(query, params))
         return self
 
+    def fetchall(self) -> list[Any]:
+        """What the claim has read."""
+        return self._rest()
+
+    def fetchone(self) -> Any:
+        """There is one row of it at most."""
+        return next(iter(self._rest()), None)
+
 
 class AsyncBeginningCursor(_Beginning, AsyncCursor[Any]):
     """The same, awaited."""
@@ -123,6 +153,10 @@ class AsyncBeginningCursor(_Beginning, AsyncCursor[Any]):
         """The first statement of a transaction, with named parameters."""
         await self.connection.wait(self._begin_and_execute(query, params))
         return self
+
+    async def fetchall(self) -> list[Any]:
+        """What the claim has read."""
+        return self._rest()
 
 
 _CURSORS: dict[Any, Any] = {Cursor: BeginningCursor, AsyncCursor: AsyncBeginningCursor}

@@ -1,8 +1,11 @@
-"""A PyMySQL connection that closes when it is interrupted between a command and its answer.
+"""A PyMySQL connection that closes when it is interrupted, and sends no ROLLBACK behind a COMMIT.
 
 PyMySQL takes whatever comes next on the line for the answer to its last command. When a signal handler raises after the
 command was sent, SQLAlchemy discards the connection, but not for every exception and not wherever it talks to the
 database; then each later statement is told the outcome of the one before it (tests/test_interrupts.py).
+
+Whenever a connection goes back to its pool, SQLAlchemy sends ROLLBACK. Right behind a COMMIT that is a round trip for
+nothing. psycopg knows that, PyMySQL does not (docs/adr/0019-what-a-message-costs.md).
 """
 
 from __future__ import annotations
@@ -11,26 +14,35 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+IN_TRANSACTION = 1  # SERVER_STATUS_IN_TRANS of the client-server protocol
 
-def close_when_interrupted(dbapi_connection: Any, _record: object, _proxy: object) -> None:
-    """A listener: from here on, this connection is not used on with an answer unread."""
+
+def careful(dbapi_connection: Any, _record: object, _proxy: object) -> None:
+    """A listener: from here on, this connection is one of those."""
     connection_class: Any = type(dbapi_connection)
-    dbapi_connection.__class__ = _closing(connection_class)
+    dbapi_connection.__class__ = _careful(connection_class)
 
 
 @cache
-def _closing(connection_class: Any) -> Any:
+def _careful(connection_class: Any) -> Any:
     if hasattr(connection_class, "_to_its_answer"):
         return connection_class
 
-    class Closing(connection_class):  # type: ignore[misc]  # of a driver that is perhaps not installed
+    class Careful(connection_class):  # type: ignore[misc]  # of a driver that is perhaps not installed
+        _committed = False  # and nothing was sent since
+
         def query(self, *args: Any, **kwargs: Any) -> Any:
+            self._committed = False
             return self._to_its_answer(super().query, *args, **kwargs)
 
         def commit(self) -> Any:
-            return self._to_its_answer(super().commit)
+            answer = self._to_its_answer(super().commit)
+            self._committed = True
+            return answer
 
         def rollback(self) -> Any:
+            if self._committed and self.open and not self.server_status & IN_TRANSACTION:
+                return None
             return self._to_its_answer(super().rollback)
 
         def ping(self, *args: Any, **kwargs: Any) -> Any:
@@ -45,4 +57,4 @@ def _closing(connection_class: Any) -> Any:
                 self._force_close()  # as PyMySQL itself does when it is interrupted while it reads; close() would talk
                 raise
 
-    return Closing
+    return Careful

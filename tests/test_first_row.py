@@ -1,0 +1,578 @@
+"""The row that comes with the claim: when, when not, and that a handler cannot tell but by the clock."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import date
+from typing import Any
+from uuid import UUID
+
+import pytest
+from sqlalchemy import Connection, Engine, Uuid, create_engine, delete, event, select, text, update
+from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_async_engine
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
+
+from cut_proxy import CutProxy
+from databases import Database
+from projector_dedup import (
+    AsyncDispatcher,
+    Dispatcher,
+    Message,
+    Outcome,
+    RetriesExhaustedError,
+    RetryPolicy,
+    on,
+    projector,
+)
+from projector_dedup.tables import default_metadata
+
+ROWS = 4
+
+
+class Base(DeclarativeBase):
+    """The read model."""
+
+
+class Total(Base):
+    """What the messages change."""
+
+    __tablename__ = "first_total"
+    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    amount: Mapped[int]
+
+
+class Other(Base):
+    """Another table."""
+
+    __tablename__ = "first_other"
+    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    amount: Mapped[int]
+
+
+class Named(Base):
+    """A key of two columns."""
+
+    __tablename__ = "first_named"
+    shop: Mapped[str] = mapped_column(primary_key=True)
+    number: Mapped[UUID] = mapped_column(Uuid, primary_key=True)
+    amount: Mapped[int]
+
+
+@dataclass(frozen=True)
+class Added:
+    """One more for a row."""
+
+    row: int
+
+
+@dataclass(frozen=True)
+class Removed:
+    """One less; the key has another name."""
+
+    number: int
+
+
+Body = Callable[[Any, Session], Any]
+
+
+def add(change: Added, session: Session) -> None:
+    """As most handlers are."""
+    session.get_one(Total, change.row).amount += 1
+
+
+@pytest.fixture
+def engine(postgresql: Database) -> Iterator[Engine]:
+    """The tables, and rows of zeros."""
+    engine = create_engine(postgresql.url())
+    for metadata in (default_metadata, Base.metadata):
+        metadata.create_all(engine)
+    reset(engine)
+    yield engine
+    engine.dispose()
+
+
+class Delivered:
+    """A dispatcher of one handler; what it sends to its engine."""
+
+    def __init__(
+        self, engine: Engine, body: Body = add, sessions: Any = None, retry: RetryPolicy | None = None, **settings: Any
+    ) -> None:
+        @projector(idempotent=True, name="first", **settings)
+        @on(Added, Removed, "added")
+        def handler(change: Any, session: Session) -> None:
+            self.body(change, session)
+
+        self.body = body
+        self.dispatcher = Dispatcher(
+            sessions or sessionmaker(engine), handler, retry=retry or RetryPolicy(attempts=3, base=0)
+        )
+        self.sent: list[str] = []
+        self._number = 0
+        event.listen(engine, "before_cursor_execute", lambda *given: self.sent.append(given[2]))
+
+    def __call__(self, change: Any, message_id: str | None = None, *, type: str | None = None) -> list[str]:  # noqa: A002
+        """Apply one message; the statements that it took, by their first word."""
+        self._number += 1
+        self.sent.clear()
+        message = Message(message_id or f"m{self._number}", change, type=type)
+        assert self.dispatcher.deliver(message).outcome is (Outcome.DUPLICATE if message_id else Outcome.APPLIED)
+        return [statement.split()[0] for statement in self.sent]
+
+    def learned(self) -> "Delivered":
+        """After two messages."""
+        for _ in range(2):
+            self(Added(0))
+        assert self(Added(1)) == WITH_CLAIM
+        return self
+
+
+SELECTED = ["INSERT", "SELECT", "UPDATE"]
+WITH_CLAIM = ["WITH", "UPDATE"]
+
+
+def reset(engine: Engine) -> None:
+    """Rows of zeros, and no others."""
+    with Session(engine) as session, session.begin():
+        for kind in (Total, Other):
+            session.execute(delete(kind))
+            session.add_all(kind(id=number, amount=0) for number in range(ROWS))
+
+
+def totals(engine: Engine, kind: type[Any] = Total) -> list[int]:
+    """By another connection."""
+    with Session(engine) as session:
+        return list(session.scalars(select(kind.amount).order_by(kind.id)))
+
+
+def test_the_row_comes_with_the_claim(engine: Engine) -> None:
+    """From the second message on; and the read model is right."""
+    deliver = Delivered(engine)
+    deliver(Added(3))
+    for number in range(8):
+        assert deliver(Added(number % ROWS)) == WITH_CLAIM
+    assert totals(engine) == [2, 2, 2, 3]
+
+
+@pytest.mark.parametrize(("driver", "trips"), [("psycopg", 3), ("psycopg2", 4)])
+def test_it_is_a_round_trip_less(engine: Engine, postgresql: Database, driver: str, trips: int) -> None:
+    """Less than the same handler takes without deduplication: four."""
+    with CutProxy(postgresql.url()) as proxy:
+        near = create_engine(proxy.through(postgresql.url(f"postgresql+{driver}")), pool_size=1, max_overflow=0)
+        deliver = Delivered(near)
+        for _ in range(8):
+            deliver(Added(2))
+        before = len(proxy.trips)
+        deliver(Added(1))
+        assert len(proxy.trips) - before == trips
+        near.dispose()
+    assert totals(engine) == [0, 1, 8, 0]
+
+
+@pytest.mark.parametrize("driver", ["psycopg", "asyncpg"])
+def test_under_asyncio(engine: Engine, postgresql: Database, driver: str) -> None:
+    """The same."""
+
+    @projector(idempotent=True, name="first")
+    @on(Added)
+    async def handler(change: Added, session: AsyncSession) -> None:
+        (await session.get_one(Total, change.row)).amount += 1
+
+    async def run() -> None:
+        waiting = create_async_engine(postgresql.url(f"postgresql+{driver}"))
+        dispatcher = AsyncDispatcher(async_sessionmaker(waiting), handler)
+        await dispatcher.deliver(Added(0), message_id="learned")
+        event.listen(waiting.sync_engine, "before_cursor_execute", lambda *given: sent.append(given[2].split()[0]))
+        await asyncio.gather(*(dispatcher.deliver(Added(1 + n % 3), message_id=f"m{n}") for n in range(30)))
+        await waiting.dispose()
+
+    sent: list[str] = []
+    asyncio.run(run())
+    assert totals(engine) == [1, 10, 10, 10]
+    assert sent.count("WITH") > 0
+    assert sent.count("SELECT") <= sent.count("INSERT")
+
+
+@pytest.mark.parametrize("driver", ["psycopg", "psycopg2"])
+def test_keys_of_several_columns_and_kinds(engine: Engine, postgresql: Database, driver: str) -> None:
+    """Found in an event of dictionaries, where a UUID is text."""
+
+    def body(change: Any, session: Session) -> None:
+        key = change["shop"], UUID(change["item"]["number"])
+        found = session.get(Named, key)
+        if found is None:
+            session.add(Named(shop=key[0], number=key[1], amount=1))
+        else:
+            found.amount += 1
+
+    items: list[dict[str, Any]] = [
+        {"shop": shop, "item": {"number": str(UUID(int=n))}} for shop in ("a", "b'%%:x", "ü") for n in range(2)
+    ]
+    other = create_engine(postgresql.url(f"postgresql+{driver}"))
+    deliver = Delivered(other, body)
+    for item in items:
+        deliver(item, type="added")
+    for item in items:
+        assert deliver(item, type="added") == WITH_CLAIM
+    other.dispose()
+    with Session(engine) as session:
+        found = {(each.shop, str(each.number)): each.amount for each in session.scalars(select(Named))}
+    assert found == {(each["shop"], each["item"]["number"]): 2 for each in items}
+
+
+def test_a_row_that_is_not_there(engine: Engine) -> None:
+    """That is known too: the handler creates it, and the next message finds it."""
+
+    def body(change: Added, session: Session) -> None:
+        total = session.get(Total, change.row)
+        if total is None:
+            total = Total(id=change.row, amount=0)
+            session.add(total)
+        total.amount += 1
+
+    deliver = Delivered(engine, body).learned()
+    assert deliver(Added(9)) == ["WITH", "INSERT"]
+    assert deliver(Added(9)) == WITH_CLAIM
+    assert totals(engine) == [2, 1, 0, 0, 2]
+
+
+def test_each_kind_of_event_has_its_key_elsewhere(engine: Engine) -> None:
+    """One handler of two."""
+
+    def body(change: Added | Removed, session: Session) -> None:
+        if isinstance(change, Added):
+            session.get_one(Total, change.row).amount += 1
+        else:
+            session.get_one(Other, change.number).amount -= 1
+
+    deliver = Delivered(engine, body)
+    for change in (Added(0), Removed(1)):
+        assert deliver(change) != WITH_CLAIM
+    for number in range(3):
+        assert deliver(Added(number)) == deliver(Removed(number)) == WITH_CLAIM
+    assert (totals(engine), totals(engine, Other)) == ([2, 1, 1, 0], [-1, -2, -1, 0])
+
+
+# What the handler does is what counts -------------------------------------------------------------------------------
+
+
+def _other_row(change: Added, session: Session) -> None:
+    session.get_one(Total, (change.row + 1) % ROWS).amount += 1
+
+
+def _other_entity(change: Added, session: Session) -> None:
+    session.get_one(Other, change.row).amount += 10
+    session.get_one(Total, change.row).amount += 1
+
+
+def _other_alone(change: Added, session: Session) -> None:
+    session.get_one(Other, change.row).amount = 7
+
+
+def _written_by_sql(change: Added, session: Session) -> None:
+    session.execute(update(Total).where(Total.id == change.row).values(amount=Total.amount + 10))
+    session.get_one(Total, change.row).amount += 1
+
+
+def _written_by_text(change: Added, session: Session) -> None:
+    session.connection().exec_driver_sql(f"UPDATE first_total SET amount = amount + 10 WHERE id = {change.row:d}")
+    session.get_one(Total, change.row).amount += 1
+
+
+def _written_below(change: Added, session: Session) -> None:
+    driver: Any = session.connection().connection.driver_connection
+    driver.execute("UPDATE first_total SET amount = amount + 10 WHERE id = %s", [change.row])
+    session.get_one(Total, change.row).amount += 1
+
+
+def _in_a_savepoint(change: Added, session: Session) -> None:
+    savepoint = session.begin_nested()
+    session.get_one(Total, change.row).amount += 10
+    session.flush()
+    savepoint.rollback()
+    session.get_one(Total, change.row).amount += 1
+
+
+def _under_lock(change: Added, session: Session) -> None:
+    session.get_one(Total, change.row, with_for_update=True).amount += 1
+
+
+def _by_query(change: Added, session: Session) -> None:
+    session.scalars(select(Total).where(Total.id == change.row)).one().amount += 1
+
+
+def _twice(change: Added, session: Session) -> None:
+    first, second = session.get_one(Total, change.row), session.get_one(Total, change.row)
+    assert first is second
+    first.amount += 1
+    session.refresh(second)
+    second.amount += 1
+
+
+def _expired(change: Added, session: Session) -> None:
+    total = session.get_one(Total, change.row)
+    total.amount += 10
+    session.expire(total)
+    total.amount += 1
+
+
+def _after_another(change: Added, session: Session) -> None:
+    session.add(Other(id=100 + change.row, amount=0))
+    session.get_one(Total, change.row).amount += 1
+    session.delete(session.get_one(Other, 100 + change.row))
+
+
+def _deleted(change: Added, session: Session) -> None:
+    session.delete(session.get_one(Total, change.row))
+    session.flush()
+    assert session.get(Total, change.row) is None
+    session.add(Total(id=change.row, amount=5))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        _other_row,
+        _other_entity,
+        _written_by_sql,
+        _written_by_text,
+        _written_below,
+        _in_a_savepoint,
+        _under_lock,
+        _by_query,
+        _twice,
+        _expired,
+        _after_another,
+        _deleted,
+    ],
+)
+def test_a_handler_finds_what_a_session_of_its_own_would_give_it(engine: Engine, body: Body) -> None:
+    """Whatever it did before it asked for the row, or instead of asking."""
+    with sessionmaker(engine).begin() as session:
+        body(Added(2), session)
+    expected = totals(engine), totals(engine, Other)
+    reset(engine)
+    deliver = Delivered(engine).learned()
+    reset(engine)
+    deliver.body = body
+    assert deliver(Added(2))[0] == "WITH"
+    assert (totals(engine), totals(engine, Other)) == expected
+
+
+def test_what_was_learned_is_forgotten_when_it_is_wrong(engine: Engine) -> None:
+    """And learned anew, as long as that pays."""
+    rows = {"at": 0}
+
+    def body(change: Added, session: Session) -> None:
+        session.get_one(Total, (change.row + rows["at"]) % ROWS).amount += 1
+
+    deliver = Delivered(engine, body).learned()
+    rows["at"] = 1
+    read = [deliver(Added(number % ROWS))[0] for number in range(40)]
+    assert read.count("WITH") == 1
+    assert read[-1] == "INSERT"
+    rows["at"] = 0
+    assert totals(engine)[0] == 2 + 10
+
+
+def test_guesses_come_to_an_end(engine: Engine) -> None:
+    """A handler that asks for the row of its event every other time: some rows are read for nothing, then none."""
+    turn = {"wrong": False}
+
+    def body(change: Added, session: Session) -> None:
+        wrong = turn["wrong"] = not turn["wrong"]
+        session.get_one(Total, 3 if wrong else change.row).amount += 1
+
+    deliver = Delivered(engine, body)
+    read = [deliver(Added(number % 3))[0] for number in range(60)]
+    assert read.count("WITH") < 20
+    assert read[-10:] == ["INSERT"] * 10
+    assert sum(totals(engine)) == 60
+
+
+# Levels, listeners, classes -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", ["READ COMMITTED", "SERIALIZABLE"])
+def test_not_where_a_later_select_could_give_another_row_or_reading_counts(engine: Engine, level: str) -> None:
+    """There are no guesses."""
+    deliver = Delivered(engine, isolation=level)
+    for number in range(5):
+        assert deliver(Added(number % ROWS)) != WITH_CLAIM
+    assert totals(engine) == [2, 1, 1, 1]
+
+
+def test_not_where_the_level_has_changed(engine: Engine) -> None:
+    """A listener sets another one: what was read is not used, and nothing more is read."""
+    deliver = Delivered(engine).learned()
+
+    @event.listens_for(engine, "begin")
+    def lower(connection: Connection) -> None:
+        connection.exec_driver_sql("SET TRANSACTION ISOLATION LEVEL READ COMMITTED")
+
+    assert deliver(Added(2))[-3:] == ["WITH", "SELECT", "UPDATE"]
+    assert deliver(Added(2))[-3:] == SELECTED
+    assert totals(engine) == [2, 1, 2, 0]
+
+
+def test_not_under_lock(engine: Engine) -> None:
+    """read_models are."""
+    deliver = Delivered(engine, read_models=[Total])
+    deliver(Added(1))
+    assert [deliver(Added(1)) for _ in range(4)] == [SELECTED] * 4
+
+
+def test_listeners_that_come_later_are_told(engine: Engine) -> None:
+    """Of an entity that is loaded."""
+    deliver = Delivered(engine).learned()
+    loaded: list[int] = []
+
+    def load(total: Total, _context: Any) -> None:
+        loaded.append(total.id)
+
+    event.listen(Total, "load", load)
+    assert deliver(Added(3)) == SELECTED
+    event.remove(Total, "load", load)
+    assert loaded == [3]
+    assert deliver(Added(3)) == WITH_CLAIM
+
+
+def test_a_session_class_of_ones_own_keeps_its_get(engine: Engine) -> None:
+    """It is called."""
+    asked: list[Any] = []
+
+    class Own(Session):
+        def get(self, entity: Any, ident: Any, **options: Any) -> Any:
+            asked.append(ident)
+            return super().get(entity, ident, **options)
+
+    deliver = Delivered(engine, sessions=sessionmaker(engine, class_=Own))
+    deliver(Added(2))
+    assert [deliver(Added(2)) for _ in range(4)] == [SELECTED] * 4
+    assert asked == [2] * 5
+
+
+# Duplicates, failures, rivals ---------------------------------------------------------------------------------------
+
+
+def test_duplicates_read_nothing(engine: Engine) -> None:
+    """And where they come in a row, their claim is the cheaper one."""
+    deliver = Delivered(engine).learned()
+    assert [deliver(Added(1), "m1") for _ in range(4)] == [["WITH"], ["WITH"], ["INSERT"], ["INSERT"]]
+    assert deliver(Added(1)) == SELECTED
+    assert deliver(Added(1)) == WITH_CLAIM
+    assert totals(engine) == [2, 3, 0, 0]
+
+
+def test_a_row_that_cannot_be_read_does_not_keep_a_message(engine: Engine) -> None:
+    """Its table was dropped, and its handler does not ask for it any more."""
+    deliver = Delivered(engine).learned()
+    with engine.begin() as connection:
+        connection.execute(text("DROP TABLE first_total"))
+    deliver.body = _other_alone
+    assert deliver(Added(1)) == ["WITH", *SELECTED]
+    assert deliver(Added(2)) == SELECTED
+    assert totals(engine, Other) == [0, 7, 7, 0]
+
+
+def test_a_value_that_cannot_be_read_is_met_by_who_asks_for_it(engine: Engine) -> None:
+    """Not by another: the message is applied."""
+    with engine.begin() as connection:
+        connection.execute(text("CREATE TABLE first_day (id integer PRIMARY KEY, day date)"))
+        connection.execute(text("INSERT INTO first_day VALUES (0, '2026-01-01'), (1, 'infinity')"))
+
+    class Days(DeclarativeBase):
+        pass
+
+    class Day(Days):
+        __tablename__ = "first_day"
+        id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+        day: Mapped[date | None]
+
+    def body(change: Added, session: Session) -> None:
+        if change.row == 0:
+            session.get_one(Day, 0).day = date(2026, 1, 2)
+        else:
+            add(change, session)
+
+    deliver = Delivered(engine, body)
+    deliver(Added(0))
+    assert deliver(Added(0))[0] == "WITH"
+    assert deliver(Added(1)) == ["WITH", *SELECTED]
+    assert totals(engine) == [0, 1, 0, 0]
+
+
+def test_without_retries_the_redelivery_is_applied(engine: Engine) -> None:
+    """The row cannot be read, and the one attempt is used up: the message is not acknowledged, and nothing is lost."""
+
+    @projector(idempotent=True, name="first")
+    @on(Added)
+    def handler(change: Added, session: Session) -> None:
+        if change.row == 0:
+            add(change, session)
+
+    dispatcher = Dispatcher(sessionmaker(engine), handler, retry=RetryPolicy(attempts=1))
+    dispatcher.deliver(Added(0), message_id="one")
+    with engine.begin() as connection:
+        connection.execute(text("DROP TABLE first_total"))
+    with pytest.raises(RetriesExhaustedError, match="could not be read with its claim"):
+        dispatcher.deliver(Added(1), message_id="two")
+    assert dispatcher.deliver(Added(1), message_id="two").outcome is Outcome.APPLIED
+    assert dispatcher.deliver(Added(1), message_id="two").outcome is Outcome.DUPLICATE
+
+
+def test_a_rival_between_the_claim_and_the_write_is_noticed(engine: Engine) -> None:
+    """Invariant I6: the row that came with the claim is old by then, and the database refuses to write it."""
+    rival = create_engine(engine.url)
+    read: list[int] = []
+
+    def body(change: Added, session: Session) -> None:
+        if not read:
+            with rival.begin() as connection:
+                connection.execute(text("UPDATE first_total SET amount = amount + 100 WHERE id = 3"))
+        total = session.get_one(Total, change.row)
+        read.append(total.amount)
+        total.amount += 1
+
+    deliver = Delivered(engine).learned()
+    deliver.body = body
+    assert deliver(Added(3)) == [*WITH_CLAIM, *WITH_CLAIM]
+    assert read == [0, 100]
+    assert totals(engine) == [2, 1, 0, 101]
+    rival.dispose()
+
+
+def test_threads_that_share_a_dispatcher_lose_nothing(engine: Engine) -> None:
+    """On one row; expected from the input."""
+    deliver = Delivered(engine, retry=RetryPolicy(attempts=100, within=60)).learned()  # four on one row
+    barrier = threading.Barrier(4)
+
+    def work(worker: int) -> None:
+        barrier.wait()
+        for number in range(25):
+            deliver.dispatcher.deliver(Added(3), message_id=f"w{worker}-{number}")
+
+    threads = [threading.Thread(target=work, args=[worker]) for worker in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert totals(engine) == [2, 1, 0, 100]
+
+
+def test_the_statement_reads_the_row_only_if_the_marker_is_new(engine: Engine) -> None:
+    """By the plan that was executed: for a duplicate, the read model is not looked into."""
+    sent: list[tuple[str, Any]] = []
+
+    def note(_c: Any, _cursor: Any, statement: str, parameters: Any, *_: Any) -> None:
+        sent.append((statement, parameters))
+
+    deliver = Delivered(engine).learned()
+    event.listen(engine, "before_cursor_execute", note)
+    deliver(Added(1))
+    event.remove(engine, "before_cursor_execute", note)
+    statement, parameters = next(each for each in sent if each[0].startswith("WITH"))
+    with engine.begin() as connection:
+        plan = connection.exec_driver_sql(f"EXPLAIN (ANALYZE, COSTS off, TIMING off) {statement}", parameters)
+        lines = plan.scalars().all()
+    assert any("first_total" in line and "never executed" in line for line in lines), lines
