@@ -75,3 +75,16 @@ FROM processed_message
 
 -- prune some pages
 DELETE FROM processed_message WHERE (SELECT concat(set_config('lock_timeout', '100ms', true), set_config('synchronous_commit', 'off', true))) IS NOT NULL AND ctid >= ($1::VARCHAR :: tid) AND ctid < ($2::VARCHAR :: tid) AND processed_message.processed_at < $3::TIMESTAMP WITH TIME ZONE
+
+-- claim, and the row that will be asked for first
+WITH anon_2 AS
+(INSERT INTO processed_message (message_id, handler, occurred_at) VALUES ($1::VARCHAR, $2::VARCHAR, $3::TIMESTAMP WITH TIME ZONE) ON CONFLICT (message_id, handler) DO NOTHING RETURNING 1 AS claimed)
+ SELECT current_setting('transaction_isolation') = 'repeatable read', processed_message_state.key IS NOT NULL AS anon_1, processed_message_state.value
+FROM anon_2 LEFT OUTER JOIN processed_message_state ON processed_message_state.key = $4::VARCHAR
+
+-- the rows that a batch will ask for
+SELECT processed_message_state.key, processed_message_state.value
+FROM processed_message_state JOIN unnest(CAST($1::TEXT[] AS TEXT[])) AS projector_dedup_rows(key) ON processed_message_state.key = projector_dedup_rows.key
+
+-- what a batch has changed in them
+UPDATE processed_message_state SET value=projector_dedup_rows.value FROM unnest(CAST($1::TEXT[] AS TEXT[]), CAST($2::TEXT[] AS TEXT[])) AS projector_dedup_rows(key, value) WHERE processed_message_state.key = projector_dedup_rows.key
