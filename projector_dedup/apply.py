@@ -138,6 +138,8 @@ def _delay_after(part: Part, error: Exception, attempts: Attempts, work: Work) -
 
 
 def _check_result(handler: Handler, result: object, *, asynchronous: bool) -> None:
+    if result is None and not asynchronous:
+        return  # as nearly always
     awaitable = inspect.isawaitable(result)
     if awaitable == asynchronous and not (inspect.isgenerator(result) or inspect.isasyncgen(result)):
         return

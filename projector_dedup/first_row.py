@@ -12,9 +12,10 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
-from sqlalchemy import Row, Table
+from sqlalchemy import Result, Table
 from sqlalchemy.engine import Connection
-from sqlalchemy.orm import Session
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.orm import Mapper, Session
 from sqlalchemy.sql import Executable
 
 from .dialects import Dialect, Failure
@@ -22,9 +23,9 @@ from .dialects.plain_tables import parameter
 from .errors import OvertakenError
 from .event_keys import Key, Path, key_in, paths_to, places_in
 from .message import Message, Route
-from .plain import Plain, is_plain_beginning, is_plain_session, plain_entity
+from .plain import Plain, is_plain_beginning, is_plain_session, is_read_by, plain_entity
 
-_CREDIT = 8  # wrong guesses, beyond those that right ones make up for, until there are no more
+_CREDIT, _FAILED = 8, 4  # wrong guesses, beyond those that right ones make up for, and one that cost an attempt
 _DUPLICATES = 2  # in a row: then more of them are likely, and a claim that reads costs more
 _ROUTES = 100
 
@@ -37,6 +38,9 @@ class Watched(Protocol):
     session: Session
     connection: Connection
     dialect: Dialect
+
+    def before_statement(self, sql: str | None, written: Table | None) -> None:
+        """Whether there may be another one: raises if the transaction is not ours any more."""
 
     def statement_failed(self, error: BaseException) -> None:
         """One of ours did, and nobody else saw it."""
@@ -64,7 +68,9 @@ class FirstRows:
     def expected(self, watched: Watched, message: Message) -> FirstRow | None:
         """The row that the handler of a message will ask for, as it seems; None if there had better be none."""
         habit = self._habits.get(_route(message))
-        if habit is None or self._duplicates >= _DUPLICATES or habit.plain.is_listened_to() or not _is_plain(watched):
+        if habit is None or self._credit <= 0 or self._duplicates >= _DUPLICATES:
+            return None
+        if habit.plain.is_listened_to() or not _is_plain(watched, habit.plain.mapper):
             return None
         with suppress(Exception):  # an event of a kind that nobody has thought of
             key = key_in(message.body, habit.paths, habit.types)
@@ -74,22 +80,19 @@ class FirstRows:
 
     def learning(self, watched: Watched, message: Message, marker: Table) -> _Learning | None:
         """What to learn it from; None if it is known, or nobody can know."""
-        if self._credit <= 0 or _route(message) in self._habits:
-            return None
-        if not _is_plain(watched):
-            self.give_up()
-            return None
-        return _Learning(watched, self, message, marker)
+        known = len(self._habits) == _ROUTES or _route(message) in self._habits
+        return None if known or self._credit <= 0 else _Learning(watched, self, message, marker)
 
     def learn(self, message: Message, entity: Any, plain: Plain, key: Key, claiming: Callable[..., Executable]) -> None:
         """The handler of ``message`` asked for that row; ``claiming`` makes a statement of its table and columns."""
-        with suppress(Exception):
+        paths: tuple[Path, ...] | None = None
+        with suppress(Exception):  # the same
             paths = next(paths_to(key, places_in(message.body)), None)
-            if paths is not None and len(self._habits) < _ROUTES:
-                statement = claiming(plain.table, tuple(plain.columns[name] for name in plain.loaded))
-                self._habits[_route(message)] = _Habit(entity, plain, statement, paths, tuple(map(type, key)))
-                return
-        self.wrong(message)
+        if paths is None:
+            self.wrong(message)
+        else:
+            statement = claiming(plain.table, tuple(plain.columns[name] for name in plain.loaded))
+            self._habits[_route(message)] = _Habit(entity, plain, statement, paths, tuple(map(type, key)))
 
     def plain(self, entity: Any, look: Callable[[], Plain | None]) -> Plain | None:
         """What is known of the entity, if its rows may be read ahead; the database is asked once."""
@@ -106,15 +109,10 @@ class FirstRows:
         """It asked for what was expected."""
         self._credit = min(self._credit + 1, _CREDIT)
 
-    def wrong(self, message: Message) -> None:
+    def wrong(self, message: Message, cost: int = 1) -> None:
         """It did not."""
-        self._credit -= 1
+        self._credit -= cost
         self._habits.pop(_route(message), None)
-
-    def give_up(self) -> None:
-        """For good."""
-        self._credit = 0
-        self._habits.clear()
 
 
 class _First:
@@ -128,11 +126,12 @@ class _First:
 
     def get(self, entity: Any, ident: Any, load: Load) -> Any:
         """``session.get()``."""
-        session = self._watched.session
-        touched = session.identity_map or session.new or session.in_nested_transaction()
-        if touched or not self._waiting or not is_plain_session(session):  # it does more than to send a SELECT
+        session, lost = self._watched.session, self._watched.connection.invalidated
+        if not self._waiting or lost or session.identity_map or session.new or session.in_nested_transaction():
+            # it does more than to send a SELECT, or less
             self.stop()
             return load(entity, ident)
+        self._watched.before_statement(None, None)  # which it would be
         self._waiting = False
         return self._first(entity, ident, load)
 
@@ -157,26 +156,29 @@ class FirstRow(_First):
         self._key = key
         self._values: Mapping[str, Any] | None = None  # None: there is no such row
 
-    def claim(self, insert: Callable[[Executable, Mapping[str, Any]], Row[Any] | None], marker: dict[str, Any]) -> bool:
+    def claim(self, insert: Callable[[Executable, Mapping[str, Any]], Result[Any]], marker: dict[str, Any]) -> bool:
         """Claim the message and read the row, in one statement."""
         parameters = marker | {parameter(place): part for place, part in enumerate(self._key)}
+        dialect = self._watched.dialect
         try:
-            row = insert(self._habit.claiming, parameters)
-        except Exception as error:
-            if self._watched.dialect.classify(error) in (Failure.TRANSIENT, Failure.LOCK_TIMEOUT):
+            result = insert(self._habit.claiming, parameters)
+        except DBAPIError as error:
+            if dialect.classify(error) is Failure.LOCK_TIMEOUT:
+                self._rows.wrong(self._message)  # a redelivery need not wait for that table
+            if not dialect.plain_rows.may_fail_reading(error):
                 raise
-            self._rows.give_up()
-            raise OvertakenError(
-                "the row that the message seems to be about could not be read with its claim; run the unit of work "
-                "again, which will not try that"
-            ) from error
+            raise self._unreadable() from error
+        try:
+            row = result.first()
+        except Exception as error:  # a type of the ORM's cannot read it
+            raise self._unreadable() from error
         if row is None:
             return False
-        lasts, there, *values = tuple(row)
-        if not lasts:
-            self._rows.give_up()
-            self._waiting = False
-        elif there:
+        lasts, *found = tuple(row)
+        key, values = tuple(found[: len(self._key)]), found[len(self._key) :]
+        if not lasts or key not in (self._key, (None,) * len(key)):
+            self.stop()
+        elif key == self._key:
             self._values = dict(zip(self._habit.plain.loaded, values, strict=True))
         return True
 
@@ -186,10 +188,18 @@ class FirstRow(_First):
             self._rows.wrong(self._message)
         super().stop()
 
+    def _unreadable(self) -> OvertakenError:
+        self._rows.wrong(self._message, _FAILED)
+        return OvertakenError(
+            "the row that the message seems to be about could not be read with its claim; run the unit of work again, "
+            "which will not try that"
+        )
+
     def _first(self, entity: Any, ident: Any, load: Load) -> Any:
         plain = self._habit.plain
         key = plain.identity_key(self._key)
-        if entity is not self._habit.entity or plain.identity_key(ident) != key or plain.is_listened_to():
+        as_expected = entity is self._habit.entity and plain.identity_key(ident) == key
+        if not as_expected or plain.is_listened_to() or not _is_plain(self._watched, plain.mapper):
             self._rows.wrong(self._message)
             return load(entity, ident)
         self._rows.right()
@@ -204,25 +214,35 @@ class _Learning(_First):
         self._marker = marker
 
     def _first(self, entity: Any, ident: Any, load: Load) -> Any:
-        watched, database = self._watched, self._watched.dialect.batch_rows
         try:
-            plain = self._rows.plain(entity, lambda: plain_entity(entity, watched.connection, database.look))
+            plain = self._rows.plain(entity, lambda: self._look(entity))
         except BaseException as error:
-            self._rows.give_up()
-            watched.statement_failed(error)
+            self._rows.wrong(self._message)
+            self._watched.statement_failed(error)
             raise
-        key = plain.identity_key(ident) if plain is not None else None
+        key = plain.identity_key(ident) if plain is not None and _is_plain(self._watched, plain.mapper) else None
+        instance = load(entity, ident)
         if plain is None or key is None:
             self._rows.wrong(self._message)
         else:
-            self._rows.learn(self._message, entity, plain, key[1], partial(database.claiming, self._marker))
-        return load(entity, ident)
+            claiming = partial(self._watched.dialect.plain_rows.claiming, self._marker)
+            self._rows.learn(self._message, entity, plain, key[1], claiming)
+        return instance
+
+    def _look(self, entity: Any) -> Plain | None:
+        connection, database = self._watched.connection, self._watched.dialect.plain_rows
+        marker = database.inserted_alone(connection, self._marker)
+        plain = plain_entity(entity, connection, database.look) if marker is not None else None
+        return None if plain is None or plain.identity == marker else plain
 
 
 def _route(message: Message) -> Route:
     return type(message.body) if message.type is None else message.type
 
 
-def _is_plain(watched: Watched) -> bool:
+def _is_plain(watched: Watched, mapper: Mapper[Any]) -> bool:
     """Whether nobody would notice."""
-    return is_plain_beginning(watched.session, watched.connection) and is_plain_session(watched.session)
+    session, connection = watched.session, watched.connection
+    if not (is_plain_beginning(session, connection) and is_plain_session(session)):
+        return False
+    return is_read_by(connection, session, mapper)

@@ -15,20 +15,8 @@ from sqlalchemy.sql.elements import ReleaseSavepointClause, RollbackToSavepointC
 from .dialects import Dialect
 from .errors import UnsafeSessionError
 from .marks import Savepoints
+from .plain import KnownRows
 from .transaction_text import sql_text
-
-
-class KnownRows(Protocol):
-    """Rows that a handler may be given without a SELECT; how a database and it would not notice, is theirs to say."""
-
-    def get(self, entity: Any, ident: Any, load: Callable[[Any, Any], Any]) -> Any:
-        """``session.get()``; ``load`` is SQLAlchemy's."""
-
-    def before_statement(self, statement: Any) -> None:
-        """A statement is about to run."""
-
-    def stop(self) -> None:
-        """So are statements that nobody will tell of, or that are about other rows; or COMMIT."""
 
 
 class Watcher(Protocol):
@@ -143,7 +131,7 @@ def _after_begin(session: GuardedSession, _transaction: SessionTransaction, conn
         session.guard.connected(connection)
 
 
-_STREAMING = ("stream_results", "yield_per")
+_SAVEPOINTS = (SavepointClause, RollbackToSavepointClause, ReleaseSavepointClause)
 
 
 class GuardedConnection(Connection):
@@ -206,7 +194,8 @@ class GuardedConnection(Connection):
     def _watched(self, run: Callable[..., Any], statement: Any, *args: Any, **kwargs: Any) -> Any:
         guard = self.guard
         written = getattr(statement, "table", None) if getattr(statement, "is_dml", False) else None
-        rolls_back = isinstance(statement, RollbackToSavepointClause)
+        savepoint = isinstance(statement, _SAVEPOINTS)
+        rolls_back = savepoint and isinstance(statement, RollbackToSavepointClause)
         guard.before_statement(sql_text(statement, self.dialect), written, mends=rolls_back)
         if guard.rows is not None:
             guard.rows.before_statement(statement)
@@ -218,16 +207,20 @@ class GuardedConnection(Connection):
             guard.statement_failed(error)
             raise
         guard.after_statement()
+        if not savepoint:
+            return result
         if isinstance(statement, SavepointClause):
             guard.savepoints.began(statement.ident)
-        elif isinstance(statement, (RollbackToSavepointClause, ReleaseSavepointClause)):
+        else:
             guard.savepoint_ended(statement.ident, rolled_back=rolls_back)
         return result
 
     def _streams(self, statement: Any, options: Mapping[str, Any] | None) -> bool:
-        its_own: Mapping[str, Any] = getattr(statement, "get_execution_options", dict)()
-        options_of_all = (its_own, options, self.get_execution_options())
-        return any(each and any(map(each.get, _STREAMING)) for each in options_of_all)
+        its_own = statement.get_execution_options() if hasattr(statement, "get_execution_options") else None
+        for each in its_own, options, self.get_execution_options():
+            if each and (each.get("stream_results") or each.get("yield_per")):
+                return True
+        return False
 
 
 def guard_connection(connection: Connection, guard: Watcher) -> None:

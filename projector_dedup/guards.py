@@ -18,8 +18,9 @@ from sqlalchemy.orm import Session
 
 from .dialects import Dialect, Failure, Status
 from .errors import TransactionViolatedError, UnsafeSessionError
-from .guarded import GuardedSession, KnownRows, guard_connection, release_connection
+from .guarded import GuardedSession, guard_connection, release_connection
 from .marks import Marker, Savepoints
+from .plain import KnownRows
 
 
 class Guard:

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from functools import cache
 from typing import Any, TypeVar
 
-from sqlalchemy import Insert, Row, Table, literal_column, select
+from sqlalchemy import Insert, Result, Table, literal_column, select
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import DBAPIError, UnboundExecutionError
 from sqlalchemy.orm import Session, scoped_session
@@ -90,7 +90,7 @@ def insert_marker(
 ) -> bool:
     """One statement checks and writes. What is neither new nor a duplicate raises."""
     # In one order, whoever claims which of them: or two claims could each wait for a name that the other holds.
-    names = sorted({key["handler"], *formerly})
+    names = sorted({key["handler"], *formerly}) if formerly else [key["handler"]]
     if len(names) > 1:
         named = dict(zip(handler_parameters(len(names)), names, strict=True))
         key = {name: value for name, value in key.items() if name != "handler"} | named
@@ -105,13 +105,12 @@ def insert_marker(
 
 def insert_marker_and_read(
     connection: Connection, dialect: Dialect, tables: DedupTables, statement: Executable, parameters: Mapping[str, Any]
-) -> Row[Any] | None:
+) -> Result[Any]:
     """The same by a ``statement`` that also reads a row; whatever goes wrong with either, raises as it comes."""
     dialect.refuse_marker(connection, tables.marker)
-    row = dialect.claim_and_read(connection, statement, parameters)
-    if row is not None:
-        _refuse_committed(connection, dialect)
-    return row
+    result = dialect.claim_and_read(connection, statement, parameters)
+    _refuse_committed(connection, dialect)
+    return result
 
 
 def insert_markers(

@@ -69,6 +69,8 @@ def valid_handler(identity: str) -> str:
 
 def valid_formerly(names: object, error: type[RefusedError] = RefusedError) -> tuple[str, ...]:
     """Former names, each once and in the order of code points, in which every claim takes them; or ``error``."""
+    if names == ():
+        return ()
     if isinstance(names, str) or not isinstance(names, Collection) or not all(isinstance(name, str) for name in names):
         raise error('formerly is a list of names, as in formerly=["billing.projections.Totals"]')
     return tuple(sorted({_bounded(name, "a former name", MAX_HANDLER_BYTES, error) for name in names}))

@@ -9,11 +9,12 @@ from decimal import Decimal
 from enum import Enum
 from functools import lru_cache
 from operator import attrgetter
-from typing import Any, cast
+from typing import Any, Protocol, cast
 from uuid import UUID
 
 from sqlalchemy import ClauseElement, Table, inspect
 from sqlalchemy.engine import Connection
+from sqlalchemy.exc import UnboundExecutionError
 from sqlalchemy.orm import ColumnProperty, InstanceState, Mapper, Session
 from sqlalchemy.orm.attributes import instance_state
 
@@ -25,13 +26,29 @@ _SESSION_EVENTS = attrgetter(
     *("before_attach", "after_attach", "loaded_as_persistent", "detached_to_persistent"),
     *("after_transaction_create", "after_transaction_end"),  # a flush has a transaction of its own
 )
-_CONNECTION_EVENTS = attrgetter("before_execute", "after_execute")  # those of cursors see SQL, as it is sent
+_CONNECTION_EVENTS = attrgetter(
+    "before_execute", "after_execute"
+)  # those of cursors see SQL as it is sent, or change it
+_ONLY_SEES = "wrap_before_cursor_execute"  # what SQLAlchemy makes of a listener without ``retval``
 _MAPPER_EVENTS = attrgetter("before_insert", "after_insert", "before_update", "after_update")
 _INSTANCE_EVENTS = attrgetter("load", "refresh", "refresh_flush", "expire")
 _LOADED_WHEN_ASKED_FOR = {"select", True, "raise", "raise_on_sql", "noload", "dynamic", "write_only"}  # True: "select"
 
 _PACKAGE = f"{__package__}."
 _IMMUTABLE = {type(None), bool, int, float, str, bytes, Decimal, date, datetime, time, timedelta}
+
+
+class KnownRows(Protocol):
+    """Rows that a handler may be given without a SELECT; how a database and it would not notice, is theirs to say."""
+
+    def get(self, entity: Any, ident: Any, load: Callable[[Any, Any], Any]) -> Any:
+        """``session.get()``; ``load`` is SQLAlchemy's."""
+
+    def before_statement(self, statement: Any) -> None:
+        """A statement is about to run."""
+
+    def stop(self) -> None:
+        """So are statements that nobody will tell of, or that are about other rows; or COMMIT."""
 
 
 def is_plain_session(session: Session) -> bool:
@@ -46,7 +63,16 @@ def is_plain_beginning(session: Session, connection: Connection) -> bool:
     Who listens to its beginning had the connection before we did, and may have a cursor of the driver's.
     """
     listened_to = any(_CONNECTION_EVENTS(connection.dispatch)) or _are_of_others([session.dispatch.after_begin])
-    return _is_plain_class(cast(Hashable, type(session))) and not listened_to
+    changes_sql = any(getattr(each, "__name__", "") != _ONLY_SEES for each in connection.dispatch.before_cursor_execute)
+    return _is_plain_class(cast(Hashable, type(session))) and not (listened_to or changes_sql)
+
+
+def is_read_by(connection: Connection, session: Session, mapper: Mapper[Any]) -> bool:
+    """Whether it is on this connection that the session would read the entity: there may be an engine for each."""
+    try:
+        return session.get_bind(mapper) is connection.engine
+    except UnboundExecutionError:
+        return False
 
 
 @lru_cache(64)  # every sessionmaker makes a class

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import time
-from collections import Counter
 from dataclasses import dataclass
 
 from sqlalchemy.exc import DBAPIError
@@ -56,7 +55,7 @@ class Attempts:
         self.unknown: CommitOutcomeUnknown | None = None
         self._policy = policy
         self._marked = marked
-        self._violations: Counter[str] = Counter()
+        self._violations: dict[str, int] = {}
         self._deadline: float | None = None  # from the first failure on: a slow handler must not cost the retries
 
     def claimed(self) -> None:
@@ -90,7 +89,7 @@ class Attempts:
                 # A rival's row is there next time; a bug meets the same violation again, to the letter, though what
                 # it tried to write may be another each time: so the driver's words, without SQL and parameters.
                 violation = _words(cause)
-                self._violations[violation] += 1
+                self._violations[violation] = self._violations.get(violation, 0) + 1
                 if self._violations[violation] > self._policy.unique_violations:
                     raise error
         delay = self._policy.delay(self.number)

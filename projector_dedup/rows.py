@@ -25,7 +25,7 @@ from sqlalchemy.sql import Executable
 from .dialects import Dialect
 from .dialects.plain_tables import parameter
 from .keys_ahead import KeysAhead
-from .plain import Plain, is_immutable, is_plain_beginning, is_plain_session, is_sql, plain_entity
+from .plain import Plain, is_immutable, is_plain_beginning, is_plain_session, is_read_by, is_sql, plain_entity
 
 Load = Callable[[Any, Any], Any]
 Make = Callable[[Table, tuple[str, ...]], Executable]
@@ -50,7 +50,7 @@ class Rows:
     def __init__(self, watched: Watched) -> None:
         self._session = watched.session
         self._connection = watched.connection
-        self._database = watched.dialect.batch_rows
+        self._database = watched.dialect.plain_rows
         self._dooms = watched.dialect.dooms
         self._failed = watched.statement_failed
         self._failure: BaseException | None = None  # of ours; who swallows it meets it again
@@ -211,6 +211,8 @@ class Rows:
         if entity not in self._entities:
             with self._remembering_failure():
                 plain = plain_entity(entity, self._connection, self._database.look)
+            if plain is not None and not is_read_by(self._connection, self._session, plain.mapper):
+                plain = None
             if plain is not None and any(each and each.identity == plain.identity for each in self._entities.values()):
                 plain = None  # a table that has several entities: one would not see what the other changed
             self._entities[entity] = plain

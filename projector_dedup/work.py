@@ -151,7 +151,8 @@ class Work:
         self.session.flush()
         if guard.rows is not None:
             guard.rows.stop()
-        guard.verify()
+        if not self.durable or self._options.strict or guard.must_ask:
+            guard.verify()  # else right before COMMIT
         if self._options.strict or guard.must_ask:
             guard.ask()
         guard.watching = False

@@ -75,7 +75,7 @@ def _sweep(marker: Table) -> dict[str, Any]:
 
 def _rows(dialect: Dialect, marker: Table, read_model: Table) -> dict[str, Any]:
     """The other table stands for one of the user's."""
-    rows, columns = dialect.batch_rows, ("value",)
+    rows, columns = dialect.plain_rows, ("value",)
     return {
         "claim, and the row that will be asked for first": rows.claiming(marker, read_model, columns),
         "the rows that a batch will ask for": rows.reading(read_model, columns),

@@ -7,7 +7,7 @@ import pytest
 
 from suite import contenders, targets
 from suite.contenders.by_hand import NoDedup
-from suite.harness import Contender, Entry, Quartiles, enter, race, take_turn
+from suite.harness import Contender, Entry, Quartiles, enter, race
 from suite.messages import Item
 from suite.report import markdown, on_terminal
 from suite.results import Plot, Run, Section, rates, standings
@@ -36,7 +36,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
 def run(server: Server, *those: Contender, redelivered: float = 0.0) -> list[Entry]:
     """Two short rounds."""
     entries = [enter(server, contender, redelivered=redelivered) for contender in those]
-    race(entries, 2, lambda entry: take_turn(entry, 0.01))
+    race(entries, 2, 0.01)
     return entries
 
 

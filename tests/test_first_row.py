@@ -3,13 +3,15 @@
 import asyncio
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import date
 from typing import Any
 from uuid import UUID
 
 import pytest
-from sqlalchemy import Connection, Engine, Uuid, create_engine, delete, event, select, text, update
+from sqlalchemy import Connection, Engine, Uuid, create_engine, delete, event, inspect, select, text, update
+from sqlalchemy.exc import OperationalError
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_async_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
 
@@ -17,11 +19,14 @@ from cut_proxy import CutProxy
 from databases import Database
 from projector_dedup import (
     AsyncDispatcher,
+    BatchFailed,
     Dispatcher,
     Message,
     Outcome,
     RetriesExhaustedError,
     RetryPolicy,
+    TransactionViolatedError,
+    UnitOfWork,
     on,
     projector,
 )
@@ -390,6 +395,28 @@ def test_guesses_come_to_an_end(engine: Engine) -> None:
     assert sum(totals(engine)) == 60
 
 
+def test_guesses_come_to_an_end_for_all_kinds_of_events_at_once(engine: Engine) -> None:
+    """Twenty that were learned, and all are wrong by then."""
+    kinds = [f"kind {number}" for number in range(20)]
+    wrong = {"by": 0}
+
+    @projector(idempotent=True, name="first")
+    @on(*kinds)
+    def handler(change: Any, session: Session) -> None:
+        session.get_one(Total, (change["row"] + wrong["by"]) % ROWS).amount += 1
+
+    sent: list[str] = []
+    event.listen(engine, "before_cursor_execute", lambda *given: sent.append(given[2].split()[0]))
+    dispatcher = Dispatcher(sessionmaker(engine), handler)
+    for again in range(3):
+        wrong["by"] = int(again == 2)
+        sent.clear()
+        for kind in kinds:
+            dispatcher.deliver(Message(f"{kind} {again}", {"row": 0}, type=kind))
+        assert sent.count("WITH") == [0, 20, 8][again]
+    assert totals(engine) == [40, 20, 0, 0]
+
+
 # Levels, listeners, classes -----------------------------------------------------------------------------------------
 
 
@@ -413,6 +440,76 @@ def test_not_where_the_level_has_changed(engine: Engine) -> None:
     assert deliver(Added(2))[-3:] == ["WITH", "SELECT", "UPDATE"]
     assert deliver(Added(2))[-3:] == SELECTED
     assert totals(engine) == [2, 1, 2, 0]
+
+
+def test_not_on_another_engine(engine: Engine, postgresql: Database) -> None:
+    """The session reads the entity elsewhere; that is an error, though its table has a namesake beside the markers."""
+    with engine.begin() as connection:
+        connection.execute(text("CREATE SCHEMA elsewhere"))
+    other = create_engine(postgresql.url(), connect_args={"options": "-c search_path=elsewhere"})
+    Base.metadata.create_all(other)
+    read: list[Total | None] = []
+    sessions = sessionmaker(engine, binds={Total: other})
+    deliver = Delivered(engine, lambda change, session: read.append(session.get(Total, change.row)), sessions)
+    for message_id in ("one", "two", "three"):
+        with pytest.raises(TransactionViolatedError, match="second database connection"):
+            deliver.dispatcher.deliver(Added(0), message_id=message_id)
+    with pytest.raises(BatchFailed) as failed:
+        deliver.dispatcher.deliver_batch([Message(f"b{row}", Added(row)) for row in range(3)])
+    assert {each.outcome for each in failed.value.deliveries} == {Outcome.FAILED}
+    assert read == []
+    other.dispose()
+
+
+@pytest.mark.parametrize("retval", [True, False])
+def test_who_may_change_sql_is_asked_for_each_statement(engine: Engine, retval: bool) -> None:
+    """It may look at something that the handler sets, to find another schema. Who only sees it, changes nothing."""
+
+    def look(_c: Any, _cursor: Any, statement: str, parameters: Any, *_: Any) -> Any:
+        return statement, parameters
+
+    event.listen(engine, "before_cursor_execute", look, retval=retval)
+    deliver = Delivered(engine)
+    deliver(Added(1))
+    assert deliver(Added(1)) == (SELECTED if retval else WITH_CLAIM)
+
+
+COUNTS = """
+    CREATE FUNCTION first_count() RETURNS trigger LANGUAGE plpgsql
+        AS $$ BEGIN UPDATE first_total SET amount = amount + 100; RETURN NEW; END $$;
+    CREATE TRIGGER first AFTER INSERT ON processed_message FOR EACH ROW EXECUTE FUNCTION first_count()"""
+
+
+def test_not_where_the_marker_changes_the_read_model(engine: Engine) -> None:
+    """By a trigger: the claim's snapshot does not have what it does itself."""
+    with engine.begin() as connection:
+        connection.execute(text(COUNTS))
+    deliver = Delivered(engine)
+    for _ in range(3):
+        deliver(Added(1))
+    assert totals(engine) == [300, 303, 300, 300]
+
+
+def test_not_the_marker_itself(engine: Engine) -> None:
+    """Mapped by the user, with its key in the event."""
+
+    class Markers(DeclarativeBase):
+        pass
+
+    class Marker(Markers):
+        __tablename__ = "processed_message"
+        message_id: Mapped[str] = mapped_column(primary_key=True)
+        handler: Mapped[str] = mapped_column(primary_key=True)
+
+    def body(change: Any, session: Session) -> None:
+        there.append(session.get(Marker, (change["id"], "first")) is not None)
+
+    there: list[bool] = []
+    deliver = Delivered(engine, body)
+    for number in range(3):
+        message = Message(f"n{number}", {"id": f"n{number}", "handler": "first"}, type="added")
+        deliver.dispatcher.deliver(message)
+    assert there == [True] * 3
 
 
 def test_not_under_lock(engine: Engine) -> None:
@@ -452,6 +549,56 @@ def test_a_session_class_of_ones_own_keeps_its_get(engine: Engine) -> None:
     assert asked == [2] * 5
 
 
+@pytest.mark.parametrize("step", ["rollback", "commit", "close"])
+def test_nothing_is_given_out_after_a_violation(engine: Engine, step: str) -> None:
+    """A handler that swallowed it is stopped at its next look at the database, as it would be without."""
+    seen: list[Any] = []
+
+    def body(change: Added, session: Session) -> None:
+        with suppress(TransactionViolatedError):
+            getattr(session, step)()
+        seen.append(session.get(Total, change.row))
+
+    deliver = Delivered(engine).learned()
+    deliver.body = body
+    with pytest.raises(TransactionViolatedError):
+        deliver.dispatcher.deliver(Added(1), message_id="violating")
+    assert seen == []
+
+
+ANY_CASE = "CREATE COLLATION first_any_case (provider=icu, locale='und-u-ks-level2', deterministic=false)"
+
+
+def test_a_text_that_a_collation_takes_for_another(engine: Engine) -> None:
+    """The key that was read is not the key that was asked for: it goes the usual way."""
+    with engine.begin() as connection:
+        connection.execute(text(ANY_CASE))
+        connection.execute(text("CREATE TABLE first_word (word text PRIMARY KEY, amount integer)"))
+        connection.execute(text("INSERT INTO first_word VALUES ('abc', 0)"))
+
+    class Words(DeclarativeBase):
+        pass
+
+    class Word(Words):
+        __tablename__ = "first_word"
+        word: Mapped[str] = mapped_column(primary_key=True)
+        amount: Mapped[int]
+
+    def body(change: Any, session: Session) -> None:
+        found = session.get_one(Word, change["word"])
+        assert inspect(found).identity == (found.word,)
+        found.amount += 1
+
+    deliver = Delivered(engine, body)
+    deliver({"word": "abc"}, type="added")
+    assert deliver({"word": "abc"}, type="added") == WITH_CLAIM
+    with engine.begin() as connection:
+        connection.execute(text("ALTER TABLE first_word ALTER word TYPE text COLLATE first_any_case"))
+    deliver({"word": "ABC"}, type="added")
+    with engine.connect() as connection:
+        assert connection.scalar(text("SELECT amount FROM first_word")) == 3
+
+
 # Duplicates, failures, rivals ---------------------------------------------------------------------------------------
 
 
@@ -470,8 +617,8 @@ def test_a_row_that_cannot_be_read_does_not_keep_a_message(engine: Engine) -> No
     with engine.begin() as connection:
         connection.execute(text("DROP TABLE first_total"))
     deliver.body = _other_alone
-    assert deliver(Added(1)) == ["WITH", *SELECTED]
-    assert deliver(Added(2)) == SELECTED
+    assert deliver(Added(1))[:2] == ["WITH", "INSERT"]
+    assert deliver(Added(2)) == WITH_CLAIM
     assert totals(engine, Other) == [0, 7, 7, 0]
 
 
@@ -498,7 +645,7 @@ def test_a_value_that_cannot_be_read_is_met_by_who_asks_for_it(engine: Engine) -
     deliver = Delivered(engine, body)
     deliver(Added(0))
     assert deliver(Added(0))[0] == "WITH"
-    assert deliver(Added(1)) == ["WITH", *SELECTED]
+    assert deliver(Added(1))[:2] == ["WITH", "INSERT"]
     assert totals(engine) == [0, 1, 0, 0]
 
 
@@ -519,6 +666,54 @@ def test_without_retries_the_redelivery_is_applied(engine: Engine) -> None:
         dispatcher.deliver(Added(1), message_id="two")
     assert dispatcher.deliver(Added(1), message_id="two").outcome is Outcome.APPLIED
     assert dispatcher.deliver(Added(1), message_id="two").outcome is Outcome.DUPLICATE
+
+
+def test_an_error_of_the_claim_itself_stays_what_it_is(engine: Engine) -> None:
+    """A bug in a listener, and the server's own end of patience: neither is tried again, and reading goes on."""
+    deliver = Delivered(engine).learned()
+    bugs = [RuntimeError("a bug")]
+
+    @event.listens_for(engine, "before_cursor_execute")
+    def fail(*_: Any) -> None:
+        if bugs:
+            raise bugs.pop()
+
+    with pytest.raises(RuntimeError, match="a bug"):
+        deliver.dispatcher.deliver(Added(2), message_id="buggy")
+    rival = create_engine(engine.url)
+
+    def hasten(connection: Connection) -> None:
+        connection.exec_driver_sql("SET LOCAL statement_timeout = 100")
+
+    with UnitOfWork(sessionmaker(rival)) as uow:
+        assert uow.claim("held", "first")
+        event.listen(engine, "begin", hasten)
+        with pytest.raises(OperationalError, match="statement timeout"):
+            deliver.dispatcher.deliver(Added(2), message_id="held")
+        event.remove(engine, "begin", hasten)
+    rival.dispose()
+    assert deliver(Added(2)) == WITH_CLAIM
+
+
+def test_redeliveries_do_not_wait_for_the_table_of_a_migration(engine: Engine) -> None:
+    """With a bound for locks: the first that waited in vain is claimed without, and so are those that follow."""
+    hasty = create_engine(engine.url, connect_args={"options": "-c lock_timeout=100"})
+    deliver = Delivered(hasty).learned()
+    with engine.begin() as connection:
+        connection.execute(text("LOCK TABLE first_total"))
+        assert [deliver(Added(1), "m1")[-1] for _ in range(3)] == ["INSERT"] * 3
+    hasty.dispose()
+
+
+@pytest.mark.filterwarnings("ignore:The create_engine.server_side_cursors")
+def test_what_an_engine_asks_for_of_every_select_does_not_concern_the_claim(engine: Engine) -> None:
+    """A cursor on the server's side cannot insert."""
+    streaming = create_engine(engine.url, server_side_cursors=True)
+    deliver = Delivered(streaming)
+    deliver(Added(1))
+    assert deliver(Added(1)) == WITH_CLAIM
+    streaming.dispose()
+    assert totals(engine) == [0, 2, 0, 0]
 
 
 def test_a_rival_between_the_claim_and_the_write_is_noticed(engine: Engine) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import random
 import statistics
 import sys
@@ -33,7 +34,7 @@ class Contender:
         raise NotImplementedError
 
     def connect(self, url: URL) -> None:
-        """Before its turn. The URL has the driver of ``drivers``; there may be a proxy in it."""
+        """Before its first turn. The URL has the driver of ``drivers``; there may be a proxy in it."""
         raise NotImplementedError
 
     def messages(self, items: Sequence[Item]) -> Sequence[Any]:
@@ -45,7 +46,7 @@ class Contender:
         raise NotImplementedError
 
     def disconnect(self) -> None:
-        """After its turn: the server has connections for one or two contenders, not for all."""
+        """After its last."""
         raise NotImplementedError
 
 
@@ -138,34 +139,26 @@ def enter(server: Server, contender: Contender, label: str = "", **stream: Any) 
 @contextlib.contextmanager
 def connected(
     entry: Entry, warm_for: float, through: Callable[[URL], URL] = lambda url: url
-) -> Iterator[tuple[Contender, Turn]]:
-    """For the length of a turn. It begins warm: connected, and with statements compiled and prepared.
+) -> Iterator[tuple[Contender, float]]:
+    """A contender that is connected and warm, with what it needs compiled, prepared and learned; and its rate.
 
-    Warming ends after ``warm_for`` seconds, or when psycopg and SQLAlchemy have seen each statement a few times on each
-    connection; yields the last of it, too.
+    Warming ends after ``warm_for`` seconds, or when each of its statements was sent often enough, for new messages too.
     """
-    contender = entry.contender
+    contender, stream = entry.contender, entry.stream
+    turns: list[Turn] = []
     contender.connect(through(entry.place.by(contender.drivers[entry.place.engine])))
     try:
-        end = time.perf_counter() + warm_for
-        steps = [_timed(contender, entry.stream.take(_step(contender)))]
-        while len(steps) < 8 and time.perf_counter() < end:
-            steps.append(_timed(contender, entry.stream.take(_step(contender))))
-        yield contender, steps[-1]
+        end, enough = time.perf_counter() + warm_for, stream.new + 8 * contender.tasks
+        while not turns or (time.perf_counter() < end and (len(turns) < 8 or stream.new < enough)):
+            turns.append(_timed(contender, stream.take(_step(contender))))
+        late = turns[len(turns) // 2 :]
+        yield contender, sum(turn.messages for turn in late) / sum(turn.seconds for turn in late)
     finally:
         contender.disconnect()
 
 
 def _step(contender: Contender) -> int:
     return max(4, contender.batch * contender.tasks)
-
-
-def take_turn(entry: Entry, seconds: float, through: Callable[[URL], URL] = lambda url: url) -> None:
-    """Deliver for about ``seconds``, in whole batches, at least two; how many that is, the last turn tells."""
-    with connected(entry, seconds / 2, through) as (contender, warm):
-        rate, step = (entry.turns[-1] if entry.turns else warm).rate, _step(contender)
-        count = step * max(2, ceil(rate * seconds / step))
-        entry.turns.append(_timed(contender, entry.stream.take(count)))
 
 
 def _timed(contender: Contender, items: Sequence[Item]) -> Turn:
@@ -175,13 +168,27 @@ def _timed(contender: Contender, items: Sequence[Item]) -> Turn:
     return Turn(len(items), time.perf_counter() - began, time.process_time() - spent)
 
 
-def race(entries: Sequence[Entry], rounds: int, turn: Callable[[Entry], None]) -> None:
-    """Everybody once in each round, in an order of its own, so that a slow minute of the machine strikes all."""
+def race(
+    entries: Sequence[Entry], rounds: int, seconds: float, through: Callable[[URL], URL] = lambda url: url
+) -> None:
+    """Everybody delivers for about ``seconds`` in each round, in whole batches, in an order of the round's own.
+
+    All stay connected. Turns are short, so that a slow second of the machine strikes all who are compared.
+    """
     order = random.Random(rounds)
-    for number in range(rounds):
-        for position, entry in enumerate(order.sample(entries, len(entries))):
-            progress(f"round {number + 1} of {rounds}: {position + 1} of {len(entries)}, {entry.contender.name}")
-            turn(entry)
+    with contextlib.ExitStack() as stack:
+        counts: list[int] = []
+        for entry in entries:
+            progress(f"warming up: {len(counts) + 1} of {len(entries)}, {entry.contender.name}")
+            contender, rate = stack.enter_context(connected(entry, 20 * seconds, through))
+            counts.append(_step(contender) * ceil(rate * seconds / _step(contender)))
+        gc.collect()
+        gc.freeze()  # or each would pay for what all the others hold
+        stack.callback(gc.unfreeze)
+        for number in range(rounds):
+            progress(f"round {number + 1} of {rounds}")
+            for entry, count in order.sample([*zip(entries, counts, strict=True)], len(entries)):
+                entry.turns.append(_timed(entry.contender, entry.stream.take(count)))
     progress("")
 
 

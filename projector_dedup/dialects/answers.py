@@ -22,3 +22,10 @@ class Status(Enum):
     ABORTED = "aborted"
     NONE = "none"
     BUSY = "busy"  #: a statement was interrupted half-way, or the connection is gone
+
+
+def sqlstate_of(error: Exception) -> str | None:
+    """What the server said; psycopg2 calls it pgcode. None if the server said nothing: the connection was lost."""
+    driver_error = getattr(error, "orig", error)
+    value = getattr(driver_error, "sqlstate", None) or getattr(driver_error, "pgcode", None)
+    return value if isinstance(value, str) else None

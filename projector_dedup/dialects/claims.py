@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 from sqlalchemy import BindParameter, ColumnElement, Insert, Select, Table, and_, bindparam, select, union_all
 from sqlalchemy.engine import Connection
 from sqlalchemy.exc import DBAPIError
+from sqlalchemy.sql import Executable
 
-from ..errors import OvertakenError, UnsafeSessionError
+from ..errors import OvertakenError, UnsafeSessionError, UnsupportedDatabaseError
 
 Parameters = Mapping[str, Any]
 InsertT = TypeVar("InsertT", bound=Insert)
@@ -45,6 +46,14 @@ def inserting(statement: InsertT, rows: Sequence[Mapping[str, ColumnElement[Any]
 def key_of(parameters: Parameters) -> Key:
     """What tells one marker from another."""
     return parameters["message_id"], parameters["handler"]
+
+
+def inserted(connection: Connection, statement: Executable, parameters: Parameters) -> int:
+    """How many rows it was, by a count that costs less than RETURNING; an error where the driver does not say."""
+    count = connection.execute(statement, parameters).rowcount
+    if count < 0:
+        raise UnsupportedDatabaseError("the driver does not say how many rows the claim has inserted")
+    return count
 
 
 def look_then_insert(

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from datetime import UTC, datetime
 from typing import Any, ClassVar
 
-from sqlalchemy import FromClause, Row, Table, select
+from sqlalchemy import FromClause, Result, Table, select
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.pool import StaticPool
@@ -23,7 +23,7 @@ from ..transaction_text import Grammar
 from .answers import Failure, Status
 from .claims import Key, Parameters, look_then_insert
 from .columns import utc_now
-from .plain_tables import BatchRows
+from .plain_tables import PlainRows
 from .pruning import Expired, Route, by_index
 
 LEVELS = ("READ UNCOMMITTED", "READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE")
@@ -77,7 +77,7 @@ class Dialect(ABC):
     transactional_ddl: ClassVar[bool | None] = None
     """Whether a migration is one transaction; None for what Alembic thinks of the database."""
 
-    batch_rows: ClassVar[BatchRows] = BatchRows()
+    plain_rows: ClassVar[PlainRows] = PlainRows()
     """What it can tell of tables whose rows a batch may read early and write late."""
 
     # Opening a unit of work -----------------------------------------------------------------------------------------
@@ -137,9 +137,9 @@ class Dialect(ABC):
         """Run the claim: True if every marker is new, False if one was there; anything else raises ``DBAPIError``."""
         return len(connection.execute(statement, key).all()) == names
 
-    def claim_and_read(self, connection: Connection, statement: Executable, parameters: Parameters) -> Row[Any] | None:
-        """Run a claim of ``BatchRows.claiming``: None if the marker was there."""
-        return connection.execute(statement, parameters).first()
+    def claim_and_read(self, connection: Connection, statement: Executable, parameters: Parameters) -> Result[Any]:
+        """Run a claim of ``PlainRows.claiming``."""
+        return connection.execute(statement, parameters)
 
     def claim_many(self, connection: Connection, marker: Table, keys: Sequence[Parameters]) -> set[Key]:
         """Claim several markers, given in the order of their locks; returns the new ones, or raises ``OvertakenError``.

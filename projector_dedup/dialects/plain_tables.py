@@ -8,6 +8,7 @@ from typing import Any
 
 from sqlalchemy import Table
 from sqlalchemy.engine import Connection
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.sql import Executable
 
 
@@ -34,12 +35,12 @@ class PlainTable:
 
 
 def parameter(place: int) -> str:
-    """The name of a key's part, or of a list, among the parameters of ``BatchRows``; no column is called so."""
+    """The name of a key's part, or of a list, among the parameters of ``PlainRows``; no column is called so."""
     return f"projector_dedup_{place}"
 
 
-class BatchRows:
-    """What a database says of its tables, and how it reads and writes many rows at once. This one says nothing."""
+class PlainRows:
+    """What a database says of its tables, and how it reads rows early and writes them late. This one says nothing."""
 
     def look(self, _connection: Connection, _table: Table) -> PlainTable | None:
         """What is known of the table, and may be relied upon in this transaction; None if it is not plain."""
@@ -48,10 +49,18 @@ class BatchRows:
     def claiming(self, marker: Table, table: Table, columns: tuple[str, ...]) -> Executable:
         """The claim of one marker, for ``Dialect.claim_and_read``, and one row by the parts of its key.
 
-        It gives nothing for a duplicate, else a row of: whether what was read is what would be read later, whether
-        there is such a row, and its ``columns``.
+        It gives nothing for a duplicate, else a row of: whether what was read is what would be read later, the key, and
+        ``columns``, all of them NULL if there is no such row.
         """
         raise NotImplementedError
+
+    def inserted_alone(self, _connection: Connection, _marker: Table) -> object | None:
+        """The identity of the marker table, if inserting there changes nothing else; None if it may."""
+        return None
+
+    def may_fail_reading(self, _error: DBAPIError) -> bool:
+        """Whether an error of such a claim may be for the row's sake."""
+        return True
 
     def reading(self, table: Table, columns: tuple[str, ...]) -> Executable:
         """SELECT the key and ``columns`` of many rows, by a list for each column of the key."""

@@ -12,7 +12,7 @@ from uuid import uuid4
 
 from sqlalchemy import (
     FromClause,
-    Row,
+    Result,
     Table,
     literal_column,
     select,
@@ -25,8 +25,8 @@ from ..errors import UnsupportedDatabaseError
 from ..findings import Finding, advice
 from ..transaction_text import OPAQUE, Grammar
 from . import postgresql_catalog, postgresql_rows
-from .answers import Failure, Status
-from .claims import Key, Parameters
+from .answers import Failure, Status, sqlstate_of
+from .claims import Key, Parameters, inserted
 from .interface import LEVEL_OF_BEGIN, Dialect
 from .migrating import lock_transaction
 from .postgresql_claim import insert_many, insert_markers, inserted_here
@@ -77,7 +77,7 @@ class PostgreSQL(Dialect):
     begins_with_level = True
     keeps_zones = True
     commits_duplicates = True  # at a ROLLBACK psycopg forgets what it has prepared, and has the server forget it
-    batch_rows = postgresql_rows.PostgreSQLRows()
+    plain_rows = postgresql_rows.PostgreSQLRows()
 
     def prepare(self, engine: Engine) -> None:
         """Behind a pooler, refuse what names prepared statements by number: so do its other clients (docs/adr/0011)."""
@@ -116,12 +116,9 @@ class PostgreSQL(Dialect):
     ) -> bool:
         """BEGIN and the claim are one round trip, if the driver can do that."""
         with _beginning(connection):
-            inserted = connection.execute(statement, key).rowcount
-        if inserted < 0:
-            raise UnsupportedDatabaseError("the driver does not say how many rows the claim has inserted")
-        return inserted == names
+            return inserted(connection, statement, key) == names
 
-    def claim_and_read(self, connection: Connection, statement: Executable, parameters: Parameters) -> Row[Any] | None:
+    def claim_and_read(self, connection: Connection, statement: Executable, parameters: Parameters) -> Result[Any]:
         """The same."""
         with _beginning(connection):
             return super().claim_and_read(connection, statement, parameters)
@@ -223,10 +220,3 @@ def _psycopg_claim() -> ModuleType:
     from . import psycopg_claim
 
     return psycopg_claim
-
-
-def sqlstate_of(error: Exception) -> str | None:
-    """What the server said; psycopg2 calls it pgcode. None if the server said nothing: the connection was lost."""
-    driver_error = getattr(error, "orig", error)
-    value = getattr(driver_error, "sqlstate", None) or getattr(driver_error, "pgcode", None)
-    return value if isinstance(value, str) else None

@@ -27,10 +27,12 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects import postgresql
 from sqlalchemy.engine import Connection
+from sqlalchemy.exc import DataError, DBAPIError
 from sqlalchemy.sql import Executable
 from sqlalchemy.types import TypeEngine
 
-from .plain_tables import BatchRows, PlainColumn, PlainTable, parameter
+from .answers import sqlstate_of
+from .plain_tables import PlainColumn, PlainRows, PlainTable, parameter
 from .postgresql_catalog import regclass
 from .postgresql_claim import insert_markers
 
@@ -64,10 +66,19 @@ _COLUMNS = text(
     """
 )
 
+_ALONE = text(
+    """
+    SELECT c.oid FROM pg_class c
+    WHERE c.oid = to_regclass(:name) AND NOT c.relhasrules
+        AND NOT EXISTS (SELECT FROM pg_trigger t LEFT JOIN pg_inherits i ON i.inhrelid = t.tgrelid
+            WHERE NOT t.tgisinternal AND c.oid IN (t.tgrelid, i.inhparent))
+    """
+)
+
 _LASTS: ColumnElement[bool] = literal_column("current_setting('transaction_isolation') = 'repeatable read'")
 
 
-class PostgreSQLRows(BatchRows):
+class PostgreSQLRows(PlainRows):
     """By the catalogue and by arrays."""
 
     def look(self, connection: Connection, table: Table) -> PlainTable | None:
@@ -90,7 +101,19 @@ class PostgreSQLRows(BatchRows):
         keys = list(table.primary_key)
         asked = (key == bindparam(parameter(place), type_=_unbounded(key.type)) for place, key in enumerate(keys))
         found = claimed.outerjoin(table, and_(*asked))
-        return select(_LASTS, keys[0].is_not(None), *(table.c[name] for name in columns)).select_from(found)
+        statement = select(_LASTS, *keys, *(table.c[name] for name in columns)).select_from(found)
+        return statement.execution_options(stream_results=False)  # what an engine may ask for of every SELECT
+
+    def inserted_alone(self, connection: Connection, marker: Table) -> object | None:
+        """No trigger, no rule, on no partition either. One round trip."""
+        return Connection.execute(connection, _ALONE, {"name": regclass(connection, marker)}).scalar()
+
+    def may_fail_reading(self, error: DBAPIError) -> bool:
+        """By the class of its SQLSTATE: something is not there any more, or forbidden, or a value cannot be read."""
+        sqlstate = sqlstate_of(error)
+        if sqlstate is None:
+            return isinstance(error, DataError)  # the driver's
+        return sqlstate[:2] in ("42", "22", "0A", "P0")
 
     def reading(self, table: Table, columns: tuple[str, ...]) -> Executable:
         """By arrays: whatever their length, one statement and one plan."""

@@ -32,7 +32,10 @@ _READ, _READ_OR_WRITE = Wait.R, Wait.RW
 _LEVELS = {level.name.replace("_", " "): level for level in IsolationLevel}  # as SQLAlchemy calls them
 _BEGIN = {level: f"BEGIN ISOLATION LEVEL {name}".encode() for name, level in _LEVELS.items()}
 _UNKNOWN = 0  # the type of which psycopg reads what it has no other reader for
-_FORGOTTEN = "26000"  # invalid_sql_statement_name: psycopg sends DEALLOCATE ALL after a ROLLBACK, to a savepoint too
+_STALE = {  # what was prepared
+    "26000",  # invalid_sql_statement_name: psycopg sends DEALLOCATE ALL after a ROLLBACK, to a savepoint too
+    "0A000",  # feature_not_supported: a column that it gives has another type now
+}
 _PREPARED_AT_MOST = 16  # for each connection: the text of a claim depends on its schema, and on who adds comments
 
 _prepared: WeakKeyDictionary[Driver, dict[bytes, bytes]] = WeakKeyDictionary()
@@ -123,7 +126,7 @@ class _Beginning:
                 self.pgresult = replies[-1]
                 return
             error = errors.error_from_result(failed)
-            if error.sqlstate != _FORGOTTEN:
+            if error.sqlstate not in _STALE:
                 break
             prepared.clear()
         raise error

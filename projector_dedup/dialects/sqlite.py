@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
@@ -18,7 +18,7 @@ from ..asyncio_names import AsyncEngine
 from ..errors import UnsafeSessionError
 from ..findings import Finding, advice
 from .answers import Failure, Status
-from .claims import Key, Parameters, handler_parameters, inserting
+from .claims import Key, Parameters, handler_parameters, inserted, inserting
 from .interface import Dialect, refuse_shared_connection
 from .pruning import is_expired
 from .sqlite_close import close_ends_transactions
@@ -120,11 +120,16 @@ class SQLite(Dialect):
             }
             for handler in handler_parameters(names)
         ]
-        return (
-            inserting(insert(marker), rows)
-            .on_conflict_do_nothing(index_elements=["message_id", "handler"])
-            .returning(literal_column("1"))
+        statement = inserting(insert(marker), rows)
+        return statement.on_conflict_do_nothing(index_elements=["message_id", "handler"]).execution_options(
+            preserve_rowcount=True
         )
+
+    def claim(
+        self, connection: Connection, statement: Executable, marker: Table, key: Mapping[str, Any], *, names: int = 1
+    ) -> bool:
+        """By the count of rows."""
+        return inserted(connection, statement, key) == names
 
     def claim_many(self, connection: Connection, marker: Table, keys: Sequence[Parameters]) -> set[Key]:
         """As many statements as SQLite's limit on parameters asks for; they say which rows are new."""

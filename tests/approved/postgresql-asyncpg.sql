@@ -77,10 +77,10 @@ FROM processed_message
 DELETE FROM processed_message WHERE (SELECT concat(set_config('lock_timeout', '100ms', true), set_config('synchronous_commit', 'off', true))) IS NOT NULL AND ctid >= ($1::VARCHAR :: tid) AND ctid < ($2::VARCHAR :: tid) AND processed_message.processed_at < $3::TIMESTAMP WITH TIME ZONE
 
 -- claim, and the row that will be asked for first
-WITH anon_2 AS
+WITH anon_1 AS
 (INSERT INTO processed_message (message_id, handler, occurred_at) VALUES ($1::VARCHAR, $2::VARCHAR, $3::TIMESTAMP WITH TIME ZONE) ON CONFLICT (message_id, handler) DO NOTHING RETURNING 1 AS claimed)
- SELECT current_setting('transaction_isolation') = 'repeatable read', processed_message_state.key IS NOT NULL AS anon_1, processed_message_state.value
-FROM anon_2 LEFT OUTER JOIN processed_message_state ON processed_message_state.key = $4::VARCHAR
+ SELECT current_setting('transaction_isolation') = 'repeatable read', processed_message_state.key, processed_message_state.value
+FROM anon_1 LEFT OUTER JOIN processed_message_state ON processed_message_state.key = $4::VARCHAR
 
 -- the rows that a batch will ask for
 SELECT processed_message_state.key, processed_message_state.value

@@ -77,10 +77,10 @@ FROM processed_message
 DELETE FROM processed_message WHERE (SELECT concat(set_config('lock_timeout', '100ms', true), set_config('synchronous_commit', 'off', true))) IS NOT NULL AND ctid >= (%(begin)s :: tid) AND ctid < (%(end)s :: tid) AND processed_message.processed_at < %(cutoff)s
 
 -- claim, and the row that will be asked for first
-WITH anon_2 AS
+WITH anon_1 AS
 (INSERT INTO processed_message (message_id, handler, occurred_at) VALUES (%(message_id)s, %(handler)s, %(occurred_at)s) ON CONFLICT (message_id, handler) DO NOTHING RETURNING 1 AS claimed)
- SELECT current_setting('transaction_isolation') = 'repeatable read', processed_message_state.key IS NOT NULL AS anon_1, processed_message_state.value
-FROM anon_2 LEFT OUTER JOIN processed_message_state ON processed_message_state.key = %(projector_dedup_0)s
+ SELECT current_setting('transaction_isolation') = 'repeatable read', processed_message_state.key, processed_message_state.value
+FROM anon_1 LEFT OUTER JOIN processed_message_state ON processed_message_state.key = %(projector_dedup_0)s
 
 -- the rows that a batch will ask for
 SELECT processed_message_state.key, processed_message_state.value

@@ -18,16 +18,16 @@ CREATE TABLE processed_message_state (
 )
 
 -- claim
-INSERT INTO processed_message (message_id, handler, occurred_at) VALUES (?, ?, ?) ON CONFLICT (message_id, handler) DO NOTHING RETURNING 1
+INSERT INTO processed_message (message_id, handler, occurred_at) VALUES (?, ?, ?) ON CONFLICT (message_id, handler) DO NOTHING
 
 -- claim, with claim_timeout
-INSERT INTO processed_message (message_id, handler, occurred_at) VALUES (?, ?, ?) ON CONFLICT (message_id, handler) DO NOTHING RETURNING 1
+INSERT INTO processed_message (message_id, handler, occurred_at) VALUES (?, ?, ?) ON CONFLICT (message_id, handler) DO NOTHING
 
 -- claim, with a former name
-INSERT INTO processed_message (message_id, handler, occurred_at) SELECT ? AS anon_1, ? AS anon_2, ? AS anon_3 UNION ALL SELECT ? AS anon_4, ? AS anon_5, ? AS anon_6 ON CONFLICT (message_id, handler) DO NOTHING RETURNING 1
+INSERT INTO processed_message (message_id, handler, occurred_at) SELECT ? AS anon_1, ? AS anon_2, ? AS anon_3 UNION ALL SELECT ? AS anon_4, ? AS anon_5, ? AS anon_6 ON CONFLICT (message_id, handler) DO NOTHING
 
 -- claim, with both
-INSERT INTO processed_message (message_id, handler, occurred_at) SELECT ? AS anon_1, ? AS anon_2, ? AS anon_3 UNION ALL SELECT ? AS anon_4, ? AS anon_5, ? AS anon_6 ON CONFLICT (message_id, handler) DO NOTHING RETURNING 1
+INSERT INTO processed_message (message_id, handler, occurred_at) SELECT ? AS anon_1, ? AS anon_2, ? AS anon_3 UNION ALL SELECT ? AS anon_4, ? AS anon_5, ? AS anon_6 ON CONFLICT (message_id, handler) DO NOTHING
 
 -- is the marker there? (for the text of an error)
 SELECT 1

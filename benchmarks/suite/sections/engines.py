@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .. import contenders as who
 from ..bench import Bench
-from ..harness import enter, race, take_turn
+from ..harness import enter, race
 from ..results import Section, rates, standings
 from ..servers import Server, sqlite
 
@@ -31,7 +31,7 @@ def measure(bench: Bench) -> Section:
 def _race(bench: Bench, server: Server, section: Section) -> None:
     everybody = who.on_engine(server.engine)
     entries = [enter(server, everybody[name]) for name in CONTENDERS]
-    race(entries, bench.rounds(9), lambda entry: take_turn(entry, bench.seconds))
+    race(entries, bench.rounds(25), bench.seconds)
     name = server.version.split()[0]
     table = standings(entries, entries[0])
     table.title = server.version

@@ -9,7 +9,7 @@ from sqlalchemy import create_engine, text
 
 from .. import contenders as who
 from ..bench import Bench
-from ..harness import enter, race, take_turn
+from ..harness import enter, race
 from ..results import Plot, Section, rates, standings
 from ..servers import Server
 from ..wire import Wire
@@ -29,7 +29,7 @@ def measure(bench: Bench) -> Section:
     entries = [enter(bench.postgresql, everybody[name]) for name in _WHO if name in everybody]
     with Wire(bench.postgresql.url) as direct, Wire(bench.postgresql.url, _DELAY) as wire:
         proxied, delayed = (_round_trip(bench.postgresql, each) for each in (direct, wire))
-        race(entries, bench.rounds(5), lambda entry: take_turn(entry, bench.seconds, wire.through))
+        race(entries, bench.rounds(25), 2 * bench.seconds, wire.through)
     text = (
         f"A proxy holds each round trip up. `SELECT 1` by psycopg took {_round_trip(bench.postgresql) * 1e6:,.0f} µs "
         f"directly, {proxied * 1e6:,.0f} µs through the proxy, {delayed * 1e6:,.0f} µs through it with the delay "

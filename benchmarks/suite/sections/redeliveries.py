@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .. import contenders as who
 from ..bench import Bench
-from ..harness import Entry, Quartiles, enter, race, take_turn
+from ..harness import Entry, Quartiles, enter, race
 from ..results import Plot, Section, Table, rates
 
 KEY = "redeliveries"
@@ -17,14 +17,16 @@ _WHO = (
 
 def measure(bench: Bench) -> Section:
     """Rates at each share, divided by that of who applies everything, at the same share."""
-    everybody = who.on_engine("postgresql")
-    entries = {
-        (name, share): enter(bench.postgresql, everybody[name], f"{share}-", redelivered=share / 100)
-        for share in _SHARES
-        for name in _WHO
-        if name in everybody
-    }
-    race(list(entries.values()), bench.rounds(7), lambda entry: take_turn(entry, bench.seconds / 2))
+    entries: dict[tuple[str, int], Entry] = {}
+    for share in _SHARES:
+        everybody = who.on_engine("postgresql")
+        racing = {
+            (name, share): enter(bench.postgresql, everybody[name], f"{share}-", redelivered=share / 100)
+            for name in _WHO
+            if name in everybody
+        }
+        race(list(racing.values()), bench.rounds(40), bench.seconds)
+        entries |= racing
     tables: list[Table] = []
     measured: dict[str, list[float]] = {}
     names = list(dict.fromkeys(name for name, _ in entries))

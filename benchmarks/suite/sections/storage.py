@@ -43,7 +43,7 @@ def _bytes(bench: Bench, contender: Contender) -> tuple[float, float, float]:
     server: Server = bench.postgresql
     entry = enter(server, contender)
     count = bench.size(20_000 if contender.batch > 1 else 2_000) // contender.batch * contender.batch or contender.batch
-    with connected(entry, bench.seconds):
+    with connected(entry, 8 * bench.seconds):
         contender.deliver(contender.messages(entry.stream.take(count)))
         entry.place.run("CHECKPOINT")
         contender.deliver(contender.messages(entry.stream.take(count)))

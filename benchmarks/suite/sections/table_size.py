@@ -5,7 +5,7 @@ from __future__ import annotations
 from .. import contenders as who
 from ..bench import Bench
 from ..contenders.library import IDENTITY
-from ..harness import Entry, Quartiles, enter, progress, race, take_turn
+from ..harness import Entry, Quartiles, enter, progress, race
 from ..messages import Stream
 from ..results import Plot, Section, Table
 from ..servers import Place
@@ -27,14 +27,14 @@ _FILL = (
 
 def measure(bench: Bench) -> Section:
     """Ours and the barest, in the same databases; cost is the inverse of the rate."""
-    everybody = who.on_engine("postgresql")
     entries: dict[tuple[str, int], Entry] = {}
     for size in _SIZES:
+        everybody = who.on_engine("postgresql")
         ours = enter(bench.postgresql, everybody[who.DEFAULT], f"{size}-")
         _fill(ours.place, bench.size(size))
         entries[who.DEFAULT, size] = ours
         entries[who.CTE, size] = Entry(everybody[who.CTE], ours.place, Stream(f"{size}-raw"))
-    race(list(entries.values()), bench.rounds(15), lambda entry: take_turn(entry, bench.seconds))
+    race(list(entries.values()), bench.rounds(40), bench.seconds)
     wrong = [f"{size:,}" for size in _SIZES if not _right(entries, size)]
     for size in _SIZES:
         bench.postgresql.drop(entries[who.DEFAULT, size].place)

@@ -66,7 +66,9 @@ def measure(bench: Bench) -> Section:
                         cell, entry = cells[name, kind, workers], entries[name, kind]
                         rate = cell.rates[-1] if cell.turns else 50 * workers
                         expected, total = entry.stream.new, entry.place.total()
-                        cell.turns.append(crew.deliver(entry, workers, max(8, round(rate * bench.seconds / workers))))
+                        cell.turns.append(
+                            crew.deliver(entry, workers, max(8, round(rate * 8 * bench.seconds / workers)))
+                        )
                         cell.expected += entry.stream.new - expected
                         cell.found += entry.place.total() - total
     progress("")
