@@ -26,7 +26,7 @@ from .message import Message, Route
 from .plain import Plain, is_plain_beginning, is_plain_session, is_read_by, plain_entity
 
 _CREDIT, _FAILED = 8, 4  # wrong guesses, beyond those that right ones make up for, and one that cost an attempt
-_DUPLICATES = 2  # in a row: then more of them are likely, and a claim that reads costs more
+_DUPLICATES = 2  # in a row: then more of them are likely
 _ROUTES = 100
 
 Load = Callable[[Any, Any], Any]
@@ -65,10 +65,15 @@ class FirstRows:
         self._credit = _CREDIT
         self._duplicates = 0  # in a row
 
+    @property
+    def duplicates_follow(self) -> bool:
+        """Whether it is likely that the next message is one more."""
+        return self._duplicates >= _DUPLICATES
+
     def expected(self, watched: Watched, message: Message) -> FirstRow | None:
         """The row that the handler of a message will ask for, as it seems; None if there had better be none."""
         habit = self._habits.get(_route(message))
-        if habit is None or self._credit <= 0 or self._duplicates >= _DUPLICATES:
+        if habit is None or self._credit <= 0:
             return None
         if habit.plain.is_listened_to() or not _is_plain(watched, habit.plain.mapper):
             return None

@@ -103,6 +103,12 @@ def insert_marker(
     return _inserted(connection, dialect, tables, wait, insert)
 
 
+def is_known(connection: Connection, dialect: Dialect, tables: DedupTables, key: Mapping[str, Any]) -> bool | None:
+    """Whether the message was applied; None where a claim tells that as cheaply."""
+    dialect.refuse_marker(connection, tables.marker)
+    return dialect.is_known(connection, _lookup_statement(tables.marker), key)
+
+
 def insert_marker_and_read(
     connection: Connection, dialect: Dialect, tables: DedupTables, statement: Executable, parameters: Mapping[str, Any]
 ) -> Result[Any]:

@@ -22,6 +22,7 @@ from .markers import (
     insert_marker,
     insert_marker_and_read,
     insert_markers,
+    is_known,
     marker_key,
     raise_in_progress,
     refuse_shared_markers,
@@ -62,17 +63,28 @@ class Work:
         former_names = valid_formerly(formerly)
         key = marker_key(valid_message_id(message_id), valid_handler(handler), occurred_at)
         with self._claiming(key, one=True) as guard:
-            options, tables, wait = self._options, self._options.tables, self._options.claim_timeout
-            if about is None or former_names or not (self.durable and options.may_read_first):
+            tables, wait = self._options.tables, self._options.claim_timeout
+            if about is None or former_names or not (self.durable and self._options.may_read_first):
                 self._new = insert_marker(guard.connection, guard.dialect, tables, key, former_names, wait=wait)
-            elif (row := options.first_rows.expected(guard, about)) is not None:
-                self._new = row.claim(partial(insert_marker_and_read, guard.connection, guard.dialect, tables), key)
-                guard.rows = row if self._new else None
             else:
-                self._new = insert_marker(guard.connection, guard.dialect, tables, key)
-                guard.rows = options.first_rows.learning(guard, about, tables.marker) if self._new else None
-            options.first_rows.claimed(new=self._new)
+                self._new = self._claim_as_expected(guard, key, about)
+                self._options.first_rows.claimed(new=self._new)
         return self._new
+
+    def _claim_as_expected(self, guard: Guard, key: dict[str, Any], message: Message) -> bool:
+        """In the way that costs least, if this message is as those before it."""
+        connection, dialect, tables = guard.connection, guard.dialect, self._options.tables
+        rows = self._options.first_rows
+        known = is_known(connection, dialect, tables, key) if rows.duplicates_follow else False
+        if known:
+            return False
+        if known is False and (row := rows.expected(guard, message)) is not None:
+            new = row.claim(partial(insert_marker_and_read, connection, dialect, tables), key)
+            guard.rows = row if new else None
+        else:
+            new = insert_marker(connection, dialect, tables, key)
+            guard.rows = rows.learning(guard, message, tables.marker) if new else None
+        return new
 
     def claim_many(
         self, messages: Iterable[tuple[object, datetime | None]], handler: str, formerly: Collection[str] = ()

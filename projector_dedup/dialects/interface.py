@@ -137,6 +137,10 @@ class Dialect(ABC):
         """Run the claim: True if every marker is new, False if one was there; anything else raises ``DBAPIError``."""
         return len(connection.execute(statement, key).all()) == names
 
+    def is_known(self, connection: Connection, statement: Executable, key: Parameters) -> bool | None:
+        """Whether ``statement`` finds the marker; None where to look costs as much as a claim that meets it."""
+        return None
+
     def claim_and_read(self, connection: Connection, statement: Executable, parameters: Parameters) -> Result[Any]:
         """Run a claim of ``PlainRows.claiming``."""
         return connection.execute(statement, parameters)

@@ -118,6 +118,14 @@ class PostgreSQL(Dialect):
         with _beginning(connection):
             return inserted(connection, statement, key) == names
 
+    def is_known(self, connection: Connection, statement: Executable, key: Parameters) -> bool | None:
+        """Without BEGIN, where the driver can do that: one round trip, and none to end the transaction."""
+        driver: Any = connection.connection.driver_connection
+        if not hasattr(driver, "pgconn"):
+            return None
+        with _psycopg_claim().looking(driver) as can_look:
+            return connection.execute(statement, key).first() is not None if can_look else None
+
     def claim_and_read(self, connection: Connection, statement: Executable, parameters: Parameters) -> Result[Any]:
         """The same."""
         with _beginning(connection):

@@ -53,8 +53,25 @@ def beginning(driver: Driver, level: str | None = None) -> Iterator[None]:
             raise UnsafeSessionError("a transaction was begun on the connection before its claim; claim first")
         yield
         return
+    chosen = driver.isolation_level if level is None else _LEVELS[level]
+    with _executing(driver, b"BEGIN" if chosen is None else _BEGIN[chosen]):
+        yield
+
+
+@contextmanager
+def looking(driver: Driver) -> Iterator[bool]:
+    """Within, a SELECT on the driver's connection is executed without BEGIN, and leaves nothing to end. Or it says no."""
+    if not can_begin(driver):
+        yield False
+        return
+    with _executing(driver):
+        yield True
+
+
+@contextmanager
+def _executing(driver: Driver, *before: bytes) -> Iterator[None]:
     usual = driver.cursor_factory
-    driver.cursor_factory = partial(_CURSORS[usual], level=driver.isolation_level if level is None else _LEVELS[level])
+    driver.cursor_factory = partial(_CURSORS[usual], before=before)
     try:
         yield
     finally:
@@ -87,9 +104,9 @@ class _Beginning:
     pgresult: PGresult | None
     _fetched = False
 
-    def __init__(self, connection: Driver, *, level: IsolationLevel | None, **options: Any) -> None:
+    def __init__(self, connection: Driver, *, before: tuple[bytes, ...], **options: Any) -> None:
         super().__init__(connection, **options)  # type: ignore[call-arg]  # psycopg's cursor comes next
-        self._begin = b"BEGIN" if level is None else _BEGIN[level]
+        self._before = before
 
     @property
     def rowcount(self) -> int:
@@ -119,7 +136,7 @@ class _Beginning:
         values = [None if (value := parameters[name]) is None else str(value).encode() for name in names]
         prepared = _prepared.setdefault(self.connection, {})
         error = errors.Error()
-        for before in ([self._begin], [b"ROLLBACK", self._begin]):
+        for before in (self._before, (b"ROLLBACK", *self._before) if self._before else ()):
             replies = yield from _replies(self.connection.pgconn, before, statement, values, prepared)
             failed = next((reply for reply in replies if reply.status == _FAILED), None)
             if failed is None:
