@@ -16,8 +16,8 @@ from sqlalchemy.orm import Session, scoped_session, sessionmaker
 from .asyncio_names import AsyncSession, async_scoped_session, async_sessionmaker
 from .dialects import LEVEL_OF_BEGIN, LEVELS, Dialect, dialect_of
 from .errors import UnsafeSessionError
-from .first_row import FirstRows
 from .guarded import guarded_session
+from .habits import Habits
 from .locking import locking_session
 from .probe import try_out, try_within
 from .tables import DedupTables, default_tables
@@ -47,7 +47,7 @@ class UnitOptions:
     strict: bool = False
     external: bool = False
     warned: bool = False  # the level was said to lose updates; once is enough
-    first_rows: FirstRows = field(default_factory=FirstRows, init=False, repr=False, compare=False)  # of one handler
+    habits: Habits = field(default_factory=Habits, init=False, repr=False, compare=False)  # of one handler
 
     @property
     def may_read_first(self) -> bool:

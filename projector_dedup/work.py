@@ -16,6 +16,7 @@ from sqlalchemy.orm import Session
 from .claimed_marker import ClaimedMarker
 from .dialects import Dialect, dialect_of
 from .errors import CommitOutcomeUnknown, OvertakenError, UnsafeSessionError
+from .first_row import Learning, expected_row
 from .guards import Guard
 from .markers import (
     bind_of_marker,
@@ -68,22 +69,23 @@ class Work:
                 self._new = insert_marker(guard.connection, guard.dialect, tables, key, former_names, wait=wait)
             else:
                 self._new = self._claim_as_expected(guard, key, about)
-                self._options.first_rows.claimed(new=self._new)
+                self._options.habits.claimed(new=self._new)
         return self._new
 
     def _claim_as_expected(self, guard: Guard, key: dict[str, Any], message: Message) -> bool:
         """In the way that costs least, if this message is as those before it."""
         connection, dialect, tables = guard.connection, guard.dialect, self._options.tables
-        rows = self._options.first_rows
-        known = is_known(connection, dialect, tables, key) if rows.duplicates_follow else False
+        habits = self._options.habits
+        known = is_known(connection, dialect, tables, key) if habits.duplicates_follow else False
         if known:
             return False
-        if known is False and (row := rows.expected(guard, message)) is not None:
+        if known is False and (row := expected_row(guard, habits, message)) is not None:
             new = row.claim(partial(insert_marker_and_read, connection, dialect, tables), key)
             guard.rows = row if new else None
         else:
             new = insert_marker(connection, dialect, tables, key)
-            guard.rows = rows.learning(guard, message, tables.marker) if new else None
+            if new and habits.may_learn(message):
+                guard.rows = Learning(guard, habits, message, tables.marker)
         return new
 
     def claim_many(

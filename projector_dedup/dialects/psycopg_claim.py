@@ -60,7 +60,7 @@ def beginning(driver: Driver, level: str | None = None) -> Iterator[None]:
 
 @contextmanager
 def looking(driver: Driver) -> Iterator[bool]:
-    """Within, a SELECT on the driver's connection is executed without BEGIN, and leaves nothing to end. Or it says no."""
+    """Within, a SELECT on the driver's connection is executed without BEGIN; False if that cannot be done."""
     if not can_begin(driver):
         yield False
         return

@@ -1,0 +1,96 @@
+"""What the messages of a handler have in common: which row it asks for first, and whether they are duplicates.
+
+What is learned here is a guess, and decides only in which way a message is claimed and its row is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from sqlalchemy.sql import Executable
+
+from .event_keys import Key, Path, key_in, paths_to, places_in
+from .message import Message, Route
+from .plain import Plain
+
+_CREDIT = 8  # wrong guesses, beyond those that right ones make up for, until there are no more
+_DUPLICATES = 2  # in a row: then more of them are likely
+_ROUTES = 100
+
+
+class Habit(NamedTuple):
+    """What the handler asks for first when it gets an event of one kind."""
+
+    entity: Any
+    plain: Plain
+    claiming: Executable  #: a message, and reading that row
+    paths: tuple[Path, ...]  #: to its key, in the event
+    types: tuple[type, ...]
+
+    def key_in(self, message: Message) -> Key | None:
+        """The key of the row that the handler of this message will ask for, as it seems."""
+        with suppress(Exception):  # an event of a kind that nobody has thought of
+            key = key_in(message.body, self.paths, self.types)
+            if key is not None and self.plain.identity_key(key) is not None:
+                return key
+        return None
+
+
+class Habits:
+    """Of one handler. Threads may share it: what they do to each other's guesses does not matter."""
+
+    def __init__(self) -> None:
+        self._habits: dict[Route, Habit] = {}
+        self._plain: dict[Any, Plain | None] = {}  # by entity
+        self._credit = _CREDIT
+        self._duplicates = 0  # in a row
+
+    @property
+    def duplicates_follow(self) -> bool:
+        """Whether it is likely that the next message is one more."""
+        return self._duplicates >= _DUPLICATES
+
+    def claimed(self, *, new: bool) -> None:
+        """What became of the claim of a message."""
+        self._duplicates = 0 if new else self._duplicates + 1
+
+    def of(self, message: Message) -> Habit | None:
+        """That of the kind of this message; None if it is not known, or not worth knowing."""
+        return self._habits.get(_route(message)) if self._credit > 0 else None
+
+    def may_learn(self, message: Message) -> bool:
+        """Whether it would be of use to know what the handler asks for."""
+        return self._credit > 0 and _route(message) not in self._habits and len(self._habits) < _ROUTES
+
+    def plain(self, entity: Any, look: Callable[[], Plain | None]) -> Plain | None:
+        """What is known of the entity, if its rows may be read ahead; the database is asked once."""
+        if entity not in self._plain:
+            found = look()
+            self._plain[entity] = found if found is not None and found.reads_ahead else None
+        return self._plain[entity]
+
+    def learn(self, message: Message, entity: Any, plain: Plain, key: Key, claiming: Callable[..., Executable]) -> None:
+        """The handler of ``message`` asked for that row; ``claiming`` makes a statement of its table and columns."""
+        paths: tuple[Path, ...] | None = None
+        with suppress(Exception):  # the same
+            paths = next(paths_to(key, places_in(message.body)), None)
+        if paths is None:
+            self.wrong(message)
+        else:
+            statement = claiming(plain.table, tuple(plain.columns[name] for name in plain.loaded))
+            self._habits[_route(message)] = Habit(entity, plain, statement, paths, tuple(map(type, key)))
+
+    def right(self) -> None:
+        """The handler asked for what was expected."""
+        self._credit = min(self._credit + 1, _CREDIT)
+
+    def wrong(self, message: Message, cost: int = 1) -> None:
+        """It did not."""
+        self._credit -= cost
+        self._habits.pop(_route(message), None)
+
+
+def _route(message: Message) -> Route:
+    return type(message.body) if message.type is None else message.type
