@@ -106,7 +106,11 @@ def insert_marker(
 def is_known(connection: Connection, dialect: Dialect, tables: DedupTables, key: Mapping[str, Any]) -> bool | None:
     """Whether the message was applied; None where a claim tells that as cheaply."""
     dialect.refuse_marker(connection, tables.marker)
-    return dialect.is_known(connection, _lookup_statement(tables.marker), key)
+    try:
+        return dialect.is_known(connection, _lookup_statement(tables.marker), key)
+    except DBAPIError as error:
+        _raise_missing(error, connection, dialect, tables)
+        raise
 
 
 def insert_marker_and_read(
@@ -146,12 +150,16 @@ def _inserted(
         new = insert()
     except DBAPIError as error:
         raise_in_progress(error, dialect, wait)
-        if dialect.classify(error) is Failure.NO_TABLE:
-            raise MissingTableError(tables.missing(connection)) from error
+        _raise_missing(error, connection, dialect, tables)
         raise
     if new:
         _refuse_committed(connection, dialect)
     return new
+
+
+def _raise_missing(error: DBAPIError, connection: Connection, dialect: Dialect, tables: DedupTables) -> None:
+    if dialect.classify(error) is Failure.NO_TABLE:
+        raise MissingTableError(tables.missing(connection)) from error
 
 
 def _refuse_committed(connection: Connection, dialect: Dialect) -> None:

@@ -22,6 +22,7 @@ from projector_dedup import (
     BatchFailed,
     Dispatcher,
     Message,
+    MissingTableError,
     Outcome,
     RetriesExhaustedError,
     RetryPolicy,
@@ -636,6 +637,18 @@ def test_a_rival_between_the_look_and_the_claim_is_met_by_the_claim(engine: Engi
     event.remove(engine, "before_cursor_execute", overtake)
     another.dispose()
     assert totals(engine) == [2, 1, 1, 0]
+
+
+def test_a_look_at_a_table_that_is_gone_says_so(engine: Engine) -> None:
+    """As the claim does."""
+    deliver = Delivered(engine).learned()
+    for _ in range(3):
+        deliver(Added(1), "m1")
+    with engine.begin() as connection:
+        connection.execute(text("DROP TABLE processed_message"))
+    with pytest.raises(MissingTableError):
+        deliver.dispatcher.deliver(Added(1), message_id="m1")
+    assert deliver.sent[0].startswith("SELECT")
 
 
 def test_a_marker_that_is_not_committed_is_not_taken_for_a_duplicates(engine: Engine) -> None:
