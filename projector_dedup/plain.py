@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from enum import Enum
-from functools import lru_cache
 from operator import attrgetter
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 from uuid import UUID
+from weakref import WeakKeyDictionary
 
 from sqlalchemy import ClauseElement, Table, inspect
 from sqlalchemy.engine import Connection
@@ -33,6 +33,8 @@ _ONLY_SEES = "wrap_before_cursor_execute"  # what SQLAlchemy makes of a listener
 _MAPPER_EVENTS = attrgetter("before_insert", "after_insert", "before_update", "after_update")
 _INSTANCE_EVENTS = attrgetter("load", "refresh", "refresh_flush", "expire")
 _LOADED_WHEN_ASKED_FOR = {"select", True, "raise", "raise_on_sql", "noload", "dynamic", "write_only"}  # True: "select"
+
+_plain_classes: WeakKeyDictionary[type[Session], bool] = WeakKeyDictionary()  # every sessionmaker makes one
 
 _PACKAGE = f"{__package__}."
 _IMMUTABLE = {type(None), bool, int, float, str, bytes, Decimal, date, datetime, time, timedelta}
@@ -64,7 +66,7 @@ def is_plain_beginning(session: Session, connection: Connection) -> bool:
     """
     listened_to = any(_CONNECTION_EVENTS(connection.dispatch)) or _are_of_others([session.dispatch.after_begin])
     changes_sql = any(getattr(each, "__name__", "") != _ONLY_SEES for each in connection.dispatch.before_cursor_execute)
-    return _is_plain_class(cast(Hashable, type(session))) and not (listened_to or changes_sql)
+    return _is_plain_class(type(session)) and not (listened_to or changes_sql)
 
 
 def is_read_by(connection: Connection, session: Session, mapper: Mapper[Any]) -> bool:
@@ -75,12 +77,13 @@ def is_read_by(connection: Connection, session: Session, mapper: Mapper[Any]) ->
         return False
 
 
-@lru_cache(64)  # every sessionmaker makes a class
-def _is_plain_class(session_class: Any) -> bool:
+def _is_plain_class(session_class: type[Session]) -> bool:
     """Whether it does everything as SQLAlchemy's does, but for our guards: one of the user's may do more."""
-    users = (each for each in session_class.__mro__ if not each.__module__.startswith(("sqlalchemy.", _PACKAGE)))
-    names = (name for each in users for name in vars(each) if not name.startswith(("__", "_projector_dedup_")))
-    return not any(hasattr(Session, name) for name in names)
+    if session_class not in _plain_classes:
+        users = (each for each in session_class.__mro__ if not each.__module__.startswith(("sqlalchemy.", _PACKAGE)))
+        names = (name for each in users for name in vars(each) if not name.startswith(("__", "_projector_dedup_")))
+        _plain_classes[session_class] = not any(hasattr(Session, name) for name in names)
+    return _plain_classes[session_class]
 
 
 def is_sql(value: Any) -> bool:
