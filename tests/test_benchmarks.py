@@ -98,3 +98,16 @@ def test_a_run_survives_being_written_and_read(server: Server) -> None:
     assert "its figures mean nothing" in markdown(told, Path("results"))
     assert "it broke" in markdown(told, Path("results"))
     assert max(map(len, on_terminal(section).splitlines())) <= 80
+
+
+def test_sections_that_are_measured_anew_take_the_place_of_those_before() -> None:
+    """The others stay, and the report says from when they are."""
+    before = Run({"date": "then"}, quick=False, sections=[Section(key, key, "Old.") for key in ("rates", "memory")])
+    now = Run({"date": "now"}, quick=False, sections=[Section("rates", "rates", "New.", date="now")])
+    now.keep(before)
+    assert [(section.key, section.text, section.date) for section in now.sections] == [
+        ("rates", "New.", "now"),
+        ("memory", "Old.", "then"),
+    ]
+    told = markdown(now, Path("results"))
+    assert told.count("Measured before the others, on then.") == 1

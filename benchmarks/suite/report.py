@@ -64,6 +64,9 @@ def _lines(run: Run, pictures: Path) -> Iterator[str]:
         yield ""
         yield from textwrap.wrap(section.text, 120)
         yield ""
+        if section.date not in ("", run.machine.get("date")):
+            yield f"Measured before the others, on {section.date}."
+            yield ""
         for table in section.tables:
             yield from _table(table)
         for plot in section.plots:

@@ -47,6 +47,8 @@ class Section:
     plots: list[Plot] = field(default_factory=list)
     rounds: dict[str, list[float]] = field(default_factory=dict)
     """By label: a rate, or whatever was counted, in each round."""
+    date: str = ""
+    """Of the run that found it."""
 
     def ratio(self, label: str, base: str) -> Quartiles | None:
         """Of two labels, round by round; None where one of them was not there."""
@@ -69,6 +71,14 @@ class Run:
     quick: bool
     sections: list[Section] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
+
+    def keep(self, before: Run) -> None:
+        """Take those sections of an earlier run that this one has not, in its order."""
+        ours = {section.key: section for section in self.sections}
+        theirs = [ours.pop(section.key, section) for section in before.sections]
+        for section in before.sections:
+            section.date = section.date or before.machine["date"]
+        self.sections = [*theirs, *ours.values()]
 
     def to_json(self) -> str:
         """For ``results.json``."""
