@@ -90,7 +90,7 @@ class InProgress(ProjectorDedupError):
 class OvertakenError(ProjectorDedupError):
     """A rival committed the marker of one of several messages while they were claimed together.
 
-    Or, once for each handler at most, a claim failed for the row that was to be read with it.
+    Or a claim failed for the row that was to be read with it.
 
     Run the unit of work again; a dispatcher does.
     """

@@ -9,39 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from sqlalchemy import Result, Table
-from sqlalchemy.engine import Connection
 from sqlalchemy.exc import DBAPIError
-from sqlalchemy.orm import Mapper, Session
+from sqlalchemy.orm import Mapper
 from sqlalchemy.sql import Executable
 
-from .dialects import Dialect, Failure
+from .dialects import Failure
 from .dialects.plain_tables import parameter
 from .errors import OvertakenError
 from .event_keys import Key
 from .habits import Habit, Habits
 from .message import Message
-from .plain import Plain, is_plain_beginning, is_plain_session, is_read_by, plain_entity
+from .plain import Plain, Watched, is_plain_beginning, is_plain_session, is_read_by, plain_entity
 
 _FAILED = 4  # wrong guesses are as bad as one that cost an attempt
 
 Load = Callable[[Any, Any], Any]
-
-
-class Watched(Protocol):
-    """The unit of work: ``guards.Guard``."""
-
-    session: Session
-    connection: Connection
-    dialect: Dialect
-
-    def before_statement(self, sql: str | None, written: Table | None) -> None:
-        """Whether there may be another one: raises if the transaction is not ours any more."""
-
-    def statement_failed(self, error: BaseException) -> None:
-        """One of ours did, and nobody else saw it."""
 
 
 def expected_row(watched: Watched, habits: Habits, message: Message) -> FirstRow | None:

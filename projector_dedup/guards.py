@@ -38,9 +38,9 @@ class Guard:
         self.lent = False  # to what may have committed past us
         self.commit_was_sent = self.commit_was_answered = False
         self.must_disconnect = False  # what the driver is in the midst of, nobody knows
+        self.marker = marker
         self.savepoints = Savepoints(marker)
         self.rows: KnownRows | None = None
-        self._marker = self.savepoints.marker
         self._begun = False
         self._session_transaction = session.get_transaction()
         self._transaction = connection.get_transaction()
@@ -69,7 +69,7 @@ class Guard:
         self.must_disconnect = True
         what = "the handler ended the transaction on the driver's connection, below SQLAlchemy"
         if self.violation is None:
-            committed = self._marker.is_committed()
+            committed = self.marker.is_committed()
             if committed is None:
                 self.violation = TransactionViolatedError(
                     f"{what}. If by a commit, what it had written by then is COMMITTED, and without a marker a "
@@ -188,7 +188,7 @@ class Guard:
     def ask(self) -> None:
         """The same question, asked of the server: a round trip, which sees what went past SQLAlchemy."""
         try:
-            ours = self._marker.is_ours()
+            ours = self.marker.is_ours()
         except DBAPIError as error:
             if self.connection.invalidated or self.dialect.classify(error) is Failure.TRANSIENT:
                 raise
@@ -223,10 +223,10 @@ class Guard:
         status = self.dialect.status(self.driver)
         if status in (Status.OPEN, Status.ABORTED) and self.lent:
             try:
-                return not self._marker.is_ours() and self._marker.is_committed() is not False
+                return not self.marker.is_ours() and self.marker.is_committed() is not False
             except DBAPIError:  # aborted: what is open now will not commit, but what was before it may have
                 with suppress(DBAPIError, PendingRollbackError):  # the latter: lost meanwhile
-                    return self._marker.is_committed() is True
+                    return self.marker.is_committed() is True
         return status is Status.NONE
 
     def _refuse_doomed(self) -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-from weakref import proxy
+from typing import Any, Protocol
 
 _MARK = "the mark"
 
 
 class Marker(Protocol):
     """What the database can say of the marker of a unit of work. Each question is a round trip."""
+
+    key: dict[str, Any] | None  #: without one, only the transaction can be asked about
 
     def mark_transaction(self) -> None:
         """Make its transaction one that can be told from any other."""
@@ -28,7 +29,7 @@ class Savepoints:
     """
 
     def __init__(self, marker: Marker) -> None:
-        self.marker: Marker = proxy(marker)  # which holds these: a circle would be left to the garbage collector
+        self.marker = marker
         self._open: list[str] = []
 
     def began(self, name: str) -> None:

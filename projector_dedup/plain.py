@@ -18,6 +18,7 @@ from sqlalchemy.exc import UnboundExecutionError
 from sqlalchemy.orm import ColumnProperty, InstanceState, Mapper, Session
 from sqlalchemy.orm.attributes import instance_state
 
+from .dialects import Dialect
 from .dialects.plain_tables import PlainColumn, PlainTable
 
 # What is asked for every message: all of its listeners at once, by one call.
@@ -38,6 +39,20 @@ _plain_classes: WeakKeyDictionary[type[Session], bool] = WeakKeyDictionary()  # 
 
 _PACKAGE = f"{__package__}."
 _IMMUTABLE = {type(None), bool, int, float, str, bytes, Decimal, date, datetime, time, timedelta}
+
+
+class Watched(Protocol):
+    """The unit of work that reads or keeps rows: ``guards.Guard``."""
+
+    session: Session
+    connection: Connection
+    dialect: Dialect
+
+    def before_statement(self, sql: str | None, written: Table | None) -> None:
+        """Whether there may be another one: raises if the transaction is not ours any more."""
+
+    def statement_failed(self, error: BaseException) -> None:
+        """One of ours did, and nobody else saw it."""
 
 
 class KnownRows(Protocol):

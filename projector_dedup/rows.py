@@ -12,36 +12,24 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import itemgetter
-from typing import Any, Protocol
+from typing import Any
 
 from sqlalchemy import Insert, Select, Table
 from sqlalchemy.engine import Connection
 from sqlalchemy.exc import DBAPIError
-from sqlalchemy.orm import InstanceState, Session
+from sqlalchemy.orm import InstanceState
 from sqlalchemy.orm.attributes import instance_state
 from sqlalchemy.orm.exc import StaleDataError
 from sqlalchemy.sql import Executable
 
-from .dialects import Dialect
 from .dialects.plain_tables import parameter
 from .keys_ahead import KeysAhead
-from .plain import Plain, is_immutable, is_plain_beginning, is_plain_session, is_read_by, is_sql, plain_entity
+from .plain import Plain, Watched, is_immutable, is_plain_beginning, is_plain_session, is_read_by, is_sql, plain_entity
 
 Load = Callable[[Any, Any], Any]
 Make = Callable[[Table, tuple[str, ...]], Executable]
 Updates = list[tuple[Any, dict[str, Any]]]
 """The key of a row, and what is to be written to it."""
-
-
-class Watched(Protocol):
-    """The unit of work that has them: ``guards.Guard``."""
-
-    session: Session
-    connection: Connection
-    dialect: Dialect
-
-    def statement_failed(self, error: BaseException) -> None:
-        """One of ours did, and nobody else saw it."""
 
 
 class Rows:

@@ -44,7 +44,6 @@ class Work:
         self.durable = True
         self.committed = False
         self._options = options
-        self._marker: ClaimedMarker | None = None  # which the guard points at, weakly
         self._new = False  # until a claim, or begin(), says so
         self._guard: Guard | None = None
         self._rows: Rows | None = None  # of a batch
@@ -107,8 +106,8 @@ class Work:
             others = [{**key, "handler": name} for key in keys.values() for name in names[1:]]
             inserted = insert_markers(guard.connection, guard.dialect, tables, [*keys.values(), *others], wait)
             new = [message_id for message_id in keys if all((message_id, name) in inserted for name in names)]
-            if new and self._marker is not None:
-                self._new, self._marker.key = True, keys[new[0]]
+            if new:
+                self._new, guard.marker.key = True, keys[new[0]]
                 self._rows = guard.rows = Rows(guard)
         return set(new)
 
@@ -244,6 +243,6 @@ class Work:
         except DBAPIError as error:
             raise_in_progress(error, dialect, options.claim_timeout)
             raise
-        self._marker = ClaimedMarker(connection, dialect, options.tables, key)
-        self._guard = Guard(self.session, connection, dialect, self._marker)
+        marker = ClaimedMarker(connection, dialect, options.tables, key)
+        self._guard = Guard(self.session, connection, dialect, marker)
         return self._guard

@@ -59,9 +59,8 @@ def main(drivername: str, url: str, kind: str) -> None:
     driver = next(driver for driver in DRIVERS if driver.drivername == drivername and not driver.is_async)
     outside = Outside(Database(driver.engine, make_url(url)))
     with Rig(driver, outside, pool_size=MESSAGES) as rig:
-        takes = min(
-            timed(rig, f"warm-{number}") for number in range(6)
-        )  # a slow one would have all timers come too late
+        # Of one that was slow by chance, all timers would come too late.
+        takes = min(timed(rig, f"warm-{number}") for number in range(6))
         outside.empty()
         rig.deliver(add, "m-0")
         interrupted = 0

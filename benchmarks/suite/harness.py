@@ -137,10 +137,8 @@ def enter(server: Server, contender: Contender, label: str = "", **stream: Any) 
 
 
 @contextlib.contextmanager
-def connected(
-    entry: Entry, warm_for: float, through: Callable[[URL], URL] = lambda url: url
-) -> Iterator[tuple[Contender, float]]:
-    """A contender that is connected and warm, with what it needs compiled, prepared and learned; and its rate.
+def connected(entry: Entry, warm_for: float, through: Callable[[URL], URL] = lambda url: url) -> Iterator[float]:
+    """While its contender is connected and warm, with what it needs compiled, prepared and learned; its rate.
 
     Warming ends after ``warm_for`` seconds, or when each of its statements was sent often enough, for new messages too.
     """
@@ -152,7 +150,7 @@ def connected(
         while not turns or (time.perf_counter() < end and (len(turns) < 8 or stream.new < enough)):
             turns.append(_timed(contender, stream.take(_step(contender))))
         late = turns[len(turns) // 2 :]
-        yield contender, sum(turn.messages for turn in late) / sum(turn.seconds for turn in late)
+        yield sum(turn.messages for turn in late) / sum(turn.seconds for turn in late)
     finally:
         contender.disconnect()
 
@@ -180,8 +178,8 @@ def race(
         counts: list[int] = []
         for entry in entries:
             progress(f"warming up: {len(counts) + 1} of {len(entries)}, {entry.contender.name}")
-            contender, rate = stack.enter_context(connected(entry, 20 * seconds, through))
-            counts.append(_step(contender) * ceil(rate * seconds / _step(contender)))
+            rate, step = stack.enter_context(connected(entry, 20 * seconds, through)), _step(entry.contender)
+            counts.append(step * ceil(rate * seconds / step))
         gc.collect()
         gc.freeze()  # or each would pay for what all the others hold
         stack.callback(gc.unfreeze)

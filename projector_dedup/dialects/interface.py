@@ -78,7 +78,7 @@ class Dialect(ABC):
     """Whether a migration is one transaction; None for what Alembic thinks of the database."""
 
     plain_rows: ClassVar[PlainRows] = PlainRows()
-    """What it can tell of tables whose rows a batch may read early and write late."""
+    """What it can tell of tables whose rows may be read early and written late."""
 
     # Opening a unit of work -----------------------------------------------------------------------------------------
 
