@@ -13,7 +13,6 @@ from typing import Any
 
 from sqlalchemy import Result, Table
 from sqlalchemy.exc import DBAPIError
-from sqlalchemy.orm import Mapper
 from sqlalchemy.sql import Executable
 
 from .dialects import Failure
@@ -22,7 +21,7 @@ from .errors import OvertakenError
 from .event_keys import Key
 from .habits import Habit, Habits
 from .message import Message
-from .plain import Plain, Watched, is_plain_beginning, is_plain_session, is_read_by, plain_entity
+from .plain import Plain, Watched, is_plain_beginning, is_read_by, loads_unheard, plain_entity
 
 _FAILED = 4  # wrong guesses are as bad as one that cost an attempt
 
@@ -32,7 +31,7 @@ Load = Callable[[Any, Any], Any]
 def expected_row(watched: Watched, habits: Habits, message: Message) -> FirstRow | None:
     """The row that the handler of a message will ask for, as it seems; None if there had better be none."""
     habit = habits.of(message)
-    if habit is None or habit.plain.is_listened_to() or not _is_plain(watched, habit.plain.mapper):
+    if habit is None or not _is_plain(watched, habit.plain):
         return None
     key = habit.key_in(message)
     return None if key is None else FirstRow(watched, habits, message, habit, key)
@@ -122,7 +121,7 @@ class FirstRow(_First):
         plain = self._habit.plain
         key = plain.identity_key(self._key)
         as_expected = entity is self._habit.entity and plain.identity_key(ident) == key
-        if not as_expected or plain.is_listened_to() or not _is_plain(self._watched, plain.mapper):
+        if not as_expected or not _is_plain(self._watched, plain):
             self._habits.wrong(self._message)
             return load(entity, ident)
         self._habits.right()
@@ -143,7 +142,7 @@ class Learning(_First):
             self._habits.wrong(self._message)
             self._watched.statement_failed(error)
             raise
-        key = plain.identity_key(ident) if plain is not None and _is_plain(self._watched, plain.mapper) else None
+        key = plain.identity_key(ident) if plain is not None and _is_plain(self._watched, plain) else None
         instance = load(entity, ident)
         if plain is None or key is None:
             self._habits.wrong(self._message)
@@ -159,9 +158,9 @@ class Learning(_First):
         return None if plain is None or plain.identity == marker else plain
 
 
-def _is_plain(watched: Watched, mapper: Mapper[Any]) -> bool:
+def _is_plain(watched: Watched, plain: Plain) -> bool:
     """Whether nobody would notice."""
     session, connection = watched.session, watched.connection
-    if not (is_plain_beginning(session, connection) and is_plain_session(session)):
+    if not (is_plain_beginning(session, connection) and loads_unheard(session) and plain.loads_unheard()):
         return False
-    return is_read_by(connection, session, mapper)
+    return is_read_by(connection, session, plain.mapper)

@@ -48,6 +48,8 @@ def valid_message_id(value: object) -> str:
     surrogates (nobody can). White space and case count. A ``uuid.UUID`` is its canonical text. Everything else is
     refused, because databases disagree on how a number, a bool or bytes becomes text.
     """
+    if type(value) is str and value.isascii() and 0 < len(value) <= MAX_MESSAGE_ID_BYTES and "\0" not in value:
+        return value  # as nearly always
     if isinstance(value, uuid.UUID):
         return uuid.UUID.__str__(value)
     if value is None:

@@ -21,18 +21,21 @@ from sqlalchemy.orm.attributes import instance_state
 from .dialects import Dialect
 from .dialects.plain_tables import PlainColumn, PlainTable
 
-# What is asked for every message: all of its listeners at once, by one call.
-_SESSION_EVENTS = attrgetter(
-    *("before_flush", "after_flush", "after_flush_postexec", "do_orm_execute"),
-    *("before_attach", "after_attach", "loaded_as_persistent", "detached_to_persistent"),
+# What is asked for every message: all of its listeners at once, by one call; of a session, and of an entity.
+_LOADING = attrgetter(
+    "do_orm_execute", "before_attach", "after_attach", "loaded_as_persistent", "detached_to_persistent"
+)
+_FLUSHING = attrgetter(
+    *("before_flush", "after_flush", "after_flush_postexec"),
     *("after_transaction_create", "after_transaction_end"),  # a flush has a transaction of its own
 )
+_ROW_LOADED = attrgetter("load", "refresh")
+_ROW_FLUSHED = attrgetter("refresh_flush", "expire")
+_ROW_WRITTEN = attrgetter("before_insert", "after_insert", "before_update", "after_update")
 _CONNECTION_EVENTS = attrgetter(
     "before_execute", "after_execute"
 )  # those of cursors see SQL as it is sent, or change it
 _ONLY_SEES = "wrap_before_cursor_execute"  # what SQLAlchemy makes of a listener without ``retval``
-_MAPPER_EVENTS = attrgetter("before_insert", "after_insert", "before_update", "after_update")
-_INSTANCE_EVENTS = attrgetter("load", "refresh", "refresh_flush", "expire")
 _LOADED_WHEN_ASKED_FOR = {"select", True, "raise", "raise_on_sql", "noload", "dynamic", "write_only"}  # True: "select"
 
 _plain_classes: WeakKeyDictionary[type[Session], bool] = WeakKeyDictionary()  # every sessionmaker makes one
@@ -68,10 +71,15 @@ class KnownRows(Protocol):
         """So are statements that nobody will tell of, or that are about other rows; or COMMIT."""
 
 
-def is_plain_session(session: Session) -> bool:
-    """Whether nobody listens who would notice that it loads or writes less often."""
+def loads_unheard(session: Session) -> bool:
+    """Whether nobody listens who would notice that it sends a SELECT less."""
     options = getattr(session, "execution_options", None)  # of SQLAlchemy 2.1
-    return not options and not any(_SESSION_EVENTS(session.dispatch))
+    return not options and not any(_LOADING(session.dispatch))
+
+
+def flushes_unheard(session: Session) -> bool:
+    """Whether nobody listens who would notice that it flushes later."""
+    return not any(_FLUSHING(session.dispatch))
 
 
 def is_plain_beginning(session: Session, connection: Connection) -> bool:
@@ -119,18 +127,24 @@ class Plain:
     keys: tuple[PlainColumn, ...]
     reads_ahead: bool
 
-    def is_listened_to(self) -> bool:
-        """Whether somebody would notice that its rows are loaded or written less often."""
+    def loads_unheard(self) -> bool:
+        """Whether nobody would notice that a row of it is loaded without a SELECT."""
         manager: Any = self.mapper.class_manager
-        return any(_MAPPER_EVENTS(self.mapper.dispatch)) or _are_of_others(_INSTANCE_EVENTS(manager.dispatch))
+        return not _are_of_others(_ROW_LOADED(manager.dispatch))
+
+    def flushes_unheard(self) -> bool:
+        """Whether nobody would notice that one is written later, and with others."""
+        manager: Any = self.mapper.class_manager
+        return not any(_ROW_FLUSHED(manager.dispatch)) and not any(_ROW_WRITTEN(self.mapper.dispatch))
 
     def identity_key(self, ident: Any) -> Any:
         """As the identity map has it; None if the database might find another row than the one of just this key."""
         values = ident if type(ident) is tuple else (ident,)
         if len(values) != len(self.keys):
             return None
-        if not all(column.accepts(value) for column, value in zip(self.keys, values, strict=True)):
-            return None
+        for column, value in zip(self.keys, values, strict=True):
+            if not column.accepts(value):
+                return None
         return self.mapper.identity_key_from_primary_key(values)
 
     def changes(self, state: InstanceState[Any]) -> dict[str, Any] | None:
@@ -152,13 +166,15 @@ class Plain:
     def restored(self, session: Session, key: Any, values: Mapping[str, Any]) -> Any:
         """What ``session.get()`` gives of a row that was read, by us.
 
-        As the ORM's loader does it; ``make_transient_to_detached`` would expire what is deferred.
+        As the ORM's loader does it; ``make_transient_to_detached`` would expire what is deferred, and ``session.add()``
+        would look for what is related.
         """
         instance = self.mapper.class_manager.new_instance()
         state = instance_state(instance)
         state.dict.update(values)
         state.key = key
-        session.add(instance)
+        session.identity_map.add(state)
+        state.session_id = session.hash_key
         return instance
 
 
@@ -216,6 +232,8 @@ def is_immutable(value: Any) -> bool:
 
 def _are_of_others(events: Iterable[Iterable[object]]) -> bool:
     """Whether there are listeners but ours, which look at our own sessions only."""
-    heard = list(filter(None, events))
-    modules = (getattr(listener, "__module__", None) or "" for listeners in heard for listener in listeners)
-    return bool(heard) and not all(module.startswith(_PACKAGE) for module in modules)
+    for listeners in events:
+        for listener in listeners:
+            if not (getattr(listener, "__module__", None) or "").startswith(_PACKAGE):
+                return True
+    return False

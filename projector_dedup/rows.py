@@ -24,7 +24,17 @@ from sqlalchemy.sql import Executable
 
 from .dialects.plain_tables import parameter
 from .keys_ahead import KeysAhead
-from .plain import Plain, Watched, is_immutable, is_plain_beginning, is_plain_session, is_read_by, is_sql, plain_entity
+from .plain import (
+    Plain,
+    Watched,
+    flushes_unheard,
+    is_immutable,
+    is_plain_beginning,
+    is_read_by,
+    is_sql,
+    loads_unheard,
+    plain_entity,
+)
 
 Load = Callable[[Any, Any], Any]
 Make = Callable[[Table, tuple[str, ...]], Executable]
@@ -58,15 +68,15 @@ class Rows:
 
     def get(self, entity: Any, ident: Any, load: Load) -> Any:
         """``session.get()``, without a SELECT for what is known."""
-        plain = self._plain(entity) if self._keeps() else None
-        key = plain.identity_key(ident) if plain is not None and not plain.is_listened_to() else None
+        plain = self._plain(entity) if self._keeps() and loads_unheard(self._session) else None
+        key = plain.identity_key(ident) if plain is not None and plain.loads_unheard() else None
         if plain is None or key is None or key in self._session.identity_map:
             return load(entity, ident)
         if self._session.autoflush and not self._session._flushing and self._has_objects():  # as autoflush asks
             self._flush()
             if key in self._session.identity_map:  # it was new
                 return load(entity, ident)
-        if self._quiet and plain.reads_ahead and key not in self._values:
+        if self._quiet and plain.reads_ahead and key not in self._values and self._flushes_unheard(plain):
             self._read_ahead(plain, key)
         if (values := self._values.get(key)) is not None:
             return plain.restored(self._session, key, values)
@@ -109,8 +119,10 @@ class Rows:
         self._send()
 
     def _keeps(self) -> bool:
-        session = self._session
-        return self._quiet and not self._stopped and not session.in_nested_transaction() and is_plain_session(session)
+        return self._quiet and not self._stopped and not self._session.in_nested_transaction()
+
+    def _flushes_unheard(self, plain: Plain) -> bool:
+        return flushes_unheard(self._session) and plain.flushes_unheard()
 
     def _has_objects(self) -> bool:
         """Whether the session has any: else nothing is to be flushed."""
@@ -118,7 +130,7 @@ class Rows:
 
     def _flush(self) -> None:
         """As ``session.flush()``, but what can be written late stays here."""
-        kept = self._keeps() and self._keep()
+        kept = self._keeps() and flushes_unheard(self._session) and self._keep()
         if not kept or self._session.new:
             with self._expecting(Insert if kept else None):
                 self._session.flush()
@@ -132,7 +144,7 @@ class Rows:
         for instance in session.dirty:
             state = instance_state(instance)
             plain = self._plain(type(instance)) if state.key in self._values else None
-            changes = plain.changes(state) if plain is not None and not plain.is_listened_to() else None
+            changes = plain.changes(state) if plain is not None and plain.flushes_unheard() else None
             if plain is None or changes is None:
                 return False
             changed.append((plain, state, changes))

@@ -133,7 +133,7 @@ class PostgreSQL(Dialect):
 
     def claim_many(self, connection: Connection, marker: Table, keys: Sequence[Parameters]) -> set[Key]:
         """One statement for any number: it says which rows are new."""
-        return {(row[0], row[1]) for row in connection.execute(*insert_many(marker, keys))}
+        return {(row[0], row[1]) for row in connection.execute(*insert_many(marker, keys)).all()}
 
     def mark_transaction(self, connection: Connection) -> None:
         """The marker's row is mark enough."""
