@@ -131,7 +131,7 @@ def open_connection(
         level = _isolation_level(bind, dialect, options, marked=marked)
         try:
             with dialect.opening(marked=marked):
-                by_claim = one and level in LEVELS and bind in _begun_by_claims
+                by_claim = one and level in LEVELS and is_begun_by_claims(bind)
                 connection = _connect(session, bind, dialect, level, begun_by_claim=by_claim)
         except bind.dialect.loaded_dbapi.Error as error:  # SQLAlchemy does not wrap what setting the level meets
             raise DBAPIError(None, None, error) from error
@@ -149,6 +149,11 @@ def open_connection(
     return connection
 
 
+def is_begun_by_claims(engine: Engine) -> bool:
+    """Whether transactions of this engine begin with the claim; not known before its first unit of work."""
+    return engine in _begun_by_claims
+
+
 def _connect(
     session: Session, bind: Engine, dialect: Dialect, level: str | None, *, begun_by_claim: bool
 ) -> Connection:
@@ -160,6 +165,11 @@ def _connect(
         connection = session.connection(bind_arguments={"bind": bind}, execution_options={name: level})
     except ArgumentError as error:
         raise UnsafeSessionError(f"isolation={level!r} is no level of this database: {error}") from error
+    if connection.get_execution_options().get(name) != level:  # SQLAlchemy has warned, and dropped it
+        raise UnsafeSessionError(
+            f"a listener has taken the session's connection before it was asked for at {level}; let it listen to "
+            "after_begin, which has the connection"
+        )
     if begun_by_claim and not dialect.claim_begins(connection):  # a listener has sent something, or set
         _begun_by_claims.discard(bind)
         session.rollback()

@@ -16,6 +16,7 @@ from misbehaviour import swallow
 from projector_dedup import (
     Dispatcher,
     InProgress,
+    Message,
     MissingTableError,
     Outcome,
     RetriesExhaustedError,
@@ -131,6 +132,26 @@ def test_a_level_that_a_listener_sets_is_not_taken_for_the_servers(driver: Drive
     found: list[str] = []
     rig.deliver(lambda session: found.append(session.execute(text("select @@tx_isolation")).scalar_one()))
     assert found == ["REPEATABLE-READ"]
+
+
+@pytest.mark.parametrize("driver", [each for each in DRIVERS if not each.is_async and each.engine != "sqlite"], ids=str)
+@pytest.mark.filterwarnings("ignore:Connection is already established")
+def test_a_connection_that_a_listener_takes_before_its_level_is_set_is_refused(driver: Driver, rig_on: RigOn) -> None:
+    """SQLAlchemy only warns, and goes on at READ COMMITTED, which loses updates."""
+    rig = rig_on(driver)
+    sessions = sessionmaker(rig.sync_engine)
+
+    @event.listens_for(sessions, "after_transaction_create")
+    def take(session: Session, transaction: Any) -> None:
+        if transaction.parent is None:
+            session.connection()
+
+    handler = projector(idempotent=True, name="totals")(on("added")(lambda _event, session: add_one(session)))
+    dispatcher = Dispatcher(sessions, handler, isolation="SERIALIZABLE")
+    with pytest.raises(UnsafeSessionError, match="after_begin"):
+        dispatcher.deliver(Message("m-1", None, type="added"))
+    assert rig.durable() == NOTHING
+    rig.assert_nothing_is_left()
 
 
 def test_nothing_commits_after_a_claim_that_failed(engine: Engine) -> None:
