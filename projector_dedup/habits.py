@@ -16,7 +16,7 @@ from .message import Message, Route
 from .plain import Plain
 
 _CREDIT = 8  # wrong guesses, beyond those that right ones make up for, until there are no more
-_DUPLICATES = 2  # in a row: then more of them are likely
+_LATEST, _DUPLICATES = 4, 3  # messages, and how many duplicates among them make another one likely
 _ROUTES = 100
 
 
@@ -45,16 +45,16 @@ class Habits:
         self._habits: dict[Route, Habit] = {}
         self._plain: dict[Any, Plain | None] = {}  # by entity
         self._credit = _CREDIT
-        self._duplicates = 0  # in a row
+        self._latest = 0  # messages, a bit for each: whether it was a duplicate
 
     @property
     def duplicates_follow(self) -> bool:
         """Whether it is likely that the next message is one more."""
-        return self._duplicates >= _DUPLICATES
+        return self._latest.bit_count() >= _DUPLICATES
 
     def claimed(self, *, new: bool) -> None:
         """What became of the claim of a message."""
-        self._duplicates = 0 if new else self._duplicates + 1
+        self._latest = (self._latest << 1 | (not new)) % (1 << _LATEST)
 
     def of(self, message: Message) -> Habit | None:
         """That of the kind of this message; None if it is not known, or not worth knowing."""

@@ -82,6 +82,17 @@ def flushes_unheard(session: Session) -> bool:
     return not any(_FLUSHING(session.dispatch))
 
 
+def begins_unheard(session: Session) -> bool:
+    """Whether nobody has a say in how it begins a transaction: no listener, no options, no class of the user's."""
+    if (
+        session.in_transaction()
+        or getattr(session, "execution_options", None)
+        or session.dispatch.after_transaction_create
+    ):
+        return False
+    return _is_plain_class(type(session)) and not _are_of_others([session.dispatch.after_begin])
+
+
 def is_plain_beginning(session: Session, connection: Connection) -> bool:
     """Whether its transaction is nobody's but the session's, and nobody would notice fewer statements, or change each.
 

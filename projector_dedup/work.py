@@ -6,24 +6,21 @@ import logging
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
-from functools import partial
 from typing import Any
 
 from sqlalchemy.engine import Connection
 from sqlalchemy.exc import DBAPIError, UnboundExecutionError
 from sqlalchemy.orm import Session
 
+from . import expected
 from .claimed_marker import ClaimedMarker
 from .dialects import Dialect, dialect_of
 from .errors import CommitOutcomeUnknown, OvertakenError, UnsafeSessionError
-from .first_row import Learning, expected_row
 from .guards import Guard
 from .markers import (
     bind_of_marker,
     insert_marker,
-    insert_marker_and_read,
     insert_markers,
-    is_known,
     marker_key,
     raise_in_progress,
     refuse_shared_markers,
@@ -62,30 +59,23 @@ class Work:
         """
         former_names = valid_formerly(formerly)
         key = marker_key(valid_message_id(message_id), valid_handler(handler), occurred_at)
-        with self._claiming(key, one=True) as guard:
-            tables, wait = self._options.tables, self._options.claim_timeout
-            if about is None or former_names or not (self.durable and self._options.may_read_first):
-                self._new = insert_marker(guard.connection, guard.dialect, tables, key, former_names, wait=wait)
+        options, bind = self._options, bind_of_marker(self.session, self._options.tables)
+        message = None if former_names or not options.may_read_first else about
+        looked = message is not None and expected.may_look(self.session, bind, options)
+        if looked and self._is_duplicate(bind, key):
+            return False
+        with self._claiming(bind, key, one=True) as guard:
+            if message is not None and self.durable:
+                self._new = expected.claim(guard, options, key, message, looked=looked)
             else:
-                self._new = self._claim_as_expected(guard, key, about)
-                self._options.habits.claimed(new=self._new)
+                wait = options.claim_timeout
+                self._new = insert_marker(guard.connection, guard.dialect, options.tables, key, former_names, wait=wait)
         return self._new
 
-    def _claim_as_expected(self, guard: Guard, key: dict[str, Any], message: Message) -> bool:
-        """In the way that costs least, if this message is as those before it."""
-        connection, dialect, tables = guard.connection, guard.dialect, self._options.tables
-        habits = self._options.habits
-        known = is_known(connection, dialect, tables, key) if habits.duplicates_follow else False
-        if known:
-            return False
-        if known is False and (row := expected_row(guard, habits, message)) is not None:
-            new = row.claim(partial(insert_marker_and_read, connection, dialect, tables), key)
-            guard.rows = row if new else None
-        else:
-            new = insert_marker(connection, dialect, tables, key)
-            if new and habits.may_learn(message):
-                guard.rows = Learning(guard, habits, message, tables.marker)
-        return new
+    def _is_duplicate(self, engine: Any, key: dict[str, Any]) -> bool:
+        with engine.connect() as connection:
+            self.dialect = dialect_of(engine)
+            return expected.look(connection, self._options, key)
 
     def claim_many(
         self, messages: Iterable[tuple[object, datetime | None]], handler: str, formerly: Collection[str] = ()
@@ -101,7 +91,8 @@ class Work:
             keys.setdefault(key["message_id"], key)
         if not keys:
             raise UnsafeSessionError("claim_many() of no message: there would be nothing to commit")
-        with self._claiming(next(iter(keys.values())), one=False) as guard:
+        bind = bind_of_marker(self.session, self._options.tables)
+        with self._claiming(bind, next(iter(keys.values())), one=False) as guard:
             tables, wait = self._options.tables, self._options.claim_timeout
             others = [{**key, "handler": name} for key in keys.values() for name in names[1:]]
             inserted = insert_markers(guard.connection, guard.dialect, tables, [*keys.values(), *others], wait)
@@ -118,14 +109,14 @@ class Work:
 
     def end_duplicate(self) -> None:
         """After a claim that found nothing new, and nothing else: end the transaction as it costs the server least."""
-        guard = self._begun()
-        if self.durable and guard.dialect.commits_duplicates:
+        guard = self._guard
+        if guard is not None and self.durable and guard.dialect.commits_duplicates:
             guard.watching = False
             guard.connection.commit()
 
     @contextmanager
-    def _claiming(self, key: dict[str, Any], *, one: bool) -> Iterator[Guard]:
-        guard = self._begin(bind_of_marker(self.session, self._options.tables), key, one=one)
+    def _claiming(self, bind: object, key: dict[str, Any], *, one: bool) -> Iterator[Guard]:
+        guard = self._begin(bind, key, one=one)
         try:
             yield guard
             if self._new and self._options.strict:

@@ -22,6 +22,7 @@ FLOORS: tuple[set[str], ...] = (  # from the ground up; a name is a file or a wh
     {"probe"},
     {"markers", "guards", "locking", "retry", "state"},
     {"sessions", "claimed_marker"},
+    {"expected"},
     {"work"},
     {"unit_of_work", "schema", "inventory", "persistent"},
     {"handler", "renaming", "migrate", "ddl", "alembic_config", "horizon", "cleaning", "upkeep"},

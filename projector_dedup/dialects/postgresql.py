@@ -124,7 +124,10 @@ class PostgreSQL(Dialect):
         if not hasattr(driver, "pgconn"):
             return None
         with _psycopg_claim().looking(driver) as can_look:
-            return connection.execute(statement, key).first() is not None if can_look else None
+            if not can_look:
+                return None
+            with connection.execute(statement, key) as result:
+                return result.rowcount > 0  # of a cursor of ours, which knows it
 
     def claim_and_read(self, connection: Connection, statement: Executable, parameters: Parameters) -> Result[Any]:
         """The same."""

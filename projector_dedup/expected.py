@@ -1,0 +1,60 @@
+"""Claiming a message that is as those before it, by what is expected of it: that it is a duplicate, or asks for a row.
+
+Where duplicates come close together, one looks for the marker first: on a connection for just that, which begins
+nothing, in one round trip. What is committed is a duplicate for good; whatever else is there, the claim meets it. What
+is likely to be new is claimed together with the row that its handler asks for (``first_row.py``).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from sqlalchemy import NullPool
+from sqlalchemy.engine import Connection, Engine
+from sqlalchemy.orm import Session
+
+from .dialects import dialect_of
+from .first_row import Learning, expected_row
+from .guards import Guard
+from .markers import insert_marker, insert_marker_and_read, is_known, refuse_shared_markers
+from .message import Message
+from .plain import begins_unheard
+from .sessions import UnitOptions, is_begun_by_claims
+
+
+def may_look(session: Session, bind: object, options: UnitOptions) -> bool:
+    """Whether a look is likely to spare a claim, and finds just what that would find."""
+    return (
+        options.habits.duplicates_follow
+        and isinstance(bind, Engine)
+        and is_begun_by_claims(bind)
+        and not isinstance(bind.pool, NullPool)  # which would connect for the look, and again for the claim
+        and begins_unheard(session)
+    )
+
+
+def look(connection: Connection, options: UnitOptions, key: dict[str, Any]) -> bool:
+    """Whether the message was applied. False too if a listener has begun a transaction, which the claim must see."""
+    if not connection.in_transaction():
+        connection.begin()
+    refuse_shared_markers(connection, options.tables)
+    known = is_known(connection, dialect_of(connection), options.tables, key) is True
+    if known:
+        options.habits.claimed(new=False)
+    return known
+
+
+def claim(guard: Guard, options: UnitOptions, key: dict[str, Any], message: Message, *, looked: bool) -> bool:
+    """Claim the message, with the row that its handler will ask for, if it is likely to be new."""
+    connection, dialect, tables, habits = guard.connection, guard.dialect, options.tables, options.habits
+    likely_new = looked or not habits.duplicates_follow
+    if likely_new and (row := expected_row(guard, habits, message)) is not None:
+        new = row.claim(partial(insert_marker_and_read, connection, dialect, tables), key)
+        guard.rows = row if new else None
+    else:
+        new = insert_marker(connection, dialect, tables, key)
+        if new and habits.may_learn(message):
+            guard.rows = Learning(guard, habits, message, tables.marker)
+    habits.claimed(new=new)
+    return new
