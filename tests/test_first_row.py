@@ -792,6 +792,22 @@ def test_a_look_on_a_lost_connection_is_tried_again(engine: Engine) -> None:
     own.dispose()
 
 
+def test_a_look_that_fails_says_why(engine: Engine) -> None:
+    """What would fail again is not tried again."""
+    hasty = create_engine(engine.url, connect_args={"options": "-c statement_timeout=100"})
+    deliver = Delivered(hasty).learned()
+    for _ in range(4):
+        deliver(Added(1), "m1")
+    deliver.sent.clear()
+    with engine.begin() as connection:
+        connection.execute(text("LOCK TABLE processed_message"))
+        with pytest.raises(OperationalError, match="statement timeout"):
+            deliver.dispatcher.deliver(Added(1), message_id="m1")
+    assert len(deliver.sent) == 1
+    assert deliver(Added(1), "m1") == ["SELECT"]
+    hasty.dispose()
+
+
 def until_somebody_waits(connection: Connection) -> None:
     """For a lock."""
     while not connection.scalar(text("SELECT count(*) FROM pg_locks WHERE NOT granted")):

@@ -59,20 +59,18 @@ def insert_markers(marker: Table, *, bounded: bool, names: int) -> Insert:
 
 def insert_many(marker: Table, keys: Sequence[Parameters]) -> tuple[Executable, dict[str, Any]]:
     """Any number of rows, and its parameters; it returns the message id and handler of each that was not there."""
-    bounded, names = "wait_ms" in keys[0], {key["handler"] for key in keys}
-    alike = {"handler"} if len(names) == 1 else set()
-    parameters: dict[str, Any] = {f"{name}s": [key[name] for key in keys] for name in _COLUMNS.keys() - alike}
-    parameters |= {name: keys[0][name] for name in alike | ({"wait_ms"} if bounded else set())}
-    return _insert_many(marker, bounded, frozenset(alike)), parameters
+    lists = tuple(name for name in _COLUMNS if name != "handler" or len({key["handler"] for key in keys}) > 1)
+    shared = [name for name in ("handler", "wait_ms") if name in keys[0] and name not in lists]
+    parameters: dict[str, Any] = {f"{name}s": [key[name] for key in keys] for name in lists}
+    return _insert_many(marker, lists, "wait_ms" in shared), parameters | {name: keys[0][name] for name in shared}
 
 
 @cache
-def _insert_many(marker: Table, bounded: bool, alike: frozenset[str]) -> Executable:
-    """By arrays, but for columns in which all rows are ``alike``."""
-    differing = [name for name in _COLUMNS if name not in alike]
-    arrays = [bindparam(f"{name}s", type_=ARRAY(_COLUMNS[name])) for name in differing]
-    given = func.unnest(*arrays).table_valued(*differing, name="given").render_derived()
-    rows = select(*(bindparam(name, type_=_COLUMNS[name]) if name in alike else given.c[name] for name in _COLUMNS))
+def _insert_many(marker: Table, lists: tuple[str, ...], bounded: bool) -> Executable:
+    """By an array for each of ``lists``; what is not among them is the same in all rows."""
+    arrays = [bindparam(f"{name}s", type_=ARRAY(_COLUMNS[name])) for name in lists]
+    given = func.unnest(*arrays).table_valued(*lists, name="given").render_derived()
+    rows = select(*(given.c[name] if name in lists else bindparam(name, type_=_COLUMNS[name]) for name in _COLUMNS))
     rows = rows.select_from(given.join(_bound(), true()) if bounded else given)
     statement = insert(marker).from_select(list(_COLUMNS), rows).on_conflict_do_nothing(index_elements=_CONFLICT)
     return statement.returning(marker.c.message_id, marker.c.handler)
