@@ -14,7 +14,7 @@ from sqlalchemy import NullPool
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.orm import Session
 
-from .dialects import dialect_of
+from .dialects import Status, dialect_of
 from .first_row import Learning, expected_row
 from .guards import Guard
 from .markers import insert_marker, insert_marker_and_read, is_known, refuse_shared_markers
@@ -30,16 +30,23 @@ def may_look(session: Session, bind: object, options: UnitOptions) -> bool:
         and isinstance(bind, Engine)
         and is_begun_by_claims(bind)
         and not isinstance(bind.pool, NullPool)  # which would connect for the look, and again for the claim
+        and not bind.dispatch.set_connection_execution_options  # a look has none to set
         and begins_unheard(session)
     )
 
 
 def look(connection: Connection, options: UnitOptions, key: dict[str, Any]) -> bool:
-    """Whether the message was applied. False too if a listener has begun a transaction, which the claim must see."""
-    if not connection.in_transaction():
-        connection.begin()
-    refuse_shared_markers(connection, options.tables)
-    known = is_known(connection, dialect_of(connection), options.tables, key) is True
+    """Whether the message was applied. False too if a listener has begun a transaction, or sent something."""
+    dialect = dialect_of(connection)
+    try:
+        if not connection.in_transaction():
+            connection.begin()
+        refuse_shared_markers(connection, options.tables)
+        known = is_known(connection, dialect, options.tables, key) is True
+    except BaseException:
+        if not connection.invalidated and dialect.status(connection.connection.driver_connection) is Status.BUSY:
+            connection.invalidate()  # interrupted: it could not be given back, and the error would be about that
+        raise
     if known:
         options.habits.claimed(new=False)
     return known

@@ -22,6 +22,7 @@ from .dialects import Dialect
 from .dialects.plain_tables import PlainColumn, PlainTable
 
 # What is asked for every message: all of its listeners at once, by one call; of a session, and of an entity.
+_BEGINNING = attrgetter("after_begin", "after_transaction_create")
 _LOADING = attrgetter(
     "do_orm_execute", "before_attach", "after_attach", "loaded_as_persistent", "detached_to_persistent"
 )
@@ -32,9 +33,7 @@ _FLUSHING = attrgetter(
 _ROW_LOADED = attrgetter("load", "refresh")
 _ROW_FLUSHED = attrgetter("refresh_flush", "expire")
 _ROW_WRITTEN = attrgetter("before_insert", "after_insert", "before_update", "after_update")
-_CONNECTION_EVENTS = attrgetter(
-    "before_execute", "after_execute"
-)  # those of cursors see SQL as it is sent, or change it
+_CONNECTION_EVENTS = attrgetter("before_execute", "after_execute")  # those of cursors see SQL as it is sent
 _ONLY_SEES = "wrap_before_cursor_execute"  # what SQLAlchemy makes of a listener without ``retval``
 _LOADED_WHEN_ASKED_FOR = {"select", True, "raise", "raise_on_sql", "noload", "dynamic", "write_only"}  # True: "select"
 
@@ -84,13 +83,9 @@ def flushes_unheard(session: Session) -> bool:
 
 def begins_unheard(session: Session) -> bool:
     """Whether nobody has a say in how it begins a transaction: no listener, no options, no class of the user's."""
-    if (
-        session.in_transaction()
-        or getattr(session, "execution_options", None)
-        or session.dispatch.after_transaction_create
-    ):
+    if session.in_transaction() or getattr(session, "execution_options", None):
         return False
-    return _is_plain_class(type(session)) and not _are_of_others([session.dispatch.after_begin])
+    return _is_plain_class(type(session)) and not _are_of_others(_BEGINNING(session.dispatch))
 
 
 def is_plain_beginning(session: Session, connection: Connection) -> bool:
@@ -98,7 +93,7 @@ def is_plain_beginning(session: Session, connection: Connection) -> bool:
 
     Who listens to its beginning had the connection before we did, and may have a cursor of the driver's.
     """
-    listened_to = any(_CONNECTION_EVENTS(connection.dispatch)) or _are_of_others([session.dispatch.after_begin])
+    listened_to = any(_CONNECTION_EVENTS(connection.dispatch)) or _are_of_others(_BEGINNING(session.dispatch))
     changes_sql = any(getattr(each, "__name__", "") != _ONLY_SEES for each in connection.dispatch.before_cursor_execute)
     return _is_plain_class(type(session)) and not (listened_to or changes_sql)
 

@@ -19,7 +19,7 @@ from sqlalchemy.engine import Connection
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import InstanceState
 from sqlalchemy.orm.attributes import instance_state
-from sqlalchemy.orm.exc import StaleDataError
+from sqlalchemy.orm.exc import FlushError, StaleDataError
 from sqlalchemy.sql import Executable
 
 from .dialects.plain_tables import parameter
@@ -38,6 +38,8 @@ from .plain import (
 
 Load = Callable[[Any, Any], Any]
 Make = Callable[[Table, tuple[str, ...]], Executable]
+_FLUSHES = 100  # as many as a COMMIT of SQLAlchemy's tries
+
 Updates = list[tuple[Any, dict[str, Any]]]
 """The key of a row, and what is to be written to it."""
 
@@ -68,18 +70,19 @@ class Rows:
 
     def get(self, entity: Any, ident: Any, load: Load) -> Any:
         """``session.get()``, without a SELECT for what is known."""
-        plain = self._plain(entity) if self._keeps() and loads_unheard(self._session) else None
+        session = self._session
+        plain = self._plain(entity) if self._keeps() and loads_unheard(session) else None
         key = plain.identity_key(ident) if plain is not None and plain.loads_unheard() else None
-        if plain is None or key is None or key in self._session.identity_map:
+        if plain is None or key is None or key in session.identity_map:
             return load(entity, ident)
-        if self._session.autoflush and not self._session._flushing and self._has_objects():  # as autoflush asks
+        if session.autoflush and not session._flushing and (session.identity_map or session.new):  # as autoflush asks
             self._flush()
-            if key in self._session.identity_map:  # it was new
+            if key in session.identity_map:  # it was new
                 return load(entity, ident)
-        if self._quiet and plain.reads_ahead and key not in self._values and self._flushes_unheard(plain):
+        if self._quiet and plain.reads_ahead and key not in self._values:
             self._read_ahead(plain, key)
         if (values := self._values.get(key)) is not None:
-            return plain.restored(self._session, key, values)
+            return plain.restored(session, key, values)
         with self._expecting(Select):
             instance = load(entity, ident)
         if instance is not None and self._quiet and (values := plain.values(instance_state(instance))) is not None:
@@ -91,8 +94,8 @@ class Rows:
         if self._expected is None or not isinstance(statement, self._expected):
             self.write()
         elif self._expected is Insert:
-            if statement.table in self._tables:  # whose rows alone it changes
-                self._send()
+            if statement.table in self._tables and _only_inserts(statement):
+                self._send()  # it changes no other row
             else:
                 self.write()
 
@@ -104,7 +107,8 @@ class Rows:
     def end_message(self) -> None:
         """Between two messages: keep or write what the first has changed; the session forgets it, as after a COMMIT."""
         self._raise_failure()
-        self._flush()
+        if not any(self._flush() for _ in range(_FLUSHES)):
+            raise FlushError(f"{_FLUSHES} flushes in a row left something to flush; look at what listens to them")
         if self._session.expire_on_commit:
             self._session.expire_all()
         self._session.expunge_all()
@@ -121,19 +125,15 @@ class Rows:
     def _keeps(self) -> bool:
         return self._quiet and not self._stopped and not self._session.in_nested_transaction()
 
-    def _flushes_unheard(self, plain: Plain) -> bool:
-        return flushes_unheard(self._session) and plain.flushes_unheard()
-
-    def _has_objects(self) -> bool:
-        """Whether the session has any: else nothing is to be flushed."""
-        return bool(self._session.identity_map or self._session.new)
-
-    def _flush(self) -> None:
-        """As ``session.flush()``, but what can be written late stays here."""
-        kept = self._keeps() and flushes_unheard(self._session) and self._keep()
-        if not kept or self._session.new:
-            with self._expecting(Insert if kept else None):
-                self._session.flush()
+    def _flush(self) -> bool:
+        """As ``session.flush()``, but what can be written late stays here. Whether no listener has changed more."""
+        session = self._session
+        kept = self._keeps() and flushes_unheard(session) and self._keep()
+        if kept and not session.new:
+            return True
+        with self._expecting(Insert if kept else None):
+            session.flush()
+        return not (session.identity_map.check_modified() or session.new or session.deleted)
 
     def _keep(self) -> bool:
         """Take what this message changed, so that an INSERT of what is new is all that is left; or nothing."""
@@ -157,6 +157,8 @@ class Rows:
 
     def _read_ahead(self, plain: Plain, key: Any) -> None:
         """With the row of ``key``, those that messages to come will ask for, as it seems: a snapshot has no later."""
+        if not (flushes_unheard(self._session) and plain.flushes_unheard()):
+            return  # each message will write at once, and make what was read forgotten
         ahead = map(plain.identity_key, self._ahead.of(plain.mapper, key[1]))
         keys = [key, *(each for each in ahead if each is not None and each != key and each not in self._values)]
         if len(keys) == 1:
@@ -240,3 +242,8 @@ class Rows:
     def _raise_failure(self) -> None:
         if self._failure is not None:
             raise self._failure
+
+
+def _only_inserts(statement: Any) -> bool:
+    """As a flush does; what runs within one, a default say, may send an upsert."""
+    return type(statement) is Insert and statement.select is None and not statement._independent_ctes

@@ -165,16 +165,21 @@ def _connect(
         connection = session.connection(bind_arguments={"bind": bind}, execution_options={name: level})
     except ArgumentError as error:
         raise UnsafeSessionError(f"isolation={level!r} is no level of this database: {error}") from error
-    if connection.get_execution_options().get(name) != level:  # SQLAlchemy has warned, and dropped it
+    dropped = connection.get_execution_options().get(name) != level  # by SQLAlchemy, with a warning: it came too late
+    if begun_by_claim and (dropped or not dialect.claim_begins(connection)):  # a listener has sent something, or set
+        _begun_by_claims.discard(bind)
+        session.rollback()
+        return _connect(session, bind, dialect, level, begun_by_claim=False)
+    if dropped and not _is_as_strict(connection.get_isolation_level(), level):
         raise UnsafeSessionError(
             f"a listener has taken the session's connection before it was asked for at {level}; let it listen to "
             "after_begin, which has the connection"
         )
-    if begun_by_claim and not dialect.claim_begins(connection):  # a listener has sent something, or set
-        _begun_by_claims.discard(bind)
-        session.rollback()
-        return _connect(session, bind, dialect, level, begun_by_claim=False)
     return connection
+
+
+def _is_as_strict(found: str, level: str) -> bool:
+    return found == level or (found in LEVELS and level in LEVELS[: LEVELS.index(found)])
 
 
 def _refuse_elsewhere(session: Session, bind: Engine | Connection, model: type[Any]) -> None:

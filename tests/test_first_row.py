@@ -1,9 +1,10 @@
 """The row that comes with the claim: when, when not, and that a handler cannot tell but by the clock."""
 
 import asyncio
+import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from datetime import date
 from typing import Any
@@ -566,6 +567,29 @@ def test_a_session_class_of_ones_own_keeps_its_get(engine: Engine) -> None:
     assert asked == [2] * 5
 
 
+@pytest.mark.parametrize("when", ["after_begin", "after_transaction_create"])
+def test_not_where_a_listener_may_keep_a_cursor(engine: Engine, when: str) -> None:
+    """By which somebody could write past us."""
+    sessions = sessionmaker(create_engine(engine.url, isolation_level="REPEATABLE READ"))
+
+    def take(session: Session, *given: Any) -> None:
+        if not session.in_nested_transaction():
+            connection = given[1] if when == "after_begin" else session.connection()
+            session.info["cursor"] = connection.connection.cursor()
+
+    event.listen(sessions, when, take)
+
+    def body(change: Added, session: Session) -> None:
+        session.info["cursor"].execute("UPDATE first_total SET amount = amount + 100 WHERE id = 1")
+        add(change, session)
+
+    deliver = Delivered(sessions.kw["bind"], body, sessions=sessions)
+    for _ in range(5):
+        deliver(Added(1))
+    assert totals(engine) == [0, 505, 0, 0]
+    sessions.kw["bind"].dispose()
+
+
 @pytest.mark.parametrize("step", ["rollback", "commit", "close"])
 def test_nothing_is_given_out_after_a_violation(engine: Engine, step: str) -> None:
     """A handler that swallowed it is stopped at its next look at the database, as it would be without."""
@@ -687,12 +711,39 @@ def _by_a_class(sessions: Any, _engine: Engine, choose: Callable[[Connection], N
     sessions.class_ = Chosen
 
 
+def _by_options(_sessions: Any, engine: Engine, _choose: Callable[[Connection], None]) -> None:
+    @event.listens_for(engine, "set_connection_execution_options")
+    def choose_a_schema(_connection: Connection, options: dict[str, Any]) -> None:
+        options["schema_translate_map"] = {None: "first_tenant"}
+
+
+def _by_statement(_sessions: Any, engine: Engine, _choose: Callable[[Connection], None]) -> None:
+    @event.listens_for(engine, "before_cursor_execute")
+    def before(_connection: Connection, cursor: Any, *_: Any) -> None:
+        cursor.execute("SET LOCAL search_path TO first_tenant")
+
+
+def _by_execution(_sessions: Any, engine: Engine, choose: Callable[[Connection], None]) -> None:
+    event.listen(engine, "before_execute", lambda connection, *_: choose(connection))
+
+
+def _by_cursor(_sessions: Any, engine: Engine, _choose: Callable[[Connection], None]) -> None:
+    @event.listens_for(engine, "before_execute")
+    def before(connection: Connection, *_: Any) -> None:
+        with closing(connection.connection.cursor()) as cursor:
+            cursor.execute("SET LOCAL search_path TO first_tenant")
+
+
 @pytest.mark.parametrize(
     ("how", "outcome"),
     [
         (_by_session, "applied"),
         (_by_engine, "applied"),
         (_by_a_class, "applied"),
+        (_by_options, "applied"),
+        (_by_statement, "applied"),
+        (_by_execution, "applied"),
+        (_by_cursor, "applied"),
         (_by_its_first_transaction, "UnsafeSessionError"),
         (_by_pool, "InvalidRequestError"),
     ],
@@ -806,6 +857,32 @@ def test_a_look_that_fails_says_why(engine: Engine) -> None:
     assert len(deliver.sent) == 1
     assert deliver(Added(1), "m1") == ["SELECT"]
     hasty.dispose()
+
+
+def test_a_look_that_is_interrupted_raises_what_interrupted_it(engine: Engine) -> None:
+    """A worker's time limit, by a signal, while it waits for the table: its connection is not used again."""
+
+    class OutOfTimeError(Exception):
+        pass
+
+    def interrupt(*_: Any) -> None:
+        raise OutOfTimeError
+
+    own = create_engine(engine.url, pool_size=1, max_overflow=0)
+    deliver = Delivered(own).learned()
+    for _ in range(4):
+        deliver(Added(1), "m1")
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        with engine.begin() as connection:
+            connection.execute(text("LOCK TABLE processed_message"))
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            with pytest.raises(OutOfTimeError):
+                deliver.dispatcher.deliver(Added(1), message_id="m1")
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert deliver(Added(1), "m1") == ["SELECT"]
+    own.dispose()
 
 
 def until_somebody_waits(connection: Connection) -> None:

@@ -12,6 +12,7 @@ import pytest
 from sqlalchemy import (
     JSON,
     BigInteger,
+    Connection,
     DateTime,
     Engine,
     FetchedValue,
@@ -26,6 +27,7 @@ from sqlalchemy import (
     text,
     update,
 )
+from sqlalchemy.dialects.postgresql import insert as postgresql_insert
 from sqlalchemy.orm import (
     DeclarativeBase,
     Mapped,
@@ -36,7 +38,7 @@ from sqlalchemy.orm import (
     relationship,
     sessionmaker,
 )
-from sqlalchemy.orm.exc import StaleDataError
+from sqlalchemy.orm.exc import FlushError, StaleDataError
 
 from databases import Database
 from projector_dedup import BatchFailed, Delivery, Dispatcher, Message, Outcome, RetryPolicy, UnitOfWork, on, projector
@@ -392,6 +394,76 @@ def test_listeners_of_a_session_are_called_each_time(engine: Engine, name: str) 
     assert numbers(engine) == [6, 9]
 
 
+def test_what_a_listener_changes_after_a_flush_is_flushed_too(engine: Engine) -> None:
+    """As by a COMMIT, which tries until nothing is left."""
+    sessions = sessionmaker(engine)
+
+    @event.listens_for(sessions, "after_flush_postexec")
+    def count(session: Session, _context: Any) -> None:
+        if session.info.pop("counts", None):
+            session.get_one(Row, 1).number += 1
+
+    def body(_number: int, session: Session) -> None:
+        session.info["counts"] = True
+        session.get_one(Row, 0).number += 1
+
+    delivered(sessions, body)
+    assert numbers(engine) == [MESSAGES, MESSAGES]
+
+
+def test_a_listener_that_never_ends_is_an_error(engine: Engine) -> None:
+    """The same as SQLAlchemy's, which a message by itself meets."""
+    sessions = sessionmaker(engine)
+
+    @event.listens_for(sessions, "after_flush_postexec")
+    def count(session: Session, _context: Any) -> None:
+        session.get_one(Row, 1).number += 1
+
+    with pytest.raises(BatchFailed) as failed:
+        delivered(sessions)
+    assert {type(each) for each in failed.value.exceptions} == {FlushError}
+    assert numbers(engine) == [0, 0]
+
+
+@pytest.mark.parametrize("how", ["a listener", "a default", "a CTE"])
+def test_an_insert_that_changes_other_rows_is_found(engine: Engine, how: str) -> None:
+    """Not every INSERT within a flush is the flush's: an upsert changes a row that was read."""
+
+    def change(connection: Connection) -> None:
+        if how == "a CTE":
+            more = update(Row).where(Row.id == 0).values(number=Row.number + 100).cte()
+            connection.execute(insert(Row).add_cte(more).values(id=next(ids), number=0))
+        else:
+            upsert = postgresql_insert(Row).values(id=0, number=0)
+            connection.execute(upsert.on_conflict_do_update(index_elements=["id"], set_={"number": Row.number + 100}))
+
+    def default(context: Any) -> int:
+        change(context.connection)
+        return 0
+
+    class Lines(DeclarativeBase):
+        pass
+
+    class Line(Lines):
+        __tablename__ = "line"
+        id: Mapped[int] = mapped_column(primary_key=True)
+        number: Mapped[int] = mapped_column(default=default if how == "a default" else 0)
+
+    ids = iter(range(100, 200))
+    Lines.metadata.create_all(engine)
+    if how != "a default":
+        event.listen(Line, "before_insert", lambda _mapper, connection, _line: change(connection))
+
+    def body(number: int, session: Session) -> None:
+        if number % 2:
+            session.add(Line())
+        else:
+            session.get_one(Row, 0).number += 1
+
+    delivered(sessionmaker(engine), body)
+    assert numbers(engine)[0] == 303
+
+
 @pytest.mark.parametrize("settings", [{"isolation": "READ COMMITTED"}, {"read_models": [Row]}], ids=str)
 def test_where_others_may_change_a_row_meanwhile_it_is_read_each_time(engine: Engine, settings: dict[str, Any]) -> None:
     """At READ COMMITTED each message finds what rivals have committed by then."""
@@ -452,16 +524,18 @@ def test_who_holds_the_drivers_connection_finds_everything(engine: Engine) -> No
     assert found == [0, 0, 1, 3, 6, 10]
 
 
-@pytest.mark.parametrize("taken", ["by the first message", "before it began"])
+@pytest.mark.parametrize("taken", ["by the first message", "after_begin", "after_transaction_create"])
 def test_so_does_who_took_it_early(engine: Engine, taken: str) -> None:
     """In a unit of work of one's own; or from a listener that was there before us."""
-    sessions = sessionmaker(engine)
-    if taken == "before it began":
-        event.listen(
-            sessions,
-            "after_begin",
-            lambda session, _, connection: session.info.update(cursor=connection.connection.cursor()),
-        )
+    sessions = sessionmaker(engine.execution_options(isolation_level="REPEATABLE READ"))
+
+    def take(session: Session, *given: Any) -> None:
+        if not session.in_nested_transaction():
+            connection = given[1] if taken == "after_begin" else session.connection()
+            session.info["cursor"] = connection.connection.cursor()
+
+    if taken.startswith("after"):
+        event.listen(sessions, taken, take)
     found: list[int] = []
     with UnitOfWork(sessions) as uow:
         for number in sorted(uow.claim_many([(str(number), None) for number in range(MESSAGES)], "kept")):

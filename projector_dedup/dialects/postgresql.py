@@ -119,15 +119,18 @@ class PostgreSQL(Dialect):
             return inserted(connection, statement, key) == names
 
     def is_known(self, connection: Connection, statement: Executable, key: Parameters) -> bool | None:
-        """Without BEGIN, where the driver can do that: one round trip, and none to end the transaction."""
+        """Without BEGIN, where the driver can do that: one round trip, and none to end the transaction.
+
+        None also where a listener has sent something of its own before it, which may be for a transaction only.
+        """
         driver: Any = connection.connection.driver_connection
         if not hasattr(driver, "pgconn"):
             return None
-        with _psycopg_claim().looking(driver) as can_look:
-            if not can_look:
+        with _psycopg_claim().looking(driver) as sent:
+            if sent is None:
                 return None
             with connection.execute(statement, key) as result:
-                return result.rowcount > 0  # of a cursor of ours, which knows it
+                return result.rowcount > 0 if len(sent) == 1 else None  # of a cursor of ours, which knows it
 
     def claim_and_read(self, connection: Connection, statement: Executable, parameters: Parameters) -> Result[Any]:
         """The same."""

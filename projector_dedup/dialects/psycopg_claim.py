@@ -59,21 +59,24 @@ def beginning(driver: Driver, level: str | None = None) -> Iterator[None]:
 
 
 @contextmanager
-def looking(driver: Driver) -> Iterator[bool]:
-    """Within, a SELECT on the driver's connection is executed without BEGIN; False if that cannot be done."""
+def looking(driver: Driver) -> Iterator[list[bytes] | None]:
+    """Within, a SELECT on the driver's connection is executed without BEGIN; None if that cannot be done.
+
+    It lists what was sent: a listener may have sent something too, that was to hold for a transaction.
+    """
     if not can_begin(driver):
-        yield False
+        yield None
         return
-    with _executing(driver):
-        yield True
+    with _executing(driver) as sent:
+        yield sent
 
 
 @contextmanager
-def _executing(driver: Driver, *before: bytes) -> Iterator[None]:
-    usual = driver.cursor_factory
-    driver.cursor_factory = partial(_CURSORS[usual], before=before)
+def _executing(driver: Driver, *before: bytes) -> Iterator[list[bytes]]:
+    usual, sent = driver.cursor_factory, list[bytes]()
+    driver.cursor_factory = partial(_CURSORS[usual], before=before, sent=sent)
     try:
-        yield
+        yield sent
     finally:
         driver.cursor_factory = usual
 
@@ -104,9 +107,10 @@ class _Beginning:
     pgresult: PGresult | None
     _fetched = False
 
-    def __init__(self, connection: Driver, *, before: tuple[bytes, ...], **options: Any) -> None:
+    def __init__(self, connection: Driver, *, before: tuple[bytes, ...], sent: list[bytes], **options: Any) -> None:
         super().__init__(connection, **options)  # type: ignore[call-arg]  # psycopg's cursor comes next
         self._before = before
+        self._sent = sent
 
     @property
     def rowcount(self) -> int:
@@ -133,6 +137,7 @@ class _Beginning:
 
     def _begin_and_execute(self, sql: str, parameters: Mapping[str, Any]) -> Generator[Wait, Ready, None]:
         statement, names = _numbered(sql)
+        self._sent.append(statement)
         values = [None if (value := parameters[name]) is None else str(value).encode() for name in names]
         prepared = _prepared.setdefault(self.connection, {})
         error = errors.Error()
