@@ -165,11 +165,11 @@ def _connect(
         connection = session.connection(bind_arguments={"bind": bind}, execution_options={name: level})
     except ArgumentError as error:
         raise UnsafeSessionError(f"isolation={level!r} is no level of this database: {error}") from error
-    dropped = connection.get_execution_options().get(name) != level  # by SQLAlchemy, with a warning: it came too late
-    if begun_by_claim and (dropped or not dialect.claim_begins(connection)):  # a listener has sent something, or set
+    if begun_by_claim and not dialect.claim_begins(connection):  # a listener has sent something, or set
         _begun_by_claims.discard(bind)
         session.rollback()
         return _connect(session, bind, dialect, level, begun_by_claim=False)
+    dropped = connection.get_execution_options().get(name) != level  # by SQLAlchemy, with a warning: it came too late
     if dropped and not _is_as_strict(connection.get_isolation_level(), level):
         raise UnsafeSessionError(
             f"a listener has taken the session's connection before it was asked for at {level}; let it listen to "

@@ -425,14 +425,16 @@ def test_a_listener_that_never_ends_is_an_error(engine: Engine) -> None:
     assert numbers(engine) == [0, 0]
 
 
-@pytest.mark.parametrize("how", ["a listener", "a default", "a CTE"])
+@pytest.mark.parametrize("how", ["a listener", "a default", "a CTE", "a query"])
 def test_an_insert_that_changes_other_rows_is_found(engine: Engine, how: str) -> None:
     """Not every INSERT within a flush is the flush's: an upsert changes a row that was read."""
 
     def change(connection: Connection) -> None:
+        more = update(Row).where(Row.id == 0).values(number=Row.number + 100).returning(Row.id).cte()
         if how == "a CTE":
-            more = update(Row).where(Row.id == 0).values(number=Row.number + 100).cte()
             connection.execute(insert(Row).add_cte(more).values(id=next(ids), number=0))
+        elif how == "a query":
+            connection.execute(insert(Row).from_select(["id", "number"], select(more.c.id + next(ids), 0)))
         else:
             upsert = postgresql_insert(Row).values(id=0, number=0)
             connection.execute(upsert.on_conflict_do_update(index_elements=["id"], set_={"number": Row.number + 100}))
