@@ -23,6 +23,7 @@ from sqlalchemy import (
     create_engine,
     event,
     insert,
+    literal,
     select,
     text,
     update,
@@ -434,7 +435,7 @@ def test_an_insert_that_changes_other_rows_is_found(engine: Engine, how: str) ->
         if how == "a CTE":
             connection.execute(insert(Row).add_cte(more).values(id=next(ids), number=0))
         elif how == "a query":
-            connection.execute(insert(Row).from_select(["id", "number"], select(more.c.id + next(ids), 0)))
+            connection.execute(insert(Row).from_select(["id", "number"], select(more.c.id + next(ids), literal(0))))
         else:
             upsert = postgresql_insert(Row).values(id=0, number=0)
             connection.execute(upsert.on_conflict_do_update(index_elements=["id"], set_={"number": Row.number + 100}))
