@@ -44,13 +44,8 @@ class Part:
         Of messages that come twice in here, the first is handled.
         """
         self.at, self.opened = None, False
-        new = self._claim(work)
+        self._entering = self._claim(work)
         self.opened = True
-        if new is None:
-            self._entering = list(range(len(self.messages)))
-        else:
-            first = {valid_message_id(message.id): index for index, message in reversed([*enumerate(self.messages)])}
-            self._entering = sorted(first[message_id] for message_id in new)
         self.outcomes = [Outcome.DUPLICATE] * len(self.messages)
         for index in self._entering:
             self.outcomes[index] = Outcome.APPLIED
@@ -65,17 +60,19 @@ class Part:
         """``open``, as ``AsyncSession.run_sync`` calls it."""
         return self.open(work)
 
-    def _claim(self, work: Work) -> set[str] | None:
-        """The ids that are new; None if all messages are, whatever their ids."""
+    def _claim(self, work: Work) -> list[int]:
+        """Those that are new; all, whatever their ids, where nothing is claimed."""
         handler, first = self.handler, self.messages[0]
         if not handler.idempotent:
             work.begin()
-            return None
+            return list(range(len(self.messages)))
         if not self.many:
             new = work.claim(first.id, handler.identity, handler.formerly, first.occurred_at, about=first)
-            return None if new else set()
+            return [0] if new else []
         keys = ((message.id, message.occurred_at) for message in self.messages)
-        return work.claim_many(keys, handler.identity, handler.formerly)
+        found = work.claim_many(keys, handler.identity, handler.formerly)
+        firsts = {valid_message_id(message.id): index for index, message in reversed([*enumerate(self.messages)])}
+        return sorted(firsts[message_id] for message_id in found)
 
     def calls(self, session: Any) -> Iterator[Callable[[], Any]]:
         """The handler's calls, one after the other."""

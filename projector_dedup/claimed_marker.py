@@ -16,11 +16,11 @@ class ClaimedMarker:
     """Without a ``key`` there is none, and only the transaction can be asked about."""
 
     def __init__(
-        self, connection: Connection, dialect: Dialect, tables: DedupTables, key: dict[str, Any] | None
+        self, connection: Connection, driver: Any, dialect: Dialect, tables: DedupTables, key: dict[str, Any] | None
     ) -> None:
         self.key = key
         self._connection = connection
-        self._driver = connection.connection.driver_connection
+        self._driver = driver
         self._dialect = dialect
         self._tables = tables
         self._schemas = translate_map(connection)

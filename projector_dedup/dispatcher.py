@@ -12,7 +12,7 @@ from .asyncio_names import AsyncSession, async_sessionmaker
 from .batch import aapply_batch, apply_batch
 from .errors import HandlerDefinitionError, RefusedError, UnhandledMessage
 from .handler import Handler, check_kind, options_for, refuse_shared_names
-from .message import IdExtractor, Message, attribute_or_key, envelope, known_id, printable
+from .message import IdExtractor, Message, attribute_or_key, envelope, known_id, printable, route_of
 from .outcome import Delivery
 from .projector import handlers_of
 from .retry import RetryPolicy
@@ -77,12 +77,11 @@ class _Routing:
         return before
 
     def _route(self, event: object, message_id: object) -> tuple[Message, list[Handler], str | None]:
-        routed = event if isinstance(event, Message) else Message(None, event)
-        handlers = [handler for handler in self._handlers.values() if handler.wants(routed)]
+        route = route_of(event)
+        handlers = [handler for handler in self._handlers.values() if handler.wants(route)]
         needed = any(handler.idempotent for handler in handlers)
         message = envelope(event, message_id, self._extractor if needed else attribute_or_key)
         if not handlers and not self._ignore_unhandled:
-            route = message.type or type(message.body)
             name = route if isinstance(route, str) else f"{route.__module__}.{route.__qualname__}"
             raise UnhandledMessage(
                 f"no handler for {printable(name)}; register one with @on, name the message's type if it has one, "

@@ -131,6 +131,7 @@ def _after_begin(session: GuardedSession, _transaction: SessionTransaction, conn
         session.guard.connected(connection)
 
 
+_STREAMING = frozenset({"stream_results", "yield_per"})
 _SAVEPOINTS = (SavepointClause, RollbackToSavepointClause, ReleaseSavepointClause)
 
 
@@ -218,7 +219,7 @@ class GuardedConnection(Connection):
     def _streams(self, statement: Any, options: Mapping[str, Any] | None) -> bool:
         its_own = statement.get_execution_options() if hasattr(statement, "get_execution_options") else None
         for each in its_own, options, self.get_execution_options():
-            if each and (each.get("stream_results") or each.get("yield_per")):
+            if each and not _STREAMING.isdisjoint(each) and any(map(each.get, _STREAMING)):
                 return True
         return False
 

@@ -9,7 +9,7 @@ only where a handler took the driver's own connection, it asks the server (docs/
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import NoReturn, cast
+from typing import Any, NoReturn, cast
 
 from sqlalchemy import Table
 from sqlalchemy.engine import Connection
@@ -26,11 +26,11 @@ from .plain import KnownRows
 class Guard:
     """Watches the session and the connection of one unit of work, from its claim to its commit."""
 
-    def __init__(self, session: Session, connection: Connection, dialect: Dialect, marker: Marker) -> None:
+    def __init__(self, session: Session, connection: Connection, driver: Any, dialect: Dialect, marker: Marker) -> None:
         self.dialect = dialect
         self.session = session
         self.connection = connection
-        self.driver = connection.connection.driver_connection
+        self.driver = driver
         self.violation: TransactionViolatedError | None = None
         self.doomed_by: DBAPIError | None = None
         self.watching = False  # true while a handler has the session

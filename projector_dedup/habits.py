@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from sqlalchemy.sql import Executable
 
 from .event_keys import Key, Path, key_in, paths_to, places_in
-from .message import Message, Route
+from .message import Message, Route, route_of
 from .plain import Plain
 
 _CREDIT = 8  # wrong guesses, beyond those that right ones make up for, until there are no more
@@ -58,11 +58,11 @@ class Habits:
 
     def of(self, message: Message) -> Habit | None:
         """That of the kind of this message; None if it is not known, or not worth knowing."""
-        return self._habits.get(_route(message)) if self._credit > 0 else None
+        return self._habits.get(route_of(message)) if self._credit > 0 else None
 
     def may_learn(self, message: Message) -> bool:
         """Whether it would be of use to know what the handler asks for."""
-        return self._credit > 0 and _route(message) not in self._habits and len(self._habits) < _ROUTES
+        return self._credit > 0 and route_of(message) not in self._habits and len(self._habits) < _ROUTES
 
     def plain(self, entity: Any, look: Callable[[], Plain | None]) -> Plain | None:
         """What is known of the entity, if its rows may be read ahead; the database is asked once."""
@@ -80,7 +80,7 @@ class Habits:
             self.wrong(message)
         else:
             statement = claiming(plain.table, tuple(plain.columns[name] for name in plain.loaded))
-            self._habits[_route(message)] = Habit(entity, plain, statement, paths, tuple(map(type, key)))
+            self._habits[route_of(message)] = Habit(entity, plain, statement, paths, tuple(map(type, key)))
 
     def right(self) -> None:
         """The handler asked for what was expected."""
@@ -89,8 +89,4 @@ class Habits:
     def wrong(self, message: Message, cost: int = 1) -> None:
         """It did not."""
         self._credit -= cost
-        self._habits.pop(_route(message), None)
-
-
-def _route(message: Message) -> Route:
-    return type(message.body) if message.type is None else message.type
+        self._habits.pop(route_of(message), None)

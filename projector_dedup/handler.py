@@ -67,9 +67,8 @@ class Handler:
         """Whether calling it is known to give something to await."""
         return inspect.iscoroutinefunction(self.function)
 
-    def wants(self, message: Message) -> bool:
-        """By the message's ``type`` if it names one, else by the class of its body."""
-        route = type(message.body) if message.type is None else message.type
+    def wants(self, route: Route) -> bool:
+        """Whether it handles messages that are routed by that."""
         if route in self.on.routes:
             return True
         return (

@@ -109,6 +109,13 @@ def envelope(event: Any, message_id: object, extractor: IdExtractor) -> Message:
     return Message(extractor(event) if message_id is None else message_id, event)
 
 
+def route_of(event: object) -> Route:
+    """By what it is routed: the ``type`` of a message that names one, else the class of its body."""
+    if not isinstance(event, Message):
+        return type(event)
+    return type(event.body) if event.type is None else event.type
+
+
 def known_id(message: Message, *, needed: bool) -> str | None:
     """The id under which the message is claimed; if nothing claims it, its text or None."""
     if needed:

@@ -15,7 +15,7 @@ from .apply import Part, aapply, apply
 from .asyncio_names import AsyncSession, async_sessionmaker
 from .errors import HandlerDefinitionError, UnhandledMessage
 from .handler import Handler, On, Settings, check_kind, options_for
-from .message import Route, attribute_or_key, envelope, known_id, valid_formerly, valid_handler
+from .message import Route, attribute_or_key, envelope, known_id, route_of, valid_formerly, valid_handler
 from .outcome import Delivery
 from .retry import RetryPolicy
 from .sessions import check_session_factory
@@ -157,7 +157,7 @@ class FunctionProjector(Generic[P, R]):
 
     def _part(self, event: object, message_id: object) -> Part:
         message = envelope(event, message_id, attribute_or_key)
-        if not self.handler.wants(message):
+        if not self.handler.wants(route_of(message)):
             raise UnhandledMessage(f"{self.handler.identity} does not handle {type(message.body).__name__}")
         return Part(self.handler, [message])
 

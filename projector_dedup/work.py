@@ -234,6 +234,7 @@ class Work:
         except DBAPIError as error:
             raise_in_progress(error, dialect, options.claim_timeout)
             raise
-        marker = ClaimedMarker(connection, dialect, options.tables, key)
-        self._guard = Guard(self.session, connection, dialect, marker)
+        driver = connection.connection.driver_connection
+        marker = ClaimedMarker(connection, driver, dialect, options.tables, key)
+        self._guard = Guard(self.session, connection, driver, dialect, marker)
         return self._guard
