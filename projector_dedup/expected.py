@@ -14,12 +14,12 @@ from sqlalchemy import NullPool
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.orm import Session
 
-from .dialects import Status, dialect_of
+from .dialects import Dialect, Status
 from .first_row import Learning, expected_row
 from .guards import Guard
 from .markers import insert_marker, insert_marker_and_read, is_known, refuse_shared_markers
 from .message import Message
-from .plain import begins_unheard
+from .plain import begins_unheard, has_options
 from .sessions import UnitOptions, is_begun_by_claims
 
 
@@ -31,13 +31,13 @@ def may_look(session: Session, bind: object, options: UnitOptions) -> bool:
         and is_begun_by_claims(bind)
         and not isinstance(bind.pool, NullPool)  # which would connect for the look, and again for the claim
         and not bind.dispatch.set_connection_execution_options  # a look has none to set
+        and not (session.in_transaction() or has_options(session))
         and begins_unheard(session)
     )
 
 
-def look(connection: Connection, options: UnitOptions, key: dict[str, Any]) -> bool:
+def look(connection: Connection, dialect: Dialect, options: UnitOptions, key: dict[str, Any]) -> bool:
     """Whether the message was applied. False too if a listener has begun a transaction, or sent something."""
-    dialect = dialect_of(connection)
     try:
         if not connection.in_transaction():
             connection.begin()

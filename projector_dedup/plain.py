@@ -70,10 +70,14 @@ class KnownRows(Protocol):
         """So are statements that nobody will tell of, or that are about other rows; or COMMIT."""
 
 
+def has_options(session: Session) -> bool:
+    """Whether all that it does is done in some other way than usual; of SQLAlchemy 2.1."""
+    return bool(getattr(session, "execution_options", None))
+
+
 def loads_unheard(session: Session) -> bool:
     """Whether nobody listens who would notice that it sends a SELECT less."""
-    options = getattr(session, "execution_options", None)  # of SQLAlchemy 2.1
-    return not options and not any(_LOADING(session.dispatch))
+    return not has_options(session) and not any(_LOADING(session.dispatch))
 
 
 def flushes_unheard(session: Session) -> bool:
@@ -82,9 +86,7 @@ def flushes_unheard(session: Session) -> bool:
 
 
 def begins_unheard(session: Session) -> bool:
-    """Whether nobody has a say in how it begins a transaction: no listener, no options, no class of the user's."""
-    if session.in_transaction() or getattr(session, "execution_options", None):
-        return False
+    """Whether nobody has a say in how it begins a transaction: no listener, no class of the user's."""
     return _is_plain_class(type(session)) and not _are_of_others(_BEGINNING(session.dispatch))
 
 
@@ -93,9 +95,9 @@ def is_plain_beginning(session: Session, connection: Connection) -> bool:
 
     Who listens to its beginning had the connection before we did, and may have a cursor of the driver's.
     """
-    listened_to = any(_CONNECTION_EVENTS(connection.dispatch)) or _are_of_others(_BEGINNING(session.dispatch))
+    listened_to = any(_CONNECTION_EVENTS(connection.dispatch))
     changes_sql = any(getattr(each, "__name__", "") != _ONLY_SEES for each in connection.dispatch.before_cursor_execute)
-    return _is_plain_class(type(session)) and not (listened_to or changes_sql)
+    return begins_unheard(session) and not (listened_to or changes_sql)
 
 
 def is_read_by(connection: Connection, session: Session, mapper: Mapper[Any]) -> bool:

@@ -74,8 +74,8 @@ class Work:
 
     def _is_duplicate(self, engine: Any, key: dict[str, Any]) -> bool:
         with engine.connect() as connection:
-            self.dialect = dialect_of(engine)
-            return expected.look(connection, self._options, key)
+            self.dialect = dialect = dialect_of(engine)
+            return expected.look(connection, dialect, self._options, key)
 
     def claim_many(
         self, messages: Iterable[tuple[object, datetime | None]], handler: str, formerly: Collection[str] = ()

@@ -104,6 +104,13 @@ def add(change: Added, session: Session) -> None:
     session.get_one(Total, change.row).amount += 1
 
 
+@projector(idempotent=True, name="first")
+@on(Added)
+async def add_awaited(change: Added, session: AsyncSession) -> None:
+    """The same under asyncio."""
+    (await session.get_one(Total, change.row)).amount += 1
+
+
 @pytest.fixture
 def engine(postgresql: Database) -> Iterator[Engine]:
     """The tables, and rows of zeros."""
@@ -148,6 +155,11 @@ class Delivered:
             self(Added(0))
         assert self(Added(1)) == WITH_CLAIM
         return self
+
+    def redelivered(self) -> None:
+        """Four times: where one can look, the next message is looked for."""
+        for _ in range(4):
+            self(Added(1), "m1")
 
 
 SELECTED = ["INSERT", "SELECT", "UPDATE"]
@@ -196,14 +208,9 @@ def test_it_is_a_round_trip_less(engine: Engine, postgresql: Database, driver: s
 def test_under_asyncio(engine: Engine, postgresql: Database, driver: str) -> None:
     """The same."""
 
-    @projector(idempotent=True, name="first")
-    @on(Added)
-    async def handler(change: Added, session: AsyncSession) -> None:
-        (await session.get_one(Total, change.row)).amount += 1
-
     async def run() -> None:
         waiting = create_async_engine(postgresql.url(f"postgresql+{driver}"))
-        dispatcher = AsyncDispatcher(async_sessionmaker(waiting), handler)
+        dispatcher = AsyncDispatcher(async_sessionmaker(waiting), add_awaited)
         await dispatcher.deliver(Added(0), message_id="learned")
         event.listen(waiting.sync_engine, "before_cursor_execute", lambda *given: sent.append(given[2].split()[0]))
         await asyncio.gather(*(dispatcher.deliver(Added(1 + n % 3), message_id=f"m{n}") for n in range(30)))
@@ -666,8 +673,7 @@ def test_a_rival_between_the_look_and_the_claim_is_met_by_the_claim(engine: Engi
     """The look found nothing, the claim does: a duplicate, and applied once."""
     another = create_engine(engine.url)
     deliver, rival = Delivered(engine).learned(), Delivered(another)
-    for _ in range(4):
-        deliver(Added(1), "m1")
+    deliver.redelivered()
 
     def overtake(_c: Any, _cursor: Any, statement: str, *_: Any) -> None:
         if statement.startswith("WITH"):
@@ -767,8 +773,7 @@ def test_a_look_finds_what_the_claim_would_find(engine: Engine, how: Callable[..
     sessions = sessionmaker(own)
     deliver = Delivered(own, sessions=sessions)
     deliver(Added(1))
-    for _ in range(4):
-        deliver(Added(1), "m1")
+    deliver.redelivered()
     how(sessions, own, choose)
     tenant.append("first_tenant")
     try:
@@ -811,8 +816,7 @@ def test_a_look_whatever_the_pool(engine: Engine, options: dict[str, Any]) -> No
     """Its connection goes back before the claim asks for one."""
     own = create_engine(engine.url, **options)
     deliver = Delivered(own).learned()
-    for _ in range(4):
-        deliver(Added(1), "m1")
+    deliver.redelivered()
     assert deliver(Added(1), "m1") == ["SELECT"]
     assert deliver(Added(1)) == ["SELECT", *WITH_CLAIM]
     own.dispose()
@@ -823,8 +827,7 @@ def test_a_look_on_a_lost_connection_is_tried_again(engine: Engine) -> None:
     """As a claim would be; where no connection can be had, the error says just that."""
     own = create_engine(engine.url, pool_size=1, max_overflow=0)
     deliver = Delivered(own).learned()
-    for _ in range(4):
-        deliver(Added(1), "m1")
+    deliver.redelivered()
     with own.connect() as connection:
         backend = connection.scalar(text("SELECT pg_backend_pid()"))
     with engine.connect() as connection:
@@ -847,8 +850,7 @@ def test_a_look_that_fails_says_why(engine: Engine) -> None:
     """What would fail again is not tried again."""
     hasty = create_engine(engine.url, connect_args={"options": "-c statement_timeout=100"})
     deliver = Delivered(hasty).learned()
-    for _ in range(4):
-        deliver(Added(1), "m1")
+    deliver.redelivered()
     deliver.sent.clear()
     with engine.begin() as connection:
         connection.execute(text("LOCK TABLE processed_message"))
@@ -870,8 +872,7 @@ def test_a_look_that_is_interrupted_raises_what_interrupted_it(engine: Engine) -
 
     own = create_engine(engine.url, pool_size=1, max_overflow=0)
     deliver = Delivered(own).learned()
-    for _ in range(4):
-        deliver(Added(1), "m1")
+    deliver.redelivered()
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
         with engine.begin() as connection:
@@ -885,29 +886,24 @@ def test_a_look_that_is_interrupted_raises_what_interrupted_it(engine: Engine) -
     own.dispose()
 
 
-def until_somebody_waits(connection: Connection) -> None:
-    """For a lock."""
-    while not connection.scalar(text("SELECT count(*) FROM pg_locks WHERE NOT granted")):
+def until_somebody_waits(connection: Connection, goes_on: Callable[[], bool]) -> None:
+    """For a lock; or until what should wait has not."""
+    while goes_on() and not connection.scalar(text("SELECT count(*) FROM pg_locks WHERE NOT granted")):
         pass
 
 
 def test_a_look_that_is_cancelled_leaves_nothing(engine: Engine, postgresql: Database) -> None:
     """Under asyncio, while it waits for the table: its connection is back in the pool, and the next delivery looks."""
 
-    @projector(idempotent=True, name="first")
-    @on(Added)
-    async def handler(change: Added, session: AsyncSession) -> None:
-        (await session.get_one(Total, change.row)).amount += 1
-
     async def run() -> None:
         own = create_async_engine(postgresql.url(), pool_size=1, max_overflow=0)
-        dispatcher = AsyncDispatcher(async_sessionmaker(own), handler)
+        dispatcher = AsyncDispatcher(async_sessionmaker(own), add_awaited)
         outcomes = [(await dispatcher.deliver(Added(1), message_id="m1")).outcome for _ in range(6)]
         assert outcomes == [Outcome.APPLIED] + [Outcome.DUPLICATE] * 5
         with engine.begin() as connection:
             connection.execute(text("LOCK TABLE processed_message"))
             waiting = asyncio.create_task(dispatcher.deliver(Added(1), message_id="m1"))
-            await asyncio.to_thread(until_somebody_waits, connection)
+            await asyncio.to_thread(until_somebody_waits, connection, lambda: not waiting.done())
             waiting.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await waiting
@@ -922,8 +918,7 @@ def test_a_look_that_is_cancelled_leaves_nothing(engine: Engine, postgresql: Dat
 def test_a_look_at_a_table_that_is_gone_says_so(engine: Engine) -> None:
     """As the claim does."""
     deliver = Delivered(engine).learned()
-    for _ in range(4):
-        deliver(Added(1), "m1")
+    deliver.redelivered()
     with engine.begin() as connection:
         connection.execute(text("DROP TABLE processed_message"))
     with pytest.raises(MissingTableError):
@@ -934,10 +929,8 @@ def test_a_look_at_a_table_that_is_gone_says_so(engine: Engine) -> None:
 def test_a_marker_that_is_not_committed_is_not_taken_for_a_duplicates(engine: Engine) -> None:
     """The look does not see it, and the claim waits for it; here it is rolled back, so the message is applied."""
     deliver = Delivered(engine).learned()
-    for _ in range(4):
-        deliver(Added(1), "m1")
+    deliver.redelivered()
     rival = create_engine(engine.url)
-    waiting = text("SELECT count(*) FROM pg_locks WHERE NOT granted")
     with UnitOfWork(sessionmaker(rival)) as uow:
         assert uow.claim("held", "first")
         found: list[Outcome] = []
@@ -946,8 +939,7 @@ def test_a_marker_that_is_not_committed_is_not_taken_for_a_duplicates(engine: En
         )
         thread.start()
         with rival.connect() as connection:
-            while not connection.scalar(waiting) and thread.is_alive():
-                connection.rollback()
+            until_somebody_waits(connection, thread.is_alive)
         assert found == []
     thread.join()
     assert found == [Outcome.APPLIED]
