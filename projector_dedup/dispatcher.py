@@ -12,7 +12,7 @@ from .asyncio_names import AsyncSession, async_sessionmaker
 from .batch import aapply_batch, apply_batch
 from .errors import HandlerDefinitionError, RefusedError, UnhandledMessage
 from .handler import Handler, check_kind, options_for, refuse_shared_names
-from .message import IdExtractor, Message, attribute_or_key, envelope, known_id, printable, route_of
+from .message import IdExtractor, Message, Route, attribute_or_key, envelope, known_id, printable, route_of
 from .outcome import Delivery
 from .projector import handlers_of
 from .retry import RetryPolicy
@@ -63,6 +63,13 @@ class _Routing:
             self._options[handler.identity] = options_for(handler, shared)
         if not self._handlers:
             raise HandlerDefinitionError("a dispatcher without projectors handles nothing: give it some")
+        routes = {route for handler in self._handlers.values() for route in handler.on.routes}
+        self._wanting = {route: self._who_wants(route) for route in routes}
+
+    def _who_wants(self, route: Route) -> tuple[list[Handler], bool]:
+        """The handlers for it, and whether any of them needs an id."""
+        handlers = [handler for handler in self._handlers.values() if handler.wants(route)]
+        return handlers, any(handler.idempotent for handler in handlers)
 
     @property
     def identities(self) -> frozenset[str]:
@@ -78,8 +85,7 @@ class _Routing:
 
     def _route(self, event: object, message_id: object) -> tuple[Message, list[Handler], str | None]:
         route = route_of(event)
-        handlers = [handler for handler in self._handlers.values() if handler.wants(route)]
-        needed = any(handler.idempotent for handler in handlers)
+        handlers, needed = self._wanting.get(route) or self._who_wants(route)
         message = envelope(event, message_id, self._extractor if needed else attribute_or_key)
         if not handlers and not self._ignore_unhandled:
             name = route if isinstance(route, str) else f"{route.__module__}.{route.__qualname__}"

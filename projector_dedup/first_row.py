@@ -135,6 +135,12 @@ class Learning(_First):
         super().__init__(watched, habits, message)
         self._marker = marker
 
+    def stop(self) -> None:
+        """There was nothing to learn."""
+        if self._waiting:
+            self._habits.began_otherwise(self._message)
+        super().stop()
+
     def _first(self, entity: Any, ident: Any, load: Load) -> Any:
         try:
             plain = self._habits.plain(entity, lambda: self._look(entity))

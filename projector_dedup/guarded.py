@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cache, wraps
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
+from typing import Any, ClassVar, Concatenate, ParamSpec, Protocol, TypeVar
 
 from sqlalchemy import Table, event
 from sqlalchemy.engine import Connection
@@ -98,9 +98,10 @@ P = ParamSpec("P")
 def kept_on_class(make: Callable[Concatenate[C, P], T]) -> Callable[Concatenate[C, P], T]:
     """As ``functools.cache`` for functions of a class, but forgotten with the class: every sessionmaker makes one."""
 
+    attribute = f"_projector_dedup_{make.__name__}"
+
     @wraps(make)
     def find(target: C, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        attribute = f"_projector_dedup_{make.__name__}"
         if attribute not in vars(target):
             setattr(target, attribute, {})
         kept: dict[tuple[Any, ...], T] = vars(target)[attribute]
@@ -143,12 +144,13 @@ class GuardedConnection(Connection):
     """
 
     guard: Watcher
-    _rolling_back = False
+    unguarded: ClassVar[type[Connection]] = Connection
+    _ending = False
 
     @property
     def connection(self) -> PoolProxiedConnection:
         """The driver's connection. SQLAlchemy takes this way to it for COMMIT and ROLLBACK only; a handler may."""
-        if not self._rolling_back:
+        if not self._ending:
             self.guard.lend_driver()
             if self.guard.rows is not None:
                 self.guard.rows.stop()
@@ -168,17 +170,20 @@ class GuardedConnection(Connection):
     def _commit_impl(self) -> None:
         self.guard.before_commit("connection.get_transaction().commit")
         self.guard.verify()  # listeners of the user's ran since the unit of work did
-        self.guard.commit_was_sent = True
-        super()._commit_impl()
+        self.guard.commit_was_sent = self._ending = True
+        try:
+            super()._commit_impl()
+        finally:
+            self._ending = False
         self.guard.commit_was_answered = True
 
     def _rollback_impl(self) -> None:
         self.guard.before_rollback()
-        self._rolling_back = True
+        self._ending = True
         try:
             super()._rollback_impl()
         finally:
-            self._rolling_back = False
+            self._ending = False
 
     def execute(self, statement: Any, *args: Any, **kwargs: Any) -> Any:
         """Every statement of the ORM and of Core comes through here."""
@@ -227,17 +232,19 @@ class GuardedConnection(Connection):
 def guard_connection(connection: Connection, guard: Watcher) -> None:
     """Let a connection that is open already report to ``guard``."""
     connection.__class__ = _guarded_connection(type(connection))  # type: ignore[arg-type]  # mypy takes a class for its instance here
-    cast(GuardedConnection, connection).guard = guard
+    connection.guard = guard  # type: ignore[attr-defined]  # it is one now
 
 
-def release_connection(connection: Connection, its_class: type[Connection]) -> None:
+def release_connection(connection: Connection) -> None:
     """Make it what it was, and forget the guard: a circle would be left to the garbage collector."""
-    connection.__class__ = its_class
-    vars(connection).pop("guard", None)
+    if isinstance(connection, GuardedConnection):
+        connection.__class__ = connection.unguarded  # type: ignore[assignment]  # the same
+        del connection.guard
 
 
 @cache
 def _guarded_connection(connection_class: type[Connection]) -> type[Connection]:
     if connection_class is Connection:
         return GuardedConnection
-    return type(f"Guarded{connection_class.__name__}", (GuardedConnection, connection_class), {})
+    bases = (GuardedConnection, connection_class)
+    return type(f"Guarded{connection_class.__name__}", bases, {"unguarded": connection_class})

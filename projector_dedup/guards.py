@@ -9,12 +9,11 @@ only where a handler took the driver's own connection, it asks the server (docs/
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 from sqlalchemy import Table
 from sqlalchemy.engine import Connection
 from sqlalchemy.exc import DBAPIError, PendingRollbackError
-from sqlalchemy.orm import Session
 
 from .dialects import Dialect, Failure, Status
 from .errors import TransactionViolatedError, UnsafeSessionError
@@ -26,34 +25,38 @@ from .plain import KnownRows
 class Guard:
     """Watches the session and the connection of one unit of work, from its claim to its commit."""
 
-    def __init__(self, session: Session, connection: Connection, driver: Any, dialect: Dialect, marker: Marker) -> None:
+    def __init__(
+        self, session: GuardedSession, connection: Connection, driver: Any, dialect: Dialect, marker: Marker
+    ) -> None:
         self.dialect = dialect
         self.session = session
-        self.connection = connection
-        self.driver = driver
+        self.connection, self.driver = connection, driver
         self.violation: TransactionViolatedError | None = None
         self.doomed_by: DBAPIError | None = None
         self.watching = False  # true while a handler has the session
-        self.must_ask = False  # the server, before COMMIT
-        self.lent = False  # to what may have committed past us
+        self.must_ask = self.lent = False  # the server, before COMMIT; to what may have committed past us
         self.commit_was_sent = self.commit_was_answered = False
         self.must_disconnect = False  # what the driver is in the midst of, nobody knows
-        self.marker = marker
-        self.savepoints = Savepoints(marker)
+        self.marker, self.savepoints = marker, Savepoints(marker)
         self.rows: KnownRows | None = None
         self._begun = False
         self._session_transaction = session.get_transaction()
         self._transaction = connection.get_transaction()
         self._savepoint = connection.get_nested_transaction()  # only inside an external transaction
-        self._connection_class = type(connection)
-        guard_connection(connection, self)
-        cast(GuardedSession, session).guard = self
+
+    def watch(self) -> Status:
+        """From here on, session and connection are the handler's, and report to us; how the transaction stands."""
+        status = self.dialect.status(self.driver)
+        self.watching, self._begun = True, status is Status.OPEN
+        guard_connection(self.connection, self)
+        self.session.guard = self
+        return status
 
     def release(self) -> None:
         """Give the connection back as it was."""
         self.watching, self.rows = False, None  # which point back at us
-        release_connection(self.connection, self._connection_class)
-        cast(GuardedSession, self.session).guard = None
+        release_connection(self.connection)
+        self.session.guard = None
 
     def violate(self, what: str) -> TransactionViolatedError:
         """Remember the first violation; whatever comes later, this unit of work will not commit."""
@@ -93,7 +96,7 @@ class Guard:
             raise self.violation
         if self.connection.get_transaction() is not self._transaction:
             self._rolled_back()
-        if not mends:
+        if self.doomed_by is not None and not mends:
             self._refuse_doomed()
         if sql is not None:
             if command := self.dialect.grammar.transaction_command(sql):
@@ -169,11 +172,8 @@ class Guard:
             raise self.violation
         if self.connection.invalidated:
             raise self.violate("the handler swallowed the loss of the database connection") from self.doomed_by
-        if (
-            self.session.get_transaction() is not self._session_transaction
-            or self.connection.closed
-            or self.connection.get_transaction() is not self._transaction
-        ):
+        same = self.session.get_transaction() is self._session_transaction
+        if not same or self.connection.get_transaction() is not self._transaction:
             self._rolled_back()
         if self.session.in_nested_transaction() or self.connection.get_nested_transaction() is not self._savepoint:
             raise self.violate("the handler left a savepoint open; use `with session.begin_nested()`")

@@ -45,16 +45,14 @@ class Habits:
         self._habits: dict[Route, Habit] = {}
         self._plain: dict[Any, Plain | None] = {}  # by entity
         self._credit = _CREDIT
+        self._otherwise: dict[Route, int] = {}  # how often it began with something else
         self._latest = 0  # messages, a bit for each: whether it was a duplicate
-
-    @property
-    def duplicates_follow(self) -> bool:
-        """Whether it is likely that the next message is one more."""
-        return self._latest.bit_count() >= _DUPLICATES
+        self.duplicates_follow = False  #: whether it is likely that the next message is one more
 
     def claimed(self, *, new: bool) -> None:
         """What became of the claim of a message."""
         self._latest = (self._latest << 1 | (not new)) % (1 << _LATEST)
+        self.duplicates_follow = self._latest.bit_count() >= _DUPLICATES
 
     def of(self, message: Message) -> Habit | None:
         """That of the kind of this message; None if it is not known, or not worth knowing."""
@@ -62,7 +60,16 @@ class Habits:
 
     def may_learn(self, message: Message) -> bool:
         """Whether it would be of use to know what the handler asks for."""
-        return self._credit > 0 and route_of(message) not in self._habits and len(self._habits) < _ROUTES
+        if self._credit <= 0 or len(self._habits) >= _ROUTES:
+            return False
+        route = route_of(message)
+        return route not in self._habits and self._otherwise.get(route, 0) < _CREDIT
+
+    def began_otherwise(self, message: Message) -> None:
+        """It asked for no row before anything else: at some time nobody waits for that any more."""
+        if len(self._otherwise) < _ROUTES:
+            route = route_of(message)
+            self._otherwise[route] = self._otherwise.get(route, 0) + 1
 
     def plain(self, entity: Any, look: Callable[[], Plain | None]) -> Plain | None:
         """What is known of the entity, if its rows may be read ahead; the database is asked once."""

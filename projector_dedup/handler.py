@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from .errors import HandlerDefinitionError
@@ -57,7 +57,7 @@ class Handler:
     projector: Settings
     formerly: tuple[str, ...] = ()  #: identities under which other versions of it may have applied a message
 
-    @property
+    @cached_property
     def idempotent(self) -> bool:
         """Whether it claims a marker."""
         return self.projector.idempotent

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from datetime import UTC, datetime
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any
 
 from sqlalchemy import Insert, Result, Table, literal_column, select
 from sqlalchemy.engine import Connection, Engine
@@ -19,7 +19,7 @@ from .message import valid_formerly, valid_handler, valid_message_id
 from .probe import try_within
 from .tables import DedupTables, default_tables
 
-T = TypeVar("T")
+COMMITTED_AT_ONCE = "the driver committed the claim at once; turn its AUTOCOMMIT off"
 
 
 def claim(
@@ -76,7 +76,10 @@ def claim(
     if dialect.untried:
         try_within(connection, dialect, tables)
     dialect.begin(connection, tables.marker, None)
-    return insert_marker(connection, dialect, tables, key, former_names)
+    new = insert_marker(connection, dialect, tables, key, former_names)
+    if new and dialect.status(connection.connection.driver_connection) is not Status.OPEN:
+        raise UnsafeSessionError(COMMITTED_AT_ONCE)
+    return new
 
 
 def insert_marker(
@@ -94,13 +97,15 @@ def insert_marker(
     if len(names) > 1:
         named = dict(zip(handler_parameters(len(names)), names, strict=True))
         key = {name: value for name, value in key.items() if name != "handler"} | named
+    if wait is not None:
+        key = _bounded(key, wait)
     statement = _claim_statement(dialect, tables.marker, wait is not None, len(names))
-    parameters = {**key, **_bounds(wait)}
-
-    def insert() -> bool:
-        return dialect.claim(connection, statement, tables.marker, parameters, names=len(names))
-
-    return _inserted(connection, dialect, tables, wait, insert)
+    dialect.refuse_marker(connection, tables.marker)
+    try:
+        return dialect.claim(connection, statement, tables.marker, key, names=len(names))
+    except DBAPIError as error:
+        _raise_what_it_means(error, connection, dialect, tables, wait)
+        raise
 
 
 def is_known(connection: Connection, dialect: Dialect, tables: DedupTables, key: Mapping[str, Any]) -> bool | None:
@@ -118,9 +123,7 @@ def insert_marker_and_read(
 ) -> Result[Any]:
     """The same by a ``statement`` that also reads a row; whatever goes wrong with either, raises as it comes."""
     dialect.refuse_marker(connection, tables.marker)
-    result = dialect.claim_and_read(connection, statement, parameters)
-    _refuse_committed(connection, dialect)
-    return result
+    return dialect.claim_and_read(connection, statement, parameters)
 
 
 def insert_markers(
@@ -134,37 +137,29 @@ def insert_markers(
 
     In one order everywhere, so that two who claim the same do not wait for each other.
     """
-    in_order = sorted(keys if wait is None else ({**key, **_bounds(wait)} for key in keys), key=key_of)
-    return _inserted(connection, dialect, tables, wait, lambda: dialect.claim_many(connection, tables.marker, in_order))
-
-
-def _bounds(wait: float | None) -> dict[str, str]:
-    return {} if wait is None else {"wait_ms": str(max(1, int(wait * 1000)))}
-
-
-def _inserted(
-    connection: Connection, dialect: Dialect, tables: DedupTables, wait: float | None, insert: Callable[[], T]
-) -> T:
+    in_order = sorted(keys if wait is None else (_bounded(key, wait) for key in keys), key=key_of)
     dialect.refuse_marker(connection, tables.marker)
     try:
-        new = insert()
+        return dialect.claim_many(connection, tables.marker, in_order)
     except DBAPIError as error:
-        raise_in_progress(error, dialect, wait)
-        _raise_missing(error, connection, dialect, tables)
+        _raise_what_it_means(error, connection, dialect, tables, wait)
         raise
-    if new:
-        _refuse_committed(connection, dialect)
-    return new
+
+
+def _bounded(key: Mapping[str, Any], wait: float) -> dict[str, Any]:
+    return {**key, "wait_ms": str(max(1, int(wait * 1000)))}
+
+
+def _raise_what_it_means(
+    error: DBAPIError, connection: Connection, dialect: Dialect, tables: DedupTables, wait: float | None
+) -> None:
+    raise_in_progress(error, dialect, wait)
+    _raise_missing(error, connection, dialect, tables)
 
 
 def _raise_missing(error: DBAPIError, connection: Connection, dialect: Dialect, tables: DedupTables) -> None:
     if dialect.classify(error) is Failure.NO_TABLE:
         raise MissingTableError(tables.missing(connection)) from error
-
-
-def _refuse_committed(connection: Connection, dialect: Dialect) -> None:
-    if dialect.status(connection.connection.driver_connection) is not Status.OPEN:
-        raise UnsafeSessionError("the driver committed the claim at once; turn its AUTOCOMMIT off")
 
 
 def raise_in_progress(error: DBAPIError, dialect: Dialect, wait: float | None) -> None:
@@ -209,7 +204,7 @@ def marker_key(message_id: str, handler: str, occurred_at: datetime | None = Non
     return {"message_id": message_id, "handler": handler, "occurred_at": occurred_at}
 
 
-def bind_of_marker(session: Session, tables: DedupTables) -> object:
+def bind_of_marker(session: Session, tables: DedupTables) -> Any:
     """The engine or connection on which the session would insert into the marker table."""
     try:
         return session.get_bind(clause=_insert(tables.marker))

@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import lru_cache
 from typing import Any
 
 from .errors import InvalidMessageIdError, RefusedError
@@ -64,6 +65,7 @@ def valid_message_id(value: object) -> str:
     return _bounded(str.__str__(value), "a message id", MAX_MESSAGE_ID_BYTES, InvalidMessageIdError)
 
 
+@lru_cache
 def valid_handler(identity: str) -> str:
     """The identity itself, or ``RefusedError`` if it could not be a key."""
     return _bounded(identity, "a handler's identity", MAX_HANDLER_BYTES, RefusedError)

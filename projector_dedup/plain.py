@@ -46,9 +46,12 @@ _IMMUTABLE = {type(None), bool, int, float, str, bytes, Decimal, date, datetime,
 class Watched(Protocol):
     """The unit of work that reads or keeps rows: ``guards.Guard``."""
 
-    session: Session
     connection: Connection
     dialect: Dialect
+
+    @property
+    def session(self) -> Session:
+        """The handler's."""
 
     def before_statement(self, sql: str | None, written: Table | None) -> None:
         """Whether there may be another one: raises if the transaction is not ours any more."""

@@ -6,7 +6,7 @@ import logging
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 from sqlalchemy import inspect
 from sqlalchemy.engine import Connection, Engine
@@ -14,9 +14,9 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, UnboundExecutionError
 from sqlalchemy.orm import Session, scoped_session, sessionmaker
 
 from .asyncio_names import AsyncSession, async_scoped_session, async_sessionmaker
-from .dialects import LEVEL_OF_BEGIN, LEVELS, Dialect, dialect_of
+from .dialects import LEVEL_OF_BEGIN, LEVELS, Dialect
 from .errors import UnsafeSessionError
-from .guarded import guarded_session
+from .guarded import GuardedSession, guarded_session
 from .habits import Habits
 from .locking import locking_session
 from .probe import try_out, try_within
@@ -24,9 +24,16 @@ from .tables import DedupTables, default_tables
 
 logger = logging.getLogger("projector_dedup")
 
-_admitted: WeakSet[Engine] = WeakSet()
-_begun_by_claims: WeakSet[Engine] = WeakSet()
-_default_levels: WeakKeyDictionary[Engine, str] = WeakKeyDictionary()
+
+@dataclass
+class _Admitted:
+    """What is known of an engine since its first unit of work."""
+
+    default_level: str | None
+    begun_by_claims: bool
+
+
+_admitted: WeakKeyDictionary[Engine, _Admitted] = WeakKeyDictionary()
 
 
 @dataclass
@@ -82,7 +89,7 @@ def check_session_factory(factory: object, *, asynchronous: bool) -> None:
     raise UnsafeSessionError(f"expected a {name}, such as {name}(engine); got {type(factory).__name__}")
 
 
-def new_session(factory: sessionmaker[Session], options: UnitOptions) -> Session:
+def new_session(factory: sessionmaker[Session], options: UnitOptions) -> GuardedSession:
     """A session like the factory's, of a private class that the guards listen to."""
     return _private_class(factory.class_, options)(**_private_arguments(factory.kw, options))
 
@@ -97,7 +104,7 @@ def new_async_session(factory: async_sessionmaker[AsyncSession], options: UnitOp
     return factory.class_(sync_session_class=_private_class(inner, options), **arguments)
 
 
-def _private_class(session_class: type[Session], options: UnitOptions) -> type[Session]:
+def _private_class(session_class: type[Session], options: UnitOptions) -> type[GuardedSession]:
     guarded = guarded_session(session_class)
     return locking_session(guarded, options.read_models) if options.read_models else guarded
 
@@ -112,10 +119,10 @@ def _private_arguments(arguments: dict[str, Any], options: UnitOptions) -> dict[
 
 
 def open_connection(
-    session: Session, bind: Engine | Connection, options: UnitOptions, *, marked: bool, one: bool
+    session: Session, bind: Engine | Connection, dialect: Dialect, options: UnitOptions, *, marked: bool, one: bool
 ) -> Connection:
     """Begin the session's transaction on ``bind``, at the level that ``options`` come to. ``one`` claim comes next."""
-    if session.in_transaction() or session.new or session.dirty or session.deleted:
+    if session.in_transaction():  # as it is since anything was added to it, or changed in it
         raise UnsafeSessionError(
             "the session was used before the claim; the claim is the transaction's first statement"
         )
@@ -123,15 +130,14 @@ def open_connection(
         raise UnsafeSessionError(f"the session is bound to {type(bind).__name__}; an AsyncEngine needs AsyncDispatcher")
     for model in options.read_models:
         _refuse_elsewhere(session, bind, model)
-    dialect = dialect_of(bind)
     if isinstance(bind, Engine):
-        _admit(bind, dialect)
+        admitted = _admit(bind, dialect)
         if marked and dialect.untried:
             try_out(bind, dialect, options.tables)
-        level = _isolation_level(bind, dialect, options, marked=marked)
+        level = _isolation_level(bind, dialect, admitted.default_level, options, marked=marked)
         try:
             with dialect.opening(marked=marked):
-                by_claim = one and level in LEVELS and is_begun_by_claims(bind)
+                by_claim = one and level in LEVELS and admitted.begun_by_claims
                 connection = _connect(session, bind, dialect, level, begun_by_claim=by_claim)
         except bind.dialect.loaded_dbapi.Error as error:  # SQLAlchemy does not wrap what setting the level meets
             raise DBAPIError(None, None, error) from error
@@ -151,7 +157,8 @@ def open_connection(
 
 def is_begun_by_claims(engine: Engine) -> bool:
     """Whether transactions of this engine begin with the claim; not known before its first unit of work."""
-    return engine in _begun_by_claims
+    admitted = _admitted.get(engine)
+    return admitted is not None and admitted.begun_by_claims
 
 
 def _connect(
@@ -166,7 +173,7 @@ def _connect(
     except ArgumentError as error:
         raise UnsafeSessionError(f"isolation={level!r} is no level of this database: {error}") from error
     if begun_by_claim and not dialect.claim_begins(connection):  # a listener has sent something, or set
-        _begun_by_claims.discard(bind)
+        _admitted[bind].begun_by_claims = False
         session.rollback()
         return _connect(session, bind, dialect, level, begun_by_claim=False)
     dropped = connection.get_execution_options().get(name) != level  # by SQLAlchemy, with a warning: it came too late
@@ -194,41 +201,43 @@ def _refuse_elsewhere(session: Session, bind: Engine | Connection, model: type[A
         )
 
 
-def _admit(engine: Engine, dialect: Dialect) -> None:
+def _admit(engine: Engine, dialect: Dialect) -> _Admitted:
     """Once per engine: refuse what could not keep the promise, and learn what the server's defaults are."""
-    if engine not in _admitted:
+    known = _admitted.get(engine)
+    if known is None:
         dialect.prepare(engine)
         with engine.connect() as connection:
             dialect.refuse_unsafe(connection)
-            if dialect.claim_begins(connection):
-                _begun_by_claims.add(engine)
+            default: str | None = engine.dialect.default_isolation_level
             if dialect.locks_rows and not dialect.begins_with_level:
                 with suppress(NotImplementedError):
                     # SQLAlchemy asked before the user's own listener of "connect" may have set another.
-                    _default_levels[engine] = connection.get_isolation_level()
-        _admitted.add(engine)
+                    default = connection.get_isolation_level()
+            known = _admitted[engine] = _Admitted(default, dialect.claim_begins(connection))
+    return known
 
 
-def _isolation_level(engine: Engine, dialect: Dialect, options: UnitOptions, *, marked: bool) -> str | None:
+def _isolation_level(
+    engine: Engine, dialect: Dialect, default: str | None, options: UnitOptions, *, marked: bool
+) -> str | None:
     """The level to ask for; None keeps the engine's own (docs/adr/0003-lost-updates.md)."""
     detecting = dialect.detecting_isolation(engine)
     if detecting is None:
         return options.isolation
-    loses_updates, refuses_them = LEVELS[: LEVELS.index(detecting)], LEVELS[LEVELS.index(detecting) :]
     chosen = (
         options.isolation
         or engine.get_execution_options().get("isolation_level")
         or getattr(engine.dialect, "_on_connect_isolation_level", None)  # create_engine() leaves no public trace of it
     )
     if chosen is None:
-        default = _default_levels.get(engine, engine.dialect.default_isolation_level)
-        if default in refuses_them:
+        if default is not None and _is_as_strict(default, detecting):
             # It was asked on one connection; behind a pooler the next may have another (docs/adr/0011).
             return default if dialect.begins_with_level else None
         if options.read_models:
             return dialect.locking_isolation
         return detecting if marked else None
-    if marked and chosen in loses_updates and not options.read_models and not options.warned:
+    loses_updates = chosen in LEVELS and not _is_as_strict(chosen, detecting)
+    if marked and loses_updates and not options.read_models and not options.warned:
         options.warned = True
         logger.warning(
             "isolation level %s was chosen: two messages that change one row can lose an update, unless the handler "

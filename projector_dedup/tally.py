@@ -55,7 +55,7 @@ class Tally:
 
     def settled_delivery(self) -> Delivery:
         """What ``deliver`` returns, or raises."""
-        if (error := self.error()) is not None:
+        if self._failures and (error := self.error()) is not None:
             raise error
         return self.delivery()
 

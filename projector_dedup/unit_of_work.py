@@ -10,11 +10,12 @@ import asyncio
 from collections.abc import Collection, Coroutine, Iterable, Sequence
 from datetime import datetime
 from types import TracebackType
-from typing import Any, ClassVar, Generic, Self, TypeVar
+from typing import Any, ClassVar, Generic, Self, TypeVar, cast
 
 from sqlalchemy.orm import Session, sessionmaker
 
 from .asyncio_names import AsyncSession, async_sessionmaker
+from .guarded import GuardedSession
 from .sessions import UnitOptions, check_session_factory, new_async_session, new_session
 from .tables import DedupTables, default_tables
 from .work import Work
@@ -73,8 +74,8 @@ class UnitOfWork(_Opening[sessionmaker[Session]]):
     session: Session
 
     def _prepare(self, session_factory: sessionmaker[Session], options: UnitOptions) -> None:
-        self.session = new_session(session_factory, options)
-        self.work = Work(self.session, options)
+        self.session = session = new_session(session_factory, options)
+        self.work = Work(session, options)
 
     def __enter__(self) -> Self:
         return self
@@ -147,7 +148,7 @@ class AsyncUnitOfWork(_Opening[async_sessionmaker[AsyncSession]]):
 
     def _prepare(self, session_factory: async_sessionmaker[AsyncSession], options: UnitOptions) -> None:
         self.session = new_async_session(session_factory, options)
-        self.work = Work(self.session.sync_session, options)
+        self.work = Work(cast(GuardedSession, self.session.sync_session), options)
         self._closed = False
 
     async def __aenter__(self) -> Self:

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Sequence
 from datetime import datetime
 from typing import Any
 
 from sqlalchemy.engine import Connection
 from sqlalchemy.exc import DBAPIError, UnboundExecutionError
-from sqlalchemy.orm import Session
 
 from . import expected
 from .claimed_marker import ClaimedMarker
-from .dialects import Dialect, dialect_of
+from .dialects import Dialect, Status, dialect_of
 from .errors import CommitOutcomeUnknown, OvertakenError, UnsafeSessionError
+from .guarded import GuardedSession
 from .guards import Guard
 from .markers import (
+    COMMITTED_AT_ONCE,
     bind_of_marker,
     insert_marker,
     insert_markers,
@@ -35,7 +35,7 @@ logger = logging.getLogger("projector_dedup")
 class Work:
     """One transaction on one private session, from its first statement to its end."""
 
-    def __init__(self, session: Session, options: UnitOptions) -> None:
+    def __init__(self, session: GuardedSession, options: UnitOptions) -> None:
         self.session = session
         self.dialect: Dialect | None = None  # None until there was a connection
         self.durable = True
@@ -60,16 +60,20 @@ class Work:
         former_names = valid_formerly(formerly)
         key = marker_key(valid_message_id(message_id), valid_handler(handler), occurred_at)
         options, bind = self._options, bind_of_marker(self.session, self._options.tables)
-        message = None if former_names or not options.may_read_first else about
+        may_read = dialect_of(bind).claims_may_read and options.may_read_first and not former_names
+        message = about if may_read else None
         looked = message is not None and expected.may_look(self.session, bind, options)
         if looked and self._is_duplicate(bind, key):
             return False
-        with self._claiming(bind, key, one=True) as guard:
+        guard = self._begin(bind, key, one=True)
+        try:
             if message is not None and self.durable:
                 self._new = expected.claim(guard, options, key, message, looked=looked)
             else:
                 wait = options.claim_timeout
                 self._new = insert_marker(guard.connection, guard.dialect, options.tables, key, former_names, wait=wait)
+        finally:
+            self._watch(guard)
         return self._new
 
     def _is_duplicate(self, engine: Any, key: dict[str, Any]) -> bool:
@@ -91,15 +95,17 @@ class Work:
             keys.setdefault(key["message_id"], key)
         if not keys:
             raise UnsafeSessionError("claim_many() of no message: there would be nothing to commit")
-        bind = bind_of_marker(self.session, self._options.tables)
-        with self._claiming(bind, next(iter(keys.values())), one=False) as guard:
-            tables, wait = self._options.tables, self._options.claim_timeout
-            others = [{**key, "handler": name} for key in keys.values() for name in names[1:]]
+        others = [{**key, "handler": name} for key in keys.values() for name in names[1:]]
+        tables, wait = self._options.tables, self._options.claim_timeout
+        guard = self._begin(bind_of_marker(self.session, tables), next(iter(keys.values())))
+        try:
             inserted = insert_markers(guard.connection, guard.dialect, tables, [*keys.values(), *others], wait)
             new = [message_id for message_id in keys if all((message_id, name) in inserted for name in names)]
             if new:
                 self._new, guard.marker.key = True, keys[new[0]]
                 self._rows = guard.rows = Rows(guard)
+        finally:
+            self._watch(guard)
         return set(new)
 
     def foresee(self, events: Sequence[object]) -> None:
@@ -114,16 +120,6 @@ class Work:
             guard.watching = False
             guard.connection.commit()
 
-    @contextmanager
-    def _claiming(self, bind: object, key: dict[str, Any], *, one: bool) -> Iterator[Guard]:
-        guard = self._begin(bind, key, one=one)
-        try:
-            yield guard
-            if self._new and self._options.strict:
-                guard.savepoints.mark()
-        finally:
-            self._watch(guard)  # also where the claim failed: what is written then must not commit without a marker
-
     def begin(self) -> None:
         """A transaction without a marker, for a handler that is not idempotent (invariant I9)."""
         try:
@@ -132,8 +128,6 @@ class Work:
             raise UnsafeSessionError("the session has no engine to begin with: give the sessionmaker bind=") from None
         guard = self._begin(bind, None)
         self._new = True
-        if self._options.strict:
-            guard.savepoints.mark()
         self._watch(guard)
 
     def next_message(self) -> None:
@@ -213,8 +207,16 @@ class Work:
             logger.error("%s", violation)
 
     def _watch(self, guard: Guard) -> None:
-        guard.watching = True
-        if guard.dialect.untried and self._new:
+        """Also where the claim failed: what is written then must not commit without a marker."""
+        status = guard.watch()
+        if not self._new:
+            return
+        if guard.marker.key is not None and status is not Status.OPEN:
+            self._new = False
+            raise UnsafeSessionError(COMMITTED_AT_ONCE)
+        if self._options.strict:
+            guard.savepoints.mark()
+        if guard.dialect.untried:
             guard.distrust()  # its driver cannot be asked what happens there; the server will be
 
     def _begun(self) -> Guard:
@@ -224,7 +226,7 @@ class Work:
 
     def _begin(self, bind: Any, key: dict[str, Any] | None, *, one: bool = False) -> Guard:
         dialect, options, marked = dialect_of(bind), self._options, key is not None
-        connection = open_connection(self.session, bind, options, marked=marked, one=one)
+        connection = open_connection(self.session, bind, dialect, options, marked=marked, one=one)
         if marked:
             refuse_shared_markers(connection, options.tables)
         self.dialect = dialect

@@ -74,6 +74,9 @@ class Dialect(ABC):
     commits_duplicates: ClassVar[bool] = False
     """Whether the transaction of a claim that found a duplicate had better end by COMMIT than by ROLLBACK."""
 
+    claims_may_read: ClassVar[bool] = False
+    """Whether ``claim_and_read`` and ``is_known`` are worth a thought."""
+
     transactional_ddl: ClassVar[bool | None] = None
     """Whether a migration is one transaction; None for what Alembic thinks of the database."""
 

@@ -24,7 +24,7 @@ from .migrating import lock_session
 from .mysql_catalog import measured, sampled
 from .mysql_claim import given, insert_given, insert_markers, met_by_claim
 from .mysql_connection import IN_TRANSACTION, careful
-from .mysql_snapshots import offers_snapshot_isolation, snapshot_findings, snapshot_isolation, switching
+from .mysql_snapshots import SnapshotIsolation, offers_snapshot_isolation, snapshot_findings, switching
 from .mysql_tables import refuse_unfit
 from .pruning import is_expired
 
@@ -96,7 +96,7 @@ class MySQL(Dialect):
 
     def opening(self, *, marked: bool) -> AbstractContextManager[None]:
         """The unit of work's connection gets the setting; whoever has the connection next gets it back as it was."""
-        return snapshot_isolation(marked)
+        return SnapshotIsolation(marked)
 
     def refuse_table(self, connection: Connection, table: Table) -> None:
         """MyISAM, Aria and their like."""
@@ -166,9 +166,10 @@ class MySQL(Dialect):
 
     def status(self, driver_connection: Any) -> Status:
         """From the flags of the server's last answer; mysqlclient keeps them to itself."""
-        if getattr(driver_connection, "closed", False) or not (
-            getattr(driver_connection, "open", True) and getattr(driver_connection, "connected", True)
-        ):
+        is_open = getattr(driver_connection, "open", None)  # PyMySQL, mysqlclient
+        if is_open is None:
+            is_open = getattr(driver_connection, "connected", True) and not getattr(driver_connection, "closed", False)
+        if not is_open:
             return Status.BUSY
         flags = getattr(driver_connection, "server_status", None)
         if flags is None and hasattr(driver_connection, "get_transaction_status"):

@@ -8,8 +8,7 @@ connection, not for each message.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -32,26 +31,30 @@ _wanted: ContextVar[bool] = ContextVar("projector_dedup_snapshot_isolation", def
 _found: WeakKeyDictionary[EngineDialect, tuple[str | None, bool]] = WeakKeyDictionary()
 
 
-@contextmanager
-def snapshot_isolation(wanted: bool) -> Iterator[None]:
+class SnapshotIsolation:
     """Within the block, connections are taken from the pool with the setting on if it is ``wanted``."""
-    token = _wanted.set(wanted)
-    try:
-        yield
-    finally:
-        _wanted.reset(token)
+
+    def __init__(self, wanted: bool) -> None:
+        self._is_wanted = wanted
+
+    def __enter__(self) -> None:
+        self._token = _wanted.set(self._is_wanted)
+
+    def __exit__(self, *_error: object) -> None:
+        _wanted.reset(self._token)
 
 
 def offers_snapshot_isolation(engine: Engine) -> bool:
     """Whether the server has the setting, and can be relied on to keep it."""
-    if engine.dialect not in _found:
+    known = _found.get(engine.dialect)
+    if known is None:
         with engine.connect() as connection:
             found = connection.exec_driver_sql(f"SHOW VARIABLES LIKE '{SETTING}'").first()
         version: tuple[Any, ...] = engine.dialect.server_version_info or (0, 0, 0)
         series, release = version[:2], version[2]
         dependable = series > max(DEPENDABLE) or release >= DEPENDABLE.get(series, sys.maxsize)
-        _found[engine.dialect] = (found[1], dependable) if found is not None else (None, False)
-    return _found[engine.dialect][1]
+        known = _found[engine.dialect] = (found[1], dependable) if found is not None else (None, False)
+    return known[1]
 
 
 def snapshot_findings(engine: Engine) -> list[Finding]:

@@ -77,6 +77,7 @@ class PostgreSQL(Dialect):
     begins_with_level = True
     keeps_zones = True
     commits_duplicates = True  # at a ROLLBACK psycopg forgets what it has prepared, and has the server forget it
+    claims_may_read = True
     plain_rows = postgresql_rows.PostgreSQLRows()
 
     def prepare(self, engine: Engine) -> None:
@@ -217,12 +218,12 @@ class PostgreSQL(Dialect):
         )
 
 
-def _beginning(connection: Connection) -> AbstractContextManager[None]:
+def _beginning(connection: Connection) -> AbstractContextManager[object]:
     """Within, the first statement takes BEGIN along, if the driver is one that can do that."""
     driver: Any = connection.connection.driver_connection
     if not hasattr(driver, "pgconn"):
         return nullcontext()
-    beginning: AbstractContextManager[None] = _psycopg_claim().beginning(
+    beginning: AbstractContextManager[object] = _psycopg_claim().beginning(
         driver, connection.get_execution_options().get(LEVEL_OF_BEGIN)
     )
     return beginning

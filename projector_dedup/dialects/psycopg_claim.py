@@ -8,8 +8,8 @@ errors are what they always are; to psycopg it is a transaction that has begun. 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, lru_cache, partial
 from itertools import count
 from typing import Any
@@ -42,43 +42,44 @@ _prepared: WeakKeyDictionary[Driver, dict[bytes, bytes]] = WeakKeyDictionary()
 _numbers = count()
 
 
-@contextmanager
-def beginning(driver: Driver, level: str | None = None) -> Iterator[None]:
+def beginning(driver: Driver, level: str | None = None) -> AbstractContextManager[object]:
     """Within, what is executed on the driver's connection takes BEGIN along, where that can be done.
 
-    It begins at ``level``, or at that which is set on the connection.
+    It begins at ``level``, or at that which is set on the connection. A ``level`` is given if it ``can_begin``.
     """
-    if not can_begin(driver):
-        if level is not None:  # it was able to when the connection was taken, and nothing happened since
+    if level is not None:
+        if driver.pgconn.transaction_status != _IDLE:
             raise UnsafeSessionError("a transaction was begun on the connection before its claim; claim first")
-        yield
-        return
-    chosen = driver.isolation_level if level is None else _LEVELS[level]
-    with _executing(driver, b"BEGIN" if chosen is None else _BEGIN[chosen]):
-        yield
+        return _Executing(driver, _BEGIN[_LEVELS[level]])
+    if not can_begin(driver):
+        return nullcontext()
+    chosen = driver.isolation_level
+    return _Executing(driver, b"BEGIN" if chosen is None else _BEGIN[chosen])
 
 
-@contextmanager
-def looking(driver: Driver) -> Iterator[list[bytes] | None]:
+def looking(driver: Driver) -> AbstractContextManager[list[bytes] | None]:
     """Within, a SELECT on the driver's connection is executed without BEGIN; None if that cannot be done.
 
     It lists what was sent: a listener may have sent something too, that was to hold for a transaction.
     """
-    if not can_begin(driver):
-        yield None
-        return
-    with _executing(driver) as sent:
-        yield sent
+    return _Executing(driver) if can_begin(driver) else nullcontext()
 
 
-@contextmanager
-def _executing(driver: Driver, *before: bytes) -> Iterator[list[bytes]]:
-    usual, sent = driver.cursor_factory, list[bytes]()
-    driver.cursor_factory = partial(_CURSORS[usual], before=before, sent=sent)
-    try:
-        yield sent
-    finally:
-        driver.cursor_factory = usual
+class _Executing:
+    """Within, the driver's connection makes cursors of ours."""
+
+    def __init__(self, driver: Driver, *before: bytes) -> None:
+        self._driver = driver
+        self._before = before
+
+    def __enter__(self) -> list[bytes]:
+        """What they have sent."""
+        self._usual, sent = self._driver.cursor_factory, list[bytes]()
+        self._driver.cursor_factory = partial(_CURSORS[self._usual], before=self._before, sent=sent)
+        return sent
+
+    def __exit__(self, *_error: object) -> None:
+        self._driver.cursor_factory = self._usual
 
 
 def can_begin(driver: Driver) -> bool:

@@ -78,9 +78,9 @@ class SQLite(Dialect):
 
     def _commits_nothing(self, connection: Connection) -> bool:
         """Whether ``commit()`` is without effect, as sqlite3's autocommit=True has it; our BEGIN would stay open."""
-        driver = connection.connection.driver_connection
         if connection.dialect.driver != "aiosqlite":
-            return getattr(driver, "autocommit", None) is True
+            return getattr(connection.connection.dbapi_connection, "autocommit", None) is True
+        driver = connection.connection.driver_connection
         # aiosqlite does not tell, so try, once for each of its connections.
         if _COMMITS not in connection.info and self.status(driver) is Status.NONE:
             connection.exec_driver_sql("BEGIN")
