@@ -8,7 +8,7 @@ from sqlalchemy import literal_column, select
 from sqlalchemy.engine import Connection
 
 from .dialects import Dialect, Status
-from .markers import marker_exists, translate_map
+from .markers import marker_exists
 from .tables import DedupTables
 
 
@@ -16,14 +16,20 @@ class ClaimedMarker:
     """Without a ``key`` there is none, and only the transaction can be asked about."""
 
     def __init__(
-        self, connection: Connection, driver: Any, dialect: Dialect, tables: DedupTables, key: dict[str, Any] | None
+        self,
+        connection: Connection,
+        driver: Any,
+        dialect: Dialect,
+        tables: DedupTables,
+        schemas: object,  # the map by which it was claimed
+        key: dict[str, Any] | None,
     ) -> None:
         self.key = key
         self._connection = connection
         self._driver = driver
         self._dialect = dialect
         self._tables = tables
-        self._schemas = translate_map(connection)
+        self._schemas = schemas
         self._marked = False
 
     def mark_transaction(self) -> None:

@@ -17,7 +17,7 @@ from sqlalchemy.orm import Session
 from .dialects import Dialect, Status
 from .first_row import Learning, expected_row
 from .guards import Guard
-from .markers import insert_marker, insert_marker_and_read, is_known, refuse_shared_markers
+from .markers import insert_marker, insert_marker_and_read, is_known, refuse_shared_markers, translate_map
 from .message import Message
 from .plain import begins_unheard, has_options
 from .sessions import UnitOptions, is_begun_by_claims
@@ -41,7 +41,7 @@ def look(connection: Connection, dialect: Dialect, options: UnitOptions, key: di
     try:
         if not connection.in_transaction():
             connection.begin()
-        refuse_shared_markers(connection, options.tables)
+        refuse_shared_markers(translate_map(connection), options.tables)
         known = is_known(connection, dialect, options.tables, key) is True
     except BaseException:
         if not connection.invalidated and dialect.status(connection.connection.driver_connection) is Status.BUSY:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import cache, wraps
-from typing import Any, ClassVar, Concatenate, ParamSpec, Protocol, TypeVar
+from functools import cache
+from typing import Any, ClassVar, Protocol
 
-from sqlalchemy import Table, event
+from sqlalchemy import Select, Table, event
 from sqlalchemy.engine import Connection
 from sqlalchemy.orm import Session, SessionTransaction
 from sqlalchemy.pool import PoolProxiedConnection
+from sqlalchemy.sql.dml import UpdateBase
 from sqlalchemy.sql.elements import ReleaseSavepointClause, RollbackToSavepointClause, SavepointClause
 
+from .class_cache import kept_on_class
 from .dialects import Dialect
 from .errors import UnsafeSessionError
 from .marks import Savepoints
@@ -88,28 +90,6 @@ def _are_asked_for(options: Mapping[str, Any]) -> bool:
     """``with_for_update={}`` is."""
     given = [name for name, value in options.items() if value is not None and value is not False]
     return bool(given) and (given != ["execution_options"] or bool(options["execution_options"]))
-
-
-T = TypeVar("T")
-C = TypeVar("C", bound=type[Session])
-P = ParamSpec("P")
-
-
-def kept_on_class(make: Callable[Concatenate[C, P], T]) -> Callable[Concatenate[C, P], T]:
-    """As ``functools.cache`` for functions of a class, but forgotten with the class: every sessionmaker makes one."""
-
-    attribute = f"_projector_dedup_{make.__name__}"
-
-    @wraps(make)
-    def find(target: C, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        if attribute not in vars(target):
-            setattr(target, attribute, {})
-        kept: dict[tuple[Any, ...], T] = vars(target)[attribute]
-        if args not in kept:
-            kept[args] = make(target, *args, **kwargs)
-        return kept[args]
-
-    return find
 
 
 @kept_on_class
@@ -199,10 +179,11 @@ class GuardedConnection(Connection):
 
     def _watched(self, run: Callable[..., Any], statement: Any, *args: Any, **kwargs: Any) -> Any:
         guard = self.guard
-        written = getattr(statement, "table", None) if getattr(statement, "is_dml", False) else None
-        savepoint = isinstance(statement, _SAVEPOINTS)
+        written: Any = statement.table if isinstance(statement, UpdateBase) else None
+        usual = written is not None or isinstance(statement, Select)
+        savepoint = not usual and isinstance(statement, _SAVEPOINTS)
         rolls_back = savepoint and isinstance(statement, RollbackToSavepointClause)
-        guard.before_statement(sql_text(statement, self.dialect), written, mends=rolls_back)
+        guard.before_statement(None if usual else sql_text(statement, self.dialect), written, mends=rolls_back)
         if guard.rows is not None:
             guard.rows.before_statement(statement)
         if self._streams(statement, kwargs.get("execution_options")):

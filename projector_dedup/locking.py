@@ -20,8 +20,9 @@ from sqlalchemy.sql import Join
 from sqlalchemy.sql.expression import Alias, FromClause
 from sqlalchemy.sql.util import find_tables, surface_selectables_only
 
+from .class_cache import kept_on_class
 from .errors import UnlockedWriteError
-from .guarded import GuardedSession, kept_on_class
+from .guarded import GuardedSession
 
 _LOCKED = "projector_dedup_locked_tables"
 

@@ -70,7 +70,7 @@ def claim(
     connection = session.connection(bind_arguments={"bind": bind})  # a get_bind() of the user's may not repeat itself
     if isinstance(bind, Engine) and connection.in_nested_transaction():
         raise UnsafeSessionError("claim() inside a savepoint of the connection: claim first, then begin_nested()")
-    refuse_shared_markers(connection, tables)
+    refuse_shared_markers(translate_map(connection), tables)
     dialect = dialect_of(connection)
     dialect.refuse_unsafe(connection)
     if dialect.untried:
@@ -170,12 +170,12 @@ def raise_in_progress(error: DBAPIError, dialect: Dialect, wait: float | None) -
         ) from error
 
 
-def refuse_shared_markers(connection: Connection, tables: DedupTables) -> None:
+def refuse_shared_markers(translated: Any, tables: DedupTables) -> None:
     """Refuse schemas that are kept apart, in one table of markers, unless the map says that this is meant.
 
     A tenant's message 1 would be taken for a duplicate of another tenant's message 1, and be lost.
     """
-    schema, translated = tables.marker.schema, translate_map(connection)
+    schema = tables.marker.schema
     if translated and schema not in translated:
         raise UnsafeSessionError(
             f"the engine's schema_translate_map moves other tables than {tables.marker.fullname}, so several schemas "

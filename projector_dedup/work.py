@@ -24,6 +24,7 @@ from .markers import (
     marker_key,
     raise_in_progress,
     refuse_shared_markers,
+    translate_map,
 )
 from .message import Message, valid_formerly, valid_handler, valid_message_id
 from .rows import Rows
@@ -60,12 +61,13 @@ class Work:
         former_names = valid_formerly(formerly)
         key = marker_key(valid_message_id(message_id), valid_handler(handler), occurred_at)
         options, bind = self._options, bind_of_marker(self.session, self._options.tables)
-        may_read = dialect_of(bind).claims_may_read and options.may_read_first and not former_names
+        dialect = dialect_of(bind)
+        may_read = dialect.claims_may_read and options.may_read_first and not former_names
         message = about if may_read else None
         looked = message is not None and expected.may_look(self.session, bind, options)
-        if looked and self._is_duplicate(bind, key):
+        if looked and self._is_duplicate(bind, dialect, key):
             return False
-        guard = self._begin(bind, key, one=True)
+        guard = self._begin(bind, dialect, key, one=True)
         try:
             if message is not None and self.durable:
                 self._new = expected.claim(guard, options, key, message, looked=looked)
@@ -76,9 +78,9 @@ class Work:
             self._watch(guard)
         return self._new
 
-    def _is_duplicate(self, engine: Any, key: dict[str, Any]) -> bool:
+    def _is_duplicate(self, engine: Any, dialect: Dialect, key: dict[str, Any]) -> bool:
         with engine.connect() as connection:
-            self.dialect = dialect = dialect_of(engine)
+            self.dialect = dialect
             return expected.look(connection, dialect, self._options, key)
 
     def claim_many(
@@ -97,7 +99,8 @@ class Work:
             raise UnsafeSessionError("claim_many() of no message: there would be nothing to commit")
         others = [{**key, "handler": name} for key in keys.values() for name in names[1:]]
         tables, wait = self._options.tables, self._options.claim_timeout
-        guard = self._begin(bind_of_marker(self.session, tables), next(iter(keys.values())))
+        bind = bind_of_marker(self.session, tables)
+        guard = self._begin(bind, dialect_of(bind), next(iter(keys.values())))
         try:
             inserted = insert_markers(guard.connection, guard.dialect, tables, [*keys.values(), *others], wait)
             new = [message_id for message_id in keys if all((message_id, name) in inserted for name in names)]
@@ -126,7 +129,7 @@ class Work:
             bind = self.session.get_bind()
         except UnboundExecutionError:
             raise UnsafeSessionError("the session has no engine to begin with: give the sessionmaker bind=") from None
-        guard = self._begin(bind, None)
+        guard = self._begin(bind, dialect_of(bind), None)
         self._new = True
         self._watch(guard)
 
@@ -224,11 +227,12 @@ class Work:
             raise UnsafeSessionError("nothing was claimed in this unit of work; claim() comes before commit()")
         return self._guard
 
-    def _begin(self, bind: Any, key: dict[str, Any] | None, *, one: bool = False) -> Guard:
-        dialect, options, marked = dialect_of(bind), self._options, key is not None
+    def _begin(self, bind: Any, dialect: Dialect, key: dict[str, Any] | None, *, one: bool = False) -> Guard:
+        options, marked = self._options, key is not None
         connection = open_connection(self.session, bind, dialect, options, marked=marked, one=one)
+        schemas = translate_map(connection)
         if marked:
-            refuse_shared_markers(connection, options.tables)
+            refuse_shared_markers(schemas, options.tables)
         self.dialect = dialect
         self.durable = not isinstance(bind, Connection)
         try:
@@ -237,6 +241,6 @@ class Work:
             raise_in_progress(error, dialect, options.claim_timeout)
             raise
         driver = connection.connection.driver_connection
-        marker = ClaimedMarker(connection, driver, dialect, options.tables, key)
+        marker = ClaimedMarker(connection, driver, dialect, options.tables, schemas, key)
         self._guard = Guard(self.session, connection, driver, dialect, marker)
         return self._guard
