@@ -2,14 +2,14 @@
 
 import asyncio
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from sqlalchemy import URL, Engine, create_engine, event, text
+from sqlalchemy import URL, Engine, create_engine, event, select, text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_async_engine
-from sqlalchemy.orm import Session, scoped_session, sessionmaker
+from sqlalchemy.orm import Session, make_transient_to_detached, scoped_session, sessionmaker
 from sqlalchemy.pool import StaticPool
 
 from databases import Database
@@ -210,12 +210,37 @@ def test_claim_refuses_what_is_no_session_and_a_savepoint_of_the_connection(harn
     assert nothing_durable(harness)
 
 
+def _changed(session: Session) -> None:
+    """As an object that stays loaded after a COMMIT of the session's own."""
+    total = Total(key="b", amount=1)
+    make_transient_to_detached(total)
+    session.add(total)
+    session.commit()
+    total.amount = 2
+
+
+def _deleted(session: Session) -> None:
+    total = Total(key="b", amount=1)
+    make_transient_to_detached(total)
+    session.delete(total)
+
+
+_USED: list[Callable[[Session], object]] = [
+    lambda session: session.add(Total(key="a", amount=1)),
+    lambda session: session.execute(select(1)),
+    lambda session: session.begin(),
+    _changed,
+    _deleted,
+]
+
+
 def test_a_session_that_was_used_before_the_claim_is_refused(harness: Harness) -> None:
     """The claim is the first statement, or what was read before it could be stale."""
-    with UnitOfWork(harness.factory) as uow:
-        uow.session.add(Total(key="a", amount=1))
-        with pytest.raises(UnsafeSessionError, match="before the claim"):
-            uow.claim("m1", "h")
+    for way in _USED:
+        with UnitOfWork(harness.factory) as uow:
+            way(uow.session)
+            with pytest.raises(UnsafeSessionError, match="before the claim"):
+                uow.claim("m1", "h")
     with UnitOfWork(harness.factory) as uow, pytest.raises(UnsafeSessionError, match="nothing was claimed"):
         uow.commit()
     assert nothing_durable(harness)

@@ -420,6 +420,42 @@ def test_guesses_come_to_an_end(engine: Engine) -> None:
     assert sum(totals(engine)) == 60
 
 
+def test_who_begins_with_something_else_is_not_waited_for_for_ever(engine: Engine) -> None:
+    """After eight such messages nothing is learned of their kind any more; of another kind it is."""
+    begins = {"otherwise": True}
+
+    def body(change: Added | Removed, session: Session) -> None:
+        if begins["otherwise"] and isinstance(change, Added):
+            session.execute(update(Total).where(Total.id == change.row).values(amount=Total.amount + 10))
+        session.get_one(Total, change.row if isinstance(change, Added) else change.number).amount += 1
+
+    deliver = Delivered(engine, body)
+    for _ in range(8):
+        assert deliver(Added(0))[-4:] == ["INSERT", "UPDATE", "SELECT", "UPDATE"]
+    begins["otherwise"] = False
+    for _ in range(3):
+        assert deliver(Added(1)) == SELECTED
+    deliver(Removed(2))
+    assert deliver(Removed(3)) == WITH_CLAIM
+    assert deliver(Added(1)) == SELECTED
+    assert totals(engine) == [88, 4, 1, 1]
+
+
+def test_a_few_that_begin_with_something_else_do_not_matter(engine: Engine) -> None:
+    """Seven."""
+
+    def body(change: Added, session: Session) -> None:
+        session.execute(update(Total).where(Total.id == change.row).values(amount=Total.amount + 1))
+
+    deliver = Delivered(engine, body)
+    for _ in range(7):
+        deliver(Added(0))
+    deliver.body = add
+    deliver(Added(1))
+    assert deliver(Added(1)) == WITH_CLAIM
+    assert totals(engine) == [7, 2, 0, 0]
+
+
 def test_guesses_come_to_an_end_for_all_kinds_of_events_at_once(engine: Engine) -> None:
     """Twenty that were learned, and all are wrong by then."""
     kinds = [f"kind {number}" for number in range(20)]

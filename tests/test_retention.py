@@ -135,7 +135,10 @@ def test_two_cleaners_share_the_work(engine: Engine, level: str) -> None:
 
 @pytest.mark.parametrize("fresh", [0, 3, 3000])
 def test_a_cleaner_holds_up_no_other_message(engine: Engine, fresh: int) -> None:
-    """While a batch is uncommitted, claims of other ids go on at once; one of a deleted id waits, and is new."""
+    """While a batch is uncommitted, claims of other ids go on; one of a deleted id waits, and is new.
+
+    One that waited for the batch would fail: it is not committed before, and nobody here waits longer than 5 s.
+    """
     if not dialect_of(engine).locks_rows:
         pytest.skip("writers are serialised: everybody waits for the batch")
     _markers(engine, [1000.0] * 10 + [0.0] * fresh)
@@ -144,7 +147,6 @@ def test_a_cleaner_holds_up_no_other_message(engine: Engine, fresh: int) -> None
     other = create_engine(engine.url)
     event.listen(other, "connect", lambda connection, _: _set(connection, bounded))
     with ThreadPoolExecutor(1) as threads, uncommitted_batch(engine, tables, 7) as batch:
-        began = time.monotonic()
         for message_id in ("new", "00", "5x", "~"):  # before, between and after what is deleted
             with Session(other) as session:
                 assert claim(session, message_id, "h")
@@ -152,7 +154,6 @@ def test_a_cleaner_holds_up_no_other_message(engine: Engine, fresh: int) -> None
         if fresh > 1000:  # fewer, and a planner reads them all, under lock on MariaDB: a redelivery waits for the batch
             with Session(other) as session:
                 assert not claim(session, "10", "h")
-        assert time.monotonic() - began < 4
         redelivered = threads.submit(_claims, other, "0")
         time.sleep(0.2)  # it has nothing to win: the next line holds whether the claim waits yet or not
         assert not redelivered.done()
