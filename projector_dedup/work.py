@@ -73,7 +73,7 @@ class Work:
                 self._new = expected.claim(guard, options, key, message, looked=looked)
             else:
                 wait = options.claim_timeout
-                self._new = insert_marker(guard.connection, guard.dialect, options.tables, key, former_names, wait=wait)
+                self._new = insert_marker(guard.connection, dialect, options.tables, key, former_names, wait=wait)
         finally:
             self._watch(guard)
         return self._new

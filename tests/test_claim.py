@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from sqlalchemy import URL, Engine, create_engine, event, select, text
+from sqlalchemy import URL, Connection, Engine, create_engine, event, select, text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_async_engine
 from sqlalchemy.orm import Session, make_transient_to_detached, scoped_session, sessionmaker
@@ -21,6 +21,7 @@ from projector_dedup import (
     Outcome,
     RetriesExhaustedError,
     RetryPolicy,
+    TransactionViolatedError,
     UnitOfWork,
     UnsafeSessionError,
     UnsupportedDatabaseError,
@@ -244,6 +245,50 @@ def test_a_session_that_was_used_before_the_claim_is_refused(harness: Harness) -
     with UnitOfWork(harness.factory) as uow, pytest.raises(UnsafeSessionError, match="nothing was claimed"):
         uow.commit()
     assert nothing_durable(harness)
+
+
+def test_after_a_claim_that_failed_nothing_can_be_committed(harness: Harness) -> None:
+    """It would be without a marker."""
+    with harness.engine.begin() as connection:
+        default_tables.marker.drop(connection)
+    with UnitOfWork(harness.factory) as uow:
+        with pytest.raises(MissingTableError):
+            uow.claim("m1", "h")
+        with pytest.raises(TransactionViolatedError, match=r"session\.commit"):
+            uow.session.commit()
+        with pytest.raises(UnsafeSessionError, match="claim failed"):
+            uow.commit()
+    default_metadata.create_all(harness.engine)
+    assert nothing_durable(harness)
+
+
+def _driver_commits_at_once(connection: Connection, cursor: Any, statement: str, *_: Any) -> None:
+    if "INSERT" not in statement:
+        return
+    driver: Any = connection.connection.dbapi_connection
+    match connection.dialect.driver:
+        case "pysqlite":
+            driver.isolation_level = None
+        case "psycopg2":
+            driver.autocommit = True
+        case _:
+            cursor.execute("SET autocommit = 1")
+
+
+@pytest.mark.parametrize("bare", [False, True])
+def test_a_listener_that_makes_the_claim_commit_at_once_is_found_out(harness: Harness, bare: bool) -> None:
+    """Before the handler runs, whose writes would be another transaction; mysqlclient cannot tell, psycopg 3 begins."""
+    if harness.engine.driver in ("mysqldb", "psycopg"):
+        return
+    event.listen(harness.engine, "before_cursor_execute", _driver_commits_at_once)
+    with UnitOfWork(harness.factory) as uow, Session(harness.engine) as session:
+        with pytest.raises(UnsafeSessionError, match="committed the claim at once"):
+            claim(session, "m1", "h") if bare else uow.claim("m1", "h")
+        if not bare:
+            with pytest.raises(UnsafeSessionError, match="claim failed"):
+                uow.commit()
+    event.remove(harness.engine, "before_cursor_execute", _driver_commits_at_once)
+    assert harness.totals() == {}
 
 
 def test_a_shared_connection_is_refused() -> None:
