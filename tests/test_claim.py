@@ -291,6 +291,19 @@ def test_a_listener_that_makes_the_claim_commit_at_once_is_found_out(harness: Ha
     assert harness.totals() == {}
 
 
+def test_a_handler_that_does_nothing_but_commit_below_is_found_out(harness: Harness) -> None:
+    """By a connection that it has from elsewhere, so that only the driver can tell; mysqlclient cannot."""
+    if harness.engine.driver == "mysqldb":
+        return
+    lent: list[Any] = []
+    event.listen(harness.engine, "checkout", lambda driver, *_: lent.append(driver))
+    handler = projector(idempotent=True, name="totals")(on(Added)(lambda _happened, _session: lent[-1].commit()))
+    with pytest.raises(TransactionViolatedError) as found:
+        Dispatcher(harness.factory, handler).deliver(Added(), message_id="m1")
+    assert found.value.durable
+    assert harness.markers() == [("m1", "totals")]
+
+
 def test_a_shared_connection_is_refused() -> None:
     """SQLite's StaticPool lends one connection to everybody, whose transactions would mix."""
     engine = create_engine("sqlite://", poolclass=StaticPool, connect_args={"check_same_thread": False})
