@@ -118,10 +118,11 @@ def test_the_level_is_that_of_the_unit_of_work_and_of_nobody_else(
     engine_of: EngineOf, target: Any, isolation: str | None
 ) -> None:
     """Also where a listener of the user's has begun the transaction before the claim could say the level."""
-    engine, levels = engine_of(), list[str]()
+    engine, levels, looked = engine_of(), list[str](), list[Any]()
 
     def look(*arguments: Any) -> None:
-        arguments[-1].exec_driver_sql("select 1")
+        looked.append(arguments[-1])
+        looked[-1].exec_driver_sql("select 1")
 
     def body(_event: Added, session: Session) -> None:
         levels.append(session.scalar(text("show transaction_isolation")))
@@ -139,6 +140,7 @@ def test_the_level_is_that_of_the_unit_of_work_and_of_nobody_else(
         if listening:
             event.remove(*listening)
     assert levels == [(isolation or "REPEATABLE READ").lower()] * 3
+    assert target is not Session or len(looked) == 4, "only the first message has to begin twice"
 
 
 @pytest.mark.parametrize(
