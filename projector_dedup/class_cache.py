@@ -15,7 +15,6 @@ P = ParamSpec("P")
 
 def kept_on_class(make: Callable[Concatenate[C, P], T]) -> Callable[Concatenate[C, P], T]:
     """As ``functools.cache`` for functions of a class, but forgotten with the class: every sessionmaker makes one."""
-
     attribute = f"_projector_dedup_{make.__name__}"
 
     @wraps(make)

@@ -180,7 +180,7 @@ class GuardedConnection(Connection):
     def _watched(self, run: Callable[..., Any], statement: Any, *args: Any, **kwargs: Any) -> Any:
         guard = self.guard
         written: Any = statement.table if isinstance(statement, UpdateBase) else None
-        usual = written is not None or isinstance(statement, Select)
+        usual = written is not None or isinstance(statement, Select)  # neither text nor a savepoint
         savepoint = not usual and isinstance(statement, _SAVEPOINTS)
         rolls_back = savepoint and isinstance(statement, RollbackToSavepointClause)
         guard.before_statement(None if usual else sql_text(statement, self.dialect), written, mends=rolls_back)

@@ -45,8 +45,10 @@ class Tally:
 
     def error(self) -> Exception | None:
         """What to raise if not all are settled: an only handler's error is the caller's own."""
-        if not self._failures or self._alone:
-            return next(iter(self._failures), None)
+        if not self._failures:
+            return None
+        if self._alone:
+            return self._failures[0]
         failed = [name for name, outcome in self._outcomes.items() if outcome is Outcome.FAILED]
         causes = ", ".join(
             f"{name} ({type(error).__name__})" for name, error in zip(failed, self._failures, strict=True)
@@ -55,7 +57,7 @@ class Tally:
 
     def settled_delivery(self) -> Delivery:
         """What ``deliver`` returns, or raises."""
-        if self._failures and (error := self.error()) is not None:
+        if (error := self.error()) is not None:
             raise error
         return self.delivery()
 

@@ -7,9 +7,8 @@ import re
 from sqlalchemy.engine import Dialect as EngineDialect
 from sqlalchemy.orm import FromStatement
 from sqlalchemy.schema import DDL, ExecutableDDLElement
-from sqlalchemy.sql.dml import UpdateBase
 from sqlalchemy.sql.elements import TextClause
-from sqlalchemy.sql.selectable import Select, TextualSelect
+from sqlalchemy.sql.selectable import TextualSelect
 
 OPAQUE = (r"'(?:[^']|'')*'", r'"(?:[^"]|"")*"', r"--[^\n]*", r"/\*.*?\*/")
 COMMANDS = (
@@ -68,8 +67,6 @@ class Grammar:
 
 def sql_text(statement: object, dialect: EngineDialect) -> str | None:
     """The text that the user wrote, or DDL; None for what else SQLAlchemy compiles, which never ends a transaction."""
-    if isinstance(statement, (Select, UpdateBase)):
-        return None  # as most are
     if isinstance(statement, FromStatement):
         statement = statement.element
     if isinstance(statement, TextualSelect):
