@@ -11,12 +11,12 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from sqlalchemy import Result, Table
+from sqlalchemy import Row, Table
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.sql import Executable
 
 from .dialects import Failure
-from .dialects.plain_tables import parameter
+from .dialects.plain_tables import UnreadableRowError, parameter
 from .errors import OvertakenError
 from .event_keys import Key
 from .habits import Habit, Habits
@@ -78,22 +78,21 @@ class FirstRow(_First):
         self._key = key
         self._values: Mapping[str, Any] | None = None  # None: there is no such row
 
-    def claim(self, insert: Callable[[Executable, Mapping[str, Any]], Result[Any]], marker: dict[str, Any]) -> bool:
+    def claim(self, insert: Callable[[Executable, Mapping[str, Any]], Row[Any] | None], marker: dict[str, Any]) -> bool:
         """Claim the message and read the row, in one statement."""
         parameters = marker | {parameter(place): part for place, part in enumerate(self._key)}
-        dialect = self._watched.dialect
         try:
-            result = insert(self._habit.claiming, parameters)
+            row = insert(self._habit.claiming, parameters)
+        except UnreadableRowError as error:
+            self._habits.wrong(self._message, _FAILED)
+            raise OvertakenError(
+                "the row that the message seems to be about could not be read with its claim; run the unit of work "
+                "again, which will not try that"
+            ) from error.__cause__
         except DBAPIError as error:
-            if dialect.classify(error) is Failure.LOCK_TIMEOUT:
+            if self._watched.dialect.classify(error) is Failure.LOCK_TIMEOUT:
                 self._habits.wrong(self._message)  # a redelivery need not wait for that table
-            if not dialect.plain_rows.may_fail_reading(error):
-                raise
-            raise self._unreadable() from error
-        try:
-            row = result.first()
-        except Exception as error:  # a type of the ORM's cannot read it
-            raise self._unreadable() from error
+            raise
         if row is None:
             return False
         lasts, *found = tuple(row)
@@ -109,13 +108,6 @@ class FirstRow(_First):
         if self._waiting:
             self._habits.wrong(self._message)
         super().stop()
-
-    def _unreadable(self) -> OvertakenError:
-        self._habits.wrong(self._message, _FAILED)
-        return OvertakenError(
-            "the row that the message seems to be about could not be read with its claim; run the unit of work again, "
-            "which will not try that"
-        )
 
     def _first(self, entity: Any, ident: Any, load: Load) -> Any:
         plain = self._habit.plain

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from functools import cache
 from typing import Any
 
-from sqlalchemy import Insert, Result, Table, literal_column, select
+from sqlalchemy import Insert, Row, Table, literal_column, select
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import DBAPIError, UnboundExecutionError
 from sqlalchemy.orm import Session, scoped_session
@@ -120,10 +120,10 @@ def is_known(connection: Connection, dialect: Dialect, tables: DedupTables, key:
 
 def insert_marker_and_read(
     connection: Connection, dialect: Dialect, tables: DedupTables, statement: Executable, parameters: Mapping[str, Any]
-) -> Result[Any]:
+) -> Row[Any] | None:
     """The same by a ``statement`` that also reads a row; whatever goes wrong with either, raises as it comes."""
     dialect.refuse_marker(connection, tables.marker)
-    return dialect.claim_and_read(connection, statement, parameters)
+    return dialect.claim_and_read(connection, statement, tables.marker, parameters)
 
 
 def insert_markers(

@@ -60,7 +60,7 @@ class Rows:
         self._ahead = KeysAhead(())
         self._values: dict[Any, Mapping[str, Any]] = {}  # by identity key: what a SELECT would find
         self._unwritten: dict[Any, tuple[Plain, dict[str, Any]]] = {}
-        self._stopped = not is_plain_beginning(self._session, self._connection)
+        self._stopped = not (self._database.writes_late and is_plain_beginning(self._session, self._connection))
         self._quiet = True  # this message has sent nothing of its own to the database
         self._expected: type[Any] | None = None  # the statements that are sent on its behalf
 

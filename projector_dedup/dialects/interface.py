@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from datetime import UTC, datetime
 from typing import Any, ClassVar
 
-from sqlalchemy import FromClause, Result, Table, select
+from sqlalchemy import FromClause, Row, Table, select
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.pool import StaticPool
@@ -144,9 +144,14 @@ class Dialect(ABC):
         """Whether ``statement`` finds the marker; None where to look costs as much as a claim that meets it."""
         return None
 
-    def claim_and_read(self, connection: Connection, statement: Executable, parameters: Parameters) -> Result[Any]:
-        """Run a claim of ``PlainRows.claiming``."""
-        return connection.execute(statement, parameters)
+    def claim_and_read(
+        self, connection: Connection, statement: Executable, marker: Table, parameters: Parameters
+    ) -> Row[Any] | None:
+        """Run a claim of ``PlainRows.claiming``: what it gives, None for a duplicate.
+
+        Raises ``UnreadableRowError`` where it was perhaps not the claim that failed, after which nothing may commit.
+        """
+        return self.plain_rows.claim(connection, statement, parameters)
 
     def claim_many(self, connection: Connection, marker: Table, keys: Sequence[Parameters]) -> set[Key]:
         """Claim several markers, given in the order of their locks; returns the new ones, or raises ``OvertakenError``.

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
-from sqlalchemy import FromClause, Select, Table, bindparam, select
+from sqlalchemy import FromClause, Row, Select, Table, bindparam, select
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.compiler import compiles
@@ -24,34 +24,11 @@ from .migrating import lock_session
 from .mysql_catalog import measured, sampled
 from .mysql_claim import given, insert_given, insert_markers, met_by_claim
 from .mysql_connection import IN_TRANSACTION, careful
+from .mysql_errors import classify, commit_refused, dooms
+from .mysql_rows import MariaDBRows
 from .mysql_snapshots import SnapshotIsolation, offers_snapshot_isolation, snapshot_findings, switching
 from .mysql_tables import refuse_unfit
 from .pruning import is_expired
-
-# Error numbers: MariaDB documentation, "MariaDB Error Code Reference".
-_DEADLOCK, _RECORD_CHANGED, _LOCK_WAIT_TIMEOUT, _STATEMENT_TIMEOUT, _NO_SAVEPOINT = 1213, 1020, 1205, 1969, 1305
-_LOCK_TABLE_FULL = 1206
-_TRANSIENT = {
-    _DEADLOCK,
-    _LOCK_TABLE_FULL,
-    _RECORD_CHANGED,  # since this transaction's snapshot was taken
-    *(1412, 1684),  # somebody has changed the table since the snapshot, or is about to
-    1040,  # too many connections
-    1203,  # too many connections of this user
-    1047,  # this node of a cluster is not ready
-    1053,  # server shutdown in progress
-    1927,  # connection was killed
-    *(2002, 2003, 2006, 2013, 2055),  # no connection, or lost
-    4031,  # disconnected for inactivity
-}
-_LOCK_TIMEOUT = {_LOCK_WAIT_TIMEOUT, _STATEMENT_TIMEOUT, 3572}  # the last: NOWAIT
-_UNIQUE = {1062, 1169, 1586}
-_NO_TABLE = {
-    *(1049, 1054, 1146),  # unknown database, column, table
-    *(1048, 1364, 1406),  # a column that takes no NULL, has no default, is too short
-}
-
-_OUT_OF_SYNC = 2014  # a result of mysqlclient's was left unread: the command was not sent
 
 
 class MySQL(Dialect):
@@ -82,6 +59,8 @@ class MySQL(Dialect):
         one_at_a_time=True,
     )
     doom_lasts = True
+    claims_may_read = True
+    plain_rows = MariaDBRows()
     pruning_isolation = "READ COMMITTED"  # above it, the gap after the last expired marker is where new ones go
 
     def prepare(self, engine: Engine) -> None:
@@ -117,17 +96,32 @@ class MySQL(Dialect):
         try:
             connection.execute(statement, key)
         except DBAPIError as error:
-            clashed = self.classify(error) is Failure.UNIQUE
-            found = connection.execute(met_by_claim(marker, names), key).scalar() if clashed else None
-            if found is None:
-                raise
-            if not found:
-                raise MissingTableError(
-                    f"{marker.fullname} takes different message ids for one, or handlers: its columns do not compare "
-                    "byte for byte, and messages would be lost; `idempotency check` says what is wrong"
-                ) from error
+            self._refuse_unless_there(connection, marker, key, error, names)
             return False
         return True
+
+    def claim_and_read(
+        self, connection: Connection, statement: Executable, marker: Table, parameters: Parameters
+    ) -> Row[Any] | None:
+        """As ``claim``."""
+        try:
+            return super().claim_and_read(connection, statement, marker, parameters)
+        except DBAPIError as error:
+            self._refuse_unless_there(connection, marker, parameters, error)
+            return None
+
+    def _refuse_unless_there(
+        self, connection: Connection, marker: Table, key: Parameters, error: DBAPIError, names: int = 1
+    ) -> None:
+        clashed = self.classify(error) is Failure.UNIQUE
+        found = connection.execute(met_by_claim(marker, names), key).scalar() if clashed else None
+        if found is None:
+            raise error
+        if not found:
+            raise MissingTableError(
+                f"{marker.fullname} takes different message ids for one, or handlers: its columns do not compare "
+                "byte for byte, and messages would be lost; `idempotency check` says what is wrong"
+            ) from error
 
     def insert_many(self, connection: Connection, marker: Table, keys: list[Parameters]) -> None:
         """In one statement."""
@@ -180,39 +174,15 @@ class MySQL(Dialect):
 
     def dooms(self, error: DBAPIError) -> bool:
         """The server rolled back, all of it or (a lock wait) perhaps all, and goes on in another transaction."""
-        return _number(error) in (
-            _DEADLOCK,
-            _RECORD_CHANGED,
-            _LOCK_TABLE_FULL,
-            _LOCK_WAIT_TIMEOUT,
-            _NO_SAVEPOINT,
-        )
+        return dooms(error)
 
     def classify(self, error: Exception) -> Failure:
         """By the server's error number: PyMySQL calls a deadlock 40001, and others have no SQLSTATE."""
-        number = _number(error)
-        if number in _LOCK_TIMEOUT:
-            return Failure.LOCK_TIMEOUT
-        if number == _OUT_OF_SYNC:
-            return Failure.PERMANENT  # SQLAlchemy takes the connection for lost
-        if getattr(error, "connection_invalidated", False) or number in _TRANSIENT:
-            return Failure.TRANSIENT
-        if number in _UNIQUE:
-            return Failure.UNIQUE
-        return Failure.NO_TABLE if number in _NO_TABLE else Failure.PERMANENT
+        return classify(error)
 
     def commit_refused(self, error: DBAPIError) -> bool:
         """A cluster refuses a COMMIT with a deadlock, mysqlclient without sending it; else the outcome is asked."""
-        number = _number(error)
-        return number == _OUT_OF_SYNC or (number == _DEADLOCK and not error.connection_invalidated)
-
-
-def _number(error: Exception) -> int | None:
-    original = getattr(error, "orig", error)
-    if type(original).__module__.partition(".")[0] not in ("pymysql", "MySQLdb", "asyncmy", "aiomysql"):
-        return None
-    number = original.args[0] if original.args else None
-    return number if isinstance(number, int) else None
+        return commit_refused(error)
 
 
 class _HastyDelete(Delete):

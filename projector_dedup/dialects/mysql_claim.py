@@ -18,17 +18,19 @@ from .claims import Parameters, handler_parameters, inserting
 from .columns import in_utc, utc_now
 
 
+def marker_row(marker: Table, handler: str = "handler") -> dict[str, ColumnElement[Any]]:
+    """What a claim inserts, by column; ``handler`` is the name of the handler's parameter."""
+    return {
+        "message_id": bindparam("message_id", type_=marker.c.message_id.type),
+        "handler": bindparam(handler, type_=marker.c.handler.type),
+        "occurred_at": bindparam("occurred_at", type_=marker.c.occurred_at.type),
+        "processed_at": utc_now(),
+    }
+
+
 def insert_markers(marker: Table, *, bounded: bool, names: int) -> Insert:
     """One row for each name, or an error and none."""
-    rows: list[dict[str, ColumnElement[Any]]] = [
-        {
-            "message_id": bindparam("message_id", type_=marker.c.message_id.type),
-            "handler": bindparam(handler, type_=marker.c.handler.type),
-            "occurred_at": bindparam("occurred_at", type_=marker.c.occurred_at.type),
-            "processed_at": utc_now(),
-        }
-        for handler in handler_parameters(names)
-    ]
+    rows = [marker_row(marker, handler) for handler in handler_parameters(names)]
     return inserting((_BoundedInsert if bounded else Insert)(marker), rows)
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-from sqlalchemy import Table
+from sqlalchemy import CursorResult, Row, Table
 from sqlalchemy.engine import Connection
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.sql import Executable
@@ -39,8 +39,15 @@ def parameter(place: int) -> str:
     return f"projector_dedup_{place}"
 
 
+class UnreadableRowError(Exception):
+    """The row that comes with a claim could not be read; the claim itself might have succeeded."""
+
+
 class PlainRows:
     """What a database says of its tables, and how it reads rows early and writes them late. This one says nothing."""
+
+    writes_late: ClassVar[bool] = False
+    """Whether ``reading`` and ``writing`` are there."""
 
     def look(self, _connection: Connection, _table: Table) -> PlainTable | None:
         """What is known of the table, and may be relied upon in this transaction; None if it is not plain."""
@@ -58,9 +65,26 @@ class PlainRows:
         """The identity of the marker table, if inserting there changes nothing else; None if it may."""
         return None
 
-    def may_fail_reading(self, _error: DBAPIError) -> bool:
+    def claim(self, connection: Connection, statement: Executable, parameters: Mapping[str, Any]) -> Row[Any] | None:
+        """Run such a claim. Raises ``UnreadableRowError`` for errors that may be about the row."""
+        try:
+            result = connection.execute(statement, parameters)
+        except DBAPIError as error:
+            if not self.may_be_about_the_row(error):
+                raise
+            raise UnreadableRowError from error
+        try:
+            return self.first(connection, result)
+        except Exception as error:  # a type of the ORM's cannot read it
+            raise UnreadableRowError from error
+
+    def may_be_about_the_row(self, _error: DBAPIError) -> bool:
         """Whether an error of such a claim may be for the row's sake."""
         return True
+
+    def first(self, _connection: Connection, result: CursorResult[Any]) -> Row[Any] | None:
+        """What such a claim gives."""
+        return result.first()
 
     def reading(self, table: Table, columns: tuple[str, ...]) -> Executable:
         """SELECT the key and ``columns`` of many rows, by a list for each column of the key."""

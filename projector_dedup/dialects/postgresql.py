@@ -12,7 +12,7 @@ from uuid import uuid4
 
 from sqlalchemy import (
     FromClause,
-    Result,
+    Row,
     Table,
     literal_column,
     select,
@@ -133,10 +133,12 @@ class PostgreSQL(Dialect):
             with connection.execute(statement, key) as result:
                 return result.rowcount > 0 if len(sent) == 1 else None  # of a cursor of ours, which knows it
 
-    def claim_and_read(self, connection: Connection, statement: Executable, parameters: Parameters) -> Result[Any]:
-        """The same."""
+    def claim_and_read(
+        self, connection: Connection, statement: Executable, marker: Table, parameters: Parameters
+    ) -> Row[Any] | None:
+        """As ``claim``."""
         with _beginning(connection):
-            return super().claim_and_read(connection, statement, parameters)
+            return super().claim_and_read(connection, statement, marker, parameters)
 
     def claim_many(self, connection: Connection, marker: Table, keys: Sequence[Parameters]) -> set[Key]:
         """One statement for any number: it says which rows are new."""

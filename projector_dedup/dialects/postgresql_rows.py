@@ -81,6 +81,8 @@ _LASTS: ColumnElement[bool] = literal_column("current_setting('transaction_isola
 class PostgreSQLRows(PlainRows):
     """By the catalogue and by arrays."""
 
+    writes_late = True
+
     def look(self, connection: Connection, table: Table) -> PlainTable | None:
         """One round trip."""
         found = Connection.execute(connection, _COLUMNS, {"name": regclass(connection, table)}).all()  # past any guard
@@ -108,7 +110,7 @@ class PostgreSQLRows(PlainRows):
         """No trigger, no rule, on no partition either. One round trip."""
         return Connection.execute(connection, _ALONE, {"name": regclass(connection, marker)}).scalar()
 
-    def may_fail_reading(self, error: DBAPIError) -> bool:
+    def may_be_about_the_row(self, error: DBAPIError) -> bool:
         """By the class of its SQLSTATE: something is not there any more, or forbidden, or a value cannot be read."""
         sqlstate = sqlstate_of(error)
         if sqlstate is None:
