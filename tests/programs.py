@@ -30,7 +30,7 @@ from sqlalchemy import (
     text,
     update,
 )
-from sqlalchemy.dialects.postgresql import insert
+from sqlalchemy.dialects import mysql, postgresql
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, column_property, mapped_column, relationship
 from sqlalchemy.types import DateTime
 
@@ -62,7 +62,7 @@ class Plain(Base):
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     number: Mapped[int] = mapped_column(default=0)
     checked: Mapped[int] = mapped_column(default=0)
-    code: Mapped[str | None] = mapped_column(unique=True)
+    code: Mapped[str | None] = mapped_column(String(20), unique=True)
     note: Mapped[str | None] = mapped_column(String(6))
     padded: Mapped[str | None] = mapped_column(Text().with_variant(String(4), "sqlite"))
     price: Mapped[Decimal] = mapped_column(Numeric(8, 2), default=Decimal("1.00"))
@@ -77,7 +77,7 @@ class Rich(Base):
     __tablename__ = "program_rich"
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     number: Mapped[int] = mapped_column(default=0)
-    lower: Mapped[str | None] = mapped_column(Lower)
+    lower: Mapped[str | None] = mapped_column(Lower(20))
     tags: Mapped[Any] = mapped_column(JSON, default=list)
 
 
@@ -154,12 +154,12 @@ class Audited(Base):
     __tablename__ = "program_audited"
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     number: Mapped[int] = mapped_column(default=0)
-    lines: Mapped[int] = mapped_column(default=0)
+    changes: Mapped[int] = mapped_column(default=0)
 
 
 @event.listens_for(Audited, "before_update")
 def _audit(_mapper: object, _connection: object, target: Audited) -> None:
-    target.lines += 1
+    target.changes += 1
 
 
 class Child(Base):
@@ -174,19 +174,21 @@ class Child(Base):
 
 ENTITIES: list[Any] = [Plain, Simple, Rich, Namesake, Triggering, Versioned, Touched, Doubled, Audited, Child]
 
-TRIGGER = """
-CREATE FUNCTION program_follow() RETURNS trigger LANGUAGE plpgsql AS
-$$ BEGIN UPDATE program_plain SET number = number + 100 WHERE id = 0; RETURN NEW; END $$;
-CREATE TRIGGER program_follow AFTER UPDATE OR INSERT ON program_triggering
-FOR EACH ROW EXECUTE FUNCTION program_follow();
-CREATE TRIGGER program_follow AFTER INSERT ON program_link FOR EACH ROW EXECUTE FUNCTION program_follow()
-"""
+FOLLOWED = "UPDATE program_plain SET number = number + 100 WHERE id = 0"
+EVENTS = ("UPDATE ON program_triggering", "INSERT ON program_triggering", "INSERT ON program_link")
+FUNCTION = f"""CREATE FUNCTION program_follow() RETURNS trigger LANGUAGE plpgsql AS
+$$ BEGIN {FOLLOWED}; RETURN NEW; END $$"""
 
 
 def prepare(connection: Connection) -> None:
     """The tables, and a procedure that fills them."""
     Base.metadata.create_all(connection)
-    connection.execute(text(TRIGGER))
+    postgresql = connection.dialect.name == "postgresql"
+    if postgresql:
+        connection.execute(text(FUNCTION))
+    for number, change in enumerate(EVENTS):
+        action = "EXECUTE FUNCTION program_follow()" if postgresql else FOLLOWED
+        connection.execute(text(f"CREATE TRIGGER follow_{number} AFTER {change} FOR EACH ROW {action}"))
     tables = [table.name for table in Base.metadata.sorted_tables]
     fill = [f"DELETE FROM {name}" for name in reversed(tables)]
     for table in Base.metadata.sorted_tables:
@@ -195,11 +197,11 @@ def prepare(connection: Connection) -> None:
         values = {"price": "1", "version": "1", "tags": "'[]'"}
         columns = [column.name for column in table.columns if column.name != "id" and not column.nullable]
         chosen = ", ".join(values.get(name, "0") for name in columns)
-        fill.append(
-            f"INSERT INTO {table.name} (id, {', '.join(columns)}) SELECT n, {chosen} FROM generate_series(0, 2) n"
-        )
+        numbers = "generate_series(0, 2) n" if postgresql else "(SELECT seq n FROM seq_0_to_2) numbers"
+        fill.append(f"INSERT INTO {table.name} (id, {', '.join(columns)}) SELECT n, {chosen} FROM {numbers}")
     body = "; ".join(fill)
-    connection.execute(text(f"CREATE PROCEDURE program_reset() LANGUAGE sql AS $$ {body} $$"))
+    body = f"LANGUAGE sql AS $$ {body} $$" if postgresql else f"BEGIN {body}; END"
+    connection.execute(text(f"CREATE PROCEDURE program_reset() {body}"))
 
 
 def reset(session: Session) -> None:
@@ -284,14 +286,19 @@ def by_bulk(session: Session, ident: int, number: int, _seen: list[Any]) -> None
 
 def by_upsert(session: Session, ident: int, number: int, _seen: list[Any]) -> None:
     """Atomic."""
-    new = insert(Plain).values(id=ident, number=number, checked=0, price=Decimal(2))
-    session.execute(new.on_conflict_do_update(index_elements=["id"], set_={"number": Plain.number + number}))
+    values, changed = {"id": ident, "number": number, "checked": 0, "price": 2}, {"number": Plain.number + number}
+    if session.get_bind().dialect.name == "postgresql":
+        upsert = postgresql.insert(Plain).on_conflict_do_update(index_elements=["id"], set_=changed)
+        session.execute(upsert.values(values))
+    else:
+        session.execute(mysql.insert(Plain).on_duplicate_key_update(changed).values(values))
 
 
 def by_driver(session: Session, ident: int, number: int, seen: list[Any]) -> None:
     """Below SQLAlchemy."""
     cursor = session.connection().connection.cursor()
-    cursor.execute(f"UPDATE program_plain SET number = number + {number} WHERE id = {ident} RETURNING number")
+    cursor.execute(f"UPDATE program_plain SET number = number + {number} WHERE id = {ident}")
+    cursor.execute(f"SELECT number FROM program_plain WHERE id = {ident}")
     seen.append(cursor.fetchall())
     cursor.close()
 

@@ -153,6 +153,10 @@ class Outside:
             self._postgresql.close()
 
 
+def _added(message_id: str) -> Message:
+    return Message(message_id, {"account": "a"}, type="added")
+
+
 def create_tables(url: URL) -> None:
     """The marker table and the read model."""
     engine = create_engine(url)
@@ -162,12 +166,19 @@ def create_tables(url: URL) -> None:
 
 
 class Rig:
-    """A dispatcher's surroundings on one driver: deliver with it, then ask what came of it."""
+    """A dispatcher's surroundings on one driver: deliver with it, then ask what came of it.
 
-    def __init__(self, driver: Driver, outside: Outside, *, url: URL | None = None, **options: Any) -> None:
+    One that ``learns`` keeps its dispatcher, of a policy each: from the second message on, a claim reads a row too.
+    """
+
+    def __init__(
+        self, driver: Driver, outside: Outside, *, url: URL | None = None, learns: bool = False, **options: Any
+    ) -> None:
         self.driver = driver
         self.outside = outside
         self.connects = 0
+        self._learns = learns
+        self._dispatchers: dict[Any, tuple[Any, list[Handler]]] = {}
         self._runner = asyncio.Runner() if driver.is_async else None
         url = (url or outside.database.url()).set(drivername=driver.drivername)
         if driver.engine == "sqlite":
@@ -196,19 +207,10 @@ class Rig:
         retry: RetryPolicy = QUICK,
     ) -> Delivery:
         """Deliver one message to `handler`."""
-        message = Message(message_id, None, type="added")
+        options: Any = {"idempotent": idempotent, "strict": strict, "isolation": isolation, "retry": retry}
         if isinstance(self.engine, AsyncEngine):
-            work = self.adeliver(
-                handler, message_id, idempotent=idempotent, strict=strict, isolation=isolation, retry=retry
-            )
-            return cast(Delivery, self.run(work))
-
-        def run(_event: object, session: Session) -> None:
-            handler(session)  # type: ignore[arg-type]  # an async handler is for an async driver
-
-        target = projector(idempotent=idempotent, name=HANDLER)(on("added")(run))
-        dispatcher = Dispatcher(sessionmaker(self.engine), target, strict=strict, isolation=isolation, retry=retry)
-        return dispatcher.deliver(message)
+            return cast(Delivery, self.run(self.adeliver(handler, message_id, **options)))
+        return cast(Delivery, self._dispatcher(handler, **options).deliver(_added(message_id)))
 
     async def adeliver(
         self,
@@ -222,17 +224,29 @@ class Rig:
     ) -> Delivery:
         """The same, inside the event loop."""
         assert isinstance(self.engine, AsyncEngine)
+        options = {"idempotent": idempotent, "strict": strict, "isolation": isolation, "retry": retry}
+        return cast(Delivery, await self._dispatcher(handler, **options).deliver(_added(message_id)))
 
-        async def run(_event: object, session: AsyncSession) -> None:
-            if inspect.iscoroutinefunction(handler):
-                await handler(session)  # type: ignore[arg-type]  # mypy does not know iscoroutinefunction
-            else:
-                await session.run_sync(handler)  # type: ignore[arg-type]  # it is synchronous
+    def _dispatcher(self, handler: Handler, **options: Any) -> Any:
+        key = tuple(options.values())
+        if not self._learns or key not in self._dispatchers:
+            self._dispatchers[key] = self._new_dispatcher(body := [handler], **options), body
+        dispatcher, body = self._dispatchers[key]
+        body[0] = handler
+        return dispatcher
 
-        target = projector(idempotent=idempotent, name=HANDLER)(on("added")(run))
-        factory = async_sessionmaker(self.engine)
-        dispatcher = AsyncDispatcher(factory, target, strict=strict, isolation=isolation, retry=retry)
-        return await dispatcher.deliver(Message(message_id, None, type="added"))
+    def _new_dispatcher(self, body: list[Handler], *, idempotent: bool, **options: Any) -> Any:
+        async def run_awaited(_event: object, session: AsyncSession) -> None:
+            handler: Any = body[0]
+            await (handler(session) if inspect.iscoroutinefunction(handler) else session.run_sync(handler))
+
+        def run(_event: object, session: Session) -> None:
+            body[0](session)  # type: ignore[arg-type]  # an async handler is for an async driver
+
+        declared = projector(idempotent=idempotent, name=HANDLER)
+        if isinstance(self.engine, AsyncEngine):
+            return AsyncDispatcher(async_sessionmaker(self.engine), declared(on("added")(run_awaited)), **options)
+        return Dispatcher(sessionmaker(self.engine), declared(on("added")(run)), **options)
 
     def run(self, work: Any) -> Any:
         """Run a coroutine in the loop that this rig's connections live in."""

@@ -139,14 +139,23 @@ def _outcomes_of(deliver_batch: Callable[..., Any], batch: list[Message]) -> lis
 @pytest.mark.filterwarnings("ignore")  # programs do what SQLAlchemy warns of
 @pytest.mark.parametrize(
     ("driver", "is_async", "drawn"),  # how many; after a change thousands are worth running
-    [("psycopg", False, 12), ("psycopg2", False, 3), ("psycopg", True, 3), ("asyncpg", True, 3)],
-    ids=["psycopg", "psycopg2", "psycopg async", "asyncpg"],
+    [
+        ("postgresql+psycopg", False, 12),
+        ("postgresql+psycopg2", False, 3),
+        ("postgresql+psycopg", True, 3),
+        ("postgresql+asyncpg", True, 3),
+        ("mariadb+pymysql", False, 6),
+        ("mariadb+mysqldb", False, 3),
+        ("mariadb+asyncmy", True, 3),
+        ("mariadb+aiomysql", True, 3),
+    ],
+    ids=lambda value: {True: "async", False: "sync"}.get(value, str(value)),
 )
 def test_whatever_handlers_do_nobody_can_tell_how_rows_were_read(
-    postgresql: Database, driver: str, is_async: bool, drawn: int
+    request: pytest.FixtureRequest, driver: str, is_async: bool, drawn: int
 ) -> None:
     """Outcomes, what every applied message saw, and what is in every table in the end."""
-    replay = Replay(f"postgresql+{driver}", postgresql, is_async=is_async)
+    replay = Replay(driver, request.getfixturevalue(driver.partition("+")[0]), is_async=is_async)
     for name, program in programs.FOUND.items():
         replay.check(name, program)
     for seed in range(drawn):

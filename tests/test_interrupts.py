@@ -20,7 +20,7 @@ from databases import DRIVERS, Driver
 from projector_dedup import Delivery, Outcome
 from rig import NOTHING, ONCE, Durable, Rig, add, outsides_fixture, rig_on_fixture  # noqa: F401  # fixtures
 
-RigOn = Callable[[Driver], Rig]
+RigOn = Callable[..., Rig]
 asynchronous = pytest.mark.parametrize("driver", [driver for driver in DRIVERS if driver.is_async], ids=str)
 
 
@@ -88,7 +88,8 @@ def test_a_delivery_cancelled_at_any_await_leaves_nothing_behind(
     driver: Driver, late: bool, warm: bool, rig_on: RigOn
 ) -> None:
     """Whichever await is cancelled: either all is durable or nothing, no lock is held, and a redelivery is exact."""
-    rig = rig_on(driver)
+    rig = rig_on(driver, learns=warm)
+    rig.deliver(add, "learned")
     for nth in range(500):
         if not warm:
             rig.run(rig.engine.dispose())
@@ -154,7 +155,7 @@ def _fails(session: Session) -> None:
 @asynchronous
 def test_many_deliveries_cancelled_at_once_leave_nothing_behind(driver: Driver, rig_on: RigOn) -> None:
     """Deliveries that wait for each other's rows are cancelled in the midst; what was not durable is redelivered."""
-    rig = rig_on(driver)
+    rig = rig_on(driver, learns=True)
     ids = [f"m-{number}" for number in range(12)]
 
     async def deliver_and_cancel(steps: int) -> None:
@@ -175,9 +176,14 @@ def test_many_deliveries_cancelled_at_once_leave_nothing_behind(driver: Driver, 
         assert rig.durable() == Durable(len(ids), len(ids))
 
 
-@pytest.mark.parametrize("kind", ["KeyboardInterrupt", "Exception", "BaseException"])
+@pytest.mark.parametrize(
+    ("kind", "learns"),
+    [("KeyboardInterrupt", False), ("KeyboardInterrupt", True), ("Exception", True), ("BaseException", False)],
+)
 @pytest.mark.parametrize("driver", [driver for driver in DRIVERS if not driver.is_async], ids=str)
-def test_a_delivery_interrupted_by_a_signal_leaves_nothing_behind(driver: Driver, kind: str, rig_on: RigOn) -> None:
+def test_a_delivery_interrupted_by_a_signal_leaves_nothing_behind(
+    driver: Driver, kind: str, learns: bool, rig_on: RigOn
+) -> None:
     """Ctrl-C, or a SIGTERM that raises, at many points of a delivery: nothing is held, and each message counts once."""
     rig = rig_on(driver)
     worker = subprocess.run(
@@ -187,6 +193,7 @@ def test_a_delivery_interrupted_by_a_signal_leaves_nothing_behind(driver: Driver
             driver.drivername,
             rig.outside.database.url(driver.drivername).render_as_string(hide_password=False),
             kind,
+            "learns" if learns else "",
         ],
         capture_output=True,
         text=True,
