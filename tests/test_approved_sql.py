@@ -62,7 +62,7 @@ def statements(engine: Engine) -> dict[str, Any]:
         "prune one batch of a handler": dialect.prune_statement(marker, of_handler=True),
         "is anything left to prune?": any_expired(marker, of_handler=False),
         **(_sweep(marker) if engine.name == "postgresql" else {}),
-        **(_rows(dialect, marker, state) if engine.name == "postgresql" else {}),
+        **(_rows(dialect, marker, state) if dialect.claims_may_read else {}),
     }
 
 
@@ -76,8 +76,10 @@ def _sweep(marker: Table) -> dict[str, Any]:
 def _rows(dialect: Dialect, marker: Table, read_model: Table) -> dict[str, Any]:
     """The other table stands for one of the user's."""
     rows, columns = dialect.plain_rows, ("value",)
-    return {
-        "claim, and the row that will be asked for first": rows.claiming(marker, read_model, columns),
+    claiming = {"claim, and the row that will be asked for first": rows.claiming(marker, read_model, columns)}
+    if not rows.writes_late:
+        return claiming
+    return claiming | {
         "the rows that a batch will ask for": rows.reading(read_model, columns),
         "what a batch has changed in them": rows.writing(read_model, columns),
     }

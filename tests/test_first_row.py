@@ -1,14 +1,28 @@
 """The row that comes with the claim: when, when not, and that a handler cannot tell but by the clock."""
 
 import asyncio
+import itertools
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import closing, suppress
+from types import FrameType
 from typing import Any
 from uuid import UUID
 
 import pytest
-from sqlalchemy import Connection, Engine, Uuid, create_engine, event, inspect, select, text, update
+from sqlalchemy import (
+    Connection,
+    Engine,
+    Uuid,
+    create_engine,
+    event,
+    inspect,
+    literal_column,
+    select,
+    text,
+    update,
+)
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.ext.asyncio import async_sessionmaker, create_async_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
@@ -48,6 +62,7 @@ from projector_dedup import (
     on,
     projector,
 )
+from projector_dedup.dialects.mysql_rows import MariaDBRows
 
 
 @pytest.fixture(params=["postgresql", "mariadb"])
@@ -789,3 +804,60 @@ def test_a_block_ends_at_a_marker_that_is_there(engine: Engine) -> None:
     with engine.begin() as connection:
         connection.execute(text("DROP TABLE first_total"))
     assert deliver(Added(1), "m1") == [BOTH, "SELECT"]
+
+
+EVERY = 5  # lines; after a change, each is worth it
+
+
+class Interruption(BaseException):
+    """What a signal handler raises."""
+
+
+class InterruptedAtLine:
+    """Raises at the nth line that runs between the first and the last line of a function, here or below."""
+
+    def __init__(self, function: Any, nth: int) -> None:
+        self.left = nth
+        self._code = function.__code__
+        self._inside = False
+
+    def __enter__(self) -> "InterruptedAtLine":
+        sys.settrace(self._trace)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+    def _trace(self, frame: FrameType, event: str, _argument: object) -> Any:
+        if frame.f_code is self._code and event in ("call", "return"):
+            self._inside = event == "call"
+        if self._inside and event == "line":
+            self.left -= 1
+            if self.left == 0:
+                sys.settrace(None)
+                raise Interruption
+        return self._trace
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # what PyMySQL had half made
+@pytest.mark.parametrize("database", ["mariadb"], indirect=True)
+def test_interrupted_between_the_answers_of_a_block(engine: Engine) -> None:
+    """Wherever: no connection goes back to the pool on which an answer is taken for another's."""
+
+    @projector(idempotent=True, name="first")
+    @on(Added)
+    def handler(change: Added, session: Session) -> None:
+        add(change, session)
+
+    for turn, nth in enumerate(itertools.count(1, EVERY), 1):
+        dispatcher = Dispatcher(sessionmaker(engine), handler)
+        dispatcher.deliver(Added(1), message_id=f"learned-{nth}")
+        with InterruptedAtLine(MariaDBRows.first, nth) as interruption, suppress(Interruption):
+            dispatcher.deliver(Added(2), message_id=f"cut-{nth}")
+        if interruption.left > 0:
+            break
+        with engine.connect() as connection:
+            assert [connection.scalar(select(literal_column(str(number)))) for number in range(3)] == [0, 1, 2]
+        dispatcher.deliver(Added(2), message_id=f"cut-{nth}")
+        assert totals(engine) == [0, turn, turn, 0]
+    assert nth > 100
