@@ -1,11 +1,11 @@
-"""A PyMySQL connection that closes when it is interrupted, and sends no ROLLBACK behind a COMMIT.
+"""A PyMySQL connection that closes when it is interrupted, and sends no ROLLBACK behind a COMMIT or a ROLLBACK.
 
 PyMySQL takes whatever comes next on the line for the answer to its last command. When a signal handler raises after the
 command was sent, SQLAlchemy discards the connection, but not for every exception and not wherever it talks to the
 database; then each later statement is told the outcome of the one before it (tests/test_interrupts.py).
 
-Whenever a connection goes back to its pool, SQLAlchemy sends ROLLBACK. Right behind a COMMIT that is a round trip for
-nothing. psycopg knows that, PyMySQL does not (docs/adr/0019-what-a-message-costs.md).
+Whenever a connection goes back to its pool, SQLAlchemy sends ROLLBACK. Right behind the end of a transaction that is a
+round trip for nothing. psycopg knows that, PyMySQL does not (docs/adr/0019-what-a-message-costs.md).
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ def _careful(connection_class: Any) -> Any:
         return connection_class
 
     class Careful(connection_class):  # type: ignore[misc]  # of a driver that is perhaps not installed
-        _committed = False  # and nothing was sent since
+        _ended = False  # by the last thing that was sent
 
         def query(self, *args: Any, **kwargs: Any) -> Any:
-            self._committed = False
+            self._ended = False
             return self._to_its_answer(super().query, *args, **kwargs)
 
-        def commit(self) -> Any:
-            answer = self._to_its_answer(super().commit)
-            self._committed = True
-            return answer
+        def commit(self) -> None:
+            self._to_its_answer(super().commit)
+            self._ended = True
 
-        def rollback(self) -> Any:
-            if self._committed and self.open and not self.server_status & IN_TRANSACTION:
-                return None
-            return self._to_its_answer(super().rollback)
+        def rollback(self) -> None:
+            if self._ended and self.open and not self.server_status & IN_TRANSACTION:
+                return
+            self._to_its_answer(super().rollback)
+            self._ended = True
 
         def ping(self, *args: Any, **kwargs: Any) -> Any:
             return self._to_its_answer(super().ping, *args, **kwargs)
