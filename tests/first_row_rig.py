@@ -1,6 +1,6 @@
 """A read model of a few rows, and a dispatcher whose statements are seen: for what comes with a claim, or before."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -111,7 +111,7 @@ class Delivered:
         self.sent.clear()
         message = Message(message_id or f"m{self._number}", change, type=type)
         assert self.dispatcher.deliver(message).outcome is (Outcome.DUPLICATE if message_id else Outcome.APPLIED)
-        return [kind_of(statement) for statement in self.sent]
+        return kinds_of(self.sent)
 
     def learned(self) -> "Delivered":
         """After two messages."""
@@ -131,10 +131,15 @@ SELECTED = ["INSERT", "SELECT", "UPDATE"]
 WITH_CLAIM = [BOTH, "UPDATE"]
 
 
-def kind_of(statement: str) -> str:
-    """Its first word; ``BOTH`` for a claim that reads a row."""
-    word = statement.split()[0]
-    return BOTH if word in ("WITH", "BEGIN") else word
+def kinds_of(statements: Iterable[str]) -> list[str]:
+    """Their first words; ``BOTH`` for a claim that reads a row, or is followed by a SELECT for just that."""
+    kinds: list[str] = []
+    for statement in statements:
+        if "AS claimed)" in statement and statement.startswith("SELECT"):
+            assert kinds.pop() == "INSERT"
+        word = statement.split()[0]
+        kinds.append(BOTH if "claimed" in statement else word)
+    return kinds
 
 
 def reset(engine: Engine) -> None:

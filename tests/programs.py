@@ -6,7 +6,7 @@ A batch of them must leave the database, and have seen it, as the same messages 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta, timezone
 from decimal import Decimal
 from typing import Any
@@ -30,7 +30,7 @@ from sqlalchemy import (
     text,
     update,
 )
-from sqlalchemy.dialects import mysql, postgresql
+from sqlalchemy.dialects import mysql, postgresql, sqlite
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, column_property, mapped_column, relationship
 from sqlalchemy.types import DateTime
 
@@ -178,35 +178,40 @@ FOLLOWED = "UPDATE program_plain SET number = number + 100 WHERE id = 0"
 EVENTS = ("UPDATE ON program_triggering", "INSERT ON program_triggering", "INSERT ON program_link")
 FUNCTION = f"""CREATE FUNCTION program_follow() RETURNS trigger LANGUAGE plpgsql AS
 $$ BEGIN {FOLLOWED}; RETURN NEW; END $$"""
+FOLLOW = {
+    "postgresql": "EXECUTE FUNCTION program_follow()",
+    "mariadb": FOLLOWED,
+    "sqlite": f"BEGIN {FOLLOWED}; END",
+}
 
 
 def prepare(connection: Connection) -> None:
-    """The tables, and a procedure that fills them."""
+    """The tables, and what some of them do by themselves."""
     Base.metadata.create_all(connection)
-    postgresql = connection.dialect.name == "postgresql"
-    if postgresql:
+    if connection.dialect.name == "postgresql":
         connection.execute(text(FUNCTION))
     for number, change in enumerate(EVENTS):
-        action = "EXECUTE FUNCTION program_follow()" if postgresql else FOLLOWED
-        connection.execute(text(f"CREATE TRIGGER follow_{number} AFTER {change} FOR EACH ROW {action}"))
-    tables = [table.name for table in Base.metadata.sorted_tables]
-    fill = [f"DELETE FROM {name}" for name in reversed(tables)]
-    for table in Base.metadata.sorted_tables:
-        if table in (LINKS, Linked.__table__):
-            continue
-        values = {"price": "1", "version": "1", "tags": "'[]'"}
-        columns = [column.name for column in table.columns if column.name != "id" and not column.nullable]
-        chosen = ", ".join(values.get(name, "0") for name in columns)
-        numbers = "generate_series(0, 2) n" if postgresql else "(SELECT seq n FROM seq_0_to_2) numbers"
-        fill.append(f"INSERT INTO {table.name} (id, {', '.join(columns)}) SELECT n, {chosen} FROM {numbers}")
-    body = "; ".join(fill)
-    body = f"LANGUAGE sql AS $$ {body} $$" if postgresql else f"BEGIN {body}; END"
-    connection.execute(text(f"CREATE PROCEDURE program_reset() {body}"))
+        follow = f"CREATE TRIGGER follow_{number} AFTER {change} FOR EACH ROW {FOLLOW[connection.dialect.name]}"
+        connection.execute(text(follow))
+
+
+def _filled() -> Iterator[str]:
+    tables = Base.metadata.sorted_tables
+    for table in reversed(tables):
+        yield f"DELETE FROM {table.name}"
+    for table in tables:
+        if table not in (LINKS, Linked.__table__):
+            values = {"price": "1", "version": "1", "tags": "'[]'"}
+            columns = [column.name for column in table.columns if column.name != "id" and not column.nullable]
+            chosen = ", ".join(values.get(name, "0") for name in columns)
+            numbers = "(SELECT 0 AS n UNION SELECT 1 UNION SELECT 2) AS numbers"
+            yield f"INSERT INTO {table.name} (id, {', '.join(columns)}) SELECT n, {chosen} FROM {numbers}"
 
 
 def reset(session: Session) -> None:
     """As it was in the beginning: of the rows that are asked for, each table lacks one."""
-    session.execute(text("CALL program_reset()"))
+    for statement in _filled():
+        session.execute(text(statement))
 
 
 def state(session: Session) -> dict[str, Any]:
@@ -287,11 +292,12 @@ def by_bulk(session: Session, ident: int, number: int, _seen: list[Any]) -> None
 def by_upsert(session: Session, ident: int, number: int, _seen: list[Any]) -> None:
     """Atomic."""
     values, changed = {"id": ident, "number": number, "checked": 0, "price": 2}, {"number": Plain.number + number}
-    if session.get_bind().dialect.name == "postgresql":
-        upsert = postgresql.insert(Plain).on_conflict_do_update(index_elements=["id"], set_=changed)
-        session.execute(upsert.values(values))
-    else:
+    name = session.get_bind().dialect.name
+    if name == "mariadb":
         session.execute(mysql.insert(Plain).on_duplicate_key_update(changed).values(values))
+    else:
+        insert: Any = {"postgresql": postgresql, "sqlite": sqlite}[name].insert(Plain)
+        session.execute(insert.on_conflict_do_update(index_elements=["id"], set_=changed).values(values))
 
 
 def by_driver(session: Session, ident: int, number: int, seen: list[Any]) -> None:

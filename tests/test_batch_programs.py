@@ -148,6 +148,8 @@ def _outcomes_of(deliver_batch: Callable[..., Any], batch: list[Message]) -> lis
         ("mariadb+mysqldb", False, 3),
         ("mariadb+asyncmy", True, 3),
         ("mariadb+aiomysql", True, 3),
+        ("sqlite+pysqlite", False, 12),
+        ("sqlite+aiosqlite", True, 3),
     ],
     ids=lambda value: {True: "async", False: "sync"}.get(value, str(value)),
 )

@@ -24,7 +24,7 @@ from first_row_rig import (
     Delivered,
     add_awaited,
     engine_of,
-    kind_of,
+    kinds_of,
     totals,
 )
 from projector_dedup import (
@@ -70,7 +70,7 @@ def test_a_rival_between_the_look_and_the_claim_is_met_by_the_claim(engine: Engi
     deliver.redelivered()
 
     def overtake(_c: Any, _cursor: Any, statement: str, *_: Any) -> None:
-        if kind_of(statement) == BOTH:
+        if kinds_of([statement]) == [BOTH]:
             rival.dispatcher.deliver(Added(2), message_id="both")
 
     event.listen(engine, "before_cursor_execute", overtake)

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from datetime import date
+from typing import Any, ClassVar, TypeVar
+from uuid import UUID
 
-from sqlalchemy import CursorResult, Row, Table
+import sqlalchemy as sa
+from sqlalchemy import ColumnElement, CursorResult, FromClause, Row, Select, Table, and_, bindparam
 from sqlalchemy.engine import Connection
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.sql import Executable
+from sqlalchemy.types import TypeEngine
+
+SelectT = TypeVar("SelectT", bound=Select[Any])
 
 
 @dataclass(frozen=True)
@@ -32,6 +38,55 @@ class PlainTable:
     """By name, those of a type that is known."""
     reads_ahead: bool
     """Whether it does not matter if more rows are read than were asked for."""
+
+
+def _is(kind: type[Any]) -> Callable[[Any], bool]:
+    return lambda value: type(value) is kind
+
+
+def is_integer(value: Any, *, bits: int = 64) -> bool:
+    """One that a database has a type for."""
+    return type(value) is int and -(1 << bits - 1) <= value < 1 << bits - 1
+
+
+def is_text(value: Any) -> bool:
+    """One that is UTF-8, too."""
+    return type(value) is str and (value.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in value))
+
+
+_KEYS: dict[type[TypeEngine[Any]], Callable[[Any], bool]] = {
+    **dict.fromkeys((sa.Integer, sa.BigInteger, sa.SmallInteger, sa.INTEGER, sa.BIGINT, sa.SMALLINT), is_integer),
+    **dict.fromkeys((sa.String, sa.Unicode, sa.Text, sa.VARCHAR, sa.CHAR, sa.TEXT), is_text),
+    **dict.fromkeys((sa.Uuid, sa.UUID), _is(UUID)),
+    **dict.fromkeys((sa.Date, sa.DATE), _is(date)),
+}
+
+
+def columns_to_ask_by(table: Table) -> dict[str, PlainColumn]:
+    """The columns of the key, as they are mapped: enough where what is found is held against what was asked for."""
+    found = {}
+    for column in table.primary_key:
+        accepts = None if column.type._variant_mapping else _KEYS.get(type(column.type))
+        if accepts is not None:
+            found[column.name] = PlainColumn(accepts, can_change=False)
+    return found
+
+
+def row_beside(
+    claimed: FromClause,
+    lasts: ColumnElement[bool],
+    table: Table,
+    columns: tuple[str, ...],
+    *,
+    select: type[SelectT],
+    bound_as: Callable[[TypeEngine[Any]], TypeEngine[Any]] = lambda kind: kind,
+) -> SelectT:
+    """What ``PlainRows.claiming`` gives, for the one row of ``claimed``."""
+    keys = list(table.primary_key)
+    asked = (key == bindparam(parameter(place), type_=bound_as(key.type)) for place, key in enumerate(keys))
+    found = claimed.outerjoin(table, and_(*asked))
+    statement = select(lasts, *keys, *(table.c[name] for name in columns)).select_from(found)
+    return statement.execution_options(stream_results=False)  # what an engine may ask for of every SELECT
 
 
 def parameter(place: int) -> str:

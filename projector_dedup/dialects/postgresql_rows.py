@@ -14,6 +14,7 @@ from uuid import UUID
 import sqlalchemy as sa
 from sqlalchemy import (
     ColumnElement,
+    Select,
     Table,
     TableValuedAlias,
     and_,
@@ -32,7 +33,7 @@ from sqlalchemy.sql import Executable
 from sqlalchemy.types import TypeEngine
 
 from .answers import sqlstate_of
-from .plain_tables import PlainColumn, PlainRows, PlainTable, parameter
+from .plain_tables import PlainColumn, PlainRows, PlainTable, is_integer, is_text, parameter, row_beside
 from .postgresql_catalog import regclass
 from .postgresql_claim import insert_markers
 
@@ -100,11 +101,7 @@ class PostgreSQLRows(PlainRows):
     def claiming(self, marker: Table, table: Table, columns: tuple[str, ...]) -> Executable:
         """By an INSERT in a CTE. Both see one snapshot, and the row is looked for only if the marker is new."""
         claimed = insert_markers(marker, bounded=False, names=1).returning(literal_column("1").label("claimed")).cte()
-        keys = list(table.primary_key)
-        asked = (key == bindparam(parameter(place), type_=_unbounded(key.type)) for place, key in enumerate(keys))
-        found = claimed.outerjoin(table, and_(*asked))
-        statement = select(_LASTS, *keys, *(table.c[name] for name in columns)).select_from(found)
-        return statement.execution_options(stream_results=False)  # what an engine may ask for of every SELECT
+        return row_beside(claimed, _LASTS, table, columns, select=Select, bound_as=_unbounded)
 
     def inserted_alone(self, connection: Connection, marker: Table) -> object | None:
         """No trigger, no rule, on no partition either. One round trip."""
@@ -179,13 +176,11 @@ def _null_or(accepts: Callable[[Any], bool], value: Any) -> bool:
 
 
 def _integer(_modifier: int, value: Any, *, bits: int) -> bool:
-    return type(value) is int and -(1 << bits - 1) <= value < 1 << bits - 1
+    return is_integer(value, bits=bits)
 
 
 def _text(modifier: int, value: Any) -> bool:
-    if type(value) is not str or "\0" in value or (modifier > 0 and len(value) > modifier - 4):
-        return False
-    return value.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in value)
+    return is_text(value) and "\0" not in value and (modifier <= 0 or len(value) <= modifier - 4)
 
 
 def _decimal(modifier: int, value: Any) -> bool:

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
-from sqlalchemy import Select, Table, bindparam, delete, event, literal_column, select, text
+from sqlalchemy import Row, Select, Table, bindparam, delete, event, literal_column, select, text
 from sqlalchemy.dialects.sqlite import insert
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import DBAPIError
@@ -22,6 +22,7 @@ from .claims import Key, Parameters, handler_parameters, inserted, inserting
 from .interface import Dialect, refuse_shared_connection
 from .pruning import is_expired
 from .sqlite_close import close_ends_transactions
+from .sqlite_rows import SQLiteRows
 
 
 def configure_sqlite(engine: Engine | AsyncEngine, *, busy_timeout: float = 5.0) -> None:
@@ -54,7 +55,9 @@ class SQLite(Dialect):
 
     names = frozenset({"sqlite"})
     drivers = frozenset({"pysqlite", "aiosqlite"})
+    claims_may_read = True
     locks_rows = False
+    plain_rows = SQLiteRows()
     transactional_ddl = True  # once ``migrating`` has begun; sqlite3 itself begins for rows only
 
     def detecting_isolation(self, engine: Engine) -> str | None:
@@ -131,6 +134,15 @@ class SQLite(Dialect):
         """By the count of rows."""
         return inserted(connection, statement, key) == names
 
+    def claim_and_read(
+        self, connection: Connection, statement: Executable, marker: Table, parameters: Parameters
+    ) -> Row[Any] | None:
+        """One after the other: there are no round trips to spare, but the ORM's work for a SELECT."""
+        key = {name: parameters[name] for name in ("message_id", "handler", "occurred_at")}
+        if not inserted(connection, _claim(self, marker), key):
+            return None
+        return self.plain_rows.claim(connection, statement, parameters)
+
     def claim_many(self, connection: Connection, marker: Table, keys: Sequence[Parameters]) -> set[Key]:
         """As many statements as SQLite's limit on parameters asks for; they say which rows are new."""
         return {(row[0], row[1]) for row in connection.execute(_claim_many(marker), list(keys))}
@@ -202,6 +214,11 @@ class SQLite(Dialect):
     def commit_refused(self, error: DBAPIError) -> bool:
         """BUSY, a deferred constraint and a full disk leave the transaction uncommitted."""
         return _code(error).startswith(("SQLITE_BUSY", "SQLITE_CONSTRAINT", "SQLITE_FULL"))
+
+
+@cache
+def _claim(dialect: SQLite, marker: Table) -> Executable:
+    return dialect.claim_statement(marker, bounded=False)
 
 
 @cache

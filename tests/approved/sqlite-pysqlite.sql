@@ -51,3 +51,7 @@ SELECT 1
 FROM processed_message
 WHERE processed_message.processed_at < ?
  LIMIT ? OFFSET ?
+
+-- claim, and the row that will be asked for first
+SELECT 1, processed_message_state."key", processed_message_state.value
+FROM (SELECT 1 AS claimed) AS anon_1 LEFT OUTER JOIN processed_message_state ON processed_message_state."key" = ?

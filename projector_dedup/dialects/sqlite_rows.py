@@ -1,0 +1,44 @@
+"""Rows of SQLite that are read right behind a claim, without the ORM: nobody else can write by then."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from sqlalchemy import Select, Table, TextClause, literal_column, select, text
+from sqlalchemy.engine import Connection
+from sqlalchemy.sql import Executable
+
+from .plain_tables import PlainRows, PlainTable, columns_to_ask_by, row_beside
+
+
+class SQLiteRows(PlainRows):
+    """By a SELECT of its own, since the claim has taken the write lock. Nothing is written late."""
+
+    def look(self, connection: Connection, table: Table) -> PlainTable | None:
+        """Whether it is a table: not a view, not of a module that may do anything, not hidden by a temporary one."""
+        identity = self.inserted_alone(connection, table)
+        return PlainTable(identity, columns_to_ask_by(table), reads_ahead=True) if identity is not None else None
+
+    def claiming(self, marker: Table, table: Table, columns: tuple[str, ...]) -> Executable:
+        """What comes behind the claim."""
+        claimed = select(literal_column("1").label("claimed")).subquery()
+        return row_beside(claimed, literal_column("1"), table, columns, select=Select)
+
+    def inserted_alone(self, connection: Connection, marker: Table) -> object | None:
+        """The row is read behind the INSERT: whatever that changes is seen."""
+        schema = connection.schema_for_object(marker) or "main"
+        there = _is_table(connection.dialect.identifier_preparer.quote_schema(schema))
+        found: Any = Connection.execute(connection, there, {"name": marker.name}).scalar()  # past any guard
+        return found and (schema, found)
+
+
+@cache
+def _is_table(schema: str) -> TextClause:
+    return text(
+        f"""
+        SELECT name FROM {schema}.sqlite_master
+        WHERE type = 'table' AND name = :name COLLATE NOCASE AND sql NOT LIKE 'CREATE VIRTUAL%'
+            AND NOT EXISTS (SELECT 1 FROM sqlite_temp_master WHERE name = :name COLLATE NOCASE)
+        """  # noqa: S608  # quoted
+    )
