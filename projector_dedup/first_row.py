@@ -90,8 +90,8 @@ class FirstRow(_First):
                 "again, which will not try that"
             ) from error.__cause__
         except DBAPIError as error:
-            if self._watched.dialect.classify(error) is Failure.LOCK_TIMEOUT:
-                self._habits.wrong(self._message)  # a redelivery need not wait for that table
+            if self._watched.dialect.classify(error) is not Failure.TRANSIENT:
+                self._habits.wrong(self._message)  # whatever it is about: the next message is claimed without the row
             raise
         if row is None:
             return False
@@ -151,7 +151,7 @@ class Learning(_First):
 
     def _look(self, entity: Any) -> Plain | None:
         connection, database = self._watched.connection, self._watched.dialect.plain_rows
-        marker = database.inserted_alone(connection, self._marker)
+        marker = database.marker_identity(connection, self._marker)
         plain = plain_entity(entity, connection, database.look) if marker is not None else None
         return None if plain is None or plain.identity == marker else plain
 
@@ -160,5 +160,7 @@ def _is_plain(watched: Watched, plain: Plain) -> bool:
     """Whether nobody would notice."""
     session, connection = watched.session, watched.connection
     if not (is_plain_beginning(session, connection) and loads_unheard(session) and plain.loads_unheard()):
+        return False
+    if not watched.dialect.plain_rows.level_is_known(connection):
         return False
     return is_read_by(connection, session, plain.mapper)

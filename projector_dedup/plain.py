@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
@@ -19,6 +19,7 @@ from sqlalchemy.orm import ColumnProperty, InstanceState, Mapper, Session
 from sqlalchemy.orm.attributes import instance_state
 
 from .dialects import Dialect
+from .dialects.listeners import are_of_others
 from .dialects.plain_tables import PlainColumn, PlainTable
 
 # What is asked for every message: all of its listeners at once, by one call; of a session, and of an entity.
@@ -90,7 +91,7 @@ def flushes_unheard(session: Session) -> bool:
 
 def begins_unheard(session: Session) -> bool:
     """Whether nobody has a say in how it begins a transaction: no listener, no class of the user's."""
-    return _is_plain_class(type(session)) and not _are_of_others(_BEGINNING(session.dispatch))
+    return _is_plain_class(type(session)) and not are_of_others(_BEGINNING(session.dispatch))
 
 
 def is_plain_beginning(session: Session, connection: Connection) -> bool:
@@ -141,7 +142,7 @@ class Plain:
     def loads_unheard(self) -> bool:
         """Whether nobody would notice that a row of it is loaded without a SELECT."""
         manager: Any = self.mapper.class_manager
-        return not _are_of_others(_ROW_LOADED(manager.dispatch))
+        return not are_of_others(_ROW_LOADED(manager.dispatch))
 
     def flushes_unheard(self) -> bool:
         """Whether nobody would notice that one is written later, and with others."""
@@ -239,12 +240,3 @@ def _is_plain_property(attribute: ColumnProperty[Any]) -> bool:
 def is_immutable(value: Any) -> bool:
     """Whether nobody can change it in place."""
     return type(value) in _IMMUTABLE or isinstance(value, (Enum, UUID))
-
-
-def _are_of_others(events: Iterable[Iterable[object]]) -> bool:
-    """Whether there are listeners but ours, which look at our own sessions only."""
-    for listeners in events:
-        for listener in listeners:
-            if not (getattr(listener, "__module__", None) or "").startswith(_PACKAGE):
-                return True
-    return False

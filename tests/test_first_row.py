@@ -54,6 +54,7 @@ from projector_dedup import (
     BatchFailed,
     Dispatcher,
     Message,
+    MissingTableError,
     Outcome,
     RetriesExhaustedError,
     RetryPolicy,
@@ -426,19 +427,47 @@ def test_not_where_a_later_select_could_give_another_row_or_reading_counts(engin
     assert totals(engine) == [2, 1, 1, 1]
 
 
-@on_servers
+@pytest.mark.parametrize("database", ["postgresql"], indirect=True)
 def test_not_where_the_level_has_changed(engine: Engine) -> None:
     """A listener sets another one: what was read is not used, and nothing more is read."""
     deliver = Delivered(engine).learned()
 
     @event.listens_for(engine, "begin")
     def lower(connection: Connection) -> None:
-        session = one_of(engine, postgresql="", mariadb="SESSION ")
-        connection.exec_driver_sql(f"SET {session}TRANSACTION ISOLATION LEVEL READ COMMITTED")
+        connection.exec_driver_sql("SET TRANSACTION ISOLATION LEVEL READ COMMITTED")
 
     assert deliver(Added(2))[-3:] == [BOTH, "SELECT", "UPDATE"]
     assert deliver(Added(2))[-3:] == SELECTED
     assert totals(engine) == [2, 1, 2, 0]
+
+
+@pytest.mark.parametrize("database", ["mariadb"], indirect=True)
+@pytest.mark.parametrize("when", ["begin", "checkout"])
+def test_not_where_the_level_may_have_changed_unseen(engine: Engine, when: str) -> None:
+    """MariaDB does not tell which level was chosen for one transaction."""
+    deliver = Delivered(engine).learned()
+
+    def lower(connection: Any, *_: Any) -> None:
+        driver = connection.connection.driver_connection if when == "begin" else connection
+        with closing(driver.cursor()) as cursor:
+            cursor.execute("SET TRANSACTION ISOLATION LEVEL READ COMMITTED")
+
+    event.listen(engine, when, lower)
+    assert deliver(Added(2)) == SELECTED
+    event.remove(engine, when, lower)
+    assert deliver(Added(2)) == WITH_CLAIM
+
+
+@pytest.mark.parametrize("database", ["mariadb"], indirect=True)
+def test_not_where_the_session_has_another_level(engine: Engine) -> None:
+    """Which was chosen when it connected."""
+    lowered = create_engine(engine.url, pool_size=1, max_overflow=0)
+    deliver = Delivered(lowered).learned()
+    with lowered.connect() as connection:
+        connection.exec_driver_sql("SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED")
+    assert deliver(Added(2)) == [BOTH, "SELECT", "UPDATE"]
+    assert deliver(Added(2)) == SELECTED
+    lowered.dispose()
 
 
 @pytest.mark.parametrize("database", ["postgresql"], indirect=True)
@@ -674,6 +703,29 @@ def test_a_value_that_cannot_be_read_is_met_by_who_asks_for_it(engine: Engine) -
     assert totals(engine) == [0, 1, 0, 0]
 
 
+@pytest.mark.parametrize("database", ["mariadb"], indirect=True)
+def test_a_table_that_is_broken_does_not_keep_messages(engine: Engine) -> None:
+    """By an error that nobody has thought of."""
+    deliver = Delivered(engine).learned()
+    with engine.begin() as connection:
+        connection.execute(text("ALTER TABLE first_total DISCARD TABLESPACE"))
+    deliver.body = _other_alone
+    assert deliver(Added(1))[:2] == [BOTH, "INSERT"]
+    assert deliver(Added(2)) == WITH_CLAIM
+    assert totals(engine, Other) == [0, 7, 7, 0]
+
+
+@on_servers
+def test_a_marker_table_that_has_changed_is_named(engine: Engine) -> None:
+    """As by the claim alone."""
+    deliver = Delivered(engine).learned()
+    with engine.begin() as connection:
+        connection.execute(text("DELETE FROM processed_message"))
+        connection.execute(text("ALTER TABLE processed_message ADD more integer NOT NULL"))
+    with pytest.raises(MissingTableError):
+        deliver.dispatcher.deliver(Added(1), message_id="m")
+
+
 def test_without_retries_the_redelivery_is_applied(engine: Engine) -> None:
     """The row cannot be read, and the one attempt is used up: the message is not acknowledged, and nothing is lost."""
 
@@ -751,14 +803,34 @@ def test_redeliveries_do_not_wait_for_the_table_of_a_migration(
     hasty.dispose()
 
 
-@on_servers
+@pytest.mark.parametrize(
+    ("database", "options"),
+    [
+        ("postgresql", {"server_side_cursors": True}),
+        ("mariadb", {"server_side_cursors": True}),
+        ("mariadb", {"execution_options": {"stream_results": True}}),
+        ("mariadb", {"execution_options": {"yield_per": 10}}),
+    ],
+    indirect=["database"],
+    ids=str,
+)
 @pytest.mark.filterwarnings("ignore:The create_engine.server_side_cursors")
-def test_what_an_engine_asks_for_of_every_select_does_not_concern_the_claim(engine: Engine) -> None:
-    """A cursor on the server's side cannot insert."""
-    streaming = create_engine(engine.url, server_side_cursors=True)
+def test_what_an_engine_asks_for_of_every_select_does_not_concern_the_claim(
+    engine: Engine, options: dict[str, Any]
+) -> None:
+    """A cursor on PostgreSQL's side cannot insert, and on MariaDB a block's answers would be left unread."""
+    streaming = create_engine(engine.url, **options)
+    streamed: list[object] = []
+
+    def look(_c: Any, _cursor: Any, statement: str, _parameters: Any, context: Any, _many: bool) -> None:
+        if "claimed" in statement:
+            streamed.append((context.execution_options["stream_results"], context.execution_options["yield_per"]))
+
     deliver = Delivered(streaming)
+    event.listen(streaming, "after_cursor_execute", look)
     deliver(Added(1))
-    assert deliver(Added(1)) == WITH_CLAIM
+    assert deliver(Added(1))[0] == BOTH
+    assert streamed == [(False, None)]
     streaming.dispose()
     assert totals(engine) == [0, 2, 0, 0]
 
@@ -831,7 +903,7 @@ def test_a_block_ends_at_a_marker_that_is_there(engine: Engine) -> None:
     assert deliver(Added(1), "m1") == [BOTH, "SELECT"]
 
 
-EVERY = 5  # lines; after a change, each is worth it
+EVERY = 11  # lines; after a change, each is worth it
 
 
 class Interruption(BaseException):
@@ -865,24 +937,33 @@ class InterruptedAtLine:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # what PyMySQL had half made
-@pytest.mark.parametrize("database", ["mariadb"], indirect=True)
-def test_interrupted_between_the_answers_of_a_block(engine: Engine) -> None:
-    """Wherever: no connection goes back to the pool on which an answer is taken for another's."""
+@pytest.mark.parametrize(
+    ("database", "driver"), [("mariadb", "pymysql"), ("mariadb", "mysqldb")], indirect=["database"]
+)
+def test_interrupted_between_the_answers_of_a_block(engine: Engine, database: Database, driver: str) -> None:
+    """Wherever: it is heard of, and no connection goes back to the pool on which an answer is taken for another's."""
 
     @projector(idempotent=True, name="first")
     @on(Added)
     def handler(change: Added, session: Session) -> None:
         add(change, session)
 
+    own = create_engine(database.url(f"mariadb+{driver}"))
     for turn, nth in enumerate(itertools.count(1, EVERY), 1):
-        dispatcher = Dispatcher(sessionmaker(engine), handler)
+        dispatcher = Dispatcher(sessionmaker(own), handler)
         dispatcher.deliver(Added(1), message_id=f"learned-{nth}")
-        with InterruptedAtLine(MariaDBRows.first, nth) as interruption, suppress(Interruption):
-            dispatcher.deliver(Added(2), message_id=f"cut-{nth}")
+        heard = False
+        with InterruptedAtLine(MariaDBRows.claim, nth) as interruption:
+            try:
+                dispatcher.deliver(Added(2), message_id=f"cut-{nth}")
+            except Interruption:
+                heard = True
         if interruption.left > 0:
             break
-        with engine.connect() as connection:
+        assert heard, nth
+        with own.connect() as connection:
             assert [connection.scalar(select(literal_column(str(number)))) for number in range(3)] == [0, 1, 2]
         dispatcher.deliver(Added(2), message_id=f"cut-{nth}")
         assert totals(engine) == [0, turn, turn, 0]
+    own.dispose()
     assert nth > 100

@@ -211,8 +211,8 @@ def test_a_delivery_cancelled_at_any_await_leaves_nothing_behind(
     """A cancellation ends the statement and the transaction behind PgBouncer too."""
     url = pgbouncer(server.url(), pool_size=2).through(server.url())
 
-    def through(driver: Driver) -> Rig:
-        return rig_on(driver, url=url, **recipe(driver))
+    def through(driver: Driver, **options: Any) -> Rig:
+        return rig_on(driver, url=url, **recipe(driver), **options)
 
     test_interrupts.test_a_delivery_cancelled_at_any_await_leaves_nothing_behind(driver, False, True, through)
 

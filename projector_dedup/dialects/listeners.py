@@ -1,8 +1,8 @@
-"""Listeners on an engine's connections: attached once, all of them together, before any unit of work connects."""
+"""Listeners on an engine's connections: ours, attached once and together, before any unit of work; and the user's."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from threading import Lock
 from typing import Any
 from weakref import WeakSet
@@ -10,6 +10,8 @@ from weakref import WeakSet
 from sqlalchemy import event
 from sqlalchemy.engine import Engine
 from sqlalchemy.engine.interfaces import Dialect as EngineDialect
+
+_PACKAGE = f"{__package__.partition('.')[0]}."
 
 _lock = Lock()
 _listened_to: WeakSet[EngineDialect] = WeakSet()  # which an engine's execution_options() clones share
@@ -27,3 +29,12 @@ def listen_once(engine: Engine, **listeners: Sequence[Callable[..., Any]]) -> No
                 for function in functions:
                     event.listen(engine, name, function)
             _listened_to.add(engine.dialect)
+
+
+def are_of_others(events: Iterable[Iterable[object]]) -> bool:
+    """Whether there are listeners but ours."""
+    for listeners in events:
+        for listener in listeners:
+            if not (getattr(listener, "__module__", None) or "").startswith(_PACKAGE):
+                return True
+    return False

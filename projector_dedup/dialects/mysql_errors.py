@@ -29,12 +29,6 @@ _NO_TABLE = {
 }
 
 _OUT_OF_SYNC = 2014  # a result of mysqlclient's was left unread: the command was not sent
-_ABOUT_A_ROW = {
-    *(1054, 1146),  # unknown column, table
-    *(1142, 1143, 1370),  # denied: a table, a column, a function of a view
-    *(1064, 1193, 1312),  # a server, a mode or a driver that takes no block of statements
-    *(1267, 1270, 1271),  # a text in a collation that the column's cannot be compared with
-}
 
 
 def classify(error: Exception) -> Failure:
@@ -60,11 +54,6 @@ def commit_refused(error: DBAPIError) -> bool:
     """``Dialect.commit_refused``."""
     number = _number(error)
     return number == _OUT_OF_SYNC or (number == _DEADLOCK and not error.connection_invalidated)
-
-
-def may_be_about_the_row(error: DBAPIError) -> bool:
-    """``PlainRows.may_be_about_the_row``."""
-    return _number(error) in _ABOUT_A_ROW
 
 
 def _number(error: Exception) -> int | None:

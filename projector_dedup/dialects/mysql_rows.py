@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from sqlalchemy import CursorResult, Row, Select, Table, literal_column, select, text
@@ -12,10 +13,12 @@ from sqlalchemy.sql import Executable
 from sqlalchemy.sql.compiler import SQLCompiler
 from sqlalchemy.sql.visitors import InternalTraversal
 
+from .answers import Failure
+from .listeners import are_of_others
 from .mysql_claim import marker_row
-from .mysql_errors import may_be_about_the_row
+from .mysql_errors import classify
 from .mysql_snapshots import offers_snapshot_isolation
-from .plain_tables import PlainRows, PlainTable, columns_to_ask_by, row_beside
+from .plain_tables import PlainRows, PlainTable, UnreadableRowError, columns_to_ask_by, row_beside
 
 _LASTS = "@@tx_isolation = 'REPEATABLE-READ' AND @@innodb_snapshot_isolation"
 
@@ -39,7 +42,7 @@ class MariaDBRows(PlainRows):
     def look(self, connection: Connection, table: Table) -> PlainTable | None:
         """One round trip."""
         found = _found(connection, table)
-        if found is None or found.is_generated:
+        if found is None or found.is_generated:  # what is computed may be the time
             return None
         return PlainTable((found.table_schema, found.table_name), columns_to_ask_by(table), reads_ahead=True)
 
@@ -50,27 +53,34 @@ class MariaDBRows(PlainRows):
         block.marker = marker
         return block
 
-    def inserted_alone(self, connection: Connection, marker: Table) -> object | None:
+    def marker_identity(self, connection: Connection, marker: Table) -> object | None:
         """The row is read behind the INSERT: whatever that changes is seen."""
         found = _found(connection, marker)
         return found and (found.table_schema, found.table_name)
 
-    def may_be_about_the_row(self, error: DBAPIError) -> bool:
-        """By the server's error number."""
-        return may_be_about_the_row(error)
+    def level_is_known(self, connection: Connection) -> bool:
+        """Not where somebody may have chosen one for this transaction alone: the server does not tell."""
+        return not are_of_others((connection.engine.pool.dispatch.checkout, connection.dispatch.begin))
 
-    def first(self, connection: Connection, result: CursorResult[Any]) -> Row[Any] | None:
-        """The row, and the answer of the block, which is behind it."""
+    def claim(self, connection: Connection, statement: Executable, parameters: Mapping[str, Any]) -> Row[Any] | None:
+        """The server answers twice, with the row and for the block; or once, with an error."""
+        result = None
         try:
-            try:
-                return result.fetchone()
-            finally:
-                while result.cursor.nextset():
-                    pass
-                result.close()
-        except BaseException:
-            connection.invalidate()
+            result = self.executed(connection, statement, parameters)
+            row = _fetched(result)
+            _skip_answer(connection, result)
+        except BaseException as error:
+            if result is not None or not isinstance(error, (DBAPIError, UnreadableRowError)):
+                connection.invalidate()  # or what is left would be taken for the answer to the next statement
             raise
+        result.close()
+        if row is None:  # which would mean a duplicate
+            raise UnreadableRowError
+        return row
+
+    def may_be_about_the_row(self, error: DBAPIError) -> bool:
+        """Whatever is not known to be about something else."""
+        return classify(error) in (Failure.PERMANENT, Failure.NO_TABLE)
 
 
 def _found(connection: Connection, table: Table) -> Row[Any] | None:
@@ -81,8 +91,22 @@ def _found(connection: Connection, table: Table) -> Row[Any] | None:
     return Connection.execute(connection, _TABLE, place).first()  # past any guard
 
 
+def _fetched(result: CursorResult[Any]) -> Row[Any] | None:
+    try:
+        return result.fetchone()
+    except Exception as error:  # a type of the ORM's cannot read it
+        raise UnreadableRowError from error
+
+
+def _skip_answer(connection: Connection, result: CursorResult[Any]) -> None:
+    try:
+        result.cursor.nextset()
+    except connection.dialect.loaded_dbapi.Error as error:  # SQLAlchemy does not wrap it
+        raise DBAPIError(None, None, error) from error
+
+
 class _Block(Select[Any]):
-    """The claim of a marker, and this SELECT behind it: the server runs both, and sends one answer."""
+    """The claim of a marker, and this SELECT behind it, in one command to the server."""
 
     inherit_cache = True
     _traverse_internals = [*Select._traverse_internals, ("marker", InternalTraversal.dp_clauseelement)]  # noqa: RUF012

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import date
 from typing import Any, ClassVar, TypeVar
 from uuid import UUID
 
@@ -16,6 +15,8 @@ from sqlalchemy.sql import Executable
 from sqlalchemy.types import TypeEngine
 
 SelectT = TypeVar("SelectT", bound=Select[Any])
+
+_AT_ONCE = {"stream_results": False, "yield_per": None}
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,10 @@ class PlainColumn:
 
 @dataclass(frozen=True)
 class PlainTable:
-    """A table on which an UPDATE has no effect but its own: no trigger, no rule, nothing computed."""
+    """A table whose rows are what they are when nothing writes to them: no view, nothing computed.
+
+    And where ``PlainRows.writes_late``, one on which an UPDATE has no effect but its own: no trigger, no rule.
+    """
 
     identity: object
     """The same for every name that the table goes by."""
@@ -40,8 +44,8 @@ class PlainTable:
     """Whether it does not matter if more rows are read than were asked for."""
 
 
-def _is(kind: type[Any]) -> Callable[[Any], bool]:
-    return lambda value: type(value) is kind
+def _is_uuid(value: Any) -> bool:
+    return type(value) is UUID
 
 
 def is_integer(value: Any, *, bits: int = 64) -> bool:
@@ -57,8 +61,7 @@ def is_text(value: Any) -> bool:
 _KEYS: dict[type[TypeEngine[Any]], Callable[[Any], bool]] = {
     **dict.fromkeys((sa.Integer, sa.BigInteger, sa.SmallInteger, sa.INTEGER, sa.BIGINT, sa.SMALLINT), is_integer),
     **dict.fromkeys((sa.String, sa.Unicode, sa.Text, sa.VARCHAR, sa.CHAR, sa.TEXT), is_text),
-    **dict.fromkeys((sa.Uuid, sa.UUID), _is(UUID)),
-    **dict.fromkeys((sa.Date, sa.DATE), _is(date)),
+    **dict.fromkeys((sa.Uuid, sa.UUID), _is_uuid),
 }
 
 
@@ -85,8 +88,7 @@ def row_beside(
     keys = list(table.primary_key)
     asked = (key == bindparam(parameter(place), type_=bound_as(key.type)) for place, key in enumerate(keys))
     found = claimed.outerjoin(table, and_(*asked))
-    statement = select(lasts, *keys, *(table.c[name] for name in columns)).select_from(found)
-    return statement.execution_options(stream_results=False)  # what an engine may ask for of every SELECT
+    return select(lasts, *keys, *(table.c[name] for name in columns)).select_from(found)
 
 
 def parameter(place: int) -> str:
@@ -116,30 +118,36 @@ class PlainRows:
         """
         raise NotImplementedError
 
-    def inserted_alone(self, _connection: Connection, _marker: Table) -> object | None:
-        """The identity of the marker table, if inserting there changes nothing else; None if it may."""
+    def marker_identity(self, _connection: Connection, _marker: Table) -> object | None:
+        """That of the marker table, if such a claim finds what a SELECT behind it would; None if it may not."""
         return None
+
+    def level_is_known(self, _connection: Connection) -> bool:
+        """Whether such a claim can tell at which level it ran."""
+        return True
 
     def claim(self, connection: Connection, statement: Executable, parameters: Mapping[str, Any]) -> Row[Any] | None:
         """Run such a claim. Raises ``UnreadableRowError`` for errors that may be about the row."""
+        result = self.executed(connection, statement, parameters)
         try:
-            result = connection.execute(statement, parameters)
+            return result.first()
+        except Exception as error:  # a type of the ORM's cannot read it
+            raise UnreadableRowError from error
+
+    def executed(
+        self, connection: Connection, statement: Executable, parameters: Mapping[str, Any]
+    ) -> CursorResult[Any]:
+        """The same, not read yet. What an engine may ask for of every SELECT, to stream it, does not concern it."""
+        try:
+            return connection.execute(statement, parameters, execution_options=_AT_ONCE)
         except DBAPIError as error:
             if not self.may_be_about_the_row(error):
                 raise
-            raise UnreadableRowError from error
-        try:
-            return self.first(connection, result)
-        except Exception as error:  # a type of the ORM's cannot read it
             raise UnreadableRowError from error
 
     def may_be_about_the_row(self, _error: DBAPIError) -> bool:
         """Whether an error of such a claim may be for the row's sake."""
         return True
-
-    def first(self, _connection: Connection, result: CursorResult[Any]) -> Row[Any] | None:
-        """What such a claim gives."""
-        return result.first()
 
     def reading(self, table: Table, columns: tuple[str, ...]) -> Executable:
         """SELECT the key and ``columns`` of many rows, by a list for each column of the key."""

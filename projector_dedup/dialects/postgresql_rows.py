@@ -103,16 +103,19 @@ class PostgreSQLRows(PlainRows):
         claimed = insert_markers(marker, bounded=False, names=1).returning(literal_column("1").label("claimed")).cte()
         return row_beside(claimed, _LASTS, table, columns, select=Select, bound_as=_unbounded)
 
-    def inserted_alone(self, connection: Connection, marker: Table) -> object | None:
+    def marker_identity(self, connection: Connection, marker: Table) -> object | None:
         """No trigger, no rule, on no partition either. One round trip."""
         return Connection.execute(connection, _ALONE, {"name": regclass(connection, marker)}).scalar()
 
     def may_be_about_the_row(self, error: DBAPIError) -> bool:
-        """By the class of its SQLSTATE: something is not there any more, or forbidden, or a value cannot be read."""
+        """By the class of its SQLSTATE: something is not there any more, or forbidden, or a value cannot be read.
+
+        Or the marker lacks a value that it must have now, which the claim alone says more clearly.
+        """
         sqlstate = sqlstate_of(error)
         if sqlstate is None:
             return isinstance(error, DataError)  # the driver's
-        return sqlstate[:2] in ("42", "22", "0A", "P0")
+        return sqlstate[:2] in ("42", "22", "23", "0A", "P0")
 
     def reading(self, table: Table, columns: tuple[str, ...]) -> Executable:
         """By arrays: whatever their length, one statement and one plan."""

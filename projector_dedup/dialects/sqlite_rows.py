@@ -17,7 +17,7 @@ class SQLiteRows(PlainRows):
 
     def look(self, connection: Connection, table: Table) -> PlainTable | None:
         """Whether it is a table: not a view, not of a module that may do anything, not hidden by a temporary one."""
-        identity = self.inserted_alone(connection, table)
+        identity = self.marker_identity(connection, table)
         return PlainTable(identity, columns_to_ask_by(table), reads_ahead=True) if identity is not None else None
 
     def claiming(self, marker: Table, table: Table, columns: tuple[str, ...]) -> Executable:
@@ -25,7 +25,7 @@ class SQLiteRows(PlainRows):
         claimed = select(literal_column("1").label("claimed")).subquery()
         return row_beside(claimed, literal_column("1"), table, columns, select=Select)
 
-    def inserted_alone(self, connection: Connection, marker: Table) -> object | None:
+    def marker_identity(self, connection: Connection, marker: Table) -> object | None:
         """The row is read behind the INSERT: whatever that changes is seen."""
         schema = connection.schema_for_object(marker) or "main"
         there = _is_table(connection.dialect.identifier_preparer.quote_schema(schema))
