@@ -14,9 +14,11 @@ import pytest
 from sqlalchemy import (
     Connection,
     Engine,
+    MetaData,
     Uuid,
     create_engine,
     event,
+    func,
     inspect,
     literal_column,
     select,
@@ -60,10 +62,12 @@ from projector_dedup import (
     RetryPolicy,
     TransactionViolatedError,
     UnitOfWork,
+    make_tables,
     on,
     projector,
 )
 from projector_dedup.dialects.mysql_rows import MariaDBRows
+from projector_dedup.tables import default_tables
 
 
 @pytest.fixture(params=["postgresql", "mariadb", "sqlite"])
@@ -522,6 +526,82 @@ def test_where_the_marker_changes_the_read_model(engine: Engine) -> None:
     for _ in range(3):
         deliver(Added(1))
     assert totals(engine) == [300, 303, 300, 300]
+
+
+VIEW = "CREATE VIEW first_other AS SELECT id, amount FROM first_total"
+NOT_PLAIN = {
+    "a view": ("DROP TABLE first_other", VIEW),
+    "a computed column": ("ALTER TABLE first_other ADD twice integer AS (amount * 2) VIRTUAL",),
+    "no transactions": ("ALTER TABLE first_other ENGINE=Aria",),
+    "a virtual table": ("DROP TABLE first_other", "CREATE VIRTUAL TABLE first_other USING fts5(id, amount)"),
+}
+
+
+@pytest.mark.parametrize(
+    ("database", "table"),
+    [
+        ("postgresql", "a view"),
+        ("mariadb", "a view"),
+        ("mariadb", "a computed column"),
+        ("mariadb", "no transactions"),
+        ("sqlite", "a view"),
+        ("sqlite", "a virtual table"),
+    ],
+    indirect=["database"],
+)
+def test_not_what_is_no_plain_table(engine: Engine, table: str) -> None:
+    """Which may give something else a moment later, or do something."""
+    with engine.begin() as connection:
+        for statement in NOT_PLAIN[table]:
+            connection.execute(text(statement))
+    deliver = Delivered(engine, lambda change, session: session.get(Other, change.row))
+    assert [BOTH in deliver(Added(1)) for _ in range(4)] == [False] * 4
+
+
+@pytest.mark.parametrize("database", ["sqlite"], indirect=True)
+def test_not_what_a_temporary_table_hides(engine: Engine) -> None:
+    """It is another table in each connection."""
+    own = create_engine(engine.url)
+
+    @event.listens_for(own, "connect")
+    def hide(driver: Any, _record: object) -> None:
+        driver.execute("CREATE TEMPORARY TABLE first_total AS SELECT * FROM main.first_total")
+
+    deliver = Delivered(own)
+    assert [BOTH in deliver(Added(1)) for _ in range(4)] == [False] * 4
+    own.dispose()
+
+
+@pytest.mark.parametrize("database", ["mariadb"], indirect=True)
+def test_not_over_a_connection_that_lacks_letters(engine: Engine) -> None:
+    """A text that a driver cannot send would fail the claim."""
+    narrow = create_engine(engine.url.update_query_dict({"charset": "latin1"}))
+    deliver = Delivered(narrow)
+    assert [BOTH in deliver(Added(1)) for _ in range(4)] == [False] * 4
+    narrow.dispose()
+
+
+def test_each_dispatcher_claims_in_its_own_table(engine: Engine) -> None:
+    """Though they send the same SQL but for that, on one engine."""
+    metadata = MetaData()
+    second = make_tables(metadata, name="first_inbox")
+    metadata.create_all(engine)
+
+    @projector(idempotent=True, name="first")
+    @on(Added)
+    def handler(change: Added, session: Session) -> None:
+        add(change, session)
+
+    for number in range(4):
+        for tables in (default_tables, second):
+            dispatcher = Dispatcher(sessionmaker(engine), handler, tables=tables)
+            for part in "ab":
+                assert dispatcher.deliver(Added(number), message_id=f"{part}{number}").outcome is Outcome.APPLIED
+    with engine.connect() as connection:
+        assert [
+            connection.scalar(select(func.count()).select_from(each.marker)) for each in (default_tables, second)
+        ] == [8, 8]
+    assert totals(engine) == [4, 4, 4, 4]
 
 
 def test_not_the_marker_itself(engine: Engine) -> None:
