@@ -32,6 +32,7 @@ from databases import (
     sqlite_database,
 )
 from pgbouncer import PgBouncer
+from projector_dedup.testing import contract  # noqa: F401  # before any of its parts: pytest explains their asserts
 from reached import reached
 
 
