@@ -596,7 +596,8 @@ def test_each_dispatcher_claims_in_its_own_table(engine: Engine) -> None:
         for tables in (default_tables, second):
             dispatcher = Dispatcher(sessionmaker(engine), handler, tables=tables)
             for part in "ab":
-                assert dispatcher.deliver(Added(number), message_id=f"{part}{number}").outcome is Outcome.APPLIED
+                message_id = f"{part}{number} of {tables.marker.name}"
+                assert dispatcher.deliver(Added(number), message_id=message_id).outcome is Outcome.APPLIED
     with engine.connect() as connection:
         assert [
             connection.scalar(select(func.count()).select_from(each.marker)) for each in (default_tables, second)

@@ -11,7 +11,6 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql import Executable
 from sqlalchemy.sql.compiler import SQLCompiler
-from sqlalchemy.sql.visitors import InternalTraversal
 
 from .answers import Failure
 from .listeners import are_of_others
@@ -48,7 +47,8 @@ class MariaDBRows(PlainRows):
 
     def claiming(self, marker: Table, table: Table, columns: tuple[str, ...]) -> Executable:
         """INSERT, then SELECT: what one after the other would do, and if the first fails the second does not run."""
-        claimed = select(literal_column("1").label("claimed")).subquery()
+        # By this name the compiled statement is cached for this marker table, and for no other.
+        claimed = select(literal_column("1").label("claimed")).subquery(f"claimed in {marker.fullname}")
         block = row_beside(claimed, literal_column(_LASTS), table, columns, select=_Block)
         block.marker = marker
         return block
@@ -109,7 +109,6 @@ class _Block(Select[Any]):
     """The claim of a marker, and this SELECT behind it, in one command to the server."""
 
     inherit_cache = True
-    _traverse_internals = [*Select._traverse_internals, ("marker", InternalTraversal.dp_clauseelement)]  # noqa: RUF012
     marker: Table
 
 

@@ -83,4 +83,4 @@ WHERE processed_message.processed_at < %s
 
 -- claim, and the row that will be asked for first
 BEGIN NOT ATOMIC INSERT INTO processed_message (message_id, handler, occurred_at, processed_at) VALUES (unhex(%s), unhex(%s), %s, (utc_timestamp(6))); SELECT @@tx_isolation = 'REPEATABLE-READ' AND @@innodb_snapshot_isolation, processed_message_state.`key`, processed_message_state.value
-FROM (SELECT 1 AS claimed) AS anon_1 LEFT OUTER JOIN processed_message_state ON processed_message_state.`key` = unhex(%s); END
+FROM (SELECT 1 AS claimed) AS `claimed in processed_message` LEFT OUTER JOIN processed_message_state ON processed_message_state.`key` = unhex(%s); END
