@@ -1,4 +1,4 @@
-"""The row that a handler asks for first, read by the statement that claims its message: one round trip less.
+"""The row that a handler asks for first, read with the claim of its message: one round trip less.
 
 Most handlers begin by ``session.get(Entity, something in the event)``. Where in an event the key of that row is, the
 first messages of a handler tell; from then on its row comes with the claim, from the same snapshot. It is given to the
@@ -79,7 +79,7 @@ class FirstRow(_First):
         self._values: Mapping[str, Any] | None = None  # None: there is no such row
 
     def claim(self, insert: Callable[[Executable, Mapping[str, Any]], Row[Any] | None], marker: dict[str, Any]) -> bool:
-        """Claim the message and read the row, in one statement."""
+        """Claim the message and read the row."""
         parameters = marker | {parameter(place): part for place, part in enumerate(self._key)}
         try:
             row = insert(self._habit.claiming, parameters)

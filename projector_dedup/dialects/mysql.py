@@ -96,7 +96,7 @@ class MySQL(Dialect):
         try:
             connection.execute(statement, key)
         except DBAPIError as error:
-            self._refuse_unless_there(connection, marker, key, error, names)
+            self._raise_unless_there(connection, marker, key, error, names)
             return False
         return True
 
@@ -107,10 +107,10 @@ class MySQL(Dialect):
         try:
             return super().claim_and_read(connection, statement, marker, parameters)
         except DBAPIError as error:
-            self._refuse_unless_there(connection, marker, parameters, error)
+            self._raise_unless_there(connection, marker, parameters, error)
             return None
 
-    def _refuse_unless_there(
+    def _raise_unless_there(
         self, connection: Connection, marker: Table, key: Parameters, error: DBAPIError, names: int = 1
     ) -> None:
         clashed = self.classify(error) is Failure.UNIQUE

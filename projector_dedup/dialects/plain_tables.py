@@ -111,7 +111,7 @@ class PlainRows:
         return None
 
     def claiming(self, marker: Table, table: Table, columns: tuple[str, ...]) -> Executable:
-        """The claim of one marker, for ``Dialect.claim_and_read``, and one row by the parts of its key.
+        """The claim of one marker, for ``Dialect.claim_and_read``, and one row by the parts of its key; or just that.
 
         It gives nothing for a duplicate, else a row of: whether what was read is what would be read later, the key, and
         ``columns``, all of them NULL if there is no such row.
