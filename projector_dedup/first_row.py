@@ -93,14 +93,17 @@ class FirstRow(_First):
             if self._watched.dialect.classify(error) is not Failure.TRANSIENT:
                 self._habits.wrong(self._message)  # whatever it is about: the next message is claimed without the row
             raise
+        except Exception:
+            self._habits.wrong(self._message)
+            raise
         if row is None:
             return False
         lasts, *found = tuple(row)
         key, values = tuple(found[: len(self._key)]), found[len(self._key) :]
-        if not lasts or key not in (self._key, (None,) * len(key)):
-            self.stop()
-        elif key == self._key:
+        if lasts and key == self._key and tuple(map(type, key)) == self._habit.types:
             self._values = dict(zip(self._habit.plain.loaded, values, strict=True))
+        elif not lasts or key != (None,) * len(key):
+            self.stop()
         return True
 
     def stop(self) -> None:

@@ -2,10 +2,12 @@
 
 import asyncio
 import itertools
+import sqlite3
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import closing, suppress
+from datetime import date
 from types import FrameType
 from typing import Any
 from uuid import UUID
@@ -26,7 +28,7 @@ from sqlalchemy import (
     update,
 )
 from sqlalchemy.exc import OperationalError
-from sqlalchemy.ext.asyncio import async_sessionmaker, create_async_engine
+from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_async_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
 
 from cut_proxy import CutProxy
@@ -807,6 +809,78 @@ def test_a_marker_table_that_has_changed_is_named(engine: Engine) -> None:
         deliver.dispatcher.deliver(Added(1), message_id="m")
 
 
+class Dates(DeclarativeBase):
+    """Of a table whose dates Python cannot read."""
+
+
+class Dated(Dates):
+    """One of them."""
+
+    __tablename__ = "first_date"
+    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    day: Mapped[date | None]
+
+
+@pytest.mark.parametrize("driver", ["asyncpg", "psycopg"])
+def test_a_value_that_its_driver_cannot_read_is_met_by_who_asks_for_it(postgresql: Database, driver: str) -> None:
+    """Also where the driver reads it before anybody fetches."""
+
+    @projector(idempotent=True, name="first")
+    @on(Added)
+    async def handler(change: Added, session: AsyncSession) -> None:
+        if change.row == 2:
+            await session.execute(text("UPDATE first_date SET day = '2026-01-01' WHERE id = 2"))
+        else:
+            await session.get_one(Dated, change.row)
+
+    async def run() -> None:
+        engine = create_async_engine(postgresql.url(f"postgresql+{driver}"))
+        async with engine.begin() as connection:
+            await connection.run_sync(Dates.metadata.create_all)
+            await connection.run_sync(default_tables.marker.metadata.create_all)
+            await connection.execute(text("INSERT INTO first_date VALUES (1, NULL), (2, '12000-01-01')"))
+        dispatcher = AsyncDispatcher(async_sessionmaker(engine), handler, retry=RetryPolicy(attempts=3, base=0))
+        for number, row in enumerate((1, 1, 2)):
+            assert (await dispatcher.deliver(Added(row), message_id=f"m{number}")).outcome is Outcome.APPLIED
+        await engine.dispose()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("database", ["sqlite"], indirect=True)
+def test_not_in_another_file_than_the_marker(engine: Engine) -> None:
+    """Which the claim has not locked."""
+
+    class Elsewhere(DeclarativeBase):
+        pass
+
+    class Far(Elsewhere):
+        __tablename__ = "first_far"
+        __table_args__ = {"schema": "far"}  # noqa: RUF012
+        id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+
+    own = create_engine(engine.url)
+    event.listen(own, "connect", lambda driver, _: driver.execute(f"ATTACH '{engine.url.database}.far' AS far"))
+    Elsewhere.metadata.create_all(own)
+    deliver = Delivered(own, lambda change, session: session.get(Far, change.row))
+    assert [BOTH in deliver(Added(1)) for _ in range(4)] == [False] * 4
+    own.dispose()
+
+
+@pytest.mark.parametrize("database", ["sqlite"], indirect=True)
+def test_not_where_the_catalogue_may_not_be_read(engine: Engine) -> None:
+    """By an authorizer: nothing is learned, and nobody hears of it."""
+
+    def authorize(_action: int, table: str | None, *_: object) -> int:
+        return sqlite3.SQLITE_DENY if table == "sqlite_master" else sqlite3.SQLITE_OK
+
+    own = create_engine(engine.url)
+    event.listen(own, "connect", lambda driver, _: driver.set_authorizer(authorize))
+    deliver = Delivered(own)
+    assert [BOTH in deliver(Added(1)) for _ in range(4)] == [False] * 4
+    own.dispose()
+
+
 def test_without_retries_the_redelivery_is_applied(engine: Engine) -> None:
     """The row cannot be read, and the one attempt is used up: the message is not acknowledged, and nothing is lost."""
 
@@ -827,7 +901,7 @@ def test_without_retries_the_redelivery_is_applied(engine: Engine) -> None:
 
 
 def test_a_bug_in_a_listener_stays_what_it_is(engine: Engine) -> None:
-    """It is not tried again, and reading goes on."""
+    """It is not tried again; the next message is claimed without the row, and then reading goes on."""
     deliver = Delivered(engine).learned()
     bugs = [RuntimeError("a bug")]
 
@@ -838,6 +912,7 @@ def test_a_bug_in_a_listener_stays_what_it_is(engine: Engine) -> None:
 
     with pytest.raises(RuntimeError, match="a bug"):
         deliver.dispatcher.deliver(Added(2), message_id="buggy")
+    assert deliver(Added(2)) == SELECTED
     assert deliver(Added(2)) == WITH_CLAIM
 
 

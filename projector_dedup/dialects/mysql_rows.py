@@ -70,7 +70,8 @@ class MariaDBRows(PlainRows):
             row = _fetched(result)
             _skip_answer(connection, result)
         except BaseException as error:
-            if result is not None or not isinstance(error, (DBAPIError, UnreadableRowError)):
+            said = error.__cause__ if isinstance(error, UnreadableRowError) else error
+            if result is not None or not isinstance(said, DBAPIError):
                 connection.invalidate()  # or what is left would be taken for the answer to the next statement
             raise
         result.close()
@@ -88,7 +89,12 @@ def _found(connection: Connection, table: Table) -> Row[Any] | None:
     if not offers_snapshot_isolation(connection.engine):
         return None
     place = {"schema": connection.schema_for_object(table), "name": table.name}
-    return Connection.execute(connection, _TABLE, place).first()  # past any guard
+    try:
+        return Connection.execute(connection, _TABLE, place).first()  # past any guard
+    except DBAPIError as error:
+        if classify(error) is Failure.PERMANENT:
+            return None  # a server that does not know what is asked
+        raise
 
 
 def _fetched(result: CursorResult[Any]) -> Row[Any] | None:

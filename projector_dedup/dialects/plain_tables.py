@@ -17,6 +17,7 @@ from sqlalchemy.types import TypeEngine
 SelectT = TypeVar("SelectT", bound=Select[Any])
 
 _AT_ONCE = {"stream_results": False, "yield_per": None}
+_DECODING = (ArithmeticError, LookupError, TypeError, ValueError)
 
 
 @dataclass(frozen=True)
@@ -143,6 +144,8 @@ class PlainRows:
         except DBAPIError as error:
             if not self.may_be_about_the_row(error):
                 raise
+            raise UnreadableRowError from error
+        except _DECODING as error:  # by a driver that reads rows at once; it is not wrapped
             raise UnreadableRowError from error
 
     def may_be_about_the_row(self, _error: DBAPIError) -> bool:
