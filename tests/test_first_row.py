@@ -849,13 +849,13 @@ def test_a_value_that_its_driver_cannot_read_is_met_by_who_asks_for_it(postgresq
 
 @pytest.mark.parametrize("database", ["sqlite"], indirect=True)
 def test_not_in_another_file_than_the_marker(engine: Engine) -> None:
-    """Which the claim has not locked."""
+    """Which the claim has not locked; here with a namesake beside the marker."""
 
     class Elsewhere(DeclarativeBase):
         pass
 
     class Far(Elsewhere):
-        __tablename__ = "first_far"
+        __tablename__ = Total.__tablename__
         __table_args__ = {"schema": "far"}  # noqa: RUF012
         id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
 
