@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 from sqlalchemy import Row, Table
-from sqlalchemy.exc import DBAPIError
 from sqlalchemy.sql import Executable
 
 from .dialects import Failure
@@ -89,12 +88,9 @@ class FirstRow(_First):
                 "the row that the message seems to be about could not be read with its claim; run the unit of work "
                 "again, which will not try that"
             ) from error.__cause__
-        except DBAPIError as error:
+        except Exception as error:
             if self._watched.dialect.classify(error) is not Failure.TRANSIENT:
                 self._habits.wrong(self._message)  # whatever it is about: the next message is claimed without the row
-            raise
-        except Exception:
-            self._habits.wrong(self._message)
             raise
         if row is None:
             return False

@@ -24,7 +24,7 @@ from projector_dedup import (
 )
 from projector_dedup.schema import check
 from projector_dedup.tables import default_tables
-from projector_dedup.testing import contract  # before its parts: pytest explains their asserts
+from projector_dedup.testing import contract
 from projector_dedup.testing.claims import ClaimContract
 from projector_dedup.testing.harness import Harness
 from projector_dedup.testing.once import LOOK_ALIKES, OnceContract

@@ -12,7 +12,7 @@ from sqlalchemy.orm import Session
 
 from databases import DRIVERS, Database, Driver
 from projector_dedup import InProgress, Outcome, RetryPolicy
-from projector_dedup.testing import contract  # before its parts: pytest explains their asserts
+from projector_dedup.testing import contract
 from projector_dedup.testing.harness import Harness
 from projector_dedup.testing.once import Broken
 from projector_dedup.testing.races import Gate

@@ -13,7 +13,7 @@ from sqlalchemy.orm import Session
 from databases import DRIVERS, Database, Driver
 from projector_dedup import Outcome, RetriesExhaustedError, RetryPolicy, TransactionViolatedError
 from projector_dedup.dialects import mysql_snapshots
-from projector_dedup.testing import contract  # before its parts: pytest explains their asserts
+from projector_dedup.testing import contract
 from projector_dedup.testing.harness import Harness
 from projector_dedup.testing.lost_updates import LostUpdateContract
 from projector_dedup.testing.races import RaceContract

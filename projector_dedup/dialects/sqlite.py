@@ -139,7 +139,7 @@ class SQLite(Dialect):
     ) -> Row[Any] | None:
         """One after the other: there are no round trips to spare, but the ORM's work for a SELECT."""
         key = {name: parameters[name] for name in ("message_id", "handler", "occurred_at")}
-        if not inserted(connection, _claim(self, marker), key):
+        if not self.claim(connection, _claim(self, marker), marker, key):
             return None
         return self.plain_rows.claim(connection, statement, parameters)
 

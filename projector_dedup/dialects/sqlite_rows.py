@@ -23,8 +23,8 @@ class SQLiteRows(PlainRows):
 
     def look(self, connection: Connection, table: Table) -> PlainTable | None:
         """Whether it is a table: not a view, not of a module that may do anything, not hidden by a temporary one."""
-        identity = self.marker_identity(connection, table)
-        return PlainTable(identity, columns_to_ask_by(table), reads_ahead=True) if identity is not None else None
+        found = _found(connection, table)
+        return PlainTable(found, columns_to_ask_by(table), reads_ahead=True) if found is not None else None
 
     def claiming(self, marker: Table, table: Table, columns: tuple[str, ...]) -> Executable:
         """What comes behind the claim."""
@@ -33,10 +33,15 @@ class SQLiteRows(PlainRows):
 
     def marker_identity(self, connection: Connection, marker: Table) -> object | None:
         """The row is read behind the INSERT: whatever that changes is seen."""
-        if connection.schema_for_object(marker) not in (None, "main"):
-            return None  # a claim locks the file of its table only
-        try:
-            found: object = Connection.execute(connection, _TABLE, {"name": marker.name}).scalar()  # past any guard
-        except DBAPIError:
-            return None  # by an authorizer, say; the transaction goes on
-        return found
+        return _found(connection, marker)
+
+
+def _found(connection: Connection, table: Table) -> object | None:
+    """The table, if it is one of the main file."""
+    if connection.schema_for_object(table) not in (None, "main"):
+        return None  # a claim locks the file of its table only
+    try:
+        found: object = Connection.execute(connection, _TABLE, {"name": table.name}).scalar()  # past any guard
+    except DBAPIError:
+        return None  # by an authorizer, say; the transaction goes on
+    return found
