@@ -10,6 +10,7 @@ from .errors import (
     DeliveryFailed,
     HandlerDefinitionError,
     InProgress,
+    InvalidMessageError,
     InvalidMessageIdError,
     MissingTableError,
     OvertakenError,
@@ -23,8 +24,9 @@ from .errors import (
     UnsafeSessionError,
     UnsupportedDatabaseError,
 )
+from .extractors import by_path, cloudevents, hashed, kafka
 from .markers import claim
-from .message import Message, by_path, cloudevents, hashed, kafka
+from .message import Message
 from .outcome import Delivery, Outcome
 from .projector import on, projector
 from .retry import RetryPolicy
@@ -44,6 +46,7 @@ __all__ = [
     "Dispatcher",
     "HandlerDefinitionError",
     "InProgress",
+    "InvalidMessageError",
     "InvalidMessageIdError",
     "Message",
     "MissingTableError",

@@ -14,8 +14,9 @@ from sqlalchemy.orm import Session, sessionmaker
 from .asyncio_names import AsyncSession, async_sessionmaker
 from .errors import HandlerDefinitionError
 from .handler import Handler
-from .message import Message, printable, valid_message_id
+from .message import Message, id_text, printable, valid_message_id
 from .outcome import Outcome
+from .reentry import Handling
 from .retry import Attempts, RetryPolicy
 from .sessions import UnitOptions
 from .unit_of_work import AsyncUnitOfWork, UnitOfWork
@@ -51,8 +52,8 @@ class Part:
             self.outcomes[index] = Outcome.APPLIED
         self._events = self.handler.given([self.messages[index] for index in self._entering])
         if self.many and self._events:
-            work.foresee(self._events)
-        if not self._entering and not self.handler.formerly:  # else a marker by another name may have been written
+            work.foresee(self._events, one_by_one=not self.handler.on.batch)
+        if not self._entering:
             work.end_duplicate()
         return bool(self._entering)
 
@@ -92,11 +93,12 @@ def apply(part: Part, factory: sessionmaker[Session], options: UnitOptions, poli
             with uow:
                 if part.open(uow.work):
                     attempts.claimed()
-                    for call in part.calls(uow.session):
-                        _check_result(handler, call(), asynchronous=False)
-                        if part.many:
-                            uow.next_message()
-                    uow.commit()
+                    with Handling(uow.work.session):
+                        for call in part.calls(uow.session):
+                            _check_result(handler, call(), asynchronous=False)
+                            if part.many:
+                                uow.next_message()
+                        uow.commit()
             return _settled(part, attempts, uow.work.durable)
         except Exception as error:  # noqa: BLE001  # delay_after raises it, unless another attempt is due
             delay = _delay_after(part, error, attempts, uow.work)
@@ -115,13 +117,14 @@ async def aapply(
             async with uow:
                 if await uow.session.run_sync(part.open_in, uow.work):
                     attempts.claimed()
-                    for call in part.calls(uow.session):
-                        awaitable = call()
-                        _check_result(handler, awaitable, asynchronous=True)
-                        _check_result(handler, await awaitable, asynchronous=False)
-                        if part.many:
-                            await uow.next_message()
-                    await uow.commit_and_close()
+                    with Handling(uow.work.session):
+                        for call in part.calls(uow.session):
+                            awaitable = call()
+                            _check_result(handler, awaitable, asynchronous=True)
+                            _check_result(handler, await awaitable, asynchronous=False)
+                            if part.many:
+                                await uow.next_message()
+                        await uow.commit_and_close()
             return _settled(part, attempts, uow.work.durable)
         except Exception as error:  # noqa: BLE001  # delay_after raises it, unless another attempt is due
             delay = _delay_after(part, error, attempts, uow.work)
@@ -193,4 +196,4 @@ def _extra(handler: Handler, message: Message, outcome: str, attempts: Attempts)
 
 
 def _log_id(message: Message) -> str:
-    return printable(str(message.id))[:600]
+    return printable(str(id_text(message)))[:600]

@@ -8,9 +8,9 @@ from sqlalchemy.orm import Session, sessionmaker
 
 from .apply import Part, aapply, apply
 from .asyncio_names import AsyncSession, async_sessionmaker
-from .errors import CommitOutcomeUnknown, RefusedError, RetriesExhaustedError
+from .errors import CommitOutcomeUnknown, InvalidMessageError, RefusedError, RetriesExhaustedError
 from .handler import Handler
-from .message import Message, printable
+from .message import Message, id_text, printable
 from .outcome import Outcome
 from .retry import RetryPolicy
 from .sessions import UnitOptions
@@ -98,6 +98,8 @@ class _Batch:
         if getattr(error, "durable", False):
             self._tell_who_was_handled(error)
             return True
+        if isinstance(error, InvalidMessageError):  # of a message that was made past its checks, by unpickling say
+            return False
         if not self._part.connected:  # which is nobody's fault in here
             return True
         return isinstance(error, CommitOutcomeUnknown) or (isinstance(error, RefusedError) and not self._part.opened)
@@ -107,7 +109,7 @@ class _Batch:
         messages, at = self._part.messages, self._part.at
         behind = [] if at is None else messages[at + 1 :]
         if behind:
-            names = ", ".join(printable(str(message.id)) for message in behind[:20])
+            names = ", ".join(printable(str(id_text(message))) for message in behind[:20])
             error.add_note(
                 f"The markers of {len(behind)} messages behind it in the batch may be COMMITTED too, though nobody "
                 f"handled them: forget those before they are delivered again ({names}"

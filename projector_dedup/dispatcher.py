@@ -11,8 +11,9 @@ from .apply import Part, aapply, apply
 from .asyncio_names import AsyncSession, async_sessionmaker
 from .batch import aapply_batch, apply_batch
 from .errors import HandlerDefinitionError, RefusedError, UnhandledMessage
+from .extractors import attribute_or_key
 from .handler import Handler, check_kind, options_for, refuse_shared_names
-from .message import IdExtractor, Message, Route, attribute_or_key, envelope, known_id, printable, route_of
+from .message import IdExtractor, Message, Route, envelope, id_text, known_id, printable, route_of
 from .outcome import Delivery
 from .projector import handlers_of
 from .retry import RetryPolicy
@@ -86,7 +87,7 @@ class _Routing:
     def _route(self, event: object, message_id: object) -> tuple[Message, list[Handler], str | None]:
         route = route_of(event)
         handlers, needed = self._wanting.get(route) or self._who_wants(route)
-        message = envelope(event, message_id, self._extractor if needed else attribute_or_key)
+        message = envelope(event, message_id, self._extractor if needed else attribute_or_key, needed=needed)
         if not handlers and not self._ignore_unhandled:
             name = route if isinstance(route, str) else f"{route.__module__}.{route.__qualname__}"
             raise UnhandledMessage(
@@ -105,7 +106,7 @@ class _Routing:
             try:
                 batch.routed(*self._route(event, None))
             except Exception as error:  # noqa: BLE001  # this message's own, its id's extractor's say
-                batch.not_routed(known_id(event, needed=False) if isinstance(event, Message) else None, error)
+                batch.not_routed(id_text(event) if isinstance(event, Message) else None, error)
         return batch
 
 

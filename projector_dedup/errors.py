@@ -4,7 +4,8 @@
 
     ProjectorDedupError
     |-- RefusedError                  nothing ran: as asked, a message could be lost or doubled
-    |   |-- InvalidMessageIdError     the id is missing, empty, too long, or not text (also a ValueError)
+    |   |-- InvalidMessageError       a type that is no class or name, a time that is no moment (also a ValueError)
+    |   |   `-- InvalidMessageIdError     the id is missing, empty, too long, or not text
     |   |-- HandlerDefinitionError    a projector cannot be told apart, called or awaited (also a TypeError)
     |   |-- UnsupportedDatabaseError  a database, driver or pool that is not known to keep the promise
     |   |-- UnsafeSessionError        AUTOCOMMIT, a foreign transaction, a second database
@@ -45,7 +46,14 @@ class RefusedError(ProjectorDedupError):
     """
 
 
-class InvalidMessageIdError(RefusedError, ValueError):
+class InvalidMessageError(RefusedError, ValueError):
+    """Something that came with the message cannot be used: its type, or when it occurred.
+
+    It concerns this message only: every other one of a batch is applied.
+    """
+
+
+class InvalidMessageIdError(InvalidMessageError):
     """The message has no id that could be told apart from every other id."""
 
 
@@ -119,6 +127,8 @@ class RetriesExhaustedError(ProjectorDedupError):
 
 class CommitOutcomeUnknown(ProjectorDedupError):
     """The connection failed during COMMIT: the message is applied or not, and nobody could be asked.
+
+    Or PostgreSQL was told not to wait for its synchronous standby, without which what it committed may yet be lost.
 
     Do not acknowledge. For an idempotent projector a redelivery finds out; for any other it may apply twice.
     """

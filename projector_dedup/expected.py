@@ -26,8 +26,8 @@ from .sessions import UnitOptions, is_begun_by_claims
 def may_look(session: Session, bind: object, options: UnitOptions) -> bool:
     """Whether a look is likely to spare a claim, and finds just what that would find."""
     return (
-        options.habits.duplicates_follow
-        and isinstance(bind, Engine)
+        isinstance(bind, Engine)
+        and options.habits.on(bind).duplicates_follow
         and is_begun_by_claims(bind)
         and not isinstance(bind.pool, NullPool)  # which would connect for the look, and again for the claim
         and not bind.dispatch.set_connection_execution_options  # a look has none to set
@@ -48,13 +48,14 @@ def look(connection: Connection, dialect: Dialect, options: UnitOptions, key: di
             connection.invalidate()  # interrupted: it could not be given back, and the error would be about that
         raise
     if known:
-        options.habits.claimed(new=False)
+        options.habits.on(connection.engine).claimed(new=False)
     return known
 
 
 def claim(guard: Guard, options: UnitOptions, key: dict[str, Any], message: Message, *, looked: bool) -> bool:
     """Claim the message, with the row that its handler will ask for, if it is likely to be new."""
-    connection, dialect, tables, habits = guard.connection, guard.dialect, options.tables, options.habits
+    connection, dialect, tables = guard.connection, guard.dialect, options.tables
+    habits = options.habits.on(connection.engine)
     likely_new = looked or not habits.duplicates_follow
     if likely_new and (row := expected_row(guard, habits, message)) is not None:
         new = row.claim(partial(insert_marker_and_read, connection, dialect, tables), key)

@@ -8,11 +8,9 @@ handler if that is what it asks for, before anything else; if not, it is forgott
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 from sqlalchemy import Row, Table
-from sqlalchemy.sql import Executable
 
 from .dialects import Failure
 from .dialects.plain_tables import UnreadableRowError, parameter
@@ -25,6 +23,7 @@ from .plain import Plain, Watched, is_plain_beginning, is_read_by, loads_unheard
 _FAILED = 4  # wrong guesses are as bad as one that cost an attempt
 
 Load = Callable[[Any, Any], Any]
+Insert = Callable[[Table, tuple[str, ...], Mapping[str, Any]], Row[Any] | None]
 
 
 def expected_row(watched: Watched, habits: Habits, message: Message) -> FirstRow | None:
@@ -77,11 +76,11 @@ class FirstRow(_First):
         self._key = key
         self._values: Mapping[str, Any] | None = None  # None: there is no such row
 
-    def claim(self, insert: Callable[[Executable, Mapping[str, Any]], Row[Any] | None], marker: dict[str, Any]) -> bool:
-        """Claim the message and read the row."""
+    def claim(self, insert: Insert, marker: dict[str, Any]) -> bool:
+        """Claim the message and read the row; ``insert`` takes its table and columns, and the parameters."""
         parameters = marker | {parameter(place): part for place, part in enumerate(self._key)}
         try:
-            row = insert(self._habit.claiming, parameters)
+            row = insert(self._habit.plain.table, self._habit.columns, parameters)
         except UnreadableRowError as error:
             self._habits.wrong(self._message, _FAILED)
             raise OvertakenError(
@@ -144,8 +143,7 @@ class Learning(_First):
         if plain is None or key is None:
             self._habits.wrong(self._message)
         else:
-            claiming = partial(self._watched.dialect.plain_rows.claiming, self._marker)
-            self._habits.learn(self._message, entity, plain, key[1], claiming)
+            self._habits.learn(self._message, entity, plain, key[1])
         return instance
 
     def _look(self, entity: Any) -> Plain | None:

@@ -15,10 +15,12 @@ from sqlalchemy import Table
 from sqlalchemy.engine import Connection
 from sqlalchemy.exc import DBAPIError, PendingRollbackError
 
+from .closing import roll_back
 from .dialects import Dialect, Failure, Status
 from .errors import TransactionViolatedError, UnsafeSessionError
-from .guarded import GuardedSession, guard_connection, release_connection
-from .marks import Marker, Savepoints
+from .guarded import GuardedSession
+from .guarded_connection import guard_connection, release_connection
+from .marks import Marker, Savepoints, what_is_durable
 from .plain import KnownRows
 
 
@@ -28,18 +30,17 @@ class Guard:
     def __init__(
         self, session: GuardedSession, connection: Connection, driver: Any, dialect: Dialect, marker: Marker
     ) -> None:
-        self.dialect = dialect
-        self.session = session
+        self.dialect, self.session = dialect, session
         self.connection, self.driver = connection, driver
         self.violation: TransactionViolatedError | None = None
         self.doomed_by: DBAPIError | None = None
-        self.watching = False  # true while a handler has the session
+        self._begun = self.watching = False  # the latter is true while a handler has the session
+        self.several = False  # messages share the transaction, and a handler has one of them at a time
         self.must_ask = self.lent = False  # the server, before COMMIT; to what may have committed past us
         self.commit_was_sent = self.commit_was_answered = False
         self.must_disconnect = False  # what the driver is in the midst of, nobody knows
         self.marker, self.savepoints = marker, Savepoints(marker)
         self.rows: KnownRows | None = None
-        self._begun = False
         self._session_transaction = session.get_transaction()
         self._transaction = connection.get_transaction()
         self._savepoint = connection.get_nested_transaction()  # only inside an external transaction
@@ -69,23 +70,12 @@ class Guard:
 
     def ended_below(self) -> TransactionViolatedError:
         """The transaction is gone, and SQLAlchemy did not see it go: was it a commit or a rollback?"""
-        self.must_disconnect = True
+        self.must_disconnect = not self.dialect.lives_in_connection(self.connection.engine.url)
         what = "the handler ended the transaction on the driver's connection, below SQLAlchemy"
         if self.violation is None:
-            committed = self.marker.is_committed()
-            if committed is None:
-                self.violation = TransactionViolatedError(
-                    f"{what}. If by a commit, what it had written by then is COMMITTED, and without a marker a "
-                    "redelivery writes it again: look at the read model first",
-                    durable=True,
-                )
-            elif committed:
-                self.violation = TransactionViolatedError(
-                    f"{what}, by a commit: the marker and what the handler had written by then are COMMITTED, and "
-                    "what it wrote later may not be. A redelivery will be skipped as a duplicate, so look at the "
-                    "read model",
-                    durable=True,
-                )
+            left = what_is_durable(self.marker)
+            if left is not None:
+                self.violation = TransactionViolatedError(what + left, durable=True)
         return self.violate(what)
 
     # What the guarded session and connection report --------------------------------------------------------------
@@ -127,7 +117,9 @@ class Guard:
 
     def lend_driver(self) -> None:
         """What comes next goes past us: it may fail, or end the transaction."""
-        self.lent = self.lent or self.watching
+        if self.watching and not self.lent:
+            self.lent = True  # first: a listener that hears of the next statement may ask for the driver
+            self.marker.note_place()
         self.distrust()
 
     def distrust(self) -> None:
@@ -183,6 +175,8 @@ class Guard:
         if status is Status.ABORTED or self.doomed_by is not None:
             raise self._swallowed() from self.doomed_by
         if status is Status.BUSY:
+            if not self.lent:
+                self.ask()  # it was lost, perhaps: the driver says so
             raise self.violate("the handler closed the driver's connection, or left a statement unfinished on it")
 
     def ask(self) -> None:
@@ -213,12 +207,11 @@ class Guard:
         elif status in (Status.OPEN, Status.ABORTED) and (self._transaction is None or not self._transaction.is_active):
             # SQLAlchemy takes a transaction whose COMMIT failed, or was prevented or interrupted before, for ended.
             # SQLite keeps it: a retry on the same connection would find its own marker, and call that a duplicate.
-            self.connection.connection.rollback()
+            roll_back(self.connection)
 
     def _may_be_committed_below(self) -> bool:
-        if self.connection.closed or self.connection.invalidated or not self._begun:
-            return False
-        if self.connection.get_transaction() is not self._transaction:
+        ended = self.connection.closed or self.connection.invalidated
+        if ended or not self._begun or self.connection.get_transaction() is not self._transaction:
             return False
         status = self.dialect.status(self.driver)
         if status in (Status.OPEN, Status.ABORTED) and self.lent:

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
-from sqlalchemy.sql import Executable
+from sqlalchemy.engine import Engine
 
 from .event_keys import Key, Path, key_in, paths_to, places_in
 from .message import Message, Route, route_of
@@ -25,7 +26,7 @@ class Habit(NamedTuple):
 
     entity: Any
     plain: Plain
-    claiming: Executable  #: a message, and reading that row
+    columns: tuple[str, ...]  #: of its table, that a SELECT gives
     paths: tuple[Path, ...]  #: to its key, in the event
     types: tuple[type, ...]
 
@@ -39,7 +40,10 @@ class Habit(NamedTuple):
 
 
 class Habits:
-    """Of one handler. Threads may share it: what they do to each other's guesses does not matter."""
+    """The habits of one handler on one engine.
+
+    Threads may share them: what they do to each other's guesses does not matter.
+    """
 
     def __init__(self) -> None:
         self._habits: dict[Route, Habit] = {}
@@ -78,16 +82,16 @@ class Habits:
             self._plain[entity] = found if found is not None and found.reads_ahead else None
         return self._plain[entity]
 
-    def learn(self, message: Message, entity: Any, plain: Plain, key: Key, claiming: Callable[..., Executable]) -> None:
-        """The handler of ``message`` asked for that row; ``claiming`` makes a statement of its table and columns."""
+    def learn(self, message: Message, entity: Any, plain: Plain, key: Key) -> None:
+        """Remember that the handler of ``message`` asked for that row."""
         paths: tuple[Path, ...] | None = None
         with suppress(Exception):  # the same
             paths = next(paths_to(key, places_in(message.body)), None)
         if paths is None:
             self.wrong(message)
         else:
-            statement = claiming(plain.table, tuple(plain.columns[name] for name in plain.loaded))
-            self._habits[route_of(message)] = Habit(entity, plain, statement, paths, tuple(map(type, key)))
+            columns = tuple(plain.columns[name] for name in plain.loaded)
+            self._habits[route_of(message)] = Habit(entity, plain, columns, paths, tuple(map(type, key)))
 
     def right(self) -> None:
         """The handler asked for what was expected."""
@@ -97,3 +101,18 @@ class Habits:
         """It did not."""
         self._credit -= cost
         self._habits.pop(route_of(message), None)
+
+
+class HabitsByEngine:
+    """The habits of one handler, for each engine that its messages are applied on.
+
+    One handler may be given several databases, and a catalogue that was read on one says nothing of another.
+    """
+
+    def __init__(self) -> None:
+        self._known: WeakKeyDictionary[Engine, Habits] = WeakKeyDictionary()
+
+    def on(self, engine: Engine) -> Habits:
+        """Return the habits on just this engine; its ``execution_options()`` clones are other engines."""
+        known = self._known.get(engine)
+        return self._known.setdefault(engine, Habits()) if known is None else known

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from datetime import UTC, datetime
+from datetime import datetime
 from functools import cache
 from typing import Any
 
@@ -13,12 +13,18 @@ from sqlalchemy.exc import DBAPIError, UnboundExecutionError
 from sqlalchemy.orm import Session, scoped_session
 from sqlalchemy.sql import Executable
 
-from .dialects import Dialect, Failure, Key, Status, dialect_of, handler_parameters, key_of, same_key
-from .errors import InProgress, MissingTableError, RefusedError, UnsafeSessionError
-from .message import valid_formerly, valid_handler, valid_message_id
+from .dialects import LEVEL_OF_BEGIN, Dialect, Failure, Key, Status, dialect_of, handler_parameters, key_of, same_key
+from .dialects.listeners import forget_if_moved
+from .errors import InProgress, MissingTableError, UnsafeSessionError
+from .message import moment_in_utc, valid_formerly, valid_handler, valid_message_id
 from .probe import try_within
+from .reentry import outside_handlers
 from .tables import DedupTables, default_tables
 
+COMMIT_INTERRUPTED = (
+    "interrupted during COMMIT, by the loss of the connection or otherwise: the message may be applied or not. Do not "
+    "acknowledge it; a redelivery finds out"
+)
 COMMITTED_AT_ONCE = "the driver committed the claim at once; turn its AUTOCOMMIT off"
 
 
@@ -37,9 +43,12 @@ def claim(
     caller runs the whole transaction again. Pending objects of the session are not flushed. For an ``AsyncSession``:
     ``await session.run_sync(claim, message_id, handler)``.
 
+    Commit a duplicate too, before it is acknowledged: on PostgreSQL the COMMIT waits until a synchronous standby has
+    the marker that was found; a rollback does not.
+
     With ``formerly``, names that the handler had before, the message is claimed under these too, and new only if it
-    is new under each. Of a duplicate, a caller that commits may leave a marker under a name that had none, which is
-    as true: the message was applied.
+    is new under each. Of a duplicate, a caller that commits may leave a marker under a name that had none (not on
+    PostgreSQL), which is as true: the message was applied.
 
     Nothing watches what else happens in the transaction; that, and retries, are what ``UnitOfWork`` adds.
 
@@ -58,7 +67,7 @@ def claim(
         )
     if session.in_nested_transaction():
         raise UnsafeSessionError("claim() inside a savepoint: claim first, then begin_nested()")
-    bind = bind_of_marker(session, tables)
+    bind = outside_handlers(bind_of_marker(session, tables), session)
     try:
         elsewhere = session.get_bind() is not bind
     except UnboundExecutionError:
@@ -68,13 +77,16 @@ def claim(
             "the marker table is bound to another engine than the session, so they could not commit together"
         )
     connection = session.connection(bind_arguments={"bind": bind})  # a get_bind() of the user's may not repeat itself
+    if LEVEL_OF_BEGIN in connection.get_execution_options():  # in a handler, whose transaction has begun with the level
+        connection.execution_options(**{LEVEL_OF_BEGIN: None})
     if isinstance(bind, Engine) and connection.in_nested_transaction():
         raise UnsafeSessionError("claim() inside a savepoint of the connection: claim first, then begin_nested()")
     refuse_shared_markers(translate_map(connection), tables)
     dialect = dialect_of(connection)
     dialect.refuse_unsafe(connection)
+    moved = forget_if_moved(connection, session.dispatch.after_begin, session.dispatch.after_transaction_create)
     if dialect.untried:
-        try_within(connection, dialect, tables)
+        try_within(connection, dialect, tables, moved=moved)
     dialect.begin(connection, tables.marker, None)
     new = insert_marker(connection, dialect, tables, key, former_names)
     if new and dialect.status(connection.connection.driver_connection) is not Status.OPEN:
@@ -112,18 +124,23 @@ def is_known(connection: Connection, dialect: Dialect, tables: DedupTables, key:
     """Whether the message was applied; None where a claim tells that as cheaply."""
     dialect.refuse_marker(connection, tables.marker)
     try:
-        return dialect.is_known(connection, _lookup_statement(tables.marker), key)
+        return dialect.is_known(connection, tables.marker, key)
     except DBAPIError as error:
         _raise_missing(error, connection, dialect, tables)
         raise
 
 
 def insert_marker_and_read(
-    connection: Connection, dialect: Dialect, tables: DedupTables, statement: Executable, parameters: Mapping[str, Any]
+    connection: Connection,
+    dialect: Dialect,
+    tables: DedupTables,
+    table: Table,
+    columns: tuple[str, ...],
+    parameters: Mapping[str, Any],
 ) -> Row[Any] | None:
-    """The same by a ``statement`` that also reads a row; whatever goes wrong with either, raises as it comes."""
+    """Insert a marker and read a row of ``table``; whatever goes wrong with either, raises as it comes."""
     dialect.refuse_marker(connection, tables.marker)
-    return dialect.claim_and_read(connection, statement, tables.marker, parameters)
+    return dialect.claim_and_read(connection, tables.marker, table, columns, parameters)
 
 
 def insert_markers(
@@ -197,11 +214,8 @@ def marker_exists(connection: Connection, tables: DedupTables, key: Mapping[str,
 
 def marker_key(message_id: str, handler: str, occurred_at: datetime | None = None) -> dict[str, Any]:
     """The parameters of every marker statement."""
-    if occurred_at is not None:
-        if occurred_at.tzinfo is None:
-            raise RefusedError("occurred_at has no time zone; give an aware datetime, such as datetime.now(UTC)")
-        occurred_at = occurred_at.astimezone(UTC)  # SQLite would drop the zone
-    return {"message_id": message_id, "handler": handler, "occurred_at": occurred_at}
+    moment = None if occurred_at is None else moment_in_utc(occurred_at)  # SQLite would drop the zone
+    return {"message_id": message_id, "handler": handler, "occurred_at": moment}
 
 
 def bind_of_marker(session: Session, tables: DedupTables) -> Any:

@@ -1,16 +1,15 @@
-"""A message, where its id is found, and which ids can be told apart on every database."""
+"""A message, and what of it every database can store: ids that can be told apart, moments in UTC."""
 
 from __future__ import annotations
 
-import hashlib
 import uuid
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
-from datetime import datetime
+from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Any
 
-from .errors import InvalidMessageIdError, RefusedError
+from .errors import InvalidMessageError, InvalidMessageIdError, RefusedError
 
 MAX_MESSAGE_ID_BYTES = 512
 MAX_HANDLER_BYTES = 255
@@ -27,7 +26,10 @@ class Message:
     """A small envelope for an event whose body does not carry its own id.
 
     ``type`` routes the message (a class or a name); without it, the class of ``body`` does. ``occurred_at`` must be
-    aware of its time zone; it is stored beside the marker.
+    aware of its time zone; it is stored beside the marker. ``id`` may be None only if it is given to ``deliver``, or
+    if no handler needs it.
+
+    Raises ``InvalidMessageError`` for what could not be used when the message is delivered, perhaps among others.
     """
 
     id: object
@@ -36,10 +38,12 @@ class Message:
     occurred_at: datetime | None = None
 
     def __post_init__(self) -> None:
-        if self.occurred_at is not None and self.occurred_at.tzinfo is None:
-            raise RefusedError(
-                "Message.occurred_at has no time zone; give an aware datetime, such as datetime.now(timezone.utc)"
-            )
+        if self.id is not None:
+            valid_message_id(self.id)
+        if self.type is not None:
+            valid_route(self.type)
+        if self.occurred_at is not None:
+            moment_in_utc(self.occurred_at)
 
 
 def valid_message_id(value: object) -> str:
@@ -63,6 +67,43 @@ def valid_message_id(value: object) -> str:
             f"a message id is text, not {type(value).__name__}; convert it where its format is known, as in str(...)"
         )
     return _bounded(str.__str__(value), "a message id", MAX_MESSAGE_ID_BYTES, InvalidMessageIdError)
+
+
+def valid_route(value: object) -> Route:
+    """The class or name by which a message is routed, or ``InvalidMessageError``; a name is plain text."""
+    if isinstance(value, str):
+        return value if type(value) is str else str.__str__(value)  # a subclass may compare or hash as it likes
+    if not isinstance(value, type):
+        raise InvalidMessageError(
+            f"the type of a message is a class or a name, not {type(value).__name__}; give one that a handler has "
+            "in its @on(...)"
+        )
+    try:
+        hash(value)
+    except Exception as error:
+        raise InvalidMessageError(
+            "the class of the message cannot be hashed, so no handler can be found by it; name the message's type, "
+            "Message(id, body, type=...)"
+        ) from error
+    return value
+
+
+def moment_in_utc(value: object) -> datetime:
+    """The moment as a plain datetime in UTC, which every database can store; or ``InvalidMessageError``."""
+    if not isinstance(value, datetime):
+        raise InvalidMessageError(f"occurred_at is a datetime, not {type(value).__name__}; parse it where it comes in")
+    try:
+        offset = datetime.utcoffset(value)
+        if offset is not None:  # by the base class: a subclass may do anything
+            return (datetime.combine(datetime.date(value), datetime.time(value)) - offset).replace(tzinfo=UTC)
+    except Exception as error:
+        raise InvalidMessageError(
+            "occurred_at cannot be converted to UTC: it is outside the years 1 to 9999 there, or its time zone fails; "
+            "leave it away, or give a moment that a database can store"
+        ) from error
+    raise InvalidMessageError(
+        "occurred_at has no time zone; give an aware datetime, such as datetime.now(timezone.utc)"
+    )
 
 
 @lru_cache
@@ -104,95 +145,42 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
 
 
-def envelope(event: Any, message_id: object, extractor: IdExtractor) -> Message:
-    """The event in its envelope: a given id wins over the envelope's own, and that over the extractor's."""
+def envelope(event: Any, message_id: object, extractor: IdExtractor, *, needed: bool) -> Message:
+    """The event in its envelope: a given id wins over the envelope's own, and that over the extractor's.
+
+    What the extractor finds is left away if no id is ``needed`` and it is none.
+    """
     if isinstance(event, Message):
         return event if message_id is None else replace(event, id=message_id)
-    return Message(extractor(event) if message_id is None else message_id, event)
+    if message_id is None:
+        message_id = extractor(event)
+        if not needed and not _is_message_id(message_id):
+            message_id = None
+    return Message(message_id, event)
+
+
+def _is_message_id(value: object) -> bool:
+    try:
+        valid_message_id(value)
+    except InvalidMessageIdError:
+        return False
+    return True
 
 
 def route_of(event: object) -> Route:
     """By what it is routed: the ``type`` of a message that names one, else the class of its body."""
     if not isinstance(event, Message):
-        return type(event)
-    return type(event.body) if event.type is None else event.type
+        return valid_route(type(event))
+    return valid_route(type(event.body) if event.type is None else event.type)
 
 
 def known_id(message: Message, *, needed: bool) -> str | None:
     """The id under which the message is claimed; if nothing claims it, its text or None."""
-    if needed:
-        return valid_message_id(message.id)
-    return str(message.id) if isinstance(message.id, (str, uuid.UUID)) else None
+    return valid_message_id(message.id) if needed else id_text(message)
 
 
-def attribute_or_key(event: Any) -> object:
-    """The default extractor: the event's ``message_id``, as attribute or key."""
-    return _step(event, "message_id")
-
-
-def by_path(path: str) -> IdExtractor:
-    """An extractor that follows a dotted path of attributes and keys: ``by_path("metadata.headers.id")``."""
-    steps = path.split(".")
-
-    def extract(event: Any) -> object:
-        for step in steps:
-            event = _step(event, step)
-            if event is None:
-                return None
-        return event
-
-    return extract
-
-
-def cloudevents(event: Any) -> object:
-    """An extractor for CloudEvents 1.0, where ``source`` and ``id`` *together* are unique (section 3.1.1)."""
-    return _composite("cloudevents", event, {"source": str, "id": str})
-
-
-def kafka(event: Any) -> object:
-    """An extractor for Kafka records: topic, partition and offset, as attributes, methods or keys."""
-    return _composite("kafka", event, {"topic": str, "partition": int, "offset": int})
-
-
-def hashed(extractor: IdExtractor) -> IdExtractor:
-    """An extractor that hides or shortens what another finds: the SHA-256 of its text, in hexadecimal.
-
-    For ids over 512 bytes, and for personal ones (ids are stored and logged).
-    """
-
-    def extract(event: Any) -> object:
-        value = extractor(event)
-        if value is None or value == "":
-            return value
-        text = str.__str__(value) if isinstance(value, str) else valid_message_id(value)
-        try:
-            return hashlib.sha256(text.encode()).hexdigest()
-        except UnicodeEncodeError:
-            return valid_message_id(text)  # refuses it, and says why
-
-    return extract
-
-
-def _step(event: Any, name: str) -> Any:
-    if isinstance(event, Mapping):
-        return event.get(name)
-    return getattr(event, name, None)
-
-
-def _composite(kind: str, event: Any, parts: Mapping[str, type[str | int]]) -> str:
-    texts = []
-    for name, kind_of_part in parts.items():
-        value = _step(event, name)
-        if callable(value):
-            value = value()
-        if isinstance(value, uuid.UUID):
-            value = valid_message_id(value)
-        if value is None or value == "":
-            raise InvalidMessageIdError(f"the {kind} id needs {' and '.join(parts)}; this event has no {name}")
-        if not isinstance(value, kind_of_part) or isinstance(value, bool):  # else 1 and "1" would be one message
-            raise InvalidMessageIdError(
-                f"the {name} of a {kind} id is {kind_of_part.__name__}, not {type(value).__name__}"
-            )
-        text = str.__str__(value) if isinstance(value, str) else int.__repr__(value)
-        texts.append(f"{len(text)}:{text}")  # a bare delimiter could occur inside a part
-    return "".join(texts)
+def id_text(message: Message) -> str | None:
+    """The text of the message's id, for deliveries and logs: never by a method of a subclass, which may raise."""
+    if isinstance(message.id, str):
+        return str.__str__(message.id)
+    return uuid.UUID.__str__(message.id) if isinstance(message.id, uuid.UUID) else None

@@ -9,6 +9,7 @@ from typing import TypeVar
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import DBAPIError
 
+from .closing import connected
 from .dialects import Dialect, Failure
 from .errors import RetriesExhaustedError
 from .message import printable
@@ -16,7 +17,7 @@ from .retry import RetryPolicy
 
 T = TypeVar("T")
 
-PASSING = (Failure.TRANSIENT, Failure.LOCK_TIMEOUT)
+PASSING = (Failure.TRANSIENT, Failure.READ_ONLY, Failure.LOCK_TIMEOUT)
 
 
 def persistently(
@@ -36,14 +37,20 @@ def persistently(
     bind = engine if level is None else engine.execution_options(isolation_level=level)
     deadline, attempt = None, 0
     while True:
-        attempt, connected = attempt + 1, False
+        attempt, reached = attempt + 1, False
         try:
-            with bind.connect() as connection:
-                connected = True
-                with connection.begin():
-                    return step(connection)
+            with connected(bind) as connection:
+                reached = True
+                try:
+                    result = step(connection)
+                    connection.commit()
+                except DBAPIError as error:
+                    if dialect.classify(error) is Failure.READ_ONLY:
+                        connection.invalidate()  # or its pool would go on with a server that is no primary
+                    raise
+                return result
         except (DBAPIError, OSError) as error:
-            if connected and dialect.classify(error) not in passing:
+            if reached and dialect.classify(error) not in passing:
                 raise
             now, delay = time.monotonic(), policy.delay(attempt)
             deadline = deadline or now + policy.within

@@ -1,4 +1,6 @@
-"""Seen to hold, once for each engine and marker table, before an untried database gets its first claim.
+"""Try an unknown database before its first claim: once for each engine and marker table.
+
+Where a listener may choose another database for each transaction, the table is tried in each (docs/adr/0023).
 
 A marker is claimed twice, ids that look alike are claimed, everything is rolled back, and it is looked whether anything
 is left. What one connection cannot see, that a second claim waits for the first say, the contract suite sees.
@@ -17,6 +19,7 @@ from sqlalchemy import Table, delete, inspect, select
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import DBAPIError
 
+from .closing import connected
 from .dialects import Dialect, Failure
 from .errors import MissingTableError, UnsupportedDatabaseError
 from .message import MAX_MESSAGE_ID_BYTES
@@ -38,7 +41,7 @@ def try_out(engine: Engine, dialect: Dialect, tables: DedupTables) -> None:
     known, place = _tried.setdefault(engine, {}), _place(engine, tables.marker)
     if known.get(place):
         return
-    with engine.connect() as connection:
+    with connected(engine) as connection:
         probe = _Probe(connection, dialect, tables)
         with probe.taken_back(connection.rollback, connection.commit):
             probe.begin()
@@ -47,17 +50,20 @@ def try_out(engine: Engine, dialect: Dialect, tables: DedupTables) -> None:
     known[place] = True
 
 
-def try_within(connection: Connection, dialect: Dialect, tables: DedupTables) -> None:
-    """The same for a transaction that somebody else ends: up to a savepoint of its own."""
+def try_within(connection: Connection, dialect: Dialect, tables: DedupTables, *, moved: bool = False) -> None:
+    """Do the same in a transaction that somebody else ends: up to a savepoint of its own.
+
+    If the connection may have ``moved`` to another database, what is known by the table's name does not count.
+    """
     known, place = _tried.setdefault(connection.engine, {}), _place(connection, tables.marker)
-    if place in known:
+    if place in known and not moved:
         return
     probe = _Probe(connection, dialect, tables)
     with probe.taken_back(partial(connection.dialect.do_rollback_to_savepoint, connection, _SAVEPOINT), _nothing):
         probe.begin()
         connection.dialect.do_savepoint(connection, _SAVEPOINT)
         probe.run()
-    known[place] = False
+    known.setdefault(place, False)
 
 
 def _place(bind: Engine | Connection, table: Table) -> _Place:

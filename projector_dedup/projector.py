@@ -14,8 +14,9 @@ from sqlalchemy.orm import Session, sessionmaker
 from .apply import Part, aapply, apply
 from .asyncio_names import AsyncSession, async_sessionmaker
 from .errors import HandlerDefinitionError, UnhandledMessage
+from .extractors import attribute_or_key
 from .handler import Handler, On, Settings, check_kind, options_for
-from .message import Route, attribute_or_key, envelope, known_id, route_of, valid_formerly, valid_handler
+from .message import Route, envelope, known_id, route_of, valid_formerly, valid_handler
 from .outcome import Delivery
 from .retry import RetryPolicy
 from .sessions import check_session_factory
@@ -156,7 +157,7 @@ class FunctionProjector(Generic[P, R]):
         return self._delivery(part, await aapply(part, session_factory, self._options, RetryPolicy()))
 
     def _part(self, event: object, message_id: object) -> Part:
-        message = envelope(event, message_id, attribute_or_key)
+        message = envelope(event, message_id, attribute_or_key, needed=self.handler.idempotent)
         if not self.handler.wants(route_of(message)):
             raise UnhandledMessage(f"{self.handler.identity} does not handle {type(message.body).__name__}")
         return Part(self.handler, [message])

@@ -14,6 +14,7 @@ from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import DBAPIError
 
 from .cleaning import Batches
+from .closing import connected
 from .dialects import Expired, dialect_of, is_expired
 from .errors import CleanupInterruptedError
 from .horizon import check_hours, refuse_short_retention
@@ -135,7 +136,7 @@ def count_expired(
     check_hours("retention_hours", retention_hours)
     verify(engine, tables)
     dialect = dialect_of(engine)
-    with engine.connect() as connection:
+    with connected(engine) as connection:
         expired = Expired(tables.marker, dialect.now(connection) - timedelta(hours=retention_hours), handler, up_to)
         some: Select[Any] = select(literal_column("1").label("one")).select_from(tables.marker).limit(up_to)
         some = some.where(is_expired(tables.marker, of_handler=handler is not None))

@@ -96,8 +96,8 @@ class Attempts:
         if self.number >= self._policy.attempts or time.monotonic() + delay > self._deadline:
             if self.unknown is not None:
                 raise self.unknown
-            if _failure(cause, dialect) is Failure.UNIQUE:
-                raise error
+            if self._violations.get(_words(cause), 0) == self.number:
+                raise error  # nothing else has happened: the attempts were the violation's own
             words = printable(_words(cause))[:300]
             if dialect is None:
                 what = "no connection could be had"

@@ -71,6 +71,9 @@ def _check_comparison(connection: Connection, tables: DedupTables) -> list[Findi
             return [merges]
         words = printable(str(error.orig)).partition("\\n")[0][:200]
         problem = f"no marker could be inserted to try {full_name(tables.marker, connection)}: {words}"
+        if dialect.classify(error) is Failure.READ_ONLY:
+            connection.invalidate()  # or its pool would go on with this server when another is the primary
+            return [Finding(problem, "this server takes no writes now: give the URL of the primary, or try again")]
         mend = "give its user SELECT, INSERT, UPDATE and DELETE, or check as the user that delivers; or else " + remedy
         passes = dialect.classify(error) in (Failure.TRANSIENT, Failure.LOCK_TIMEOUT)
         return [advice(problem, "somebody holds it: try again") if passes else Finding(problem, mend)]

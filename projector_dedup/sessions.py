@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import logging
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from sqlalchemy import inspect
 from sqlalchemy.engine import Connection, Engine
-from sqlalchemy.exc import ArgumentError, DBAPIError, UnboundExecutionError
+from sqlalchemy.exc import DBAPIError, UnboundExecutionError
 from sqlalchemy.orm import Session, scoped_session, sessionmaker
 
 from .asyncio_names import AsyncSession, async_scoped_session, async_sessionmaker
-from .dialects import LEVEL_OF_BEGIN, LEVELS, Dialect
+from .closing import connected
+from .dialects import LEVELS, Dialect, is_as_strict
+from .dialects.listeners import forget_if_moved
 from .errors import UnsafeSessionError
 from .guarded import GuardedSession, guarded_session
-from .habits import Habits
+from .habits import HabitsByEngine
+from .isolation import take_connection
 from .locking import locking_session
 from .probe import try_out, try_within
 from .tables import DedupTables, default_tables
@@ -27,9 +29,8 @@ logger = logging.getLogger("projector_dedup")
 
 @dataclass
 class _Admitted:
-    """What is known of an engine since its first unit of work."""
+    """What is known of an engine since its first unit of work; nothing that its server said (docs/adr/0023)."""
 
-    default_level: str | None
     begun_by_claims: bool
 
 
@@ -54,7 +55,7 @@ class UnitOptions:
     strict: bool = False
     external: bool = False
     warned: bool = False  # the level was said to lose updates; once is enough
-    habits: Habits = field(default_factory=Habits, init=False, repr=False, compare=False)  # of one handler
+    habits: HabitsByEngine = field(default_factory=HabitsByEngine, init=False, repr=False, compare=False)
 
     @property
     def may_read_first(self) -> bool:
@@ -113,8 +114,8 @@ def _private_arguments(arguments: dict[str, Any], options: UnitOptions) -> dict[
     # A session that was kept after its message must not come to life again.
     private = {**arguments, "close_resets_only": False}
     private.pop("autobegin", None)  # the unit of work says when it begins
-    if options.external:
-        private["join_transaction_mode"] = "create_savepoint"
+    # To SQLAlchemy 2.0 a transaction that a listener to engine_connect has begun is not ours to commit; it is.
+    private["join_transaction_mode"] = "create_savepoint" if options.external else "control_fully"
     return private
 
 
@@ -131,27 +132,34 @@ def open_connection(
     for model in options.read_models:
         _refuse_elsewhere(session, bind, model)
     if isinstance(bind, Engine):
-        admitted = _admit(bind, dialect)
-        if marked and dialect.untried:
-            try_out(bind, dialect, options.tables)
-        level = _isolation_level(bind, dialect, admitted.default_level, options, marked=marked)
         try:
-            with dialect.opening(marked=marked):
+            admitted = _admit(bind, dialect)
+            if marked and dialect.untried:
+                try_out(bind, dialect, options.tables)
+            chosen = _chosen_level(bind, options)
+            level = options.isolation if chosen is not None else _usual_level(bind, dialect, options, marked=marked)
+            with dialect.opening(bind, marked=marked, locking=bool(options.read_models), chosen=chosen is not None):
                 by_claim = one and level in LEVELS and admitted.begun_by_claims
                 connection = _connect(session, bind, dialect, level, begun_by_claim=by_claim)
-        except bind.dialect.loaded_dbapi.Error as error:  # SQLAlchemy does not wrap what setting the level meets
+            dialect.refuse_unsafe(connection)
+        except bind.dialect.loaded_dbapi.Error as error:  # SQLAlchemy does not wrap what is asked of the driver
             raise DBAPIError(None, None, error) from error
+        if marked and chosen in LEVELS:
+            _warn_of_lost_updates(connection, dialect, options, chosen)
     elif options.external:
         if marked and dialect.untried:
             try_within(bind, dialect, options.tables)
         dialect.begin_around(bind, options.tables.marker if marked else None)
         connection = session.connection(bind_arguments={"bind": bind})
+        dialect.refuse_unsafe(connection)
     else:
         raise UnsafeSessionError(
             "the session is bound to a Connection, whose transaction is somebody else's to commit; bind the "
             "sessionmaker to the engine (in tests: projector_dedup.testing.external_transaction)"
         )
-    dialect.refuse_unsafe(connection)
+    moved = forget_if_moved(connection, session.dispatch.after_begin, session.dispatch.after_transaction_create)
+    if moved and marked and dialect.untried and options.claim_timeout is None:  # else a claim is refused when it begins
+        try_within(connection, dialect, options.tables, moved=True)
     return connection
 
 
@@ -164,29 +172,14 @@ def is_begun_by_claims(engine: Engine) -> bool:
 def _connect(
     session: Session, bind: Engine, dialect: Dialect, level: str | None, *, begun_by_claim: bool
 ) -> Connection:
-    """The level is said with BEGIN, where the claim sends it: SQLAlchemy would set it, and set it back."""
     if level is None:
         return session.connection(bind_arguments={"bind": bind})
-    name = LEVEL_OF_BEGIN if begun_by_claim else "isolation_level"
-    try:
-        connection = session.connection(bind_arguments={"bind": bind}, execution_options={name: level})
-    except ArgumentError as error:
-        raise UnsafeSessionError(f"isolation={level!r} is no level of this database: {error}") from error
-    if begun_by_claim and not dialect.claim_begins(connection):  # a listener has sent something, or set
+    connection = take_connection(session, bind, dialect, level, begun_by_claim=begun_by_claim)
+    if connection is None:  # a listener has sent something, or set
         _admitted[bind].begun_by_claims = False
         session.rollback()
         return _connect(session, bind, dialect, level, begun_by_claim=False)
-    dropped = connection.get_execution_options().get(name) != level  # by SQLAlchemy, with a warning: it came too late
-    if dropped and not _is_as_strict(connection.get_isolation_level(), level):
-        raise UnsafeSessionError(
-            f"a listener has taken the session's connection before it was asked for at {level}; let it listen to "
-            "after_begin, which has the connection"
-        )
     return connection
-
-
-def _is_as_strict(found: str, level: str) -> bool:
-    return found == level or (found in LEVELS and level in LEVELS[: LEVELS.index(found)])
 
 
 def _refuse_elsewhere(session: Session, bind: Engine | Connection, model: type[Any]) -> None:
@@ -202,46 +195,43 @@ def _refuse_elsewhere(session: Session, bind: Engine | Connection, model: type[A
 
 
 def _admit(engine: Engine, dialect: Dialect) -> _Admitted:
-    """Once per engine: refuse what could not keep the promise, and learn what the server's defaults are."""
+    """Once per engine: refuse what could not keep the promise."""
     known = _admitted.get(engine)
     if known is None:
         dialect.prepare(engine)
-        with engine.connect() as connection:
+        with connected(engine) as connection:
             dialect.refuse_unsafe(connection)
-            default: str | None = engine.dialect.default_isolation_level
-            if dialect.locks_rows and not dialect.begins_with_level:
-                with suppress(NotImplementedError):
-                    # SQLAlchemy asked before the user's own listener of "connect" may have set another.
-                    default = connection.get_isolation_level()
-            known = _admitted[engine] = _Admitted(default, dialect.claim_begins(connection))
+            known = _admitted[engine] = _Admitted(dialect.claim_begins(connection))
     return known
 
 
-def _isolation_level(
-    engine: Engine, dialect: Dialect, default: str | None, options: UnitOptions, *, marked: bool
-) -> str | None:
-    """The level to ask for; None keeps the engine's own (docs/adr/0003-lost-updates.md)."""
-    detecting = dialect.detecting_isolation(engine)
-    if detecting is None:
-        return options.isolation
-    chosen = (
+def _chosen_level(engine: Engine, options: UnitOptions) -> str | None:
+    level: str | None = (
         options.isolation
         or engine.get_execution_options().get("isolation_level")
         or getattr(engine.dialect, "_on_connect_isolation_level", None)  # create_engine() leaves no public trace of it
     )
-    if chosen is None:
-        if default is not None and _is_as_strict(default, detecting):
-            # It was asked on one connection; behind a pooler the next may have another (docs/adr/0011).
-            return default if dialect.begins_with_level else None
-        if options.read_models:
-            return dialect.locking_isolation
-        return detecting if marked else None
-    loses_updates = chosen in LEVELS and not _is_as_strict(chosen, detecting)
-    if marked and loses_updates and not options.read_models and not options.warned:
+    return level
+
+
+def _usual_level(engine: Engine, dialect: Dialect, options: UnitOptions, *, marked: bool) -> str | None:
+    """The level to ask for where nobody has chosen one; None keeps the engine's own (docs/adr/0003-lost-updates.md)."""
+    detecting = dialect.detecting_isolation(engine)
+    if detecting is None:
+        return None
+    default: str | None = engine.dialect.default_isolation_level
+    if dialect.begins_with_level and default is not None and is_as_strict(default, detecting):
+        return default  # said, for it was asked on one connection; the next may have another (docs/adr/0011)
+    if options.read_models:
+        return dialect.locking_isolation
+    return detecting if marked else None
+
+
+def _warn_of_lost_updates(connection: Connection, dialect: Dialect, options: UnitOptions, level: str) -> None:
+    if not (options.read_models or options.warned or dialect.detects_lost_updates(connection, level)):
         options.warned = True
         logger.warning(
             "isolation level %s was chosen: two messages that change one row can lose an update, unless the handler "
             "writes it by an atomic upsert; leave the level to projector_dedup, or declare read_models=[...]",
-            chosen,
+            level,
         )
-    return options.isolation

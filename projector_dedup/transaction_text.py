@@ -1,4 +1,4 @@
-"""SQL text that would end or begin a transaction, recognised before it is sent."""
+"""SQL text that would end or begin a transaction, or set something for it, recognised."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ COMMANDS = (
     r"COMMIT|END|ABORT|BEGIN|(?:START|PREPARE)\s+TRANSACTION",
     r"ROLLBACK(?!(?:\s+(?:WORK|TRANSACTION))?\s+TO\b)",  # savepoints may come and go
 )
+SETTINGS = r"\bSET\s+(?:LOCAL|TRANSACTION|CONSTRAINTS)\s+[\w\"]|\bset_config\"?\s*\("
+"""Of the SQL standard and of PostgreSQL. The last word keeps out a column of that name, as in ``SET local = 1``."""
 
 _BODY_BEGINS = re.compile(r"\s*CREATE\b.*\b(TRIGGER|FUNCTION|PROCEDURE)\b.*\bBEGIN\b", re.IGNORECASE | re.DOTALL)
 _BODY_ENDS = re.compile(r"\s*END\b", re.IGNORECASE)
@@ -24,7 +26,8 @@ class Grammar:
     """How a database writes what is no command, and which commands end or begin a transaction.
 
     ``opaque`` are patterns of strings, quoted names and comments, which are passed over; ``commands``, of the words
-    that a statement begins with; ``hidden``, of commands that run others out of sight, a stored procedure's say.
+    that a statement begins with; ``hidden``, of commands that run others out of sight, a stored procedure's say;
+    ``settings``, of whatever sets something that lasts until the transaction ends.
     """
 
     def __init__(
@@ -32,6 +35,7 @@ class Grammar:
         opaque: tuple[str, ...] = OPAQUE,
         commands: tuple[str, ...] = COMMANDS,
         hidden: str = "(?!)",
+        settings: str = SETTINGS,
         *,
         one_at_a_time: bool = False,
     ) -> None:
@@ -39,6 +43,7 @@ class Grammar:
         self._opaque = re.compile("|".join(opaque), flags)
         self._command = re.compile(rf"\W*({'|'.join(commands)})\b", flags)
         self._hidden = re.compile(rf"\W*(?:{hidden})\b", flags)
+        self._setting = re.compile(settings, flags)
         self._one_at_a_time = one_at_a_time
 
     def transaction_command(self, sql: str) -> str | None:
@@ -61,6 +66,10 @@ class Grammar:
         """Whether it may end the transaction without saying so."""
         return any(self._hidden.match(statement) for statement in self._statements(sql))
 
+    def sets_for_transaction(self, sql: str) -> bool:
+        """True if ``sql`` sets something for its transaction, perhaps in the body of a ``DO``; rather too often."""
+        return bool(self._setting.search(sql) or self._setting.search(self._opaque.sub(" ", sql)))
+
     def _statements(self, sql: str) -> list[str]:
         return self._opaque.sub(" ", sql).split(";")
 
@@ -78,3 +87,8 @@ def sql_text(statement: object, dialect: EngineDialect) -> str | None:
     if isinstance(statement, ExecutableDDLElement):
         return str(statement.compile(dialect=dialect))
     return statement if isinstance(statement, str) else None
+
+
+def sql_sent(result: object) -> str:
+    """The SQL that gave ``result``, as it was sent to the database; that which SQLAlchemy has compiled, too."""
+    return getattr(getattr(result, "context", None), "statement", None) or ""

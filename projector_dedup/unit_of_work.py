@@ -55,6 +55,12 @@ class _Opening(Generic[F]):
     def _prepare(self, session_factory: F, options: UnitOptions) -> None:
         raise NotImplementedError
 
+    def _settled(self, new: T) -> T:
+        """End the transaction of a duplicate, before the caller hears of it."""
+        if not new:
+            self.work.end_duplicate(read_on=True)
+        return new
+
 
 class UnitOfWork(_Opening[sessionmaker[Session]]):
     """One transaction for a marker and a handler's writes (invariants I1 to I5).
@@ -94,9 +100,10 @@ class UnitOfWork(_Opening[sessionmaker[Session]]):
         new under each: code that knows the old name only may run beside this one.
 
         A concurrent delivery of the same message waits here until this one ends. Raises ``RefusedError`` before
-        anything is written, and ``InProgress`` after ``claim_timeout``.
+        anything is written, ``InProgress`` after ``claim_timeout``, and ``CommitOutcomeUnknown`` for a duplicate of
+        which a synchronous standby may know nothing.
         """
-        return self.work.claim(message_id, handler, formerly, occurred_at)
+        return self._settled(self.work.claim(message_id, handler, formerly, occurred_at))
 
     def claim_many(
         self,
@@ -108,8 +115,9 @@ class UnitOfWork(_Opening[sessionmaker[Session]]):
         """Claim several messages at once, each an id and when it occurred, or None; returns the ids that are new.
 
         As ``claim``; where another delivery was faster it may raise ``OvertakenError``: run the unit of work again.
+        If some are new, the others may be acknowledged after ``commit()``, as those are.
         """
-        return self.work.claim_many(messages, handler, formerly)
+        return self._settled(self.work.claim_many(messages, handler, formerly))
 
     def begin(self) -> None:
         """Open the transaction without a claim, for a handler that may run twice."""
@@ -163,7 +171,9 @@ class AsyncUnitOfWork(_Opening[async_sessionmaker[AsyncSession]]):
         occurred_at: datetime | None = None,
     ) -> bool:
         """As ``UnitOfWork.claim``."""
-        return await self.session.run_sync(lambda _: self.work.claim(message_id, handler, formerly, occurred_at))
+        return await self.session.run_sync(
+            lambda _: self._settled(self.work.claim(message_id, handler, formerly, occurred_at))
+        )
 
     async def claim_many(
         self,
@@ -173,7 +183,7 @@ class AsyncUnitOfWork(_Opening[async_sessionmaker[AsyncSession]]):
         formerly: Collection[str] = (),
     ) -> set[str]:
         """As ``UnitOfWork.claim_many``."""
-        return await self.session.run_sync(lambda _: self.work.claim_many(messages, handler, formerly))
+        return await self.session.run_sync(lambda _: self._settled(self.work.claim_many(messages, handler, formerly)))
 
     async def begin(self) -> None:
         """As ``UnitOfWork.begin``."""

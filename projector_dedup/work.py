@@ -12,11 +12,14 @@ from sqlalchemy.exc import DBAPIError, UnboundExecutionError
 
 from . import expected
 from .claimed_marker import ClaimedMarker
-from .dialects import Dialect, Status, dialect_of
+from .closing import close_session, connected, is_loss
+from .dialects import Dialect, Failure, Status, dialect_of
+from .duplicates import commit_duplicate, watch_next
 from .errors import CommitOutcomeUnknown, OvertakenError, UnsafeSessionError
 from .guarded import GuardedSession
 from .guards import Guard
 from .markers import (
+    COMMIT_INTERRUPTED,
     COMMITTED_AT_ONCE,
     bind_of_marker,
     insert_marker,
@@ -27,6 +30,7 @@ from .markers import (
     translate_map,
 )
 from .message import Message, valid_formerly, valid_handler, valid_message_id
+from .reentry import outside_handlers
 from .rows import Rows
 from .sessions import UnitOptions, open_connection
 
@@ -60,7 +64,7 @@ class Work:
         """
         former_names = valid_formerly(formerly)
         key = marker_key(valid_message_id(message_id), valid_handler(handler), occurred_at)
-        options, bind = self._options, bind_of_marker(self.session, self._options.tables)
+        options, bind = self._options, outside_handlers(bind_of_marker(self.session, self._options.tables))
         dialect = dialect_of(bind)
         may_read = dialect.claims_may_read and options.may_read_first and not former_names
         message = about if may_read else None
@@ -79,7 +83,7 @@ class Work:
         return self._new
 
     def _is_duplicate(self, engine: Any, dialect: Dialect, key: dict[str, Any]) -> bool:
-        with engine.connect() as connection:
+        with dialect.opening(engine, marked=True), connected(engine) as connection:
             self.dialect = dialect
             return expected.look(connection, dialect, self._options, key)
 
@@ -88,7 +92,7 @@ class Work:
     ) -> set[str]:
         """Claim several messages, given with the time at which they occurred; which of them are new.
 
-        One that is known by a former name is not; that it is marked by its new name then is as true.
+        One that is known by a former name is not; that it may be marked by its new name then is as true.
         """
         names = [valid_handler(handler), *valid_formerly(formerly)]
         keys: dict[str, dict[str, Any]] = {}
@@ -99,7 +103,7 @@ class Work:
             raise UnsafeSessionError("claim_many() of no message: there would be nothing to commit")
         others = [{**key, "handler": name} for key in keys.values() for name in names[1:]]
         tables, wait = self._options.tables, self._options.claim_timeout
-        bind = bind_of_marker(self.session, tables)
+        bind = outside_handlers(bind_of_marker(self.session, tables))
         guard = self._begin(bind, dialect_of(bind), next(iter(keys.values())))
         try:
             inserted = insert_markers(guard.connection, guard.dialect, tables, [*keys.values(), *others], wait)
@@ -111,22 +115,22 @@ class Work:
             self._watch(guard)
         return set(new)
 
-    def foresee(self, events: Sequence[object]) -> None:
-        """What a handler will be given, one after the other: their rows may be read together."""
+    def foresee(self, events: Sequence[object], *, one_by_one: bool) -> None:
+        """Tell what a handler will be given, ``one_by_one`` or all at once: their rows may be read together."""
+        self._begun().several = one_by_one and len(events) > 1
         if self._rows is not None:
             self._rows.foresee(events)
 
-    def end_duplicate(self) -> None:
-        """After a claim that found nothing new, and nothing else: end the transaction as it costs the server least."""
-        guard = self._guard
-        if guard is not None and self.durable and guard.dialect.commits_duplicates:
-            guard.watching = False
-            guard.connection.commit()
+    def end_duplicate(self, *, read_on: bool = False) -> None:
+        """After a claim that found nothing new; the session may ``read_on``, in a transaction that nobody commits."""
+        if self._guard is not None and self.durable:
+            commit_duplicate(self._guard)
+            self._guard = watch_next(self._guard) if read_on else self._guard
 
     def begin(self) -> None:
         """A transaction without a marker, for a handler that is not idempotent (invariant I9)."""
         try:
-            bind = self.session.get_bind()
+            bind = outside_handlers(self.session.get_bind())
         except UnboundExecutionError:
             raise UnsafeSessionError("the session has no engine to begin with: give the sessionmaker bind=") from None
         guard = self._begin(bind, dialect_of(bind), None)
@@ -165,10 +169,7 @@ class Work:
             elif not guard.commit_was_sent or (isinstance(error, DBAPIError) and guard.dialect.commit_refused(error)):
                 raise
             else:
-                raise CommitOutcomeUnknown(
-                    "interrupted during COMMIT, by the loss of the connection or otherwise: the message may be applied "
-                    "or not. Do not acknowledge it; a redelivery finds out"
-                ) from error
+                raise CommitOutcomeUnknown(COMMIT_INTERRUPTED) from error
         if self.durable and not guard.commit_was_answered:
             raise guard.violate("the session's commit() sent no COMMIT; a Session class that overrides it, perhaps")
         self.committed = True
@@ -196,14 +197,16 @@ class Work:
                 violation = None if self.committed else guard.made_durable()
                 guard.release()
                 if not self.committed and self.durable:
+                    cause = guard.doomed_by or error
+                    if isinstance(cause, Exception) and guard.dialect.classify(cause) is Failure.READ_ONLY:
+                        guard.must_disconnect = True  # or its pool would go on with a server that is no primary
                     guard.leave_nothing_open()
         finally:
-            try:
-                self.session.close()
-            except Exception:
-                if not self.committed:
-                    raise
-                logger.warning("closing the session failed after the commit; the message is applied", exc_info=True)
+            failure = close_session(self.session, self.session.taken if self.durable else ())
+            if failure is not None and self.committed:
+                logger.warning("closing the session failed after the commit; the message is applied", exc_info=failure)
+            elif failure is not None and (error is None or is_loss(failure, error)):  # else the first is raised
+                raise failure
         if violation is not None and violation is not error:
             if error is None or isinstance(error, Exception):
                 raise violation from error
@@ -229,12 +232,12 @@ class Work:
 
     def _begin(self, bind: Any, dialect: Dialect, key: dict[str, Any] | None, *, one: bool = False) -> Guard:
         options, marked = self._options, key is not None
+        self.durable = not isinstance(bind, Connection)
         connection = open_connection(self.session, bind, dialect, options, marked=marked, one=one)
         schemas = translate_map(connection)
         if marked:
             refuse_shared_markers(schemas, options.tables)
         self.dialect = dialect
-        self.durable = not isinstance(bind, Connection)
         try:
             dialect.begin(connection, options.tables.marker if marked else None, options.claim_timeout)
         except DBAPIError as error:

@@ -362,6 +362,11 @@ def _raw_rollback_then_raw_write(session: Session) -> None:
     execute_raw(session, "insert into total values ('raw', 7)")
 
 
+def _raw_commit_then_rollback(session: Session) -> None:
+    driver_of(session).commit()
+    session.rollback()
+
+
 def _result_commit(session: Session) -> None:
     cursor = cast("CursorResult[Any]", session.execute(text("select 1"))).cursor
     connection = getattr(cursor, "_adapt_connection", None) or cursor.connection
@@ -423,6 +428,7 @@ BELOW = [
     Misbehaviour("driver read", lambda s: execute_raw(s, "select 1"), H),
     Misbehaviour("driver write", lambda s: execute_raw(s, "update total set amount = amount"), H),
     Misbehaviour("driver commit", lambda s: driver_of(s).commit(), D),
+    Misbehaviour("driver commit, then session.rollback", _raw_commit_then_rollback, D),
     Misbehaviour("driver rollback", lambda s: driver_of(s).rollback(), C),
     Misbehaviour("driver rollback, then driver write", _raw_rollback_then_raw_write, C),
     Misbehaviour("driver cursor COMMIT", lambda s: execute_raw(s, "COMMIT"), D),

@@ -52,7 +52,9 @@ class Reached:
         self.unavailable: dict[str, str] = {}  # part or engine -> why it could not be had
         self.cells: dict[tuple[str, str], Counter[str]] = {}
         self._news: list[tuple[str, Any]] = []  # since the last report
-        event.listen(Engine, "engine_connect", self._connected)
+        # Not to engine_connect, where a listener may choose a database: the library would ask for its tables each time.
+        for ending in ("commit", "rollback"):
+            event.listen(Engine, ending, self._connected)
 
     def saw(self, part: str, version: str) -> None:
         """It was there, and answered."""

@@ -3,14 +3,11 @@
 What holds on every driver is in the contract (`projector_dedup/testing/batches.py`).
 """
 
-import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from sqlalchemy import URL, Engine, create_engine, delete, event, select, text, update
+from sqlalchemy import Engine, create_engine, delete, event, select, text, update
 from sqlalchemy.orm import Session, sessionmaker
 from sqlalchemy.orm.exc import StaleDataError
 
@@ -106,6 +103,42 @@ def test_each_handler_fails_for_itself(sessions: sessionmaker[Session]) -> None:
     again = dispatcher.deliver_batch(numbered(1, 2, 3))
     assert outcomes(again) == [DUPLICATE, APPLIED, DUPLICATE]
     assert amounts(sessions) == {"a": 6, "other": 6}
+
+
+def test_what_is_left_of_a_batch_is_applied_in_its_order(sessions: sessionmaker[Session]) -> None:
+    """However a batch is divided around messages that fail, each message is applied after those before it."""
+    called: list[int] = []
+
+    @projector(idempotent=True, name="in order")
+    @on(Added)
+    def in_order(happened: Added, session: Session) -> None:
+        called.append(happened.amount)
+        if happened.amount in (3, 4):
+            raise ValueError(happened.amount)
+        add(happened, session)
+
+    with pytest.raises(BatchFailed) as failed:
+        Dispatcher(sessions, in_order).deliver_batch(numbered(*range(1, 9)))
+    assert outcomes(failed.value.deliveries) == [APPLIED] * 2 + [FAILED] * 2 + [APPLIED] * 4
+    last_call = {amount: place for place, amount in enumerate(called)}
+    assert sorted(last_call, key=last_call.__getitem__) == list(range(1, 9))
+
+
+def test_each_message_of_a_batch_finds_its_session_empty(sessions: sessionmaker[Session]) -> None:
+    """Objects that another message read, and that somebody still holds, are not given to the next one as they were."""
+    held: list[Any] = []
+    found: list[int] = []
+
+    @projector(idempotent=True, name="holds")
+    @on(Added)
+    def holds(happened: Added, session: Session) -> None:
+        found.append(len(list(session)))
+        add(happened, session)
+        held.append(session.get(Total, "a"))
+
+    Dispatcher(sessions, holds).deliver_batch(numbered(1, 2, 3))
+    assert found == [0, 0, 0]
+    assert amounts(sessions) == {"a": 6}
 
 
 def test_without_a_marker_a_batch_is_a_unit_of_work_too(engine: Engine) -> None:
@@ -411,42 +444,3 @@ def test_a_cut_commit_is_asked_for_by_claiming_again(postgresql: Database, cut: 
         assert outcomes(failed.value.deliveries) == [FAILED] * 2
         dispatcher.deliver_batch(numbered(4, 5))
         assert harness.totals() == {"a": 30}
-
-
-# Killed ------------------------------------------------------------------------------------------------------------
-
-WORKER = """
-import os, signal, sys
-from sqlalchemy import create_engine
-from sqlalchemy.orm import sessionmaker
-from projector_dedup import Dispatcher, Message, on, projector
-from projector_dedup.testing.subject import Added, add
-
-url, death = sys.argv[1:]
-
-@projector(idempotent=True, name="totals")
-@on(Added)
-def dying(happened, session):
-    add(happened, session)
-    session.flush()
-    if death == str(happened.amount):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-Dispatcher(sessionmaker(create_engine(url)), dying).deliver_batch(
-    Message(f"m{number}", Added(amount=number)) for number in (1, 2, 3, 4)
-)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-@pytest.mark.parametrize(("death", "then"), [("3", APPLIED), ("before the acknowledgement", DUPLICATE)])
-def test_a_batch_whose_process_is_killed_is_delivered_again(
-    sync_url: URL, sessions: sessionmaker[Session], death: str, then: Outcome
-) -> None:
-    """In the midst of it nothing is left of it; after its commit all of it is."""
-    url = sync_url.render_as_string(hide_password=False)
-    died = subprocess.run([sys.executable, "-c", WORKER, url, death], check=False, timeout=60)
-    assert died.returncode == -signal.SIGKILL
-    again = Dispatcher(sessions, totals).deliver_batch(numbered(1, 2, 3, 4))
-    assert outcomes(again) == [then] * 4
-    assert amounts(sessions) == {"a": 10}

@@ -15,8 +15,10 @@ from sqlalchemy.pool import StaticPool
 from databases import Database
 from projector_dedup import (
     AsyncDispatcher,
+    BatchFailed,
     Dispatcher,
     InProgress,
+    Message,
     MissingTableError,
     Outcome,
     RetriesExhaustedError,
@@ -372,10 +374,11 @@ def test_the_pooled_connection_has_its_isolation_level_back(on_postgresql: Harne
         ("add check (handler <> 'totals')", DBAPIError),
         ("rename column occurred_at to at", MissingTableError),
         ("alter column processed_at drop default", MissingTableError),
+        ("drop constraint pk_processed_message", MissingTableError),
     ],
 )
 def test_only_a_row_or_no_row_is_an_outcome(on_postgresql: Harness, change: str, error: type[Exception]) -> None:
-    """Another violation than that of the unique index is an error, never a duplicate."""
+    """Another violation than that of the unique index is an error, never a duplicate; so is that there is no index."""
     with on_postgresql.engine.begin() as connection:
         connection.execute(text(f"alter table processed_message {change}"))
     with pytest.raises(error):
@@ -402,6 +405,77 @@ def test_a_begin_hook_of_the_users_own_is_fine(sqlite: Database) -> None:
         outcomes = [dispatcher.deliver(Added(), message_id=str(arguments)).outcome for _ in range(2)]
         assert outcomes == [Outcome.APPLIED, Outcome.DUPLICATE]
         engine.dispose()
+
+
+@pytest.mark.parametrize("idempotent", [True, False])
+def test_nobody_writes_between_what_a_handler_reads_and_writes_on_sqlite(sqlite: Database, idempotent: bool) -> None:
+    """The write lock is taken before anything is read, also where there is no marker to claim."""
+    engine = create_engine(sqlite.url())
+    default_metadata.create_all(engine)
+    Base.metadata.create_all(engine)
+    refused: list[str] = []
+
+    @projector(idempotent=idempotent, name="reads first")
+    @on(Added)
+    def reads_first(_happened: Added, session: Session) -> None:
+        session.get(Total, "a")
+        rival = sqlite3.connect(str(sqlite.url().database), timeout=0)
+        try:
+            rival.execute("INSERT INTO contract_total (key, amount) VALUES ('b', 1)")
+        except sqlite3.OperationalError as error:
+            refused.append(str(error))
+        rival.close()
+
+    Dispatcher(sessionmaker(engine), reads_first).deliver(Added(), message_id="m1")
+    assert refused == ["database is locked"]
+    engine.dispose()
+
+
+def test_the_bound_of_a_claim_ends_with_it_on_sqlite(sqlite: Database) -> None:
+    """Whoever has the connection next waits for a lock as long as the engine says."""
+    engine = create_engine(sqlite.url(), connect_args={"timeout": 3}, pool_size=1, max_overflow=0)
+    default_metadata.create_all(engine)
+    Base.metadata.create_all(engine)
+    Dispatcher(sessionmaker(engine), totals, claim_timeout=0.05).deliver(Added(), message_id="m1")
+    with engine.connect() as connection:
+        assert connection.exec_driver_sql("PRAGMA busy_timeout").scalar_one() == 3000
+    engine.dispose()
+
+
+def test_a_connection_that_is_closed_holds_no_lock_though_a_cursor_is_alive_on_sqlite(sqlite: Database) -> None:
+    """A traceback, say, holds the cursor of the statement that was interrupted; others write all the same."""
+    engine = create_engine(sqlite.url())
+    default_metadata.create_all(engine)
+    Base.metadata.create_all(engine)
+    Dispatcher(sessionmaker(engine), totals).deliver(Added(), message_id="m1")
+    with engine.connect() as connection:
+        connection.exec_driver_sql("BEGIN IMMEDIATE")
+        driver: Any = connection.connection.driver_connection
+        unfinished = driver.execute("SELECT 1 FROM contract_total UNION ALL SELECT 2")
+        unfinished.fetchone()
+        connection.invalidate()
+    other = sqlite3.connect(str(sqlite.url().database), timeout=0, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    other.close()
+    del unfinished
+    engine.dispose()
+
+
+def test_a_marker_table_without_its_key_is_refused_on_sqlite(sqlite: Database) -> None:
+    """The claim names the columns of the index: without one it is an error, where every redelivery would be new."""
+    engine = create_engine(sqlite.url())
+    Base.metadata.create_all(engine)
+    with engine.begin() as connection:
+        columns = "message_id TEXT, handler TEXT, processed_at TEXT DEFAULT CURRENT_TIMESTAMP, occurred_at TEXT"
+        connection.execute(text(f"CREATE TABLE processed_message ({columns})"))
+    dispatcher = Dispatcher(sessionmaker(engine), totals)
+    with pytest.raises(MissingTableError):
+        dispatcher.deliver(Added(), message_id="m1")
+    with pytest.raises(BatchFailed) as raised:
+        dispatcher.deliver_batch([Message("m1", Added()), Message("m2", Added())])
+    assert [type(error) for error in raised.value.exceptions] == [MissingTableError]
+    assert list(engine.connect().execute(select(Total.amount))) == []
+    engine.dispose()
 
 
 def test_what_a_refused_commit_of_somebody_left_open_is_not_adopted(sqlite: Database) -> None:

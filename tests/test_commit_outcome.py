@@ -149,6 +149,23 @@ def test_a_server_that_cannot_be_reached_after_the_cut_is_unknown(
 
 
 @on_servers
+def test_after_a_cut_a_free_claim_makes_the_outcome_known(driver: Driver, proxy: CutProxy, rig_on: RigOn) -> None:
+    """The commit had not happened, so what the handler raises the next time reaches the caller, and is not unknown."""
+    rig, good = through(proxy, driver, rig_on), Counting()
+
+    def handler(session: Session) -> None:
+        good(session)
+        if good.entered == 2:
+            raise ValueError("no such account")
+
+    proxy.cut_commit("before")
+    with pytest.raises(ValueError, match="no such account"):
+        rig.deliver(handler)
+    assert good.entered == 2
+    assert rig.durable() == NOTHING
+
+
+@on_servers
 @pytest.mark.parametrize(("cut", "amount"), [("before", 0), ("after", 1)])
 def test_without_a_marker_there_is_nobody_to_ask(
     driver: Driver, cut: Cut, amount: int, proxy: CutProxy, rig_on: RigOn

@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib.util
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -140,6 +141,24 @@ def test_commit_is_cut_before_or_after_it_happens(
         if isinstance(lost.value, DBAPIError):
             assert lost.value.connection_invalidated
         assert rows(database) == durable
+
+
+@with_each_client
+def test_it_stops_before_and_after_a_trip(engine: str, client: Client, request: pytest.FixtureRequest) -> None:
+    """At the first stop the server has not seen COMMIT, at the second it has committed; the client waits meanwhile."""
+    database: Database = request.getfixturevalue(engine)
+    seen: list[tuple[Cut, int]] = []
+    outside = create_engine(database.url(), poolclass=NullPool)
+
+    def look(where: Cut, trip: list[str]) -> None:
+        if any(re.search(r"\bCOMMIT\b", each) for each in trip):
+            with outside.connect() as connection:
+                seen.append((where, connection.scalar(text("select count(*) from counted")) or 0))
+
+    with before(database) as proxy:
+        proxy.at_trip = look
+        client(proxy.through(database.url()))
+    assert seen == [("before", 0), ("after", 1)]
 
 
 def test_on_mariadb_every_command_is_a_trip(mariadb: Database) -> None:

@@ -575,6 +575,22 @@ def test_nothing_is_marked_unless_the_driver_is_lent(
 
 
 @every_driver
+@pytest.mark.parametrize("strict", [False, True], ids=["usual", "strict"])
+@pytest.mark.parametrize("name", ["info", "connection"])
+def test_a_listener_to_statements_may_look_at_the_connection(
+    driver: Driver, name: str, strict: bool, rig_on: RigOn
+) -> None:
+    """A recipe of SQLAlchemy's documentation keeps the time of a query's beginning in `conn.info`."""
+    rig, seen = rig_on(driver), []
+    event.listen(rig.sync_engine, "before_cursor_execute", lambda conn, *_: seen.append(getattr(conn, name)))
+    assert rig.deliver(add, strict=strict).outcome is Outcome.APPLIED
+    assert rig.deliver(add, strict=strict).outcome is Outcome.DUPLICATE
+    assert seen
+    assert rig.durable() == ONCE
+    rig.assert_nothing_is_left()
+
+
+@every_driver
 def test_a_swallowed_flush_error_names_the_remedy(driver: Driver, rig_on: RigOn) -> None:
     """It comes out as a violation that says what to write, not as SQLAlchemy's PendingRollbackError."""
     rig = rig_on(driver)

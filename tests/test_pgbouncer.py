@@ -14,8 +14,9 @@ import psycopg
 import pytest
 from click.testing import CliRunner
 from projector_dedup.cli.main import main
-from sqlalchemy import text
+from sqlalchemy import event, text
 from sqlalchemy.exc import DBAPIError
+from sqlalchemy.ext.asyncio import AsyncEngine
 from sqlalchemy.orm import Session
 
 import test_interrupts
@@ -303,3 +304,31 @@ def test_statement_mode_is_an_error(driver: Driver, server: Database, pgbouncer:
         rig.deliver(add, retry=RetryPolicy(attempts=2))
     assert rig.durable() == NOTHING
     rig.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize("driver", NAMING, ids=str)
+@pytest.mark.parametrize("known", [False, True], ids=["new", "redelivered"])
+def test_an_address_that_moves_to_a_pooler(
+    driver: Driver, known: bool, rig_on: RigOn, server: Database, pgbouncer: Bouncer
+) -> None:
+    """The first connection reached the server itself, the next one does not: it is refused, before it sends anything.
+
+    Also where the message may be one more redelivery, and is looked for without a transaction.
+    """
+    rig, bouncer = rig_on(driver, learns=True), pgbouncer(server.url(), pool_size=2)
+    for message_id in ["m-1", *["m-1"] * 3 * known]:
+        rig.deliver(add, message_id)
+    moved = bouncer.through(server.url())
+
+    @event.listens_for(rig.sync_engine, "do_connect")
+    def _connect(_dialect: Any, _record: Any, _arguments: Any, parameters: dict[str, Any]) -> None:
+        parameters.update(host=moved.host, port=moved.port)
+
+    if isinstance(rig.engine, AsyncEngine):
+        rig.run(rig.engine.dispose())
+    else:
+        rig.engine.dispose()
+    for message_id in ("m-1" if known else "m-2", "m-3"):
+        with pytest.raises(UnsupportedDatabaseError, match="through a pooler"):
+            rig.deliver(add, message_id)
+    assert rig.durable() == ONCE

@@ -18,6 +18,7 @@ from projector_dedup import (
     MissingTableError,
     Outcome,
     RefusedError,
+    RetryPolicy,
     TransactionViolatedError,
     UnsupportedDatabaseError,
     claim,
@@ -362,6 +363,32 @@ def test_the_probe_runs_once_and_leaves_nothing(harness: Harness) -> None:
         harness.deliver(harness.dispatcher(), message_id=message_id)
     assert len([parameters for parameters in sent if "probe" in parameters and "xxx1" in parameters]) == 1
     assert harness.markers() == [("m1", "totals"), ("m2", "totals")]
+
+
+def test_the_table_of_another_tenant_is_tried_out_too(on_mariadb: Harness) -> None:
+    """Where a listener chooses the database, one connection leads to several tables of one name."""
+    first = on_mariadb.subject.url.database
+    engine = create_engine(on_mariadb.subject.url, pool_size=1, max_overflow=0)
+    tenant = first
+
+    @event.listens_for(engine, "checkout")
+    def _use(dbapi_connection: Any, _record: Any, _proxy: Any) -> None:
+        dbapi_connection.cursor().execute(f"USE {tenant}")
+
+    dispatcher = Dispatcher(sessionmaker(engine), totals, retry=RetryPolicy(attempts=1))
+    with on_mariadb.engine.begin() as connection:
+        connection.execute(text(f"CREATE DATABASE {first}_b"))
+        connection.execute(text(f"CREATE TABLE {first}_b.processed_message LIKE processed_message"))
+        connection.execute(text(f"ALTER TABLE {first}_b.processed_message DROP PRIMARY KEY"))
+    try:
+        dispatcher.deliver(Added(), message_id="m1")
+        tenant = f"{first}_b"
+        with pytest.raises(UnsupportedDatabaseError, match="accepts one marker twice"):
+            dispatcher.deliver(Added(), message_id="m1")
+    finally:
+        engine.dispose()
+        with on_mariadb.engine.begin() as connection:
+            connection.execute(text(f"DROP DATABASE {first}_b"))
 
 
 def test_it_runs_at_serializable(on_postgresql: Harness) -> None:

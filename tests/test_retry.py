@@ -177,6 +177,33 @@ def test_a_violation_is_the_same_whatever_else_was_written(driver: Driver, rig_o
     assert rig.durable() == NOTHING
 
 
+def test_a_violation_that_comes_too_late_to_be_tried_again_is_no_bug_yet(server: Engine) -> None:
+    """After conflicts for as long as the policy allows, a first violation may be a rival's: the message is kept."""
+    runs: list[int] = []
+
+    def conflicts_then_violates(session: Session) -> None:
+        runs.append(1)
+        if len(runs) == 1:
+            _conflict(session)
+        session.execute(text("INSERT INTO total VALUES ('same', 1), ('same', 2)"))
+
+    policy = RetryPolicy(attempts=2, base=0)
+    with pytest.raises(RetriesExhaustedError) as exhausted:
+        _dispatcher(server, conflicts_then_violates, retry=policy).deliver("e", message_id="1")
+    assert isinstance(exhausted.value.__cause__, IntegrityError)
+    assert _state(server) == (0, 0)
+
+
+def test_a_violation_that_may_not_be_tried_again_is_the_users_error(server: Engine) -> None:
+    """Who asks for no retries gets the violation itself."""
+
+    def bug(session: Session) -> None:
+        session.execute(text("INSERT INTO total VALUES ('same', 1), ('same', 2)"))
+
+    with pytest.raises(IntegrityError):
+        _dispatcher(server, bug, retry=RetryPolicy(attempts=1)).deliver("e", message_id="1")
+
+
 def test_those_who_waited_for_a_winner_that_fails_settle_it_among_themselves(server: Engine) -> None:
     """On MariaDB all but one may be victims of a deadlock; in the end one applies, and the others are duplicates."""
     entered, fail = threading.Event(), threading.Event()

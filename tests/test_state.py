@@ -3,7 +3,7 @@
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 
-from sqlalchemy import Engine, MetaData
+from sqlalchemy import Engine, MetaData, event
 
 from projector_dedup import make_tables
 from projector_dedup.state import read_state, write_state
@@ -38,3 +38,22 @@ def test_two_writers_leave_one_value(engine: Engine) -> None:
         list(threads.map(write, ["one", "two"]))
     with engine.connect() as connection:
         assert read_state(connection, tables)["key"] in ("one", "two")
+
+
+def test_the_last_writer_of_a_key_wins_though_another_was_first_to_make_it(engine: Engine) -> None:
+    """The row comes between its look and its INSERT; it is changed then."""
+    metadata.create_all(engine)
+    rival = iter(["from the rival"])
+
+    def meet(_connection: object, _cursor: object, statement: str, *_: object) -> None:
+        if statement.startswith("INSERT"):
+            for value in rival:
+                with engine.begin() as other:
+                    write_state(other, tables, {"key": value})
+
+    event.listen(engine, "before_cursor_execute", meet)
+    with engine.begin() as connection:
+        write_state(connection, tables, {"key": "the last"})
+    with engine.connect() as connection:
+        assert read_state(connection, tables) == {"key": "the last"}
+    assert next(rival, None) is None

@@ -10,12 +10,14 @@ from sqlalchemy.engine import Dialect as EngineDialect
 
 from .answers import Failure, Status
 from .claims import Key, handler_parameters, key_of, same_key
-from .interface import LEVEL_OF_BEGIN, LEVELS, Dialect
+from .interface import Dialect
+from .levels import LEVEL_OF_BEGIN, LEVELS, is_as_strict
 from .mysql import MySQL
 from .portable import Portable
 from .postgresql import PostgreSQL
 from .pruning import Expired, Route, any_expired, is_expired
-from .sqlite import SQLite, configure_sqlite
+from .sqlite import SQLite
+from .sqlite_setup import configure_sqlite
 
 __all__ = [
     "LEVELS",
@@ -30,6 +32,7 @@ __all__ = [
     "configure_sqlite",
     "dialect_of",
     "handler_parameters",
+    "is_as_strict",
     "is_expired",
     "key_of",
     "register",

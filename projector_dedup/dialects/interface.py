@@ -1,46 +1,29 @@
-"""What a database must be able to say, so that the rest of the library need not know which one it is.
-
-Where nothing else is said, a dialect does what the SQL standard and PEP 249 lead one to expect.
-"""
+"""What a database must be able to say; where a dialect says nothing else, what the SQL standard and PEP 249 expect."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from datetime import UTC, datetime
 from typing import Any, ClassVar
 
-from sqlalchemy import FromClause, Row, Table, select
+from sqlalchemy import URL, Row, Table
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import DBAPIError
-from sqlalchemy.pool import StaticPool
 from sqlalchemy.sql import Executable
 
-from ..errors import UnsafeSessionError, UnsupportedDatabaseError
-from ..findings import Finding
+from ..errors import UnsafeSessionError
 from ..transaction_text import Grammar
 from .answers import Failure, Status
 from .claims import Key, Parameters, look_then_insert
-from .columns import utc_now
-from .plain_tables import PlainRows
-from .pruning import Expired, Route, by_index
-
-LEVELS = ("READ UNCOMMITTED", "READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE")
-LEVEL_OF_BEGIN = "projector_dedup_level"  #: the execution option that says it where ``Dialect.claim_begins``
-
-
-def refuse_shared_connection(connection: Connection) -> None:
-    """Raise where all threads and tasks get one connection: one's COMMIT would commit the other's marker."""
-    if isinstance(connection.engine.pool, StaticPool):
-        raise UnsupportedDatabaseError(
-            "this engine shares one connection between all threads and tasks (StaticPool, the default of aiosqlite's "
-            ":memory:), so their transactions would mix; give the dispatcher an engine with a pool of its own, and for "
-            "SQLite a file, such as sqlite:///read_model.db"
-        )
+from .levels import is_as_strict
+from .maintenance import Maintenance
+from .places import place_of_server
+from .plain_tables import PlainRows, claiming
+from .shared_connection import refuse_sharing
 
 
-class Dialect(ABC):
+class Dialect(Maintenance):
     """One database. A dialect holds no state: one instance serves every engine."""
 
     names: ClassVar[frozenset[str]]  #: as SQLAlchemy calls it
@@ -50,14 +33,8 @@ class Dialect(ABC):
     locks_rows: ClassVar[bool] = True
     """Whether FOR UPDATE locks rows; else writers are serialised, and nothing needs it."""
 
-    pruning_isolation: ClassVar[str | None] = None
-    """The level at which a cleaner meets only the rows that it deletes; None where there is nothing to choose."""
-
     untried: ClassVar[bool] = False
     """Whether nobody knows it: it is probed before the first claim, and asked before every COMMIT."""
-
-    keeps_zones: ClassVar[bool] = False
-    """Whether it has a type of moments that need no agreement on their time zone."""
 
     bounds_waits: ClassVar[bool] = True
     """Whether it knows ``claim_timeout``; else the bounded claim is refused."""
@@ -65,8 +42,7 @@ class Dialect(ABC):
     locking_isolation: ClassVar[str] = "READ COMMITTED"
     """The level for entities in ``read_models``, where FOR UPDATE locks them."""
 
-    doom_lasts: ClassVar[bool] = False
-    """Whether statements go on succeeding in a transaction that the server has rolled back."""
+    doom_lasts: ClassVar[bool] = False  #: Whether statements go on succeeding in a transaction that was rolled back
 
     begins_with_level: ClassVar[bool] = False
     """Whether the driver says the level with BEGIN, so that asking for it costs nothing and outlives nothing."""
@@ -77,23 +53,38 @@ class Dialect(ABC):
     claims_may_read: ClassVar[bool] = False
     """Whether ``claim_and_read`` and ``is_known`` are worth a thought."""
 
-    transactional_ddl: ClassVar[bool | None] = None
-    """Whether a migration is one transaction; None for what Alembic thinks of the database."""
-
     plain_rows: ClassVar[PlainRows] = PlainRows()
     """What it can tell of tables whose rows may be read early and written late."""
 
+    def place_of(self, url: URL) -> Hashable | None:
+        """Tells two databases apart, and engines of one database not; None where ``url`` does not say."""
+        return place_of_server(url)
+
+    def lives_in_connection(self, url: URL) -> bool:
+        """True if the database is gone when its last connection is closed."""
+        return False
+
     # Opening a unit of work -----------------------------------------------------------------------------------------
 
-    def prepare(self, engine: Engine) -> None:  # noqa: B027  # most need nothing
+    def prepare(self, engine: Engine) -> None:  # most need nothing
         """What an engine needs once, before its first unit of work; again if that was interrupted. Or refuse it."""
 
     @abstractmethod
     def detecting_isolation(self, engine: Engine) -> str | None:
-        """The weakest level at which the database itself refuses a lost update; None where writers are serialised."""
+        """The weakest level at which the database itself refuses a lost update; None where none is to be asked for."""
 
-    def opening(self, *, marked: bool) -> AbstractContextManager[None]:
-        """Entered while the connection of a unit of work is taken from the pool."""
+    def detects_lost_updates(self, connection: Connection, level: str) -> bool:
+        """True if a ``level`` that the user chose is one at which no update is lost on this connection."""
+        detecting = self.detecting_isolation(connection.engine)
+        return detecting is None or is_as_strict(level, detecting)
+
+    def opening(
+        self, engine: Engine, *, marked: bool, locking: bool = False, chosen: bool = False
+    ) -> AbstractContextManager[None]:
+        """Entered while the connection of a unit of work is taken from the pool.
+
+        ``locking``: what changes is read under lock. ``chosen``: the isolation level is the user's.
+        """
         return nullcontext()
 
     def claim_begins(self, connection: Connection) -> bool:
@@ -102,7 +93,7 @@ class Dialect(ABC):
 
     def refuse_unsafe(self, connection: Connection) -> None:
         """Raise ``RefusedError`` for an engine on which the promise would not hold. No round trip to a server."""
-        refuse_shared_connection(connection)
+        refuse_sharing(connection)
         driver = connection.connection.dbapi_connection
         if driver is not None and connection.dialect.detect_autocommit_setting(driver):
             raise UnsafeSessionError(
@@ -110,14 +101,14 @@ class Dialect(ABC):
                 "dispatcher an engine without it, such as engine.execution_options(isolation_level='REPEATABLE READ')"
             )
 
-    def refuse_table(self, connection: Connection, table: Table) -> None:  # noqa: B027
-        """Raise ``UnsafeSessionError`` for a table whose rows no rollback takes back. Asks once for each table."""
+    def refuse_table(self, connection: Connection, table: Table) -> None:
+        """Raise ``UnsafeSessionError`` for a table whose rows no rollback takes back."""
 
     def refuse_marker(self, connection: Connection, marker: Table) -> None:
         """The same for the marker table, and ``MissingTableError`` where a claim would not notice what it lacks."""
         self.refuse_table(connection, marker)
 
-    def begin(self, connection: Connection, marker: Table | None, wait: float | None) -> None:  # noqa: B027
+    def begin(self, connection: Connection, marker: Table | None, wait: float | None) -> None:
         """What must run before the claim, if there is to be one in ``marker``; ``wait`` bounds it in seconds."""
 
     def begin_around(self, connection: Connection, marker: Table | None) -> None:
@@ -140,17 +131,19 @@ class Dialect(ABC):
         """Run the claim: True if every marker is new, False if one was there; anything else raises ``DBAPIError``."""
         return len(connection.execute(statement, key).all()) == names
 
-    def is_known(self, connection: Connection, statement: Executable, key: Parameters) -> bool | None:
-        """Whether ``statement`` finds the marker; None where to look costs as much as a claim that meets it."""
+    def is_known(self, connection: Connection, marker: Table, key: Parameters) -> bool | None:
+        """Whether the marker is there; None where to look costs as much as a claim that meets it."""
         return None
 
     def claim_and_read(
-        self, connection: Connection, statement: Executable, marker: Table, parameters: Parameters
+        self, connection: Connection, marker: Table, table: Table, columns: tuple[str, ...], parameters: Parameters
     ) -> Row[Any] | None:
-        """Run a claim of ``PlainRows.claiming``: what it gives, None for a duplicate.
+        """Insert the marker and read a row of ``table``: what ``PlainRows.claiming`` gives, None for a duplicate.
 
+        The statement is made here, for the connection at hand: one of another database might insert nothing.
         Raises ``UnreadableRowError`` where it was perhaps not the claim that failed, after which nothing may commit.
         """
+        statement = claiming(self.plain_rows, marker, table, columns)
         return self.plain_rows.claim(connection, statement, parameters)
 
     def claim_many(self, connection: Connection, marker: Table, keys: Sequence[Parameters]) -> set[Key]:
@@ -170,6 +163,14 @@ class Dialect(ABC):
         """Insert markers of ``keys`` for ``claim_many``, all or none, in their order."""
         connection.execute(self.claim_statement(marker, bounded="wait_ms" in keys[0]), keys)
 
+    def transaction_id(self, connection: Connection) -> str | None:
+        """What tells the open transaction from any other for good; None where ``mark_transaction`` is to mark it."""
+        return None
+
+    def has_committed(self, connection: Connection, transaction_id: str) -> bool:
+        """True if the transaction that had that id, and is not open any more, has committed."""
+        raise NotImplementedError
+
     def mark_transaction(self, connection: Connection) -> None:
         """Leave something in the transaction of the claim that ends with it, for ``is_marked``."""
         Connection.exec_driver_sql(connection, "SAVEPOINT projector_dedup")  # past any guard of the connection
@@ -184,54 +185,23 @@ class Dialect(ABC):
             return False
         return True
 
+    def place(self, connection: Connection) -> str | None:
+        """The schema in which tables without one are now, where that is one and a handler may change it."""
+        return None
+
+    def is_only(self, connection: Connection, table: Table) -> bool:
+        """True if the name leads to ``table`` only, whichever schema, database or role a handler has chosen since."""
+        return True
+
     def abandon(self, connection: Connection) -> None:
         """Roll back what is open, if anything is, now that the transaction of the claim is not."""
         Connection.exec_driver_sql(connection, "ROLLBACK")
 
-    # Pruning --------------------------------------------------------------------------------------------------------
-
-    def now(self, connection: Connection) -> datetime:
-        """By the clock that the claims were stamped with, in UTC."""
-        found: datetime = connection.execute(select(utc_now())).scalar_one()
-        return found.replace(tzinfo=UTC) if found.tzinfo is None else found.astimezone(UTC)
-
-    @abstractmethod
-    def prune_statement(self, marker: Table, *, of_handler: bool = False) -> Executable:
-        """Delete the oldest ``:batch_size`` markers from before ``:cutoff``, of ``:handler`` if ``of_handler``.
-
-        What others hold is left to them, where the database can do that.
-        """
-
-    def pruning_route(self, connection: Connection, expired: Expired) -> Route:
-        """The fastest way through what is expired. It may leave what others hold; then the index is asked."""
-        return self.index_route(expired)
-
-    def index_route(self, expired: Expired) -> Route:
-        """Oldest first, until nothing is found."""
-        return by_index(self.prune_statement(expired.marker, of_handler=expired.handler is not None), expired)
-
-    def migrating(self, connection: Connection, name: str) -> AbstractContextManager[None]:
-        """Entered in the transaction of a migration of the table set ``name``: a second one waits for the first.
-
-        Within, whatever would have to wait for other transactions fails with a lock timeout after a moment.
-        """
-        return nullcontext()
-
-    # What the people who run it want to know ------------------------------------------------------------------------
-
-    def findings(self, connection: Connection, marker: Table) -> list[Finding]:
-        """Settings of this database and of the marker table that are wrong, or could be better."""
-        return []
-
-    def measured(self, connection: Connection, table: Table) -> tuple[int | None, int | None]:
-        """About how many rows, and bytes with all indexes, by the catalogue: None where only counting would tell."""
-        return None, None
-
-    def sampled(self, connection: Connection, marker: Table, rows: int, of: int) -> FromClause:
-        """``handler`` and ``processed_at`` of about ``rows`` markers of about ``of``; of all where there is no way."""
-        return marker
-
     # What happened --------------------------------------------------------------------------------------------------
+
+    def committing(self, driver_connection: Any) -> AbstractContextManager[None]:
+        """Entered around COMMIT. Raises ``TimeoutError`` if the answer says that the commit may yet be lost."""
+        return nullcontext()
 
     @abstractmethod
     def status(self, driver_connection: Any) -> Status:

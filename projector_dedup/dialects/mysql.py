@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
-from sqlalchemy import FromClause, Row, Select, Table, bindparam, select
+from sqlalchemy import URL, FromClause, Row, Select, Table, bindparam, select
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.compiler import compiles
@@ -19,6 +19,7 @@ from ..transaction_text import COMMANDS, Grammar
 from .answers import Failure, Status
 from .claims import Parameters
 from .interface import Dialect
+from .levels import is_as_strict
 from .listeners import listen_once
 from .migrating import lock_session
 from .mysql_catalog import measured, sampled
@@ -26,8 +27,9 @@ from .mysql_claim import given, insert_given, insert_markers, met_by_claim
 from .mysql_connection import IN_TRANSACTION, careful
 from .mysql_errors import classify, commit_refused, dooms
 from .mysql_rows import MariaDBRows
-from .mysql_snapshots import SnapshotIsolation, offers_snapshot_isolation, snapshot_findings, switching
+from .mysql_snapshots import Opening, server_of, snapshot_findings, switching
 from .mysql_tables import refuse_unfit
+from .places import place_of_server
 from .pruning import is_expired
 
 
@@ -55,7 +57,8 @@ class MySQL(Dialect):
             r"(?:START|STOP)\s+(?:ALL\s+)?(?:SLAVES?|REPLICA)",
             r"SET\b[^;]*?(?:(?<![@\w])|@@(?:\w+\.)?)(?:autocommit|PASSWORD|DEFAULT\s+ROLE)",
         ),
-        hidden="CALL|EXECUTE|REPEAT",
+        hidden="CALL|EXECUTE|REPEAT|USE",  # the last hides where the marker is
+        settings="(?!)",  # SET LOCAL is of the session, and SET TRANSACTION is refused within one
         one_at_a_time=True,
     )
     doom_lasts = True
@@ -63,19 +66,30 @@ class MySQL(Dialect):
     plain_rows = MariaDBRows()
     pruning_isolation = "READ COMMITTED"  # above it, the gap after the last expired marker is where new ones go
 
+    def place_of(self, url: URL) -> Hashable | None:
+        """The database by its host and name; MariaDB's URLs may call it MySQL."""
+        return place_of_server(url.set(drivername="mysql"), port=3306, names={"unix_socket", "read_default_file"})
+
     def prepare(self, engine: Engine) -> None:
-        """An answer is only its own statement's; and whether the server can refuse lost updates is learned."""
+        """An answer is only its own statement's; and each connection is asked how its server refuses lost updates."""
         careful_ones = [careful] if engine.dialect.driver == "pymysql" else []
         listen_once(engine, checkout=[*careful_ones, switching(engine.dialect)])
-        offers_snapshot_isolation(engine)
 
     def detecting_isolation(self, engine: Engine) -> str | None:
-        """With innodb_snapshot_isolation a stale write gets 1020; without, only reads that lock keep rivals out."""
-        return "REPEATABLE READ" if offers_snapshot_isolation(engine) else "SERIALIZABLE"
+        """Nothing to ask for: ``opening`` sees to the level, for servers behind one address may differ in it."""
+        return None
 
-    def opening(self, *, marked: bool) -> AbstractContextManager[None]:
-        """The unit of work's connection gets the setting; whoever has the connection next gets it back as it was."""
-        return SnapshotIsolation(marked)
+    def detects_lost_updates(self, connection: Connection, level: str) -> bool:
+        """With innodb_snapshot_isolation a stale write gets 1020; without, only reads that lock keep rivals out."""
+        server = server_of(connection)
+        return server is None or is_as_strict(level, server.detecting_level)
+
+    def opening(
+        self, engine: Engine, *, marked: bool, locking: bool = False, chosen: bool = False
+    ) -> AbstractContextManager[None]:
+        """The unit of work's connection gets its settings; whoever has the connection next gets them back."""
+        level = (marked or locking) and not chosen
+        return Opening(engine, snapshots=marked, level=level, locking=self.locking_isolation if locking else None)
 
     def refuse_table(self, connection: Connection, table: Table) -> None:
         """MyISAM, Aria and their like."""
@@ -101,11 +115,11 @@ class MySQL(Dialect):
         return True
 
     def claim_and_read(
-        self, connection: Connection, statement: Executable, marker: Table, parameters: Parameters
+        self, connection: Connection, marker: Table, table: Table, columns: tuple[str, ...], parameters: Parameters
     ) -> Row[Any] | None:
         """As ``claim``."""
         try:
-            return super().claim_and_read(connection, statement, marker, parameters)
+            return super().claim_and_read(connection, marker, table, columns, parameters)
         except DBAPIError as error:
             self._raise_unless_there(connection, marker, parameters, error)
             return None
@@ -127,6 +141,11 @@ class MySQL(Dialect):
         """In one statement."""
         connection.execute(insert_given(marker, bounded="wait_ms" in keys[0]), given(keys))
 
+    def place(self, connection: Connection) -> str | None:
+        """The database, until somebody says USE."""
+        place: str | None = Connection.exec_driver_sql(connection, "SELECT database()").scalar()  # past any guard
+        return place
+
     def prune_statement(self, marker: Table, *, of_handler: bool = False) -> Executable:
         """By a join, which locks the rows it deletes and no others; rows another cleaner holds are left to it."""
         oldest: Select[Any] = (
@@ -144,7 +163,7 @@ class MySQL(Dialect):
 
     def findings(self, connection: Connection, marker: Table) -> list[Finding]:
         """Settings that cost retries or round trips."""
-        return snapshot_findings(connection.engine)
+        return snapshot_findings(connection)
 
     def measured(self, connection: Connection, table: Table) -> tuple[int | None, int | None]:
         """By InnoDB's statistics."""

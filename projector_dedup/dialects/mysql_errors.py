@@ -21,6 +21,7 @@ _TRANSIENT = {
     *(2002, 2003, 2006, 2013, 2055),  # no connection, or lost
     4031,  # disconnected for inactivity
 }
+_READ_ONLY = {1290, 1836}  # --read-only, or another option that prevents the statement; read-only mode
 _LOCK_TIMEOUT = {_LOCK_WAIT_TIMEOUT, _STATEMENT_TIMEOUT, 3572}  # the last: NOWAIT
 _UNIQUE = {1062, 1169, 1586}
 _NO_TABLE = {
@@ -34,6 +35,8 @@ _OUT_OF_SYNC = 2014  # a result of mysqlclient's was left unread: the command wa
 def classify(error: Exception) -> Failure:
     """``Dialect.classify``."""
     number = _number(error)
+    if number in _READ_ONLY:
+        return Failure.READ_ONLY
     if number in _LOCK_TIMEOUT:
         return Failure.LOCK_TIMEOUT
     if number == _OUT_OF_SYNC:

@@ -16,7 +16,7 @@ from .answers import Failure
 from .listeners import are_of_others
 from .mysql_claim import marker_row
 from .mysql_errors import classify
-from .mysql_snapshots import offers_snapshot_isolation
+from .mysql_snapshots import server_of
 from .plain_tables import PlainRows, PlainTable, UnreadableRowError, columns_to_ask_by, row_beside
 
 _LASTS = "@@tx_isolation = 'REPEATABLE-READ' AND @@innodb_snapshot_isolation"
@@ -86,7 +86,8 @@ class MariaDBRows(PlainRows):
 
 def _found(connection: Connection, table: Table) -> Row[Any] | None:
     """The table, if what is read in this transaction lasts."""
-    if not offers_snapshot_isolation(connection.engine):
+    server = server_of(connection)
+    if server is None or not server.is_dependable:
         return None
     place = {"schema": connection.schema_for_object(table), "name": table.name}
     try:

@@ -1,41 +1,82 @@
-"""innodb_snapshot_isolation, under which MariaDB refuses a lost update: on for units of work, as it was for others.
+"""Settings of a MariaDB session under which no update is lost: for units of work, and back again for others.
 
-It is a variable of the session, so it stays with a pooled connection. It is changed when a connection is taken from the
-pool by somebody who wants it otherwise: where only projectors use an engine, that is one round trip for each
-connection, not for each message.
+Innodb_snapshot_isolation, where the server can be relied on to keep it, and an isolation level. Both are variables of
+the session, so they stay with a pooled connection. They are changed when somebody takes a connection from the pool who
+wants them otherwise: where only projectors use an engine, that is one round trip for each connection, not for each
+message.
+
+Each physical connection is asked for itself: behind one address there may be another server tomorrow (docs/adr/0023).
 """
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from contextvars import ContextVar
-from typing import Any
-from weakref import WeakKeyDictionary
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
-from sqlalchemy.engine import Engine
+from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.engine.interfaces import Dialect as EngineDialect
-from sqlalchemy.exc import DisconnectionError
 
 from ..findings import Finding, advice
+from .levels import is_as_strict
+from .listeners import are_of_others, ask, info_of
 
 SETTING = "innodb_snapshot_isolation"
 DEPENDABLE = {(10, 6): 27, (10, 11): 18, (11, 4): 12, (11, 8): 8, (12, 3): 3}
 """The releases, by series, from which on it refuses *every* stale write. One in 150,000 slipped through before
 (https://jira.mariadb.org/browse/MDEV-39263); every later series has been born without the defect."""
 
-_wanted: ContextVar[bool] = ContextVar("projector_dedup_snapshot_isolation", default=False)
-
-# What the server says of it, if it knows it, and whether that holds; by the engine's dialect, which its
-# execution_options() clones share.
-_found: WeakKeyDictionary[EngineDialect, tuple[str | None, bool]] = WeakKeyDictionary()
+_LEVELS = ("transaction_isolation", "tx_isolation")  # the names of one variable: the first is the newer one
+_ASKED = "projector_dedup_server"  # in the ``info`` of a physical connection
 
 
-class SnapshotIsolation:
-    """Within the block, connections are taken from the pool with the setting on if it is ``wanted``."""
+class Wanted(NamedTuple):
+    """What a unit of work needs of its connection."""
 
-    def __init__(self, wanted: bool) -> None:
-        self._is_wanted = wanted
+    snapshots: bool  #: the server's refusal of stale writes
+    level: bool  #: a level under which no update is lost; else it is the user's, who has chosen one or needs none
+    locking: str | None  #: the level that does instead, where what changes is read under lock
+    heard: bool  #: somebody else listens for connections that are taken from the pool, and may change them too
+
+
+_NOTHING = Wanted(snapshots=False, level=False, locking=None, heard=False)
+_wanted: ContextVar[Wanted] = ContextVar("projector_dedup_wanted", default=_NOTHING)
+
+
+@dataclass(frozen=True)
+class Server:
+    """What the server of one physical connection said there, and how the session stands now."""
+
+    session: int  #: the server's number of it; a driver that connects anew by itself (``ping``) begins another
+    is_dependable: bool
+    level_variable: str
+    snapshots: str | None  #: the setting as somebody else has it; None on a server without it
+    level: str  #: the isolation level, the same
+    now: tuple[str | None, str | None]  #: both; the level is None where somebody else may have set another since
+
+    @property
+    def detecting_level(self) -> str:
+        """The weakest level at which it refuses a lost update."""
+        return "REPEATABLE READ" if self.is_dependable else "SERIALIZABLE"
+
+    def settings_for(self, wanted: Wanted) -> tuple[str | None, str | None]:
+        """Return the setting and the level that are ``wanted``: as they were found wherever that does."""
+        snapshots = "ON" if wanted.snapshots and self.snapshots is not None else self.snapshots
+        if not wanted.level:
+            return snapshots, None if self.now[1] is None else self.level
+        if is_as_strict(self.level, self.detecting_level):
+            return snapshots, self.level
+        return snapshots, wanted.locking or self.detecting_level
+
+
+class Opening:
+    """Within the block, connections are taken from the pool with the settings that are ``wanted``."""
+
+    def __init__(self, engine: Engine, *, snapshots: bool, level: bool, locking: str | None) -> None:
+        self._is_wanted = Wanted(snapshots, level, locking, are_of_others([engine.pool.dispatch.checkout]))
 
     def __enter__(self) -> None:
         self._token = _wanted.set(self._is_wanted)
@@ -44,49 +85,63 @@ class SnapshotIsolation:
         _wanted.reset(self._token)
 
 
-def offers_snapshot_isolation(engine: Engine) -> bool:
-    """Whether the server has the setting, and can be relied on to keep it."""
-    known = _found.get(engine.dialect)
-    if known is None:
-        with engine.connect() as connection:
-            found = connection.exec_driver_sql(f"SHOW VARIABLES LIKE '{SETTING}'").first()
-        version: tuple[Any, ...] = engine.dialect.server_version_info or (0, 0, 0)
-        series, release = version[:2], version[2]
-        dependable = series > max(DEPENDABLE) or release >= DEPENDABLE.get(series, sys.maxsize)
-        known = _found[engine.dialect] = (found[1], dependable) if found is not None else (None, False)
-    return known[1]
+def server_of(connection: Connection) -> Server | None:
+    """Return what the server of this connection said; None if no unit of work has asked it."""
+    found: Server | None = info_of(connection).get(_ASKED)
+    return found
 
 
-def snapshot_findings(engine: Engine) -> list[Finding]:
-    """That units of work cost more here."""
-    if offers_snapshot_isolation(engine):
+def snapshot_findings(connection: Connection) -> list[Finding]:
+    """That projectors wait for each other more here."""
+    pooled: Any = connection.connection
+    if _asked(connection.dialect, pooled.dbapi_connection, pooled.driver_connection).is_dependable:
         return []
     return [
         advice(
             "this server cannot be relied on to refuse lost updates at REPEATABLE READ, so projectors run at "
-            "SERIALIZABLE, where every read locks; that costs four round trips for each message",
-            "give projectors an engine of their own, create_engine(isolation_level='SERIALIZABLE'), which costs "
-            "none; or upgrade to MariaDB 10.6.27, 10.11.18, 11.4.12, 11.8.8, 12.3.3 or later",
+            "SERIALIZABLE, where every read locks",
+            "upgrade to MariaDB 10.6.27, 10.11.18, 11.4.12, 11.8.8, 12.3.3 or later",
         )
     ]
 
 
 def switching(dialect: EngineDialect) -> Callable[[Any, Any, object], None]:
-    """A listener: whoever takes a connection from the pool gets the setting as it is wanted."""
+    """Make a listener: whoever takes a connection from the pool gets its settings as they are wanted."""
 
     def switch(dbapi_connection: Any, record: Any, _proxy: object) -> None:
         wanted = _wanted.get()
-        if _found.get(dialect, (None, False))[0] != "OFF" or record.info.get(_wanted, False) is wanted:
-            return
-        cursor = dbapi_connection.cursor()
-        try:
-            cursor.execute(f"SET SESSION {SETTING} = {'ON' if wanted else 'OFF'}")
-        except Exception as error:
-            if isinstance(error, dialect.loaded_dbapi.Error) and not dialect.is_disconnect(error, None, cursor):
-                raise  # the server's answer: another connection would get it too
-            raise DisconnectionError from error  # the pool makes another
-        finally:
-            cursor.close()
-        record.info[_wanted] = wanted
+        server: Server | None = record.info.get(_ASKED)
+        if server is None or server.session != record.driver_connection.thread_id():
+            if not (wanted.snapshots or wanted.level):
+                return
+            server = _asked(dialect, dbapi_connection, record.driver_connection)
+        snapshots, level = settings = server.settings_for(wanted)
+        overruled = wanted.heard and wanted.level and level != server.level
+        if settings != server.now or overruled:
+            values = {SETTING: snapshots, server.level_variable: level and f"'{level.replace(' ', '-')}'"}
+            assigned = [f"SESSION {name} = {value}" for name, value in values.items() if value is not None]
+            ask(dialect, dbapi_connection, f"SET {', '.join(assigned)}")
+            if wanted.heard:
+                dbapi_connection.commit()  # what a listener has begun would keep its level
+        if not wanted.level and server.level != dialect.default_isolation_level:
+            level = None  # to which SQLAlchemy resets it behind everybody who chooses one
+        record.info[_ASKED] = replace(server, now=(snapshots, level))
 
     return switch
+
+
+def _asked(dialect: EngineDialect, dbapi_connection: Any, driver: Any) -> Server:
+    names = "', '".join(("version", SETTING, *_LEVELS))
+    found = dict(ask(dialect, dbapi_connection, f"SHOW SESSION VARIABLES WHERE variable_name IN ('{names}')"))
+    level_variable = next(name for name in _LEVELS if name in found)
+    snapshots, level = found.get(SETTING), found[level_variable].replace("-", " ")
+    is_dependable = snapshots is not None and _is_dependable(found["version"])
+    return Server(driver.thread_id(), is_dependable, level_variable, snapshots, level, now=(snapshots, level))
+
+
+def _is_dependable(version: str) -> bool:
+    numbers = re.search(r"(\d+)\.(\d+)\.(\d+)", version.removeprefix("5.5.5-"))  # what proxies tell old clients
+    if numbers is None:
+        return False
+    *series, release = map(int, numbers.groups())
+    return tuple(series) > max(DEPENDABLE) or release >= DEPENDABLE.get((series[0], series[1]), sys.maxsize)

@@ -1,13 +1,16 @@
-"""What MariaDB's catalogue says of a table that a unit of work writes to. Each is asked for once for each engine."""
+"""What MariaDB's catalogue says of a table that a unit of work writes to.
+
+Each is asked for once for each physical connection, since another one may lead to another server; and again for each
+unit of work where somebody may have pointed the connection to another database meanwhile (docs/adr/0023).
+"""
 
 from __future__ import annotations
 
-from weakref import WeakKeyDictionary
-
 from sqlalchemy import Table, text
-from sqlalchemy.engine import Connection, Engine
+from sqlalchemy.engine import Connection
 
 from ..errors import MissingTableError, UnsafeSessionError
+from .listeners import TABLES, info_of
 
 _QUERY = text(
     """
@@ -22,16 +25,13 @@ _QUERY = text(
     """
 )
 
-# What was found to be fit: schema, name and whether it was asked as a marker table, by engine.
-_fit: WeakKeyDictionary[Engine, set[tuple[str | None, str, bool]]] = WeakKeyDictionary()
-
 
 def refuse_unfit(connection: Connection, table: Table, *, marker: bool) -> None:
     """Raise for a table without transactions, and for a marker table that would let a plain INSERT in twice.
 
     What is not there, or is a view, is left to the statement that was about to run.
     """
-    known = _fit.setdefault(connection.engine, set())
+    known = info_of(connection).setdefault(TABLES, set())  # schema, name, whether as a marker table
     place = connection.schema_for_object(table), table.name, marker
     if place in known:
         return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, ClassVar, TypeVar
 from uuid import UUID
 
@@ -159,3 +160,9 @@ class PlainRows:
     def writing(self, table: Table, changed: tuple[str, ...]) -> Executable:
         """UPDATE the columns ``changed`` of many rows, by lists: first of each column of the key, then of those."""
         raise NotImplementedError
+
+
+@lru_cache(256)
+def claiming(rows: PlainRows, marker: Table, table: Table, columns: tuple[str, ...]) -> Executable:
+    """Keep what ``PlainRows.claiming`` gives: to build a statement takes as long as to run it."""
+    return rows.claiming(marker, table, columns)

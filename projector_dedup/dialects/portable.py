@@ -22,6 +22,7 @@ from sqlalchemy.pool import PoolProxiedConnection
 from sqlalchemy.sql import Executable
 from sqlalchemy.sql.elements import ReleaseSavepointClause
 
+from ..closing import connected
 from ..errors import UnsafeSessionError, UnsupportedDatabaseError
 from ..findings import Finding, advice
 from ..transaction_text import Grammar
@@ -63,7 +64,7 @@ class Portable(Dialect):
         """Learn whether SERIALIZABLE can be asked for."""
         if engine.dialect in _detecting:
             return
-        with engine.connect() as connection:
+        with connected(engine) as connection:
             driver: Any = connection.connection.dbapi_connection
             try:
                 levels = connection.dialect.get_isolation_level_values(driver)

@@ -2,64 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cache
 from types import ModuleType
 from typing import Any
-from uuid import uuid4
 
-from sqlalchemy import (
-    FromClause,
-    Row,
-    Table,
-    literal_column,
-    select,
-)
+from sqlalchemy import URL, FromClause, Row, Table
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.sql import Executable
 
-from ..errors import UnsupportedDatabaseError
+from ..closing import connected
 from ..findings import Finding, advice
 from ..transaction_text import OPAQUE, Grammar
 from . import postgresql_catalog, postgresql_rows
 from .answers import Failure, Status, sqlstate_of
 from .claims import Key, Parameters, inserted
-from .interface import LEVEL_OF_BEGIN, Dialect
+from .interface import Dialect
+from .levels import LEVEL_OF_BEGIN
+from .listeners import listen_once
 from .migrating import lock_transaction
-from .postgresql_claim import insert_many, insert_markers, inserted_here
+from .places import place_of_server
+from .postgresql_claim import claim_many, claim_names, insert_markers
+from .postgresql_errors import classify, commit_refused
+from .postgresql_pooler import asking, refusing
 from .postgresql_pruning import picking, sweep
+from .postgresql_standby import confirming, ended_waits, find_marker
 from .pruning import Expired, Route
-
-# Error codes: PostgreSQL documentation, appendix A.
-_TRANSIENT = {
-    "40001",  # serialization_failure: another transaction changed what this one had read
-    "40P01",  # deadlock_detected
-    "40003",  # statement_completion_unknown
-    "57P01",  # admin_shutdown
-    "57P02",  # crash_shutdown
-    "57P03",  # cannot_connect_now
-    "53300",  # too_many_connections
-    "25P03",  # idle_in_transaction_session_timeout
-}
-_LOCK_TIMEOUT = "55P03"
-_UNIQUE = {"23505", "23P01"}  # unique_violation, exclusion_violation
-_NO_TABLE = {
-    *("42P01", "42703", "42P10", "3F000"),  # undefined table, column, unique index, schema
-    *("22001", "23502"),  # a column that is too short, that takes no NULL and has no default
-}
-_MAYBE_COMMITTED = {"40003", "57P01", "57P02"}  # a shutdown may come after a local commit, before its answer
-
-_BACKEND_AND_NUMBERED = """
-    SELECT pg_backend_pid(), EXISTS (
-        SELECT FROM pg_prepared_statements WHERE prepare_time >= now() AND starts_with(name, '__asyncpg_stmt_')
-    )"""
-_UNNAMED_PSYCOPG = "{'prepare_threshold': None}"
-_UNNAMED_ASYNCPG = (
-    "{'statement_cache_size': 0, 'prepared_statement_cache_size': 0, 'prepared_statement_name_func': str}"
-)
 
 # libpq's PGTransactionStatusType: idle, active, in transaction, in an aborted transaction, unknown
 _LIBPQ_STATUS = (Status.NONE, Status.BUSY, Status.OPEN, Status.ABORTED, Status.BUSY)
@@ -80,22 +51,21 @@ class PostgreSQL(Dialect):
     claims_may_read = True
     plain_rows = postgresql_rows.PostgreSQLRows()
 
+    def place_of(self, url: URL) -> Hashable | None:
+        """The database by its host and name, whichever its schemas."""
+        return place_of_server(url, port=5432, names={"host", "hostaddr", "port", "dbname", "service"})
+
     def prepare(self, engine: Engine) -> None:
         """Behind a pooler, refuse what names prepared statements by number: so do its other clients (docs/adr/0011)."""
-        with engine.connect() as connection:
-            driver: Any = connection.connection.driver_connection
-            never_cached = f"{_BACKEND_AND_NUMBERED} -- {uuid4()}"
-            backend, numbered = connection.exec_driver_sql(never_cached).one()
-            asyncpg = hasattr(driver, "get_server_pid")
-            known = driver.get_server_pid() if asyncpg else driver.info.backend_pid  # while it is open
-        if backend == known:
-            return  # no pooler: it would have made up a process of its own
-        if numbered or getattr(driver, "prepare_threshold", None) is not None:
-            raise UnsupportedDatabaseError(
-                "this engine reaches PostgreSQL through a pooler, such as PgBouncer, and prepares statements under "
-                "names that other clients of the pooler give to statements of theirs: it could run one of those. "
-                f"Give create_engine(connect_args={_UNNAMED_ASYNCPG if asyncpg else _UNNAMED_PSYCOPG})"
-            )
+        listen_once(engine, before_others=True, checkout=[refusing(engine.dialect)])
+        with asking(), connected(engine):
+            pass  # for those that have no units of work: a command
+
+    def opening(
+        self, engine: Engine, *, marked: bool, locking: bool = False, chosen: bool = False
+    ) -> AbstractContextManager[None]:
+        """Each connection is asked at its first unit of work."""
+        return asking()
 
     pruning_isolation = "READ COMMITTED"  # above it, what another cleaner deleted is a serialization failure
 
@@ -105,8 +75,7 @@ class PostgreSQL(Dialect):
 
     def claim_begins(self, connection: Connection) -> bool:
         """psycopg 3."""
-        driver: Any = connection.connection.driver_connection
-        return hasattr(driver, "pgconn") and _psycopg_claim().can_begin(driver)
+        return _speaks_to_libpq(connection) and _psycopg_claim().can_begin(connection.connection.driver_connection)
 
     def claim_statement(self, marker: Table, *, bounded: bool, names: int = 1) -> Executable:
         """Nothing is raised for a marker that is there: it would abort the transaction."""
@@ -117,40 +86,51 @@ class PostgreSQL(Dialect):
     ) -> bool:
         """BEGIN and the claim are one round trip, if the driver can do that."""
         with _beginning(connection):
-            return inserted(connection, statement, key) == names
+            if names == 1:
+                return inserted(connection, statement, key) == 1
+            new = connection.execute(statement, key).scalars().all()
+        return claim_names(connection, marker, key["message_id"], new, names)
 
-    def is_known(self, connection: Connection, statement: Executable, key: Parameters) -> bool | None:
+    def is_known(self, connection: Connection, marker: Table, key: Parameters) -> bool | None:
         """Without BEGIN, where the driver can do that: one round trip, and none to end the transaction.
 
-        None also where a listener has sent something of its own before it, which may be for a transaction only.
+        None also where a listener has sent something of its own before it, which may be for a transaction only, and
+        where the standby did not answer.
         """
-        driver: Any = connection.connection.driver_connection
-        if not hasattr(driver, "pgconn"):
+        if not _speaks_to_libpq(connection):
             return None
-        with _psycopg_claim().looking(driver) as sent:
+        driver: Any = connection.connection.driver_connection
+        with _psycopg_claim().looking(driver) as sent, ended_waits(driver) as ended:
             if sent is None:
                 return None
-            with connection.execute(statement, key) as result:
-                return result.rowcount > 0 if len(sent) == 1 else None  # of a cursor of ours, which knows it
+            with connection.execute(find_marker(marker), key) as result:  # of a cursor of ours, which knows rowcount
+                return result.rowcount > 0 if len(sent) == 1 and not ended else None
 
     def claim_and_read(
-        self, connection: Connection, statement: Executable, marker: Table, parameters: Parameters
+        self, connection: Connection, marker: Table, table: Table, columns: tuple[str, ...], parameters: Parameters
     ) -> Row[Any] | None:
         """As ``claim``."""
         with _beginning(connection):
-            return super().claim_and_read(connection, statement, marker, parameters)
+            return super().claim_and_read(connection, marker, table, columns, parameters)
 
     def claim_many(self, connection: Connection, marker: Table, keys: Sequence[Parameters]) -> set[Key]:
         """One statement for any number: it says which rows are new."""
-        return {(row[0], row[1]) for row in connection.execute(*insert_many(marker, keys)).all()}
+        return claim_many(connection, marker, keys)
 
-    def mark_transaction(self, connection: Connection) -> None:
-        """The marker's row is mark enough."""
+    def transaction_id(self, connection: Connection) -> str | None:
+        """It names no table, so that it is found under whatever search_path and role a handler has chosen."""
+        found = "SELECT pg_catalog.pg_current_xact_id()::pg_catalog.text"
+        transaction_id: str = Connection.exec_driver_sql(connection, found).scalar_one()  # past any guard
+        return transaction_id
 
-    def is_marked(self, connection: Connection, marker: Table, key: Mapping[str, Any] | None) -> bool:
-        """The row's xmin is the transaction that inserted it."""
-        statement = select(literal_column("1")) if key is None else inserted_here(marker)
-        return Connection.execute(connection, statement, key).first() is not None  # past any guard
+    def has_committed(self, connection: Connection, transaction_id: str) -> bool:
+        """By the server's own record."""
+        status = f"SELECT pg_catalog.pg_xact_status('{int(transaction_id)}'::pg_catalog.xid8)"
+        return bool(Connection.exec_driver_sql(connection, status).scalar_one() == "committed")
+
+    def is_only(self, connection: Connection, table: Table) -> bool:
+        """Another schema may have a table of its name."""
+        return postgresql_catalog.namesakes(connection, table) <= 1
 
     def prune_statement(self, marker: Table, *, of_handler: bool = False) -> Executable:
         """Rows another cleaner holds are left to it."""
@@ -184,6 +164,10 @@ class PostgreSQL(Dialect):
         lock_transaction(connection, name)
         return nullcontext()
 
+    def committing(self, driver_connection: Any) -> AbstractContextManager[None]:
+        """Hears that a wait for a synchronous standby was ended."""
+        return confirming(driver_connection)
+
     def status(self, driver_connection: Any) -> Status:
         """asyncpg cannot tell an aborted transaction from an open one: there the guard remembers the error."""
         if hasattr(driver_connection, "pgconn"):  # psycopg 3; its .info would be made anew each time
@@ -200,35 +184,27 @@ class PostgreSQL(Dialect):
 
     def classify(self, error: Exception) -> Failure:
         """By SQLSTATE, which every driver has; their classes differ."""
-        sqlstate = sqlstate_of(error) or ""
-        if sqlstate == _LOCK_TIMEOUT:
-            return Failure.LOCK_TIMEOUT
-        if getattr(error, "connection_invalidated", False) or sqlstate in _TRANSIENT or sqlstate.startswith("08"):
-            return Failure.TRANSIENT
-        if sqlstate in _UNIQUE:
-            return Failure.UNIQUE
-        return Failure.NO_TABLE if sqlstate in _NO_TABLE else Failure.PERMANENT
+        return classify(error)
 
     def commit_refused(self, error: DBAPIError) -> bool:
         """An error of a COMMIT that the living server sent means: rolled back."""
-        sqlstate = sqlstate_of(error)
-        return (
-            sqlstate is not None
-            and not error.connection_invalidated
-            and not sqlstate.startswith("08")
-            and sqlstate not in _MAYBE_COMMITTED
-        )
+        return commit_refused(error)
 
 
 def _beginning(connection: Connection) -> AbstractContextManager[object]:
     """Within, the first statement takes BEGIN along, if the driver is one that can do that."""
-    driver: Any = connection.connection.driver_connection
-    if not hasattr(driver, "pgconn"):
+    if not _speaks_to_libpq(connection):
         return nullcontext()
     beginning: AbstractContextManager[object] = _psycopg_claim().beginning(
-        driver, connection.get_execution_options().get(LEVEL_OF_BEGIN)
+        connection.connection.driver_connection, connection.get_execution_options().get(LEVEL_OF_BEGIN)
     )
     return beginning
+
+
+def _speaks_to_libpq(connection: Connection) -> bool:
+    """True if the driver is psycopg 3, and SQLAlchemy names parameters as it does where nothing else is asked for."""
+    driver: Any = connection.connection.driver_connection
+    return hasattr(driver, "pgconn") and connection.dialect.paramstyle == "pyformat"
 
 
 @cache

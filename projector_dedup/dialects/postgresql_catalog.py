@@ -32,6 +32,13 @@ def regclass(connection: Connection, table: Table) -> str:
     return ".".join(quote(part) for part in (schema, table.name) if part)
 
 
+def namesakes(connection: Connection, table: Table) -> int:
+    """The number of tables that have its name, in any schema; of those that a handler could take for it."""
+    found = text("SELECT count(*) FROM pg_catalog.pg_class WHERE relname = :name AND relkind IN ('r', 'p', 'v', 'f')")
+    number: int = Connection.execute(connection, found, {"name": table.name}).scalar_one()  # past any guard
+    return number
+
+
 def storage(connection: Connection, table: Table) -> list[Finding]:
     """How the marker table is stored and vacuumed."""
     name = regclass(connection, table)

@@ -1,4 +1,4 @@
-"""The claim on PostgreSQL as SQL: what inserts one marker or many, and what finds this transaction's own."""
+"""The claim on PostgreSQL as SQL: what inserts one marker or many."""
 
 from __future__ import annotations
 
@@ -8,24 +8,28 @@ from typing import Any
 
 from sqlalchemy import (
     ARRAY,
-    CTE,
     DateTime,
-    Select,
+    Delete,
+    Insert,
+    Subquery,
     Table,
     Text,
     bindparam,
     cast,
+    delete,
     func,
     literal_column,
     select,
     true,
     union_all,
 )
-from sqlalchemy.dialects.postgresql import Insert, insert
+from sqlalchemy.dialects.postgresql import insert
+from sqlalchemy.engine import Connection
 from sqlalchemy.sql import ColumnElement, Executable
 from sqlalchemy.types import TypeEngine
 
-from .claims import Parameters, handler_parameters, inserting, same_key
+from .claims import Key, Parameters, handler_parameters, key_of
+from .postgresql_standby import WRITTEN_FOR_STANDBY
 
 _COLUMNS: dict[str, TypeEngine[Any]] = {
     "message_id": Text(),
@@ -36,7 +40,7 @@ _CONFLICT = ["message_id", "handler"]  # named, so that a table without the uniq
 
 
 def insert_markers(marker: Table, *, bounded: bool, names: int) -> Insert:
-    """One row for each name that is not there; its row count says how many were not."""
+    """One row for each name that is not there; its row count says how many were not, RETURNING which of several."""
     occurred_at: ColumnElement[Any] = bindparam("occurred_at", type_=_COLUMNS["occurred_at"])
     if names > 1:
         occurred_at = cast(occurred_at, _COLUMNS["occurred_at"])  # psycopg2's NULL would be text in a UNION
@@ -48,16 +52,39 @@ def insert_markers(marker: Table, *, bounded: bool, names: int) -> Insert:
         }
         for handler in handler_parameters(names)
     ]
-    if bounded:
-        bound = _bound()
-        selects = (select(*row.values()).select_from(bound) for row in rows)
-        statement = insert(marker).from_select(list(_COLUMNS), union_all(*selects))
-    else:
-        statement = inserting(insert(marker), rows)
-    return statement.on_conflict_do_nothing(index_elements=_CONFLICT).execution_options(preserve_rowcount=True)
+    before = _before(bounded=bounded)
+    selects = [select(*row.values()).select_from(before) for row in rows]
+    given = selects[0] if names == 1 else union_all(*selects)
+    statement = insert(marker).from_select(list(_COLUMNS), given)
+    statement = statement.on_conflict_do_nothing(index_elements=_CONFLICT).execution_options(preserve_rowcount=True)
+    return statement if names == 1 else statement.returning(marker.c.handler)
 
 
-def insert_many(marker: Table, keys: Sequence[Parameters]) -> tuple[Executable, dict[str, Any]]:
+def claim_names(connection: Connection, marker: Table, message_id: str, new: Sequence[str], names: int) -> bool:
+    """True if a claim of several ``names`` found all of them ``new``; else it leaves no row behind."""
+    if len(new) == names:
+        return True
+    _take_back(connection, marker, [(message_id, handler) for handler in new])
+    return False
+
+
+def claim_many(connection: Connection, marker: Table, keys: Sequence[Parameters]) -> set[Key]:
+    """Claim any number, in one statement; returns those of messages that are new under each of their names."""
+    new = {(row[0], row[1]) for row in connection.execute(*_insert(marker, keys)).all()}
+    known = {each["message_id"] for each in keys if key_of(each) not in new}
+    beside = {key for key in new if key[0] in known}
+    _take_back(connection, marker, sorted(beside))
+    return new - beside
+
+
+def _take_back(connection: Connection, marker: Table, keys: Sequence[Key]) -> None:
+    """Delete what was inserted under other names of a duplicate: its transaction is committed, and writes no row."""
+    if keys:
+        message_ids, handlers = zip(*keys, strict=True)
+        connection.execute(_delete(marker), {"message_ids": list(message_ids), "handlers": list(handlers)})
+
+
+def _insert(marker: Table, keys: Sequence[Parameters]) -> tuple[Executable, dict[str, Any]]:
     """Any number of rows, and its parameters; it returns the message id and handler of each that was not there."""
     lists = tuple(name for name in _COLUMNS if name != "handler" or len({key["handler"] for key in keys}) > 1)
     shared = [name for name in ("handler", "wait_ms") if name in keys[0] and name not in lists]
@@ -71,19 +98,26 @@ def _insert_many(marker: Table, lists: tuple[str, ...], bounded: bool) -> Execut
     arrays = [bindparam(f"{name}s", type_=ARRAY(_COLUMNS[name])) for name in lists]
     given = func.unnest(*arrays).table_valued(*lists, name="given").render_derived()
     rows = select(*(given.c[name] if name in lists else bindparam(name, type_=_COLUMNS[name]) for name in _COLUMNS))
-    rows = rows.select_from(given.join(_bound(), true()) if bounded else given)
+    rows = rows.select_from(given.join(_before(bounded=bounded), true()))
     statement = insert(marker).from_select(list(_COLUMNS), rows).on_conflict_do_nothing(index_elements=_CONFLICT)
     return statement.returning(marker.c.message_id, marker.c.handler)
 
 
-def _bound() -> CTE:
-    """One round trip for claim and bound; it goes on to bound the lock waits of the handler (docs/adr/0006)."""
-    wait = func.set_config("lock_timeout", func.concat(bindparam("wait_ms", type_=Text()), "ms"), True)
-    return select(wait.label("wait")).cte("bound").prefix_with("MATERIALIZED")
+def _before(*, bounded: bool) -> Subquery:
+    """Runs in the claim's own statement, before it: a duplicate must wait for the standby as well (docs/adr/0024).
+
+    The bound goes on to bound the lock waits of the handler (docs/adr/0006).
+    """
+    columns: list[ColumnElement[Any]] = [WRITTEN_FOR_STANDBY.label("standby")]
+    if bounded:
+        wait = func.set_config("lock_timeout", func.concat(bindparam("wait_ms", type_=Text()), "ms"), True)
+        columns.append(wait.label("wait"))
+    return select(*columns).offset(literal_column("0")).subquery("before")  # OFFSET: it stays a subquery
 
 
 @cache
-def inserted_here(marker: Table) -> Select[Any]:
-    """A row if the marker is there, and this transaction inserted it."""
-    ours = literal_column("xmin") == literal_column("pg_current_xact_id_if_assigned()::xid")
-    return select(literal_column("1")).select_from(marker).where(same_key(marker), ours)
+def _delete(marker: Table) -> Delete:
+    """The markers of two arrays."""
+    arrays = [bindparam(f"{name}s", type_=ARRAY(Text())) for name in _CONFLICT]
+    given = func.unnest(*arrays).table_valued(*_CONFLICT, name="given").render_derived()
+    return delete(marker).where(*(marker.c[name] == given.c[name] for name in _CONFLICT))

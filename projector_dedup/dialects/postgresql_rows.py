@@ -14,6 +14,7 @@ from uuid import UUID
 import sqlalchemy as sa
 from sqlalchemy import (
     ColumnElement,
+    Integer,
     Select,
     Table,
     TableValuedAlias,
@@ -67,16 +68,15 @@ _COLUMNS = text(
     """
 )
 
-_ALONE = text(
-    """
-    SELECT c.oid FROM pg_class c
-    WHERE c.oid = to_regclass(:name) AND NOT c.relhasrules
-        AND NOT EXISTS (SELECT FROM pg_trigger t LEFT JOIN pg_inherits i ON i.inhrelid = t.tgrelid
-            WHERE NOT t.tgisinternal AND c.oid IN (t.tgrelid, i.inhparent))
-    """
-)
+# An INSERT may do more than it says: then the row that was read with it is not the one that a SELECT would find. The
+# triggers for statements on a partition's parent run too. An xmax means that somebody is about to change the table, or
+# has done so since the snapshot was taken, while the INSERT waited for them.
+_INSERTS_ALONE = "NOT (c.relhastriggers OR c.relhasrules OR c.relispartition) AND c.xmax = 0"
 
-_LASTS: ColumnElement[bool] = literal_column("current_setting('transaction_isolation') = 'repeatable read'")
+_ALONE = text(f"SELECT c.oid FROM pg_class c WHERE c.oid = to_regclass(:name) AND c.relkind = 'r' AND {_INSERTS_ALONE}")  # noqa: S608  # ours
+
+_CLAIM = "projector_dedup_claim"  # a name that no table of the user's has: it would hide that table
+_AT_LEVEL = "current_setting('transaction_isolation') = 'repeatable read'"
 
 
 class PostgreSQLRows(PlainRows):
@@ -99,12 +99,18 @@ class PostgreSQLRows(PlainRows):
         return PlainTable(found[0].identity, columns, found[0].ahead) if found else None
 
     def claiming(self, marker: Table, table: Table, columns: tuple[str, ...]) -> Executable:
-        """By an INSERT in a CTE. Both see one snapshot, and the row is looked for only if the marker is new."""
-        claimed = insert_markers(marker, bounded=False, names=1).returning(literal_column("1").label("claimed")).cte()
-        return row_beside(claimed, _LASTS, table, columns, select=Select, bound_as=_unbounded)
+        """By an INSERT in a CTE. Both see one snapshot, and the row is looked for only if the marker is new.
+
+        The statement itself looks whether the marker's table is still as ``marker_identity`` found it.
+        """
+        place: ColumnElement[int] = literal_column("tableoid", Integer)
+        claimed = insert_markers(marker, bounded=False, names=1).returning(place.label("claimed")).cte(_CLAIM)
+        is_alone = f"SELECT {_INSERTS_ALONE} FROM pg_class c WHERE c.oid = {_CLAIM}.claimed"  # noqa: S608  # ours
+        lasts: ColumnElement[bool] = literal_column(f"{_AT_LEVEL} AND ({is_alone})")
+        return row_beside(claimed, lasts, table, columns, select=Select, bound_as=_unbounded)
 
     def marker_identity(self, connection: Connection, marker: Table) -> object | None:
-        """No trigger, no rule, on no partition either. One round trip."""
+        """No trigger, no rule, and no partition, nor one that has some. One round trip."""
         return Connection.execute(connection, _ALONE, {"name": regclass(connection, marker)}).scalar()
 
     def may_be_about_the_row(self, error: DBAPIError) -> bool:

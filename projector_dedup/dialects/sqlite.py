@@ -3,49 +3,28 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
-from sqlalchemy import Row, Select, Table, bindparam, delete, event, literal_column, select, text
+from sqlalchemy import URL, Row, Select, Table, bindparam, delete, literal_column, select, text
 from sqlalchemy.dialects.sqlite import insert
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.sql import ColumnElement, Executable
 
-from ..asyncio_names import AsyncEngine
 from ..errors import UnsafeSessionError
 from ..findings import Finding, advice
+from ..transaction_text import Grammar
 from .answers import Failure, Status
 from .claims import Key, Parameters, handler_parameters, inserted, inserting
-from .interface import Dialect, refuse_shared_connection
+from .interface import Dialect
+from .places import is_in_memory, place_of_sqlite
 from .pruning import is_expired
+from .shared_connection import refuse_sharing
 from .sqlite_close import close_ends_transactions
 from .sqlite_rows import SQLiteRows
-
-
-def configure_sqlite(engine: Engine | AsyncEngine, *, busy_timeout: float = 5.0) -> None:
-    """Set an engine up for several worker processes: call it once, before the engine is first used.
-
-    Write-ahead logging lets readers read while a projector writes; ``busy_timeout`` (seconds) is how long a writer
-    waits for the one before it. Units of work take the write lock before anything else whether or not this
-    was called, and nobody else does: other readers of the engine never queue for it.
-    """
-    sync_engine = engine.sync_engine if isinstance(engine, AsyncEngine) else engine
-
-    @event.listens_for(sync_engine, "connect")
-    def _set_up(dbapi_connection: Any, _record: Any) -> None:
-        cursor = dbapi_connection.cursor()
-        cursor.execute(f"PRAGMA busy_timeout = {int(busy_timeout * 1000)}")
-        begun = getattr(dbapi_connection, "driver_connection", dbapi_connection).in_transaction
-        if begun:  # sqlite3's autocommit=False; the journal mode can be changed between transactions only
-            cursor.execute("COMMIT")
-        cursor.execute("PRAGMA journal_mode = WAL")
-        if begun:
-            cursor.execute("BEGIN")
-        cursor.close()
-
 
 _COMMITS = "projector_dedup_commits"
 
@@ -55,10 +34,19 @@ class SQLite(Dialect):
 
     names = frozenset({"sqlite"})
     drivers = frozenset({"pysqlite", "aiosqlite"})
+    grammar = Grammar(settings=r"\bdefer_foreign_keys\b")
     claims_may_read = True
     locks_rows = False
     plain_rows = SQLiteRows()
     transactional_ddl = True  # once ``migrating`` has begun; sqlite3 itself begins for rows only
+
+    def place_of(self, url: URL) -> Hashable | None:
+        """The file, whatever the path to it."""
+        return place_of_sqlite(url)
+
+    def lives_in_connection(self, url: URL) -> bool:
+        """In memory."""
+        return is_in_memory(url)
 
     def detecting_isolation(self, engine: Engine) -> str | None:
         """Writers are serialised."""
@@ -70,7 +58,7 @@ class SQLite(Dialect):
 
     def refuse_unsafe(self, connection: Connection) -> None:
         """A connection that several threads share, and AUTOCOMMIT."""
-        refuse_shared_connection(connection)
+        refuse_sharing(connection)
         asked = connection.get_execution_options().get("isolation_level")
         engine_level = getattr(connection.dialect, "_on_connect_isolation_level", None)
         if "AUTOCOMMIT" in (asked, asked or engine_level) or self._commits_nothing(connection):
@@ -135,17 +123,25 @@ class SQLite(Dialect):
         return inserted(connection, statement, key) == names
 
     def claim_and_read(
-        self, connection: Connection, statement: Executable, marker: Table, parameters: Parameters
+        self, connection: Connection, marker: Table, table: Table, columns: tuple[str, ...], parameters: Parameters
     ) -> Row[Any] | None:
         """One after the other: there are no round trips to spare, but the ORM's work for a SELECT."""
         key = {name: parameters[name] for name in ("message_id", "handler", "occurred_at")}
         if not self.claim(connection, _claim(self, marker), marker, key):
             return None
-        return self.plain_rows.claim(connection, statement, parameters)
+        return super().claim_and_read(connection, marker, table, columns, parameters)
 
     def claim_many(self, connection: Connection, marker: Table, keys: Sequence[Parameters]) -> set[Key]:
         """As many statements as SQLite's limit on parameters asks for; they say which rows are new."""
         return {(row[0], row[1]) for row in connection.execute(_claim_many(marker), list(keys))}
+
+    def is_only(self, connection: Connection, table: Table) -> bool:
+        """A temporary table, or that of an attached file, may have its name."""
+        quote, namesakes = connection.dialect.identifier_preparer.quote_identifier, 0
+        for _, file, _ in Connection.exec_driver_sql(connection, "PRAGMA database_list").all():
+            found = f"SELECT count(*) FROM {quote(file)}.sqlite_master WHERE name = ? COLLATE NOCASE"  # noqa: S608  # quoted
+            namesakes += Connection.exec_driver_sql(connection, found, (table.name,)).scalar_one()
+        return namesakes <= 1
 
     def prune_statement(self, marker: Table, *, of_handler: bool = False) -> Executable:
         """Oldest first, by rowid."""

@@ -19,6 +19,7 @@ from sqlalchemy.engine.interfaces import Dialect as EngineDialect
 from sqlalchemy.pool import QueuePool
 
 from .listeners import listen_once
+from .places import is_in_memory
 
 _MANY = 50  # cursors after which those that are gone are forgotten
 
@@ -65,8 +66,9 @@ def close_ends_transactions(engine: Engine) -> None:
     """From here on, the engine's connections end their transaction when they close, and begin in none."""
     if engine.dialect in _prepared:
         return
-    listen_once(engine, do_connect=[_connect], checkout=[_checkout] if isinstance(engine.pool, QueuePool) else [])
-    if isinstance(engine.pool, QueuePool) and "memory" not in str(engine.url):
+    checkout = [_checkout] if isinstance(engine.pool, QueuePool) else []
+    listen_once(engine, before_others=True, do_connect=[_connect], checkout=checkout)
+    if isinstance(engine.pool, QueuePool) and not is_in_memory(engine.url):
         # Not dispose(): a connection that another task takes meanwhile would return to a pool that nobody closes.
         for _ in range(engine.pool.checkedin()):
             with engine.connect() as connection:

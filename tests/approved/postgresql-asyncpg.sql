@@ -18,23 +18,28 @@ CREATE TABLE processed_message_state (
 )
 
 -- claim
-INSERT INTO processed_message (message_id, handler, occurred_at) VALUES ($1::VARCHAR, $2::VARCHAR, $3::TIMESTAMP WITH TIME ZONE) ON CONFLICT (message_id, handler) DO NOTHING
+INSERT INTO processed_message (message_id, handler, occurred_at) SELECT $1::VARCHAR AS anon_1, $2::VARCHAR AS anon_2, $3::TIMESTAMP WITH TIME ZONE AS anon_3
+FROM (SELECT CASE WHEN current_setting('synchronous_standby_names') <> '' AND current_setting('synchronous_commit') NOT IN ('off', 'local') THEN pg_logical_emit_message(true, 'projector_dedup', '') END AS standby
+ LIMIT ALL OFFSET 0) AS before ON CONFLICT (message_id, handler) DO NOTHING
 
 -- claim, with claim_timeout
-WITH bound AS MATERIALIZED
-(SELECT set_config($4::VARCHAR, concat($5::VARCHAR, $6::VARCHAR), $7::BOOLEAN) AS wait)
- INSERT INTO processed_message (message_id, handler, occurred_at) SELECT $1::VARCHAR AS anon_1, $2::VARCHAR AS anon_2, $3::TIMESTAMP WITH TIME ZONE AS anon_3
-FROM bound ON CONFLICT (message_id, handler) DO NOTHING
+INSERT INTO processed_message (message_id, handler, occurred_at) SELECT $1::VARCHAR AS anon_1, $2::VARCHAR AS anon_2, $3::TIMESTAMP WITH TIME ZONE AS anon_3
+FROM (SELECT CASE WHEN current_setting('synchronous_standby_names') <> '' AND current_setting('synchronous_commit') NOT IN ('off', 'local') THEN pg_logical_emit_message(true, 'projector_dedup', '') END AS standby, set_config($4::VARCHAR, concat($5::VARCHAR, $6::VARCHAR), $7::BOOLEAN) AS wait
+ LIMIT ALL OFFSET 0) AS before ON CONFLICT (message_id, handler) DO NOTHING
 
 -- claim, with a former name
-INSERT INTO processed_message (message_id, handler, occurred_at) SELECT $1::VARCHAR AS anon_1, $2::VARCHAR AS anon_2, CAST($3::TIMESTAMP WITH TIME ZONE AS TIMESTAMP WITH TIME ZONE) AS anon_3 UNION ALL SELECT $1::VARCHAR AS anon_4, $4::VARCHAR AS anon_5, CAST($3::TIMESTAMP WITH TIME ZONE AS TIMESTAMP WITH TIME ZONE) AS anon_3 ON CONFLICT (message_id, handler) DO NOTHING
+INSERT INTO processed_message (message_id, handler, occurred_at) SELECT $1::VARCHAR AS anon_1, $2::VARCHAR AS anon_2, CAST($3::TIMESTAMP WITH TIME ZONE AS TIMESTAMP WITH TIME ZONE) AS anon_3
+FROM (SELECT CASE WHEN current_setting('synchronous_standby_names') <> '' AND current_setting('synchronous_commit') NOT IN ('off', 'local') THEN pg_logical_emit_message(true, 'projector_dedup', '') END AS standby
+ LIMIT ALL OFFSET 0) AS before UNION ALL SELECT $1::VARCHAR AS anon_4, $4::VARCHAR AS anon_5, CAST($3::TIMESTAMP WITH TIME ZONE AS TIMESTAMP WITH TIME ZONE) AS anon_3
+FROM (SELECT CASE WHEN current_setting('synchronous_standby_names') <> '' AND current_setting('synchronous_commit') NOT IN ('off', 'local') THEN pg_logical_emit_message(true, 'projector_dedup', '') END AS standby
+ LIMIT ALL OFFSET 0) AS before ON CONFLICT (message_id, handler) DO NOTHING RETURNING processed_message.handler
 
 -- claim, with both
-WITH bound AS MATERIALIZED
-(SELECT set_config($4::VARCHAR, concat($5::VARCHAR, $6::VARCHAR), $7::BOOLEAN) AS wait)
- INSERT INTO processed_message (message_id, handler, occurred_at) SELECT $1::VARCHAR AS anon_1, $2::VARCHAR AS anon_2, CAST($3::TIMESTAMP WITH TIME ZONE AS TIMESTAMP WITH TIME ZONE) AS anon_3
-FROM bound UNION ALL SELECT $1::VARCHAR AS anon_4, $8::VARCHAR AS anon_5, CAST($3::TIMESTAMP WITH TIME ZONE AS TIMESTAMP WITH TIME ZONE) AS anon_3
-FROM bound ON CONFLICT (message_id, handler) DO NOTHING
+INSERT INTO processed_message (message_id, handler, occurred_at) SELECT $1::VARCHAR AS anon_1, $2::VARCHAR AS anon_2, CAST($3::TIMESTAMP WITH TIME ZONE AS TIMESTAMP WITH TIME ZONE) AS anon_3
+FROM (SELECT CASE WHEN current_setting('synchronous_standby_names') <> '' AND current_setting('synchronous_commit') NOT IN ('off', 'local') THEN pg_logical_emit_message(true, 'projector_dedup', '') END AS standby, set_config($4::VARCHAR, concat($5::VARCHAR, $6::VARCHAR), $7::BOOLEAN) AS wait
+ LIMIT ALL OFFSET 0) AS before UNION ALL SELECT $1::VARCHAR AS anon_4, $8::VARCHAR AS anon_5, CAST($3::TIMESTAMP WITH TIME ZONE AS TIMESTAMP WITH TIME ZONE) AS anon_3
+FROM (SELECT CASE WHEN current_setting('synchronous_standby_names') <> '' AND current_setting('synchronous_commit') NOT IN ('off', 'local') THEN pg_logical_emit_message(true, 'projector_dedup', '') END AS standby, set_config($4::VARCHAR, concat($5::VARCHAR, $6::VARCHAR), $7::BOOLEAN) AS wait
+ LIMIT ALL OFFSET 0) AS before ON CONFLICT (message_id, handler) DO NOTHING RETURNING processed_message.handler
 
 -- is the marker there? (for the text of an error)
 SELECT 1
@@ -77,10 +82,12 @@ FROM processed_message
 DELETE FROM processed_message WHERE (SELECT concat(set_config('lock_timeout', '100ms', true), set_config('synchronous_commit', 'off', true))) IS NOT NULL AND ctid >= ($1::VARCHAR :: tid) AND ctid < ($2::VARCHAR :: tid) AND processed_message.processed_at < $3::TIMESTAMP WITH TIME ZONE
 
 -- claim, and the row that will be asked for first
-WITH anon_1 AS
-(INSERT INTO processed_message (message_id, handler, occurred_at) VALUES ($1::VARCHAR, $2::VARCHAR, $3::TIMESTAMP WITH TIME ZONE) ON CONFLICT (message_id, handler) DO NOTHING RETURNING 1 AS claimed)
- SELECT current_setting('transaction_isolation') = 'repeatable read', processed_message_state.key, processed_message_state.value
-FROM anon_1 LEFT OUTER JOIN processed_message_state ON processed_message_state.key = $4::VARCHAR
+WITH projector_dedup_claim AS
+(INSERT INTO processed_message (message_id, handler, occurred_at) SELECT $1::VARCHAR AS anon_1, $2::VARCHAR AS anon_2, $3::TIMESTAMP WITH TIME ZONE AS anon_3
+FROM (SELECT CASE WHEN current_setting('synchronous_standby_names') <> '' AND current_setting('synchronous_commit') NOT IN ('off', 'local') THEN pg_logical_emit_message(true, 'projector_dedup', '') END AS standby
+ LIMIT ALL OFFSET 0) AS before ON CONFLICT (message_id, handler) DO NOTHING RETURNING tableoid AS claimed)
+ SELECT current_setting('transaction_isolation') = 'repeatable read' AND (SELECT NOT (c.relhastriggers OR c.relhasrules OR c.relispartition) AND c.xmax = 0 FROM pg_class c WHERE c.oid = projector_dedup_claim.claimed), processed_message_state.key, processed_message_state.value
+FROM projector_dedup_claim LEFT OUTER JOIN processed_message_state ON processed_message_state.key = $4::VARCHAR
 
 -- the rows that a batch will ask for
 SELECT processed_message_state.key, processed_message_state.value

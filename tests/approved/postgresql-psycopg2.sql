@@ -18,23 +18,28 @@ CREATE TABLE processed_message_state (
 )
 
 -- claim
-INSERT INTO processed_message (message_id, handler, occurred_at) VALUES (%(message_id)s, %(handler)s, %(occurred_at)s) ON CONFLICT (message_id, handler) DO NOTHING
+INSERT INTO processed_message (message_id, handler, occurred_at) SELECT %(message_id)s AS anon_1, %(handler)s AS anon_2, %(occurred_at)s AS anon_3
+FROM (SELECT CASE WHEN current_setting('synchronous_standby_names') <> '' AND current_setting('synchronous_commit') NOT IN ('off', 'local') THEN pg_logical_emit_message(true, 'projector_dedup', '') END AS standby
+ LIMIT ALL OFFSET 0) AS before ON CONFLICT (message_id, handler) DO NOTHING
 
 -- claim, with claim_timeout
-WITH bound AS MATERIALIZED
-(SELECT set_config(%(set_config_1)s, concat(%(wait_ms)s, %(concat_1)s), %(set_config_2)s) AS wait)
- INSERT INTO processed_message (message_id, handler, occurred_at) SELECT %(message_id)s AS anon_1, %(handler)s AS anon_2, %(occurred_at)s AS anon_3
-FROM bound ON CONFLICT (message_id, handler) DO NOTHING
+INSERT INTO processed_message (message_id, handler, occurred_at) SELECT %(message_id)s AS anon_1, %(handler)s AS anon_2, %(occurred_at)s AS anon_3
+FROM (SELECT CASE WHEN current_setting('synchronous_standby_names') <> '' AND current_setting('synchronous_commit') NOT IN ('off', 'local') THEN pg_logical_emit_message(true, 'projector_dedup', '') END AS standby, set_config(%(set_config_1)s, concat(%(wait_ms)s, %(concat_1)s), %(set_config_2)s) AS wait
+ LIMIT ALL OFFSET 0) AS before ON CONFLICT (message_id, handler) DO NOTHING
 
 -- claim, with a former name
-INSERT INTO processed_message (message_id, handler, occurred_at) SELECT %(message_id)s AS anon_1, %(handler_0)s AS anon_2, CAST(%(occurred_at)s AS TIMESTAMP WITH TIME ZONE) AS anon_3 UNION ALL SELECT %(message_id)s AS anon_4, %(handler_1)s AS anon_5, CAST(%(occurred_at)s AS TIMESTAMP WITH TIME ZONE) AS anon_3 ON CONFLICT (message_id, handler) DO NOTHING
+INSERT INTO processed_message (message_id, handler, occurred_at) SELECT %(message_id)s AS anon_1, %(handler_0)s AS anon_2, CAST(%(occurred_at)s AS TIMESTAMP WITH TIME ZONE) AS anon_3
+FROM (SELECT CASE WHEN current_setting('synchronous_standby_names') <> '' AND current_setting('synchronous_commit') NOT IN ('off', 'local') THEN pg_logical_emit_message(true, 'projector_dedup', '') END AS standby
+ LIMIT ALL OFFSET 0) AS before UNION ALL SELECT %(message_id)s AS anon_4, %(handler_1)s AS anon_5, CAST(%(occurred_at)s AS TIMESTAMP WITH TIME ZONE) AS anon_3
+FROM (SELECT CASE WHEN current_setting('synchronous_standby_names') <> '' AND current_setting('synchronous_commit') NOT IN ('off', 'local') THEN pg_logical_emit_message(true, 'projector_dedup', '') END AS standby
+ LIMIT ALL OFFSET 0) AS before ON CONFLICT (message_id, handler) DO NOTHING RETURNING processed_message.handler
 
 -- claim, with both
-WITH bound AS MATERIALIZED
-(SELECT set_config(%(set_config_1)s, concat(%(wait_ms)s, %(concat_1)s), %(set_config_2)s) AS wait)
- INSERT INTO processed_message (message_id, handler, occurred_at) SELECT %(message_id)s AS anon_1, %(handler_0)s AS anon_2, CAST(%(occurred_at)s AS TIMESTAMP WITH TIME ZONE) AS anon_3
-FROM bound UNION ALL SELECT %(message_id)s AS anon_4, %(handler_1)s AS anon_5, CAST(%(occurred_at)s AS TIMESTAMP WITH TIME ZONE) AS anon_3
-FROM bound ON CONFLICT (message_id, handler) DO NOTHING
+INSERT INTO processed_message (message_id, handler, occurred_at) SELECT %(message_id)s AS anon_1, %(handler_0)s AS anon_2, CAST(%(occurred_at)s AS TIMESTAMP WITH TIME ZONE) AS anon_3
+FROM (SELECT CASE WHEN current_setting('synchronous_standby_names') <> '' AND current_setting('synchronous_commit') NOT IN ('off', 'local') THEN pg_logical_emit_message(true, 'projector_dedup', '') END AS standby, set_config(%(set_config_1)s, concat(%(wait_ms)s, %(concat_1)s), %(set_config_2)s) AS wait
+ LIMIT ALL OFFSET 0) AS before UNION ALL SELECT %(message_id)s AS anon_4, %(handler_1)s AS anon_5, CAST(%(occurred_at)s AS TIMESTAMP WITH TIME ZONE) AS anon_3
+FROM (SELECT CASE WHEN current_setting('synchronous_standby_names') <> '' AND current_setting('synchronous_commit') NOT IN ('off', 'local') THEN pg_logical_emit_message(true, 'projector_dedup', '') END AS standby, set_config(%(set_config_1)s, concat(%(wait_ms)s, %(concat_1)s), %(set_config_2)s) AS wait
+ LIMIT ALL OFFSET 0) AS before ON CONFLICT (message_id, handler) DO NOTHING RETURNING processed_message.handler
 
 -- is the marker there? (for the text of an error)
 SELECT 1
@@ -77,10 +82,12 @@ FROM processed_message
 DELETE FROM processed_message WHERE (SELECT concat(set_config('lock_timeout', '100ms', true), set_config('synchronous_commit', 'off', true))) IS NOT NULL AND ctid >= (%(begin)s :: tid) AND ctid < (%(end)s :: tid) AND processed_message.processed_at < %(cutoff)s
 
 -- claim, and the row that will be asked for first
-WITH anon_1 AS
-(INSERT INTO processed_message (message_id, handler, occurred_at) VALUES (%(message_id)s, %(handler)s, %(occurred_at)s) ON CONFLICT (message_id, handler) DO NOTHING RETURNING 1 AS claimed)
- SELECT current_setting('transaction_isolation') = 'repeatable read', processed_message_state.key, processed_message_state.value
-FROM anon_1 LEFT OUTER JOIN processed_message_state ON processed_message_state.key = %(projector_dedup_0)s
+WITH projector_dedup_claim AS
+(INSERT INTO processed_message (message_id, handler, occurred_at) SELECT %(message_id)s AS anon_1, %(handler)s AS anon_2, %(occurred_at)s AS anon_3
+FROM (SELECT CASE WHEN current_setting('synchronous_standby_names') <> '' AND current_setting('synchronous_commit') NOT IN ('off', 'local') THEN pg_logical_emit_message(true, 'projector_dedup', '') END AS standby
+ LIMIT ALL OFFSET 0) AS before ON CONFLICT (message_id, handler) DO NOTHING RETURNING tableoid AS claimed)
+ SELECT current_setting('transaction_isolation') = 'repeatable read' AND (SELECT NOT (c.relhastriggers OR c.relhasrules OR c.relispartition) AND c.xmax = 0 FROM pg_class c WHERE c.oid = projector_dedup_claim.claimed), processed_message_state.key, processed_message_state.value
+FROM projector_dedup_claim LEFT OUTER JOIN processed_message_state ON processed_message_state.key = %(projector_dedup_0)s
 
 -- the rows that a batch will ask for
 SELECT processed_message_state.key, processed_message_state.value

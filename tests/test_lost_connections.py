@@ -1,0 +1,62 @@
+"""A connection is lost where nobody speaks to the server, or where SQLAlchemy does not see it: it is tried again."""
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.orm import Session
+
+from databases import DRIVERS, Driver
+from projector_dedup import Outcome
+from rig import ONCE, Rig, add, outsides_fixture, rig_on_fixture  # noqa: F401  # fixtures
+
+SERVERS = [driver for driver in DRIVERS if driver.engine != "sqlite"]
+STREAMS = [driver for driver in SERVERS if driver.module != "pymysql"]  # whose cursor fails when it is collected
+ASYNC = [driver for driver in SERVERS if driver.is_async]
+SERIES = "(WITH RECURSIVE s(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM s WHERE n < 900) SELECT n FROM s)"
+ROWS = f"SELECT a.n FROM {SERIES} a, {SERIES} b"  # more than the line holds
+
+
+@pytest.mark.parametrize("driver", ASYNC, ids=str)
+def test_a_connection_that_is_lost_while_the_handler_awaits_something_else(
+    driver: Driver, rig_on: Callable[..., Rig]
+) -> None:
+    """asyncpg knows of that before anything is sent; the handler has not closed it, and is run again."""
+    rig = rig_on(driver)
+    runs: list[int] = []
+
+    async def handler(session: AsyncSession) -> None:
+        runs.append(1)
+        await session.run_sync(add)
+        if len(runs) == 1:
+            await asyncio.to_thread(rig.outside.kill_others)
+            for _ in range(20):  # the loop reads what came
+                await asyncio.sleep(0.01)
+
+    assert rig.deliver(handler).outcome is Outcome.APPLIED
+    assert len(runs) == 2
+    assert rig.durable() == ONCE
+    rig.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize("driver", STREAMS, ids=str)
+def test_a_connection_that_is_lost_while_a_result_is_streamed(driver: Driver, rig_on: Callable[..., Rig]) -> None:
+    """The driver's own error comes unwrapped there."""
+    rig = rig_on(driver)
+    runs: list[int] = []
+
+    def handler(session: Session) -> None:
+        runs.append(1)
+        add(session)
+        if len(runs) == 1:
+            result = session.execute(text(ROWS), execution_options={"stream_results": True, "yield_per": 10})
+            result.fetchone()
+            rig.outside.kill_others()
+            result.fetchall()
+
+    assert rig.deliver(handler).outcome is Outcome.APPLIED
+    assert len(runs) == 2
+    assert rig.durable() == ONCE
+    rig.assert_nothing_is_left()

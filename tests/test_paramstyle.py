@@ -1,0 +1,48 @@
+"""`create_engine(paramstyle=...)`: parameters may be written in each way that the driver takes."""
+
+import pytest
+
+from databases import DRIVERS, Database, Driver
+from projector_dedup import Message, Outcome
+from projector_dedup.testing.harness import Harness
+from projector_dedup.testing.subject import Added, Subject, Total
+
+OTHERS = {
+    "psycopg": ("format",),
+    "psycopg2": ("format",),
+    "asyncpg": (),  # SQLAlchemy itself cannot run a statement of another style there
+    "pymysql": ("pyformat",),
+    "MySQLdb": ("pyformat",),
+    "asyncmy": ("pyformat",),
+    "aiomysql": ("pyformat",),
+    "sqlite3": ("named", "numeric", "numeric_dollar"),
+    "aiosqlite": ("named", "numeric", "numeric_dollar"),
+}
+CASES = [(driver, style) for driver in DRIVERS for style in OTHERS[driver.module]]
+
+
+@pytest.mark.parametrize(("driver", "style"), CASES, ids=str)
+def test_messages_are_claimed_in_any_style(request: pytest.FixtureRequest, driver: Driver, style: str) -> None:
+    """New ones, redeliveries and batches, and every option that changes the SQL of a claim."""
+    if not driver.installed:
+        pytest.skip(f"{driver.module} is not installed")
+    database: Database = request.getfixturevalue(driver.engine)
+    name = f"{driver.drivername}_async" if driver.module == "psycopg" and driver.is_async else driver.drivername
+    with Harness(Subject(database.url(name), engine_arguments={"paramstyle": style})) as harness:
+        harness.create_tables()
+        dispatchers = {
+            "plain": harness.dispatcher(harness.handler(name="plain")),
+            "strict": harness.dispatcher(harness.handler(name="strict"), strict=True),
+            "bounded": harness.dispatcher(harness.handler(name="bounded"), claim_timeout=5),
+            "locking": harness.dispatcher(harness.handler(name="locking", read_models=[Total])),
+            "renamed": harness.dispatcher(harness.handler(name="renamed", formerly=["old.name"])),
+        }
+        for name, dispatcher in dispatchers.items():
+            ids = [f"{name}-{number}" for number in range(4)]  # the second message learns, and the third knows
+            for expected in (Outcome.APPLIED, Outcome.DUPLICATE):
+                for message_id in ids:
+                    assert harness.deliver(dispatcher, message_id=message_id).outcome is expected
+            batch = [Message(message_id, Added()) for message_id in (*ids, f"{name}-4", f"{name}-5")]
+            found = harness.run(dispatcher.deliver_batch, batch)
+            assert [each.outcome for each in found] == [Outcome.DUPLICATE] * 4 + [Outcome.APPLIED] * 2
+        assert harness.totals() == {"a": 6 * len(dispatchers)}

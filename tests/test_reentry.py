@@ -1,0 +1,590 @@
+"""A handler that delivers on its own database would wait for itself: refused at once, whichever row it is."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from contextvars import copy_context
+from typing import Any
+
+import pytest
+from sqlalchemy import URL, Engine, create_engine, event, select
+from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
+from sqlalchemy.orm import Session, sessionmaker
+from sqlalchemy.pool import NullPool
+
+from databases import DRIVERS, Driver
+from projector_dedup import (
+    AsyncDispatcher,
+    AsyncUnitOfWork,
+    BatchFailed,
+    DeliveryFailed,
+    Dispatcher,
+    Message,
+    Outcome,
+    RetryPolicy,
+    UnitOfWork,
+    UnsafeSessionError,
+    claim,
+    on,
+    projector,
+)
+from projector_dedup.guarded import GuardedSession
+from projector_dedup.reentry import Handling, is_same_database
+from projector_dedup.tables import default_tables
+from projector_dedup.testing import external_transaction
+from rig import (
+    NOTHING,
+    ONCE,
+    Durable,
+    Rig,
+    add,
+    create_tables,
+    outsides_fixture,  # noqa: F401  # fixture
+    rig_on_fixture,  # noqa: F401  # fixture
+)
+
+RigOn = Callable[..., Rig]
+ONE_ATTEMPT = RetryPolicy(attempts=1)
+REFUSED = "inside a handler"
+BOUNDS = {"postgresql": "set lock_timeout = '500ms'", "mariadb": "set innodb_lock_wait_timeout = 1"}
+
+SYNC = [driver for driver in DRIVERS if not driver.is_async]
+SEVERAL_WRITERS = [driver for driver in SYNC if driver.engine != "sqlite"]
+ASYNC = [driver for driver in DRIVERS if driver.is_async]
+
+
+def bound_waits(rig: Rig) -> Rig:
+    """Without the refusal a delivery waits for its own lock: let the database end that wait, and the test fail."""
+    _bound(rig.sync_engine)
+    return rig
+
+
+def _bound(engine: Engine) -> None:
+    if engine.name in BOUNDS:
+
+        @event.listens_for(engine, "connect")
+        def _set(dbapi_connection: Any, _record: object) -> None:
+            cursor = dbapi_connection.cursor()
+            cursor.execute(BOUNDS[engine.name])
+            cursor.close()
+            dbapi_connection.commit()
+
+
+def deliver_with(rig: Rig, inner: Callable[[], Any]) -> Any:
+    """Deliver m-1 to a handler that adds 1 and then calls ``inner``; an awaitable is awaited."""
+
+    def handler(session: Session) -> None:
+        add(session)
+        inner()
+
+    async def awaited(session: AsyncSession) -> None:
+        await session.run_sync(add)
+        await inner()
+
+    return rig.deliver(awaited if rig.driver.is_async else handler, retry=ONE_ATTEMPT)
+
+
+def inner_delivery(rig: Rig, message_id: str = "m-2", **options: Any) -> Callable[[], Any]:
+    """What delivers another message, to be awaited or not."""
+    deliver = rig.adeliver if rig.driver.is_async else rig.deliver
+    return lambda: deliver(add, message_id, retry=ONE_ATTEMPT, **options)
+
+
+def other_factory(rig: Rig, **url: Any) -> Any:
+    """A session factory of the rig's kind, on an engine of its own."""
+    options: dict[str, Any] = {"poolclass": NullPool}
+    if rig.driver.engine == "sqlite":
+        options["connect_args"] = {"timeout": 0.3}
+    if isinstance(rig.engine, AsyncEngine):
+        engine = create_async_engine(rig.engine.url.set(**url), **options)
+        _bound(engine.sync_engine)
+        return async_sessionmaker(engine)
+    sync_engine = create_engine(rig.engine.url.set(**url), **options)
+    _bound(sync_engine)
+    return sessionmaker(sync_engine)
+
+
+def dispatcher_on(factory: Any, *bodies: Callable[[Session], object], **options: Any) -> Any:
+    """A dispatcher of new handlers, each of one body."""
+    projectors = []
+    for number, body in enumerate(bodies or (add,)):
+
+        def direct(_event: object, session: Session, body: Any = body) -> None:
+            body(session)
+
+        async def awaited(_event: object, session: AsyncSession, body: Any = body) -> None:
+            await session.run_sync(body)
+
+        function: Any = awaited if isinstance(factory, async_sessionmaker) else direct
+        projectors.append(projector(idempotent=True, name=f"other-{number}")(on("added")(function)))
+    kind: Any = AsyncDispatcher if isinstance(factory, async_sessionmaker) else Dispatcher
+    return kind(factory, *projectors, retry=ONE_ATTEMPT, **options)
+
+
+def added(message_id: str) -> Message:
+    """A message for the handlers of ``dispatcher_on``."""
+    return Message(message_id, {"account": "a"}, type="added")
+
+
+@pytest.mark.parametrize("idempotent", [True, False], ids=["marked", "unmarked"])
+@pytest.mark.parametrize("message_id", ["m-1", "m-2"], ids=["same message", "other message"])
+@pytest.mark.parametrize("driver", DRIVERS, ids=str)
+def test_a_delivery_inside_a_handler_is_refused(
+    driver: Driver, message_id: str, idempotent: bool, rig_on: RigOn
+) -> None:
+    """The inner delivery raises at once, the outer one fails with the same error, and nothing of either is durable."""
+    rig = bound_waits(rig_on(driver))
+    refusals: list[UnsafeSessionError] = []
+    inner = inner_delivery(rig, message_id, idempotent=idempotent)
+
+    def noted() -> Any:
+        try:
+            return inner()
+        except UnsafeSessionError as error:
+            refusals.append(error)
+            raise
+
+    with pytest.raises(UnsafeSessionError, match=REFUSED) as raised:
+        deliver_with(rig, noted)
+    assert driver.is_async or refusals == [raised.value]
+    assert rig.durable() == NOTHING
+    rig.assert_nothing_is_left()
+    assert rig.deliver(add).outcome is Outcome.APPLIED
+    assert rig.durable() == ONCE
+
+
+@pytest.mark.parametrize("driver", DRIVERS, ids=str)
+def test_the_refusal_is_not_retried(driver: Driver, rig_on: RigOn) -> None:
+    """A handler that delivers will do so again: it runs once, however many attempts the policy has."""
+    rig, calls = bound_waits(rig_on(driver)), []
+
+    def handler(session: Session) -> None:
+        calls.append(session)
+        rig.deliver(add, "m-2")
+
+    async def awaited(session: AsyncSession) -> None:
+        calls.append(session.sync_session)
+        await rig.adeliver(add, "m-2")
+
+    with pytest.raises(UnsafeSessionError, match=REFUSED):
+        rig.deliver(awaited if driver.is_async else handler)
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("driver", DRIVERS, ids=str)
+def test_another_engine_on_the_same_database_is_refused(driver: Driver, rig_on: RigOn) -> None:
+    """Engines are compared by what their URLs say: another pool or query string is no other database."""
+    rig = bound_waits(rig_on(driver))
+    dispatcher = dispatcher_on(other_factory(rig))
+    with pytest.raises(UnsafeSessionError, match=REFUSED):
+        deliver_with(rig, lambda: dispatcher.deliver(added("m-2")))
+    assert rig.durable() == NOTHING
+
+
+@pytest.mark.parametrize("driver", DRIVERS, ids=str)
+def test_a_batch_inside_a_handler_is_refused(driver: Driver, rig_on: RigOn) -> None:
+    """``deliver_batch`` reports every message of the inner batch as refused."""
+    rig = bound_waits(rig_on(driver))
+    dispatcher = dispatcher_on(other_factory(rig))
+    with pytest.raises(BatchFailed) as raised:
+        deliver_with(rig, lambda: dispatcher.deliver_batch([added("m-2"), added("m-3")]))
+    assert [type(error) for error in raised.value.exceptions] == [UnsafeSessionError]
+    assert {delivery.outcome for delivery in raised.value.deliveries} == {Outcome.FAILED}
+    assert rig.durable() == NOTHING
+
+
+@pytest.mark.parametrize("driver", DRIVERS, ids=str)
+def test_a_delivery_by_a_handler_of_a_batch_is_refused(driver: Driver, rig_on: RigOn) -> None:
+    """The message whose handler delivers fails, and the others of its batch are applied."""
+    rig = bound_waits(rig_on(driver))
+    inner = dispatcher_on(other_factory(rig))
+
+    def direct(event: Any, session: Session) -> None:
+        add(session)
+        if event["delivers"]:
+            inner.deliver(added("inner"))
+
+    async def awaited(event: Any, session: AsyncSession) -> None:
+        await session.run_sync(add)
+        if event["delivers"]:
+            await inner.deliver(added("inner"))
+
+    function: Any = awaited if driver.is_async else direct
+    handler = projector(idempotent=True, name="totals")(on("added")(function))
+    factory = async_sessionmaker(rig.engine) if isinstance(rig.engine, AsyncEngine) else sessionmaker(rig.engine)
+    kind: Any = AsyncDispatcher if driver.is_async else Dispatcher
+    events = [Message(f"m-{number}", {"delivers": number == 2}, type="added") for number in range(5)]
+    deliver_batch = kind(factory, handler, retry=ONE_ATTEMPT).deliver_batch
+    with pytest.raises(BatchFailed) as raised:
+        rig.run(deliver_batch(events)) if driver.is_async else deliver_batch(events)
+    assert [delivery.outcome for delivery in raised.value.deliveries] == [
+        Outcome.FAILED if number == 2 else Outcome.APPLIED for number in range(5)
+    ]
+    assert rig.durable() == Durable(4, 4)
+
+
+@pytest.mark.parametrize("driver", DRIVERS, ids=str)
+def test_a_unit_of_work_inside_a_handler_is_refused(driver: Driver, rig_on: RigOn) -> None:
+    """A unit of work by hand is a transaction of its own, as a delivery is."""
+    rig = bound_waits(rig_on(driver))
+    factory = other_factory(rig)
+
+    def direct() -> None:
+        with UnitOfWork(factory) as uow:
+            uow.claim("m-1", "totals")
+
+    async def awaited() -> None:
+        async with AsyncUnitOfWork(factory) as uow:
+            await uow.claim("m-1", "totals")
+
+    with pytest.raises(UnsafeSessionError, match=REFUSED):
+        deliver_with(rig, awaited if driver.is_async else direct)
+    assert rig.durable() == NOTHING
+
+
+@pytest.mark.parametrize("driver", DRIVERS, ids=str)
+def test_a_function_projector_delivers_inside_no_handler(driver: Driver, rig_on: RigOn) -> None:
+    """``FunctionProjector.deliver`` and ``adeliver`` are refused as a dispatcher's are."""
+    rig = bound_waits(rig_on(driver))
+
+    @projector(idempotent=True, name="function")
+    @on("added")
+    def direct(_event: object, session: Session) -> None:
+        add(session)
+
+    @projector(idempotent=True, name="function")
+    @on("added")
+    async def awaited(_event: object, session: AsyncSession) -> None:
+        await session.run_sync(add)
+
+    factory = other_factory(rig)
+    deliver: Any = awaited.adeliver if driver.is_async else direct.deliver
+    with pytest.raises(UnsafeSessionError, match=REFUSED):
+        deliver_with(rig, lambda: deliver(added("m-2"), session_factory=factory))
+    assert rig.durable() == NOTHING
+
+
+@pytest.mark.parametrize("driver", DRIVERS, ids=str)
+def test_a_claim_on_the_handlers_own_session_is_no_reentry(driver: Driver, rig_on: RigOn) -> None:
+    """Its marker is one more row of the handler's transaction."""
+    rig = rig_on(driver)
+
+    def handler(session: Session) -> None:
+        add(session)
+        assert claim(session, "part-1", "part")
+
+    rig.deliver(handler)
+    assert rig.durable() == Durable(2, 1)
+
+
+@pytest.mark.parametrize("driver", SYNC, ids=str)
+def test_a_claim_on_another_session_inside_a_handler_is_refused(driver: Driver, rig_on: RigOn) -> None:
+    """Such a marker would commit without the handler's, and could wait for it."""
+    rig = bound_waits(rig_on(driver))
+    factory = other_factory(rig)
+
+    def claims() -> None:
+        with factory() as session:
+            claim(session, "m-1", "totals")
+
+    with pytest.raises(UnsafeSessionError, match=REFUSED):
+        deliver_with(rig, claims)
+    assert rig.durable() == NOTHING
+
+
+@pytest.mark.parametrize("driver", SYNC, ids=str)
+def test_a_refusal_that_the_handler_swallows_leaves_its_own_work_whole(driver: Driver, rig_on: RigOn) -> None:
+    """The inner delivery did nothing and said so; the handler's transaction was not touched, so it may go on."""
+    rig = bound_waits(rig_on(driver))
+    inner = inner_delivery(rig)
+
+    def swallow() -> None:
+        with pytest.raises(UnsafeSessionError):
+            inner()
+
+    assert deliver_with(rig, swallow).outcome is Outcome.APPLIED
+    assert rig.durable() == ONCE
+
+
+# What is no re-entry ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("driver", DRIVERS, ids=str)
+def test_a_delivery_after_the_handler_is_none(driver: Driver, rig_on: RigOn) -> None:
+    """A handler that has returned, or failed, is forgotten, also by one and the same task."""
+    rig = rig_on(driver)
+
+    async def in_one_task() -> None:
+        for number in range(3):
+            await rig.adeliver(add, f"m-{number}")
+        with pytest.raises(ZeroDivisionError):
+            await rig.adeliver(fails, "failing")
+        await rig.adeliver(add, "last")
+
+    if driver.is_async:
+        rig.run(in_one_task())
+    else:
+        for number in range(3):
+            rig.deliver(add, f"m-{number}")
+        with pytest.raises(ZeroDivisionError):
+            rig.deliver(fails, "failing")
+        rig.deliver(add, "last")
+    assert rig.durable() == Durable(4, 4)
+
+
+def fails(session: Session) -> None:
+    """A handler with a bug."""
+    add(session)
+    raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("driver", SYNC, ids=str)
+def test_several_handlers_of_one_event_do_not_deliver_inside_each_other(driver: Driver, rig_on: RigOn) -> None:
+    """A dispatcher calls them one after the other."""
+    rig = rig_on(driver)
+    dispatcher_on(sessionmaker(rig.sync_engine), add, add, add).deliver(added("m-1"))
+    assert rig.durable() == Durable(3, 3)
+
+
+@pytest.mark.parametrize("driver", SYNC, ids=str)
+def test_several_refused_handlers_are_reported_together(driver: Driver, rig_on: RigOn) -> None:
+    """An inner event with two handlers fails with ``DeliveryFailed``, and so does the outer delivery."""
+    rig = bound_waits(rig_on(driver))
+    dispatcher = dispatcher_on(other_factory(rig), add, add)
+    with pytest.raises(DeliveryFailed) as raised:
+        deliver_with(rig, lambda: dispatcher.deliver(added("m-2")))
+    assert {type(error) for error in raised.value.exceptions} == {UnsafeSessionError}
+    assert rig.durable() == NOTHING
+
+
+@pytest.mark.parametrize("driver", SYNC, ids=str)
+def test_a_delivery_by_a_listener_that_hears_of_the_commit_is_none(driver: Driver, rig_on: RigOn) -> None:
+    """After COMMIT no lock is held, so ``after_commit`` may deliver what the handler has collected."""
+    rig = bound_waits(rig_on(driver))
+    factory, inner = sessionmaker(rig.sync_engine), inner_delivery(rig)
+    event.listen(factory, "after_commit", lambda _session: inner())
+    dispatcher_on(factory).deliver(added("m-1"))
+    assert rig.durable() == Durable(2, 2)
+
+
+@pytest.mark.parametrize("driver", SYNC, ids=str)
+def test_a_delivery_by_a_listener_before_the_commit_is_refused(driver: Driver, rig_on: RigOn) -> None:
+    """The handler's locks are still held in ``before_commit``."""
+    rig = bound_waits(rig_on(driver))
+    factory, inner = sessionmaker(rig.sync_engine), inner_delivery(rig)
+    event.listen(factory, "before_commit", lambda _session: inner())
+    with pytest.raises(UnsafeSessionError, match=REFUSED):
+        dispatcher_on(factory).deliver(added("m-1"))
+    assert rig.durable() == NOTHING
+    rig.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize("driver", DRIVERS, ids=str)
+def test_a_delivery_on_another_database_is_none(driver: Driver, rig_on: RigOn, tmp_path: Any) -> None:
+    """A second database has locks of its own; but whoever comes back from there to the first is refused."""
+    rig = bound_waits(rig_on(driver))
+    elsewhere = DRIVERS[-1] if driver.is_async else DRIVERS[-2]
+    url = URL.create(drivername=elsewhere.drivername, database=str(tmp_path / "other"))
+    create_tables(url.set(drivername="sqlite"))
+    options: dict[str, Any] = {"poolclass": NullPool}
+    other: Any = sessionmaker(create_engine(url, **options))
+    if driver.is_async:
+        other = async_sessionmaker(create_async_engine(url, **options))
+    there = dispatcher_on(other)
+    deliver_with(rig, lambda: there.deliver(added("m-2")))
+    assert rig.durable() == ONCE
+
+    back = inner_delivery(rig, "m-4")
+
+    def direct(_event: object, _session: Session) -> None:
+        back()
+
+    async def awaited(_event: object, _session: AsyncSession) -> None:
+        await back()
+
+    function: Any = awaited if driver.is_async else direct
+    kind: Any = AsyncDispatcher if driver.is_async else Dispatcher
+    returning = kind(other, projector(idempotent=True, name="back")(on("added")(function)))
+    rig.outside.empty()
+    with pytest.raises(UnsafeSessionError, match=REFUSED):
+        deliver_with(rig, lambda: returning.deliver(added("m-3")))
+    assert rig.durable() == NOTHING
+
+
+@pytest.mark.parametrize("driver", SEVERAL_WRITERS, ids=str)
+def test_units_of_work_side_by_side_are_none(driver: Driver, rig_on: RigOn) -> None:
+    """Outside of handlers, a caller may hold two in one thread."""
+    factory = sessionmaker((rig := rig_on(driver)).sync_engine)
+    with UnitOfWork(factory) as one, UnitOfWork(factory) as two:
+        assert one.claim("m-1", "totals")
+        assert two.claim("m-2", "totals")
+        two.commit()
+        one.commit()
+    assert rig.durable() == Durable(2, 0)
+
+
+# Tasks and threads ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("driver", ASYNC, ids=str)
+def test_a_task_of_the_handler_is_refused_while_the_handler_runs(driver: Driver, rig_on: RigOn) -> None:
+    """To await it would be to wait for oneself."""
+    rig = bound_waits(rig_on(driver))
+    inner = inner_delivery(rig)
+    with pytest.raises(UnsafeSessionError, match=REFUSED):
+        deliver_with(rig, lambda: asyncio.gather(inner()))
+    assert rig.durable() == NOTHING
+
+
+@pytest.mark.parametrize("driver", ASYNC, ids=str)
+def test_a_task_that_outlives_the_handler_may_deliver(driver: Driver, rig_on: RigOn) -> None:
+    """Its context is a copy of the handler's, in which the handler has ended."""
+    rig = bound_waits(rig_on(driver))
+    tasks: list[asyncio.Task[Any]] = []
+
+    async def deliver() -> None:
+        ended = asyncio.Event()
+
+        async def later() -> None:
+            await ended.wait()
+            await rig.adeliver(add, "m-2")
+
+        async def handler(session: AsyncSession) -> None:
+            await session.run_sync(add)
+            tasks.append(asyncio.create_task(later()))
+            await asyncio.sleep(0)
+
+        await rig.adeliver(handler)
+        ended.set()
+        await asyncio.gather(*tasks)
+
+    rig.run(deliver())
+    assert rig.durable() == Durable(2, 2)
+
+
+@pytest.mark.parametrize("driver", SYNC, ids=str)
+def test_a_thread_that_was_given_the_context_is_refused(driver: Driver, rig_on: RigOn) -> None:
+    """``asyncio.to_thread`` copies the context: a synchronous delivery in it is inside the handler."""
+    rig = bound_waits(rig_on(driver))
+    inner = inner_delivery(rig)
+    with pytest.raises(UnsafeSessionError, match=REFUSED):
+        deliver_with(rig, lambda: asyncio.run(asyncio.to_thread(inner)))
+    assert rig.durable() == NOTHING
+
+
+@pytest.mark.parametrize("driver", SEVERAL_WRITERS, ids=str)
+def test_a_thread_of_its_own_is_not_seen(driver: Driver, rig_on: RigOn) -> None:
+    """README says so: it has a context of its own, and may deliver what waits for nothing of the handler's."""
+    rig = bound_waits(rig_on(driver))
+    inner = inner_delivery(rig)
+
+    def handler(_session: Session) -> None:
+        thread = threading.Thread(target=inner)
+        thread.start()
+        thread.join()
+
+    rig.deliver(handler, retry=ONE_ATTEMPT)
+    assert rig.durable() == Durable(2, 1)
+
+
+@pytest.mark.parametrize("driver", ASYNC, ids=str)
+def test_tasks_side_by_side_do_not_see_each_others_handlers(driver: Driver, rig_on: RigOn) -> None:
+    """Deliveries of different tasks overlap as ever."""
+    rig = rig_on(driver)
+
+    async def deliver() -> None:
+        await asyncio.gather(*(rig.adeliver(add, f"m-{number}") for number in range(8)))
+
+    rig.run(deliver())
+    assert rig.durable() == Durable(8, 8)
+
+
+def test_a_delivery_that_is_closed_in_another_context_disturbs_nobody() -> None:
+    """A coroutine that nobody awaits any more is closed by whoever drops it, in that one's context."""
+    handling = Handling(GuardedSession())
+    copy_context().run(handling.__enter__)
+    handling.__exit__()
+
+
+# An outer transaction ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("driver", DRIVERS, ids=str)
+def test_a_test_in_an_outer_transaction_is_told_too(driver: Driver, rig_on: RigOn) -> None:
+    """What would wait for ever in production is refused where one connection would let it pass."""
+    rig = rig_on(driver)
+
+    async def awaited() -> None:
+        assert isinstance(rig.engine, AsyncEngine)
+        async with rig.engine.connect() as connection:
+            factory = async_sessionmaker(connection)
+            with external_transaction(dispatcher_on(factory)) as inner:
+
+                async def body(_event: object, _session: AsyncSession) -> None:
+                    await inner.deliver(added("m-2"))
+
+                outer = AsyncDispatcher(factory, projector(idempotent=True, name="outer")(on("added")(body)))
+                with external_transaction(outer), pytest.raises(UnsafeSessionError, match=REFUSED):
+                    await outer.deliver(added("m-1"))
+                assert (await inner.deliver(added("m-2"))).outcome is Outcome.APPLIED
+                found = await connection.execute(select(default_tables.marker.c.message_id))
+                assert found.scalars().all() == ["m-2"]
+
+    def direct() -> None:
+        with rig.sync_engine.connect() as connection:
+            factory = sessionmaker(connection)
+            with external_transaction(dispatcher_on(factory)) as inner:
+
+                def body(_event: object, _session: Session) -> None:
+                    inner.deliver(added("m-2"))
+
+                outer = Dispatcher(factory, projector(idempotent=True, name="outer")(on("added")(body)))
+                with external_transaction(outer), pytest.raises(UnsafeSessionError, match=REFUSED):
+                    outer.deliver(added("m-1"))
+                assert inner.deliver(added("m-2")).outcome is Outcome.APPLIED
+                found = connection.execute(select(default_tables.marker.c.message_id))
+                assert found.scalars().all() == ["m-2"]
+
+    rig.run(awaited()) if driver.is_async else direct()
+
+
+# The same database -------------------------------------------------------------------------------------------------
+
+SAME = [
+    ("postgresql+psycopg://bob@host/app", "postgresql+asyncpg://eve@host:5432/app?ssl=true"),
+    ("postgresql+psycopg://bob@/app?host=host", "postgresql+psycopg2://host/app?options=-csearch_path%3Dtenant"),
+    ("mysql+pymysql://host/app", "mariadb+asyncmy://host:3306/app?charset=utf8mb4"),
+    ("sqlite:///app.db", "sqlite+aiosqlite:///./app.db?timeout=3"),
+    ("sqlite:///app.db", "sqlite:///file:app.db?mode=rw&uri=true"),
+    ("sqlite:///file:x?mode=memory&cache=shared&uri=true", "sqlite:///file:x?cache=shared&mode=memory&uri=true"),
+]
+DIFFERENT = [
+    ("postgresql+psycopg://host/app", "postgresql+psycopg://host/other"),
+    ("postgresql+psycopg://host/app", "postgresql+psycopg://other/app"),
+    ("postgresql+psycopg://host/app", "postgresql+psycopg://host:5433/app"),
+    ("postgresql+psycopg://host/app", "mysql+pymysql://host/app"),
+    ("postgresql+psycopg://", "postgresql+psycopg://"),
+    ("mysql+pymysql://host/app", "mysql+pymysql://host/other"),
+    ("sqlite:///app.db", "sqlite:///other.db"),
+    ("sqlite://", "sqlite://"),
+    ("sqlite:///:memory:", "sqlite:///:memory:"),
+    ("sqlite:///file:x?mode=memory&cache=shared&uri=true", "sqlite:///file:y?mode=memory&cache=shared&uri=true"),
+    ("sqlite:///file:x?mode=memory&cache=shared&uri=true", "sqlite:///file:x?mode=memory&uri=true"),
+]
+
+
+@pytest.mark.filterwarnings("ignore:.*pool.*:sqlalchemy.exc.SADeprecationWarning")
+@pytest.mark.parametrize(("one", "other", "same"), [(*p, True) for p in SAME] + [(*p, False) for p in DIFFERENT])
+def test_databases_are_told_apart_by_their_urls(one: str, other: str, same: bool) -> None:
+    """User, driver and options lead to one database; another host, port, name or file to another."""
+    engines = [
+        create_async_engine(url).sync_engine if "async" in url or "aiosqlite" in url else create_engine(url)
+        for url in (one, other)
+    ]
+    assert is_same_database(*engines) is same
+
+
+def test_an_engine_is_on_its_own_database() -> None:
+    """Also where its URL says nothing, and as a copy with options."""
+    engine = create_engine("postgresql+psycopg://")
+    assert is_same_database(engine, engine.execution_options(isolation_level="SERIALIZABLE"))
