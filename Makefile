@@ -8,7 +8,7 @@ INSTALL = $(BIN)/python -m pip install -qq
 DRIVERS := postgresql,psycopg2,asyncpg,pymysql,asyncmy,aiomysql,aiosqlite
 
 .DELETE_ON_ERROR:
-.PHONY: demo test matrix lint types bench
+.PHONY: demo test mutants matrix lint types bench
 
 demo: .venv/demo.stamp
 	@$(BIN)/idempotency demo $(ARGS)
@@ -18,6 +18,10 @@ WORKERS ?= 4
 
 test: .venv/dev.stamp
 	@$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+
+# The library broken in many small ways, and whether the tests notice: all, ARGS="--pick 12", or ARGS="--list".
+mutants: .venv/dev.stamp
+	@PYTHONPATH=tests $(BIN)/python -m mutants $(ARGS)
 
 # The contract, and its results into the README.
 matrix: .venv/dev.stamp
