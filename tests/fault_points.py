@@ -22,11 +22,13 @@ import re
 import signal
 import sqlite3
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
+from types import FrameType
 from typing import Any, NamedTuple, Self
 
 from sqlalchemy import Engine, create_engine
@@ -259,9 +261,11 @@ class Worker:
         level = logger.level
         logger.addFilter(look)
         logger.setLevel(logging.DEBUG)
-        yield
-        logger.setLevel(level)
-        logger.removeFilter(look)
+        try:
+            yield
+        finally:
+            logger.setLevel(level)
+            logger.removeFilter(look)
 
     def deliver(self, scenario: Scenario, at: int | None = None, fault: Fault | None = None) -> "Told":
         """Deliver the messages of the scenario, the last delivery through all points; the fault happens at point `at`.
@@ -292,6 +296,7 @@ class Worker:
             return Told(set(), error.with_traceback(None))
         finally:
             self.points.counting = False
+            self._let_loop_run()
         return Told(_settled(deliveries if scenario.is_batch else [deliveries]), None)
 
     async def _adeliver(self, batch: list[Message], is_batch: bool) -> Any:
@@ -301,6 +306,11 @@ class Worker:
         if is_batch:
             return await self._dispatcher.deliver_batch(batch)
         return await self._dispatcher.deliver(batch[0])
+
+    def _let_loop_run(self) -> None:
+        """An event loop that has stopped closes no connection: a transport closes its socket when the loop runs on."""
+        for _ in range(3 if self._runner else 0):
+            self._run(asyncio.sleep, 0)
 
     def redeliver(self, number: int) -> Outcome:
         """Deliver one message without any points."""
@@ -360,13 +370,19 @@ class Worker:
     def _signals_raise(self) -> Iterator[None]:
         """Let a signal raise an exception in the main thread, wherever it waits."""
 
-        def handle(*_: object) -> None:
+        def handle(_signal: int, frame: FrameType | None) -> None:
+            if frame is not None and frame.f_code.co_filename == weakref.__file__:
+                # Python swallows what is raised in the callback of a weak reference: come again, when it has ended.
+                signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
+                return
             self._raised.set()
             raise self._kind
 
         before = signal.signal(signal.SIGUSR1, handle)
-        yield
-        signal.signal(signal.SIGUSR1, before)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGUSR1, before)
 
 
 @dataclass(frozen=True)

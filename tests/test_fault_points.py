@@ -36,17 +36,20 @@ connection is walked too, and not listed.
 """
 MAY_HAVE_COMMITTED = (RaisedError, KeyboardInterrupt, asyncio.CancelledError, CommitOutcomeUnknown)
 """Errors after which the delivery may have committed; after all others it has not."""
+ENOUGH = 5
+"""A walk ends after so many points at which it failed: the reason is the same at most of them."""
 
 
 @pytest.fixture
-def outside(driver: Driver, outsides: dict[str, Outside | str]) -> Outside:
-    """The database of the driver, seen from outside."""
+def outside(driver: Driver, outsides: dict[str, Outside | str]) -> Iterator[Outside]:
+    """The database of the driver, seen from outside, by a connection of this test's own: a time limit may cut it short."""
     if not driver.installed:
         reached.give_up(driver.engine, str(driver), f"{driver.module} is not installed")
-    outside = outsides[driver.engine]
-    if isinstance(outside, str):
-        reached.give_up(driver.engine, driver.engine, outside)
-    return outside
+    shared = outsides[driver.engine]
+    if isinstance(shared, str):
+        reached.give_up(driver.engine, driver.engine, shared)
+    with contextlib.closing(Outside(shared.database)) as own:
+        yield own
 
 
 def points_of(driver: Driver, outside: Outside, scenario: Scenario) -> list[Point]:
@@ -160,6 +163,8 @@ def walks() -> Iterator[Any]:
         else:
             scenarios.remove("first message")  # SQLAlchemy's greeting is half of it, and the same for all of an engine
         for fault, name in product(faults, scenarios):
+            if fault is Fault.INTERRUPT and name == "first message":
+                continue  # what SQLAlchemy and the library do there does not depend on what is raised
             yield pytest.param(driver, fault, name, id=f"{driver}-{fault.name.lower()}-{name}")
 
 
@@ -179,6 +184,8 @@ def test_a_fault_at_any_point_leaves_nothing_behind(driver: Driver, fault: Fault
                 meet(workers, scenario, fault, at, has_committed(scenario, points, at, fault))
             except Exception as error:  # noqa: BLE001  # told below, with the others
                 failures.append(f"{at} {point}: {type(error).__name__}: {error}")
+                if len(failures) == ENOUGH:
+                    break
                 workers.replace()
     if failures:
         pytest.fail("\n".join([f"{len(failures)} of {len(points)} points:", *failures]), pytrace=False)
