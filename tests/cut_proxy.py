@@ -139,9 +139,11 @@ class _Line:
             threading.Thread(target=self._run, args=(pump,), daemon=True).start()
 
     def _run(self, pump: Callable[[], None]) -> None:
-        with contextlib.suppress(OSError, EOFError):  # either side has hung up
-            pump()
-        self.cut()
+        try:
+            with contextlib.suppress(OSError, EOFError):  # either side has hung up
+                pump()
+        finally:
+            self.cut()
 
     def cut(self) -> None:
         """Close both connections."""

@@ -22,6 +22,7 @@ import re
 import signal
 import sqlite3
 import threading
+import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -353,18 +354,24 @@ class Worker:
                 self._cancel()
             case Fault.CANCEL:
                 told = threading.Event()
-                self._loop.call_soon_threadsafe(self._cancel)
-                self._loop.call_soon_threadsafe(self._loop.call_soon, told.set)  # when the task has been told
+                self._loop.call_soon_threadsafe(self._cancel_and_tell, told)
                 assert told.wait(PATIENCE)
 
     def _cancel(self) -> None:
         assert self._task is not None
         self._task.cancel()
 
+    def _cancel_and_tell(self, told: threading.Event) -> None:
+        self._cancel()
+        self._loop.call_soon(told.set)  # when the task knows of it; by then the loop cannot have stopped
+
     def _raise_in_main_thread(self, kind: type[BaseException]) -> None:
         self._kind = kind
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
-        assert self.driver.module in BLOCK_IN_C or self._raised.wait(PATIENCE)
+        main, deadline = threading.main_thread().ident or 0, time.monotonic() + PATIENCE
+        signal.pthread_kill(main, signal.SIGUSR1)
+        while self.driver.module not in BLOCK_IN_C and not self._raised.wait(0.05):
+            assert time.monotonic() < deadline, "the signal was not heard"
+            signal.pthread_kill(main, signal.SIGUSR1)  # the first came just before it began to wait, which goes on
 
     @contextlib.contextmanager
     def _signals_raise(self) -> Iterator[None]:
@@ -374,9 +381,9 @@ class Worker:
             if frame is not None and frame.f_code.co_filename == weakref.__file__:
                 # Python swallows what is raised in the callback of a weak reference: come again, when it has ended.
                 signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
-                return
-            self._raised.set()
-            raise self._kind
+            elif not self._raised.is_set():
+                self._raised.set()
+                raise self._kind
 
         before = signal.signal(signal.SIGUSR1, handle)
         try:
