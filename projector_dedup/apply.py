@@ -18,6 +18,7 @@ from .message import Message, id_text, printable, valid_message_id
 from .outcome import Outcome
 from .reentry import Handling
 from .retry import Attempts, RetryPolicy
+from .row_source import ReadAheadError
 from .sessions import UnitOptions
 from .unit_of_work import AsyncUnitOfWork, UnitOfWork
 from .work import Work
@@ -35,6 +36,7 @@ class Part:
         self.at: int | None = None  # the message whose handler runs, if it has a call of its own
         self.many = len(messages) > 1
         self.connected = True  # at its last attempt
+        self.reads_ahead = True  # until rows could not be read with its claim
         self.opened = False  # by a claim that was answered
         self._entering: list[int] = []
         self._events: list[Any] = []  # theirs
@@ -52,7 +54,8 @@ class Part:
             self.outcomes[index] = Outcome.APPLIED
         self._events = self.handler.given([self.messages[index] for index in self._entering])
         if self.many and self._events:
-            work.foresee(self._events, one_by_one=not self.handler.on.batch)
+            bodies = [self.messages[index].body for index in self._entering]
+            work.foresee(bodies, one_by_one=not self.handler.on.batch)
         if not self._entering:
             work.end_duplicate()
         return bool(self._entering)
@@ -68,7 +71,8 @@ class Part:
             work.begin()
             return list(range(len(self.messages)))
         if not self.many:
-            new = work.claim(first.id, handler.identity, handler.formerly, first.occurred_at, about=first)
+            about = first if self.reads_ahead else None
+            new = work.claim(first.id, handler.identity, handler.formerly, first.occurred_at, about=about)
             return [0] if new else []
         keys = ((message.id, message.occurred_at) for message in self.messages)
         found = work.claim_many(keys, handler.identity, handler.formerly)
@@ -100,6 +104,9 @@ def apply(part: Part, factory: sessionmaker[Session], options: UnitOptions, poli
                                 uow.next_message()
                         uow.commit()
             return _settled(part, attempts, uow.work.durable)
+        except ReadAheadError:
+            part.reads_ahead = False  # and that was no attempt of the message's
+            continue
         except Exception as error:  # noqa: BLE001  # delay_after raises it, unless another attempt is due
             delay = _delay_after(part, error, attempts, uow.work)
             _log_retry(part, attempts, error)
@@ -126,6 +133,9 @@ async def aapply(
                                 await uow.next_message()
                         await uow.commit_and_close()
             return _settled(part, attempts, uow.work.durable)
+        except ReadAheadError:
+            part.reads_ahead = False  # and that was no attempt of the message's
+            continue
         except Exception as error:  # noqa: BLE001  # delay_after raises it, unless another attempt is due
             delay = _delay_after(part, error, attempts, uow.work)
             _log_retry(part, attempts, error)

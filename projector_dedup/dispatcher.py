@@ -38,6 +38,7 @@ class _Routing:
         claim_timeout: float | None = None,
         isolation: str | None = None,
         strict: bool = False,
+        read_ahead: bool = True,
     ) -> None:
         check_session_factory(session_factory, asynchronous=self._asynchronous)
         if unhandled not in ("raise", "ignore"):
@@ -61,7 +62,7 @@ class _Routing:
             for other in self._handlers.values():
                 refuse_shared_names(handler, other)
             self._handlers[handler.identity] = handler
-            self._options[handler.identity] = options_for(handler, shared)
+            self._options[handler.identity] = options_for(handler, shared, read_ahead=read_ahead)
         if not self._handlers:
             raise HandlerDefinitionError("a dispatcher without projectors handles nothing: give it some")
         routes = {route for handler in self._handlers.values() for route in handler.on.routes}
@@ -117,6 +118,8 @@ class Dispatcher(_Routing):
     dispatcher may be shared by threads. ``message_id`` finds the id in an event; ``unhandled="ignore"`` settles
     messages that no handler wants as ``SKIPPED``; ``tables`` are those of ``make_tables``; ``retry`` bounds what is
     tried again; ``claim_timeout`` (seconds), ``isolation`` and ``strict`` are those of ``UnitOptions``.
+    ``read_ahead=False`` reads no row before a handler asks for it: neither those that ``@on(reads=...)`` declares, nor
+    those of a batch together. Handlers see the same either way.
     """
 
     _asynchronous = False

@@ -13,7 +13,7 @@ from .class_cache import kept_on_class
 from .dialects import Dialect
 from .errors import TransactionViolatedError, UnsafeSessionError
 from .marks import Savepoints
-from .plain import KnownRows
+from .row_source import RowSource
 
 
 class Watcher(Protocol):
@@ -28,7 +28,7 @@ class Watcher(Protocol):
     commit_was_sent: bool
     commit_was_answered: bool
     savepoints: Savepoints
-    rows: KnownRows | None
+    rows: RowSource | None
 
     def before_statement(self, sql: str | None, written: Table | None, *, mends: bool) -> None:
         """A statement is about to run; ``sql`` is its text if it is text, ``written`` the table it changes if not.
@@ -71,10 +71,13 @@ class GuardedSession(Session):
     taken: tuple[Connection, ...] = ()  # connections, by the transactions that it has begun
 
     def get(self, entity: Any, ident: Any, **options: Any) -> Any:
-        """In a batch, rows that are known are not read again."""
+        """Return the entity; from memory, if its row was read ahead and nobody could tell."""
         if self.guard is None or self.guard.rows is None or _are_asked_for(options):
             return super().get(entity, ident, **options)
         return self.guard.rows.get(entity, ident, super().get)
+
+    def remember_locked(self, instance: object) -> None:
+        """Called where an instance was read under lock, past this session's own loading."""
 
     def connection(self, bind_arguments: Any = None, execution_options: Any = None) -> Connection:
         """The connection of the claim. SQLAlchemy drops options that come after it, with no more than a warning."""

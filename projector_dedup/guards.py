@@ -21,7 +21,7 @@ from .errors import TransactionViolatedError, UnsafeSessionError
 from .guarded import GuardedSession
 from .guarded_connection import guard_connection, release_connection
 from .marks import Marker, Savepoints, what_is_durable
-from .plain import KnownRows
+from .row_source import RowSource
 
 
 class Guard:
@@ -40,7 +40,7 @@ class Guard:
         self.commit_was_sent = self.commit_was_answered = False
         self.must_disconnect = False  # what the driver is in the midst of, nobody knows
         self.marker, self.savepoints = marker, Savepoints(marker)
-        self.rows: KnownRows | None = None
+        self.rows: RowSource | None = None
         self._session_transaction = session.get_transaction()
         self._transaction = connection.get_transaction()
         self._savepoint = connection.get_nested_transaction()  # only inside an external transaction

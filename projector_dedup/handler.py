@@ -11,6 +11,7 @@ from typing import Any
 
 from .errors import HandlerDefinitionError
 from .message import Message, Route
+from .reads import DeclaredReads
 from .sessions import UnitOptions
 
 
@@ -24,6 +25,7 @@ class On:
     envelope: bool
     formerly: tuple[str, ...]
     batch: bool
+    reads: DeclaredReads | None
 
     @property
     def former_parts(self) -> tuple[str, ...]:
@@ -109,8 +111,13 @@ def refuse_shared_names(one: Handler, other: Handler) -> None:
     )
 
 
-def options_for(handler: Handler, options: UnitOptions | None = None) -> UnitOptions:
+def options_for(handler: Handler, options: UnitOptions | None = None, *, read_ahead: bool = True) -> UnitOptions:
     """The dispatcher's options, with what the projector says of its own."""
-    options = options or UnitOptions()
-    own = handler.projector
-    return dataclasses.replace(options, read_models=own.read_models, isolation=own.isolation or options.isolation)
+    options, own = options or UnitOptions(), handler.projector
+    ahead = None
+    if read_ahead:
+        from .read_ahead import ReadingAhead  # the only import of it: the library delivers without
+
+        ahead = ReadingAhead(handler.identity, handler.on.reads, own.read_models, options.tables)
+    isolation = own.isolation or options.isolation
+    return dataclasses.replace(options, read_models=own.read_models, isolation=isolation, read_ahead=ahead)

@@ -38,6 +38,10 @@ class LockingSession(GuardedSession):
         self.locked_instances: WeakSet[InstanceState[Any]] = WeakSet()
         self.locked_before: WeakKeyDictionary[SessionTransaction, WeakSet[InstanceState[Any]]] = WeakKeyDictionary()
 
+    def remember_locked(self, instance: object) -> None:
+        """Note that the instance was read under lock, by the claim of its message."""
+        self.locked_instances.add(inspect(instance))
+
     @property
     def locks(self) -> bool:
         """Whether the database locks rows at all; where writers are serialised, nothing needs it."""

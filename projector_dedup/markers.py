@@ -15,6 +15,7 @@ from sqlalchemy.sql import Executable
 
 from .dialects import LEVEL_OF_BEGIN, Dialect, Failure, Key, Status, dialect_of, handler_parameters, key_of, same_key
 from .dialects.listeners import forget_if_moved
+from .dialects.plain_tables import Wanted
 from .errors import InProgress, MissingTableError, UnsafeSessionError
 from .message import moment_in_utc, valid_formerly, valid_handler, valid_message_id
 from .probe import try_within
@@ -120,27 +121,22 @@ def insert_marker(
         raise
 
 
-def is_known(connection: Connection, dialect: Dialect, tables: DedupTables, key: Mapping[str, Any]) -> bool | None:
-    """Whether the message was applied; None where a claim tells that as cheaply."""
-    dialect.refuse_marker(connection, tables.marker)
-    try:
-        return dialect.is_known(connection, tables.marker, key)
-    except DBAPIError as error:
-        _raise_missing(error, connection, dialect, tables)
-        raise
-
-
 def insert_marker_and_read(
     connection: Connection,
     dialect: Dialect,
     tables: DedupTables,
-    table: Table,
-    columns: tuple[str, ...],
+    wanted: tuple[Wanted, ...],
     parameters: Mapping[str, Any],
+    *,
+    locked: bool,
 ) -> Row[Any] | None:
-    """Insert a marker and read a row of ``table``; whatever goes wrong with either, raises as it comes."""
+    """Insert a marker and read the rows ``wanted``; None for a duplicate. See ``Dialect.claim_and_read``."""
     dialect.refuse_marker(connection, tables.marker)
-    return dialect.claim_and_read(connection, tables.marker, table, columns, parameters)
+    try:
+        return dialect.claim_and_read(connection, tables.marker, wanted, parameters, locked=locked)
+    except DBAPIError as error:
+        _raise_missing(error, connection, dialect, tables)
+        raise
 
 
 def insert_markers(

@@ -18,8 +18,9 @@ from .extractors import attribute_or_key
 from .handler import Handler, On, Settings, check_kind, options_for
 from .message import Route, envelope, known_id, route_of, valid_formerly, valid_handler
 from .outcome import Delivery
+from .reads import DeclaredReads, Reads
 from .retry import RetryPolicy
-from .sessions import check_session_factory
+from .sessions import UnitOptions, check_session_factory
 
 F = TypeVar("F", bound=Callable[..., Any])
 C = TypeVar("C", bound=type[Any])
@@ -37,6 +38,7 @@ def on(
     subclasses: bool = False,
     envelope: bool = False,
     batch: bool = False,
+    reads: Reads | None = None,
 ) -> Callable[[F], F]:
     """Mark a method, or a function, as the handler of events: classes (the exact type) or names.
 
@@ -46,14 +48,20 @@ def on(
     derived classes. ``envelope`` hands over the ``Message`` instead of its body. The handler is called
     ``(event, session)``; it must not commit. ``batch`` calls it ``(events, session)`` instead, with the list of all
     that ``deliver_batch`` found new, in their order, for work by sets; ``deliver`` gives a list of one.
+
+    ``reads`` says which rows the handler will ask for by ``session.get``: for each entity a dotted path to its key in
+    the event, a tuple of paths for a composite key, a list of these for several rows, or a function of the event that
+    lists the keys. They then come with the claim, or together for a whole batch, which saves round trips. It is advice:
+    a handler that asks for other rows gets them as ever, and one that asks for none loses nothing but time.
     """
     if not events or not all(isinstance(event, (type, str)) for event in events):
         raise HandlerDefinitionError("@on takes the events it handles: classes or names, as in @on(PaymentReceived)")
 
     former = valid_formerly(formerly, HandlerDefinitionError)
+    declared = None if reads is None else DeclaredReads(reads)
 
     def mark(function: F) -> F:
-        setattr(function, _ON, On(events, name, subclasses, envelope, former, batch))
+        setattr(function, _ON, On(events, name, subclasses, envelope, former, batch, declared))
         return function
 
     return mark
@@ -134,7 +142,10 @@ class FunctionProjector(Generic[P, R]):
             identity = f"{owner}.{marked.name}"
         former = {*settings.formerly, *_joined([owner], marked.former_parts)}
         self.handler = _handler(identity, former, function, marked, settings, pinned=_pinned(function, settings))
-        self._options = options_for(self.handler)
+
+    @functools.cached_property
+    def _options(self) -> UnitOptions:
+        return options_for(self.handler)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """The function, as it was."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,23 +18,17 @@ from .dialects import LEVELS, Dialect, is_as_strict
 from .dialects.listeners import forget_if_moved
 from .errors import UnsafeSessionError
 from .guarded import GuardedSession, guarded_session
-from .habits import HabitsByEngine
 from .isolation import take_connection
 from .locking import locking_session
 from .probe import try_out, try_within
+from .row_source import ReadAhead
 from .tables import DedupTables, default_tables
 
 logger = logging.getLogger("projector_dedup")
 
 
-@dataclass
-class _Admitted:
-    """What is known of an engine since its first unit of work; nothing that its server said (docs/adr/0023)."""
-
-    begun_by_claims: bool
-
-
-_admitted: WeakKeyDictionary[Engine, _Admitted] = WeakKeyDictionary()
+_begun_by_claims: WeakKeyDictionary[Engine, bool] = WeakKeyDictionary()
+"""Which engines send BEGIN with the claim, known since their first unit of work (docs/adr/0023)."""
 
 
 @dataclass
@@ -55,12 +49,7 @@ class UnitOptions:
     strict: bool = False
     external: bool = False
     warned: bool = False  # the level was said to lose updates; once is enough
-    habits: HabitsByEngine = field(default_factory=HabitsByEngine, init=False, repr=False, compare=False)
-
-    @property
-    def may_read_first(self) -> bool:
-        """Whether the claim may read a row: not under a bound for the claim, nor one that is to be read under lock."""
-        return self.claim_timeout is None and not self.read_models
+    read_ahead: ReadAhead | None = None  # of one handler; None: no row is read before a handler asks for it
 
     def __post_init__(self) -> None:
         if self.claim_timeout is not None and self.claim_timeout <= 0:
@@ -133,13 +122,15 @@ def open_connection(
         _refuse_elsewhere(session, bind, model)
     if isinstance(bind, Engine):
         try:
-            admitted = _admit(bind, dialect)
+            begun_by_claims = _admit(bind, dialect)
+            if one and options.read_ahead is not None:
+                options.read_ahead.prepare(bind, dialect)  # when the engine is: its connections are to be trusted then
             if marked and dialect.untried:
                 try_out(bind, dialect, options.tables)
             chosen = _chosen_level(bind, options)
             level = options.isolation if chosen is not None else _usual_level(bind, dialect, options, marked=marked)
             with dialect.opening(bind, marked=marked, locking=bool(options.read_models), chosen=chosen is not None):
-                by_claim = one and level in LEVELS and admitted.begun_by_claims
+                by_claim = one and level in LEVELS and begun_by_claims
                 connection = _connect(session, bind, dialect, level, begun_by_claim=by_claim)
             dialect.refuse_unsafe(connection)
         except bind.dialect.loaded_dbapi.Error as error:  # SQLAlchemy does not wrap what is asked of the driver
@@ -158,15 +149,9 @@ def open_connection(
             "sessionmaker to the engine (in tests: projector_dedup.testing.external_transaction)"
         )
     moved = forget_if_moved(connection, session.dispatch.after_begin, session.dispatch.after_transaction_create)
-    if moved and marked and dialect.untried and options.claim_timeout is None:  # else a claim is refused when it begins
+    if moved and marked and dialect.untried and options.claim_timeout is None:  # a bounded one is refused
         try_within(connection, dialect, options.tables, moved=True)
     return connection
-
-
-def is_begun_by_claims(engine: Engine) -> bool:
-    """Whether transactions of this engine begin with the claim; not known before its first unit of work."""
-    admitted = _admitted.get(engine)
-    return admitted is not None and admitted.begun_by_claims
 
 
 def _connect(
@@ -176,7 +161,7 @@ def _connect(
         return session.connection(bind_arguments={"bind": bind})
     connection = take_connection(session, bind, dialect, level, begun_by_claim=begun_by_claim)
     if connection is None:  # a listener has sent something, or set
-        _admitted[bind].begun_by_claims = False
+        _begun_by_claims[bind] = False
         session.rollback()
         return _connect(session, bind, dialect, level, begun_by_claim=False)
     return connection
@@ -194,14 +179,14 @@ def _refuse_elsewhere(session: Session, bind: Engine | Connection, model: type[A
         )
 
 
-def _admit(engine: Engine, dialect: Dialect) -> _Admitted:
-    """Once per engine: refuse what could not keep the promise."""
-    known = _admitted.get(engine)
+def _admit(engine: Engine, dialect: Dialect) -> bool:
+    """Refuse an engine that could not keep the promise, once; return True if its claims send BEGIN."""
+    known = _begun_by_claims.get(engine)
     if known is None:
         dialect.prepare(engine)
         with connected(engine) as connection:
             dialect.refuse_unsafe(connection)
-            known = _admitted[engine] = _Admitted(dialect.claim_begins(connection))
+            known = _begun_by_claims[engine] = dialect.claim_begins(connection)
     return known
 
 

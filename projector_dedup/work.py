@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterable, Sequence
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 from sqlalchemy.engine import Connection
 from sqlalchemy.exc import DBAPIError, UnboundExecutionError
 
-from . import expected
 from .claimed_marker import ClaimedMarker
-from .closing import close_session, connected, is_loss
+from .closing import close_session, is_loss
 from .dialects import Dialect, Failure, Status, dialect_of
 from .duplicates import commit_duplicate, watch_next
 from .errors import CommitOutcomeUnknown, OvertakenError, UnsafeSessionError
@@ -31,7 +31,6 @@ from .markers import (
 )
 from .message import Message, valid_formerly, valid_handler, valid_message_id
 from .reentry import outside_handlers
-from .rows import Rows
 from .sessions import UnitOptions, open_connection
 
 logger = logging.getLogger("projector_dedup")
@@ -48,7 +47,6 @@ class Work:
         self._options = options
         self._new = False  # until a claim, or begin(), says so
         self._guard: Guard | None = None
-        self._rows: Rows | None = None  # of a batch
 
     def claim(
         self,
@@ -60,32 +58,21 @@ class Work:
     ) -> bool:
         """Claim first: the row of the marker is the lock on which a concurrent delivery waits.
 
-        What the message is ``about`` tells which row its handler may ask for.
+        The message that it is ``about`` tells which rows its handler will ask for.
         """
         former_names = valid_formerly(formerly)
         key = marker_key(valid_message_id(message_id), valid_handler(handler), occurred_at)
-        options, bind = self._options, outside_handlers(bind_of_marker(self.session, self._options.tables))
+        tables, wait = self._options.tables, self._options.claim_timeout
+        bind = outside_handlers(bind_of_marker(self.session, tables))
         dialect = dialect_of(bind)
-        may_read = dialect.claims_may_read and options.may_read_first and not former_names
-        message = about if may_read else None
-        looked = message is not None and expected.may_look(self.session, bind, options)
-        if looked and self._is_duplicate(bind, dialect, key):
-            return False
+        ahead = None if about is None or wait is not None or former_names else self._options.read_ahead
         guard = self._begin(bind, dialect, key, one=True)
         try:
-            if message is not None and self.durable:
-                self._new = expected.claim(guard, options, key, message, looked=looked)
-            else:
-                wait = options.claim_timeout
-                self._new = insert_marker(guard.connection, dialect, options.tables, key, former_names, wait=wait)
+            insert = partial(insert_marker, guard.connection, dialect, tables, key, former_names, wait=wait)
+            self._new = insert() if ahead is None or not self.durable else ahead.claim(guard, key, about, insert)
         finally:
             self._watch(guard)
         return self._new
-
-    def _is_duplicate(self, engine: Any, dialect: Dialect, key: dict[str, Any]) -> bool:
-        with dialect.opening(engine, marked=True), connected(engine) as connection:
-            self.dialect = dialect
-            return expected.look(connection, dialect, self._options, key)
 
     def claim_many(
         self, messages: Iterable[tuple[object, datetime | None]], handler: str, formerly: Collection[str] = ()
@@ -110,16 +97,16 @@ class Work:
             new = [message_id for message_id in keys if all((message_id, name) in inserted for name in names)]
             if new:
                 self._new, guard.marker.key = True, keys[new[0]]
-                self._rows = guard.rows = Rows(guard)
         finally:
             self._watch(guard)
         return set(new)
 
     def foresee(self, events: Sequence[object], *, one_by_one: bool) -> None:
         """Tell what a handler will be given, ``one_by_one`` or all at once: their rows may be read together."""
-        self._begun().several = one_by_one and len(events) > 1
-        if self._rows is not None:
-            self._rows.foresee(events)
+        guard = self._begun()
+        guard.several = one_by_one and len(events) > 1
+        if self._options.read_ahead is not None:
+            guard.rows = self._options.read_ahead.batch(guard, events)
 
     def end_duplicate(self, *, read_on: bool = False) -> None:
         """After a claim that found nothing new; the session may ``read_on``, in a transaction that nobody commits."""
@@ -141,9 +128,13 @@ class Work:
         """Between two messages of a batch: what the next one finds is what is in the database, as after a COMMIT."""
         guard = self._begun()
         guard.verify()
-        if self._rows is None:
-            self._rows = guard.rows = Rows(guard)
-        self._rows.end_message()
+        if guard.rows is not None:
+            guard.rows.end_message()
+            return
+        self.session.flush()
+        if self.session.expire_on_commit:
+            self.session.expire_all()
+        self.session.expunge_all()
 
     def commit(self) -> None:
         """Flush, look whether this is still the transaction that was begun, commit once."""

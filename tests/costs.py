@@ -13,10 +13,10 @@ HEAD = """\
 Counted by tests/test_round_trips.py, which fails when a count is another one. Statements are those of SQLAlchemy; what
 it hands to a driver as one, with many parameters, is one. Round trips are counted at the wire, with BEGIN, COMMIT and
 the ROLLBACK of the pool (on MariaDB); for SQLite they are the statements that it executes. The handler is one SELECT
-and one UPDATE. Batches have 100 messages on 10 rows.
+and one UPDATE. Batches have 100 messages on 10 rows. `reads`: the handler declares its row, `@on(..., reads={...})`.
 
 PostgreSQL with a synchronous standby takes as many: tests/test_standby.py counts there, too, what these rows say of
-`new message`, `redelivery`, `claim_timeout`, `formerly` and `batch, all known`.
+`new message`, with `reads` too, `redelivery`, `claim_timeout`, `formerly` and `batch, all known`.
 """
 
 Cells = dict[str, str]  # way to deliver -> "statements / round trips"

@@ -12,6 +12,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sess
 
 from databases import Database
 from projector_dedup import Dispatcher, Message, Outcome, RetryPolicy, on, projector
+from projector_dedup.reads import Reads
 from projector_dedup.tables import default_metadata
 
 ROWS = 4
@@ -61,6 +62,7 @@ class Removed:
 
 
 Body = Callable[[Any, Session], Any]
+DECLARED: Reads = {Total: "row"}
 
 
 def add(change: Added, session: Session) -> None:
@@ -69,7 +71,7 @@ def add(change: Added, session: Session) -> None:
 
 
 @projector(idempotent=True, name="first")
-@on(Added)
+@on(Added, reads=DECLARED)
 async def add_awaited(change: Added, session: AsyncSession) -> None:
     """The same under asyncio."""
     (await session.get_one(Total, change.row)).amount += 1
@@ -90,10 +92,16 @@ class Delivered:
     """A dispatcher of one handler; what it sends to its engine."""
 
     def __init__(
-        self, engine: Engine, body: Body = add, sessions: Any = None, retry: RetryPolicy | None = None, **settings: Any
+        self,
+        engine: Engine,
+        body: Body = add,
+        sessions: Any = None,
+        retry: RetryPolicy | None = None,
+        reads: Reads | None = DECLARED,
+        **settings: Any,
     ) -> None:
         @projector(idempotent=True, name="first", **settings)
-        @on(Added, Removed, "added")
+        @on(Added, Removed, "added", reads=reads)
         def handler(change: Any, session: Session) -> None:
             self.body(change, session)
 

@@ -34,7 +34,7 @@ from sqlalchemy.dialects import mysql, postgresql, sqlite
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, column_property, mapped_column, relationship
 from sqlalchemy.types import DateTime
 
-from projector_dedup.plain import is_sql
+from projector_dedup.read_ahead.cacheable import is_sql
 
 ROWS = 4
 

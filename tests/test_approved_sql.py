@@ -15,6 +15,7 @@ from sqlalchemy.schema import CreateIndex, CreateTable
 import untried  # noqa: F401  # registers its name
 from projector_dedup.dialects import Dialect, any_expired, dialect_of
 from projector_dedup.dialects.mysql_claim import insert_given, met_by_claim
+from projector_dedup.dialects.plain_tables import Wanted
 from projector_dedup.dialects.postgresql_pruning import survey, sweeping
 from projector_dedup.markers import _lookup_statement
 from projector_dedup.tables import default_tables
@@ -76,7 +77,12 @@ def _sweep(marker: Table) -> dict[str, Any]:
 def _rows(dialect: Dialect, marker: Table, read_model: Table) -> dict[str, Any]:
     """The other table stands for one of the user's."""
     rows, columns = dialect.plain_rows, ("value",)
-    claiming = {"claim, and the row that will be asked for first": rows.claiming(marker, read_model, columns)}
+    row = Wanted(read_model, columns)
+    claiming = {
+        "claim, and a row that is declared": rows.claiming(marker, (row,), locked=False),
+        "claim, and two rows that are declared": rows.claiming(marker, (row, row), locked=False),
+        "claim, and a row that is declared, under lock": rows.claiming(marker, (row,), locked=dialect.locks_rows),
+    }
     if not rows.writes_late:
         return claiming
     return claiming | {

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from databases import DRIVERS, Driver
+from databases import DRIVERS, USUAL, Driver
 from projector_dedup import configure_sqlite
 from projector_dedup.testing.contract import ISOLATION, ConcurrencyContract, ProjectorContract, Subject
 from reached import reached
@@ -51,6 +51,17 @@ class TestChosenIsolation(ConcurrencyContract):
         """An engine, an option of it, or a dispatcher that names the level."""
         driver, isolation = request.param
         return reach(request, driver, **ISOLATION[isolation])
+
+
+class TestWithoutReadingAhead(ProjectorContract):
+    """Every database, where no row is read before a handler asks for it."""
+
+    note = "read_ahead=False"
+
+    @pytest.fixture(params=[driver for driver in DRIVERS if driver.drivername in USUAL.values()], ids=str)
+    def subject(self, request: pytest.FixtureRequest) -> Subject:
+        """A dispatcher that has it off."""
+        return reach(request, request.param, read_ahead=False)
 
 
 class TestConfiguredSQLite(ConcurrencyContract):

@@ -42,7 +42,7 @@ ENOUGH = 5
 
 @pytest.fixture
 def outside(driver: Driver, outsides: dict[str, Outside | str]) -> Iterator[Outside]:
-    """The database of the driver, seen from outside, by a connection of this test's own: a time limit may cut it short."""
+    """The database of the driver, seen from outside by a connection of this test's own, which a time limit may cut."""
     if not driver.installed:
         reached.give_up(driver.engine, str(driver), f"{driver.module} is not installed")
     shared = outsides[driver.engine]
@@ -226,7 +226,7 @@ def test_the_list_has_every_driver_and_scenario() -> None:
 @pytest.mark.parametrize("driver", [driver for driver in DRIVERS if driver.engine != "sqlite"], ids=str)
 def test_deliveries_go_the_way_that_is_measured(driver: Driver) -> None:
     """They take the round trips of tests/costs.md; the handler here has one SELECT and one UPDATE more."""
-    for name, way, more in (("new message", "new message", 2), ("one more redelivery", "redelivery", 0)):
+    for name, way, more in (("new message", "new message, reads", 2), ("redelivery", "redelivery, reads", 0)):
         trips = [line for line in written()[f"{driver}: {name}"] if line.startswith(TRIP)]
         assert len(trips) == int(costs.written()[costs.column(driver)][way].split()[-1]) + more
 

@@ -5,6 +5,7 @@ import itertools
 import sqlite3
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from datetime import date
@@ -97,9 +98,9 @@ on_servers = pytest.mark.parametrize("database", ["postgresql", "mariadb"], indi
 
 
 def test_the_row_comes_with_the_claim(engine: Engine) -> None:
-    """From the second message on; and the read model is right."""
+    """From the first message on; and the read model is right."""
     deliver = Delivered(engine)
-    deliver(Added(3))
+    assert BOTH in deliver(Added(3)), "behind a look into the catalogue"
     for number in range(8):
         assert deliver(Added(number % ROWS)) == WITH_CLAIM
     assert totals(engine) == [2, 2, 2, 3]
@@ -169,10 +170,10 @@ def test_under_asyncio(engine: Engine, database: Database, driver: str) -> None:
     indirect=["database"],
 )
 def test_keys_of_several_columns_and_kinds(engine: Engine, database: Database, driver: str) -> None:
-    """Found in an event of dictionaries, where a UUID is text."""
+    """A tuple of paths, into an event of dictionaries."""
 
     def body(change: Any, session: Session) -> None:
-        key = change["shop"], UUID(change["item"]["number"])
+        key = change["shop"], change["item"]["number"]
         found = session.get(Named, key)
         if found is None:
             session.add(Named(shop=key[0], number=key[1], amount=1))
@@ -180,17 +181,17 @@ def test_keys_of_several_columns_and_kinds(engine: Engine, database: Database, d
             found.amount += 1
 
     items: list[dict[str, Any]] = [
-        {"shop": shop, "item": {"number": str(UUID(int=n))}} for shop in ("a", "b'%%:x", "ü") for n in range(2)
+        {"shop": shop, "item": {"number": UUID(int=n)}} for shop in ("a", "b'%%:x", "ü") for n in range(2)
     ]
     other = create_engine(database.url(f"{database.engine}+{driver}"))
-    deliver = Delivered(other, body)
+    deliver = Delivered(other, body, reads={Named: ("shop", "item.number")})
     for item in items:
-        deliver(item, type="added")
+        assert BOTH in deliver(item, type="added")
     for item in items:
         assert deliver(item, type="added") == WITH_CLAIM
     other.dispose()
     with Session(engine) as session:
-        found = {(each.shop, str(each.number)): each.amount for each in session.scalars(select(Named))}
+        found = {(each.shop, each.number): each.amount for each in session.scalars(select(Named))}
     assert found == {(each["shop"], each["item"]["number"]): 2 for each in items}
 
 
@@ -219,12 +220,18 @@ def test_each_kind_of_event_has_its_key_elsewhere(engine: Engine) -> None:
         else:
             session.get_one(Other, change.number).amount -= 1
 
-    deliver = Delivered(engine, body)
-    for change in (Added(0), Removed(1)):
-        assert deliver(change) != WITH_CLAIM
+    def key(change: Added | Removed) -> list[int]:
+        return [change.row] if isinstance(change, Added) else []
+
+    def other_key(change: Added | Removed) -> list[int]:
+        return [] if isinstance(change, Added) else [change.number]
+
+    deliver = Delivered(engine, body, reads={Total: key, Other: other_key})
+    deliver(Added(3))
+    deliver(Removed(3))
     for number in range(3):
         assert deliver(Added(number)) == deliver(Removed(number)) == WITH_CLAIM
-    assert (totals(engine), totals(engine, Other)) == ([2, 1, 1, 0], [-1, -2, -1, 0])
+    assert (totals(engine), totals(engine, Other)) == ([1] * 4, [-1] * 4)
 
 
 # What the handler does is what counts -------------------------------------------------------------------------------
@@ -334,95 +341,6 @@ def test_a_handler_finds_what_a_session_of_its_own_would_give_it(engine: Engine,
     assert (totals(engine), totals(engine, Other)) == expected
 
 
-def test_what_was_learned_is_forgotten_when_it_is_wrong(engine: Engine) -> None:
-    """And learned anew, as long as that pays."""
-    rows = {"at": 0}
-
-    def body(change: Added, session: Session) -> None:
-        session.get_one(Total, (change.row + rows["at"]) % ROWS).amount += 1
-
-    deliver = Delivered(engine, body).learned()
-    rows["at"] = 1
-    read = [deliver(Added(number % ROWS))[0] for number in range(40)]
-    assert read.count(BOTH) == 1
-    assert read[-1] == "INSERT"
-    rows["at"] = 0
-    assert totals(engine)[0] == 2 + 10
-
-
-def test_guesses_come_to_an_end(engine: Engine) -> None:
-    """A handler that asks for the row of its event every other time: some rows are read for nothing, then none."""
-    turn = {"wrong": False}
-
-    def body(change: Added, session: Session) -> None:
-        wrong = turn["wrong"] = not turn["wrong"]
-        session.get_one(Total, 3 if wrong else change.row).amount += 1
-
-    deliver = Delivered(engine, body)
-    read = [deliver(Added(number % 3))[0] for number in range(60)]
-    assert read.count(BOTH) < 20
-    assert read[-10:] == ["INSERT"] * 10
-    assert sum(totals(engine)) == 60
-
-
-def test_who_begins_with_something_else_is_not_waited_for_for_ever(engine: Engine) -> None:
-    """After eight such messages nothing is learned of their kind any more; of another kind it is."""
-    begins = {"otherwise": True}
-
-    def body(change: Added | Removed, session: Session) -> None:
-        if begins["otherwise"] and isinstance(change, Added):
-            session.execute(update(Total).where(Total.id == change.row).values(amount=Total.amount + 10))
-        session.get_one(Total, change.row if isinstance(change, Added) else change.number).amount += 1
-
-    deliver = Delivered(engine, body)
-    for _ in range(8):
-        assert BOTH not in deliver(Added(0))
-    begins["otherwise"] = False
-    for _ in range(3):
-        assert deliver(Added(1)) == SELECTED
-    deliver(Removed(2))
-    assert deliver(Removed(3)) == WITH_CLAIM
-    assert deliver(Added(1)) == SELECTED
-    assert totals(engine) == [88, 4, 1, 1]
-
-
-def test_a_few_that_begin_with_something_else_do_not_matter(engine: Engine) -> None:
-    """Seven."""
-
-    def body(change: Added, session: Session) -> None:
-        session.execute(update(Total).where(Total.id == change.row).values(amount=Total.amount + 1))
-
-    deliver = Delivered(engine, body)
-    for _ in range(7):
-        deliver(Added(0))
-    deliver.body = add
-    deliver(Added(1))
-    assert deliver(Added(1)) == WITH_CLAIM
-    assert totals(engine) == [7, 2, 0, 0]
-
-
-def test_guesses_come_to_an_end_for_all_kinds_of_events_at_once(engine: Engine) -> None:
-    """Twenty that were learned, and all are wrong by then."""
-    kinds = [f"kind {number}" for number in range(20)]
-    wrong = {"by": 0}
-
-    @projector(idempotent=True, name="first")
-    @on(*kinds)
-    def handler(change: Any, session: Session) -> None:
-        session.get_one(Total, (change["row"] + wrong["by"]) % ROWS).amount += 1
-
-    sent: list[str] = []
-    event.listen(engine, "before_cursor_execute", lambda *given: sent.append(given[2]))
-    dispatcher = Dispatcher(sessionmaker(engine), handler)
-    for again in range(3):
-        wrong["by"] = int(again == 2)
-        sent.clear()
-        for kind in kinds:
-            dispatcher.deliver(Message(f"{kind} {again}", {"row": 0}, type=kind))
-        assert kinds_of(sent).count(BOTH) == [0, 20, 8][again]
-    assert totals(engine) == [40, 20, 0, 0]
-
-
 # Levels, listeners, classes -----------------------------------------------------------------------------------------
 
 
@@ -438,15 +356,15 @@ def test_not_where_a_later_select_could_give_another_row_or_reading_counts(engin
 
 @pytest.mark.parametrize("database", ["postgresql"], indirect=True)
 def test_not_where_the_level_has_changed(engine: Engine) -> None:
-    """A listener sets another one: what was read is not used, and nothing more is read."""
+    """A listener sets another one: what was read is not used."""
     deliver = Delivered(engine).learned()
 
     @event.listens_for(engine, "begin")
     def lower(connection: Connection) -> None:
         connection.exec_driver_sql("SET TRANSACTION ISOLATION LEVEL READ COMMITTED")
 
-    assert deliver(Added(2))[-3:] == [BOTH, "SELECT", "UPDATE"]
-    assert deliver(Added(2))[-3:] == SELECTED
+    for _ in range(2):
+        assert deliver(Added(2))[-3:] == [BOTH, "SELECT", "UPDATE"]
     assert totals(engine) == [2, 1, 2, 0]
 
 
@@ -475,8 +393,8 @@ def test_not_where_the_session_has_another_level(engine: Engine) -> None:
     deliver = Delivered(lowered).learned()
     with lowered.connect() as connection:
         connection.exec_driver_sql("SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED")
-    assert deliver(Added(2)) == [BOTH, "SELECT", "UPDATE"]
-    assert deliver(Added(2)) == SELECTED
+    for _ in range(2):
+        assert deliver(Added(2)) == [BOTH, "SELECT", "UPDATE"]
     lowered.dispose()
 
 
@@ -578,8 +496,8 @@ PARTITIONED = """
 
 
 @on_postgresql
-def test_markers_in_partitions_are_claimed_alone(engine: Engine) -> None:
-    """A trigger of statements is the parent's, and no partition knows of it: no row is read with such a claim."""
+def test_with_markers_in_partitions_rows_are_read_again(engine: Engine) -> None:
+    """A trigger of statements is the parent's, and no partition knows of it: what came with the claim is not used."""
     of_statements = COUNTS["postgresql"].replace("FOR EACH ROW", "FOR EACH STATEMENT")
     deliver = Delivered(engine).learned()
     with engine.begin() as connection:
@@ -588,7 +506,7 @@ def test_markers_in_partitions_are_claimed_alone(engine: Engine) -> None:
     with engine.begin() as connection:
         connection.execute(text("DROP TRIGGER first ON processed_message"))
     later = Delivered(engine)
-    assert [BOTH in later(Added(1)) for _ in range(3)] == [False] * 3
+    assert [later(Added(1)) for _ in range(3)] == [[BOTH, "SELECT", "UPDATE"]] * 3
     assert totals(engine) == [102, 105, 100, 100]
 
 
@@ -618,7 +536,8 @@ def test_not_what_is_no_plain_table(engine: Engine, table: str) -> None:
     with engine.begin() as connection:
         for statement in NOT_PLAIN[table]:
             connection.execute(text(statement))
-    deliver = Delivered(engine, lambda change, session: session.get(Other, change.row))
+    body: Body = lambda change, session: session.get(Other, change.row)  # noqa: E731
+    deliver = Delivered(engine, body, reads={Other: "row"})
     assert [BOTH in deliver(Added(1)) for _ in range(4)] == [False] * 4
 
 
@@ -652,7 +571,7 @@ def test_each_dispatcher_claims_in_its_own_table(engine: Engine) -> None:
     metadata.create_all(engine)
 
     @projector(idempotent=True, name="first")
-    @on(Added)
+    @on(Added, reads={Total: "row"})
     def handler(change: Added, session: Session) -> None:
         add(change, session)
 
@@ -684,18 +603,26 @@ def test_not_the_marker_itself(engine: Engine) -> None:
         there.append(session.get(Marker, (change["id"], "first")) is not None)
 
     there: list[bool] = []
-    deliver = Delivered(engine, body)
+    deliver = Delivered(engine, body, reads={Marker: ("id", "handler")})
     for number in range(3):
         message = Message(f"n{number}", {"id": f"n{number}", "handler": "first"}, type="added")
         deliver.dispatcher.deliver(message)
     assert there == [True] * 3
 
 
-def test_not_under_lock(engine: Engine) -> None:
-    """read_models are."""
-    deliver = Delivered(engine, read_models=[Total])
-    deliver(Added(1))
-    assert [deliver(Added(1)) for _ in range(4)] == [SELECTED] * 4
+def test_under_lock_too(engine: Engine) -> None:
+    """Of read_models; rows of other entities are read when they are asked for: at READ COMMITTED they may change."""
+
+    def body(change: Added, session: Session) -> None:
+        session.get_one(Total, change.row).amount += 1
+        session.get_one(Other, change.row).amount += 1
+
+    deliver = Delivered(engine, read_models=[Total], reads={Total: "row", Other: "row"})
+    assert BOTH in deliver(Added(1))
+    assert [deliver(Added(1)) for _ in range(3)] == [WITH_CLAIM] * 3
+    deliver.body = body
+    assert "SELECT" in deliver(Added(1)), "of the other entity"
+    assert totals(engine) == [0, 5, 0, 0]
 
 
 def test_listeners_that_come_later_are_told(engine: Engine) -> None:
@@ -798,7 +725,7 @@ def test_a_text_that_a_collation_takes_for_another(engine: Engine) -> None:
         assert inspect(found).identity == (found.word,)
         found.amount += 1
 
-    deliver = Delivered(engine, body)
+    deliver = Delivered(engine, body, reads={Word: "word"})
     deliver({"word": "abc"}, type="added")
     assert deliver({"word": "abc"}, type="added") == WITH_CLAIM
     make(one_of(engine, **of_any_case), 2)
@@ -817,7 +744,7 @@ def test_a_row_that_cannot_be_read_does_not_keep_a_message(engine: Engine) -> No
         connection.execute(text("DROP TABLE first_total"))
     deliver.body = _other_alone
     assert deliver(Added(1))[:2] == [BOTH, "INSERT"]
-    assert deliver(Added(2)) == WITH_CLAIM
+    assert deliver(Added(2)) == SELECTED, "and is not tried again"
     assert totals(engine, Other) == [0, 7, 7, 0]
 
 
@@ -841,9 +768,8 @@ def test_a_value_that_cannot_be_read_is_met_by_who_asks_for_it(engine: Engine) -
         else:
             add(change, session)
 
-    deliver = Delivered(engine, body)
-    deliver(Added(0))
-    assert deliver(Added(0))[0] == BOTH
+    deliver = Delivered(engine, body, reads={Code: "row"})
+    assert BOTH in deliver(Added(0))
     asked = one_of(engine, postgresql=[], mariadb=["SELECT"], sqlite=[])  # whether a new connection's table is fit
     assert deliver(Added(1))[: 2 + len(asked)] == [BOTH, *asked, "INSERT"]
     assert totals(engine) == [0, 1, 0, 0]
@@ -857,7 +783,7 @@ def test_a_table_that_is_broken_does_not_keep_messages(engine: Engine) -> None:
         connection.execute(text("ALTER TABLE first_total DISCARD TABLESPACE"))
     deliver.body = _other_alone
     assert deliver(Added(1))[:2] == [BOTH, "INSERT"]
-    assert deliver(Added(2)) == WITH_CLAIM
+    assert deliver(Added(2)) == SELECTED, "and is not tried again"
     assert totals(engine, Other) == [0, 7, 7, 0]
 
 
@@ -889,7 +815,7 @@ def test_a_value_that_its_driver_cannot_read_is_met_by_who_asks_for_it(postgresq
     """Also where the driver reads it before anybody fetches."""
 
     @projector(idempotent=True, name="first")
-    @on(Added)
+    @on(Added, reads={Dated: "row"})
     async def handler(change: Added, session: AsyncSession) -> None:
         if change.row == 2:
             await session.execute(text("UPDATE first_date SET day = '2026-01-01' WHERE id = 2"))
@@ -925,7 +851,8 @@ def test_not_in_another_file_than_the_marker(engine: Engine) -> None:
     own = create_engine(engine.url)
     event.listen(own, "connect", lambda driver, _: driver.execute(f"ATTACH '{engine.url.database}.far' AS far"))
     Elsewhere.metadata.create_all(own)
-    deliver = Delivered(own, lambda change, session: session.get(Far, change.row))
+    body: Body = lambda change, session: session.get(Far, change.row)  # noqa: E731
+    deliver = Delivered(own, body, reads={Far: "row"})
     assert [BOTH in deliver(Added(1)) for _ in range(4)] == [False] * 4
     own.dispose()
 
@@ -944,11 +871,11 @@ def test_not_where_the_catalogue_may_not_be_read(engine: Engine) -> None:
     own.dispose()
 
 
-def test_without_retries_the_redelivery_is_applied(engine: Engine) -> None:
-    """The row cannot be read, and the one attempt is used up: the message is not acknowledged, and nothing is lost."""
+def test_a_row_that_cannot_be_read_is_no_attempt(engine: Engine) -> None:
+    """The message is claimed again without it, also where it has one attempt; and a warning says so, once."""
 
-    @projector(idempotent=True, name="first")
-    @on(Added)
+    @projector(idempotent=True, name="first attempt")
+    @on(Added, reads={Total: "row"})
     def handler(change: Added, session: Session) -> None:
         if change.row == 0:
             add(change, session)
@@ -957,14 +884,13 @@ def test_without_retries_the_redelivery_is_applied(engine: Engine) -> None:
     dispatcher.deliver(Added(0), message_id="one")
     with engine.begin() as connection:
         connection.execute(text("DROP TABLE first_total"))
-    with pytest.raises(RetriesExhaustedError, match="could not be read with its claim"):
-        dispatcher.deliver(Added(1), message_id="two")
-    assert dispatcher.deliver(Added(1), message_id="two").outcome is Outcome.APPLIED
-    assert dispatcher.deliver(Added(1), message_id="two").outcome is Outcome.DUPLICATE
+    for message_id in ("two", "three"):
+        assert dispatcher.deliver(Added(1), message_id=message_id).outcome is Outcome.APPLIED
+        assert dispatcher.deliver(Added(1), message_id=message_id).outcome is Outcome.DUPLICATE
 
 
 def test_a_bug_in_a_listener_stays_what_it_is(engine: Engine) -> None:
-    """It is not tried again; the next message is claimed without the row, and then reading goes on."""
+    """It is not tried again, and reading goes on."""
     deliver = Delivered(engine).learned()
     bugs = [RuntimeError("a bug")]
 
@@ -975,7 +901,7 @@ def test_a_bug_in_a_listener_stays_what_it_is(engine: Engine) -> None:
 
     with pytest.raises(RuntimeError, match="a bug"):
         deliver.dispatcher.deliver(Added(2), message_id="buggy")
-    assert deliver(Added(2)) == one_of(engine, postgresql=SELECTED, mariadb=ASKED, sqlite=SELECTED), "a new connection"
+    assert deliver(Added(2))[-2:] == WITH_CLAIM or engine.dialect.name == "mariadb", "there a new connection is asked"
     assert deliver(Added(2)) == WITH_CLAIM
 
 
@@ -1000,25 +926,14 @@ def test_the_servers_end_of_patience_is_met_as_by_any_claim(engine: Engine, hast
     assert totals(engine) == [2, 1, 1, 0]
 
 
-@pytest.mark.parametrize(
-    ("database", "lock", "options", "sent"),
-    [
-        ("postgresql", "LOCK TABLE first_total", "-c lock_timeout=100", ["INSERT"] * 3 + ["SELECT"]),
-        ("mariadb", "LOCK TABLE first_total WRITE", "SET lock_wait_timeout=1", [BOTH] * 3 + ["INSERT"]),
-    ],
-    indirect=["database"],
-)
-def test_redeliveries_do_not_wait_for_the_table_of_a_migration(
-    engine: Engine, lock: str, options: str, sent: list[str]
-) -> None:
-    """On PostgreSQL the first may, under its bound for locks; it is claimed without the row, as those that follow."""
-    given = one_of(engine, postgresql={"options": options}, mariadb={"init_command": options})
-    hasty = create_engine(engine.url, connect_args=given)
+@pytest.mark.parametrize("database", ["mariadb"], indirect=True)
+def test_redeliveries_do_not_wait_for_the_table_of_a_migration(engine: Engine) -> None:
+    """A duplicate reads nothing; on PostgreSQL it waits, since the statement names the table that it would read."""
+    hasty = create_engine(engine.url, connect_args={"init_command": "SET lock_wait_timeout=1"})
     deliver = Delivered(hasty).learned()
     with engine.begin() as connection:
-        connection.execute(text(lock))
-        claims = [[each for each in deliver(Added(1), "m1") if each != BOTH or sent[0] == BOTH] for _ in range(4)]
-        assert [each[0] for each in claims] == sent
+        connection.execute(text("LOCK TABLE first_total WRITE"))
+        assert [deliver(Added(1), "m1") for _ in range(4)] == [[BOTH, "SELECT"]] * 4
     hasty.dispose()
 
 
@@ -1047,9 +962,9 @@ def test_what_an_engine_asks_for_of_every_select_does_not_concern_the_claim(
 
     deliver = Delivered(streaming)
     event.listen(streaming, "after_cursor_execute", look)
-    deliver(Added(1))
-    assert deliver(Added(1))[0] == BOTH
-    assert streamed == [(False, None)]
+    assert BOTH in deliver(Added(1))
+    assert BOTH in deliver(Added(1))
+    assert streamed == [(False, None)] * 2
     streaming.dispose()
     assert totals(engine) == [0, 2, 0, 0]
 
@@ -1147,7 +1062,8 @@ class InterruptedAtLine:
     def _trace(self, frame: FrameType, event: str, _argument: object) -> Any:
         if frame.f_code is self._code and event in ("call", "return"):
             self._inside = event == "call"
-        if self._inside and event == "line":
+        swallowed = frame.f_code.co_filename == weakref.__file__  # what is raised in the callback of a weak reference
+        if self._inside and event == "line" and not swallowed:
             self.left -= 1
             if self.left == 0:
                 sys.settrace(None)
@@ -1163,7 +1079,7 @@ def test_interrupted_between_the_answers_of_a_block(engine: Engine, database: Da
     """Wherever: it is heard of, and no connection goes back to the pool on which an answer is taken for another's."""
 
     @projector(idempotent=True, name="first")
-    @on(Added)
+    @on(Added, reads={Total: "row"})
     def handler(change: Added, session: Session) -> None:
         add(change, session)
 

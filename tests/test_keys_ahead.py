@@ -10,7 +10,7 @@ from uuid import UUID
 
 import pytest
 
-from projector_dedup.keys_ahead import KeysAhead
+from projector_dedup.read_ahead.batch_keys import KeysAhead
 
 ONE, TWO, THREE = (UUID(int=number) for number in (1, 2, 3))
 

@@ -10,20 +10,19 @@ ROOT = Path(__file__).parents[1]
 MAX_LINES = 250
 
 FLOORS: tuple[set[str], ...] = (  # from the ground up; a name is a file or a whole package
-    {"outcome", "findings", "event_keys", "class_cache", "closing"},
-    {"errors", "keys_ahead"},
+    {"outcome", "findings", "class_cache", "closing", "row_source"},
+    {"errors"},
     {"message"},
     {"asyncio_names", "transaction_text", "marks", "extractors"},
+    {"reads"},
     {"dialects"},
-    {"tables", "plain", "isolation"},
-    {"rows", "habits"},
-    {"first_row"},
+    {"tables", "isolation"},
     {"guarded"},
     {"guarded_connection"},
     {"probe", "reentry"},
     {"markers", "guards", "locking", "retry", "state"},
+    {"read_ahead"},
     {"sessions", "claimed_marker", "duplicates"},
-    {"expected"},
     {"work"},
     {"unit_of_work", "schema", "inventory", "persistent"},
     {"handler", "renaming", "migrate", "ddl", "alembic_config", "horizon", "cleaning", "upkeep"},
@@ -125,3 +124,13 @@ def test_no_file_outgrows_a_reader(module: str) -> None:
     """Beyond 250 lines the idea in a file is wrong before the file is."""
     lines = SOURCES[module].read_bytes().count(b"\n")
     assert lines <= MAX_LINES
+
+
+def test_one_import_leads_into_reading_ahead() -> None:
+    """The library knows its rows by the port ``row_source`` alone, and delivers without the package."""
+    importers = [
+        module
+        for module, path in SOURCES.items()
+        if _unit(module) != "read_ahead" and any(_unit(each) == "read_ahead" for each in _imports(module, path))
+    ]
+    assert importers == ["projector_dedup.handler"]

@@ -19,7 +19,8 @@ from databases import ENGINES, Driver
 from meter import LARGE, Deliver, metered
 from projector_dedup import BatchFailed, Message, Outcome
 from projector_dedup.dialects import dialect_of
-from projector_dedup.testing.harness import Harness
+from projector_dedup.reads import Reads
+from projector_dedup.testing.harness import DECLARED, Harness
 from projector_dedup.testing.subject import Added, Total, add
 from reached import reached
 
@@ -57,14 +58,17 @@ def one(
     known: bool = False,
     strict: bool = False,
     claim_timeout: float | None = None,
+    missing: bool = False,
+    reads: Reads | None = None,
     **settings: Any,
 ) -> Deliver:
-    """A message for itself, new each time or `known`."""
-    handler = harness.handler(add_or_fail, name, **settings)
+    """A message for itself, new each time or `known`, about a row that is there or `missing`."""
+    handler = harness.handler(add_or_fail, name, reads=reads, **settings)
     dispatcher = harness.dispatcher(handler, strict=strict, claim_timeout=claim_timeout)
 
     def deliver(number: int, _size: int) -> None:
-        delivery = harness.deliver(dispatcher, Added(("row 0",)), "known" if known else f"new-{number}")
+        row = f"{name[-5:]} {number}" if missing else "row 0"
+        delivery = harness.deliver(dispatcher, Added((row,)), "known" if known else f"new-{number}")
         assert delivery.outcome is (Outcome.DUPLICATE if known else Outcome.APPLIED)
 
     if known:
@@ -85,10 +89,17 @@ def stream(harness: Harness, name: str) -> Deliver:
 
 
 def many(
-    harness: Harness, name: str, *, known: int = 0, fails: bool = False, body: Any = add_or_fail, batch: bool = False
+    harness: Harness,
+    name: str,
+    *,
+    known: int = 0,
+    fails: bool = False,
+    body: Any = add_or_fail,
+    batch: bool = False,
+    reads: Reads | None = None,
 ) -> Deliver:
     """A batch on ten rows: all new, every second (2) or each (1) `known`, or the one in the middle `fails`."""
-    dispatcher = harness.dispatcher(harness.handler(body, name, batch=batch))
+    dispatcher = harness.dispatcher(harness.handler(body, name, batch=batch, reads=reads))
 
     def messages(number: int, size: int) -> Iterator[Message]:
         for place in range(size):
@@ -114,13 +125,19 @@ WAYS: dict[str, Callable[[Harness, str], Deliver]] = {
     "no dedup": no_dedup,
     "not idempotent": partial(one, idempotent=False),
     "new message": one,
+    "new message, reads": partial(one, reads=DECLARED),
+    "missing row": partial(one, missing=True),
+    "missing row, reads": partial(one, missing=True, reads=DECLARED),
     "redelivery": partial(one, known=True),
+    "redelivery, reads": partial(one, known=True, reads=DECLARED),
     "ten new, one redelivered": stream,
     "strict": partial(one, strict=True),
     "claim_timeout": partial(one, claim_timeout=1.0),
     "read_models": partial(one, read_models=[Total]),
+    "read_models, reads": partial(one, read_models=[Total], reads=DECLARED),
     "formerly": partial(one, formerly=["its old name"]),
     "batch of 100": many,
+    "batch of 100, reads": partial(many, reads=DECLARED),
     "batch, all known": partial(many, known=1),
     "batch, half known": partial(many, known=2),
     "batch, one fails": partial(many, fails=True),

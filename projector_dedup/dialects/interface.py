@@ -19,7 +19,7 @@ from .claims import Key, Parameters, look_then_insert
 from .levels import is_as_strict
 from .maintenance import Maintenance
 from .places import place_of_server
-from .plain_tables import PlainRows, claiming
+from .plain_tables import PlainRows, Wanted, claiming
 from .shared_connection import refuse_sharing
 
 
@@ -51,7 +51,7 @@ class Dialect(Maintenance):
     """Whether the transaction of a claim that found a duplicate had better end by COMMIT than by ROLLBACK."""
 
     claims_may_read: ClassVar[bool] = False
-    """Whether ``claim_and_read`` and ``is_known`` are worth a thought."""
+    """Whether ``claim_and_read`` spares a round trip, or the ORM's work for a SELECT."""
 
     plain_rows: ClassVar[PlainRows] = PlainRows()
     """What it can tell of tables whose rows may be read early and written late."""
@@ -131,19 +131,21 @@ class Dialect(Maintenance):
         """Run the claim: True if every marker is new, False if one was there; anything else raises ``DBAPIError``."""
         return len(connection.execute(statement, key).all()) == names
 
-    def is_known(self, connection: Connection, marker: Table, key: Parameters) -> bool | None:
-        """Whether the marker is there; None where to look costs as much as a claim that meets it."""
-        return None
-
     def claim_and_read(
-        self, connection: Connection, marker: Table, table: Table, columns: tuple[str, ...], parameters: Parameters
+        self,
+        connection: Connection,
+        marker: Table,
+        wanted: tuple[Wanted, ...],
+        parameters: Parameters,
+        *,
+        locked: bool = False,
     ) -> Row[Any] | None:
-        """Insert the marker and read a row of ``table``: what ``PlainRows.claiming`` gives, None for a duplicate.
+        """Insert the marker and read the rows ``wanted``: what ``PlainRows.claiming`` gives, None for a duplicate.
 
         The statement is made here, for the connection at hand: one of another database might insert nothing.
         Raises ``UnreadableRowError`` where it was perhaps not the claim that failed, after which nothing may commit.
         """
-        statement = claiming(self.plain_rows, marker, table, columns)
+        statement = claiming(self.plain_rows, marker, wanted, locked=locked)
         return self.plain_rows.claim(connection, statement, parameters)
 
     def claim_many(self, connection: Connection, marker: Table, keys: Sequence[Parameters]) -> set[Key]:

@@ -30,6 +30,7 @@ from .mysql_rows import MariaDBRows
 from .mysql_snapshots import Opening, server_of, snapshot_findings, switching
 from .mysql_tables import refuse_unfit
 from .places import place_of_server
+from .plain_tables import Wanted
 from .pruning import is_expired
 
 
@@ -115,11 +116,17 @@ class MySQL(Dialect):
         return True
 
     def claim_and_read(
-        self, connection: Connection, marker: Table, table: Table, columns: tuple[str, ...], parameters: Parameters
+        self,
+        connection: Connection,
+        marker: Table,
+        wanted: tuple[Wanted, ...],
+        parameters: Parameters,
+        *,
+        locked: bool = False,
     ) -> Row[Any] | None:
         """As ``claim``."""
         try:
-            return super().claim_and_read(connection, marker, table, columns, parameters)
+            return super().claim_and_read(connection, marker, wanted, parameters, locked=locked)
         except DBAPIError as error:
             self._raise_unless_there(connection, marker, parameters, error)
             return None

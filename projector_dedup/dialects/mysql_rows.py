@@ -10,56 +10,61 @@ from sqlalchemy.engine import Connection
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql import Executable
-from sqlalchemy.sql.compiler import SQLCompiler
+from sqlalchemy.sql.compiler import NO_LINTING, SQLCompiler
 
 from .answers import Failure
 from .listeners import are_of_others
 from .mysql_claim import marker_row
 from .mysql_errors import classify
 from .mysql_snapshots import server_of
-from .plain_tables import PlainRows, PlainTable, UnreadableRowError, columns_to_ask_by, row_beside
+from .plain_tables import PlainRows, PlainTable, UnreadableRowError, Wanted, columns_to_ask_by, rows_beside
 
 _LASTS = "@@tx_isolation = 'REPEATABLE-READ' AND @@innodb_snapshot_isolation"
 
 # By constants for both tables: the server would read the definitions of all tables of all databases else.
 _TABLE = text(
-    f"""
+    """
     SELECT t.table_schema, t.table_name, max(c.is_generated = 'ALWAYS') AS is_generated
     FROM information_schema.tables t JOIN information_schema.columns c
     WHERE t.table_schema = coalesce(:schema, database()) AND t.table_name = :name
         AND c.table_schema = coalesce(:schema, database()) AND c.table_name = :name
         AND t.table_type = 'BASE TABLE' AND t.engine = 'InnoDB'
-        AND {_LASTS} AND @@character_set_client = 'utf8mb4'
+        AND @@character_set_client = 'utf8mb4'
     GROUP BY 1, 2
-    """  # noqa: S608  # a condition of our own
+    """
 )
 
 
 class MariaDBRows(PlainRows):
     """By a block of two statements; nothing is written late, since who may not see a trigger is not told of it."""
 
-    def look(self, connection: Connection, table: Table) -> PlainTable | None:
+    def readable(self, connection: Connection, table: Table) -> PlainTable | None:
         """One round trip."""
-        found = _found(connection, table)
+        place = {"schema": connection.schema_for_object(table), "name": table.name}
+        try:
+            found = Connection.execute(connection, _TABLE, place).first()  # past any guard
+        except DBAPIError as error:
+            if classify(error) is Failure.PERMANENT:
+                return None  # a server that does not know what is asked
+            raise
         if found is None or found.is_generated:  # what is computed may be the time
             return None
         return PlainTable((found.table_schema, found.table_name), columns_to_ask_by(table), reads_ahead=True)
 
-    def claiming(self, marker: Table, table: Table, columns: tuple[str, ...]) -> Executable:
+    def claiming(self, marker: Table, wanted: tuple[Wanted, ...], *, locked: bool) -> Executable:
         """INSERT, then SELECT: what one after the other would do, and if the first fails the second does not run."""
         # By this name the compiled statement is cached for this marker table, and for no other.
         claimed = select(literal_column("1").label("claimed")).subquery(f"claimed in {marker.fullname}")
-        block = row_beside(claimed, literal_column(_LASTS), table, columns, select=_Block)
+        block = rows_beside(claimed, literal_column("1" if locked else _LASTS), wanted, select=_Block)
+        block = block.with_for_update() if locked else block
         block.marker = marker
         return block
 
-    def marker_identity(self, connection: Connection, marker: Table) -> object | None:
-        """The row is read behind the INSERT: whatever that changes is seen."""
-        found = _found(connection, marker)
-        return found and (found.table_schema, found.table_name)
-
-    def level_is_known(self, connection: Connection) -> bool:
-        """Not where somebody may have chosen one for this transaction alone: the server does not tell."""
+    def keeps_snapshots(self, connection: Connection) -> bool:
+        """Not where somebody may have chosen a level for this transaction alone: the server does not tell."""
+        server, chosen = server_of(connection), connection.get_execution_options().get("isolation_level")
+        if server is None or not server.is_dependable or chosen not in (None, "REPEATABLE READ"):
+            return False
         return not are_of_others((connection.engine.pool.dispatch.checkout, connection.dispatch.begin))
 
     def claim(self, connection: Connection, statement: Executable, parameters: Mapping[str, Any]) -> Row[Any] | None:
@@ -82,20 +87,6 @@ class MariaDBRows(PlainRows):
     def may_be_about_the_row(self, error: DBAPIError) -> bool:
         """Whatever is not known to be about something else."""
         return classify(error) in (Failure.PERMANENT, Failure.NO_TABLE)
-
-
-def _found(connection: Connection, table: Table) -> Row[Any] | None:
-    """The table, if what is read in this transaction lasts."""
-    server = server_of(connection)
-    if server is None or not server.is_dependable:
-        return None
-    place = {"schema": connection.schema_for_object(table), "name": table.name}
-    try:
-        return Connection.execute(connection, _TABLE, place).first()  # past any guard
-    except DBAPIError as error:
-        if classify(error) is Failure.PERMANENT:
-            return None  # a server that does not know what is asked
-        raise
 
 
 def _fetched(result: CursorResult[Any]) -> Row[Any] | None:
@@ -121,6 +112,7 @@ class _Block(Select[Any]):
 
 @compiles(_Block)
 def _in_a_block(element: _Block, compiler: SQLCompiler, **options: Any) -> str:
+    compiler.linting = NO_LINTING  # SQLAlchemy takes joins by the parts of a key for a product of tables, and warns
     found = compiler.visit_select(element, **options)  # type: ignore[no-untyped-call]  # SQLAlchemy's
     row = marker_row(element.marker)
     names = ", ".join(map(compiler.preparer.quote, row))

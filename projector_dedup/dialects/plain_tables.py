@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, ClassVar, TypeVar
+from functools import lru_cache, partial
+from itertools import count
+from typing import Any, ClassVar, NamedTuple, TypeVar
 from uuid import UUID
 
 import sqlalchemy as sa
-from sqlalchemy import ColumnElement, CursorResult, FromClause, Row, Select, Table, and_, bindparam
+from sqlalchemy import ColumnElement, CursorResult, FromClause, Row, Select, Table, and_, bindparam, true
 from sqlalchemy.engine import Connection
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.sql import Executable
@@ -60,9 +61,16 @@ def is_text(value: Any) -> bool:
     return type(value) is str and (value.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in value))
 
 
+def _is_key_text(value: Any) -> bool:
+    """One that every database takes for a parameter."""
+    return is_text(value) and "\0" not in value
+
+
 _KEYS: dict[type[TypeEngine[Any]], Callable[[Any], bool]] = {
-    **dict.fromkeys((sa.Integer, sa.BigInteger, sa.SmallInteger, sa.INTEGER, sa.BIGINT, sa.SMALLINT), is_integer),
-    **dict.fromkeys((sa.String, sa.Unicode, sa.Text, sa.VARCHAR, sa.CHAR, sa.TEXT), is_text),
+    **dict.fromkeys((sa.SmallInteger, sa.SMALLINT), partial(is_integer, bits=16)),
+    **dict.fromkeys((sa.Integer, sa.INTEGER), partial(is_integer, bits=32)),
+    **dict.fromkeys((sa.BigInteger, sa.BIGINT), is_integer),
+    **dict.fromkeys((sa.String, sa.Unicode, sa.Text, sa.VARCHAR, sa.CHAR, sa.TEXT), _is_key_text),
     **dict.fromkeys((sa.Uuid, sa.UUID), _is_uuid),
 }
 
@@ -77,20 +85,42 @@ def columns_to_ask_by(table: Table) -> dict[str, PlainColumn]:
     return found
 
 
-def row_beside(
+class Wanted(NamedTuple):
+    """A row that is to be read with a claim: of which table, and which of its columns besides the key."""
+
+    table: Table
+    columns: tuple[str, ...]
+
+
+def rows_beside(
     claimed: FromClause,
     lasts: ColumnElement[bool],
-    table: Table,
-    columns: tuple[str, ...],
+    wanted: Sequence[Wanted],
     *,
     select: type[SelectT],
     bound_as: Callable[[TypeEngine[Any]], TypeEngine[Any]] = lambda kind: kind,
+    locked: bool = False,
 ) -> SelectT:
-    """What ``PlainRows.claiming`` gives, for the one row of ``claimed``."""
-    keys = list(table.primary_key)
-    asked = (key == bindparam(parameter(place), type_=bound_as(key.type)) for place, key in enumerate(keys))
-    found = claimed.outerjoin(table, and_(*asked))
-    return select(lasts, *keys, *(table.c[name] for name in columns)).select_from(found)
+    """Return what ``PlainRows.claiming`` promises, for the one row of ``claimed``: nothing but LEFT JOINs to it.
+
+    If ``locked``, each row is locked by a subquery of its own, which does not run for a duplicate.
+    """
+    source, given, place = claimed, [lasts], count()
+    for number, (table, columns) in enumerate(wanted):
+        row: FromClause = table.alias(f"projector_dedup_row_{number}")
+        names = [*(key.name for key in table.primary_key), *columns]
+        asked = (
+            row.c[key.name] == bindparam(parameter(next(place)), type_=bound_as(key.type)) for key in table.primary_key
+        )
+        if locked:
+            found = sa.select(*(row.c[name].label(f"value_{at}") for at, name in enumerate(names))).where(*asked)
+            row = found.with_for_update(key_share=True).lateral(f"projector_dedup_locked_{number}")
+            names = [f"value_{at}" for at in range(len(names))]
+            source = source.outerjoin(row, true())
+        else:
+            source = source.outerjoin(row, and_(*asked))
+        given.extend(row.c[name] for name in names)
+    return select(*given).select_from(source)
 
 
 def parameter(place: int) -> str:
@@ -112,20 +142,24 @@ class PlainRows:
         """What is known of the table, and may be relied upon in this transaction; None if it is not plain."""
         return None
 
-    def claiming(self, marker: Table, table: Table, columns: tuple[str, ...]) -> Executable:
-        """The claim of one marker, for ``Dialect.claim_and_read``, and one row by the parts of its key; or just that.
+    def readable(self, _connection: Connection, _table: Table) -> PlainTable | None:
+        """Return what is known of a table whose rows a claim may read; None if it may be more than a plain table.
 
-        It gives nothing for a duplicate, else a row of: whether what was read is what would be read later, the key, and
-        ``columns``, all of them NULL if there is no such row.
+        Nothing in the answer depends on the transaction in which it is asked, so it may be kept for an engine.
+        """
+        return None
+
+    def claiming(self, marker: Table, wanted: tuple[Wanted, ...], *, locked: bool) -> Executable:
+        """The claim of one marker, for ``Dialect.claim_and_read``, and rows by the parts of their keys.
+
+        It gives no row for a duplicate. Else it gives one, of: whether what was read is what would be read later; then
+        for each of ``wanted`` the key and the columns, all of them NULL if there is no such row. If ``locked``, the
+        rows are locked against other writers.
         """
         raise NotImplementedError
 
-    def marker_identity(self, _connection: Connection, _marker: Table) -> object | None:
-        """That of the marker table, if such a claim finds what a SELECT behind it would; None if it may not."""
-        return None
-
-    def level_is_known(self, _connection: Connection) -> bool:
-        """Whether such a claim can tell at which level it ran."""
+    def keeps_snapshots(self, _connection: Connection) -> bool:
+        """True if such a claim can tell whether the rows that it reads last to the end of the transaction."""
         return True
 
     def claim(self, connection: Connection, statement: Executable, parameters: Mapping[str, Any]) -> Row[Any] | None:
@@ -163,6 +197,6 @@ class PlainRows:
 
 
 @lru_cache(256)
-def claiming(rows: PlainRows, marker: Table, table: Table, columns: tuple[str, ...]) -> Executable:
+def claiming(rows: PlainRows, marker: Table, wanted: tuple[Wanted, ...], *, locked: bool) -> Executable:
     """Keep what ``PlainRows.claiming`` gives: to build a statement takes as long as to run it."""
-    return rows.claiming(marker, table, columns)
+    return rows.claiming(marker, wanted, locked=locked)

@@ -25,11 +25,12 @@ from .levels import LEVEL_OF_BEGIN
 from .listeners import listen_once
 from .migrating import lock_transaction
 from .places import place_of_server
+from .plain_tables import Wanted
 from .postgresql_claim import claim_many, claim_names, insert_markers
 from .postgresql_errors import classify, commit_refused
 from .postgresql_pooler import asking, refusing
 from .postgresql_pruning import picking, sweep
-from .postgresql_standby import confirming, ended_waits, find_marker
+from .postgresql_standby import confirming
 from .pruning import Expired, Route
 
 # libpq's PGTransactionStatusType: idle, active, in transaction, in an aborted transaction, unknown
@@ -91,27 +92,18 @@ class PostgreSQL(Dialect):
             new = connection.execute(statement, key).scalars().all()
         return claim_names(connection, marker, key["message_id"], new, names)
 
-    def is_known(self, connection: Connection, marker: Table, key: Parameters) -> bool | None:
-        """Without BEGIN, where the driver can do that: one round trip, and none to end the transaction.
-
-        None also where a listener has sent something of its own before it, which may be for a transaction only, and
-        where the standby did not answer.
-        """
-        if not _speaks_to_libpq(connection):
-            return None
-        driver: Any = connection.connection.driver_connection
-        with _psycopg_claim().looking(driver) as sent, ended_waits(driver) as ended:
-            if sent is None:
-                return None
-            with connection.execute(find_marker(marker), key) as result:  # of a cursor of ours, which knows rowcount
-                return result.rowcount > 0 if len(sent) == 1 and not ended else None
-
     def claim_and_read(
-        self, connection: Connection, marker: Table, table: Table, columns: tuple[str, ...], parameters: Parameters
+        self,
+        connection: Connection,
+        marker: Table,
+        wanted: tuple[Wanted, ...],
+        parameters: Parameters,
+        *,
+        locked: bool = False,
     ) -> Row[Any] | None:
         """As ``claim``."""
         with _beginning(connection):
-            return super().claim_and_read(connection, marker, table, columns, parameters)
+            return super().claim_and_read(connection, marker, wanted, parameters, locked=locked)
 
     def claim_many(self, connection: Connection, marker: Table, keys: Sequence[Parameters]) -> set[Key]:
         """One statement for any number: it says which rows are new."""

@@ -9,12 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
-from sqlalchemy import ColumnElement, Select, Table, literal_column, select
-
-from .claims import same_key
+from sqlalchemy import ColumnElement, literal_column
 
 WRITTEN_FOR_STANDBY: ColumnElement[Any] = literal_column(
     "CASE WHEN current_setting('synchronous_standby_names') <> '' "
@@ -26,23 +23,17 @@ WRITTEN_FOR_STANDBY: ColumnElement[Any] = literal_column(
 _WAITED = "SyncRepWaitForLSN"  # the function of the server that ends the wait; its text may be in any language
 
 
-@cache
-def find_marker(marker: Table) -> Select[Any]:
-    """A row if the marker is there, after a COMMIT that waits for the standby."""
-    return select(WRITTEN_FOR_STANDBY.is_(None)).select_from(marker).where(same_key(marker))
-
-
 @contextmanager
 def confirming(driver: Any) -> Iterator[None]:
     """Run a COMMIT in the block; raises ``TimeoutError`` if the server says that it did not wait for the standby."""
-    with ended_waits(driver) as ended:
+    with _ended_waits(driver) as ended:
         yield
     if ended:
         raise TimeoutError("the server committed, and was told not to wait until its synchronous standby has that too")
 
 
 @contextmanager
-def ended_waits(driver: Any) -> Iterator[list[object]]:
+def _ended_waits(driver: Any) -> Iterator[list[object]]:
     """Collect, while the block runs, what the server says of waits for the standby that it has ended.
 
     It answers such a COMMIT as any other, and adds a warning. psycopg2 keeps only the text of warnings, so nothing is

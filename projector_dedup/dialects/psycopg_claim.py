@@ -57,26 +57,16 @@ def beginning(driver: Driver, level: str | None = None) -> AbstractContextManage
     return _Executing(driver, b"BEGIN" if chosen is None else _BEGIN[chosen])
 
 
-def looking(driver: Driver) -> AbstractContextManager[list[bytes] | None]:
-    """Within, a SELECT on the driver's connection is executed without BEGIN; None if that cannot be done.
-
-    It lists what was sent: a listener may have sent something too, that was to hold for a transaction.
-    """
-    return _Executing(driver) if can_begin(driver) else nullcontext()
-
-
 class _Executing:
     """Within, the driver's connection makes cursors of ours."""
 
-    def __init__(self, driver: Driver, *before: bytes) -> None:
+    def __init__(self, driver: Driver, begin: bytes) -> None:
         self._driver = driver
-        self._before = before
+        self._begin = begin
 
-    def __enter__(self) -> list[bytes]:
-        """What they have sent."""
-        self._usual, sent = self._driver.cursor_factory, list[bytes]()
-        self._driver.cursor_factory = partial(_CURSORS[self._usual], before=self._before, sent=sent)
-        return sent
+    def __enter__(self) -> None:
+        self._usual = self._driver.cursor_factory
+        self._driver.cursor_factory = partial(_CURSORS[self._usual], begin=self._begin)
 
     def __exit__(self, *_error: object) -> None:
         self._driver.cursor_factory = self._usual
@@ -108,10 +98,9 @@ class _Beginning:
     pgresult: PGresult | None
     _fetched = False
 
-    def __init__(self, connection: Driver, *, before: tuple[bytes, ...], sent: list[bytes], **options: Any) -> None:
+    def __init__(self, connection: Driver, *, begin: bytes, **options: Any) -> None:
         super().__init__(connection, **options)  # type: ignore[call-arg]  # psycopg's cursor comes next
-        self._before = before
-        self._sent = sent
+        self._begin = begin
 
     @property
     def rowcount(self) -> int:
@@ -138,11 +127,10 @@ class _Beginning:
 
     def _begin_and_execute(self, sql: str, parameters: Mapping[str, Any]) -> Generator[Wait, Ready, None]:
         statement, names = _numbered(sql)
-        self._sent.append(statement)
         values = [None if (value := parameters[name]) is None else str(value).encode() for name in names]
         prepared = _prepared.setdefault(self.connection, {})
         error = errors.Error()
-        for before in (self._before, (b"ROLLBACK", *self._before) if self._before else ()):
+        for before in ((self._begin,), (b"ROLLBACK", self._begin)):
             replies = yield from _replies(self.connection.pgconn, before, statement, values, prepared)
             failed = next((reply for reply in replies if reply.status == _FAILED), None)
             if failed is None:

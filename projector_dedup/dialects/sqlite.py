@@ -21,6 +21,7 @@ from .answers import Failure, Status
 from .claims import Key, Parameters, handler_parameters, inserted, inserting
 from .interface import Dialect
 from .places import is_in_memory, place_of_sqlite
+from .plain_tables import Wanted
 from .pruning import is_expired
 from .shared_connection import refuse_sharing
 from .sqlite_close import close_ends_transactions
@@ -123,13 +124,19 @@ class SQLite(Dialect):
         return inserted(connection, statement, key) == names
 
     def claim_and_read(
-        self, connection: Connection, marker: Table, table: Table, columns: tuple[str, ...], parameters: Parameters
+        self,
+        connection: Connection,
+        marker: Table,
+        wanted: tuple[Wanted, ...],
+        parameters: Parameters,
+        *,
+        locked: bool = False,
     ) -> Row[Any] | None:
         """One after the other: there are no round trips to spare, but the ORM's work for a SELECT."""
         key = {name: parameters[name] for name in ("message_id", "handler", "occurred_at")}
         if not self.claim(connection, _claim(self, marker), marker, key):
             return None
-        return super().claim_and_read(connection, marker, table, columns, parameters)
+        return super().claim_and_read(connection, marker, wanted, parameters, locked=locked)
 
     def claim_many(self, connection: Connection, marker: Table, keys: Sequence[Parameters]) -> set[Key]:
         """As many statements as SQLite's limit on parameters asks for; they say which rows are new."""

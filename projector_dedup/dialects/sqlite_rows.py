@@ -7,7 +7,7 @@ from sqlalchemy.engine import Connection
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.sql import Executable
 
-from .plain_tables import PlainRows, PlainTable, columns_to_ask_by, row_beside
+from .plain_tables import PlainRows, PlainTable, Wanted, columns_to_ask_by, rows_beside
 
 _TABLE = text(
     """
@@ -21,27 +21,17 @@ _TABLE = text(
 class SQLiteRows(PlainRows):
     """By a SELECT of its own, since the claim has taken the write lock. Nothing is written late."""
 
-    def look(self, connection: Connection, table: Table) -> PlainTable | None:
+    def readable(self, connection: Connection, table: Table) -> PlainTable | None:
         """Whether it is a table: not a view, not of a module that may do anything, not hidden by a temporary one."""
-        found = _found(connection, table)
+        if connection.schema_for_object(table) not in (None, "main"):
+            return None  # a claim locks the file of its table only
+        try:
+            found: object = Connection.execute(connection, _TABLE, {"name": table.name}).scalar()  # past any guard
+        except DBAPIError:
+            return None  # by an authorizer, say; the transaction goes on
         return PlainTable(found, columns_to_ask_by(table), reads_ahead=True) if found is not None else None
 
-    def claiming(self, marker: Table, table: Table, columns: tuple[str, ...]) -> Executable:
+    def claiming(self, marker: Table, wanted: tuple[Wanted, ...], *, locked: bool) -> Executable:
         """What comes behind the claim."""
         claimed = select(literal_column("1").label("claimed")).subquery()
-        return row_beside(claimed, literal_column("1"), table, columns, select=Select)
-
-    def marker_identity(self, connection: Connection, marker: Table) -> object | None:
-        """The row is read behind the INSERT: whatever that changes is seen."""
-        return _found(connection, marker)
-
-
-def _found(connection: Connection, table: Table) -> object | None:
-    """The table, if it is one of the main file."""
-    if connection.schema_for_object(table) not in (None, "main"):
-        return None  # a claim locks the file of its table only
-    try:
-        found: object = Connection.execute(connection, _TABLE, {"name": table.name}).scalar()  # past any guard
-    except DBAPIError:
-        return None  # by an authorizer, say; the transaction goes on
-    return found
+        return rows_beside(claimed, literal_column("1"), wanted, select=Select)

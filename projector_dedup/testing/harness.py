@@ -24,12 +24,15 @@ from sqlalchemy.util import await_only
 from ..dispatcher import AsyncDispatcher, Dispatcher
 from ..outcome import Delivery
 from ..projector import FunctionProjector, on, projector
+from ..reads import Reads
 from ..tables import default_tables
 from ..unit_of_work import AsyncUnitOfWork, UnitOfWork
 from .subject import PATIENCE, Added, Base, Subject, Total, add
 
 P = ParamSpec("P")
 T = TypeVar("T")
+DECLARED: Reads = {Total: lambda happened: happened.keys}
+"""What the contract's handlers say of the rows that they read."""
 _ALL = (Base.metadata, default_tables.marker.metadata)
 
 
@@ -92,7 +95,13 @@ class Harness:
         return async_sessionmaker(bind) if self.asynchronous else sessionmaker(bind)
 
     def handler(
-        self, body: Callable[[Any, Session], Any] = add, name: str = "totals", *, batch: bool = False, **settings: Any
+        self,
+        body: Callable[[Any, Session], Any] = add,
+        name: str = "totals",
+        *,
+        batch: bool = False,
+        reads: Reads | None = DECLARED,
+        **settings: Any,
     ) -> FunctionProjector[[Any, Any], Any]:
         """A projector whose handler is ``body``: as it is, or run by an ``async def``."""
 
@@ -102,7 +111,9 @@ class Harness:
         def direct(happened: Any, session: Session) -> Any:
             return body(happened, session)
 
-        function: Callable[[Any, Any], Any] = on(Added, batch=batch)(awaited if self.asynchronous else direct)
+        function: Callable[[Any, Any], Any] = on(Added, batch=batch, reads=reads)(
+            awaited if self.asynchronous else direct
+        )
         settings = {"idempotent": True, "name": name, **settings}
         return projector(**settings)(function)
 
@@ -110,6 +121,7 @@ class Harness:
         """A ``Dispatcher`` or ``AsyncDispatcher`` of the subject's isolation level."""
         if self.subject.dispatcher_isolation:
             options.setdefault("isolation", self.subject.dispatcher_isolation)
+        options.setdefault("read_ahead", self.subject.read_ahead)
         kind = AsyncDispatcher if self.asynchronous else Dispatcher
         return kind(self.factory if factory is None else factory, *projectors or (self.handler(),), **options)
 

@@ -81,13 +81,31 @@ FROM processed_message
 -- prune some pages
 DELETE FROM processed_message WHERE (SELECT concat(set_config('lock_timeout', '100ms', true), set_config('synchronous_commit', 'off', true))) IS NOT NULL AND ctid >= (%(begin)s::VARCHAR :: tid) AND ctid < (%(end)s::VARCHAR :: tid) AND processed_message.processed_at < %(cutoff)s::TIMESTAMP WITH TIME ZONE
 
--- claim, and the row that will be asked for first
+-- claim, and a row that is declared
 WITH projector_dedup_claim AS
 (INSERT INTO processed_message (message_id, handler, occurred_at) SELECT %(message_id)s::VARCHAR AS anon_1, %(handler)s::VARCHAR AS anon_2, %(occurred_at)s::TIMESTAMP WITH TIME ZONE AS anon_3
 FROM (SELECT CASE WHEN current_setting('synchronous_standby_names') <> '' AND current_setting('synchronous_commit') NOT IN ('off', 'local') THEN pg_logical_emit_message(true, 'projector_dedup', '') END AS standby
  LIMIT ALL OFFSET 0) AS before ON CONFLICT (message_id, handler) DO NOTHING RETURNING tableoid AS claimed)
- SELECT current_setting('transaction_isolation') = 'repeatable read' AND (SELECT NOT (c.relhastriggers OR c.relhasrules OR c.relispartition) AND c.xmax = 0 FROM pg_class c WHERE c.oid = projector_dedup_claim.claimed), processed_message_state.key, processed_message_state.value
-FROM projector_dedup_claim LEFT OUTER JOIN processed_message_state ON processed_message_state.key = %(projector_dedup_0)s::VARCHAR
+ SELECT current_setting('transaction_isolation') = 'repeatable read' AND (SELECT NOT (c.relhastriggers OR c.relhasrules OR c.relispartition) AND c.xmax = 0 FROM pg_class c WHERE c.oid = projector_dedup_claim.claimed), projector_dedup_row_0.key, projector_dedup_row_0.value
+FROM projector_dedup_claim LEFT OUTER JOIN processed_message_state AS projector_dedup_row_0 ON projector_dedup_row_0.key = %(projector_dedup_0)s::VARCHAR
+
+-- claim, and two rows that are declared
+WITH projector_dedup_claim AS
+(INSERT INTO processed_message (message_id, handler, occurred_at) SELECT %(message_id)s::VARCHAR AS anon_1, %(handler)s::VARCHAR AS anon_2, %(occurred_at)s::TIMESTAMP WITH TIME ZONE AS anon_3
+FROM (SELECT CASE WHEN current_setting('synchronous_standby_names') <> '' AND current_setting('synchronous_commit') NOT IN ('off', 'local') THEN pg_logical_emit_message(true, 'projector_dedup', '') END AS standby
+ LIMIT ALL OFFSET 0) AS before ON CONFLICT (message_id, handler) DO NOTHING RETURNING tableoid AS claimed)
+ SELECT current_setting('transaction_isolation') = 'repeatable read' AND (SELECT NOT (c.relhastriggers OR c.relhasrules OR c.relispartition) AND c.xmax = 0 FROM pg_class c WHERE c.oid = projector_dedup_claim.claimed), projector_dedup_row_0.key, projector_dedup_row_0.value, projector_dedup_row_1.key AS key_1, projector_dedup_row_1.value AS value_1
+FROM projector_dedup_claim LEFT OUTER JOIN processed_message_state AS projector_dedup_row_0 ON projector_dedup_row_0.key = %(projector_dedup_0)s::VARCHAR LEFT OUTER JOIN processed_message_state AS projector_dedup_row_1 ON projector_dedup_row_1.key = %(projector_dedup_1)s::VARCHAR
+
+-- claim, and a row that is declared, under lock
+WITH projector_dedup_claim AS
+(INSERT INTO processed_message (message_id, handler, occurred_at) SELECT %(message_id)s::VARCHAR AS anon_1, %(handler)s::VARCHAR AS anon_2, %(occurred_at)s::TIMESTAMP WITH TIME ZONE AS anon_3
+FROM (SELECT CASE WHEN current_setting('synchronous_standby_names') <> '' AND current_setting('synchronous_commit') NOT IN ('off', 'local') THEN pg_logical_emit_message(true, 'projector_dedup', '') END AS standby
+ LIMIT ALL OFFSET 0) AS before ON CONFLICT (message_id, handler) DO NOTHING RETURNING tableoid AS claimed)
+ SELECT (SELECT NOT (c.relhastriggers OR c.relhasrules OR c.relispartition) AND c.xmax = 0 FROM pg_class c WHERE c.oid = projector_dedup_claim.claimed), projector_dedup_locked_0.value_0, projector_dedup_locked_0.value_1
+FROM projector_dedup_claim LEFT OUTER JOIN LATERAL (SELECT projector_dedup_row_0.key AS value_0, projector_dedup_row_0.value AS value_1
+FROM processed_message_state AS projector_dedup_row_0
+WHERE projector_dedup_row_0.key = %(projector_dedup_0)s::VARCHAR FOR NO KEY UPDATE) AS projector_dedup_locked_0 ON true
 
 -- the rows that a batch will ask for
 SELECT processed_message_state.key, processed_message_state.value

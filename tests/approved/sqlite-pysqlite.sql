@@ -52,6 +52,14 @@ FROM processed_message
 WHERE processed_message.processed_at < ?
  LIMIT ? OFFSET ?
 
--- claim, and the row that will be asked for first
-SELECT 1, processed_message_state."key", processed_message_state.value
-FROM (SELECT 1 AS claimed) AS anon_1 LEFT OUTER JOIN processed_message_state ON processed_message_state."key" = ?
+-- claim, and a row that is declared
+SELECT 1, projector_dedup_row_0."key", projector_dedup_row_0.value
+FROM (SELECT 1 AS claimed) AS anon_1 LEFT OUTER JOIN processed_message_state AS projector_dedup_row_0 ON projector_dedup_row_0."key" = ?
+
+-- claim, and two rows that are declared
+SELECT 1, projector_dedup_row_0."key", projector_dedup_row_0.value, projector_dedup_row_1."key" AS key_1, projector_dedup_row_1.value AS value_1
+FROM (SELECT 1 AS claimed) AS anon_1 LEFT OUTER JOIN processed_message_state AS projector_dedup_row_0 ON projector_dedup_row_0."key" = ? LEFT OUTER JOIN processed_message_state AS projector_dedup_row_1 ON projector_dedup_row_1."key" = ?
+
+-- claim, and a row that is declared, under lock
+SELECT 1, projector_dedup_row_0."key", projector_dedup_row_0.value
+FROM (SELECT 1 AS claimed) AS anon_1 LEFT OUTER JOIN processed_message_state AS projector_dedup_row_0 ON projector_dedup_row_0."key" = ?

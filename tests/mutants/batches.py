@@ -86,7 +86,7 @@ MUTANTS = (
     Mutant(
         name="batch-session-is-not-emptied",
         breaks="A message of a batch finds the objects of the one before it in its session, with their stale values.",
-        where="Rows.end_message",
+        where="BatchRows.end_message",
         old="self._session.expunge_all()",
         new="pass",
         tests=("tests/test_batch.py::test_each_message_of_a_batch_finds_its_session_empty[sqlite+pysqlite]",),
@@ -94,7 +94,7 @@ MUTANTS = (
     Mutant(
         name="batch-statement-misses-earlier-writes",
         breaks="A statement in a batch does not find what an earlier message wrote by the ORM.",
-        where="Rows.before_statement",
+        where="BatchRows.before_statement",
         old="self.write()\n        elif",
         new="pass\n        elif",
         tests=("tests/test_rows.py::test_what_a_message_writes_is_found_by_those_whose_row_was_read_ahead",),
@@ -102,7 +102,7 @@ MUTANTS = (
     Mutant(
         name="batch-writes-are-forgotten",
         breaks="What the messages of a batch changed is not written before the COMMIT.",
-        where="Rows.stop",
+        where="BatchRows.stop",
         old="self.write()",
         new="pass",
         tests=("tests/test_rows.py::test_a_row_is_read_once_and_all_are_written_at_once",),
@@ -110,7 +110,7 @@ MUTANTS = (
     Mutant(
         name="batch-rows-are-stale",
         breaks="A message of a batch is given a row as it was before a statement of another changed it.",
-        where="Rows.write",
+        where="BatchRows.write",
         old="self._values.clear()",
         new="pass",
         tests=("tests/test_rows.py::test_what_a_message_writes_is_found_by_those_whose_row_was_read_ahead",),
@@ -118,7 +118,7 @@ MUTANTS = (
     Mutant(
         name="batch-update-of-a-missing-row",
         breaks="A batch's UPDATE of a row that is not there any more is lost without a word.",
-        where="Rows._update",
+        where="BatchRows._update",
         old="if result.rowcount != len(updates):",
         new="if result.rowcount > len(updates):",
         tests=("tests/test_rows.py::test_a_row_that_is_not_there_any_more_is_missed",),
@@ -126,7 +126,7 @@ MUTANTS = (
     Mutant(
         name="batch-swallows-a-failed-write",
         breaks="A write of a batch that failed and was swallowed by a handler is not met again.",
-        where="Rows._raise_failure",
+        where="BatchRows._raise_failure",
         old="if self._failure is not None:",
         new="if self._failure is self:",
         tests=("tests/test_rows.py::test_a_row_that_is_not_there_any_more_is_missed[_adds_or_swallows-2]",),

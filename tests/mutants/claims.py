@@ -159,8 +159,8 @@ MUTANTS = (
         name="former-names-are-not-claimed",
         breaks="A renamed handler claims its new name alone, and applies again what it had applied under the old one.",
         where="Part._claim",
-        old="work.claim(first.id, handler.identity, handler.formerly, first.occurred_at, about=first)",
-        new="work.claim(first.id, handler.identity, (), first.occurred_at, about=first)",
+        old="work.claim(first.id, handler.identity, handler.formerly, first.occurred_at, about=about)",
+        new="work.claim(first.id, handler.identity, (), first.occurred_at, about=about)",
         tests=(
             "tests/test_contract.py::TestDefault::test_what_one_version_applied_the_other_skips[sqlite+pysqlite-old-new]",
         ),

@@ -32,6 +32,7 @@ def everybody() -> dict[str, Contender]:
         by_hand.NoDedup(BASE),
         library.Deliver("deliver, not idempotent", idempotent=False),
         library.Deliver(DEFAULT),
+        library.Deliver("deliver, nothing declared", declared=False),
         library.Deliver("deliver, strict", strict=True),
         library.Deliver(READ_MODELS, read_models=[Total]),
         library.Deliver("deliver, claim_timeout", claim_timeout=1.0),

@@ -12,6 +12,7 @@ from sqlalchemy import event as sqlalchemy_event
 from sqlalchemy.orm import Session
 
 from projector_dedup import Dispatcher, Message, claim, on, projector
+from projector_dedup.reads import Reads
 
 from ..messages import Item
 from .model import TABLES, ByORM, Total, add, upsert
@@ -67,11 +68,13 @@ class Deliver(ByORM):
         idempotent: bool = True,
         read_models: Sequence[type[Any]] = (),
         listened: bool = False,
+        declared: bool = True,
         **options: Any,
     ) -> None:
         self.name = name
         decorate = projector(idempotent=idempotent, name=IDENTITY, read_models=read_models)
-        self._handler = decorate(on(Added, batch=batch)(handler))
+        reads: Reads | None = {Total: "row"} if declared and handler is _by_orm else None
+        self._handler = decorate(on(Added, batch=batch, reads=reads)(handler))
         self._listened = listened
         self._options = options
 

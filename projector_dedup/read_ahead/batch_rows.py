@@ -22,9 +22,11 @@ from sqlalchemy.orm.attributes import instance_state
 from sqlalchemy.orm.exc import FlushError, StaleDataError
 from sqlalchemy.sql import Executable
 
-from .dialects.plain_tables import parameter
-from .keys_ahead import KeysAhead
-from .plain import (
+from ..dialects.plain_tables import parameter
+from ..reads import DeclaredReads
+from ..row_source import Load
+from .batch_keys import KeysAhead
+from .cacheable import (
     Plain,
     Watched,
     flushes_unheard,
@@ -36,7 +38,6 @@ from .plain import (
     plain_entity,
 )
 
-Load = Callable[[Any, Any], Any]
 Make = Callable[[Table, tuple[str, ...]], Executable]
 _FLUSHES = 100  # as many as a COMMIT of SQLAlchemy's tries
 
@@ -44,10 +45,10 @@ Updates = list[tuple[Any, dict[str, Any]]]
 """The key of a row, and what is to be written to it."""
 
 
-class Rows:
+class BatchRows:
     """What the messages of one unit of work have read, and what is still to be written."""
 
-    def __init__(self, watched: Watched) -> None:
+    def __init__(self, watched: Watched, events: Sequence[Any], declared: DeclaredReads | None) -> None:
         self._session = watched.session
         self._connection = watched.connection
         self._database = watched.dialect.plain_rows
@@ -57,16 +58,12 @@ class Rows:
         self._entities: dict[Any, Plain | None] = {}
         self._tables: set[Any] = set()  # theirs, of those that are plain
         self._statements: dict[tuple[Make, Plain, tuple[str, ...]], Executable] = {}
-        self._ahead = KeysAhead(())
+        self._ahead = KeysAhead(events, declared)
         self._values: dict[Any, Mapping[str, Any]] = {}  # by identity key: what a SELECT would find
         self._unwritten: dict[Any, tuple[Plain, dict[str, Any]]] = {}
         self._stopped = not (self._database.writes_late and is_plain_beginning(self._session, self._connection))
         self._quiet = True  # this message has sent nothing of its own to the database
         self._expected: type[Any] | None = None  # the statements that are sent on its behalf
-
-    def foresee(self, events: Sequence[object]) -> None:
-        """What the messages are about, from the one at hand on."""
-        self._ahead = KeysAhead(events)
 
     def get(self, entity: Any, ident: Any, load: Load) -> Any:
         """``session.get()``, without a SELECT for what is known."""
@@ -159,7 +156,7 @@ class Rows:
         """With the row of ``key``, those that messages to come will ask for, as it seems: a snapshot has no later."""
         if not (flushes_unheard(self._session) and plain.flushes_unheard()):
             return  # each message will write at once, and make what was read forgotten
-        ahead = map(plain.identity_key, self._ahead.of(plain.mapper, key[1]))
+        ahead = map(plain.identity_key, self._ahead.of(plain.entity, key[1]))
         keys = [key, *(each for each in ahead if each is not None and each != key and each not in self._values)]
         if len(keys) == 1:
             return

@@ -11,6 +11,7 @@ from contextlib import suppress
 from itertools import islice
 from typing import Any
 
+from ..reads import DeclaredReads
 from .event_keys import Key, Path, key_in, paths_to, places_in
 
 _FIRST, _GROWTH, _MOST = 25, 4, 500  # messages whose rows are read at once: more, if the guess was right before
@@ -28,8 +29,10 @@ class _Guess:
 class KeysAhead:
     """Of one unit of work."""
 
-    def __init__(self, events: Sequence[Any]) -> None:
+    def __init__(self, events: Sequence[Any], declared: DeclaredReads | None = None) -> None:
         self._events = events
+        self._declared = declared
+        self._not_read = set() if declared is None else set(declared.entities)
         self._at = 0
         self._places: Mapping[Any, list[Path]] | None = None  # in the event at hand, of what is there
         self._guesses: dict[object, dict[tuple[Path, ...], _Guess]] = {}
@@ -39,10 +42,19 @@ class KeysAhead:
         self._at += 1
         self._places = None
 
-    def of(self, entity: object, key: Key) -> list[Key]:
-        """Keys of rows of ``entity``: of the events to come, if ``key`` is in that at hand. None of them twice."""
-        with suppress(Exception):  # an event of a kind that nobody has thought of
-            return list(dict.fromkeys(self._ahead(entity, key)))
+    def of(self, entity: Any, key: Key) -> list[Key]:
+        """Keys of rows of ``entity``: of the events to come, if ``key`` is in that at hand. None of them twice.
+
+        Where they are declared, the first call gives those of all events, and the others give none.
+        """
+        ahead: Iterable[Key] = ()
+        with suppress(Exception):  # an event of a kind that nobody has thought of, or a function of the user's
+            if self._declared is None or entity not in self._declared.entities:
+                ahead = self._ahead(entity, key)
+            elif entity in self._not_read:
+                self._not_read.discard(entity)
+                ahead = [each for event in self._events[self._at :] for each in self._declared.keys_of(entity, event)]
+            return list(dict.fromkeys(ahead))
         return []
 
     def _ahead(self, entity: object, key: Key) -> Iterable[Key]:

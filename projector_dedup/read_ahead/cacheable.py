@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from enum import Enum
+from functools import cached_property
 from operator import attrgetter
 from typing import Any, Protocol
 from uuid import UUID
@@ -18,9 +19,10 @@ from sqlalchemy.exc import UnboundExecutionError
 from sqlalchemy.orm import ColumnProperty, InstanceState, Mapper, Session
 from sqlalchemy.orm.attributes import instance_state
 
-from .dialects import Dialect
-from .dialects.listeners import are_of_others
-from .dialects.plain_tables import PlainColumn, PlainTable
+from ..dialects import Dialect
+from ..dialects.listeners import are_of_others
+from ..dialects.plain_tables import PlainColumn, PlainTable
+from ..row_source import RowSource
 
 # What is asked for every message: all of its listeners at once, by one call; of a session, and of an entity.
 _BEGINNING = attrgetter("after_begin", "after_transaction_create")
@@ -40,7 +42,7 @@ _LOADED_WHEN_ASKED_FOR = {"select", True, "raise", "raise_on_sql", "noload", "dy
 
 _plain_classes: WeakKeyDictionary[type[Session], bool] = WeakKeyDictionary()  # every sessionmaker makes one
 
-_PACKAGE = f"{__package__}."
+_PACKAGE = f"{__package__.partition('.')[0]}."
 _IMMUTABLE = {type(None), bool, int, float, str, bytes, Decimal, date, datetime, time, timedelta}
 
 
@@ -49,29 +51,17 @@ class Watched(Protocol):
 
     connection: Connection
     dialect: Dialect
+    rows: RowSource | None
 
     @property
-    def session(self) -> Session:
-        """The handler's."""
+    def session(self) -> Any:
+        """The handler's session."""
 
     def before_statement(self, sql: str | None, written: Table | None) -> None:
-        """Whether there may be another one: raises if the transaction is not ours any more."""
+        """Raise if there may not be another statement: the transaction is not ours any more."""
 
     def statement_failed(self, error: BaseException) -> None:
-        """One of ours did, and nobody else saw it."""
-
-
-class KnownRows(Protocol):
-    """Rows that a handler may be given without a SELECT; how a database and it would not notice, is theirs to say."""
-
-    def get(self, entity: Any, ident: Any, load: Callable[[Any, Any], Any]) -> Any:
-        """``session.get()``; ``load`` is SQLAlchemy's."""
-
-    def before_statement(self, statement: Any) -> None:
-        """A statement is about to run."""
-
-    def stop(self) -> None:
-        """So are statements that nobody will tell of, or that are about other rows; or COMMIT."""
+        """Remember an error of a statement of ours, which nobody else saw."""
 
 
 def has_options(session: Session) -> bool:
@@ -80,8 +70,13 @@ def has_options(session: Session) -> bool:
 
 
 def loads_unheard(session: Session) -> bool:
-    """Whether nobody listens who would notice that it sends a SELECT less."""
+    """Whether nobody listens who would notice that it sends a SELECT less; we do, where rows are read under lock."""
     return not has_options(session) and not any(_LOADING(session.dispatch))
+
+
+def loads_without_listeners(session: Session) -> bool:
+    """True if no listener of the user's would notice that the session sends a SELECT less."""
+    return not has_options(session) and not are_of_others(_LOADING(session.dispatch))
 
 
 def flushes_unheard(session: Session) -> bool:
@@ -138,6 +133,16 @@ class Plain:
     typed: Mapping[str, PlainColumn]  # by attribute, those of which the database's type is known
     keys: tuple[PlainColumn, ...]
     reads_ahead: bool
+
+    @property
+    def entity(self) -> type[Any]:
+        """The mapped class."""
+        return self.mapper.class_
+
+    @cached_property
+    def loaded_columns(self) -> tuple[str, ...]:
+        """The columns that a SELECT gives, by the names that they have in the database."""
+        return tuple(self.columns[name] for name in self.loaded)
 
     def loads_unheard(self) -> bool:
         """Whether nobody would notice that a row of it is loaded without a SELECT."""

@@ -1,0 +1,111 @@
+"""Rows that are read before a handler asks for them: those that ``reads`` declares, and those of a whole batch.
+
+This file is the only door to the package. The library delivers without it: ``Dispatcher(read_ahead=False)``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from sqlalchemy.engine import Engine
+
+from ..closing import connected
+from ..dialects import Dialect
+from ..message import Message, printable
+from ..reads import DeclaredReads
+from ..row_source import ReadAheadError, RowSource
+from ..tables import DedupTables
+from .batch_rows import BatchRows
+from .cacheable import Plain, Watched, plain_entity
+from .claimed_rows import Declared, claim, may_be_served
+
+logger = logging.getLogger("projector_dedup")
+
+MOST_ROWS = 8
+"""So many rows at most come with one claim; a message that declares more is claimed alone."""
+
+_Known = dict[tuple[type[Any], DedupTables], Plain | None]
+_catalogue: WeakKeyDictionary[Engine, _Known] = WeakKeyDictionary()
+"""What each engine's catalogue said of an entity, for markers of those tables; None if a claim must not read it."""
+_warned: set[str] = set()
+
+
+class ReadingAhead:
+    """Reads ahead for one handler: what it declares, of entities that are locked or not."""
+
+    def __init__(
+        self, identity: str, reads: DeclaredReads | None, locked: tuple[type[Any], ...], tables: DedupTables
+    ) -> None:
+        self._identity = identity
+        self._reads = reads
+        self._locked = locked
+        self._tables = tables
+
+    def prepare(self, engine: Any, dialect: Dialect) -> None:
+        """Look at the tables of the declared entities, once for each engine."""
+        if self._reads is None or not dialect.claims_may_read or not isinstance(engine, Engine):
+            return
+        known = _catalogue.setdefault(engine, {})
+        unknown = [entity for entity in self._reads.entities if (entity, self._tables) not in known]
+        if not unknown:
+            return
+        readable = dialect.plain_rows.readable
+        with connected(engine) as connection:
+            if (marker := readable(connection, self._tables.marker)) is None:
+                return  # it is missing: the claim will say so
+            for entity in unknown:
+                plain = plain_entity(entity, connection, readable)
+                known[entity, self._tables] = None if plain is None or plain.identity == marker.identity else plain
+
+    def claim(self, guard: Any, key: dict[str, Any], message: Message, insert: Callable[[], bool]) -> bool:
+        """Claim the message with the rows that its event declares, or by ``insert`` if there had better be none."""
+        declared = [] if self._reads is None else self._declared(guard, self._reads, message)
+        if not declared or not self._may_read(guard, declared):
+            return insert()
+        try:
+            return claim(guard, self._tables, key, declared, locked=bool(self._locked))
+        except ReadAheadError as error:
+            known = _catalogue.setdefault(guard.connection.engine, {})
+            known.update({(plain.entity, self._tables): None for plain, _ in declared})
+            self._warn(f"rows could not be read with its claim ({error.__cause__!r}), and are not any more")
+            raise
+
+    def batch(self, guard: Any, events: Sequence[Any]) -> RowSource:
+        """Return the rows of a batch, of which those that are declared are read together."""
+        return BatchRows(guard, events, self._reads)
+
+    def _declared(self, guard: Watched, reads: DeclaredReads, message: Message) -> Declared:
+        """The rows of the message that a claim may read here, of entities on plain tables."""
+        known, declared = _catalogue.get(guard.connection.engine, {}), Declared()
+        for entity in reads.entities:
+            plain = known.get((entity, self._tables))
+            if plain is None or (self._locked and entity not in self._locked):
+                continue
+            try:
+                keys = reads.keys_of(entity, message.body)
+            except Exception as error:  # noqa: BLE001  # the event's or the user's own; the declaration is advice
+                self._warn(f"reads could not find the keys of {entity.__name__} ({type(error).__name__}: {error})")
+                return []
+            for key in keys:
+                if plain.identity_key(key) is None:
+                    self._warn(f"reads gave {key!r} for {entity.__name__}, which is no key of it")
+                    return []
+                declared.append((plain, key))
+        return declared if len(declared) <= MOST_ROWS else []
+
+    def _may_read(self, guard: Watched, declared: Declared) -> bool:
+        lasting = bool(self._locked) or guard.dialect.plain_rows.keeps_snapshots(guard.connection)
+        return lasting and may_be_served(guard, [plain for plain, _ in declared])
+
+    def _warn(self, what: str) -> None:
+        """Log once for each handler: rows are read when they are asked for, which is slower, and never wrong."""
+        if self._identity not in _warned:
+            _warned.add(self._identity)
+            logger.warning(
+                "handler %s: %s; the message was claimed alone, and its rows are read when the handler asks for them",
+                printable(self._identity),
+                printable(what),
+            )

@@ -1,0 +1,113 @@
+"""Rows that come with the claim of a message, because ``reads`` declares them: a round trip less for each.
+
+They are read in the statement of the claim, so from the same snapshot, or under lock. The handler gets each of them by
+``session.get`` for as long as it has sent nothing of its own to the database; then all of them are forgotten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from itertools import chain
+from typing import Any, NamedTuple
+
+from ..dialects.plain_tables import UnreadableRowError, Wanted, parameter
+from ..markers import insert_marker_and_read
+from ..reads import Key
+from ..row_source import Load, ReadAheadError
+from ..tables import DedupTables
+from .cacheable import Plain, Watched, is_plain_beginning, is_read_by, loads_without_listeners
+
+Declared = list[tuple[Plain, Key]]
+"""The entities and keys of the rows that a message's handler will ask for."""
+
+
+class _Row(NamedTuple):
+    plain: Plain
+    values: Mapping[str, Any] | None  # None: there is no such row
+
+
+class ClaimedRows:
+    """The rows of one unit of work that were read with its claim, by identity key."""
+
+    def __init__(self, watched: Watched, rows: dict[Any, _Row], *, locked: bool) -> None:
+        self._watched = watched
+        self._rows = rows
+        self._locked = locked
+
+    def get(self, entity: Any, ident: Any, load: Load) -> Any:
+        """Return the row from memory, once; ``load`` it if the handler has changed something, or asks for another."""
+        session = self._watched.session
+        found = self._found(entity, ident) if self._rows and not self._watched.connection.invalidated else None
+        if found is None or session.new or session.dirty or session.deleted or session.in_nested_transaction():
+            return load(entity, ident)  # which flushes first, and sends a SELECT: both are told of
+        self._watched.before_statement(None, None)  # as before that SELECT
+        key, row = found
+        del self._rows[key]
+        if row.values is None:
+            return None
+        instance = row.plain.restored(session, key, row.values)
+        if self._locked:
+            self._watched.session.remember_locked(instance)
+        return instance
+
+    def before_statement(self, _statement: Any) -> None:
+        """Forget the rows: the statement may change them, and what a SELECT finds is the ORM's to keep."""
+        self._rows.clear()
+
+    def end_message(self) -> None:
+        """Do nothing: a unit of work of several messages reads none of them with its claim."""
+
+    def stop(self) -> None:
+        """Forget the rows."""
+        self._rows.clear()
+
+    def _found(self, entity: Any, ident: Any) -> tuple[Any, _Row] | None:
+        for key, row in self._rows.items():
+            if row.plain.entity is entity and row.plain.identity_key(ident) == key:
+                return (key, row) if may_be_served(self._watched, [row.plain]) else None
+        return None
+
+
+def claim(watched: Watched, tables: DedupTables, key: dict[str, Any], declared: Declared, *, locked: bool) -> bool:
+    """Claim a message and read the declared rows; if it is new, they are the rows of ``watched`` from here on.
+
+    Raises ``ReadAheadError`` where it was perhaps not the claim that failed.
+    """
+    wanted = tuple(Wanted(plain.table, plain.loaded_columns) for plain, _ in declared)
+    asked = chain.from_iterable(ident for _, ident in declared)
+    parameters = key | {parameter(place): part for place, part in enumerate(asked)}
+    connection, dialect = watched.connection, watched.dialect
+    try:
+        found = insert_marker_and_read(connection, dialect, tables, wanted, parameters, locked=locked)
+    except UnreadableRowError as error:
+        raise ReadAheadError from error.__cause__
+    if found is None:
+        return False
+    lasts, *values = tuple(found)
+    if lasts:
+        watched.rows = ClaimedRows(watched, _by_identity(declared, iter(values), missing=not locked), locked=locked)
+    return True
+
+
+def _by_identity(declared: Declared, values: Any, *, missing: bool) -> dict[Any, _Row]:
+    """Sort what was read into rows; those that are ``missing`` count only where nobody can have added them since."""
+    rows: dict[Any, _Row] = {}
+    for plain, ident in declared:
+        key = tuple(next(values) for _ in ident)
+        read = dict(zip(plain.loaded, [next(values) for _ in plain.loaded], strict=True))
+        identity = plain.identity_key(ident)
+        if key == ident and all(type(one) is type(other) for one, other in zip(key, ident, strict=True)):
+            rows[identity] = _Row(plain, read)
+        elif missing and key == (None,) * len(key):
+            rows[identity] = _Row(plain, None)
+    return rows
+
+
+def may_be_served(watched: Watched, entities: Iterable[Plain]) -> bool:
+    """True if serving rows of these entities from memory cannot be told from running the SELECT."""
+    session, connection = watched.session, watched.connection
+    return (
+        is_plain_beginning(session, connection)
+        and loads_without_listeners(session)
+        and all(plain.loads_unheard() and is_read_by(connection, session, plain.mapper) for plain in entities)
+    )

@@ -1,0 +1,70 @@
+"""What ``@on(..., reads={...})`` declares: which rows a handler will ask for by ``session.get``, found in its event."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeAlias
+
+from sqlalchemy import inspect
+from sqlalchemy.orm import Mapper
+
+from .errors import HandlerDefinitionError
+from .extractors import by_path
+
+Key: TypeAlias = tuple[Any, ...]
+KeyPath: TypeAlias = str | tuple[str, ...]
+"""A dotted path to the key of a row, or a path for each column of a composite key, in the order of the table."""
+Reads: TypeAlias = Mapping[type[Any], KeyPath | list[KeyPath] | Callable[[Any], Iterable[Any]]]
+"""For each entity: the path to the key of one row, a list of paths for several, or a function that lists their keys."""
+
+_EXAMPLE = "as in reads={Totals: 'account_id'}"
+
+
+class DeclaredReads:
+    """The rows that a handler says it will read. Raises ``HandlerDefinitionError`` for a declaration that is none."""
+
+    def __init__(self, reads: object) -> None:
+        if not isinstance(reads, Mapping) or not reads:
+            raise HandlerDefinitionError(f"reads takes a mapping from entities to where their keys are, {_EXAMPLE}")
+        self._finders = {entity: _finder(entity, declared) for entity, declared in reads.items()}
+
+    @property
+    def entities(self) -> Iterable[type[Any]]:
+        """The entities that are declared."""
+        return self._finders.keys()
+
+    def keys_of(self, entity: type[Any], event: Any) -> list[Key]:
+        """Return the keys of the rows of ``entity`` that the handler of ``event`` will ask for, none of them twice.
+
+        A key may be of any type, or None. Raises what the event raises, or a function of the user's.
+        """
+        return list(dict.fromkeys(self._finders[entity](event)))
+
+
+def _finder(entity: Any, declared: object) -> Callable[[Any], Iterable[Key]]:
+    mapper = inspect(entity, raiseerr=False)
+    if not isinstance(entity, type) or not isinstance(mapper, Mapper):
+        raise HandlerDefinitionError(f"reads names {entity!r}, which is no mapped class; name an entity, {_EXAMPLE}")
+    width = len(mapper.primary_key)
+    if callable(declared):
+        return lambda event: [each if isinstance(each, tuple) else (each,) for each in declared(event)]
+    paths = [_paths(entity, width, each) for each in (declared if isinstance(declared, list) else [declared])]
+    if not paths:
+        raise HandlerDefinitionError(f"reads says nothing of where the keys of {entity.__name__} are, {_EXAMPLE}")
+    return lambda event: [tuple(find(event) for find in parts) for parts in paths]
+
+
+def _paths(entity: type[Any], width: int, declared: object) -> list[Callable[[Any], Any]]:
+    parts = declared if isinstance(declared, tuple) else (declared,)
+    for path in parts:
+        if not isinstance(path, str) or not all(path.split(".")):
+            raise HandlerDefinitionError(
+                f"reads={{{entity.__name__}: ...}} takes a dotted path such as 'account.id', a tuple of paths for a "
+                f"composite key, a list of these, or a function of the event; not {path!r}"
+            )
+    if len(parts) != width:
+        raise HandlerDefinitionError(
+            f"the key of {entity.__name__} has {width} column{'s' * (width > 1)}, and reads has {len(parts)} paths for "
+            f"it: give one for each, in the order of the table, {_EXAMPLE}"
+        )
+    return [by_path(path) for path in parts]
