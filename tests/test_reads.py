@@ -427,7 +427,7 @@ def _cache(sessions: Any) -> None:
         key = str(state.statement)
         if key not in kept:
             kept[key] = state.invoke_statement().freeze()
-        return merge_frozen_result(state.session, state.statement, kept[key], load=False)()
+        return merge_frozen_result(state.session, state.statement, kept[key], load=False)()  # type: ignore[no-untyped-call]  # SQLAlchemy's
 
 
 def _pend(sessions: Any) -> None:
