@@ -26,11 +26,12 @@ class DeclaredReads:
     def __init__(self, reads: object) -> None:
         if not isinstance(reads, Mapping) or not reads:
             raise HandlerDefinitionError(f"reads takes a mapping from entities to where their keys are, {_EXAMPLE}")
-        self._finders = {entity: _finder(entity, declared) for entity, declared in reads.items()}
+        finders = {entity: _finder(entity, declared) for entity, declared in reads.items()}
+        self._finders = {entity: finders[entity] for entity in sorted(finders, key=lambda each: each.__qualname__)}
 
     @property
     def entities(self) -> Iterable[type[Any]]:
-        """The entities that are declared."""
+        """The entities that are declared, in the order of their names, whatever the order in which they are written."""
         return self._finders.keys()
 
     def keys_of(self, entity: type[Any], event: Any) -> list[Key]:

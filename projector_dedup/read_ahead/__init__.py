@@ -93,7 +93,8 @@ class ReadingAhead:
                 if plain.identity_key(key) is None:
                     self._warn(f"reads gave {key!r} for {entity.__name__}, which is no key of it")
                     return []
-                declared.append((plain, key))
+            # Locked in one order everywhere, so that two messages on the same rows seldom wait for each other.
+            declared += [(plain, key) for key in (sorted(keys) if self._locked else keys)]
         return declared if len(declared) <= MOST_ROWS else []
 
     def _may_read(self, guard: Watched, declared: Declared) -> bool:
