@@ -7,13 +7,13 @@ from datetime import datetime
 from functools import cache
 from typing import Any
 
-from sqlalchemy import Insert, Row, Table, literal_column, select
+from sqlalchemy import Insert, Row, Table
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import DBAPIError, UnboundExecutionError
 from sqlalchemy.orm import Session, scoped_session
 from sqlalchemy.sql import Executable
 
-from .dialects import LEVEL_OF_BEGIN, Dialect, Failure, Key, Status, dialect_of, handler_parameters, key_of, same_key
+from .dialects import LEVEL_OF_BEGIN, Dialect, Failure, Key, Status, dialect_of, handler_parameters, key_of
 from .dialects.listeners import forget_if_moved
 from .dialects.plain_tables import Wanted
 from .errors import InProgress, MissingTableError, UnsafeSessionError
@@ -203,11 +203,6 @@ def translate_map(connection: Connection) -> Any:
     return connection.get_execution_options().get("schema_translate_map")
 
 
-def marker_exists(connection: Connection, tables: DedupTables, key: Mapping[str, Any]) -> bool:
-    """Whether the marker can be seen. This statement and the next pass by any guard of the connection."""
-    return Connection.execute(connection, _lookup_statement(tables.marker), key).first() is not None
-
-
 def marker_key(message_id: str, handler: str, occurred_at: datetime | None = None) -> dict[str, Any]:
     """The parameters of every marker statement."""
     moment = None if occurred_at is None else moment_in_utc(occurred_at)  # SQLite would drop the zone
@@ -236,8 +231,3 @@ def _claim_statement(dialect: Dialect, marker: Table, bounded: bool, names: int)
 @cache
 def _insert(marker: Table) -> Insert:
     return marker.insert()
-
-
-@cache
-def _lookup_statement(marker: Table) -> Executable:
-    return select(literal_column("1")).select_from(marker).where(same_key(marker))

@@ -15,7 +15,7 @@ from sqlalchemy.orm import Session
 
 from .dialects import dialect_of
 from .errors import UnsafeSessionError
-from .guarded import GuardedSession
+from .guards import GuardedSession
 
 B = TypeVar("B", bound=Engine | Connection)
 

@@ -17,9 +17,8 @@ from .closing import connected
 from .dialects import LEVELS, Dialect, is_as_strict
 from .dialects.listeners import forget_if_moved
 from .errors import UnsafeSessionError
-from .guarded import GuardedSession, guarded_session
+from .guards import GuardedSession, guarded_session, locking_session
 from .isolation import take_connection
-from .locking import locking_session
 from .probe import try_out, try_within
 from .row_source import ReadAhead
 from .tables import DedupTables, default_tables

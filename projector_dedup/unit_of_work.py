@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Generic, Self, TypeVar, cast
 from sqlalchemy.orm import Session, sessionmaker
 
 from .asyncio_names import AsyncSession, async_sessionmaker
-from .guarded import GuardedSession
+from .guards import GuardedSession
 from .sessions import UnitOptions, check_session_factory, new_async_session, new_session
 from .tables import DedupTables, default_tables
 from .work import Work

@@ -11,13 +11,11 @@ from typing import Any
 from sqlalchemy.engine import Connection
 from sqlalchemy.exc import DBAPIError, UnboundExecutionError
 
-from .claimed_marker import ClaimedMarker
 from .closing import close_session, is_loss
 from .dialects import Dialect, Failure, Status, dialect_of
 from .duplicates import commit_duplicate, watch_next
 from .errors import CommitOutcomeUnknown, OvertakenError, UnsafeSessionError
-from .guarded import GuardedSession
-from .guards import Guard
+from .guards import ClaimedMarker, Guard, GuardedSession
 from .markers import (
     COMMIT_INTERRUPTED,
     COMMITTED_AT_ONCE,

@@ -14,10 +14,10 @@ from sqlalchemy.schema import CreateIndex, CreateTable
 
 import untried  # noqa: F401  # registers its name
 from projector_dedup.dialects import Dialect, any_expired, dialect_of
+from projector_dedup.dialects.claims import lookup_statement
 from projector_dedup.dialects.mysql_claim import insert_given, met_by_claim
 from projector_dedup.dialects.plain_tables import Wanted
 from projector_dedup.dialects.postgresql_pruning import survey, sweeping
-from projector_dedup.markers import _lookup_statement
 from projector_dedup.tables import default_tables
 
 APPROVED = Path(__file__).parent / "approved"
@@ -58,7 +58,7 @@ def statements(engine: Engine) -> dict[str, Any]:
         ),
         **({"which of them did the claim meet?": met_by_claim(marker, 2)} if engine.name == "mariadb" else {}),
         **({"was it this marker that the claim met?": met_by_claim(marker)} if engine.name == "mariadb" else {}),
-        "is the marker there? (for the text of an error)": _lookup_statement(marker),
+        "is the marker there? (for the text of an error)": lookup_statement(marker),
         "prune one batch": dialect.prune_statement(marker),
         "prune one batch of a handler": dialect.prune_statement(marker, of_handler=True),
         "is anything left to prune?": any_expired(marker, of_handler=False),

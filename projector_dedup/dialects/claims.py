@@ -7,7 +7,18 @@ from contextlib import suppress
 from functools import cache
 from typing import Any, TypeVar
 
-from sqlalchemy import BindParameter, ColumnElement, Insert, Select, Table, and_, bindparam, select, union_all
+from sqlalchemy import (
+    BindParameter,
+    ColumnElement,
+    Insert,
+    Select,
+    Table,
+    and_,
+    bindparam,
+    literal_column,
+    select,
+    union_all,
+)
 from sqlalchemy.engine import Connection
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.sql import Executable
@@ -96,3 +107,14 @@ def _parts(keys: Sequence[Parameters]) -> Iterator[list[Parameters]]:
 def _present(marker: Table) -> Select[Any]:
     ids: BindParameter[Any] = bindparam("message_ids", expanding=True)
     return select(marker.c.message_id, marker.c.handler).where(marker.c.message_id.in_(ids))
+
+
+def marker_exists(connection: Connection, marker: Table, key: Parameters) -> bool:
+    """True if the marker of ``key`` can be seen; asked past any guard of the connection."""
+    return Connection.execute(connection, lookup_statement(marker), key).first() is not None
+
+
+@cache
+def lookup_statement(marker: Table) -> Select[Any]:
+    """SELECT a row if the marker of ``:message_id, :handler`` is there."""
+    return select(literal_column("1")).select_from(marker).where(same_key(marker))

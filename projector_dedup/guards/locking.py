@@ -20,9 +20,9 @@ from sqlalchemy.sql import Join
 from sqlalchemy.sql.expression import Alias, FromClause
 from sqlalchemy.sql.util import find_tables, surface_selectables_only
 
+from ..errors import UnlockedWriteError
 from .class_cache import kept_on_class
-from .errors import UnlockedWriteError
-from .guarded import GuardedSession
+from .session import GuardedSession
 
 _LOCKED = "projector_dedup_locked_tables"
 

@@ -15,13 +15,13 @@ from sqlalchemy import Table
 from sqlalchemy.engine import Connection
 from sqlalchemy.exc import DBAPIError, PendingRollbackError
 
-from .closing import roll_back
-from .dialects import Dialect, Failure, Status
-from .errors import TransactionViolatedError, UnsafeSessionError
-from .guarded import GuardedSession
-from .guarded_connection import guard_connection, release_connection
-from .marks import Marker, Savepoints, what_is_durable
-from .row_source import RowSource
+from ..closing import roll_back
+from ..dialects import Dialect, Failure, Status
+from ..errors import TransactionViolatedError, UnsafeSessionError
+from ..row_source import RowSource
+from .connection import guard_connection, release_connection
+from .session import GuardedSession
+from .tag import Marker, Savepoints, what_is_durable
 
 
 class Guard:

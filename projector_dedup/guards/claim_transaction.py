@@ -8,9 +8,9 @@ from sqlalchemy import literal_column, select
 from sqlalchemy.engine import Connection
 from sqlalchemy.exc import DBAPIError
 
-from .dialects import Dialect, Failure, Status
-from .markers import marker_exists
-from .tables import DedupTables
+from ..dialects import Dialect, Failure, Status
+from ..dialects.claims import marker_exists
+from ..tables import DedupTables
 
 
 class ClaimedMarker:
@@ -57,7 +57,7 @@ class ClaimedMarker:
             return self._dialect.is_marked(connection, self._tables.marker, self.key)
         if self.key is None:
             return Connection.execute(connection, select(literal_column("1"))).first() is not None
-        return marker_exists(connection, self._tables, self.key)
+        return marker_exists(connection, self._tables.marker, self.key)
 
     def is_committed(self) -> bool | None:
         """True if the handler's own commit left it behind, False if a rollback did not, None if nobody can tell."""
@@ -72,7 +72,7 @@ class ClaimedMarker:
             if self._place is not None:
                 places: Any = {**(self._schemas or {}), self._tables.marker.schema: self._place}
                 connection = Connection.execution_options(connection, schema_translate_map=places)
-            found = marker_exists(connection, self._tables, self.key)
+            found = marker_exists(connection, self._tables.marker, self.key)
             # A handler may have chosen another schema, database or role since, for as long as the connection lives.
             named = connection.schema_for_object(self._tables.marker) is not None
             return found if named or self._dialect.is_only(connection, self._tables.marker) else None

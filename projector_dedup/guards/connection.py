@@ -13,10 +13,10 @@ from sqlalchemy.schema import DefaultGenerator
 from sqlalchemy.sql.dml import UpdateBase
 from sqlalchemy.sql.elements import ReleaseSavepointClause, RollbackToSavepointClause, SavepointClause
 
-from .dialects.listeners import info_of
-from .errors import TransactionViolatedError
-from .guarded import Watcher
-from .transaction_text import sql_sent, sql_text
+from ..dialects.listeners import info_of
+from ..errors import TransactionViolatedError
+from ..transaction_text import sql_sent, sql_text
+from .session import Watcher
 
 _STREAMING = frozenset({"stream_results", "yield_per"})
 _SAVEPOINTS = (SavepointClause, RollbackToSavepointClause, ReleaseSavepointClause)

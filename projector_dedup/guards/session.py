@@ -9,11 +9,11 @@ from sqlalchemy import Table, event
 from sqlalchemy.engine import Connection
 from sqlalchemy.orm import Session, SessionTransaction
 
+from ..dialects import Dialect
+from ..errors import TransactionViolatedError, UnsafeSessionError
+from ..row_source import RowSource
 from .class_cache import kept_on_class
-from .dialects import Dialect
-from .errors import TransactionViolatedError, UnsafeSessionError
-from .marks import Savepoints
-from .row_source import RowSource
+from .tag import Savepoints
 
 
 class Watcher(Protocol):
