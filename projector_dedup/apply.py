@@ -26,7 +26,7 @@ from .work import Work
 logger = logging.getLogger("projector_dedup")
 
 
-class Part:
+class Chunk:
     """What one unit of work applies: a message, or several of a batch, by one handler, in the order of delivery."""
 
     def __init__(self, handler: Handler, messages: Sequence[Message]) -> None:
@@ -88,62 +88,62 @@ class Part:
         self.at = None
 
 
-def apply(part: Part, factory: sessionmaker[Session], options: UnitOptions, policy: RetryPolicy) -> bool:
-    """Apply a part, once. It returns what is settled, in ``part.outcomes``, and whether it is durable; else raises."""
-    handler, attempts = part.handler, Attempts(policy, marked=part.handler.idempotent)
+def apply(chunk: Chunk, factory: sessionmaker[Session], options: UnitOptions, policy: RetryPolicy) -> bool:
+    """Apply a chunk once: put what is settled into ``chunk.outcomes`` and return whether it is durable, or raise."""
+    handler, attempts = chunk.handler, Attempts(policy, marked=chunk.handler.idempotent)
     while True:
         uow = UnitOfWork.with_options(factory, options)
         try:
             with uow:
-                if part.open(uow.work):
+                if chunk.open(uow.work):
                     attempts.claimed()
                     with Handling(uow.work.session):
-                        for call in part.calls(uow.session):
+                        for call in chunk.calls(uow.session):
                             _check_result(handler, call(), asynchronous=False)
-                            if part.many:
+                            if chunk.many:
                                 uow.next_message()
                         uow.commit()
-            return _settled(part, attempts, uow.work.durable)
+            return _settled(chunk, attempts, uow.work.durable)
         except ReadAheadError:
-            part.reads_ahead = False  # and that was no attempt of the message's
+            chunk.reads_ahead = False  # and that was no attempt of the message's
             continue
         except Exception as error:  # noqa: BLE001  # delay_after raises it, unless another attempt is due
-            delay = _delay_after(part, error, attempts, uow.work)
-            _log_retry(part, attempts, error)
+            delay = _delay_after(chunk, error, attempts, uow.work)
+            _log_retry(chunk, attempts, error)
         time.sleep(delay)
 
 
 async def aapply(
-    part: Part, factory: async_sessionmaker[AsyncSession], options: UnitOptions, policy: RetryPolicy
+    chunk: Chunk, factory: async_sessionmaker[AsyncSession], options: UnitOptions, policy: RetryPolicy
 ) -> bool:
     """``apply``, awaited."""
-    handler, attempts = part.handler, Attempts(policy, marked=part.handler.idempotent)
+    handler, attempts = chunk.handler, Attempts(policy, marked=chunk.handler.idempotent)
     while True:
         uow = AsyncUnitOfWork.with_options(factory, options)
         try:
             async with uow:
-                if await uow.session.run_sync(part.open_in, uow.work):
+                if await uow.session.run_sync(chunk.open_in, uow.work):
                     attempts.claimed()
                     with Handling(uow.work.session):
-                        for call in part.calls(uow.session):
+                        for call in chunk.calls(uow.session):
                             awaitable = call()
                             _check_result(handler, awaitable, asynchronous=True)
                             _check_result(handler, await awaitable, asynchronous=False)
-                            if part.many:
+                            if chunk.many:
                                 await uow.next_message()
                         await uow.commit_and_close()
-            return _settled(part, attempts, uow.work.durable)
+            return _settled(chunk, attempts, uow.work.durable)
         except ReadAheadError:
-            part.reads_ahead = False  # and that was no attempt of the message's
+            chunk.reads_ahead = False  # and that was no attempt of the message's
             continue
         except Exception as error:  # noqa: BLE001  # delay_after raises it, unless another attempt is due
-            delay = _delay_after(part, error, attempts, uow.work)
-            _log_retry(part, attempts, error)
+            delay = _delay_after(chunk, error, attempts, uow.work)
+            _log_retry(chunk, attempts, error)
         await asyncio.sleep(delay)
 
 
-def _delay_after(part: Part, error: Exception, attempts: Attempts, work: Work) -> float:
-    part.connected = work.dialect is not None
+def _delay_after(chunk: Chunk, error: Exception, attempts: Attempts, work: Work) -> float:
+    chunk.connected = work.dialect is not None
     return attempts.delay_after(error, work.cause_of(error), work.dialect, commit_was_sent=work.commit_was_sent)
 
 
@@ -165,8 +165,8 @@ def _check_result(handler: Handler, result: object, *, asynchronous: bool) -> No
     )
 
 
-def _settled(part: Part, attempts: Attempts, durable: bool) -> bool:
-    for message, outcome in zip(part.messages, part.outcomes, strict=True):
+def _settled(chunk: Chunk, attempts: Attempts, durable: bool) -> bool:
+    for message, outcome in zip(chunk.messages, chunk.outcomes, strict=True):
         duplicate = outcome is Outcome.DUPLICATE
         level = logging.INFO if duplicate else logging.DEBUG
         if not logger.isEnabledFor(level):  # what follows escapes texts, for every message
@@ -178,21 +178,21 @@ def _settled(part: Part, attempts: Attempts, durable: bool) -> bool:
             outcome.value,
             " (after_unknown_commit)" if after_unknown else "",
             _log_id(message),
-            printable(part.handler.identity),
-            extra=_extra(part.handler, message, outcome.value, attempts) | {"after_unknown_commit": after_unknown},
+            printable(chunk.handler.identity),
+            extra=_extra(chunk.handler, message, outcome.value, attempts) | {"after_unknown_commit": after_unknown},
         )
     return durable
 
 
-def _log_retry(part: Part, attempts: Attempts, error: Exception) -> None:
-    others = f" and {len(part.messages) - 1} more" if part.many else ""
+def _log_retry(chunk: Chunk, attempts: Attempts, error: Exception) -> None:
+    others = f" and {len(chunk.messages) - 1} more" if chunk.many else ""
     logger.info(
         "retry after %s: message %s%s, handler %s",
         type(error).__name__,
-        _log_id(part.messages[0]),
+        _log_id(chunk.messages[0]),
         others,
-        printable(part.handler.identity),
-        extra=_extra(part.handler, part.messages[0], "retry", attempts),
+        printable(chunk.handler.identity),
+        extra=_extra(chunk.handler, chunk.messages[0], "retry", attempts),
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from sqlalchemy.orm import Session, sessionmaker
 
-from .apply import Part, aapply, apply
+from .apply import Chunk, aapply, apply
 from .asyncio_names import AsyncSession, async_sessionmaker
 from .errors import CommitOutcomeUnknown, InvalidMessageError, RefusedError, RetriesExhaustedError
 from .handler import Handler
@@ -30,9 +30,9 @@ def apply_batch(
 ) -> tuple[list[Result], bool]:
     """What became of each message, and whether it is durable. A failing message does not take others with it."""
     batch = _Batch(handler, messages)
-    for part in batch.parts():
+    for chunk in batch.chunks():
         try:
-            batch.settled(apply(part, factory, options, policy))
+            batch.settled(apply(chunk, factory, options, policy))
         except Exception as error:  # noqa: BLE001  # kept: it is what became of the message
             batch.failed(error)
     return batch.results, batch.durable
@@ -47,9 +47,9 @@ async def aapply_batch(
 ) -> tuple[list[Result], bool]:
     """``apply_batch``, awaited."""
     batch = _Batch(handler, messages)
-    for part in batch.parts():
+    for chunk in batch.chunks():
         try:
-            batch.settled(await aapply(part, factory, options, policy))
+            batch.settled(await aapply(chunk, factory, options, policy))
         except Exception as error:  # noqa: BLE001  # kept: it is what became of the message
             batch.failed(error)
     return batch.results, batch.durable
@@ -66,23 +66,23 @@ class _Batch:
         self._messages = messages
         self._todo = [range(len(messages))]  # the last is next
 
-    def parts(self) -> Iterator[Part]:
+    def chunks(self) -> Iterator[Chunk]:
         """In the order of delivery. Tell what became of one before taking the next."""
         while self._todo:
             self._now = self._todo.pop()
-            self._part = Part(self._handler, [self._messages[index] for index in self._now])
-            yield self._part
+            self._chunk = Chunk(self._handler, [self._messages[index] for index in self._now])
+            yield self._chunk
 
     def settled(self, durable: bool) -> None:
-        """The part that is being tried was applied."""
+        """The chunk that is being tried was applied."""
         self.durable = self.durable and durable
         self._exhausted = 0
-        for index, outcome in zip(self._now, self._part.outcomes, strict=True):
+        for index, outcome in zip(self._now, self._chunk.outcomes, strict=True):
             self.results[index] = outcome
 
     def failed(self, error: Exception) -> None:
         """It was not: by its only message, by all of them, or by one or more that are still to be found."""
-        now, at = self._now, self._part.at
+        now, at = self._now, self._chunk.at
         if len(now) == 1 or self._concerns_all(error):
             self._fail(now, error)
             return
@@ -100,13 +100,13 @@ class _Batch:
             return True
         if isinstance(error, InvalidMessageError):  # of a message that was made past its checks, by unpickling say
             return False
-        if not self._part.connected:  # which is nobody's fault in here
+        if not self._chunk.connected:  # which is nobody's fault in here
             return True
-        return isinstance(error, CommitOutcomeUnknown) or (isinstance(error, RefusedError) and not self._part.opened)
+        return isinstance(error, CommitOutcomeUnknown) or (isinstance(error, RefusedError) and not self._chunk.opened)
 
     def _tell_who_was_handled(self, error: Exception) -> None:
         """A handler committed with its own message's marker those of all."""
-        messages, at = self._part.messages, self._part.at
+        messages, at = self._chunk.messages, self._chunk.at
         behind = [] if at is None else messages[at + 1 :]
         if behind:
             names = ", ".join(printable(str(id_text(message))) for message in behind[:20])
@@ -116,8 +116,8 @@ class _Batch:
                 + (", ...)" if len(behind) > 20 else ")")
             )
 
-    def _fail(self, part: range, error: Exception) -> None:
-        for index in part:
+    def _fail(self, chunk: range, error: Exception) -> None:
+        for index in chunk:
             self.results[index] = error
         if not isinstance(error, RetriesExhaustedError):
             self._exhausted = 0

@@ -10,8 +10,8 @@ from sqlalchemy.exc import DBAPIError
 
 from .dialects import Dialect, Expired, Failure, Route
 from .errors import CleanupInterruptedError, RetriesExhaustedError, UnsupportedDatabaseError
-from .persistent import persistently
 from .retry import RetryPolicy
+from .retrying import persistently
 
 T = TypeVar("T")
 

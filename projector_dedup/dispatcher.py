@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from sqlalchemy.orm import Session, sessionmaker
 
-from .apply import Part, aapply, apply
+from .apply import Chunk, aapply, apply
 from .asyncio_names import AsyncSession, async_sessionmaker
 from .batch import aapply_batch, apply_batch
 from .errors import HandlerDefinitionError, RefusedError, UnhandledMessage
@@ -16,10 +16,10 @@ from .handler import Handler, check_kind, options_for, refuse_shared_names
 from .message import IdExtractor, Message, Route, envelope, id_text, known_id, printable, route_of
 from .outcome import Delivery
 from .projector import handlers_of
+from .results import BatchResults, Results
 from .retry import RetryPolicy
 from .sessions import UnitOptions, check_session_factory
 from .tables import DedupTables, default_tables
-from .tally import BatchTally, Tally
 
 
 class _Routing:
@@ -97,12 +97,12 @@ class _Routing:
             )
         return message, handlers, known_id(message, needed=needed)
 
-    def _route_all(self, events: Iterable[object]) -> BatchTally:
+    def _route_all(self, events: Iterable[object]) -> BatchResults:
         if isinstance(events, (str, bytes, Mapping, Message)):
             raise RefusedError(
                 f"deliver_batch takes messages, in a list say; this is one {type(events).__name__}: deliver(event)"
             )
-        batch = BatchTally()
+        batch = BatchResults()
         for event in events:
             try:
                 batch.routed(*self._route(event, None))
@@ -132,15 +132,15 @@ class Dispatcher(_Routing):
         registration, and failures are raised together as ``DeliveryFailed``.
         """
         message, handlers, known = self._route(event, message_id)
-        tally = Tally(known, handlers)
+        results = Results(known, handlers)
         for handler in handlers:
-            part = Part(handler, [message])
+            chunk = Chunk(handler, [message])
             try:
-                durable = apply(part, self._factory, self._options[handler.identity], self._policy)
-                tally.settled(handler, part.outcomes[0], durable)
+                durable = apply(chunk, self._factory, self._options[handler.identity], self._policy)
+                results.settled(handler, chunk.outcomes[0], durable)
             except Exception as error:  # noqa: BLE001  # kept, and raised when every handler was tried
-                tally.failed(handler, error)
-        return tally.settled_delivery()
+                results.failed(handler, error)
+        return results.settled_delivery()
 
     def deliver_batch(self, events: Iterable[object]) -> list[Delivery]:
         """Deliver many messages at once: for each handler one claim, one transaction, one commit.
@@ -168,15 +168,15 @@ class AsyncDispatcher(_Routing):
     async def deliver(self, event: object, *, message_id: object = None) -> Delivery:
         """As ``Dispatcher.deliver``; a cancellation leaves the message applied or not, and nothing in between."""
         message, handlers, known = self._route(event, message_id)
-        tally = Tally(known, handlers)
+        results = Results(known, handlers)
         for handler in handlers:
-            part = Part(handler, [message])
+            chunk = Chunk(handler, [message])
             try:
-                durable = await aapply(part, self._factory, self._options[handler.identity], self._policy)
-                tally.settled(handler, part.outcomes[0], durable)
+                durable = await aapply(chunk, self._factory, self._options[handler.identity], self._policy)
+                results.settled(handler, chunk.outcomes[0], durable)
             except Exception as error:  # noqa: BLE001  # kept, and raised when every handler was tried
-                tally.failed(handler, error)
-        return tally.settled_delivery()
+                results.failed(handler, error)
+        return results.settled_delivery()
 
     async def deliver_batch(self, events: Iterable[object]) -> list[Delivery]:
         """As ``Dispatcher.deliver_batch``."""

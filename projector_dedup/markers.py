@@ -18,7 +18,7 @@ from .dialects.listeners import forget_if_moved
 from .dialects.plain_tables import Wanted
 from .errors import InProgress, MissingTableError, UnsafeSessionError
 from .message import moment_in_utc, valid_formerly, valid_handler, valid_message_id
-from .probe import try_within
+from .preflight import try_within
 from .reentry import outside_handlers
 from .tables import DedupTables, default_tables
 

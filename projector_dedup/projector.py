@@ -11,7 +11,7 @@ from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 from sqlalchemy.orm import Session, sessionmaker
 
-from .apply import Part, aapply, apply
+from .apply import Chunk, aapply, apply
 from .asyncio_names import AsyncSession, async_sessionmaker
 from .errors import HandlerDefinitionError, UnhandledMessage
 from .extractors import attribute_or_key
@@ -155,8 +155,8 @@ class FunctionProjector(Generic[P, R]):
         """Apply the event once, in a unit of work of its own. It returns only if the message may be acknowledged."""
         check_session_factory(session_factory, asynchronous=False)
         check_kind(self.handler, asynchronous=False)
-        part = self._part(event, message_id)
-        return self._delivery(part, apply(part, session_factory, self._options, RetryPolicy()))
+        chunk = self._chunk(event, message_id)
+        return self._delivery(chunk, apply(chunk, session_factory, self._options, RetryPolicy()))
 
     async def adeliver(
         self, event: object, *, message_id: object = None, session_factory: async_sessionmaker[AsyncSession]
@@ -164,18 +164,18 @@ class FunctionProjector(Generic[P, R]):
         """``deliver`` for an ``async def`` function."""
         check_session_factory(session_factory, asynchronous=True)
         check_kind(self.handler, asynchronous=True)
-        part = self._part(event, message_id)
-        return self._delivery(part, await aapply(part, session_factory, self._options, RetryPolicy()))
+        chunk = self._chunk(event, message_id)
+        return self._delivery(chunk, await aapply(chunk, session_factory, self._options, RetryPolicy()))
 
-    def _part(self, event: object, message_id: object) -> Part:
+    def _chunk(self, event: object, message_id: object) -> Chunk:
         message = envelope(event, message_id, attribute_or_key, needed=self.handler.idempotent)
         if not self.handler.wants(route_of(message)):
             raise UnhandledMessage(f"{self.handler.identity} does not handle {type(message.body).__name__}")
-        return Part(self.handler, [message])
+        return Chunk(self.handler, [message])
 
-    def _delivery(self, part: Part, durable: bool) -> Delivery:
-        known = known_id(part.messages[0], needed=self.handler.idempotent)
-        return Delivery(known, {self.handler.identity: part.outcomes[0]}, durable)
+    def _delivery(self, chunk: Chunk, durable: bool) -> Delivery:
+        known = known_id(chunk.messages[0], needed=self.handler.idempotent)
+        return Delivery(known, {self.handler.identity: chunk.outcomes[0]}, durable)
 
 
 # Identity --------------------------------------------------------------------------------------------------------

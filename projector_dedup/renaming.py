@@ -13,8 +13,8 @@ from sqlalchemy.sql import Delete, Insert
 from .dialects import Dialect, Failure, dialect_of
 from .errors import RefusedError
 from .message import printable, valid_handler
-from .persistent import PASSING, persistently
 from .retry import RetryPolicy
+from .retrying import PASSING, persistently
 from .schema import verify
 from .tables import DedupTables, default_tables
 

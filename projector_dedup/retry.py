@@ -70,7 +70,7 @@ class Attempts:
     ) -> float:
         """The seconds to wait before the next attempt; raises what should surface if there is to be none.
 
-        ``cause`` is what doomed the transaction, which may be older than the ``error`` that the handler made of it.
+        ``cause`` is what aborted the transaction, which may be older than the ``error`` that the handler made of it.
         ``dialect`` is None if no connection could be had: then nothing ran, and trying again is safe.
         """
         if self._deadline is None:

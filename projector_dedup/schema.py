@@ -13,7 +13,7 @@ from .errors import MissingTableError, RefusedError
 from .findings import Finding, advice
 from .markers import insert_marker, marker_key
 from .message import printable
-from .probe import LOOK_ALIKES, try_out
+from .preflight import LOOK_ALIKES, try_out
 from .state import SCHEMA_VERSION, read_state
 from .tables import SCHEMA, DedupTables, default_tables, full_name
 

@@ -19,7 +19,7 @@ from .dialects.listeners import forget_if_moved
 from .errors import UnsafeSessionError
 from .guards import GuardedSession, guarded_session, locking_session
 from .isolation import take_connection
-from .probe import try_out, try_within
+from .preflight import try_out, try_within
 from .row_source import ReadAhead
 from .tables import DedupTables, default_tables
 

@@ -170,10 +170,10 @@ class Work:
         return self._guard is not None and self._guard.commit_was_sent
 
     def cause_of(self, error: Exception) -> Exception:
-        """What doomed the transaction, where that came before the error that the handler made of it."""
+        """What aborted the transaction, where that came before the error that the handler made of it."""
         if isinstance(error, OvertakenError):  # which we made of it
             return error
-        return (self._guard.doomed_by if self._guard is not None else None) or error
+        return (self._guard.aborted_by if self._guard is not None else None) or error
 
     def close(self, error: BaseException | None = None) -> None:
         """Roll back unless committed, and leave no lock and no open transaction, whatever the handler did.
@@ -186,7 +186,7 @@ class Work:
                 violation = None if self.committed else guard.made_durable()
                 guard.release()
                 if not self.committed and self.durable:
-                    cause = guard.doomed_by or error
+                    cause = guard.aborted_by or error
                     if isinstance(cause, Exception) and guard.dialect.classify(cause) is Failure.READ_ONLY:
                         guard.must_disconnect = True  # or its pool would go on with a server that is no primary
                     guard.leave_nothing_open()

@@ -22,8 +22,8 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from databases import DRIVERS, Database, Driver, mariadb_database
 from projector_dedup import MissingTableError, Outcome, RetriesExhaustedError, RetryPolicy
 from projector_dedup.dialects.postgresql import PostgreSQL
-from projector_dedup.persistent import persistently
 from projector_dedup.retention import cleanup
+from projector_dedup.retrying import persistently
 from projector_dedup.testing.postgres import _free_port
 from reached import reached
 from rig import Durable, Outside, Rig, add, create_tables, outsides_fixture, rig_on_fixture  # noqa: F401  # fixtures

@@ -42,7 +42,7 @@ class Dialect(Maintenance):
     locking_isolation: ClassVar[str] = "READ COMMITTED"
     """The level for entities in ``read_models``, where FOR UPDATE locks them."""
 
-    doom_lasts: ClassVar[bool] = False  #: Whether statements go on succeeding in a transaction that was rolled back
+    abort_lasts: ClassVar[bool] = False  #: Whether statements go on succeeding in a transaction that was rolled back
 
     begins_with_level: ClassVar[bool] = False
     """Whether the driver says the level with BEGIN, so that asking for it costs nothing and outlives nothing."""
@@ -209,7 +209,7 @@ class Dialect(Maintenance):
     def status(self, driver_connection: Any) -> Status:
         """How the transaction stands. Reads the driver's memory: no round trip."""
 
-    def dooms(self, error: DBAPIError) -> bool:
+    def aborts(self, error: DBAPIError) -> bool:
         """Whether the error ended the transaction, or made the server refuse what follows outside a savepoint."""
         return False
 

@@ -25,7 +25,7 @@ from .migrating import lock_session
 from .mysql_catalog import measured, sampled
 from .mysql_claim import given, insert_given, insert_markers, met_by_claim
 from .mysql_connection import IN_TRANSACTION, careful
-from .mysql_errors import classify, commit_refused, dooms
+from .mysql_errors import aborts, classify, commit_refused
 from .mysql_rows import MariaDBRows
 from .mysql_snapshots import Opening, server_of, snapshot_findings, switching
 from .mysql_tables import refuse_unfit
@@ -62,7 +62,7 @@ class MySQL(Dialect):
         settings="(?!)",  # SET LOCAL is of the session, and SET TRANSACTION is refused within one
         one_at_a_time=True,
     )
-    doom_lasts = True
+    abort_lasts = True
     claims_may_read = True
     plain_rows = MariaDBRows()
     pruning_isolation = "READ COMMITTED"  # above it, the gap after the last expired marker is where new ones go
@@ -198,9 +198,9 @@ class MySQL(Dialect):
             return Status.OPEN
         return Status.OPEN if flags & IN_TRANSACTION else Status.NONE
 
-    def dooms(self, error: DBAPIError) -> bool:
+    def aborts(self, error: DBAPIError) -> bool:
         """The server rolled back, all of it or (a lock wait) perhaps all, and goes on in another transaction."""
-        return dooms(error)
+        return aborts(error)
 
     def classify(self, error: Exception) -> Failure:
         """By the server's error number: PyMySQL calls a deadlock 40001, and others have no SQLSTATE."""

@@ -48,8 +48,8 @@ def classify(error: Exception) -> Failure:
     return Failure.NO_TABLE if number in _NO_TABLE else Failure.PERMANENT
 
 
-def dooms(error: DBAPIError) -> bool:
-    """``Dialect.dooms``."""
+def aborts(error: DBAPIError) -> bool:
+    """``Dialect.aborts``."""
     return _number(error) in (_DEADLOCK, _RECORD_CHANGED, _LOCK_TABLE_FULL, _LOCK_WAIT_TIMEOUT, _NO_SAVEPOINT)
 
 

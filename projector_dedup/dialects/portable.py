@@ -1,6 +1,6 @@
 """A database or driver that nobody has tried: what SQL:1999 and PEP 249 promise, and no more.
 
-What that leaves open is tried out before the first claim (``probe.py``), and asked before every COMMIT.
+What that leaves open is tried out before the first claim (``preflight.py``), and asked before every COMMIT.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Portable(Dialect):
     untried = True
     bounds_waits = False
     locking_isolation = "SERIALIZABLE"  # whether FOR UPDATE is sent at all is SQLAlchemy's dialect's to say
-    doom_lasts = True
+    abort_lasts = True
 
     def prepare(self, engine: Engine) -> None:
         """Learn whether SERIALIZABLE can be asked for."""
@@ -182,7 +182,7 @@ class Portable(Dialect):
         """No driver is known well enough to ask."""
         return Status.OPEN
 
-    def dooms(self, error: DBAPIError) -> bool:
+    def aborts(self, error: DBAPIError) -> bool:
         """The server may have rolled everything back, and go on in another transaction."""
         return self.classify(error) is Failure.TRANSIENT
 

@@ -170,7 +170,7 @@ class PostgreSQL(Dialect):
             return Status.OPEN if driver_connection.is_in_transaction() else Status.NONE
         return _LIBPQ_STATUS[driver_connection.info.transaction_status]
 
-    def dooms(self, error: DBAPIError) -> bool:
+    def aborts(self, error: DBAPIError) -> bool:
         """Any error that the server sent aborts the transaction."""
         return sqlstate_of(error) is not None
 

@@ -33,7 +33,7 @@ class Guard:
         self.dialect, self.session = dialect, session
         self.connection, self.driver = connection, driver
         self.violation: TransactionViolatedError | None = None
-        self.doomed_by: DBAPIError | None = None
+        self.aborted_by: DBAPIError | None = None
         self._begun = self.watching = False  # the latter is true while a handler has the session
         self.several = False  # messages share the transaction, and a handler has one of them at a time
         self.must_ask = self.lent = False  # the server, before COMMIT; to what may have committed past us
@@ -86,8 +86,8 @@ class Guard:
             raise self.violation
         if self.connection.get_transaction() is not self._transaction:
             self._rolled_back()
-        if self.doomed_by is not None and not mends:
-            self._refuse_doomed()
+        if self.aborted_by is not None and not mends:
+            self._refuse_aborted()
         if sql is not None:
             if command := self.dialect.grammar.transaction_command(sql):
                 raise self.violate(f"the handler ran {command}, which begins or ends a transaction")
@@ -106,13 +106,13 @@ class Guard:
     def after_statement(self) -> None:
         """On most databases a statement that succeeds, ROLLBACK TO SAVEPOINT say, proves the transaction alive."""
         self._begun = self._begun or self.dialect.status(self.driver) is Status.OPEN
-        if not self.dialect.doom_lasts:
-            self.doomed_by = None
+        if not self.dialect.abort_lasts:
+            self.aborted_by = None
 
     def savepoint_ended(self, name: str, *, rolled_back: bool) -> None:
         """It was there to be rolled back: whatever error came after it, the transaction is alive."""
         if rolled_back:
-            self.doomed_by = None
+            self.aborted_by = None
         self.savepoints.ended(name)
 
     def lend_driver(self) -> None:
@@ -125,16 +125,16 @@ class Guard:
     def distrust(self) -> None:
         """What comes next may fail without our being told; the server will know."""
         if self.watching:
-            self._refuse_doomed()
+            self._refuse_aborted()
             self.must_ask = True
             self.savepoints.mark()
 
     def statement_failed(self, error: BaseException) -> None:
         """The first error counts, inside a savepoint too: those that follow only say that all is aborted."""
-        if self.doomed_by is not None or not isinstance(error, DBAPIError):
+        if self.aborted_by is not None or not isinstance(error, DBAPIError):
             return
-        if error.connection_invalidated or self.dialect.dooms(error):
-            self.doomed_by = error
+        if error.connection_invalidated or self.dialect.aborts(error):
+            self.aborted_by = error
 
     def before_commit(self, how: str) -> None:
         """Before the session or the connection commits its transaction."""
@@ -163,7 +163,7 @@ class Guard:
         if self.violation is not None:
             raise self.violation
         if self.connection.invalidated:
-            raise self.violate("the handler swallowed the loss of the database connection") from self.doomed_by
+            raise self.violate("the handler swallowed the loss of the database connection") from self.aborted_by
         same = self.session.get_transaction() is self._session_transaction
         if not same or self.connection.get_transaction() is not self._transaction:
             self._rolled_back()
@@ -172,8 +172,8 @@ class Guard:
         status = self.dialect.status(self.driver)
         if self._begun and status is Status.NONE:
             raise self.ended_below()
-        if status is Status.ABORTED or self.doomed_by is not None:
-            raise self._swallowed() from self.doomed_by
+        if status is Status.ABORTED or self.aborted_by is not None:
+            raise self._swallowed() from self.aborted_by
         if status is Status.BUSY:
             if not self.lent:
                 self.ask()  # it was lost, perhaps: the driver says so
@@ -222,13 +222,13 @@ class Guard:
                     return self.marker.is_committed() is True
         return status is Status.NONE
 
-    def _refuse_doomed(self) -> None:
-        if self.doomed_by is not None and self.dialect.doom_lasts:
-            raise self._swallowed() from self.doomed_by
+    def _refuse_aborted(self) -> None:
+        if self.aborted_by is not None and self.dialect.abort_lasts:
+            raise self._swallowed() from self.aborted_by
 
     def _rolled_back(self) -> NoReturn:
-        if self.doomed_by is not None:
-            raise self._swallowed() from self.doomed_by
+        if self.aborted_by is not None:
+            raise self._swallowed() from self.aborted_by
         raise self.violate(
             "the handler rolled back or closed the session or its connection, or swallowed a failed flush; put "
             "what may fail inside `with session.begin_nested()`"

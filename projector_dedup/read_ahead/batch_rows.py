@@ -52,7 +52,7 @@ class BatchRows:
         self._session = watched.session
         self._connection = watched.connection
         self._database = watched.dialect.plain_rows
-        self._dooms = watched.dialect.dooms
+        self._aborts = watched.dialect.aborts
         self._failed = watched.statement_failed
         self._failure: BaseException | None = None  # of ours; who swallows it meets it again
         self._entities: dict[Any, Plain | None] = {}
@@ -172,7 +172,7 @@ class BatchRows:
             try:
                 found: Sequence[Any] = self._execute(plain, self._database.reading, names, lists).all()
             except Exception as error:
-                if isinstance(error, DBAPIError) and (error.connection_invalidated or self._dooms(error)):
+                if isinstance(error, DBAPIError) and (error.connection_invalidated or self._aborts(error)):
                     raise
                 return ()  # there is a row that the driver, or its type, cannot read; who asks for it meets that
             return found

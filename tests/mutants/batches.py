@@ -7,8 +7,8 @@ MUTANTS = (
         name="batch-results-of-other-messages",
         breaks="The messages of a batch get each other's outcomes.",
         where="_Batch.settled",
-        old="zip(self._now, self._part.outcomes, strict=True)",
-        new="zip(self._now, reversed(self._part.outcomes), strict=True)",
+        old="zip(self._now, self._chunk.outcomes, strict=True)",
+        new="zip(self._now, reversed(self._chunk.outcomes), strict=True)",
         tests=(
             "tests/test_contract.py::TestDefault::test_a_failing_message_takes_no_other_with_it[sqlite+pysqlite-at once-{0, 4, 7}]",
         ),
@@ -42,7 +42,7 @@ MUTANTS = (
     Mutant(
         name="batch-failure-is-acknowledged",
         breaks="deliver_batch() returns although messages failed.",
-        where="BatchTally.settled_deliveries",
+        where="BatchResults.settled_deliveries",
         old="if errors:",
         new="if len(errors) > len(deliveries):",
         tests=(
@@ -52,15 +52,15 @@ MUTANTS = (
     Mutant(
         name="batch-result-for-the-next-message",
         breaks="The result of a message in a batch is given to another message.",
-        where="BatchTally.handled",
-        old="zip(self._wanted[handler.identity], results, strict=True)",
-        new="zip(self._wanted[handler.identity], [*results[1:], *results[:1]], strict=True)",
+        where="BatchResults.handled",
+        old="zip(self._wanted[handler.identity], became, strict=True)",
+        new="zip(self._wanted[handler.identity], [*became[1:], *became[:1]], strict=True)",
         tests=("tests/test_contract.py::TestDefault::test_a_batch_applies_each_message_once[sqlite+pysqlite]",),
     ),
     Mutant(
         name="batch-handles-the-last-of-two",
         breaks="Of a message that comes twice in a batch the later is handled, after those between them.",
-        where="Part._claim",
+        where="Chunk._claim",
         old="index, message in reversed([*enumerate(self.messages)])",
         new="index, message in enumerate(self.messages)",
         tests=("tests/test_contract.py::TestDefault::test_a_batch_applies_each_message_once[sqlite+pysqlite]",),

@@ -29,7 +29,7 @@ MUTANTS = (
     Mutant(
         name="duplicate-runs-the-handler",
         breaks="A redelivery enters the handler although its claim found the marker.",
-        where="Part._claim",
+        where="Chunk._claim",
         old="return [0] if new else []",
         new="return [0]",
         tests=("tests/test_contract.py::TestDefault::test_a_redelivery_never_enters_the_handler[sqlite+pysqlite]",),
@@ -158,7 +158,7 @@ MUTANTS = (
     Mutant(
         name="former-names-are-not-claimed",
         breaks="A renamed handler claims its new name alone, and applies again what it had applied under the old one.",
-        where="Part._claim",
+        where="Chunk._claim",
         old="work.claim(first.id, handler.identity, handler.formerly, first.occurred_at, about=about)",
         new="work.claim(first.id, handler.identity, (), first.occurred_at, about=about)",
         tests=(

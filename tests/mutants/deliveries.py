@@ -6,7 +6,7 @@ MUTANTS = (
     Mutant(
         name="failure-is-acknowledged",
         breaks="deliver() returns although a handler failed, so the message is acknowledged and lost.",
-        where="Tally.failed",
+        where="Results.failed",
         old="self._failures = (*self._failures, error)",
         new="pass",
         tests=(
@@ -16,7 +16,7 @@ MUTANTS = (
     Mutant(
         name="delivery-error-is-not-raised",
         breaks="deliver() returns a Delivery with FAILED in it instead of raising DeliveryFailed.",
-        where="Tally.settled_delivery",
+        where="Results.settled_delivery",
         old="if (error := self.error()) is not None:",
         new="if (error := self.error()) is not None and self._alone:",
         tests=(
@@ -27,8 +27,8 @@ MUTANTS = (
         name="first-failure-ends-the-delivery",
         breaks="The handlers behind one that failed are not tried.",
         where="Dispatcher.deliver",
-        old="tally.failed(handler, error)",
-        new="tally.failed(handler, error)\n                break",
+        old="results.failed(handler, error)",
+        new="results.failed(handler, error)\n                break",
         tests=(
             "tests/test_contract.py::TestDefault::test_every_handler_is_tried_and_the_failures_come_together[sqlite+pysqlite]",
         ),
@@ -80,7 +80,7 @@ MUTANTS = (
     Mutant(
         name="off-writes-markers",
         breaks="A projector without idempotent=True claims a marker, and needs the table.",
-        where="Part._claim",
+        where="Chunk._claim",
         old="if not handler.idempotent:",
         new="if handler is None:",
         tests=("tests/test_contract.py::TestDefault::test_off_means_free[sqlite+pysqlite]",),

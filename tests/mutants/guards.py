@@ -34,7 +34,7 @@ MUTANTS = (
     Mutant(
         name="asyncpg-swallowed-error-commits-nothing",
         breaks="With asyncpg an error that a handler swallowed is not remembered: COMMIT rolls back, and it is APPLIED.",
-        where="PostgreSQL.dooms",
+        where="PostgreSQL.aborts",
         old="return sqlstate_of(error) is not None",
         new="return False",
         tests=(
@@ -54,7 +54,7 @@ MUTANTS = (
     Mutant(
         name="mariadb-lock-wait-timeout-rolls-nothing-back",
         breaks="On MariaDB a swallowed lock wait timeout is thought harmless, though the server may have rolled back.",
-        where="dooms",
+        where="aborts",
         old="_LOCK_TABLE_FULL, _LOCK_WAIT_TIMEOUT, _NO_SAVEPOINT)",
         new="_LOCK_TABLE_FULL, _NO_SAVEPOINT)",
         tests=(
@@ -62,7 +62,7 @@ MUTANTS = (
         ),
     ),
     Mutant(
-        name="error-inside-a-savepoint-dooms-the-message",
+        name="error-inside-a-savepoint-aborts-the-message",
         breaks="An error that a handler caught around begin_nested() is held against it, as if it aborted everything.",
         where="Guard.savepoint_ended",
         old="if rolled_back:",
@@ -94,7 +94,7 @@ MUTANTS = (
         breaks="A handler that took the driver's own connection may have committed there, and nobody asks the server.",
         where="Guard.lend_driver",
         old="self.distrust()",
-        new="self._refuse_doomed()",
+        new="self._refuse_aborted()",
         tests=(
             "tests/test_guards.py::test_what_becomes_of_a_misbehaviour[mariadb+pymysql-driver cursor COMMIT, BEGIN in nested-returns]",
         ),

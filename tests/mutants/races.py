@@ -87,7 +87,7 @@ MUTANTS = (
         name="wrapped-conflict-is-not-retried",
         breaks="A conflict that a handler turned into an error of its own is not tried again.",
         where="Work.cause_of",
-        old="return (self._guard.doomed_by if self._guard is not None else None) or error",
+        old="return (self._guard.aborted_by if self._guard is not None else None) or error",
         new="return error",
         tests=(
             "tests/test_guards_ordinary.py::test_a_serialization_failure_is_retried_whatever_the_handler_makes_of_it[is_swallowed-postgresql+psycopg2]",

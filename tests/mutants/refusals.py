@@ -42,7 +42,7 @@ MUTANTS = (
     Mutant(
         name="external-transaction-is-called-durable",
         breaks="Inside an outer transaction that will be rolled back, messages are called durable.",
-        where="Tally.settled",
+        where="Results.settled",
         old="self._durable = self._durable and durable",
         new="self._durable = True",
         tests=(

@@ -1,4 +1,4 @@
-"""What the outcomes of a message come to together, handler by handler; and those of a batch, message by message."""
+"""The outcomes of one message, handler by handler, and those of a batch, message by message: a Delivery or an error."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .message import Message, printable
 from .outcome import Delivery, Outcome
 
 
-class Tally:
+class Results:
     """The outcomes of one message, handler by handler."""
 
     __slots__ = ("_alone", "_durable", "_failures", "_message_id", "_outcomes")
@@ -22,29 +22,29 @@ class Tally:
         self._durable = True
 
     @classmethod
-    def not_routed(cls, message_id: str | None, error: Exception) -> Tally:
-        """That of a message for which no handler was tried."""
-        tally = cls(message_id, [])
-        tally._alone, tally._failures = True, (error,)
-        tally._outcomes["(not routed)"] = Outcome.FAILED
-        return tally
+    def not_routed(cls, message_id: str | None, error: Exception) -> Results:
+        """Return the results of a message for which no handler was tried."""
+        results = cls(message_id, [])
+        results._alone, results._failures = True, (error,)
+        results._outcomes["(not routed)"] = Outcome.FAILED
+        return results
 
     def settled(self, handler: Handler, outcome: Outcome, durable: bool) -> None:
-        """It did what it had to."""
+        """Note that a handler has applied the message, or found that it was applied."""
         self._outcomes[handler.identity] = outcome
         self._durable = self._durable and durable
 
     def failed(self, handler: Handler, error: Exception) -> None:
-        """It did not apply; each of several handlers is tried before any error is raised."""
+        """Note that a handler has failed; each of several is tried before any error is raised."""
         self._outcomes[handler.identity] = Outcome.FAILED
         self._failures = (*self._failures, error)
 
     def delivery(self) -> Delivery:
-        """Every outcome, settled or not."""
+        """Return every outcome, settled or not."""
         return Delivery(self._message_id, self._outcomes, self._durable)
 
     def error(self) -> Exception | None:
-        """What to raise if not all are settled: an only handler's error is the caller's own."""
+        """Return the error to raise if not all are settled: that of a single handler as it is; None if all are."""
         if not self._failures:
             return None
         if self._alone:
@@ -56,46 +56,46 @@ class Tally:
         return DeliveryFailed(f"not applied by {causes}", self._failures, self.delivery())
 
     def settled_delivery(self) -> Delivery:
-        """What ``deliver`` returns, or raises."""
+        """Return what ``deliver`` returns, or raise what it raises."""
         if (error := self.error()) is not None:
             raise error
         return self.delivery()
 
 
-class BatchTally:
+class BatchResults:
     """The outcomes of many messages, in the order of the input, and what each handler has to do."""
 
     def __init__(self) -> None:
-        self._tallies: list[Tally] = []
-        self._wanted: dict[str, list[tuple[Tally, Message]]] = {}
+        self._all: list[Results] = []
+        self._wanted: dict[str, list[tuple[Results, Message]]] = {}
 
     def routed(self, message: Message, handlers: list[Handler], known: str | None) -> None:
-        """The next message of the input."""
-        tally = Tally(known, handlers)
-        self._tallies.append(tally)
+        """Note the next message of the input, and the handlers that want it."""
+        results = Results(known, handlers)
+        self._all.append(results)
         for handler in handlers:
-            self._wanted.setdefault(handler.identity, []).append((tally, message))
+            self._wanted.setdefault(handler.identity, []).append((results, message))
 
     def not_routed(self, message_id: str | None, error: Exception) -> None:
-        """The next one is of nobody, or has no id."""
-        self._tallies.append(Tally.not_routed(message_id, error))
+        """Note that no handler wants the next message, or that it has no id."""
+        self._all.append(Results.not_routed(message_id, error))
 
     def messages_for(self, handler: Handler) -> list[Message]:
-        """In the order of the input."""
+        """Return the messages that a handler wants, in the order of the input."""
         return [message for _, message in self._wanted.get(handler.identity, ())]
 
-    def handled(self, handler: Handler, results: list[Result], durable: bool) -> None:
-        """What became of ``messages_for(handler)``."""
-        for (tally, _), result in zip(self._wanted[handler.identity], results, strict=True):
+    def handled(self, handler: Handler, became: list[Result], durable: bool) -> None:
+        """Note what became of ``messages_for(handler)``."""
+        for (results, _), result in zip(self._wanted[handler.identity], became, strict=True):
             if isinstance(result, Exception):
-                tally.failed(handler, result)
+                results.failed(handler, result)
             else:
-                tally.settled(handler, result, durable)
+                results.settled(handler, result, durable)
 
     def settled_deliveries(self) -> list[Delivery]:
-        """What ``deliver_batch`` returns, or raises."""
-        deliveries = [tally.delivery() for tally in self._tallies]
-        errors = [error for tally in self._tallies if (error := tally.error()) is not None]
+        """Return what ``deliver_batch`` returns, or raise what it raises."""
+        deliveries = [results.delivery() for results in self._all]
+        errors = [error for results in self._all if (error := results.error()) is not None]
         if errors:
             raise BatchFailed(
                 f"{len(errors)} of {len(deliveries)} messages failed ({_ids(deliveries)}); acknowledge those in "
