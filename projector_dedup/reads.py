@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect as inspect_module
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 
@@ -48,11 +49,19 @@ def _finder(entity: Any, declared: object) -> Callable[[Any], Iterable[Key]]:
         raise HandlerDefinitionError(f"reads names {entity!r}, which is no mapped class; name an entity, {_EXAMPLE}")
     width = len(mapper.primary_key)
     if callable(declared):
-        return lambda event: [each if isinstance(each, tuple) else (each,) for each in declared(event)]
+        if inspect_module.iscoroutinefunction(declared):
+            raise HandlerDefinitionError(f"reads={{{entity.__name__}: ...}} takes a plain function, not an async one")
+        return lambda event: [each if isinstance(each, tuple) else (each,) for each in _listed(declared(event))]
     paths = [_paths(entity, width, each) for each in (declared if isinstance(declared, list) else [declared])]
     if not paths:
         raise HandlerDefinitionError(f"reads says nothing of where the keys of {entity.__name__} are, {_EXAMPLE}")
     return lambda event: [tuple(find(event) for find in parts) for parts in paths]
+
+
+def _listed(keys: Any) -> Iterable[Any]:
+    if isinstance(keys, (str, bytes)) or not isinstance(keys, Iterable):
+        raise TypeError(f"the function returns a list of keys, not {type(keys).__name__}")
+    return keys
 
 
 def _paths(entity: type[Any], width: int, declared: object) -> list[Callable[[Any], Any]]:
@@ -64,8 +73,9 @@ def _paths(entity: type[Any], width: int, declared: object) -> list[Callable[[An
                 f"composite key, a list of these, or a function of the event; not {path!r}"
             )
     if len(parts) != width:
+        one, key = entity.__name__, ", ".join(column.name for column in inspect(entity).primary_key)
         raise HandlerDefinitionError(
-            f"the key of {entity.__name__} has {width} column{'s' * (width > 1)}, and reads has {len(parts)} paths for "
-            f"it: give one for each, in the order of the table, {_EXAMPLE}"
+            f"the key of {one} is ({key}), and {declared!r} is not for {width} column{'s' * (width > 1)}: write a "
+            f"tuple with a path for each column, reads={{{one}: ('a.b', 'c')}}; for several rows, a list of these"
         )
     return [by_path(path) for path in parts]

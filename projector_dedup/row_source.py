@@ -42,4 +42,11 @@ class ReadAhead(Protocol):
 
 
 class ReadAheadError(Exception):
-    """Raised where rows could not be read with a claim: run the unit of work again, which will not try that."""
+    """Raised where rows could not be read with a claim: run the unit of work again, which will not try that.
+
+    It ``lasts`` if the next message would meet it too; a lock that was not had in time does not.
+    """
+
+    def __init__(self, *, lasts: bool = True) -> None:
+        super().__init__("rows could not be read with a claim")
+        self.lasts = lasts

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 from sqlalchemy import URL, Engine, create_engine
 
 from databases import (
@@ -34,6 +35,9 @@ from databases import (
 from pgbouncer import PgBouncer
 from projector_dedup.testing import contract  # noqa: F401  # before any of its parts: pytest explains their asserts
 from reached import reached
+
+settings.register_profile("untimed", deadline=None)  # how long an example takes is the machine's affair
+settings.load_profile("untimed")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -48,6 +48,10 @@ def engine_fixture(request: pytest.FixtureRequest) -> Iterator[Engine]:
 # What may be declared ------------------------------------------------------------------------------------------------
 
 
+async def _awaited(_event: object) -> list[int]:
+    return []
+
+
 class NoEntity:
     """Not mapped."""
 
@@ -63,16 +67,17 @@ class NoEntity:
         ({Total: ""}, "dotted path"),
         ({Total: "row..id"}, "dotted path"),
         ({Total: b"row"}, "dotted path"),
-        ({Total: ("row", "row")}, "1 column, and reads has 2 paths"),
-        ({Named: "shop"}, "2 columns, and reads has 1 paths"),
+        ({Total: ("row", "row")}, "is not for 1 column: write a tuple"),
+        ({Named: "shop"}, "is not for 2 columns: write a tuple"),
         ({Named: ["shop", "number"]}, "2 columns"),
+        ({Total: _awaited}, "not an async one"),
         ({Named: ("shop", 1)}, "dotted path"),
         ({Total: []}, "says nothing"),
         ({}, "takes a mapping"),
         ([Total], "takes a mapping"),
         ("row", "takes a mapping"),
     ],
-    ids=str,
+    ids=[f"{number}" for number in range(17)],
 )
 def test_what_is_no_declaration_is_refused_where_it_stands(reads: Any, words: str) -> None:
     """Before anything is delivered, with words that say what to write."""
@@ -174,6 +179,7 @@ def _raises(_change: object) -> list[int]:
         {Total: lambda change: [change.row, None]},
         {Total: lambda _change: [1 << 40]},
         {Total: lambda _change: 7},
+        {Total: lambda _change: "1"},
         {Total: lambda _change: [[1]]},
         {Total: lambda _change: [(1, 2)]},
         {Named: lambda _change: [("a\0b", UUID(int=1))]},
@@ -181,7 +187,7 @@ def _raises(_change: object) -> list[int]:
         {Named: lambda _change: [("a", str(UUID(int=1)))]},
         {Total: _raises},
     ],
-    ids=[f"{number}" for number in range(14)],
+    ids=[f"{number}" for number in range(15)],
 )
 def test_keys_that_are_none(engine: Engine, caplog: pytest.LogCaptureFixture, reads: Any, request: Any) -> None:
     """Found out before any SQL: the plain claim, and one warning for each handler that says what was wrong."""
@@ -318,6 +324,68 @@ def test_a_row_that_a_rival_adds_behind_the_claim_is_found(request: pytest.Fixtu
         assert deliver(Added(9))[0] == BOTH
         assert totals(engine) == [0, 1, 0, 0, 101]
         rival.dispose()
+
+
+def test_an_instance_that_the_handler_brought_along_is_the_one(engine: Engine) -> None:
+    """Added or merged without a statement, it is in the session, and `get` returns it."""
+    with Session(engine, expire_on_commit=False) as session:
+        kept = session.get_one(Total, 1)
+        session.expunge(kept)
+
+    def body(_change: Added, session: Session) -> None:
+        session.add(kept)
+        assert session.get(Total, 1) is kept
+        kept.amount += 1
+
+    deliver = Delivered(engine)
+    deliver(Added(0))
+    deliver.body = body
+    deliver(Added(1))
+    assert totals(engine) == [1, 1, 0, 0]
+
+
+def test_a_declared_row_that_is_locked_does_not_keep_a_message(postgresql: Database) -> None:
+    """One that the handler does not ask for: the claim is made again without it."""
+    with engine_of(postgresql) as engine:
+        hasty = create_engine(engine.url, connect_args={"options": "-c lock_timeout=100"})
+        deliver = Delivered(hasty, read_models=[Total])
+        deliver(Added(0))
+        deliver.body = lambda _change, session: session.get_one(Total, 0)
+        with engine.begin() as rival:
+            rival.execute(update(Total).where(Total.id == 2).values(amount=7))
+            assert deliver(Added(2))[0] == BOTH
+        deliver.body = lambda change, session: setattr(session.get_one(Total, change.row), "amount", 9)
+        assert deliver(Added(1)) == WITH_CLAIM, "the next message is claimed with its row again"
+        hasty.dispose()
+
+
+def test_a_schema_that_may_not_be_used_keeps_no_message(postgresql: Database) -> None:
+    """The role may not look into it: what is declared of it is not read ahead."""
+
+    class Hidden(DeclarativeBase):
+        pass
+
+    class Secret(Hidden):
+        __tablename__ = "secret"
+        __table_args__ = {"schema": "hidden"}  # noqa: RUF012
+        id: Mapped[int] = mapped_column(primary_key=True)
+
+    with engine_of(postgresql) as engine:
+        with engine.begin() as connection:
+            connection.execute(text("CREATE SCHEMA hidden"))
+            Hidden.metadata.create_all(connection)
+            connection.execute(text("DROP ROLE IF EXISTS reads_outsider"))
+            connection.execute(text("CREATE ROLE reads_outsider"))
+            connection.execute(text("GRANT USAGE ON SCHEMA public TO reads_outsider"))
+            connection.execute(text("GRANT ALL ON ALL TABLES IN SCHEMA public TO reads_outsider"))
+        outsider = create_engine(engine.url, connect_args={"options": "-c role=reads_outsider"})
+        deliver = Delivered(outsider, reads={Secret: "row", Total: "row"})
+        deliver(Added(1))
+        assert deliver(Added(1)) == WITH_CLAIM
+        assert totals(engine) == [0, 2, 0, 0]
+        outsider.dispose()
+        with engine.begin() as connection:
+            connection.execute(text("DROP OWNED BY reads_outsider; DROP ROLE reads_outsider"))
 
 
 # Where the ORM's own loader would have lost messages -----------------------------------------------------------------

@@ -65,7 +65,8 @@ class MariaDBRows(PlainRows):
         server, chosen = server_of(connection), connection.get_execution_options().get("isolation_level")
         if server is None or not server.is_dependable or chosen not in (None, "REPEATABLE READ"):
             return False
-        return not are_of_others((connection.engine.pool.dispatch.checkout, connection.dispatch.begin))
+        pool = connection.engine.pool.dispatch
+        return not are_of_others((pool.checkout, pool.reset, pool.checkin, connection.dispatch.begin))
 
     def claim(self, connection: Connection, statement: Executable, parameters: Mapping[str, Any]) -> Row[Any] | None:
         """The server answers twice, with the row and for the block; or once, with an error."""

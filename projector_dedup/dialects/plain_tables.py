@@ -12,7 +12,7 @@ from uuid import UUID
 import sqlalchemy as sa
 from sqlalchemy import ColumnElement, CursorResult, FromClause, Row, Select, Table, and_, bindparam, true
 from sqlalchemy.engine import Connection
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import DBAPIError, StatementError
 from sqlalchemy.sql import Executable
 from sqlalchemy.types import TypeEngine
 
@@ -79,7 +79,8 @@ def columns_to_ask_by(table: Table) -> dict[str, PlainColumn]:
     """The columns of the key, as they are mapped: enough where what is found is held against what was asked for."""
     found = {}
     for column in table.primary_key:
-        accepts = None if column.type._variant_mapping else _KEYS.get(type(column.type))
+        is_other = column.type._variant_mapping or (isinstance(column.type, sa.Uuid) and not column.type.as_uuid)
+        accepts = None if is_other else _KEYS.get(type(column.type))
         if accepts is not None:
             found[column.name] = PlainColumn(accepts, can_change=False)
     return found
@@ -176,8 +177,8 @@ class PlainRows:
         """The same, not read yet. What an engine may ask for of every SELECT, to stream it, does not concern it."""
         try:
             return connection.execute(statement, parameters, execution_options=_AT_ONCE)
-        except DBAPIError as error:
-            if not self.may_be_about_the_row(error):
+        except StatementError as error:  # of the database, or of a type that cannot send a key
+            if isinstance(error, DBAPIError) and not self.may_be_about_the_row(error):
                 raise
             raise UnreadableRowError from error
         except _DECODING as error:  # by a driver that reads rows at once; it is not wrapped

@@ -104,7 +104,13 @@ class PostgreSQLRows(PlainRows):
 
     def readable(self, connection: Connection, table: Table) -> PlainTable | None:
         """One round trip."""
-        found = Connection.execute(connection, _READABLE, {"name": regclass(connection, table)}).scalar()
+        try:
+            found = Connection.execute(connection, _READABLE, {"name": regclass(connection, table)}).scalar()
+        except DBAPIError as error:
+            if sqlstate_of(error) == "42501":
+                connection.rollback()
+                return None  # in a schema that this role may not use
+            raise
         return None if found is None else PlainTable(found, columns_to_ask_by(table), reads_ahead=True)
 
     def claiming(self, marker: Table, wanted: tuple[Wanted, ...], *, locked: bool) -> Executable:

@@ -15,7 +15,7 @@ from sqlalchemy.engine import Engine
 from ..closing import connected
 from ..dialects import Dialect
 from ..message import Message, printable
-from ..reads import DeclaredReads
+from ..reads import DeclaredReads, Key
 from ..row_source import ReadAheadError, RowSource
 from ..tables import DedupTables
 from .batch_rows import BatchRows
@@ -68,30 +68,45 @@ class ReadingAhead:
         try:
             return claim(guard, self._tables, key, declared, locked=bool(self._locked))
         except ReadAheadError as error:
-            known = _catalogue.setdefault(guard.connection.engine, {})
-            known.update({(plain.entity, self._tables): None for plain, _ in declared})
-            self._warn(f"rows could not be read with its claim ({error.__cause__!r}), and are not any more")
+            if error.lasts:
+                known = _catalogue.setdefault(guard.connection.engine, {})
+                known.update({(plain.entity, self._tables): None for plain, _ in declared})
+                self._warn(declared[0][0].entity, message.body, "and what it found failed the claim", error.__cause__)
             raise
 
     def batch(self, guard: Any, events: Sequence[Any]) -> RowSource:
         """Return the rows of a batch, of which those that are declared are read together."""
-        return BatchRows(guard, events, self._reads)
+        return BatchRows(guard, events, self._keys_of)
+
+    def _keys_of(self, entity: Any, event: Any) -> list[Key]:
+        """Return the keys that are declared for an event; none, and a warning once, if that fails."""
+        if self._reads is None or entity not in self._reads.entities:
+            return []
+        try:
+            keys = self._reads.keys_of(entity, event)
+        except Exception as error:  # noqa: BLE001  # the event's or the user's own; the declaration is advice
+            self._warn(entity, event, "found no keys", error)
+            return []
+        if any(part is None for key in keys for part in key):
+            self._warn(entity, event, "found None: correct the path, or give a function that returns [] without a row")
+            return []
+        return keys
 
     def _declared(self, guard: Watched, reads: DeclaredReads, message: Message) -> Declared:
-        """The rows of the message that a claim may read here, of entities on plain tables."""
+        """Return the rows of the message that a claim may read here, of entities on plain tables."""
         known, declared = _catalogue.get(guard.connection.engine, {}), Declared()
         for entity in reads.entities:
             plain = known.get((entity, self._tables))
             if plain is None or (self._locked and entity not in self._locked):
                 continue
-            try:
-                keys = reads.keys_of(entity, message.body)
-            except Exception as error:  # noqa: BLE001  # the event's or the user's own; the declaration is advice
-                self._warn(f"reads could not find the keys of {entity.__name__} ({type(error).__name__}: {error})")
-                return []
+            keys = self._keys_of(entity, message.body)
             for key in keys:
                 if plain.identity_key(key) is None:
-                    self._warn(f"reads gave {key!r} for {entity.__name__}, which is no key of it")
+                    wanted = ", ".join(f"{column.name} {column.type!r}" for column in plain.table.primary_key)
+                    kinds = ", ".join(type(part).__name__ for part in key)
+                    self._warn(
+                        entity, message.body, f"found ({kinds}), but the key is ({wanted}): give values of its types"
+                    )
                     return []
             # Locked in one order everywhere, so that two messages on the same rows seldom wait for each other.
             declared += [(plain, key) for key in (sorted(keys) if self._locked else keys)]
@@ -101,12 +116,14 @@ class ReadingAhead:
         lasting = bool(self._locked) or guard.dialect.plain_rows.keeps_snapshots(guard.connection)
         return lasting and may_be_served(guard, [plain for plain, _ in declared])
 
-    def _warn(self, what: str) -> None:
+    def _warn(self, entity: Any, event: Any, what: str, error: BaseException | None = None) -> None:
         """Log once for each handler: rows are read when they are asked for, which is slower, and never wrong."""
         if self._identity not in _warned:
             _warned.add(self._identity)
             logger.warning(
-                "handler %s: %s; the message was claimed alone, and its rows are read when the handler asks for them",
+                "handler %s: reads={%s: ...} in %s %s; its rows are read when the handler asks for them",
                 printable(self._identity),
-                printable(what),
+                entity.__name__,
+                type(event).__name__,
+                what if error is None else f"{what} ({type(error).__name__})",
             )

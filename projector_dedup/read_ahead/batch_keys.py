@@ -6,16 +6,23 @@ for.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
 from typing import Any
 
-from ..reads import DeclaredReads
 from .event_keys import Key, Path, key_in, paths_to, places_in
 
 _FIRST, _GROWTH, _MOST = 25, 4, 500  # messages whose rows are read at once: more, if the guess was right before
 _GUESSES = 4  # for one entity
+
+
+KeysOf = Callable[[Any, Any], list[Key]]
+"""The keys that are declared for an entity and an event."""
+
+
+def _none_declared(_entity: Any, _event: Any) -> list[Key]:
+    return []
 
 
 class _Guess:
@@ -29,10 +36,10 @@ class _Guess:
 class KeysAhead:
     """Of one unit of work."""
 
-    def __init__(self, events: Sequence[Any], declared: DeclaredReads | None = None) -> None:
+    def __init__(self, events: Sequence[Any], keys_of: KeysOf = _none_declared) -> None:
         self._events = events
-        self._declared = declared
-        self._not_read = set() if declared is None else set(declared.entities)
+        self._keys_of = keys_of
+        self._seen: set[Any] = set()  # entities of which the declared keys were given
         self._at = 0
         self._places: Mapping[Any, list[Path]] | None = None  # in the event at hand, of what is there
         self._guesses: dict[object, dict[tuple[Path, ...], _Guess]] = {}
@@ -45,16 +52,18 @@ class KeysAhead:
     def of(self, entity: Any, key: Key) -> list[Key]:
         """Keys of rows of ``entity``: of the events to come, if ``key`` is in that at hand. None of them twice.
 
-        Where they are declared, the first call gives those of all events, and the others give none.
+        Where they are declared, the first call gives those of all events. A declaration that does not have the key at
+        hand is a wrong one, and no worse than none.
         """
-        ahead: Iterable[Key] = ()
-        with suppress(Exception):  # an event of a kind that nobody has thought of, or a function of the user's
-            if self._declared is None or entity not in self._declared.entities:
-                ahead = self._ahead(entity, key)
-            elif entity in self._not_read:
-                self._not_read.discard(entity)
-                ahead = [each for event in self._events[self._at :] for each in self._declared.keys_of(entity, event)]
-            return list(dict.fromkeys(ahead))
+        if entity not in self._seen:
+            self._seen.add(entity)
+            declared = dict.fromkeys(
+                each for event in self._events[self._at :] for each in self._keys_of(entity, event)
+            )
+            if key in declared:
+                return list(declared)
+        with suppress(Exception):  # an event of a kind that nobody has thought of
+            return list(dict.fromkeys(self._ahead(entity, key)))
         return []
 
     def _ahead(self, entity: object, key: Key) -> Iterable[Key]:

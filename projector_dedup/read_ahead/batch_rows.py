@@ -23,9 +23,8 @@ from sqlalchemy.orm.exc import FlushError, StaleDataError
 from sqlalchemy.sql import Executable
 
 from ..dialects.plain_tables import parameter
-from ..reads import DeclaredReads
 from ..row_source import Load
-from .batch_keys import KeysAhead
+from .batch_keys import KeysAhead, KeysOf
 from .cacheable import (
     Plain,
     Watched,
@@ -48,7 +47,7 @@ Updates = list[tuple[Any, dict[str, Any]]]
 class BatchRows:
     """What the messages of one unit of work have read, and what is still to be written."""
 
-    def __init__(self, watched: Watched, events: Sequence[Any], declared: DeclaredReads | None) -> None:
+    def __init__(self, watched: Watched, events: Sequence[Any], keys_of: KeysOf) -> None:
         self._session = watched.session
         self._connection = watched.connection
         self._database = watched.dialect.plain_rows
@@ -58,7 +57,7 @@ class BatchRows:
         self._entities: dict[Any, Plain | None] = {}
         self._tables: set[Any] = set()  # theirs, of those that are plain
         self._statements: dict[tuple[Make, Plain, tuple[str, ...]], Executable] = {}
-        self._ahead = KeysAhead(events, declared)
+        self._ahead = KeysAhead(events, keys_of)
         self._values: dict[Any, Mapping[str, Any]] = {}  # by identity key: what a SELECT would find
         self._unwritten: dict[Any, tuple[Plain, dict[str, Any]]] = {}
         self._stopped = not (self._database.writes_late and is_plain_beginning(self._session, self._connection))

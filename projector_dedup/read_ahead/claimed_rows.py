@@ -10,6 +10,9 @@ from collections.abc import Iterable, Mapping
 from itertools import chain
 from typing import Any, NamedTuple
 
+from sqlalchemy.exc import DBAPIError
+
+from ..dialects import Failure
 from ..dialects.plain_tables import UnreadableRowError, Wanted, parameter
 from ..markers import insert_marker_and_read
 from ..reads import Key
@@ -64,7 +67,8 @@ class ClaimedRows:
     def _found(self, entity: Any, ident: Any) -> tuple[Any, _Row] | None:
         for key, row in self._rows.items():
             if row.plain.entity is entity and row.plain.identity_key(ident) == key:
-                return (key, row) if may_be_served(self._watched, [row.plain]) else None
+                is_there = key in self._watched.session.identity_map  # by the handler's own add() or merge()
+                return (key, row) if not is_there and may_be_served(self._watched, [row.plain]) else None
         return None
 
 
@@ -81,6 +85,10 @@ def claim(watched: Watched, tables: DedupTables, key: dict[str, Any], declared: 
         found = insert_marker_and_read(connection, dialect, tables, wanted, parameters, locked=locked)
     except UnreadableRowError as error:
         raise ReadAheadError from error.__cause__
+    except DBAPIError as error:
+        if locked and dialect.classify(error) is Failure.LOCK_TIMEOUT:
+            raise ReadAheadError(lasts=False) from error
+        raise
     if found is None:
         return False
     lasts, *values = tuple(found)
