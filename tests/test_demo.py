@@ -150,8 +150,8 @@ def test_crashes_alone_make_the_naive_projector_wrong() -> None:
 
     result = run(flights=100, workers=1, seed=1, redelivered=0, crashes=2)
     assert sum(totals.flights for totals in result.naive.values()) == 102
-    assert result.results.crashes_before_commit == result.results.crashes_after_commit == 2
-    assert (result.results.deliveries, result.results.duplicates) == (104, 2)
+    assert result.tally.crashes_before_commit == result.tally.crashes_after_commit == 2
+    assert (result.tally.deliveries, result.tally.duplicates) == (104, 2)
 
 
 def test_a_worker_that_is_killed_from_outside_changes_nothing() -> None:
@@ -172,7 +172,7 @@ def test_a_worker_that_is_killed_from_outside_changes_nothing() -> None:
 
     result = run(flights=2000, workers=2, seed=1, crashes=0, on_progress=kill_one)
     assert result.exact
-    assert [result.naive_tally.killed, result.results.killed] == [2, 2]
+    assert [result.naive_tally.killed, result.tally.killed] == [2, 2]
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows sends no SIGTERM")
@@ -216,12 +216,12 @@ def test_the_largest_table_fits_a_terminal(capsys: pytest.CaptureFixture[str], m
     """At 80 columns no number of the whole year is cut or wrapped, even if every one is wrong."""
     from projector_dedup.cli.demo import Result
     from projector_dedup.cli.report import Report
-    from projector_dedup.cli.workers import Results
+    from projector_dedup.cli.workers import Tally
 
     monkeypatch.setenv("COLUMNS", "80")
     expected = totals_of(read_flights())
     wrong = {carrier: Totals(totals.flights * 2, totals.miles * 2) for carrier, totals in expected.items()}
-    Report().result(Result(expected, wrong, wrong, Results(), Results()))
+    Report().result(Result(expected, wrong, wrong, Tally(), Tally()))
     assert table_of(capsys.readouterr().out)["all"] == ["673,552 !"] * 2 + ["336,776"] + ["700,435,214 !"] * 2 + [
         "350,217,607"
     ]
