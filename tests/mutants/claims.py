@@ -13,7 +13,7 @@ MUTANTS = (
             "            return dialect.claim(another, statement, tables.marker, key, names=len(names))"
         ),
         tests=(
-            "tests/test_contract.py::TestDefault::test_a_failing_handler_leaves_neither[postgresql+psycopg2-before the write]",
+            "tests/test_contract.py::TestWithoutReadingAhead::test_a_failing_handler_leaves_neither[postgresql+psycopg-before the write]",
         ),
     ),
     Mutant(
@@ -23,7 +23,7 @@ MUTANTS = (
         old="attempts.claimed()\n",
         new="attempts.claimed()\n                    uow.commit()\n                    uow.work._guard.watching = False\n",
         tests=(
-            "tests/test_contract.py::TestDefault::test_a_failing_handler_leaves_neither[postgresql+psycopg2-before the write]",
+            "tests/test_contract.py::TestWithoutReadingAhead::test_a_failing_handler_leaves_neither[postgresql+psycopg-before the write]",
         ),
     ),
     Mutant(
@@ -40,6 +40,16 @@ MUTANTS = (
         where="PostgreSQL.claim",
         old="return inserted(connection, statement, key) == 1",
         new="return inserted(connection, statement, key) <= 1",
+        tests=(
+            "tests/test_contract.py::TestWithoutReadingAhead::test_a_redelivery_never_enters_the_handler[postgresql+psycopg]",
+        ),
+    ),
+    Mutant(
+        name="marker-that-is-there-counts-as-new-with-rows",
+        breaks="A claim that reads rows, and inserted no marker, is new, so every redelivery is applied again.",
+        where="claim",
+        old="    if found is None:\n        return False\n",
+        new="    if found is None:\n        return True\n",
         tests=("tests/test_contract.py::TestDefault::test_a_redelivery_never_enters_the_handler[postgresql+psycopg2]",),
     ),
     Mutant(

@@ -100,6 +100,16 @@ MUTANTS = (
         old="state.statement = statement.with_for_update(key_share=True, of=tuple(lockable))",
         new="state.statement = statement",
         tests=(
+            "tests/test_contract.py::TestWithoutReadingAhead::test_what_two_messages_read_before_either_wrote[postgresql+psycopg-read_models-by_get]",
+        ),
+    ),
+    Mutant(
+        name="declared-rows-are-not-locked",
+        breaks="With read_models, rows that come with the claim are read without a lock, and updates are lost.",
+        where="rows_beside",
+        old="row = found.with_for_update(key_share=True).lateral(",
+        new="row = found.lateral(",
+        tests=(
             "tests/test_contract.py::TestDefault::test_what_two_messages_read_before_either_wrote[postgresql+psycopg2-read_models-by_get]",
         ),
     ),
