@@ -39,6 +39,11 @@ class Driver:
         return self.drivername.partition("+")[0]
 
     @property
+    def name_in_url(self) -> str:
+        """What a `Subject` calls it: psycopg does both, and is psycopg_async where it is to be awaited."""
+        return f"{self.drivername}_async" if self.is_async and self.module == "psycopg" else self.drivername
+
+    @property
     def installed(self) -> bool:
         """Whether its module can be imported."""
         return importlib.util.find_spec(self.module) is not None

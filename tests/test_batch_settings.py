@@ -5,7 +5,7 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from sqlalchemy import URL, Engine, create_engine, event, func, literal, select, text
+from sqlalchemy import Engine, create_engine, event, func, literal, select, text
 from sqlalchemy.orm import Session
 
 from databases import DRIVERS, Database, Driver
@@ -23,12 +23,6 @@ POSTGRESQL = [driver for driver in DRIVERS if driver.engine == "postgresql"]
 
 MESSAGES = [Message(f"m{number}", Added((tenant,), 10**number)) for number, tenant in enumerate("aabaabab")]
 EXPECTED = {tenant: sum(each.body.amount for each in MESSAGES if each.body.keys == (tenant,)) for tenant in "ab"}
-
-
-def url_of(database: Database, driver: Driver) -> URL:
-    """The database by that driver; psycopg does both, and is called psycopg_async where it is to be awaited."""
-    name = driver.drivername
-    return database.url(f"{name}_async" if driver.is_async and name.endswith("psycopg") else name)
 
 
 @pytest.fixture
@@ -120,7 +114,7 @@ def test_a_schema_that_a_handler_chooses_is_its_own_messages(
             choose(session)
         add(happened, session)
 
-    with Harness(Subject(url_of(postgresql, driver))) as harness:
+    with Harness(Subject(postgresql.url(driver.name_in_url))) as harness:
         dispatcher = harness.dispatcher(harness.handler(body, idempotent=idempotent))
         deliveries = harness.run(dispatcher.deliver_batch, MESSAGES)
         assert {each.outcome for each in deliveries} == {APPLIED}

@@ -28,10 +28,7 @@ def reach(request: pytest.FixtureRequest, driver: Driver, **arguments: Any) -> S
     """The database of this test, through ``driver``."""
     if not driver.installed:
         reached.give_up(driver.engine, str(driver), f"{driver.module} is not installed")
-    url = request.getfixturevalue(driver.engine).url(driver.drivername)
-    if driver.is_async and driver.module == "psycopg":
-        url = url.set(drivername="postgresql+psycopg_async")
-    return Subject(url, **arguments)
+    return Subject(request.getfixturevalue(driver.engine).url(driver.name_in_url), **arguments)
 
 
 class TestDefault(ProjectorContract):

@@ -27,8 +27,7 @@ def test_messages_are_claimed_in_any_style(request: pytest.FixtureRequest, drive
     if not driver.installed:
         pytest.skip(f"{driver.module} is not installed")
     database: Database = request.getfixturevalue(driver.engine)
-    name = f"{driver.drivername}_async" if driver.module == "psycopg" and driver.is_async else driver.drivername
-    with Harness(Subject(database.url(name), engine_arguments={"paramstyle": style})) as harness:
+    with Harness(Subject(database.url(driver.name_in_url), engine_arguments={"paramstyle": style})) as harness:
         harness.create_tables()
         dispatchers = {
             "plain": harness.dispatcher(harness.handler(name="plain")),

@@ -112,8 +112,7 @@ def harness_on_fixture(request: pytest.FixtureRequest) -> Iterator[Callable[[Dri
         if not driver.installed:
             pytest.skip(f"{driver.module} is not installed")
         database: Database = request.getfixturevalue(driver.engine)
-        name = f"{driver.drivername}_async" if driver.module == "psycopg" and driver.is_async else driver.drivername
-        made.append(Harness(Subject(database.url(name))))
+        made.append(Harness(Subject(database.url(driver.name_in_url))))
         made[0].create_tables()
         return made[0]
 

@@ -150,9 +150,7 @@ def test_a_delivery_costs_what_is_written_down(request: pytest.FixtureRequest, d
     """No statement and no round trip more than in the table; none less either, for then the table is too high."""
     if not driver.installed:
         reached.give_up(driver.engine, str(driver), f"{driver.module} is not installed")
-    url = request.getfixturevalue(driver.engine).url().set(drivername=driver.drivername)
-    if driver.is_async and driver.module == "psycopg":
-        url = url.set(drivername="postgresql+psycopg_async")
+    url = request.getfixturevalue(driver.engine).url().set(drivername=driver.name_in_url)
     with metered(url) as meter:
         harness = meter.harness
         harness.create_tables()

@@ -72,8 +72,7 @@ def harness(primary: Primary, driver: Driver) -> Iterator[Harness]:
     primary.answer()
     primary.execute("drop schema public cascade")
     primary.execute("create schema public")
-    name = f"{driver.drivername}_async" if driver.is_async and driver.module == "psycopg" else driver.drivername
-    with Harness(Subject(primary.database.url().set(drivername=name))) as harness:
+    with Harness(Subject(primary.database.url().set(drivername=driver.name_in_url))) as harness:
         harness.create_tables()
         try:
             yield harness

@@ -10,7 +10,7 @@ from contextlib import closing, contextmanager
 from typing import Any
 
 import pytest
-from sqlalchemy import URL, Engine, create_engine, event, text
+from sqlalchemy import Engine, create_engine, event, text
 from sqlalchemy.orm import Session
 
 from databases import DRIVERS, Database, Driver
@@ -32,12 +32,6 @@ SETTINGS = {
     "set_config": "SELECT set_config('search_path', '{}', false)",
     "set_config, local": "SELECT set_config('search_path', '{}', true)",
 }
-
-
-def url_of(database: Database, driver: Driver) -> URL:
-    """The database by that driver; psycopg does both, and is called psycopg_async where it is to be awaited."""
-    name = driver.drivername
-    return database.url(f"{name}_async" if driver.is_async and name.endswith("psycopg") else name)
 
 
 Choose = Callable[[Any], None]
@@ -149,7 +143,7 @@ def tenants_on(database: Database, driver: Driver, body: Callable[..., Any] = ad
             mapped = connection.execution_options(schema_translate_map={None: schema})
             default_metadata.create_all(mapped)
             Base.metadata.create_all(mapped)
-    with Harness(Subject(url_of(database, driver), **options)) as harness:
+    with Harness(Subject(database.url(driver.name_in_url), **options)) as harness:
         yield Tenants(owner, harness, body)
     owner.dispose()
 
@@ -265,7 +259,7 @@ def test_rows_of_a_tenant_by_a_variable_are_that_tenants(
         ):
             connection.execute(text(each))
     try:
-        url = url_of(postgresql, driver).set(username=name, password=password)
+        url = postgresql.url(driver.name_in_url).set(username=name, password=password)
         with Harness(Subject(url, dispatcher_isolation=isolation)) as harness:
             tenants = Tenants(owner, harness)
             by_checkout(harness, lambda execute: execute(f"SET LOCAL app.tenant = '{tenants.now}'") and None)

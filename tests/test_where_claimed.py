@@ -46,10 +46,8 @@ class Place:
         self.owner = create_engine(database.url())
 
     def harness(self, driver: Driver) -> Harness:
-        """On a driver; psycopg does both, and is called psycopg_async where it is to be awaited."""
-        name = driver.drivername
-        asynchronous = driver.is_async and name.endswith("psycopg")
-        return Harness(Subject(self.database.url(f"{name}_async" if asynchronous else name)))
+        """Reach the database by a driver."""
+        return Harness(Subject(self.database.url(driver.name_in_url)))
 
     def count(self, table: str) -> int:
         """The rows of a table, from another connection."""
