@@ -125,15 +125,13 @@ def insert_marker_and_read(
     connection: Connection,
     dialect: Dialect,
     tables: DedupTables,
-    wanted: tuple[Wanted, ...],
+    wanted: Wanted,
     parameters: Mapping[str, Any],
-    *,
-    locked: bool,
 ) -> Row[Any] | None:
     """Insert a marker and read the rows ``wanted``; None for a duplicate. See ``Dialect.claim_and_read``."""
     dialect.refuse_marker(connection, tables.marker)
     try:
-        return dialect.claim_and_read(connection, tables.marker, wanted, parameters, locked=locked)
+        return dialect.claim_and_read(connection, tables.marker, wanted, parameters)
     except DBAPIError as error:
         _raise_missing(error, connection, dialect, tables)
         raise

@@ -16,7 +16,7 @@ import untried  # noqa: F401  # registers its name
 from projector_dedup.dialects import Dialect, any_expired, dialect_of
 from projector_dedup.dialects.claims import lookup_statement
 from projector_dedup.dialects.mysql_claim import insert_given, met_by_claim
-from projector_dedup.dialects.plain_tables import Wanted
+from projector_dedup.dialects.plain_tables import Wanted, WantedRow
 from projector_dedup.dialects.postgresql_pruning import survey, sweeping
 from projector_dedup.tables import default_tables
 
@@ -77,11 +77,11 @@ def _sweep(marker: Table) -> dict[str, Any]:
 def _rows(dialect: Dialect, marker: Table, read_model: Table) -> dict[str, Any]:
     """The other table stands for one of the user's."""
     rows, columns = dialect.plain_rows, ("value",)
-    row = Wanted(read_model, columns)
+    row = WantedRow(read_model, columns)
     claiming = {
-        "claim, and a row that is declared": rows.claiming(marker, (row,), locked=False),
-        "claim, and two rows that are declared": rows.claiming(marker, (row, row), locked=False),
-        "claim, and a row that is declared, under lock": rows.claiming(marker, (row,), locked=dialect.locks_rows),
+        "claim, and a row that is declared": rows.claiming(marker, Wanted((row,))),
+        "claim, and two rows that are declared": rows.claiming(marker, Wanted((row, row))),
+        "claim, and a row that is declared, under lock": rows.claiming(marker, Wanted((row,), dialect.locks_rows)),
     }
     if not rows.writes_late:
         return claiming

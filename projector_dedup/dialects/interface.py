@@ -132,20 +132,14 @@ class Dialect(Maintenance):
         return len(connection.execute(statement, key).all()) == names
 
     def claim_and_read(
-        self,
-        connection: Connection,
-        marker: Table,
-        wanted: tuple[Wanted, ...],
-        parameters: Parameters,
-        *,
-        locked: bool = False,
+        self, connection: Connection, marker: Table, wanted: Wanted, parameters: Parameters
     ) -> Row[Any] | None:
         """Insert the marker and read the rows ``wanted``: what ``PlainRows.claiming`` gives, None for a duplicate.
 
         The statement is made here, for the connection at hand: one of another database might insert nothing.
         Raises ``UnreadableRowError`` where it was perhaps not the claim that failed, after which nothing may commit.
         """
-        statement = claiming(self.plain_rows, marker, wanted, locked=locked)
+        statement = claiming(self.plain_rows, marker, wanted)
         return self.plain_rows.claim(connection, statement, parameters)
 
     def claim_many(self, connection: Connection, marker: Table, keys: Sequence[Parameters]) -> set[Key]:

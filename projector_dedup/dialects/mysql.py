@@ -116,17 +116,11 @@ class MySQL(Dialect):
         return True
 
     def claim_and_read(
-        self,
-        connection: Connection,
-        marker: Table,
-        wanted: tuple[Wanted, ...],
-        parameters: Parameters,
-        *,
-        locked: bool = False,
+        self, connection: Connection, marker: Table, wanted: Wanted, parameters: Parameters
     ) -> Row[Any] | None:
         """As ``claim``."""
         try:
-            return super().claim_and_read(connection, marker, wanted, parameters, locked=locked)
+            return super().claim_and_read(connection, marker, wanted, parameters)
         except DBAPIError as error:
             self._raise_unless_there(connection, marker, parameters, error)
             return None

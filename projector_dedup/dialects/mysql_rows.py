@@ -51,12 +51,12 @@ class MariaDBRows(PlainRows):
             return None
         return PlainTable((found.table_schema, found.table_name), columns_to_ask_by(table), reads_ahead=True)
 
-    def claiming(self, marker: Table, wanted: tuple[Wanted, ...], *, locked: bool) -> Executable:
+    def claiming(self, marker: Table, wanted: Wanted) -> Executable:
         """INSERT, then SELECT: what one after the other would do, and if the first fails the second does not run."""
         # By this name the compiled statement is cached for this marker table, and for no other.
         claimed = select(literal_column("1").label("claimed")).subquery(f"claimed in {marker.fullname}")
-        block = rows_beside(claimed, literal_column("1" if locked else _LASTS), wanted, select=_Block)
-        block = block.with_for_update() if locked else block
+        block = rows_beside(claimed, literal_column("1" if wanted.locked else _LASTS), wanted.rows, select=_Block)
+        block = block.with_for_update() if wanted.locked else block
         block.marker = marker
         return block
 

@@ -86,17 +86,24 @@ def columns_to_ask_by(table: Table) -> dict[str, PlainColumn]:
     return found
 
 
-class Wanted(NamedTuple):
+class WantedRow(NamedTuple):
     """A row that is to be read with a claim: of which table, and which of its columns besides the key."""
 
     table: Table
     columns: tuple[str, ...]
 
 
+class Wanted(NamedTuple):
+    """The rows that are to be read with a claim; if ``locked``, under a lock against other writers."""
+
+    rows: tuple[WantedRow, ...]
+    locked: bool = False
+
+
 def rows_beside(
     claimed: FromClause,
     lasts: ColumnElement[bool],
-    wanted: Sequence[Wanted],
+    wanted: Sequence[WantedRow],
     *,
     select: type[SelectT],
     bound_as: Callable[[TypeEngine[Any]], TypeEngine[Any]] = lambda kind: kind,
@@ -150,12 +157,11 @@ class PlainRows:
         """
         return None
 
-    def claiming(self, marker: Table, wanted: tuple[Wanted, ...], *, locked: bool) -> Executable:
+    def claiming(self, marker: Table, wanted: Wanted) -> Executable:
         """The claim of one marker, for ``Dialect.claim_and_read``, and rows by the parts of their keys.
 
         It gives no row for a duplicate. Else it gives one, of: whether what was read is what would be read later; then
-        for each of ``wanted`` the key and the columns, all of them NULL if there is no such row. If ``locked``, the
-        rows are locked against other writers.
+        for each of the rows ``wanted`` the key and the columns, all of them NULL if there is no such row.
         """
         raise NotImplementedError
 
@@ -198,6 +204,6 @@ class PlainRows:
 
 
 @lru_cache(256)
-def claiming(rows: PlainRows, marker: Table, wanted: tuple[Wanted, ...], *, locked: bool) -> Executable:
+def claiming(rows: PlainRows, marker: Table, wanted: Wanted) -> Executable:
     """Keep what ``PlainRows.claiming`` gives: to build a statement takes as long as to run it."""
-    return rows.claiming(marker, wanted, locked=locked)
+    return rows.claiming(marker, wanted)

@@ -93,17 +93,11 @@ class PostgreSQL(Dialect):
         return claim_names(connection, marker, key["message_id"], new, names)
 
     def claim_and_read(
-        self,
-        connection: Connection,
-        marker: Table,
-        wanted: tuple[Wanted, ...],
-        parameters: Parameters,
-        *,
-        locked: bool = False,
+        self, connection: Connection, marker: Table, wanted: Wanted, parameters: Parameters
     ) -> Row[Any] | None:
         """As ``claim``."""
         with _beginning(connection):
-            return super().claim_and_read(connection, marker, wanted, parameters, locked=locked)
+            return super().claim_and_read(connection, marker, wanted, parameters)
 
     def claim_many(self, connection: Connection, marker: Table, keys: Sequence[Parameters]) -> set[Key]:
         """One statement for any number: it says which rows are new."""

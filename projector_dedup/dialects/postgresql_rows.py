@@ -113,7 +113,7 @@ class PostgreSQLRows(PlainRows):
             raise
         return None if found is None else PlainTable(found, columns_to_ask_by(table), reads_ahead=True)
 
-    def claiming(self, marker: Table, wanted: tuple[Wanted, ...], *, locked: bool) -> Executable:
+    def claiming(self, marker: Table, wanted: Wanted) -> Executable:
         """By an INSERT in a CTE. Both see one snapshot, and the rows are looked for only if the marker is new.
 
         The statement itself looks whether an INSERT into the marker's table does that alone.
@@ -121,8 +121,8 @@ class PostgreSQLRows(PlainRows):
         place: ColumnElement[int] = literal_column("tableoid", Integer)
         claimed = insert_markers(marker, bounded=False, names=1).returning(place.label("claimed")).cte(_CLAIM)
         is_alone = f"(SELECT {_INSERTS_ALONE} FROM pg_class c WHERE c.oid = {_CLAIM}.claimed)"  # noqa: S608  # ours
-        lasts: ColumnElement[bool] = literal_column(is_alone if locked else f"{_AT_LEVEL} AND {is_alone}")
-        return rows_beside(claimed, lasts, wanted, select=Select, bound_as=_unbounded, locked=locked)
+        lasts: ColumnElement[bool] = literal_column(is_alone if wanted.locked else f"{_AT_LEVEL} AND {is_alone}")
+        return rows_beside(claimed, lasts, wanted.rows, select=Select, bound_as=_unbounded, locked=wanted.locked)
 
     def keeps_snapshots(self, connection: Connection) -> bool:
         """At REPEATABLE READ; at SERIALIZABLE what is read for nothing may fail other transactions."""

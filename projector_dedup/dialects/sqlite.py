@@ -124,19 +124,13 @@ class SQLite(Dialect):
         return inserted(connection, statement, key) == names
 
     def claim_and_read(
-        self,
-        connection: Connection,
-        marker: Table,
-        wanted: tuple[Wanted, ...],
-        parameters: Parameters,
-        *,
-        locked: bool = False,
+        self, connection: Connection, marker: Table, wanted: Wanted, parameters: Parameters
     ) -> Row[Any] | None:
         """One after the other: there are no round trips to spare, but the ORM's work for a SELECT."""
         key = {name: parameters[name] for name in ("message_id", "handler", "occurred_at")}
         if not self.claim(connection, _claim(self, marker), marker, key):
             return None
-        return super().claim_and_read(connection, marker, wanted, parameters, locked=locked)
+        return super().claim_and_read(connection, marker, wanted, parameters)
 
     def claim_many(self, connection: Connection, marker: Table, keys: Sequence[Parameters]) -> set[Key]:
         """As many statements as SQLite's limit on parameters asks for; they say which rows are new."""

@@ -31,7 +31,7 @@ class SQLiteRows(PlainRows):
             return None  # by an authorizer, say; the transaction goes on
         return PlainTable(found, columns_to_ask_by(table), reads_ahead=True) if found is not None else None
 
-    def claiming(self, marker: Table, wanted: tuple[Wanted, ...], *, locked: bool) -> Executable:
+    def claiming(self, marker: Table, wanted: Wanted) -> Executable:
         """What comes behind the claim."""
         claimed = select(literal_column("1").label("claimed")).subquery()
-        return rows_beside(claimed, literal_column("1"), wanted, select=Select)
+        return rows_beside(claimed, literal_column("1"), wanted.rows, select=Select)

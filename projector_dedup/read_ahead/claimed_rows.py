@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from sqlalchemy.exc import DBAPIError
 
 from ..dialects import Failure
-from ..dialects.plain_tables import UnreadableRowError, Wanted, parameter
+from ..dialects.plain_tables import UnreadableRowError, Wanted, WantedRow, parameter
 from ..markers import insert_marker_and_read
 from ..reads import Key
 from ..row_source import Load, ReadAheadError
@@ -77,12 +77,12 @@ def claim(watched: Watched, tables: DedupTables, key: dict[str, Any], declared: 
 
     Raises ``ReadAheadError`` where it was perhaps not the claim that failed.
     """
-    wanted = tuple(Wanted(plain.table, plain.loaded_columns) for plain, _ in declared)
+    wanted = Wanted(tuple(WantedRow(plain.table, plain.loaded_columns) for plain, _ in declared), locked)
     asked = chain.from_iterable(ident for _, ident in declared)
     parameters = key | {parameter(place): part for place, part in enumerate(asked)}
     connection, dialect = watched.connection, watched.dialect
     try:
-        found = insert_marker_and_read(connection, dialect, tables, wanted, parameters, locked=locked)
+        found = insert_marker_and_read(connection, dialect, tables, wanted, parameters)
     except UnreadableRowError as error:
         raise ReadAheadError from error.__cause__
     except DBAPIError as error:
