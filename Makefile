@@ -21,7 +21,7 @@ test: .venv/dev.stamp
 
 # The library broken in many small ways, and whether the tests notice: all, ARGS="--pick 12", or ARGS="--list".
 mutants: .venv/dev.stamp
-	@PYTHONPATH=tests $(BIN)/python -m mutants $(ARGS)
+	@PYTHONPATH=tests/support $(BIN)/python -m mutants $(ARGS)
 
 # The contract, and its results into the README.
 matrix: .venv/dev.stamp

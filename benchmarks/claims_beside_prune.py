@@ -12,7 +12,7 @@ from sqlalchemy import Engine, MetaData, create_engine
 from sqlalchemy.orm import Session
 
 from projector_dedup import claim, make_tables
-from projector_dedup.retention import prune
+from projector_dedup.maintenance.cleanup import prune
 from prune import BATCH, fill, retention_before
 
 METADATA = MetaData()

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from sqlalchemy import Engine, MetaData, create_engine, event, select, text, tuple_
 
 from projector_dedup import configure_sqlite, make_tables
-from projector_dedup.retention import prune
+from projector_dedup.maintenance.cleanup import prune
 
 METADATA = MetaData()
 OURS, NAIVE = (make_tables(METADATA, f"benchmark_{name}") for name in ("ours", "naive"))

@@ -1,1 +1,1 @@
-"""The command `idempotency`: a demo on real data, a check of the tables, and the cleanup that cron runs."""
+"""The command `idempotency`: a demo on real data, and commands that make, check and clean up the tables."""

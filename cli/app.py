@@ -1,4 +1,4 @@
-"""From `module:dispatcher`, as a user writes it, to what the handlers of that dispatcher are called."""
+"""The option --app: import `module:dispatcher` and read the identities of that dispatcher's handlers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ EXAMPLE = "myapp.consumer:dispatcher"
 
 
 def identities_of(places: tuple[str, ...], *, debug: bool) -> frozenset[str] | None:
-    """The identities of all handlers of the dispatchers; None where none was named."""
+    """Import the dispatchers and return the identities of all their handlers; None if ``places`` is empty.
+
+    Puts the current folder on ``sys.path``. Raises `click.BadParameter` for a place that is not ``module:name``, and
+    `Failed` if it cannot be imported, or is no dispatcher.
+    """
     if not places:
         return None
     for place in places:
@@ -26,7 +30,7 @@ def identities_of(places: tuple[str, ...], *, debug: bool) -> frozenset[str] | N
         if not all(part.isidentifier() for part in [*module.split("."), *name.split(".")]):
             raise click.BadParameter(f"{place!r} is not MODULE:DISPATCHER, such as {EXAMPLE}", param_hint="--app")
     if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # as `python -m` does, and a command's script does not
+        sys.path.insert(0, os.getcwd())  # as `python -m` does, and the script of an installed command does not
     with one_line(debug=debug):
         return frozenset().union(*(_dispatcher(place).identities for place in places))
 

@@ -1,4 +1,4 @@
-"""`idempotency check`: are the tables there, right, and looked after?"""
+"""`idempotency check`: tell whether the tables exist, are right, and are looked after."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 import click
 from sqlalchemy import Engine
 
-from projector_dedup.alembic_config import check_alembic
-from projector_dedup.findings import Finding
-from projector_dedup.inventory import stats
-from projector_dedup.schema import check as findings_of
-from projector_dedup.upkeep import upkeep
+from projector_dedup.dialects.findings import Finding
+from projector_dedup.maintenance.advice import advise
+from projector_dedup.maintenance.alembic_config import check_alembic
+from projector_dedup.maintenance.check import check as findings_of
+from projector_dedup.maintenance.stats import stats
 
 from .app import EXAMPLE, identities_of
 from .errors import Failed
@@ -57,7 +57,7 @@ def check(deployments: Deployments, alembic_config: Path | None, apps: tuple[str
             findings = [*findings_of(engine, deployment.tables), *of_alembic]
             fatal = sum(finding.fatal for finding in findings)
             if not fatal:
-                findings += upkeep(stats(engine, tables=deployment.tables), identities)
+                findings += advise(stats(engine, tables=deployment.tables), identities)
             if as_json:
                 add(deployment, {"ready": not fatal, "findings": [as_object(finding) for finding in findings]})
             else:

@@ -8,8 +8,8 @@ import time
 import click
 from sqlalchemy import Engine
 
-from projector_dedup.horizon import MAX_HOURS, refuse_short_retention
-from projector_dedup.retention import COUNTED, count_expired, prune
+from projector_dedup.maintenance.cleanup import COUNTED, count_expired, prune
+from projector_dedup.maintenance.horizon import MAX_HOURS, refuse_short_retention
 
 from .errors import Failed
 from .interrupts import noted

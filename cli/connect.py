@@ -1,4 +1,4 @@
-"""From a database URL, as a user has it at hand, to an engine that is known to answer."""
+"""Read the database URL that a user gives, and open an engine on a database that answers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _EXAMPLE = (
 )
 _CONNECT_TIMEOUT = 10  # seconds; a host that drops packets would otherwise hold the command for minutes
 
-# The command is synchronous. Whoever configured an async driver, or none, gets the sync one we were tested with.
+# The command is synchronous: in place of an async driver, or of none, it takes the sync driver that is tested.
 _DRIVERS = {
     "postgres": "postgresql+psycopg",
     "postgresql": "postgresql+psycopg",
@@ -41,30 +41,33 @@ _INSTALL = {
 
 
 def parse(text: str) -> URL:
-    """The URL with a driver that this command can use; `Failed` if it is not a URL."""
+    """Return the URL, with a synchronous driver in place of an asynchronous one or of none.
+
+    Raises `Failed`, without quoting the text, if it is no URL of a database.
+    """
     try:
         url = make_url(text.strip())
-    except (ArgumentError, ValueError):  # their texts quote what was given, password and all
+    except (ArgumentError, ValueError):  # their texts quote the URL, password and all
         raise Failed(f"the database URL cannot be read; write it like {_EXAMPLE}") from None
     if "@" in (url.host or ""):
         raise Failed("the database URL has more than one @; write the one in the password as %40")
     if url.get_backend_name() in ("mysql", "mariadb") and not url.database:
         raise Failed(f"the database URL names no database; write it like {_EXAMPLE}")
     url = url.set(drivername=_DRIVERS.get(url.drivername, url.drivername))
-    if url.drivername == "postgresql+psycopg" and "ssl" in url.query:  # asyncpg's word for it
+    if url.drivername == "postgresql+psycopg" and "ssl" in url.query:  # asyncpg's name for sslmode
         url = url.difference_update_query(["ssl"]).update_query_dict({"sslmode": url.query["ssl"]})
     return url
 
 
 def shown(url: URL) -> str:
-    """The URL as it may be printed."""
+    """Return the URL as text for printing, without any password."""
     return without_secrets(url.render_as_string(hide_password=True))
 
 
 def open_engine(url: URL, *, create: bool = False) -> Engine:
-    """An engine on a database that answered just now; `Failed`, with the remedy, for any other.
+    """Connect once, and return an engine on the database. Raises `Failed`, with the remedy, if that does not work.
 
-    SQLite creates whatever file it is told to open. Unless ``create``, a file that is not there is a mistyped path.
+    A file of SQLite that does not exist is created if ``create``; otherwise it is taken for a mistyped path.
     """
     sqlite = url.get_backend_name() == "sqlite"
     if sqlite:
@@ -81,7 +84,7 @@ def open_engine(url: URL, *, create: bool = False) -> Engine:
     try:
         with engine.connect() as connection:
             if sqlite:
-                connection.exec_driver_sql("PRAGMA schema_version")  # it does not look at the file before
+                connection.exec_driver_sql("PRAGMA schema_version")  # SQLite does not open the file before
     except (DBAPIError, OSError) as error:
         engine.dispose()
         raise Failed(
@@ -96,7 +99,9 @@ def open_engine(url: URL, *, create: bool = False) -> Engine:
 def _refuse_no_file(url: URL, create: bool) -> None:
     name = url.database or ":memory:"
     if ":memory:" in name or "mode=memory" in name:
-        raise Failed("an SQLite database in memory is empty and nobody else's; give a file, as in sqlite:///file.db")
+        raise Failed(
+            "an SQLite database in memory would be new and empty for this command; give a file, as in sqlite:///file.db"
+        )
     if not create and not name.startswith("file:") and not Path(name).is_file():
         raise Failed(f"there is no file {name}; three slashes begin a relative path, four an absolute one")
 
@@ -106,6 +111,6 @@ def _connect_args(url: URL) -> dict[str, Any]:
     arguments: dict[str, Any] = {"prepare_threshold": None} if driver == "psycopg" else {}  # fits a PgBouncer too
     if driver in ("psycopg", "psycopg2", "pymysql", "mysqldb") and "connect_timeout" not in url.query:
         arguments["connect_timeout"] = _CONNECT_TIMEOUT
-    if driver == "pysqlite":
-        arguments["timeout"] = _CONNECT_TIMEOUT  # for whoever writes; the file's journal mode is its owner's to choose
+    if driver == "pysqlite":  # the journal mode of the file stays as its owner chose it
+        arguments["timeout"] = _CONNECT_TIMEOUT  # seconds to wait for a writer
     return arguments

@@ -25,12 +25,12 @@ class Failed(click.ClickException):
 
 
 def without_secrets(text: str) -> str:
-    """The text, with `***` for whatever looks like the password of a URL or of a connection string."""
+    """Return the text with `***` in place of whatever looks like a password in a URL or a connection string."""
     return _SECRET_PARAMETER.sub(r"\1***", _CREDENTIALS.sub(r"\1***@", text))
 
 
 def reason(error: BaseException) -> str:
-    """The first line of what went wrong; a driver's own words, without SQLAlchemy's SQL and links around them."""
+    """Return the first line of an error's text; of a database error, the driver's own without SQLAlchemy's words."""
     if isinstance(error, DBAPIError) and error.orig is not None:
         error = error.orig
         if len(error.args) == 2 and isinstance(error.args[0], int):  # MariaDB's drivers: its number, then its words
@@ -41,7 +41,7 @@ def reason(error: BaseException) -> str:
 
 @contextmanager
 def one_line(*, debug: bool) -> Iterator[None]:
-    """Turn every error of the block into `Failed`; with ``debug`` the traceback comes first."""
+    """Turn every error of the block into `Failed`, whose text is one line; ``debug`` prints the traceback before."""
     try:
         yield
     except click.ClickException as error:
@@ -49,7 +49,7 @@ def one_line(*, debug: bool) -> Iterator[None]:
         raise
     except (click.Abort, BrokenPipeError):  # nobody answers, or nobody reads any more
         raise
-    except Exception as error:  # noqa: BLE001  # the command's outermost edge: told in one line, exit code 1
+    except Exception as error:  # noqa: BLE001  # nothing is above this but the command itself: one line, exit code 1
         _show(error, debug)
         raise Failed(_explained(error)) from None
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import click
 from sqlalchemy import Engine
 
-from projector_dedup.inventory import find
-from projector_dedup.inventory import forget as delete_markers
+from projector_dedup.maintenance.markers import find
+from projector_dedup.maintenance.markers import forget as delete_markers
 from projector_dedup.message import printable
 
 from .ask import confirmed, want_terminal

@@ -1,4 +1,4 @@
-"""`idempotency horizon`: how late a message may come again, which no cleanup may forget."""
+"""`idempotency horizon`: show or declare how late a message may come again; cleanup keeps markers as long."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import math
 import click
 from sqlalchemy import Engine
 
-from projector_dedup.horizon import MAX_HOURS, declare_horizon, redelivery_horizon
-from projector_dedup.schema import verify
+from projector_dedup.maintenance.check import verify
+from projector_dedup.maintenance.horizon import MAX_HOURS, declare_horizon, redelivery_horizon
 
 from .ask import confirmed
 from .errors import Failed
@@ -31,7 +31,7 @@ def horizon(deployments: Deployments, hours: float | None, yes: bool) -> None:
       idempotency horizon
       idempotency horizon 336
     """
-    if hours is not None and math.isnan(hours):  # which is in every range
+    if hours is not None and math.isnan(hours):  # click finds NaN in every range
         raise click.BadParameter("it must be a number of hours", param_hint="HOURS")
 
     def act(deployment: Deployment, engine: Engine) -> None:

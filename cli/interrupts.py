@@ -1,4 +1,4 @@
-"""Ctrl-C when it suits: whatever was begun is cleaned up first, and no child process hears of it."""
+"""Handle Ctrl-C and SIGTERM where a command chooses, so that it can clean up; keep Ctrl-C from child processes."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from contextlib import contextmanager
 from multiprocessing.resource_tracker import ensure_running
 from types import FrameType
 
-_INSISTING = 3  # times that Ctrl-C is pressed by someone who will not wait
+_INSISTING = 3  # signals after which the user is taken not to want to wait
 
 
 @contextmanager
 def noted() -> Iterator[Callable[[], bool]]:
-    """In the block, Ctrl-C and SIGTERM are only noted; the function that it yields tells whether one came."""
+    """Only note Ctrl-C and SIGTERM during the block; yield a function that returns True if one came.
+
+    The third one raises `KeyboardInterrupt` at once.
+    """
     count = 0
 
     def note(_signal: int, _frame: FrameType | None) -> None:
@@ -33,10 +36,10 @@ def noted() -> Iterator[Callable[[], bool]]:
 
 @contextmanager
 def deferred() -> Iterator[Callable[[], None]]:
-    """The same, but the function raises `KeyboardInterrupt` then.
+    """Only note Ctrl-C and SIGTERM during the block; yield a function that raises `KeyboardInterrupt` if one came.
 
-    Raised at just any instruction, in a driver's callback say, the exception could be swallowed, or interrupt the very
-    cleanup that it is to set off.
+    Raised at any instruction, in a driver's callback say, the exception could be swallowed, or interrupt the very
+    cleanup that it should start.
     """
     with noted() as interrupted:
 
@@ -49,9 +52,10 @@ def deferred() -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def not_for_children() -> Iterator[None]:
-    """Ctrl-C goes to all processes of a terminal, but not to those started in here: they inherit the blocked signal.
+    """Keep Ctrl-C from processes that are started in the block: they inherit the blocked signal.
 
-    We get it afterwards. On Windows, a process that is still importing when Ctrl-C comes may say so on stderr.
+    Ctrl-C goes to every process of a terminal; this one gets it after the block. On Windows nothing is blocked: a
+    process that is still importing when Ctrl-C comes may print a traceback on stderr.
     """
     if sys.platform == "win32":
         yield

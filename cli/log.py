@@ -1,4 +1,4 @@
-"""What happened, for machines: a JSON object a line, on stdout."""
+"""Log lines for machines: a JSON object in each line, on stdout."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ import click
 
 
 def log_json(event: str, **facts: Any) -> None:
-    """One line: ``event`` first, then ``facts`` in the order given."""
+    """Print a JSON object in one line: ``event`` first, then ``facts`` in the order given."""
     click.echo(json.dumps({"event": event, **facts}))

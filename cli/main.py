@@ -1,4 +1,4 @@
-"""The commands, their options and their help; what they do is next door."""
+"""The entry point of the command `idempotency`, which gathers the commands; `demo` has its options here."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .stats import show_stats
 
 
 class _Group(click.Group):
-    """A group whose errors, click's own among them, print no password."""
+    """A group of commands that never prints a password, neither in its own errors nor in those of click."""
 
     def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, **extra: Any) -> Any:  # type: ignore[override]  # click's has two more arguments, which we pass on
         try:
@@ -40,7 +40,7 @@ class _Group(click.Group):
         except click.Abort:
             click.echo("Interrupted.", err=True)
             code = 1
-        except BrokenPipeError:  # `| head` has seen enough
+        except BrokenPipeError:  # the reader, `| head` say, has closed the pipe
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             code = 1
         sys.exit(code if isinstance(code, int) else 0)
@@ -129,7 +129,7 @@ def demo(
     if database_url and embedded_postgres:
         raise click.UsageError("--database-url and --embedded-postgres exclude each other")
     with one_line(debug=debug):
-        from .demo import run
+        from .demo.run import run
 
         run(
             flights=None if all_flights else flights or DEFAULT_FLIGHTS,

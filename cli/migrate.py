@@ -5,8 +5,8 @@ from __future__ import annotations
 import click
 from sqlalchemy import Engine
 
-from projector_dedup.migrate import Migrated, planned
-from projector_dedup.migrate import migrate as bring_up_to_date
+from projector_dedup.maintenance.migrate import Migrated, planned
+from projector_dedup.maintenance.migrate import migrate as bring_up_to_date
 
 from .options import EXIT_CODES, Deployment, Deployments, database_options
 

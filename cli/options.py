@@ -1,4 +1,4 @@
-"""The options that name databases, and how a command is run on each of them: one line each, the worst exit code."""
+"""The options that name databases and tables, and the loop that runs a command on each of these deployments."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ debug_option = click.option("--debug", is_flag=True, help="Show the traceback of
 
 @dataclass(frozen=True)
 class Deployment:
-    """The tables of one deployment of the library, in one database."""
+    """One deployment of the library: its tables in one database."""
 
     url: URL
     tables: DedupTables
@@ -38,13 +38,13 @@ class Deployment:
 
     @property
     def database(self) -> str:
-        """The URL, as it may be printed."""
+        """The database's URL as text for printing, without any password."""
         return shown(self.url)
 
 
 @dataclass(frozen=True)
 class Deployments:
-    """All that one run of a command is about."""
+    """Every deployment that one run of a command is about: each of the databases, with each of the schemas."""
 
     texts: tuple[str, ...]
     schemas: tuple[str | None, ...]
@@ -53,11 +53,11 @@ class Deployments:
 
     @property
     def several(self) -> bool:
-        """Whether each line must say what it is about."""
+        """True if there is more than one deployment, so that each line must name its own."""
         return len(self.texts) * len(self.schemas) > 1
 
     def say(self, deployment: Deployment, line: str) -> None:
-        """One deployment's line."""
+        """Print a line about one deployment, with its name before it if there are several."""
         click.echo(f"{deployment}: {line}" if self.several else line)
 
     def each(
@@ -67,9 +67,12 @@ class Deployments:
         create: bool = False,
         on_failure: Callable[[str, Failed], None] | None = None,
     ) -> None:
-        """Run ``act`` on one after the other; `Failed` in the end if it failed on any, in one line for each.
+        """Run ``act`` on each deployment, one after the other, with an engine that is disposed of afterwards.
 
-        ``create`` lets SQLite make the file; ``on_failure`` is told each failure and the URL that it is about.
+        ``create`` lets SQLite make the file. ``on_failure`` is called with each failure and the URL that it is about.
+
+        Raises `Failed` at once if there is only one deployment. Of several, each failure is printed in a line, the
+        others are run, and `Failed` is raised in the end.
         """
         failures = 0
         for text in self.texts:
@@ -97,7 +100,7 @@ class Deployments:
 
 
 def database_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give ``command`` the options, and ``deployments`` as its first argument."""
+    """Add the options that name databases to ``command``, which is called with ``deployments`` as first argument."""
 
     @wraps(command)
     def run(database_url: tuple[str, ...], schema: tuple[str, ...], table: str, debug: bool, **rest: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What the commands print: tables and colours on a terminal, plain columns in a pipe, JSON for machines."""
+"""Print the results of commands: tables and colours on a terminal, plain columns in a pipe, JSON for machines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from projector_dedup.upkeep import days, moment
+from projector_dedup.maintenance.times import duration, moment_with_zone
 
 from .options import Deployment
 
@@ -27,7 +27,10 @@ json_option = click.option(
 
 @contextmanager
 def document(*, wanted: bool) -> Iterator[Callable[[Deployment, dict[str, Any]], None]]:
-    """Yields what adds a deployment to the JSON document, which is printed in the end, also after a failure."""
+    """Yield a function that adds an object about one deployment to a JSON document.
+
+    If ``wanted``, the document is printed after the block, also where the block failed.
+    """
     found: list[dict[str, Any]] = []
     try:
         yield lambda deployment, values: found.append({**_place(deployment), **values})
@@ -41,7 +44,7 @@ def _place(deployment: Deployment) -> dict[str, Any]:
 
 
 def as_object(value: Any) -> dict[str, Any]:
-    """A dataclass of the library's, for JSON."""
+    """Return the fields of a dataclass by name, for JSON."""
     return asdict(value)
 
 
@@ -54,12 +57,15 @@ def _plain(value: Any) -> Any:
 
 
 def coloured(text: str, colour: str) -> str:
-    """The text in a colour, which `click.echo` leaves to terminals, unless there is to be none (no-color.org)."""
+    """Return the text in a colour, unless the environment has NO_COLOR (no-color.org).
+
+    `click.echo` removes the colour again where it does not print to a terminal.
+    """
     return text if os.environ.get("NO_COLOR") else click.style(text, fg=colour, bold=True)
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] = ()) -> None:
-    """A table; the columns named in ``right`` are flush right."""
+    """Print a table, by rich on a terminal if it is installed; the columns named in ``right`` are aligned right."""
     if sys.stdout.isatty() and _by_rich(headers, rows, right):
         return
     widths = [max(len(cell) for cell in column) for column in zip(headers, *rows, strict=True)]
@@ -89,12 +95,12 @@ def _by_rich(headers: Sequence[str], rows: Sequence[Sequence[str]], right: Seque
 
 
 def ago(at: datetime | None, now: datetime) -> str:
-    """A moment, and how long ago it was."""
-    return "-" if at is None else f"{moment(at)} ({days(now - at)} ago)"
+    """Return a moment and how long before ``now`` it was; "-" for None."""
+    return "-" if at is None else f"{moment_with_zone(at)} ({duration(now - at)} ago)"
 
 
 def size(number: int | None) -> str:
-    """Bytes, as people say them."""
+    """Return a number of bytes in a readable unit, such as "1.5 MB"; "unknown" for None."""
     if number is None:
         return "unknown"
     value, units = float(number), ["bytes", "kB", "MB", "GB", "TB"]
@@ -104,5 +110,5 @@ def size(number: int | None) -> str:
 
 
 def markers(number: int) -> str:
-    """So many markers."""
+    """Return the number with its noun: "1 marker", "2,000 markers"."""
     return f"{number:,} marker{'' if number == 1 else 's'}"

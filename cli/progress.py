@@ -1,4 +1,4 @@
-"""A count that moves while a command works; on stderr, and only if that is a terminal."""
+"""A count that grows while a command works, on stderr, and only if that is a terminal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ import click
 
 @contextmanager
 def counting(verb: str) -> Iterator[Callable[[int], None] | None]:
-    """Yields a function that takes how many more there are; None where nobody watches. By rich, if installed."""
+    """Yield a function that adds to a count on the terminal, such as "Deleted 5,000 ..."; None without a terminal.
+
+    It is drawn by rich, if that is installed.
+    """
     if not sys.stderr.isatty():
         yield None
         return

@@ -5,8 +5,8 @@ from __future__ import annotations
 import click
 from sqlalchemy import Engine
 
-from projector_dedup.renaming import MAX_BATCH_SIZE, Renamed
-from projector_dedup.renaming import rename as rename_markers
+from projector_dedup.maintenance.rename import MAX_BATCH_SIZE, Renamed
+from projector_dedup.maintenance.rename import rename as rename_markers
 
 from .ask import confirmed
 from .errors import Failed

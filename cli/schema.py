@@ -1,4 +1,4 @@
-"""`idempotency schema`: the tables as SQL, for whoever runs it by other means."""
+"""`idempotency schema`: print the SQL that makes the tables, for those who run it themselves."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import click
 from sqlalchemy import MetaData
 
 from projector_dedup import make_tables
-from projector_dedup.ddl import ddl
+from projector_dedup.maintenance.ddl import ddl
 from projector_dedup.tables import DEFAULT_NAME
 
 from .errors import one_line

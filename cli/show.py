@@ -1,4 +1,4 @@
-"""`idempotency show`: was this message applied, by whom, and when?"""
+"""`idempotency show`: tell which handlers applied a message, and when."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import click
 from sqlalchemy import Engine
 
 from projector_dedup.errors import InvalidMessageIdError
-from projector_dedup.inventory import Marker, find, pruned_until
+from projector_dedup.maintenance.markers import Marker, find
+from projector_dedup.maintenance.state import pruned_until
+from projector_dedup.maintenance.times import duration, moment_with_zone, moment_without_zone
 from projector_dedup.message import printable, valid_message_id
-from projector_dedup.upkeep import days, moment, seconds
 
 from .errors import Failed
 from .options import EXIT_CODES, Deployment, Deployments, database_options
@@ -63,13 +64,13 @@ def show(deployments: Deployments, message_id: str, as_json: bool) -> None:
 
 
 def print_markers(found: list[Marker]) -> None:
-    """A line for each handler."""
+    """Print a table with a line for each marker."""
     rows = [
         (
             printable(each.handler),
-            seconds(each.processed_at),
-            days(each.age),
-            "-" if each.occurred_at is None else seconds(each.occurred_at),
+            moment_without_zone(each.processed_at),
+            duration(each.age),
+            "-" if each.occurred_at is None else moment_without_zone(each.occurred_at),
         )
         for each in found
     ]
@@ -77,10 +78,10 @@ def print_markers(found: list[Marker]) -> None:
 
 
 def not_there(message_id: str, deployment: Deployment, engine: Engine, handler: str | None = None) -> str:
-    """That there is no marker, and why that may be."""
+    """Return a text that says that the message has no marker there, and why that may be; asks the state table."""
     of = "" if handler is None else f" and handler {printable(handler)}"
     until = pruned_until(engine, tables=deployment.tables)
-    pruned = "its marker was pruned" + ("" if until is None else f", as all from before {moment(until)} are")
+    pruned = "its marker was pruned" + ("" if until is None else f", as all from before {moment_with_zone(until)} are")
     return (
         f"no marker of message {printable(message_id)}{of} in {deployment}: it was not applied, or {pruned}, or the id "
         "is written another way (case and white space count; cloudevents, kafka and hashed make ids of their own)"

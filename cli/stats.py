@@ -1,13 +1,14 @@
-"""`idempotency stats`: what is in the marker table, and what cleanup would delete."""
+"""`idempotency stats`: count the markers of each handler, and those that cleanup would delete."""
 
 from __future__ import annotations
 
 import click
 from sqlalchemy import Engine
 
-from projector_dedup.inventory import Stats, stats
+from projector_dedup.maintenance.horizon import MAX_HOURS
+from projector_dedup.maintenance.stats import Stats, stats
+from projector_dedup.maintenance.times import moment_without_zone
 from projector_dedup.message import printable
-from projector_dedup.upkeep import seconds
 
 from .options import EXIT_CODES, Deployment, Deployments, database_options
 from .output import ago, as_object, document, json_option, size, table
@@ -17,7 +18,7 @@ from .output import ago, as_object, document, json_option, size, table
 @database_options
 @click.option(
     "--retention-hours",
-    type=click.FloatRange(min=0, min_open=True, max=24 * 366 * 100),
+    type=click.FloatRange(min=0, min_open=True, max=MAX_HOURS),
     help="What would a cleanup that keeps so much delete?  [default: that of the last complete cleanup, else 168]",
 )
 @json_option
@@ -64,7 +65,12 @@ def _print(found: Stats) -> None:
     if found.handlers:
         click.echo()
         rows = [
-            (printable(each.handler), f"{about}{each.markers:,}", seconds(each.oldest), seconds(each.newest))
+            (
+                printable(each.handler),
+                f"{about}{each.markers:,}",
+                moment_without_zone(each.oldest),
+                moment_without_zone(each.newest),
+            )
             for each in found.handlers
         ]
         table(("handler", "markers", "oldest (UTC)", "newest (UTC)"), rows, right=("markers",))

@@ -1,1 +1,1 @@
-"""Alembic scripts that create the library's own tables."""
+"""The Alembic environment and the revisions that create the library's own tables."""

@@ -1,4 +1,7 @@
-"""Runs the revisions for one table set: that of ``migrate()``, or the default one in PROJECTOR_DEDUP_DATABASE_URL."""
+"""Run the revisions for one table set; Alembic executes this file.
+
+The table set is that of ``migrate()``, or the default one in the database of PROJECTOR_DEDUP_DATABASE_URL.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ attributes = context.config.attributes
 tables = attributes.get(OPTION, default_tables)
 settings: dict[str, Any] = {
     "target_metadata": tables.marker.metadata,
-    # Our own version table, so that the user's `alembic_version` in the same database stays theirs.
+    # A version table of its own, so that the user's `alembic_version` in the same database is left alone.
     "version_table": f"{tables.marker.name}_alembic_version",
     "version_table_schema": tables.marker.schema,
 }

@@ -1,4 +1,4 @@
-"""Which tables a run of the revisions is about: those that the configuration of the Alembic environment names."""
+"""Find the tables that a run of the revisions is about, in the configuration of the Alembic environment."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ OPTION = "projector_dedup_tables"
 
 
 def table_sets(config: Config | None) -> list[tuple[str | None, str]]:
-    """Schema and name of each marker table.
+    """Return the schema (None for the default one) and the name of each marker table.
 
-    In alembic.ini: ``projector_dedup_tables = processed_message, billing.inbox``. ``migrate()`` gives its tables
-    as the configuration's attribute of the same name.
+    They are written in alembic.ini: ``projector_dedup_tables = processed_message, billing.inbox``. ``migrate()`` sets
+    its tables as the configuration's attribute of the same name, which wins.
     """
     given: DedupTables | None = config.attributes.get(OPTION) if config else None
     if given is not None:

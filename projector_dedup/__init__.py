@@ -1,5 +1,7 @@
 """Apply each message once: a SQLAlchemy projector whose marker and writes commit in one transaction."""
 
+from .async_unit_of_work import AsyncUnitOfWork
+from .caller_claim import claim
 from .dialects import configure_sqlite
 from .dispatcher import AsyncDispatcher, Dispatcher
 from .errors import (
@@ -25,13 +27,12 @@ from .errors import (
     UnsupportedDatabaseError,
 )
 from .extractors import by_path, cloudevents, hashed, kafka
-from .markers import claim
 from .message import Message
+from .options import RetryPolicy
 from .outcome import Delivery, Outcome
 from .projector import on, projector
-from .retry import RetryPolicy
 from .tables import DedupTables, ProcessedMessage, make_tables
-from .unit_of_work import AsyncUnitOfWork, UnitOfWork
+from .unit_of_work import UnitOfWork
 
 __all__ = [
     "AsyncDispatcher",

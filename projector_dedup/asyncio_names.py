@@ -1,4 +1,4 @@
-"""SQLAlchemy's names for asyncio, or stand-ins that nothing is an instance of where it has none: without greenlet."""
+"""SQLAlchemy's classes for asyncio; without greenlet, which they need, empty classes that nothing is an instance of."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ else:
         S = TypeVar("S")
 
         class AsyncEngine:
-            """Not there."""
+            """Stand-in for SQLAlchemy's ``AsyncEngine``."""
 
         class AsyncSession:
-            """Not there."""
+            """Stand-in for SQLAlchemy's ``AsyncSession``."""
 
         class async_scoped_session(Generic[S]):  # noqa: N801  # SQLAlchemy's name
-            """Not there."""
+            """Stand-in for SQLAlchemy's ``async_scoped_session``."""
 
         class async_sessionmaker(Generic[S]):  # noqa: N801
-            """Not there."""
+            """Stand-in for SQLAlchemy's ``async_sessionmaker``."""

@@ -11,12 +11,11 @@ from .asyncio_names import AsyncSession, async_sessionmaker
 from .errors import CommitOutcomeUnknown, InvalidMessageError, RefusedError, RetriesExhaustedError
 from .handler import Handler
 from .message import Message, id_text, printable
+from .options import RetryPolicy, UnitOptions
 from .outcome import Outcome
-from .retry import RetryPolicy
-from .sessions import UnitOptions
 
 Result = Outcome | Exception
-"""What became of one message."""
+"""One message's outcome, or the error with which it failed."""
 
 _IN_A_ROW = 2
 
@@ -28,7 +27,10 @@ def apply_batch(
     options: UnitOptions,
     policy: RetryPolicy,
 ) -> tuple[list[Result], bool]:
-    """What became of each message, and whether it is durable. A failing message does not take others with it."""
+    """Apply messages together; return the outcome or the error of each, and True if what was applied is durable.
+
+    A message that fails takes no other with it.
+    """
     batch = _Batch(handler, messages)
     for chunk in batch.chunks():
         try:
@@ -45,7 +47,7 @@ async def aapply_batch(
     options: UnitOptions,
     policy: RetryPolicy,
 ) -> tuple[list[Result], bool]:
-    """``apply_batch``, awaited."""
+    """Apply messages as ``apply_batch`` does, awaiting the database and the handlers."""
     batch = _Batch(handler, messages)
     for chunk in batch.chunks():
         try:
@@ -56,7 +58,10 @@ async def aapply_batch(
 
 
 class _Batch:
-    """What was settled, and what is to be tried next: all, then halves, or what is before and after a culprit."""
+    """A batch on its way: what became of its messages, and which of them are tried together next.
+
+    First all of them are; if that fails, halves, or those before and behind the message that failed.
+    """
 
     def __init__(self, handler: Handler, messages: Sequence[Message]) -> None:
         self.results: list[Result] = [RetriesExhaustedError("it was not tried")] * len(messages)
@@ -67,21 +72,21 @@ class _Batch:
         self._todo = [range(len(messages))]  # the last is next
 
     def chunks(self) -> Iterator[Chunk]:
-        """In the order of delivery. Tell what became of one before taking the next."""
+        """Yield what to apply next, in the order of delivery. Call ``settled`` or ``failed`` before taking the next."""
         while self._todo:
             self._now = self._todo.pop()
             self._chunk = Chunk(self._handler, [self._messages[index] for index in self._now])
             yield self._chunk
 
     def settled(self, durable: bool) -> None:
-        """The chunk that is being tried was applied."""
+        """Note that the chunk that was yielded last is applied."""
         self.durable = self.durable and durable
         self._exhausted = 0
         for index, outcome in zip(self._now, self._chunk.outcomes, strict=True):
             self.results[index] = outcome
 
     def failed(self, error: Exception) -> None:
-        """It was not: by its only message, by all of them, or by one or more that are still to be found."""
+        """Note that the chunk that was yielded last failed; plan to try its messages again, fewer at a time."""
         now, at = self._now, self._chunk.at
         if len(now) == 1 or self._concerns_all(error):
             self._fail(now, error)
@@ -94,7 +99,7 @@ class _Batch:
         self._todo += [piece for piece in reversed(pieces) if piece]
 
     def _concerns_all(self, error: Exception) -> bool:
-        """Whether fewer messages would meet it too, or must not be tried: something of all of them may be durable."""
+        """True if fewer messages would meet the error too, or must not be tried: all of them may be durable in part."""
         if getattr(error, "durable", False):
             self._tell_who_was_handled(error)
             return True
@@ -102,10 +107,10 @@ class _Batch:
             return False
         if not self._chunk.connected:  # which is nobody's fault in here
             return True
-        return isinstance(error, CommitOutcomeUnknown) or (isinstance(error, RefusedError) and not self._chunk.opened)
+        return isinstance(error, CommitOutcomeUnknown) or (isinstance(error, RefusedError) and not self._chunk.claimed)
 
     def _tell_who_was_handled(self, error: Exception) -> None:
-        """A handler committed with its own message's marker those of all."""
+        """Name in ``error`` the messages whose markers a handler has committed together with its own message's."""
         messages, at = self._chunk.messages, self._chunk.at
         behind = [] if at is None else messages[at + 1 :]
         if behind:

@@ -1,8 +1,8 @@
-"""Give connections back to their pool, so that none stays out of it where the server refuses ROLLBACK too.
+"""Give connections back to their pool, also where the server refuses even ROLLBACK.
 
 SQLAlchemy's Session, and its Connection in older versions, sends ROLLBACK before it gives a connection back; if that
-fails, the connection is never given back. A node of a cluster that has lost the others refuses every statement, by
-MariaDB's error 1047: a few messages emptied a pool.
+fails, the connection is never given back. A node that has lost the rest of its cluster refuses every statement (error
+1047 of MariaDB): a few messages emptied a pool there.
 """
 
 from __future__ import annotations
@@ -11,13 +11,11 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 
 from sqlalchemy.engine import Connection, Engine
-from sqlalchemy.exc import DBAPIError
-from sqlalchemy.orm import Session
 
 
 @contextmanager
 def connected(engine: Engine) -> Iterator[Connection]:
-    """A connection of the engine, rolled back in the end and given back; the first error is the one that is raised."""
+    """Yield a connection of ``engine``; roll it back and give it back in the end. The first error is the one raised."""
     connection = engine.connect()
     try:
         yield connection
@@ -28,33 +26,19 @@ def connected(engine: Engine) -> Iterator[Connection]:
     _close(connection)
 
 
-def close_session(session: Session, connections: Iterable[Connection]) -> Exception | None:
-    """Close the session. If that fails its ``connections`` are dropped, and the error is returned."""
-    try:
-        session.close()
-    except BaseException as error:
-        drop(connections)
-        if not isinstance(error, Exception):
-            raise
-        return error
-    return None
-
-
-def is_loss(failure: Exception, error: BaseException) -> bool:
-    """True if closing found that the connection was lost, of which ``error`` may be no more than a consequence."""
-    return isinstance(failure, DBAPIError) and failure.connection_invalidated and isinstance(error, Exception)
-
-
 def roll_back(connection: Connection) -> None:
-    """Roll back below SQLAlchemy, which takes the transaction for ended; or drop the connection."""
+    """Send ROLLBACK by the driver, past SQLAlchemy, which takes the transaction for ended.
+
+    If that fails, the connection is dropped.
+    """
     try:
         connection.connection.rollback()
-    except Exception:  # noqa: BLE001  # what is open ends with the connection as well
+    except Exception:  # noqa: BLE001  # closing the connection ends the transaction as well
         drop([connection])
 
 
 def drop(connections: Iterable[Connection]) -> None:
-    """Close the connections, and have their pool connect anew: what is open on them ends with them."""
+    """Close the connections for good, so that their pool opens new ones; open transactions end with them."""
     for connection in connections:
         with suppress(Exception):  # closed already, or its driver fails to hang up
             connection.invalidate()

@@ -1,7 +1,8 @@
-"""Routing: which handlers want a message, and what their outcomes come to together."""
+"""Dispatchers: deliver a message, or a batch, to every handler that wants it, and bring their outcomes together."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
@@ -12,18 +13,17 @@ from .asyncio_names import AsyncSession, async_sessionmaker
 from .batch import aapply_batch, apply_batch
 from .errors import HandlerDefinitionError, RefusedError, UnhandledMessage
 from .extractors import attribute_or_key
-from .handler import Handler, check_kind, options_for, refuse_shared_names
+from .handler import Handler, check_kind, options_for, refuse_shared_names, warn_of_unused_id
+from .identity import handlers_of
 from .message import IdExtractor, Message, Route, envelope, id_text, known_id, printable, route_of
+from .options import RetryPolicy, UnitOptions, check_session_factory
 from .outcome import Delivery
-from .projector import handlers_of
 from .results import BatchResults, Results
-from .retry import RetryPolicy
-from .sessions import UnitOptions, check_session_factory
 from .tables import DedupTables, default_tables
 
 
 class _Routing:
-    """What a dispatcher knows before a message comes; nothing of it changes while messages are delivered."""
+    """The part that both dispatchers share: settings, handlers, and which handlers want a message."""
 
     _asynchronous: bool
 
@@ -69,26 +69,28 @@ class _Routing:
         self._wanting = {route: self._who_wants(route) for route in routes}
 
     def _who_wants(self, route: Route) -> tuple[list[Handler], bool]:
-        """The handlers for it, and whether any of them needs an id."""
+        """Return the handlers that want messages of ``route``, and True if any of them needs an id."""
         handlers = [handler for handler in self._handlers.values() if handler.wants(route)]
         return handlers, any(handler.idempotent for handler in handlers)
 
     @property
     def identities(self) -> frozenset[str]:
-        """What its handlers are, or were, called in the marker table, were they to claim."""
+        """The present and former names of all handlers, idempotent or not: under these they have markers, if at all."""
         return frozenset(name for handler in self._handlers.values() for name in (handler.identity, *handler.formerly))
 
     def permit_external_transaction(self, permitted: bool) -> bool:
-        """For ``testing.external_transaction``. Returns what was permitted before."""
+        """Permit or forbid an outer transaction, for ``testing.external_transaction``; return the setting before."""
         before = any(options.external for options in self._options.values())
-        for options in self._options.values():
-            options.external = permitted
+        for identity, options in self._options.items():
+            self._options[identity] = dataclasses.replace(options, external=permitted)
         return before
 
     def _route(self, event: object, message_id: object) -> tuple[Message, list[Handler], str | None]:
         route = route_of(event)
         handlers, needed = self._wanting.get(route) or self._who_wants(route)
         message = envelope(event, message_id, self._extractor if needed else attribute_or_key, needed=needed)
+        if message_id is not None and handlers and not needed:
+            warn_of_unused_id(handlers[0])
         if not handlers and not self._ignore_unhandled:
             name = route if isinstance(route, str) else f"{route.__module__}.{route.__qualname__}"
             raise UnhandledMessage(
@@ -106,7 +108,7 @@ class _Routing:
         for event in events:
             try:
                 batch.routed(*self._route(event, None))
-            except Exception as error:  # noqa: BLE001  # this message's own, its id's extractor's say
+            except Exception as error:  # noqa: BLE001  # of this message alone, from the extractor of its id, say
                 batch.not_routed(id_text(event) if isinstance(event, Message) else None, error)
         return batch
 
@@ -114,22 +116,33 @@ class _Routing:
 class Dispatcher(_Routing):
     """Delivers messages to the handlers of its projectors, each in a unit of work of its own.
 
-    ``session_factory`` is a ``sessionmaker`` on one engine; every attempt takes a new session from it. The
-    dispatcher may be shared by threads. ``message_id`` finds the id in an event; ``unhandled="ignore"`` settles
-    messages that no handler wants as ``SKIPPED``; ``tables`` are those of ``make_tables``; ``retry`` bounds what is
-    tried again; ``claim_timeout`` (seconds), ``isolation`` and ``strict`` are those of ``UnitOptions``.
-    ``read_ahead=False`` reads no row before a handler asks for it: neither those that ``@on(reads=...)`` declares, nor
-    those of a batch together. Handlers see the same either way.
+    Threads may share a dispatcher. ``session_factory`` is a ``sessionmaker`` on one engine; every attempt takes a new
+    session from it. Projectors are instances of ``@projector`` classes, or function projectors.
+
+    ``message_id`` is the extractor that finds the id in an event; the default takes ``event.message_id``.
+    ``unhandled="ignore"`` settles messages that no handler wants as ``SKIPPED``, instead of raising. ``tables`` is the
+    result of ``make_tables``. ``retry`` bounds how often and how long an attempt is repeated. ``claim_timeout`` is the
+    longest wait, in seconds, for another delivery of the same message; ``InProgress`` is raised then. ``isolation``
+    overrides the isolation level. ``strict=True`` asks the database before COMMIT, for one or two round trips, that
+    the marker is in this transaction. ``read_ahead=False`` reads no row before a handler asks for it: neither those
+    that ``@on(reads=...)`` declares, nor those of a batch together. Handlers see the same either way.
+
+    Raises ``HandlerDefinitionError`` for projectors that could not be delivered to, ``UnsafeSessionError`` for a
+    session factory that does not fit, ``ValueError`` for any other wrong argument.
     """
 
     _asynchronous = False
     _factory: sessionmaker[Session]
 
     def deliver(self, event: object, *, message_id: object = None) -> Delivery:
-        """Deliver one message. **That it returns means that the message may be acknowledged**; else it raises.
+        """Deliver one message. **It returns only if the message may be acknowledged**; otherwise it raises.
 
-        ``message_id`` wins over the dispatcher's extractor. With several handlers all are tried, in the order of
-        registration, and failures are raised together as ``DeliveryFailed``.
+        ``message_id`` wins over the dispatcher's extractor. Several handlers are all tried, in the order of
+        registration.
+
+        If one handler wants the message, its error is raised as it is; if several do, the errors of those that fail
+        are raised together as ``DeliveryFailed``. Raises ``UnhandledMessage`` if no handler wants the message, and
+        ``InvalidMessageError`` if it has no usable id or type.
         """
         message, handlers, known = self._route(event, message_id)
         results = Results(known, handlers)
@@ -145,11 +158,13 @@ class Dispatcher(_Routing):
     def deliver_batch(self, events: Iterable[object]) -> list[Delivery]:
         """Deliver many messages at once: for each handler one claim, one transaction, one commit.
 
-        An event whose body does not carry its id comes as a ``Message``. Handlers are called in the order of
-        ``events``; a message that comes twice is applied once. It returns, in that order, only if every message may be
-        acknowledged. Else it raises ``BatchFailed``: a message that fails is found by trying fewer at a time, and
-        every other one is applied. Handlers run again for that, so the advice on side effects counts double. To
-        deliver the same batch again is safe at any time.
+        Returns a ``Delivery`` for each event, in the order of ``events``, only if every message may be acknowledged.
+        An event whose body does not carry its id is given as a ``Message``. Handlers are called in the order of
+        ``events``; a message that comes twice is applied once.
+
+        Raises ``BatchFailed`` otherwise: a message that fails is found by trying fewer at a time, and every other one
+        is applied. Handlers run again for that, so be twice as careful with side effects in them. It is safe to
+        deliver the same batch again at any time. Raises ``RefusedError`` if ``events`` is a single message.
         """
         batch = self._route_all(events)
         for handler in self._handlers.values():
@@ -160,13 +175,20 @@ class Dispatcher(_Routing):
 
 
 class AsyncDispatcher(_Routing):
-    """``Dispatcher`` for ``async def`` handlers, on an ``async_sessionmaker``. Tasks may share it."""
+    """Delivers messages to ``async def`` handlers, each in a unit of work of its own, by an ``async_sessionmaker``.
+
+    Tasks of one event loop may share a dispatcher. The arguments are those of ``Dispatcher``.
+    """
 
     _asynchronous = True
     _factory: async_sessionmaker[AsyncSession]
 
     async def deliver(self, event: object, *, message_id: object = None) -> Delivery:
-        """As ``Dispatcher.deliver``; a cancellation leaves the message applied or not, and nothing in between."""
+        """Deliver one message. **It returns only if the message may be acknowledged**; otherwise it raises.
+
+        Takes, returns and raises what ``Dispatcher.deliver`` does. A cancellation leaves the message applied or not
+        applied, and nothing in between.
+        """
         message, handlers, known = self._route(event, message_id)
         results = Results(known, handlers)
         for handler in handlers:
@@ -179,7 +201,10 @@ class AsyncDispatcher(_Routing):
         return results.settled_delivery()
 
     async def deliver_batch(self, events: Iterable[object]) -> list[Delivery]:
-        """As ``Dispatcher.deliver_batch``."""
+        """Deliver many messages at once: for each handler one claim, one transaction, one commit.
+
+        Takes, returns and raises what ``Dispatcher.deliver_batch`` does.
+        """
         batch = self._route_all(events)
         for handler in self._handlers.values():
             if messages := batch.messages_for(handler):

@@ -1,16 +1,16 @@
-"""Every error this library raises, and what to do about each.
+"""Every error that this library raises, and what to do about each.
 
 ::
 
     ProjectorDedupError
-    |-- RefusedError                  nothing ran: as asked, a message could be lost or doubled
+    |-- RefusedError                  nothing ran: a message could have been lost or doubled
     |   |-- InvalidMessageError       a type that is no class or name, a time that is no moment (also a ValueError)
     |   |   `-- InvalidMessageIdError     the id is missing, empty, too long, or not text
     |   |-- HandlerDefinitionError    a projector cannot be told apart, called or awaited (also a TypeError)
     |   |-- UnsupportedDatabaseError  a database, driver or pool that is not known to keep the promise
     |   |-- UnsafeSessionError        AUTOCOMMIT, a foreign transaction, a second database
     |   |-- MissingTableError         the marker table is not there, or not the one expected
-    |   `-- RetentionTooShortError    markers would be pruned while their messages may still be redelivered
+    |   `-- RetentionTooShortError    markers would be deleted while their messages may still be redelivered
     |-- UnhandledMessage              no handler is registered for the message
     |-- Defer                         raised by a handler: not now; everything is rolled back
     |-- OvertakenError                another delivery took one of several messages that were claimed together
@@ -18,8 +18,8 @@
     |-- TransactionViolatedError      a handler ended, or broke, a transaction that is not its own
     |   `-- UnlockedWriteError        a declared read model was written without having been read under lock
     |-- RetriesExhaustedError         a transient database error outlived the retry policy
-    |-- CommitOutcomeUnknown          the connection was lost during COMMIT and no retry could ask
-    |-- CleanupInterruptedError       pruning met an error that did not pass; what it had deleted stays deleted
+    |-- CommitOutcomeUnknown          COMMIT was interrupted, or may be lost in a failover, and no retry could ask
+    |-- CleanupInterruptedError       a cleanup met an error that did not pass; what it had deleted stays deleted
     |-- DeliveryFailed                several handlers: the failures together (an ExceptionGroup)
     `-- BatchFailed                   some messages of a batch: the failures together (an ExceptionGroup)
 
@@ -40,21 +40,21 @@ class ProjectorDedupError(Exception):
 
 
 class RefusedError(ProjectorDedupError):
-    """Nothing ran. As it was asked, a message could have been lost or applied twice.
+    """Nothing ran, because a message could have been lost or applied twice.
 
-    A redelivery will be refused again until what the text names is mended.
+    A redelivery will be refused again until somebody corrects what the text names.
     """
 
 
 class InvalidMessageError(RefusedError, ValueError):
-    """Something that came with the message cannot be used: its type, or when it occurred.
+    """A part of the message cannot be used: its type, the time when it occurred, or its id.
 
-    It concerns this message only: every other one of a batch is applied.
+    Only this message is concerned: every other message of a batch is applied.
     """
 
 
 class InvalidMessageIdError(InvalidMessageError):
-    """The message has no id that could be told apart from every other id."""
+    """The message has no id, or one that not every database could tell apart from every other id."""
 
 
 class HandlerDefinitionError(RefusedError, TypeError):
@@ -66,7 +66,7 @@ class UnsupportedDatabaseError(RefusedError):
 
 
 class UnsafeSessionError(RefusedError):
-    """Marker and read model could not be committed together through this session."""
+    """Marker and read model could not be committed together, and by nobody else, through this session."""
 
 
 class MissingTableError(RefusedError):
@@ -74,9 +74,9 @@ class MissingTableError(RefusedError):
 
 
 class RetentionTooShortError(RefusedError, ValueError):
-    """Markers would be pruned while their messages may still be redelivered, and those be applied again.
+    """Markers would be deleted while their messages may still be redelivered, which would be applied again.
 
-    Prune with a longer retention; or declare the horizon anew, if messages do not come again as late as that.
+    Clean up with a longer retention; or declare a shorter horizon, if no message comes again as late as that.
     """
 
 
@@ -85,7 +85,7 @@ class UnhandledMessage(ProjectorDedupError):
 
 
 class Defer(ProjectorDedupError):
-    """Raise it in a handler to say "not now": the marker is rolled back too, so a redelivery applies."""
+    """A handler raises it to say "not now": everything is rolled back, the marker too, so a redelivery applies."""
 
 
 class InProgress(ProjectorDedupError):
@@ -96,11 +96,9 @@ class InProgress(ProjectorDedupError):
 
 
 class OvertakenError(ProjectorDedupError):
-    """A rival committed the marker of one of several messages while they were claimed together.
+    """Another delivery committed the marker of one of several messages while they were claimed together.
 
-    Or a claim failed for the row that was to be read with it.
-
-    Run the unit of work again; a dispatcher does.
+    Run the unit of work again; a dispatcher does so by itself.
     """
 
 
@@ -122,22 +120,25 @@ class UnlockedWriteError(TransactionViolatedError):
 
 
 class RetriesExhaustedError(ProjectorDedupError):
-    """A transient database error outlived the retry policy; it is the ``__cause__``. Nothing was applied."""
+    """A transient database error, the ``__cause__``, lasted longer than the retry policy allows; try again later.
+
+    No message was applied. Batches that ``rename`` committed before stay renamed.
+    """
 
 
 class CommitOutcomeUnknown(ProjectorDedupError):
-    """The connection failed during COMMIT: the message is applied or not, and nobody could be asked.
+    """The message is applied or not, and the library could not find out which. Do not acknowledge.
 
-    Or PostgreSQL was told not to wait for its synchronous standby, without which what it committed may yet be lost.
-
-    Do not acknowledge. For an idempotent projector a redelivery finds out; for any other it may apply twice.
+    Either the connection failed during COMMIT, or PostgreSQL was told not to wait for its synchronous standby, so that
+    a failover may still lose the COMMIT. For an idempotent projector a redelivery finds out; for any other projector
+    it may apply the message twice.
     """
 
 
 class CleanupInterruptedError(ProjectorDedupError):
-    """A database error, the ``__cause__``, kept a batch from being deleted, time and again. Run the cleanup again.
+    """A database error, the ``__cause__``, stopped a cleanup each time that a batch was tried. Run the cleanup again.
 
-    ``deleted`` markers were deleted before, and stay deleted.
+    ``deleted`` is the number of markers that were deleted before; they stay deleted.
     """
 
     def __init__(self, message: str, deleted: int) -> None:
@@ -149,15 +150,15 @@ class CleanupInterruptedError(ProjectorDedupError):
 
 
 class DeliveryFailed(ProjectorDedupError, ExceptionGroup[Exception]):
-    """Some handlers of one message failed. ``delivery`` holds every outcome, ``exceptions`` the failures.
+    """Some handlers of one message failed. ``delivery`` has every outcome, ``exceptions`` has the failures.
 
-    A redelivery skips the handlers that had applied.
+    A redelivery skips the handlers that have applied the message.
     """
 
     delivery: Delivery
 
     def __new__(cls, message: str, exceptions: Sequence[Exception], delivery: Delivery) -> DeliveryFailed:
-        """An exception group takes its arguments when it is made."""
+        """Create the group and keep the ``delivery``: ``ExceptionGroup`` takes its arguments here."""
         self = super().__new__(cls, message, exceptions)
         self.delivery = delivery
         return self
@@ -169,7 +170,7 @@ class DeliveryFailed(ProjectorDedupError, ExceptionGroup[Exception]):
         return DeliveryFailed, (self.message, list(self.exceptions), self.delivery), vars(self)
 
     def derive(self, excs: Sequence[Exception]) -> DeliveryFailed:  # type: ignore[override]  # narrower on purpose
-        """A part of the group (``split``, ``except*``) keeps the delivery."""
+        """Return a part of the group, as ``split`` and ``except*`` ask for one; it keeps the delivery."""
         return DeliveryFailed(self.message, excs, self.delivery)
 
 
@@ -184,7 +185,7 @@ class BatchFailed(ProjectorDedupError, ExceptionGroup[Exception]):
     deliveries: list[Delivery]
 
     def __new__(cls, message: str, exceptions: Sequence[Exception], deliveries: list[Delivery]) -> BatchFailed:
-        """An exception group takes its arguments when it is made."""
+        """Create the group and keep the ``deliveries``: ``ExceptionGroup`` takes its arguments here."""
         self = super().__new__(cls, message, exceptions)
         self.deliveries = deliveries
         return self
@@ -196,5 +197,5 @@ class BatchFailed(ProjectorDedupError, ExceptionGroup[Exception]):
         return BatchFailed, (self.message, list(self.exceptions), self.deliveries), vars(self)
 
     def derive(self, excs: Sequence[Exception]) -> BatchFailed:  # type: ignore[override]  # narrower on purpose
-        """A part of the group (``split``, ``except*``) keeps the deliveries."""
+        """Return a part of the group, as ``split`` and ``except*`` ask for one; it keeps the deliveries."""
         return BatchFailed(self.message, excs, self.deliveries)

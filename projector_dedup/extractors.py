@@ -1,4 +1,4 @@
-"""Where the id of a message is found in its event."""
+"""Extractors: functions that find the id of a message in its event."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ from .message import IdExtractor, valid_message_id
 
 
 def attribute_or_key(event: Any) -> object:
-    """The default extractor: the event's ``message_id``, as attribute or key."""
+    """Return the event's ``message_id``, an attribute or a key; None if it has none. This is the default extractor."""
     return _step(event, "message_id")
 
 
 def by_path(path: str) -> IdExtractor:
-    """An extractor that follows a dotted path of attributes and keys: ``by_path("metadata.headers.id")``."""
+    """Return an extractor that follows a dotted path of attributes and keys, as in ``by_path("metadata.headers.id")``.
+
+    The extractor returns None where a step of the path leads nowhere.
+    """
     steps = path.split(".")
 
     def extract(event: Any) -> object:
@@ -31,19 +34,25 @@ def by_path(path: str) -> IdExtractor:
 
 
 def cloudevents(event: Any) -> object:
-    """An extractor for CloudEvents 1.0, where ``source`` and ``id`` *together* are unique (section 3.1.1)."""
+    """Return the id of a CloudEvents 1.0 event, made of ``source`` and ``id``: only *together* they are unique (3.1.1).
+
+    Raises ``InvalidMessageIdError`` if one of them is missing, or is not text.
+    """
     return _composite("cloudevents", event, {"source": str, "id": str})
 
 
 def kafka(event: Any) -> object:
-    """An extractor for Kafka records: topic, partition and offset, as attributes, methods or keys."""
+    """Return the id of a Kafka record, made of its topic, partition and offset: attributes, methods or keys.
+
+    Raises ``InvalidMessageIdError`` if one of them is missing, or of another type.
+    """
     return _composite("kafka", event, {"topic": str, "partition": int, "offset": int})
 
 
 def hashed(extractor: IdExtractor) -> IdExtractor:
-    """An extractor that hides or shortens what another finds: the SHA-256 of its text, in hexadecimal.
+    """Return an extractor that gives the SHA-256, in hexadecimal, of the id that ``extractor`` finds.
 
-    For ids over 512 bytes, and for personal ones (ids are stored and logged).
+    Use it for ids over 512 bytes, and for personal ones: ids are stored and logged.
     """
 
     def extract(event: Any) -> object:

@@ -1,23 +1,29 @@
-"""A handler: what it is called, what it wants, how it is run."""
+"""A handler of one projector: its identity, the messages that it wants, and how it is called."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
 from .errors import HandlerDefinitionError
-from .message import Message, Route
+from .message import Message, Route, printable
+from .options import UnitOptions
 from .reads import DeclaredReads
-from .sessions import UnitOptions
+
+logger = logging.getLogger("projector_dedup")
+
+_warned: set[str] = set()
+"""Handlers of which a log line has said that they do not use their message ids."""
 
 
 @dataclass(frozen=True)
 class On:
-    """What ``@on`` says of a method."""
+    """The arguments of ``@on`` for one method or function; ``routes`` are its events."""
 
     routes: tuple[Route, ...]
     name: str | None
@@ -29,18 +35,18 @@ class On:
 
     @property
     def former_parts(self) -> tuple[str, ...]:
-        """What the method's part of the identity has been."""
+        """The former names of the method's part of the identity: those without a dot."""
         return tuple(name for name in self.formerly if "." not in name)
 
     @property
     def former_identities(self) -> tuple[str, ...]:
-        """What the whole identity has been: the handler comes from another projector."""
+        """The former identities of the whole handler, with a dot in them: it came from another projector."""
         return tuple(name for name in self.formerly if "." in name)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What ``@projector`` says of a class or function."""
+    """The arguments of ``@projector`` for one class or function."""
 
     idempotent: bool
     name: str | None
@@ -51,26 +57,26 @@ class Settings:
 
 @dataclass(frozen=True)
 class Handler:
-    """One handler of one projector: what it is called, what it wants, how it is run."""
+    """One handler of one projector: its identity, the function to call, and the arguments of its two decorators."""
 
     identity: str
     function: Callable[[Any, Any], Any]
     on: On
     projector: Settings
-    formerly: tuple[str, ...] = ()  #: identities under which other versions of it may have applied a message
+    formerly: tuple[str, ...] = ()  #: identities under which other versions of the code may have applied a message
 
     @cached_property
     def idempotent(self) -> bool:
-        """Whether it claims a marker."""
+        """True if the handler claims a marker for each message."""
         return self.projector.idempotent
 
     @property
     def is_async(self) -> bool:
-        """Whether calling it is known to give something to await."""
+        """True if the function is an ``async def``, so that its result must be awaited."""
         return inspect.iscoroutinefunction(self.function)
 
     def wants(self, route: Route) -> bool:
-        """Whether it handles messages that are routed by that."""
+        """True if the handler handles messages of ``route``, a class or a name."""
         if route in self.on.routes:
             return True
         return (
@@ -80,31 +86,99 @@ class Handler:
         )
 
     def given(self, messages: Sequence[Message]) -> list[Any]:
-        """What the user's code gets of each."""
+        """Return what the user's function is given for each message: its body, or the message itself."""
         return list(messages) if self.on.envelope else [message.body for message in messages]
 
     def calls(self, events: list[Any], session: Any) -> Iterator[Callable[[], Any]]:
-        """The user's code, to be run for each of ``events`` in their order; once for all of them if it wants that."""
+        """Yield calls of the user's function: one for each of ``events``, in order, or one for all if it asks so."""
         for each in [list(events)] if self.on.batch else events:
             yield partial(self.function, each, session)
 
 
+def check_parameters(identity: str, function: Callable[..., Any]) -> None:
+    """Raise ``HandlerDefinitionError`` for a function that cannot be called with an event and a session."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # of a function that is written in C, which does not say
+        return
+    try:
+        signature.bind(None, None)
+    except TypeError as error:
+        raise HandlerDefinitionError(
+            f"{identity} is called with two arguments, (event, session), and takes {signature}: {error}"
+        ) from None
+
+
+def refuse_second_of_one_name(function: Callable[..., Any], mark: str) -> None:
+    """Raise ``HandlerDefinitionError`` if the class body that is being run has another handler of that name.
+
+    Python would keep the second only, and nobody would handle the events of the first. Called by the decorator, which
+    the class body calls: a decorator that is called from elsewhere sees nothing.
+    """
+    frame = inspect.currentframe()
+    for _ in range(2):  # the decorator, and the class body
+        frame = frame.f_back if frame is not None else None
+    body = frame.f_locals if frame is not None else {}
+    before = body.get(getattr(function, "__name__", "")) if "__qualname__" in body else None
+    if hasattr(before, mark) or hasattr(getattr(before, "__func__", None), mark):
+        raise HandlerDefinitionError(
+            f"{body['__qualname__']} has two handlers called {function.__name__}, and Python would keep the second; "
+            "give them two names, or one @on with the events of both"
+        )
+
+
+def warn_of_unused_id(handler: Handler) -> None:
+    """Log once for each handler that a message id was given to one that is not idempotent, and so was not used."""
+    if handler.identity not in _warned:
+        _warned.add(handler.identity)
+        logger.warning(
+            "handler %s was given a message_id, but is not idempotent: a redelivery is applied again; write "
+            "@projector(idempotent=True), or give no message_id",
+            printable(handler.identity),
+        )
+
+
 def check_kind(handler: Handler, *, asynchronous: bool) -> None:
-    """Refuse an async handler where nothing would await it, and the reverse."""
+    """Raise ``HandlerDefinitionError`` for an async handler where nothing would await it, and for the reverse."""
     if not handler.is_async and inspect.iscoroutinefunction(inspect.unwrap(handler.function)):
-        return  # a plain wrapper of an async function returns its coroutine, or runs it: the result will tell
+        return  # a plain wrapper of an async function may return its coroutine, or run it: its result will tell
     if handler.is_async != asynchronous:
         has, wants = ("async def", "AsyncDispatcher") if handler.is_async else ("plain def", "Dispatcher")
         raise HandlerDefinitionError(f"{handler.identity} is {has}: deliver it through {wants}")
 
 
+def check_result(handler: Handler, result: object, *, asynchronous: bool) -> None:
+    """Raise ``HandlerDefinitionError`` for a result that says that the handler's work was not done.
+
+    A result must be awaitable if it is ``asynchronous``, that is, comes from calling an async handler, and else not.
+    """
+    if result is None and not asynchronous:
+        return  # the usual case, without the checks below
+    awaitable = inspect.isawaitable(result)
+    if awaitable == asynchronous and not (inspect.isgenerator(result) or inspect.isasyncgen(result)):
+        return
+    if inspect.iscoroutine(result):
+        result.close()
+    raise HandlerDefinitionError(
+        f"{handler.identity} returned {type(result).__name__}, which "
+        + (
+            "was not awaited: its work was not done"
+            if awaitable or inspect.isgenerator(result)
+            else "cannot be awaited"
+        )
+    )
+
+
 def refuse_shared_names(one: Handler, other: Handler) -> None:
-    """Refuse two handlers that claim one message under one name: the second would find the first one's marker."""
+    """Raise ``HandlerDefinitionError`` for two handlers that claim one message under one name.
+
+    The second of them would find the marker of the first, and skip the message.
+    """
     shared = {one.identity, *one.formerly} & {other.identity, *other.formerly}
     if not (shared and one.idempotent and other.idempotent):
         return
     if set(one.on.routes).isdisjoint(other.on.routes) and not (one.on.subclasses or other.on.subclasses):
-        return  # a handler that was split by event: no message comes to both
+        return  # one handler was split by event: no message comes to both
     raise HandlerDefinitionError(
         f"{one.identity} and {other.identity} both claim messages as {min(shared)}, so that each would skip what the "
         "other applied; name it in the formerly=[...] of the one that goes on with its read model"
@@ -112,11 +186,11 @@ def refuse_shared_names(one: Handler, other: Handler) -> None:
 
 
 def options_for(handler: Handler, options: UnitOptions | None = None, *, read_ahead: bool = True) -> UnitOptions:
-    """The dispatcher's options, with what the projector says of its own."""
+    """Return the dispatcher's options for one handler; its projector's ``isolation`` and ``read_models`` win."""
     options, own = options or UnitOptions(), handler.projector
     ahead = None
     if read_ahead:
-        from .read_ahead import ReadingAhead  # the only import of it: the library delivers without
+        from .read_ahead import ReadingAhead  # the only import of read_ahead: the library delivers without it
 
         ahead = ReadingAhead(handler.identity, handler.on.reads, own.read_models, options.tables)
     isolation = own.isolation or options.isolation

@@ -1,4 +1,4 @@
-"""The isolation level of a unit of work, chosen on its connection as listeners of the user's have left that.
+"""Choose the isolation level of a unit of work, on a connection as the user's listeners have left it.
 
 To set a level, SQLAlchemy first rolls back what is open on the connection (psycopg 3 refuses instead). So a
 transaction that a listener began, to choose a tenant for it say, keeps what it has: the level is chosen within it, by
@@ -7,24 +7,33 @@ SQL, where the database can do that (docs/adr/0025-what-is-set-for-a-transaction
 
 from __future__ import annotations
 
+import logging
 from inspect import unwrap
 from typing import Any, NoReturn
+from weakref import WeakKeyDictionary
 
 from sqlalchemy.engine import Connection, Engine
+from sqlalchemy.engine.interfaces import Dialect as EngineDialect
 from sqlalchemy.exc import ArgumentError, DBAPIError, InvalidRequestError
 from sqlalchemy.orm import Session
 
 from .dialects import LEVEL_OF_BEGIN, LEVELS, Dialect, Status, is_as_strict
 from .dialects.answers import sqlstate_of
 from .errors import UnsafeSessionError
+from .options import UnitOptions
+
+logger = logging.getLogger("projector_dedup")
 
 _TOO_LATE = {"25001", "25P02"}  # active_sql_transaction: a query has run; in_failed_sql_transaction
 
+_warned_of: WeakKeyDictionary[EngineDialect, set[str]] = WeakKeyDictionary()
+"""The isolation levels that a log line has said to lose updates, by engine and all copies of it: once is enough."""
+
 
 class Taking:
-    """Stands for an engine while a session takes a connection from it, and sees to the level before anything else.
+    """An engine for a session that takes a connection: sets the level before the session can use the connection.
 
-    The level is said with BEGIN where the claim sends that: SQLAlchemy would set it, and set it back.
+    Where the claim sends BEGIN, the level is only noted, to be said with BEGIN.
     """
 
     def __init__(self, engine: Engine, dialect: Dialect, level: str, *, begun_by_claim: bool) -> None:
@@ -105,8 +114,33 @@ def take_connection(
     return connection
 
 
+def usual_level(engine: Engine, dialect: Dialect, options: UnitOptions, *, marked: bool) -> str | None:
+    """Return the level to ask for where the user has chosen none; None keeps the engine's (docs/adr/0003)."""
+    detecting = dialect.detecting_isolation(engine)
+    if detecting is None:
+        return None
+    default: str | None = engine.dialect.default_isolation_level
+    if dialect.begins_with_level and default is not None and is_as_strict(default, detecting):
+        return default  # said, for it was asked on one connection; the next may have another (docs/adr/0011)
+    if options.read_models:
+        return dialect.locking_isolation
+    return detecting if marked else None
+
+
+def warn_of_lost_updates(connection: Connection, dialect: Dialect, options: UnitOptions, level: str) -> None:
+    """Log that a ``level`` which the user has chosen loses updates, if it does; once for each engine and level."""
+    warned = _warned_of.setdefault(connection.dialect, set())
+    if options.warn and not (options.read_models or level in warned or dialect.detects_lost_updates(connection, level)):
+        warned.add(level)
+        logger.warning(
+            "isolation level %s was chosen: two messages that change one row can lose an update, unless the handler "
+            "writes it by an atomic upsert; leave the level to projector_dedup, or declare read_models=[...]",
+            level,
+        )
+
+
 def _names_of_listeners(engine: Engine) -> str:
-    """The user's functions that are called while a connection is taken from the engine."""
+    """Return the names of the user's functions that are called while a connection is taken from the engine."""
     events = engine.pool.dispatch.connect, engine.pool.dispatch.checkout, engine.dispatch.engine_connect
     found = [unwrap(listener) for listeners in events for listener in listeners]
     ours = ("sqlalchemy.", f"{__package__}.")

@@ -1,4 +1,4 @@
-"""A message, and what of it every database can store: ids that can be told apart, moments in UTC."""
+"""A message, and checks that every database can store it: ids that can be told apart, moments in UTC."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ MAX_MESSAGE_ID_BYTES = 512
 MAX_HANDLER_BYTES = 255
 
 Route = type | str
-"""What a message is routed by: a class, or a name."""
+"""A class or a name by which the handlers of a message are found."""
 
 IdExtractor = Callable[[Any], object]
-"""Takes the event that was given to ``deliver``; returns its id, or None where there is none."""
+"""A function that takes the event given to ``deliver`` and returns its id, or None if it has none."""
 
 
 @dataclass(frozen=True)
 class Message:
     """A small envelope for an event whose body does not carry its own id.
 
-    ``type`` routes the message (a class or a name); without it, the class of ``body`` does. ``occurred_at`` must be
-    aware of its time zone; it is stored beside the marker. ``id`` may be None only if it is given to ``deliver``, or
-    if no handler needs it.
+    Handlers are found by ``type`` (a class or a name), or by the class of ``body`` if there is no ``type``.
+    ``occurred_at`` must have a time zone; it is stored beside the marker. ``id`` may be None only if it is given to
+    ``deliver``, or if no handler needs it.
 
-    Raises ``InvalidMessageError`` for what could not be used when the message is delivered, perhaps among others.
+    Raises ``InvalidMessageError`` for an ``id``, ``type`` or ``occurred_at`` that no delivery could use: here, before
+    the message is in a batch with others.
     """
 
     id: object
@@ -47,14 +48,14 @@ class Message:
 
 
 def valid_message_id(value: object) -> str:
-    """The text under which ``value`` is claimed, or ``InvalidMessageIdError``.
+    """Return the text under which ``value`` is claimed. Raises ``InvalidMessageIdError`` if ``value`` is no id.
 
     Any text of 1 to 512 bytes of UTF-8 is an id, without NUL (PostgreSQL cannot store it) and without lone
-    surrogates (nobody can). White space and case count. A ``uuid.UUID`` is its canonical text. Everything else is
-    refused, because databases disagree on how a number, a bool or bytes becomes text.
+    surrogates (nobody can). White space and case count. A ``uuid.UUID`` becomes its canonical text. Everything
+    else is refused, because databases disagree on how a number, a bool or bytes becomes text.
     """
     if type(value) is str and value.isascii() and 0 < len(value) <= MAX_MESSAGE_ID_BYTES and "\0" not in value:
-        return value  # as nearly always
+        return value  # the usual case, without the checks below
     if isinstance(value, uuid.UUID):
         return uuid.UUID.__str__(value)
     if value is None:
@@ -70,7 +71,7 @@ def valid_message_id(value: object) -> str:
 
 
 def valid_route(value: object) -> Route:
-    """The class or name by which a message is routed, or ``InvalidMessageError``; a name is plain text."""
+    """Return ``value`` if it is a class, or a name as plain text. Raises ``InvalidMessageError`` for anything else."""
     if isinstance(value, str):
         return value if type(value) is str else str.__str__(value)  # a subclass may compare or hash as it likes
     if not isinstance(value, type):
@@ -89,17 +90,20 @@ def valid_route(value: object) -> Route:
 
 
 def moment_in_utc(value: object) -> datetime:
-    """The moment as a plain datetime in UTC, which every database can store; or ``InvalidMessageError``."""
+    """Return the moment as a plain datetime in UTC, which every database can store.
+
+    Raises ``InvalidMessageError`` for anything else, and for a moment without a time zone.
+    """
     if not isinstance(value, datetime):
         raise InvalidMessageError(f"occurred_at is a datetime, not {type(value).__name__}; parse it where it comes in")
     try:
         offset = datetime.utcoffset(value)
-        if offset is not None:  # by the base class: a subclass may do anything
+        if offset is not None:  # by methods of the base class: those of a subclass may do anything
             return (datetime.combine(datetime.date(value), datetime.time(value)) - offset).replace(tzinfo=UTC)
     except Exception as error:
         raise InvalidMessageError(
             "occurred_at cannot be converted to UTC: it is outside the years 1 to 9999 there, or its time zone fails; "
-            "leave it away, or give a moment that a database can store"
+            "leave it out, or give a moment that a database can store"
         ) from error
     raise InvalidMessageError(
         "occurred_at has no time zone; give an aware datetime, such as datetime.now(timezone.utc)"
@@ -108,12 +112,15 @@ def moment_in_utc(value: object) -> datetime:
 
 @lru_cache
 def valid_handler(identity: str) -> str:
-    """The identity itself, or ``RefusedError`` if it could not be a key."""
+    """Return a handler's identity as it is. Raises ``RefusedError`` if a database could not store it as a key."""
     return _bounded(identity, "a handler's identity", MAX_HANDLER_BYTES, RefusedError)
 
 
 def valid_formerly(names: object, error: type[RefusedError] = RefusedError) -> tuple[str, ...]:
-    """Former names, each once and in the order of code points, in which every claim takes them; or ``error``."""
+    """Return former names, each once and in the order of code points. Raises ``error`` if they are no names.
+
+    Every claim takes them in this order.
+    """
     if names == ():
         return ()
     if isinstance(names, str) or not isinstance(names, Collection) or not all(isinstance(name, str) for name in names):
@@ -139,16 +146,17 @@ def _bounded(text: str, what: str, limit: int, error: type[RefusedError]) -> str
 
 
 def printable(text: str) -> str:
-    """The text with control and other unprintable characters escaped: an id must not forge a line in a log."""
+    """Return the text with unprintable characters escaped: an id must not forge a line in a log."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
 
 
 def envelope(event: Any, message_id: object, extractor: IdExtractor, *, needed: bool) -> Message:
-    """The event in its envelope: a given id wins over the envelope's own, and that over the extractor's.
+    """Return the event in its envelope, which it may have already.
 
-    What the extractor finds is left away if no id is ``needed`` and it is none.
+    A ``message_id`` that is given wins over the envelope's own, and that one over the extractor's. If no id is
+    ``needed``, the extractor may find something that is no id: the message has none then.
     """
     if isinstance(event, Message):
         return event if message_id is None else replace(event, id=message_id)
@@ -168,19 +176,22 @@ def _is_message_id(value: object) -> bool:
 
 
 def route_of(event: object) -> Route:
-    """By what it is routed: the ``type`` of a message that names one, else the class of its body."""
+    """Return how the event's handlers are found: the ``type`` of a message that has one, else the class of its body."""
     if not isinstance(event, Message):
         return valid_route(type(event))
     return valid_route(type(event.body) if event.type is None else event.type)
 
 
 def known_id(message: Message, *, needed: bool) -> str | None:
-    """The id under which the message is claimed; if nothing claims it, its text or None."""
+    """Return the id under which the message is claimed; if no id is ``needed``, the text of its id, or None."""
     return valid_message_id(message.id) if needed else id_text(message)
 
 
 def id_text(message: Message) -> str | None:
-    """The text of the message's id, for deliveries and logs: never by a method of a subclass, which may raise."""
+    """Return the text of the message's id, for deliveries and logs; None if it is neither text nor a UUID.
+
+    No method of a subclass is called: it might raise.
+    """
     if isinstance(message.id, str):
         return str.__str__(message.id)
     return uuid.UUID.__str__(message.id) if isinstance(message.id, uuid.UUID) else None

@@ -2,8 +2,8 @@
 
 Where a listener may choose another database for each transaction, the table is tried in each (docs/adr/0023).
 
-A marker is claimed twice, ids that look alike are claimed, everything is rolled back, and it is looked whether anything
-is left. What one connection cannot see, that a second claim waits for the first say, the contract suite sees.
+A marker is claimed twice, ids that look alike are claimed, everything is rolled back, and then nothing may be left.
+Only the contract suite sees what needs two connections: that a second claim waits for the first, say.
 """
 
 from __future__ import annotations
@@ -31,38 +31,43 @@ LOOK_ALIKES = ("a", "A", "a ", "e", "\N{LATIN SMALL LETTER E WITH ACUTE}", "1", 
 _SAVEPOINT = "projector_dedup_probe"
 _STAYS = "what was rolled back stays: AUTOCOMMIT is on, or the table is in an engine without transactions"
 
-# What held, by schema and name: in a transaction of the probe's own (True), or in somebody else's (False).
+# Tables that passed, by schema and name: True in a transaction of the preflight's own, False in somebody else's.
 _Place = tuple[str | None, str]
 _tried: WeakKeyDictionary[Engine, dict[_Place, bool]] = WeakKeyDictionary()
 
 
 def try_out(engine: Engine, dialect: Dialect, tables: DedupTables) -> None:
-    """Raise ``UnsupportedDatabaseError`` for the first thing that does not hold. Nothing stays in the table."""
+    """Try the marker table on a connection of its own, unless it has passed there before; nothing stays in the table.
+
+    Raises ``UnsupportedDatabaseError`` for the first promise that does not hold, ``MissingTableError`` for no table.
+    """
     known, place = _tried.setdefault(engine, {}), _place(engine, tables.marker)
     if known.get(place):
         return
     with connected(engine) as connection:
-        probe = _Probe(connection, dialect, tables)
-        with probe.taken_back(connection.rollback, connection.commit):
-            probe.begin()
-            probe.run()
-            probe.end()
+        preflight = _Preflight(connection, dialect, tables)
+        with preflight.taken_back(connection.rollback, connection.commit):
+            preflight.begin()
+            preflight.run()
+            preflight.end()
     known[place] = True
 
 
 def try_within(connection: Connection, dialect: Dialect, tables: DedupTables, *, moved: bool = False) -> None:
-    """Do the same in a transaction that somebody else ends: up to a savepoint of its own.
+    """Try the marker table in a transaction that somebody else ends, and roll back to a savepoint.
 
-    If the connection may have ``moved`` to another database, what is known by the table's name does not count.
+    Nothing is done if the table has passed before, unless the connection may have ``moved`` to another database since.
+
+    Raises ``UnsupportedDatabaseError`` for the first promise that does not hold, ``MissingTableError`` for no table.
     """
     known, place = _tried.setdefault(connection.engine, {}), _place(connection, tables.marker)
     if place in known and not moved:
         return
-    probe = _Probe(connection, dialect, tables)
-    with probe.taken_back(partial(connection.dialect.do_rollback_to_savepoint, connection, _SAVEPOINT), _nothing):
-        probe.begin()
+    preflight = _Preflight(connection, dialect, tables)
+    with preflight.taken_back(partial(connection.dialect.do_rollback_to_savepoint, connection, _SAVEPOINT), _nothing):
+        preflight.begin()
         connection.dialect.do_savepoint(connection, _SAVEPOINT)
-        probe.run()
+        preflight.run()
     known.setdefault(place, False)
 
 
@@ -72,11 +77,11 @@ def _place(bind: Engine | Connection, table: Table) -> _Place:
 
 
 def _nothing() -> None:
-    """There is nothing to commit for the probe."""
+    """Commit nothing: the transaction is not the preflight's own."""
 
 
-class _Probe:
-    """Under a handler's name of its own, so that probes of several workers do not meet."""
+class _Preflight:
+    """One trial of a marker table, under a handler's name of its own, so that those of several workers do not meet."""
 
     def __init__(self, connection: Connection, dialect: Dialect, tables: DedupTables) -> None:
         self._connection, self._dialect, self._tables = connection, dialect, tables
@@ -85,14 +90,14 @@ class _Probe:
         self._statement = dialect.claim_statement(tables.marker, bounded=False)
 
     def begin(self) -> None:
-        """As the claims do; the table has to be there."""
+        """Begin a transaction as a claim does. Raises ``MissingTableError`` if there is no table."""
         schema = self._connection.schema_for_object(self._marker)
         if not inspect(self._connection).has_table(self._marker.name, schema=schema):
             raise MissingTableError(self._tables.missing(self._connection))
         self._dialect.begin(self._connection, self._marker, None)
 
     def run(self) -> None:
-        """Claim, claim again, claim what looks alike."""
+        """Claim a marker, claim it again, and claim ids that look alike; raise if the answers are wrong."""
         self._must(self._claim("probe"), "a first marker is taken for a duplicate")
         self._must(
             not self._dialect.claim(self._connection, self._statement, self._marker, self._key("probe")),
@@ -102,7 +107,7 @@ class _Probe:
         self._must(not merged, f"it takes different ids for one, such as {merged[:1]}: compare them byte for byte")
 
     def end(self) -> None:
-        """As a unit of work ends: a claim, which is asked for and rolled back, and then not there to be asked for."""
+        """Roll back, claim, and see that ``is_marked`` tells the transaction of the claim from the one after it."""
         self._connection.rollback()
         self._dialect.begin(self._connection, self._marker, None)
         self._must(self._claim("probe"), _STAYS)
@@ -113,7 +118,11 @@ class _Probe:
 
     @contextmanager
     def taken_back(self, undo: Callable[[], None], settle: Callable[[], None]) -> Iterator[None]:
-        """Undo what was done in the block, and see that it is undone."""
+        """Run ``undo`` after the block, then raise if a marker is left; what is left is deleted, and ``settle`` called.
+
+        A database error of the block is raised as ``UnsupportedDatabaseError`` if no retry would mend it, or as
+        ``MissingTableError``; any other error as it is.
+        """
         try:
             yield
         except BaseException as error:

@@ -1,12 +1,9 @@
-"""``@projector`` and ``@on``: what the user writes, and the identity under which a handler's markers are kept."""
+"""``@projector`` and ``@on``, the decorators of a user, and the projector that is made of one function."""
 
 from __future__ import annotations
 
 import functools
-import inspect
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import replace
-from itertools import product
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 from sqlalchemy.orm import Session, sessionmaker
@@ -15,20 +12,17 @@ from .apply import Chunk, aapply, apply
 from .asyncio_names import AsyncSession, async_sessionmaker
 from .errors import HandlerDefinitionError, UnhandledMessage
 from .extractors import attribute_or_key
-from .handler import Handler, On, Settings, check_kind, options_for
-from .message import Route, envelope, known_id, route_of, valid_formerly, valid_handler
+from .handler import On, Settings, check_kind, options_for, refuse_second_of_one_name, warn_of_unused_id
+from .identity import ON, PROJECTOR, handler_of, is_pinned, joined
+from .message import Route, envelope, known_id, route_of, valid_formerly
+from .options import RetryPolicy, UnitOptions, check_session_factory
 from .outcome import Delivery
 from .reads import DeclaredReads, Reads
-from .retry import RetryPolicy
-from .sessions import UnitOptions, check_session_factory
 
 F = TypeVar("F", bound=Callable[..., Any])
 C = TypeVar("C", bound=type[Any])
 P = ParamSpec("P")
 R = TypeVar("R")
-
-_ON = "__projector_dedup_on__"
-_PROJECTOR = "__projector_dedup_projector__"
 
 
 def on(
@@ -40,19 +34,18 @@ def on(
     batch: bool = False,
     reads: Reads | None = None,
 ) -> Callable[[F], F]:
-    """Mark a method, or a function, as the handler of events: classes (the exact type) or names.
+    """Mark a method or a function as the handler of ``events``, each a class (the exact type) or a name.
 
-    ``name`` pins the method's part of the identity, so that it can be renamed; ``formerly`` lists what that part was
-    before, or, with a dot in it, the whole identity of a handler that comes from another projector: while it is
-    there, code of both names may run at once (README, "Renaming a projector"). ``subclasses`` also takes events of
-    derived classes. ``envelope`` hands over the ``Message`` instead of its body. The handler is called
-    ``(event, session)``; it must not commit. ``batch`` calls it ``(events, session)`` instead, with the list of all
-    that ``deliver_batch`` found new, in their order, for work by sets; ``deliver`` gives a list of one.
+    The handler is called with ``(event, session)``; it must not commit. ``name`` pins the method's part of the
+    identity, so that it can be renamed; ``formerly`` lists former names of that part or, with a dot, former identities
+    of the whole handler: code of both names may run at once (README, "Renaming a projector"). ``subclasses`` also takes
+    events of derived classes. ``envelope`` passes the ``Message`` instead of its body. ``batch`` passes the list of
+    all events that ``deliver_batch`` found new, in their order; ``deliver`` passes a list of one then.
 
-    ``reads`` says which rows the handler will ask for by ``session.get``: for each entity a dotted path to its key in
-    the event, a tuple of paths for a composite key, a list of these for several rows, or a function of the event that
-    lists the keys. They then come with the claim, or together for a whole batch, which saves round trips. It is advice:
-    a handler that asks for other rows gets them as ever, and one that asks for none loses nothing but time.
+    ``reads`` says which rows the handler will ``session.get``: for each entity a dotted path to its key in the event, a
+    tuple of paths for a composite key, a list of these for several rows, or a function of the event that lists the
+    keys. They come with the claim, or together for a batch, which saves round trips. It is advice, and never changes
+    what a handler sees. Raises ``HandlerDefinitionError`` for a wrong argument.
     """
     if not events or not all(isinstance(event, (type, str)) for event in events):
         raise HandlerDefinitionError("@on takes the events it handles: classes or names, as in @on(PaymentReceived)")
@@ -61,7 +54,8 @@ def on(
     declared = None if reads is None else DeclaredReads(reads)
 
     def mark(function: F) -> F:
-        setattr(function, _ON, On(events, name, subclasses, envelope, former, batch, declared))
+        refuse_second_of_one_name(function, ON)
+        setattr(function, ON, On(events, name, subclasses, envelope, former, batch, declared))
         return function
 
     return mark
@@ -90,15 +84,14 @@ def projector(
     read_models: Sequence[type[Any]] = (),
     isolation: str | None = None,
 ) -> Any:
-    """Make a class with ``@on`` methods, or a function under ``@on``, a projector. Calling it stays what it was.
+    """Make a projector of a class with ``@on`` methods, or of a function under ``@on``; both can be called as before.
 
-    ``idempotent=True``: each message is applied once, by a marker that commits with the handler's writes. Without
-    it, handlers run in a unit of work all the same, but no marker is read or written and no table is needed.
-    ``name`` pins the identity, so that the class can be moved; without it, it is ``module.Class``. ``formerly``
-    lists what it was before the class was renamed or moved (of a function, the whole identity): each message is then
-    claimed under these names too, so that code of both names may run at once. ``read_models`` names entities that many
-    workers hit at once: they are read under lock (docs/adr/0003-lost-updates.md). ``isolation`` overrides the
-    transaction's isolation level.
+    With ``idempotent=True`` each message is applied once, by a marker that commits with the handler's writes. Without
+    it, handlers run in a unit of work all the same, but no marker is read or written and no table is needed. ``name``
+    pins the identity, which else is ``module.Class``, so that the class can be moved. ``formerly`` lists its names from
+    before (of a function, whole identities): each message is claimed under these too, so that code of both names may
+    run at once. ``read_models`` lists entities that many workers write at once: they are read under lock
+    (docs/adr/0003-lost-updates.md). ``isolation`` overrides the isolation level. Raises ``HandlerDefinitionError``.
     """
     given: object = read_models
     if not isinstance(given, Sequence) or not all(hasattr(model, "__mapper__") for model in given):
@@ -114,24 +107,24 @@ class _Decorator:
         self._settings = settings
 
     @overload
-    def __call__(self, target: C, /) -> C: ...  # type: ignore[overload-overlap]  # the same
+    def __call__(self, target: C, /) -> C: ...  # type: ignore[overload-overlap]  # a class can be called as well
     @overload
     def __call__(self, target: Callable[P, R], /) -> FunctionProjector[P, R]: ...
     def __call__(self, target: Any, /) -> Any:
-        """A class is marked and returned; a function becomes a ``FunctionProjector``."""
+        """Mark a class and return it; make a ``FunctionProjector`` of a function."""
         if isinstance(target, type):
-            setattr(target, _PROJECTOR, self._settings)
+            setattr(target, PROJECTOR, self._settings)
             return target
         return FunctionProjector(target, self._settings)
 
 
 class FunctionProjector(Generic[P, R]):
-    """A function that is a projector. It is called as before; ``deliver`` applies one event once."""
+    """A projector made of one function, which can be called as before; ``deliver`` applies one event once."""
 
     def __init__(self, function: Callable[P, R], settings: Settings) -> None:
         functools.update_wrapper(self, function)
         self._function = function
-        marked = getattr(function, _ON, None)
+        marked = getattr(function, ON, None)
         if marked is None:
             raise HandlerDefinitionError(
                 f"{function.__qualname__} is not under @on: write @projector(...) above @on(Event) above the function"
@@ -140,19 +133,22 @@ class FunctionProjector(Generic[P, R]):
         identity = settings.name or f"{function.__module__}.{function.__qualname__}"
         if marked.name is not None:
             identity = f"{owner}.{marked.name}"
-        former = {*settings.formerly, *_joined([owner], marked.former_parts)}
-        self.handler = _handler(identity, former, function, marked, settings, pinned=_pinned(function, settings))
+        former = {*settings.formerly, *joined([owner], marked.former_parts)}
+        self.handler = handler_of(identity, former, function, marked, settings, pinned=is_pinned(function, settings))
 
     @functools.cached_property
     def _options(self) -> UnitOptions:
         return options_for(self.handler)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """The function, as it was."""
+        """Call the function as it was written: without a claim, in whatever transaction the caller has."""
         return self._function(*args, **kwargs)
 
     def deliver(self, event: object, *, message_id: object = None, session_factory: sessionmaker[Session]) -> Delivery:
-        """Apply the event once, in a unit of work of its own. It returns only if the message may be acknowledged."""
+        """Apply the event once, in a unit of work of its own; return only if the message may be acknowledged.
+
+        ``message_id`` wins over the event's own. Raises what ``Dispatcher.deliver`` raises with one handler.
+        """
         check_session_factory(session_factory, asynchronous=False)
         check_kind(self.handler, asynchronous=False)
         chunk = self._chunk(event, message_id)
@@ -161,7 +157,7 @@ class FunctionProjector(Generic[P, R]):
     async def adeliver(
         self, event: object, *, message_id: object = None, session_factory: async_sessionmaker[AsyncSession]
     ) -> Delivery:
-        """``deliver`` for an ``async def`` function."""
+        """Apply the event once, by an ``async def`` function; returns and raises what ``deliver`` does."""
         check_session_factory(session_factory, asynchronous=True)
         check_kind(self.handler, asynchronous=True)
         chunk = self._chunk(event, message_id)
@@ -171,79 +167,10 @@ class FunctionProjector(Generic[P, R]):
         message = envelope(event, message_id, attribute_or_key, needed=self.handler.idempotent)
         if not self.handler.wants(route_of(message)):
             raise UnhandledMessage(f"{self.handler.identity} does not handle {type(message.body).__name__}")
+        if message_id is not None and not self.handler.idempotent:
+            warn_of_unused_id(self.handler)
         return Chunk(self.handler, [message])
 
     def _delivery(self, chunk: Chunk, durable: bool) -> Delivery:
         known = known_id(chunk.messages[0], needed=self.handler.idempotent)
         return Delivery(known, {self.handler.identity: chunk.outcomes[0]}, durable)
-
-
-# Identity --------------------------------------------------------------------------------------------------------
-
-
-def handlers_of(target: Any) -> list[Handler]:
-    """The handlers of an instance of a ``@projector`` class, or of a function projector, as they were written."""
-    if isinstance(target, FunctionProjector):
-        return [target.handler]
-    if isinstance(target, type):
-        raise HandlerDefinitionError(f"give the dispatcher an instance, {target.__name__}(), not the class")
-    cls = type(target)
-    settings: Settings | None = getattr(cls, _PROJECTOR, None)
-    if settings is None:
-        raise HandlerDefinitionError(f"{cls.__qualname__} is not a projector; decorate it with @projector(...)")
-    if _PROJECTOR not in vars(cls):  # inherited: names, former ones too, stay with the class that they were given to
-        settings = replace(settings, name=None, formerly=())
-    marked: dict[str, On] = {
-        name: _inherited(getattr(function, _ON), base, cls)
-        for base in reversed(cls.__mro__)
-        for name, member in vars(base).items()
-        for function in (member, getattr(member, "__func__", None))  # @on may be under @staticmethod or @classmethod
-        if hasattr(function, _ON)
-    }
-    if not marked:
-        raise HandlerDefinitionError(f"{cls.__qualname__} has no handler; mark its methods with @on(Event)")
-    owner = settings.name or f"{cls.__module__}.{cls.__qualname__}"
-    owners, pinned = [owner, *settings.formerly], _pinned(cls, settings)
-    return [
-        _handler(
-            f"{owner}.{on.name or name}",
-            _joined(owners, [on.name or name, *on.former_parts]),
-            getattr(target, name),
-            on,
-            settings,
-            pinned=pinned,
-        )
-        for name, on in marked.items()
-    ]
-
-
-def _inherited(on: On, base: type[Any], cls: type[Any]) -> On:
-    """Whose messages a handler of another projector applied is for the projector to say that says so, not its heirs."""
-    return replace(on, formerly=on.former_parts) if base is not cls and _PROJECTOR in vars(base) else on
-
-
-def _joined(owners: Iterable[str], parts: Iterable[str]) -> set[str]:
-    return {f"{owner}.{part}" for owner, part in product(owners, parts)}
-
-
-def _pinned(target: Any, settings: Settings) -> bool:
-    return settings.name is not None or not (target.__module__ == "__main__" or "<" in target.__qualname__)
-
-
-def _handler(
-    identity: str, former: set[str], function: Callable[..., Any], on: On, settings: Settings, *, pinned: bool
-) -> Handler:
-    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-        raise HandlerDefinitionError(f"{identity} is a generator: calling it would run nothing; do not yield in it")
-    if settings.idempotent and not pinned:
-        raise HandlerDefinitionError(
-            f"{identity} would have another identity when it runs from another place, and messages would be applied "
-            'again; pin it with @projector(idempotent=True, name="...")'
-        )
-    if (settings.formerly or on.formerly) and not settings.idempotent:
-        raise HandlerDefinitionError(
-            f"{identity} has former names, but no markers under any name: formerly=[...] needs "
-            "@projector(idempotent=True)"
-        )
-    former_identities = valid_formerly({*former, *on.former_identities} - {identity}, HandlerDefinitionError)
-    return Handler(valid_handler(identity), function, on, settings, former_identities)

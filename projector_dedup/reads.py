@@ -1,4 +1,4 @@
-"""What ``@on(..., reads={...})`` declares: which rows a handler will ask for by ``session.get``, found in its event."""
+"""The declaration ``@on(..., reads={...})``: which rows a handler will ``session.get``, found in its event."""
 
 from __future__ import annotations
 
@@ -16,13 +16,16 @@ Key: TypeAlias = tuple[Any, ...]
 KeyPath: TypeAlias = str | tuple[str, ...]
 """A dotted path to the key of a row, or a path for each column of a composite key, in the order of the table."""
 Reads: TypeAlias = Mapping[type[Any], KeyPath | list[KeyPath] | Callable[[Any], Iterable[Any]]]
-"""For each entity: the path to the key of one row, a list of paths for several, or a function that lists their keys."""
+"""A mapping from entities to the path to the key of a row, a list of paths, or a function that lists keys."""
 
 _EXAMPLE = "as in reads={Totals: 'account_id'}"
 
 
 class DeclaredReads:
-    """The rows that a handler says it will read. Raises ``HandlerDefinitionError`` for a declaration that is none."""
+    """The rows that a handler says it will read.
+
+    Raises ``HandlerDefinitionError`` for a declaration that names no entity, or not the columns of its key.
+    """
 
     def __init__(self, reads: object) -> None:
         if not isinstance(reads, Mapping) or not reads:
@@ -32,13 +35,13 @@ class DeclaredReads:
 
     @property
     def entities(self) -> Iterable[type[Any]]:
-        """The entities that are declared, in the order of their names, whatever the order in which they are written."""
+        """The declared entities in the order of their names, whatever order the declaration has."""
         return self._finders.keys()
 
     def keys_of(self, entity: type[Any], event: Any) -> list[Key]:
-        """Return the keys of the rows of ``entity`` that the handler of ``event`` will ask for, none of them twice.
+        """Return the keys of the rows of ``entity`` that the handler of ``event`` will ask for, each once.
 
-        A key may be of any type, or None. Raises what the event raises, or a function of the user's.
+        A key may be of any type, or None. Raises whatever the event or the user's function raises.
         """
         return list(dict.fromkeys(self._finders[entity](event)))
 

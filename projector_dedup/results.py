@@ -1,4 +1,4 @@
-"""The outcomes of one message, handler by handler, and those of a batch, message by message: a Delivery or an error."""
+"""Collect the outcomes of one message, handler by handler, or of a batch, and make a ``Delivery`` or an error."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from .outcome import Delivery, Outcome
 
 
 class Results:
-    """The outcomes of one message, handler by handler."""
+    """The outcomes of one message, noted handler by handler."""
 
-    __slots__ = ("_alone", "_durable", "_failures", "_message_id", "_outcomes")
+    __slots__ = ("_alone", "_durable", "_errors", "_message_id", "_outcomes")
 
     def __init__(self, message_id: str | None, handlers: list[Handler]) -> None:
         self._message_id = message_id
         self._alone = len(handlers) == 1
         self._outcomes: dict[str, Outcome] = {}
-        self._failures: tuple[Exception, ...] = ()
+        self._errors: dict[str, Exception] = {}
         self._durable = True
 
     @classmethod
     def not_routed(cls, message_id: str | None, error: Exception) -> Results:
         """Return the results of a message for which no handler was tried."""
         results = cls(message_id, [])
-        results._alone, results._failures = True, (error,)
-        results._outcomes["(not routed)"] = Outcome.FAILED
+        results._alone = True
+        results._outcomes["(not routed)"], results._errors["(not routed)"] = Outcome.FAILED, error
         return results
 
     def settled(self, handler: Handler, outcome: Outcome, durable: bool) -> None:
@@ -35,35 +35,35 @@ class Results:
         self._durable = self._durable and durable
 
     def failed(self, handler: Handler, error: Exception) -> None:
-        """Note that a handler has failed; each of several is tried before any error is raised."""
-        self._outcomes[handler.identity] = Outcome.FAILED
-        self._failures = (*self._failures, error)
+        """Note that a handler has failed; the error is raised after every other handler was tried."""
+        self._outcomes[handler.identity], self._errors[handler.identity] = Outcome.FAILED, error
 
     def delivery(self) -> Delivery:
-        """Return every outcome, settled or not."""
-        return Delivery(self._message_id, self._outcomes, self._durable)
+        """Return every outcome that was noted, failures included."""
+        return Delivery(self._message_id, self._outcomes, self._durable, self._errors)
 
     def error(self) -> Exception | None:
-        """Return the error to raise if not all are settled: that of a single handler as it is; None if all are."""
-        if not self._failures:
+        """Return the error to raise, or None if no handler failed.
+
+        The error of the only handler is returned as it is; those of several handlers, in one ``DeliveryFailed``.
+        """
+        if not self._errors:
             return None
+        failures = tuple(self._errors.values())
         if self._alone:
-            return self._failures[0]
-        failed = [name for name, outcome in self._outcomes.items() if outcome is Outcome.FAILED]
-        causes = ", ".join(
-            f"{name} ({type(error).__name__})" for name, error in zip(failed, self._failures, strict=True)
-        )
-        return DeliveryFailed(f"not applied by {causes}", self._failures, self.delivery())
+            return failures[0]
+        causes = ", ".join(f"{name} ({type(error).__name__})" for name, error in self._errors.items())
+        return DeliveryFailed(f"not applied by {causes}", failures, self.delivery())
 
     def settled_delivery(self) -> Delivery:
-        """Return what ``deliver`` returns, or raise what it raises."""
+        """Return the delivery of a message that every handler has settled, or raise ``error()``."""
         if (error := self.error()) is not None:
             raise error
         return self.delivery()
 
 
 class BatchResults:
-    """The outcomes of many messages, in the order of the input, and what each handler has to do."""
+    """The outcomes of many messages, in the order of the input, and the messages that each handler wants."""
 
     def __init__(self) -> None:
         self._all: list[Results] = []
@@ -77,7 +77,7 @@ class BatchResults:
             self._wanted.setdefault(handler.identity, []).append((results, message))
 
     def not_routed(self, message_id: str | None, error: Exception) -> None:
-        """Note that no handler wants the next message, or that it has no id."""
+        """Note the next message of the input and why it goes to no handler: nobody wants it, or it has no id, say."""
         self._all.append(Results.not_routed(message_id, error))
 
     def messages_for(self, handler: Handler) -> list[Message]:
@@ -85,7 +85,7 @@ class BatchResults:
         return [message for _, message in self._wanted.get(handler.identity, ())]
 
     def handled(self, handler: Handler, became: list[Result], durable: bool) -> None:
-        """Note what became of ``messages_for(handler)``."""
+        """Note an outcome or an error for each of ``messages_for(handler)``, in their order."""
         for (results, _), result in zip(self._wanted[handler.identity], became, strict=True):
             if isinstance(result, Exception):
                 results.failed(handler, result)
@@ -93,7 +93,7 @@ class BatchResults:
                 results.settled(handler, result, durable)
 
     def settled_deliveries(self) -> list[Delivery]:
-        """Return what ``deliver_batch`` returns, or raise what it raises."""
+        """Return the delivery of each message, in the order of the input; raise ``BatchFailed`` if any has failed."""
         deliveries = [results.delivery() for results in self._all]
         errors = [error for results in self._all if (error := results.error()) is not None]
         if errors:

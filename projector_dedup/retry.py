@@ -1,10 +1,8 @@
-"""When a whole unit of work is run again: what is transient, how often, and how long to wait in between."""
+"""Decide whether a whole unit of work is run again: which errors are transient, and how long to wait before."""
 
 from __future__ import annotations
 
-import random
 import time
-from dataclasses import dataclass
 
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm.exc import StaleDataError
@@ -20,35 +18,11 @@ from .errors import (
     RetriesExhaustedError,
 )
 from .message import printable
-
-
-@dataclass(frozen=True)
-class RetryPolicy:
-    """How often, and for how long, a transient failure is tried again before it surfaces.
-
-    ``attempts`` counts the first one too; no attempt starts later than ``within`` seconds after the first failure.
-    One and the same unique violation in the read model, which a rival or a bug may have caused, is tried again
-    ``unique_violations`` times at most. Between attempts: a random time up to ``base * 2 ** n`` seconds, at most
-    ``cap`` (Brooker, "Exponential Backoff And Jitter", 2015: full jitter). No connection is held meanwhile.
-    """
-
-    attempts: int = 20
-    within: float = 5.0
-    unique_violations: int = 2
-    base: float = 0.01
-    cap: float = 0.5
-
-    def __post_init__(self) -> None:
-        if self.attempts < 1 or self.within < 0 or self.unique_violations < 0 or self.base < 0 or self.cap < 0:
-            raise ValueError("RetryPolicy: attempts must be at least 1, and no other value negative")
-
-    def delay(self, number: int) -> float:
-        """The seconds to wait after attempt ``number`` has failed."""
-        return random.uniform(0, min(self.cap, self.base * 2 ** min(number, 30)))  # noqa: S311  # no secret
+from .options import RetryPolicy
 
 
 class Attempts:
-    """The attempts at one message by one handler: what happened so far decides what an error means now."""
+    """The attempts at one chunk of messages by one handler: what happened so far decides what an error means now."""
 
     def __init__(self, policy: RetryPolicy, *, marked: bool) -> None:
         self.number = 1
@@ -59,16 +33,16 @@ class Attempts:
         self._deadline: float | None = None  # from the first failure on: a slow handler must not cost the retries
 
     def claimed(self) -> None:
-        """The claim was free, so a commit whose outcome was unknown did not happen.
+        """Note that the claim was free: a commit whose outcome was unknown did not happen.
 
-        Until then, ``unknown`` is what surfaces, whatever keeps the claim from being made.
+        Until this is called, the unknown outcome is what surfaces, whatever keeps the claim from being made.
         """
         self.unknown = None
 
     def delay_after(
         self, error: Exception, cause: Exception, dialect: Dialect | None, *, commit_was_sent: bool
     ) -> float:
-        """The seconds to wait before the next attempt; raises what should surface if there is to be none.
+        """Return the seconds to wait before the next attempt, or raise the error that surfaces if there is to be none.
 
         ``cause`` is what aborted the transaction, which may be older than the ``error`` that the handler made of it.
         ``dialect`` is None if no connection could be had: then nothing ran, and trying again is safe.
@@ -112,7 +86,7 @@ class Attempts:
 
 
 def _words(cause: Exception) -> str:
-    """The driver's own, without SQL and parameters."""
+    """Return the driver's own words, without SQL and parameters."""
     return str(getattr(cause, "orig", None) or cause)
 
 

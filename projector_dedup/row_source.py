@@ -26,7 +26,9 @@ class RowSource(Protocol):
 
 
 class ReadAhead(Protocol):
-    """Reads rows ahead for one handler, wherever it is delivered to."""
+    """Reads rows ahead for one handler, on whichever engine its messages are delivered."""
+
+    declares_rows: bool  #: whether ``prepare`` and ``claim`` are of use: the handler declares which rows it asks for
 
     def prepare(self, engine: Any, dialect: Any) -> None:
         """Called before a unit of work takes its connection: ask an engine's catalogue what it was not asked yet."""

@@ -1,90 +1,38 @@
-"""The private session of a unit of work: made from the user's factory, opened at the right isolation level."""
+"""The private session of a unit of work: made from the user's factory, begun at the right isolation level, watched."""
 
 from __future__ import annotations
 
-import logging
-from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from sqlalchemy import inspect
 from sqlalchemy.engine import Connection, Engine
-from sqlalchemy.exc import DBAPIError, UnboundExecutionError
-from sqlalchemy.orm import Session, scoped_session, sessionmaker
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.orm import Session, sessionmaker
 
-from .asyncio_names import AsyncSession, async_scoped_session, async_sessionmaker
+from .asyncio_names import AsyncSession, async_sessionmaker
 from .closing import connected
-from .dialects import LEVELS, Dialect, is_as_strict
+from .dialects import LEVELS, Dialect, Status, dialect_of
+from .dialects.levels import chosen_level
 from .dialects.listeners import forget_if_moved
 from .errors import UnsafeSessionError
-from .guards import GuardedSession, guarded_session, locking_session
-from .isolation import take_connection
+from .guards import ClaimTransaction, Guard, GuardedSession, guarded_session, locking_session
+from .isolation import take_connection, usual_level, warn_of_lost_updates
+from .markers import COMMITTED_AT_ONCE, raise_in_progress, refuse_elsewhere, refuse_shared_markers, translate_map
+from .options import UnitOptions
 from .preflight import try_out, try_within
 from .row_source import ReadAhead
-from .tables import DedupTables, default_tables
-
-logger = logging.getLogger("projector_dedup")
-
 
 _begun_by_claims: WeakKeyDictionary[Engine, bool] = WeakKeyDictionary()
-"""Which engines send BEGIN with the claim, known since their first unit of work (docs/adr/0023)."""
-
-
-@dataclass
-class UnitOptions:
-    """How a unit of work is opened; the same for every message of one handler.
-
-    ``claim_timeout`` (seconds) bounds the wait for another delivery of the same message; None waits as long as the
-    database does. ``isolation`` overrides the level that invariant I6 asks for; entities in ``read_models`` are read
-    under lock instead. ``strict`` spends one or two round trips more to ask the database, before COMMIT,
-    whether the marker is in *this* transaction: that finds what a handler did on the driver's own connection.
-    ``external`` permits a transaction that somebody else commits.
-    """
-
-    tables: DedupTables = default_tables
-    claim_timeout: float | None = None
-    isolation: str | None = None
-    read_models: tuple[type[Any], ...] = ()
-    strict: bool = False
-    external: bool = False
-    warned: bool = False  # the level was said to lose updates; once is enough
-    read_ahead: ReadAhead | None = None  # of one handler; None: no row is read before a handler asks for it
-
-    def __post_init__(self) -> None:
-        if self.claim_timeout is not None and self.claim_timeout <= 0:
-            raise ValueError("claim_timeout is in seconds and must be positive; None waits without a bound")
-
-
-def check_session_factory(factory: object, *, asynchronous: bool) -> None:
-    """Refuse what is not a factory of new sessions, naming what to give instead."""
-    wanted, name = (async_sessionmaker, "async_sessionmaker") if asynchronous else (sessionmaker, "sessionmaker")
-    if isinstance(factory, wanted):
-        if factory.kw.get("twophase"):
-            raise UnsafeSessionError(f"{name}(twophase=True) is not supported: marker and read model need one database")
-        if type(factory).__call__ is not wanted.__call__:
-            raise UnsafeSessionError(
-                f"{type(factory).__name__}.__call__ would not be called: sessions here are of a private class; give a "
-                f"plain {name} and put what it does into the class_ or the arguments of the {name}"
-            )
-        return
-    if isinstance(factory, (scoped_session, async_scoped_session, Session, AsyncSession)):
-        raise UnsafeSessionError(
-            f"{type(factory).__name__} is the caller's live session; give the {name} that makes sessions: every "
-            "attempt needs a new one (a scoped_session has it as .session_factory)"
-        )
-    if isinstance(factory, (sessionmaker, async_sessionmaker)):
-        pair = "AsyncDispatcher with async_sessionmaker, Dispatcher with sessionmaker"
-        raise UnsafeSessionError(f"{type(factory).__name__} does not fit here; use {pair}")
-    raise UnsafeSessionError(f"expected a {name}, such as {name}(engine); got {type(factory).__name__}")
+"""True for engines that send BEGIN with the claim, known since their first unit of work (docs/adr/0023)."""
 
 
 def new_session(factory: sessionmaker[Session], options: UnitOptions) -> GuardedSession:
-    """A session like the factory's, of a private class that the guards listen to."""
+    """Return a session like the factory's, of a private class that the guards listen to."""
     return _private_class(factory.class_, options)(**_private_arguments(factory.kw, options))
 
 
 def new_async_session(factory: async_sessionmaker[AsyncSession], options: UnitOptions) -> AsyncSession:
-    """The same for asyncio: what is private is the synchronous session inside."""
+    """Return an asynchronous session like the factory's; the synchronous one inside is of the private class."""
     arguments = _private_arguments(factory.kw, options)
     inner = arguments.pop("sync_session_class", None) or factory.class_.sync_session_class
     if isinstance(inner, sessionmaker):  # SQLAlchemy's way to attach events; its arguments count where we have none
@@ -107,10 +55,58 @@ def _private_arguments(arguments: dict[str, Any], options: UnitOptions) -> dict[
     return private
 
 
+def guard_for(
+    session: GuardedSession, connection: Connection, options: UnitOptions, key: dict[str, Any] | None
+) -> Guard:
+    """Make the connection ready for the claim of ``key`` (None: of no marker), and return its guard, not yet watching.
+
+    Raises ``UnsafeSessionError`` if tenants would share the markers, and ``InProgress`` if ``claim_timeout`` ran out.
+    """
+    marked, dialect, schemas = key is not None, dialect_of(connection), translate_map(connection)
+    if marked:
+        refuse_shared_markers(schemas, options.tables)
+    try:
+        dialect.begin(connection, options.tables.marker if marked else None, options.claim_timeout)
+    except DBAPIError as error:
+        raise_in_progress(error, dialect, options.claim_timeout)
+        raise
+    driver = connection.connection.driver_connection
+    claimed = ClaimTransaction(connection, driver, dialect, options.tables, schemas, key)
+    return Guard(session, claimed)
+
+
+def watch(guard: Guard, options: UnitOptions, *, new: bool) -> None:
+    """Watch the session from here on, also where the claim failed: a write must not commit without a marker.
+
+    ``new`` is False for a duplicate and for a claim that failed. Raises ``UnsafeSessionError`` if the claim was
+    committed at once.
+    """
+    status = guard.watch()
+    if not new:
+        return
+    if guard.claim_transaction.key is not None and status is not Status.OPEN:
+        raise UnsafeSessionError(COMMITTED_AT_ONCE)
+    if options.strict:
+        guard.savepoints.mark()
+    if guard.dialect.unknown:  # its driver cannot tell what happens there
+        guard.require_server_check()
+
+
 def open_connection(
-    session: Session, bind: Engine | Connection, dialect: Dialect, options: UnitOptions, *, marked: bool, one: bool
+    session: Session,
+    bind: Engine | Connection,
+    options: UnitOptions,
+    ahead: ReadAhead | None,
+    *,
+    marked: bool,
+    one: bool,
 ) -> Connection:
-    """Begin the session's transaction on ``bind``, at the level that ``options`` come to. ``one`` claim comes next."""
+    """Begin the session's transaction on ``bind``, at the level that ``options`` come to, and return its connection.
+
+    A claim of markers comes next if ``marked``, of ``one`` or of many, with rows if there is ``ahead``. An unknown
+    database is tried first. Raises ``RefusedError`` for a bind on which the promise would not hold.
+    """
+    dialect = dialect_of(bind)
     if session.in_transaction():  # as it is since anything was added to it, or changed in it
         raise UnsafeSessionError(
             "the session was used before the claim; the claim is the transaction's first statement"
@@ -118,16 +114,16 @@ def open_connection(
     if not isinstance(bind, (Engine, Connection)):
         raise UnsafeSessionError(f"the session is bound to {type(bind).__name__}; an AsyncEngine needs AsyncDispatcher")
     for model in options.read_models:
-        _refuse_elsewhere(session, bind, model)
+        refuse_elsewhere(session, bind, model)
     if isinstance(bind, Engine):
         try:
             begun_by_claims = _admit(bind, dialect)
-            if one and options.read_ahead is not None:
-                options.read_ahead.prepare(bind, dialect)  # when the engine is: its connections are to be trusted then
-            if marked and dialect.untried:
+            if ahead is not None:
+                ahead.prepare(bind, dialect)  # when the engine is: its connections are to be trusted then
+            if marked and dialect.unknown:
                 try_out(bind, dialect, options.tables)
-            chosen = _chosen_level(bind, options)
-            level = options.isolation if chosen is not None else _usual_level(bind, dialect, options, marked=marked)
+            chosen = options.isolation or chosen_level(bind)
+            level = options.isolation if chosen is not None else usual_level(bind, dialect, options, marked=marked)
             with dialect.opening(bind, marked=marked, locking=bool(options.read_models), chosen=chosen is not None):
                 by_claim = one and level in LEVELS and begun_by_claims
                 connection = _connect(session, bind, dialect, level, begun_by_claim=by_claim)
@@ -135,9 +131,9 @@ def open_connection(
         except bind.dialect.loaded_dbapi.Error as error:  # SQLAlchemy does not wrap what is asked of the driver
             raise DBAPIError(None, None, error) from error
         if marked and chosen in LEVELS:
-            _warn_of_lost_updates(connection, dialect, options, chosen)
+            warn_of_lost_updates(connection, dialect, options, chosen)
     elif options.external:
-        if marked and dialect.untried:
+        if marked and dialect.unknown:
             try_within(bind, dialect, options.tables)
         dialect.begin_around(bind, options.tables.marker if marked else None)
         connection = session.connection(bind_arguments={"bind": bind})
@@ -147,9 +143,10 @@ def open_connection(
             "the session is bound to a Connection, whose transaction is somebody else's to commit; bind the "
             "sessionmaker to the engine (in tests: projector_dedup.testing.external_transaction)"
         )
-    moved = forget_if_moved(connection, session.dispatch.after_begin, session.dispatch.after_transaction_create)
-    if moved and marked and dialect.untried and options.claim_timeout is None:  # a bounded one is refused
-        try_within(connection, dialect, options.tables, moved=True)
+    if dialect.remembers_tables or dialect.unknown:
+        moved = forget_if_moved(session, connection)
+        if moved and marked and dialect.unknown and options.claim_timeout is None:  # a bounded one is refused
+            try_within(connection, dialect, options.tables, moved=True)
     return connection
 
 
@@ -166,20 +163,8 @@ def _connect(
     return connection
 
 
-def _refuse_elsewhere(session: Session, bind: Engine | Connection, model: type[Any]) -> None:
-    try:
-        its_bind = session.get_bind(mapper=inspect(model))
-    except UnboundExecutionError:
-        its_bind = None
-    if its_bind is not bind:
-        raise UnsafeSessionError(
-            f"the session reads {model.__name__} on another engine than that of the transaction, with which its "
-            "changes could not commit; give the dispatcher a sessionmaker with one engine, the one that writes"
-        )
-
-
 def _admit(engine: Engine, dialect: Dialect) -> bool:
-    """Refuse an engine that could not keep the promise, once; return True if its claims send BEGIN."""
+    """Prepare an engine once, or refuse it if it could not keep the promise; return True if its claims send BEGIN."""
     known = _begun_by_claims.get(engine)
     if known is None:
         dialect.prepare(engine)
@@ -187,35 +172,3 @@ def _admit(engine: Engine, dialect: Dialect) -> bool:
             dialect.refuse_unsafe(connection)
             known = _begun_by_claims[engine] = dialect.claim_begins(connection)
     return known
-
-
-def _chosen_level(engine: Engine, options: UnitOptions) -> str | None:
-    level: str | None = (
-        options.isolation
-        or engine.get_execution_options().get("isolation_level")
-        or getattr(engine.dialect, "_on_connect_isolation_level", None)  # create_engine() leaves no public trace of it
-    )
-    return level
-
-
-def _usual_level(engine: Engine, dialect: Dialect, options: UnitOptions, *, marked: bool) -> str | None:
-    """The level to ask for where nobody has chosen one; None keeps the engine's own (docs/adr/0003-lost-updates.md)."""
-    detecting = dialect.detecting_isolation(engine)
-    if detecting is None:
-        return None
-    default: str | None = engine.dialect.default_isolation_level
-    if dialect.begins_with_level and default is not None and is_as_strict(default, detecting):
-        return default  # said, for it was asked on one connection; the next may have another (docs/adr/0011)
-    if options.read_models:
-        return dialect.locking_isolation
-    return detecting if marked else None
-
-
-def _warn_of_lost_updates(connection: Connection, dialect: Dialect, options: UnitOptions, level: str) -> None:
-    if not (options.read_models or options.warned or dialect.detects_lost_updates(connection, level)):
-        options.warned = True
-        logger.warning(
-            "isolation level %s was chosen: two messages that change one row can lose an update, unless the handler "
-            "writes it by an atomic upsert; leave the level to projector_dedup, or declare read_models=[...]",
-            level,
-        )

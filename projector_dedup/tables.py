@@ -1,4 +1,4 @@
-"""The two tables: a marker per message and handler, and a little state."""
+"""The two tables: one has a marker for each message and handler, the other a few values of the deployment."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from .dialects.columns import TABLE_OPTIONS, exact_text, moment, utc_now
 from .message import MAX_HANDLER_BYTES, MAX_MESSAGE_ID_BYTES
 
 DEFAULT_NAME = "processed_message"
-SCHEMA = 1  #: version of what make_tables() makes; this code works on the one before, too
-MAX_NAME_BYTES = 63 - len("_alembic_version_pkc")  #: PostgreSQL cuts what is longer, silently
+SCHEMA = 1  #: version of the tables that make_tables() makes; this code works on the version before, too
+MAX_NAME_BYTES = 63 - len("_alembic_version_pkc")  #: PostgreSQL cuts names of more than 63 bytes silently
 
 
 @dataclass(frozen=True)
 class DedupTables:
-    """The tables of one deployment of the library; ``make_tables`` makes them."""
+    """The marker table and the state table of one deployment of the library, as ``make_tables`` returns them."""
 
     marker: Table
     state: Table
 
     def remedy(self, connection: Connection) -> str:
-        """What creates them where ``connection`` looks for them, for the text of errors."""
+        """Return how to create the tables in the schema where ``connection`` looks for them, for texts of errors."""
         schema, given, options = connection.schema_for_object(self.marker), "", ""
         if self.marker.name != DEFAULT_NAME:
             given, options = f", name={self.marker.name!r}", f" --table {self.marker.name}"
@@ -41,14 +41,14 @@ class DedupTables:
         )
 
     def mending(self, connection: Connection) -> str:
-        """What makes them right where they are there and wrong."""
+        """Return how to correct tables that exist and are wrong, for texts of errors."""
         return (
             f"alter {full_name(self.marker, connection)} to what make_tables() makes, by a migration: create_all() "
             "leaves a table that is there as it is"
         )
 
     def missing(self, connection: Connection) -> str:
-        """That they are not there, and what to do, for the text of errors."""
+        """Return that the tables are missing, and how to create them, for texts of errors."""
         return (
             f"the table {full_name(self.marker, connection)} is missing, or is not the one this version expects; "
             f"{self.remedy(connection)}; `idempotency check` says what is wrong"
@@ -56,11 +56,12 @@ class DedupTables:
 
 
 def make_tables(metadata: MetaData, name: str = DEFAULT_NAME, schema: str | None = None) -> DedupTables:
-    """Add the marker table ``name`` and ``<name>_state`` to the user's own ``MetaData``.
+    """Add the marker table ``name`` and the state table ``<name>_state`` to the user's ``metadata``; return both.
 
-    Pass the result as ``tables=`` wherever the name or schema differs from the default. Several may share a database.
+    Pass the result as ``tables=`` wherever name or schema differ from the default. One database may have several such
+    pairs.
 
-    Raises ``ValueError`` for a name of more than 43 bytes, because some database would cut those of its indexes.
+    Raises ``ValueError`` for an empty name or one of more than 43 bytes: longer names of its indexes would be cut.
     """
     if not 0 < len(name.encode()) <= MAX_NAME_BYTES:
         raise ValueError(
@@ -75,7 +76,7 @@ def make_tables(metadata: MetaData, name: str = DEFAULT_NAME, schema: str | None
         Column("processed_at", moment(), nullable=False, server_default=utc_now()),
         Column("occurred_at", moment(), nullable=True),
         PrimaryKeyConstraint("message_id", "handler", name=f"pk_{name}"),
-        Index(f"ix_{name}_processed_at", "processed_at"),  # retention finds the oldest markers by it
+        Index(f"ix_{name}_processed_at", "processed_at"),  # cleanup finds the oldest markers by it
         schema=schema,
         **TABLE_OPTIONS,
     )
@@ -92,7 +93,7 @@ def make_tables(metadata: MetaData, name: str = DEFAULT_NAME, schema: str | None
 
 
 def full_name(table: Table, connection: Connection) -> str:
-    """The table as ``connection`` addresses it: its engine may have a ``schema_translate_map``."""
+    """Return the name of ``table`` with the schema that ``connection`` uses, by its ``schema_translate_map`` if any."""
     schema = connection.schema_for_object(table)
     return table.name if schema is None else f"{schema}.{table.name}"
 
@@ -102,7 +103,7 @@ default_tables = make_tables(default_metadata)
 
 
 class ProcessedMessage:
-    """The marker, mapped for querying: "was this message applied, by whom, when?". The claim does not use it."""
+    """The marker as an ORM entity, for queries: which handlers applied a message, and when? Claims do not use it."""
 
     message_id: Mapped[str]
     handler: Mapped[str]

@@ -1,4 +1,4 @@
-"""SQL text that would end or begin a transaction, or set something for it, recognised."""
+"""Recognise SQL text that would begin or end a transaction, or change a setting of it."""
 
 from __future__ import annotations
 
@@ -13,21 +13,25 @@ from sqlalchemy.sql.selectable import TextualSelect
 OPAQUE = (r"'(?:[^']|'')*'", r'"(?:[^"]|"")*"', r"--[^\n]*", r"/\*.*?\*/")
 COMMANDS = (
     r"COMMIT|END|ABORT|BEGIN|(?:START|PREPARE)\s+TRANSACTION",
-    r"ROLLBACK(?!(?:\s+(?:WORK|TRANSACTION))?\s+TO\b)",  # savepoints may come and go
+    r"ROLLBACK(?!(?:\s+(?:WORK|TRANSACTION))?\s+TO\b)",  # a handler may roll back to a savepoint
 )
 SETTINGS = r"\bSET\s+(?:LOCAL|TRANSACTION|CONSTRAINTS)\s+[\w\"]|\bset_config\"?\s*\("
-"""Of the SQL standard and of PostgreSQL. The last word keeps out a column of that name, as in ``SET local = 1``."""
+"""Settings of a transaction, in the SQL standard and on PostgreSQL.
+
+The word that must follow keeps out a column of such a name, as in ``SET local = 1``.
+"""
 
 _BODY_BEGINS = re.compile(r"\s*CREATE\b.*\b(TRIGGER|FUNCTION|PROCEDURE)\b.*\bBEGIN\b", re.IGNORECASE | re.DOTALL)
 _BODY_ENDS = re.compile(r"\s*END\b", re.IGNORECASE)
 
 
 class Grammar:
-    """How a database writes what is no command, and which commands end or begin a transaction.
+    """The patterns by which the SQL text of one database is read.
 
-    ``opaque`` are patterns of strings, quoted names and comments, which are passed over; ``commands``, of the words
-    that a statement begins with; ``hidden``, of commands that run others out of sight, a stored procedure's say;
-    ``settings``, of whatever sets something that lasts until the transaction ends.
+    ``opaque`` matches strings, quoted names and comments, which are passed over. ``commands`` matches the commands that
+    begin or end a transaction, at the beginning of a statement; ``hidden`` those that run others out of sight, a stored
+    procedure's say. ``settings`` matches whatever changes a setting until the transaction ends. ``one_at_a_time``: the
+    drivers report an error of the first statement of a text only.
     """
 
     def __init__(
@@ -47,8 +51,8 @@ class Grammar:
         self._one_at_a_time = one_at_a_time
 
     def transaction_command(self, sql: str) -> str | None:
-        """The first command in ``sql`` that would begin or end a transaction."""
-        in_body = False  # of a routine, where it is not quoted: its BEGIN and END are no commands
+        """Return the first command in ``sql`` that would begin or end a transaction; None if there is none."""
+        in_body = False  # of a routine that is not quoted: its BEGIN and END are no commands
         for statement in self._statements(sql):
             if in_body:
                 in_body = not _BODY_ENDS.match(statement)
@@ -59,15 +63,18 @@ class Grammar:
         return None
 
     def hides_errors(self, sql: str) -> bool:
-        """Whether an error of its second statement, or of a later one, would be told to nobody."""
+        """True if an error of the second statement in ``sql``, or of a later one, would be reported to nobody."""
         return self._one_at_a_time and sum(bool(re.search(r"\w", each)) for each in self._statements(sql)) > 1
 
     def hides_commands(self, sql: str) -> bool:
-        """Whether it may end the transaction without saying so."""
+        """True if ``sql`` may do to the transaction what cannot be read in it, as CALL of a stored procedure may."""
         return any(self._hidden.match(statement) for statement in self._statements(sql))
 
     def sets_for_transaction(self, sql: str) -> bool:
-        """True if ``sql`` sets something for its transaction, perhaps in the body of a ``DO``; rather too often."""
+        """True if ``sql`` may change a setting of its transaction, perhaps in the body of a ``DO``.
+
+        In doubt it is True: text that only looks like such a setting counts.
+        """
         return bool(self._setting.search(sql) or self._setting.search(self._opaque.sub(" ", sql)))
 
     def _statements(self, sql: str) -> list[str]:
@@ -75,7 +82,10 @@ class Grammar:
 
 
 def sql_text(statement: object, dialect: EngineDialect) -> str | None:
-    """The text that the user wrote, or DDL; None for what else SQLAlchemy compiles, which never ends a transaction."""
+    """Return the text of a statement that the user wrote as text, or the SQL of DDL.
+
+    None for every other statement that SQLAlchemy compiles: none of those ends a transaction.
+    """
     if isinstance(statement, FromStatement):
         statement = statement.element
     if isinstance(statement, TextualSelect):
@@ -90,5 +100,5 @@ def sql_text(statement: object, dialect: EngineDialect) -> str | None:
 
 
 def sql_sent(result: object) -> str:
-    """The SQL that gave ``result``, as it was sent to the database; that which SQLAlchemy has compiled, too."""
+    """Return the SQL that gave ``result`` as it was sent to the database; an empty text if there was none."""
     return getattr(getattr(result, "context", None), "statement", None) or ""

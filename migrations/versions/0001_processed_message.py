@@ -1,4 +1,4 @@
-"""The marker table and the state table, of each table set."""
+"""Create the marker table and the state table of each table set."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ depends_on = None
 
 
 def upgrade() -> None:
-    """Create both tables; the state table knows the schema version from the start."""
+    """Create both tables, and write the schema version into the state table."""
     for schema, name in table_sets(op.get_context().config):
         op.create_table(
             name,
@@ -36,12 +36,12 @@ def upgrade() -> None:
             schema=schema,
             **TABLE_OPTIONS,
         )
-        # bulk_insert() forgets what types do
+        # not bulk_insert(), which leaves out what the types of the columns do
         op.execute(sa.insert(state).values(key="schema_version", value="1"))
 
 
 def downgrade() -> None:
-    """Drop both. Whatever is redelivered afterwards is applied again."""
+    """Drop both tables. Whatever is redelivered afterwards is applied again."""
     for schema, name in table_sets(op.get_context().config):
         op.drop_table(f"{name}_state", schema=schema)
         op.drop_index(f"ix_{name}_processed_at", name, schema=schema)

@@ -1,1 +1,1 @@
-"""The revisions; users may name this package in their ``version_locations``."""
+"""The revisions of the tables. Users may name this package in the ``version_locations`` of their Alembic."""

@@ -1,4 +1,4 @@
-"""The only place that names a database: what each does differently when a message is claimed and committed."""
+"""Say what each database does differently when a message is claimed and committed; no other package names one."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from sqlalchemy.engine import Dialect as EngineDialect
 
 from .answers import Failure, Status
 from .claims import Key, handler_parameters, key_of, same_key
+from .cleanup import Expired, Route, any_expired, is_expired
 from .interface import Dialect
 from .levels import LEVEL_OF_BEGIN, LEVELS, is_as_strict
-from .mysql import MySQL
+from .mariadb import Aiomysql, Asyncmy, MySQLClient, PyMySQL
 from .portable import Portable
-from .postgresql import PostgreSQL
-from .pruning import Expired, Route, any_expired, is_expired
-from .sqlite import SQLite
-from .sqlite_setup import configure_sqlite
+from .postgresql import Asyncpg, Psycopg, Psycopg2
+from .sqlite import Aiosqlite, Pysqlite, configure_sqlite
 
 __all__ = [
     "LEVELS",
@@ -48,19 +47,23 @@ _warned: WeakSet[EngineDialect] = WeakSet()
 
 
 def register(dialect: Dialect) -> None:
-    """Use ``dialect`` for its names and drivers from here on; the last one registered wins.
+    """Use ``dialect`` for its ``names`` and ``drivers`` from here on; of several for one driver the last is used.
 
-    Whose it is answers for it: nothing is probed, and the contract suite says whether it keeps the promise.
+    A registered dialect is trusted, and not tried before the first claim unless it is ``unknown``. Run the contract
+    suite on it to see whether the database keeps the promise (docs/bring-your-database.md).
     """
     _DIALECTS.update({(name, driver): dialect for name in dialect.names for driver in dialect.drivers})
 
 
-for _dialect in (PostgreSQL(), MySQL(), SQLite()):
-    register(_dialect)
+for _known in (Psycopg, Psycopg2, Asyncpg, PyMySQL, MySQLClient, Asyncmy, Aiomysql, Pysqlite, Aiosqlite):
+    register(_known())
 
 
 def dialect_of(bind: Engine | Connection) -> Dialect:
-    """The dialect for a bind: a database and driver that were tried, or what any database has, with a warning."""
+    """Return the dialect that was registered for the database and driver of ``bind``.
+
+    For any other database return the portable dialect, and log a warning once for each engine.
+    """
     spoken = bind.dialect
     found = _DIALECTS.get((spoken.name, spoken.driver))
     if found is not None:

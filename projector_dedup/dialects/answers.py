@@ -1,4 +1,4 @@
-"""What a database answers with: what an error of its means, and how a transaction stands."""
+"""Define the answers of a dialect: what an error of the database means, and how a transaction stands."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from enum import Enum
 
 
 class Failure(Enum):
-    """What a database error means for the unit of work that met it."""
+    """Says what a database error means for the unit of work that met it."""
 
-    TRANSIENT = "transient"  #: nobody's fault: run the whole unit of work again
+    TRANSIENT = "transient"  #: no bug, it passes: run the whole unit of work again
     READ_ONLY = "read only"  #: transient, but not on this connection: another server has become the primary
     LOCK_TIMEOUT = "lock timeout"  #: transient, but on a claim with claim_timeout it means InProgress
     UNIQUE = "unique"  #: a rival may have created the row: run again, a few times
@@ -18,16 +18,19 @@ class Failure(Enum):
 
 
 class Status(Enum):
-    """The transaction, as the driver knows it without asking the server."""
+    """Says how the transaction stands, as the driver knows it without asking the server."""
 
-    OPEN = "open"  #: or the driver cannot tell
-    ABORTED = "aborted"
-    NONE = "none"
+    OPEN = "open"  #: a transaction is open, or the driver cannot tell
+    ABORTED = "aborted"  #: an error aborted the transaction: the server accepts no statement but ROLLBACK
+    NONE = "none"  #: no transaction is open
     BUSY = "busy"  #: a statement was interrupted half-way, or the connection is gone
 
 
 def sqlstate_of(error: Exception) -> str | None:
-    """What the server said; psycopg2 calls it pgcode. None if the server said nothing: the connection was lost."""
+    """Return the SQLSTATE of an error; None if the server sent nothing, because the connection was lost.
+
+    psycopg2 calls it pgcode.
+    """
     for each in _driver_errors(error):
         value = getattr(each, "sqlstate", None) or getattr(each, "pgcode", None)
         if isinstance(value, str):
@@ -36,9 +39,9 @@ def sqlstate_of(error: Exception) -> str | None:
 
 
 def routine_of(error: Exception) -> str | None:
-    """The function of the server's that raised the error, which PostgreSQL names in each; None if it said nothing."""
+    """Return the function of PostgreSQL's source that raised the error; None if the server did not name it."""
     for each in _driver_errors(error):
-        said = getattr(each, "diag", each)  # psycopg has it in there
+        said = getattr(each, "diag", each)  # psycopg keeps the fields of an error there
         value = getattr(said, "source_function", None) or getattr(said, "server_source_function", None)
         if isinstance(value, str):
             return value
@@ -46,7 +49,10 @@ def routine_of(error: Exception) -> str | None:
 
 
 def _driver_errors(error: Exception) -> Iterator[object]:
-    """The driver's own. asyncpg's is the cause of SQLAlchemy's stand-in, which does not always have its SQLSTATE."""
+    """Yield the driver's errors behind an error of SQLAlchemy's.
+
+    For asyncpg SQLAlchemy puts an error of its own in between, which does not always have the SQLSTATE of its cause.
+    """
     original = getattr(error, "orig", error)
     yield original
     if type(original).__module__.startswith("sqlalchemy."):

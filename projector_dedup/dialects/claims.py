@@ -1,4 +1,4 @@
-"""What the claims of all databases are made of: keys, rows, and a way without an INSERT that says which were new."""
+"""Build and run what the claims of all databases share: keys, rows, and a claim of many that looks and then inserts."""
 
 from __future__ import annotations
 
@@ -28,26 +28,29 @@ from ..errors import OvertakenError, UnsafeSessionError, UnsupportedDatabaseErro
 Parameters = Mapping[str, Any]
 InsertT = TypeVar("InsertT", bound=Insert)
 Key = tuple[str, str]
-"""Message id and handler."""
+"""The message id and the handler, which identify a marker."""
 
-_AT_ONCE = 500  # what every database takes in one IN (...)
+_AT_ONCE = 500  # every database takes so many values in one IN (...)
 
 
 @cache
 def same_key(marker: Table) -> ColumnElement[bool]:
-    """The condition by which a statement finds the marker of ``:message_id, :handler``."""
+    """Return the condition that a row is the marker of ``:message_id`` and ``:handler``."""
     return and_(marker.c.message_id == bindparam("message_id"), marker.c.handler == bindparam("handler"))
 
 
 def handler_parameters(names: int) -> list[str]:
-    """The parameters of the handlers in a claim of so many ``names`` of one handler, in the order of their rows."""
+    """Return the names of the handler parameters in a claim that inserts ``names`` markers, in the order of the rows.
+
+    A handler that was renamed claims a message under its former names too.
+    """
     return ["handler"] if names == 1 else [f"handler_{number}" for number in range(names)]
 
 
 def inserting(statement: InsertT, rows: Sequence[Mapping[str, ColumnElement[Any]]]) -> InsertT:
-    """The INSERT ``statement`` of these rows, in this order.
+    """Return the INSERT ``statement`` with the values of ``rows``, in this order.
 
-    Several come from SELECTs: VALUES of several rows would be compiled anew for every message.
+    Several rows come from SELECTs: VALUES of several rows would be compiled anew for every message.
     """
     if len(rows) == 1:
         return statement.values(rows[0])
@@ -55,12 +58,15 @@ def inserting(statement: InsertT, rows: Sequence[Mapping[str, ColumnElement[Any]
 
 
 def key_of(parameters: Parameters) -> Key:
-    """What tells one marker from another."""
+    """Return the key of the marker that a claim with these parameters inserts."""
     return parameters["message_id"], parameters["handler"]
 
 
-def inserted(connection: Connection, statement: Executable, parameters: Parameters) -> int:
-    """How many rows it was, by a count that costs less than RETURNING; an error where the driver does not say."""
+def insert_and_count(connection: Connection, statement: Executable, parameters: Parameters) -> int:
+    """Execute the INSERT ``statement`` and return how many rows it inserted: a row count costs less than RETURNING.
+
+    Raises ``UnsupportedDatabaseError`` if the driver gives no row count.
+    """
     count = connection.execute(statement, parameters).rowcount
     if count < 0:
         raise UnsupportedDatabaseError("the driver does not say how many rows the claim has inserted")
@@ -74,8 +80,12 @@ def look_then_insert(
     insert: Callable[[list[Parameters]], object],
     violates_unique: Callable[[DBAPIError], bool],
 ) -> set[Key]:
-    """Claim those of ``keys`` that are not there; returns them. They are compared here, letter for letter."""
-    with suppress(NotImplementedError):  # where nobody can ask, nobody could choose it either
+    """SELECT the markers of ``keys`` that are there, INSERT the others by ``insert``, and return the inserted keys.
+
+    Keys are compared here, letter for letter, because the database may take two ids for one. Raises
+    ``UnsafeSessionError`` at READ UNCOMMITTED, and ``OvertakenError`` if another delivery inserted a marker meanwhile.
+    """
+    with suppress(NotImplementedError):  # a driver that cannot tell its level was not given one either
         if connection.get_isolation_level() == "READ UNCOMMITTED":
             raise UnsafeSessionError(
                 "at READ UNCOMMITTED the marker of a delivery that is rolled back later would be taken for that of a "
@@ -110,11 +120,11 @@ def _present(marker: Table) -> Select[Any]:
 
 
 def marker_exists(connection: Connection, marker: Table, key: Parameters) -> bool:
-    """True if the marker of ``key`` can be seen; asked past any guard of the connection."""
+    """True if the marker of ``key`` can be seen. The SELECT is sent past any guard of the connection."""
     return Connection.execute(connection, lookup_statement(marker), key).first() is not None
 
 
 @cache
 def lookup_statement(marker: Table) -> Select[Any]:
-    """SELECT a row if the marker of ``:message_id, :handler`` is there."""
+    """Return a SELECT that gives a row if the marker of ``:message_id`` and ``:handler`` is there."""
     return select(literal_column("1")).select_from(marker).where(same_key(marker))

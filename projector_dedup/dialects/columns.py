@@ -1,4 +1,4 @@
-"""What the columns of our tables are on each database: text that compares byte for byte, and moments in UTC."""
+"""Define the column types of our tables on each database: text that compares byte for byte, and moments in UTC."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from sqlalchemy.sql.functions import FunctionElement
 
 
 class _TextAsBytes(mysql.VARBINARY):
-    """VARBINARY that takes and gives text: UTF-8, whatever the character set of the connection is.
+    """Stores text as VARBINARY in UTF-8, whatever the character set of the connection is.
 
-    Every collation of MariaDB that MySQL has too takes "a" and "a " for one, at least.
+    A text column would not do: every collation that MariaDB and MySQL share takes at least "a" and "a " for one.
     """
 
-    # The names by which Alembic writes the column into the user's migration: it is a plain VARBINARY there.
+    # Alembic writes the column into the user's migration by these names: as VARBINARY.
     __visit_name__ = "VARBINARY"
     __module__ = mysql.VARBINARY.__module__
 
@@ -27,8 +27,8 @@ class _TextAsBytes(mysql.VARBINARY):
         return f"VARBINARY(length={self.length})"
 
     def bind_expression(self, bindvalue: BindParameter[Any]) -> ColumnElement[Any]:
-        # As hexadecimal digits, which mean the same whatever the SQL mode and the character set of the connection are.
-        # What asyncmy and aiomysql do with bytes ends the literal early under NO_BACKSLASH_ESCAPES, and under gbk.
+        # Hexadecimal digits mean the same whatever the SQL mode and the character set of the connection are. The way in
+        # which asyncmy and aiomysql write bytes ends the literal early under NO_BACKSLASH_ESCAPES, and under gbk.
         return func.unhex(bindvalue, type_=self)
 
     def bind_processor(self, dialect: Dialect) -> Callable[[Any], Any]:  # SQLAlchemy's signature
@@ -42,7 +42,7 @@ class _TextAsBytes(mysql.VARBINARY):
 
 
 class _MomentInUTC(mysql.DATETIME):
-    """DATETIME that takes a moment in any time zone. The drivers would drop the zone."""
+    """Stores a moment of any time zone as DATETIME in UTC. The drivers would drop the time zone."""
 
     __visit_name__ = "DATETIME"
     __module__ = mysql.DATETIME.__module__
@@ -58,12 +58,12 @@ class _MomentInUTC(mysql.DATETIME):
 
 
 def in_utc(value: Any) -> Any:
-    """A moment as a database takes it that keeps no zone; anything else as it is."""
+    """Return a moment that has a time zone as one in UTC without it; return any other value as it is."""
     return value.astimezone(UTC).replace(tzinfo=None) if getattr(value, "tzinfo", None) is not None else value
 
 
 def exact_text(length: int) -> String:
-    """Text of at most ``length`` bytes that compares byte for byte: two ids are never taken for one."""
+    """Return the type of a text of at most ``length`` bytes that compares byte for byte: no two ids are equal."""
     return (
         String(length)
         .with_variant(Text(collation="C"), "postgresql")
@@ -72,12 +72,15 @@ def exact_text(length: int) -> String:
 
 
 def moment() -> DateTime:
-    """A point in time, to the microsecond; where the database keeps no zone with it, in UTC."""
+    """Return the type of a point in time, to the microsecond.
+
+    MariaDB and MySQL store it in UTC. SQLite drops the time zone: give it moments in UTC.
+    """
     return DateTime(timezone=True).with_variant(_MomentInUTC(fsp=6), "mysql", "mariadb")
 
 
 class utc_now(FunctionElement[Any]):  # noqa: N801  # as func.now() is
-    """The database's clock, in what ``moment`` stores."""
+    """Gives the current time of the database's clock, in the form that ``moment`` stores."""
 
     type = DateTime(timezone=True)
     inherit_cache = True
@@ -90,7 +93,7 @@ def _current_timestamp(_element: utc_now, _compiler: SQLCompiler, **_: Any) -> s
 
 @compiles(utc_now, "mysql", "mariadb")
 def _utc_timestamp(_element: utc_now, _compiler: SQLCompiler, **_: Any) -> str:
-    return "(utc_timestamp(6))"  # CURRENT_TIMESTAMP would be in the time zone of whoever asks
+    return "(utc_timestamp(6))"  # CURRENT_TIMESTAMP would be in the time zone of the session
 
 
 TABLE_OPTIONS: dict[str, Any] = {
@@ -98,4 +101,7 @@ TABLE_OPTIONS: dict[str, Any] = {
     for name in ("mysql", "mariadb")
     for option, value in {"engine": "InnoDB", "default_charset": "utf8mb4"}.items()
 }
-"""The server's own defaults may be a storage engine without transactions, and a character set without most letters."""
+"""The storage engine and the character set of our tables are given.
+
+The defaults of a server may be a storage engine without transactions and a character set without most letters.
+"""

@@ -1,4 +1,4 @@
-"""What a database must be able to say; where a dialect says nothing else, what the SQL standard and PEP 249 expect."""
+"""Define what a dialect must say of its database; the defaults are what the SQL standard and PEP 249 expect."""
 
 from __future__ import annotations
 
@@ -15,49 +15,56 @@ from sqlalchemy.sql import Executable
 from ..errors import UnsafeSessionError
 from ..transaction_text import Grammar
 from .answers import Failure, Status
+from .cacheable_tables import CacheableRows, Wanted, claiming
 from .claims import Key, Parameters, look_then_insert
 from .levels import is_as_strict
 from .maintenance import Maintenance
 from .places import place_of_server
-from .plain_tables import PlainRows, Wanted, claiming
 from .shared_connection import refuse_sharing
 
 
 class Dialect(Maintenance):
-    """One database. A dialect holds no state: one instance serves every engine."""
+    """Says how a database does what a unit of work needs. It holds no state: one instance serves every engine."""
 
-    names: ClassVar[frozenset[str]]  #: as SQLAlchemy calls it
-    drivers: ClassVar[frozenset[str]]
-    grammar: ClassVar[Grammar] = Grammar()
+    names: ClassVar[frozenset[str]]  #: SQLAlchemy's names of the database
+    drivers: ClassVar[frozenset[str]]  #: SQLAlchemy's names of the drivers
+    grammar: ClassVar[Grammar] = Grammar()  #: tells by its text whether a statement may end the transaction
 
     locks_rows: ClassVar[bool] = True
-    """Whether FOR UPDATE locks rows; else writers are serialised, and nothing needs it."""
+    """True if FOR UPDATE locks rows; False where writers take turns, so that no row needs a lock."""
 
-    untried: ClassVar[bool] = False
-    """Whether nobody knows it: it is probed before the first claim, and asked before every COMMIT."""
+    unknown: ClassVar[bool] = False
+    """True if nobody knows the database: it is tried before the first claim, and asked before every COMMIT."""
 
     bounds_waits: ClassVar[bool] = True
-    """Whether it knows ``claim_timeout``; else the bounded claim is refused."""
+    """True if the wait of a claim can be bounded by ``claim_timeout``; if False, a bounded claim is refused."""
 
     locking_isolation: ClassVar[str] = "READ COMMITTED"
-    """The level for entities in ``read_models``, where FOR UPDATE locks them."""
+    """The isolation level for handlers whose entities in ``read_models`` are locked by FOR UPDATE."""
 
-    abort_lasts: ClassVar[bool] = False  #: Whether statements go on succeeding in a transaction that was rolled back
+    abort_lasts: ClassVar[bool] = False
+    """True if statements still succeed after the server rolled back, so that the error has to be remembered."""
 
     begins_with_level: ClassVar[bool] = False
-    """Whether the driver says the level with BEGIN, so that asking for it costs nothing and outlives nothing."""
+    """True if the driver sends the level with BEGIN: to choose it costs no round trip and ends with the transaction."""
 
     commits_duplicates: ClassVar[bool] = False
-    """Whether the transaction of a claim that found a duplicate had better end by COMMIT than by ROLLBACK."""
+    """True if the transaction of a claim that found a duplicate had better end by COMMIT than by ROLLBACK."""
+
+    remembers_tables: ClassVar[bool] = False
+    """True if findings about tables are kept for a connection, so that a listener that moves it must be looked for."""
 
     claims_may_read: ClassVar[bool] = False
-    """Whether ``claim_and_read`` spares a round trip, or the ORM's work for a SELECT."""
+    """True if ``claim_and_read`` saves a round trip, or the ORM's work for a SELECT."""
 
-    plain_rows: ClassVar[PlainRows] = PlainRows()
-    """What it can tell of tables whose rows may be read early and written late."""
+    cacheable_rows: ClassVar[CacheableRows] = CacheableRows()
+    """Tells which tables have rows that may be read early and written late, and how that is done."""
 
     def place_of(self, url: URL) -> Hashable | None:
-        """Tells two databases apart, and engines of one database not; None where ``url`` does not say."""
+        """Return a key of the database in ``url``, which no other database has; None if ``url`` names none.
+
+        One database may have several keys: host names and arguments are compared as text.
+        """
         return place_of_server(url)
 
     def lives_in_connection(self, url: URL) -> bool:
@@ -67,11 +74,14 @@ class Dialect(Maintenance):
     # Opening a unit of work -----------------------------------------------------------------------------------------
 
     def prepare(self, engine: Engine) -> None:  # most need nothing
-        """What an engine needs once, before its first unit of work; again if that was interrupted. Or refuse it."""
+        """Make an engine ready before its first unit of work, or raise an error that refuses it.
+
+        Called once for each engine, and again if the first call was interrupted.
+        """
 
     @abstractmethod
     def detecting_isolation(self, engine: Engine) -> str | None:
-        """The weakest level at which the database itself refuses a lost update; None where none is to be asked for."""
+        """Return the weakest level at which the database refuses lost updates; None if no level is to be chosen."""
 
     def detects_lost_updates(self, connection: Connection, level: str) -> bool:
         """True if a ``level`` that the user chose is one at which no update is lost on this connection."""
@@ -81,18 +91,19 @@ class Dialect(Maintenance):
     def opening(
         self, engine: Engine, *, marked: bool, locking: bool = False, chosen: bool = False
     ) -> AbstractContextManager[None]:
-        """Entered while the connection of a unit of work is taken from the pool.
+        """Return a block in which the connection of a unit of work is taken from the pool.
 
-        ``locking``: what changes is read under lock. ``chosen``: the isolation level is the user's.
+        ``marked``: the unit of work claims messages. ``locking``: it reads what it changes under lock. ``chosen``: the
+        user chose the isolation level.
         """
         return nullcontext()
 
     def claim_begins(self, connection: Connection) -> bool:
-        """Whether ``claim`` would send BEGIN, at ``LEVEL_OF_BEGIN``: the driver lets it, and nothing has begun."""
+        """True if ``claim`` would send BEGIN with it, at ``LEVEL_OF_BEGIN``: possible if no transaction has begun."""
         return False
 
     def refuse_unsafe(self, connection: Connection) -> None:
-        """Raise ``RefusedError`` for an engine on which the promise would not hold. No round trip to a server."""
+        """Raise ``RefusedError`` for an engine on which the promise would not hold. Sends nothing to a server."""
         refuse_sharing(connection)
         driver = connection.connection.dbapi_connection
         if driver is not None and connection.dialect.detect_autocommit_setting(driver):
@@ -102,50 +113,64 @@ class Dialect(Maintenance):
             )
 
     def refuse_table(self, connection: Connection, table: Table) -> None:
-        """Raise ``UnsafeSessionError`` for a table whose rows no rollback takes back."""
+        """Raise ``UnsafeSessionError`` for a table without transactions, whose rows a rollback does not remove."""
 
     def refuse_marker(self, connection: Connection, marker: Table) -> None:
-        """The same for the marker table, and ``MissingTableError`` where a claim would not notice what it lacks."""
+        """Raise ``UnsafeSessionError`` for a marker table without transactions.
+
+        Also raise ``MissingTableError`` if it lacks its unique index and a claim would not notice.
+        """
         self.refuse_table(connection, marker)
 
     def begin(self, connection: Connection, marker: Table | None, wait: float | None) -> None:
-        """What must run before the claim, if there is to be one in ``marker``; ``wait`` bounds it in seconds."""
+        """Run what must come before the claim; ``wait`` bounds the claim's wait, in seconds.
+
+        ``marker`` is the table of the claim, or None if the unit of work makes none.
+        """
 
     def begin_around(self, connection: Connection, marker: Table | None) -> None:
-        """The same, where a savepoint comes before the claim: it must not be the outermost."""
+        """Run what must come before a savepoint that the claim is in.
+
+        A transaction must have begun, or the savepoint would be the transaction.
+        """
         self.begin(connection, marker, None)
 
     # The marker -----------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def claim_statement(self, marker: Table, *, bounded: bool, names: int = 1) -> Executable:
-        """Insert ``:message_id, :handler, :occurred_at``, in the form that ``claim`` understands.
+        """Return an INSERT of ``:message_id, :handler, :occurred_at``, for ``claim`` to run.
 
-        ``bounded``: it also takes ``:wait_ms`` and fails with a lock timeout when it waited longer. With several
-        ``names`` it inserts one row for each, in the order of ``handler_parameters``.
+        If ``bounded``, it also takes ``:wait_ms``, and fails with a lock timeout when it waited longer. With several
+        ``names`` it inserts a row for each, in the order of ``handler_parameters``.
         """
 
     def claim(
         self, connection: Connection, statement: Executable, marker: Table, key: Mapping[str, Any], *, names: int = 1
     ) -> bool:
-        """Run the claim: True if every marker is new, False if one was there; anything else raises ``DBAPIError``."""
+        """Run the claim, and return True if every marker is new, False if one of them was there.
+
+        Raises ``DBAPIError`` for anything else.
+        """
         return len(connection.execute(statement, key).all()) == names
 
     def claim_and_read(
         self, connection: Connection, marker: Table, wanted: Wanted, parameters: Parameters
     ) -> Row[Any] | None:
-        """Insert the marker and read the rows ``wanted``: what ``PlainRows.claiming`` gives, None for a duplicate.
+        """Insert the marker and read the rows ``wanted``; return the row that ``CacheableRows.claiming`` describes.
 
-        The statement is made here, for the connection at hand: one of another database might insert nothing.
-        Raises ``UnreadableRowError`` where it was perhaps not the claim that failed, after which nothing may commit.
+        Return None for a duplicate. The statement is made here, for the database of this connection: a statement for
+        another database might insert nothing. Raises ``UnreadableRowError`` if perhaps the reading failed and not the
+        claim; nothing may be committed after that.
         """
-        statement = claiming(self.plain_rows, marker, wanted)
-        return self.plain_rows.claim(connection, statement, parameters)
+        statement = claiming(self.cacheable_rows, marker, wanted)
+        return self.cacheable_rows.claim(connection, statement, parameters)
 
     def claim_many(self, connection: Connection, marker: Table, keys: Sequence[Parameters]) -> set[Key]:
-        """Claim several markers, given in the order of their locks; returns the new ones, or raises ``OvertakenError``.
+        """Claim several markers and return the keys of the new ones.
 
-        ``keys`` are the parameters of ``claim_statement``; those with ``wait_ms`` are bounded.
+        ``keys`` are the parameters of ``claim_statement``, in the order in which every delivery locks them; those with
+        ``wait_ms`` are bounded. Raises ``OvertakenError`` if another delivery claimed one of them at the same time.
         """
         return look_then_insert(
             connection,
@@ -156,23 +181,29 @@ class Dialect(Maintenance):
         )
 
     def insert_many(self, connection: Connection, marker: Table, keys: list[Parameters]) -> None:
-        """Insert markers of ``keys`` for ``claim_many``, all or none, in their order."""
+        """Insert the markers of ``keys`` for ``claim_many``, all or none, in the order given."""
         connection.execute(self.claim_statement(marker, bounded="wait_ms" in keys[0]), keys)
 
     def transaction_id(self, connection: Connection) -> str | None:
-        """What tells the open transaction from any other for good; None where ``mark_transaction`` is to mark it."""
+        """Return an id that no other transaction ever has.
+
+        Return None if the database has none; ``mark_transaction`` is used then.
+        """
         return None
 
     def has_committed(self, connection: Connection, transaction_id: str) -> bool:
-        """True if the transaction that had that id, and is not open any more, has committed."""
+        """True if the transaction with this id has committed; it is not open any more when this is asked."""
         raise NotImplementedError
 
     def mark_transaction(self, connection: Connection) -> None:
-        """Leave something in the transaction of the claim that ends with it, for ``is_marked``."""
+        """Leave a savepoint in the transaction of the claim, which ends with it, for ``is_marked`` to find."""
         Connection.exec_driver_sql(connection, "SAVEPOINT projector_dedup")  # past any guard of the connection
 
     def is_marked(self, connection: Connection, marker: Table, key: Mapping[str, Any] | None) -> bool:
-        """Whether the transaction that is open now is the one that was marked. A round trip, to be made once."""
+        """True if the transaction that is open now is the one that ``mark_transaction`` marked.
+
+        Takes a round trip and removes the mark, so it can be asked once.
+        """
         try:
             Connection.exec_driver_sql(connection, "RELEASE SAVEPOINT projector_dedup")
         except DBAPIError as error:
@@ -182,35 +213,38 @@ class Dialect(Maintenance):
         return True
 
     def place(self, connection: Connection) -> str | None:
-        """The schema in which tables without one are now, where that is one and a handler may change it."""
+        """Return the schema of tables that name none, if a handler may change it; None if not, or if it is several."""
         return None
 
     def is_only(self, connection: Connection, table: Table) -> bool:
-        """True if the name leads to ``table`` only, whichever schema, database or role a handler has chosen since."""
+        """True if the name of ``table`` leads to no other one, whatever schema, database or role was chosen since."""
         return True
 
     def abandon(self, connection: Connection) -> None:
-        """Roll back what is open, if anything is, now that the transaction of the claim is not."""
+        """Roll back whatever transaction is open after that of the claim has ended; do nothing if none is."""
         Connection.exec_driver_sql(connection, "ROLLBACK")
 
     # What happened --------------------------------------------------------------------------------------------------
 
     def committing(self, driver_connection: Any) -> AbstractContextManager[None]:
-        """Entered around COMMIT. Raises ``TimeoutError`` if the answer says that the commit may yet be lost."""
+        """Return a block for COMMIT; it raises ``TimeoutError`` if the server says that the commit may yet be lost."""
         return nullcontext()
 
     @abstractmethod
     def status(self, driver_connection: Any) -> Status:
-        """How the transaction stands. Reads the driver's memory: no round trip."""
+        """Return how the transaction stands, by what the driver remembers: without a round trip."""
 
     def aborts(self, error: DBAPIError) -> bool:
-        """Whether the error ended the transaction, or made the server refuse what follows outside a savepoint."""
+        """True if the error ended the transaction, or makes the server refuse what follows outside a savepoint."""
         return False
 
     @abstractmethod
     def classify(self, error: Exception) -> Failure:
-        """By SQLSTATE or driver code, never by class or text; ``error`` may be the driver's own, or no database's."""
+        """Return what the error means, by its SQLSTATE or the driver's code, never by its text.
+
+        ``error`` may also be the driver's own, or come from no database at all.
+        """
 
     @abstractmethod
     def commit_refused(self, error: DBAPIError) -> bool:
-        """Whether an error of COMMIT is the server's answer that it did *not* commit."""
+        """True if an error of COMMIT is the server's answer that it did *not* commit."""

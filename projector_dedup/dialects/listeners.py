@@ -1,4 +1,4 @@
-"""Listeners on an engine's connections: ours, attached once and together, before any unit of work; and the user's."""
+"""Attach our listeners to an engine's connections once, before any unit of work, and tell whether the user has some."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from sqlalchemy import event
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.engine.interfaces import Dialect as EngineDialect
 from sqlalchemy.exc import DisconnectionError
+from sqlalchemy.orm import Session
 from sqlalchemy.pool import PoolProxiedConnection
 
 _PACKAGE = f"{__package__.partition('.')[0]}."
@@ -18,16 +19,16 @@ _PACKAGE = f"{__package__.partition('.')[0]}."
 TABLES = "projector_dedup_tables"  #: in the ``info`` of a physical connection: what was found of tables, by their names
 
 _lock = Lock()
-_listened_to: WeakSet[EngineDialect] = WeakSet()  # which an engine's execution_options() clones share
+_listened_to: WeakSet[EngineDialect] = WeakSet()  # an engine's execution_options() clones share it
 
 
 def listen_once(engine: Engine, *, before_others: bool = False, **listeners: Sequence[Callable[..., Any]]) -> None:
-    """Attach ``listeners`` by the name of their event, unless they are.
+    """Attach ``listeners``, given by the name of their event, unless that was done for this engine before.
 
-    With ``before_others`` those of ``checkout`` are called before the user's, so that what these set lasts.
+    With ``before_others`` listeners to ``checkout`` are called before the user's, so that what the user's set lasts.
 
-    SQLAlchemy fails where it calls its listeners while another thread adds one: "deque mutated during iteration". So
-    whoever comes second waits here until the first has added all, and connects only then.
+    SQLAlchemy fails if it calls its listeners while another thread adds one: "deque mutated during iteration". So a
+    second thread waits here until the first has added all listeners, and connects only then.
     """
     with _lock:
         if engine.dialect not in _listened_to:
@@ -38,7 +39,7 @@ def listen_once(engine: Engine, *, before_others: bool = False, **listeners: Seq
 
 
 def are_of_others(events: Iterable[Iterable[object]]) -> bool:
-    """Whether there are listeners but ours."""
+    """True if one of the listeners to these events is not from this package."""
     for listeners in events:
         for listener in listeners:
             if not (getattr(listener, "__module__", None) or "").startswith(_PACKAGE):
@@ -52,11 +53,12 @@ def info_of(connection: Connection) -> dict[Any, Any]:
     return driver.info
 
 
-def forget_if_moved(connection: Connection, *begins: Iterable[object]) -> bool:
-    """Forget what was found of tables where a listener may choose a database, or a schema, for each transaction.
+def forget_if_moved(session: Session, connection: Connection) -> bool:
+    """Return True if a listener of the user's may choose a database or a schema for each transaction.
 
-    ``begins`` are the listeners to the session's beginning. Returns True if there is such a listener.
+    In that case also forget what was found of tables on this connection.
     """
+    begins = session.dispatch.after_begin, session.dispatch.after_transaction_create
     pool, engine = connection.engine.pool.dispatch, connection.dispatch
     moved = are_of_others((*begins, pool.checkout, engine.engine_connect, engine.begin))
     if moved:
@@ -65,14 +67,17 @@ def forget_if_moved(connection: Connection, *begins: Iterable[object]) -> bool:
 
 
 def ask(dialect: EngineDialect, dbapi_connection: Any, sql: str) -> list[Any]:
-    """Run ``sql`` in a listener of ``checkout``, and return its rows; a connection that is dead is replaced."""
+    """Run ``sql`` in a listener to ``checkout``, and return its rows.
+
+    Raises ``DisconnectionError`` if the connection is dead, upon which SQLAlchemy's pool gives another connection.
+    """
     cursor = dbapi_connection.cursor()
     try:
         cursor.execute(sql)
         return list(cursor.fetchall()) if cursor.description else []
     except Exception as error:
         if isinstance(error, dialect.loaded_dbapi.Error) and not dialect.is_disconnect(error, None, cursor):
-            raise  # the server's answer: another connection would get it too
-        raise DisconnectionError from error  # the pool makes another
+            raise  # the server answered, and would answer another connection the same
+        raise DisconnectionError from error
     finally:
         cursor.close()

@@ -1,6 +1,6 @@
-"""What a database must be able to say of the markers that it keeps: how they are pruned, migrated, counted and checked.
+"""Define what a dialect must offer to clean up, migrate, count and check markers.
 
-Nothing of this is asked while a message is delivered.
+Nothing of this is used while a message is delivered.
 """
 
 from __future__ import annotations
@@ -14,62 +14,72 @@ from sqlalchemy import FromClause, Table, select
 from sqlalchemy.engine import Connection
 from sqlalchemy.sql import Executable
 
-from ..findings import Finding
+from .cleanup import Expired, Route, by_index
 from .columns import utc_now
-from .pruning import Expired, Route, by_index
+from .findings import Finding
 
 
 class Maintenance(ABC):
-    """The part of a dialect that commands and cron jobs use."""
+    """Declares the part of a dialect that commands and cron jobs use."""
 
-    pruning_isolation: ClassVar[str | None] = None
-    """The level at which a cleaner meets only the rows that it deletes; None where there is nothing to choose."""
+    cleanup_isolation: ClassVar[str | None] = None
+    """The isolation level at which a cleanup locks only the rows that it deletes; None if the level does not matter."""
 
     keeps_zones: ClassVar[bool] = False
-    """True if the database has a type of moments that need no agreement on their time zone."""
+    """True if the database has a type for moments with a time zone, so that a moment is not in doubt."""
 
     transactional_ddl: ClassVar[bool | None] = None
-    """True if a migration is one transaction; None for what Alembic thinks of the database."""
+    """True if a migration is one transaction; None to leave it to what Alembic says of the database."""
 
-    # Pruning --------------------------------------------------------------------------------------------------------
+    # Cleanup --------------------------------------------------------------------------------------------------------
 
     def now(self, connection: Connection) -> datetime:
-        """By the clock that the claims were stamped with, in UTC."""
+        """Return the current time in UTC, by the clock that claims take their time from."""
         found: datetime = connection.execute(select(utc_now())).scalar_one()
         return found.replace(tzinfo=UTC) if found.tzinfo is None else found.astimezone(UTC)
 
     @abstractmethod
-    def prune_statement(self, marker: Table, *, of_handler: bool = False) -> Executable:
-        """Delete the oldest ``:batch_size`` markers from before ``:cutoff``, of ``:handler`` if ``of_handler``.
+    def cleanup_statement(self, marker: Table, *, of_handler: bool = False) -> Executable:
+        """Return a DELETE of the oldest ``:batch_size`` markers before ``:cutoff``, of ``:handler`` if ``of_handler``.
 
-        What others hold is left to them, where the database can do that.
+        Rows that others have locked are left to them, where the database can do that.
         """
 
-    def pruning_route(self, connection: Connection, expired: Expired) -> Route:
-        """The fastest way through what is expired. It may leave what others hold; then the index is asked."""
+    def cleanup_route(self, connection: Connection, expired: Expired) -> Route:
+        """Return the fastest route through the expired markers.
+
+        It may leave rows that others have locked; ``index_route`` is taken for these afterwards.
+        """
         return self.index_route(expired)
 
     def index_route(self, expired: Expired) -> Route:
-        """Oldest first, until nothing is found."""
-        return by_index(self.prune_statement(expired.marker, of_handler=expired.handler is not None), expired)
+        """Return the route by the index on age: the oldest markers first, until no expired marker is found."""
+        return by_index(self.cleanup_statement(expired.marker, of_handler=expired.handler is not None), expired)
 
     def migrating(self, connection: Connection, name: str) -> AbstractContextManager[None]:
-        """Entered in the transaction of a migration of the table set ``name``: a second one waits for the first.
+        """Return a block for a migration of the table set ``name``: a second migration waits for the first.
 
-        Within, whatever would have to wait for other transactions fails with a lock timeout after a moment.
+        It is entered in the migration's transaction. A statement in the block that would have to wait for other
+        transactions fails with a lock timeout after a moment.
         """
         return nullcontext()
 
-    # What the people who run it want to know ------------------------------------------------------------------------
+    # For the people who run it ----------------------------------------------------------------------------------------
 
     def findings(self, connection: Connection, marker: Table) -> list[Finding]:
-        """Settings of this database and of the marker table that are wrong, or could be better."""
+        """Return what is wrong, or could be better, in the settings of this database and of the marker table."""
         return []
 
     def measured(self, connection: Connection, table: Table) -> tuple[int | None, int | None]:
-        """About how many rows, and bytes with all indexes, by the catalogue: None where only counting would tell."""
+        """Return about how many rows the table has, and its bytes with all indexes, by the database's catalogue.
+
+        Each is None if the catalogue does not say it.
+        """
         return None, None
 
     def sampled(self, connection: Connection, marker: Table, rows: int, of: int) -> FromClause:
-        """``handler`` and ``processed_at`` of about ``rows`` markers of about ``of``; of all where there is no way."""
+        """Return a sample with ``handler`` and ``processed_at`` of about ``rows`` of the ``of`` markers.
+
+        Return the whole marker table if the database has no way to take a sample.
+        """
         return marker

@@ -1,7 +1,7 @@
-"""How each database keeps two migrations of one table set apart, and a migration from keeping writers waiting.
+"""Lock a table set for one migration at a time, and keep the migration from making writers wait.
 
-A change of a table that has to wait for an open transaction lets everybody who comes later queue behind it. So it waits
-for moments only, fails with a lock timeout, and is run again by whoever asked for it.
+A change of a table that has to wait for an open transaction makes every later transaction wait behind it. So the change
+waits for a moment only, fails with a lock timeout, and is run again by the caller.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _RIVAL = 60  # seconds that a migration waits for another one, on MariaDB
 
 
 def lock_transaction(connection: Connection, name: str) -> None:
-    """PostgreSQL: held by the transaction, so that it is given back behind a pooler too."""
-    # Above it, the snapshot would be older than the wait, and not show what the other migration did.
+    """Take a lock on PostgreSQL that the transaction holds, so that it is released behind a pooler too."""
+    # At a stricter level the snapshot would be older than the wait, and not show what the other migration did.
     connection.exec_driver_sql("SET TRANSACTION ISOLATION LEVEL READ COMMITTED")
     connection.exec_driver_sql("SET LOCAL lock_timeout = '500ms'")
     connection.execute(select(func.pg_advisory_xact_lock(func.hashtextextended(f"projector_dedup {name}", 0))))
@@ -28,7 +28,11 @@ def lock_transaction(connection: Connection, name: str) -> None:
 
 @contextmanager
 def lock_session(connection: Connection, name: str) -> Iterator[None]:
-    """MariaDB: held by the session, since DDL commits. Names of locks are the whole server's, 64 characters at most."""
+    """Hold a lock of MariaDB's session while the block runs: a lock of the transaction would end with the first DDL.
+
+    Names of locks belong to the whole server, and have 64 characters at most, so the name is hashed with the database.
+    Raises ``RetriesExhaustedError`` if another migration holds the lock for too long.
+    """
     database = connection.exec_driver_sql("SELECT database()").scalar_one()
     lock = f"projector_dedup {hashlib.sha256(f'{database} {name}'.encode()).hexdigest()[:40]}"
     usual = connection.exec_driver_sql("SELECT @@session.lock_wait_timeout").scalar_one()

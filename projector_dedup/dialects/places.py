@@ -1,4 +1,4 @@
-"""Where a database is, by the URL of an engine, so that two engines on one database can be told from two on two."""
+"""Tell by the URLs of two engines whether they lead to one database or to two."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from sqlalchemy import URL
 
 
 def place_of_server(url: URL, *, port: int | None = None, names: Collection[str] | None = None) -> Hashable | None:
-    """The server and the database on it; None where the URL says neither.
+    """Return a key of the server and the database on it; None if the URL says neither.
 
-    ``port`` is what the drivers take by default, ``names`` those arguments of the URL that lead to another database;
-    without it, any of them may.
+    ``port`` is the drivers' default. ``names`` are the arguments of the URL that may lead to another database; without
+    ``names``, any argument may.
     """
     given = {name: value for name, value in url.query.items() if names is None or name in names}
     if not (url.host or url.database or given):
@@ -23,7 +23,7 @@ def place_of_server(url: URL, *, port: int | None = None, names: Collection[str]
 
 
 def place_of_sqlite(url: URL) -> Hashable | None:
-    """The file, or the name of a database in memory that connections share; None where each connection has its own."""
+    """Return a key of the file, or of a database in memory that connections share; None if each has its own."""
     path = _path(url)
     if not is_in_memory(url):
         return "file", os.path.realpath(path)

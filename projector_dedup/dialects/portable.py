@@ -1,6 +1,6 @@
-"""A database or driver that nobody has tried: what SQL:1999 and PEP 249 promise, and no more.
+"""Use a database or driver that nobody has tried by what SQL:1999 and PEP 249 promise, and nothing more.
 
-What that leaves open is tried out before the first claim (``preflight.py``), and asked before every COMMIT.
+Everything else is tried before the first claim (``preflight.py``), and asked before every COMMIT.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from sqlalchemy.sql.elements import ReleaseSavepointClause
 
 from ..closing import connected
 from ..errors import UnsafeSessionError, UnsupportedDatabaseError
-from ..findings import Finding, advice
 from ..transaction_text import Grammar
 from .answers import Failure, Status
 from .claims import Key, Parameters, handler_parameters, same_key
+from .cleanup import is_expired
+from .findings import Finding, advice
 from .interface import Dialect
-from .pruning import is_expired
 
 logger = logging.getLogger("projector_dedup")
 
 _SAVEPOINT = "projector_dedup"
 
-# SQLSTATE, ISO/IEC 9075-2, and what servers have made of class 42: PostgreSQL, ODBC, Db2
+# SQLSTATE, ISO/IEC 9075-2; class 42 differs between PostgreSQL, ODBC and Db2
 _UNIQUE = {"23000", "23505"}
 _NO_TABLE = {"42P01", "42703", "42S02", "42S22", "42704"}
-_ABORTED = "25P02"  # PostgreSQL and its kin: nothing runs any more but ROLLBACK
+_ABORTED = "25P02"  # PostgreSQL and databases like it: only ROLLBACK runs now
 _MAYBE_COMMITTED = "40003"  # statement completion unknown
 
 # PEP 249: the operational ones are "not necessarily under the control of the programmer", and whole units run again.
@@ -50,18 +50,18 @@ _BY_CLASS = {
 
 
 class Portable(Dialect):
-    """Any database that has savepoints and a unique index, through any driver of SQLAlchemy's."""
+    """Uses any database that has savepoints and unique indexes, through any driver of SQLAlchemy's."""
 
     names = frozenset()
     drivers = frozenset()
-    grammar = Grammar(hidden=r"\w+")  # nobody knows what else text may commit
-    untried = True
+    grammar = Grammar(hidden=r"\w+")  # any command may commit, for all that is known
+    unknown = True
     bounds_waits = False
-    locking_isolation = "SERIALIZABLE"  # whether FOR UPDATE is sent at all is SQLAlchemy's dialect's to say
+    locking_isolation = "SERIALIZABLE"  # SQLAlchemy's dialect decides whether FOR UPDATE is sent
     abort_lasts = True
 
     def prepare(self, engine: Engine) -> None:
-        """Learn whether SERIALIZABLE can be asked for."""
+        """Find out whether SQLAlchemy can set SERIALIZABLE, and log a warning if it cannot."""
         if engine.dialect in _detecting:
             return
         with connected(engine) as connection:
@@ -79,11 +79,11 @@ class Portable(Dialect):
             )
 
     def detecting_isolation(self, engine: Engine) -> str | None:
-        """The one level at which the SQL standard itself rules lost updates out."""
+        """Return SERIALIZABLE, at which the SQL standard rules out lost updates; None if it cannot be set."""
         return _detecting.get(engine.dialect)
 
     def refuse_unsafe(self, connection: Connection) -> None:
-        """AUTOCOMMIT, where SQLAlchemy knows it of the driver or was asked for it; else the probe finds it."""
+        """Raise ``RefusedError`` for a shared connection, and for AUTOCOMMIT that SQLAlchemy can see."""
         if connection.get_execution_options().get("isolation_level") == "AUTOCOMMIT":
             raise UnsafeSessionError("isolation_level='AUTOCOMMIT' commits marker and read model one by one; leave it")
         try:
@@ -92,7 +92,10 @@ class Portable(Dialect):
             return
 
     def begin(self, connection: Connection, marker: Table | None, wait: float | None) -> None:
-        """A write, which makes lazy drivers begin: a savepoint might else be the whole transaction, and its end too."""
+        """Run a DELETE of no row, since a write makes drivers begin that begin late; refuse to bound a ``wait``.
+
+        A savepoint might otherwise be the whole transaction, and its release the COMMIT.
+        """
         if wait is not None:
             raise UnsupportedDatabaseError(
                 "claim_timeout needs a database that was tried: there is no portable way to bound a wait; leave it away"
@@ -101,7 +104,7 @@ class Portable(Dialect):
             connection.execute(delete(marker).where(false()))
 
     def claim_statement(self, marker: Table, *, bounded: bool, names: int = 1) -> Executable:
-        """By the client's clock: not every database's can be told to be in UTC."""
+        """Return an INSERT with the time of the client's clock: not every database can give its own in UTC."""
         values: dict[str, Any] = {name: bindparam(name) for name in ("message_id", "handler", "occurred_at")}
         now = bindparam("processed_at", callable_=_utc_now, type_=DateTime(timezone=True))
         return insert(marker).values(**values, processed_at=now)
@@ -109,10 +112,11 @@ class Portable(Dialect):
     def claim(
         self, connection: Connection, statement: Executable, marker: Table, key: Mapping[str, Any], *, names: int = 1
     ) -> bool:
-        """The savepoint keeps the transaction alive when the INSERT fails, and tells it from others when it does not.
+        """Run the claim in a savepoint, and return True if every marker is new, False if one of them can be seen.
 
-        A marker that cannot be seen is a rival's, younger than the snapshot, or something else was violated. Several
-        are for the driver to send one after the other: not every database knows VALUES of several rows.
+        The savepoint keeps the transaction alive if the INSERT fails, and marks it if it succeeds. An integrity error
+        without a visible marker is raised: a rival's is younger than the snapshot, or something else was violated. The
+        driver sends several markers one by one, since not every database knows VALUES of several rows.
         """
         rows = [{**key, "handler": key[name]} for name in handler_parameters(names)]
         connection.dialect.do_savepoint(connection, _SAVEPOINT)
@@ -128,15 +132,18 @@ class Portable(Dialect):
         return True
 
     def claim_many(self, connection: Connection, marker: Table, keys: Sequence[Parameters]) -> set[Key]:
-        """The savepoint is the mark of the transaction here too."""
+        """Set the savepoint that marks the transaction, claim several markers, and return the keys of the new ones."""
         connection.dialect.do_savepoint(connection, _SAVEPOINT)
         return super().claim_many(connection, marker, keys)
 
     def mark_transaction(self, connection: Connection) -> None:
-        """The savepoint of the claim is mark enough."""
+        """Do nothing: the savepoint of the claim marks the transaction."""
 
     def is_marked(self, connection: Connection, marker: Table, key: Mapping[str, Any] | None) -> bool:
-        """Its savepoint can be released; where SQL has no RELEASE (SQL Server, Oracle), the marker can be seen."""
+        """True if the claim's savepoint can be released or, without RELEASE (SQL Server, Oracle), the marker be seen.
+
+        Without a ``key``, True if a statement still runs.
+        """
         if key is None:
             return Connection.execute(connection, select(literal_column("1"))).first() is not None
         if type(connection.dialect).do_release_savepoint is not DefaultDialect.do_release_savepoint:
@@ -151,16 +158,16 @@ class Portable(Dialect):
         return True
 
     def abandon(self, connection: Connection) -> None:
-        """By the driver, which knows whether anything is open; past any guard of the connection."""
+        """Call the driver's ``rollback()``, which knows whether anything is open; past any guard of the connection."""
         driver: PoolProxiedConnection = Connection.connection.__get__(connection)
         driver.rollback()
 
     def now(self, connection: Connection) -> datetime:
-        """By the client's clock, since that is what its claims were stamped with."""
+        """Return the current time by the client's clock, from which the claims take theirs."""
         return _utc_now()
 
-    def prune_statement(self, marker: Table, *, of_handler: bool = False) -> Executable:
-        """The inner SELECT is a table of its own, since not every database deletes from what it reads."""
+    def cleanup_statement(self, marker: Table, *, of_handler: bool = False) -> Executable:
+        """Return a DELETE of the oldest expired markers."""
         old = marker.alias()
         oldest: Select[Any] = (
             select(old.c.message_id, old.c.handler)
@@ -168,26 +175,26 @@ class Portable(Dialect):
             .order_by(old.c.processed_at)
             .limit(bindparam("batch_size"))
         )
-        batch = oldest.subquery("batch")
+        batch = oldest.subquery("batch")  # derived, since not every database deletes from a table that it reads
         same = (batch.c.message_id == marker.c.message_id, batch.c.handler == marker.c.handler)
         return delete(marker).where(select(literal_column("1")).select_from(batch).where(*same).exists())
 
     def findings(self, connection: Connection, marker: Table) -> list[Finding]:
-        """What was seen once in a probe is not what a suite sees."""
+        """Return the advice to run the contract suite, which sees more than the trial before the first claim."""
         return [
             advice(f"{connection.dialect.name} was not tried", "run the contract suite: docs/bring-your-database.md")
         ]
 
     def status(self, driver_connection: Any) -> Status:
-        """No driver is known well enough to ask."""
+        """Return OPEN, which here means that the driver cannot tell."""
         return Status.OPEN
 
     def aborts(self, error: DBAPIError) -> bool:
-        """The server may have rolled everything back, and go on in another transaction."""
+        """True for a transient error: the server may have rolled back, and go on in another transaction."""
         return self.classify(error) is Failure.TRANSIENT
 
     def classify(self, error: Exception) -> Failure:
-        """By SQLSTATE; by the class that PEP 249 asks for where the driver has none."""
+        """Return what the error means by its SQLSTATE, or by its class of PEP 249 if the driver has no SQLSTATE."""
         state = _sqlstate(error)
         if getattr(error, "connection_invalidated", False) or (state or "").startswith(("08", "40")):
             return Failure.TRANSIENT
@@ -198,7 +205,7 @@ class Portable(Dialect):
         return Failure.NO_TABLE if state in _NO_TABLE else Failure.PERMANENT
 
     def commit_refused(self, error: DBAPIError) -> bool:
-        """A conflict, or a deferred constraint."""
+        """True if the server reports a conflict, or a constraint that was deferred to COMMIT."""
         state = _sqlstate(error) or ""
         return not error.connection_invalidated and state.startswith(("40", "23")) and state != _MAYBE_COMMITTED
 
@@ -208,7 +215,7 @@ def _utc_now() -> datetime:
 
 
 def _is_there(connection: Connection, marker: Table, key: Mapping[str, Any]) -> bool:
-    """Compared here, letter for letter: the database may take two ids for one."""
+    """True if the marker can be seen; compared here, letter for letter, as the database may take two ids for one."""
     found = Connection.execute(connection, _lookup(marker), key)
     return (key["message_id"], key["handler"]) in [tuple(row) for row in found]
 
@@ -224,7 +231,7 @@ def _violates_integrity(error: DBAPIError) -> bool:
 
 
 def _sqlstate(error: Exception) -> str | None:
-    """From wherever the driver keeps it; None also for HY000, which is ODBC's way to say that there is none."""
+    """Return the SQLSTATE, wherever the driver keeps it; None also for HY000, by which ODBC says that there is none."""
     original = getattr(error, "orig", error)
     first = original.args[0] if getattr(original, "args", ()) else None
     if isinstance(first, dict):  # the fields of PostgreSQL's protocol
@@ -239,5 +246,5 @@ def _classes(error: Exception) -> list[str]:
     return [each.__name__ for each in type(getattr(error, "orig", None) or error).__mro__]
 
 
-# The level that refuses lost updates, if it can be had; by the engine's dialect, which its clones share.
+# The level that refuses lost updates, or None; by the engine's dialect, which clones of the engine share.
 _detecting: WeakKeyDictionary[EngineDialect, str | None] = WeakKeyDictionary()

@@ -1,7 +1,7 @@
-"""Pools that give one connection to several users at once: what one of them commits or rolls back, all do.
+"""Refuse pools that give one connection to several users at once: what one commits or rolls back, all do.
 
 StaticPool gives one connection to all threads, and is refused. SingletonThreadPool, SQLAlchemy's choice for SQLite in
-memory, gives each thread one, which is fine until a unit of work has it: nobody else of the thread may then take it,
+memory, gives each thread one, which is fine until a unit of work has it: no other code of the thread may take it then,
 or end a transaction on it (docs/adr/0026-delivering-inside-a-handler.md).
 """
 
@@ -23,7 +23,10 @@ _watched: WeakSet[Engine] = WeakSet()
 
 
 def refuse_sharing(connection: Connection) -> None:
-    """Raise where others have the connection of a unit of work too; keep them off it where they could get it later."""
+    """Raise ``UnsupportedDatabaseError`` if other threads have the connection of this unit of work too.
+
+    If only other code of this thread could get it, from now on that code is refused with ``UnsafeSessionError``.
+    """
     pool = connection.engine.pool
     if isinstance(pool, StaticPool):
         raise UnsupportedDatabaseError(
@@ -49,11 +52,11 @@ def _watch(engine: Engine) -> None:
 
 
 def _taken(connection: Connection) -> None:
-    """Called for each new Connection: SQLAlchemy's pool tells nobody that it gives out what is given out already."""
+    """Refuse a new ``Connection`` if a unit of work has it; SQLAlchemy's pool has no event for a second user."""
     try:
         _refuse_second_user(connection)
     except UnsafeSessionError:
-        connection.close()  # or the pool would count a user more
+        connection.close()  # or the pool would count one user too many
         raise
 
 

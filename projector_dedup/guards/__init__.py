@@ -1,8 +1,11 @@
-"""What a handler is given, and what watches it: invariants I4 and I6. This file is the only door to the package."""
+"""The session and connection that a handler is given, and the guard that watches both: invariants I4 and I6.
 
-from .claim_transaction import ClaimedMarker
+This file is the only door to the package.
+"""
+
+from .claim_transaction import ClaimTransaction
 from .guard import Guard
 from .locking import locking_session
-from .session import GuardedSession, guarded_session
+from .session import GuardedSession, end_message, guarded_session
 
-__all__ = ["ClaimedMarker", "Guard", "GuardedSession", "guarded_session", "locking_session"]
+__all__ = ["ClaimTransaction", "Guard", "GuardedSession", "end_message", "guarded_session", "locking_session"]

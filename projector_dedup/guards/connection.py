@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Any, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from sqlalchemy import Select
 from sqlalchemy.engine import Connection
@@ -16,7 +16,9 @@ from sqlalchemy.sql.elements import ReleaseSavepointClause, RollbackToSavepointC
 from ..dialects.listeners import info_of
 from ..errors import TransactionViolatedError
 from ..transaction_text import sql_sent, sql_text
-from .session import Watcher
+
+if TYPE_CHECKING:
+    from .guard import Guard
 
 _STREAMING = frozenset({"stream_results", "yield_per"})
 _SAVEPOINTS = (SavepointClause, RollbackToSavepointClause, ReleaseSavepointClause)
@@ -29,26 +31,26 @@ class GuardedConnection(Connection):
     their ``commit`` leaves the transaction open in the pool.
     """
 
-    guard: Watcher
+    guard: Guard
     unguarded: ClassVar[type[Connection]] = Connection
     _ending = False
 
     @property
     def connection(self) -> PoolProxiedConnection:
-        """The driver's connection. SQLAlchemy takes this way to it for COMMIT and ROLLBACK only; a handler may."""
+        """Return the driver's connection. SQLAlchemy goes this way to COMMIT and ROLLBACK only; a handler may, too."""
         if not self._ending:
-            self.guard.lend_driver()
+            self.guard.driver_exposed()
             if self.guard.rows is not None:
                 self.guard.rows.stop()
         return super().connection
 
     @property
     def info(self) -> dict[Any, Any]:
-        """The notes of whoever likes on the physical connection: nobody reaches the driver by them."""
+        """Return the dictionary that the pool keeps for the physical connection. Nobody reaches the driver by it."""
         return info_of(self)
 
     def execution_options(self, **options: Any) -> Any:
-        """Which may say that all tables are in another schema from here on."""
+        """Set options, which may say that all tables are in another schema from here on: no row is served any more."""
         if self.guard.rows is not None:
             self.guard.rows.stop()
         if self.guard.several:
@@ -56,7 +58,7 @@ class GuardedConnection(Connection):
         return super().execution_options(**options)
 
     def commit(self) -> None:
-        """Prevented: only the unit of work commits."""
+        """Commit for the unit of work; raise ``TransactionViolatedError`` if a handler calls it."""
         self.guard.before_commit("connection.commit")
         super().commit()
 
@@ -80,17 +82,17 @@ class GuardedConnection(Connection):
             self._ending = False
 
     def execute(self, statement: Any, *args: Any, **kwargs: Any) -> Any:
-        """Every statement of the ORM and of Core comes through here."""
+        """Execute a statement, and report it to the guard. The statements of the ORM and of Core come through here."""
         return self._watched(super().execute, statement, *args, **kwargs)
 
     def scalar(self, statement: Any, *args: Any, **kwargs: Any) -> Any:
-        """The one way of Core that does not call ``execute``."""
+        """Execute a statement for one value, and report it. The one way of Core that does not call ``execute``."""
         if self.guard.several and not isinstance(statement, DefaultGenerator):
             return self.execute(statement, *args, **kwargs).scalar()  # the same, with a result that tells what was sent
         return self._watched(super().scalar, statement, *args, **kwargs)
 
     def exec_driver_sql(self, statement: str, *args: Any, **kwargs: Any) -> Any:
-        """SQL text that SQLAlchemy does not look into."""
+        """Execute SQL text that SQLAlchemy does not look into, and report it to the guard."""
         return self._watched(super().exec_driver_sql, statement, *args, **kwargs)
 
     def _watched(self, run: Callable[..., Any], statement: Any, *args: Any, **kwargs: Any) -> Any:
@@ -103,7 +105,7 @@ class GuardedConnection(Connection):
         if guard.rows is not None:
             guard.rows.before_statement(statement)
         if self._streams(statement, kwargs.get("execution_options")):
-            guard.distrust()  # of what is fetched later
+            guard.require_server_check()  # what is fetched later may fail, and nobody is told
         try:
             result = run(statement, *args, **kwargs)
         except BaseException as error:
@@ -128,7 +130,7 @@ class GuardedConnection(Connection):
         return False
 
 
-def _refuse_for_several(guard: Watcher) -> NoReturn:
+def _refuse_for_several(guard: Guard) -> NoReturn:
     """Make the unit of work fail: a batch then applies this message alone, in a transaction of its own."""
     guard.violation = guard.violation or TransactionViolatedError(
         "the handler set something for its transaction, which several messages share; everything was rolled back, and "
@@ -137,14 +139,14 @@ def _refuse_for_several(guard: Watcher) -> NoReturn:
     raise guard.violation
 
 
-def guard_connection(connection: Connection, guard: Watcher) -> None:
+def guard_connection(connection: Connection, guard: Guard) -> None:
     """Let a connection that is open already report to ``guard``."""
     connection.__class__ = _guarded_connection(type(connection))  # type: ignore[arg-type]  # mypy takes a class for its instance here
     connection.guard = guard  # type: ignore[attr-defined]  # it is one now
 
 
 def release_connection(connection: Connection) -> None:
-    """Make it what it was, and forget the guard: a circle would be left to the garbage collector."""
+    """Make a connection what it was, and forget the guard: a circle would be left to the garbage collector."""
     if isinstance(connection, GuardedConnection):
         connection.__class__ = connection.unguarded  # type: ignore[assignment]  # the same
         del connection.guard

@@ -9,44 +9,44 @@ only where a handler took the driver's own connection, it asks the server (docs/
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from sqlalchemy import Table
 from sqlalchemy.engine import Connection
 from sqlalchemy.exc import DBAPIError, PendingRollbackError
 
 from ..closing import roll_back
-from ..dialects import Dialect, Failure, Status
+from ..dialects import Failure, Status
 from ..errors import TransactionViolatedError, UnsafeSessionError
 from ..row_source import RowSource
+from .claim_transaction import ClaimTransaction, Savepoints, what_is_durable
 from .connection import guard_connection, release_connection
 from .session import GuardedSession
-from .tag import Marker, Savepoints, what_is_durable
 
 
 class Guard:
     """Watches the session and the connection of one unit of work, from its claim to its commit."""
 
-    def __init__(
-        self, session: GuardedSession, connection: Connection, driver: Any, dialect: Dialect, marker: Marker
-    ) -> None:
-        self.dialect, self.session = dialect, session
-        self.connection, self.driver = connection, driver
+    def __init__(self, session: GuardedSession, claim_transaction: ClaimTransaction) -> None:
+        self.session, self.claim_transaction = session, claim_transaction
+        self.dialect, self.driver = claim_transaction.dialect, claim_transaction.driver
+        self.connection = connection = claim_transaction.connection
         self.violation: TransactionViolatedError | None = None
         self.aborted_by: DBAPIError | None = None
         self._begun = self.watching = False  # the latter is true while a handler has the session
         self.several = False  # messages share the transaction, and a handler has one of them at a time
-        self.must_ask = self.lent = False  # the server, before COMMIT; to what may have committed past us
+        self.driver_was_exposed = False  # to a handler, which may have committed there, past us
+        self.server_check_required = False  # before COMMIT
         self.commit_was_sent = self.commit_was_answered = False
         self.must_disconnect = False  # what the driver is in the midst of, nobody knows
-        self.marker, self.savepoints = marker, Savepoints(marker)
+        self.savepoints = Savepoints(claim_transaction)
         self.rows: RowSource | None = None
         self._session_transaction = session.get_transaction()
         self._transaction = connection.get_transaction()
         self._savepoint = connection.get_nested_transaction()  # only inside an external transaction
 
     def watch(self) -> Status:
-        """From here on, session and connection are the handler's, and report to us; how the transaction stands."""
+        """Have session and connection report here from now on; return how the transaction stands."""
         status = self.dialect.status(self.driver)
         self.watching, self._begun = True, status is Status.OPEN
         guard_connection(self.connection, self)
@@ -55,7 +55,7 @@ class Guard:
 
     def release(self) -> None:
         """Give the connection back as it was."""
-        self.watching, self.rows = False, None  # which point back at us
+        self.watching, self.rows = False, None  # which point back here: a circle
         release_connection(self.connection)
         self.session.guard = None
 
@@ -69,11 +69,11 @@ class Guard:
         return self.violation
 
     def ended_below(self) -> TransactionViolatedError:
-        """The transaction is gone, and SQLAlchemy did not see it go: was it a commit or a rollback?"""
+        """Return the violation of a transaction that ended below SQLAlchemy; ask whether by a commit or a rollback."""
         self.must_disconnect = not self.dialect.lives_in_connection(self.connection.engine.url)
         what = "the handler ended the transaction on the driver's connection, below SQLAlchemy"
         if self.violation is None:
-            left = what_is_durable(self.marker)
+            left = what_is_durable(self.claim_transaction)
             if left is not None:
                 self.violation = TransactionViolatedError(what + left, durable=True)
         return self.violate(what)
@@ -81,7 +81,12 @@ class Guard:
     # What the guarded session and connection report --------------------------------------------------------------
 
     def before_statement(self, sql: str | None, written: Table | None, *, mends: bool = False) -> None:
-        """Before any statement: nothing more runs after a violation, or in a transaction that is not ours."""
+        """Called before any statement: raise if nothing may run any more, or not this statement.
+
+        A command that begins or ends a transaction is a violation; for text that may hide one, the server is asked
+        before COMMIT. ``sql`` is the statement's text if it is text, ``written`` the table that it changes if not. It
+        ``mends`` if it may succeed where others do not, as ROLLBACK TO SAVEPOINT may.
+        """
         if self.violation is not None:
             raise self.violation
         if self.connection.get_transaction() is not self._transaction:
@@ -97,57 +102,57 @@ class Guard:
                     "fails, or rolls everything back; execute them one by one"
                 )
             if self.dialect.grammar.hides_commands(sql):
-                self.lend_driver()
+                self.driver_exposed()
         if self._begun and self.dialect.status(self.driver) is Status.NONE:
             raise self.ended_below()
         if written is not None:
             self.dialect.refuse_table(self.connection, written)
 
     def after_statement(self) -> None:
-        """On most databases a statement that succeeds, ROLLBACK TO SAVEPOINT say, proves the transaction alive."""
+        """Called after a statement succeeded, which on most databases proves that the transaction is alive."""
         self._begun = self._begun or self.dialect.status(self.driver) is Status.OPEN
         if not self.dialect.abort_lasts:
             self.aborted_by = None
 
     def savepoint_ended(self, name: str, *, rolled_back: bool) -> None:
-        """It was there to be rolled back: whatever error came after it, the transaction is alive."""
+        """Called after a savepoint was released or rolled back: after the latter the transaction is alive."""
         if rolled_back:
             self.aborted_by = None
         self.savepoints.ended(name)
 
-    def lend_driver(self) -> None:
-        """What comes next goes past us: it may fail, or end the transaction."""
-        if self.watching and not self.lent:
-            self.lent = True  # first: a listener that hears of the next statement may ask for the driver
-            self.marker.note_place()
-        self.distrust()
+    def driver_exposed(self) -> None:
+        """Called before a handler gets the driver's own connection, on which it may end the transaction unseen."""
+        if self.watching and not self.driver_was_exposed:
+            self.driver_was_exposed = True  # first: a listener that hears of the next statement may ask for the driver
+            self.claim_transaction.note_place()
+        self.require_server_check()
 
-    def distrust(self) -> None:
-        """What comes next may fail without our being told; the server will know."""
+    def require_server_check(self) -> None:
+        """Have the server asked before COMMIT: what comes next may fail, and end the transaction, with nobody told."""
         if self.watching:
             self._refuse_aborted()
-            self.must_ask = True
+            self.server_check_required = True
             self.savepoints.mark()
 
     def statement_failed(self, error: BaseException) -> None:
-        """The first error counts, inside a savepoint too: those that follow only say that all is aborted."""
+        """Called after a statement failed. The first error counts: those that follow only say that all is aborted."""
         if self.aborted_by is not None or not isinstance(error, DBAPIError):
             return
         if error.connection_invalidated or self.dialect.aborts(error):
             self.aborted_by = error
 
     def before_commit(self, how: str) -> None:
-        """Before the session or the connection commits its transaction."""
+        """Called before the session or the connection commits its transaction; a savepoint does not count."""
         if self.watching:
             raise self.violate(f"the handler called {how}()")
 
     def before_rollback(self) -> None:
-        """A rollback that follows a commit below SQLAlchemy would hide it."""
+        """Called before a rollback: find a commit below SQLAlchemy, which the rollback would hide."""
         if self.watching and self.violation is None and self._may_be_committed_below():
             self.ended_below()
 
     def connected(self, connection: Connection) -> None:
-        """A session that takes a second connection has two transactions, which cannot commit as one."""
+        """Called after the session has begun a transaction: raise if a handler has a second connection now."""
         if connection is not self.connection and self.watching and not self.commit_was_answered:
             if self.session.get_transaction() is not self._session_transaction:
                 self._rolled_back()
@@ -159,7 +164,7 @@ class Guard:
     # What the unit of work asks ----------------------------------------------------------------------------------
 
     def verify(self) -> None:
-        """Is this still the transaction of the claim, whole and able to commit?"""
+        """Raise ``TransactionViolatedError`` unless this is the transaction of the claim, whole and able to commit."""
         if self.violation is not None:
             raise self.violation
         if self.connection.invalidated:
@@ -175,14 +180,14 @@ class Guard:
         if status is Status.ABORTED or self.aborted_by is not None:
             raise self._swallowed() from self.aborted_by
         if status is Status.BUSY:
-            if not self.lent:
-                self.ask()  # it was lost, perhaps: the driver says so
+            if not self.driver_was_exposed:
+                self.verify_with_server()  # it was lost, perhaps: the driver says so
             raise self.violate("the handler closed the driver's connection, or left a statement unfinished on it")
 
-    def ask(self) -> None:
-        """The same question, asked of the server: a round trip, which sees what went past SQLAlchemy."""
+    def verify_with_server(self) -> None:
+        """Raise what ``verify`` raises, by a question to the server, which knows what went past SQLAlchemy."""
         try:
-            ours = self.marker.is_ours()
+            ours = self.claim_transaction.is_open()
         except DBAPIError as error:
             if self.connection.invalidated or self.dialect.classify(error) is Failure.TRANSIENT:
                 raise
@@ -191,14 +196,14 @@ class Guard:
             raise self.ended_below()
 
     def made_durable(self) -> TransactionViolatedError | None:
-        """The violation, if a handler that failed had committed before: its error must not say "rolled back"."""
+        """Return the violation of a handler that committed and then failed: its error must not say "rolled back"."""
         if self.violation is None and self.watching and self._may_be_committed_below():
             with suppress(DBAPIError):  # nobody can be asked any more; the handler's own error goes on
                 self.ended_below()
         return self.violation if self.violation is not None and self.violation.durable else None
 
     def leave_nothing_open(self) -> None:
-        """Before the connection goes back to the pool: end the transaction where SQLAlchemy would not."""
+        """End the transaction where SQLAlchemy would not, before the connection goes back to its pool."""
         if self.connection.closed or self.connection.invalidated:
             return
         status = self.dialect.status(self.driver)
@@ -214,12 +219,13 @@ class Guard:
         if ended or not self._begun or self.connection.get_transaction() is not self._transaction:
             return False
         status = self.dialect.status(self.driver)
-        if status in (Status.OPEN, Status.ABORTED) and self.lent:
+        if status in (Status.OPEN, Status.ABORTED) and self.driver_was_exposed:
+            claimed = self.claim_transaction
             try:
-                return not self.marker.is_ours() and self.marker.is_committed() is not False
+                return not claimed.is_open() and claimed.is_committed() is not False
             except DBAPIError:  # aborted: what is open now will not commit, but what was before it may have
                 with suppress(DBAPIError, PendingRollbackError):  # the latter: lost meanwhile
-                    return self.marker.is_committed() is True
+                    return claimed.is_committed() is True
         return status is Status.NONE
 
     def _refuse_aborted(self) -> None:

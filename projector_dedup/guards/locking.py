@@ -21,8 +21,7 @@ from sqlalchemy.sql.expression import Alias, FromClause
 from sqlalchemy.sql.util import find_tables, surface_selectables_only
 
 from ..errors import UnlockedWriteError
-from .class_cache import kept_on_class
-from .session import GuardedSession
+from .session import GuardedSession, kept_on_class
 
 _LOCKED = "projector_dedup_locked_tables"
 
@@ -44,13 +43,13 @@ class LockingSession(GuardedSession):
 
     @property
     def locks(self) -> bool:
-        """Whether the database locks rows at all; where writers are serialised, nothing needs it."""
+        """True if the database locks rows; where writers are serialised, nothing needs a lock."""
         return self.guard is not None and self.guard.dialect.locks_rows
 
 
 @kept_on_class
 def locking_session(session_class: type[GuardedSession], read_models: tuple[type[Any], ...]) -> type[LockingSession]:
-    """The guarded session class, reading ``read_models`` under lock."""
+    """Return a subclass of the guarded session class, which reads ``read_models`` under lock."""
     declared = frozenset(table for model in read_models for table in inspect(model).tables)
     for model in read_models:
         _remember_locked_instances(model)  # type: ignore[arg-type]  # mypy takes a class for its instance here
@@ -123,7 +122,7 @@ def _lock(state: ORMExecuteState, declared: frozenset[FromClause]) -> None:
 
 
 def _lockable(sources: Any, *, nullable: bool = False) -> Iterator[FromClause]:
-    """The tables whose rows FOR UPDATE can lock: not those of a subquery, nor the nullable side of an outer join."""
+    """Yield the tables whose rows FOR UPDATE can lock: not a subquery, nor the nullable side of an outer join."""
     for source in sources:
         if isinstance(source, Join):
             yield from _lockable([source.left], nullable=nullable or source.full)

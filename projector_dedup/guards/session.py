@@ -1,73 +1,32 @@
-"""The session that a handler gets: an ordinary one, except that it reports to the guard."""
+"""The session that a handler gets: it reports to the guard, and gives rows that were read ahead."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
-from sqlalchemy import Table, event
+from sqlalchemy import event
 from sqlalchemy.engine import Connection
 from sqlalchemy.orm import Session, SessionTransaction
+from sqlalchemy.orm.exc import FlushError
 
-from ..dialects import Dialect
-from ..errors import TransactionViolatedError, UnsafeSessionError
-from ..row_source import RowSource
-from .class_cache import kept_on_class
-from .tag import Savepoints
+from ..errors import UnsafeSessionError
 
+if TYPE_CHECKING:
+    from .guard import Guard
 
-class Watcher(Protocol):
-    """Who is told: ``guards.Guard``. Whatever it raises stops what was about to happen."""
+T = TypeVar("T")
+C = TypeVar("C", bound=type[Session])
+P = ParamSpec("P")
 
-    connection: Connection
-    dialect: Dialect
-    driver: Any
-    watching: bool
-    several: bool
-    violation: TransactionViolatedError | None
-    commit_was_sent: bool
-    commit_was_answered: bool
-    savepoints: Savepoints
-    rows: RowSource | None
-
-    def before_statement(self, sql: str | None, written: Table | None, *, mends: bool) -> None:
-        """A statement is about to run; ``sql`` is its text if it is text, ``written`` the table it changes if not.
-
-        It ``mends`` if it may succeed where others do not, as ROLLBACK TO SAVEPOINT may.
-        """
-
-    def after_statement(self) -> None:
-        """It ran."""
-
-    def statement_failed(self, error: BaseException) -> None:
-        """It did not."""
-
-    def savepoint_ended(self, name: str, *, rolled_back: bool) -> None:
-        """A savepoint was released or rolled back."""
-
-    def lend_driver(self) -> None:
-        """What comes next may go past the guarded connection."""
-
-    def distrust(self) -> None:
-        """What comes next may fail, and end the transaction, with nobody to tell."""
-
-    def before_commit(self, how: str) -> None:
-        """The transaction, not a savepoint, is about to be committed."""
-
-    def before_rollback(self) -> None:
-        """The same, to be rolled back."""
-
-    def verify(self) -> None:
-        """The transaction is about to be committed by the unit of work."""
-
-    def connected(self, connection: Connection) -> None:
-        """The session has begun a transaction on a connection."""
+_FLUSHES = 100  # as many as a COMMIT of SQLAlchemy's tries
 
 
 class GuardedSession(Session):
     """The private Session class of a unit of work; the user's own sessions are never listened to."""
 
-    guard: Watcher | None = None
+    guard: Guard | None = None  # while a handler has the session
     taken: tuple[Connection, ...] = ()  # connections, by the transactions that it has begun
 
     def get(self, entity: Any, ident: Any, **options: Any) -> Any:
@@ -77,10 +36,13 @@ class GuardedSession(Session):
         return self.guard.rows.get(entity, ident, super().get)
 
     def remember_locked(self, instance: object) -> None:
-        """Called where an instance was read under lock, past this session's own loading."""
+        """Called after an instance was read under lock, past this session's own loading."""
 
     def connection(self, bind_arguments: Any = None, execution_options: Any = None) -> Connection:
-        """The connection of the claim. SQLAlchemy drops options that come after it, with no more than a warning."""
+        """Return the connection of the claim. Raises ``UnsafeSessionError`` for a schema map, which comes too late.
+
+        SQLAlchemy would drop the map, with no more than a warning.
+        """
         if self.guard is not None and "schema_translate_map" in (execution_options or {}):
             raise UnsafeSessionError(
                 "session.connection(execution_options={'schema_translate_map': ...}) comes too late in a handler: "
@@ -90,14 +52,49 @@ class GuardedSession(Session):
 
 
 def _are_asked_for(options: Mapping[str, Any]) -> bool:
-    """``with_for_update={}`` is."""
+    """True if ``session.get`` is asked for more than a row by its key; ``with_for_update={}`` asks for a lock."""
     given = [name for name, value in options.items() if value is not None and value is not False]
     return bool(given) and (given != ["execution_options"] or bool(options["execution_options"]))
 
 
+def end_message(session: Session, flush: Callable[[], object]) -> None:
+    """Write what a message of a batch has changed, by ``flush``, and empty the session, as after a COMMIT.
+
+    Listeners to a flush may add more to flush. Raises ``FlushError`` if that does not end, as a COMMIT does.
+    """
+    for _ in range(_FLUSHES):
+        flush()
+        if not (session.identity_map.check_modified() or session.new or session.deleted):
+            break
+    else:
+        raise FlushError(f"{_FLUSHES} flushes in a row left something to flush; look at what listens to them")
+    if session.expire_on_commit:
+        session.expire_all()
+    session.expunge_all()
+
+
+def kept_on_class(make: Callable[Concatenate[C, P], T]) -> Callable[Concatenate[C, P], T]:
+    """Cache the results of a function of a class on that class, so that they are forgotten with it.
+
+    ``functools.cache`` would keep for ever the class that every ``sessionmaker`` makes.
+    """
+    attribute = f"_projector_dedup_{make.__name__}"
+
+    @wraps(make)
+    def find(target: C, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        if attribute not in vars(target):
+            setattr(target, attribute, {})
+        kept: dict[tuple[Any, ...], T] = vars(target)[attribute]
+        if args not in kept:
+            kept[args] = make(target, *args, **kwargs)
+        return kept[args]
+
+    return find
+
+
 @kept_on_class
 def guarded_session(session_class: type[Session]) -> type[GuardedSession]:
-    """The user's Session class, with the guard's listeners on a subclass of its own."""
+    """Return a subclass of the user's Session class, to which the guard's listeners listen."""
     return type(f"Guarded{session_class.__name__}", (GuardedSession, session_class), {})
 
 

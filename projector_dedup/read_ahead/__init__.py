@@ -14,12 +14,13 @@ from sqlalchemy.engine import Engine
 
 from ..closing import connected
 from ..dialects import Dialect
+from ..guards import Guard
 from ..message import Message, printable
 from ..reads import DeclaredReads, Key
 from ..row_source import ReadAheadError, RowSource
 from ..tables import DedupTables
 from .batch_rows import BatchRows
-from .cacheable import Plain, Watched, plain_entity
+from .cacheable import Cacheable, cacheable_entity
 from .claimed_rows import Declared, claim, may_be_served
 
 logger = logging.getLogger("projector_dedup")
@@ -27,9 +28,9 @@ logger = logging.getLogger("projector_dedup")
 MOST_ROWS = 8
 """So many rows at most come with one claim; a message that declares more is claimed alone."""
 
-_Known = dict[tuple[type[Any], DedupTables], Plain | None]
+_Known = dict[tuple[type[Any], DedupTables], Cacheable | None]
 _catalogue: WeakKeyDictionary[Engine, _Known] = WeakKeyDictionary()
-"""What each engine's catalogue said of an entity, for markers of those tables; None if a claim must not read it."""
+"""Entities as each engine's catalogue describes them, by tables of markers; None for one that no claim may read."""
 _warned: set[str] = set()
 
 
@@ -41,28 +42,32 @@ class ReadingAhead:
     ) -> None:
         self._identity = identity
         self._reads = reads
+        self._entities = () if reads is None else tuple(reads.entities)
+        self.declares_rows = bool(self._entities)
         self._locked = locked
         self._tables = tables
 
-    def prepare(self, engine: Any, dialect: Dialect) -> None:
+    def prepare(self, engine: Engine, dialect: Dialect) -> None:
         """Look at the tables of the declared entities, once for each engine."""
-        if self._reads is None or not dialect.claims_may_read or not isinstance(engine, Engine):
+        if not dialect.claims_may_read:
             return
         known = _catalogue.setdefault(engine, {})
-        unknown = [entity for entity in self._reads.entities if (entity, self._tables) not in known]
+        unknown = [entity for entity in self._entities if (entity, self._tables) not in known]
         if not unknown:
             return
-        readable = dialect.plain_rows.readable
+        readable = dialect.cacheable_rows.readable
         with connected(engine) as connection:
             if (marker := readable(connection, self._tables.marker)) is None:
                 return  # it is missing: the claim will say so
             for entity in unknown:
-                plain = plain_entity(entity, connection, readable)
-                known[entity, self._tables] = None if plain is None or plain.identity == marker.identity else plain
+                cacheable = cacheable_entity(entity, connection, readable)
+                known[entity, self._tables] = (
+                    None if cacheable is None or cacheable.identity == marker.identity else cacheable
+                )
 
-    def claim(self, guard: Any, key: dict[str, Any], message: Message, insert: Callable[[], bool]) -> bool:
+    def claim(self, guard: Guard, key: dict[str, Any], message: Message, insert: Callable[[], bool]) -> bool:
         """Claim the message with the rows that its event declares, or by ``insert`` if there had better be none."""
-        declared = [] if self._reads is None else self._declared(guard, self._reads, message)
+        declared = self._declared(guard, message)
         if not declared or not self._may_read(guard, declared):
             return insert()
         try:
@@ -70,17 +75,17 @@ class ReadingAhead:
         except ReadAheadError as error:
             if error.lasts:
                 known = _catalogue.setdefault(guard.connection.engine, {})
-                known.update({(plain.entity, self._tables): None for plain, _ in declared})
+                known.update({(cacheable.entity, self._tables): None for cacheable, _ in declared})
                 self._warn(declared[0][0].entity, message.body, "and what it found failed the claim", error.__cause__)
             raise
 
-    def batch(self, guard: Any, events: Sequence[Any]) -> RowSource:
+    def batch(self, guard: Guard, events: Sequence[Any]) -> RowSource:
         """Return the rows of a batch, of which those that are declared are read together."""
         return BatchRows(guard, events, self._keys_of)
 
     def _keys_of(self, entity: Any, event: Any) -> list[Key]:
         """Return the keys that are declared for an event; none, and a warning once, if that fails."""
-        if self._reads is None or entity not in self._reads.entities:
+        if self._reads is None or entity not in self._entities:
             return []
         try:
             keys = self._reads.keys_of(entity, event)
@@ -92,29 +97,29 @@ class ReadingAhead:
             return []
         return keys
 
-    def _declared(self, guard: Watched, reads: DeclaredReads, message: Message) -> Declared:
-        """Return the rows of the message that a claim may read here, of entities on plain tables."""
+    def _declared(self, guard: Guard, message: Message) -> Declared:
+        """Return the rows of the message that a claim may read here, of entities on cacheable tables."""
         known, declared = _catalogue.get(guard.connection.engine, {}), Declared()
-        for entity in reads.entities:
-            plain = known.get((entity, self._tables))
-            if plain is None or (self._locked and entity not in self._locked):
+        for entity in self._entities:
+            cacheable = known.get((entity, self._tables))
+            if cacheable is None or (self._locked and entity not in self._locked):
                 continue
             keys = self._keys_of(entity, message.body)
             for key in keys:
-                if plain.identity_key(key) is None:
-                    wanted = ", ".join(f"{column.name} {column.type!r}" for column in plain.table.primary_key)
+                if cacheable.identity_key(key) is None:
+                    wanted = ", ".join(f"{column.name} {column.type!r}" for column in cacheable.table.primary_key)
                     kinds = ", ".join(type(part).__name__ for part in key)
                     self._warn(
                         entity, message.body, f"found ({kinds}), but the key is ({wanted}): give values of its types"
                     )
                     return []
             # Locked in one order everywhere, so that two messages on the same rows seldom wait for each other.
-            declared += [(plain, key) for key in (sorted(keys) if self._locked else keys)]
+            declared += [(cacheable, key) for key in (sorted(keys) if self._locked else keys)]
         return declared if len(declared) <= MOST_ROWS else []
 
-    def _may_read(self, guard: Watched, declared: Declared) -> bool:
-        lasting = bool(self._locked) or guard.dialect.plain_rows.keeps_snapshots(guard.connection)
-        return lasting and may_be_served(guard, [plain for plain, _ in declared])
+    def _may_read(self, guard: Guard, declared: Declared) -> bool:
+        lasting = bool(self._locked) or guard.dialect.cacheable_rows.keeps_snapshots(guard.connection)
+        return lasting and may_be_served(guard, [cacheable for cacheable, _ in declared])
 
     def _warn(self, entity: Any, event: Any, what: str, error: BaseException | None = None) -> None:
         """Log once for each handler: rows are read when they are asked for, which is slower, and never wrong."""

@@ -1,7 +1,6 @@
-"""The keys of rows that the messages of a batch will ask for: by where in its event the message at hand has its own.
+"""Guess which keys the messages of a batch will ask for, by the place of the key in the event of the message at hand.
 
-A guess, and no more: a row that was read for nothing costs its reading, and one that was not is read when it is asked
-for.
+A wrong guess costs the reading of a row; a row that was not read ahead is read when a handler asks for it.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ _GUESSES = 4  # for one entity
 
 
 KeysOf = Callable[[Any, Any], list[Key]]
-"""The keys that are declared for an entity and an event."""
+"""Returns the keys that ``reads`` declares for an entity and an event."""
 
 
 def _none_declared(_entity: Any, _event: Any) -> list[Key]:
@@ -26,7 +25,7 @@ def _none_declared(_entity: Any, _event: Any) -> list[Key]:
 
 
 class _Guess:
-    """That the keys of an entity are at the same places in every event."""
+    """One guess: the keys of an entity are at the same places in every event."""
 
     def __init__(self) -> None:
         self.asked = 0  # events before this one
@@ -34,7 +33,7 @@ class _Guess:
 
 
 class KeysAhead:
-    """Of one unit of work."""
+    """The keys that the messages of one unit of work are expected to ask for."""
 
     def __init__(self, events: Sequence[Any], keys_of: KeysOf = _none_declared) -> None:
         self._events = events
@@ -45,15 +44,15 @@ class KeysAhead:
         self._guesses: dict[object, dict[tuple[Path, ...], _Guess]] = {}
 
     def next_message(self) -> None:
-        """The event at hand is the next."""
+        """Go on to the next message: its event is the one at hand."""
         self._at += 1
         self._places = None
 
     def of(self, entity: Any, key: Key) -> list[Key]:
-        """Keys of rows of ``entity``: of the events to come, if ``key`` is in that at hand. None of them twice.
+        """Return keys of ``entity`` in the events to come, none twice, if the event at hand has ``key``.
 
-        Where they are declared, the first call gives those of all events. A declaration that does not have the key at
-        hand is a wrong one, and no worse than none.
+        Where keys are declared, the first call returns those of all events. A declaration that does not give ``key``
+        is a wrong one, and no worse than none.
         """
         if entity not in self._seen:
             self._seen.add(entity)

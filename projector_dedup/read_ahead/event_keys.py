@@ -1,4 +1,4 @@
-"""Where in an event the key of a row is, and what is at that place in another event.
+"""Find the place of a row's key in an event, and the value at that place in another event.
 
 Events are looked at as data: their own code is not run.
 """
@@ -16,7 +16,7 @@ from uuid import UUID
 
 Key = tuple[Any, ...]
 Path = tuple[str | int, ...]
-"""From an event to something in it: by names and positions."""
+"""The way from an event to a value in it, by names and positions."""
 
 _LOOKED_AT, _DEEPEST = 200, 6  # parts of an event
 _LONGEST = 64  # text that is tried as a number or a UUID
@@ -31,18 +31,18 @@ _FORMS: Mapping[tuple[type, type], Callable[[Any], Any]] = {  # in which an even
 
 
 def key_in(event: Any, paths: tuple[Path, ...], types: tuple[type, ...]) -> Key | None:
-    """What is there, as values of these types; None if it is none."""
+    """Return the values at ``paths``, converted to ``types``; None if one of them is missing or cannot be converted."""
     parts = tuple(_as(_follow(event, path), kind) for path, kind in zip(paths, types, strict=True))
     return None if None in parts else parts
 
 
 def paths_to(key: Key, places: Mapping[Any, list[Path]]) -> Iterator[tuple[Path, ...]]:
-    """Each way to find the parts of ``key`` among what ``places_in`` an event found."""
+    """Yield every combination of paths at which an event has the parts of ``key``; ``places`` is of ``places_in``."""
     return product(*([path for form in _forms(part) for path in places.get(form, ())] for part in key))
 
 
 def _forms(part: Any) -> Iterator[Any]:
-    """As which an event may have it."""
+    """Yield the values by which an event may write a part of a key: itself, or a number or UUID as text."""
     yield part
     for kind in _KEYS:
         if kind is not type(part) and (form := _as(part, kind)) is not None:
@@ -50,7 +50,7 @@ def _forms(part: Any) -> Iterator[Any]:
 
 
 def _as(value: Any, kind: type) -> Any:
-    """None if it is none of that type."""
+    """Return ``value`` converted to a type, or None if that cannot be done."""
     if type(value) is kind:
         return value
     form = _FORMS.get((type(value), kind)) if _may_be_key(value) else None
@@ -67,7 +67,7 @@ def _may_be_key(value: Any) -> bool:
 
 
 def places_in(event: Any) -> Mapping[Any, list[Path]]:
-    """What is in an event that may be a key, and where; what lies on top comes first."""
+    """Return every value in an event that may be a key, with the paths to it; the shortest path comes first."""
     places: dict[Any, list[Path]] = {}
     todo: deque[tuple[Path, Any]] = deque([((), event)])
     left = _LOOKED_AT
@@ -98,12 +98,12 @@ class _Fields(NamedTuple):
     slots: Mapping[str, MemberDescriptorType]
 
     def attributes(self, value: Any) -> dict[str, Any]:
-        """What is in its dictionary."""
+        """Return the dictionary of an instance's attributes, or an empty one."""
         found = None if self.dictionary is None else self.dictionary.__get__(value)
         return found if type(found) is dict else {}
 
     def slot(self, value: Any, name: str) -> Any:
-        """None if it is empty."""
+        """Return the value of a slot, or None if the slot is empty."""
         with suppress(AttributeError):
             return self.slots[name].__get__(value)
         return None
@@ -112,8 +112,8 @@ class _Fields(NamedTuple):
 def _fields_of(value: Any) -> _Fields:
     kind: Any = type(value)
     its_class: Any = type(kind)
-    plain = its_class.__eq__ is type.__eq__ and its_class.__hash__ is type.__hash__
-    return _fields(kind) if plain else _Fields(None, {})
+    cacheable = its_class.__eq__ is type.__eq__ and its_class.__hash__ is type.__hash__
+    return _fields(kind) if cacheable else _Fields(None, {})
 
 
 @lru_cache(256)  # classes that a program makes by the thousand must be able to go
@@ -143,7 +143,7 @@ def _parts(value: Any) -> Iterator[tuple[str | int, Any]]:
 
 
 def _part(value: Any, step: str | int) -> Any:
-    """None where there is none."""
+    """Return the part of a value by key, position or attribute; None if there is none, or only a property has it."""
     kind = type(value)
     if issubclass(kind, dict):
         return dict.get(value, step)

@@ -1,7 +1,7 @@
-"""The kit that our users test with: an outer transaction around a test, and the contract that a database must keep.
+"""Tools for tests of users: an outer transaction around a test, and the contract that a database must keep.
 
 `external_transaction` needs nothing but the library. The contract suite needs pytest, so it is imported by name:
-`from projector_dedup.testing.contract import ProjectorContract, Subject`. A PostgreSQL of one's own is in
+`from projector_dedup.testing.contract import ProjectorContract, Subject`. A private PostgreSQL server is in
 `projector_dedup.testing.postgres`.
 """
 
@@ -20,7 +20,7 @@ D = TypeVar("D", Dispatcher, AsyncDispatcher)
 
 @contextmanager
 def external_transaction(dispatcher: D) -> Iterator[D]:
-    """Within the block, the dispatcher's sessions may be bound to a Connection whose transaction the test rolls back.
+    """Permit sessions, in the block, that are bound to a Connection whose transaction the test rolls back.
 
     ::
 
@@ -29,8 +29,9 @@ def external_transaction(dispatcher: D) -> Iterator[D]:
                 assert not dispatcher.deliver(event).durable
             connection.rollback()
 
-    Duplicates are recognised as ever. Every ``Delivery`` says ``durable=False``: nothing is, until the outer
-    transaction commits. For tests only: it is one connection, so deliver one message at a time.
+    Yields the dispatcher. Duplicates are recognised as usual. Every ``Delivery`` has ``durable=False``: nothing is
+    durable until the outer transaction commits. For tests only: there is one connection, so deliver one message at a
+    time.
     """
     before = dispatcher.permit_external_transaction(True)
     try:

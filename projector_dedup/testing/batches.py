@@ -1,4 +1,4 @@
-"""The contract of batches: as message by message, also where some fail, come twice, or meet those of a rival batch."""
+"""The contract of batches: the result is that of single messages, also if some fail, come twice, or meet rivals."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .subject import Added, Total, add
 
 
 def numbered(*numbers: int) -> list[Message]:
-    """Messages ``m<number>`` that add the number."""
+    """Return messages with the ids ``m<number>``, each of which adds its number."""
     return [Message(f"m{number}", Added(amount=number)) for number in numbers]
 
 
@@ -29,7 +29,7 @@ class BatchContract:
     """``deliver_batch`` keeps every promise of ``deliver``."""
 
     def test_a_batch_applies_each_message_once(self, harness: Harness) -> None:
-        """Also those that come twice in it; outcomes are in the order of the input, and again all are duplicates."""
+        """A message that comes twice in a batch is a duplicate; outcomes are in the order of the input."""
         dispatcher = harness.dispatcher(harness.handler(**harness.subject.exact))
         harness.deliver(dispatcher, Added(amount=2), "m2")
         batch = numbered(3, 2, 1, 3, 4)
@@ -44,7 +44,7 @@ class BatchContract:
         assert harness.markers() == [(f"m{number}", "totals") for number in (1, 2, 3, 4)]
 
     def test_handlers_see_what_those_before_them_did(self, harness: Harness) -> None:
-        """In the order of the input, whether or not it was flushed."""
+        """Handlers run in the order of the input, and see earlier writes of the batch, flushed or not."""
         seen: list[int] = []
 
         def look(happened: Added, session: Session) -> None:
@@ -60,7 +60,7 @@ class BatchContract:
     @pytest.mark.parametrize("bad", [{0, 4, 7}, set(range(8))], ids=str)
     @pytest.mark.parametrize("late", [False, True], ids=["at once", "at the flush"])
     def test_a_failing_message_takes_no_other_with_it(self, harness: Harness, bad: set[int], late: bool) -> None:
-        """Whether its handler raises, or what it wrote is refused at the end; a redelivery applies those alone."""
+        """A message that fails, at once or at the flush, fails alone; a redelivery applies only those that failed."""
         broken = [True]
 
         def body(happened: Added, session: Session) -> None:
@@ -98,7 +98,7 @@ class BatchContract:
         assert harness.totals() == {"a": 6}
 
     def test_what_was_applied_under_a_former_name_is_a_duplicate(self, harness: Harness) -> None:
-        """In both directions, among messages that are new."""
+        """A batch tells duplicates under the former name, and under the new name, from messages that are new."""
         settings = harness.subject.exact
         old = harness.dispatcher(harness.handler(name="before", **settings))
         new = harness.dispatcher(harness.handler(formerly=["before"], **settings))
@@ -111,10 +111,10 @@ class BatchContract:
 
 
 class BatchRaceContract:
-    """The same between rivals."""
+    """``deliver_batch`` keeps its promises when rivals deliver the same messages."""
 
     def test_batches_that_race_converge(self, harness: Harness) -> None:
-        """The same messages in any order, in batches of any size, by rivals: the totals are exact."""
+        """Rivals deliver the same messages in any order, in batches of any size: the totals are exact."""
         messages = generate(5, 60)
 
         def consume(seed: int) -> None:

@@ -1,4 +1,4 @@
-"""The contract of what lies below the dispatcher: ``claim``, the unit of work, and a test's outer transaction."""
+"""The contract of the parts below the dispatcher: ``claim``, the unit of work, and a test's outer transaction."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from sqlalchemy import select
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 
+from ..caller_claim import claim
 from ..dialects import Failure, dialect_of
 from ..errors import UnsafeSessionError
-from ..markers import claim
 from ..outcome import Outcome
 from . import external_transaction
 from .harness import Harness
@@ -21,7 +21,7 @@ from .subject import Added, Total, add
 
 
 class ClaimContract:
-    """``claim`` in a transaction that the caller commits, ``UnitOfWork`` alone, ``external_transaction``."""
+    """``claim`` in a transaction that the caller commits, ``UnitOfWork`` by hand, and ``external_transaction``."""
 
     def test_claim_commits_with_its_caller(self, harness: Harness) -> None:
         """I1: the marker and the caller's writes, earlier ones too, commit together."""
@@ -53,7 +53,7 @@ class ClaimContract:
         assert harness.transact(lambda session: claim(session, "m1", "h")) is True
 
     def test_claim_tells_look_alikes_apart(self, harness: Harness) -> None:
-        """I7, in one transaction."""
+        """I7: ids that look alike are different, also within one transaction."""
         assert harness.transact(lambda session: [claim(session, each, "h") for each in LOOK_ALIKES * 2]) == (
             [True] * len(LOOK_ALIKES) + [False] * len(LOOK_ALIKES)
         )
@@ -83,7 +83,7 @@ class ClaimContract:
 
     @pytest.mark.parametrize("commits", [True, False])
     def test_a_rival_claim_waits(self, harness: Harness, commits: bool) -> None:
-        """I3: the second claim waits; then it is a duplicate or new. With a snapshot it may have to be made again."""
+        """I3: the second claim waits; then it is a duplicate or new. With a snapshot it may have to be repeated."""
         gate = Gate(harness)
 
         def first(session: Session) -> None:
@@ -109,7 +109,7 @@ class ClaimContract:
         assert harness.markers() == [("m1", "h")]
 
     def test_the_unit_of_work_alone(self, harness: Harness) -> None:
-        """It rolls back unless committed, and tells a duplicate from a new message."""
+        """``UnitOfWork`` rolls back unless committed, and tells a duplicate from a new message."""
         body: Callable[[Session], None] = lambda session: add(Added(), session)  # noqa: E731  # one line, one use
         assert harness.unit_of_work("m1", body, commit=False) is True
         assert (harness.totals(), harness.markers()) == ({}, [])
@@ -118,7 +118,7 @@ class ClaimContract:
         assert (harness.totals(), harness.markers()) == ({"a": 1}, [("m1", "totals")])
 
     def test_an_external_transaction_takes_everything_back(self, harness: Harness) -> None:
-        """In an outer transaction duplicates are recognised, nothing is durable, a rollback removes it all."""
+        """Duplicates are recognised in an outer transaction, nothing is durable, and a rollback removes everything."""
 
         with harness.outer_transaction() as factory:
             with external_transaction(harness.dispatcher(factory=factory)) as dispatcher:

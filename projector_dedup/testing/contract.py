@@ -1,6 +1,6 @@
 """The contract: what must hold on every database, driver and isolation level that the library says it supports.
 
-Run it against yours, with a class in a test file; the mark ``contract`` wants registering in your pytest settings::
+Run it against yours, with a class in a test file; register the mark ``contract`` in your pytest settings::
 
     class TestOurDatabase(ProjectorContract):
         @pytest.fixture
@@ -8,7 +8,7 @@ Run it against yours, with a class in a test file; the mark ``contract`` wants r
             return Subject(make_url("postgresql+psycopg://.../an_empty_database"))
 
 ``ConcurrencyContract`` is the part that an isolation level may change; ``ISOLATION`` holds the places where a level can
-be set, as arguments of ``Subject``. What a test reads back it reads after the commit, from another connection.
+be set, as arguments of ``Subject``. Tests read results back after the commit, from another connection.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ pytest.register_assert_rewrite(
     )
 )
 
-from .batches import BatchContract, BatchRaceContract  # noqa: E402  # after the line above: pytest explains the asserts of what it knows of
+from .batches import BatchContract, BatchRaceContract  # noqa: E402  # after the line above, so that pytest explains their asserts
 from .claims import ClaimContract  # noqa: E402
 from .convergence import ConvergenceContract, KilledContract  # noqa: E402
 from .formerly import FormerlyContract  # noqa: E402
@@ -46,12 +46,12 @@ ISOLATION: Mapping[str, Mapping[str, str]] = {
 class _OnOneSubject:
     @pytest.fixture
     def subject(self) -> Subject:
-        """Override it: an empty database, which the contract leaves as empty."""
+        """Override this fixture: return an empty database, which is empty again after each test."""
         raise NotImplementedError("override the fixture `subject`")
 
     @pytest.fixture
     def harness(self, subject: Subject) -> Iterator[Harness]:
-        """The subject with the contract's tables in it."""
+        """Yield a harness of the subject, with the contract's tables; they are dropped afterwards."""
         with Harness(subject) as harness:
             harness.create_tables()
             yield harness
@@ -62,11 +62,11 @@ class _OnOneSubject:
 class ConcurrencyContract(
     ClaimContract, RaceContract, LostUpdateContract, ConvergenceContract, BatchRaceContract, _OnOneSubject
 ):
-    """What depends on the isolation level."""
+    """The part of the contract that depends on the isolation level."""
 
 
 @pytest.mark.contract
 class ProjectorContract(
     OnceContract, AcknowledgementContract, FormerlyContract, BatchContract, KilledContract, ConcurrencyContract
 ):
-    """Everything."""
+    """The whole contract."""

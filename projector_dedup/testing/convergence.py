@@ -1,8 +1,8 @@
-"""The contract's heart: whatever happens on the way, the totals are what the input says.
+"""The core of the contract: whatever happens on the way, the totals are those of the input.
 
 Messages are generated, and the expected totals are computed from them, never from what was delivered. Then they are
-delivered more than once, in any order, by rivals; handlers fail, worker processes are killed and started again. What
-was not acknowledged is delivered again, until everything is.
+delivered more than once, in any order, by rivals; handlers fail, worker processes are killed and started again. A
+message that was not acknowledged is delivered again, until every message is.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ DEATHS: tuple[Death, ...] = ("before the write", "after the write", "after the c
 
 
 def generate(seed: int, number: int) -> Messages:
-    """Messages that meet on few rows; their ids look alike."""
+    """Return ``number`` messages that meet on few rows and whose ids look alike; the same for the same ``seed``."""
     dice = random.Random(seed)  # noqa: S311  # repeatable, which is what a test wants
     return {
         f"{dice.choice('aA')}{index} ": Added(tuple(dice.sample("abcdef", dice.randint(1, 2))), dice.randint(1, 999))
@@ -43,7 +43,7 @@ def generate(seed: int, number: int) -> Messages:
 
 
 def totals_of(messages: Messages) -> Counter[str]:
-    """The truth: a sum over the input."""
+    """Return the true totals: a sum over the input."""
     totals: Counter[str] = Counter()
     for message in messages.values():
         totals.update(dict.fromkeys(message.keys, message.amount))
@@ -51,18 +51,18 @@ def totals_of(messages: Messages) -> Counter[str]:
 
 
 def redelivered(messages: Messages, dice: random.Random) -> list[tuple[str, Added]]:
-    """Every message one to three times, in any order."""
+    """Return every message one to three times, in any order."""
     stream = [item for item in messages.items() for _ in range(dice.randint(1, 3))]
     dice.shuffle(stream)
     return stream
 
 
 class ConvergenceContract:
-    """I1, I2, I3 and I6 together."""
+    """I1, I2, I3 and I6 together: threads deliver the same messages while handlers fail."""
 
     @pytest.mark.parametrize("seed", [1, 2])
     def test_threads_converge(self, harness: Harness, seed: int) -> None:
-        """Duplicated, reordered and raced by threads, with handlers that fail at random: the totals are exact."""
+        """Threads race with duplicated and reordered messages, and handlers fail at random: the totals are exact."""
         messages, dice = generate(seed, 30), random.Random(seed)  # noqa: S311
         lock = threading.Lock()
 
@@ -94,7 +94,7 @@ class ConvergenceContract:
 
 
 class KilledContract:
-    """The same with processes, some of which are killed."""
+    """I1, I2, I3 and I6 together: processes deliver the same messages, and some are killed."""
 
     def test_processes_converge_though_they_are_killed(self, harness: Harness) -> None:
         """Workers die by SIGKILL before the write, after it, and between commit and acknowledgement."""
@@ -132,7 +132,7 @@ class Broker:
         self._given: dict[Connection, Task] = {}
 
     def run(self, workers: int) -> None:
-        """Until nothing is left to deliver and everything is acknowledged."""
+        """Deliver by ``workers`` processes until every message is acknowledged."""
         try:
             for _ in range(workers):
                 self._hire()
@@ -147,7 +147,7 @@ class Broker:
                     self._hear(line)
         finally:
             for line, process in self._processes.items():
-                line.close()  # a worker that hears no more goes home
+                line.close()  # a worker ends when its pipe is closed
                 process.join()
 
     def _hire(self) -> None:
@@ -173,7 +173,7 @@ class Broker:
 
 
 def work(subject: Subject, line: Connection) -> None:
-    """What a worker process does: deliver, acknowledge; or die where it was told to."""
+    """Run in a worker process: deliver and acknowledge, or die where the task says so."""
     dying: list[Death] = []
 
     def body(happened: Added, session: Session) -> None:

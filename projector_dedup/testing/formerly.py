@@ -19,17 +19,17 @@ OLD, NEW = "old", "new"
 
 
 def deployed(harness: Harness, version: str, body: Any = add) -> Any:
-    """A dispatcher of one version of the code: the newer knows the name that the older has."""
+    """Return a dispatcher of one version of the code; the newer one knows the older one's name."""
     formerly = [OLD] if version == NEW else []
     return harness.dispatcher(harness.handler(body, version, formerly=formerly, **harness.subject.exact))
 
 
 class FormerlyContract:
-    """Code under the old name, and code under the new one that names the old: in any order, at the same time."""
+    """Code of the old name, and code of the new name that lists the old: in any order, and at the same time."""
 
     @pytest.mark.parametrize(("first", "second"), [(OLD, NEW), (NEW, OLD)])
     def test_what_one_version_applied_the_other_skips(self, harness: Harness, first: str, second: str) -> None:
-        """A rolling deploy has both, a deploy rolled back the new one first."""
+        """The new version skips a message that the old one applied, and the reverse, as after a rolled back deploy."""
         outcomes = [
             harness.deliver(deployed(harness, version), message_id=message_id).outcome
             for message_id, versions in {"m1": (first, second), "m2": (second, first)}.items()
@@ -58,7 +58,7 @@ class FormerlyContract:
         assert harness.totals() == {"a": 1}
 
     def test_both_versions_converge(self, harness: Harness) -> None:
-        """Duplicated, reordered, and raced by consumers of both versions: the totals are exact."""
+        """Consumers of both versions race with duplicated and reordered messages: the totals are exact."""
         messages, dice = generate(4, 30), random.Random(4)  # noqa: S311  # repeatable
         stream = redelivered(messages, dice)
 

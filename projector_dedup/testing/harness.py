@@ -1,4 +1,4 @@
-"""The contract's hands: deliver, look from another connection, and hold a rival still, by sync or async alike.
+"""The harness of the contract: deliver, look from another connection, and hold a rival, by sync or async alike.
 
 A test is written once, in synchronous style. For an asynchronous driver the dispatcher runs on an event loop in a
 thread of its own, and the handler is an ``async def`` that runs the same body through ``AsyncSession.run_sync``.
@@ -21,18 +21,19 @@ from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker
 from sqlalchemy.orm import Session, sessionmaker
 from sqlalchemy.util import await_only
 
+from ..async_unit_of_work import AsyncUnitOfWork
 from ..dispatcher import AsyncDispatcher, Dispatcher
 from ..outcome import Delivery
 from ..projector import FunctionProjector, on, projector
 from ..reads import Reads
 from ..tables import default_tables
-from ..unit_of_work import AsyncUnitOfWork, UnitOfWork
+from ..unit_of_work import UnitOfWork
 from .subject import PATIENCE, Added, Base, Subject, Total, add
 
 P = ParamSpec("P")
 T = TypeVar("T")
 DECLARED: Reads = {Total: lambda happened: happened.keys}
-"""What the contract's handlers say of the rows that they read."""
+"""The rows that the contract's handlers declare to read."""
 _ALL = (Base.metadata, default_tables.marker.metadata)
 
 
@@ -64,17 +65,17 @@ class Harness:
         self.factory = self.factory_for(self._bind)
 
     def create_tables(self) -> None:
-        """The read model, the marker table and its state."""
+        """Create the read model, the marker table and the state table."""
         for metadata in _ALL:
             self.transact(partial(_on_connection, metadata.create_all))
 
     def drop_tables(self) -> None:
-        """Leave the database as it was."""
+        """Drop the tables that ``create_tables`` made."""
         for metadata in _ALL:
             self.transact(partial(_on_connection, metadata.drop_all))
 
     def close(self) -> None:
-        """Give everything back; no thread and no connection stays."""
+        """Close every connection, and end every thread."""
         self.run(self._engine.dispose)
         self._threads.shutdown()
         asyncio.run_coroutine_threadsafe(self._loop.shutdown_default_executor(), self._loop).result()
@@ -91,7 +92,7 @@ class Harness:
     # Delivering --------------------------------------------------------------------------------------------------
 
     def factory_for(self, bind: Any) -> Any:
-        """A session factory of the kind that fits the driver."""
+        """Return a session factory of the kind that fits the driver."""
         return async_sessionmaker(bind) if self.asynchronous else sessionmaker(bind)
 
     def handler(
@@ -103,7 +104,7 @@ class Harness:
         reads: Reads | None = DECLARED,
         **settings: Any,
     ) -> FunctionProjector[[Any, Any], Any]:
-        """A projector whose handler is ``body``: as it is, or run by an ``async def``."""
+        """Return a projector whose handler is ``body``: as it is, or run by an ``async def``."""
 
         async def awaited(happened: Any, session: AsyncSession) -> Any:
             return await session.run_sync(lambda inner: body(happened, inner))
@@ -118,7 +119,7 @@ class Harness:
         return projector(**settings)(function)
 
     def dispatcher(self, *projectors: Any, factory: Any = None, **options: Any) -> Any:
-        """A ``Dispatcher`` or ``AsyncDispatcher`` of the subject's isolation level."""
+        """Return a ``Dispatcher`` or ``AsyncDispatcher`` with the subject's isolation level."""
         if self.subject.dispatcher_isolation:
             options.setdefault("isolation", self.subject.dispatcher_isolation)
         options.setdefault("read_ahead", self.subject.read_ahead)
@@ -126,7 +127,7 @@ class Harness:
         return kind(self.factory if factory is None else factory, *projectors or (self.handler(),), **options)
 
     def deliver(self, dispatcher: Any, happened: Any = None, message_id: Any = "m1") -> Delivery:
-        """``dispatcher.deliver``, awaited if need be."""
+        """Call ``dispatcher.deliver``, and await it if it is asynchronous."""
         delivery: Delivery = self.run(
             dispatcher.deliver, Added() if happened is None else happened, message_id=message_id
         )
@@ -135,7 +136,7 @@ class Harness:
     def unit_of_work(
         self, message_id: str, body: Callable[[Session], None], *, commit: bool = True, handler: str = "totals"
     ) -> bool:
-        """A ``UnitOfWork`` or ``AsyncUnitOfWork`` by hand: claim, ``body`` if it is new, commit if asked to."""
+        """Claim by a unit of work, run ``body`` if the message is new, and ``commit``; return True if it was new."""
 
         isolation = self.subject.dispatcher_isolation
 
@@ -161,7 +162,7 @@ class Harness:
     # Looking, and doing something else meanwhile -----------------------------------------------------------------
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call ``function``; where it is asynchronous, on the loop, and wait for it."""
+        """Call ``function`` and return its result; an asynchronous one runs on the event loop."""
         if not self.asynchronous:
             return function(*args, **kwargs)
 
@@ -188,7 +189,7 @@ class Harness:
 
     @contextmanager
     def outer_transaction(self) -> Iterator[Any]:
-        """A session factory bound to one connection, whose transaction is rolled back in the end."""
+        """Yield a session factory bound to one connection, whose transaction is rolled back in the end."""
         connection = self._bind.connect()
         if self.asynchronous:
             self.run(connection.start)
@@ -200,17 +201,17 @@ class Harness:
             self.run(connection.close)
 
     def totals(self) -> dict[str, int]:
-        """The read model as others see it."""
+        """Return the read model as another connection sees it."""
         return self.transact(lambda session: {total.key: total.amount for total in session.scalars(select(Total))})
 
     def markers(self) -> list[tuple[str, str]]:
-        """Message ids and handlers, as others see them, in order."""
+        """Return the message id and handler of each marker, as another connection sees them, in order."""
         marker = default_tables.marker
         rows = self.transact(lambda session: session.execute(select(marker.c.message_id, marker.c.handler)).all())
         return sorted((message_id, handler) for message_id, handler in rows)
 
     def blocking(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """In a handler: call what blocks, without holding up the event loop on which its rivals run."""
+        """Call a function that blocks, from a handler, without holding up the event loop on which its rivals run."""
         if not self.asynchronous:
             return function(*args, **kwargs)
         waiting: Coroutine[Any, Any, T] = asyncio.to_thread(function, *args, **kwargs)
@@ -218,7 +219,7 @@ class Harness:
         return result
 
     def start(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Do it in a thread."""
+        """Call ``function`` in a thread, and return its future."""
         return self._threads.submit(function, *args, **kwargs)
 
     def waits(self, number: int = 1) -> None:
@@ -230,9 +231,9 @@ class Harness:
             time.sleep(0.01)
 
     def waiting(self) -> int:
-        """How many wait now."""
+        """Return how many rivals wait now."""
         if self.engine.dialect.name != "postgresql":
-            return sum(self._running.values())  # a statement that does not return waits for somebody
+            return sum(self._running.values())  # a statement that has not returned is waiting
         query = "select count(*) from pg_stat_activity where datname = current_database() and wait_event_type = 'Lock'"
         return self.transact(lambda session: int(session.execute(text(query)).scalar_one()))
 

@@ -1,4 +1,4 @@
-"""The contract where different messages meet on one row, or race to create it: both count (I6)."""
+"""The contract for different messages that meet on one row, or race to create it: both count (I6)."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class LostUpdateContract:
 
     @pytest.fixture(params=["by default", "read_models"])
     def settings(self, request: pytest.FixtureRequest, harness: Harness) -> dict[str, Any]:
-        """The two ways to be right; at a READ COMMITTED that the user chose, only the second is."""
+        """Return the settings with which no update is lost: none or ``read_models``; at READ COMMITTED the latter."""
         if request.param == "read_models" or harness.subject.loses_updates:
             return {"read_models": [Total]}
         return {}
@@ -90,7 +90,7 @@ class LostUpdateContract:
     def test_what_two_messages_read_before_either_wrote(
         self, harness: Harness, settings: dict[str, Any], shape: Callable[[Session, Callable[[], None]], None]
     ) -> None:
-        """Both count, however the row is read; under ``read_models`` a way that cannot lock is refused, not lost."""
+        """Both messages count, however the row is read; with ``read_models``, a read that cannot lock is refused."""
         harness.transact(_an_account)
         gate = Gate(harness)
         dispatcher = harness.dispatcher(harness.handler(lambda _, session: shape(session, gate.stop), **settings))
@@ -108,7 +108,7 @@ class LostUpdateContract:
 
     @pytest.mark.parametrize("deal", DEALS)
     def test_many_messages_at_once(self, harness: Harness, settings: dict[str, Any], deal: str) -> None:
-        """However many threads and rows: the totals are what the messages say, and each has one marker."""
+        """Many threads and rows: the totals are those of the messages, and each message has one marker."""
         messages = {f"m{number}": Added(DEALS[deal](number), number + 1) for number in range(MESSAGES)}
         dispatcher = harness.dispatcher(harness.handler(**settings))
         work = list(messages.items())

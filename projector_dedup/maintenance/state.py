@@ -1,0 +1,131 @@
+"""The state table: a value for each key, such as the schema version, the declared horizon, the last cleanup."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import cache
+from typing import Any
+
+from sqlalchemy import Executable, Select, Table, bindparam, select
+from sqlalchemy.engine import Connection, Engine
+from sqlalchemy.exc import IntegrityError
+
+from ..tables import DedupTables, default_tables
+from .connection import connected_to
+from .times import in_utc
+
+SCHEMA_VERSION = "schema_version"  #: of the tables, where `idempotency migrate`, its SQL or our revisions made them
+REDELIVERY_HORIZON = "redelivery_horizon_hours"  #: as declared: how long after its first delivery a message may return
+RETENTION = "retention_hours"  #: of the last complete cleanup of all handlers
+CLEANED_AT = "cleaned_at"  #: when that cleanup ended: ISO 8601, UTC, by the database's clock
+PRUNED_UNTIL = "pruned_until"  #: no marker older than this moment is kept any more: ISO 8601, UTC
+
+
+@dataclass(frozen=True)
+class State:
+    """The values of the state table; each is None if it was never written, or cannot be read as what it should be."""
+
+    schema_version: str | None
+    horizon_hours: float | None
+    retention_hours: float | None
+    cleaned_at: datetime | None
+    pruned_until: datetime | None
+
+
+def state_of(connection: Connection, tables: DedupTables) -> State:
+    """Return the values of the state table as numbers and moments."""
+    known = read_state(connection, tables)
+    return State(
+        known.get(SCHEMA_VERSION),
+        _hours(known.get(REDELIVERY_HORIZON)),
+        _hours(known.get(RETENTION)),
+        _moment(known.get(CLEANED_AT)),
+        _moment(known.get(PRUNED_UNTIL)),
+    )
+
+
+def pruned_until(engine: Engine, *, tables: DedupTables = default_tables) -> datetime | None:
+    """Return the moment before which no marker is kept any more; None if no complete cleanup was recorded.
+
+    Raises ``MissingTableError`` if the state table is missing.
+    """
+    with connected_to(engine, tables) as connection:
+        return state_of(connection, tables).pruned_until
+
+
+def read_state(connection: Connection, tables: DedupTables) -> dict[str, str]:
+    """Return every key of the state table with its value as text; a key that was never written is missing."""
+    return {row.key: row.value for row in connection.execute(_everything(tables.state))}
+
+
+def write_state(connection: Connection, tables: DedupTables, values: Mapping[str, str | None]) -> None:
+    """Write ``values``, and delete the keys whose value is None, in the caller's transaction.
+
+    The last writer of a key wins.
+    """
+    known = read_state(connection, tables)
+    for key, value in values.items():
+        row = {"the_key": key, "the_value": value}
+        if value is None:
+            connection.execute(_forgetting(tables.state), row)
+            continue
+        if key not in known:  # else an UPDATE that finds nothing would lock the gap, on MariaDB
+            try:
+                with connection.begin_nested():
+                    connection.execute(tables.state.insert(), {"key": key, "value": value})
+                continue
+            except IntegrityError:  # somebody else was first
+                pass
+        connection.execute(_changing(tables.state), row)
+
+
+def advance_state(connection: Connection, tables: DedupTables, key: str, value: str) -> None:
+    """Write ``value`` if it is later than the one that is there, in the caller's transaction.
+
+    Values are compared as text, so that a rival's later moment stays: moments of one form sort as text does.
+    """
+    if key not in read_state(connection, tables):
+        write_state(connection, tables, {key: value})
+    connection.execute(_advancing(tables.state), {"the_key": key, "the_value": value})
+
+
+def moment_text(moment: datetime) -> str:
+    """Return the text of a moment for the state table: in UTC, always of the same form, so that texts sort by time."""
+    return moment.astimezone(UTC).isoformat(timespec="microseconds")
+
+
+def _hours(text: str | None) -> float | None:
+    try:
+        return None if text is None else float(text)
+    except ValueError:
+        return None
+
+
+def _moment(text: str | None) -> datetime | None:
+    try:
+        return None if text is None else in_utc(datetime.fromisoformat(text))
+    except ValueError:
+        return None
+
+
+@cache
+def _everything(state: Table) -> Select[Any]:
+    return select(state.c.key, state.c.value)
+
+
+@cache
+def _changing(state: Table) -> Executable:
+    return state.update().where(state.c.key == bindparam("the_key")).values(value=bindparam("the_value"))
+
+
+@cache
+def _advancing(state: Table) -> Executable:
+    earlier = (state.c.key == bindparam("the_key")) & (state.c.value < bindparam("the_value"))
+    return state.update().where(earlier).values(value=bindparam("the_value"))
+
+
+@cache
+def _forgetting(state: Table) -> Executable:
+    return state.delete().where(state.c.key == bindparam("the_key"))

@@ -1,0 +1,491 @@
+"""`deliver_batch` where something goes wrong, and what its session does not do for every message.
+
+What holds on every driver is in the contract (`projector_dedup/testing/batches.py`).
+"""
+
+from collections.abc import Callable
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from sqlalchemy import Engine, create_engine, delete, event, select, text, update
+from sqlalchemy.orm import Session, sessionmaker
+from sqlalchemy.orm.exc import FlushError, StaleDataError
+
+from cut_proxy import Cut, CutProxy
+from databases import Database
+from projector_dedup import (
+    BatchFailed,
+    CommitOutcomeUnknown,
+    Delivery,
+    Dispatcher,
+    InProgress,
+    InvalidMessageIdError,
+    Message,
+    MissingTableError,
+    Outcome,
+    RefusedError,
+    RetriesExhaustedError,
+    RetryPolicy,
+    TransactionViolatedError,
+    UnhandledMessage,
+    UnitOfWork,
+    UnsafeSessionError,
+    on,
+    projector,
+)
+from projector_dedup.tables import default_metadata
+from projector_dedup.testing.harness import Harness
+from projector_dedup.testing.subject import Account, Added, Base, Subject, Total, add
+
+APPLIED, DUPLICATE, FAILED = Outcome.APPLIED, Outcome.DUPLICATE, Outcome.FAILED
+totals = projector(idempotent=True, name="totals")(on(Added)(add))
+
+
+def numbered(*numbers: int) -> list[Message]:
+    """Messages `m<number>` that add the number to row a."""
+    return [Message(f"m{number}", Added(amount=number)) for number in numbers]
+
+
+def outcomes(deliveries: list[Delivery]) -> list[Outcome]:
+    """Of each delivery."""
+    return [delivery.outcome for delivery in deliveries]
+
+
+@pytest.fixture
+def sessions(engine: Engine) -> sessionmaker[Session]:
+    """The tables, on every engine and synchronous driver."""
+    for metadata in (default_metadata, Base.metadata):
+        metadata.create_all(engine)
+    return sessionmaker(engine)
+
+
+def amounts(sessions: sessionmaker[Session]) -> dict[str, int]:
+    """The read model, from another connection."""
+    with sessions() as session:
+        return {total.key: total.amount for total in session.query(Total)}
+
+
+def test_what_cannot_be_routed_takes_no_other_with_it(sessions: sessionmaker[Session]) -> None:
+    """No id, no handler: those fail, in their place."""
+    batch = [*numbered(1), Added(amount=10), Message("m2", "nobody wants this"), *numbered(3)]
+    with pytest.raises(BatchFailed) as failed:
+        Dispatcher(sessions, totals).deliver_batch(batch)
+    assert outcomes(failed.value.deliveries) == [APPLIED, FAILED, FAILED, APPLIED]
+    assert [type(error) for error in failed.value.exceptions] == [InvalidMessageIdError, UnhandledMessage]
+    assert "2 of 4 messages failed (one without a valid id, m2)" in str(failed.value)
+    assert [delivery.message_id for delivery in failed.value.deliveries] == ["m1", None, "m2", "m3"]
+    unrouted = [dict(delivery.errors) for delivery in failed.value.deliveries]
+    assert unrouted == [{}, *({"(not routed)": error} for error in failed.value.exceptions), {}]
+    assert amounts(sessions) == {"a": 4}
+
+
+def test_no_messages_are_settled(sessions: sessionmaker[Session]) -> None:
+    """An empty batch is none."""
+    assert Dispatcher(sessions, totals).deliver_batch([]) == []
+
+
+def test_each_handler_fails_for_itself(sessions: sessionmaker[Session]) -> None:
+    """A redelivery skips those that had applied."""
+    broken = {2}
+
+    @projector(idempotent=True, name="other")
+    @on(Added)
+    def other(happened: Added, session: Session) -> None:
+        if happened.amount in broken:
+            raise ValueError(happened.amount)
+        add(Added(("other",), happened.amount), session)
+
+    dispatcher = Dispatcher(sessions, totals, other)
+    with pytest.raises(BatchFailed) as failed:
+        dispatcher.deliver_batch(numbered(1, 2, 3))
+    second = failed.value.deliveries[1]
+    assert dict(second.outcomes) == {"totals": APPLIED, "other": FAILED}
+    assert {name: str(error) for name, error in second.errors.items()} == {"other": "2"}
+    assert not failed.value.deliveries[0].errors
+    assert amounts(sessions) == {"a": 6, "other": 4}
+    broken.clear()
+    again = dispatcher.deliver_batch(numbered(1, 2, 3))
+    assert outcomes(again) == [DUPLICATE, APPLIED, DUPLICATE]
+    assert amounts(sessions) == {"a": 6, "other": 6}
+
+
+def test_what_is_left_of_a_batch_is_applied_in_its_order(sessions: sessionmaker[Session]) -> None:
+    """However a batch is divided around messages that fail, each message is applied after those before it."""
+    called: list[int] = []
+
+    @projector(idempotent=True, name="in order")
+    @on(Added)
+    def in_order(happened: Added, session: Session) -> None:
+        called.append(happened.amount)
+        if happened.amount in (3, 4):
+            raise ValueError(happened.amount)
+        add(happened, session)
+
+    with pytest.raises(BatchFailed) as failed:
+        Dispatcher(sessions, in_order).deliver_batch(numbered(*range(1, 9)))
+    assert outcomes(failed.value.deliveries) == [APPLIED] * 2 + [FAILED] * 2 + [APPLIED] * 4
+    last_call = {amount: place for place, amount in enumerate(called)}
+    assert sorted(last_call, key=last_call.__getitem__) == list(range(1, 9))
+
+
+def test_each_message_of_a_batch_finds_its_session_empty(sessions: sessionmaker[Session]) -> None:
+    """Objects that another message read, and that somebody still holds, are not given to the next one as they were."""
+    held: list[Any] = []
+    found: list[int] = []
+
+    @projector(idempotent=True, name="holds")
+    @on(Added)
+    def holds(happened: Added, session: Session) -> None:
+        found.append(len(list(session)))
+        add(happened, session)
+        held.append(session.get(Total, "a"))
+
+    Dispatcher(sessions, holds).deliver_batch(numbered(1, 2, 3))
+    assert found == [0, 0, 0]
+    assert amounts(sessions) == {"a": 6}
+
+
+def test_without_a_marker_a_batch_is_a_unit_of_work_too(engine: Engine) -> None:
+    """No table is needed, ids neither; what fails is left out."""
+    Base.metadata.create_all(engine)
+    sessions = sessionmaker(engine)
+
+    @projector
+    @on(Added)
+    def plain(happened: Added, session: Session) -> None:
+        if happened.amount == 2:
+            raise ValueError(happened.amount)
+        add(happened, session)
+
+    with pytest.raises(BatchFailed) as failed:
+        Dispatcher(sessions, plain).deliver_batch([Added(amount=amount) for amount in (1, 2, 1)])
+    assert outcomes(failed.value.deliveries) == [APPLIED, FAILED, APPLIED]
+    assert amounts(sessions) == {"a": 2}
+
+
+def test_what_concerns_all_is_not_tried_for_each(engine: Engine) -> None:
+    """A missing table is found out once."""
+    Base.metadata.create_all(engine)
+    connections: list[object] = []
+    with pytest.raises(BatchFailed) as failed:
+        Dispatcher(sessionmaker(engine), totals).deliver_batch(numbered(1))
+    event.listen(engine, "checkout", lambda *_: connections.append(1))
+    with pytest.raises(BatchFailed) as failed:
+        Dispatcher(sessionmaker(engine), totals).deliver_batch(numbered(*range(50)))
+    assert outcomes(failed.value.deliveries) == [FAILED] * 50
+    assert [type(error) for error in failed.value.exceptions] == [MissingTableError]
+    assert len(connections) == 1
+
+
+def test_a_commit_of_the_handlers_own_is_told_of_every_message(postgresql: Database) -> None:
+    """The markers of all are durable by then, so none of them may be taken for applied, or tried again."""
+    with Harness(Subject(postgresql.url())) as harness:
+        harness.create_tables()
+
+        def body(happened: Added, session: Session) -> None:
+            add(happened, session)
+            if happened.amount == 2:
+                session.flush()
+                session.connection().connection.driver_connection.commit()  # type: ignore[union-attr]  # it is there
+
+        with pytest.raises(BatchFailed) as failed:
+            harness.dispatcher(harness.handler(body)).deliver_batch(numbered(1, 2, 3))
+        assert outcomes(failed.value.deliveries) == [FAILED] * 3
+        (violation,) = failed.value.exceptions
+        assert isinstance(violation, TransactionViolatedError)
+        assert violation.durable
+        assert "(m3)" in violation.__notes__[0]
+        assert harness.totals() == {"a": 3}
+
+
+def test_a_message_that_is_held_fails_alone(engine: Engine, sessions: sessionmaker[Session]) -> None:
+    """With `claim_timeout`, what another delivery is about is told; where one writer is all there is, nothing goes."""
+    batch = numbered(1, 2, 3, 4)
+    with UnitOfWork(sessions) as other:
+        assert other.claim("m3", "totals")
+        dispatcher = Dispatcher(sessions, totals, claim_timeout=0.1)
+        with pytest.raises(BatchFailed) as failed:
+            dispatcher.deliver_batch(batch)
+    assert {type(error) for error in failed.value.exceptions} == {InProgress}
+    one_writer = engine.dialect.name == "sqlite"
+    assert outcomes(failed.value.deliveries) == [FAILED] * 4 if one_writer else [APPLIED, APPLIED, FAILED, APPLIED]
+    dispatcher.deliver_batch(batch)
+    assert amounts(sessions) == {"a": 10}
+
+
+# The session of a batch --------------------------------------------------------------------------------------------
+
+
+Body = Callable[[Session, int], object]
+
+
+def expression(session: Session, number: int) -> None:
+    """SQLAlchemy's idiom for an atomic update."""
+    session.get_one(Total, "a").amount = Total.amount + number
+
+
+def text_and_attribute(session: Session, number: int) -> None:
+    """By turns; text does not flush."""
+    if number % 2:
+        session.get_one(Total, "a").amount += number
+    else:
+        session.execute(text("update contract_total set amount = amount + :n where amount >= 1"), {"n": number})
+
+
+def running_balance(session: Session, number: int) -> None:
+    """A row for each balance, of a row that somebody holds and that is changed behind the session's back."""
+    HELD.append(session.get_one(Total, "a"))
+    balance = HELD[-1].amount + number
+    session.execute(update(Total).where(Total.key == "a").values(amount=balance), {}, **UNSYNCHRONISED)
+    session.add(Total(key=f"then {balance}", amount=number))
+
+
+def expires(session: Session, number: int) -> None:
+    """What is not written yet would be discarded."""
+    session.expire_all()
+    session.get_one(Total, "a").amount += number
+
+
+def expunges(session: Session, number: int) -> None:
+    """The same."""
+    session.expunge_all()
+    session.get_one(Total, "a").amount += number
+
+
+def find_or_add(session: Session, number: int) -> None:
+    """By a query."""
+    with session.no_autoflush:
+        found = session.scalars(select(Total).where(Total.key == "b")).one_or_none()
+    if found is None:
+        found = Total(key="b", amount=0)
+        session.add(found)
+    found.amount += number
+
+
+def relationship(session: Session, number: int) -> None:
+    """Changed by one message, read as a column by the next."""
+    account = session.get_one(Account, "x")
+    session.get_one(Total, account.total_key).amount += number
+    other = "z" if account.total_key == "a" else "a"
+    account.total = session.get_one(Total, other)
+
+
+HELD: list[Total] = []
+UNSYNCHRONISED: dict[str, Any] = {"execution_options": {"synchronize_session": False}}
+
+
+def test_a_server_that_is_down_is_down_for_all(postgresql: Database) -> None:
+    """Fewer messages would wait as long for it, one after the other, longer than a broker does."""
+    url = postgresql.url().set(port=9)  # nobody listens there
+    engine, connects = create_engine(url), list[int]()
+    event.listen(engine, "do_connect", lambda *_: connects.append(1))
+    dispatcher = Dispatcher(sessionmaker(engine), totals, retry=RetryPolicy(attempts=3, base=0))
+    with pytest.raises(BatchFailed) as failed:
+        dispatcher.deliver_batch(numbered(*range(9)))
+    assert [type(error) for error in failed.value.exceptions] == [RetriesExhaustedError]
+    assert len(connects) == 3
+
+
+@pytest.mark.parametrize(
+    "body", [expression, text_and_attribute, running_balance, expires, expunges, find_or_add, relationship]
+)
+def test_a_batch_does_what_its_messages_do_one_by_one(sessions: sessionmaker[Session], body: Body) -> None:
+    """Whatever a handler does with its session, the next one of the batch finds the database as after a COMMIT."""
+
+    @projector(idempotent=True, name="looking")
+    @on(int)
+    def handler(number: int, session: Session) -> None:
+        body(session, number)
+
+    dispatcher = Dispatcher(sessions, handler)
+    found: list[dict[str, int]] = []
+    for deliver in (dispatcher.deliver_batch, lambda batch: [dispatcher.deliver(each) for each in batch]):
+        with sessions.begin() as session:
+            session.execute(delete(Account))
+            session.execute(delete(Total))
+            session.add_all([Total(key="a", amount=1), Total(key="z", amount=0)])
+            session.flush()
+            session.add(Account(key="x", total_key="a"))
+        batch = [Message(f"{body.__name__}-{len(found)}-{number}", number) for number in (1, 2, 3, 4)]
+        assert outcomes(deliver(batch)) == [APPLIED] * 4
+        found.append(amounts(sessions))
+    assert found[0] == found[1]
+
+
+def test_what_concerns_one_message_is_not_taken_for_all(sessions: sessionmaker[Session]) -> None:
+    """A refusal or exhausted retries of one message leave the others alone."""
+
+    @projector(idempotent=True, name="picky")
+    @on(int)
+    def picky(number: int, session: Session) -> None:
+        if number == 2:
+            raise UnsafeSessionError("this one")
+        if number == 4:
+            raise StaleDataError
+        add(Added(amount=number), session)
+
+    dispatcher = Dispatcher(sessions, picky, retry=RetryPolicy(attempts=2))
+    with pytest.raises(BatchFailed) as failed:
+        dispatcher.deliver_batch([Message(f"m{number}", number) for number in range(1, 6)])
+    assert outcomes(failed.value.deliveries) == [APPLIED, FAILED, APPLIED, FAILED, APPLIED]
+    assert amounts(sessions) == {"a": 9}
+
+
+def test_markers_are_claimed_in_one_order(postgresql: Database) -> None:
+    """Whatever the order of the messages: two batches that meet wait for each other, and not in a circle."""
+    claimed: list[list[str]] = []
+    with Harness(Subject(postgresql.url())) as harness:
+        harness.create_tables()
+
+        def see(_c: object, _u: object, statement: str, parameters: Any, *_: object) -> None:
+            if "ON CONFLICT" in statement:
+                claimed.append(parameters["message_ids"])
+
+        event.listen(harness.engine, "before_cursor_execute", see)
+        harness.dispatcher().deliver_batch(numbered(3, 1, 4, 2))
+    assert claimed == [["m1", "m2", "m3", "m4"]]
+
+
+@pytest.mark.parametrize("one", [{"message_id": "m1"}, "m1", Message("m1", Added())], ids=["dict", "str", "Message"])
+def test_one_event_is_no_batch(sessions: sessionmaker[Session], one: Any) -> None:
+    """Its keys or letters would be taken for events, which somebody may ignore."""
+    with pytest.raises(RefusedError, match="in a list"):
+        Dispatcher(sessions, totals, unhandled="ignore").deliver_batch(one)
+
+
+def test_a_look_that_could_see_what_is_rolled_back_is_refused(mariadb: Database) -> None:
+    """At READ UNCOMMITTED a rival's marker would make a duplicate of a message that nobody applies."""
+    with Harness(Subject(mariadb.url(), engine_isolation="READ UNCOMMITTED")) as harness:
+        harness.create_tables()
+        with pytest.raises(BatchFailed) as failed:
+            harness.dispatcher().deliver_batch(numbered(1, 2))
+        assert [type(error) for error in failed.value.exceptions] == [UnsafeSessionError]
+        assert harness.markers() == []
+
+
+def test_batches_with_a_bound_warn_of_nothing(postgresql: Database) -> None:
+    """A warning that is an error would turn them into single messages."""
+    calls: list[int] = []
+    with Harness(Subject(postgresql.url())) as harness:
+        harness.create_tables()
+
+        def body(happened: list[Added], _session: Session) -> None:
+            calls.append(len(happened))
+
+        dispatcher = harness.dispatcher(harness.handler(body, batch=True), claim_timeout=1.0)
+        dispatcher.deliver_batch(numbered(1, 2, 3))
+    assert calls == [3]
+
+
+@pytest.fixture
+def deliver(sessions: sessionmaker[Session]) -> Callable[..., None]:
+    """Delivers functions of a session as the messages of one batch, on rows a and b."""
+    with sessions.begin() as session:
+        session.add_all([Total(key="a", amount=1), Total(key="b", amount=2)])
+        session.flush()
+        session.add(Account(key="x", total_key="a"))
+
+    @projector(idempotent=True, name="looking")
+    @on("look")
+    def look(body: Any, session: Session) -> None:
+        body(session)
+
+    def deliver(*bodies: Any) -> None:
+        Dispatcher(sessions, look).deliver_batch([Message(f"{n}", body, "look") for n, body in enumerate(bodies)])
+
+    return deliver
+
+
+def test_what_was_not_flushed_is_seen_all_the_same(deliver: Callable[..., None]) -> None:
+    """A changed key, a new row, a deleted one, a query: as if every message had been committed."""
+    seen: list[Any] = []
+
+    def rename(session: Session) -> None:
+        session.get_one(Total, "b").key = "c"
+
+    def create(session: Session) -> None:
+        session.add(Total(key="d", amount=4))
+
+    def delete(session: Session) -> None:
+        session.delete(session.get_one(Total, "d"))
+
+    def change(session: Session) -> None:
+        session.get_one(Total, "a").amount = 100
+
+    def look(session: Session) -> None:
+        rows = [session.get(Total, key) for key in "bcd"]
+        large = session.query(Total).filter(Total.amount > 50).count()
+        seen.append(([row and row.amount for row in rows], large, session.get_one(Account, "x").total.amount))
+
+    deliver(look, rename, look, create, look, delete, look, change, look)
+    assert seen == [
+        ([2, None, None], 0, 1),
+        ([None, 2, None], 0, 1),
+        ([None, 2, 4], 0, 1),
+        ([None, 2, None], 0, 1),
+        ([None, 2, None], 1, 100),
+    ]
+
+
+# COMMIT ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("cut", "first"), [("before", APPLIED), ("after", DUPLICATE)])
+def test_a_cut_commit_is_asked_for_by_claiming_again(postgresql: Database, cut: Cut, first: Outcome) -> None:
+    """All of the batch happened, or none of it."""
+    with CutProxy(postgresql.url()) as proxy, Harness(Subject(proxy.through(postgresql.url()))) as harness:
+        harness.create_tables()
+        dispatcher = harness.dispatcher()
+        dispatcher.deliver_batch(numbered(7, 8))
+        proxy.cut_commit(cut)
+        assert outcomes(dispatcher.deliver_batch(numbered(1, 2, 3))) == [first] * 3
+        assert harness.totals() == {"a": 21}
+        proxy.cut_commit(cut)
+        impatient = harness.dispatcher(retry=RetryPolicy(attempts=1))
+        with pytest.raises(BatchFailed) as failed:
+            impatient.deliver_batch(numbered(4, 5))
+        assert [type(error) for error in failed.value.exceptions] == [CommitOutcomeUnknown]
+        assert outcomes(failed.value.deliveries) == [FAILED] * 2
+        dispatcher.deliver_batch(numbered(4, 5))
+        assert harness.totals() == {"a": 30}
+
+
+@pytest.mark.parametrize("read_ahead", [True, False])
+def test_what_a_listener_to_a_flush_adds_is_written_too(sessions: sessionmaker[Session], read_ahead: bool) -> None:
+    """As a COMMIT does, the end of each message flushes until nothing is left."""
+    added = projector(idempotent=True, name="added")(on(Added)(lambda event, session: session.add(_total(event))))
+
+    def audit(session: Session, _context: object) -> None:
+        for new in session.new:
+            if isinstance(new, Total) and not new.key.startswith("audit"):
+                session.add(Total(key=f"audit {new.key}", amount=new.amount))
+
+    class Audited(Session):
+        """A Session class of the user's, with a listener to its flushes."""
+
+    event.listen(Audited, "after_flush", audit)
+    audited = sessionmaker(sessions.kw["bind"], class_=Audited)
+    messages = [Message(f"m{number}", Added((f"row {number}",), number)) for number in (1, 2, 3)]
+    Dispatcher(audited, added, read_ahead=read_ahead).deliver_batch(messages)
+    assert amounts(sessions) == {f"{kind}row {number}": number for kind in ("", "audit ") for number in (1, 2, 3)}
+
+
+@pytest.mark.parametrize("read_ahead", [True, False])
+def test_a_listener_that_always_adds_more_is_an_error(sessions: sessionmaker[Session], read_ahead: bool) -> None:
+    """Nothing of the batch is applied, as nothing is where a COMMIT meets such a listener."""
+    added = projector(idempotent=True, name="added")(on(Added)(lambda event, session: session.add(_total(event))))
+
+    class Restless(Session):
+        """A Session class of the user's whose flushes never end."""
+
+    event.listen(Restless, "after_flush", lambda session, _: session.add(Total(key=uuid4().hex[:12], amount=0)))
+    dispatcher = Dispatcher(sessionmaker(sessions.kw["bind"], class_=Restless), added, read_ahead=read_ahead)
+    with pytest.raises(BatchFailed) as failed:
+        dispatcher.deliver_batch(numbered(1, 2))
+    assert {type(error) for error in failed.value.exceptions} == {FlushError}
+    assert amounts(sessions) == {}
+
+
+def _total(happened: Added) -> Total:
+    return Total(key=happened.keys[0], amount=happened.amount)

@@ -1,0 +1,263 @@
+"""`show` and `forget`: the markers of one message."""
+
+import json
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from sqlalchemy import URL, Engine, MetaData, create_engine, insert, select
+from sqlalchemy.orm import sessionmaker
+
+from command import idempotency, on_a_terminal
+from databases import Database
+from projector_dedup import Dispatcher, InvalidMessageIdError, MissingTableError, Outcome, make_tables, on, projector
+from projector_dedup.maintenance.horizon import declare_horizon
+from projector_dedup.maintenance.markers import find, forget
+from projector_dedup.maintenance.state import PRUNED_UNTIL, write_state
+
+metadata = MetaData()
+tables = make_tables(metadata)
+ODD = "pay\nment 1\u202e"
+HOUR = timedelta(hours=1)
+
+
+@pytest.fixture(name="sync_url")
+def one_url_of_each_engine(database: Database) -> URL:
+    """Each test starts processes, and what they do does not depend on the driver."""
+    return database.url()
+
+
+def fill(engine: Engine, *keys: tuple[str, str]) -> datetime:
+    """Markers of an hour ago; when they were processed."""
+    metadata.create_all(engine)
+    at = (datetime.now(UTC) - HOUR).replace(microsecond=0)
+    with engine.begin() as connection:
+        connection.execute(
+            insert(tables.marker),
+            [
+                {"message_id": message_id, "handler": handler, "processed_at": at, "occurred_at": at - HOUR}
+                for message_id, handler in keys
+            ],
+        )
+    return at
+
+
+def left(engine: Engine) -> set[tuple[str, str]]:
+    """What another connection sees."""
+    other = create_engine(engine.url)
+    with other.connect() as connection:
+        rows = connection.execute(select(tables.marker.c.message_id, tables.marker.c.handler)).all()
+    other.dispose()
+    return {(row.message_id, row.handler) for row in rows}
+
+
+def url_of(engine: Engine) -> str:
+    """Its URL, password and all."""
+    return engine.url.render_as_string(hide_password=False)
+
+
+def test_find_gives_the_markers_of_that_message_only(engine: Engine) -> None:
+    """By handler, with the moments as they are, in UTC; an id that looks alike is another."""
+    at = fill(engine, ("1", "b.add"), ("1", "a.add"), ("01", "a.add"), ("1 ", "a.add"))
+    found = find(engine, "1", tables=tables)
+    assert [(each.message_id, each.handler) for each in found] == [("1", "a.add"), ("1", "b.add")]
+    for each in found:
+        assert (each.processed_at, each.occurred_at) == (at, at - HOUR)
+        assert HOUR <= each.age < HOUR + timedelta(minutes=2)
+    assert find(engine, "2", tables=tables) == []
+
+
+def test_forget_deletes_the_markers_of_that_message_only(engine: Engine) -> None:
+    """And says how many there were."""
+    fill(engine, ("1", "b.add"), ("1", "a.add"), ("01", "a.add"), ("1 ", "a.add"))
+    assert forget(engine, "1", tables=tables) == 2
+    assert left(engine) == {("01", "a.add"), ("1 ", "a.add")}
+    assert forget(engine, "1", tables=tables) == 0
+
+
+def test_forget_of_one_handler(engine: Engine) -> None:
+    """The others keep their marker."""
+    fill(engine, ("1", "b.add"), ("1", "a.add"))
+    assert forget(engine, "1", handler="a.add", tables=tables) == 1
+    assert forget(engine, "1", handler="B.add", tables=tables) == 0
+    assert left(engine) == {("1", "b.add")}
+
+
+def test_what_was_forgotten_is_applied_again(engine: Engine) -> None:
+    """That is what it is for."""
+    metadata.create_all(engine)
+    runs = []
+
+    @projector(idempotent=True, name="counting")
+    class Counting:
+        @on("payment", name="add")
+        def add(self, event: object, _session: object) -> None:
+            runs.append(event)
+
+    from projector_dedup import Message
+
+    dispatcher = Dispatcher(sessionmaker(engine), Counting(), tables=tables)
+    outcomes = []
+    for forgotten in (False, False, True, False):
+        if forgotten:
+            assert forget(engine, "1", handler="counting.add", tables=tables) == 1
+        outcomes.append(dispatcher.deliver(Message("1", {}, type="payment")).outcome)
+    applied, duplicate = Outcome.APPLIED, Outcome.DUPLICATE
+    assert outcomes == [applied, duplicate, applied, duplicate]
+    assert len(runs) == 2
+
+
+@pytest.mark.parametrize("function", [find, forget])
+def test_what_is_no_id_and_a_missing_table(function: object, engine: Engine) -> None:
+    """Refused as a claim would refuse them."""
+    assert callable(function)
+    with pytest.raises(InvalidMessageIdError, match="must not be empty"):
+        function(engine, "", tables=tables)
+    with pytest.raises(MissingTableError, match=r"processed_message is missing.*make_tables"):
+        function(engine, "1", tables=tables)
+
+
+# The commands ----------------------------------------------------------------------------------------------------
+
+
+def test_show_prints_a_line_for_each_handler(engine: Engine) -> None:
+    """Ids and names with control characters are escaped: they must not forge a line."""
+    at = fill(engine, (ODD, "a\t.add"), (ODD, "b.add"))
+    done = idempotency("show", ODD, PROJECTOR_DEDUP_DATABASE_URL=url_of(engine))
+    assert (done.returncode, done.stderr) == (0, "")
+    title, header, *rows = done.stdout.splitlines()
+    assert title == r"Message pay\nment 1\u202e:"
+    assert header.split() == ["handler", "processed", "(UTC)", "age", "occurred", "(UTC)"]
+    moments = [f"{moment:%Y-%m-%d %H:%M:%S}" for moment in (at, at - HOUR)]
+    for row, name in zip(rows, [r"a\t.add", "b.add"], strict=True):
+        assert row.startswith(f"{name} ")
+        assert all(moment in row for moment in moments)
+
+
+def test_show_prints_json(engine: Engine) -> None:
+    """With the id as it is."""
+    at = fill(engine, (ODD, "a.add"))
+    done = idempotency("show", ODD, "--json", PROJECTOR_DEDUP_DATABASE_URL=url_of(engine))
+    (one,) = json.loads(done.stdout)
+    (marker,) = one["markers"]
+    assert (one["message_id"], marker["handler"], marker["processed_at"]) == (ODD, "a.add", at.isoformat())
+
+
+@pytest.mark.parametrize("command", [["show"], ["forget", "--yes"]], ids=" ".join)
+def test_a_message_that_is_not_there(command: list[str], engine: Engine) -> None:
+    """Exit code 1, and why that may be; since when markers are gone, if that is known."""
+    fill(engine, ("1", "a.add"))
+    with engine.begin() as connection:
+        write_state(connection, tables, {PRUNED_UNTIL: "2026-01-02T03:04:05+00:00"})
+    done = idempotency(*command, "2\n", PROJECTOR_DEDUP_DATABASE_URL=url_of(engine))
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert r"no marker of message 2\n in " in line
+    assert "before 2026-01-02 03:04:05 UTC" in line
+    assert "case and white space count" in line
+    assert left(engine) == {("1", "a.add")}
+
+
+def test_forget_says_what_a_redelivery_will_do(engine: Engine) -> None:
+    """It shows what it deletes, and whom a redelivery will reach."""
+    fill(engine, ("1", "a.add"), ("1", "b.add"), ("2", "a.add"))
+    done = idempotency("forget", "1", "--yes", "--handler", "b.add", PROJECTOR_DEDUP_DATABASE_URL=url_of(engine))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "Message 1 was applied by:" in done.stdout
+    assert done.stdout.splitlines()[-1] == (
+        "Deleted 1 marker. A redelivery is applied again, by b.add, unless that handler is known by another of the "
+        "names that are left: a.add."
+    )
+    assert left(engine) == {("1", "a.add"), ("2", "a.add")}
+
+
+def test_forget_of_a_handler_without_a_marker(sqlite: Database) -> None:
+    """The handler is named; the others keep their marker."""
+    engine = create_engine(sqlite.url())
+    fill(engine, ("1", "a.add"))
+    done = idempotency("forget", "1", "--yes", "--handler", "b.add", PROJECTOR_DEDUP_DATABASE_URL=url_of(engine))
+    assert done.returncode == 1
+    assert "no marker of message 1 and handler b.add" in done.stderr
+    assert left(engine) == {("1", "a.add")}
+    engine.dispose()
+
+
+@pytest.mark.parametrize(("answer", "code", "stays"), [("y\n", 0, False), ("n\n", 1, True), ("\n", 1, True)])
+def test_forget_asks_on_a_terminal(answer: str, code: int, stays: bool, sqlite: Database) -> None:
+    """Only a yes deletes."""
+    engine = create_engine(sqlite.url())
+    fill(engine, ("1", "a.add"))
+    ended, seen = on_a_terminal("forget", "1", "--database-url", url_of(engine), types=answer)
+    assert ended == code
+    assert "a.add" in seen
+    assert "Delete these markers?" in seen
+    assert ("nothing was deleted" in seen) is stays
+    assert bool(left(engine)) is stays
+    engine.dispose()
+
+
+def test_forget_without_a_terminal_wants_yes(sqlite: Database) -> None:
+    """Cron cannot answer; that is a wrong command line, before anything is deleted."""
+    engine = create_engine(sqlite.url())
+    fill(engine, ("1", "a.add"))
+    done = idempotency("forget", "1", "--database-url", url_of(engine))
+    assert done.returncode == 2
+    assert "--yes" in done.stderr
+    assert left(engine) == {("1", "a.add")}
+    engine.dispose()
+
+
+def test_a_message_in_one_of_several_databases_is_found(tmp_path: object) -> None:
+    """A line for each; exit code 1 only if it is in none."""
+    engines = [create_engine(f"sqlite+pysqlite:///{tmp_path}/{name}.db") for name in ("one", "two")]
+    fill(engines[0], ("1", "a.add"))
+    fill(engines[1], ("2", "a.add"))
+    urls = " ".join(map(url_of, engines))
+    shown = idempotency("show", "2", PROJECTOR_DEDUP_DATABASE_URL=urls)
+    assert (shown.returncode, shown.stderr) == (0, "")
+    first, second, *_ = shown.stdout.splitlines()
+    assert first == f"{engines[0].url}: no marker"
+    assert second == f"{engines[1].url}: Message 2:"
+    for command in (["show"], ["forget", "--yes"]):
+        nowhere = idempotency(*command, "3", PROJECTOR_DEDUP_DATABASE_URL=urls)
+        assert nowhere.returncode == 1
+        assert nowhere.stderr == "Error: no marker of message 3 in any of these databases\n"
+    assert idempotency("forget", "--yes", "2", PROJECTOR_DEDUP_DATABASE_URL=urls).returncode == 0
+    assert [left(engine) for engine in engines] == [{("1", "a.add")}, set()]
+    for engine in engines:
+        engine.dispose()
+
+
+def test_forget_does_not_promise_what_another_name_prevents(engine: Engine) -> None:
+    """A handler that has a former name is a duplicate under that as well."""
+    fill(engine, ("1", "new.add"), ("1", "old.add"))
+    done = idempotency("forget", "1", "--handler", "new.add", "--yes", "--database-url", url_of(engine))
+    assert done.returncode == 0
+    assert "unless that handler is known by another of the names that are left: old.add" in done.stdout
+    assert left(engine) == {("1", "old.add")}
+
+
+@pytest.mark.parametrize("arguments", [("forget", "1"), ("horizon", "1"), ("rename", "h", "i", "--remove-old")])
+def test_a_question_wants_somebody_to_ask(sqlite: Database, arguments: tuple[str, ...]) -> None:
+    """In a pipe the command line has to answer; at a terminal, nobody's answer is no bug of ours."""
+    engine = create_engine(sqlite.url())
+    fill(engine, ("1", "h"))
+    declare_horizon(engine, 5)
+    engine.dispose()
+    done = idempotency(*arguments, "--database-url", url_of(engine))
+    assert (done.returncode, "say --yes" in done.stderr) == (2, True)
+    code, seen = on_a_terminal(*arguments, "--database-url", url_of(engine), types="\x04")
+    assert code == 1
+    assert "Interrupted." in seen
+    assert left(engine) == {("1", "h")}
+
+
+def test_no_command_changes_the_journal_of_a_file(sqlite: Database) -> None:
+    """That is its owner's to choose; `check` advises."""
+    engine = create_engine(sqlite.url())
+    fill(engine, ("1", "h"))
+    for arguments in (["check"], ["stats"], ["show", "1"], ["cleanup"], ["migrate", "--dry-run"]):
+        done = idempotency(*arguments, "--database-url", url_of(engine))
+        assert done.returncode == 0
+    with engine.connect() as connection:
+        assert connection.exec_driver_sql("PRAGMA journal_mode").scalar() == "delete"
+    engine.dispose()

@@ -1,0 +1,137 @@
+"""The SQL that each database gets, as text that can be reviewed without a server: `tests/delivery/approved/*.sql`.
+
+After an intended change: `APPROVE=1 python -m pytest tests/delivery/test_approved_sql.py`, then read the difference.
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import Engine, Table, create_engine
+from sqlalchemy.ext.asyncio import create_async_engine
+from sqlalchemy.schema import CreateIndex, CreateTable
+
+import untried  # noqa: F401  # registers its name
+from projector_dedup.dialects import Dialect, any_expired, dialect_of
+from projector_dedup.dialects.cacheable_tables import Wanted, WantedRow
+from projector_dedup.dialects.claims import lookup_statement
+from projector_dedup.dialects.mariadb.claim import insert_given, met_by_claim
+from projector_dedup.dialects.postgresql.cleanup import survey, sweeping
+from projector_dedup.tables import default_tables
+
+APPROVED = Path(__file__).parent / "approved"
+ENGINES = {
+    "postgresql-psycopg": create_engine("postgresql+psycopg://"),
+    "postgresql-psycopg2": create_engine("postgresql+psycopg2://"),
+    "postgresql-asyncpg": create_async_engine("postgresql+asyncpg://").sync_engine,
+    "mariadb-pymysql": create_engine("mariadb+pymysql://"),
+    "mariadb-asyncmy": create_async_engine("mariadb+asyncmy://").sync_engine,
+    "sqlite-pysqlite": create_engine("sqlite://"),
+    "untried": create_engine("untried_sqlite+pysqlite://"),
+}
+
+
+def statements(engine: Engine) -> dict[str, Any]:
+    """Everything that the library ever sends, by what it is for."""
+    dialect: Dialect = dialect_of(engine)
+    marker, state = default_tables.marker, default_tables.state
+    return {
+        "the marker table": CreateTable(marker),
+        **{f"its index {index.name}": CreateIndex(index) for index in marker.indexes},
+        "the state table": CreateTable(state),
+        "claim": dialect.claim_statement(marker, bounded=False),
+        **(
+            {"claim, with claim_timeout": dialect.claim_statement(marker, bounded=True)} if dialect.bounds_waits else {}
+        ),
+        "claim, with a former name": dialect.claim_statement(marker, bounded=False, names=2),
+        **(
+            {"claim, with both": dialect.claim_statement(marker, bounded=True, names=2)} if dialect.bounds_waits else {}
+        ),
+        **(
+            {
+                "claim of several": insert_given(marker, bounded=False),
+                "claim of several, with claim_timeout": insert_given(marker, bounded=True),
+            }
+            if engine.name == "mariadb"
+            else {}
+        ),
+        **({"which of them did the claim meet?": met_by_claim(marker, 2)} if engine.name == "mariadb" else {}),
+        **({"was it this marker that the claim met?": met_by_claim(marker)} if engine.name == "mariadb" else {}),
+        "is the marker there? (for the text of an error)": lookup_statement(marker),
+        "prune one batch": dialect.cleanup_statement(marker),
+        "prune one batch of a handler": dialect.cleanup_statement(marker, of_handler=True),
+        "is anything left to prune?": any_expired(marker, of_handler=False),
+        **(_sweep(marker) if engine.name == "postgresql" else {}),
+        **(_rows(dialect, marker, state) if dialect.claims_may_read else {}),
+    }
+
+
+def _sweep(marker: Table) -> dict[str, Any]:
+    return {
+        "is most of it expired, and how many pages are a batch?": survey(marker),
+        "prune some pages": sweeping(marker, of_handler=False),
+    }
+
+
+def _rows(dialect: Dialect, marker: Table, read_model: Table) -> dict[str, Any]:
+    """The other table stands for one of the user's."""
+    rows, columns = dialect.cacheable_rows, ("value",)
+    row = WantedRow(read_model, columns)
+    claiming = {
+        "claim, and a row that is declared": rows.claiming(marker, Wanted((row,))),
+        "claim, and two rows that are declared": rows.claiming(marker, Wanted((row, row))),
+        "claim, and a row that is declared, under lock": rows.claiming(marker, Wanted((row,), dialect.locks_rows)),
+    }
+    if not rows.writes_late:
+        return claiming
+    return claiming | {
+        "the rows that a batch will ask for": rows.reading(read_model, columns),
+        "what a batch has changed in them": rows.writing(read_model, columns),
+    }
+
+
+def text_of(engine: Engine) -> str:
+    """The compiled statements, each under its purpose."""
+    parts = []
+    for purpose, statement in statements(engine).items():
+        compiled = str(statement.compile(dialect=engine.dialect)).strip()
+        lines = (line.rstrip().replace("\t", "    ") for line in compiled.splitlines())
+        parts.append(f"-- {purpose}\n" + "\n".join(lines) + "\n")
+    return "\n".join(parts)
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_the_sql_is_the_approved_one(name: str) -> None:
+    """A change of SQL is seen by whoever reviews the change."""
+    path = APPROVED / f"{name}.sql"
+    found = text_of(ENGINES[name])
+    if os.environ.get("APPROVE"):
+        path.write_text(found)
+    assert found == path.read_text(), f"if this is intended: APPROVE=1 python -m pytest {__file__}"
+
+
+def test_nothing_is_approved_that_nobody_sends() -> None:
+    """No approved file is left over from a driver that is gone."""
+    assert {path.stem for path in APPROVED.iterdir()} == set(ENGINES)
+
+
+@pytest.mark.parametrize("name", [name for name in ENGINES if not name.startswith(("mariadb", "untried"))])
+def test_a_claim_names_the_columns_of_its_conflict(name: str) -> None:
+    """An ON CONFLICT without columns would swallow every other violation, and accept a table without the index."""
+    engine = ENGINES[name]
+    for bounded in (False, True):
+        statement: Any = dialect_of(engine).claim_statement(default_tables.marker, bounded=bounded)
+        sql = str(statement.compile(engine))
+        assert "ON CONFLICT (message_id, handler) DO NOTHING" in sql
+
+
+@pytest.mark.parametrize("name", [name for name in ENGINES if name.startswith("mariadb")])
+def test_a_claim_can_fail(name: str) -> None:
+    """IGNORE truncates and swallows; after ON DUPLICATE KEY UPDATE a new row looks like an old one; REPLACE deletes."""
+    engine = ENGINES[name]
+    for bounded in (False, True):
+        statement: Any = dialect_of(engine).claim_statement(default_tables.marker, bounded=bounded)
+        sql = str(statement.compile(engine)).upper()
+        assert "INSERT INTO PROCESSED_MESSAGE" in sql
+        assert not any(word in sql for word in ("IGNORE", "ON DUPLICATE", "REPLACE"))

@@ -1,0 +1,63 @@
+"""The contract, on every engine, driver and isolation level, and wherever a level can be set."""
+
+import pytest
+
+from databases import DRIVERS, USUAL
+from projector_dedup import configure_sqlite
+from projector_dedup.testing.contract import ISOLATION, ConcurrencyContract, ProjectorContract, Subject
+from reach import reach
+
+SQLITE = [driver for driver in DRIVERS if driver.engine == "sqlite"]
+
+PLACES = ("engine", "option", "dispatcher")
+LEVELS = ("READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE")
+LATIN_SQUARE = [
+    (driver, f"{level} on {PLACES[(row + column) % 3]}")
+    for row, driver in enumerate(d for d in DRIVERS if d.engine != "sqlite" and d.module != "aiomysql")
+    for column, level in enumerate(LEVELS)
+]
+"""Every driver meets every level and every place, and on every database every level every place.
+
+Not aiomysql, which sends what asyncmy sends: the run has to end some time.
+"""
+
+
+class TestDefault(ProjectorContract):
+    """Every driver, with nothing said about isolation."""
+
+    @pytest.fixture(params=DRIVERS, ids=str)
+    def subject(self, request: pytest.FixtureRequest) -> Subject:
+        """An engine as ``create_engine(url)`` makes it."""
+        return reach(request, request.param)
+
+
+class TestChosenIsolation(ConcurrencyContract):
+    """The levels that a user may choose, set at each place where that can be done."""
+
+    @pytest.fixture(params=LATIN_SQUARE, ids=lambda pair: f"{pair[0]}, {pair[1]}")
+    def subject(self, request: pytest.FixtureRequest) -> Subject:
+        """An engine, an option of it, or a dispatcher that names the level."""
+        driver, isolation = request.param
+        return reach(request, driver, **ISOLATION[isolation])
+
+
+class TestWithoutReadingAhead(ProjectorContract):
+    """Every database, where no row is read before a handler asks for it."""
+
+    note = "read_ahead=False"
+
+    @pytest.fixture(params=[driver for driver in DRIVERS if driver.drivername in USUAL.values()], ids=str)
+    def subject(self, request: pytest.FixtureRequest) -> Subject:
+        """A dispatcher that has it off."""
+        return reach(request, request.param, read_ahead=False)
+
+
+class TestConfiguredSQLite(ConcurrencyContract):
+    """SQLite as the README says to set it up for several workers."""
+
+    note = "write-ahead log"
+
+    @pytest.fixture(params=SQLITE, ids=str)
+    def subject(self, request: pytest.FixtureRequest) -> Subject:
+        """With write-ahead logging, and a long wait."""
+        return reach(request, request.param, prepare=configure_sqlite)

@@ -1,0 +1,57 @@
+"""Invariant I4: a handler that ends or breaks its transaction is prevented, or found out, and never `APPLIED`."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from databases import DRIVERS, Driver
+from endings import Ending, assert_found_out, fails, returns, swallows, writes_on
+from misbehaviour import (
+    BELOW,
+    COMMITS,
+    OTHERS,
+    ROLLBACKS,
+    SAVEPOINTS,
+    SWALLOWED,
+    TEXTS,
+    Misbehaviour,
+    Verdict,
+)
+from rig import NOTHING, ONCE, Durable, Outside, Rig, add, outsides_fixture, rig_on_fixture  # noqa: F401  # fixtures
+
+ENDINGS = [returns, fails, swallows, writes_on]
+TABLE = [(cases, ENDINGS) for cases in (COMMITS, ROLLBACKS, SAVEPOINTS, SWALLOWED, OTHERS, BELOW)]
+TABLE.append((TEXTS, [returns, swallows]))  # what follows was seen with session.commit
+
+
+def _cases() -> Iterator[Any]:
+    for driver in DRIVERS:
+        for cases, endings in TABLE:
+            for case in cases:
+                if (verdict := case.verdict(driver)) is not None:
+                    # aiomysql and asyncmy are of one descent: the first ending tells them apart, if anything does.
+                    for ending in endings[: 1 if driver.module == "aiomysql" else None]:
+                        yield pytest.param(driver, case, verdict, ending, id=f"{driver}-{case}-{ending.__name__}")
+
+
+@pytest.fixture(scope="module")
+def _procedures(outsides: dict[str, Outside | str]) -> None:
+    """What MariaDB's handlers call."""
+    if isinstance(mariadb := outsides["mariadb"], Outside):
+        mariadb.execute("create procedure harmless() select 1")
+        mariadb.execute("create procedure commits() commit")
+        mariadb.execute("create procedure commits_and_begins() begin commit; start transaction; end")
+
+
+@pytest.mark.usefixtures("_procedures")
+@pytest.mark.parametrize(("driver", "case", "verdict", "ending"), list(_cases()))
+def test_what_becomes_of_a_misbehaviour(
+    driver: Driver,
+    case: Misbehaviour,
+    verdict: Verdict,
+    ending: Ending,
+    rig_on: Callable[[Driver], Rig],
+) -> None:
+    """It is prevented, found out or harmless, as `misbehaviour.py` says; nothing stays open; a redelivery is right."""
+    assert_found_out(rig_on(driver), case, verdict, ending)

@@ -1,0 +1,372 @@
+"""`check` beyond the tables: how they are stored, whether pruning keeps up, whether every handler is still known."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from sqlalchemy import URL, Engine, MetaData, create_engine, insert, text
+from sqlalchemy.orm import sessionmaker
+
+from command import idempotency, on_a_terminal
+from databases import Database
+from projector_dedup import AsyncDispatcher, Dispatcher, make_tables, on, projector
+from projector_dedup.asyncio_names import async_sessionmaker
+from projector_dedup.dialects.findings import Finding
+from projector_dedup.maintenance.advice import advise
+from projector_dedup.maintenance.check import check, verify
+from projector_dedup.maintenance.state import CLEANED_AT, REDELIVERY_HORIZON, RETENTION, State, write_state
+from projector_dedup.maintenance.stats import HandlerStats, Stats
+from projector_dedup.maintenance.times import duration
+
+metadata = MetaData()
+tables = make_tables(metadata)
+NOW = datetime(2026, 5, 1, 12, tzinfo=UTC)
+
+
+@pytest.fixture(name="sync_url")
+def one_url_of_each_engine(database: Database) -> URL:
+    """Each test starts processes, and what they do does not depend on the driver."""
+    return database.url()
+
+
+def url_of(engine: Engine) -> str:
+    """Its URL, password and all."""
+    return engine.url.render_as_string(hide_password=False)
+
+
+# Storage ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def on_postgresql(postgresql: Database) -> Iterator[Engine]:
+    """Our tables on PostgreSQL."""
+    engine = create_engine(postgresql.url())
+    metadata.create_all(engine)
+    yield engine
+    engine.dispose()
+
+
+def run(engine: Engine, sql: str) -> None:
+    """In a transaction of its own."""
+    with engine.begin() as connection:
+        connection.execute(text(sql))
+
+
+def about(found: list[Finding], word: str) -> list[Finding]:
+    """The findings with this word in them."""
+    return [finding for finding in found if word in finding.problem]
+
+
+def test_an_unlogged_table_is_fatal(on_postgresql: Engine) -> None:
+    """A crash empties it, and every redelivery would be applied again; the remedy mends it. Cleanup still works."""
+    assert about(check(on_postgresql, tables), "UNLOGGED") == []
+    run(on_postgresql, "ALTER TABLE processed_message SET UNLOGGED")
+    (finding,) = about(check(on_postgresql, tables), "UNLOGGED")
+    assert finding.fatal
+    done = idempotency("check", PROJECTOR_DEDUP_DATABASE_URL=url_of(on_postgresql))
+    assert (done.returncode, "problem: processed_message is UNLOGGED" in done.stdout) == (1, True)
+    verify(on_postgresql, tables)
+    run(on_postgresql, finding.remedy.partition("; ")[2])
+    assert about(check(on_postgresql, tables), "UNLOGGED") == []
+
+
+def test_autovacuum_that_is_off_for_the_table_is_advice(on_postgresql: Engine) -> None:
+    """What was deleted keeps its space then; the remedy mends it."""
+    assert about(check(on_postgresql, tables), "autovacuum is off for") == []
+    run(on_postgresql, "ALTER TABLE processed_message SET (autovacuum_enabled = false)")
+    (finding,) = about(check(on_postgresql, tables), "autovacuum is off for processed_message")
+    assert not finding.fatal
+    run(on_postgresql, finding.remedy)
+    assert about(check(on_postgresql, tables), "autovacuum is off for") == []
+
+
+def test_autovacuum_that_is_off_on_the_server_is_advice(on_postgresql: Engine) -> None:
+    """As this server has it."""
+    with on_postgresql.connect() as connection:
+        off = connection.scalar(text("SELECT current_setting('autovacuum')")) == "off"
+    assert bool(about(check(on_postgresql, tables), "autovacuum is off on this server")) is off
+
+
+def test_a_big_table_is_vacuumed_early_or_advised_to_be(on_postgresql: Engine) -> None:
+    """A fifth of ten million markers is much to leave dead; of a small table it is nothing."""
+    assert about(check(on_postgresql, tables), "waits") == []
+    run(on_postgresql, "UPDATE pg_class SET reltuples = 1e7 WHERE oid = 'processed_message'::regclass")
+    (finding,) = about(check(on_postgresql, tables), "autovacuum waits until 20% of it is dead")
+    assert not finding.fatal
+    run(on_postgresql, finding.remedy)
+    assert about(check(on_postgresql, tables), "waits") == []
+
+
+def test_a_table_that_is_sound_is_left_alone(engine: Engine) -> None:
+    """On a database as this version makes it, the markers just begun, there is nothing fatal and nothing of pruning."""
+    metadata.create_all(engine)
+    done = idempotency("check", "--json", PROJECTOR_DEDUP_DATABASE_URL=url_of(engine))
+    assert (done.returncode, done.stderr) == (0, "")
+    (one,) = json.loads(done.stdout)
+    assert one["ready"]
+    assert not [finding for finding in one["findings"] if finding["fatal"] or "marker" in finding["problem"]]
+
+
+# Pruning and horizon ---------------------------------------------------------------------------------------------
+
+
+def deployment(oldest: float | None = 1, *, handlers: tuple[str, ...] = (), **state: float) -> Stats:
+    """One whose oldest marker is so many hours old; ages and spans of its state in hours too."""
+    ages = {name: NOW - timedelta(hours=state[name]) for name in ("cleaned_at", "pruned_until") if name in state}
+    kept = state.get("retention_hours")
+    at = None if oldest is None else NOW - timedelta(hours=oldest)
+    known = State(None, state.get("horizon_hours"), kept, ages.get("cleaned_at"), ages.get("pruned_until"))
+    found = tuple(HandlerStats(name, 1, NOW, NOW) for name in handlers)
+    return Stats(NOW, len(found), False, None, at, at, kept or 168, 0, found, known)
+
+
+@pytest.mark.parametrize(
+    ("found", "problem"),
+    [
+        (deployment(None), None),
+        (deployment(167), None),
+        (deployment(169), "the oldest marker is 7 days old, and no complete cleanup was ever recorded"),
+        (deployment(167 + 48, cleaned_at=5, retention_hours=168), None),
+        (
+            deployment(169 + 48, cleaned_at=5, retention_hours=168),
+            "the oldest marker is 9 days old, though 168 hours are kept; the last complete cleanup was 5 hours ago",
+        ),
+        (deployment(30, cleaned_at=47, retention_hours=1), None),
+        (deployment(1, cleaned_at=49, retention_hours=1), "the last complete cleanup was 2 days ago"),
+        (deployment(1, cleaned_at=335, retention_hours=168), None),
+        (deployment(1, cleaned_at=337, retention_hours=168), "the last complete cleanup was 14 days ago"),
+    ],
+)
+def test_pruning_that_does_not_keep_up(found: Stats, problem: str | None) -> None:
+    """Advice from the edge on, and not a day before it; on an empty table there is nothing to prune."""
+    assert [finding.problem for finding in advise(found)] == ([] if problem is None else [problem])
+    assert not any(finding.fatal for finding in advise(found))
+
+
+@pytest.mark.parametrize(
+    ("found", "problem"),
+    [
+        (deployment(horizon_hours=200), None),
+        (deployment(horizon_hours=168, retention_hours=168, cleaned_at=1, pruned_until=169), None),
+        (deployment(horizon_hours=200, retention_hours=168, cleaned_at=1), "the last cleanup kept 168 hours of"),
+        (
+            deployment(horizon_hours=200, retention_hours=300, cleaned_at=1, pruned_until=150),
+            "markers up to 2026-04-25 06:00:00 UTC are deleted, but a message may return after 200 hours",
+        ),
+        (deployment(horizon_hours=200, retention_hours=300, cleaned_at=1, pruned_until=300), None),
+    ],
+)
+def test_a_horizon_that_is_not_kept(found: Stats, problem: str | None) -> None:
+    """What was pruned and may yet return is told; what is kept for longer than it needs is no matter."""
+    problems = [finding.problem for finding in advise(found)]
+    assert len(problems) == (problem is not None)
+    assert problem is None or problems[0].startswith(problem)
+
+
+def test_check_reads_what_cleanup_wrote(engine: Engine) -> None:
+    """From the table of each database: an old marker, a short retention, a longer horizon."""
+    metadata.create_all(engine)
+    old = datetime.now(UTC) - timedelta(days=30)
+    with engine.begin() as connection:
+        connection.execute(insert(tables.marker), {"message_id": "1", "handler": "a.add", "processed_at": old})
+    url = url_of(engine)
+    assert "30 days old, and no complete cleanup was ever" in idempotency("check", "--database-url", url).stdout
+    with engine.begin() as connection:
+        values = {CLEANED_AT: datetime.now(UTC).isoformat(), RETENTION: "24", REDELIVERY_HORIZON: "48"}
+        write_state(connection, tables, values)
+    done = idempotency("check", "--database-url", url)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "30 days old, though 24 hours are kept; the last complete cleanup was 0 minutes ago" in done.stdout
+    assert "kept 24 hours of markers, but a message may return after 48" in done.stdout
+
+
+# Handlers --------------------------------------------------------------------------------------------------------
+
+
+@projector(idempotent=True, name="totals")
+class Totals:
+    """Two handlers."""
+
+    @on("added", name="add")
+    def add(self, event: object, session: object) -> None:
+        """Nothing."""
+
+    @on("taken", name="take")
+    def take(self, event: object, session: object) -> None:
+        """Nothing."""
+
+
+@projector(idempotent=True, name="awaited")
+class Awaited:
+    """One."""
+
+    @on("added", name="add")
+    async def add(self, event: object, session: object) -> None:
+        """Nothing."""
+
+
+def test_a_dispatcher_tells_what_its_handlers_are_called() -> None:
+    """Sync and async."""
+    assert Dispatcher(sessionmaker(), Totals()).identities == {"totals.add", "totals.take"}
+    assert AsyncDispatcher(async_sessionmaker(), Awaited()).identities == {"awaited.add"}
+
+
+def test_handlers_that_the_application_does_not_know() -> None:
+    """They are named, ten at most, with the command that mends it; handlers without markers are no matter."""
+    found = deployment(handlers=("totals.add", "old\n.add", *(f"old.{number:02}" for number in range(11))))
+    (finding,) = advise(found, {"totals.add", "totals.take"})
+    assert not finding.fatal
+    assert finding.problem.endswith(
+        ": old\\n.add, old.00, old.01, old.02, old.03, old.04, old.05, old.06, old.07, old.08 and 2 more"
+    )
+    assert "idempotency rename OLD NEW" in finding.remedy
+    (sampled,) = advise(replace(found, estimated=True), {"totals.add"})
+    assert sampled.problem.endswith("(looked for in a sample)")
+    assert advise(deployment(handlers=("totals.add",)), {"totals.add", "totals.take"}) == []
+    assert advise(found) == []
+
+
+APP = """
+from sqlalchemy import create_engine
+from sqlalchemy.orm import sessionmaker
+from projector_dedup import Dispatcher, on, projector
+
+@projector(idempotent=True, name="totals")
+class Totals:
+    @on("added", name="add")
+    def add(self, event, session):
+        pass
+
+dispatcher = Dispatcher(sessionmaker(create_engine("sqlite://")), Totals())
+number = 7
+
+def make():
+    return dispatcher
+
+class Shop:
+    dispatcher = dispatcher
+
+def fails():
+    raise RuntimeError("no settings for postgresql://app:s3cret@db/orders")
+
+def needs(settings):
+    return dispatcher
+"""
+
+
+@pytest.fixture
+def app(tmp_path: Path) -> str:
+    """A folder with the modules of an application in it."""
+    folder = tmp_path / "app"
+    (folder / "shop").mkdir(parents=True)
+    (folder / "shop" / "__init__.py").touch()
+    (folder / "shop" / "consumer.py").write_text(APP)
+    (folder / "shop" / "broken.py").write_text("import no_such_dependency")
+    return str(folder)
+
+
+@pytest.mark.parametrize("place", ["shop.consumer:dispatcher", "shop.consumer:make", "shop.consumer:Shop.dispatcher"])
+def test_check_asks_the_application(place: str, app: str, engine: Engine) -> None:
+    """A module of the current directory; a dispatcher, or a function that makes one."""
+    metadata.create_all(engine)
+    with engine.begin() as connection:
+        keys = [{"message_id": "1", "handler": handler} for handler in ("totals.add", "shop.Totals.add")]
+        connection.execute(insert(tables.marker), keys)
+    done = idempotency("check", "--app", place, cwd=app, PROJECTOR_DEDUP_DATABASE_URL=url_of(engine))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "advice: markers of handlers that the application does not know: shop.Totals.add\n" in done.stdout
+    assert "idempotency rename OLD NEW" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        ("shop.nothing:dispatcher", ["there is no module shop.nothing", "the application's own Python"]),
+        ("nothing.at.all:dispatcher", ["there is no module nothing"]),
+        ("shop.broken:dispatcher", ["to import it failed", "no_such_dependency"]),
+        ("shop.consumer:dispatchr", ["to find it failed", "dispatchr"]),
+        ("shop.consumer:number", ["is an int", "Dispatcher"]),
+        ("shop.consumer:fails", ["to call it failed", "RuntimeError: no settings"]),
+        ("shop.consumer:needs", ["to call it failed", "settings"]),
+    ],
+)
+def test_an_application_that_cannot_be_asked(place: str, words: list[str], app: str, sqlite: Database) -> None:
+    """One line, what to do, and no password; nothing is connected to before."""
+    url = sqlite.url().render_as_string()
+    done = idempotency("check", "--app", place, "--database-url", url, cwd=app)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert all(word in line for word in [f"--app {place}", *words])
+    assert "s3cret" not in line
+    debugged = idempotency("check", "--app", place, "--debug", "--database-url", url, cwd=app)
+    assert "Traceback" in debugged.stderr
+    assert "s3cret" not in debugged.stderr
+
+
+# Output ----------------------------------------------------------------------------------------------------------
+
+
+def test_json_has_the_problems_too(sqlite: Database) -> None:
+    """Exit code 1, the document on stdout, the line for people on stderr."""
+    engine = create_engine(sqlite.url())
+    run(engine, "CREATE TABLE processed_message (message_id TEXT, handler TEXT)")
+    done = idempotency("check", "--json", "--database-url", url_of(engine))
+    assert done.returncode == 1
+    (one,) = json.loads(done.stdout)
+    assert not one["ready"]
+    assert {"problem", "remedy", "fatal"} == set(one["findings"][0])
+    assert "is not ready" in done.stderr
+    engine.dispose()
+
+
+def test_several_databases_say_whose_a_finding_is(tmp_path: Path) -> None:
+    """Each line begins with its database, and the one that is not ready makes the exit code."""
+    urls = [f"sqlite+pysqlite:///{tmp_path}/{name}.db" for name in ("one", "two")]
+    for url, statement in zip(urls, ("SELECT 1", "DROP TABLE processed_message_state"), strict=True):
+        engine = create_engine(url)
+        metadata.create_all(engine)
+        run(engine, statement)
+        engine.dispose()
+    done = idempotency("check", PROJECTOR_DEDUP_DATABASE_URL=" ".join(urls))
+    assert done.returncode == 1
+    assert f"{urls[0]}: processed_message is ready.\n" in done.stdout
+    assert f"{urls[1]}: problem: the table processed_message_state is missing\n" in done.stdout
+    first, last = done.stderr.splitlines()
+    assert first == f"Error: {urls[1]} is not ready: 1 problem, see above"
+    assert last == "Error: 1 of 2 failed, see above"
+
+
+@pytest.mark.parametrize(
+    ("hours", "said"),
+    [
+        (-0.001, "0 minutes"),
+        (1 / 60, "1 minute"),
+        (0.9, "54 minutes"),
+        (1, "1 hour"),
+        (47, "47 hours"),
+        (48, "2 days"),
+        (800, "33 days"),
+    ],
+)
+def test_a_span_is_told_as_people_say_it(hours: float, said: str) -> None:
+    """In one unit."""
+    assert duration(timedelta(hours=hours)) == said
+
+
+@pytest.mark.parametrize(("no_color", "coloured"), [("", True), ("1", False)])
+def test_colours_on_a_terminal_only(no_color: str, coloured: bool, sqlite: Database) -> None:
+    """And not where NO_COLOR asks for none."""
+    engine = create_engine(sqlite.url())
+    metadata.create_all(engine)
+    old = datetime.now(UTC) - timedelta(days=30)
+    with engine.begin() as connection:
+        connection.execute(insert(tables.marker), {"message_id": "1", "handler": "a.add", "processed_at": old})
+    code, seen = on_a_terminal("check", "--database-url", url_of(engine), NO_COLOR=no_color)
+    assert code == 0
+    assert "advice" in seen
+    assert ("\x1b[" in seen) is coloured
+    assert "\x1b" not in idempotency("check", "--database-url", url_of(engine), FORCE_COLOR="1").stdout
+    engine.dispose()

@@ -1,0 +1,431 @@
+"""`migrate`: tables that the library owns are made, adopted, and changed under load, by one run at a time."""
+
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Barrier, Event
+from typing import Any
+
+import pytest
+from alembic.config import Config
+from alembic.script import ScriptDirectory
+from sqlalchemy import URL, Engine, MetaData, create_engine, func, inspect, select, text
+from sqlalchemy.orm import Session, sessionmaker
+from sqlalchemy.schema import CreateIndex, CreateTable
+
+import projector_dedup.maintenance.check
+import projector_dedup.maintenance.migrate
+from alembic_project import another_schema, run_python
+from databases import Database
+from projector_dedup import (
+    DedupTables,
+    Dispatcher,
+    MissingTableError,
+    Outcome,
+    RetriesExhaustedError,
+    UnsafeSessionError,
+    claim,
+    make_tables,
+    on,
+    projector,
+)
+from projector_dedup.maintenance.check import check
+from projector_dedup.maintenance.ddl import ddl
+from projector_dedup.maintenance.migrate import Migrated, migrate, planned
+from projector_dedup.maintenance.state import read_state, write_state
+from projector_dedup.tables import SCHEMA, default_tables
+
+ROOT = Path(__file__).parents[2]
+
+NEXT = '''"""A change as a later version may make it."""
+
+import sqlalchemy as sa
+from alembic import op
+
+from projector_dedup.migrations.table_sets import table_sets
+
+revision = "projector_dedup_0002"
+down_revision = "projector_dedup_0001"
+branch_labels = None
+depends_on = None
+
+
+def upgrade():
+    for schema, name in table_sets(op.get_context().config):
+        op.add_column(name, sa.Column("note", sa.Text(), nullable=True), schema=schema)
+        state = sa.table(f"{name}_state", sa.column("key"), sa.column("value"), schema=schema)
+        op.execute(sa.update(state).values(value="2").where(state.c.value == "1"))
+'''
+
+
+@projector(idempotent=True, name="h")
+@on(dict)
+def handler(event: object, session: object) -> None:
+    """Do nothing."""
+
+
+@pytest.fixture(name="sync_url")
+def one_url_of_each_engine(database: Database) -> URL:
+    """What Alembic does, and processes that it runs in, do not depend on the driver."""
+    return database.url()
+
+
+@pytest.fixture
+def schema(engine: Engine) -> Iterator[str | None]:
+    """A second schema, where there is such a thing."""
+    with another_schema(Database(engine.url.get_backend_name(), engine.url)) as name:
+        yield name
+
+
+@pytest.fixture
+def next_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library as a later version, whose schema has one column more."""
+    folder = tmp_path / "migrations"
+    shutil.copytree(ROOT / "migrations", folder, ignore=shutil.ignore_patterns("__pycache__"))
+    (folder / "versions" / "0002_next.py").write_text(NEXT)
+    monkeypatch.setattr(projector_dedup.maintenance.migrate, "files", lambda _package: folder)
+    monkeypatch.setattr(projector_dedup.maintenance.migrate, "SCHEMA", 2)
+    monkeypatch.setattr(projector_dedup.maintenance.check, "SCHEMA", 2)
+
+
+def fatal(engine: Engine, tables: DedupTables = default_tables) -> list[str]:
+    """What `check` thinks must be mended."""
+    return [finding.problem for finding in check(engine, tables) if finding.fatal]
+
+
+def state_of(engine: Engine, tables: DedupTables = default_tables) -> dict[str, str]:
+    """As another connection reads it."""
+    with engine.connect() as connection:
+        return read_state(connection, tables)
+
+
+def deliver(engine: Engine, message_id: str, tables: DedupTables = default_tables) -> Outcome:
+    """One message."""
+    return Dispatcher(sessionmaker(engine), handler, tables=tables).deliver({}, message_id=message_id).outcome
+
+
+def described(engine: Engine, tables: DedupTables) -> list[str]:
+    """The DDL of the two tables, as the database itself tells what it has."""
+    found = MetaData()
+    both = (tables.marker, tables.state)
+    found.reflect(engine, schema=tables.marker.schema, only=[table.name for table in both])
+    mirrored = [found.tables[table.fullname] for table in both]
+    indexes = [str(CreateIndex(index).compile(engine)) for table in mirrored for index in table.indexes]
+    return [*(str(CreateTable(table).compile(engine)) for table in mirrored), *indexes]
+
+
+def run(engine: Engine, script: str) -> None:
+    """The statements of a script, as a driver without SQLAlchemy sends them."""
+    connection = engine.raw_connection()
+    cursor = connection.cursor()
+    lines = [line for line in script.splitlines() if not line.startswith("--")]
+    for statement in "\n".join(lines).split(";"):
+        if statement.strip() and statement.strip() not in ("BEGIN", "COMMIT"):
+            cursor.execute(statement)
+    cursor.close()  # SQLite commits nothing while a RETURNING is unread
+    connection.commit()
+    connection.close()
+
+
+# Made, adopted, refused ------------------------------------------------------------------------------------------
+
+
+def test_the_tables_are_made_once(engine: Engine, schema: str | None) -> None:
+    """Of any name, in any schema, side by side, as `create_all` makes them; a second run leaves everything as it is."""
+    for name, place in (("processed_message", None), ("inbox", None), ("inbox2", schema), ("t" * 43, schema)):
+        tables = make_tables(MetaData(), name, place)
+        assert migrate(engine, tables) == Migrated(before=None, after=SCHEMA)
+        made = described(engine, tables)
+        assert deliver(engine, "m1", tables) is Outcome.APPLIED
+        assert migrate(engine, tables) == Migrated(before=SCHEMA, after=SCHEMA)
+        assert deliver(engine, "m1", tables) is Outcome.DUPLICATE
+        assert fatal(engine, tables) == []
+        assert state_of(engine, tables) == {"schema_version": str(SCHEMA)}
+        tables.marker.metadata.drop_all(engine)
+        tables.marker.metadata.create_all(engine)
+        assert described(engine, tables) == made
+
+
+def test_an_engine_that_moves_schemas_is_followed(engine: Engine, schema: str | None) -> None:
+    """With a `schema_translate_map` the tables are where deliveries through the engine look for them."""
+    if schema is None:
+        pytest.skip("one schema")
+    moved = engine.execution_options(schema_translate_map={None: schema})
+    assert migrate(moved) == Migrated(before=None, after=SCHEMA)
+    assert migrate(moved) == Migrated(before=SCHEMA, after=SCHEMA)
+    assert inspect(engine).get_table_names() == []
+    assert deliver(moved, "m1") is Outcome.APPLIED
+
+
+@pytest.mark.parametrize("way", ["create_all", "schema"])
+def test_tables_that_are_there_and_right_are_adopted(engine: Engine, way: str) -> None:
+    """With what is in them; from then on their version is known."""
+    if way == "schema":
+        run(engine, ddl(engine.dialect.name))
+        assert fatal(engine) == []
+    else:
+        default_tables.marker.metadata.create_all(engine)
+    deliver(engine, "m1")
+    dry = planned(engine)
+    assert "INSERT INTO processed_message_alembic_version" in dry
+    assert "CREATE TABLE processed_message (" not in dry
+    assert migrate(engine) == Migrated(before=SCHEMA, after=SCHEMA, adopted=True)
+    assert migrate(engine) == Migrated(before=SCHEMA, after=SCHEMA)
+    assert state_of(engine) == {"schema_version": str(SCHEMA)}
+    assert deliver(engine, "m1") is Outcome.DUPLICATE
+
+
+def test_tables_that_are_wrong_are_left_alone(engine: Engine) -> None:
+    """A table of somebody else's with our name: an error that names what is wrong, and no table more than before."""
+    with engine.begin() as connection:
+        connection.execute(text("CREATE TABLE processed_message (message_id VARCHAR(512) PRIMARY KEY)"))
+    for attempt in (migrate, planned):
+        with pytest.raises(MissingTableError, match=r"has no column handler; nothing was changed; alter"):
+            attempt(engine)
+    assert inspect(engine).get_table_names() == ["processed_message"]
+
+
+def test_a_run_that_died_half_way_is_finished(engine: Engine) -> None:
+    """Where DDL commits, the marker table may be there alone; the next run makes the other one."""
+    default_tables.marker.create(engine)
+    assert migrate(engine) == Migrated(before=SCHEMA, after=SCHEMA, adopted=True)
+    assert fatal(engine) == []
+
+
+def test_tables_that_were_dropped_behind_its_back_are_not_called_ready(engine: Engine) -> None:
+    """The version table alone says nothing: the error names it."""
+    migrate(engine)
+    default_tables.marker.drop(engine)
+    with pytest.raises(MissingTableError, match=r"drop processed_message_alembic_version too"):
+        migrate(engine)
+
+
+def test_a_schema_that_is_not_there_is_named(engine: Engine) -> None:
+    """It is the owner's to create."""
+    with pytest.raises(MissingTableError, match=r"there is no schema nowhere: create it"):
+        migrate(engine, make_tables(MetaData(), schema="nowhere"))
+
+
+def test_autocommit_is_refused(engine: Engine) -> None:
+    """Neither lock nor change would be one transaction."""
+    with pytest.raises(UnsafeSessionError, match="AUTOCOMMIT"):
+        migrate(engine.execution_options(isolation_level="AUTOCOMMIT"))
+
+
+def test_what_is_planned_is_what_happens(engine: Engine) -> None:
+    """The SQL of a dry run, sent by hand, leaves nothing for `migrate` to do."""
+    script = planned(engine)
+    assert inspect(engine).get_table_names() == []
+    run(engine, script)
+    assert planned(engine) == ""
+    assert migrate(engine) == Migrated(before=SCHEMA, after=SCHEMA)
+    assert fatal(engine) == []
+
+
+def test_the_newest_revision_is_the_schema_of_this_version() -> None:
+    """`make_tables` and the migrations end at the same number."""
+    config = Config()
+    config.set_main_option("script_location", str(ROOT / "migrations"))
+    assert ScriptDirectory.from_config(config).get_heads() == [f"projector_dedup_{SCHEMA:04}"]
+
+
+# Several at once, and beside deliveries --------------------------------------------------------------------------
+
+
+BEGIN_TOGETHER = """
+import sys
+from projector_dedup.maintenance.migrate import migrate
+from sqlalchemy import create_engine
+engine = create_engine(sys.argv[1])
+print("ready", flush=True)
+sys.stdin.readline()
+done = migrate(engine)
+print(done.before, done.after, done.adopted)
+"""
+
+
+def test_runs_that_meet_are_one_after_the_other(engine: Engine) -> None:
+    """Three processes begin at once: one makes the tables, the others find them."""
+    url = engine.url.render_as_string(hide_password=False)
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", BEGIN_TOGETHER, url], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        for _ in range(3)
+    ]
+    for process in processes:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+    said = []
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+    for process in processes:
+        said.append(process.communicate(timeout=60)[0].strip())
+    assert sorted(said) == [f"{SCHEMA} {SCHEMA} False"] * 2 + [f"None {SCHEMA} False"]
+    assert fatal(engine) == []
+
+
+def test_threads_that_meet_are_one_after_the_other(engine: Engine) -> None:
+    """Alembic runs one environment at a time in a process; whoever calls `migrate` need not know."""
+    count = 3
+    barrier = Barrier(count)
+
+    def one_of_them() -> Migrated:
+        barrier.wait()
+        return migrate(engine)
+
+    with ThreadPoolExecutor(count) as threads:
+        done = [future.result() for future in [threads.submit(one_of_them) for _ in range(count)]]
+    assert sorted(each.before or 0 for each in done) == [0, *[SCHEMA] * (count - 1)]
+
+
+@pytest.mark.usefixtures("next_version")
+def test_a_change_gives_way_to_writers(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a transaction holds the table, others claim; when it has ended, the change goes through."""
+    if engine.dialect.name == "sqlite":
+        pytest.skip("one writer at a time")
+    run(engine, ddl(engine.dialect.name))
+    gave_way, resume, pause = Event(), Event(), time.sleep
+
+    def sleep(seconds: float) -> None:
+        gave_way.set()
+        resume.wait(60)
+        pause(seconds / 10)
+
+    monkeypatch.setattr("projector_dedup.maintenance.migrate.time.sleep", sleep)
+    with Session(engine) as holder, ThreadPoolExecutor(1) as threads:
+        claim(holder, "held", "h")
+        running = threads.submit(migrate, engine)
+        assert gave_way.wait(60)
+        assert deliver(engine, "m1") is Outcome.APPLIED
+        holder.commit()
+        resume.set()
+        done = running.result()
+    assert (done.before, done.after) == (1, 2)
+    assert [deliver(engine, each) for each in ("held", "m1", "m2")] == [
+        Outcome.DUPLICATE,
+        Outcome.DUPLICATE,
+        Outcome.APPLIED,
+    ]
+
+
+@pytest.mark.usefixtures("next_version")
+def test_a_table_that_is_never_let_go_is_an_error(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says what to do, and the table is as it was."""
+    if engine.dialect.name == "sqlite":
+        pytest.skip("one writer at a time")
+    monkeypatch.setattr(projector_dedup.maintenance.migrate, "_PATIENCE", 0.0)
+    run(engine, ddl(engine.dialect.name))
+    with Session(engine) as holder:
+        claim(holder, "held", "h")
+        with pytest.raises(RetriesExhaustedError, match="another transaction holds it; look for one that is open"):
+            migrate(engine)
+        holder.commit()
+    assert "note" not in {column["name"] for column in inspect(engine).get_columns("processed_message")}
+
+
+@pytest.mark.usefixtures("next_version")
+def test_code_of_the_old_version_claims_during_and_after_an_upgrade(engine: Engine) -> None:
+    """Nothing that was claimed before, during or after it is lost or applied again."""
+    run(engine, ddl(engine.dialect.name))
+    applied = [f"before {number}" for number in range(20)]
+    assert {deliver(engine, each) for each in applied} == {Outcome.APPLIED}
+    under_way, stop = Event(), Event()
+
+    def meanwhile() -> list[str]:
+        ids: list[str] = []
+        while not (stop.is_set() and len(ids) >= 20):
+            ids.append(f"during {len(ids)}")
+            assert deliver(engine, ids[-1]) is Outcome.APPLIED
+            under_way.set()
+        return ids
+
+    with ThreadPoolExecutor(1) as threads:
+        others = threads.submit(meanwhile)
+        assert under_way.wait(60)
+        try:
+            assert migrate(engine) == Migrated(before=1, after=2, adopted=True)
+        finally:
+            stop.set()
+        applied += others.result()
+    assert deliver(engine, "after") is Outcome.APPLIED
+    applied.append("after")
+    assert {deliver(engine, each) for each in applied} == {Outcome.DUPLICATE}
+    with engine.connect() as connection:
+        assert connection.scalar(select(func.count()).select_from(default_tables.marker)) == len(applied)
+    assert state_of(engine) == {"schema_version": "2"}
+    assert migrate(engine) == Migrated(before=2, after=2)
+
+
+@pytest.mark.parametrize(
+    ("written", "code", "problem"),
+    [
+        (None, 3, None),
+        ("3", 3, None),
+        ("2", 3, "advice"),
+        ("1", 3, "works on 2 too, but on nothing older; run `idempotency migrate`"),
+        ("4", 3, "upgrade projector-dedup here"),
+        ("x", 3, "somebody else wrote"),
+    ],
+)
+def test_check_knows_two_versions(
+    engine: Engine, written: str | None, code: int, problem: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own and the one before, for rolling deploys; without a number the structure decides."""
+    monkeypatch.setattr(projector_dedup.maintenance.check, "SCHEMA", code)
+    default_tables.marker.metadata.create_all(engine)
+    with engine.begin() as connection:
+        write_state(connection, default_tables, {"schema_version": written})
+    found = [finding for finding in check(engine) if "schema version" in finding.problem]
+    assert [finding.fatal for finding in found] == ([] if problem is None else [problem != "advice"])
+    if problem not in (None, "advice"):
+        assert str(problem) in found[0].remedy
+
+
+# The commands ----------------------------------------------------------------------------------------------------
+
+
+def test_the_command(database: Database) -> None:
+    """`migrate` makes the tables (and an SQLite file), and says what it found; `--dry-run` changes nothing."""
+    url = database.url().render_as_string(hide_password=False)
+
+    def command(*arguments: str) -> Any:
+        return run_python("-m", "projector_dedup", *arguments, "--database-url", url, "--table", "inbox")
+
+    if database.engine != "sqlite":
+        assert "CREATE TABLE inbox" in command("migrate", "--dry-run").stdout
+        assert command("check").returncode == 1
+    said = [command("migrate") for _ in range(2)]
+    assert [(done.returncode, done.stdout, done.stderr) for done in said] == [
+        (0, "inbox was created at version 1.\n", ""),
+        (0, "inbox is at version 1.\n", ""),
+    ]
+    assert command("migrate", "--dry-run").stdout == "-- inbox: nothing to do\n"
+    assert command("check").returncode == 0
+
+
+def test_the_command_schema_prints_what_makes_the_tables(database: Database) -> None:
+    """For the table that was asked for, with the rights that an application user needs."""
+    done = run_python("-m", "projector_dedup", "schema", "--dialect", database.engine, "--table", "inbox")
+    assert done.returncode == 0, done.stderr
+    assert "-- GRANT SELECT, INSERT, UPDATE, DELETE ON inbox_state TO" in done.stdout
+    engine = create_engine(database.url())
+    run(engine, done.stdout)
+    assert fatal(engine, make_tables(MetaData(), "inbox")) == []
+    assert state_of(engine, make_tables(MetaData(), "inbox")) == {"schema_version": "1"}
+    engine.dispose()
+
+
+def test_a_name_that_is_too_long_is_told_in_one_line(sqlite: Database) -> None:
+    """By every command that takes a name."""
+    for command in (["schema"], ["migrate", "--database-url", sqlite.url().render_as_string()]):
+        done = run_python("-m", "projector_dedup", *command, "--table", "t" * 44)
+        assert done.returncode == 1
+        assert done.stderr.startswith("Error: the name of the marker table has 44 bytes")
+        assert len(done.stderr.splitlines()) == 1

@@ -1,0 +1,87 @@
+"""The tables in the user's own MetaData: what Alembic writes for them runs unedited, and nothing is ever dropped."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from sqlalchemy import Engine, MetaData, create_engine, func, inspect, select
+from sqlalchemy.orm import sessionmaker
+
+from alembic_project import Project, another_schema
+from databases import Database
+from projector_dedup import DedupTables, Dispatcher, Outcome, make_tables, on, projector
+from projector_dedup.maintenance.check import check
+
+
+@projector(idempotent=True, name="h")
+@on(dict)
+def handler(event: object, session: object) -> None:
+    """Do nothing."""
+
+
+@pytest.fixture
+def engine(database: Database) -> Iterator[Engine]:
+    """An engine on each empty database."""
+    engine = create_engine(database.url())
+    yield engine
+    engine.dispose()
+
+
+@pytest.fixture
+def schema(database: Database) -> Iterator[str | None]:
+    """A second schema, where there is such a thing."""
+    with another_schema(database) as name:
+        yield name
+
+
+def delivered_twice(engine: Engine, tables: DedupTables) -> list[Outcome]:
+    """The same message."""
+    dispatcher = Dispatcher(sessionmaker(engine), handler, tables=tables)
+    return [dispatcher.deliver({}, message_id="é ").outcome for _ in range(2)]
+
+
+def test_autogenerate_adds_the_tables_to_a_history(
+    database: Database, engine: Engine, schema: str | None, tmp_path: Path
+) -> None:
+    """The default set joins the user's history, then two more of other names and places; Alembic is content."""
+    project = Project(tmp_path, database)
+    project.configure()
+    project.model()
+    project.autogenerate()
+    project.alembic("upgrade", "head")
+    theirs = ["make_tables(metadata)", "make_tables(metadata, 'inbox')", f"make_tables(metadata, 'inbox2', {schema!r})"]
+    ours = [make_tables(MetaData()), make_tables(MetaData(), "inbox"), make_tables(MetaData(), "inbox2", schema)]
+    for count in (1, 3):
+        project.model(*theirs[:count])
+        written = project.autogenerate()
+        assert "projector_dedup" not in written
+        assert "drop" not in written.partition("def downgrade")[0]
+        project.alembic("upgrade", "head")
+        assert "No new upgrade operations" in project.alembic("check")
+        assert delivered_twice(engine, ours[count - 1]) == [Outcome.APPLIED, Outcome.DUPLICATE]
+    again = project.autogenerate()
+    assert again.count("pass") == 2
+    project.alembic("upgrade", "head")
+    for tables in ours:
+        assert not [finding for finding in check(engine, tables) if finding.fatal]
+    with engine.connect() as connection:
+        kept = [connection.scalar(select(func.count()).select_from(tables.marker)) for tables in ours]
+    assert kept == [1, 0, 1]
+    assert "of_the_user" in inspect(engine).get_table_names()
+    project.alembic("downgrade", "base")
+    assert inspect(engine).get_table_names() == ["alembic_version"]
+
+
+@pytest.mark.parametrize(("length", "fits"), [(43, True), (44, False)])
+def test_a_name_is_as_long_as_every_database_takes(engine: Engine, length: int, fits: bool) -> None:
+    """The longest that is accepted works, with all that is named after it; one letter more is refused at once."""
+    name = "t" * length
+    if not fits:
+        with pytest.raises(ValueError, match="44 bytes, and must have 1 to 43"):
+            make_tables(MetaData(), name)
+        return
+    tables = make_tables(MetaData(), name)
+    tables.marker.metadata.create_all(engine)
+    assert not [finding for finding in check(engine, tables) if finding.fatal]
+    assert set(inspect(engine).get_table_names()) == {name, f"{name}_state"}
+    assert delivered_twice(engine, tables) == [Outcome.APPLIED, Outcome.DUPLICATE]

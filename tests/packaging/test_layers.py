@@ -1,0 +1,288 @@
+"""The house: tiers, one door to each wing, files and a core that are small enough to read, known private names."""
+
+import ast
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+TIERS: dict[str, set[str]] = {  # a file or package imports its own tier and those above it in this list
+    "words": {"outcome", "errors", "message", "extractors", "reads", "asyncio_names", "transaction_text", "closing"},
+    "ports": {"row_source"},
+    "databases": {"dialects", "tables"},
+    "watching": {"guards"},
+    "the unit of work": {
+        *("options", "isolation", "preflight", "reentry", "markers", "sessions", "ending"),
+        *("unit_of_work", "async_unit_of_work", "caller_claim", "retry"),
+    },
+    "reading ahead": {"read_ahead"},
+    "delivering": {"handler", "identity", "apply", "batch", "delivery_log", "projector", "dispatcher", "results"},
+    "the public names": {"__init__"},
+    "looking after the tables": {"maintenance"},
+    "beside the library": {"testing", "integrations"},
+    "the command": {"cli", "migrations", "__main__"},
+}
+TIER_OF = {name: number for number, names in enumerate(TIERS.values()) for name in names}
+
+MAX_LINES = 250  # of a file: beyond, the idea in it is wrong before the file is
+PROMISE = ("apply", "unit_of_work", "ending", "markers", "sessions", "retry")
+"""The files to read before one believes that a message is applied once."""
+MAX_PROMISE = 1_000  # lines of those
+MAX_WITH_GUARDS = 1_700  # and of ``guards``, but for what it does for ``read_models``
+
+DRIVERS = {
+    "postgresql": {"psycopg", "psycopg2", "asyncpg"},
+    "mariadb": {"pymysql", "MySQLdb", "asyncmy", "aiomysql"},
+    "sqlite": {"sqlite3", "aiosqlite"},
+}
+
+PRIVATE = {
+    "_commit_all": "SQLAlchemy, InstanceState: an instance whose changes are written later is as after a flush",
+    "_commit_impl": "SQLAlchemy, Connection: COMMIT comes through here, whichever object was told to commit",
+    "_flushing": "SQLAlchemy, Session: what runs within a flush must not flush again, as autoflush does not",
+    "_for_update_arg": "SQLAlchemy, Select: whether a handler has asked for a lock itself, and for which",
+    "_force_close": "PyMySQL: hangs up without a word to the server, as PyMySQL does when it is interrupted",
+    "_independent_ctes": "SQLAlchemy, Insert: an INSERT with others beside it is not one of a flush",
+    "_on_connect_isolation_level": "SQLAlchemy, Dialect: create_engine(isolation_level=...) leaves no other trace",
+    "_proxied": "SQLAlchemy, OptionEngine: the engine of which execution_options() has made a copy",
+    "_rollback_impl": "SQLAlchemy, Connection: ROLLBACK comes through here, as COMMIT through _commit_impl",
+    "_variant_mapping": "SQLAlchemy, TypeEngine: a type with variants is not the same on every database",
+}
+"""Every private name of SQLAlchemy or of a driver that the library uses, and why there is no public one."""
+
+
+def _sources() -> dict[str, Path]:
+    """Every module as it is installed, e.g. `projector_dedup.cli.main`, and its file."""
+    found = {}
+    for folder, package in {
+        "projector_dedup": "projector_dedup",
+        "cli": "projector_dedup.cli",
+        "migrations": "projector_dedup.migrations",
+    }.items():
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            parts = path.relative_to(ROOT / folder).with_suffix("").parts
+            found[".".join([package, *parts]).removesuffix(".__init__")] = path
+    return found
+
+
+SOURCES = _sources()
+
+
+def _unit(module: str) -> str:
+    """The file or package directly below `projector_dedup` that a module belongs to."""
+    return [*module.split("."), "__init__"][1]
+
+
+def _imports(module: str, path: Path) -> Iterator[str]:
+    """The modules that a file names, also in a function or for type checkers: to know is to depend."""
+    package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else []
+            source = ".".join([*above, *([node.module] if node.module else [])])
+            for alias in node.names:
+                submodule = f"{source}.{alias.name}"
+                yield submodule if submodule in SOURCES else source
+
+
+def _ours(module: str, path: Path) -> Iterator[str]:
+    """The modules of the library that a file names."""
+    return (each for each in _imports(module, path) if each.split(".")[0] == "projector_dedup")
+
+
+def violations(module: str, path: Path) -> list[str]:
+    """The imports of a file that lead to a lower tier of the list."""
+    here = _unit(module)
+    return [
+        f"{module} imports {imported}"
+        for imported in _ours(module, path)
+        if _unit(imported) != here and TIER_OF[_unit(imported)] > TIER_OF[here]
+    ]
+
+
+def lines_of(*modules: str) -> int:
+    """The lines of modules together, comments and docstrings too: those are read as well."""
+    return sum(SOURCES[f"projector_dedup.{module}"].read_bytes().count(b"\n") for module in modules)
+
+
+def test_every_file_has_a_tier() -> None:
+    """A new file says where in the house it lives."""
+    assert {_unit(module) for module in SOURCES} - TIER_OF.keys() == set()
+
+
+@pytest.mark.parametrize("module", SOURCES)
+def test_a_file_imports_its_own_tier_and_those_before(module: str) -> None:
+    """Nothing knows what stands above it."""
+    assert violations(module, SOURCES[module]) == []
+
+
+def test_no_imports_go_round() -> None:
+    """Files and packages below `projector_dedup` can be read one after the other."""
+    graph: dict[str, set[str]] = {}
+    for module, path in SOURCES.items():
+        here = graph.setdefault(_unit(module), set())
+        here.update(_unit(imported) for imported in _ours(module, path))
+    graph = {unit: needed - {unit} for unit, needed in graph.items()}
+    assert tuple(TopologicalSorter(graph).static_order())
+
+
+def test_a_circle_of_imports_is_seen() -> None:
+    """The sorter that looks for circles finds one."""
+    with pytest.raises(CycleError):
+        tuple(TopologicalSorter({"markers": {"sessions"}, "sessions": {"markers"}}).static_order())
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from .dispatcher import Dispatcher",
+        "from . import Dispatcher",
+        "from . import handler",
+        "import projector_dedup.cli.main",
+        "def later():\n    from projector_dedup.maintenance.stats import stats",
+    ],
+)
+def test_an_import_that_leads_up_is_seen(line: str, tmp_path: Path) -> None:
+    """However it is written, an import of a later tier is found."""
+    (tmp_path / "markers.py").write_text(line)
+    assert violations("projector_dedup.markers", tmp_path / "markers.py") != []
+
+
+@pytest.mark.parametrize("line", ["from .errors import Defer", "from . import tables", "import sqlalchemy"])
+def test_an_import_that_leads_down_is_fine(line: str, tmp_path: Path) -> None:
+    """Earlier tiers and other people's packages are free."""
+    (tmp_path / "markers.py").write_text(line)
+    assert violations("projector_dedup.markers", tmp_path / "markers.py") == []
+
+
+# Doors ---------------------------------------------------------------------------------------------------------------
+
+
+def _importers(package: str) -> set[str]:
+    """The units that import a package from outside of it."""
+    return {
+        _unit(module)
+        for module, path in SOURCES.items()
+        if _unit(module) != package and any(_unit(each) == package for each in _ours(module, path))
+    }
+
+
+def test_one_import_leads_into_reading_ahead() -> None:
+    """The library knows its rows by the port ``row_source`` alone, and delivers without the package."""
+    assert _importers("read_ahead") == {"handler"}
+
+
+def test_nothing_that_delivers_imports_maintenance() -> None:
+    """The command, the migrations and the tests look after the tables; a worker does not."""
+    assert _importers("maintenance") <= {"cli", "migrations", "testing"}
+
+
+@pytest.mark.parametrize("package", ["guards", "read_ahead"])
+def test_a_wing_is_entered_by_its_door(package: str) -> None:
+    """Other files import the package, not the files in it."""
+    wing = f"projector_dedup.{package}"
+    entered = {
+        (module, imported)
+        for module, path in SOURCES.items()
+        if _unit(module) != package
+        for imported in _ours(module, path)
+        if imported.startswith(f"{wing}.")
+    }
+    assert entered == set()
+
+
+@pytest.mark.parametrize("database", DRIVERS)
+def test_a_database_is_known_in_its_own_folder_only(database: str) -> None:
+    """No database imports another one's folder, nor anybody else's driver; the door of ``dialects`` registers all."""
+    folder = f"projector_dedup.dialects.{database}"
+    inside = {module for module in SOURCES if module == folder or module.startswith(f"{folder}.")}
+    outside = {
+        (module, imported)
+        for module, path in SOURCES.items()
+        if module not in inside and module != "projector_dedup.dialects" and _unit(module) not in {"cli", "testing"}
+        for imported in _imports(module, path)
+        if imported in inside or imported.split(".")[0] in DRIVERS[database]
+    }
+    assert outside == set()
+
+
+# Sizes ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("module", [name for name in SOURCES if _unit(name) not in {"cli", "migrations"}])
+def test_no_file_outgrows_a_reader(module: str) -> None:
+    """Nobody scrolls through the library for long."""
+    assert SOURCES[module].read_bytes().count(b"\n") <= MAX_LINES
+
+
+def test_the_promise_can_be_read_in_an_hour() -> None:
+    """Claim, handler, commit, retry, and the guards that watch: what somebody reads who has to believe it."""
+    guards = [f"guards.{name}" for name in ("guard", "session", "connection", "claim_transaction")]
+    assert lines_of(*PROMISE) <= MAX_PROMISE
+    assert lines_of(*PROMISE, *guards) <= MAX_WITH_GUARDS
+
+
+# Private names of others ---------------------------------------------------------------------------------------------
+
+
+def _is_private(name: object) -> bool:
+    return isinstance(name, str) and name.startswith("_") and not name.startswith("__") and len(name) > 1
+
+
+def _named(node: ast.expr, name: str) -> bool:
+    return isinstance(node, ast.Name) and node.id == name
+
+
+def _own_names(tree: ast.AST) -> Iterator[str]:
+    """The private names that a file defines: functions, classes, variables, attributes of self."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _named(node.value, "self"):
+            yield node.attr
+
+
+def foreign_private_names(source: str, own: set[str]) -> set[str]:
+    """The private names in a file that are somebody else's: read, overridden, imported, or asked for by ``getattr``."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and _is_private(node.attr) and not _named(node.value, "os"):
+            overrides = isinstance(node.value, ast.Call) and getattr(node.value.func, "id", "") == "super"
+            if overrides or node.attr not in own:
+                found.add(node.attr)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            found.update(alias.name for alias in node.names if _is_private(alias.name))
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in {"getattr", "hasattr", "setattr"}:
+            name = node.args[1]
+            if isinstance(name, ast.Constant) and _is_private(name.value) and name.value not in own:
+                found.add(str(name.value))
+    return found
+
+
+def test_every_private_name_of_others_is_written_down() -> None:
+    """A release of SQLAlchemy or of a driver may drop one: a new one needs a line, and a reason, in ``PRIVATE``."""
+    trees = {path: path.read_text(encoding="utf-8") for path in SOURCES.values()}
+    own = {name for text in trees.values() for name in _own_names(ast.parse(text))}
+    found = {name for text in trees.values() for name in foreign_private_names(text, own)}
+    assert found == PRIVATE.keys()
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "statement._for_update_arg",
+        "super()._commit_impl()",
+        "from sqlalchemy.orm import _x",
+        "getattr(engine, '_proxied', None)",
+    ],
+)
+def test_a_private_name_of_others_is_found(source: str) -> None:
+    """Each way to use one is seen."""
+    assert foreign_private_names(source, {"_commit_impl"}) != set()

@@ -1,0 +1,116 @@
+"""What is installed is what is on the disk: in an editable checkout every mistake here goes unseen."""
+
+import os
+import subprocess
+import sys
+import tomllib
+from functools import partial
+from pathlib import Path
+from shutil import copy, copytree, ignore_patterns
+from typing import Any
+
+import pytest
+from sqlalchemy import create_engine, inspect
+
+from alembic_project import OURS, Project, run_python
+from databases import Database
+from projector_dedup.maintenance.check import check
+
+ROOT = Path(__file__).parents[2]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+FOLDERS = {
+    "projector_dedup": "projector_dedup",
+    "cli": "projector_dedup.cli",
+    "migrations": "projector_dedup.migrations",
+}
+
+
+def test_declared_packages_are_those_on_disk() -> None:
+    """A new folder with Python in it is declared, or it would be missing from the wheel."""
+    on_disk = set()
+    for folder, package in FOLDERS.items():
+        for path in (ROOT / folder).rglob("*.py"):
+            on_disk.add(".".join([package, *path.parent.relative_to(ROOT / folder).parts]))
+    assert set(PYPROJECT["tool"]["setuptools"]["packages"]) == on_disk
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the wheel installed, and nothing else."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"  # a copy: setuptools takes stale files from a `build` folder in the checkout
+    source.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        copy(ROOT / name, source)
+    for name in FOLDERS:
+        copytree(ROOT / name, source / name, ignore=ignore_patterns("__pycache__"))
+    target = folder / "target"
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", folder, source], check=True)
+    (wheel,) = folder.glob("*.whl")
+    subprocess.run([*pip, "install", "--no-deps", "--target", target, wheel], check=True)
+    return target
+
+
+def _run(installed: Path, *arguments: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run Python with the installed wheel and its dependencies, but without the editable checkout."""
+    # A venv may take its dependencies from another by a .pth file.
+    path = [str(installed), *(each for each in sys.path if each.endswith("site-packages"))]
+    environment = {**os.environ, **options.pop("env", {}), "PYTHONPATH": os.pathsep.join(path)}
+    # -S: no .pth files, one of which would lead back to the checkout
+    return run_python("-S", *arguments, **{"cwd": installed.parent, "env": environment, **options})
+
+
+def _python(installed: Path, *arguments: str) -> str:
+    done = _run(installed, *arguments)
+    done.check_returncode()
+    return done.stdout
+
+
+def test_the_wheel_has_every_source_file(installed: Path) -> None:
+    """Every Python file of the library, the command and the migrations is in the wheel, and no other."""
+    wanted = {
+        Path(package.replace(".", "/")) / path.relative_to(ROOT / folder)
+        for folder, package in FOLDERS.items()
+        for path in (ROOT / folder).rglob("*.py")
+    }
+    assert {path.relative_to(installed) for path in installed.rglob("projector_dedup/**/*.py")} == wanted
+
+
+@pytest.mark.parametrize("file", ["py.typed", "migrations/script.py.mako"])
+def test_the_wheel_has_what_is_not_python(installed: Path, file: str) -> None:
+    """Types are seen by the users' type checkers, and Alembic finds its template."""
+    assert (installed / "projector_dedup" / file).is_file()
+
+
+def test_the_command_runs_from_the_wheel(installed: Path) -> None:
+    """Away from the checkout, `python -m projector_dedup --version` answers with the version of the wheel."""
+    assert PYPROJECT["project"]["version"] in _python(installed, "-m", "projector_dedup", "--version")
+
+
+def test_importing_the_library_does_not_need_the_extras(installed: Path) -> None:
+    """`import projector_dedup` loads no driver and no test tool."""
+    loaded = _python(installed, "-c", "import projector_dedup, sys; print(*sys.modules)").split()
+    assert {"psycopg", "psycopg2", "asyncpg", "aiosqlite", "pytest", "hypothesis", "alembic"} & set(loaded) == set()
+
+
+def test_the_wheel_brings_the_revisions(installed: Path, database: Database, tmp_path: Path) -> None:
+    """The user's `alembic upgrade heads` finds them in the wheel, and `downgrade` takes them back."""
+    project = Project(tmp_path, database, partial(_run, installed))
+    project.configure(locations=OURS)
+    project.model("make_tables(metadata)")
+    located = _python(installed, "-c", "import projector_dedup.migrations as m; print(m.__file__)")
+    assert Path(located.strip()).is_relative_to(installed)
+    project.alembic("upgrade", "heads")
+    engine = create_engine(database.url())
+    assert not [finding for finding in check(engine) if finding.fatal]
+    project.alembic("downgrade", "projector_dedup@base")
+    assert inspect(engine).get_table_names() == ["alembic_version"]
+    engine.dispose()
+
+
+def test_the_wheel_migrates(installed: Path, database: Database) -> None:
+    """`idempotency migrate`, away from the checkout, makes tables on which its `check` is content."""
+    url = database.url().render_as_string(hide_password=False)
+    for command, said in (("migrate", "created at version 1"), ("migrate", "is at version 1"), ("check", "is ready")):
+        assert said in _python(installed, "-m", "projector_dedup", command, "--database-url", url)

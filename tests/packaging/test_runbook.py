@@ -1,0 +1,68 @@
+"""Whoever is on call finds in `docs/runbook.md` whatever the library and the command say."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from projector_dedup.cli.main import main
+
+from projector_dedup import errors
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = ("projector_dedup", "cli", "migrations")
+RUNBOOK = " ".join((ROOT / "docs" / "runbook.md").read_text(encoding="utf-8").split())
+
+LOGGED = {f"logger.{level}" for level in ("debug", "info", "warning", "error", "exception", "critical", "log")}
+FOUND = {"Finding", "advice"}
+FAILED = {"Failed"}
+
+
+def _texts(names: set[str]) -> Iterator[tuple[str, ast.expr]]:
+    """Where one of these is called, and with what text."""
+    for path in sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")):
+        if "testing" in path.parts:
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in names:
+                yield f"{path.relative_to(ROOT)}:{node.lineno}", node.args[ast.unparse(node.func) == "logger.log"]
+
+
+def _fixed(text: ast.expr) -> str:
+    """The longest part of a text that is always the same, up to five words of it; empty if nothing is."""
+    if isinstance(text, ast.IfExp):
+        return _fixed(text.body)
+    if isinstance(text, ast.BinOp):
+        return max(_fixed(text.left), _fixed(text.right), key=len)
+    pieces = text.values if isinstance(text, ast.JoinedStr) else [text]
+    constants = [str(piece.value) for piece in pieces if isinstance(piece, ast.Constant)]
+    parts = [part for constant in constants for part in re.split(r"%\w|[;:(]", constant)]
+    return " ".join(max(parts, key=len, default="").split()[:5])
+
+
+def _said(names: set[str]) -> dict[str, str]:
+    said = {place: _fixed(text) for place, text in _texts(names)}
+    return {place: words for place, words in said.items() if len(words) > 3}  # else it is made elsewhere
+
+
+@pytest.mark.parametrize("name", [name for name in vars(errors) if isinstance(vars(errors)[name], type)])
+def test_every_error_is_in_the_runbook(name: str) -> None:
+    """By the name of its class."""
+    assert vars(errors)[name].__module__ != errors.__name__ or f"`{name}`" in RUNBOOK
+
+
+@pytest.mark.parametrize("name", sorted(main.commands))
+def test_every_command_is_in_the_runbook(name: str) -> None:
+    """As it is typed."""
+    assert f"`idempotency {name}" in RUNBOOK
+
+
+@pytest.mark.parametrize(
+    ("names", "at_least"), [(LOGGED, 7), (FOUND, 20), (FAILED, 20)], ids=["logged", "found", "failed"]
+)
+def test_everything_that_is_said_is_in_the_runbook(names: set[str], at_least: int) -> None:
+    """Log lines, findings of `check`, failures of commands, by their fixed words: what each means, what to do."""
+    said = _said(names)
+    assert len(said) >= at_least
+    assert {place: words for place, words in said.items() if words not in RUNBOOK} == {}

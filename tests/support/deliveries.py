@@ -1,0 +1,130 @@
+"""Ways to deliver whose costs are counted: a message for itself, a batch, a redelivery, with and without options."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+from sqlalchemy import case, update
+from sqlalchemy.orm import Session
+
+from meter import LARGE, Deliver
+from projector_dedup import BatchFailed, Message, Outcome
+from projector_dedup.reads import Reads
+from projector_dedup.testing.harness import DECLARED, Harness
+from projector_dedup.testing.subject import Added, Total, add
+
+ROWS = [f"row {number}" for number in range(10)]
+
+
+def add_or_fail(happened: Added, session: Session) -> None:
+    """Ordinary ORM code: one SELECT, one UPDATE."""
+    if happened.amount < 0:
+        raise ValueError("the message in the middle")
+    add(happened, session)
+
+
+def add_all(happened: list[Added], session: Session) -> None:
+    """One UPDATE of every row."""
+    amounts = Counter(event.keys[0] for event in happened)
+    added = case(amounts, value=Total.key)
+    session.execute(update(Total).where(Total.key.in_(amounts)).values(amount=Total.amount + added))
+
+
+def no_dedup(harness: Harness, _name: str) -> Deliver:
+    """Return a delivery without the library: the handler's code in a transaction of its own."""
+    return lambda *_: harness.transact(partial(add_or_fail, Added(("row 0",))))
+
+
+def one(
+    harness: Harness,
+    name: str,
+    *,
+    known: bool = False,
+    strict: bool = False,
+    claim_timeout: float | None = None,
+    missing: bool = False,
+    reads: Reads | None = None,
+    **settings: Any,
+) -> Deliver:
+    """A message for itself, new each time or `known`, about a row that is there or `missing`."""
+    handler = harness.handler(add_or_fail, name, reads=reads, **settings)
+    dispatcher = harness.dispatcher(handler, strict=strict, claim_timeout=claim_timeout)
+
+    def deliver(number: int, _size: int) -> None:
+        row = f"{name[-5:]} {number}" if missing else "row 0"
+        delivery = harness.deliver(dispatcher, Added((row,)), "known" if known else f"new-{number}")
+        assert delivery.outcome is (Outcome.DUPLICATE if known else Outcome.APPLIED)
+
+    if known:
+        harness.deliver(dispatcher, Added(("row 0",)), "known")
+    return deliver
+
+
+def stream(harness: Harness, name: str) -> Deliver:
+    """Ten new messages and a redelivery, all one by one: what a redelivery costs those that follow it."""
+    new, again = one(harness, name), one(harness, f"{name} again", known=True)
+
+    def deliver(number: int, size: int) -> None:
+        for place in range(10):
+            new(10 * number + place, size)
+        again(number, size)
+
+    return deliver
+
+
+def many(
+    harness: Harness,
+    name: str,
+    *,
+    known: int = 0,
+    fails: bool = False,
+    body: Any = add_or_fail,
+    batch: bool = False,
+    reads: Reads | None = None,
+) -> Deliver:
+    """A batch on ten rows: all new, every second (2) or each (1) `known`, or the one in the middle `fails`."""
+    dispatcher = harness.dispatcher(harness.handler(body, name, batch=batch, reads=reads))
+
+    def messages(number: int, size: int) -> Iterator[Message]:
+        for place in range(size):
+            kind = "known" if known and place % known == 0 else f"new-{number}"
+            poison = fails and place == size // 2
+            yield Message(f"{kind}-{place}", Added((ROWS[place % 10],), -1 if poison else 1))
+
+    def deliver(number: int, size: int) -> None:
+        try:
+            deliveries = harness.run(dispatcher.deliver_batch, messages(number, size))
+        except BatchFailed as failed:
+            deliveries = failed.deliveries
+        duplicates, failures = size // known if known else 0, int(fails)
+        outcomes = [delivery.outcome for delivery in deliveries]
+        assert (outcomes.count(Outcome.DUPLICATE), outcomes.count(Outcome.FAILED)) == (duplicates, failures)
+
+    if known:
+        harness.run(dispatcher.deliver_batch, [each for each in messages(0, LARGE) if "known" in str(each.id)])
+    return deliver
+
+
+WAYS: dict[str, Callable[[Harness, str], Deliver]] = {
+    "no dedup": no_dedup,
+    "not idempotent": partial(one, idempotent=False),
+    "new message": one,
+    "new message, reads": partial(one, reads=DECLARED),
+    "missing row": partial(one, missing=True),
+    "missing row, reads": partial(one, missing=True, reads=DECLARED),
+    "redelivery": partial(one, known=True),
+    "redelivery, reads": partial(one, known=True, reads=DECLARED),
+    "ten new, one redelivered": stream,
+    "strict": partial(one, strict=True),
+    "claim_timeout": partial(one, claim_timeout=1.0),
+    "read_models": partial(one, read_models=[Total]),
+    "read_models, reads": partial(one, read_models=[Total], reads=DECLARED),
+    "formerly": partial(one, formerly=["its old name"]),
+    "batch of 100": many,
+    "batch of 100, reads": partial(many, reads=DECLARED),
+    "batch, all known": partial(many, known=1),
+    "batch, half known": partial(many, known=2),
+    "batch, one fails": partial(many, fails=True),
+    "batch=True": partial(many, body=add_all, batch=True),
+}

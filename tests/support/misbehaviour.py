@@ -1,0 +1,444 @@
+"""Things that a handler must not do to its session, and the verdict on each for each driver.
+
+Each is a function of the `Session` (some, of the `AsyncSession`), called in a handler that has added 1 to the total.
+`Verdict` says what follows, whatever the handler does next.
+"""
+
+import contextlib
+import inspect
+from collections.abc import Callable
+from enum import Enum
+from typing import Any, cast
+
+from sqlalchemy import (
+    DDL,
+    Column,
+    CursorResult,
+    Index,
+    Integer,
+    MetaData,
+    Table,
+    create_engine,
+    literal_column,
+    select,
+    text,
+)
+from sqlalchemy.orm import Session
+from sqlalchemy.schema import CreateTable
+from sqlalchemy.util import await_only
+
+from databases import DRIVERS, Driver
+from rig import TOTAL, Total, add
+
+
+class Verdict(Enum):
+    """The consequence for a handler that misbehaves."""
+
+    HARMLESS = "applied"
+    REFUSED = "it raises an ordinary error; the transaction goes on if that is swallowed"
+    BREAKS = "it raises an ordinary error that aborts the transaction; DETECTED if that is swallowed"
+    PREVENTED = "it raises TransactionViolatedError, which is remembered if swallowed; nothing is durable"
+    DETECTED = "TransactionViolatedError before COMMIT; nothing is durable"
+    DURABLE = "TransactionViolatedError, durable=True: marker and what was written by then are committed"
+
+
+H, R, B, P, C, D = Verdict
+
+
+class Misbehaviour:
+    """One thing to do, and its verdict: the usual one, and what differs by engine or, before that, by driver's module.
+
+    Where the verdict is None, it is not run.
+    """
+
+    def __init__(
+        self, name: str, do: Callable[[Any], object], usual: Verdict | None, **elsewhere: Verdict | None
+    ) -> None:
+        if unknown := elsewhere.keys() - {name for driver in DRIVERS for name in (driver.engine, driver.module)}:
+            raise ValueError(f"{name}: neither an engine nor the module of a driver: {unknown}")
+        self.name = name
+        self.do = do
+        self._usual = usual
+        self._elsewhere = elsewhere
+
+    def verdict(self, driver: Driver) -> Verdict | None:
+        """Return the verdict on `driver`; None if it is not run there."""
+        return self._elsewhere.get(driver.module, self._elsewhere.get(driver.engine, self._usual))
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def driver_of(session: Session) -> Any:
+    """The driver's connection, below SQLAlchemy (under asyncio, SQLAlchemy's synchronous facade of it)."""
+    return session.connection().connection
+
+
+def fail(session: Session) -> None:
+    """Run a statement that violates the primary key of an existing row."""
+    session.execute(text("insert into total values ('a', 0)"))
+
+
+def swallow(do: Callable[..., object], *args: Any) -> None:
+    """Call a function and swallow its error, as a careless handler would."""
+    with contextlib.suppress(Exception):
+        do(*args)
+
+
+def text_of(sql: str) -> Misbehaviour:
+    """SQL text that ends or begins a transaction is prevented, however it is written."""
+    return Misbehaviour(f"text {sql!r}", lambda session: session.execute(text(sql)), P)
+
+
+def mariadb_text(sql: str, verdict: Verdict) -> Misbehaviour:
+    """A misbehaviour by SQL text that only MariaDB understands."""
+    return Misbehaviour(
+        f"text {sql!r}", lambda session: session.connection().exec_driver_sql(sql), None, mariadb=verdict
+    )
+
+
+# Session and Connection ------------------------------------------------------------------------------------------
+
+
+def _commit_in_savepoint(session: Session) -> None:
+    with session.begin_nested():
+        session.commit()
+
+
+def _with_session(session: Session) -> None:
+    with session:
+        add(session, 100)
+
+
+def _rollback_in_savepoint(session: Session) -> None:
+    with session.begin_nested():
+        session.rollback()
+
+
+def _close_connection(session: Session) -> None:
+    session.connection().close()
+
+
+COMMITS = [
+    Misbehaviour("session.commit", lambda s: s.commit(), P),
+    Misbehaviour("session.commit in savepoint", _commit_in_savepoint, P),
+    Misbehaviour("session.get_transaction().commit", lambda s: s.get_transaction().commit(), P),
+    Misbehaviour("connection.commit", lambda s: s.connection().commit(), P),
+    Misbehaviour("connection.get_transaction().commit", lambda s: s.connection().get_transaction().commit(), P),
+    Misbehaviour("session.begin", lambda s: s.begin(), R),
+    Misbehaviour("connection.begin", lambda s: s.connection().begin(), R),
+    Misbehaviour("session.prepare", lambda s: s.prepare(), R),
+]
+
+ROLLBACKS = [
+    Misbehaviour("session.rollback", lambda s: s.rollback(), C),
+    Misbehaviour("session.rollback in savepoint", _rollback_in_savepoint, C),
+    Misbehaviour("session.close", lambda s: s.close(), C),
+    Misbehaviour("session.reset", lambda s: s.reset(), C),
+    Misbehaviour("session.invalidate", lambda s: s.invalidate(), C),
+    Misbehaviour("with session", _with_session, C),
+    Misbehaviour("session.get_transaction().rollback", lambda s: s.get_transaction().rollback(), C),
+    Misbehaviour("session.get_transaction().close", lambda s: s.get_transaction().close(), C),
+    Misbehaviour("connection.rollback", lambda s: s.connection().rollback(), C),
+    Misbehaviour("connection.get_transaction().rollback", lambda s: s.connection().get_transaction().rollback(), C),
+    Misbehaviour("connection.close", _close_connection, C),
+    Misbehaviour("connection.invalidate", lambda s: s.connection().invalidate(), C),
+]
+
+MINE = Table("mine", MetaData(), Column("id", Integer, primary_key=True))
+BY_AMOUNT = Index("by_amount", Table(TOTAL.name, MetaData(), Column("amount", Integer)).c.amount)  # none of TOTAL's own
+
+# SQL text --------------------------------------------------------------------------------------------------------
+
+TEXTS = [
+    *map(
+        text_of,
+        [
+            "COMMIT", "commit;", "  COMMIT WORK", "END", "end transaction", "ROLLBACK", "rollback transaction", "ABORT",
+            "BEGIN", "begin immediate", "START TRANSACTION", "prepare transaction 'x'", "-- done\nCOMMIT",
+            "/* done */ COMMIT", "/* a */ /* b */ commit and chain", "select 1; COMMIT; BEGIN", "select ';'; commit",
+            "ROLLBACK; BEGIN",
+        ],
+    ),
+    *(
+        mariadb_text(sql, P)
+        for sql in [
+            "/*! COMMIT */", "/*!50000 COMMIT */ ", "/*M!100000 COMMIT*/", "# done\nCOMMIT", "--\tdone\nCOMMIT",
+            r"select 'it\'s'; COMMIT", "select `;`; COMMIT", "BEGIN NOT ATOMIC COMMIT; END",
+            "SET STATEMENT max_statement_time = 10 FOR COMMIT", "IF 1 THEN COMMIT; END IF",
+            "SET autocommit=1", "SET @@session.autocommit = ON", "set @x = 1, autocommit = 1",
+            "SET DEFAULT ROLE NONE", "LOCK TABLES total WRITE", "XA START 'x'", "TRUNCATE TABLE total",
+            "ALTER TABLE total COMMENT 'x'", "create or replace table mine (id int)", "create/**/view mine as select 1",
+        ]
+    ),
+    *(
+        mariadb_text(sql, H)
+        for sql in [
+            r"select 'it\'s; COMMIT'", r'select "\"; COMMIT"', "select 1 as `; COMMIT`", "select 1 -- ; COMMIT",
+            "select 1 # ; COMMIT", "create temporary table if not exists scratch (id int)",
+            "drop temporary table if exists scratch", "SET SESSION max_statement_time = 0", "CALL harmless()",
+            "SET STATEMENT max_statement_time = 10 FOR select 1", "EXECUTE IMMEDIATE 'select 1'", "analyze select 1",
+        ]
+    ),
+    Misbehaviour("DDL of a table", lambda s: s.execute(DDL("create table mine (id int)"))  # type: ignore[no-untyped-call]
+       , None, mariadb=P),
+    Misbehaviour("CreateTable", lambda s: s.execute(CreateTable(MINE)), None, mariadb=P),
+    Misbehaviour("Table.create", lambda s: MINE.create(s.connection()), None, mariadb=P),
+    Misbehaviour("metadata.create_all", lambda s: MINE.metadata.create_all(s.connection()), None, mariadb=P),
+    Misbehaviour("Index.create", lambda s: BY_AMOUNT.create(s.connection()), None, mariadb=P),
+    Misbehaviour("connection.execute text", lambda s: s.connection().execute(text("COMMIT")), P),
+    Misbehaviour("connection.scalar text", lambda s: s.connection().scalar(text("COMMIT")), P),
+    Misbehaviour("connection.scalars text", lambda s: s.connection().scalars(text("COMMIT")), P),
+    Misbehaviour("session.scalar text", lambda s: s.scalar(text("COMMIT")), P),
+    Misbehaviour("session.scalars text", lambda s: s.scalars(text("COMMIT")), P),
+    Misbehaviour("exec_driver_sql", lambda s: s.connection().exec_driver_sql("COMMIT"), P),
+    Misbehaviour("DDL", lambda s: s.execute(DDL("COMMIT"))  # type: ignore[no-untyped-call]
+       , P),
+    Misbehaviour("text.columns", lambda s: s.execute(text("COMMIT").columns()), P),
+    Misbehaviour("from_statement", lambda s: s.scalars(select(Total).from_statement(text("COMMIT"))), P),
+    Misbehaviour("query.from_statement", lambda s: s.query(Total).from_statement(text("COMMIT")).all(), P),
+    Misbehaviour(
+        "options", lambda s: s.execute(text("COMMIT").execution_options(stream_results=True), {}), P
+    ),
+    Misbehaviour("'commit' as a value", lambda s: s.execute(text("select 'COMMIT', '; commit' as \"commit\"")), H),
+    Misbehaviour("CREATE TABLE", lambda s: s.execute(text("create table if not exists mine (id int)")), H, mariadb=P),
+    Misbehaviour("DROP TABLE", lambda s: s.execute(text("drop table if exists mine")), H, mariadb=P),
+    Misbehaviour("procedural COMMIT", lambda s: s.execute(text("do $$ begin commit; end $$")), None, postgresql=B),
+]  # fmt: skip
+
+# Savepoints ------------------------------------------------------------------------------------------------------
+
+
+def _savepoint(session: Session) -> None:
+    with session.begin_nested():
+        session.execute(text("select 1"))
+
+
+def _savepoint_rolled_back(session: Session) -> None:
+    swallow(_savepoint_fails, session)
+
+
+def _savepoint_fails(session: Session) -> None:
+    with session.begin_nested():
+        session.execute(text("update total set amount = 1000"))
+        fail(session)
+
+
+def _savepoint_in_savepoint(session: Session) -> None:
+    with session.begin_nested():
+        _swallow_in_savepoint(session)
+
+
+def _swallow_in_savepoint(session: Session) -> None:
+    swallow(_savepoint_fails, session)
+    session.execute(text("select 1"))
+
+
+def _savepoint_flush_fails(session: Session) -> None:
+    swallow(_flush_fails_in_savepoint, session)
+
+
+def _flush_fails_in_savepoint(session: Session) -> None:
+    with session.begin_nested():
+        bad_flush(session)
+
+
+def _swallowed_in_savepoint(session: Session) -> None:
+    with session.begin_nested():
+        swallow(fail, session)
+
+
+def _connection_savepoint(session: Session) -> None:
+    swallow(_connection_savepoint_fails, session)
+
+
+def _connection_savepoint_fails(session: Session) -> None:
+    with session.connection().begin_nested():
+        fail(session)
+
+
+def _raw_savepoint(session: Session) -> None:
+    session.execute(text("SAVEPOINT mine"))
+    swallow(fail, session)
+    session.execute(text("ROLLBACK TO SAVEPOINT mine"))
+
+
+def _driver_in_savepoint(session: Session) -> None:
+    with session.begin_nested():
+        execute_raw(session, "select 1")
+
+
+def _driver_in_savepoint_rolled_back(session: Session) -> None:
+    with contextlib.suppress(ZeroDivisionError), session.begin_nested():
+        with contextlib.suppress(ZeroDivisionError), session.begin_nested():
+            execute_raw(session, "update total set amount = 1000")
+            raise ZeroDivisionError
+        session.execute(text("select 1"))
+        raise ZeroDivisionError
+
+
+SAVEPOINTS = [
+    Misbehaviour("driver read in nested", _driver_in_savepoint, H),
+    Misbehaviour("driver write in nested, rolled back", _driver_in_savepoint_rolled_back, H),
+    Misbehaviour("begin_nested", _savepoint, H),
+    Misbehaviour("begin_nested rolled back", _savepoint_rolled_back, H),
+    Misbehaviour("nested in nested", _savepoint_in_savepoint, H),
+    Misbehaviour("flush fails in nested", _savepoint_flush_fails, H),
+    Misbehaviour("connection.begin_nested rolled back", _connection_savepoint, H),
+    Misbehaviour("text SAVEPOINT and ROLLBACK TO", _raw_savepoint, H),
+    Misbehaviour("text SAVEPOINT left open", lambda s: s.execute(text("SAVEPOINT mine")), H),
+    Misbehaviour("error swallowed inside nested", _swallowed_in_savepoint, H, postgresql=B),
+    Misbehaviour("begin_nested left open", lambda s: s.begin_nested(), C),
+    Misbehaviour("connection.begin_nested left open", lambda s: s.connection().begin_nested(), C),
+]
+
+# Swallowed errors ------------------------------------------------------------------------------------------------
+
+
+def bad_flush(session: Session) -> None:
+    """A flush that violates the primary key of a row that is there."""
+    session.expunge_all()
+    session.add(Total(account="a", amount=0))
+    session.flush()
+
+
+def _swallowed_flush_rolled_back(session: Session) -> None:
+    swallow(bad_flush, session)
+    session.rollback()
+
+
+def _swallowed_then_another(session: Session) -> None:
+    swallow(fail, session)
+    swallow(session.execute, text("select 1"))
+
+
+def _insert_or_rollback(session: Session) -> None:
+    session.execute(text("insert or rollback into total values ('a', 0)"))
+
+
+SWALLOWED = [
+    Misbehaviour("Core error", lambda s: swallow(fail, s), H, postgresql=C),
+    Misbehaviour("Core error, then another", _swallowed_then_another, H, postgresql=C),
+    Misbehaviour("flush error", lambda s: swallow(bad_flush, s), C),
+    Misbehaviour("flush error, then rollback", _swallowed_flush_rolled_back, C),
+    Misbehaviour(
+        "procedural COMMIT", lambda s: swallow(s.execute, text("do $$ begin commit; end $$")), None, postgresql=C
+    ),
+    Misbehaviour("INSERT OR ROLLBACK", lambda s: swallow(_insert_or_rollback, s), None, sqlite=C),
+]
+
+# Another database, another mode -----------------------------------------------------------------------------------
+
+
+def _other_bind(session: Session) -> None:
+    session.bind = create_engine("sqlite://")
+    session.execute(text("select 1"))
+
+
+OTHERS = [
+    Misbehaviour("bind_arguments", lambda s: s.execute(
+        text("select 1"), bind_arguments={"bind": create_engine("sqlite://")}), P),
+    Misbehaviour("same bind, other options", lambda s: s.execute(
+        text("select 1"), bind_arguments={"bind": s.get_bind().execution_options(x=1)}), P),
+    Misbehaviour("session.bind", _other_bind, P),
+    Misbehaviour("isolation_level AUTOCOMMIT", lambda s: s.connection().execution_options(
+        isolation_level="AUTOCOMMIT"), R),
+    Misbehaviour("SET TRANSACTION", lambda s: s.execute(
+        text("set transaction isolation level read committed")), R, postgresql=B),
+]  # fmt: skip
+
+# Below SQLAlchemy: the driver's own connection ---------------------------------------------------------------------
+
+
+def execute_raw(session: Session, sql: str) -> None:
+    """Run SQL text by a cursor of the driver."""
+    cursor = driver_of(session).cursor()
+    cursor.execute(sql)
+    cursor.close()
+
+
+def _raw_rollback_then_raw_write(session: Session) -> None:
+    driver_of(session).rollback()
+    execute_raw(session, "insert into total values ('raw', 7)")
+
+
+def _raw_commit_then_rollback(session: Session) -> None:
+    driver_of(session).commit()
+    session.rollback()
+
+
+def _result_commit(session: Session) -> None:
+    cursor = cast("CursorResult[Any]", session.execute(text("select 1"))).cursor
+    connection = getattr(cursor, "_adapt_connection", None) or cursor.connection
+    committed = connection.commit()
+    if inspect.isawaitable(committed):
+        await_only(committed)
+
+
+def _driver_error_swallowed(session: Session) -> None:
+    swallow(execute_raw, session, "insert into total values ('a', 0)")
+
+
+def _raw_commit_and_begin(session: Session) -> None:
+    execute_raw(session, "COMMIT")
+    execute_raw(session, "BEGIN")
+
+
+def _raw_rollback_and_begin(session: Session) -> None:
+    execute_raw(session, "ROLLBACK")
+    execute_raw(session, "BEGIN")
+
+
+def _raw_commit_and_begin_in_savepoint(session: Session) -> None:
+    with session.begin_nested():
+        _raw_commit_and_begin(session)
+
+
+def _raw_commit_and_begin_after_savepoint(session: Session) -> None:
+    _driver_in_savepoint_rolled_back(session)
+    _raw_commit_and_begin(session)
+
+
+def _savepoint_after_raw_commit_and_begin(session: Session) -> None:
+    _raw_commit_and_begin(session)
+    _driver_in_savepoint(session)
+
+
+def _raw_commit_and_begin_after_a_stream(session: Session) -> None:
+    session.execute(text("select 1"), execution_options={"stream_results": True}).all()
+    _raw_commit_and_begin(session)
+
+
+def _prepared_commit(session: Session) -> None:
+    session.execute(text("prepare it from 'commit'"))
+    session.execute(text("execute it"))
+
+
+BELOW = [
+    Misbehaviour("driver cursor COMMIT, BEGIN in nested", _raw_commit_and_begin_in_savepoint, D),
+    Misbehaviour("driver cursor COMMIT, BEGIN after nested", _raw_commit_and_begin_after_savepoint, D),
+    Misbehaviour("driver cursor COMMIT, BEGIN, nested", _savepoint_after_raw_commit_and_begin, D),
+    Misbehaviour("driver cursor COMMIT, BEGIN after a stream", _raw_commit_and_begin_after_a_stream, D),
+    mariadb_text("CALL commits()", D),
+    mariadb_text("CALL commits_and_begins()", D),
+    mariadb_text("SET STATEMENT max_statement_time = 10 FOR CALL commits()", D),
+    mariadb_text("EXECUTE IMMEDIATE 'COMMIT'", D),
+    mariadb_text("REPEAT COMMIT; UNTIL 1 END REPEAT", R),
+    Misbehaviour("prepared COMMIT", _prepared_commit, None, mariadb=D),
+    Misbehaviour("driver read", lambda s: execute_raw(s, "select 1"), H),
+    Misbehaviour("driver write", lambda s: execute_raw(s, "update total set amount = amount"), H),
+    Misbehaviour("driver commit", lambda s: driver_of(s).commit(), D),
+    Misbehaviour("driver commit, then session.rollback", _raw_commit_then_rollback, D),
+    Misbehaviour("driver rollback", lambda s: driver_of(s).rollback(), C),
+    Misbehaviour("driver rollback, then driver write", _raw_rollback_then_raw_write, C),
+    Misbehaviour("driver cursor COMMIT", lambda s: execute_raw(s, "COMMIT"), D),
+    Misbehaviour("driver cursor ROLLBACK", lambda s: execute_raw(s, "ROLLBACK"), C),
+    Misbehaviour("driver cursor COMMIT, BEGIN", _raw_commit_and_begin, D),
+    Misbehaviour("driver cursor ROLLBACK, BEGIN", _raw_rollback_and_begin, C),
+    Misbehaviour("driver error swallowed", _driver_error_swallowed, H, postgresql=C),
+    Misbehaviour("result.cursor commit", _result_commit, D, MySQLdb=None),
+    Misbehaviour(
+        "two statements", lambda s: s.execute(select(literal_column("1; select 1"))),
+        H, sqlite=R, asyncpg=B, pymysql=R, MySQLdb=None,
+    ),
+]  # fmt: skip

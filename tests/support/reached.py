@@ -1,0 +1,186 @@
+"""Report what a run of the tests reached: drivers, and the contract through each of them at each isolation level.
+
+The last lines of a run say it. `PROJECTOR_DEDUP_TEST_REQUIRE=postgresql,mariadb,sqlite,pgbouncer` makes it a failure if
+a driver of these is not tested. `PROJECTOR_DEDUP_TEST_MATRIX=write` puts the contract's part into the README, `check`
+fails where the README says something else. Tests may run in several processes (pytest-xdist): what a test reached
+travels with its report.
+"""
+
+import json
+import os
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import sqlalchemy
+from sqlalchemy import Connection, Engine, event
+
+from databases import DRIVERS
+
+ROOT = Path(__file__).parents[2]
+README, RECORD = ROOT / "README.md", ROOT / "tests" / "support" / "matrix.json"
+BEGIN, END = "<!-- matrix: made by `make matrix` -->\n", "<!-- end of matrix -->"
+LEVELS = ("default", "READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE")
+NAMES = {
+    "postgresql": "PostgreSQL",
+    "norelease": "PostgreSQL without RELEASE",
+    "mariadb": "MariaDB",
+    "mysql": "MariaDB",
+    "sqlite": "SQLite",
+}
+COMBINATION = (
+    f"Python {sys.version_info[0]}.{sys.version_info[1]}, SQLAlchemy {'.'.join(sqlalchemy.__version__.split('.')[:2])}"
+)
+PARTS = {**{str(driver): driver.engine for driver in DRIVERS}, "pgbouncer": "pgbouncer"}
+"""Everything that a run reports on, with the word by which it is required."""
+
+REQUIRED = set(os.environ.get("PROJECTOR_DEDUP_TEST_REQUIRE", "").replace(",", " ").split())
+MATRIX = os.environ.get("PROJECTOR_DEDUP_TEST_MATRIX")
+if unknown := REQUIRED - set(PARTS.values()):
+    raise pytest.UsageError(f"PROJECTOR_DEDUP_TEST_REQUIRE names {unknown}; known are {set(PARTS.values())}.")
+
+Table = dict[str, dict[str, str]]  # row -> level -> what the cell says
+
+
+class Reached:
+    """A pytest plugin that remembers, from the reports of all tests."""
+
+    def __init__(self) -> None:
+        self.ran: dict[str, str] = {}  # part -> version of the server that was reached
+        self.unavailable: dict[str, str] = {}  # part or engine -> why it could not be had
+        self.cells: dict[tuple[str, str], Counter[str]] = {}
+        self._news: list[tuple[str, Any]] = []  # since the last report
+        # Not to engine_connect, where a listener may choose a database: the library would ask for its tables each time.
+        for ending in ("commit", "rollback"):
+            event.listen(Engine, ending, self._connected)
+
+    def saw(self, part: str, version: str) -> None:
+        """Note that a driver or server was there and answered, and its version."""
+        self._news.append(("ran", (part, version)))
+
+    def give_up(self, required_by: str, what: str, why: str) -> NoReturn:
+        """End the test: it is a failure where this was required, else a skip that the last lines tell of."""
+        self._news.append(("unavailable", (what, why)))
+        if required_by in REQUIRED:
+            pytest.fail(f"{what} is required here, but: {why}", pytrace=False)
+        pytest.skip(f"{what}: {why}")
+
+    def _connected(self, connection: Connection) -> None:
+        """Believe only connections that were made: a fixture that was asked for proves nothing."""
+        dialect = connection.dialect
+        driver = f"{dialect.name}+{dialect.driver.removesuffix('_async')}"
+        for known in DRIVERS:
+            if known.drivername == driver and known.is_async == dialect.is_async:
+                self.saw(str(known), ".".join(map(str, dialect.server_version_info or ())))
+
+    # Where the test runs --------------------------------------------------------------------------------------------
+
+    def pytest_runtest_call(self, item: pytest.Item) -> None:
+        """Note the cell of the matrix to which a test of the contract belongs, while its subject is known."""
+        if item.get_closest_marker("contract") and isinstance(item, pytest.Function) and "subject" in item.funcargs:
+            self._news.append(("cell", _cell(item)))
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_makereport(self, item: pytest.Item) -> None:
+        """Put what was noted into the report of the test, before that is made."""
+        item.user_properties += dict.fromkeys(self._news)
+        self._news.clear()
+
+    # Where the reports come together --------------------------------------------------------------------------------
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Take the news from the report."""
+        name: str
+        value: Any
+        for name, value in report.user_properties:
+            if name in ("ran", "unavailable"):
+                getattr(self, name).update([value])
+            elif name == "cell" and (report.when == "call" or report.failed):
+                self.cells.setdefault(tuple(value), Counter())[report.outcome] += 1
+
+    def not_run(self) -> list[str]:
+        """The parts that no test reached."""
+        return [part for part in PARTS if part not in self.ran]
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """Turn success into failure if a required driver was not reached, or the README's matrix is not true."""
+        if hasattr(session.config, "workerinput") or session.config.option.collectonly:
+            return
+        if MATRIX == "write":
+            self._write_readme()
+        missing = any(PARTS[part] in REQUIRED for part in self.not_run())
+        if (missing or self._differs()) and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """Say what these results cover, and what not."""
+        ran = ", ".join(f"{part} {version}" for part, version in sorted(self.ran.items()))
+        terminalreporter.write_sep("-", "databases")
+        terminalreporter.write_line(f"engines and drivers run: {ran or 'none'}")
+        for part in self.not_run():
+            why = self.unavailable.get(PARTS[part]) or self.unavailable.get(part) or "no test asked for it"
+            required = "REQUIRED, but " if PARTS[part] in REQUIRED else ""
+            terminalreporter.write_line(f"{required}NOT run: {part} ({why})", yellow=True)
+        if different := self._differs():
+            terminalreporter.write_line(f"the README's matrix is not what was run: {different}; make matrix", red=True)
+
+    # The README's matrix --------------------------------------------------------------------------------------------
+
+    def _table(self) -> Table:
+        table: Table = {}
+        for (row, level), outcomes in sorted(self.cells.items()):
+            failed = outcomes["failed"]
+            table.setdefault(row, {})[level] = f"**{failed} failed**" if failed else str(outcomes["passed"])
+        return table
+
+    def _differs(self) -> str:
+        """The rows of this Python and SQLAlchemy where the README says something else."""
+        record = _record()
+        if MATRIX != "check" or COMBINATION not in record:  # it tells of the combinations that were asked to write it
+            return ""
+        recorded, found = record.get(COMBINATION, {}), self._table()
+        rows = [row for row in {**recorded, **found} if recorded.get(row) != found.get(row)]
+        return ", ".join(rows) or ("" if rendered(record) in README.read_text() else "its text was changed by hand")
+
+    def _write_readme(self) -> None:
+        record = {**_record(), COMBINATION: self._table()}
+        RECORD.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
+        before, _, rest = README.read_text().partition(BEGIN)
+        README.write_text(before + rendered(record) + rest[rest.index(END) + len(END) :])
+
+
+reached = Reached()
+
+
+def _cell(item: pytest.Function) -> tuple[str, str]:
+    subject: Any = item.funcargs["subject"]
+    name = subject.url.get_backend_name().removeprefix("untried_")
+    driver = subject.url.get_dialect()
+    database = ", ".join(filter(None, [NAMES.get(name, name), getattr(item.cls, "note", "")]))
+    row = f"{database} | {driver.driver.removesuffix('_async')}{' (async)' if driver.is_async else ''}"
+    return row, subject.dispatcher_isolation or subject.option_isolation or subject.engine_isolation or "default"
+
+
+def _record() -> dict[str, Table]:
+    found: dict[str, Table] = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    return found
+
+
+def rendered(record: dict[str, Table]) -> str:
+    """The matrix as Markdown: a row for each driver, a column for each level, a number for each combination."""
+    combinations = sorted(record)
+    rows = sorted({row for table in record.values() for row in table}, key=str.casefold)
+
+    def cells(row: str) -> list[str]:
+        return [" / ".join(record[each].get(row, {}).get(level, "-") for each in combinations) for level in LEVELS]
+
+    lines = [
+        f"| database | driver | {' | '.join(LEVELS)} |",
+        f"|---|---{'|---' * len(LEVELS)}|",
+        *(f"| {row} | {' | '.join(cells(row))} |" for row in rows),
+        "",
+        f"Tests of the contract that passed, on {' / '.join(combinations)}; `-`: not run.",
+    ]
+    return BEGIN + "\n".join(lines) + "\n" + END

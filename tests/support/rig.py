@@ -1,0 +1,320 @@
+"""One read model behind a dispatcher, on any driver, and a view of it from outside.
+
+The handlers that tests deliver are written once, as functions of a `Session`; under an asynchronous driver they run
+through `AsyncSession.run_sync`. A handler that is `async def` gets the `AsyncSession` itself.
+"""
+
+import asyncio
+import contextlib
+import inspect
+import sqlite3
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Self, cast
+
+import psycopg
+import pytest
+from sqlalchemy import URL, Engine, String, create_engine, event
+from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
+
+from databases import (
+    Database,
+    Driver,
+    mariadb_connection,
+    mariadb_database,
+    postgresql_database,
+    sqlite_database,
+)
+from projector_dedup import AsyncDispatcher, Delivery, Dispatcher, Message, RetryPolicy, on, projector
+from projector_dedup.tables import default_metadata
+
+Handler = Callable[[Session], object] | Callable[[AsyncSession], Awaitable[object]]
+
+HANDLER = "totals"
+QUICK = RetryPolicy(base=0.0005)
+
+
+class Base(DeclarativeBase):
+    """The user's own metadata."""
+
+
+class Total(Base):
+    """The read model: what was added, per account."""
+
+    __tablename__ = "total"
+    account: Mapped[str] = mapped_column(String(20), primary_key=True)
+    amount: Mapped[int]
+
+
+TOTAL = Base.metadata.tables["total"]
+
+
+def add(session: Session, amount: int = 1) -> None:
+    """A handler that does what it should: it adds to a total and flushes."""
+    total = session.get(Total, "a")
+    if total is None:
+        total = Total(account="a", amount=0)
+        session.add(total)
+    total.amount += amount
+    session.flush()
+
+
+@dataclass(frozen=True)
+class Durable:
+    """The state that every other connection sees: how many markers there are, and the total of account `a`."""
+
+    markers: int
+    amount: int
+
+
+NOTHING = Durable(0, 0)
+ONCE = Durable(1, 1)
+
+
+class Outside:
+    """A connection that the library knows nothing of."""
+
+    def __init__(self, database: Database) -> None:
+        self.database = database
+        self._postgresql = psycopg.connect(database.dsn, autocommit=True) if database.engine == "postgresql" else None
+        self._mariadb = mariadb_connection(database.url()) if database.engine == "mariadb" else None
+
+    def execute(self, sql: str) -> list[tuple[Any, ...]]:
+        """Run one statement in a transaction of its own; no lock is waited for longer than half a second."""
+        if self._postgresql is not None:
+            with self._postgresql.transaction():
+                self._postgresql.execute("set local lock_timeout = '500ms'")
+                cursor = self._postgresql.execute(sql.encode())
+                return cursor.fetchall() if cursor.description else []
+        if self._mariadb is not None:
+            with self._mariadb.cursor() as cursor:
+                cursor.execute("set innodb_lock_wait_timeout = 1, lock_wait_timeout = 5")
+                cursor.execute(sql)
+                return list(cursor.fetchall())
+        path = str(self.database.url().database)
+        with contextlib.closing(sqlite3.connect(path, timeout=0.5)) as connection, connection:
+            return connection.execute(sql).fetchall()
+
+    def durable(self) -> Durable:
+        """Return what is durable now."""
+        ((markers, amount),) = self.execute(
+            "select (select count(*) from processed_message), (select coalesce(sum(amount), 0) from total)"
+        )
+        return Durable(int(markers), int(amount))
+
+    def assert_nothing_is_held(self) -> None:
+        """No transaction that has touched the tables is open, once closed connections have been noticed."""
+        if self._mariadb is not None:
+            # It waits for whoever has read them; innodb_trx is a cache that is not renewed while others read it too.
+            self.execute("lock tables total write, processed_message write")
+            self.execute("unlock tables")
+            return
+        if self._postgresql is None:
+            with contextlib.closing(
+                sqlite3.connect(str(self.database.url().database), timeout=0.2, isolation_level=None)
+            ) as connection:
+                connection.execute("BEGIN IMMEDIATE")
+            return
+        deadline = time.monotonic() + 2
+        while open_ones := self.execute(
+            "select state, query from pg_stat_activity where datname = current_database() "
+            "and pid <> pg_backend_pid() and backend_type = 'client backend' and state <> 'idle'"
+        ):
+            assert time.monotonic() < deadline, f"still open: {open_ones}"
+        self.execute("lock table total, processed_message in access exclusive mode")
+
+    def kill_others(self) -> None:
+        """End every other connection to the database, and return when they are gone."""
+        if self._mariadb is None:
+            self.execute(
+                "select pg_terminate_backend(pid, 5000) from pg_stat_activity "
+                "where datname = current_database() and pid <> pg_backend_pid()"
+            )
+            return
+        others = "select id from information_schema.processlist where db = database() and id <> connection_id()"
+        for (connection,) in self.execute(others):
+            with contextlib.suppress(Exception):  # it has gone by itself
+                self.execute(f"kill {connection}")
+        while self.execute(others):
+            pass
+
+    def empty(self) -> None:
+        """Forget all messages and totals."""
+        self.execute("delete from processed_message")
+        self.execute("delete from total")
+
+    def close(self) -> None:
+        """Hang up."""
+        if self._mariadb is not None:
+            self._mariadb.close()
+        if self._postgresql is not None:
+            self._postgresql.close()
+
+
+def _added(message_id: str) -> Message:
+    return Message(message_id, {"account": "a"}, type="added")
+
+
+def create_tables(url: URL) -> None:
+    """The marker table and the read model."""
+    engine = create_engine(url)
+    default_metadata.create_all(engine)
+    Base.metadata.create_all(engine)
+    engine.dispose()
+
+
+class Rig:
+    """A dispatcher's surroundings on one driver: deliver with it, then ask what came of it.
+
+    One that ``learns`` keeps its dispatcher, of a policy each: from the second message on, a claim reads a row too.
+    """
+
+    def __init__(
+        self, driver: Driver, outside: Outside, *, url: URL | None = None, learns: bool = False, **options: Any
+    ) -> None:
+        self.driver = driver
+        self.outside = outside
+        self.connects = 0
+        self._learns = learns
+        self._dispatchers: dict[Any, tuple[Any, list[Handler]]] = {}
+        self._runner = asyncio.Runner() if driver.is_async else None
+        url = (url or outside.database.url()).set(drivername=driver.drivername)
+        if driver.engine == "sqlite":
+            options.setdefault("connect_args", {"timeout": 0.3})
+        self.engine: Engine | AsyncEngine = (
+            create_async_engine(url, **options) if driver.is_async else create_engine(url, **options)
+        )
+        event.listen(self.sync_engine, "connect", self._connected)
+
+    @property
+    def sync_engine(self) -> Engine:
+        """The engine, or the one inside the AsyncEngine."""
+        return self.engine.sync_engine if isinstance(self.engine, AsyncEngine) else self.engine
+
+    def _connected(self, *_: object) -> None:
+        self.connects += 1
+
+    def deliver(
+        self,
+        handler: Handler,
+        message_id: str = "m-1",
+        *,
+        idempotent: bool = True,
+        strict: bool = False,
+        isolation: str | None = None,
+        retry: RetryPolicy = QUICK,
+    ) -> Delivery:
+        """Deliver one message to `handler`."""
+        options: Any = {"idempotent": idempotent, "strict": strict, "isolation": isolation, "retry": retry}
+        if isinstance(self.engine, AsyncEngine):
+            return cast(Delivery, self.run(self.adeliver(handler, message_id, **options)))
+        return cast(Delivery, self._dispatcher(handler, **options).deliver(_added(message_id)))
+
+    async def adeliver(
+        self,
+        handler: Handler,
+        message_id: str = "m-1",
+        *,
+        idempotent: bool = True,
+        strict: bool = False,
+        isolation: str | None = None,
+        retry: RetryPolicy = QUICK,
+    ) -> Delivery:
+        """The same, inside the event loop."""
+        assert isinstance(self.engine, AsyncEngine)
+        options = {"idempotent": idempotent, "strict": strict, "isolation": isolation, "retry": retry}
+        return cast(Delivery, await self._dispatcher(handler, **options).deliver(_added(message_id)))
+
+    def _dispatcher(self, handler: Handler, **options: Any) -> Any:
+        key = tuple(options.values())
+        if not self._learns or key not in self._dispatchers:
+            self._dispatchers[key] = self._new_dispatcher(body := [handler], **options), body
+        dispatcher, body = self._dispatchers[key]
+        body[0] = handler
+        return dispatcher
+
+    def _new_dispatcher(self, body: list[Handler], *, idempotent: bool, **options: Any) -> Any:
+        async def run_awaited(_event: object, session: AsyncSession) -> None:
+            handler: Any = body[0]
+            await (handler(session) if inspect.iscoroutinefunction(handler) else session.run_sync(handler))
+
+        def run(_event: object, session: Session) -> None:
+            body[0](session)  # type: ignore[arg-type]  # an async handler is for an async driver
+
+        declared = projector(idempotent=idempotent, name=HANDLER)
+        if isinstance(self.engine, AsyncEngine):
+            return AsyncDispatcher(async_sessionmaker(self.engine), declared(on("added")(run_awaited)), **options)
+        return Dispatcher(sessionmaker(self.engine), declared(on("added")(run)), **options)
+
+    def run(self, work: Any) -> Any:
+        """Run a coroutine in the loop that this rig's connections live in."""
+        assert self._runner is not None
+        return self._runner.run(work)
+
+    def durable(self) -> Durable:
+        """Return what is durable, as another connection sees it."""
+        return self.outside.durable()
+
+    def assert_nothing_is_left(self) -> None:
+        """No connection is out of the pool, and nothing is open or locked in the database."""
+        assert self.sync_engine.pool.checkedout() == 0  # type: ignore[attr-defined]  # a QueuePool
+        self.outside.assert_nothing_is_held()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if isinstance(self.engine, AsyncEngine):
+            self.run(self.engine.dispose())
+            assert self._runner is not None
+            self._runner.close()
+        else:
+            self.engine.dispose()
+
+
+# Fixtures, for test modules that import them ----------------------------------------------------------------------
+
+
+@pytest.fixture(name="outsides", scope="module")
+def outsides_fixture(
+    _postgresql_for_the_session: Database | str,
+    _mariadb_for_the_session: Database | str,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[dict[str, Outside | str]]:
+    """A database with tables for each engine, kept for all tests of a module: only its rows are swept away."""
+    with contextlib.ExitStack() as stack:
+        found: dict[str, Outside | str] = {}
+        databases: list[Database] = [sqlite_database(tmp_path_factory.mktemp("sqlite"))]
+        if isinstance(_postgresql_for_the_session, str):
+            found["postgresql"] = _postgresql_for_the_session
+        else:
+            server = _postgresql_for_the_session.url().set(drivername="postgresql", database="postgres")
+            databases.append(stack.enter_context(postgresql_database(server)))
+        if isinstance(_mariadb_for_the_session, str):
+            found["mariadb"] = _mariadb_for_the_session
+        else:
+            databases.append(stack.enter_context(mariadb_database(_mariadb_for_the_session.url())))
+        for database in databases:
+            create_tables(database.url())
+            found[database.engine] = outside = Outside(database)
+            stack.callback(outside.close)
+        yield found
+
+
+@pytest.fixture(name="rig_on")
+def rig_on_fixture(request: pytest.FixtureRequest) -> Iterator[Callable[..., Rig]]:
+    """Make a rig on the given driver, on empty tables."""
+    with contextlib.ExitStack() as stack:
+
+        def make(driver: Driver, **options: Any) -> Rig:
+            if not driver.installed:
+                pytest.skip(f"{driver.module} is not installed")
+            outside = request.getfixturevalue("outsides")[driver.engine]
+            if isinstance(outside, str):
+                pytest.skip(outside)
+            outside.empty()
+            return stack.enter_context(Rig(driver, outside, **options))
+
+        yield make

