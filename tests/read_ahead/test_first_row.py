@@ -5,7 +5,6 @@ import itertools
 import sqlite3
 import sys
 import threading
-import weakref
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from datetime import date
@@ -1045,25 +1044,38 @@ class Interruption(BaseException):
 
 
 class InterruptedAtLine:
-    """Raises at the nth line that runs between the first and the last line of a function, here or below."""
+    """Raises at the nth line that runs between the first and the last line of a function, here or below.
+
+    Python swallows what is raised in a finaliser or in the callback of a weak reference, and when one of them runs is
+    for the garbage collector to say: it is raised again at the next line then.
+    """
 
     def __init__(self, function: Any, nth: int) -> None:
         self.left = nth
         self._code = function.__code__
         self._inside = False
+        self._report = sys.unraisablehook
 
     def __enter__(self) -> "InterruptedAtLine":
+        sys.unraisablehook = self._raise_again
         sys.settrace(self._trace)
         return self
 
     def __exit__(self, *_: object) -> None:
         sys.settrace(None)
+        sys.unraisablehook = self._report
+
+    def _raise_again(self, swallowed: Any) -> None:
+        if swallowed.exc_type is not Interruption:
+            self._report(swallowed)
+            return
+        self.left, self._inside = 1, True
+        sys.settrace(self._trace)
 
     def _trace(self, frame: FrameType, event: str, _argument: object) -> Any:
         if frame.f_code is self._code and event in ("call", "return"):
             self._inside = event == "call"
-        swallowed = frame.f_code.co_filename == weakref.__file__  # what is raised in the callback of a weak reference
-        if self._inside and event == "line" and not swallowed:
+        if self._inside and event == "line":
             self.left -= 1
             if self.left == 0:
                 sys.settrace(None)
