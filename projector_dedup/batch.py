@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 
 from sqlalchemy.orm import Session, sessionmaker
 
-from .apply import Chunk, aapply, apply
+from .apply import aapply, apply
 from .asyncio_names import AsyncSession, async_sessionmaker
+from .chunk import Chunk
 from .errors import CommitOutcomeUnknown, InvalidMessageError, RefusedError, RetriesExhaustedError
 from .handler import Handler
 from .message import Message, id_text, printable

@@ -8,9 +8,10 @@ from typing import Any, Literal
 
 from sqlalchemy.orm import Session, sessionmaker
 
-from .apply import Chunk, aapply, apply
+from .apply import aapply, apply
 from .asyncio_names import AsyncSession, async_sessionmaker
 from .batch import aapply_batch, apply_batch
+from .chunk import Chunk
 from .errors import HandlerDefinitionError, RefusedError, UnhandledMessage
 from .extractors import attribute_or_key
 from .handler import Handler, check_kind, options_for, refuse_shared_names, warn_of_unused_id

@@ -10,7 +10,7 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 
 from .closing import drop
-from .dialects import Failure
+from .dialects import Failure, LastStatement
 from .errors import CommitOutcomeUnknown, TransactionViolatedError
 from .guards import Guard, GuardedSession
 
@@ -22,8 +22,8 @@ INTERRUPTED = (
 )
 
 
-def commit(guard: Guard, *, strict: bool, external: bool) -> None:
-    """Flush the session, check that its transaction is still the claim's, and commit once.
+def commit(guard: Guard, last: LastStatement | None = None, *, strict: bool, external: bool) -> None:
+    """Flush the session, check that its transaction is still the claim's, run the ``last`` statement, and commit once.
 
     With ``external`` the COMMIT is somebody else's, and none is sent here. Raises ``TransactionViolatedError`` if the
     transaction is not the claim's any more, ``CommitOutcomeUnknown`` if COMMIT was sent and interrupted, or a failover
@@ -38,6 +38,8 @@ def commit(guard: Guard, *, strict: bool, external: bool) -> None:
         guard.verify()  # else only ``GuardedConnection`` does, right before COMMIT
     if asks_server:
         guard.verify_with_server()
+    if last is not None:
+        _run_last(guard, last, commits=not external)
     guard.watching = False
     try:
         guard.session.commit()
@@ -52,13 +54,26 @@ def commit(guard: Guard, *, strict: bool, external: bool) -> None:
         raise guard.violate("the session's commit() sent no COMMIT; a Session class that overrides it, perhaps")
 
 
-def commit_duplicate(guard: Guard) -> None:
+def _run_last(guard: Guard, last: LastStatement, *, commits: bool) -> None:
+    """Run the ``last`` statement now, unless a COMMIT follows here that it can be sent with."""
+    exposed = guard.driver_was_exposed or guard.server_check_required
+    if commits and not exposed and guard.dialect.commit_goes_along(guard.connection, guard.driver):
+        guard.last = last
+    else:
+        last.run(guard.connection)
+
+
+def commit_duplicate(guard: Guard, last: LastStatement | None = None, *, external: bool = False) -> None:
     """Commit the transaction of a claim that found nothing new, if the dialect ``commits_duplicates``.
 
-    On PostgreSQL a COMMIT waits for a synchronous standby, which a ROLLBACK does not, and after a ROLLBACK psycopg has
-    the server forget what it has prepared. Raises ``CommitOutcomeUnknown`` if the marker that was found may be lost.
+    The ``last`` statement is run in any case. With ``external`` no COMMIT is sent here. On PostgreSQL a COMMIT waits
+    for a synchronous standby, which a ROLLBACK does not, and after a ROLLBACK psycopg has the server forget what it has
+    prepared. Raises ``CommitOutcomeUnknown`` if the marker that was found may be lost.
     """
-    if not guard.dialect.commits_duplicates:
+    commits = guard.dialect.commits_duplicates and not external
+    if last is not None:
+        _run_last(guard, last, commits=commits)
+    if not commits:
         return
     guard.watching = False
     try:

@@ -147,7 +147,7 @@ def check_kind(handler: Handler, *, asynchronous: bool) -> None:
         raise HandlerDefinitionError(f"{handler.identity} is {has}: deliver it through {wants}")
 
 
-def check_result(handler: Handler, result: object, *, asynchronous: bool) -> None:
+def check_result(identity: str, result: object, *, asynchronous: bool) -> None:
     """Raise ``HandlerDefinitionError`` for a result that says that the handler's work was not done.
 
     A result must be awaitable if it is ``asynchronous``, that is, comes from calling an async handler, and else not.
@@ -160,7 +160,7 @@ def check_result(handler: Handler, result: object, *, asynchronous: bool) -> Non
     if inspect.iscoroutine(result):
         result.close()
     raise HandlerDefinitionError(
-        f"{handler.identity} returned {type(result).__name__}, which "
+        f"{identity} returned {type(result).__name__}, which "
         + (
             "was not awaited: its work was not done"
             if awaitable or inspect.isgenerator(result)

@@ -150,6 +150,14 @@ def bind_of_marker(session: Session, tables: DedupTables) -> Any:
         ) from None
 
 
+def bind_of_session(session: Session) -> Any:
+    """Return the engine or connection of a session that claims nothing."""
+    try:
+        return session.get_bind()
+    except UnboundExecutionError:
+        raise UnsafeSessionError("the session has no engine to begin with: give the sessionmaker bind=") from None
+
+
 def refuse_elsewhere(session: Session, bind: Engine | Connection, model: type[Any]) -> None:
     """Raise ``UnsafeSessionError`` if the session reads an entity on another engine than that of its marker."""
     try:

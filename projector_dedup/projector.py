@@ -8,8 +8,9 @@ from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 from sqlalchemy.orm import Session, sessionmaker
 
-from .apply import Chunk, aapply, apply
+from .apply import aapply, apply
 from .asyncio_names import AsyncSession, async_sessionmaker
+from .chunk import Chunk
 from .errors import HandlerDefinitionError, UnhandledMessage
 from .extractors import attribute_or_key
 from .handler import On, Settings, check_kind, options_for, refuse_second_of_one_name, warn_of_unused_id

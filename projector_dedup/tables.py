@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import datetime
+from typing import ClassVar
 
 from sqlalchemy import Column, Index, MetaData, PrimaryKeyConstraint, Table, Text
 from sqlalchemy.engine import Connection
@@ -24,26 +25,38 @@ class DedupTables:
     marker: Table
     state: Table
 
+    maker: ClassVar[str] = "make_tables"
+    default_name: ClassVar[str] = DEFAULT_NAME
+    option: ClassVar[str] = ""
+    """The option by which `idempotency` makes or checks tables of this kind."""
+    revision: ClassVar[int] = 1
+    """The number of the migration that made tables of this kind what they are."""
+
+    @staticmethod
+    def make(metadata: MetaData, name: str, schema: str | None) -> DedupTables:
+        """Return tables of this kind, added to ``metadata``."""
+        return make_tables(metadata, name, schema)
+
     def remedy(self, connection: Connection) -> str:
         """Return how to create the tables in the schema where ``connection`` looks for them, for texts of errors."""
-        schema, given, options = connection.schema_for_object(self.marker), "", ""
-        if self.marker.name != DEFAULT_NAME:
-            given, options = f", name={self.marker.name!r}", f" --table {self.marker.name}"
+        schema, given, options = connection.schema_for_object(self.marker), "", self.option
+        if self.marker.name != self.default_name:
+            given, options = f", name={self.marker.name!r}", f"{options} --table {self.marker.name}"
         if schema is not None:
             options += f" --schema {schema}"
         if self.marker.schema is not None:
             given += f", schema={self.marker.schema!r}"
         elsewhere = ", on the engine that has this schema_translate_map" if schema != self.marker.schema else ""
         return (
-            f"let its owner create it: your Alembic (`alembic upgrade heads`, with make_tables(metadata{given}) in its "
-            f"metadata), metadata.create_all(engine), or `idempotency migrate{options}` (`idempotency schema{options}` "
-            f"prints the DDL){elsewhere}"
+            f"let its owner create it: your Alembic (`alembic upgrade heads`, with {self.maker}(metadata{given}) in "
+            f"its metadata), metadata.create_all(engine), or `idempotency migrate{options}` "
+            f"(`idempotency schema{options}` prints the DDL){elsewhere}"
         )
 
     def mending(self, connection: Connection) -> str:
         """Return how to correct tables that exist and are wrong, for texts of errors."""
         return (
-            f"alter {full_name(self.marker, connection)} to what make_tables() makes, by a migration: create_all() "
+            f"alter {full_name(self.marker, connection)} to what {self.maker}() makes, by a migration: create_all() "
             "leaves a table that is there as it is"
         )
 

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from datetime import datetime
 from functools import partial
 from typing import Any, Self
 
 from sqlalchemy.engine import Connection
-from sqlalchemy.exc import UnboundExecutionError
 from sqlalchemy.orm import Session, sessionmaker
 
-from .dialects import Dialect, dialect_of
+from .dialects import Dialect, LastStatement, dialect_of
 from .ending import close, commit, commit_duplicate, watch_next
 from .errors import OvertakenError, UnsafeSessionError
 from .guards import Guard, GuardedSession, end_message
-from .markers import bind_of_marker, insert_marker, insert_markers, valid_key, valid_keys
+from .markers import bind_of_marker, bind_of_session, insert_marker, insert_markers, valid_key, valid_keys
 from .message import Message, valid_formerly
 from .options import UnitOptions, check_session_factory
 from .reentry import refuse_within_handler
@@ -72,6 +71,7 @@ class UnitOfWork:
         self._options = options
         self._new = False  # until a claim, or begin(), says so
         self._committed = False
+        self.last: LastStatement | None = None  # which ``commit`` runs behind everything else
         self._guard: Guard | None = None
 
     def __enter__(self) -> Self:
@@ -110,6 +110,14 @@ class UnitOfWork:
         new = self._claim(key, formerly, message if reads_ahead else None)
         self._end_duplicate()
         return new
+
+    def claim_or_recall(
+        self, key: dict[str, Any], formerly: Collection[str], recalling: Callable[[Dialect], LastStatement]
+    ) -> LastStatement | None:
+        """Claim a command; None if it is new, else the statement of ``recalling``, which has run as the last one."""
+        recall = None if self._claim(key, formerly) else recalling(self._begun().dialect)
+        self._end_duplicate(last=recall)
+        return recall
 
     def claim_many(
         self,
@@ -155,11 +163,7 @@ class UnitOfWork:
 
     def begin(self) -> None:
         """Open the transaction without a claim, for a handler that may run twice (invariant I9)."""
-        try:
-            bind = self.session.get_bind()
-        except UnboundExecutionError:
-            raise UnsafeSessionError("the session has no engine to begin with: give the sessionmaker bind=") from None
-        watch(self._begin(bind, None), self._options, new=True)
+        watch(self._begin(bind_of_session(self.session), None), self._options, new=True)
         self._new = True
 
     def _begin(self, bind: Any, key: dict[str, Any] | None, *, one: bool = False, ahead: Any = None) -> Guard:
@@ -170,13 +174,12 @@ class UnitOfWork:
         self._guard = guard_for(self._session, connection, self._options, key)
         return self._guard
 
-    def _end_duplicate(self, *, read_on: bool = False) -> None:
+    def _end_duplicate(self, *, read_on: bool = False, last: LastStatement | None = None) -> None:
         """Commit after a claim that found nothing new, where the dialect wants that; elsewhere ``close`` rolls back."""
-        if self._new or not self.durable:
-            return
-        commit_duplicate(self._begun())
-        if read_on:  # in a transaction that nobody commits
-            self._guard = watch_next(self._begun())
+        if not self._new:
+            commit_duplicate(self._begun(), last, external=not self.durable)
+            if read_on and self.durable:  # in a transaction that nobody commits
+                self._guard = watch_next(self._begun())
 
     # 2 The handler, on the same session -----------------------------------------------------------------------------
 
@@ -213,7 +216,7 @@ class UnitOfWork:
             raise UnsafeSessionError("this unit of work has committed; the next message needs one of its own")
         if not self._new:
             raise UnsafeSessionError("the message is a duplicate, or its claim failed: there is nothing to commit")
-        commit(guard, strict=self._options.strict, external=not self.durable)
+        commit(guard, self.last, strict=self._options.strict, external=not self.durable)
         self._committed = True
         guard.watching = True  # reading goes on; another commit would be without a marker
 

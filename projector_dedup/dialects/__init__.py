@@ -12,6 +12,7 @@ from .answers import Failure, Status
 from .claims import Key, handler_parameters, key_of, same_key
 from .cleanup import Expired, Route, any_expired, is_expired
 from .interface import Dialect
+from .last_statement import LastChange, LastStatement
 from .levels import LEVEL_OF_BEGIN, LEVELS, is_as_strict
 from .mariadb import Aiomysql, Asyncmy, MySQLClient, PyMySQL
 from .portable import Portable
@@ -25,6 +26,8 @@ __all__ = [
     "Expired",
     "Failure",
     "Key",
+    "LastChange",
+    "LastStatement",
     "Route",
     "Status",
     "any_expired",

@@ -1,4 +1,4 @@
-"""Define the column types of our tables on each database: text that compares byte for byte, and moments in UTC."""
+"""Define the column types of our tables on each database: text that compares byte for byte, bytes, moments in UTC."""
 
 from __future__ import annotations
 
@@ -6,14 +6,35 @@ from collections.abc import Callable
 from datetime import UTC
 from typing import Any
 
-from sqlalchemy import BindParameter, ColumnElement, DateTime, Dialect, String, Text, func
+from sqlalchemy import BindParameter, ColumnElement, DateTime, Dialect, LargeBinary, String, Text, func
 from sqlalchemy.dialects import mysql
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.compiler import SQLCompiler
 from sqlalchemy.sql.functions import FunctionElement
 
 
-class _TextAsBytes(mysql.VARBINARY):
+class _FromHex:
+    """Sends bytes as hexadecimal digits, which mean the same whatever the SQL mode and the character set are.
+
+    The way in which asyncmy and aiomysql write bytes ends the literal early under NO_BACKSLASH_ESCAPES, and under gbk.
+    """
+
+    def bind_expression(self, bindvalue: BindParameter[Any]) -> ColumnElement[Any]:
+        return func.unhex(bindvalue, type_=self)
+
+    def bind_processor(self, dialect: Dialect) -> Callable[[Any], Any]:  # SQLAlchemy's signature
+        return _hex
+
+    def literal_processor(self, dialect: Dialect) -> Callable[[Any], str]:
+        return lambda value: f"'{_hex(value)}'"
+
+
+def _hex(value: Any) -> Any:
+    data = value.encode() if isinstance(value, str) else value
+    return data.hex() if isinstance(data, bytes) else data
+
+
+class _TextAsBytes(_FromHex, mysql.VARBINARY):
     """Stores text as VARBINARY in UTF-8, whatever the character set of the connection is.
 
     A text column would not do: every collation that MariaDB and MySQL share takes at least "a" and "a " for one.
@@ -26,19 +47,18 @@ class _TextAsBytes(mysql.VARBINARY):
     def __repr__(self) -> str:
         return f"VARBINARY(length={self.length})"
 
-    def bind_expression(self, bindvalue: BindParameter[Any]) -> ColumnElement[Any]:
-        # Hexadecimal digits mean the same whatever the SQL mode and the character set of the connection are. The way in
-        # which asyncmy and aiomysql write bytes ends the literal early under NO_BACKSLASH_ESCAPES, and under gbk.
-        return func.unhex(bindvalue, type_=self)
-
-    def bind_processor(self, dialect: Dialect) -> Callable[[Any], Any]:  # SQLAlchemy's signature
-        return lambda value: value.encode().hex() if isinstance(value, str) else value
-
-    def literal_processor(self, dialect: Dialect) -> Callable[[Any], str]:
-        return lambda value: f"'{value.encode().hex()}'"
-
     def result_processor(self, dialect: Dialect, coltype: object) -> Callable[[Any], Any]:
         return lambda value: value.decode() if isinstance(value, bytes) else value
+
+
+class _Blob(_FromHex, mysql.MEDIUMBLOB):
+    """Stores bytes, up to 16 MiB."""
+
+    __visit_name__ = "MEDIUMBLOB"
+    __module__ = mysql.MEDIUMBLOB.__module__
+
+    def __repr__(self) -> str:
+        return "MEDIUMBLOB()"
 
 
 class _MomentInUTC(mysql.DATETIME):
@@ -69,6 +89,11 @@ def exact_text(length: int) -> String:
         .with_variant(Text(collation="C"), "postgresql")
         .with_variant(_TextAsBytes(length), "mysql", "mariadb")
     )
+
+
+def exact_bytes() -> LargeBinary:
+    """Return the type of bytes that are stored as they are."""
+    return LargeBinary().with_variant(_Blob(), "mysql", "mariadb")
 
 
 def moment() -> DateTime:

@@ -17,13 +17,14 @@ from ..transaction_text import Grammar
 from .answers import Failure, Status
 from .cacheable_tables import CacheableRows, Wanted, claiming
 from .claims import Key, Parameters, look_then_insert
+from .last_statement import LastStatements
 from .levels import is_as_strict
 from .maintenance import Maintenance
 from .places import place_of_server
 from .shared_connection import refuse_sharing
 
 
-class Dialect(Maintenance):
+class Dialect(Maintenance, LastStatements):
     """Says how a database does what a unit of work needs. It holds no state: one instance serves every engine."""
 
     names: ClassVar[frozenset[str]]  #: SQLAlchemy's names of the database
@@ -129,10 +130,7 @@ class Dialect(Maintenance):
         """
 
     def begin_around(self, connection: Connection, marker: Table | None) -> None:
-        """Run what must come before a savepoint that the claim is in.
-
-        A transaction must have begun, or the savepoint would be the transaction.
-        """
+        """Run what must come before a savepoint that the claim is in: BEGIN, or that would be the transaction."""
         self.begin(connection, marker, None)
 
     # The marker -----------------------------------------------------------------------------------------------------

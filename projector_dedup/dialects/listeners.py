@@ -66,6 +66,12 @@ def forget_if_moved(session: Session, connection: Connection) -> bool:
     return moved
 
 
+def hears_of_statements(connection: Connection) -> bool:
+    """True if a listener of the user's is called after a statement, or before COMMIT, and may execute another one."""
+    events = connection.dispatch
+    return are_of_others((events.after_cursor_execute, events.after_execute, events.commit))
+
+
 def ask(dialect: EngineDialect, dbapi_connection: Any, sql: str) -> list[Any]:
     """Run ``sql`` in a listener to ``checkout``, and return its rows.
 

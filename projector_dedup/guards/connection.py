@@ -68,6 +68,9 @@ class GuardedConnection(Connection):
         self.guard.commit_was_sent = self._ending = True
         try:
             with self.guard.dialect.committing(self.guard.driver):
+                if self.guard.last is not None:
+                    with self.guard.dialect.taking_commit_along(self.guard.driver):
+                        self.guard.last.run(self)
                 super()._commit_impl()
         finally:
             self._ending = False

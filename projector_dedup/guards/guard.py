@@ -16,7 +16,7 @@ from sqlalchemy.engine import Connection
 from sqlalchemy.exc import DBAPIError, PendingRollbackError
 
 from ..closing import roll_back
-from ..dialects import Failure, Status
+from ..dialects import Failure, LastStatement, Status
 from ..errors import TransactionViolatedError, UnsafeSessionError
 from ..row_source import RowSource
 from .claim_transaction import ClaimTransaction, Savepoints, what_is_durable
@@ -41,6 +41,7 @@ class Guard:
         self.must_disconnect = False  # what the driver is in the midst of, nobody knows
         self.savepoints = Savepoints(claim_transaction)
         self.rows: RowSource | None = None
+        self.last: LastStatement | None = None  # sent with COMMIT
         self._session_transaction = session.get_transaction()
         self._transaction = connection.get_transaction()
         self._savepoint = connection.get_nested_transaction()  # only inside an external transaction

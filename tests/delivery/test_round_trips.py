@@ -33,7 +33,7 @@ def test_a_delivery_costs_what_is_written_down(request: pytest.FixtureRequest, d
         harness.create_tables()
         harness.transact(lambda session: session.add_all([Total(key=key, amount=0) for key in ROWS]))
         unbounded = not dialect_of(harness.engine).bounds_waits
-        ways = {name: way for name, way in WAYS.items() if not (name == "claim_timeout" and unbounded)}
+        ways = {name: way for name, way in WAYS.items() if not (name.endswith("claim_timeout") and unbounded)}
         found = {name: meter.cost_of(way(harness, name)) for name, way in ways.items()}
     cells = {name: str(cost) for name, cost in found.items()}
     if os.environ.get("APPROVE"):

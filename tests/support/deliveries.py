@@ -10,6 +10,15 @@ from sqlalchemy.orm import Session
 
 from meter import LARGE, Deliver
 from projector_dedup import BatchFailed, Message, Outcome
+from projector_dedup.commands import (
+    AsyncCall,
+    AsyncCommands,
+    Call,
+    Commands,
+    Rejected,
+    command,
+    default_command_tables,
+)
 from projector_dedup.reads import Reads
 from projector_dedup.testing.harness import DECLARED, Harness
 from projector_dedup.testing.subject import Added, Total, add
@@ -106,6 +115,34 @@ def many(
     return deliver
 
 
+def ask(harness: Harness, name: str, *, known: bool = False, rejects: bool = False, **options: Any) -> Deliver:
+    """A command with the same handler, new each time or `known`, perhaps one that it rejects."""
+
+    def body(session: Session) -> None:
+        add_or_fail(Added(("row 0",)), session)
+        if rejects:
+            raise Rejected("no")
+
+    def direct(_command: Added, call: Call) -> None:
+        body(call.session)
+
+    async def awaited(_command: Added, call: AsyncCall) -> None:
+        await call.session.run_sync(body)
+
+    operation: Any = command(name=name)(awaited) if harness.asynchronous else command(name=name)(direct)
+    commands: Any = (AsyncCommands if harness.asynchronous else Commands)(harness.factory, **options)
+
+    def deliver(number: int, _size: int) -> None:
+        key = "known" if known else f"new-{number}"
+        answer = harness.run(commands.handle, operation, Added(("row 0",)), key=key)
+        assert answer.replayed is known
+
+    harness.transact(lambda session: default_command_tables.marker.metadata.create_all(session.connection()))
+    if known:
+        harness.run(commands.handle, operation, Added(("row 0",)), key="known")
+    return deliver
+
+
 WAYS: dict[str, Callable[[Harness, str], Deliver]] = {
     "no dedup": no_dedup,
     "not idempotent": partial(one, idempotent=False),
@@ -127,4 +164,8 @@ WAYS: dict[str, Callable[[Harness, str], Deliver]] = {
     "batch, half known": partial(many, known=2),
     "batch, one fails": partial(many, fails=True),
     "batch=True": partial(many, body=add_all, batch=True),
+    "command": ask,
+    "command, again": partial(ask, known=True),
+    "command, claim_timeout": partial(ask, claim_timeout=1.0),
+    "command, rejected": partial(ask, rejects=True),
 }

@@ -52,13 +52,14 @@ class Reached:
         self.unavailable: dict[str, str] = {}  # part or engine -> why it could not be had
         self.cells: dict[tuple[str, str], Counter[str]] = {}
         self._news: list[tuple[str, Any]] = []  # since the last report
-        # Not to engine_connect, where a listener may choose a database: the library would ask for its tables each time.
-        for ending in ("commit", "rollback"):
-            event.listen(Engine, ending, self._connected)
+        # Not to engine_connect, where a listener may choose a database: the library would ask for its tables each time;
+        # nor to commit, before which a listener may execute something: no statement would take COMMIT along.
+        event.listen(Engine, "before_cursor_execute", self._connected)
 
     def saw(self, part: str, version: str) -> None:
         """Note that a driver or server was there and answered, and its version."""
-        self._news.append(("ran", (part, version)))
+        if (news := ("ran", (part, version))) not in self._news:
+            self._news.append(news)
 
     def give_up(self, required_by: str, what: str, why: str) -> NoReturn:
         """End the test: it is a failure where this was required, else a skip that the last lines tell of."""
@@ -67,7 +68,7 @@ class Reached:
             pytest.fail(f"{what} is required here, but: {why}", pytrace=False)
         pytest.skip(f"{what}: {why}")
 
-    def _connected(self, connection: Connection) -> None:
+    def _connected(self, connection: Connection, *_: object) -> None:
         """Believe only connections that were made: a fixture that was asked for proves nothing."""
         dialect = connection.dialect
         driver = f"{dialect.name}+{dialect.driver.removesuffix('_async')}"

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
-from sqlalchemy import URL, FromClause, Row, Table
+from sqlalchemy import URL, FromClause, Row, Table, Update, case, func, literal_column, select
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.engine.interfaces import Dialect as EngineDialect
 from sqlalchemy.exc import DBAPIError
@@ -110,6 +110,12 @@ class PostgreSQL(Dialect):
     def claim_many(self, connection: Connection, marker: Table, keys: Sequence[Parameters]) -> set[Key]:
         """Claim any number of markers in one statement, and return the keys of those that are new."""
         return claim_many(connection, marker, keys)
+
+    def changing(self, update: Update, rows: int) -> Executable:
+        """Return the UPDATE within a SELECT of how many rows it changed, which fails if that is not ``rows``."""
+        changed = update.returning(literal_column("1")).cte("changed")
+        found = func.count()
+        return select(found / case((found == rows, 1), else_=0)).select_from(changed)
 
     def transaction_id(self, connection: Connection) -> str | None:
         """Return the server's number of the open transaction.

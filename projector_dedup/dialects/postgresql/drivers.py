@@ -12,6 +12,7 @@ from sqlalchemy.engine.interfaces import Dialect as EngineDialect
 
 from ..answers import Status
 from ..levels import LEVEL_OF_BEGIN
+from ..listeners import hears_of_statements
 from .dialect import PostgreSQL
 from .pooler import ask_backend, numbered_behind_pooler
 from .standby import confirming
@@ -26,7 +27,7 @@ _ASYNCPG_WITHOUT_NUMBERS = (
 
 
 class Psycopg(PostgreSQL):
-    """Uses PostgreSQL through psycopg 3, sync or async, the only driver that can send BEGIN with the claim."""
+    """Uses PostgreSQL through psycopg 3, sync or async, the only driver that can send BEGIN or COMMIT along."""
 
     drivers = frozenset({"psycopg", "psycopg_async"})
 
@@ -45,6 +46,20 @@ class Psycopg(PostgreSQL):
         block: AbstractContextManager[object] = _psycopg_claim().beginning(
             connection.connection.driver_connection, connection.get_execution_options().get(LEVEL_OF_BEGIN)
         )
+        return block
+
+    def commit_goes_along(self, connection: Connection, driver_connection: Any) -> bool:
+        """True if the last statement can take COMMIT along on this connection: see ``psycopg_claim.can_end``.
+
+        Not where a listener of the user's may execute something between that statement and COMMIT.
+        """
+        if not _names_parameters(connection) or hears_of_statements(connection):
+            return False
+        return bool(_psycopg_claim().can_end(driver_connection))
+
+    def taking_commit_along(self, driver_connection: Any) -> AbstractContextManager[object]:
+        """Return a block in which a statement takes COMMIT along; a COMMIT of the driver's after it does nothing."""
+        block: AbstractContextManager[object] = _psycopg_claim().ending(driver_connection)
         return block
 
     def committing(self, driver_connection: Any) -> AbstractContextManager[None]:

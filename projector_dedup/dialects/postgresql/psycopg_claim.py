@@ -3,31 +3,30 @@
 psycopg sends BEGIN by itself before the first statement, and waits for the answer: a round trip for every message. A
 pipeline of libpq waits once for both. SQLAlchemy sees a cursor that executes the claim, so echo, events and errors are
 as usual; psycopg sees a transaction that has begun. Ids are sent as parameters, never as text.
+
+The last statement of a transaction takes COMMIT along in the same way: if it fails, the server skips the COMMIT.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache, lru_cache, partial
-from itertools import count
+from functools import cache, partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from psycopg import AsyncCursor, Cursor, IsolationLevel, OperationalError, Pipeline, errors, pq
+from psycopg import AsyncCursor, Cursor, IsolationLevel, Pipeline, errors, pq
 from psycopg.adapt import AdaptersMap
-from psycopg.pq.abc import PGconn, PGresult
+from psycopg.pq.abc import PGresult
 from psycopg.waiting import Ready, Wait
 
 from ...errors import UnsafeSessionError
+from .psycopg_pipeline import as_text, numbered, replies_to
 
 Driver = Any  # psycopg.Connection or AsyncConnection
-Replies = Generator[Wait, Ready, list[PGresult]]
 
-_IDLE, _OK = pq.TransactionStatus.IDLE, pq.ConnStatus.OK
-_DONE, _FAILED, _SYNC = pq.ExecStatus.COMMAND_OK, pq.ExecStatus.FATAL_ERROR, pq.ExecStatus.PIPELINE_SYNC
-_READ, _READ_OR_WRITE = Wait.R, Wait.RW
+_IDLE, _OPEN = pq.TransactionStatus.IDLE, pq.TransactionStatus.INTRANS
+_FAILED = pq.ExecStatus.FATAL_ERROR
 
 _LEVELS = {level.name.replace("_", " "): level for level in IsolationLevel}  # as SQLAlchemy calls them
 _BEGIN = {level: f"BEGIN ISOLATION LEVEL {name}".encode() for name, level in _LEVELS.items()}
@@ -36,10 +35,8 @@ _STALE = {  # the errors of a statement that was prepared and cannot be run any 
     "26000",  # invalid_sql_statement_name: psycopg sends DEALLOCATE ALL after a ROLLBACK, to a savepoint too
     "0A000",  # feature_not_supported: a column of its result has another type now
 }
-_PREPARED_AT_MOST = 16  # for each connection: schemas, and listeners that add comments, change the text of a claim
 
 _prepared: WeakKeyDictionary[Driver, dict[bytes, bytes]] = WeakKeyDictionary()
-_numbers = count()
 
 
 def beginning(driver: Driver, level: str | None = None) -> AbstractContextManager[object]:
@@ -51,23 +48,28 @@ def beginning(driver: Driver, level: str | None = None) -> AbstractContextManage
     if level is not None:
         if driver.pgconn.transaction_status != _IDLE:
             raise UnsafeSessionError("a transaction was begun on the connection before its claim; claim first")
-        return _Executing(driver, _BEGIN[_LEVELS[level]])
+        return _Executing(driver, begin=_BEGIN[_LEVELS[level]])
     if not can_begin(driver):
         return nullcontext()
     chosen = driver.isolation_level
-    return _Executing(driver, b"BEGIN" if chosen is None else _BEGIN[chosen])
+    return _Executing(driver, begin=b"BEGIN" if chosen is None else _BEGIN[chosen])
+
+
+def ending(driver: Driver) -> AbstractContextManager[object]:
+    """Return a block in which a statement on the driver's connection takes COMMIT along, if ``can_end``."""
+    return _Executing(driver, commit=b"COMMIT")
 
 
 class _Executing:
-    """Makes the driver's connection create cursors in the block that send BEGIN with their statement."""
+    """Makes the driver's connection create cursors in the block that send a command before or after their statement."""
 
-    def __init__(self, driver: Driver, begin: bytes) -> None:
+    def __init__(self, driver: Driver, **command: bytes) -> None:
         self._driver = driver
-        self._begin = begin
+        self._command = command
 
     def __enter__(self) -> None:
         self._usual = self._driver.cursor_factory
-        self._driver.cursor_factory = partial(_CURSORS[self._usual], begin=self._begin)
+        self._driver.cursor_factory = partial(_CURSORS[self._usual], **self._command)
 
     def __exit__(self, *_error: object) -> None:
         self._driver.cursor_factory = self._usual
@@ -80,11 +82,22 @@ def can_begin(driver: Driver) -> bool:
     without pipelines, or a psycopg that prepares no statements. An isolation level may be set.
     """
     return (
-        driver.cursor_factory in _CURSORS
-        and driver.pgconn.transaction_status == _IDLE
-        and driver.prepare_threshold is not None  # with None there may be a pooler; not all of them know pipelines
+        driver.pgconn.transaction_status == _IDLE
         and not driver.autocommit
         and driver.read_only is driver.deferrable is None
+        and _can_pipeline(driver)
+    )
+
+
+def can_end(driver: Driver) -> bool:
+    """True if COMMIT can go with a statement on this connection, in whose transaction no statement has failed."""
+    return driver.pgconn.transaction_status == _OPEN and not driver.autocommit and _can_pipeline(driver)
+
+
+def _can_pipeline(driver: Driver) -> bool:
+    return (
+        driver.cursor_factory in _CURSORS
+        and driver.prepare_threshold is not None  # with None there may be a pooler; not all of them know pipelines
         and driver.pgconn.parameter_status(b"client_encoding") == b"UTF8"
         and _has_pipelines()
     )
@@ -95,21 +108,22 @@ def _has_pipelines() -> bool:
     return Pipeline.is_supported()
 
 
-class _Beginning:
-    """Sends BEGIN and the statement, and waits once: shared by the sync and the async cursor."""
+class _Together:
+    """Sends a statement with BEGIN or with COMMIT, and waits once: shared by the sync and the async cursor."""
 
     connection: Driver
     adapters: AdaptersMap
     pgresult: PGresult | None
     _fetched = False
 
-    def __init__(self, connection: Driver, *, begin: bytes, **options: Any) -> None:
+    def __init__(self, connection: Driver, *, begin: bytes = b"", commit: bytes = b"", **options: Any) -> None:
         super().__init__(connection, **options)  # type: ignore[call-arg]  # psycopg's cursor is the next base class
         self._begin = begin
+        self._commit = commit
 
     @property
     def rowcount(self) -> int:
-        """Return how many rows the claim inserted; -1 before it was executed."""
+        """Return how many rows the statement inserted; -1 before it was executed."""
         return -1 if self.pgresult is None else self.pgresult.command_tuples or 0
 
     def _rest(self) -> list[tuple[Any, ...]]:
@@ -133,13 +147,27 @@ class _Beginning:
         loader: Any = self.adapters.get_loader(oid, form) or self.adapters.get_loader(_UNKNOWN, form)
         return loader(oid, self).load  # type: ignore[no-any-return]  # its class is psycopg's or the user's
 
-    def _begin_and_execute(self, sql: str, parameters: Mapping[str, Any]) -> Generator[Wait, Ready, None]:
-        statement, names = _numbered(sql)
-        values = [None if (value := parameters[name]) is None else str(value).encode() for name in names]
+    def _execute(self, sql: str, parameters: Mapping[str, Any]) -> Generator[Wait, Ready, None]:
+        statement, names = numbered(sql)
+        values = [as_text(parameters[name]) for name in names]
+        if self._begin:
+            yield from self._begin_and_execute(statement, values)
+        else:
+            yield from self._execute_and_commit(statement, values)
+
+    def _execute_and_commit(self, statement: bytes, values: list[bytes | None]) -> Generator[Wait, Ready, None]:
+        # Nothing is prepared: what cannot be run any more would fail the transaction, which has run the user's code.
+        replies = yield from replies_to(self.connection.pgconn, (), statement, values, None, (self._commit,))
+        failed = next((reply for reply in replies if reply.status == _FAILED), None)
+        if failed is not None:
+            raise errors.error_from_result(failed)
+        self.pgresult = replies[-2]
+
+    def _begin_and_execute(self, statement: bytes, values: list[bytes | None]) -> Generator[Wait, Ready, None]:
         prepared = _prepared.setdefault(self.connection, {})
         error = errors.Error()
         for before in ((self._begin,), (b"ROLLBACK", self._begin)):
-            replies = yield from _replies(self.connection.pgconn, before, statement, values, prepared)
+            replies = yield from replies_to(self.connection.pgconn, before, statement, values, prepared)
             failed = next((reply for reply in replies if reply.status == _FAILED), None)
             if failed is None:
                 self.pgresult = replies[-1]
@@ -151,12 +179,12 @@ class _Beginning:
         raise error
 
 
-class BeginningCursor(_Beginning, Cursor[Any]):
-    """Executes the first statement of a transaction on a sync connection of psycopg's, together with BEGIN."""
+class CursorTogether(_Together, Cursor[Any]):
+    """Executes the first or the last statement of a transaction on a sync connection of psycopg's."""
 
     def execute(self, query: Any, params: Any = None, **_options: Any) -> Any:
-        """Send BEGIN and the statement with its named parameters, and wait once for the answers."""
-        self.connection.wait(self._begin_and_execute(query, params))
+        """Send the statement with its named parameters, and BEGIN or COMMIT; wait once for the answers."""
+        self.connection.wait(self._execute(query, params))
         return self
 
     def fetchall(self) -> list[Any]:
@@ -164,16 +192,16 @@ class BeginningCursor(_Beginning, Cursor[Any]):
         return self._rest()
 
     def fetchone(self) -> Any:
-        """Return the first row, or None; a claim gives one row at most, so the others are dropped."""
+        """Return the first row, or None; these statements give one row at most, so the others are dropped."""
         return next(iter(self._rest()), None)
 
 
-class AsyncBeginningCursor(_Beginning, AsyncCursor[Any]):
-    """Executes the first statement of a transaction on an async connection of psycopg's, together with BEGIN."""
+class AsyncCursorTogether(_Together, AsyncCursor[Any]):
+    """Executes the first or the last statement of a transaction on an async connection of psycopg's."""
 
     async def execute(self, query: Any, params: Any = None, **_options: Any) -> Any:
-        """Send BEGIN and the statement with its named parameters, and await the answers once."""
-        await self.connection.wait(self._begin_and_execute(query, params))
+        """Send the statement with its named parameters, and BEGIN or COMMIT; await the answers once."""
+        await self.connection.wait(self._execute(query, params))
         return self
 
     async def fetchall(self) -> list[Any]:
@@ -181,53 +209,4 @@ class AsyncBeginningCursor(_Beginning, AsyncCursor[Any]):
         return self._rest()
 
 
-_CURSORS: dict[Any, Any] = {Cursor: BeginningCursor, AsyncCursor: AsyncBeginningCursor}
-
-
-def _replies(
-    pgconn: PGconn, before: Sequence[bytes], statement: bytes, values: list[bytes | None], prepared: dict[bytes, bytes]
-) -> Replies:
-    """Send the commands of ``before`` and the ``statement`` in a pipeline, wait once, and return the answers.
-
-    An interruption half-way leaves the connection busy, as it does for any statement.
-    """
-    pgconn.enter_pipeline_mode()
-    for command in before:
-        pgconn.send_query_params(command, None)
-    name = prepared.get(statement)
-    if new := name is None:
-        name = b"projector_dedup_%d" % next(_numbers) if len(prepared) < _PREPARED_AT_MOST else b""
-        pgconn.send_prepare(name, statement)  # behind BEGIN: it takes a snapshot, after which no level can be set
-    pgconn.send_query_prepared(name, values)
-    pgconn.pipeline_sync()
-    while pgconn.flush():
-        if (yield _READ_OR_WRITE) & Ready.R:
-            pgconn.consume_input()
-    replies: list[PGresult] = []
-    while not replies or replies[-1].status != _SYNC:
-        while pgconn.is_busy():
-            if (yield _READ):
-                pgconn.consume_input()
-        if (reply := pgconn.get_result()) is not None:
-            replies.append(reply)
-        elif pgconn.status != _OK:
-            raise OperationalError("the connection was lost")
-    pgconn.exit_pipeline_mode()
-    if new and name and replies[len(before)].status == _DONE:
-        prepared[statement] = name
-    return replies[:-1]
-
-
-@lru_cache(256)
-def _numbered(sql: str) -> tuple[bytes, list[str]]:
-    """Return the statement as libpq takes it, with ``$1`` for ``%(name)s``, and the names in their order."""
-    names: list[str] = []
-
-    def number(found: re.Match[str]) -> str:
-        if found[1] is None:
-            return "%"
-        if found[1] not in names:
-            names.append(found[1])
-        return f"${names.index(found[1]) + 1}"
-
-    return re.sub(r"%%|%\((\w+)\)s", number, sql).encode(), names
+_CURSORS: dict[Any, Any] = {Cursor: CursorTogether, AsyncCursor: AsyncCursorTogether}

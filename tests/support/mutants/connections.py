@@ -90,7 +90,7 @@ MUTANTS = (
     Mutant(
         name="stale-prepared-statement-fails-the-claim",
         breaks="With psycopg 3 a prepared claim that the server has forgotten fails the message.",
-        where="_Beginning._begin_and_execute",
+        where="_Together._begin_and_execute",
         old="if error.sqlstate not in _STALE:",
         new="if error.sqlstate:",
         tests=("tests/databases/test_psycopg_claim.py::test_a_statement_that_was_forgotten_is_prepared_again",),

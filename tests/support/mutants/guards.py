@@ -255,8 +255,8 @@ MUTANTS = (
         name="unmarked-projector-is-not-watched",
         breaks="A projector without idempotent=True is not watched, so its work is lost or halved unheard.",
         where="UnitOfWork.begin",
-        old="watch(self._begin(bind, None), self._options, new=True)",
-        new="guard = self._begin(bind, None)\n        guard.watch()\n        guard.watching = False",
+        old="watch(self._begin(bind_of_session(self.session), None), self._options, new=True)",
+        new="guard = self._begin(bind_of_session(self.session), None)\n        guard.watch()\n        guard.watching = False",
         tests=(
             "tests/guards/test_guards_ordinary.py::test_without_a_marker_the_transaction_is_guarded_too[postgresql+psycopg]",
         ),

@@ -111,8 +111,8 @@ MUTANTS = (
         name="duplicate-is-rolled-back",
         breaks="A duplicate ends by a ROLLBACK, which waits for no standby.",
         where="commit_duplicate",
-        old="if not guard.dialect.commits_duplicates:",
-        new="if guard.dialect.commits_duplicates:",
+        old="commits = guard.dialect.commits_duplicates and not external",
+        new="commits = not guard.dialect.commits_duplicates and not external",
         tests=("tests/databases/test_standby.py::test_a_duplicate_waits_for_the_standby[alone-postgresql+psycopg2]",),
     ),
     Mutant(

@@ -17,8 +17,8 @@ MUTANTS = (
         name="begin-without-the-level",
         breaks="With psycopg 3 the transaction begins at the server's level, and one of two messages is lost.",
         where="beginning",
-        old="return _Executing(driver, _BEGIN[_LEVELS[level]])",
-        new='return _Executing(driver, b"BEGIN")',
+        old="return _Executing(driver, begin=_BEGIN[_LEVELS[level]])",
+        new='return _Executing(driver, begin=b"BEGIN")',
         tests=("tests/databases/test_psycopg_claim.py::test_begin_says_the_level_and_comes_with_the_claim",),
     ),
     Mutant(

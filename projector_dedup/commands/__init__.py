@@ -1,0 +1,48 @@
+"""Commands: done once, and everybody who asks again with the same key gets the recorded answer (docs/commands.md)."""
+
+from .begin import Begun, begin_command
+from .call import AsyncCall, Call, derived_id, derived_key
+from .codecs import Codec, json, raw, typed_json
+from .errors import (
+    DuplicateCommandError,
+    InvalidKeyError,
+    KeyReusedError,
+    Rejected,
+    ResultError,
+    ResultUnreadableError,
+)
+from .fingerprint import fields
+from .handled import Handled, Rejection
+from .handler import AsyncCommand, Command, command
+from .runner import AsyncCommands, Commands
+from .tables import CommandTables, default_command_tables, make_command_tables
+
+__all__ = [
+    "AsyncCall",
+    "AsyncCommand",
+    "AsyncCommands",
+    "Begun",
+    "Call",
+    "Codec",
+    "Command",
+    "CommandTables",
+    "Commands",
+    "DuplicateCommandError",
+    "Handled",
+    "InvalidKeyError",
+    "KeyReusedError",
+    "Rejected",
+    "Rejection",
+    "ResultError",
+    "ResultUnreadableError",
+    "begin_command",
+    "command",
+    "default_command_tables",
+    "derived_id",
+    "derived_key",
+    "fields",
+    "json",
+    "make_command_tables",
+    "raw",
+    "typed_json",
+]

@@ -1,0 +1,198 @@
+"""``@command``, and the operation that it makes of a function: identity, codec, fingerprint, and how it is called."""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import Callable, Collection, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, TypeVar, overload
+
+from ..errors import HandlerDefinitionError
+from ..message import valid_formerly, valid_handler
+from .call import AsyncCall, Call
+from .codecs import Codec, codec_for
+from .fingerprint import Fingerprint, whole
+from .handled import Rejection
+
+C = TypeVar("C")
+R = TypeVar("R")
+
+NO_RESULT: Codec[Any] = Codec("none", lambda _: b"", lambda _: None)
+"""The codec of operations with ``default=``, whose records have no result."""
+
+_METHOD = 3  # positional arguments: the object, the command, the call
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The arguments of ``@command``."""
+
+    name: str | None
+    formerly: tuple[str, ...]
+    codec: Codec[Any] | None
+    older_codecs: tuple[Codec[Any], ...]
+    fingerprint: Fingerprint | None
+    default: Callable[..., Any] | None
+    key_required: bool
+    read_models: tuple[type[Any], ...]
+    isolation: str | None
+
+
+class Operation(Generic[C, R]):
+    """A function under ``@command``: its identity, and how its results are recorded."""
+
+    asynchronous: bool
+
+    def __init__(self, function: Callable[..., Any], settings: Settings) -> None:
+        self.function = function
+        self.settings = settings
+        self.identity = settings.name or f"{function.__module__}.{function.__qualname__}"
+        self.names = (self.identity, *(name for name in settings.formerly if name != self.identity))
+        self.is_method = _check_parameters(self.identity, function)
+        self.codec = settings.codec or (NO_RESULT if settings.default else _codec_of(self.identity, function))
+        self.__name__ = function.__name__
+        self.__doc__ = function.__doc__
+
+    def bound_to(self, instance: object) -> Any:
+        """Return the operation as a method of ``instance``; of a function that is no method, the operation itself."""
+        if instance is None or not self.is_method:
+            return self
+        bound = type(self).__new__(type(self))
+        bound.__dict__.update(self.__dict__, function=self.function.__get__(instance), is_method=False)
+        return bound
+
+    def codec_called(self, name: str) -> Codec[Any] | None:
+        """Return the codec that wrote a record, by its name; None if this code does not have it."""
+        return next((each for each in (self.codec, *self.settings.older_codecs) if each.name == name), None)
+
+
+class Command(Operation[C, R]):
+    """An operation for ``Commands.handle``. Calling it calls the function, in the caller's transaction."""
+
+    asynchronous = False
+
+    def __get__(self, instance: object, owner: type[Any] | None = None) -> Command[C, R]:
+        return typing.cast("Command[C, R]", self.bound_to(instance))
+
+    def __call__(self, command: C, call: Call) -> R | Rejection:
+        """Call the function as it was written: nothing is claimed, and nothing recorded."""
+        return typing.cast("R | Rejection", self.function(command, call))
+
+
+class AsyncCommand(Operation[C, R]):
+    """An operation for ``AsyncCommands.handle``: an ``async def``. See ``Command``."""
+
+    asynchronous = True
+
+    def __get__(self, instance: object, owner: type[Any] | None = None) -> AsyncCommand[C, R]:
+        return typing.cast("AsyncCommand[C, R]", self.bound_to(instance))
+
+    async def __call__(self, command: C, call: AsyncCall) -> R | Rejection:
+        """Call the function as it was written: nothing is claimed, and nothing recorded."""
+        return typing.cast("R | Rejection", await self.function(command, call))
+
+
+class _Decorator:
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+
+    @overload
+    def __call__(
+        self, function: Callable[[C, AsyncCall], Coroutine[Any, Any, R | Rejection]], /
+    ) -> AsyncCommand[C, R]: ...
+    @overload
+    def __call__(
+        self, function: Callable[[Any, C, AsyncCall], Coroutine[Any, Any, R | Rejection]], /
+    ) -> AsyncCommand[C, R]: ...
+    @overload
+    def __call__(self, function: Callable[[C, Call], R | Rejection], /) -> Command[C, R]: ...
+    @overload
+    def __call__(self, function: Callable[[Any, C, Call], R | Rejection], /) -> Command[C, R]: ...
+    def __call__(self, function: Any, /) -> Any:
+        """Make an operation of the function. Raises ``HandlerDefinitionError``."""
+        name = self._settings.name
+        if not inspect.isroutine(function):
+            raise HandlerDefinitionError(f"@command makes an operation of a function, not of {function!r}")
+        if name is None and (function.__module__ == "__main__" or "<" in function.__qualname__):
+            raise HandlerDefinitionError(
+                f"{function.__qualname__} would have another identity when it runs from another place, and commands "
+                'would run again; pin it with @command(name="...")'
+            )
+        if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+            raise HandlerDefinitionError(f"{function.__qualname__} is a generator: calling it would run nothing")
+        return (AsyncCommand if inspect.iscoroutinefunction(function) else Command)(function, self._settings)
+
+
+def command(
+    *,
+    name: str | None = None,
+    formerly: Collection[str] = (),
+    codec: Codec[Any] | None = None,
+    older_codecs: Sequence[Codec[Any]] = (),
+    fingerprint: Fingerprint | None = whole,
+    default: Callable[..., Any] | None = None,
+    key: Literal["required", "optional"] = "optional",
+    read_models: Sequence[type[Any]] = (),
+    isolation: str | None = None,
+) -> _Decorator:
+    """Make an operation of a function or method that is called with ``(command, call)``, and must not commit.
+
+    What it returns is recorded together with its writes. ``Rejection(code, detail)``, returned, is too; ``Rejected``,
+    raised, is recorded after its writes were rolled back. Any other exception rolls everything back and records
+    nothing, so that the same key may be tried again.
+
+    ``name`` pins the operation, which else is ``module.function``; ``formerly`` lists its names from before, so that
+    code of both names may run at once. ``codec`` says how results are stored; without one the annotation of what the
+    function returns does. ``older_codecs`` can still be read. ``fingerprint`` returns what must be the same when a key
+    comes again: the whole command if it is not given; None compares nothing. With ``default``, a function like the
+    operation itself, no result is stored, and who asks again gets what ``default`` returns from the present state.
+    ``key="required"`` refuses calls without a key. ``read_models`` and ``isolation`` are those of ``@projector``.
+
+    Raises ``HandlerDefinitionError`` for a wrong argument, and for a result that no codec can store.
+    """
+    given: object = read_models
+    if not isinstance(given, Sequence) or not all(hasattr(model, "__mapper__") for model in given):
+        raise HandlerDefinitionError("read_models is a list of mapped classes, as in read_models=[Account]")
+    if key not in ("required", "optional"):
+        raise HandlerDefinitionError(f"key is 'required' or 'optional', not {key!r}")
+    if name is not None:
+        valid_handler(name)
+    for each in (*([codec] if codec else []), *older_codecs):
+        if not all(hasattr(each, part) for part in ("name", "dumps", "loads")):
+            raise HandlerDefinitionError(f"a codec has a name, dumps and loads; {each!r} has not")
+    former = valid_formerly(formerly, HandlerDefinitionError)
+    required = key == "required"
+    return _Decorator(
+        Settings(
+            name, former, codec, tuple(older_codecs), fingerprint, default, required, tuple(read_models), isolation
+        )
+    )
+
+
+def _check_parameters(identity: str, function: Callable[..., Any]) -> bool:
+    """Return True for a method; raise ``HandlerDefinitionError`` for a function that cannot be called so."""
+    signature = inspect.signature(function)
+    for arguments in (_METHOD - 1, _METHOD):
+        try:
+            signature.bind(*[None] * arguments)
+        except TypeError:
+            continue
+        return arguments == _METHOD
+    raise HandlerDefinitionError(f"{identity} is called with two arguments, (command, call), and takes {signature}")
+
+
+def _codec_of(identity: str, function: Callable[..., Any]) -> Codec[Any]:
+    try:
+        hints = typing.get_type_hints(function)
+    except Exception as error:
+        raise HandlerDefinitionError(
+            f"{identity}: the annotation of its result cannot be read ({error}); define its types where the module "
+            "does, or give @command(codec=...)"
+        ) from error
+    if "return" not in hints:
+        raise HandlerDefinitionError(
+            f"{identity} does not say what it returns, so nobody knows how to record it: annotate its result, as in "
+            "-> None, or give @command(codec=...)"
+        )
+    return codec_for(hints["return"], identity)

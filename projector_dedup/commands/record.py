@@ -1,0 +1,134 @@
+"""Records: the key of a command, the statements that write and read its outcome, and what an outcome says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import cache
+from typing import Any
+from uuid import UUID
+
+from sqlalchemy import Row, Select, Table, Update, bindparam, case, select, update
+
+from ..dialects import Dialect, LastChange, LastStatement
+from ..errors import InvalidMessageIdError, OvertakenError
+from ..message import MAX_MESSAGE_ID_BYTES, printable, valid_message_id
+from .errors import InvalidKeyError, KeyReusedError
+from .tables import CommandTables
+
+RESULT, REJECTED, DEFAULT = 1, 2, 3  #: outcomes: a result, a rejection, a result that is asked for anew each time
+
+
+@dataclass(frozen=True)
+class Record:
+    """The outcome of one command, as it is stored. ``recorded_at`` is None for the caller who has just made it."""
+
+    outcome: int
+    codec: str
+    data: bytes | None
+    fingerprint: bytes | None
+    recorded_at: datetime | None = None
+
+
+@dataclass(frozen=True)
+class RecordKey:
+    """The key of a record: what the caller said, and the text under which it is stored."""
+
+    key: str
+    scope: str | None
+    stored: str
+
+    @classmethod
+    def of(cls, key: object, scope: object) -> RecordKey:
+        """Return the key of a caller in a scope. Raises ``InvalidKeyError`` for what is no text of fitting length."""
+        text = str(key) if isinstance(key, UUID) else key
+        within = str(scope) if isinstance(scope, UUID) else scope
+        if not isinstance(text, str) or not text:
+            raise InvalidKeyError(
+                f"the key of a command is a text or a UUID of the caller's, not {_shown(key)}; with key=None nothing "
+                "is recorded, and a command that is asked for again runs again"
+            )
+        if within is not None and (not isinstance(within, str) or not within):
+            raise InvalidKeyError(f"the scope of a command is a text or a UUID, such as a tenant, not {_shown(scope)}")
+        stored = f"{len(within or '')}:{within or ''}{text}"  # with its length: no other scope and key come to this
+        try:
+            return cls(text, within, valid_message_id(stored))
+        except InvalidMessageIdError as error:
+            raise InvalidKeyError(
+                f"scope and key of a command are stored as one text of at most {MAX_MESSAGE_ID_BYTES} bytes: {error}"
+            ) from None
+
+
+def _shown(value: object) -> str:
+    return "an empty text" if value == "" else type(value).__name__
+
+
+def recording(dialect: Dialect, tables: CommandTables, stored: str, names: Sequence[str], record: Record) -> LastChange:
+    """Return the statement that writes the outcome into the claimed row of each of the operation's ``names``."""
+    parameters = {
+        "stored": stored,
+        "the_fingerprint": record.fingerprint,
+        "the_outcome": record.outcome,
+        "the_codec": record.codec,
+        "the_result": record.data,
+        **_named(names),
+    }
+    return LastChange(_recording(dialect, tables.marker, len(names)), parameters, len(names))
+
+
+def recalling(dialect: Dialect, tables: CommandTables, stored: str, names: Sequence[str]) -> LastStatement:
+    """Return the statement that reads the record of a command that was handled under one of ``names``."""
+    return LastStatement(_recalling(dialect, tables.marker, len(names)), {"stored": stored, **_named(names)})
+
+
+def recalled(row: Row[Any] | None, fingerprint: bytes | None, key: RecordKey, operation: str) -> Record:
+    """Return the record that was read.
+
+    Raises ``KeyReusedError`` if it is of another command, and ``OvertakenError`` if there is none any more: the unit of
+    work is run again then.
+    """
+    if row is None:
+        raise OvertakenError("the record of the command was deleted, or not yet seen; run the unit of work again")
+    if fingerprint is not None and row.fingerprint is not None and bytes(row.fingerprint) != fingerprint:
+        raise KeyReusedError(
+            f"the key {printable(key.key)[:80]} of {operation} was given to another command before; nothing ran. Give "
+            "each command a key of its own, and the same one again only with the same command"
+        )
+    data = None if row.result is None else bytes(row.result)
+    moment: datetime = row.processed_at
+    in_utc = moment.astimezone(UTC) if moment.tzinfo else moment.replace(tzinfo=UTC)  # drivers without zones give UTC
+    return Record(row.outcome, row.codec, data, row.fingerprint, in_utc)
+
+
+def _named(names: Sequence[str]) -> dict[str, str]:
+    return {f"name_{number}": name for number, name in enumerate(names)}
+
+
+def _is_record(record: Table, names: int) -> Any:
+    given = [bindparam(f"name_{number}", type_=record.c.handler.type) for number in range(names)]
+    return (record.c.message_id == bindparam("stored", type_=record.c.message_id.type)) & record.c.handler.in_(given)
+
+
+@cache
+def _recording(dialect: Dialect, record: Table, names: int) -> Any:
+    changed: Update = (
+        update(record)
+        .where(_is_record(record, names), record.c.outcome.is_(None))  # an outcome is never written over
+        .values(
+            fingerprint=bindparam("the_fingerprint", type_=record.c.fingerprint.type),
+            outcome=bindparam("the_outcome", type_=record.c.outcome.type),
+            codec=bindparam("the_codec", type_=record.c.codec.type),
+            result=bindparam("the_result", type_=record.c.result.type),
+        )
+    )
+    return dialect.changing(changed, names)
+
+
+@cache
+def _recalling(dialect: Dialect, record: Table, names: int) -> Select[Any]:
+    columns = (record.c[name] for name in ("fingerprint", "outcome", "codec", "result", "processed_at"))
+    found = select(*columns).where(_is_record(record, names), record.c.outcome.is_not(None))
+    if names > 1:  # of several, that of the current name, which is the first
+        found = found.order_by(case((record.c.handler == bindparam("name_0"), 0), else_=1)).limit(1)
+    return found.with_for_update(read=True) if dialect.locks_what_it_met else found

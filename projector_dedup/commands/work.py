@@ -1,0 +1,206 @@
+"""One command as the work of one unit: claim or recall, call the handler, and record what it returned."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import ProjectorDedupError
+from ..handler import check_result
+from ..markers import marker_key
+from ..message import printable
+from ..retry import Attempts
+from ..unit_of_work import UnitOfWork
+from .call import AsyncCall, Call
+from .codecs import json
+from .errors import Rejected, ResultError
+from .fingerprint import digest
+from .handled import Rejection
+from .handler import NO_RESULT, Operation
+from .record import DEFAULT, REJECTED, RESULT, Record, RecordKey, recalled, recalling, recording
+from .tables import CommandTables
+
+logger = logging.getLogger("projector_dedup")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A caller's request: the operation, the command, its key, and what a record of it may hold."""
+
+    operation: Operation[Any, Any]
+    command: Any
+    key: RecordKey | None
+    fingerprint: bytes | None
+    tables: CommandTables
+    max_result_bytes: int
+
+    @classmethod
+    def of(
+        cls, operation: Operation[Any, Any], command: Any, key: RecordKey | None, tables: CommandTables, limit: int
+    ) -> Asked:
+        """Return what is asked for, with the fingerprint of the command if it has a key."""
+        chosen = operation.settings.fingerprint
+        fingerprint = None if key is None or chosen is None else digest(chosen(command))
+        return cls(operation, command, key, fingerprint, tables, limit)
+
+    def call(self, session: Any) -> Any:
+        """Return what the handler is given beside the command."""
+        key, scope = (None, None) if self.key is None else (self.key.key, self.key.scope)
+        return (AsyncCall if self.operation.asynchronous else Call)(session, key, scope, self.operation.identity)
+
+    def record_of(self, returned: Any) -> Record:
+        """Return the record of what the handler returned, or raise ``ResultError`` if it cannot be stored."""
+        if isinstance(returned, Rejection):
+            return self.rejected(returned)
+        if self.operation.settings.default is not None:
+            return Record(DEFAULT, NO_RESULT.name, None, self.fingerprint)
+        codec = self.operation.codec
+        return Record(RESULT, codec.name, self._stored(codec, returned), self.fingerprint)
+
+    def rejected(self, rejection: Rejection) -> Record:
+        """Return the record of a rejection, or raise ``ResultError`` if its detail cannot be stored."""
+        data = self._stored(json, {"code": rejection.code, "detail": rejection.detail})
+        return Record(REJECTED, json.name, data, self.fingerprint)
+
+    def _stored(self, codec: Any, value: Any) -> bytes:
+        try:
+            data = codec.dumps(value)
+            same = not codec.exact or codec.loads(data) == value
+        except ProjectorDedupError as error:
+            raise ResultError(f"{self.operation.identity}: {error}") from error
+        except Exception as error:
+            raise ResultError(
+                f"{self.operation.identity} returned {type(value).__name__}, which the codec {codec.name} cannot store "
+                f"({type(error).__name__}); nothing was applied"
+            ) from error
+        if not same:
+            raise ResultError(
+                f"{self.operation.identity} returned {type(value).__name__}, and the codec {codec.name} reads another "
+                "value than it was given to store: who asks again would get another answer; nothing was applied"
+            )
+        if len(data) > self.max_result_bytes:
+            raise ResultError(
+                f"the result of {self.operation.identity} takes {len(data)} bytes, and {self.max_result_bytes} are "
+                "allowed; nothing was applied. Return an id of what was made, or give Commands(max_result_bytes=...)"
+            )
+        return bytes(data)
+
+
+class Once:
+    """A command that is claimed, handled and recorded; or recalled, if it was before."""
+
+    many = reads_ahead = False
+    connected = True
+
+    def __init__(self, asked: Asked) -> None:
+        self.asked = asked
+        self.identity = asked.operation.identity
+        self.marked = asked.key is not None
+        self.record: Record | None = None  # None as long as nothing has run, and without a key
+        self.returned: Any = None  # by the handler, if it ran
+        self.replayed = False
+
+    def claim(self, uow: UnitOfWork) -> bool:
+        """Begin with the claim, and return True if the command must run; else keep the record that is there."""
+        self._uow, self.record, self.replayed = uow, None, False
+        asked = self.asked
+        if asked.key is None:
+            uow.begin()
+            return True
+        stored, names = asked.key.stored, asked.operation.names
+        recall = uow.claim_or_recall(
+            marker_key(stored, self.identity),
+            names[1:],
+            lambda dialect: recalling(dialect, asked.tables, stored, names),
+        )
+        if recall is None:
+            return True
+        self.record, self.replayed = recalled(recall.row, asked.fingerprint, asked.key, self.identity), True
+        return False
+
+    def calls(self, session: Any) -> Iterator[Callable[[], Any]]:
+        """Yield the one call of the handler, which records what it returns."""
+        call = self.asked.call(session)
+        yield (lambda: self._awaited(call)) if self.asked.operation.asynchronous else (lambda: self._called(call))
+
+    def _called(self, call: Any) -> None:
+        self._take(self.asked.operation.function(self.asked.command, call))
+
+    async def _awaited(self, call: Any) -> None:
+        self._take(await self.asked.operation.function(self.asked.command, call))
+
+    def _take(self, returned: Any) -> None:
+        check_result(self.identity, returned, asynchronous=False)
+        self.returned = returned
+        if self.asked.key is not None:
+            self._record(self.asked.record_of(returned))
+
+    def _record(self, record: Record) -> None:
+        """Have the record written by the last statement of the transaction."""
+        asked, dialect = self.asked, self._uow.dialect
+        assert asked.key is not None  # noqa: S101  # else nothing is recorded
+        assert dialect is not None  # noqa: S101  # else nothing was claimed
+        self.record = record
+        self._uow.last = recording(dialect, asked.tables, asked.key.stored, asked.operation.names, record)
+
+    def log_settled(self, attempts: Attempts) -> None:
+        """Log at INFO that a command was handled before, and at DEBUG that it was handled."""
+        level = logging.INFO if self.replayed else logging.DEBUG
+        logger.log(
+            level, "%s: %s", "replayed" if self.replayed else "handled", self._told(), extra=self._extra(attempts)
+        )
+
+    def log_retry(self, error: Exception, attempts: Attempts) -> None:
+        """Log that the command is tried again, after ``error``."""
+        logger.info("retry after %s: %s", type(error).__name__, self._told(), extra=self._extra(attempts))
+
+    def _told(self) -> str:
+        key = self.asked.key
+        return (
+            f"command {printable('without a key' if key is None else key.stored)}, operation {printable(self.identity)}"
+        )
+
+    def _extra(self, attempts: Attempts) -> dict[str, Any]:
+        return {"operation": printable(self.identity), "attempts": attempts.number}
+
+
+class Refused(Once):
+    """A command that its handler has rejected by raising: claimed again, and recorded without running the handler.
+
+    If somebody else has recorded an outcome meanwhile, that one counts: the handler's own writes were rolled back.
+    """
+
+    def __init__(self, asked: Asked, rejected: Rejected) -> None:
+        super().__init__(asked)
+        self._rejection = Rejection(rejected.code, rejected.detail)
+
+    def calls(self, session: Any) -> Iterator[Callable[[], Any]]:  # noqa: ARG002  # as Once
+        """Call nobody: record the rejection."""
+        self.returned = self._rejection
+        if self.asked.key is not None:
+            self._record(self.asked.rejected(self._rejection))
+        yield from ()
+
+
+class Present(Once):
+    """The present answer to a command that was handled before, by its operation's ``default``; nothing is claimed."""
+
+    def __init__(self, asked: Asked) -> None:
+        super().__init__(asked)
+        self.marked = False
+
+    def claim(self, uow: UnitOfWork) -> bool:
+        """Open a transaction, and claim nothing."""
+        self._uow = uow
+        uow.begin()
+        return True
+
+    def _called(self, call: Any) -> None:
+        assert self.asked.operation.settings.default is not None  # noqa: S101
+        self.returned = self.asked.operation.settings.default(self.asked.command, call)
+
+    async def _awaited(self, call: Any) -> None:
+        assert self.asked.operation.settings.default is not None  # noqa: S101
+        self.returned = await self.asked.operation.settings.default(self.asked.command, call)

@@ -1,0 +1,159 @@
+"""A desk that takes orders: one account, one order for each command, on any driver, by sync or async alike."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+from sqlalchemy import MetaData, String, select
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
+
+from databases import DRIVERS
+from projector_dedup.commands import (
+    AsyncCall,
+    AsyncCommands,
+    Call,
+    Commands,
+    Handled,
+    command,
+    default_command_tables,
+)
+from projector_dedup.testing.harness import Harness
+from reach import reach
+
+START = 1_000_000
+
+
+class Base(DeclarativeBase):
+    """The base of the desk's entities."""
+
+    metadata = MetaData()
+
+
+class Balance(Base):
+    """What the customer has left; wrong for good once an order counts twice or not at all."""
+
+    __tablename__ = "desk_balance"
+    customer: Mapped[str] = mapped_column(String(20), primary_key=True)
+    amount: Mapped[int]
+
+
+class Order(Base):
+    """An order that was placed. Its id follows from nothing, so that a second run places a second one."""
+
+    __tablename__ = "desk_order"
+    number: Mapped[int] = mapped_column(primary_key=True, autoincrement=True)
+    note: Mapped[str] = mapped_column(String(80))
+    amount: Mapped[int]
+
+
+@dataclass(frozen=True)
+class PlaceOrder:
+    """A command."""
+
+    amount: int = 1
+    note: str = ""
+    customer: str = "alice"
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Its result."""
+
+    number: int
+    left: int
+
+
+def place(order: PlaceOrder, call: Call) -> Placed:
+    """Ordinary ORM code: read, change, insert."""
+    balance = call.session.get_one(Balance, order.customer)
+    balance.amount -= order.amount
+    placed = Order(note=order.note or str(call.key), amount=order.amount)
+    call.session.add(placed)
+    call.session.flush()
+    return Placed(placed.number, balance.amount)
+
+
+class Desk:
+    """The desk on one subject: handles commands, and looks at what became of them from another connection."""
+
+    def __init__(self, harness: Harness) -> None:
+        self.harness = harness
+        self.ran: list[Any] = []  # keys, each time that a handler is entered
+        self.isolation = harness.subject.dispatcher_isolation
+
+    def create_tables(self) -> None:
+        """Create the tables, and give the customer an account."""
+        for metadata in (Base.metadata, default_command_tables.marker.metadata):
+            self.harness.transact(partial(_create, metadata))
+        self.harness.transact(lambda session: session.add(Balance(customer="alice", amount=START)))
+
+    def operation(self, body: Callable[[Any, Call], Any] = place, name: str = "desk.place", **settings: Any) -> Any:
+        """Return an operation of ``body``, which is as it is, or run by an ``async def``."""
+        body_of = body.__annotations__.get("return", Placed)
+
+        async def awaited(asked: Any, call: AsyncCall) -> Any:
+            def inner(session: Session) -> Any:
+                return body(asked, Call(session, call.key, call.scope, call.operation))
+
+            self.ran.append(call.key)
+            return await call.session.run_sync(inner)
+
+        def direct(asked: Any, call: Call) -> Any:
+            self.ran.append(call.key)
+            return body(asked, call)
+
+        function: Any = awaited if self.harness.asynchronous else direct
+        function.__annotations__ = {**function.__annotations__, "return": body_of}
+        return command(name=name, **settings)(function)
+
+    def commands(self, factory: Any = None, **options: Any) -> Any:
+        """Return ``Commands`` or ``AsyncCommands`` with the subject's isolation level."""
+        if self.isolation:
+            options.setdefault("isolation", self.isolation)
+        kind: Any = AsyncCommands if self.harness.asynchronous else Commands
+        return kind(factory or self.harness.factory, **options)
+
+    def handle(
+        self, operation: Any, asked: Any = None, key: Any = "k1", commands: Any = None, **said: Any
+    ) -> Handled[Any]:
+        """Call ``handle``, and await it if it is asynchronous."""
+        answer: Handled[Any] = self.harness.run(
+            (commands or self.commands()).handle, operation, PlaceOrder() if asked is None else asked, key=key, **said
+        )
+        return answer
+
+    def orders(self) -> list[str]:
+        """The notes of the orders that were placed, in order, as another connection sees them."""
+        return self.harness.transact(lambda session: sorted(session.scalars(select(Order.note))))
+
+    def spent(self) -> int:
+        """What has left the account."""
+        left = self.harness.transact(lambda session: session.get_one(Balance, "alice").amount)
+        return START - int(left)
+
+    def records(self) -> list[tuple[str, str, Any]]:
+        """The key, the operation and the outcome of each record, in order."""
+        record = default_command_tables.marker
+        columns = record.c.message_id, record.c.handler, record.c.outcome
+        return sorted(
+            tuple(row) for row in self.harness.transact(lambda session: session.execute(select(*columns)).all())
+        )
+
+
+def _create(metadata: MetaData, session: Session) -> None:
+    metadata.create_all(session.connection())
+
+
+@contextlib.contextmanager
+def desk_on(request: pytest.FixtureRequest, driver: Any, **subject: Any) -> Iterator[Desk]:
+    """Return a desk with its tables on an empty database of the driver's."""
+    with Harness(reach(request, driver, **subject)) as harness:
+        desk = Desk(harness)
+        desk.create_tables()
+        yield desk
+
+
+ALL = pytest.mark.parametrize("desk", DRIVERS, ids=str, indirect=True)
