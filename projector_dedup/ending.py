@@ -46,12 +46,19 @@ def commit(guard: Guard, last: LastStatement | None = None, *, strict: bool, ext
     except Exception as error:
         if guard.commit_was_answered:
             logger.warning("what follows the commit failed (a listener?); the message is applied", exc_info=True)
-        elif not guard.commit_was_sent or (isinstance(error, DBAPIError) and guard.dialect.commit_refused(error)):
+        elif not guard.commit_was_sent or _was_refused(guard, error):
             raise
         else:
             raise CommitOutcomeUnknown(INTERRUPTED) from error
     if not (external or guard.commit_was_answered):
         raise guard.violate("the session's commit() sent no COMMIT; a Session class that overrides it, perhaps")
+
+
+def _was_refused(guard: Guard, error: Exception) -> bool:
+    """True if the server has answered that it did not commit: the last statement failed, or COMMIT did."""
+    if isinstance(error, TransactionViolatedError):
+        return True
+    return isinstance(error, DBAPIError) and guard.dialect.commit_refused(error)
 
 
 def _run_last(guard: Guard, last: LastStatement, *, commits: bool) -> None:
@@ -60,7 +67,7 @@ def _run_last(guard: Guard, last: LastStatement, *, commits: bool) -> None:
     if commits and not exposed and guard.dialect.commit_goes_along(guard.connection, guard.driver):
         guard.last = last
     else:
-        last.run(guard.connection)
+        last.run(guard.claim_transaction.where_claimed())
 
 
 def commit_duplicate(guard: Guard, last: LastStatement | None = None, *, external: bool = False) -> None:

@@ -11,6 +11,7 @@ from ..errors import ProjectorDedupError
 from ..handler import check_result
 from ..markers import marker_key
 from ..message import printable
+from ..outcome import Outcome
 from ..retry import Attempts
 from ..unit_of_work import UnitOfWork
 from .call import AsyncCall, Call
@@ -146,24 +147,25 @@ class Once:
         self._uow.last = recording(dialect, asked.tables, asked.key.stored, asked.operation.names, record)
 
     def log_settled(self, attempts: Attempts) -> None:
-        """Log at INFO that a command was handled before, and at DEBUG that it was handled."""
-        level = logging.INFO if self.replayed else logging.DEBUG
-        logger.log(
-            level, "%s: %s", "replayed" if self.replayed else "handled", self._told(), extra=self._extra(attempts)
-        )
+        """Log the outcome: at INFO if the command was handled before, else at DEBUG."""
+        outcome, level = (Outcome.DUPLICATE, logging.INFO) if self.replayed else (Outcome.APPLIED, logging.DEBUG)
+        if logger.isEnabledFor(level):
+            after_unknown = self.replayed and attempts.unknown is not None
+            told = f"{outcome.value}{' (after_unknown_commit)' if after_unknown else ''}"
+            extra = self._extra(outcome.value, attempts) | {"after_unknown_commit": after_unknown}
+            logger.log(level, "%s: %s", told, self._told(), extra=extra)
 
     def log_retry(self, error: Exception, attempts: Attempts) -> None:
-        """Log that the command is tried again, after ``error``."""
-        logger.info("retry after %s: %s", type(error).__name__, self._told(), extra=self._extra(attempts))
+        """Log at INFO that the command is tried again, and after which error."""
+        extra = self._extra("retry", attempts)
+        logger.info("retry after %s: %s", type(error).__name__, self._told(), extra=extra)
 
     def _told(self) -> str:
-        key = self.asked.key
-        return (
-            f"command {printable('without a key' if key is None else key.stored)}, operation {printable(self.identity)}"
-        )
+        key = "without a key" if self.asked.key is None else printable(self.asked.key.stored)
+        return f"command {key}, operation {printable(self.identity)}"
 
-    def _extra(self, attempts: Attempts) -> dict[str, Any]:
-        return {"operation": printable(self.identity), "attempts": attempts.number}
+    def _extra(self, outcome: str, attempts: Attempts) -> dict[str, Any]:
+        return {"operation": printable(self.identity), "outcome": outcome, "attempts": attempts.number}
 
 
 class Refused(Once):

@@ -48,8 +48,8 @@ class LastChange(LastStatement):
             changed = 0
         if changed != self.rows:
             raise TransactionViolatedError(
-                "the handler deleted the row of its own claim, or changed it; only the library may write that table. "
-                "Everything was rolled back"
+                "the row of the claim is not there any more: the handler deleted or changed it, or chose another "
+                "schema, database or role for the rest of the transaction. Everything was rolled back"
             )
 
 

@@ -50,12 +50,12 @@ class ClaimTransaction:
 
     def note_place(self) -> None:
         """Remember the schema or database of the claim, before a handler chooses another one for what comes next."""
-        if self._where_claimed().schema_for_object(self._tables.marker) is None:
+        if self.where_claimed().schema_for_object(self._tables.marker) is None:
             self._place = self.dialect.place(self.connection)
 
     def is_open(self) -> bool:
         """True if the transaction that is open now is the claim's, and not aborted."""
-        connection, marked, self._marked = self._where_claimed(), self._marked, False
+        connection, marked, self._marked = self.where_claimed(), self._marked, False
         if self._transaction_id is not None:
             return self.dialect.transaction_id(connection) == self._transaction_id
         if marked:
@@ -71,7 +71,7 @@ class ClaimTransaction:
         """
         if self.key is None:
             return None
-        connection = self._where_claimed()
+        connection = self.where_claimed()
         if self.dialect.status(self.driver) in (Status.OPEN, Status.ABORTED):
             self.dialect.abandon(connection)  # what is open now will not be committed by us
         if self._transaction_id is not None:
@@ -89,7 +89,7 @@ class ClaimTransaction:
                 raise
             return None
 
-    def _where_claimed(self) -> Connection:
+    def where_claimed(self) -> Connection:
         """Return the connection, with the schema map of the claim, whatever map a handler gave it since."""
         return Connection.execution_options(self.connection, schema_translate_map=self._schemas)  # past any guard
 

@@ -70,7 +70,7 @@ class GuardedConnection(Connection):
             with self.guard.dialect.committing(self.guard.driver):
                 if self.guard.last is not None:
                     with self.guard.dialect.taking_commit_along(self.guard.driver):
-                        self.guard.last.run(self)
+                        self.guard.last.run(self.guard.claim_transaction.where_claimed())
                 super()._commit_impl()
         finally:
             self._ending = False

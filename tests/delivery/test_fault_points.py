@@ -55,15 +55,20 @@ def outside(driver: Driver, outsides: dict[str, Outside | str]) -> Iterator[Outs
 def points_of(driver: Driver, outside: Outside, scenario: Scenario) -> list[Point]:
     """The points of a delivery that meets no fault."""
     outside.empty()
-    with Worker(driver, outside.database) as dry:
+    with Worker(driver, outside.database, is_command=scenario.is_command) as dry:
         assert dry.deliver(scenario).error is None
-    assert applied(outside) == scenario.input
+    assert applied(outside, scenario) == scenario.input
     return dry.points.passed
 
 
-def applied(outside: Outside) -> set[int]:
-    """The messages that are marked, of which each must count once in the read model, and no other."""
-    ids = [row[0] for row in outside.execute("select message_id from processed_message")]
+def applied(outside: Outside, scenario: Scenario) -> set[int]:
+    """The messages that are marked, of which each must count once in the read model, and no other.
+
+    A record of a command must have its outcome: no row without one is ever committed.
+    """
+    ids = [row[0] for row in outside.execute(f"select message_id from {scenario.table}")]  # a name of ours
+    if scenario.is_command:
+        assert outside.execute("select message_id from processed_command where outcome is null or result is null") == []
     numbers = {number_of(message_id) for message_id in ids}
     assert len(numbers) == len(ids), f"a message has two markers: {ids}"
     totals = {str(account): int(amount) for account, amount in outside.execute("select account, amount from total")}
@@ -78,39 +83,43 @@ def meet(workers: "Workers", scenario: Scenario, fault: Fault, at: int, committe
     if fault is Fault.KILL:
         kill(workers.driver, outside, scenario, at)
         outside.assert_nothing_is_held()
-        look(scenario, None, applied(outside), committed)
+        look(scenario, None, applied(outside, scenario), committed)
     else:
         worker = workers.struck
         told = worker.deliver(scenario, at, fault)
         assert worker.points.struck is not None, f"it did not come to this point: {told}"
         assert worker.engine.pool.checkedout() == 0, "a connection is out of the pool"  # type: ignore[attr-defined]
         outside.assert_nothing_is_held()
-        marked = applied(outside)
+        marked = applied(outside, scenario)
         look(scenario, told, marked, committed)
         for number in scenario.messages:
             assert worker.redeliver(number) is (Outcome.DUPLICATE if number in marked else Outcome.APPLIED)
             marked.add(number)
     while True:
-        everything, marked = sorted(scenario.input), applied(outside)
+        everything, marked = sorted(scenario.input), applied(outside, scenario)
         expected = [Outcome.DUPLICATE if number in marked else Outcome.APPLIED for number in everything]
         assert workers.another.redeliver_all(everything) == expected
         if marked == scenario.input:
             break
-    assert applied(outside) == scenario.input
+    assert applied(outside, scenario) == scenario.input
     outside.assert_nothing_is_held()
 
 
 class Workers:
     """A worker that meets the faults, and another one that delivers again. Both are replaced after a failure."""
 
-    def __init__(self, driver: Driver, outside: Outside) -> None:
+    def __init__(self, driver: Driver, outside: Outside, *, is_command: bool) -> None:
         self.driver, self.outside = driver, outside
+        self._is_command = is_command
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
-        self.another = self._stack.enter_context(Worker(self.driver, self.outside.database, is_watched=False))
-        self.struck = self._stack.enter_context(Worker(self.driver, self.outside.database))
+        self.another = self._stack.enter_context(self._worker(is_watched=False))
+        self.struck = self._stack.enter_context(self._worker(is_watched=True))
         return self
+
+    def _worker(self, *, is_watched: bool) -> Worker:
+        return Worker(self.driver, self.outside.database, is_watched=is_watched, is_command=self._is_command)
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
@@ -129,7 +138,7 @@ def kill(driver: Driver, outside: Outside, scenario: Scenario, at: int) -> None:
     child = os.fork()
     if child == 0:
         try:
-            with Worker(driver, outside.database) as worker:
+            with Worker(driver, outside.database, is_command=scenario.is_command) as worker:
                 print("it was not killed:", worker.deliver(scenario, at, Fault.KILL))  # noqa: T201  # for the report
         except BaseException:  # noqa: BLE001  # a copy of pytest must not go on
             traceback.print_exc()
@@ -176,7 +185,7 @@ def test_a_fault_at_any_point_leaves_nothing_behind(driver: Driver, fault: Fault
     scenario = SCENARIOS[name]
     points = points_of(driver, outside, scenario)
     failures = []
-    with Workers(driver, outside) as workers:
+    with Workers(driver, outside, is_command=scenario.is_command) as workers:
         for at, point in enumerate(points):
             if not fault.can_happen(driver, point):
                 continue

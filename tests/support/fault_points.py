@@ -50,6 +50,7 @@ from projector_dedup import (
     on,
     projector,
 )
+from projector_dedup.commands import AsyncCall, AsyncCommands, Call, Commands, Handled, command, json
 from rig import HANDLER, Total
 
 BLOCK_IN_C = {"psycopg2", "MySQLdb"}
@@ -127,6 +128,12 @@ class Scenario:
     warm: tuple[int, ...]
     messages: tuple[int, ...]
     is_batch: bool = False
+    is_command: bool = False
+
+    @property
+    def table(self) -> str:
+        """The table that has a row for each message that was handled."""
+        return "processed_command" if self.is_command else "processed_message"
 
     @property
     def input(self) -> set[int]:
@@ -139,6 +146,8 @@ SCENARIOS = {
     "new message": Scenario((1, 2), (3,)),  # where the claim reads a row
     "redelivery": Scenario((1, 2), (2,)),
     "batch": Scenario((1,), (2, 1, 7), is_batch=True),  # one is a redelivery, one creates its row
+    "command": Scenario((1, 2), (3,), is_command=True),
+    "command, again": Scenario((1, 2), (2,), is_command=True),
 }
 
 
@@ -150,7 +159,7 @@ def message(number: int) -> Message:
 def number_of(message_id: object) -> int:
     """The number of a message, by its id as a driver gives it."""
     text = message_id.decode() if isinstance(message_id, bytes) else str(message_id)
-    return int(text.removeprefix("m-"))
+    return int(text.rpartition("m-")[2])
 
 
 def totals_of(numbers: Iterable[int]) -> dict[str, int]:
@@ -176,6 +185,37 @@ def _apply(happened: dict[str, Any], session: Session) -> None:
     _add("all", happened["amount"], session)
 
 
+class Desk:
+    """Handles commands as a dispatcher delivers messages, and believes no answer but the right one."""
+
+    def __init__(self, commands: Any, operation: Any) -> None:
+        self._commands, self._operation = commands, operation
+
+    def deliver(self, asked: Message) -> Any:
+        """Handle the message as a command, under its id as the key."""
+        answer = self._commands.handle(self._operation, asked.body, key=asked.id)
+        return self._awaited(asked, answer) if asyncio.iscoroutine(answer) else self._checked(asked, answer)
+
+    def deliver_batch(self, asked: Sequence[Message]) -> Any:
+        """Handle one after the other."""
+        return self._all(asked) if isinstance(self._commands, AsyncCommands) else list(map(self.deliver, asked))
+
+    async def _all(self, asked: Sequence[Message]) -> list[Delivery]:
+        return [await self.deliver(each) for each in asked]
+
+    async def _awaited(self, asked: Message, answer: Any) -> Delivery:
+        return self._checked(asked, await answer)
+
+    def _checked(self, asked: Message, answer: Handled[Any]) -> Delivery:
+        assert answer.result == answer_to(asked.body), "another answer than the one that was recorded"
+        return Delivery(str(asked.id), {HANDLER: answer.outcome})
+
+
+def answer_to(happened: dict[str, Any]) -> dict[str, Any]:
+    """The result of a command, computed from the command."""
+    return {"account": happened["account"], "twice": 2 * happened["amount"]}
+
+
 # Who delivers it ----------------------------------------------------------------------------------------------------
 
 
@@ -185,8 +225,11 @@ class Worker:
     One that is not ``is_watched`` has no proxy before its server, and so no points there.
     """
 
-    def __init__(self, driver: Driver, database: Database, *, is_watched: bool = True) -> None:
+    def __init__(
+        self, driver: Driver, database: Database, *, is_watched: bool = True, is_command: bool = False
+    ) -> None:
         self.driver = driver
+        self._is_command = is_command
         self._is_watched = is_watched and driver.engine != "sqlite"
         self.points = Points(None, self._strike)
         self._database = database
@@ -246,9 +289,25 @@ class Worker:
         async def awaited(happened: dict[str, Any], session: AsyncSession) -> None:
             await session.run_sync(lambda inner: handler(happened, inner))
 
+        if self._is_command:
+            return self._desk_on(engine, handler, retry)
         if isinstance(engine, AsyncEngine):
             return AsyncDispatcher(async_sessionmaker(engine), declared(added(awaited)), retry=retry)
         return Dispatcher(sessionmaker(engine), declared(added(handler)), retry=retry)
+
+    def _desk_on(self, engine: Engine | AsyncEngine, handler: Callable[..., None], retry: RetryPolicy) -> Desk:
+        def direct(happened: dict[str, Any], call: Call) -> dict[str, Any]:
+            handler(happened, call.session)
+            return answer_to(happened)
+
+        async def awaited(happened: dict[str, Any], call: AsyncCall) -> dict[str, Any]:
+            await call.session.run_sync(lambda inner: handler(happened, inner))
+            return answer_to(happened)
+
+        declared = command(name=HANDLER, codec=json)
+        if isinstance(engine, AsyncEngine):
+            return Desk(AsyncCommands(async_sessionmaker(engine), retry=retry), declared(awaited))
+        return Desk(Commands(sessionmaker(engine), retry=retry), declared(direct))
 
     @contextlib.contextmanager
     def _log_stops(self) -> Iterator[None]:

@@ -28,6 +28,7 @@ from databases import (
     sqlite_database,
 )
 from projector_dedup import AsyncDispatcher, Delivery, Dispatcher, Message, RetryPolicy, on, projector
+from projector_dedup.commands import default_command_tables
 from projector_dedup.tables import default_metadata
 
 Handler = Callable[[Session], object] | Callable[[AsyncSession], Awaitable[object]]
@@ -49,6 +50,7 @@ class Total(Base):
 
 
 TOTAL = Base.metadata.tables["total"]
+TABLES = ("total", "processed_message", "processed_command")
 
 
 def add(session: Session, amount: int = 1) -> None:
@@ -108,7 +110,7 @@ class Outside:
         """No transaction that has touched the tables is open, once closed connections have been noticed."""
         if self._mariadb is not None:
             # It waits for whoever has read them; innodb_trx is a cache that is not renewed while others read it too.
-            self.execute("lock tables total write, processed_message write")
+            self.execute(f"lock tables {', '.join(f'{table} write' for table in TABLES)}")
             self.execute("unlock tables")
             return
         if self._postgresql is None:
@@ -123,7 +125,7 @@ class Outside:
             "and pid <> pg_backend_pid() and backend_type = 'client backend' and state <> 'idle'"
         ):
             assert time.monotonic() < deadline, f"still open: {open_ones}"
-        self.execute("lock table total, processed_message in access exclusive mode")
+        self.execute(f"lock table {', '.join(TABLES)} in access exclusive mode")
 
     def kill_others(self) -> None:
         """End every other connection to the database, and return when they are gone."""
@@ -142,8 +144,8 @@ class Outside:
 
     def empty(self) -> None:
         """Forget all messages and totals."""
-        self.execute("delete from processed_message")
-        self.execute("delete from total")
+        for table in TABLES:
+            self.execute(f"delete from {table}")
 
     def close(self) -> None:
         """Hang up."""
@@ -158,9 +160,10 @@ def _added(message_id: str) -> Message:
 
 
 def create_tables(url: URL) -> None:
-    """The marker table and the read model."""
+    """The marker table, the record table and the read model."""
     engine = create_engine(url)
     default_metadata.create_all(engine)
+    default_command_tables.marker.metadata.create_all(engine)
     Base.metadata.create_all(engine)
     engine.dispose()
 
