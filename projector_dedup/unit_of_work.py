@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from datetime import datetime
 from functools import partial
 from typing import Any, Self
@@ -111,13 +111,11 @@ class UnitOfWork:
         self._end_duplicate()
         return new
 
-    def claim_or_recall(
-        self, key: dict[str, Any], formerly: Collection[str], recalling: Callable[[Dialect], LastStatement]
-    ) -> LastStatement | None:
-        """Claim a command; None if it is new, else the statement of ``recalling``, which has run as the last one."""
-        recall = None if self._claim(key, formerly) else recalling(self._begun().dialect)
+    def claim_or_recall(self, key: dict[str, Any], formerly: Collection[str], recall: LastStatement) -> bool:
+        """Claim a command: True if it is new, False if ``recall`` was run, as the last statement of a duplicate."""
+        new = self._claim(key, formerly)
         self._end_duplicate(last=recall)
-        return recall
+        return new
 
     def claim_many(
         self,

@@ -14,7 +14,7 @@ from .call import Call
 from .errors import InvalidKeyError
 from .handled import Handled
 from .handler import Command
-from .record import RecordKey, recalled, recalling, recording
+from .record import RecordKey, recalled, recalling, recording, recording_other_names
 from .runner import MAX_RESULT_BYTES, handled
 from .tables import CommandTables, default_command_tables
 from .work import Asked, Once
@@ -73,8 +73,10 @@ def begin_command(
     if claim(session, record_key.stored, operation.identity, formerly=names[1:], tables=tables):
         return Begun(asked.call(session), asked)
     connection = session.connection(bind_arguments={"bind": bind_of_marker(session, tables)})
-    recall = recalling(dialect_of(connection), tables, record_key.stored, names)
+    recall = recalling(tables, record_key.stored, names)
     recall.run(connection)
     work = Once(asked)
     work.record, work.replayed = recalled(recall.row, asked.fingerprint, record_key, operation.identity), True
+    if len(names) > 1:  # the caller commits what the claim inserted under other names
+        recording_other_names(tables, record_key.stored, names, work.record).run(connection)
     return handled(work, durable=False)

@@ -14,7 +14,7 @@ from sqlalchemy import Row, Select, Table, Update, bindparam, case, select, upda
 from ..dialects import Dialect, LastChange, LastStatement
 from ..errors import InvalidMessageIdError, OvertakenError
 from ..message import MAX_MESSAGE_ID_BYTES, printable, valid_message_id
-from .errors import InvalidKeyError, KeyReusedError
+from .errors import InvalidKeyError, KeyReusedError, ResultUnreadableError
 from .tables import CommandTables
 
 RESULT, REJECTED, DEFAULT = 1, 2, 3  #: outcomes: a result, a rejection, a result that is asked for anew each time
@@ -66,30 +66,33 @@ def _shown(value: object) -> str:
 
 def recording(dialect: Dialect, tables: CommandTables, stored: str, names: Sequence[str], record: Record) -> LastChange:
     """Return the statement that writes the outcome into the claimed row of each of the operation's ``names``."""
-    parameters = {
-        "stored": stored,
-        "the_fingerprint": record.fingerprint,
-        "the_outcome": record.outcome,
-        "the_codec": record.codec,
-        "the_result": record.data,
-        **_named(names),
-    }
-    return LastChange(_recording(dialect, tables.marker, len(names)), parameters, len(names))
+    statement = _recording(dialect, tables.marker, len(names))
+    return LastChange(statement, _values(stored, names, record), len(names))
 
 
-def recalling(dialect: Dialect, tables: CommandTables, stored: str, names: Sequence[str]) -> LastStatement:
+def recording_other_names(tables: CommandTables, stored: str, names: Sequence[str], record: Record) -> LastStatement:
+    """Return the statement that writes a known outcome into rows of the same command that have none."""
+    return LastStatement(_update(tables.marker, len(names)), _values(stored, names, record))
+
+
+def recalling(tables: CommandTables, stored: str, names: Sequence[str]) -> LastStatement:
     """Return the statement that reads the record of a command that was handled under one of ``names``."""
-    return LastStatement(_recalling(dialect, tables.marker, len(names)), {"stored": stored, **_named(names)})
+    return LastStatement(_recalling(tables.marker, len(names)), {"stored": stored, **_named(names)})
 
 
 def recalled(row: Row[Any] | None, fingerprint: bytes | None, key: RecordKey, operation: str) -> Record:
     """Return the record that was read.
 
-    Raises ``KeyReusedError`` if it is of another command, and ``OvertakenError`` if there is none any more: the unit of
-    work is run again then.
+    Raises ``KeyReusedError`` if it is of another command, ``ResultUnreadableError`` if it was committed without an
+    outcome, and ``OvertakenError`` if there is none any more: the unit of work is run again then.
     """
     if row is None:
         raise OvertakenError("the record of the command was deleted, or not yet seen; run the unit of work again")
+    if row.outcome is None:
+        raise ResultUnreadableError(
+            f"the key {printable(key.key)[:80]} of {operation} was claimed and committed without an outcome, perhaps "
+            "by begin_command() without record(): look whether the command was done, then forget the key"
+        )
     if fingerprint is not None and row.fingerprint is not None and bytes(row.fingerprint) != fingerprint:
         raise KeyReusedError(
             f"the key {printable(key.key)[:80]} of {operation} was given to another command before; nothing ran. Give "
@@ -99,6 +102,17 @@ def recalled(row: Row[Any] | None, fingerprint: bytes | None, key: RecordKey, op
     moment: datetime = row.processed_at
     in_utc = moment.astimezone(UTC) if moment.tzinfo else moment.replace(tzinfo=UTC)  # drivers without zones give UTC
     return Record(row.outcome, row.codec, data, row.fingerprint, in_utc)
+
+
+def _values(stored: str, names: Sequence[str], record: Record) -> dict[str, Any]:
+    return {
+        "stored": stored,
+        "the_fingerprint": record.fingerprint,
+        "the_outcome": record.outcome,
+        "the_codec": record.codec,
+        "the_result": record.data,
+        **_named(names),
+    }
 
 
 def _named(names: Sequence[str]) -> dict[str, str]:
@@ -112,7 +126,12 @@ def _is_record(record: Table, names: int) -> Any:
 
 @cache
 def _recording(dialect: Dialect, record: Table, names: int) -> Any:
-    changed: Update = (
+    return dialect.changing(_update(record, names), names)
+
+
+@cache
+def _update(record: Table, names: int) -> Update:
+    return (
         update(record)
         .where(_is_record(record, names), record.c.outcome.is_(None))  # an outcome is never written over
         .values(
@@ -122,13 +141,12 @@ def _recording(dialect: Dialect, record: Table, names: int) -> Any:
             result=bindparam("the_result", type_=record.c.result.type),
         )
     )
-    return dialect.changing(changed, names)
 
 
 @cache
-def _recalling(dialect: Dialect, record: Table, names: int) -> Select[Any]:
+def _recalling(record: Table, names: int) -> Select[Any]:
     columns = (record.c[name] for name in ("fingerprint", "outcome", "codec", "result", "processed_at"))
-    found = select(*columns).where(_is_record(record, names), record.c.outcome.is_not(None))
-    if names > 1:  # of several, that of the current name, which is the first
-        found = found.order_by(case((record.c.handler == bindparam("name_0"), 0), else_=1)).limit(1)
-    return found.with_for_update(read=True) if dialect.locks_what_it_met else found
+    found = select(*columns).where(_is_record(record, names))
+    if names > 1:  # a claim of several names may have inserted some of them just now: those have no outcome yet
+        found = found.order_by(case((record.c.outcome.is_(None), 1), else_=0)).limit(1)
+    return found

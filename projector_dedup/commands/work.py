@@ -111,12 +111,8 @@ class Once:
             uow.begin()
             return True
         stored, names = asked.key.stored, asked.operation.names
-        recall = uow.claim_or_recall(
-            marker_key(stored, self.identity),
-            names[1:],
-            lambda dialect: recalling(dialect, asked.tables, stored, names),
-        )
-        if recall is None:
+        recall = recalling(asked.tables, stored, names)
+        if uow.claim_or_recall(marker_key(stored, self.identity), names[1:], recall):
             return True
         self.record, self.replayed = recalled(recall.row, asked.fingerprint, asked.key, self.identity), True
         return False

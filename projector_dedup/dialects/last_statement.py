@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar
+from typing import Any
 
 from sqlalchemy import Row, Update
 from sqlalchemy.engine import Connection
@@ -27,7 +27,8 @@ class LastStatement:
 
     def run(self, connection: Connection) -> None:
         """Execute the statement past any guard of the connection, and keep the first row of its answer."""
-        self.row = Connection.execute(connection, self.statement, self.parameters).first()
+        result = Connection.execute(connection, self.statement, self.parameters)
+        self.row = result.first() if result.returns_rows else None
 
 
 class LastChange(LastStatement):
@@ -55,9 +56,6 @@ class LastChange(LastStatement):
 
 class LastStatements:
     """Declares the part of a dialect that ends the transaction of a command."""
-
-    locks_what_it_met: ClassVar[bool] = False
-    """True if only a SELECT under lock is sure to find the row that a claim has met, if it was committed meanwhile."""
 
     def changing(self, update: Update, rows: int) -> Executable:
         """Return the statement for a ``LastChange`` of so many ``rows``.

@@ -92,7 +92,7 @@ class Desk:
 
     def operation(self, body: Callable[[Any, Call], Any] = place, name: str = "desk.place", **settings: Any) -> Any:
         """Return an operation of ``body``, which is as it is, or run by an ``async def``."""
-        body_of = body.__annotations__.get("return", Placed)
+        returns = getattr(body, "__annotations__", {}).get("return", Placed)
 
         async def awaited(asked: Any, call: AsyncCall) -> Any:
             def inner(session: Session) -> Any:
@@ -106,7 +106,7 @@ class Desk:
             return body(asked, call)
 
         function: Any = awaited if self.harness.asynchronous else direct
-        function.__annotations__ = {**function.__annotations__, "return": body_of}
+        function.__annotations__ = {**function.__annotations__, "return": returns}
         return command(name=name, **settings)(function)
 
     def commands(self, factory: Any = None, **options: Any) -> Any:

@@ -61,7 +61,6 @@ class MariaDB(Dialect):
         one_at_a_time=True,
     )
     abort_lasts = True
-    locks_what_it_met = True  # a snapshot that was taken before the claim does not have it
     claims_may_read = True
     remembers_tables = True
     cacheable_rows = MariaDBRows()
