@@ -9,13 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TypeVar
-
-from ..dispatcher import AsyncDispatcher, Dispatcher
+from typing import Protocol, TypeVar
 
 __all__ = ["external_transaction"]
 
-D = TypeVar("D", Dispatcher, AsyncDispatcher)
+
+class Permitting(Protocol):
+    """A dispatcher, or ``Commands``: opens units of work, perhaps in a transaction of somebody else's."""
+
+    def permit_external_transaction(self, permitted: bool) -> bool:
+        """Permit or forbid an outer transaction; return the setting before."""
+
+
+D = TypeVar("D", bound=Permitting)
 
 
 @contextmanager
@@ -29,9 +35,9 @@ def external_transaction(dispatcher: D) -> Iterator[D]:
                 assert not dispatcher.deliver(event).durable
             connection.rollback()
 
-    Yields the dispatcher. Duplicates are recognised as usual. Every ``Delivery`` has ``durable=False``: nothing is
-    durable until the outer transaction commits. For tests only: there is one connection, so deliver one message at a
-    time.
+    Yields the dispatcher, which may also be ``Commands``. Duplicates are recognised as usual. Every ``Delivery`` and
+    ``Handled`` has ``durable=False``: nothing is durable until the outer transaction commits. For tests only: there is
+    one connection, so deliver one message at a time.
     """
     before = dispatcher.permit_external_transaction(True)
     try:

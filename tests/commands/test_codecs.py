@@ -126,6 +126,11 @@ def test_everybody_gets_an_equal_value_of_the_same_type(desk: Desk, value: Any, 
         ("x" * 70_000, str),
         (Rejection("no", {"at": datetime.now(UTC)}), Line),
     ],
+    ids=[
+        *("a tuple", "a number for a key", "nan", "an object", "an entity", "no time zone", "another type in it"),
+        *("text for a number", "a boolean for a number", "too large a whole number", "a lone surrogate"),
+        *("other bytes", "too long", "a detail that JSON cannot say"),
+    ],
 )
 def test_what_cannot_be_recorded_is_not_done(desk: Desk, value: Any, annotation: Any) -> None:
     """The error says so before anything commits, and the key stays free."""

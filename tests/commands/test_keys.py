@@ -41,6 +41,20 @@ def test_no_two_keys_are_stored_as_one(scope: str | None, key: str, other_scope:
 
 
 @pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (("a", "b:c"), ("a:b", "c")),
+        (("a", "bc"), ("ab", "c")),
+        ((None, "1:ab"), ("a", "b")),
+        (("1", "1:a"), ("11", ":a")),
+    ],
+)
+def test_a_delimiter_in_a_key_makes_no_other_scope(one: tuple[str, str], other: tuple[str, str]) -> None:
+    """Whatever is between scope and key, or stands for there being none."""
+    assert RecordKey.of(one[1], one[0]).stored != RecordKey.of(other[1], other[0]).stored
+
+
+@pytest.mark.parametrize(
     ("scope", "key"),
     [(None, "1:ab"), ("1", ":ab"), ("a", "b"), ("", "ab"), (None, ""), (None, "x" * 511), ("x" * 300, "x" * 300)],
 )

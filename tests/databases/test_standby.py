@@ -14,6 +14,7 @@ import pytest
 from sqlalchemy import delete, make_url, text
 from sqlalchemy.orm import Session
 
+from command_rig import Desk
 from costs import column, written
 from databases import DRIVERS, Driver
 from deliveries import ROWS, WAYS
@@ -31,6 +32,7 @@ from projector_dedup import (
     UnsafeSessionError,
     claim,
 )
+from projector_dedup.commands import default_command_tables
 from projector_dedup.tables import default_tables
 from projector_dedup.testing.harness import Harness
 from projector_dedup.testing.subject import PATIENCE, Added, Subject, Total
@@ -152,6 +154,15 @@ def by_caller(harness: Harness) -> Redeliver:
     return redeliver
 
 
+def command_again(harness: Harness) -> Redeliver:
+    """As a command, whose recorded answer is sent with the COMMIT that waits."""
+    desk = Desk(harness)
+    desk.create_tables()
+    operation, commands = desk.operation(name=NEW), desk.commands(retry=RetryPolicy(attempts=3))
+    desk.handle(operation, key="m1", commands=commands)
+    return lambda: desk.handle(operation, key="m1", commands=commands).outcome
+
+
 REDELIVERIES: dict[str, Callable[[Harness], Redeliver]] = {
     "alone": alone,
     "claimed with its row": partial(alone, before=3),
@@ -165,6 +176,7 @@ REDELIVERIES: dict[str, Callable[[Harness], Redeliver]] = {
     "claim": by_hand,
     "claim_many": partial(by_hand, many=True),
     "the caller's claim": by_caller,
+    "command": command_again,
 }
 
 
@@ -247,15 +259,16 @@ def test_a_wait_that_is_ended_begins_again(primary: Primary, harness: Harness, h
 
 @pytest.mark.parametrize("driver", [POSTGRESQL[0], POSTGRESQL[-1]], ids=str, indirect=True)
 @pytest.mark.parametrize("how", ["pg_terminate_backend", "pg_cancel_backend"])
-@pytest.mark.parametrize("way", ["new", "looked for", "batch", "claim"])
+@pytest.mark.parametrize("way", ["new", "looked for", "batch", "claim", "command", "new command"])
 def test_a_wait_that_is_always_ended_leaves_the_outcome_unknown(
     primary: Primary, harness: Harness, way: str, how: str
 ) -> None:
     """No way to deliver returns, so nothing is acknowledged; the redelivery is a duplicate when the standby answers."""
     harness.dispatcher = partial(harness.dispatcher, retry=RetryPolicy(attempts=3))  # type: ignore[method-assign]
-    redeliver = REDELIVERIES.get(way, alone)(harness)
-    if way == "new":
-        harness.transact(lambda session: session.execute(delete(default_tables.marker)))
+    redeliver = REDELIVERIES.get(way.removeprefix("new "), alone)(harness)
+    if way.startswith("new"):
+        tables = default_command_tables if way == "new command" else default_tables
+        harness.transact(lambda session: session.execute(delete(tables.marker)))
     primary.fall_silent()
     delivery = harness.start(redeliver)
     primary.end_waits(delivery, how)

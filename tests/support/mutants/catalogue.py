@@ -11,6 +11,7 @@ from . import (
     connections,
     deliveries,
     guards,
+    handling,
     ids,
     mended,
     outcomes,
@@ -32,6 +33,7 @@ GROUPS: Mapping[str, tuple[Mutant, ...]] = {
     "connections": connections.MUTANTS,
     "pruning-and-names": pruning_and_names.MUTANTS,
     "commands": commands.MUTANTS,
+    "handling": handling.MUTANTS,
     "mended": mended.MUTANTS,
 }
 MUTANTS: tuple[Mutant, ...] = tuple(mutant for mutants in GROUPS.values() for mutant in mutants)

@@ -1,0 +1,187 @@
+"""C1 to C16: a command is done once, and everybody who asks again gets the recorded answer."""
+
+from .mutant import Mutant
+
+HANDLE = "tests/commands/test_handle.py"
+RECORDS = "tests/commands/test_records.py"
+
+MUTANTS = (
+    Mutant(
+        name="answer-is-not-recorded",
+        breaks="A command commits without its answer, and nobody who asks again gets one.",
+        where="Once._record",
+        old="self._uow.last = recording(",
+        new="recording(",
+        tests=(f"{HANDLE}::test_a_command_is_done_once_and_answered_as_often_as_it_is_asked[sqlite+pysqlite]",),
+    ),
+    Mutant(
+        name="command-runs-for-everybody",
+        breaks="Whoever asks again has the command done again.",
+        where="Once.claim",
+        old="if uow.claim_or_recall(marker_key(stored, self.identity), names[1:], recall):",
+        new="if uow.claim_or_recall(marker_key(stored, self.identity), names[1:], recall) or uow.begin() is None:",
+        tests=(f"{HANDLE}::test_a_command_is_done_once_and_answered_as_often_as_it_is_asked[sqlite+pysqlite]",),
+    ),
+    Mutant(
+        name="record-is-written-before-the-handlers-work",
+        breaks="The answer is recorded in a transaction of its own, and stays when the writes are rolled back.",
+        where="_run_last",
+        old="last.run(guard.claim_transaction.where_claimed())",
+        new="last.run(guard.connection.engine.connect())",
+        tests=(f"{HANDLE}::test_a_command_is_done_once_and_answered_as_often_as_it_is_asked[postgresql+psycopg2]",),
+    ),
+    Mutant(
+        name="other-command-gets-the-answer",
+        breaks="A key that comes with another command gets the answer of the first.",
+        where="recalled",
+        old="bytes(row.fingerprint) != fingerprint:",
+        new="len(row.fingerprint) != len(fingerprint):",
+        tests=(
+            "tests/commands/test_fingerprints.py::test_another_command_under_the_same_key_is_refused[sqlite+pysqlite]",
+        ),
+    ),
+    Mutant(
+        name="default-makes-another-command",
+        breaks="A field that is added with a default turns retries of a rolling deploy into errors.",
+        where="_members",
+        old="if not _is_default(getattr(value, field.name), field)",
+        new="if field.init",
+        tests=(
+            "tests/commands/test_fingerprints.py::"
+            "test_a_field_that_is_new_and_has_its_default_makes_no_other_command[sqlite+pysqlite]",
+        ),
+    ),
+    Mutant(
+        name="scope-and-key-run-together",
+        breaks="Tenant 'a' with key 'bc' gets the answer of tenant 'ab' with key 'c'.",
+        where="RecordKey.of",
+        old="stored = f\"{len(within or '')}:{within or ''}{text}\"",
+        new="stored = f\"{within or ''}:{text}\"",
+        tests=("tests/commands/test_keys.py::test_a_delimiter_in_a_key_makes_no_other_scope",),
+    ),
+    Mutant(
+        name="finished-record-is-written-over",
+        breaks="A handler that writes an answer of its own has it replaced, and two callers get two answers.",
+        where="_update",
+        old=".where(_is_record(record, names), record.c.outcome.is_(None))  # an outcome is never written over",
+        new=".where(_is_record(record, names))",
+        tests=(f"{RECORDS}::test_a_handler_that_touches_its_own_record_is_found_out[sqlite+pysqlite-outcome]",),
+    ),
+    Mutant(
+        name="record-that-is-gone-is-not-missed",
+        breaks="A handler that deletes its record commits, and the command is done again for the next caller.",
+        where="LastChange.run",
+        old="if changed != self.rows:",
+        new="if changed < 0:",
+        tests=(
+            f"{RECORDS}::test_a_handler_that_touches_its_own_record_is_found_out[sqlite+pysqlite-delete]",
+            f"{RECORDS}::test_a_handler_that_touches_its_own_record_is_found_out[mariadb+pymysql-delete]",
+        ),
+    ),
+    Mutant(
+        name="record-that-is-gone-commits-with-psycopg",
+        breaks="With psycopg 3, where COMMIT goes with the record, a record that is gone is heard of after the COMMIT.",
+        where="PostgreSQL.changing",
+        old="case((found == rows, 1), else_=0)",
+        new="case((found == rows, 1), else_=1)",
+        tests=(f"{RECORDS}::test_a_handler_that_touches_its_own_record_is_found_out[postgresql+psycopg-delete]",),
+    ),
+    Mutant(
+        name="record-that-is-gone-is-a-commit-in-doubt",
+        breaks="With psycopg 3 a record that is gone is told as a COMMIT whose outcome is unknown, and run again.",
+        where="_was_refused",
+        old="if isinstance(error, TransactionViolatedError):",
+        new="if isinstance(error, SystemExit):",
+        tests=(f"{RECORDS}::test_a_handler_that_touches_its_own_record_is_found_out[postgresql+psycopg-delete]",),
+    ),
+    Mutant(
+        name="record-follows-the-handlers-schema-map",
+        breaks="A handler that chooses another schema for its tables cannot record its answer.",
+        where="_run_last",
+        old="last.run(guard.claim_transaction.where_claimed())",
+        new="last.run(guard.connection)",
+        tests=(f"{RECORDS}::test_the_record_goes_where_the_claim_was_made[sqlite+pysqlite]",),
+    ),
+    Mutant(
+        name="commit-overtakes-a-listener",
+        breaks="With psycopg 3 what a listener writes behind the record is in another transaction than the command.",
+        where="Psycopg.commit_goes_along",
+        old="if not _names_parameters(connection) or hears_of_statements(connection):",
+        new="if not _names_parameters(connection):",
+        tests=(f"{RECORDS}::test_a_listener_that_writes_before_the_commit_writes_with_it[postgresql+psycopg]",),
+    ),
+    Mutant(
+        name="raised-rejection-is-not-recorded",
+        breaks="A command that was rejected is tried again for everybody who asks again.",
+        where="Refused.calls",
+        old="self._record(self.asked.rejected(self._rejection))",
+        new="self.record = self.asked.rejected(self._rejection)",
+        tests=(f"{HANDLE}::test_a_rejection_that_is_raised_is_recorded_without_writes[sqlite+pysqlite]",),
+    ),
+    Mutant(
+        name="first-caller-gets-what-was-not-stored",
+        breaks="The first caller gets a value that nobody who asks again will get.",
+        where="Asked._stored",
+        old="same = not codec.exact or codec.loads(data) == value",
+        new="same = True",
+        tests=(
+            "tests/commands/test_codecs.py::test_what_cannot_be_recorded_is_not_done[sqlite+pysqlite-too large a whole number]",
+        ),
+    ),
+    Mutant(
+        name="large-result-is-cut",
+        breaks="A result that is too large is cut, and cannot be read again.",
+        where="Asked._stored",
+        old="if len(data) > self.max_result_bytes:",
+        new="data = data[: self.max_result_bytes]\n        if len(data) > self.max_result_bytes:",
+        tests=("tests/commands/test_codecs.py::test_what_cannot_be_recorded_is_not_done[sqlite+pysqlite-too long]",),
+    ),
+    Mutant(
+        name="claim-without-an-outcome-is-an-answer",
+        breaks="A key that was claimed and committed without an outcome is answered with nothing.",
+        where="recalled",
+        old="if row.outcome is None:",
+        new="if row.outcome == 0:",
+        tests=(
+            "tests/commands/test_begin_command.py::"
+            "test_a_command_without_a_record_is_not_committed_as_done[sqlite+pysqlite]",
+        ),
+    ),
+    Mutant(
+        name="record-under-the-new-name-only",
+        breaks="While an operation is renamed, old code finds a record without an answer.",
+        where="Once._record",
+        old="asked.operation.names, record)",
+        new="asked.operation.names[:1], record)",
+        tests=(
+            "tests/commands/test_operation_names.py::test_old_and_new_code_give_each_others_answers[sqlite+pysqlite]",
+        ),
+    ),
+    Mutant(
+        name="other-names-stay-without-an-outcome",
+        breaks="A duplicate in the caller's transaction leaves a record under the new name that has no answer.",
+        where="begin_command",
+        old="if len(names) > 1:",
+        new="if len(names) > 9:",
+        tests=(
+            "tests/commands/test_operation_names.py::"
+            "test_a_duplicate_in_the_callers_transaction_leaves_no_record_without_an_outcome[sqlite+pysqlite]",
+        ),
+    ),
+    Mutant(
+        name="duplicate-of-a-command-waits-for-no-standby",
+        breaks="An answer that only the primary has is given away, and a failover may take it back.",
+        where="UnitOfWork.claim_or_recall",
+        old="self._end_duplicate(last=recall)",
+        new="if not new:\n            recall.run(self._begun().connection)",
+        tests=("tests/databases/test_standby.py::test_a_duplicate_waits_for_the_standby[command-postgresql+psycopg]",),
+    ),
+    Mutant(
+        name="present-answers-before-the-past",
+        breaks="An operation with a default is run again for everybody who asks again.",
+        where="Commands.handle",
+        old="work.record.outcome == DEFAULT:",
+        new="work.record.outcome == -1:",
+        tests=(f"{HANDLE}::test_the_present_answers_where_no_result_is_stored[sqlite+pysqlite]",),
+    ),
+)
