@@ -13,6 +13,8 @@ from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.schema import CreateIndex, CreateTable
 
 import untried  # noqa: F401  # registers its name
+from projector_dedup.commands.record import RESULT, Record, recalling, recording
+from projector_dedup.commands.tables import default_command_tables
 from projector_dedup.dialects import Dialect, any_expired, dialect_of
 from projector_dedup.dialects.cacheable_tables import Wanted, WantedRow
 from projector_dedup.dialects.claims import lookup_statement
@@ -62,8 +64,21 @@ def statements(engine: Engine) -> dict[str, Any]:
         "prune one batch": dialect.cleanup_statement(marker),
         "prune one batch of a handler": dialect.cleanup_statement(marker, of_handler=True),
         "is anything left to prune?": any_expired(marker, of_handler=False),
+        **_commands(dialect),
         **(_sweep(marker) if engine.name == "postgresql" else {}),
         **(_rows(dialect, marker, state) if dialect.claims_may_read else {}),
+    }
+
+
+def _commands(dialect: Dialect) -> dict[str, Any]:
+    record = default_command_tables.marker
+    done, names = Record(RESULT, "json", b"{}", None), ["its name", "its former name"]
+    return {
+        "the record table": CreateTable(record),
+        "record the outcome of a command": recording(dialect, default_command_tables, "0:k", names[:1], done).statement,
+        "the same, with a former name": recording(dialect, default_command_tables, "0:k", names, done).statement,
+        "recall the outcome of a command": recalling(default_command_tables, "0:k", names[:1]).statement,
+        "the same, under its former name": recalling(default_command_tables, "0:k", names).statement,
     }
 
 

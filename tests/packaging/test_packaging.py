@@ -91,6 +91,9 @@ def test_the_command_runs_from_the_wheel(installed: Path) -> None:
 def test_importing_the_library_does_not_need_the_extras(installed: Path) -> None:
     """`import projector_dedup` loads no driver and no test tool."""
     loaded = _python(installed, "-c", "import projector_dedup, sys; print(*sys.modules)").split()
+    assert not [
+        name for name in loaded if name.startswith(("projector_dedup.commands", "projector_dedup.integrations"))
+    ]
     assert {"psycopg", "psycopg2", "asyncpg", "aiosqlite", "pytest", "hypothesis", "alembic"} & set(loaded) == set()
 
 

@@ -81,6 +81,36 @@ FROM processed_message
 WHERE processed_message.processed_at < %s
  LIMIT %s
 
+-- the record table
+CREATE TABLE processed_command (
+    message_id VARBINARY(512) NOT NULL,
+    handler VARBINARY(255) NOT NULL,
+    processed_at DATETIME(6) NOT NULL DEFAULT (utc_timestamp(6)),
+    occurred_at DATETIME(6),
+    fingerprint MEDIUMBLOB,
+    outcome SMALLINT,
+    codec VARBINARY(64),
+    result MEDIUMBLOB,
+    CONSTRAINT pk_processed_command PRIMARY KEY (message_id, handler)
+)ENGINE=InnoDB DEFAULT CHARSET=utf8mb4
+
+-- record the outcome of a command
+UPDATE processed_command SET fingerprint=unhex(%s), outcome=%s, codec=unhex(%s), result=unhex(%s) WHERE processed_command.message_id = unhex(%s) AND processed_command.handler IN (unhex(%s)) AND processed_command.outcome IS NULL
+
+-- the same, with a former name
+UPDATE processed_command SET fingerprint=unhex(%s), outcome=%s, codec=unhex(%s), result=unhex(%s) WHERE processed_command.message_id = unhex(%s) AND processed_command.handler IN (unhex(%s), unhex(%s)) AND processed_command.outcome IS NULL
+
+-- recall the outcome of a command
+SELECT processed_command.fingerprint, processed_command.outcome, processed_command.codec, processed_command.result, processed_command.processed_at
+FROM processed_command
+WHERE processed_command.message_id = unhex(%s) AND processed_command.handler IN (unhex(%s))
+
+-- the same, under its former name
+SELECT processed_command.fingerprint, processed_command.outcome, processed_command.codec, processed_command.result, processed_command.processed_at
+FROM processed_command
+WHERE processed_command.message_id = unhex(%s) AND processed_command.handler IN (unhex(%s), unhex(%s)) ORDER BY CASE WHEN (processed_command.outcome IS NULL) THEN %s ELSE %s END
+ LIMIT %s
+
 -- claim, and a row that is declared
 BEGIN NOT ATOMIC INSERT INTO processed_message (message_id, handler, occurred_at, processed_at) VALUES (unhex(%s), unhex(%s), %s, (utc_timestamp(6))); SELECT @@tx_isolation = 'REPEATABLE-READ' AND @@innodb_snapshot_isolation, projector_dedup_row_0.`key`, projector_dedup_row_0.value
 FROM (SELECT 1 AS claimed) AS `claimed in processed_message` LEFT OUTER JOIN processed_message_state AS projector_dedup_row_0 ON projector_dedup_row_0.`key` = unhex(%s); END

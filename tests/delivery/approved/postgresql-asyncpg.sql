@@ -64,6 +64,42 @@ FROM processed_message
 WHERE processed_message.processed_at < $1::TIMESTAMP WITH TIME ZONE
  LIMIT $2::INTEGER
 
+-- the record table
+CREATE TABLE processed_command (
+    message_id TEXT COLLATE "C" NOT NULL,
+    handler TEXT COLLATE "C" NOT NULL,
+    processed_at TIMESTAMP WITH TIME ZONE DEFAULT CURRENT_TIMESTAMP NOT NULL,
+    occurred_at TIMESTAMP WITH TIME ZONE,
+    fingerprint BYTEA,
+    outcome SMALLINT,
+    codec TEXT COLLATE "C",
+    result BYTEA,
+    CONSTRAINT pk_processed_command PRIMARY KEY (message_id, handler)
+)
+
+-- record the outcome of a command
+WITH changed AS
+(UPDATE processed_command SET fingerprint=$4::BYTEA, outcome=$5::SMALLINT, codec=$6::VARCHAR COLLATE "C", result=$7::BYTEA WHERE processed_command.message_id = $8::VARCHAR COLLATE "C" AND processed_command.handler IN ($9::VARCHAR COLLATE "C") AND processed_command.outcome IS NULL RETURNING 1)
+ SELECT count(*) / CAST(CASE WHEN (count(*) = $1::INTEGER) THEN $2::INTEGER ELSE $3::INTEGER END AS NUMERIC) AS anon_1
+FROM changed
+
+-- the same, with a former name
+WITH changed AS
+(UPDATE processed_command SET fingerprint=$4::BYTEA, outcome=$5::SMALLINT, codec=$6::VARCHAR COLLATE "C", result=$7::BYTEA WHERE processed_command.message_id = $8::VARCHAR COLLATE "C" AND processed_command.handler IN ($9::VARCHAR COLLATE "C", $10::VARCHAR COLLATE "C") AND processed_command.outcome IS NULL RETURNING 1)
+ SELECT count(*) / CAST(CASE WHEN (count(*) = $1::INTEGER) THEN $2::INTEGER ELSE $3::INTEGER END AS NUMERIC) AS anon_1
+FROM changed
+
+-- recall the outcome of a command
+SELECT processed_command.fingerprint, processed_command.outcome, processed_command.codec, processed_command.result, processed_command.processed_at
+FROM processed_command
+WHERE processed_command.message_id = $1::VARCHAR COLLATE "C" AND processed_command.handler IN ($2::VARCHAR COLLATE "C")
+
+-- the same, under its former name
+SELECT processed_command.fingerprint, processed_command.outcome, processed_command.codec, processed_command.result, processed_command.processed_at
+FROM processed_command
+WHERE processed_command.message_id = $1::VARCHAR COLLATE "C" AND processed_command.handler IN ($2::VARCHAR COLLATE "C", $3::VARCHAR COLLATE "C") ORDER BY CASE WHEN (processed_command.outcome IS NULL) THEN $4::INTEGER ELSE $5::INTEGER END
+ LIMIT $6::INTEGER
+
 -- is most of it expired, and how many pages are a batch?
 SELECT pg_relation_size(tableoid) / current_setting('block_size')::bigint AS pages, (SELECT pg_class.reltuples / CAST(nullif(pg_class.relpages, $1::INTEGER) AS NUMERIC) AS anon_1
 FROM pg_class

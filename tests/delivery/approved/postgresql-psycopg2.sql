@@ -64,6 +64,42 @@ FROM processed_message
 WHERE processed_message.processed_at < %(cutoff)s
  LIMIT %(param_1)s
 
+-- the record table
+CREATE TABLE processed_command (
+    message_id TEXT COLLATE "C" NOT NULL,
+    handler TEXT COLLATE "C" NOT NULL,
+    processed_at TIMESTAMP WITH TIME ZONE DEFAULT CURRENT_TIMESTAMP NOT NULL,
+    occurred_at TIMESTAMP WITH TIME ZONE,
+    fingerprint BYTEA,
+    outcome SMALLINT,
+    codec TEXT COLLATE "C",
+    result BYTEA,
+    CONSTRAINT pk_processed_command PRIMARY KEY (message_id, handler)
+)
+
+-- record the outcome of a command
+WITH changed AS
+(UPDATE processed_command SET fingerprint=%(the_fingerprint)s, outcome=%(the_outcome)s, codec=%(the_codec)s, result=%(the_result)s WHERE processed_command.message_id = %(stored)s AND processed_command.handler IN (%(name_0)s) AND processed_command.outcome IS NULL RETURNING 1)
+ SELECT count(*) / CAST(CASE WHEN (count(*) = %(count_1)s) THEN %(param_1)s ELSE %(param_2)s END AS NUMERIC) AS anon_1
+FROM changed
+
+-- the same, with a former name
+WITH changed AS
+(UPDATE processed_command SET fingerprint=%(the_fingerprint)s, outcome=%(the_outcome)s, codec=%(the_codec)s, result=%(the_result)s WHERE processed_command.message_id = %(stored)s AND processed_command.handler IN (%(name_0)s, %(name_1)s) AND processed_command.outcome IS NULL RETURNING 1)
+ SELECT count(*) / CAST(CASE WHEN (count(*) = %(count_1)s) THEN %(param_1)s ELSE %(param_2)s END AS NUMERIC) AS anon_1
+FROM changed
+
+-- recall the outcome of a command
+SELECT processed_command.fingerprint, processed_command.outcome, processed_command.codec, processed_command.result, processed_command.processed_at
+FROM processed_command
+WHERE processed_command.message_id = %(stored)s AND processed_command.handler IN (%(name_0)s)
+
+-- the same, under its former name
+SELECT processed_command.fingerprint, processed_command.outcome, processed_command.codec, processed_command.result, processed_command.processed_at
+FROM processed_command
+WHERE processed_command.message_id = %(stored)s AND processed_command.handler IN (%(name_0)s, %(name_1)s) ORDER BY CASE WHEN (processed_command.outcome IS NULL) THEN %(param_1)s ELSE %(param_2)s END
+ LIMIT %(param_3)s
+
 -- is most of it expired, and how many pages are a batch?
 SELECT pg_relation_size(tableoid) / current_setting('block_size')::bigint AS pages, (SELECT pg_class.reltuples / CAST(nullif(pg_class.relpages, %(nullif_1)s) AS NUMERIC) AS anon_1
 FROM pg_class

@@ -49,3 +49,33 @@ SELECT 1
 FROM processed_message
 WHERE processed_message.processed_at < ?
  LIMIT ? OFFSET ?
+
+-- the record table
+CREATE TABLE processed_command (
+    message_id VARCHAR(512) NOT NULL,
+    handler VARCHAR(255) NOT NULL,
+    processed_at DATETIME DEFAULT CURRENT_TIMESTAMP NOT NULL,
+    occurred_at DATETIME,
+    fingerprint BLOB,
+    outcome SMALLINT,
+    codec VARCHAR(64),
+    result BLOB,
+    CONSTRAINT pk_processed_command PRIMARY KEY (message_id, handler)
+)
+
+-- record the outcome of a command
+UPDATE processed_command SET fingerprint=?, outcome=?, codec=?, result=? WHERE processed_command.message_id = ? AND processed_command.handler IN (?) AND processed_command.outcome IS NULL
+
+-- the same, with a former name
+UPDATE processed_command SET fingerprint=?, outcome=?, codec=?, result=? WHERE processed_command.message_id = ? AND processed_command.handler IN (?, ?) AND processed_command.outcome IS NULL
+
+-- recall the outcome of a command
+SELECT processed_command.fingerprint, processed_command.outcome, processed_command.codec, processed_command.result, processed_command.processed_at
+FROM processed_command
+WHERE processed_command.message_id = ? AND processed_command.handler IN (?)
+
+-- the same, under its former name
+SELECT processed_command.fingerprint, processed_command.outcome, processed_command.codec, processed_command.result, processed_command.processed_at
+FROM processed_command
+WHERE processed_command.message_id = ? AND processed_command.handler IN (?, ?) ORDER BY CASE WHEN (processed_command.outcome IS NULL) THEN ? ELSE ? END
+ LIMIT ? OFFSET ?
