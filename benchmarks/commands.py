@@ -1,4 +1,4 @@
-"""Commands beside a projector and beside no library at all: the same ORM handler, in turns, on one PostgreSQL or MariaDB.
+"""Commands beside a projector and beside no library: the same ORM handler, in turns, on one PostgreSQL or MariaDB.
 
     python benchmarks/commands.py postgresql+psycopg://postgres@127.0.0.1/postgres
 
