@@ -4,10 +4,11 @@ from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 
 import pytest
+from sqlalchemy.exc import IntegrityError
 
 from command_rig import Balance, Desk, Placed, PlaceOrder, desk_on, place
 from databases import DRIVERS
-from projector_dedup import Outcome
+from projector_dedup import Outcome, RetryPolicy
 from projector_dedup.commands import AsyncCall, Call, Rejected, Rejection
 
 
@@ -116,3 +117,21 @@ def test_a_record_says_when(desk: Desk) -> None:
     assert recorded is not None
     assert recorded.tzinfo is UTC
     assert abs(datetime.now(UTC) - recorded) < timedelta(minutes=10)
+
+
+def test_a_rejection_that_hides_a_database_error_is_tried_again_first(desk: Desk) -> None:
+    """Where the error has aborted the transaction, a rival may have caused it; in the end the rejection counts."""
+
+    def refuse(order: PlaceOrder, call: Call) -> Placed:
+        call.session.add(Balance(customer=order.customer, amount=0))
+        try:
+            call.session.flush()
+        except IntegrityError:
+            raise Rejected("customer_exists") from None
+        return Placed(0, 0)
+
+    operation = desk.operation(refuse)
+    assert desk.handle(operation).rejection == desk.handle(operation).rejection == Rejection("customer_exists")
+    aborts = desk.harness.engine.dialect.name == "postgresql"
+    assert len(desk.ran) == (1 + RetryPolicy().unique_violations if aborts else 1)
+    assert desk.records() == [("0:k1", "desk.place", 2)]

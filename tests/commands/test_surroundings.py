@@ -4,13 +4,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from sqlalchemy import create_engine, event
+from sqlalchemy import Connection, create_engine, event, select
 from sqlalchemy.orm import Session, sessionmaker
 
 from command_rig import START, Balance, Base, Desk, Order, Placed, PlaceOrder, desk_on, place
 from databases import DRIVERS, USUAL, Database
 from projector_dedup import MissingTableError, RetriesExhaustedError, RetryPolicy, UnsafeSessionError, make_tables
-from projector_dedup.commands import Call, Commands, command, default_command_tables, make_command_tables
+from projector_dedup.commands import Call, Commands, Handled, command, default_command_tables, make_command_tables
 from projector_dedup.testing import external_transaction
 
 placing = command(name="desk.place")(place)
@@ -126,3 +126,23 @@ def test_several_tables_of_records_do_not_know_each_other(desk: Desk) -> None:
     finally:
         payments.marker.metadata.drop_all(desk.harness.engine)
     assert len(desk.orders()) == 2
+
+
+@pytest.mark.parametrize("level", [None, "READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE"])
+def test_a_record_that_is_younger_than_the_snapshot_is_found(desk: Desk, level: str | None) -> None:
+    """A listener reads, a rival commits, and the claim meets a record that its transaction cannot see."""
+    if (desk.harness.engine.dialect.name, level) == ("mariadb", "SERIALIZABLE"):
+        pytest.skip("what is read is locked, so that nobody commits a record there")
+    if desk.harness.engine.dialect.name == "sqlite":
+        pytest.skip("one writer: nobody commits while another transaction has begun to write")
+    factory, rivals = sessionmaker(desk.harness.engine), list[Handled[Placed]]()
+
+    def read_then_be_overtaken(_session: Session, _transaction: object, connection: Connection) -> None:
+        connection.execute(select(default_command_tables.marker.c.codec)).all()
+        if not rivals:
+            rivals.append(desk.handle(desk.operation(), PlaceOrder(3)))
+
+    event.listen(factory, "after_begin", read_then_be_overtaken)
+    answer = Commands(factory, isolation=level).handle(placing, PlaceOrder(3), key="k1")
+    assert (answer.result, answer.replayed) == (rivals[0].result, True)
+    assert (desk.orders(), desk.spent()) == (["k1"], 3)
