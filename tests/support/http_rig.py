@@ -2,15 +2,17 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, MutableMapping
-from dataclasses import asdict
-from typing import Annotated, Any
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any, Literal
 
 import fastapi
 import flask
 import httpx
 import pytest
+from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
 from sqlalchemy import create_engine
-from sqlalchemy.ext.asyncio import create_async_engine
+from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
+from sqlalchemy.orm import Session
 
 from command_rig import Desk, PlaceOrder, desk_on, place
 from cut_proxy import CutProxy
@@ -23,8 +25,23 @@ WEB = [driver for driver in DRIVERS if driver.drivername == (USUAL_ASYNC if driv
 """The usual drivers of each engine: one to reach it from FastAPI, one from Flask."""
 SERVERS = [driver for driver in DRIVERS if driver.engine != "sqlite"]
 
+FRAMEWORK: dict[bool, Any] = {True: starlette_plug, False: flask_plug}
+
 Keys = str | list[str] | None
 Scope = MutableMapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What an endpoint answers, in the words of no framework. ``kind`` is whole, stream or file; or it is raised."""
+
+    status: int = 201
+    content: Any = None
+    headers: tuple[tuple[str, str], ...] = ()
+    kind: Literal["whole", "stream", "file", "raised"] = "whole"
+
+
+View = Callable[[Any, Session], Reply]
 
 
 class Shop:
@@ -52,8 +69,7 @@ class Shop:
 
     def install(self, **answers: Any) -> None:
         """Let the app answer the errors of commands."""
-        plug: Any = starlette_plug if self.asynchronous else flask_plug
-        plug.install(self.app, **answers)
+        FRAMEWORK[self.asynchronous].install(self.app, **answers)
 
     def sells(self, body: Any = place, commands: Any = None, *, required: bool = True, **said: Any) -> None:
         """Take orders at POST /orders: an endpoint that calls ``handle``, and renders the result."""
@@ -81,6 +97,28 @@ class Shop:
             return asdict(done.result), 201, flask_plug.replay_headers(done, key)
 
         self.app.post("/orders")(place_order)
+
+    def records(
+        self,
+        view: View,
+        path: str = "/things",
+        commands: Any = None,
+        *,
+        served: tuple[str, ...] = ("POST", "PATCH", "PUT", "GET"),
+        **options: Any,
+    ) -> None:
+        """Serve ``view`` at a path: an endpoint whose answers are recorded. It is given the JSON and the session."""
+        tenant: Any = (lambda _request: "tenant") if self.asynchronous else (lambda: "tenant")
+        options = {"scope": tenant, **options}
+        commands = commands or self.desk.commands()
+        if self.asynchronous:
+            router = fastapi.APIRouter(route_class=starlette_plug.recorded_route(commands, **options))
+            router.api_route(path, methods=list(served))(_fastapi_endpoint(view))
+            self.app.include_router(router)
+        else:
+            recorded = flask_plug.recorded_endpoint(commands, **options)(_flask_endpoint(view))
+            name = path.strip("/").replace("/", "-").replace("{n}", "n")
+            self.app.add_url_rule(path.replace("{n}", "<n>"), name, recorded, methods=served)
 
     def send(self, method: str = "POST", path: str = "/orders", key: Keys = "k1", **request: Any) -> httpx.Response:
         """Send a request by httpx, straight into the app, with each of ``key`` as an Idempotency-Key header."""
@@ -118,6 +156,48 @@ class Shop:
         for part in self.app(environ, heard):
             self.heard.append("http.response.body")
             yield part
+
+
+def _fastapi_endpoint(view: View) -> Any:
+    async def endpoint(
+        request: fastapi.Request, session: Annotated[AsyncSession, fastapi.Depends(starlette_plug.endpoint_session)]
+    ) -> fastapi.Response:
+        asked = await request.json() if request.headers.get("content-type") == "application/json" else request
+        reply = await session.run_sync(lambda inner: view(asked, inner))
+        if reply.kind == "raised":
+            raise fastapi.HTTPException(reply.status, "refused")
+        response: fastapi.Response
+        if reply.kind == "stream":
+            response = StreamingResponse(iter([b"piece"]), reply.status)
+        elif reply.kind == "file":
+            response = FileResponse(__file__, reply.status)
+        else:
+            response = JSONResponse(reply.content, reply.status)
+        for name, value in reply.headers:
+            response.headers.append(name, value)
+        return response
+
+    return endpoint
+
+
+def _flask_endpoint(view: View) -> Any:
+    def endpoint(**_path: str) -> flask.Response:
+        asked = flask.request.get_json() if flask.request.is_json else flask.request
+        reply = view(asked, flask_plug.endpoint_session())
+        if reply.kind == "raised":
+            flask.abort(reply.status)
+        if reply.kind == "stream":
+            response = flask.Response(iter([b"piece"]), reply.status)
+        elif reply.kind == "file":
+            response = flask.send_file(__file__)
+        else:
+            response = flask.jsonify(reply.content)
+        response.status_code = reply.status
+        for name, value in reply.headers:
+            response.headers.add(name, value)
+        return response
+
+    return endpoint
 
 
 def problem(answer: httpx.Response) -> tuple[int, str]:
