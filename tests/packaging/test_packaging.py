@@ -89,12 +89,18 @@ def test_the_command_runs_from_the_wheel(installed: Path) -> None:
 
 
 def test_importing_the_library_does_not_need_the_extras(installed: Path) -> None:
-    """`import projector_dedup` loads no driver and no test tool."""
-    loaded = _python(installed, "-c", "import projector_dedup, sys; print(*sys.modules)").split()
-    assert not [
-        name for name in loaded if name.startswith(("projector_dedup.commands", "projector_dedup.integrations"))
-    ]
-    assert {"psycopg", "psycopg2", "asyncpg", "aiosqlite", "pytest", "hypothesis", "alembic"} & set(loaded) == set()
+    """`import projector_dedup` loads no driver, no web framework and no test tool."""
+    loaded = set(_python(installed, "-c", "import projector_dedup, sys; print(*sys.modules)").split())
+    drivers, frameworks = {"psycopg", "psycopg2", "asyncpg", "aiosqlite"}, {"fastapi", "flask", "starlette", "werkzeug"}
+    assert {*drivers, *frameworks, "pytest", "hypothesis", "alembic"} & loaded == set()
+    ours = ("projector_dedup.commands", "projector_dedup.integrations")
+    assert {name for name in loaded if name.startswith(ours)} == set()
+
+
+def test_reading_http_needs_no_framework(installed: Path) -> None:
+    """`projector_dedup.integrations.http` is for every framework that has no module of its own here."""
+    loaded = _python(installed, "-c", "import projector_dedup.integrations.http, sys; print(*sys.modules)").split()
+    assert {"fastapi", "flask", "starlette", "werkzeug"} & set(loaded) == set()
 
 
 def test_the_wheel_brings_the_revisions(installed: Path, database: Database, tmp_path: Path) -> None:

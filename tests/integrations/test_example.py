@@ -1,0 +1,162 @@
+"""The example application, as a process that is killed while clients send every request three times."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from sqlalchemy import create_engine, text
+
+from databases import Database
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "orders"
+AUTHORIZED = {"Authorization": "Bearer secret-of-north"}
+START = 10_000
+ORDERS: dict[str, dict[str, Any]] = {
+    f"order-{number}": {"customer": f"customer-{number % 3}", "amount": number + 1, "reference": f"order-{number}"}
+    for number in range(60)
+}
+KILLS = (20, 40)  # answers after which the server is killed; then it is left alone
+NO_TLS = False  # httpx would load certificates, which conftest.py has taken away
+TIMES = 3  # that each request is sent, at once
+
+
+@contextlib.contextmanager
+def server(database: Database, port: int) -> Iterator[subprocess.Popen[bytes]]:
+    """The example under uvicorn, in a process of its own, which answers when the block is entered."""
+    environment = {**os.environ, "ORDERS_DATABASE_URL": database.async_url.render_as_string(hide_password=False)}
+    arguments = ["-m", "uvicorn", "app:app", "--port", str(port), "--log-level", "warning", "--no-access-log"]
+    process = subprocess.Popen([sys.executable, *arguments], cwd=EXAMPLE, env=environment)
+    try:
+        deadline = time.monotonic() + 60
+        while True:
+            assert process.poll() is None, "the example does not start"
+            assert time.monotonic() < deadline
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+                break
+            time.sleep(0.05)
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def _client(port: int) -> httpx.Client:
+    return httpx.Client(base_url=f"http://127.0.0.1:{port}", headers=AUTHORIZED, verify=NO_TLS)
+
+
+class Clients:
+    """Send every request three times, at once, and write down every answer that comes."""
+
+    def __init__(self, port: int) -> None:
+        self.url = f"http://127.0.0.1:{port}"
+        self.answers: dict[str, list[tuple[int, bytes]]] = {reference: [] for reference in ORDERS}
+        self.lost = 0
+
+    async def send_all(self, process: subprocess.Popen[bytes], kill_after: int | None) -> None:
+        """Send all, and kill the server once ``kill_after`` answers have come."""
+        answered = 0
+
+        async def send(reference: str) -> None:
+            nonlocal answered
+            async with at_once:
+                try:
+                    answer = await client.post(
+                        "/orders", json=ORDERS[reference], headers={"Idempotency-Key": reference, **AUTHORIZED}
+                    )
+                except httpx.TransportError:
+                    self.lost += 1
+                    return
+            assert answer.status_code in {201, 409, 503}, answer.text
+            if answer.status_code == 201:
+                self.answers[reference].append((answer.status_code, answer.content))
+                answered += 1
+                if answered == kill_after:
+                    process.send_signal(signal.SIGKILL)
+
+        at_once = asyncio.Semaphore(24)
+        async with httpx.AsyncClient(base_url=self.url, timeout=60, verify=NO_TLS) as client:
+            await asyncio.gather(*(send(reference) for reference in [*ORDERS] * TIMES))
+
+
+@pytest.mark.slow
+def test_every_order_is_placed_once_though_the_server_is_killed(database: Database) -> None:
+    """Whatever the clients were told or not told, one order for each key, and one answer to each."""
+    port = free_port()
+    clients = Clients(port)
+    for kill_after in (*KILLS, None):
+        with server(database, port) as process:
+            for customer in range(3):
+                for _ in range(TIMES):  # recorded endpoints, before and after a kill
+                    answer = httpx.post(
+                        verify=NO_TLS,
+                        url=f"{clients.url}/accounts/customer-{customer}",
+                        params={"balance": START},
+                        headers={"Idempotency-Key": f"account-{customer}", **AUTHORIZED},
+                    )
+                    assert (answer.status_code, answer.json()["balance"]) == (201, START)
+            asyncio.run(clients.send_all(process, kill_after))
+            assert (process.poll() is None) is (kill_after is None)
+    assert clients.lost > 0
+    assert {reference: len(set(answers)) for reference, answers in clients.answers.items()} == dict.fromkeys(ORDERS, 1)
+    engine = create_engine(database.url())
+    with engine.connect() as connection:
+        placed = Counter(connection.scalars(text("SELECT reference FROM shop_order")))
+        balances = {row.customer: row.balance for row in connection.execute(text("SELECT * FROM account"))}
+        records = connection.execute(text("SELECT count(*) FROM processed_command")).scalar_one()
+    engine.dispose()
+    assert placed == dict.fromkeys(ORDERS, 1)
+    spent = Counter[str]()
+    for order in ORDERS.values():
+        spent[order["customer"]] += order["amount"]
+    assert balances == {customer: START - amount for customer, amount in spent.items()}
+    assert records == len(ORDERS) + len(balances)
+
+
+def test_a_real_server_answers_the_whole_table(sqlite: Database) -> None:
+    """By uvicorn's parser of headers, and through its sockets."""
+    port = free_port()
+    with server(sqlite, port), _client(port) as client:
+        opened = client.post("/accounts/c", params={"balance": 10}, headers={"Idempotency-Key": "k"})
+        assert opened.status_code == 201
+        order = {"customer": "c", "amount": 4}
+
+        def post(key: str | list[str], **changed: object) -> httpx.Response:
+            keys = [key] if isinstance(key, str) else key
+            return client.post(
+                "/orders", json={**order, **changed}, headers=[("Idempotency-Key", each) for each in keys]
+            )
+
+        first, again, quoted = post("k"), post("k"), post('"k"')
+        assert [answer.status_code for answer in (first, again, quoted)] == [201, 201, 201]
+        assert first.content == again.content == quoted.content
+        assert [answer.headers.get("idempotent-replayed") for answer in (first, again, quoted)] == [
+            None,
+            "true",
+            "true",
+        ]
+        assert client.post("/orders", json=order).json()["type"].endswith("key-missing")
+        assert [post(key).status_code for key in (["a", "b"], "a b", "x" * 256)] == [400, 400, 400]
+        assert (post("k", amount=5).status_code, post("k2", customer="d").status_code) == (422, 404)
+        rejected = post("k3", amount=99)
+        assert (rejected.status_code, rejected.json()["code"]) == (409, "insufficient_funds")
+        assert rejected.json()["info"] == {"missing": 93}
+        assert client.post("/orders", json=order, headers={"Authorization": ""}).status_code == 401
+        stranger = {"Authorization": "Bearer secret-of-south", "Idempotency-Key": "k"}
+        assert "idempotent-replayed" not in client.post("/orders", json=order, headers=stranger).headers

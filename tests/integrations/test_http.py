@@ -1,0 +1,115 @@
+"""The Idempotency-Key header is read one way, and every error of a command has one answer."""
+
+import pytest
+
+from projector_dedup import CommitOutcomeUnknown, Defer, InProgress, MissingTableError, RetriesExhaustedError
+from projector_dedup.commands import Handled, InvalidKeyError, KeyReusedError, Rejected
+from projector_dedup.integrations.http import Answers, IdempotencyKeyError, read_key, replay_headers
+from projector_dedup.outcome import Outcome
+
+UUID = "8e03978e-40d5-43e8-bc93-6894a57f9324"
+
+
+@pytest.mark.parametrize(
+    ("value", "key"),
+    [
+        (UUID, UUID),
+        (f'"{UUID}"', UUID),
+        (f"  {UUID}\t", UUID),
+        ("a", "a"),
+        ("x" * 255, "x" * 255),
+        (f'"{"x" * 255}"', "x" * 255),
+        ('"a b, c"', "a b, c"),
+        (r'"say \"hi\" \\ bye"', r'say "hi" \ bye'),
+        ("dGVzdA==", "dGVzdA=="),
+        ("tenant:7/order;8[9]{1}~", "tenant:7/order;8[9]{1}~"),
+    ],
+)
+def test_a_key_is_read_with_and_without_quotes(value: str, key: str) -> None:
+    """A String of RFC 9651 and the bare text, as most clients send it, are one key."""
+    assert read_key([value]) == key
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [""], ["  "], ['""'], ["a b"], ["a,b"], ['"a", "b"'], ['"a'], ['a"'], ['"'], [r'"\a"'], [r"a\b"], ["é"],
+        ['"é"'], ["a\x00b"], ['"a\nb"'], ["a\r\nSet-Cookie:b"], ["x" * 256], [f'"{"x" * 256}"'], ["a", "b"], ["a", "a"],
+        ['"a";q=1'],
+    ],
+)  # fmt: skip
+def test_a_key_that_could_be_read_two_ways_is_refused(values: list[str]) -> None:
+    """Empty, twice, too long, not ASCII, half quoted: none is guessed at, required or not."""
+    for required in (True, False):
+        with pytest.raises(IdempotencyKeyError) as told:
+            read_key(values, required=required)
+        assert told.value.flaw == "key-malformed"
+
+
+def test_a_key_may_be_required() -> None:
+    """A request without the header has no key, or is refused."""
+    assert read_key([], required=False) is None
+    with pytest.raises(IdempotencyKeyError) as told:
+        read_key([])
+    assert told.value.flaw == "key-missing"
+
+
+@pytest.mark.parametrize("key", [UUID, "a b", 'say "hi"', "back\\slash", "a,b"])
+def test_an_echoed_key_is_read_as_the_key_that_came(key: str) -> None:
+    """A client may compare, or send the echo again; and only a recorded answer says that it is one."""
+    first = replay_headers(Handled(Outcome.APPLIED, 1), key)
+    again = replay_headers(Handled(Outcome.DUPLICATE, 1), key)
+    assert read_key([first["Idempotency-Key"]]) == key
+    assert again == {**first, "Idempotent-Replayed": "true"}
+    assert replay_headers(Handled(Outcome.APPLIED, 1), None) == {}
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "kind", "retry_after"),
+    [
+        (IdempotencyKeyError("no", "key-missing"), 400, "key-missing", None),
+        (IdempotencyKeyError("no"), 400, "key-malformed", None),
+        (InvalidKeyError("secret"), 400, "key-unusable", None),
+        (KeyReusedError("secret"), 422, "key-reused", None),
+        (InProgress("secret"), 409, "in-progress", "1"),
+        (Rejected("late"), 422, "rejected", None),
+        (RetriesExhaustedError("secret"), 503, "try-again", "1"),
+        (CommitOutcomeUnknown("secret"), 503, "try-again", "1"),
+        (Defer("secret"), 503, "try-again", "1"),
+    ],
+)
+def test_every_error_of_a_command_has_one_answer(
+    error: Exception, status: int, kind: str, retry_after: str | None
+) -> None:
+    """Clients tell the answers apart by their type, and learn nothing of the database from them."""
+    problem = Answers().to(error)
+    assert problem.status == problem.members["status"] == status
+    assert problem.members["type"] == f"urn:projector-dedup:problem:{kind}"
+    assert problem.headers.get("Retry-After") == retry_after
+    assert b"secret" not in problem.body
+
+
+def test_an_error_of_the_program_is_not_an_answer() -> None:
+    """A table that is missing is for the operator, and for the framework's 500."""
+    with pytest.raises(MissingTableError):
+        Answers().to(MissingTableError("gone"))
+
+
+def test_a_rejection_says_its_code_and_its_detail() -> None:
+    """A text is the problem's detail; anything else stands beside it."""
+    answers = Answers(on_rejected={"late": 410}, type_base="https://example.org/")
+    text, data = (answers.to(Rejected("late", detail)).members for detail in ("by a day", {"days": 1}))
+    assert (text["status"], text["type"], text["code"]) == (410, "https://example.org/rejected", "late")
+    assert (text["detail"], data["info"]) == ("by a day", {"days": 1})
+    assert "detail" not in data
+    replayed = answers.to(Rejected("late", replayed=True), ["k1"])
+    assert replayed.headers == {"Idempotency-Key": "k1", "Idempotent-Replayed": "true"}
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"on_rejected": {"x": 200}}, {"mismatch_status": 500}, {"retry_after": 0.5}, {"retry_after": -1}]
+)
+def test_an_answer_that_would_mislead_is_refused(wrong: dict[str, object]) -> None:
+    """A rejection is no success and no fault of the server's, and seconds are whole."""
+    with pytest.raises(ValueError, match=r"statuses|seconds"):
+        Answers(**wrong)  # type: ignore[arg-type]

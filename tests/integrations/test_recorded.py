@@ -1,0 +1,345 @@
+"""An endpoint whose answers are recorded is done once for each key, in FastAPI and in Flask, on every engine."""
+
+import itertools
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from sqlalchemy.orm import Session
+from sqlalchemy.orm.exc import StaleDataError
+
+from command_rig import Balance, Order
+from cut_proxy import Cut, CutProxy
+from databases import Driver
+from http_rig import FRAMEWORK, SERVERS, WEB, Reply, Shop, problem, shop_on
+from projector_dedup import HandlerDefinitionError, RetryPolicy
+from projector_dedup.commands import Rejected
+from projector_dedup.integrations.recorded import CODEC, PUBLIC, Answer, Received
+
+
+@pytest.fixture(params=WEB, ids=str)
+def shop(request: pytest.FixtureRequest) -> Iterator[Shop]:
+    """A shop on each engine, in FastAPI and in Flask."""
+    with shop_on(request, request.param) as shop:
+        shop.install()
+        yield shop
+
+
+def sell(asked: Any, session: Session) -> Reply:
+    """Ordinary ORM code of an endpoint."""
+    amount = asked["amount"] if isinstance(asked, dict) else 1
+    session.get_one(Balance, "alice").amount -= amount
+    order = Order(note="sold", amount=amount)
+    session.add(order)
+    session.flush()
+    return Reply(201, {"number": order.number, "amount": amount}, (("Location", f"/things/{order.number}"),))
+
+
+def test_an_answer_is_recorded_as_it_is(shop: Shop) -> None:
+    """Who asks again gets the same bytes under the same status, and the order is placed once."""
+    shop.records(sell)
+    first, again, other = (shop.send(path="/things", key=key) for key in ("k1", '"k1"', "k2"))
+    assert (first.status_code, first.json()) == (201, {"number": 1, "amount": 3})
+    assert (again.status_code, again.content) == (201, first.content)
+    for name in ("content-type", "content-length", "location"):
+        assert again.headers[name] == first.headers[name]
+    assert "idempotent-replayed" not in first.headers
+    assert again.headers["idempotent-replayed"] == "true"
+    assert first.headers["idempotency-key"] == again.headers["idempotency-key"] == "k1"
+    assert other.json()["number"] == 2
+    assert (len(shop.desk.orders()), shop.desk.spent()) == (2, 6)
+    assert [operation for _, operation, _ in shop.desk.records()] == ["http-endpoint"] * 2
+
+
+def test_only_headers_that_describe_the_body_are_recorded(shop: Shop) -> None:
+    """Others are of the first answer alone: a cookie above all, which may be somebody's session."""
+    headers = (
+        *(("ETag", '"v1"'), ("Link", "<a>; rel=a"), ("Link", "<b>; rel=b"), ("Content-Language", "de")),
+        *(("Set-Cookie", "session=secret"), ("X-Chosen", "1"), ("X-Other", "2")),
+    )
+    shop.records(lambda _asked, _session: Reply(200, {}, headers), headers=["x-chosen"])
+    first, again = (shop.send(path="/things") for _ in range(2))
+    for name in ("etag", "content-language", "x-chosen"):
+        assert again.headers[name] == first.headers[name]
+    assert again.headers.get_list("link") == ["<a>; rel=a", "<b>; rel=b"]
+    assert {"set-cookie", "x-other"} & set(first.headers) == {"set-cookie", "x-other"}
+    assert {"set-cookie", "x-other"} & set(again.headers) == set()
+
+
+def test_a_refusal_that_is_returned_is_recorded_with_its_writes(shop: Shop) -> None:
+    """What an endpoint returns below 500 is its answer."""
+
+    def refuse(asked: Any, session: Session) -> Reply:
+        sell(asked, session)
+        return Reply(409, {"why": "late"})
+
+    shop.records(refuse)
+    first, again = (shop.send(path="/things") for _ in range(2))
+    assert (first.status_code, first.content) == (again.status_code, again.content) == (409, first.content)
+    assert again.headers["idempotent-replayed"] == "true"
+    assert len(shop.desk.orders()) == 1
+
+
+@pytest.mark.parametrize("reply", [Reply(409, kind="raised"), Reply(500, {}), Reply(503, {})], ids=str)
+def test_what_is_raised_or_a_server_error_is_rolled_back_and_not_recorded(shop: Shop, reply: Reply) -> None:
+    """The next request with the key is evaluated anew."""
+    replies = [reply, Reply(200, {})]
+
+    def stumble(asked: Any, session: Session) -> Reply:
+        sell(asked, session)
+        return replies.pop(0)
+
+    shop.records(stumble)
+    assert shop.send(path="/things").status_code == reply.status
+    assert (shop.desk.orders(), shop.desk.records()) == ([], [])
+    again = shop.send(path="/things")
+    assert again.status_code == 200
+    assert "idempotent-replayed" not in again.headers
+    assert len(shop.desk.orders()) == 1
+
+
+def test_a_rejection_is_recorded_without_writes(shop: Shop) -> None:
+    """An endpoint may raise what a command's handler may."""
+
+    def refuse(asked: Any, session: Session) -> Reply:
+        sell(asked, session)
+        raise Rejected("insufficient_funds")
+
+    shop.records(refuse)
+    first, again = (shop.send(path="/things") for _ in range(2))
+    assert problem(first) == problem(again) == (422, "rejected")
+    assert again.headers["idempotent-replayed"] == "true"
+    assert (shop.desk.orders(), len(shop.desk.records())) == ([], 1)
+
+
+@pytest.mark.parametrize("kind", ["stream", "file"])
+def test_an_answer_that_is_sent_in_pieces_is_refused(shop: Shop, kind: Any) -> None:
+    """It cannot be recorded before it is sent, so nothing is applied."""
+
+    def stream(asked: Any, session: Session) -> Reply:
+        sell(asked, session)
+        return Reply(200, kind=kind)
+
+    shop.records(stream)
+    assert shop.send(path="/things").status_code == 500
+    assert (shop.desk.orders(), shop.desk.records()) == ([], [])
+
+
+def test_an_answer_that_is_too_large_is_refused(shop: Shop) -> None:
+    """Nothing is cut, and nothing is applied."""
+
+    def talk(asked: Any, session: Session) -> Reply:
+        sell(asked, session)
+        return Reply(200, "x" * 1_000)
+
+    shop.records(talk, commands=shop.desk.commands(max_result_bytes=1_000))
+    assert shop.send(path="/things").status_code == 500
+    assert (shop.desk.orders(), shop.desk.records()) == ([], [])
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"json": {"amount": 4}},
+        {"json": {"amount": 3, "note": ""}},
+        {"params": {"a": "2", "b": "2"}},
+        {"params": {}},
+        {"path": "/things/8"},
+        {"path": "/other"},
+        {"method": "PATCH"},
+        {"content": b'{"amount": 3}', "headers": {"Content-Type": "text/plain"}},
+    ],
+    ids=str,
+)
+def test_a_key_that_comes_with_another_request_is_422(shop: Shop, other: dict[str, Any]) -> None:
+    """Method, route, path, query and body are compared, and nothing runs."""
+    shop.records(sell, "/things/{n}")
+    shop.records(sell, "/other")
+    request: dict[str, Any] = {"method": "POST", "path": "/things/7", "params": {"a": "1", "b": "2"}}
+    assert shop.send(**request).status_code == 201
+    assert problem(shop.send(**{**request, **other})) == (422, "key-reused")
+    assert len(shop.desk.orders()) == 1
+
+
+@pytest.mark.parametrize(
+    "same",
+    [
+        {"content": b' {"note": "x",\n "amount": 3.0 } '},
+        {"headers": {"Content-Type": "application/json", "User-Agent": "another"}},
+        {"params": [("b", "2"), ("a", "1"), ("a", "0")]},
+    ],
+    ids=str,
+)
+def test_the_same_request_in_other_words_is_the_same(shop: Shop, same: dict[str, Any]) -> None:
+    """JSON is compared as a value, the query in any order of its names, and headers not at all."""
+    shop.records(sell)
+    request: dict[str, Any] = {
+        "path": "/things",
+        "content": b'{"amount":3,"note":"x"}',
+        "params": [("a", "1"), ("a", "0"), ("b", "2")],
+        "headers": {"Content-Type": "application/json"},
+    }
+    first, again = shop.send(**request), shop.send(**{**request, **same})
+    assert (again.status_code, again.content) == (201, first.content)
+    assert again.headers["idempotent-replayed"] == "true"
+
+
+def test_scopes_have_keys_of_their_own(shop: Shop) -> None:
+    """Two users may send one key, and neither sees the other's answer."""
+    users = itertools.cycle(["alice", "bob"])
+    shop.records(sell, scope=(lambda _request: next(users)) if shop.asynchronous else (lambda: next(users)))
+    answers = [shop.send(path="/things") for _ in range(4)]
+    assert [answer.json()["number"] for answer in answers] == [1, 2, 1, 2]
+    assert [key for key, _, _ in shop.desk.records()] == ["3:bobk1", "5:alicek1"]
+
+
+@pytest.mark.parametrize("nobody", [None, "", 7], ids=repr)
+def test_a_scope_that_names_nobody_is_a_fault_of_the_program(shop: Shop, nobody: object) -> None:
+    """Strangers would share their answers: 500, and nothing runs."""
+    shop.records(sell, scope=(lambda _request: nobody) if shop.asynchronous else (lambda: nobody))
+    assert shop.send(path="/things").status_code == 500
+    assert shop.desk.orders() == []
+
+
+def test_a_shared_scope_is_written_out(shop: Shop) -> None:
+    """There is no default; PUBLIC says that anybody may see any answer."""
+    with pytest.raises(TypeError, match="scope"):
+        FRAMEWORK[shop.asynchronous].recorded_endpoint(shop.desk.commands())
+    with pytest.raises(HandlerDefinitionError, match="PUBLIC"):
+        shop.records(sell, scope=None)
+    shop.records(sell, "/public", scope=PUBLIC)
+    assert [shop.send(path="/public").json()["number"] for _ in range(2)] == [1, 1]
+
+
+def test_wrong_arguments_are_found_when_the_endpoint_is_defined(shop: Shop) -> None:
+    """Not when the first request comes."""
+    arguments: list[dict[str, Any]] = [
+        {"headers": ["Set-Cookie"]},
+        {"methods": ["GET"]},
+        {"methods": []},
+        {"commands": object()},
+    ]
+    for wrong in arguments:
+        with pytest.raises(HandlerDefinitionError):
+            shop.records(sell, **wrong)
+
+
+def test_methods_that_change_nothing_are_never_recorded(shop: Shop) -> None:
+    """GET needs no key, and has no session of the unit of work; PUT is recorded if asked."""
+    shop.records(lambda _asked, _session: Reply(200, {}), "/plain")
+    shop.records(sell, "/put", methods=["PUT"])
+    assert shop.send("GET", "/plain", key=None).status_code == 500  # the endpoint asks for a session that is not there
+    assert shop.send("PUT", "/plain", key=None).status_code == 500
+    assert [shop.send("PUT", "/put", json={"amount": 1}).json()["number"] for _ in range(2)] == [1, 1]
+
+
+def test_a_key_is_required_unless_it_is_not(shop: Shop) -> None:
+    """Without a key the endpoint runs in a transaction of the same kind, and nothing is recorded."""
+    shop.records(sell)
+    shop.records(sell, "/optional", required=False)
+    assert problem(shop.send(path="/things", key=None)) == (400, "key-missing")
+    assert [shop.send(path="/optional", key=None).json()["number"] for _ in range(2)] == [1, 2]
+    assert shop.desk.records() == []
+
+
+def test_an_endpoint_must_not_commit(shop: Shop) -> None:
+    """The commit is the unit of work's, with the record in it."""
+
+    def commit(asked: Any, session: Session) -> Reply:
+        sell(asked, session)
+        session.commit()
+        return Reply()
+
+    shop.records(commit)
+    assert shop.send(path="/things").status_code == 500
+
+
+def test_an_endpoint_runs_again_after_a_conflict(shop: Shop) -> None:
+    """The whole endpoint, on a new session, with the body from its beginning; the answer is that of the last run."""
+    runs: list[Session] = []
+
+    def collide(asked: Any, session: Session) -> Reply:
+        reply = sell(asked, session)
+        runs.append(session)
+        if len(runs) < 3:
+            raise StaleDataError("somebody was faster")
+        return reply
+
+    shop.records(collide)
+    assert shop.send(path="/things").status_code == 201
+    assert len({id(session) for session in runs}) == 3
+    assert (len(shop.desk.orders()), shop.desk.spent()) == (1, 3)
+
+
+def test_concurrent_requests_get_one_answer(shop: Shop) -> None:
+    """One of them runs, and the others wait for its answer."""
+    shop.records(sell)
+    together = threading.Barrier(4)
+
+    def send() -> tuple[int, bytes]:
+        together.wait(30)
+        answer = shop.send(path="/things")
+        return answer.status_code, answer.content
+
+    answers = [each.result() for each in [shop.harness.start(send) for _ in range(4)]]
+    assert set(answers) == {(201, answers[0][1])}
+    assert (len(shop.desk.orders()), shop.desk.spent()) == (1, 3)
+
+
+# C14 ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("driver", SERVERS, ids=str)
+@pytest.mark.parametrize("cut", ["before", "after"])
+def test_a_cut_commit_is_503_and_the_same_key_gets_the_answer(
+    request: pytest.FixtureRequest, driver: Driver, cut: Cut
+) -> None:
+    """No byte leaves before the server has answered COMMIT, and an answer that is lost is found again."""
+    with shop_on(request, driver) as shop, CutProxy(request.getfixturevalue(driver.engine).url()) as proxy:
+        shop.install()
+        factory = shop.factory_through(proxy)
+        shop.records(sell, commands=shop.desk.commands(factory, retry=RetryPolicy(attempts=1)))
+        proxy.cut_commit(cut)
+        unknown = shop.send(path="/things")
+        assert problem(unknown) == (503, "try-again")
+        assert unknown.headers["retry-after"] == "1"
+        assert len(shop.desk.orders()) == (cut == "after")
+        shop.heard.clear()
+        proxy.at_trip = lambda where, trip: shop.heard.append(f"{where} {trip}") if "COMMIT" in str(trip) else None
+        again = shop.send(path="/things")
+        assert (again.status_code, again.json()["amount"]) == (201, 3)
+        assert (len(shop.desk.orders()), shop.desk.spent()) == (1, 3)
+        if cut == "before":
+            last_commit = max(index for index, heard in enumerate(shop.heard) if heard.startswith("after"))
+            assert shop.heard.index("http.response.start") > last_commit
+
+
+# Without a framework -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [Answer(204, (), b""), Answer(201, (("Content-Type", "a"), ("Link", "é\n"), ("Link", "b")), b"\n\x00\xff\n")],
+    ids=str,
+)
+def test_an_answer_comes_back_as_it_was(answer: Answer) -> None:
+    """Bytes are bytes, and headers keep their order."""
+    assert CODEC.loads(CODEC.dumps(answer)) == answer
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[NaN]", b"1e400", b"[" * 100_000, b"\xff"], ids=lambda body: repr(body[:9])
+)
+def test_a_body_that_is_no_json_is_compared_byte_by_byte(body: bytes) -> None:
+    """Whatever a client says that it is."""
+    one, other = (Received("POST", "/", [], "application/json", each).fingerprint() for each in (body, body + b" "))
+    assert one["body"] != other["body"]
+    assert one["body"][0] == "bytes"  # type: ignore[index]
+
+
+def test_both_frameworks_offer_the_same_names() -> None:
+    """Who knows one module knows the other."""
+    starlette, flask = (set(FRAMEWORK[asynchronous].__all__) for asynchronous in (True, False))
+    assert flask - starlette == {"idempotency_key"}
+    assert starlette - flask == {"IdempotencyKey", "recorded_route"}
