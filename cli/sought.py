@@ -139,13 +139,12 @@ class SoughtRecords(Sought):
     def show(self, found: Sequence[Marker]) -> None:
         """Print a table with a line for each record."""
         table(
-            ("operation", "state", "recorded (UTC)", "age", "bytes", "codec"),
+            ("operation", "state", "recorded (UTC)", "bytes", "codec"),
             [
                 (
                     printable(each.handler),
                     each.state,
                     moment_without_zone(each.processed_at),
-                    duration(each.age),
                     "-" if each.result is None else f"{len(each.result):,}",
                     printable(each.codec or "-"),
                 )

@@ -176,7 +176,7 @@ def test_show_tells_what_was_answered(engine: Engine) -> None:
     assert (code, wrong) == (0, "")
     title, header, *rows = said.splitlines()
     assert title == "Key k in scope tenant:"
-    assert header.split() == ["operation", "state", "recorded", "(UTC)", "age", "bytes", "codec"]
+    assert header.split() == ["operation", "state", "recorded", "(UTC)", "bytes", "codec"]
     assert rows[0].startswith("shop.cancel  result not stored  ")
     assert rows[1].startswith("shop.place   result  ")
     assert rows[1].endswith(
