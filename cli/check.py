@@ -7,10 +7,12 @@ from pathlib import Path
 import click
 from sqlalchemy import Engine
 
+from projector_dedup.commands import CommandTables
 from projector_dedup.dialects.findings import Finding
 from projector_dedup.maintenance.advice import advise
 from projector_dedup.maintenance.alembic_config import check_alembic
 from projector_dedup.maintenance.check import check as findings_of
+from projector_dedup.maintenance.records import advise_records
 from projector_dedup.maintenance.stats import stats
 
 from .app import EXAMPLE, identities_of
@@ -39,14 +41,17 @@ def check(deployments: Deployments, alembic_config: Path | None, apps: tuple[str
     """Tell whether the tables are right and looked after.
 
     If not, it says what mends them. They are compared with what this version of projector-dedup needs; then storage
-    settings, pruning, the declared horizon and, with --app, the handlers are looked at. Nothing is changed. Advice
-    alone leaves the exit code 0.
+    settings, pruning, the declared horizon and, with --app, the handlers are looked at; with --commands, the newest
+    records. Nothing is changed. Advice alone leaves the exit code 0.
 
     \b
     Examples:
       idempotency check --database-url sqlite:///read_model.db
       idempotency check --app myapp.consumer:dispatcher
+      idempotency check --commands
     """
+    if apps and deployments.of_commands:
+        raise click.UsageError("--app tells which handlers a dispatcher knows; it says nothing of --commands")
     identities = identities_of(apps, debug=deployments.debug)
     config = alembic_config or Path("alembic.ini")
     of_alembic = check_alembic(config) if config.is_file() else []
@@ -57,7 +62,10 @@ def check(deployments: Deployments, alembic_config: Path | None, apps: tuple[str
             findings = [*findings_of(engine, deployment.tables), *of_alembic]
             fatal = sum(finding.fatal for finding in findings)
             if not fatal:
-                findings += advise(stats(engine, tables=deployment.tables), identities)
+                tables = deployment.tables
+                findings += advise(stats(engine, tables=tables), identities, tables=tables)
+                if isinstance(tables, CommandTables):
+                    findings += advise_records(engine, tables)
             if as_json:
                 add(deployment, {"ready": not fatal, "findings": [as_object(finding) for finding in findings]})
             else:

@@ -15,7 +15,6 @@ from .errors import Failed
 from .interrupts import noted
 from .log import log_json
 from .options import EXIT_CODES, Deployment, Deployments, database_options
-from .output import markers
 from .progress import counting
 
 
@@ -58,7 +57,9 @@ def _finite(_context: click.Context, _parameter: click.Parameter, value: float |
     callback=_finite,
     help="Seconds from one batch to the next, for replicas to catch up, say.",
 )
-@click.option("--handler", help="Delete the markers of this handler only, by its full name.")
+@click.option(
+    "--handler", "--operation", help="Delete the markers of this handler, or the records of this operation, only."
+)
 @click.option("--dry-run", is_flag=True, help=f"Delete nothing: count, up to {COUNTED:,}.")
 @click.option("--force", is_flag=True, help="Prune even below the declared redelivery horizon.")
 @click.option("--log-json", "as_json", is_flag=True, help="A JSON object a line on stdout instead of text.")
@@ -84,6 +85,7 @@ def cleanup(
       idempotency cleanup --database-url postgresql+psycopg://app@db.example/orders
       idempotency cleanup --retention-hours 720 --batch-size 1000 --time-budget 600
       idempotency cleanup --dry-run
+      idempotency cleanup --commands --operation shop.place-order
     """
     of = f" of {handler}" if handler else ""
     age = f"older than {retention_hours:g} hours"
@@ -96,7 +98,7 @@ def cleanup(
             log_json("cleanup", deployment=str(deployment), dry_run=True, expired=found, counted_all=found < COUNTED)
         else:
             at_least = "at least " if found >= COUNTED else ""
-            line = f"Would delete {at_least}{markers(found)}{of} {age}."
+            line = f"Would delete {at_least}{deployments.rows(found)}{of} {age}."
             deployments.say(deployment, line)
 
     def failed(url: str, failure: Failed) -> None:
@@ -126,7 +128,7 @@ def cleanup(
                 facts = {"deleted": done.deleted, "complete": done.complete, "seconds": seconds}
                 log_json("cleanup", deployment=str(deployment), **facts)
                 return
-            line = f"Deleted {markers(done.deleted)}{of} {age}"
+            line = f"Deleted {deployments.rows(done.deleted)}{of} {age}"
             deployments.say(deployment, f"{line}." if done.complete else f"{line}; {done.left}: more may be left.")
 
         deployments.each(count if dry_run else clean, on_failure=failed)

@@ -24,6 +24,7 @@ def migrate(deployments: Deployments, dry_run: bool) -> None:
     Examples:
       idempotency migrate --database-url postgresql+psycopg://owner@db.example/orders
       idempotency migrate --table inbox --schema billing --dry-run
+      idempotency migrate --commands
     """
 
     def run(deployment: Deployment, engine: Engine) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 import click
 from sqlalchemy import URL, Engine, MetaData
 
-from projector_dedup import DedupTables, make_tables
-from projector_dedup.tables import DEFAULT_NAME
+from projector_dedup import DedupTables
+from projector_dedup.commands import CommandTables
 
 from .connect import open_engine, parse, shown
 from .errors import Failed, one_line, without_secrets
@@ -34,7 +34,7 @@ class Deployment:
 
     def __str__(self) -> str:
         marker = self.tables.marker.fullname
-        return self.database if marker == DEFAULT_NAME else f"{self.database}: {marker}"
+        return self.database if marker == self.tables.default_name else f"{self.database}: {marker}"
 
     @property
     def database(self) -> str:
@@ -48,8 +48,18 @@ class Deployments:
 
     texts: tuple[str, ...]
     schemas: tuple[str | None, ...]
+    kind: type[DedupTables]
     table: str
     debug: bool
+
+    @property
+    def of_commands(self) -> bool:
+        """True if the tables are those of commands, not of projectors."""
+        return self.kind is CommandTables
+
+    def rows(self, number: int) -> str:
+        """Return the number with the word for a row of the tables: "1 marker", "2,000 records"."""
+        return f"{number:,} {self.kind.noun}{'' if number == 1 else 's'}"
 
     @property
     def several(self) -> bool:
@@ -91,7 +101,7 @@ class Deployments:
             raise Failed(f"{failures} of {len(self.texts) * len(self.schemas)} failed, see above")
 
     def _act(self, act: Callable[[Deployment, Engine], None], text: str, schema: str | None, create: bool) -> None:
-        deployment = Deployment(parse(text), make_tables(MetaData(), self.table, schema))
+        deployment = Deployment(parse(text), self.kind.make(MetaData(), self.table, schema))
         engine = open_engine(deployment.url, create=create)
         try:
             act(deployment, engine)
@@ -99,21 +109,50 @@ class Deployments:
             engine.dispose()
 
 
+def table_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options that say which tables are meant: ``command`` gets their ``kind`` and the name ``table``."""
+
+    @wraps(command)
+    def run(commands: bool, table: str | None, **rest: Any) -> Any:
+        kind = CommandTables if commands else DedupTables
+        return command(kind=kind, table=kind.default_name if table is None else table, **rest)
+
+    for option in (
+        click.option(
+            "--table",
+            help=f"The name of the table.  [default: {DedupTables.default_name}; with{CommandTables.option} "
+            f"{CommandTables.default_name}]",
+        ),
+        click.option(
+            CommandTables.option.strip(), is_flag=True, help="The tables of commands instead of those of projectors."
+        ),
+    ):
+        run = option(run)
+    return run
+
+
 def database_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options that name databases to ``command``, which is called with ``deployments`` as first argument."""
 
     @wraps(command)
-    def run(database_url: tuple[str, ...], schema: tuple[str, ...], table: str, debug: bool, **rest: Any) -> Any:
-        return command(Deployments(database_url, schema or (None,), table, debug), **rest)
+    def run(
+        database_url: tuple[str, ...],
+        schema: tuple[str, ...],
+        kind: type[DedupTables],
+        table: str,
+        debug: bool,
+        **rest: Any,
+    ) -> Any:
+        return command(Deployments(database_url, schema or (None,), kind, table, debug), **rest)
 
-    for option in (
+    options: tuple[Callable[[Any], Any], ...] = (
         debug_option,
         click.option(
             "--schema",
             multiple=True,
-            help="The schema of the marker table; may be given several times.  [default: the connection's own]",
+            help="The schema of the table; may be given several times.  [default: the connection's own]",
         ),
-        click.option("--table", default=DEFAULT_NAME, show_default=True, help="The name of the marker table."),
+        table_options,
         click.option(
             "--database-url",
             envvar="PROJECTOR_DEDUP_DATABASE_URL",
@@ -124,6 +163,7 @@ def database_options(command: Callable[..., Any]) -> Callable[..., Any]:
             "are replaced by their sync twin. Other users of a machine can see arguments: prefer the variable for a "
             "URL with a password (several: separated by spaces).",
         ),
-    ):
+    )
+    for option in options:
         run = option(run)
     return run

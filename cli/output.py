@@ -107,8 +107,3 @@ def size(number: int | None) -> str:
     while value >= 1000 and len(units) > 1:
         value, units = value / 1000, units[1:]
     return f"{value:.{0 if units[0] == 'bytes' else 1}f} {units[0]}"
-
-
-def markers(number: int) -> str:
-    """Return the number with its noun: "1 marker", "2,000 markers"."""
-    return f"{number:,} marker{'' if number == 1 else 's'}"

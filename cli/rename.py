@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import click
 from sqlalchemy import Engine
 
@@ -12,7 +14,6 @@ from .ask import confirmed
 from .errors import Failed
 from .interrupts import deferred
 from .options import EXIT_CODES, Deployment, Deployments, database_options
-from .output import markers
 from .progress import counting
 
 
@@ -48,7 +49,7 @@ def rename(
       idempotency rename billing.projections.Totals.add account-totals.add --dry-run
       idempotency rename billing.projections.Totals.add account-totals.add
     """
-    question = f"Will no code of the name {old} run again? Its markers will be deleted"
+    question = f"Will no code of the name {old} run again? Its {deployments.kind.noun}s will be deleted"
     if remove_old and not dry_run and not yes and not confirmed(question):
         raise Failed("nothing was renamed")
 
@@ -73,16 +74,16 @@ def rename(
                 dry_run=dry_run,
                 on_batch=progress,
             )
-        deployments.say(deployment, _said(done, old, new, dry_run=dry_run))
+        deployments.say(deployment, _said(done, old, new, deployments.rows, dry_run=dry_run))
 
     deployments.each(copy)
 
 
-def _said(done: Renamed, old: str, new: str, *, dry_run: bool) -> str:
+def _said(done: Renamed, old: str, new: str, rows: Callable[[int], str], *, dry_run: bool) -> str:
     if done == Renamed():
         return f"Nothing is left under {old}."
     would = "Would have copied" if dry_run else "Copied"
-    line = f"{would} {markers(done.copied)} of {old} to {new}; {done.already:,} had one already."
+    line = f"{would} {rows(done.copied)} of {old} to {new}; {done.already:,} had one already."
     if done.removed:
-        line += f" {'Would have removed' if dry_run else 'Removed'} {markers(done.removed)} of {old}."
+        line += f" {'Would have removed' if dry_run else 'Removed'} {rows(done.removed)} of {old}."
     return line

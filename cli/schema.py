@@ -5,12 +5,11 @@ from __future__ import annotations
 import click
 from sqlalchemy import MetaData
 
-from projector_dedup import make_tables
+from projector_dedup import DedupTables
 from projector_dedup.maintenance.ddl import ddl
-from projector_dedup.tables import DEFAULT_NAME
 
 from .errors import one_line
-from .options import EXIT_CODES, debug_option
+from .options import EXIT_CODES, debug_option, table_options
 
 
 @click.command(epilog=EXIT_CODES)
@@ -21,10 +20,10 @@ from .options import EXIT_CODES, debug_option
     show_default=True,
     help="The database that is to run it.",
 )
-@click.option("--table", default=DEFAULT_NAME, show_default=True, help="The name of the marker table.")
-@click.option("--schema", help="The schema of the marker table.  [default: that of whoever runs it]")
+@table_options
+@click.option("--schema", help="The schema of the table.  [default: that of whoever runs it]")
 @debug_option
-def schema(dialect: str, table: str, schema: str | None, debug: bool) -> None:
+def schema(dialect: str, kind: type[DedupTables], table: str, schema: str | None, debug: bool) -> None:
     """Print the SQL that makes the tables. Needs no database.
 
     `idempotency migrate` adopts tables that were made by it.
@@ -33,6 +32,7 @@ def schema(dialect: str, table: str, schema: str | None, debug: bool) -> None:
     Examples:
       idempotency schema | psql orders
       idempotency schema --dialect mariadb --table inbox --schema billing
+      idempotency schema --commands
     """
     with one_line(debug=debug):
-        click.echo(ddl(dialect, make_tables(MetaData(), table, schema)), nl=False)
+        click.echo(ddl(dialect, kind.make(MetaData(), table, schema)), nl=False)

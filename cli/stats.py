@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 from sqlalchemy import Engine
 
+from projector_dedup import DedupTables
 from projector_dedup.maintenance.horizon import MAX_HOURS
 from projector_dedup.maintenance.stats import Stats, stats
 from projector_dedup.maintenance.times import moment_without_zone
@@ -43,16 +44,16 @@ def show_stats(deployments: Deployments, retention_hours: float | None, as_json:
                 add(deployment, as_object(found))
             else:
                 click.echo(deployment)
-                _print(found)
+                _print(found, deployment.tables)
 
         deployments.each(look)
 
 
-def _print(found: Stats) -> None:
+def _print(found: Stats, tables: DedupTables) -> None:
     about, state = "~" if found.estimated else "", found.state
     cleaned = "-" if state.retention_hours is None else f", {state.retention_hours:g} hours kept"
     for name, value in (
-        ("markers", f"{about}{found.markers:,}"),
+        (f"{tables.noun}s", f"{about}{found.markers:,}"),
         ("on disk", f"{size(found.bytes)}, indexes included"),
         ("oldest", ago(found.oldest, found.at)),
         ("newest", ago(found.newest, found.at)),
@@ -73,8 +74,10 @@ def _print(found: Stats) -> None:
             )
             for each in found.handlers
         ]
-        table(("handler", "markers", "oldest (UTC)", "newest (UTC)"), rows, right=("markers",))
+        counted = f"{tables.noun}s"
+        table((tables.handler, counted, "oldest (UTC)", "newest (UTC)"), rows, right=(counted,))
     if found.estimated:
         click.echo(
-            "\n~: of a sample; the oldest and newest of a handler are too, and one with few markers may be missing"
+            f"\n~: of a sample; the oldest and newest of a {tables.handler} are too, and one with few {tables.noun}s "
+            "may be missing"
         )

@@ -6,26 +6,34 @@ import re
 
 from alembic.config import Config
 
+from projector_dedup.commands import CommandTables
 from projector_dedup.tables import DEFAULT_NAME, DedupTables
 
 OPTION = "projector_dedup_tables"
 
+_NAMED_BY = {DedupTables: (OPTION, DEFAULT_NAME), CommandTables: ("projector_dedup_command_tables", "")}
+"""The option that names the tables of a kind, and the names where it is left out."""
 
-def table_sets(config: Config | None) -> list[tuple[str | None, str]]:
-    """Return the schema (None for the default one) and the name of each marker table.
 
-    They are written in alembic.ini: ``projector_dedup_tables = processed_message, billing.inbox``. ``migrate()`` sets
-    its tables as the configuration's attribute of the same name, which wins.
+def table_sets(config: Config | None, kind: type[DedupTables] = DedupTables) -> list[tuple[str | None, str]]:
+    """Return the schema (None for the default one) and the name of each marker table, or record table, of one kind.
+
+    They are written in alembic.ini: ``projector_dedup_tables = processed_message, billing.inbox``, and
+    ``projector_dedup_command_tables = processed_command``; an option without names means no tables. ``migrate()`` sets
+    its tables, of whichever kind, as the configuration's attribute ``projector_dedup_tables``, which wins over both.
     """
     given: DedupTables | None = config.attributes.get(OPTION) if config else None
     if given is not None:
-        return [(given.marker.schema, given.marker.name)]
-    found = _option(config) if config else None
-    names = found if isinstance(found, list) else re.split(r"[,\s]+", (found or DEFAULT_NAME).strip(", \n"))
+        return [(given.marker.schema, given.marker.name)] if type(given) is kind else []
+    option, usual = _NAMED_BY[kind]
+    found = _value(config, option) if config else None
+    if found is None:
+        found = usual
+    names = found if isinstance(found, list) else [name for name in re.split(r"[,\s]+", found) if name]
     return [(schema or None, name) for schema, _, name in (each.rpartition(".") for each in names)]
 
 
-def _option(config: Config) -> str | list[str] | None:
+def _value(config: Config, option: str) -> str | list[str] | None:
     read = getattr(config, "get_alembic_option", config.get_main_option)  # since 1.16 also from pyproject.toml
-    value: str | list[str] | None = read(OPTION)
+    value: str | list[str] | None = read(option)
     return value

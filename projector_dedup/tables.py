@@ -14,7 +14,6 @@ from .dialects.columns import TABLE_OPTIONS, exact_text, moment, utc_now
 from .message import MAX_HANDLER_BYTES, MAX_MESSAGE_ID_BYTES
 
 DEFAULT_NAME = "processed_message"
-SCHEMA = 1  #: version of the tables that make_tables() makes; this code works on the version before, too
 MAX_NAME_BYTES = 63 - len("_alembic_version_pkc")  #: PostgreSQL cuts names of more than 63 bytes silently
 
 
@@ -28,14 +27,23 @@ class DedupTables:
     maker: ClassVar[str] = "make_tables"
     default_name: ClassVar[str] = DEFAULT_NAME
     option: ClassVar[str] = ""
-    """The option by which `idempotency` makes or checks tables of this kind."""
-    revision: ClassVar[int] = 1
-    """The number of the migration that made tables of this kind what they are."""
+    """The option by which `idempotency` is told that tables are of this kind."""
+    revisions: ClassVar[tuple[str, ...]] = ("projector_dedup_0001",)
+    """The migrations that made tables of this kind what they are, in order; the nth leads to schema version n."""
+    noun: ClassVar[str] = "marker"
+    """The word for a row of the first table, in texts."""
+    handler: ClassVar[str] = "handler"
+    """The word for what stands in the column ``handler``, in texts."""
 
     @staticmethod
     def make(metadata: MetaData, name: str, schema: str | None) -> DedupTables:
         """Return tables of this kind, added to ``metadata``."""
         return make_tables(metadata, name, schema)
+
+    @property
+    def version(self) -> int:
+        """The version of these tables' schema; this code works on the version before, too."""
+        return len(self.revisions)
 
     def remedy(self, connection: Connection) -> str:
         """Return how to create the tables in the schema where ``connection`` looks for them, for texts of errors."""
@@ -64,7 +72,7 @@ class DedupTables:
         """Return that the tables are missing, and how to create them, for texts of errors."""
         return (
             f"the table {full_name(self.marker, connection)} is missing, or is not the one this version expects; "
-            f"{self.remedy(connection)}; `idempotency check` says what is wrong"
+            f"{self.remedy(connection)}; `idempotency check{self.option}` says what is wrong"
         )
 
 

@@ -24,7 +24,9 @@ class CommandTables(DedupTables):
     maker: ClassVar[str] = "make_command_tables"
     default_name: ClassVar[str] = DEFAULT_NAME
     option: ClassVar[str] = " --commands"
-    revision: ClassVar[int] = 2
+    revisions: ClassVar[tuple[str, ...]] = ("projector_dedup_0002",)
+    noun: ClassVar[str] = "record"
+    handler: ClassVar[str] = "operation"
 
     @staticmethod
     def make(metadata: MetaData, name: str, schema: str | None) -> CommandTables:

@@ -3,6 +3,7 @@
 ``check`` finds what is wrong with the tables, and ``advice`` what nobody looks after. ``alembic_config`` finds an
 ``alembic.ini`` that loses our revisions. ``migrate`` makes and changes the tables, ``ddl`` prints them as SQL.
 ``cleanup`` deletes expired markers, and ``horizon`` keeps how late a message may come again. ``stats`` counts markers,
-``markers`` finds and deletes those of one message, ``rename`` copies those of a handler to its new name. The other
-files serve these: ``state`` (the state table), ``connection``, ``retrying``, ``cleanup_batches`` and ``times``.
+``markers`` finds and deletes those of one message, ``records`` those of a command's key or of a scope, ``rename``
+copies those of a handler to its new name. The other files serve these: ``state`` (the state table), ``kinds`` (tables
+of projectors and of commands), ``connection``, ``retrying``, ``cleanup_batches`` and ``times``.
 """

@@ -7,58 +7,62 @@ from datetime import timedelta
 
 from ..dialects.findings import Finding, advice
 from ..message import printable
+from ..tables import DedupTables, default_tables
 from .stats import Stats
 from .times import duration, moment_with_zone
 
 _SLACK = timedelta(days=2)  # a cleanup that was missed once, at a weekend say, is not worth a finding
 
-_CLEAN = "run `idempotency cleanup` from cron, or look why it fails there"
 
-
-def advise(found: Stats, identities: Set[str] | None = None) -> list[Finding]:
-    """Return what somebody should do about the tables, judged by their statistics; none of it is fatal.
+def advise(found: Stats, identities: Set[str] | None = None, *, tables: DedupTables = default_tables) -> list[Finding]:
+    """Return what somebody should do about the ``tables``, judged by their statistics; none of it is fatal.
 
     ``identities`` are the names of the handlers of every dispatcher on these tables (``Dispatcher.identities``).
     Markers of other handlers are reported; without ``identities`` names are not looked at.
     """
-    return [*_pruning(found), *_horizon(found), *(() if identities is None else _unknown(found, identities))]
+    return [
+        *_pruning(found, tables),
+        *_horizon(found, tables),
+        *(() if identities is None else _unknown(found, identities)),
+    ]
 
 
-def _pruning(found: Stats) -> Iterator[Finding]:
+def _pruning(found: Stats, tables: DedupTables) -> Iterator[Finding]:
     if found.oldest is None:
         return
-    state, age = found.state, found.at - found.oldest
+    state, age, command = found.state, found.at - found.oldest, f"`idempotency cleanup{tables.option}`"
+    clean = f"run {command} from cron, or look why it fails there"
     if state.cleaned_at is None:
         if age > timedelta(hours=found.retention_hours):
             yield advice(
-                f"the oldest marker is {duration(age)} old, and no complete cleanup was ever recorded",
-                "put `idempotency cleanup` into cron, or the table grows for ever",
+                f"the oldest {tables.noun} is {duration(age)} old, and no complete cleanup was ever recorded",
+                f"put {command} into cron, or the table grows for ever",
             )
     elif age > timedelta(hours=found.retention_hours) + _SLACK:
         yield advice(
-            f"the oldest marker is {duration(age)} old, though {found.retention_hours:g} hours are kept; the last "
-            f"complete cleanup was {duration(found.at - state.cleaned_at)} ago",
-            _CLEAN,
+            f"the oldest {tables.noun} is {duration(age)} old, though {found.retention_hours:g} hours are kept; the "
+            f"last complete cleanup was {duration(found.at - state.cleaned_at)} ago",
+            clean,
         )
     elif found.at - state.cleaned_at > max(_SLACK, timedelta(hours=2 * found.retention_hours)):
-        yield advice(f"the last complete cleanup was {duration(found.at - state.cleaned_at)} ago", _CLEAN)
+        yield advice(f"the last complete cleanup was {duration(found.at - state.cleaned_at)} ago", clean)
 
 
-def _horizon(found: Stats) -> Iterator[Finding]:
+def _horizon(found: Stats, tables: DedupTables) -> Iterator[Finding]:
     state, horizon = found.state, found.state.horizon_hours
     if horizon is None:
         return
     if state.retention_hours is not None and state.retention_hours < horizon:
         yield advice(
-            f"the last cleanup kept {state.retention_hours:g} hours of markers, but a message may return after "
+            f"the last cleanup kept {state.retention_hours:g} hours of {tables.noun}s, but a message may return after "
             f"{horizon:g} (the declared horizon): it would be applied again",
             f"run cleanup with --retention-hours {horizon:g} or more, without --force; or declare the horizon that is "
             "true, with `idempotency horizon`",
         )
     elif state.pruned_until is not None and state.pruned_until > found.at - timedelta(hours=horizon):
         yield advice(
-            f"markers up to {moment_with_zone(state.pruned_until)} are deleted, but a message may return after "
-            f"{horizon:g} hours (the declared horizon); one whose marker is deleted would be applied again",
+            f"{tables.noun}s up to {moment_with_zone(state.pruned_until)} are deleted, but a message may return after "
+            f"{horizon:g} hours (the declared horizon); one whose {tables.noun} is deleted would be applied again",
             "replay no message from before that moment",
         )
 

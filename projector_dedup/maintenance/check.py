@@ -8,13 +8,15 @@ from sqlalchemy import Table, inspect
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import DBAPIError
 
-from ..dialects import Failure, dialect_of
+from ..commands import CommandTables
+from ..dialects import Dialect, Failure, dialect_of
 from ..dialects.findings import Finding, advice
 from ..errors import MissingTableError, RefusedError
 from ..markers import insert_marker, marker_key
 from ..message import printable
 from ..preflight import LOOK_ALIKES, try_out
-from ..tables import SCHEMA, DedupTables, default_tables, full_name
+from ..tables import DedupTables, default_tables, full_name
+from .kinds import keeps_records, other_kind
 from .state import SCHEMA_VERSION, read_state
 
 
@@ -27,9 +29,11 @@ def check(engine: Engine, tables: DedupTables = default_tables) -> list[Finding]
         return _check_tables(connection, tables) + dialect_of(engine).findings(connection, tables.marker)
 
 
-def _check_tables(connection: Connection, tables: DedupTables) -> list[Finding]:
+def _check_tables(connection: Connection, tables: DedupTables, *, any_kind: bool = False) -> list[Finding]:
     findings = [
-        finding for table in (tables.marker, tables.state) for finding in check_table(connection, table, tables)
+        finding
+        for table in (tables.marker, tables.state)
+        for finding in check_table(connection, table, tables, any_kind=any_kind)
     ]
     if not any(finding.fatal for finding in findings):
         findings += _check_version(connection, tables)
@@ -42,23 +46,31 @@ def _check_version(connection: Connection, tables: DedupTables) -> list[Finding]
 
     Nothing is found where no version was written: such tables are the user's own, and their structure decides.
     """
-    written = read_state(connection, tables).get(SCHEMA_VERSION)
-    if written is None or written == str(SCHEMA):
+    written, ours = read_state(connection, tables).get(SCHEMA_VERSION), tables.version
+    if written is None or written == str(ours):
         return []
-    problem = f"{full_name(tables.marker, connection)} is at schema version {written}, and this code is for {SCHEMA}"
-    migrate = "run `idempotency migrate`, or `alembic upgrade heads` where your Alembic owns the tables"
+    problem = f"{full_name(tables.marker, connection)} is at schema version {written}, and this code is for {ours}"
+    migrate = f"run `idempotency migrate{tables.option}`, or `alembic upgrade heads` where your Alembic owns the tables"
     if not written.isdecimal():
         known = f"{SCHEMA_VERSION!r} of {full_name(tables.state, connection)}"
-        return [Finding(problem, f"somebody else wrote {known}; set it to what `idempotency schema` inserts there")]
-    if int(written) > SCHEMA:
+        return [
+            Finding(
+                problem,
+                f"somebody else wrote {known}; set it to what `idempotency schema{tables.option}` inserts there",
+            )
+        ]
+    if int(written) > ours:
         return [Finding(problem, "upgrade projector-dedup here: a newer version of it has migrated the tables")]
-    if int(written) < SCHEMA - 1:
-        return [Finding(problem, f"this code works on {SCHEMA - 1} too, but on nothing older; {migrate}")]
+    if int(written) < ours - 1:
+        return [Finding(problem, f"this code works on {ours - 1} too, but on nothing older; {migrate}")]
     return [Finding(problem, f"this code works on both; once no older code runs any more, {migrate}", fatal=False)]
 
 
 def _check_comparison(connection: Connection, tables: DedupTables) -> list[Finding]:
-    """Insert markers of ids that look alike, and roll them back: a table that takes two for one would lose messages."""
+    """Insert markers of ids that look alike, and roll them back: a table that takes two for one would lose messages.
+
+    In a table of commands one of them becomes a whole record, which must be read back as it was written.
+    """
     dialect, remedy = dialect_of(connection), tables.mending(connection)
     handler = f"idempotency check {secrets.token_hex(8)}"  # of its own: two checks at once do not wait
     merges = Finding(
@@ -70,13 +82,14 @@ def _check_comparison(connection: Connection, tables: DedupTables) -> list[Findi
             connection.rollback()
             try_out(connection.engine, dialect, tables)
         new = [insert_marker(connection, dialect, tables, marker_key(each, handler)) for each in LOOK_ALIKES]
+        kept = not all(new) or _keeps(connection, dialect, tables, handler)
     except RefusedError as error:
         return [Finding(str(error), remedy)]
     except DBAPIError as error:
         if dialect.classify(error) is Failure.UNIQUE:
             return [merges]
         words = printable(str(error.orig)).partition("\\n")[0][:200]
-        problem = f"no marker could be inserted to try {full_name(tables.marker, connection)}: {words}"
+        problem = f"no {tables.noun} could be inserted to try {full_name(tables.marker, connection)}: {words}"
         if dialect.classify(error) is Failure.READ_ONLY:
             connection.invalidate()  # else its pool would stay with this server when another is the primary
             return [Finding(problem, "this server takes no writes now: give the URL of the primary, or try again")]
@@ -85,28 +98,39 @@ def _check_comparison(connection: Connection, tables: DedupTables) -> list[Findi
         return [advice(problem, "another transaction holds it: try again") if passes else Finding(problem, mend)]
     finally:
         connection.rollback()
-    return [] if all(new) else [merges]
+    if not all(new):
+        return [merges]
+    problem = f"{full_name(tables.marker, connection)} does not give back a record as it was written"
+    return [] if kept else [Finding(problem, "results would be cut or changed; " + remedy)]
 
 
-def verify(engine: Engine, tables: DedupTables = default_tables) -> None:
+def _keeps(connection: Connection, dialect: Dialect, tables: DedupTables, handler: str) -> bool:
+    return not isinstance(tables, CommandTables) or keeps_records(connection, dialect, tables, LOOK_ALIKES[0], handler)
+
+
+def verify(engine: Engine, tables: DedupTables = default_tables, *, any_kind: bool = False) -> None:
     """Raise ``MissingTableError`` for the first fatal finding about the tables; return if there is none.
 
-    To try the tables out, markers are inserted and rolled back again. Settings of the database are not looked at.
+    To try the tables out, markers are inserted and rolled back again. Settings of the database are not looked at. With
+    ``any_kind``, a table of commands passes for one of projectors, which has fewer columns.
     """
     with engine.connect() as connection:
-        findings = _check_tables(connection, tables)
+        findings = _check_tables(connection, tables, any_kind=any_kind)
     for finding in findings:
         if finding.fatal:
             raise MissingTableError(f"{finding.problem}; {finding.remedy}")
 
 
-def check_table(connection: Connection, table: Table, tables: DedupTables) -> list[Finding]:
+def check_table(connection: Connection, table: Table, tables: DedupTables, *, any_kind: bool = False) -> list[Finding]:
     """Return what is wrong with the structure of ``table``, which is one of ``tables``; nothing is written."""
     inspector, schema, name = inspect(connection), connection.schema_for_object(table), full_name(table, connection)
     if not inspector.has_table(table.name, schema=schema):
         return [Finding(f"the table {name} is missing", tables.remedy(connection))]
     findings, remedy = [], tables.mending(connection)
     present = {column["name"]: column for column in inspector.get_columns(table.name, schema=schema)}
+    other = other_kind(connection, tables, present, any_kind=any_kind) if table is tables.marker else None
+    if other is not None:
+        return [other]
     for column in table.columns:
         if column.name not in present:
             findings.append(Finding(f"{name} has no column {column.name}", remedy))
@@ -116,7 +140,7 @@ def check_table(connection: Connection, table: Table, tables: DedupTables) -> li
             findings.append(
                 Finding(
                     f"{name}.{column.name} may be NULL, and has no default",
-                    "a marker without that time would never be pruned; " + remedy,
+                    f"a {tables.noun} without that time would never be pruned; " + remedy,
                 )
             )
         kind = found["type"]

@@ -101,7 +101,7 @@ def prune(
     """
     _check_bounds(retention_hours, batch_size, max_batches, time_budget, pause)
     handler = None if handler is None else valid_handler(handler)
-    verify(engine, tables)
+    verify(engine, tables, any_kind=True)
     dialect = dialect_of(engine)
     dialect.prepare(engine)
     if not force:
@@ -139,7 +139,7 @@ def count_expired(
     Raises ``ValueError`` for a retention out of range, ``MissingTableError`` for a missing table.
     """
     check_hours("retention_hours", retention_hours)
-    verify(engine, tables)
+    verify(engine, tables, any_kind=True)
     dialect = dialect_of(engine)
     with connected(engine) as connection:
         expired = Expired(tables.marker, dialect.now(connection) - timedelta(hours=retention_hours), handler, up_to)

@@ -8,7 +8,7 @@ from typing import Any
 from sqlalchemy import Dialect, Table, insert, make_url
 from sqlalchemy.schema import CreateIndex, CreateTable, ExecutableDDLElement
 
-from ..tables import SCHEMA, DedupTables, default_tables
+from ..tables import DedupTables, default_tables
 from .state import SCHEMA_VERSION
 
 _RIGHTS = "SELECT, INSERT, UPDATE, DELETE"
@@ -40,5 +40,5 @@ def creating(tables: Sequence[Table], dialect: Dialect) -> list[str]:
 
 def version_row(tables: DedupTables, dialect: Dialect) -> str:
     """Return the INSERT that writes this version of the schema into the state table, without ";"."""
-    row = insert(tables.state).values(key=SCHEMA_VERSION, value=str(SCHEMA))
+    row = insert(tables.state).values(key=SCHEMA_VERSION, value=str(tables.version))
     return str(row.compile(dialect=dialect, compile_kwargs={"literal_binds": True}))

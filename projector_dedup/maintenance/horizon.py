@@ -53,6 +53,6 @@ def refuse_short_retention(engine: Engine, retention_hours: float, *, tables: De
     if horizon is not None and retention_hours < horizon:
         raise RetentionTooShortError(
             f"a retention of {retention_hours:g} hours is shorter than the redelivery horizon of {horizon:g} hours: a "
-            "message that comes again in between would be applied again; keep the markers for at least "
+            f"message that comes again in between would be applied again; keep the {tables.noun}s for at least "
             f"{horizon:g} hours, or declare a shorter horizon (`idempotency horizon`), or insist (force=True, --force)"
         )

@@ -1,17 +1,19 @@
-"""The markers of one message: ``find`` lists them, ``forget`` deletes them."""
+"""The markers of one message: ``find`` lists them, ``forget`` deletes them; ``records`` does so for commands."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from typing import Any
 
-from sqlalchemy import delete, select
+from sqlalchemy import Row, delete, select
 from sqlalchemy.engine import Engine
 
 from ..dialects import dialect_of
 from ..message import valid_handler, valid_message_id
 from ..tables import DedupTables, default_tables
 from .connection import connected_to
+from .kinds import refuse_other_kind
 from .times import in_utc
 
 
@@ -32,15 +34,22 @@ def find(engine: Engine, message_id: object, *, tables: DedupTables = default_ta
     Raises ``InvalidMessageIdError`` for an id that no message can have, ``MissingTableError`` if the tables are
     missing.
     """
-    marker, known = tables.marker, valid_message_id(message_id)
+    return [marker for marker, _ in find_rows(engine, valid_message_id(message_id), tables)]
+
+
+def find_rows(engine: Engine, message_id: str, tables: DedupTables) -> list[tuple[Marker, Row[Any]]]:
+    """Return each row of an id, by handler, as a marker and with all columns that its table has."""
+    marker = tables.marker
     with connected_to(engine, tables) as connection:
+        refuse_other_kind(connection, tables)
         now = dialect_of(engine).now(connection)
-        rows = connection.execute(select(marker).where(marker.c.message_id == known).order_by(marker.c.handler)).all()
+        statement = select(marker).where(marker.c.message_id == message_id).order_by(marker.c.handler)
+        rows = connection.execute(statement).all()
     found = []
     for row in rows:
         at = in_utc(row.processed_at)
         occurred = None if row.occurred_at is None else in_utc(row.occurred_at)
-        found.append(Marker(row.message_id, row.handler, at, occurred, now - at))
+        found.append((Marker(row.message_id, row.handler, at, occurred, now - at), row))
     return found
 
 
@@ -60,6 +69,7 @@ def forget(
         conditions.append(marker.c.handler == valid_handler(handler))
     level = {} if dialect.cleanup_isolation is None else {"isolation_level": dialect.cleanup_isolation}
     with connected_to(engine, tables) as connection, connection.execution_options(**level).begin():
+        refuse_other_kind(connection, tables)
         there = connection.execute(select(marker.c.handler).where(*conditions).with_for_update()).all()
         connection.execute(delete(marker).where(*conditions))
     return len(there)

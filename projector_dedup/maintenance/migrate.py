@@ -21,7 +21,7 @@ from sqlalchemy.exc import DBAPIError
 
 from ..dialects import Failure, dialect_of
 from ..errors import MissingTableError, RetriesExhaustedError
-from ..tables import SCHEMA, DedupTables, default_tables, make_tables
+from ..tables import DedupTables, default_tables
 from .check import check, check_table
 from .ddl import creating, version_row
 from .state import SCHEMA_VERSION, read_state, write_state
@@ -86,7 +86,7 @@ class _Owner:
             dialect_of(connection).refuse_unsafe(connection)
             schema = connection.schema_for_object(tables.marker)
         self._engine = engine.execution_options(schema_translate_map=None)
-        self._tables = make_tables(MetaData(), tables.marker.name, schema)
+        self._tables = tables.make(MetaData(), tables.marker.name, schema)
         self._before: int | None = None
         self._adopted = False
         self._output = StringIO()
@@ -98,25 +98,25 @@ class _Owner:
     def migrate(self) -> Migrated:
         with self._engine.connect() as connection:
             self._config.attributes.update(connection=connection, adopt=self._adopt)
-            command.upgrade(self._config, "head")
+            command.upgrade(self._config, self._newest)
         with self._engine.connect() as connection:
-            return Migrated(self._before, self._version(connection) or SCHEMA, self._adopted)
+            return Migrated(self._before, self._version(connection) or self._tables.version, self._adopted)
 
     def planned(self) -> str:
         self._config.attributes["url"] = self._engine.url
         with self._engine.connect() as connection:
             version, present = self._version(connection), self._present(connection)
-            if version == SCHEMA:
+            if version == self._tables.version:
                 return ""
             if version is not None:
-                command.upgrade(self._config, f"{_revision(version)}:head", sql=True)
+                command.upgrade(self._config, f"{self._revision(version)}:{self._newest}", sql=True)
             elif not present:
-                command.upgrade(self._config, "head", sql=True)
+                command.upgrade(self._config, self._newest, sql=True)
             else:
                 known = read_state(connection, self._tables) if self._tables.state in present else {}
                 missing = [table for table in (self._tables.marker, self._tables.state) if table not in present]
                 self._output.writelines(f"{each};\n\n" for each in creating(missing, connection.dialect))
-                command.stamp(self._config, "head", sql=True)
+                command.stamp(self._config, self._newest, sql=True)
                 if SCHEMA_VERSION not in known:
                     self._output.write(f"{version_row(self._tables, connection.dialect)};\n")
         return self._output.getvalue()
@@ -168,21 +168,25 @@ class _Owner:
                 return
             self._tables.marker.metadata.create_all(connection)
             state = read_state(connection, self._tables)
-            self._before = int(state.get(SCHEMA_VERSION, SCHEMA))
+            self._before = int(state.get(SCHEMA_VERSION, self._tables.version))
             write_state(connection, self._tables, {SCHEMA_VERSION: str(self._before)})
             assert context.script is not None  # noqa: S101
-            context.stamp(context.script, _revision(self._before))
+            context.stamp(context.script, self._revision(self._before))
             self._adopted = True
 
     def _version(self, connection: Connection) -> int | None:
-        """Return the schema version by Alembic's own table; None if Alembic never ran here."""
+        """Return the schema version by Alembic's own table; None if no revision has made tables of this kind here."""
         options = {
             "version_table": f"{self._tables.marker.name}_alembic_version",
             "version_table_schema": self._tables.marker.schema,
         }
         revision = MigrationContext.configure(connection, opts=options).get_current_revision()
-        return None if revision is None else int(revision.rpartition("_")[2])
+        return sum(each <= (revision or "") for each in self._tables.revisions) or None
 
+    @property
+    def _newest(self) -> str:
+        """The revision to which ``migrate`` leads: later ones change tables of other kinds only."""
+        return self._tables.revisions[-1]
 
-def _revision(version: int) -> str:
-    return f"projector_dedup_{version:04}"
+    def _revision(self, version: int) -> str:
+        return self._tables.revisions[version - 1]

@@ -79,8 +79,8 @@ def rename(
             on_batch(total)
     if total == Renamed() and not run_with_retries(batch.new_is_known, engine, dialect, policy):
         raise RefusedError(
-            f"neither {printable(old)} nor {printable(new)} has a marker in {tables.marker.fullname}: look at the "
-            "spelling of the names, and at the table's name and schema"
+            f"neither {printable(old)} nor {printable(new)} has a {tables.noun} in {tables.marker.fullname}: look at "
+            "the spelling of the names, and at the table's name and schema"
         )
     return total
 
@@ -130,7 +130,8 @@ class _Batch:
     def _copying(self) -> Insert:
         source, twin = self._marker.alias("source"), self._marker.alias("twin")
         name = literal(self._new, self._marker.c.handler.type).label("handler")
-        copies = select(source.c.message_id, name, source.c.processed_at, source.c.occurred_at).where(
+        columns = [column.name for column in self._marker.columns]
+        copies = select(*(name if each == "handler" else source.c[each] for each in columns)).where(
             source.c.handler == self._old,
             source.c.message_id > bindparam("after"),
             source.c.message_id <= bindparam("last"),
@@ -139,7 +140,7 @@ class _Batch:
             .where(twin.c.message_id == source.c.message_id, twin.c.handler == self._new)
             .correlate(source),
         )
-        return self._marker.insert().from_select(["message_id", "handler", "processed_at", "occurred_at"], copies)
+        return self._marker.insert().from_select(columns, copies)
 
     def _removing(self) -> Delete:
         # Only markers that this batch has read, which have a copy by now: old code may have written others since.

@@ -12,6 +12,7 @@ from sqlalchemy.engine import Connection, Engine
 from ..dialects import dialect_of
 from ..tables import DedupTables, default_tables
 from .connection import connected_to
+from .kinds import refuse_other_kind
 from .state import State, state_of
 from .times import in_utc
 
@@ -66,6 +67,7 @@ def stats(
     """
     dialect = dialect_of(engine)
     with connected_to(engine, tables) as connection:
+        refuse_other_kind(connection, tables, any_kind=True)
         now, state = dialect.now(connection), state_of(connection, tables)
         hours = retention_hours or state.retention_hours or DEFAULT_RETENTION_HOURS
         oldest, newest = _extent(connection, tables)

@@ -17,7 +17,6 @@ from sqlalchemy import URL, Engine, MetaData, create_engine, func, inspect, sele
 from sqlalchemy.orm import Session, sessionmaker
 from sqlalchemy.schema import CreateIndex, CreateTable
 
-import projector_dedup.maintenance.check
 import projector_dedup.maintenance.migrate
 from alembic_project import another_schema, run_python
 from databases import Database
@@ -33,13 +32,15 @@ from projector_dedup import (
     on,
     projector,
 )
+from projector_dedup.commands import CommandTables
 from projector_dedup.maintenance.check import check
 from projector_dedup.maintenance.ddl import ddl
 from projector_dedup.maintenance.migrate import Migrated, migrate, planned
 from projector_dedup.maintenance.state import read_state, write_state
-from projector_dedup.tables import SCHEMA, default_tables
+from projector_dedup.tables import default_tables
 
 ROOT = Path(__file__).parents[2]
+SCHEMA = default_tables.version
 
 NEXT = '''"""A change as a later version may make it."""
 
@@ -48,8 +49,8 @@ from alembic import op
 
 from projector_dedup.migrations.table_sets import table_sets
 
-revision = "projector_dedup_0002"
-down_revision = "projector_dedup_0001"
+revision = "projector_dedup_0003"
+down_revision = "projector_dedup_0002"
 branch_labels = None
 depends_on = None
 
@@ -82,14 +83,14 @@ def schema(engine: Engine) -> Iterator[str | None]:
 
 
 @pytest.fixture
-def next_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The library as a later version, whose schema has one column more."""
+def next_version(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library as a later version, whose schema has one column more, on tables of this one."""
+    run(engine, ddl(engine.dialect.name))
     folder = tmp_path / "migrations"
     shutil.copytree(ROOT / "migrations", folder, ignore=shutil.ignore_patterns("__pycache__"))
-    (folder / "versions" / "0002_next.py").write_text(NEXT)
+    (folder / "versions" / "0003_next.py").write_text(NEXT)
     monkeypatch.setattr(projector_dedup.maintenance.migrate, "files", lambda _package: folder)
-    monkeypatch.setattr(projector_dedup.maintenance.migrate, "SCHEMA", 2)
-    monkeypatch.setattr(projector_dedup.maintenance.check, "SCHEMA", 2)
+    monkeypatch.setattr(DedupTables, "revisions", (*DedupTables.revisions, "projector_dedup_0003"))
 
 
 def fatal(engine: Engine, tables: DedupTables = default_tables) -> list[str]:
@@ -226,11 +227,14 @@ def test_what_is_planned_is_what_happens(engine: Engine) -> None:
     assert fatal(engine) == []
 
 
-def test_the_newest_revision_is_the_schema_of_this_version() -> None:
-    """`make_tables` and the migrations end at the same number."""
+def test_the_newest_revision_is_that_of_one_kind_of_tables() -> None:
+    """Both kinds together name every revision, so that the newest one is the last of one of them."""
     config = Config()
     config.set_main_option("script_location", str(ROOT / "migrations"))
-    assert ScriptDirectory.from_config(config).get_heads() == [f"projector_dedup_{SCHEMA:04}"]
+    script = ScriptDirectory.from_config(config)
+    revisions = [each.revision for each in script.walk_revisions()]
+    assert sorted(revisions) == sorted(DedupTables.revisions + CommandTables.revisions)
+    assert script.get_heads() == [max(revisions)]
 
 
 # Several at once, and beside deliveries --------------------------------------------------------------------------
@@ -290,7 +294,6 @@ def test_a_change_gives_way_to_writers(engine: Engine, monkeypatch: pytest.Monke
     """While a transaction holds the table, others claim; when it has ended, the change goes through."""
     if engine.dialect.name == "sqlite":
         pytest.skip("one writer at a time")
-    run(engine, ddl(engine.dialect.name))
     gave_way, resume, pause = Event(), Event(), time.sleep
 
     def sleep(seconds: float) -> None:
@@ -321,7 +324,6 @@ def test_a_table_that_is_never_let_go_is_an_error(engine: Engine, monkeypatch: p
     if engine.dialect.name == "sqlite":
         pytest.skip("one writer at a time")
     monkeypatch.setattr(projector_dedup.maintenance.migrate, "_PATIENCE", 0.0)
-    run(engine, ddl(engine.dialect.name))
     with Session(engine) as holder:
         claim(holder, "held", "h")
         with pytest.raises(RetriesExhaustedError, match="another transaction holds it; look for one that is open"):
@@ -333,7 +335,6 @@ def test_a_table_that_is_never_let_go_is_an_error(engine: Engine, monkeypatch: p
 @pytest.mark.usefixtures("next_version")
 def test_code_of_the_old_version_claims_during_and_after_an_upgrade(engine: Engine) -> None:
     """Nothing that was claimed before, during or after it is lost or applied again."""
-    run(engine, ddl(engine.dialect.name))
     applied = [f"before {number}" for number in range(20)]
     assert {deliver(engine, each) for each in applied} == {Outcome.APPLIED}
     under_way, stop = Event(), Event()
@@ -378,7 +379,7 @@ def test_check_knows_two_versions(
     engine: Engine, written: str | None, code: int, problem: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its own and the one before, for rolling deploys; without a number the structure decides."""
-    monkeypatch.setattr(projector_dedup.maintenance.check, "SCHEMA", code)
+    monkeypatch.setattr(DedupTables, "revisions", ("a revision",) * code)
     default_tables.marker.metadata.create_all(engine)
     with engine.begin() as connection:
         write_state(connection, default_tables, {"schema_version": written})

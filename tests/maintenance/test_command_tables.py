@@ -1,0 +1,468 @@
+"""The tables of commands: three ways to own them, what `check` finds wrong with them, and their records in bulk."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+from sqlalchemy import Engine, MetaData, create_engine, inspect, select, text, update
+from sqlalchemy.orm import Session, sessionmaker
+from sqlalchemy.schema import CreateIndex, CreateTable
+
+from alembic_project import OURS, Project, another_schema
+from databases import Database
+from projector_dedup import DedupTables, MissingTableError, Outcome, make_tables
+from projector_dedup.commands import (
+    Begun,
+    Call,
+    Commands,
+    CommandTables,
+    InvalidKeyError,
+    begin_command,
+    command,
+    default_command_tables,
+    make_command_tables,
+)
+from projector_dedup.maintenance.advice import advise
+from projector_dedup.maintenance.check import check, verify
+from projector_dedup.maintenance.cleanup import count_expired, prune
+from projector_dedup.maintenance.ddl import ddl
+from projector_dedup.maintenance.migrate import Migrated, migrate, planned
+from projector_dedup.maintenance.records import (
+    advise_records,
+    count_scope,
+    find_records,
+    forget_record,
+    forget_scope,
+)
+from projector_dedup.maintenance.rename import rename
+from projector_dedup.maintenance.state import read_state
+from projector_dedup.maintenance.stats import stats
+from projector_dedup.tables import default_tables
+
+LAST_SIGN = "\U0010ffff"
+
+
+@command(name="shop.place")
+def place(asked: dict[str, int], call: Call) -> int:
+    """Answer what was asked."""
+    assert call.key is not None
+    return asked["amount"]
+
+
+@command(name="shop.cancel")
+def cancel(asked: dict[str, int], call: Call) -> str:
+    """Answer as long a text as is asked for."""
+    assert call.key is not None
+    return "x" * asked["amount"]
+
+
+@pytest.fixture
+def engine(database: Database) -> Iterator[Engine]:
+    """An engine on each empty database."""
+    engine = create_engine(database.url())
+    yield engine
+    engine.dispose()
+
+
+@pytest.fixture
+def schema(database: Database) -> Iterator[str | None]:
+    """A second schema, where there is such a thing."""
+    with another_schema(database) as name:
+        yield name
+
+
+def handled(engine: Engine, tables: CommandTables = default_command_tables) -> list[tuple[Outcome, int]]:
+    """The outcome and the result of one command that is asked for twice."""
+    commands = Commands(sessionmaker(engine), tables=tables)
+    answers = [commands.handle(place, {"amount": 3}, key="é ", scope="s") for _ in range(2)]
+    return [(answer.outcome, answer.result) for answer in answers]
+
+
+TWICE = [(Outcome.APPLIED, 3), (Outcome.DUPLICATE, 3)]
+
+
+def fatal(engine: Engine, tables: DedupTables = default_command_tables) -> list[str]:
+    """The problems that `check` calls fatal."""
+    return [finding.problem for finding in check(engine, tables) if finding.fatal]
+
+
+def described(engine: Engine, tables: DedupTables) -> list[str]:
+    """The DDL of the two tables, as the database itself tells what it has."""
+    found, both = MetaData(), (tables.marker, tables.state)
+    found.reflect(engine, schema=tables.marker.schema, only=[table.name for table in both])
+    mirrored = [found.tables[table.fullname] for table in both]
+    indexes = [str(CreateIndex(index).compile(engine)) for table in mirrored for index in table.indexes]
+    return [*(str(CreateTable(table).compile(engine)) for table in mirrored), *indexes]
+
+
+def run(engine: Engine, script: str) -> None:
+    """The statements of a script, in a transaction."""
+    lines = "\n".join(line for line in script.splitlines() if not line.startswith("--"))
+    with engine.begin() as connection:
+        for statement in lines.split(";"):
+            if statement.strip() and statement.strip() not in ("BEGIN", "COMMIT"):
+                connection.exec_driver_sql(statement.replace("%", "%%"))
+
+
+def state_of(engine: Engine, tables: DedupTables) -> dict[str, str]:
+    """The state table, as another connection reads it."""
+    with engine.connect() as connection:
+        return read_state(connection, tables)
+
+
+def revision_of(engine: Engine, name: str) -> str:
+    """The revision in the set's own version table."""
+    with engine.connect() as connection:
+        return str(connection.exec_driver_sql(f"SELECT version_num FROM {name}_alembic_version").scalar_one())
+
+
+def keys_of(engine: Engine, tables: CommandTables = default_command_tables) -> list[tuple[str, str]]:
+    """The key and the operation of each record, as another connection sees them."""
+    other = create_engine(engine.url)
+    with other.connect() as connection:
+        rows = connection.execute(select(tables.marker.c.message_id, tables.marker.c.handler)).all()
+    other.dispose()
+    return sorted((row.message_id, row.handler) for row in rows)
+
+
+# Migrated --------------------------------------------------------------------------------------------------------
+
+
+def test_migrate_makes_the_tables_that_create_all_makes(engine: Engine, schema: str | None) -> None:
+    """Once, of any name, in any schema, and without a table of projectors; autogenerate finds nothing to change."""
+    for name, place_ in (("processed_command", None), ("orders", schema), ("t" * 43, None)):
+        tables = make_command_tables(MetaData(), name, place_)
+        assert migrate(engine, tables) == Migrated(before=None, after=1)
+        assert migrate(engine, tables) == Migrated(before=1, after=1)
+        assert planned(engine, tables) == ""
+        assert fatal(engine, tables) == []
+        assert handled(engine, tables) == TWICE
+        assert state_of(engine, tables) == {"schema_version": "1"}
+        made = described(engine, tables)
+        if name == "processed_command":  # the only table as yet
+            with engine.connect() as connection:
+                context = MigrationContext.configure(connection, opts={"compare_server_default": True})
+                differences = compare_metadata(context, tables.marker.metadata)
+            assert [each for each in differences if each[0] != "remove_table"] == []
+        tables.marker.metadata.drop_all(engine)
+        tables.marker.metadata.create_all(engine)
+        assert described(engine, tables) == made
+    assert "processed_message" not in inspect(engine).get_table_names()
+    assert revision_of(engine, "processed_command") == "projector_dedup_0002"
+
+
+@pytest.mark.parametrize("way", ["create_all", "schema", "died half way"])
+def test_tables_that_are_there_and_right_are_adopted(engine: Engine, way: str) -> None:
+    """With their records; where a run died between the two tables, the one that is missing is made."""
+    if way == "create_all":
+        default_command_tables.marker.metadata.create_all(engine)
+    elif way == "schema":
+        run(engine, ddl(engine.dialect.name, default_command_tables))
+    else:
+        default_command_tables.marker.create(engine)
+    if way != "died half way":
+        assert handled(engine) == TWICE
+    assert "CREATE TABLE processed_command (" not in planned(engine, default_command_tables)
+    assert migrate(engine, default_command_tables) == Migrated(before=1, after=1, adopted=True)
+    assert migrate(engine, default_command_tables) == Migrated(before=1, after=1)
+    assert state_of(engine, default_command_tables) == {"schema_version": "1"}
+    assert revision_of(engine, "processed_command") == "projector_dedup_0002"
+    assert fatal(engine) == []
+    if way != "died half way":
+        assert handled(engine) == [TWICE[1]] * 2
+
+
+def test_a_run_that_died_before_the_first_table_is_finished(engine: Engine) -> None:
+    """Where DDL commits, the version table may say 0001, which makes no table of commands, and be all there is."""
+    run(engine, "CREATE TABLE processed_command_alembic_version (version_num VARCHAR(32) NOT NULL PRIMARY KEY)")
+    run(engine, "INSERT INTO processed_command_alembic_version VALUES ('projector_dedup_0001')")
+    assert migrate(engine, default_command_tables) == Migrated(before=None, after=1)
+    assert handled(engine) == TWICE
+
+
+def test_what_is_planned_is_what_happens(engine: Engine) -> None:
+    """The SQL of a dry run, sent by hand, leaves nothing for `migrate` to do."""
+    script = planned(engine, default_command_tables)
+    assert inspect(engine).get_table_names() == []
+    run(engine, script)
+    assert planned(engine, default_command_tables) == ""
+    assert migrate(engine, default_command_tables) == Migrated(before=1, after=1)
+    assert fatal(engine) == []
+
+
+def test_tables_of_projectors_stay_at_their_revision(engine: Engine) -> None:
+    """Code of the version before finds the revision that it knows, beside tables of commands that it does not."""
+    migrate(engine)
+    before = described(engine, default_tables)
+    migrate(engine, default_command_tables)
+    assert migrate(engine) == Migrated(before=1, after=1)
+    assert revision_of(engine, "processed_message") == "projector_dedup_0001"
+    assert described(engine, default_tables) == before
+    assert state_of(engine, default_tables) == {"schema_version": "1"}
+
+
+def test_tables_of_projectors_at_a_later_revision_are_up_to_date(engine: Engine) -> None:
+    """`alembic upgrade head` in a checkout leads them past their own last revision."""
+    migrate(engine)
+    run(engine, "UPDATE processed_message_alembic_version SET version_num = 'projector_dedup_0002'")
+    assert planned(engine) == ""
+    assert migrate(engine) == Migrated(before=1, after=1)
+
+
+# The user's Alembic ----------------------------------------------------------------------------------------------
+
+
+def test_autogenerate_adds_the_tables_to_a_history(database: Database, engine: Engine, tmp_path: Path) -> None:
+    """As for any table of the user's; then Alembic has nothing to add."""
+    project = Project(tmp_path, database)
+    project.configure()
+    project.model("from projector_dedup.commands import make_command_tables", "make_command_tables(metadata)")
+    assert "projector_dedup" not in project.autogenerate()
+    project.alembic("upgrade", "head")
+    assert "No new upgrade operations" in project.alembic("check")
+    assert fatal(engine) == []
+    assert handled(engine) == TWICE
+
+
+def test_our_revisions_in_the_users_environment(
+    database: Database, engine: Engine, schema: str | None, tmp_path: Path
+) -> None:
+    """Names make tables; without any, 0002 leaves what 0001 made as it is; the branch can be taken back."""
+    project = Project(tmp_path, database)
+    project.configure()
+    project.model()
+    project.autogenerate()
+    project.alembic("upgrade", "head")
+    project.configure(locations=OURS)
+    project.model("make_tables(metadata)")
+    project.alembic("upgrade", "projector_dedup_0001")
+    before = described(engine, default_tables)
+    project.alembic("upgrade", "heads")
+    assert "projector_dedup_0002" in project.alembic("current")
+    assert described(engine, default_tables) == before
+    assert "processed_command" not in inspect(engine).get_table_names()
+
+    orders = f"{schema}.orders" if schema else "orders"
+    project.configure(locations=OURS, projector_dedup_command_tables=f"processed_command, {orders}")
+    project.model(
+        "make_tables(metadata)",
+        "from projector_dedup.commands import make_command_tables",
+        "make_command_tables(metadata)",
+        f"make_command_tables(metadata, 'orders', {schema!r})",
+    )
+    project.alembic("stamp", "projector_dedup_0001")
+    project.alembic("upgrade", "heads")
+    assert "No new upgrade operations" in project.alembic("check")
+    for tables in (default_command_tables, make_command_tables(MetaData(), "orders", schema)):
+        assert fatal(engine, tables) == []
+        assert handled(engine, tables) == TWICE
+        assert state_of(engine, tables) == {"schema_version": "1"}
+    project.alembic("downgrade", "projector_dedup_0001")
+    assert "processed_command" not in inspect(engine).get_table_names()
+    assert described(engine, default_tables) == before
+
+
+def test_a_project_of_commands_alone(database: Database, engine: Engine, tmp_path: Path) -> None:
+    """An option that is there and empty means no tables of projectors."""
+    project = Project(tmp_path, database)
+    project.configure(locations=OURS, projector_dedup_tables="", projector_dedup_command_tables="processed_command")
+    project.model()
+    project.alembic("upgrade", "heads")
+    assert "processed_message" not in inspect(engine).get_table_names()
+    assert handled(engine) == TWICE
+
+
+# Checked ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_missing_is_told_with_the_right_remedy(engine: Engine) -> None:
+    """The maker and the option of this kind of tables, with the name that was given."""
+    tables = make_command_tables(MetaData(), "orders")
+    with pytest.raises(MissingTableError) as told:
+        verify(engine, tables)
+    for words in ("make_command_tables(metadata, name='orders')", "`idempotency migrate --commands --table orders`"):
+        assert words in str(told.value)
+
+
+@pytest.mark.parametrize("column", ["fingerprint", "outcome", "codec", "result"])
+def test_a_column_that_is_missing_is_found(engine: Engine, column: str) -> None:
+    """Each of the four that records have beside those of markers."""
+    default_command_tables.marker.metadata.create_all(engine)
+    run(engine, f"ALTER TABLE processed_command DROP COLUMN {column}")
+    assert fatal(engine) == [f"processed_command has no column {column}"]
+    with pytest.raises(MissingTableError, match=rf"has no column {column}; .*make_command_tables\(\)"):
+        verify(engine, default_command_tables)
+
+
+@pytest.mark.parametrize(
+    ("column", "kinds"),
+    [
+        ("result", {"postgresql": "text", "mariadb": "BLOB"}),  # the BLOB takes 64 KiB less one byte
+        ("result", {"mariadb": "LONGTEXT"}),
+        ("fingerprint", {"postgresql": "varchar(16)", "mariadb": "BINARY(16)"}),
+        ("codec", {"postgresql": "varchar(32)", "mariadb": "VARBINARY(32)", "sqlite": "VARCHAR(32)"}),
+        ("codec", {"postgresql": "bytea", "mariadb": "INT"}),
+    ],
+    ids=str,
+)
+def test_a_column_that_changes_what_it_keeps_is_found(engine: Engine, column: str, kinds: dict[str, str]) -> None:
+    """A record is tried out: cut, converted or refused, it is not given back as it was. SQLite has no such types."""
+    kind = kinds.get(engine.dialect.name)
+    if kind is None:
+        pytest.skip("no other type of this kind")
+    tables = make_command_tables(MetaData())
+    script = ddl(engine.dialect.name, tables)
+    line = next(each for each in script.splitlines() if each.strip().startswith(f"{column} "))
+    run(engine, script.replace(line, f"{column} {kind},"))
+    (problem,) = fatal(engine)
+    assert problem.startswith(("processed_command", "no record could be inserted to try processed_command"))
+    assert keys_of(engine) == []
+
+
+def test_the_trial_leaves_no_record(engine: Engine) -> None:
+    """Nor anything else that another connection could see."""
+    migrate(engine, default_command_tables)
+    assert fatal(engine) == []
+    assert keys_of(engine) == []
+
+
+def test_either_kind_is_told_from_the_other(engine: Engine) -> None:
+    """By check, migrate, rename, stats, find and forget; a cleanup needs no more columns than markers have."""
+    default_tables.marker.metadata.create_all(engine)
+    default_command_tables.marker.metadata.create_all(engine)
+    assert handled(engine) == TWICE
+    as_markers, as_records = (
+        make_tables(MetaData(), "processed_command"),
+        make_command_tables(MetaData(), "processed_message"),
+    )
+    assert fatal(engine, as_markers) == ["processed_command is a table of commands, not of projectors"]
+    assert fatal(engine, as_records) == ["processed_message is a table of projectors, not of commands"]
+    refusals: list[Callable[[], object]] = [
+        lambda: migrate(engine, as_markers),
+        lambda: rename(engine, "shop.place", "new", tables=as_markers),
+        lambda: verify(engine, as_markers),
+    ]
+    for refused in refusals:
+        with pytest.raises(MissingTableError, match=r"of commands, not of projectors; .*say --commands"):
+            refused()
+    refusals = [
+        lambda: migrate(engine, as_records),
+        lambda: stats(engine, tables=as_records),
+        lambda: find_records(engine, "k", tables=as_records),
+        lambda: forget_record(engine, "k", operation="o", tables=as_records),
+        lambda: forget_scope(engine, "s", tables=as_records),
+        lambda: prune(engine, tables=as_records),
+    ]
+    for refused in refusals:
+        with pytest.raises(MissingTableError, match=r"of projectors, not of commands; .*leave out --commands"):
+            refused()
+    assert count_expired(engine, tables=as_markers) == 0
+    assert stats(engine, tables=as_markers).markers == 1
+    with engine.begin() as connection:
+        connection.execute(update(as_markers.marker).values(processed_at=text("'2020-01-01 00:00:00'")))
+    assert prune(engine, tables=as_markers).deleted == 1
+    assert keys_of(engine) == []
+
+
+def test_advice_about_records(engine: Engine) -> None:
+    """Results near the limit, and records that begin_command left without an outcome; a sound table has neither."""
+    default_command_tables.marker.metadata.create_all(engine)
+    assert handled(engine) == TWICE
+    assert advise_records(engine, default_command_tables) == []
+    Commands(sessionmaker(engine)).handle(cancel, {"amount": 59_500}, key="big")
+    with Session(engine) as session:
+        assert isinstance(begin_command(session, place, {"amount": 1}, key="never told"), Begun)
+        session.commit()
+    big, unfinished = advise_records(engine, default_command_tables)
+    assert "1 have results near the limit of 65,536 bytes, the largest of 59,502" in big.problem
+    assert "of the newest 3 records, 1 have no outcome" in unfinished.problem
+    assert not big.fatal
+    assert not unfinished.fatal
+
+
+def test_advice_speaks_of_records(engine: Engine) -> None:
+    """What is said of markers is said of records, with the option that is needed."""
+    default_command_tables.marker.metadata.create_all(engine)
+    handled(engine)
+    with engine.begin() as connection:
+        connection.execute(update(default_command_tables.marker).values(processed_at=text("'2020-01-01 00:00:00'")))
+    found = stats(engine, tables=default_command_tables)
+    (finding,) = advise(found, tables=default_command_tables)
+    assert finding.problem.startswith("the oldest record is ")
+    assert "`idempotency cleanup --commands`" in finding.remedy
+
+
+# Records ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_record_is_found_by_its_scope_and_key(engine: Engine) -> None:
+    """With what it answers; another scope's key is another."""
+    default_command_tables.marker.metadata.create_all(engine)
+    commands = Commands(sessionmaker(engine))
+    commands.handle(place, {"amount": 3}, key="k", scope="s")
+    commands.handle(cancel, {"amount": 3}, key="k", scope="s")
+    found = find_records(engine, "k", scope="s")
+    assert [(each.handler, each.state, each.result, each.codec) for each in found] == [
+        ("shop.cancel", "result", b'"xxx"', cancel.codec.name),
+        ("shop.place", "result", b"3", place.codec.name),
+    ]
+    assert all((each.key, each.scope) == ("k", "s") for each in found)
+    assert find_records(engine, "k") == find_records(engine, "k", scope="t") == []
+    assert forget_record(engine, "k", scope="s", operation="shop.place") == 1
+    assert [each.handler for each in find_records(engine, "k", scope="s")] == ["shop.cancel"]
+    assert commands.handle(place, {"amount": 4}, key="k", scope="s").outcome is Outcome.APPLIED
+
+
+SCOPES = ["a", "ab", "A", "a ", "1", "1:a", "é", "e", "z", LAST_SIGN, LAST_SIGN * 2, "a%", "a_", "10", "x" * 10]
+
+
+def test_a_scope_is_forgotten_exactly(engine: Engine) -> None:
+    """Of scopes that look alike or begin alike only the one that is named; page by page, and one operation if asked."""
+    default_command_tables.marker.metadata.create_all(engine)
+    rows = [
+        {"message_id": f"{len(scope)}:{scope}{key}", "handler": operation}
+        for scope in ["", *SCOPES]
+        for key in ["1", "b", ":", "é", LAST_SIGN, "k k", "zz"]
+        for operation in ("o1", "o2")
+    ]
+    with engine.begin() as connection:
+        connection.execute(default_command_tables.marker.insert(), rows)
+    left = {(row["message_id"], row["handler"]) for row in rows}
+    assert count_scope(engine, "a") == {"o1": 7, "o2": 7}
+    assert count_scope(engine, "a", operation="o2") == {"o2": 7}
+    assert count_scope(engine, "nobody") == {}
+    batches: list[int] = []
+    assert forget_scope(engine, "a", operation="o2", batch_size=3, on_batch=batches.append) == 7
+    assert max(batches) <= 3
+    assert sum(batches) == 7
+    left -= {(message_id, "o2") for message_id, _ in left if message_id.startswith("1:a")}
+    assert set(keys_of(engine)) == left
+    for scope in SCOPES:
+        expected = {each for each in left if each[0].startswith(f"{len(scope)}:{scope}")}
+        assert forget_scope(engine, scope, batch_size=5) == len(expected)
+        left -= expected
+        assert set(keys_of(engine)) == left
+    assert {message_id[:2] for message_id, _ in left} == {"0:"}
+    assert forget_scope(engine, "a") == 0
+    for nobody in (None, ""):
+        with pytest.raises(InvalidKeyError):
+            forget_scope(engine, nobody)
+    assert set(keys_of(engine)) == left
+
+
+def test_a_renamed_operation_answers_as_before(engine: Engine) -> None:
+    """The copies have what is answered, or whoever asks under the new name would be told nothing."""
+    default_command_tables.marker.metadata.create_all(engine)
+
+    def do(asked: dict[str, int], call: Call) -> int:
+        """Answer what was asked."""
+        assert call.key is not None
+        return asked["amount"]
+
+    commands = Commands(sessionmaker(engine))
+    commands.handle(command(name="old")(do), {"amount": 5}, key="k")
+    assert rename(engine, "old", "new", tables=default_command_tables).copied == 1
+    again = commands.handle(command(name="new")(do), {"amount": 5}, key="k")
+    assert (again.outcome, again.result) == (Outcome.DUPLICATE, 5)
