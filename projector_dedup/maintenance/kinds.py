@@ -62,7 +62,7 @@ def refuse_other_kind(connection: Connection, tables: DedupTables, *, any_kind: 
 def keeps_records(connection: Connection, dialect: Dialect, tables: CommandTables, stored: str, operation: str) -> bool:
     """Write a record that fills its columns into a row that is there, and return True if it is read back as it was."""
     recording(dialect, tables, stored, (operation,), _WHOLE).run(connection)
-    recall = recalling(dialect, tables, stored, (operation,))
+    recall = recalling(tables, stored, (operation,))
     recall.run(connection)
     row = recall.row
     if row is None or not all(isinstance(each, (bytes, memoryview)) for each in (row.fingerprint, row.result)):

@@ -30,8 +30,8 @@ MUTANTS = (
     Mutant(
         name="forget-command-takes-every-handler",
         breaks="`idempotency forget --handler` deletes the markers of every handler of the message.",
-        where="forget.act",
-        old="if handler in (None, each.handler)]",
+        where="Sought.find",
+        old="if self.handler in (None, each.handler)]",
         new="if each.handler]",
         tests=("tests/cli/test_markers_commands.py::test_forget_says_what_a_redelivery_will_do[sqlite]",),
     ),
@@ -67,8 +67,8 @@ MUTANTS = (
         name="check-misses-look-alikes",
         breaks="A marker table that takes look-alike ids for one passes `idempotency check`.",
         where="_check_comparison",
-        old="return [] if all(new) else [merges]",
-        new="return []",
+        old="return [merges]\n    problem",
+        new="return []\n    problem",
         tests=("tests/maintenance/test_schema.py::test_check_finds_a_collation_that_merges_ids",),
     ),
     Mutant(

@@ -46,9 +46,9 @@ MUTANTS = (
     Mutant(
         name="refused-commit-is-unknown",
         breaks="A COMMIT that the server refused is called unknown, and its own error is hidden.",
-        where="commit",
-        old="elif not guard.commit_was_sent or (isinstance(error, DBAPIError) and guard.dialect.commit_refused(error)):",
-        new="elif not guard.commit_was_sent:",
+        where="_was_refused",
+        old="return isinstance(error, DBAPIError) and guard.dialect.commit_refused(error)",
+        new="return False",
         tests=(
             "tests/delivery/test_commit_outcome.py::test_a_constraint_that_commit_finds_violated_is_the_users_error[postgresql+psycopg2]",
         ),

@@ -115,8 +115,8 @@ MUTANTS = (
         name="rename-makes-markers-young",
         breaks="Twins that rename makes have the time of the run, so cleanup keeps them too long.",
         where="_Batch._copying",
-        old="select(source.c.message_id, name, source.c.processed_at, source.c.occurred_at)",
-        new='select(source.c.message_id, name, literal_column("CURRENT_TIMESTAMP"), source.c.occurred_at)',
+        old='name if each == "handler" else source.c[each] for each in columns',
+        new='{"handler": name, "processed_at": literal_column("CURRENT_TIMESTAMP")}.get(each, source.c[each]) for each in columns',
         tests=(
             "tests/maintenance/test_renaming.py::test_every_marker_gets_a_twin_with_its_times[postgresql+psycopg2-1]",
         ),
