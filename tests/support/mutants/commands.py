@@ -67,9 +67,19 @@ MUTANTS = (
         name="check-misses-look-alikes",
         breaks="A marker table that takes look-alike ids for one passes `idempotency check`.",
         where="_check_comparison",
-        old="return [merges]\n    problem",
-        new="return []\n    problem",
+        old="if not all(new):",
+        new="if not new:",
         tests=("tests/maintenance/test_schema.py::test_check_finds_a_collation_that_merges_ids",),
+    ),
+    Mutant(
+        name="check-misses-cut-results",
+        breaks="A table of commands that cuts or converts results passes `idempotency check`.",
+        where="_check_comparison",
+        old="return [] if kept else",
+        new="return [] if new else",
+        tests=(
+            "tests/maintenance/test_command_tables.py::test_a_column_that_changes_what_it_keeps_is_found[sqlite-outcome-{'sqlite': 'TEXT'}]",
+        ),
     ),
     Mutant(
         name="migrate-adopts-wrong-tables",
