@@ -67,6 +67,20 @@ def test_a_session_is_lent_for_the_time_of_the_view(shop: Shop) -> None:
     assert len(sessions) == 1
 
 
+def test_a_stream_that_is_refused_is_closed(shop: Shop) -> None:
+    """It may be a file, which nobody else would close."""
+    closed: list[bool] = []
+
+    def view() -> flask.Response:
+        response = flask.Response(iter([b"piece"]))
+        response.call_on_close(lambda: closed.append(True))
+        return response
+
+    serve(shop, view)
+    assert shop.send(path="/things").status_code == 500
+    assert closed == [True]
+
+
 def test_apps_may_be_mounted(shop: Shop) -> None:
     """The whole path is compared, with the part that belongs to the mount."""
 

@@ -1,5 +1,8 @@
 """The Idempotency-Key header is read one way, and every error of a command has one answer."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from projector_dedup import CommitOutcomeUnknown, Defer, InProgress, MissingTableError, RetriesExhaustedError
@@ -113,3 +116,12 @@ def test_an_answer_that_would_mislead_is_refused(wrong: dict[str, object]) -> No
     """A rejection is no success and no fault of the server's, and seconds are whole."""
     with pytest.raises(ValueError, match=r"statuses|seconds"):
         Answers(**wrong)  # type: ignore[arg-type]
+
+
+def test_every_snippet_of_the_page_compiles() -> None:
+    """No snippet of docs/http.md has a typing error of ours in it."""
+    page = (Path(__file__).parents[2] / "docs" / "http.md").read_text(encoding="utf-8")
+    snippets = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    assert len(snippets) == 3
+    for snippet in snippets:
+        compile(snippet, "docs/http.md", "exec")

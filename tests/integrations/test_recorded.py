@@ -12,7 +12,7 @@ from sqlalchemy.orm.exc import StaleDataError
 from command_rig import Balance, Order
 from cut_proxy import Cut, CutProxy
 from databases import Driver
-from http_rig import FRAMEWORK, SERVERS, WEB, Reply, Shop, problem, shop_on
+from http_rig import FRAMEWORK, SERVERS, WEB, Reply, Shop, commits, problem, shop_on
 from projector_dedup import HandlerDefinitionError, RetryPolicy
 from projector_dedup.commands import Rejected
 from projector_dedup.integrations.recorded import CODEC, PUBLIC, Answer, Received
@@ -114,7 +114,7 @@ def test_a_rejection_is_recorded_without_writes(shop: Shop) -> None:
 
 
 @pytest.mark.parametrize("kind", ["stream", "file"])
-def test_an_answer_that_is_sent_in_pieces_is_refused(shop: Shop, kind: Any) -> None:
+def test_an_answer_that_is_sent_in_pieces_is_refused(shop: Shop, kind: Any, caplog: pytest.LogCaptureFixture) -> None:
     """It cannot be recorded before it is sent, so nothing is applied."""
 
     def stream(asked: Any, session: Session) -> Reply:
@@ -123,6 +123,7 @@ def test_an_answer_that_is_sent_in_pieces_is_refused(shop: Shop, kind: Any) -> N
 
     shop.records(stream)
     assert shop.send(path="/things").status_code == 500
+    assert "piece by piece" in caplog.text or shop.asynchronous  # which leaves it to the server to log
     assert (shop.desk.orders(), shop.desk.records()) == ([], [])
 
 
@@ -147,7 +148,8 @@ def test_an_answer_that_is_too_large_is_refused(shop: Shop) -> None:
         {"params": {}},
         {"path": "/things/8"},
         {"path": "/other"},
-        {"method": "PATCH"},
+        {"params": [("a", "0"), ("a", "1"), ("b", "2")]},
+        {"method": "PATCH", "json": {"amount": 3}},
         {"content": b'{"amount": 3}', "headers": {"Content-Type": "text/plain"}},
     ],
     ids=str,
@@ -306,13 +308,40 @@ def test_a_cut_commit_is_503_and_the_same_key_gets_the_answer(
         assert unknown.headers["retry-after"] == "1"
         assert len(shop.desk.orders()) == (cut == "after")
         shop.heard.clear()
-        proxy.at_trip = lambda where, trip: shop.heard.append(f"{where} {trip}") if "COMMIT" in str(trip) else None
+        proxy.at_trip = lambda where, trip: shop.heard.append(where) if commits(trip) else None
         again = shop.send(path="/things")
         assert (again.status_code, again.json()["amount"]) == (201, 3)
         assert (len(shop.desk.orders()), shop.desk.spent()) == (1, 3)
         if cut == "before":
-            last_commit = max(index for index, heard in enumerate(shop.heard) if heard.startswith("after"))
-            assert shop.heard.index("http.response.start") > last_commit
+            assert shop.heard == ["before", "after", "http.response.start", "http.response.body"]
+
+
+@pytest.mark.parametrize("driver", SERVERS, ids=str)
+def test_who_lost_the_commit_gets_the_answer_that_was_recorded(request: pytest.FixtureRequest, driver: Driver) -> None:
+    """A rival may have been faster than the second attempt: the answer of the first, rolled back, is not sent."""
+    with shop_on(request, driver) as shop, CutProxy(request.getfixturevalue(driver.engine).url()) as proxy:
+        runs = itertools.count(1)
+        rival: list[Any] = []
+
+        def view(_asked: Any, session: Session) -> Reply:
+            session.add(Order(note="sold", amount=1))
+            return Reply(201, {"run": next(runs)})
+
+        def overtake(where: Cut, trip: list[str]) -> None:
+            if where == "before" and commits(trip) and not rival:
+                rival.append(shop.harness.start(direct.send, path="/things"))
+                shop.harness.waits()  # for the claim of the attempt that is about to be lost
+                raise EOFError
+
+        direct = Shop(shop.desk)
+        direct.records(view)
+        shop.records(view, commands=shop.desk.commands(shop.factory_through(proxy)))
+        shop.send(path="/things", key="before")  # what an engine commits first is not the answer
+        proxy.at_trip = overtake
+        answer = shop.send(path="/things")
+        assert answer.status_code == 201
+        assert answer.content == rival[0].result().content
+        assert len(shop.desk.orders()) == 2
 
 
 # Without a framework -----------------------------------------------------------------------------------------------

@@ -222,6 +222,24 @@ def test_routers_may_be_nested_and_apps_mounted(shop: Shop) -> None:
     assert len(shop.desk.orders()) == 3
 
 
+def test_a_response_that_sends_itself_otherwise_is_refused(shop: Shop) -> None:
+    """Nobody knows whether its body is what it sends."""
+
+    class Own(Response):
+        """A response with a way of its own."""
+
+        async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+            await Response(b"something else")(scope, receive, send)
+
+    async def endpoint(session: UnitSession) -> Response:
+        session.add(Order(note="sold", amount=1))
+        return Own(b"something")
+
+    serve(shop, endpoint)
+    assert shop.send(path="/things").status_code == 500
+    assert shop.desk.orders() == []
+
+
 def test_a_scope_may_be_awaited(shop: Shop) -> None:
     """It may ask a database or another server who the user is."""
 

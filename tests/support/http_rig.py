@@ -1,6 +1,7 @@
 """The desk behind a web framework: FastAPI where the driver is asynchronous, Flask where it is not."""
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal
@@ -206,6 +207,11 @@ def problem(answer: httpx.Response) -> tuple[int, str]:
     told = answer.json()
     assert told["status"] == answer.status_code
     return answer.status_code, told["type"].removeprefix("urn:projector-dedup:problem:")
+
+
+def commits(trip: list[str]) -> bool:
+    """True if a round trip sends COMMIT; BEGIN with READ COMMITTED does not."""
+    return any(re.search(r"(: |;)\s*commit\b", message, re.IGNORECASE) for message in trip)
 
 
 @contextlib.contextmanager
