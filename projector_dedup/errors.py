@@ -23,7 +23,8 @@
     |-- DeliveryFailed                several handlers: the failures together (an ExceptionGroup)
     `-- BatchFailed                   some messages of a batch: the failures together (an ExceptionGroup)
 
-None of them means that the message may be acknowledged.
+None of them means that the message may be acknowledged. ``verdict_of`` tells a consumer of each whether the message
+is to be delivered again, and when, or rejected.
 """
 
 from __future__ import annotations
@@ -152,7 +153,8 @@ class CleanupInterruptedError(ProjectorDedupError):
 class DeliveryFailed(ProjectorDedupError, ExceptionGroup[Exception]):
     """Some handlers of one message failed. ``delivery`` has every outcome, ``exceptions`` has the failures.
 
-    A redelivery skips the handlers that have applied the message.
+    A redelivery skips the handlers that have applied the message. ``verdict_of`` retries if any of the failures is to
+    be retried.
     """
 
     delivery: Delivery
@@ -177,7 +179,7 @@ class DeliveryFailed(ProjectorDedupError, ExceptionGroup[Exception]):
 class BatchFailed(ProjectorDedupError, ExceptionGroup[Exception]):
     """Some messages of a batch failed. ``deliveries`` has one for each message, in the order of the input.
 
-    Acknowledge those whose ``outcome`` is not ``FAILED``, and let the others be redelivered; after a
+    Acknowledge those whose ``outcome`` is not ``FAILED``, and ask ``verdict_of(delivery.error)`` of each other; after a
     ``TransactionViolatedError`` that is ``durable``, read its notes first. ``exceptions`` are the failures; messages
     that failed together share one.
     """

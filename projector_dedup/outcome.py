@@ -69,6 +69,17 @@ class Delivery:
         return Delivery, (self.message_id, dict(self.outcomes), self.durable, dict(self.errors))
 
     @property
+    def error(self) -> Exception | None:
+        """The error of the message, for ``verdict_of``: of the only handler that failed, or those of several together.
+
+        None if no handler failed.
+        """
+        failures = list(self.errors.values())
+        if len(failures) > 1:
+            return ExceptionGroup(f"{len(failures)} handlers failed", failures)
+        return failures[0] if failures else None
+
+    @property
     def outcome(self) -> Outcome:
         """The outcomes of all handlers as one: ``FAILED`` if any is, else ``APPLIED`` if any is, else ``DUPLICATE``.
 

@@ -7,8 +7,9 @@ from weakref import WeakSet
 
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.engine import Dialect as EngineDialect
+from sqlalchemy.exc import DBAPIError
 
-from .answers import Failure, Status
+from .answers import Failure, Status, modules_of
 from .claims import Key, handler_parameters, key_of, same_key
 from .cleanup import Expired, Route, any_expired, is_expired
 from .interface import Dialect
@@ -33,6 +34,7 @@ __all__ = [
     "any_expired",
     "configure_sqlite",
     "dialect_of",
+    "failure_of",
     "handler_parameters",
     "is_as_strict",
     "is_expired",
@@ -44,6 +46,7 @@ __all__ = [
 logger = logging.getLogger("projector_dedup")
 
 _DIALECTS: dict[tuple[str, str], Dialect] = {}
+_BY_MODULE: dict[str, Dialect] = {}
 _PORTABLE = Portable()
 
 _warned: WeakSet[EngineDialect] = WeakSet()
@@ -56,6 +59,8 @@ def register(dialect: Dialect) -> None:
     suite on it to see whether the database keeps the promise (docs/bring-your-database.md).
     """
     _DIALECTS.update({(name, driver): dialect for name in dialect.names for driver in dialect.drivers})
+    for module in dialect.modules or dialect.drivers:
+        _BY_MODULE.setdefault(module, dialect)  # a driver may serve a second database, and its errors do not say which
 
 
 for _known in (Psycopg, Psycopg2, Asyncpg, PyMySQL, MySQLClient, Asyncmy, Aiomysql, Pysqlite, Aiosqlite):
@@ -80,3 +85,15 @@ def dialect_of(bind: Engine | Connection) -> Dialect:
             spoken.driver,
         )
     return _PORTABLE
+
+
+def failure_of(error: Exception) -> Failure | None:
+    """Return what an error of a database means, by the dialect of the driver that raised it; None for any other error.
+
+    ``error`` is SQLAlchemy's, or the driver's own. A driver that no dialect is registered for is known by
+    SQLAlchemy's errors alone.
+    """
+    for module in modules_of(error):
+        if module in _BY_MODULE:
+            return _BY_MODULE[module].classify(error)
+    return _PORTABLE.classify(error) if isinstance(error, DBAPIError) else None

@@ -13,6 +13,7 @@ class Failure(Enum):
     READ_ONLY = "read only"  #: transient, but not on this connection: another server has become the primary
     LOCK_TIMEOUT = "lock timeout"  #: transient, but on a claim with claim_timeout it means InProgress
     UNIQUE = "unique"  #: a rival may have created the row: run again, a few times
+    LATER = "later"  #: passes, but hardly within seconds: a full disk, a statement that somebody cancelled
     NO_TABLE = "no table"  #: on a claim: the marker table is missing, or not ours
     PERMANENT = "permanent"  #: running again would fail again
 
@@ -46,6 +47,22 @@ def routine_of(error: Exception) -> str | None:
         if isinstance(value, str):
             return value
     return None
+
+
+def is_operational(error: Exception) -> bool:
+    """True if an error is an ``OperationalError`` of PEP 249, which the program hardly is to blame for."""
+    original = getattr(error, "orig", error)
+    return any(each.__name__ == "OperationalError" for each in type(original).__mro__)
+
+
+def modules_of(error: Exception) -> Iterator[str]:
+    """Yield the modules that an error's classes come from: the name of the driver is among them, if it is a driver's.
+
+    SQLAlchemy's adapters for asyncio have classes of their own, in a module that ends with the driver's name.
+    """
+    for each in type(getattr(error, "orig", error)).__mro__:
+        module = str(each.__module__)  # a class may be made with anything there
+        yield module.rpartition(".")[2] if module.startswith("sqlalchemy.dialects.") else module.partition(".")[0]
 
 
 def _driver_errors(error: Exception) -> Iterator[object]:

@@ -160,9 +160,10 @@ class CacheableRows:
         return None
 
     def readable(self, _connection: Connection, _table: Table) -> CacheableTable | None:
-        """Return what is known of a table whose rows a claim may read; None if it may be more than a table.
+        """Return what is known of a table whose rows a claim may read; None for a view, say, or a table with a policy.
 
-        The answer does not depend on the transaction in which it is asked, so it may be kept for an engine.
+        A view or such a table may give another row a moment later. The answer does not depend on the transaction in
+        which it is asked, so it may be kept for an engine.
         """
         return None
 
@@ -225,5 +226,5 @@ class CacheableRows:
 
 @lru_cache(256)
 def claiming(rows: CacheableRows, marker: Table, wanted: Wanted) -> Executable:
-    """Return the statement of ``CacheableRows.claiming`` from a cache: building it takes as long as running it."""
+    """Return the statement that claims a marker and reads the wanted rows; cached, since building it takes long."""
     return rows.claiming(marker, wanted)

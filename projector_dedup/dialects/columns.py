@@ -83,7 +83,10 @@ def in_utc(value: Any) -> Any:
 
 
 def exact_text(length: int) -> String:
-    """Return the type of a text of at most ``length`` bytes that compares byte for byte: no two ids are equal."""
+    """Return the type of a text of at most ``length`` bytes that compares byte for byte.
+
+    No two different ids are taken for one.
+    """
     return (
         String(length)
         .with_variant(Text(collation="C"), "postgresql")

@@ -29,6 +29,7 @@ class Dialect(Maintenance, LastStatements):
 
     names: ClassVar[frozenset[str]]  #: SQLAlchemy's names of the database
     drivers: ClassVar[frozenset[str]]  #: SQLAlchemy's names of the drivers
+    modules: ClassVar[frozenset[str]] = frozenset()  #: modules of the drivers' errors, if they are not named as drivers
     grammar: ClassVar[Grammar] = Grammar()  #: tells by its text whether a statement may end the transaction
 
     locks_rows: ClassVar[bool] = True

@@ -14,7 +14,11 @@ from sqlalchemy.sql import Executable
 from ..errors import TransactionViolatedError
 from .answers import sqlstate_of
 
-_DIVISION_BY_ZERO = "22012"
+_NOT_THERE = {
+    "22012",  # division_by_zero: another number of rows than was expected (LastStatements.changing)
+    "42501",  # insufficient_privilege: for a role that the handler chose
+    "42P01",  # undefined_table: in a schema that the handler chose
+}
 
 
 class LastStatement:
@@ -44,7 +48,7 @@ class LastChange(LastStatement):
             result = Connection.execute(connection, self.statement, self.parameters)
             changed = result.scalar() if result.returns_rows else result.rowcount
         except DBAPIError as error:
-            if sqlstate_of(error) != _DIVISION_BY_ZERO:
+            if sqlstate_of(error) not in _NOT_THERE:
                 raise
             changed = 0
         if changed != self.rows:

@@ -17,6 +17,7 @@ from sqlalchemy.sql import Executable
 from .cleanup import Expired, Route, by_index
 from .columns import utc_now
 from .findings import Finding
+from .node import Node
 
 
 class Maintenance(ABC):
@@ -56,6 +57,14 @@ class Maintenance(ABC):
         """Return the route by the index on age: the oldest markers first, until no expired marker is found."""
         return by_index(self.cleanup_statement(expired.marker, of_handler=expired.handler is not None), expired)
 
+    def limit_waits(self, connection: Connection, seconds: float) -> str | None:
+        """Let no statement of this transaction, which has just begun, wait longer than ``seconds`` for a lock.
+
+        Return the statement that gives the session its usual limit back; None if the limit ends with the transaction,
+        or if the database has none.
+        """
+        return None
+
     def migrating(self, connection: Connection, name: str) -> AbstractContextManager[None]:
         """Return a block for a migration of the table set ``name``: a second migration waits for the first.
 
@@ -69,6 +78,13 @@ class Maintenance(ABC):
     def findings(self, connection: Connection, marker: Table) -> list[Finding]:
         """Return what is wrong, or could be better, in the settings of this database and of the marker table."""
         return []
+
+    def node(self, connection: Connection) -> Node | None:
+        """Return what distinguishes this server from the others of a cluster in which each takes writes.
+
+        Return None if it is not in such a cluster.
+        """
+        return None
 
     def measured(self, connection: Connection, table: Table) -> tuple[int | None, int | None]:
         """Return about how many rows the table has, and its bytes with all indexes, by the database's catalogue.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from contextlib import AbstractContextManager
+from math import ceil
 from typing import Any
 
 from sqlalchemy import URL, FromClause, Row, Select, Table, bindparam, select
@@ -24,7 +25,9 @@ from ..interface import Dialect
 from ..levels import is_as_strict
 from ..listeners import listen_once
 from ..migrating import lock_session
+from ..node import Node
 from ..places import place_of_server
+from . import galera
 from .catalog import measured, sampled
 from .claim import given, insert_given, insert_statement, met_by_claim
 from .errors import aborts, classify, commit_refused
@@ -79,7 +82,7 @@ class MariaDB(Dialect):
         return None
 
     def detects_lost_updates(self, connection: Connection, level: str) -> bool:
-        """True if ``level`` is strict enough for the server of this connection.
+        """True if the server of this connection refuses lost updates at ``level``.
 
         With innodb_snapshot_isolation a stale write gets error 1020; without, only reads that lock keep rivals out.
         """
@@ -179,8 +182,12 @@ class MariaDB(Dialect):
         )
 
     def findings(self, connection: Connection, marker: Table) -> list[Finding]:
-        """Return advice about a server on which projectors wait for each other more than on later releases."""
-        return snapshot_findings(connection)
+        """Return advice about the server's release and its log, and tell whether it is a node of a Galera cluster."""
+        return [*snapshot_findings(connection), *galera.findings(connection)]
+
+    def node(self, connection: Connection) -> Node | None:
+        """Return the name and the settings of this node if it is in a Galera cluster, else None."""
+        return galera.node(connection)
 
     def measured(self, connection: Connection, table: Table) -> tuple[int | None, int | None]:
         """Return about how many rows the table has, and its bytes with all indexes, by InnoDB's statistics."""
@@ -189,6 +196,18 @@ class MariaDB(Dialect):
     def sampled(self, connection: Connection, marker: Table, rows: int, of: int) -> FromClause:
         """Return a sample of the markers from slices of the index on ``processed_at``."""
         return sampled(connection, marker, rows)
+
+    def limit_waits(self, connection: Connection, seconds: float) -> str | None:
+        """Set the session's limits for locks of tables, where the default is a day, and of rows."""
+        names = ("lock_wait_timeout", "innodb_lock_wait_timeout")
+        found = connection.exec_driver_sql(f"SELECT {', '.join(f'@@session.{name}' for name in names)}").one()
+        limits = [min(int(usual), max(1, ceil(seconds))) for usual in found]
+        setting, usual = (
+            ", ".join(f"{name} = {int(value)}" for name, value in zip(names, values, strict=True))
+            for values in (limits, found)
+        )
+        connection.exec_driver_sql(f"SET {setting}")
+        return f"SET {usual}"
 
     def migrating(self, connection: Connection, name: str) -> AbstractContextManager[None]:
         """Return a block that holds a named lock."""

@@ -33,6 +33,7 @@ class MySQLClient(MariaDB):
     """Uses MariaDB through mysqlclient, which does not tell the flags of the server's answers."""
 
     drivers = frozenset({"mysqldb"})
+    modules = frozenset({"MySQLdb"})
 
     def status(self, driver_connection: Any) -> Status:
         """Return OPEN, which here means that the driver cannot tell, or BUSY for a closed connection."""

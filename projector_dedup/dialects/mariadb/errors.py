@@ -23,6 +23,12 @@ _TRANSIENT = {
 }
 _READ_ONLY = {1290, 1836}  # --read-only, or another option that prevents the statement; read-only mode
 _LOCK_TIMEOUT = {_LOCK_WAIT_TIMEOUT, _STATEMENT_TIMEOUT, 3572}  # the last: NOWAIT
+_LATER = {
+    *(1021, 1114, 1026, 3),  # disk full, table full, error writing a file
+    *(1037, 1038, 1041),  # out of memory
+    *(1317, 3024),  # the statement was killed; it took longer than it may, on MySQL
+    *(1044, 1045, 1129, 1226, 1698),  # login refused, too many errors of the host, over a limit of the user
+}
 _UNIQUE = {1062, 1169, 1586}
 _NO_TABLE = {
     *(1049, 1054, 1146),  # unknown database, column, table
@@ -45,6 +51,8 @@ def classify(error: Exception) -> Failure:
         return Failure.TRANSIENT
     if number in _UNIQUE:
         return Failure.UNIQUE
+    if number in _LATER:
+        return Failure.LATER
     return Failure.NO_TABLE if number in _NO_TABLE else Failure.PERMANENT
 
 

@@ -29,6 +29,7 @@ from .claim import claim_many, claim_names, insert_statement
 from .cleanup import picking, sweep
 from .errors import classify, commit_refused
 from .pooler import asking, refusing
+from .replication import replication
 from .rows import PostgreSQLRows
 
 
@@ -148,11 +149,12 @@ class PostgreSQL(Dialect):
         return replace(super().index_route(expired), isolation="AUTOCOMMIT")
 
     def findings(self, connection: Connection, marker: Table) -> list[Finding]:
-        """Return what is wrong with the table's storage and vacuuming, and whether the server is a standby."""
+        """Return what is wrong with the table's storage and vacuuming, and what a failover would keep."""
         found = catalog.storage(connection, marker)
         if connection.exec_driver_sql("SELECT pg_is_in_recovery()").scalar_one():
             found.append(advice("this server is a standby: it cannot store markers", "give the URL of the primary"))
-        return found
+            return found
+        return [*found, *replication(connection)]
 
     def measured(self, connection: Connection, table: Table) -> tuple[int | None, int | None]:
         """Return about how many rows the planner expects, and the bytes of the table with all indexes."""
@@ -161,6 +163,11 @@ class PostgreSQL(Dialect):
     def sampled(self, connection: Connection, marker: Table, rows: int, of: int) -> FromClause:
         """Return a random part of the markers, by TABLESAMPLE."""
         return catalog.sampled(marker, min(1, rows / of))
+
+    def limit_waits(self, connection: Connection, seconds: float) -> str | None:
+        """Set ``lock_timeout`` for the transaction: behind a pooler a session's setting would meet somebody else."""
+        connection.exec_driver_sql(f"SET LOCAL lock_timeout = {max(1, round(seconds * 1000))}")
+        return None
 
     def migrating(self, connection: Connection, name: str) -> AbstractContextManager[None]:
         """Take an advisory lock for the migration, and return a block without further effect."""

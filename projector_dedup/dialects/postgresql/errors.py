@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sqlalchemy.exc import DBAPIError
 
-from ..answers import Failure, routine_of, sqlstate_of
+from ..answers import Failure, is_operational, routine_of, sqlstate_of
 
 _READ_ONLY = "25006"  # read_only_sql_transaction: this server is a standby, perhaps it was the primary before
 _TRANSIENT = {
@@ -23,6 +23,12 @@ _NO_TABLE = {
     *("42P01", "42703", "42P10", "3F000"),  # undefined table, column, unique index, schema
     *("22001", "23502"),  # a column that is too short, that takes no NULL and has no default
 }
+_LATER = {
+    "57014",  # query_canceled, by statement_timeout or by somebody
+    "25P04",  # transaction_timeout
+    "3D000",  # there is no such database, yet
+}
+_LATER_CLASSES = ("28", "53", "58")  # login refused, no disk, memory or other resource, errors of the system
 _MAYBE_COMMITTED = {"40003", "57P01", "57P02"}  # a shutdown may come after a local commit, before its answer
 _NOT_SUPPORTED = "0A000"
 
@@ -45,6 +51,8 @@ def classify(error: Exception) -> Failure:
         return Failure.TRANSIENT  # the ROLLBACK makes the drivers forget what they had prepared
     if sqlstate in _UNIQUE:
         return Failure.UNIQUE
+    if sqlstate in _LATER or sqlstate.startswith(_LATER_CLASSES) or (not sqlstate and is_operational(error)):
+        return Failure.LATER  # psycopg's errors of connecting have no SQLSTATE
     return Failure.NO_TABLE if sqlstate in _NO_TABLE else Failure.PERMANENT
 
 

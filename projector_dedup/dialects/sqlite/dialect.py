@@ -29,11 +29,17 @@ from ..shared_connection import refuse_sharing
 from .close import close_ends_transactions
 from .rows import SQLiteRows
 
+_LATER = (  # a full disk, a file that may not be written or opened, an interrupted statement
+    *("SQLITE_FULL", "SQLITE_READONLY", "SQLITE_CANTOPEN", "SQLITE_PERM"),
+    *("SQLITE_IOERR", "SQLITE_NOMEM", "SQLITE_PROTOCOL", "SQLITE_INTERRUPT"),
+)
+
 
 class SQLite(Dialect):
     """Uses SQLite 3.35 and later (RETURNING), through the sqlite3 of Python's library."""
 
     names = frozenset({"sqlite"})
+    modules = frozenset({"sqlite3"})
     grammar = Grammar(settings=r"\bdefer_foreign_keys\b")
     claims_may_read = True
     locks_rows = False
@@ -187,6 +193,12 @@ class SQLite(Dialect):
         pages = text("SELECT sum(pgsize) FROM dbstat(:schema, 1) WHERE name IN :names")
         return None, connection.scalar(pages.bindparams(bindparam("names", expanding=True)), {"names": names, **schema})
 
+    def limit_waits(self, connection: Connection, seconds: float) -> str | None:
+        """Set the busy timeout of the connection."""
+        usual = connection.exec_driver_sql("PRAGMA busy_timeout").scalar_one()
+        connection.exec_driver_sql(f"PRAGMA busy_timeout = {round(seconds * 1000)}")
+        return f"PRAGMA busy_timeout = {usual}"
+
     def migrating(self, connection: Connection, name: str) -> AbstractContextManager[None]:
         """Take the write lock, which also makes DDL part of the transaction; return a block without further effect."""
         self.begin(connection, None, None)
@@ -208,6 +220,8 @@ class SQLite(Dialect):
             return Failure.TRANSIENT
         if code in ("SQLITE_CONSTRAINT_UNIQUE", "SQLITE_CONSTRAINT_PRIMARYKEY"):
             return Failure.UNIQUE
+        if code.startswith(_LATER):
+            return Failure.LATER
         return Failure.NO_TABLE if code in ("SQLITE_ERROR", "SQLITE_CONSTRAINT_NOTNULL") else Failure.PERMANENT
 
     def commit_refused(self, error: DBAPIError) -> bool:

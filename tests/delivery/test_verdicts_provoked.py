@@ -1,0 +1,271 @@
+"""`verdict_of` on errors of real databases: raw, through SQLAlchemy, and through a delivery."""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import URL, Engine, NullPool, QueuePool, create_engine, text
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.ext.asyncio import create_async_engine
+from sqlalchemy.orm import DeclarativeBase, Session, sessionmaker
+
+from databases import DRIVERS, Database, Driver
+from projector_dedup import (
+    Action,
+    BatchFailed,
+    Defer,
+    DeliveryFailed,
+    Dispatcher,
+    Message,
+    MissingTableError,
+    Outcome,
+    RetriesExhaustedError,
+    RetryPolicy,
+    make_tables,
+    on,
+    projector,
+    verdict_of,
+)
+from projector_dedup.dialects.answers import sqlstate_of
+from projector_dedup.verdict import FAILURES
+from provoked import FIRST, PROVOKED, TABLE, Provoked, prepared
+
+
+class Base(DeclarativeBase):
+    """The marker table's."""
+
+
+tables = make_tables(Base.metadata)
+
+
+def _raised_by(engine: Engine, error: Provoked) -> Exception:
+    with engine.connect() as connection:
+        try:
+            error.run(connection)
+        except Exception as raised:  # noqa: BLE001  # drivers raise what they like
+            return raised
+    raise AssertionError(f"{error} was not raised")
+
+
+async def _raised_under_asyncio(url: URL, error: Provoked) -> Exception:
+    engine = create_async_engine(url, poolclass=NullPool)
+    async with engine.connect() as connection:
+        try:
+            await connection.run_sync(error.run)
+        except Exception as raised:  # noqa: BLE001  # drivers raise what they like
+            return raised
+    raise AssertionError(f"{error} was not raised")
+
+
+def _cases() -> Iterator[Any]:
+    for driver in DRIVERS:
+        for number, error in enumerate(PROVOKED[driver.engine]):
+            yield pytest.param(driver, error, id=f"{driver}-{number}-{error}")
+
+
+def _code(engine: str, error: Any) -> str | None:
+    """The code of a driver's error, as `PROVOKED` writes it."""
+    if engine == "sqlite":
+        return str(error.sqlite_errorname)
+    return sqlstate_of(error) if engine == "postgresql" else str(error.args[0])
+
+
+@pytest.mark.parametrize(("driver", "error"), list(_cases()))
+def test_an_error_of_a_database(request: pytest.FixtureRequest, driver: Driver, error: Provoked) -> None:
+    """SQLAlchemy's error has the answer of the table, and so has the driver's own, below it."""
+    database: Database = request.getfixturevalue(driver.engine)
+    url = database.url(driver.drivername)
+    with prepared(database.url(), error):
+        if driver.is_async:
+            raised = asyncio.run(_raised_under_asyncio(url, error))
+        else:
+            raised = _raised_by(create_engine(url, poolclass=NullPool), error)
+    assert isinstance(raised, DBAPIError)
+    assert verdict_of(raised).action is FAILURES[error.means].action
+    assert verdict_of(raised).error is raised
+    if not raised.connection_invalidated:
+        original: BaseException | None = raised.orig
+        assert original is not None
+        if driver.module == "asyncpg":  # SQLAlchemy has put an error of its own in between
+            original = original.__cause__
+            assert original is not None
+        assert _code(driver.engine, original) == error.code
+        assert verdict_of(original).action is FAILURES[error.means].action
+
+
+# Through a delivery ---------------------------------------------------------------------------------------------------
+
+Body = Callable[[Session], object]
+
+
+def _dispatcher(engine: Engine, *bodies: Body) -> Dispatcher:
+    def handler(name: str, body: Body) -> Any:
+        @projector(idempotent=True, name=name)
+        @on(str)
+        def handle(_event: str, session: Session) -> None:
+            body(session)
+
+        return handle
+
+    handlers = [handler(f"handler{number}", body) for number, body in enumerate(bodies)]
+    return Dispatcher(sessionmaker(engine), *handlers, tables=tables, retry=RetryPolicy(attempts=1))
+
+
+def _delivered(engine: Engine, *bodies: Body) -> Exception:
+    """The error that a consumer gets."""
+    with pytest.raises(Exception) as raised:  # noqa: PT011  # which one is what the tests ask
+        _dispatcher(engine, *bodies).deliver("event", message_id="m1")
+    return raised.value
+
+
+def _applies(engine: Engine) -> bool:
+    """True if another delivery of the message, when all is well, applies it."""
+    delivery = _dispatcher(engine, lambda session: session.execute(text("SELECT 1"))).deliver("event", message_id="m1")
+    return delivery.outcome is Outcome.APPLIED
+
+
+@pytest.fixture
+def usual(database: Database) -> Iterator[Engine]:
+    """An engine of each database, with the tables in it."""
+    engine = create_engine(database.url())
+    Base.metadata.create_all(engine)
+    yield engine
+    engine.dispose()
+
+
+DELIVERED = [("postgresql", "53100"), ("postgresql", "57014"), ("postgresql", "55P03")]
+DELIVERED += [("mariadb", "1021"), ("mariadb", "1317"), ("mariadb", "1205"), ("sqlite", "SQLITE_FULL")]
+
+
+@pytest.mark.parametrize(("name", "code"), DELIVERED)
+def test_what_passes_is_delivered_later(request: pytest.FixtureRequest, name: str, code: str) -> None:
+    """A full disk, a cancelled statement, a held lock: nothing was applied, and a later delivery applies it."""
+    error = next(each for each in PROVOKED[name] if each.code == code)
+    database: Database = request.getfixturevalue(name)
+    engine = create_engine(database.url(), poolclass=NullPool)
+    Base.metadata.create_all(engine)
+    with prepared(database.url(), error):
+        raised = _delivered(engine, lambda session: error.run(session.connection()))
+    assert verdict_of(raised).action is Action.RETRY_LATER
+    assert _applies(engine)
+
+
+def test_a_wrapped_error_is_seen(postgresql: Database) -> None:
+    """A handler that makes an error of its own of a database's does not turn it into poison."""
+    engine = create_engine(postgresql.url(), poolclass=NullPool)
+    Base.metadata.create_all(engine)
+
+    def body(session: Session) -> None:
+        try:
+            session.execute(text("DO $$ BEGIN RAISE EXCEPTION 'full' USING ERRCODE = '53100'; END $$"))
+        except DBAPIError as error:
+            raise LookupError("no totals") from error
+
+    raised = _delivered(engine, body)
+    assert isinstance(raised, LookupError)
+    assert verdict_of(raised).action is Action.RETRY_LATER
+    assert verdict_of(raised).error is raised.__cause__
+
+
+def test_poison_is_rejected(usual: Engine) -> None:
+    """A handler's own error, and rows that the database refuses again and again, also after the library's retries."""
+    with usual.begin() as connection:
+        connection.exec_driver_sql(TABLE)
+        connection.exec_driver_sql(FIRST)
+
+    def raises(_session: Session) -> None:
+        raise ValueError("no amount")
+
+    for body in (raises, lambda session: session.execute(text(FIRST))):
+        assert verdict_of(_delivered(usual, body)).action is Action.REJECT
+
+
+def test_a_pool_without_a_free_connection(usual: Engine) -> None:
+    """The error of SQLAlchemy's pool is no poison: somebody else has all connections."""
+    engine = create_engine(usual.url, poolclass=QueuePool, pool_size=1, max_overflow=0, pool_timeout=0.05)
+    with engine.connect():
+        raised = _delivered(engine, lambda _session: None)
+        assert verdict_of(raised).action is Action.RETRY_LATER
+    assert _applies(engine)
+    engine.dispose()
+
+
+def test_a_missing_table_is_not_the_messages_fault(database: Database) -> None:
+    """A deployment before its migration sends no queue to the dead letters."""
+    engine = create_engine(database.url(), poolclass=NullPool)
+    raised = _delivered(engine, lambda _session: None)
+    assert isinstance(raised, MissingTableError)
+    assert verdict_of(raised).action is Action.RETRY_LATER
+    Base.metadata.create_all(engine)
+    assert _applies(engine)
+
+
+@pytest.mark.parametrize("driver", [each for each in DRIVERS if each.module != "aiosqlite"], ids=str)
+def test_a_server_that_is_not_there(driver: Driver, tmp_path: Path) -> None:
+    """Neither the driver's own error nor the one of a delivery sends a message to the dead letters."""
+    nowhere = {"port": 1, "host": "127.0.0.1", "username": "nobody", "database": "nothing"}
+    if driver.engine == "sqlite":
+        nowhere = {"database": str(tmp_path / "no" / "folder" / "here")}
+    url = URL.create(driver.drivername, **nowhere)  # type: ignore[arg-type]
+    if driver.is_async:
+        raised = asyncio.run(_raised_at_connecting(url))
+    else:
+        raised = _delivered(create_engine(url, poolclass=NullPool), lambda _session: None)
+        assert isinstance(raised, RetriesExhaustedError)
+        assert verdict_of(raised).action is Action.RETRY_LATER
+        assert raised.__cause__ is not None
+        raised = raised.__cause__  # type: ignore[assignment]
+    assert verdict_of(raised).action is not Action.REJECT
+
+
+async def _raised_at_connecting(url: URL) -> Exception:
+    with pytest.raises(Exception) as raised:  # noqa: PT011
+        async with create_async_engine(url, poolclass=NullPool).connect():
+            pass
+    return raised.value
+
+
+def test_one_handler_is_poison_and_another_is_to_be_retried(usual: Engine) -> None:
+    """The message is retried first; once only the poison is left, it is rejected."""
+    missing = [True]
+
+    def waits(_session: Session) -> None:
+        if missing:
+            raise Defer("before its time")
+
+    def raises(_session: Session) -> None:
+        raise ValueError("no amount")
+
+    dispatcher = _dispatcher(usual, raises, waits)
+    with pytest.raises(DeliveryFailed) as failed:
+        dispatcher.deliver("event", message_id="m1")
+    assert verdict_of(failed.value).action is Action.RETRY_LATER
+    assert isinstance(failed.value.delivery.error, ExceptionGroup)
+    assert verdict_of(failed.value.delivery.error) == verdict_of(failed.value)
+    missing.clear()
+    with pytest.raises(DeliveryFailed) as failed:
+        dispatcher.deliver("event", message_id="m1")
+    assert verdict_of(failed.value).action is Action.REJECT
+    assert failed.value.delivery.outcomes == {"handler0": Outcome.FAILED, "handler1": Outcome.APPLIED}
+
+
+def test_each_message_of_a_batch_has_its_answer(usual: Engine) -> None:
+    """Which one is poison, which one waits, and which one may be acknowledged, without delivering any again."""
+
+    @projector(idempotent=True, name="batch")
+    @on(str)
+    def handle(body: str, _session: Session) -> None:
+        if body == "poison":
+            raise ValueError("no amount")
+        if body == "early":
+            raise Defer("before its time")
+
+    dispatcher = Dispatcher(sessionmaker(usual), handle, tables=tables)
+    bodies = ("good", "poison", "early", "good")
+    with pytest.raises(BatchFailed) as failed:
+        dispatcher.deliver_batch([Message(f"m{number}", body) for number, body in enumerate(bodies)])
+    answers = [each.error and verdict_of(each.error).action for each in failed.value.deliveries]
+    assert answers == [None, Action.REJECT, Action.RETRY_LATER, None]
+    assert verdict_of(failed.value).action is Action.RETRY_LATER
