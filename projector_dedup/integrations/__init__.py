@@ -1,1 +1,4 @@
-"""Plugs into web frameworks, each module named for its framework (docs/http.md). The library itself imports none."""
+"""Plugs into web frameworks (docs/http.md) and brokers (docs/consumers), each module named for what it plugs into.
+
+The library itself imports none of them.
+"""

@@ -7,9 +7,13 @@ import inspect
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal, ParamSpec, overload
 
-from flask import Flask, Response, current_app, g, request
-from flask.typing import ResponseReturnValue
 from sqlalchemy.orm import Session
+
+from .extras import needs
+
+with needs("flask"):
+    from flask import Flask, Response, current_app, g, request
+    from flask.typing import ResponseReturnValue
 
 from ..commands import Call, Commands, ResultError
 from ..errors import HandlerDefinitionError, UnsafeSessionError

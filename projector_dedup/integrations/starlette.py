@@ -8,9 +8,13 @@ from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, overload
 
 from sqlalchemy.ext.asyncio import AsyncSession
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import Response
+
+from .extras import needs
+
+with needs("starlette"):
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import Response
 
 from ..commands import AsyncCommands
 from ..errors import HandlerDefinitionError, UnsafeSessionError
@@ -101,7 +105,8 @@ def recorded_route(
 
     Raises ``HandlerDefinitionError``, for a wrong argument and for an endpoint that is no ``async def``.
     """
-    from fastapi.routing import APIRoute
+    with needs("fastapi"):
+        from fastapi.routing import APIRoute
 
     around = _recorder(acommands, Recording.of(scope, required, methods, headers))
 

@@ -1,0 +1,24 @@
+"""Count the flights in a stream of NATS JetStream. It may be killed at any time, and run as often as you like."""
+
+import asyncio
+import os
+import signal
+
+import nats
+
+from flights import async_dispatcher
+from projector_dedup.integrations.nats import Consumer
+
+
+async def main() -> None:
+    """Consume until the process is told to end."""
+    connection = await nats.connect(os.environ["NATS_URL"])
+    consumer = Consumer(
+        connection, os.environ.get("STREAM", "flights"), "airlines", async_dispatcher(), in_flight=4, ack_wait=10
+    )
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, consumer.stop)
+    await consumer.run()
+    await connection.close()
+
+
+asyncio.run(main())

@@ -1,0 +1,13 @@
+"""Count the flights in a queue of RabbitMQ, with pika. It may be killed at any time, and run as often as you like."""
+
+import os
+import signal
+
+import pika
+
+from flights import dispatcher
+from projector_dedup.integrations.pika import Consumer
+
+consumer = Consumer(pika.URLParameters(os.environ["AMQP_URL"]), os.environ.get("QUEUE", "flights"), dispatcher())
+signal.signal(signal.SIGTERM, consumer.stop)
+consumer.run()

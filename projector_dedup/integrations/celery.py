@@ -1,0 +1,204 @@
+"""Celery: a task that delivers events, acknowledged after the commit, and the replay of its dead letters."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from .extras import needs
+
+with needs("celery"):
+    import celery
+    from billiard.einfo import ExceptionWithTraceback
+    from billiard.exceptions import Terminated, TimeLimitExceeded, WorkerLostError
+    from celery.exceptions import Ignore, InvalidTaskError, Reject, Retry
+    from celery.signals import worker_init, worker_process_init
+    from celery.worker import state
+    from celery.worker.request import Request
+    from celery.worker.strategy import default
+    from kombu import Queue
+    from kombu.exceptions import ContentDisallowed, DecodeError
+
+from ..dispatcher import Dispatcher
+from ..errors import InvalidMessageIdError
+from ..message import Message, printable
+from .incoming import Incoming, text_of
+from .settling import Settling
+
+__all__ = ["delivering_task", "forget_connections", "replay"]
+
+logger = logging.getLogger("projector_dedup.consumers")
+
+REASON = "x-rejected-for"
+"""The header of a dead letter that has the error for which it was rejected, as in RabbitMQ's other consumers."""
+
+CELERYS = (Retry, Ignore, Terminated, TimeLimitExceeded, WorkerLostError, MemoryError)
+"""The ends of a task after which Celery acknowledges it, or has it delivered again, as its options say."""
+
+
+def delivering_task(
+    app: celery.Celery,
+    name: str,
+    dispatcher: Dispatcher,
+    *,
+    queue: str,
+    max_attempts: int | None = None,
+    max_delay: float = 300.0,
+) -> Any:
+    """Register a task that gives an event to a dispatcher, and return it: ``task.delay(event, message_id="7")``.
+
+    ``event`` is what Celery can serialize, a dictionary say. **The id is that of the event, not of the task**: an event
+    that is published again is another task. Without ``message_id`` the dispatcher looks into the event, and without
+    ``type``, a third argument, too.
+
+    The task is acknowledged when the event is applied, or was applied before; it is requeued when its worker is lost.
+    An event that is to come again is a retry of the task, after the delay. A rejected one goes to ``<queue>.dead``,
+    with the error in its header ``x-rejected-for``, and so does what Celery cannot read. An event is rejected after
+    ``max_attempts`` deliveries; None sets no limit. ``max_delay`` bounds the seconds before the next one. The children
+    of a worker open database connections of their own.
+    """
+    Settling(dispatcher, max_attempts=max_attempts)  # refuses what it cannot use at once, not in a worker
+
+    def deliver(
+        self: Any,
+        event: Any = None,
+        message_id: object = None,
+        type: object = None,  # noqa: A002  # as in Message
+    ) -> None:
+        attempt = self.request.retries + 1
+        incoming = Incoming(b"", message_id, type, attempt=attempt, origin=f"task {name}")
+
+        def convert(incoming: Incoming) -> Message:
+            found = text_of(incoming.message_id, "message id", InvalidMessageIdError)
+            return Message(found, event, text_of(incoming.type, "type"))
+
+        settled = Settling(dispatcher, convert, max_attempts=max_attempts).deliver(incoming)
+        if settled.reject:
+            raise Reject(settled.reason, requeue=False)
+        if not settled.acknowledge:
+            try:
+                raise self.retry(countdown=min(settled.delay, max_delay), throw=False)
+            except Reject as unpublished:  # by Celery, where it cannot publish the retry; and would drop the message
+                raise Reject(unpublished.reason, requeue=True) from unpublished
+
+    task = app.task(
+        deliver,
+        name=name,
+        bind=True,
+        queue=queue,
+        acks_late=True,
+        reject_on_worker_lost=True,
+        acks_on_failure_or_timeout=False,
+        max_retries=None,
+        ignore_result=True,
+        typing=False,
+        Request=f"{__name__}:SettledRequest",
+        Strategy=f"{__name__}:strategy",
+    )
+
+    def confirm_what_is_published(sender: Any = None, **_: Any) -> None:
+        if sender is None or sender.app is app:
+            app.conf.broker_transport_options = {**app.conf.broker_transport_options, "confirm_publish": True}
+
+    worker_init.connect(confirm_what_is_published, weak=False)
+    worker_process_init.connect(lambda **_: forget_connections(dispatcher), weak=False)
+    return task
+
+
+def forget_connections(dispatcher: Dispatcher) -> None:
+    """Let a process that was forked open connections of its own, and leave those of its parent alone.
+
+    Call it in the child, before the first delivery. Celery's children do it by themselves.
+    """
+    options = dispatcher._factory.kw
+    for bound in (options.get("bind"), *(options.get("binds") or {}).values()):
+        if bound is not None:
+            bound.engine.dispose(close=False)
+
+
+def replay(app: celery.Celery, queue: str) -> int:
+    """Publish the dead letters of ``queue`` again, those that are there now; return how many there were.
+
+    Each is acknowledged when RabbitMQ has confirmed that it is back in the queue. Replay after the cause was mended,
+    and within the retention of the markers: until then a message that was applied after all is a duplicate.
+    """
+    with app.connection_for_write(transport_options={"confirm_publish": True}) as connection:
+        channel = connection.default_channel
+        waiting = _dead(queue)(channel)
+        count = waiting.queue_declare().message_count
+        for number in range(count):
+            message = waiting.get()
+            if message is None:
+                return number
+            headers = {key: value for key, value in message.headers.items() if key not in (REASON, "retries", "eta")}
+            _publish(connection.Producer(channel), queue, message, {**headers, "retries": 0})
+            message.ack()
+        return int(count)
+
+
+class SettledRequest(Request):  # type: ignore[misc]  # Celery has no types
+    """A task that was received. If it was rejected, or cannot be called, it is put aside before it is acknowledged."""
+
+    def on_failure(self, exc_info: Any, send_failed_event: bool = True, return_ok: bool = False) -> Any:
+        """Put the message aside; a retry, a lost worker and a time limit are Celery's to treat."""
+        error = exc_info.exception
+        error = getattr(error, "exc", error) if isinstance(error, ExceptionWithTraceback) else error
+        if isinstance(error, CELERYS) or not isinstance(error, Exception) or getattr(error, "requeue", False):
+            return super().on_failure(exc_info, send_failed_event, return_ok)
+        reason = str(error.reason) if isinstance(error, Reject) else printable(f"{type(error).__name__}: {error}"[:500])
+        state.task_ready(self)
+        if _put_aside(self.app, self.task.queue, self.message, reason):
+            return self.acknowledge()
+        return self.reject(requeue=True)
+
+
+def strategy(task: Any, app: celery.Celery, consumer: Any) -> Callable[..., Any]:
+    """Return the function that takes the task's messages. One that cannot be read, Celery would drop: put it aside."""
+    receive = default(task, app, consumer)
+
+    def receive_or_put_aside(message: Any, body: Any, ack: Any, reject: Any, callbacks: Any, **more: Any) -> Any:
+        try:
+            return receive(message, body, ack, reject, callbacks, **more)
+        except (DecodeError, ContentDisallowed, InvalidTaskError) as error:
+            reason = printable(f"{type(error).__name__}: {error}"[:500])
+            logger.error("a message of task %s cannot be read, and is rejected: %s", task.name, reason)
+            if _put_aside(app, task.queue, message, reason):
+                return ack(logger, consumer.connection_errors)
+            return reject(logger, consumer.connection_errors, requeue=True)
+
+    return receive_or_put_aside
+
+
+def _put_aside(app: celery.Celery, queue: str, message: Any, reason: str) -> bool:
+    """Publish a copy of a message as a dead letter; return True if the broker has confirmed it."""
+    try:
+        with app.producer_pool.acquire(block=True) as producer:
+            _publish(producer, _dead(queue).name, message, {**message.headers, REASON: reason}, declare=[_dead(queue)])
+    except Exception:
+        logger.exception("a dead letter of queue %s could not be published: its message comes again", printable(queue))
+        return False
+    return True
+
+
+def _dead(queue: str) -> Queue:
+    return Queue(f"{queue}.dead", routing_key=f"{queue}.dead", durable=True)
+
+
+def _publish(producer: Any, queue: str, message: Any, headers: dict[str, Any], **more: Any) -> None:
+    """Publish a copy of a message into a queue, with its properties and these headers."""
+    kept = {name: message.properties.get(name) for name in ("correlation_id", "reply_to", "priority")}
+    producer.publish(
+        message.body,
+        exchange="",
+        routing_key=queue,
+        headers=headers,
+        content_type=message.content_type or "application/data",
+        content_encoding=message.content_encoding or "binary",
+        delivery_mode=2,
+        mandatory=True,
+        retry=True,
+        retry_policy={"max_retries": 3},
+        **{name: value for name, value in kept.items() if value is not None},
+        **more,
+    )

@@ -1,0 +1,81 @@
+"""FastStream with NATS JetStream: a stream whose messages go to a dispatcher, and are acknowledged after the commit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from faststream.nats import JStream, NatsBroker, PullSub
+from nats.js.api import AckPolicy, ConsumerConfig
+
+from ...dispatcher import AsyncDispatcher
+from ..incoming import Convert, json_event
+from ..nats import Consumer
+from ..settling import Settling
+from .raw import AS_IT_CAME
+
+__all__ = ["subscribe"]
+
+_POLL = 1.0  # seconds that one fetch waits, and for which a batch is filled
+
+
+def subscribe(
+    broker: NatsBroker,
+    stream: str,
+    subject: str,
+    durable: str,
+    dispatcher: AsyncDispatcher,
+    convert: Convert = json_event,
+    *,
+    in_flight: int = 10,
+    batch: int | None = None,
+    max_attempts: int | None = None,
+    ack_wait: float = 30.0,
+) -> None:
+    """Give the messages of a subject to a dispatcher, as long as the broker runs. Call it before the broker is started.
+
+    The stream must be there. Messages are taken by the durable pull consumer ``durable``, which is made if it is
+    missing, and settled as ``projector_dedup.integrations.nats.Consumer`` settles them: acknowledged after the commit,
+    returned to the server with a delay, or kept in the stream of dead letters. A durable consumer that is there, and
+    would lose messages or keep them for ever, is refused when the broker starts, by a ``RefusedError`` that ends the
+    application before it fetches anything.
+
+    ``convert`` makes the event of a message; FastStream decodes nothing. ``in_flight`` messages are fetched and
+    delivered side by side. With ``batch`` it is up to so many messages, those that come within a second, in one
+    transaction; each is settled by itself, and one that fails takes no other with it. The other arguments are those of
+    ``Consumer``. Raises ``HandlerDefinitionError`` for a dispatcher that is not an ``AsyncDispatcher``.
+    """
+    Settling(
+        dispatcher, convert, max_attempts=max_attempts, asynchronous=True
+    )  # refuses now what it would refuse later
+    subscriber = broker.subscriber(
+        subject,
+        stream=JStream(stream, declare=False),
+        durable=durable,
+        pull_sub=PullSub(in_flight if batch is None else batch, _POLL, batch is not None),
+        config=ConsumerConfig(ack_policy=AckPolicy.EXPLICIT, ack_wait=ack_wait, max_deliver=-1, max_ack_pending=-1),
+        **AS_IT_CAME,
+    )
+    consumers: list[Consumer] = []
+    subscribe_and_fetch = subscriber.start
+
+    async def start() -> None:
+        consumer = Consumer(
+            subscriber.connection,
+            *(stream, durable, dispatcher, convert),
+            subject=subject,
+            max_attempts=max_attempts,
+            ack_wait=ack_wait,
+        )
+        await consumer.open()
+        consumers[:] = [consumer]
+        await subscribe_and_fetch()
+
+    async def settle(message: Any) -> None:
+        (consumer,) = consumers
+        if batch is None:
+            await consumer.settle(message.raw_message)
+        else:
+            await consumer.settle_batch(message.raw_message)
+
+    subscriber(settle)
+    subscriber.start = start  # a broker has no hook between connecting and fetching

@@ -1,0 +1,74 @@
+"""FastStream with RabbitMQ: a queue whose messages go to a dispatcher, and are acknowledged after the commit."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+from faststream.rabbit import Channel, RabbitBroker, RabbitQueue
+
+from ...dispatcher import AsyncDispatcher
+from ...message import printable
+from ..aio_pika_copies import copy
+from ..incoming import Convert, json_event
+from ..rabbitmq import incoming_of, queues_beside
+from ..settling import Settling, logger
+from .raw import AS_IT_CAME
+
+if TYPE_CHECKING:
+    from aio_pika.abc import AbstractIncomingMessage
+
+__all__ = ["subscribe"]
+
+_PAUSE = 1.0  # seconds before a message is given back that could not be copied
+
+
+def subscribe(
+    broker: RabbitBroker,
+    queue: str | RabbitQueue,
+    dispatcher: AsyncDispatcher,
+    convert: Convert = json_event,
+    *,
+    prefetch: int = 10,
+    max_attempts: int | None = None,
+) -> None:
+    """Give the messages of a queue to a dispatcher, as long as the broker runs. Call it before the broker is started.
+
+    A message is acknowledged when it is applied, or was applied before. One that is to come again waits in one of the
+    queues ``<queue>.wait.1s``, ``.5s``, ``.30s`` and ``.300s``; a rejected one goes to ``<queue>.dead``, with the
+    error in its header ``x-rejected-for``. All of them are declared when the broker starts; a ``queue`` that is a name,
+    as a durable one. For a queue with arguments of its own give FastStream's ``RabbitQueue``; with ``declare=False``
+    it is taken as it is.
+
+    ``convert`` makes the event of a message; FastStream decodes nothing. ``prefetch`` messages are delivered side by
+    side. A message is rejected after ``max_attempts`` deliveries; None sets no limit. Raises ``HandlerDefinitionError``
+    for a dispatcher that is not an ``AsyncDispatcher``.
+    """
+    if prefetch < 1:
+        raise ValueError("prefetch is at least 1: 0 would have RabbitMQ send the whole queue")
+    settling = Settling(dispatcher, convert, max_attempts=max_attempts, asynchronous=True)
+    work = RabbitQueue(queue, durable=True) if isinstance(queue, str) else queue
+    beside: dict[str, Any] = queues_beside(work.name)
+    for name, arguments in beside.items():  # without a handler, a queue is declared and not consumed
+        broker.subscriber(RabbitQueue(name, durable=True, arguments=arguments), include_in_schema=False)
+    confirming = Channel(prefetch_count=prefetch, publisher_confirms=True, on_return_raises=True)
+
+    async def settle(message: Any) -> None:
+        raw: AbstractIncomingMessage = message.raw_message
+        settled = await settling.adeliver(incoming_of(raw.body, raw, work.name))
+        try:
+            if not settled.acknowledge:
+                await copy(raw, work.name, settled)
+            await raw.ack()
+        except Exception as error:  # noqa: BLE001  # FastStream would keep it neither settled nor delivered again
+            logger.error(
+                "a message from queue %s could not be settled, and is given back to it: %s",
+                printable(work.name),
+                printable(f"{type(error).__name__}: {error}"[:500]),
+            )
+            await asyncio.sleep(_PAUSE)
+            with contextlib.suppress(Exception):  # the connection is lost: RabbitMQ takes the message back by itself
+                await raw.nack(requeue=True)
+
+    broker.subscriber(work, channel=confirming, **AS_IT_CAME)(settle)

@@ -1,0 +1,29 @@
+"""A subscriber's messages as they came: FastStream parses and decodes nothing that could fail before the dispatcher."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from faststream import AckPolicy
+
+Original = Callable[[Any], Awaitable[Any]]
+
+
+async def _parse(message: Any, original: Original) -> Any:
+    """Parse as the broker's own parser does, even if the application has given its broker another one."""
+    return await original(message)
+
+
+async def _decode(message: Any) -> Any:
+    """Return the message itself: what its body says is for ``convert``, where an error has a verdict."""
+    return message
+
+
+AS_IT_CAME: dict[str, Any] = {
+    "parser": _parse,
+    "decoder": _decode,
+    "ack_policy": AckPolicy.MANUAL,  # FastStream acknowledges nothing: that is done behind the commit
+    "no_reply": True,
+}
+"""Arguments of ``broker.subscriber`` for a handler that takes FastStream's message and settles it."""

@@ -1,0 +1,141 @@
+"""Consume one queue of RabbitMQ with pika: acknowledge after the commit, delay, reject, replay the dead letters."""
+
+from __future__ import annotations
+
+import copy
+
+from .extras import needs
+
+with needs("pika"):
+    from pika import BasicProperties, BlockingConnection
+    from pika.adapters.blocking_connection import BlockingChannel
+    from pika.connection import Parameters
+    from pika.exceptions import ChannelClosedByBroker
+
+from ..dispatcher import Dispatcher
+from .incoming import Convert, json_event
+from .rabbitmq import (
+    CANCELLED,
+    Headers,
+    dead_letters,
+    headers_of_copy,
+    headers_of_replay,
+    incoming_of,
+    queue_after,
+    queues_beside,
+)
+from .settling import Settling, expect
+
+__all__ = ["Consumer", "replay"]
+
+_LOOKS_UP_EVERY = 0.5  # seconds in which `stop` is heard, where no message comes
+_PARAMETERS = 'parameters are those of pika, as in pika.URLParameters("amqp://...")'
+_AROUND = 20  # bytes of a frame around its properties: its own beginning and end, and the length of the body
+
+
+class Consumer:
+    """Takes messages from a durable queue and gives them to a dispatcher, one after the other.
+
+    A message is acknowledged when it is applied, or was applied before. One that is to come again waits in one of the
+    queues ``<queue>.wait.1s``, ``.5s``, ``.30s`` and ``.300s``; a rejected one goes to ``<queue>.dead``, with the
+    error in its header ``x-rejected-for``. All of them are declared here, and the work queue too if it is missing.
+
+    ``convert`` makes the event of a message. ``prefetch`` is how many messages RabbitMQ sends ahead. A message is
+    rejected after ``max_attempts`` deliveries; None sets no limit. Raises ``TypeError`` for an address in place of the
+    parameters.
+    """
+
+    def __init__(
+        self,
+        parameters: Parameters,
+        queue: str,
+        dispatcher: Dispatcher,
+        convert: Convert = json_event,
+        *,
+        prefetch: int = 20,
+        max_attempts: int | None = None,
+    ) -> None:
+        expect(Parameters, parameters, _PARAMETERS)
+        if prefetch < 1:
+            raise ValueError("prefetch is at least 1: 0 would have RabbitMQ send the whole queue")
+        self._settling = Settling(dispatcher, convert, max_attempts=max_attempts)
+        self._parameters, self._queue, self._prefetch = parameters, queue, prefetch
+        self._stopping = False
+
+    def stop(self, *_: object) -> None:
+        """Let ``run`` return when the message at hand is settled. Another thread or a signal handler may call it."""
+        self._stopping = True
+
+    def run(self) -> None:
+        """Consume until ``stop`` is called. Raises pika's error, or ``ConnectionError``, if RabbitMQ is lost.
+
+        Nothing is lost then: start the process again, and RabbitMQ delivers what was not acknowledged.
+        """
+        with BlockingConnection(self._parameters) as connection:
+            channel = _open(connection, self._queue)
+            channel.basic_qos(prefetch_count=self._prefetch)
+            for method, properties, body in channel.consume(self._queue, inactivity_timeout=_LOOKS_UP_EVERY):
+                if method is not None:
+                    self._settle(channel, method.delivery_tag, properties, body)
+                if self._stopping:
+                    channel.cancel()
+                    return
+            raise ConnectionError(CANCELLED.format(queue=self._queue))
+
+    def _settle(self, channel: BlockingChannel, tag: int, properties: BasicProperties, body: bytes) -> None:
+        settled = self._settling.deliver(incoming_of(body, properties, self._queue))
+        if not settled.acknowledge:
+            room = self._parameters.frame_max
+            copied = headers_of_copy(properties.headers, settled, lambda each: _size(_copied(properties, each)) <= room)
+            _publish(channel, queue_after(self._queue, settled), _copied(properties, copied), body)
+        channel.basic_ack(tag)
+
+
+def replay(parameters: Parameters, queue: str) -> int:
+    """Publish the dead letters of ``queue`` again, those that are there now; return how many there were.
+
+    Each is acknowledged when RabbitMQ has confirmed that it is back in the queue. Replay after the cause was mended,
+    and within the retention of the markers: until then a message that was applied after all is a duplicate.
+    """
+    expect(Parameters, parameters, _PARAMETERS)
+    with BlockingConnection(parameters) as connection:
+        channel = _open(connection, queue)
+        waiting = channel.queue_declare(dead_letters(queue), passive=True).method.message_count
+        for number in range(waiting):
+            method, properties, body = channel.basic_get(dead_letters(queue))
+            if method is None:
+                return number
+            _publish(channel, queue, _copied(properties, headers_of_replay(properties.headers)), body)
+            channel.basic_ack(method.delivery_tag)
+        return int(waiting)
+
+
+def _open(connection: BlockingConnection, queue: str) -> BlockingChannel:
+    """Return a channel that confirms what is published, after the queues are declared."""
+    try:
+        connection.channel().queue_declare(queue, passive=True)  # it may have arguments of its own
+    except ChannelClosedByBroker as error:
+        if error.reply_code != 404:
+            raise
+        connection.channel().queue_declare(queue, durable=True)
+    channel = connection.channel()
+    for name, arguments in queues_beside(queue).items():
+        channel.queue_declare(name, durable=True, arguments=arguments)
+    channel.confirm_delivery()
+    return channel
+
+
+def _publish(channel: BlockingChannel, queue: str, properties: BasicProperties, body: bytes) -> None:
+    """Publish, and wait until RabbitMQ has it. Raises pika's error if it has not."""
+    channel.basic_publish("", queue, body, properties, mandatory=True)
+
+
+def _copied(properties: BasicProperties, headers: Headers) -> BasicProperties:
+    """Return the properties of a copy: persistent, without an end, and published by us."""
+    copied = copy.copy(properties)
+    copied.headers, copied.delivery_mode, copied.expiration, copied.user_id = dict(headers), 2, None, None
+    return copied
+
+
+def _size(properties: BasicProperties) -> int:
+    return sum(map(len, properties.encode())) + _AROUND

@@ -1,0 +1,97 @@
+"""RabbitMQ, by any client: the queues beside a work queue, and the headers of the copies that go into them.
+
+A message that is to come again is copied into a wait queue, whose time to live leads it back to the work queue; one
+that is rejected is copied into the dead letters. The copy is confirmed before the original is acknowledged: between the
+two, a crash leaves the message twice and never not at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..verdict import DELAYS
+from .incoming import Incoming
+from .settling import Settled
+
+DELIVERIES = "x-deliveries"
+"""The header in which copies carry the number of deliveries before them."""
+REJECTED_FOR = "x-rejected-for"
+"""The header in which dead letters carry the error, in short."""
+WITHOUT_ID = "x-without-message-id"
+"""The header of a copy whose message had no id: aio-pika gives each message that it publishes one, drawn by lot."""
+
+CANCELLED = "RabbitMQ has ended the consumer of queue {queue}: was the queue deleted? Start it again"
+
+Headers = Mapping[str, Any]
+
+_DEATHS = {f"x-{which}-death-{part}" for which in ("first", "last") for part in ("exchange", "queue", "reason")}
+_NOT_COPIED = {"CC", "BCC", "x-death", *_DEATHS, DELIVERIES, REJECTED_FOR}
+"""Headers of which RabbitMQ makes deliveries or decisions of its own, those that it adds, and ours."""
+
+
+def dead_letters(queue: str) -> str:
+    """Return the name of the queue in which the rejected messages of ``queue`` are kept."""
+    return f"{queue}.dead"
+
+
+def queues_beside(queue: str) -> dict[str, dict[str, Any]]:
+    """Return the names and the arguments of the durable queues that a consumer of ``queue`` declares."""
+    back = {"x-dead-letter-exchange": "", "x-dead-letter-routing-key": queue}
+    waits = {_wait(queue, delay): {"x-message-ttl": int(delay * 1000), **back} for delay in DELAYS}
+    return {**waits, dead_letters(queue): {}}
+
+
+def queue_after(queue: str, settled: Settled) -> str:
+    """Return the queue into which a message is copied that was not applied."""
+    if settled.reject:
+        return dead_letters(queue)
+    if not settled.delay:
+        return queue
+    return _wait(queue, next((delay for delay in DELAYS if delay >= settled.delay), DELAYS[-1]))
+
+
+def incoming_of(body: bytes, properties: Any, queue: str) -> Incoming:
+    """Return what came in. ``properties`` are those of pika, or a message of aio-pika, which has them too."""
+    headers = properties.headers or {}
+    return Incoming(
+        body,
+        None if WITHOUT_ID in headers else properties.message_id,
+        properties.type,
+        properties.timestamp,
+        properties.content_type,
+        headers,
+        attempt=_deliveries(headers) + 1,
+        origin=f"queue {queue}",
+    )
+
+
+def headers_of_copy(headers: Headers | None, settled: Settled, fits: Callable[[Headers], bool]) -> Headers:
+    """Return the headers of a copy: those of the message, the count of its deliveries, and why it was rejected.
+
+    Headers must fit into one frame of the connection, or RabbitMQ closes it. Those of the message fit, since it was
+    delivered; the others are left out where ``fits`` says that there is no room.
+    """
+    kept = _kept(headers)
+    counted = {**kept, DELIVERIES: _deliveries(headers or {}) + 1}
+    with_reason = {**counted, REJECTED_FOR: settled.reason} if settled.reject else counted
+    return next((each for each in (with_reason, counted) if fits(each)), kept)
+
+
+def headers_of_replay(headers: Headers | None) -> Headers:
+    """Return the headers with which a dead letter is published again, as if for the first time."""
+    return _kept(headers)
+
+
+def _kept(headers: Headers | None) -> dict[str, Any]:
+    return {name: value for name, value in (headers or {}).items() if name not in _NOT_COPIED}
+
+
+def _deliveries(headers: Headers) -> int:
+    """Return the count that a copy carries; 0 for a message that is no copy, or whose producer put garbage there."""
+    count = headers.get(DELIVERIES)
+    return count if type(count) is int and 0 < count < 1_000_000 else 0
+
+
+def _wait(queue: str, delay: float) -> str:
+    return f"{queue}.wait.{delay:g}s"

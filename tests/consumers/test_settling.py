@@ -1,0 +1,435 @@
+"""A delivery is answered by a verdict: acknowledged after the commit, delayed, or rejected; the consumer lives on."""
+
+import asyncio
+import json
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from sqlalchemy import create_engine, func, select, text
+from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_async_engine
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
+
+from databases import Database
+from incoming_garbage import ATTRIBUTES, BODIES, HEADERS
+from projector_dedup import (
+    AsyncDispatcher,
+    Defer,
+    Dispatcher,
+    HandlerDefinitionError,
+    by_path,
+    make_tables,
+    on,
+    projector,
+)
+from projector_dedup.extractors import attribute_or_key
+from projector_dedup.integrations.incoming import Incoming, cloudevent, json_event, json_of
+from projector_dedup.integrations.settling import Settled, Settling
+from projector_dedup.message import IdExtractor
+
+
+class Base(DeclarativeBase):
+    """The read model, with the marker table beside it."""
+
+
+class Flown(Base):
+    """The row of a carrier."""
+
+    __tablename__ = "flown"
+    carrier: Mapped[str] = mapped_column(primary_key=True)
+    miles: Mapped[int]
+
+
+make_tables(Base.metadata)
+
+
+class UnprintableError(Exception):
+    """An error whose own text fails."""
+
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+def add(event: Any, session: Session) -> None:
+    """Count, or fail as the message says."""
+    match event:
+        case {"fails": "defer"}:
+            raise Defer("not before noon")
+        case {"fails": "poison"}:
+            raise KeyError("carrier")
+        case {"fails": "unprintable"}:
+            raise UnprintableError
+    flown = session.get(Flown, event["carrier"])
+    if flown is None:
+        session.add(Flown(carrier=event["carrier"], miles=event["miles"]))
+    else:
+        flown.miles += event["miles"]
+
+
+@projector(idempotent=True, name="flown")
+class Miles:
+    """Add up."""
+
+    @on("flight")
+    def add(self, event: Any, session: Session) -> None:
+        """Add the miles of one flight."""
+        add(event, session)
+
+
+@projector(idempotent=True, name="flown")
+class AsyncMiles:
+    """Add up, awaited."""
+
+    @on("flight")
+    async def add(self, event: Any, session: AsyncSession) -> None:
+        """Add the miles of one flight."""
+        if event.get("fails") == "cancelled":
+            other = asyncio.create_task(asyncio.sleep(9))
+            other.cancel()
+            await other
+        await session.run_sync(lambda inner: add(event, inner))
+
+
+class Rig:
+    """A settling of either kind, and what it left in the database."""
+
+    def __init__(self, database: Database, *, asynchronous: bool) -> None:
+        self.engine = create_engine(database.url())
+        Base.metadata.create_all(self.engine)
+        self.asynchronous = asynchronous
+        self.url = database.async_url
+
+    def settle(
+        self, *incoming: Incoming, batch: bool = False, extractor: IdExtractor = attribute_or_key, **options: Any
+    ) -> list[Settled]:
+        """Deliver, one by one or in one batch."""
+        if self.asynchronous:
+            return asyncio.run(self._asettle(incoming, batch, extractor, **options))
+        factory = sessionmaker(self.engine)
+        settling = Settling(Dispatcher(factory, Miles(), type=by_path("type"), message_id=extractor), **options)
+        return settling.deliver_batch(incoming) if batch else [settling.deliver(each) for each in incoming]
+
+    async def _asettle(
+        self, incoming: tuple[Incoming, ...], batch: bool, extractor: IdExtractor, **options: Any
+    ) -> list[Settled]:
+        engine = create_async_engine(self.url)
+        factory = async_sessionmaker(engine)
+        dispatcher = AsyncDispatcher(factory, AsyncMiles(), type=by_path("type"), message_id=extractor)
+        settling = Settling(dispatcher, asynchronous=True, **options)
+        try:
+            if batch:
+                return await settling.adeliver_batch(incoming)
+            return [await settling.adeliver(each) for each in incoming]
+        finally:
+            await engine.dispose()
+
+    def flown(self) -> dict[str, int]:
+        """The read model, from another connection."""
+        with Session(self.engine) as session:
+            return {each.carrier: each.miles for each in session.scalars(select(Flown))}
+
+    def markers(self) -> int:
+        """How many messages are marked as applied."""
+        with Session(self.engine) as session:
+            return session.scalar(select(func.count()).select_from(Base.metadata.tables["processed_message"])) or 0
+
+
+@pytest.fixture(params=[False, True], ids=["sync", "async"])
+def rig(sqlite: Database, request: pytest.FixtureRequest) -> Iterator[Rig]:
+    """A settling for a dispatcher of each kind."""
+    rig = Rig(sqlite, asynchronous=request.param)
+    yield rig
+    rig.engine.dispose()
+
+
+def flight(number: int = 1, *, fails: str | None = None, **more: Any) -> Incoming:
+    """A flight of 100 miles, as JSON, with its id beside it."""
+    body = {"type": "flight", "carrier": "UA", "miles": 100, **({"fails": fails} if fails else {})}
+    return Incoming(json.dumps(body).encode(), **{"message_id": f"m{number}", "origin": "queue flights", **more})
+
+
+BATCH = pytest.mark.parametrize("batch", [False, True], ids=["single", "batch"])
+
+
+@BATCH
+def test_a_message_is_acknowledged_when_it_is_applied_or_was_applied(rig: Rig, batch: bool) -> None:
+    """The type is found in the body; a redelivery is acknowledged and counts nothing."""
+    for _ in range(2):
+        settled = rig.settle(flight(1), flight(2), batch=batch)
+        assert settled == [Settled(), Settled()]
+        assert all(each.acknowledge and not each.reject for each in settled)
+    assert (rig.flown(), rig.markers()) == ({"UA": 200}, 2)
+
+
+@BATCH
+def test_each_message_has_a_verdict_of_its_own(rig: Rig, batch: bool) -> None:
+    """One that is too early, one that is poison and one that is garbage take no other with them."""
+    early, good, poison, garbage, last = rig.settle(
+        flight(1, fails="defer"),
+        flight(2),
+        flight(3, fails="poison"),
+        Incoming(b"{", "m4"),
+        flight(5),
+        batch=batch,
+    )
+    assert good.acknowledge
+    assert last.acknowledge
+    assert (early.acknowledge, early.reject, early.delay) == (False, False, 1.0)
+    assert (poison.acknowledge, poison.reject, poison.reason) == (False, True, "KeyError: 'carrier'")
+    assert (garbage.acknowledge, garbage.reject) == (False, True)
+    assert garbage.reason.startswith("InvalidMessageError: the body of the message is not JSON")
+    assert (rig.flown(), rig.markers()) == ({"UA": 200}, 2)
+
+
+@BATCH
+def test_the_delay_grows_with_the_brokers_count(rig: Rig, batch: bool) -> None:
+    """``Incoming.attempt`` is what the broker counted, and ``max_attempts`` its end."""
+    deliveries = [flight(1, fails="defer", attempt=attempt) for attempt in (1, 2, 3, 4, 9)]
+    assert [rig.settle(each, batch=batch)[0].delay for each in deliveries] == [1.0, 5.0, 30.0, 300.0, 300.0]
+    rejected = [rig.settle(each, batch=batch, max_attempts=4)[0].reject for each in deliveries]
+    assert rejected == [False, False, False, True, True]
+
+
+@BATCH
+def test_a_lost_database_is_no_reason_to_reject(rig: Rig, batch: bool) -> None:
+    """The message is innocent, and comes again after a delay."""
+    with rig.engine.begin() as connection:
+        connection.execute(text("ALTER TABLE processed_message RENAME TO elsewhere"))
+    (settled,) = rig.settle(flight(), batch=batch)
+    assert (settled.acknowledge, settled.reject, settled.delay) == (False, False, 1.0)
+    with rig.engine.begin() as connection:
+        connection.execute(text("ALTER TABLE elsewhere RENAME TO processed_message"))
+    assert rig.settle(flight(), batch=batch) == [Settled()]
+    assert rig.flown() == {"UA": 100}
+
+
+@BATCH
+def test_a_converter_that_fails_is_answered_too(rig: Rig, batch: bool) -> None:
+    """A registry of schemas that is down delays the message; a KeyError of the converter's rejects it."""
+
+    def down(_incoming: Incoming) -> object:
+        raise ConnectionError("the registry is down")
+
+    def wrong(_incoming: Incoming) -> object:
+        raise KeyError("miles")
+
+    assert not rig.settle(flight(), batch=batch, convert=down)[0].reject
+    assert rig.settle(flight(), batch=batch, convert=wrong)[0].reject
+    assert (rig.flown(), rig.markers()) == ({}, 0)
+
+
+@BATCH
+def test_something_that_was_cancelled_in_a_handler_delays_its_message(sqlite: Database, batch: bool) -> None:
+    """The consumer was not told to end: it answers. A task that is told to end does."""
+    rig = Rig(sqlite, asynchronous=True)
+
+    class Cancelling:
+        async def deliver(self, _event: object) -> None:
+            raise asyncio.CancelledError
+
+        deliver_batch = deliver
+
+    async def settle(*, told_to_end: bool) -> Settled:
+        engine = create_async_engine(rig.url)
+        settling = Settling(AsyncDispatcher(async_sessionmaker(engine), AsyncMiles()), asynchronous=True)
+        settling._dispatcher = Cancelling()
+        if told_to_end:
+            task = asyncio.current_task()
+            assert task is not None
+            task.cancel()
+        try:
+            return (await settling.adeliver_batch([flight()]))[0] if batch else await settling.adeliver(flight())
+        finally:
+            await engine.dispose()
+
+    settled = asyncio.run(settle(told_to_end=False))
+    assert (settled.acknowledge, settled.reject, settled.delay) == (False, False, 0.0)
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(settle(told_to_end=True))
+    rig.engine.dispose()
+
+
+def test_a_handler_that_is_cancelled_by_itself_keeps_no_other_from_being_applied(sqlite: Database) -> None:
+    """It has awaited a task that somebody cancelled, in each delivery: it alone comes again."""
+    rig = Rig(sqlite, asynchronous=True)
+    for attempt in (1, 2):
+        flights = [flight(number, attempt=attempt, fails="cancelled" if number == 2 else None) for number in (1, 2, 3)]
+        settled = rig.settle(*flights, batch=True)
+        assert [each.acknowledge for each in settled] == [True, False, True]
+        assert not settled[1].reject
+        assert (rig.flown(), rig.markers()) == ({"UA": 200}, 2)
+    rig.engine.dispose()
+
+
+def test_a_batch_that_fails_without_a_word_of_whose_fault_is_delivered_one_by_one(rig: Rig) -> None:
+    """Such as an error in the dispatcher itself; what cannot be converted is rejected once."""
+
+    def fail(*_: Any) -> Any:
+        raise RuntimeError
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AsyncDispatcher if rig.asynchronous else Dispatcher, "deliver_batch", fail)
+        settled = rig.settle(flight(1), Incoming(b"{", "m2"), flight(3, fails="poison"), flight(4), batch=True)
+    assert [each.acknowledge for each in settled] == [True, False, False, True]
+    assert settled[2].reason == "KeyError: 'carrier'"
+    assert (rig.flown(), rig.markers()) == ({"UA": 200}, 2)
+
+
+def test_a_batch_whose_consumer_is_told_to_end_is_not_delivered_again(sqlite: Database) -> None:
+    """Neither at once nor one by one: it ends while the first handler of the batch runs, which runs once."""
+    rig = Rig(sqlite, asynchronous=True)
+    begun: list[str] = []
+
+    @projector(idempotent=True, name="flown")
+    class Waiting:
+        @on("flight")
+        async def add(self, event: Any, _session: AsyncSession) -> None:
+            begun.append(event["carrier"])
+            await asyncio.Event().wait()
+
+    async def main() -> None:
+        engine = create_async_engine(rig.url)
+        dispatcher = AsyncDispatcher(async_sessionmaker(engine), Waiting(), type=by_path("type"))
+        settling = Settling(dispatcher, asynchronous=True)
+        task = asyncio.create_task(settling.adeliver_batch([flight(1), flight(2)]))
+        while not begun:  # noqa: ASYNC110  # a handler tells nobody
+            await asyncio.sleep(0.01)
+        task.cancel()
+        done, _ = await asyncio.wait([task], timeout=10)
+        assert done, "the consumer goes on"
+        assert task.cancelled()
+        await engine.dispose()
+
+    asyncio.run(main())
+    assert begun == ["UA"]
+    assert (rig.flown(), rig.markers()) == ({}, 0)
+    rig.engine.dispose()
+
+
+@BATCH
+def test_an_error_whose_text_fails_does_not_stop_the_consumer(rig: Rig, batch: bool) -> None:
+    """The class of the error is told."""
+    (settled,) = rig.settle(flight(fails="unprintable"), batch=batch)
+    assert (settled.reject, settled.reason) == (True, "UnprintableError: (its text cannot be had)")
+
+
+def test_every_answer_but_yes_is_logged(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    """With the id, the place and the number of the delivery; a control character forges no line."""
+    caplog.set_level(logging.INFO, "projector_dedup.consumers")
+    rig.settle(
+        flight(1), flight(2, fails="defer", attempt=2), flight(3, fails="poison", message_id="m\n3"),
+        flight(4, fails="poison", message_id=b"m\xff4"),
+        Incoming(b"{"),
+    )  # fmt: skip
+    lines = [(each.levelname, each.getMessage()) for each in caplog.records if each.name.endswith("consumers")]
+    assert lines[:2] == [
+        ("INFO", "message m2 from queue flights is to come again in 5.0 s after delivery 2: Defer: not before noon"),
+        ("ERROR", "message m\\n3 from queue flights is rejected at delivery 1: KeyError: 'carrier'"),
+    ]
+    assert lines[2][1].startswith("message m\\xff4 from queue flights is rejected at delivery 1: InvalidMessageIdError")
+    assert lines[3][1].startswith("message (without an id) from a queue is rejected")
+
+
+@BATCH
+def test_an_id_in_the_body_is_logged(rig: Rig, caplog: pytest.LogCaptureFixture, batch: bool) -> None:
+    """Where the dispatcher finds it: for whoever looks for the message. What is no id is no reason to fail."""
+    with_id = {"type": "flight", "carrier": "UA", "miles": 100, "fails": "poison"}
+    ids = ["m5", "m\n6", "x" * 200, 7, None]
+    bodies = [json.dumps({**with_id, "message_id": each}).encode() for each in ids]
+    settled = rig.settle(*(Incoming(body, origin="queue flights") for body in bodies), batch=batch)
+    assert [each.reject for each in settled] == [True] * 5
+    lines = [each.getMessage() for each in caplog.records if each.name.endswith("consumers")]
+    named = [line.partition(" from queue flights is rejected")[0] for line in lines]
+    assert sorted(named) == sorted(
+        ["message m5", "message m\\n6", f"message {'x' * 80}", "message (without an id)", "message (without an id)"]
+    )
+    assert (rig.flown(), rig.markers()) == ({}, 0)
+
+
+@BATCH
+def test_an_extractor_that_fails_does_not_stop_the_consumer(
+    rig: Rig, caplog: pytest.LogCaptureFixture, batch: bool
+) -> None:
+    """It has failed in the delivery already, and fails again when the line is written."""
+
+    def fails(_event: Any) -> object:
+        raise KeyError("meta")
+
+    (settled,) = rig.settle(flight(message_id=None), batch=batch, extractor=fails)
+    assert (settled.reject, settled.reason) == (True, "KeyError: 'meta'")
+    (line,) = [each.getMessage() for each in caplog.records if each.name.endswith("consumers")]
+    assert line == "message (without an id) from queue flights is rejected at delivery 1: KeyError: 'meta'"
+
+
+def test_the_reason_is_short_and_printable(rig: Rig) -> None:
+    """Brokers limit what fits into a header."""
+    (settled,) = rig.settle(flight(message_id="m", type="a\0b" * 100))
+    assert settled.reject
+    assert settled.reason.isprintable()
+    (settled,) = rig.settle(Incoming(json.dumps({"type": "\n" * 100_000}).encode(), "m"))
+    assert settled.reject
+    assert settled.reason.isprintable()
+    assert len(settled.reason) < 3_000
+
+
+def test_a_settling_takes_the_dispatcher_of_its_kind(sqlite: Database) -> None:
+    """Mistaken at start-up, and not at the first message."""
+    rig = Rig(sqlite, asynchronous=False)
+    dispatcher = Dispatcher(sessionmaker(rig.engine), Miles())
+    with pytest.raises(HandlerDefinitionError, match="takes AsyncDispatcher, not Dispatcher"):
+        Settling(dispatcher, asynchronous=True)
+    with pytest.raises(HandlerDefinitionError, match="takes Dispatcher, not sessionmaker"):
+        Settling(sessionmaker(rig.engine))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="max_attempts is at least 1"):
+        Settling(dispatcher, max_attempts=0)
+    with pytest.raises(ValueError, match="convert takes a function"):
+        Settling(dispatcher, "json")  # type: ignore[arg-type]
+
+
+EVENTS = st.dictionaries(
+    st.sampled_from([*ATTRIBUTES, "carrier", "miles", "message_id"]), st.one_of(st.text(), st.integers())
+)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+@given(
+    garbage=st.lists(
+        st.builds(
+            Incoming,
+            body=st.one_of(BODIES, EVENTS.map(lambda event: json.dumps(event).encode())),
+            message_id=HEADERS,
+            type=HEADERS,
+            occurred_at=HEADERS,
+            content_type=HEADERS,
+            headers=st.dictionaries(st.sampled_from([f"ce_{name}" for name in ATTRIBUTES]), HEADERS),
+            attempt=st.integers(1, 30),
+        ),
+        max_size=5,
+    ),
+    convert=st.sampled_from([json_event, cloudevent, json_of]),
+    batch=st.booleans(),
+)
+def test_garbage_applies_nothing_and_takes_nothing_with_it(
+    sqlite: Database, garbage: list[Incoming], convert: Any, batch: bool
+) -> None:
+    """Whatever comes, the message behind it is applied, and nothing else is."""
+    rig = Rig(sqlite, asynchronous=False)
+    good = {
+        json_event: flight(0, type="flight"),
+        json_of: Incoming(b'{"message_id": "m0", "type": "flight", "carrier": "UA", "miles": 100}'),
+        cloudevent: Incoming(
+            b'{"carrier": "UA", "miles": 100}',
+            headers={"ce_specversion": "1.0", "ce_id": "0", "ce_source": "s", "ce_type": "flight"},
+        ),
+    }[convert]
+    settled = rig.settle(*garbage, good, batch=batch, convert=convert)
+    assert [each.acknowledge for each in settled] == [False] * len(garbage) + [True]
+    assert all(each.reject for each in settled[:-1])
+    assert (rig.flown(), rig.markers()) == ({"UA": 100}, 1)
+    with rig.engine.begin() as connection:
+        connection.execute(text("DELETE FROM flown"))
+        connection.execute(text("DELETE FROM processed_message"))
+    rig.engine.dispose()

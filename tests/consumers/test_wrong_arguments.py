@@ -1,0 +1,62 @@
+"""A consumer that is made with the wrong thing says what to give, and says it when it is made."""
+
+import asyncio
+import re
+from collections.abc import Callable
+from typing import Any
+
+import nats
+import pytest
+import redis.asyncio
+
+from projector_dedup.integrations import kafka as of_kafka
+from projector_dedup.integrations import nats as of_nats
+from projector_dedup.integrations import pika as of_pika
+from projector_dedup.integrations import redis as of_redis
+
+ANY: Any = None
+CASES: dict[str, tuple[Callable[[], object], str]] = {
+    "redis": (
+        lambda: of_redis.Consumer("redis://r", "s", "g", ANY),  # type: ignore[arg-type]
+        'client is a redis.Redis, as in redis.Redis.from_url("redis://..."), not str',
+    ),
+    "nats": (
+        lambda: of_nats.Consumer("nats://n", "s", "d", ANY),  # type: ignore[arg-type]
+        'connection is what `await nats.connect("nats://...")` returns, not str',
+    ),
+    "pika": (
+        lambda: of_pika.Consumer("amqp://a", "q", ANY),
+        'parameters are those of pika, as in pika.URLParameters("amqp://..."), not str',
+    ),
+    "pika, replay": (
+        lambda: of_pika.replay("amqp://a", "q"),
+        'parameters are those of pika, as in pika.URLParameters("amqp://..."), not str',
+    ),
+    "kafka": (
+        lambda: of_kafka.Consumer("k:9092", ["t"], ANY),  # type: ignore[arg-type]
+        'config is a dictionary, as in {"bootstrap.servers": ..., "group.id": ...}, not str',
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "says"), CASES.values(), ids=CASES)
+def test_an_address_in_place_of_a_client_is_refused(make: Callable[[], object], says: str) -> None:
+    """By what to give instead."""
+    with pytest.raises(TypeError, match=f"^{re.escape(says)}$"):
+        make()
+
+
+def test_a_client_of_another_kind_is_refused() -> None:
+    """Redis' own for asyncio, whose answers nobody would await; a connection to NATS that was not awaited."""
+
+    async def test() -> None:
+        client: Any = redis.asyncio.Redis()
+        with pytest.raises(TypeError, match=r"^client is a redis\.Redis, .*, not redis\.asyncio\.client\.Redis$"):
+            of_redis.Consumer(client, "s", "g", ANY)
+        await client.aclose()
+        connecting: Any = nats.connect("nats://n")
+        with pytest.raises(TypeError, match=r"^connection is what `await .*, not coroutine$"):
+            of_nats.Consumer(connecting, "s", "d", ANY)
+        connecting.close()
+
+    asyncio.run(test())

@@ -1,0 +1,89 @@
+"""A topic of a mock cluster for one test, and a look at it and at the topics beside it by other clients."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+from confluent_kafka import Consumer, Message, Producer, TopicPartition
+
+from consumer_rig import Sent
+from kafka_cluster import KafkaCluster
+from projector_dedup.integrations import kafka as plug
+from projector_dedup.integrations.kafka_clients import aside
+
+TIMEOUT = 30.0
+PARTITIONS = 4
+
+
+class Kafka:
+    """One topic with a name of its own, and a group that has begun to consume it."""
+
+    def __init__(self, cluster: KafkaCluster) -> None:
+        self.topic = f"flights-{secrets.token_hex(3)}"
+        self.config: dict[str, Any] = {
+            "bootstrap.servers": cluster.brokers,
+            "group.id": f"airlines-{secrets.token_hex(3)}",
+            "session.timeout.ms": 2000,  # after which the mock notices that a consumer was killed
+            "heartbeat.interval.ms": 300,
+            "auto.commit.interval.ms": 500,
+            "log_level": 3,
+        }
+        self.retry, self.dead_letters = aside(self.topic, self.config, "retry"), aside(self.topic, self.config, "dead")
+        for topic in (self.topic, self.retry, self.dead_letters):
+            cluster.make_topic(topic, PARTITIONS)
+        self._producer = Producer({"bootstrap.servers": cluster.brokers, "log_level": 0})
+        self._replay = {**self.config, "group.id": f"{self.config['group.id']}.replay", "log_level": 0}
+        self._reader = Consumer({**self._replay, "enable.auto.commit": False})
+        self._group = Consumer({**self.config, "log_level": 0})
+        plug.begin(self.config, [self.topic])
+
+    def publish(self, messages: Sequence[Sent]) -> None:
+        """Publish, and return when the cluster has it all."""
+        for each in messages:
+            headers: dict[str, str | bytes | None] = {} if each.id is None else {"message_id": each.id}
+            self._producer.produce(self.topic, each.body, headers=headers)
+        assert self._producer.flush(TIMEOUT) == 0
+
+    def dead(self) -> list[Sent]:
+        """The dead letters that were not replayed."""
+        found: list[Sent] = []
+        for place in self._positions(self._reader, self.dead_letters):
+            low, high = self._reader.get_watermark_offsets(place, timeout=TIMEOUT)
+            place.offset = max(place.offset, low)
+            self._reader.assign([place])
+            for _ in range(place.offset, high):
+                message = self._reader.poll(TIMEOUT)
+                assert message is not None
+                assert message.error() is None
+                found.append(_sent(message))
+        return found
+
+    def replay(self) -> int:
+        """Publish the dead letters again, by the library."""
+        return plug.replay(self.config, self.topic)
+
+    def left(self) -> int:
+        """How many messages lie behind the positions of the group."""
+        return sum(
+            self._group.get_watermark_offsets(place, timeout=TIMEOUT)[1] - max(place.offset, 0)
+            for topic in (self.topic, self.retry)
+            for place in self._positions(self._group, topic)
+        )
+
+    def close(self) -> None:
+        """Close our own clients."""
+        self._reader.close()
+        self._group.close()
+
+    @staticmethod
+    def _positions(client: Consumer, topic: str) -> list[TopicPartition]:
+        return client.committed([TopicPartition(topic, each) for each in range(PARTITIONS)], timeout=TIMEOUT)
+
+
+def _sent(message: Message) -> Sent:
+    headers = message.headers()
+    found = dict(headers) if headers else {}
+    message_id = found.get("message_id")
+    return Sent(message_id.decode() if isinstance(message_id, bytes) else message_id, message.value() or b"")
