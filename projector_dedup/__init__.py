@@ -27,14 +27,18 @@ from .errors import (
     UnsupportedDatabaseError,
 )
 from .extractors import by_path, cloudevents, hashed, kafka
+from .marking import on
 from .message import Message
+from .observer import Observation, Observer
 from .options import RetryPolicy
 from .outcome import Delivery, Outcome
-from .projector import on, projector
+from .projector import projector
 from .tables import DedupTables, ProcessedMessage, make_tables
 from .unit_of_work import UnitOfWork
+from .verdict import Action, Verdict, verdict_of
 
 __all__ = [
+    "Action",
     "AsyncDispatcher",
     "AsyncUnitOfWork",
     "BatchFailed",
@@ -51,6 +55,8 @@ __all__ = [
     "InvalidMessageIdError",
     "Message",
     "MissingTableError",
+    "Observation",
+    "Observer",
     "Outcome",
     "OvertakenError",
     "ProcessedMessage",
@@ -65,6 +71,7 @@ __all__ = [
     "UnlockedWriteError",
     "UnsafeSessionError",
     "UnsupportedDatabaseError",
+    "Verdict",
     "by_path",
     "claim",
     "cloudevents",
@@ -74,4 +81,10 @@ __all__ = [
     "make_tables",
     "on",
     "projector",
+    "verdict_of",
 ]
+
+
+def __dir__() -> list[str]:
+    """Return the public names, so that completion shows no internal module."""
+    return __all__

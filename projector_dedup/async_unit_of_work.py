@@ -30,7 +30,7 @@ class AsyncUnitOfWork:
 
     def __init__(
         self,
-        session_factory: async_sessionmaker[AsyncSession],
+        session_factory: async_sessionmaker[Any],
         *,
         tables: DedupTables = default_tables,
         claim_timeout: float | None = None,

@@ -12,6 +12,7 @@ from .chunk import Chunk
 from .errors import CommitOutcomeUnknown, InvalidMessageError, RefusedError, RetriesExhaustedError
 from .handler import Handler
 from .message import Message, id_text, printable
+from .observer import Observing
 from .options import RetryPolicy, UnitOptions
 from .outcome import Outcome
 
@@ -27,12 +28,13 @@ def apply_batch(
     factory: sessionmaker[Session],
     options: UnitOptions,
     policy: RetryPolicy,
+    observing: Observing | None = None,
 ) -> tuple[list[Result], bool]:
     """Apply messages together; return the outcome or the error of each, and True if what was applied is durable.
 
     A message that fails takes no other with it.
     """
-    batch = _Batch(handler, messages)
+    batch = _Batch(handler, messages, observing)
     for chunk in batch.chunks():
         try:
             batch.settled(apply(chunk, factory, options, policy))
@@ -47,9 +49,10 @@ async def aapply_batch(
     factory: async_sessionmaker[AsyncSession],
     options: UnitOptions,
     policy: RetryPolicy,
+    observing: Observing | None = None,
 ) -> tuple[list[Result], bool]:
     """Apply messages as ``apply_batch`` does, awaiting the database and the handlers."""
-    batch = _Batch(handler, messages)
+    batch = _Batch(handler, messages, observing)
     for chunk in batch.chunks():
         try:
             batch.settled(await aapply(chunk, factory, options, policy))
@@ -64,19 +67,21 @@ class _Batch:
     First all of them are; if that fails, halves, or those before and behind the message that failed.
     """
 
-    def __init__(self, handler: Handler, messages: Sequence[Message]) -> None:
+    def __init__(self, handler: Handler, messages: Sequence[Message], observing: Observing | None) -> None:
         self.results: list[Result] = [RetriesExhaustedError("it was not tried")] * len(messages)
         self._exhausted = 0  # messages in a row that outlived their retries
         self.durable = True
         self._handler = handler
         self._messages = messages
+        self._observing = observing
         self._todo = [range(len(messages))]  # the last is next
 
     def chunks(self) -> Iterator[Chunk]:
         """Yield what to apply next, in the order of delivery. Call ``settled`` or ``failed`` before taking the next."""
         while self._todo:
             self._now = self._todo.pop()
-            self._chunk = Chunk(self._handler, [self._messages[index] for index in self._now])
+            messages = [self._messages[index] for index in self._now]
+            self._chunk = Chunk(self._handler, messages, self._observing)
             yield self._chunk
 
     def settled(self, durable: bool) -> None:
@@ -85,6 +90,8 @@ class _Batch:
         self._exhausted = 0
         for index, outcome in zip(self._now, self._chunk.outcomes, strict=True):
             self.results[index] = outcome
+        if self._chunk.watch is not None:
+            self._chunk.watch.settled(self._chunk.outcomes)
 
     def failed(self, error: Exception) -> None:
         """Note that the chunk that was yielded last failed; plan to try its messages again, fewer at a time."""
@@ -123,14 +130,18 @@ class _Batch:
             )
 
     def _fail(self, chunk: range, error: Exception) -> None:
-        for index in chunk:
-            self.results[index] = error
+        self._give_up(chunk, error)
         if not isinstance(error, RetriesExhaustedError):
             self._exhausted = 0
             return
         self._exhausted += 1
         if self._exhausted == _IN_A_ROW:  # the database's trouble, not the messages'
-            for rest in self._todo:
-                for index in rest:
-                    self.results[index] = error
+            for rest in reversed(self._todo):
+                self._give_up(rest, error)
             self._todo.clear()
+
+    def _give_up(self, chunk: range, error: Exception) -> None:
+        for index in chunk:
+            self.results[index] = error
+        if self._chunk.watch is not None:
+            self._chunk.watch.failed(error, [self._messages[index] for index in chunk])

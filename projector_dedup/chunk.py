@@ -8,6 +8,7 @@ from typing import Any
 from .delivery_log import log_outcomes, log_retry
 from .handler import Handler
 from .message import Message, valid_message_id
+from .observer import Observing
 from .outcome import Outcome
 from .retry import Attempts
 from .unit_of_work import UnitOfWork
@@ -16,7 +17,7 @@ from .unit_of_work import UnitOfWork
 class Chunk:
     """A message, or several of a batch, in the order of delivery, and what became of each."""
 
-    def __init__(self, handler: Handler, messages: Sequence[Message]) -> None:
+    def __init__(self, handler: Handler, messages: Sequence[Message], observing: Observing | None = None) -> None:
         self.handler = handler
         self.identity = handler.identity
         self.marked = handler.idempotent
@@ -27,6 +28,7 @@ class Chunk:
         self.connected = True  # at its last attempt
         self.reads_ahead = True  # until rows could not be read with its claim
         self.claimed = False  # its last claim was answered
+        self.watch = None if observing is None else observing.watch(handler, messages)
         self._new: list[int] = []  # places of the messages that are handled
         self._events: list[Any] = []  # what the handler is given of those
 
@@ -74,5 +76,7 @@ class Chunk:
         log_outcomes(self.handler, self.messages, self.outcomes, attempts)
 
     def log_retry(self, error: Exception, attempts: Attempts) -> None:
-        """Log that the messages are tried again, after ``error``."""
+        """Log that the messages are tried again, after ``error``, and tell the observer."""
         log_retry(self.handler, self.messages, error, attempts)
+        if self.watch is not None:
+            self.watch.retried(error, attempts)

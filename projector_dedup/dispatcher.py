@@ -4,35 +4,40 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Generic, Literal, TypeVar
 
-from sqlalchemy.orm import Session, sessionmaker
+from sqlalchemy.orm import sessionmaker
 
 from .apply import aapply, apply
-from .asyncio_names import AsyncSession, async_sessionmaker
+from .asyncio_names import async_sessionmaker
 from .batch import aapply_batch, apply_batch
 from .chunk import Chunk
 from .errors import HandlerDefinitionError, RefusedError, UnhandledMessage
 from .extractors import attribute_or_key
-from .handler import Handler, check_kind, options_for, refuse_shared_names, warn_of_unused_id
-from .identity import handlers_of
-from .message import IdExtractor, Message, Route, envelope, id_text, known_id, printable, route_of
+from .handler import Handler, advice_on, check_kind, options_for, refuse_shared_names, warn_of_unused_id
+from .identity import Instance, handlers_of
+from .message import IdExtractor, Message, Route, TypeExtractor, envelope, id_text, known_id, printable, route_of
+from .observer import Observer, Observing
 from .options import RetryPolicy, UnitOptions, check_session_factory
 from .outcome import Delivery
 from .results import BatchResults, Results
 from .tables import DedupTables, default_tables
 
+F = TypeVar("F")
 
-class _Routing:
+
+class BaseDispatcher(Generic[F]):
     """The part that both dispatchers share: settings, handlers, and which handlers want a message."""
 
     _asynchronous: bool
 
     def __init__(
         self,
-        session_factory: Any,
-        *projectors: object,
+        session_factory: F,
+        *projectors: Instance,
         message_id: IdExtractor = attribute_or_key,
+        type: TypeExtractor | None = None,  # noqa: A002  # the word of Message.type
         unhandled: Literal["raise", "ignore"] = "raise",
         tables: DedupTables = default_tables,
         retry: RetryPolicy | None = None,
@@ -40,16 +45,19 @@ class _Routing:
         isolation: str | None = None,
         strict: bool = False,
         read_ahead: bool = True,
+        observer: Observer | None = None,
     ) -> None:
         check_session_factory(session_factory, asynchronous=self._asynchronous)
         if unhandled not in ("raise", "ignore"):
             raise ValueError(f"unhandled is 'raise' or 'ignore', not {unhandled!r}")
-        if not callable(message_id):
-            raise ValueError("message_id takes an extractor, such as by_path('headers.id')")
+        if not all(callable(each) for each in (message_id, type or attribute_or_key)):
+            raise ValueError("message_id and type take an extractor, such as by_path('headers.id')")
         self._factory = session_factory
-        self._extractor = message_id
+        self._extractor, self._type = message_id, type
         self._ignore_unhandled = unhandled == "ignore"
         self._policy = retry or RetryPolicy()
+        self._observing = None if observer is None else Observing(observer, partial(route_of, extractor=type))
+        self._found = self._route if self._observing is None else self._observing.routing(self._route)
         shared = UnitOptions(tables, claim_timeout, isolation, strict=strict)
         self._handlers: dict[str, Handler] = {}
         self._options: dict[str, UnitOptions] = {}
@@ -87,18 +95,26 @@ class _Routing:
         return before
 
     def _route(self, event: object, message_id: object) -> tuple[Message, list[Handler], str | None]:
-        route = route_of(event)
+        route = route_of(event, self._type)
         handlers, needed = self._wanting.get(route) or self._who_wants(route)
         message = envelope(event, message_id, self._extractor if needed else attribute_or_key, needed=needed)
-        if message_id is not None and handlers and not needed:
+        given = event.id if message_id is None and isinstance(event, Message) else message_id
+        if given is not None and handlers and not needed:
             warn_of_unused_id(handlers[0])
         if not handlers and not self._ignore_unhandled:
-            name = route if isinstance(route, str) else f"{route.__module__}.{route.__qualname__}"
+            name = (route if isinstance(route, str) else f"{route.__module__}.{route.__qualname__}")[:200]
+            advice = advice_on(event, route, self._type) or (
+                "Register one with @on, name the message's type if it has one, Message(id, body, type=...), or say "
+                "unhandled='ignore' if that is meant"
+            )
             raise UnhandledMessage(
-                f"no handler for {printable(name)}; register one with @on, name the message's type if it has one, "
-                "Message(id, body, type=...), or say unhandled='ignore' if that is meant"
+                f"no handler for {printable(name)}; there is one for {self._known_routes()}. {advice}"
             )
         return message, handlers, known_id(message, needed=needed)
+
+    def _known_routes(self) -> str:
+        names = sorted(route if isinstance(route, str) else route.__qualname__ for route in self._wanting)
+        return ", ".join(printable(name[:80]) for name in names[:5]) + (", ..." if len(names) > 5 else "")
 
     def _route_all(self, events: Iterable[object]) -> BatchResults:
         if isinstance(events, (str, bytes, Mapping, Message)):
@@ -108,32 +124,33 @@ class _Routing:
         batch = BatchResults()
         for event in events:
             try:
-                batch.routed(*self._route(event, None))
+                batch.routed(*self._found(event, None))
             except Exception as error:  # noqa: BLE001  # of this message alone, from the extractor of its id, say
                 batch.not_routed(id_text(event) if isinstance(event, Message) else None, error)
         return batch
 
 
-class Dispatcher(_Routing):
+class Dispatcher(BaseDispatcher[sessionmaker[Any]]):
     """Delivers messages to the handlers of its projectors, each in a unit of work of its own.
 
     Threads may share a dispatcher. ``session_factory`` is a ``sessionmaker`` on one engine; every attempt takes a new
     session from it. Projectors are instances of ``@projector`` classes, or function projectors.
 
-    ``message_id`` is the extractor that finds the id in an event; the default takes ``event.message_id``.
+    ``message_id`` is the extractor that finds the id in an event; the default takes ``event.message_id``. ``type`` is
+    one that finds the type, for events that are dictionaries: ``type=by_path("type")``.
     ``unhandled="ignore"`` settles messages that no handler wants as ``SKIPPED``, instead of raising. ``tables`` is the
     result of ``make_tables``. ``retry`` bounds how often and how long an attempt is repeated. ``claim_timeout`` is the
     longest wait, in seconds, for another delivery of the same message; ``InProgress`` is raised then. ``isolation``
     overrides the isolation level. ``strict=True`` asks the database before COMMIT, for one or two round trips, that
     the marker is in this transaction. ``read_ahead=False`` reads no row before a handler asks for it: neither those
-    that ``@on(reads=...)`` declares, nor those of a batch together. Handlers see the same either way.
+    that ``@on(reads=...)`` declares, nor those of a batch together. Handlers see the same either way. ``observer`` is
+    told what becomes of each message; see ``Observer``.
 
     Raises ``HandlerDefinitionError`` for projectors that could not be delivered to, ``UnsafeSessionError`` for a
     session factory that does not fit, ``ValueError`` for any other wrong argument.
     """
 
     _asynchronous = False
-    _factory: sessionmaker[Session]
 
     def deliver(self, event: object, *, message_id: object = None) -> Delivery:
         """Deliver one message. **It returns only if the message may be acknowledged**; otherwise it raises.
@@ -145,15 +162,19 @@ class Dispatcher(_Routing):
         are raised together as ``DeliveryFailed``. Raises ``UnhandledMessage`` if no handler wants the message, and
         ``InvalidMessageError`` if it has no usable id or type.
         """
-        message, handlers, known = self._route(event, message_id)
+        message, handlers, known = self._found(event, message_id)
         results = Results(known, handlers)
         for handler in handlers:
-            chunk = Chunk(handler, [message])
+            chunk = Chunk(handler, [message], self._observing)
             try:
                 durable = apply(chunk, self._factory, self._options[handler.identity], self._policy)
                 results.settled(handler, chunk.outcomes[0], durable)
+                if chunk.watch is not None:
+                    chunk.watch.settled(chunk.outcomes)
             except Exception as error:  # noqa: BLE001  # kept, and raised when every handler was tried
                 results.failed(handler, error)
+                if chunk.watch is not None:
+                    chunk.watch.failed(error)
         return results.settled_delivery()
 
     def deliver_batch(self, events: Iterable[object]) -> list[Delivery]:
@@ -171,18 +192,18 @@ class Dispatcher(_Routing):
         for handler in self._handlers.values():
             if messages := batch.messages_for(handler):
                 options = self._options[handler.identity]
-                batch.handled(handler, *apply_batch(handler, messages, self._factory, options, self._policy))
+                became = apply_batch(handler, messages, self._factory, options, self._policy, self._observing)
+                batch.handled(handler, *became)
         return batch.settled_deliveries()
 
 
-class AsyncDispatcher(_Routing):
+class AsyncDispatcher(BaseDispatcher[async_sessionmaker[Any]]):
     """Delivers messages to ``async def`` handlers, each in a unit of work of its own, by an ``async_sessionmaker``.
 
     Tasks of one event loop may share a dispatcher. The arguments are those of ``Dispatcher``.
     """
 
     _asynchronous = True
-    _factory: async_sessionmaker[AsyncSession]
 
     async def deliver(self, event: object, *, message_id: object = None) -> Delivery:
         """Deliver one message. **It returns only if the message may be acknowledged**; otherwise it raises.
@@ -190,15 +211,19 @@ class AsyncDispatcher(_Routing):
         Takes, returns and raises what ``Dispatcher.deliver`` does. A cancellation leaves the message applied or not
         applied, and nothing in between.
         """
-        message, handlers, known = self._route(event, message_id)
+        message, handlers, known = self._found(event, message_id)
         results = Results(known, handlers)
         for handler in handlers:
-            chunk = Chunk(handler, [message])
+            chunk = Chunk(handler, [message], self._observing)
             try:
                 durable = await aapply(chunk, self._factory, self._options[handler.identity], self._policy)
                 results.settled(handler, chunk.outcomes[0], durable)
+                if chunk.watch is not None:
+                    chunk.watch.settled(chunk.outcomes)
             except Exception as error:  # noqa: BLE001  # kept, and raised when every handler was tried
                 results.failed(handler, error)
+                if chunk.watch is not None:
+                    chunk.watch.failed(error)
         return results.settled_delivery()
 
     async def deliver_batch(self, events: Iterable[object]) -> list[Delivery]:
@@ -210,5 +235,6 @@ class AsyncDispatcher(_Routing):
         for handler in self._handlers.values():
             if messages := batch.messages_for(handler):
                 options = self._options[handler.identity]
-                batch.handled(handler, *await aapply_batch(handler, messages, self._factory, options, self._policy))
+                became = await aapply_batch(handler, messages, self._factory, options, self._policy, self._observing)
+                batch.handled(handler, *became)
         return batch.settled_deliveries()

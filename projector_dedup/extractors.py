@@ -44,7 +44,8 @@ def cloudevents(event: Any) -> object:
 def kafka(event: Any) -> object:
     """Return the id of a Kafka record, made of its topic, partition and offset: attributes, methods or keys.
 
-    Raises ``InvalidMessageIdError`` if one of them is missing, or of another type.
+    An event that is published again has another offset, and would be applied again: use it only where each event is
+    written to its topic once. Raises ``InvalidMessageIdError`` if one of them is missing, or of another type.
     """
     return _composite("kafka", event, {"topic": str, "partition": int, "offset": int})
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
+from sqlalchemy.orm import Session
+
+from .asyncio_names import AsyncSession
 from .errors import HandlerDefinitionError
-from .message import Message, Route, printable
+from .message import Message, Route, TypeExtractor, printable
 from .options import UnitOptions
 from .reads import DeclaredReads
 
@@ -109,6 +112,28 @@ def check_parameters(identity: str, function: Callable[..., Any]) -> None:
         ) from None
 
 
+def check_session(identity: str, function: Callable[..., Any]) -> None:
+    """Raise ``HandlerDefinitionError`` for an async handler that declares a ``Session``, and for the reverse.
+
+    The handler would await nothing that it does, or find a coroutine where it expects rows. An annotation that cannot
+    be evaluated, because its name is imported for type checkers only, is not looked at.
+    """
+    asynchronous = inspect.iscoroutinefunction(function)
+    if asynchronous != inspect.iscoroutinefunction(inspect.unwrap(function)):
+        return  # a wrapper of the other kind may give the function below it another session
+    try:
+        declared = list(inspect.signature(function, eval_str=True).parameters.values())[1].annotation
+    except Exception:  # noqa: BLE001  # an annotation may raise anything
+        return
+    given, other = (AsyncSession, Session) if asynchronous else (Session, AsyncSession)
+    if isinstance(declared, type) and issubclass(declared, other):
+        kind = "async def" if asynchronous else "plain def"
+        raise HandlerDefinitionError(
+            f"{identity} is {kind} and declares {declared.__name__}: its session is of the class {given.__name__}; "
+            "declare that, or change the kind of function"
+        )
+
+
 def refuse_second_of_one_name(function: Callable[..., Any], mark: str) -> None:
     """Raise ``HandlerDefinitionError`` if the class body that is being run has another handler of that name.
 
@@ -136,6 +161,22 @@ def warn_of_unused_id(handler: Handler) -> None:
             "@projector(idempotent=True), or give no message_id",
             printable(handler.identity),
         )
+
+
+def advice_on(event: object, route: Route, extractor: TypeExtractor | None = None) -> str:
+    """Return what to write instead where an event has the type of a container, for texts of errors; else nothing.
+
+    ``route`` is what was found for the event, by the ``extractor`` or its class.
+    """
+    if type(event) in (list, tuple):
+        return f"A {type(event).__name__} is not one message: deliver several by deliver_batch(events)"
+    if not isinstance(route, type) or not issubclass(route, Mapping):
+        return ""
+    if extractor is None:
+        looked, find = "", 'give the Dispatcher type=by_path("type"), which looks into it, or'
+    else:
+        looked, find = ", and the dispatcher's type= has found none in it", "mend the producer or that path, or"
+    return f"A {route.__name__} has no type of its own{looked}: {find} name the type, Message(id, body, type=...)"
 
 
 def check_kind(handler: Handler, *, asynchronous: bool) -> None:

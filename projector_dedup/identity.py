@@ -6,14 +6,26 @@ import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import product
-from typing import Any
+from typing import Any, Never, Protocol, overload
 
 from .errors import HandlerDefinitionError
-from .handler import Handler, On, Settings, check_parameters
+from .handler import Handler, On, Settings, check_parameters, check_session
 from .message import valid_formerly, valid_handler
 
 ON = "__projector_dedup_on__"  #: the attribute in which ``@on`` leaves what it says of a function
 PROJECTOR = "__projector_dedup_projector__"  #: and ``@projector`` what it says of a class
+
+
+class Instance(Protocol):
+    """Any object that is no class: a class given by mistake is an error of types.
+
+    Every object has a size. For a class, and for nothing else, the first line would have to hold too.
+    """
+
+    @overload
+    def __sizeof__(self: type[Any]) -> Never: ...  # type: ignore[misc]  # that it never holds is the point
+    @overload
+    def __sizeof__(self) -> int: ...
 
 
 def handlers_of(target: Any) -> list[Handler]:
@@ -25,6 +37,11 @@ def handlers_of(target: Any) -> list[Handler]:
     cls = type(target)
     settings: Settings | None = getattr(cls, PROJECTOR, None)
     if settings is None:
+        if isinstance(target, (list, tuple, set, frozenset)):
+            raise HandlerDefinitionError(
+                f"projectors are given one by one, not in a {cls.__name__}: Dispatcher(session_factory, First(), "
+                "Second()), or Dispatcher(session_factory, *projectors)"
+            )
         raise HandlerDefinitionError(f"{cls.__qualname__} is not a projector; decorate it with @projector(...)")
     if PROJECTOR not in vars(cls):  # names, and former names, belong to the class they were given to
         settings = replace(settings, name=None, formerly=())
@@ -74,6 +91,7 @@ def handler_of(
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         raise HandlerDefinitionError(f"{identity} is a generator: calling it would run nothing; do not yield in it")
     check_parameters(identity, function)
+    check_session(identity, function)
     if settings.idempotent and not pinned:
         raise HandlerDefinitionError(
             f"{identity} would have another identity when it runs from another place, and messages would be applied "

@@ -18,16 +18,19 @@ Route = type | str
 """A class or a name by which the handlers of a message are found."""
 
 IdExtractor = Callable[[Any], object]
-"""A function that takes the event given to ``deliver`` and returns its id, or None if it has none."""
+"""A function that takes an event, or the body of a ``Message``, and returns its id, or None if it has none."""
+
+TypeExtractor = Callable[[Any], object]
+"""A function that takes an event, or the body of a ``Message``, and returns its type, or None if it has none."""
 
 
 @dataclass(frozen=True)
 class Message:
     """A small envelope for an event whose body does not carry its own id.
 
-    Handlers are found by ``type`` (a class or a name), or by the class of ``body`` if there is no ``type``.
-    ``occurred_at`` must have a time zone; it is stored beside the marker. ``id`` may be None only if it is given to
-    ``deliver``, or if no handler needs it.
+    Handlers are found by ``type`` (a class or a name); if there is none, by the type that the dispatcher's ``type=``
+    finds in ``body``, or by the class of ``body``. ``occurred_at`` must have a time zone; it is stored beside the
+    marker. If ``id`` is None it is given to ``deliver``, or found in ``body`` by the dispatcher's ``message_id=``.
 
     Raises ``InvalidMessageError`` for an ``id``, ``type`` or ``occurred_at`` that no delivery could use: here, before
     the message is in a batch with others.
@@ -62,6 +65,10 @@ def valid_message_id(value: object) -> str:
         raise InvalidMessageIdError(
             "the message has no id, so a redelivery could not be recognised; pass message_id=, give the event a "
             "message_id, or give the dispatcher an extractor (message_id=by_path(...))"
+        )
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        raise InvalidMessageIdError(
+            "a message id is text, not bytes; give value.decode(), and not str(value), which is another text"
         )
     if not isinstance(value, str):
         raise InvalidMessageIdError(
@@ -155,16 +162,16 @@ def printable(text: str) -> str:
 def envelope(event: Any, message_id: object, extractor: IdExtractor, *, needed: bool) -> Message:
     """Return the event in its envelope, which it may have already.
 
-    A ``message_id`` that is given wins over the envelope's own, and that one over the extractor's. If no id is
-    ``needed``, the extractor may find something that is no id: the message has none then.
+    A ``message_id`` that is given wins over the envelope's own, and that one over the extractor's, which looks into the
+    body. If no id is ``needed``, the extractor may find something that is no id: the message has none then.
     """
-    if isinstance(event, Message):
+    if isinstance(event, Message) and event.id is not None:
         return event if message_id is None else replace(event, id=message_id)
     if message_id is None:
-        message_id = extractor(event)
+        message_id = extractor(event.body if isinstance(event, Message) else event)
         if not needed and not _is_message_id(message_id):
             message_id = None
-    return Message(message_id, event)
+    return replace(event, id=message_id) if isinstance(event, Message) else Message(message_id, event)
 
 
 def _is_message_id(value: object) -> bool:
@@ -175,11 +182,17 @@ def _is_message_id(value: object) -> bool:
     return True
 
 
-def route_of(event: object) -> Route:
-    """Return how the event's handlers are found: the ``type`` of a message that has one, else the class of its body."""
-    if not isinstance(event, Message):
-        return valid_route(type(event))
-    return valid_route(type(event.body) if event.type is None else event.type)
+def route_of(event: object, extractor: TypeExtractor | None = None) -> Route:
+    """Return how the event's handlers are found: by the ``type`` of a message that has one, else by its body.
+
+    The type of a body is what the ``extractor`` finds in it, else its class.
+    """
+    if isinstance(event, Message):
+        if event.type is not None:
+            return valid_route(event.type)
+        event = event.body
+    found = None if extractor is None else extractor(event)
+    return valid_route(type(event) if found is None else found)
 
 
 def known_id(message: Message, *, needed: bool) -> str | None:

@@ -21,8 +21,10 @@ class RetryPolicy:
 
     ``attempts`` counts the first one too; no attempt starts later than ``within`` seconds after the first failure.
     One and the same unique violation in the read model, which a rival or a bug may have caused, is tried again
-    ``unique_violations`` times at most. Between attempts: a random time up to ``base * 2 ** n`` seconds, at most
-    ``cap`` (Brooker, "Exponential Backoff And Jitter", 2015: full jitter). No connection is held meanwhile.
+    ``unique_violations`` times at most. ``also`` lists errors of the application's that are tried again like conflicts
+    of the database, such as that of an event store whose stream has a later version than was expected. Between
+    attempts: a random time up to ``base * 2 ** n`` seconds, at most ``cap`` (Brooker, "Exponential Backoff And Jitter",
+    2015: full jitter). No connection is held meanwhile.
     """
 
     attempts: int = 20
@@ -30,8 +32,12 @@ class RetryPolicy:
     unique_violations: int = 2
     base: float = 0.01
     cap: float = 0.5
+    also: tuple[type[Exception], ...] = ()
 
     def __post_init__(self) -> None:
+        given: object = self.also
+        if not isinstance(given, tuple) or not all(isinstance(e, type) and issubclass(e, Exception) for e in given):
+            raise ValueError("RetryPolicy: also is a tuple of exception classes, as in also=(ExpectedVersionError,)")
         if self.attempts < 1 or self.within < 0 or self.unique_violations < 0 or self.base < 0 or self.cap < 0:
             raise ValueError("RetryPolicy: attempts must be at least 1, and no other value negative")
 

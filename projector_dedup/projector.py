@@ -1,4 +1,4 @@
-"""``@projector`` and ``@on``, the decorators of a user, and the projector that is made of one function."""
+"""``@projector``, the decorator of classes and functions, and the projector that is made of one function."""
 
 from __future__ import annotations
 
@@ -6,60 +6,22 @@ import functools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar, overload
 
-from sqlalchemy.orm import Session, sessionmaker
+from sqlalchemy.orm import sessionmaker
 
 from .apply import aapply, apply
-from .asyncio_names import AsyncSession, async_sessionmaker
+from .asyncio_names import async_sessionmaker
 from .chunk import Chunk
 from .errors import HandlerDefinitionError, UnhandledMessage
 from .extractors import attribute_or_key
-from .handler import On, Settings, check_kind, options_for, refuse_second_of_one_name, warn_of_unused_id
+from .handler import Settings, advice_on, check_kind, options_for, warn_of_unused_id
 from .identity import ON, PROJECTOR, handler_of, is_pinned, joined
-from .message import Route, envelope, known_id, route_of, valid_formerly
+from .message import envelope, known_id, route_of, valid_formerly
 from .options import RetryPolicy, UnitOptions, check_session_factory
 from .outcome import Delivery
-from .reads import DeclaredReads, Reads
 
-F = TypeVar("F", bound=Callable[..., Any])
 C = TypeVar("C", bound=type[Any])
 P = ParamSpec("P")
 R = TypeVar("R")
-
-
-def on(
-    *events: Route,
-    name: str | None = None,
-    formerly: Collection[str] = (),
-    subclasses: bool = False,
-    envelope: bool = False,
-    batch: bool = False,
-    reads: Reads | None = None,
-) -> Callable[[F], F]:
-    """Mark a method or a function as the handler of ``events``, each a class (the exact type) or a name.
-
-    The handler is called with ``(event, session)``; it must not commit. ``name`` pins the method's part of the
-    identity, so that it can be renamed; ``formerly`` lists former names of that part or, with a dot, former identities
-    of the whole handler: code of both names may run at once (README, "Renaming a projector"). ``subclasses`` also takes
-    events of derived classes. ``envelope`` passes the ``Message`` instead of its body. ``batch`` passes the list of
-    all events that ``deliver_batch`` found new, in their order; ``deliver`` passes a list of one then.
-
-    ``reads`` says which rows the handler will ``session.get``: for each entity a dotted path to its key in the event, a
-    tuple of paths for a composite key, a list of these for several rows, or a function of the event that lists the
-    keys. They come with the claim, or together for a batch, which saves round trips. It is advice, and never changes
-    what a handler sees. Raises ``HandlerDefinitionError`` for a wrong argument.
-    """
-    if not events or not all(isinstance(event, (type, str)) for event in events):
-        raise HandlerDefinitionError("@on takes the events it handles: classes or names, as in @on(PaymentReceived)")
-
-    former = valid_formerly(formerly, HandlerDefinitionError)
-    declared = None if reads is None else DeclaredReads(reads)
-
-    def mark(function: F) -> F:
-        refuse_second_of_one_name(function, ON)
-        setattr(function, ON, On(events, name, subclasses, envelope, former, batch, declared))
-        return function
-
-    return mark
 
 
 @overload
@@ -74,7 +36,7 @@ def projector(
     formerly: Collection[str] = ...,
     read_models: Sequence[type[Any]] = ...,
     isolation: str | None = ...,
-) -> _Decorator: ...
+) -> ProjectorDecorator: ...
 def projector(
     target: Any = None,
     /,
@@ -99,11 +61,13 @@ def projector(
         raise HandlerDefinitionError("read_models is a list of mapped classes, as in read_models=[Totals]")
     former = valid_formerly(formerly, HandlerDefinitionError)
     settings = Settings(idempotent, name, tuple(read_models), isolation, former)
-    decorate = _Decorator(settings)
+    decorate = ProjectorDecorator(settings)
     return decorate if target is None else decorate(target)
 
 
-class _Decorator:
+class ProjectorDecorator:
+    """``@projector`` with its arguments, to be written above a class or a function."""
+
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
 
@@ -123,6 +87,10 @@ class FunctionProjector(Generic[P, R]):
     """A projector made of one function, which can be called as before; ``deliver`` applies one event once."""
 
     def __init__(self, function: Callable[P, R], settings: Settings) -> None:
+        if not callable(function):
+            raise HandlerDefinitionError(
+                f'@projector is written above a class or a function, not given {function!r}; a name is name="..."'
+            )
         functools.update_wrapper(self, function)
         self._function = function
         marked = getattr(function, ON, None)
@@ -145,7 +113,7 @@ class FunctionProjector(Generic[P, R]):
         """Call the function as it was written: without a claim, in whatever transaction the caller has."""
         return self._function(*args, **kwargs)
 
-    def deliver(self, event: object, *, message_id: object = None, session_factory: sessionmaker[Session]) -> Delivery:
+    def deliver(self, event: object, *, message_id: object = None, session_factory: sessionmaker[Any]) -> Delivery:
         """Apply the event once, in a unit of work of its own; return only if the message may be acknowledged.
 
         ``message_id`` wins over the event's own. Raises what ``Dispatcher.deliver`` raises with one handler.
@@ -156,7 +124,7 @@ class FunctionProjector(Generic[P, R]):
         return self._delivery(chunk, apply(chunk, session_factory, self._options, RetryPolicy()))
 
     async def adeliver(
-        self, event: object, *, message_id: object = None, session_factory: async_sessionmaker[AsyncSession]
+        self, event: object, *, message_id: object = None, session_factory: async_sessionmaker[Any]
     ) -> Delivery:
         """Apply the event once, by an ``async def`` function; returns and raises what ``deliver`` does."""
         check_session_factory(session_factory, asynchronous=True)
@@ -166,8 +134,9 @@ class FunctionProjector(Generic[P, R]):
 
     def _chunk(self, event: object, message_id: object) -> Chunk:
         message = envelope(event, message_id, attribute_or_key, needed=self.handler.idempotent)
-        if not self.handler.wants(route_of(message)):
-            raise UnhandledMessage(f"{self.handler.identity} does not handle {type(message.body).__name__}")
+        if not self.handler.wants(route := route_of(message)):
+            said = f"{self.handler.identity} does not handle {type(message.body).__name__}. {advice_on(event, route)}"
+            raise UnhandledMessage(said.removesuffix(". "))
         if message_id is not None and not self.handler.idempotent:
             warn_of_unused_id(self.handler)
         return Chunk(self.handler, [message])

@@ -17,7 +17,7 @@ DEFAULT_NAME = "processed_message"
 MAX_NAME_BYTES = 63 - len("_alembic_version_pkc")  #: PostgreSQL cuts names of more than 63 bytes silently
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class DedupTables:
     """The marker table and the state table of one deployment of the library, as ``make_tables`` returns them."""
 
@@ -34,6 +34,9 @@ class DedupTables:
     """The word for a row of the first table, in texts."""
     handler: ClassVar[str] = "handler"
     """The word for what stands in the column ``handler``, in texts."""
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.marker.fullname}>"  # a Table would say all its columns, in each signature
 
     @staticmethod
     def make(metadata: MetaData, name: str, schema: str | None) -> DedupTables:

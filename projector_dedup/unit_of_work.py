@@ -40,7 +40,7 @@ class UnitOfWork:
 
     def __init__(
         self,
-        session_factory: sessionmaker[Session],
+        session_factory: sessionmaker[Any],
         *,
         tables: DedupTables = default_tables,
         claim_timeout: float | None = None,

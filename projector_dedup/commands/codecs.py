@@ -37,7 +37,7 @@ class Codec(Generic[R]):
 
 
 def _strict(value: Any) -> Any:
-    """Return a value of which JSON says everything: what comes back is equal and of the same types."""
+    """Return ``value`` if JSON gives it back equal and of the same types; raise ``ResultError`` for any other."""
     kind = type(value)
     if value is None or kind in (bool, int) or (kind is float and math.isfinite(value)):
         return value

@@ -1,4 +1,4 @@
-"""Fingerprints: whether a key that comes again comes with the same command."""
+"""Fingerprints: tell whether a key that comes again comes with the same command."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ Fingerprint = Callable[[Any], object]
 """A function of a command that returns what must be the same when its key comes again: anything ``canonical`` takes."""
 
 _ALONE = (str, bool, int, type(None))
+_MAX_EXPONENT = 1_000  # of a Decimal: written out, 1E+999999999 would take a gigabyte
 
 
 def fields(*names: str) -> Fingerprint:
@@ -43,12 +44,20 @@ def digest(command: object) -> bytes:
 
     Raises ``InvalidKeyError`` for what has no canonical form.
     """
-    text = json.dumps(canonical(command), sort_keys=True, separators=(",", ":"), allow_nan=False)
+    try:
+        text = json.dumps(canonical(command), sort_keys=True, separators=(",", ":"), allow_nan=False)
+    except InvalidKeyError:
+        raise
+    except (OverflowError, RecursionError, ValueError) as error:
+        raise InvalidKeyError(
+            f"a command has no canonical form ({type(error).__name__}): it is nested too deeply, has a number of "
+            "thousands of digits, or a moment outside the years 1 to 9999 in UTC"
+        ) from error
     return sha256(text.encode()).digest()
 
 
 def canonical(value: Any) -> Any:
-    """Return ``value`` as JSON can say it, the same for equal values.
+    """Return ``value`` in a form that JSON has, which is the same for equal values.
 
     Fields that equal their default are left out: a field that is added to a command with a default changes nothing.
     """
@@ -111,7 +120,10 @@ def _number(value: float) -> int | float:
 def _decimal(value: Decimal) -> str:
     if not value.is_finite():
         raise InvalidKeyError(f"a command with {value} cannot be compared, because that equals nothing")
-    return format(value.normalize() if value else Decimal(0), "f")
+    if value and not -_MAX_EXPONENT < value.adjusted() < _MAX_EXPONENT:
+        raise InvalidKeyError(f"a command with a number of more than {_MAX_EXPONENT} digits cannot be compared")
+    text = format(value if value else Decimal(0), "f")  # every digit: normalize() would round to those of the context
+    return text.rstrip("0").rstrip(".") if "." in text else text
 
 
 def _text(value: UUID | date | time) -> str:

@@ -6,7 +6,7 @@ import inspect
 import typing
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, TypeVar, overload
+from typing import Any, Generic, Literal, Never, TypeVar, overload
 
 from ..errors import HandlerDefinitionError
 from ..message import valid_formerly, valid_handler
@@ -125,7 +125,7 @@ class _Decorator:
 
 
 def command(
-    *,
+    *misplaced: Never,
     name: str | None = None,
     formerly: Collection[str] = (),
     codec: Codec[Any] | None = None,
@@ -151,6 +151,11 @@ def command(
 
     Raises ``HandlerDefinitionError`` for a wrong argument, and for a result that no codec can store.
     """
+    if misplaced:
+        raise HandlerDefinitionError(
+            "@command is written with parentheses, and its arguments have names: @command() or "
+            '@command(name="accounts.credit")'
+        )
     given: object = read_models
     if not isinstance(given, Sequence) or not all(hasattr(model, "__mapper__") for model in given):
         raise HandlerDefinitionError("read_models is a list of mapped classes, as in read_models=[Account]")

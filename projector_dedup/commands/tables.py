@@ -14,7 +14,7 @@ DEFAULT_NAME = "processed_command"
 MAX_CODEC_BYTES = 64
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class CommandTables(DedupTables):
     """The record table and the state table of commands, as ``make_command_tables`` returns them.
 

@@ -175,7 +175,7 @@ class Refused(Once):
         self._rejection = Rejection(rejected.code, rejected.detail)
 
     def calls(self, session: Any) -> Iterator[Callable[[], Any]]:  # noqa: ARG002  # as Once
-        """Call nobody: record the rejection."""
+        """Record the rejection, and yield no call: the handler has run before."""
         self.returned = self._rejection
         if self.asked.key is not None:
             self._record(self.asked.rejected(self._rejection))

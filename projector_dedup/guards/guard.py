@@ -3,7 +3,7 @@
 A handler gets a real Session, so it can do what it must not: commit, roll back, close, swallow the error that
 aborted the transaction. The guard of a unit of work prevents what it can see coming, notices the rest before
 COMMIT, and remembers it even if the handler swallows the exception. It asks the driver, which costs no round trip;
-only where a handler took the driver's own connection, it asks the server (docs/adr/0007; README has what is unseen).
+only where a handler took the driver's own connection, it asks the server (ADR 7; unseen: docs/handlers.md).
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The markers of one message: ``find`` lists them, ``forget`` deletes them; ``records`` does so for commands."""
+"""The markers of one message: ``find`` lists them, ``forget`` deletes them; ``records`` does so for commands.
+
+``has_markers`` tells whether a handler is known at all.
+"""
 
 from __future__ import annotations
 
@@ -51,6 +54,16 @@ def find_rows(engine: Engine, message_id: str, tables: DedupTables) -> list[tupl
         occurred = None if row.occurred_at is None else in_utc(row.occurred_at)
         found.append((Marker(row.message_id, row.handler, at, occurred, now - at), row))
     return found
+
+
+def has_markers(engine: Engine, handler: str, *, tables: DedupTables = default_tables) -> bool:
+    """True if the table has a marker of the handler, of whatever age.
+
+    Raises ``RefusedError`` for a name that no handler can have, ``MissingTableError`` if the tables are missing.
+    """
+    some = select(tables.marker.c.handler).where(tables.marker.c.handler == valid_handler(handler)).limit(1)
+    with connected_to(engine, tables) as connection:
+        return connection.execute(some).first() is not None
 
 
 def forget(

@@ -25,6 +25,7 @@ from ..tables import DedupTables, default_tables
 from .check import check, check_table
 from .ddl import creating, version_row
 from .state import SCHEMA_VERSION, read_state, write_state
+from .waits import unlimited
 
 _PATIENCE = 60.0  # seconds during which a change that had to wait for other transactions is tried again
 _PAUSE = 1.0  # seconds between two tries at most, half as long on average: writers that queued get through
@@ -85,7 +86,8 @@ class _Owner:
         with engine.connect() as connection:
             dialect_of(connection).refuse_unsafe(connection)
             schema = connection.schema_for_object(tables.marker)
-        self._engine = engine.execution_options(schema_translate_map=None)
+        checking = engine.execution_options(schema_translate_map=None)
+        self._engine = unlimited(checking)  # a change of the tables has a shorter limit of its own
         self._tables = tables.make(MetaData(), tables.marker.name, schema)
         self._before: int | None = None
         self._adopted = False
@@ -93,7 +95,7 @@ class _Owner:
         self._config = Config(output_buffer=self._output)
         self._config.set_main_option("script_location", str(files("projector_dedup.migrations")).replace("%", "%%"))
         self._config.attributes["projector_dedup_tables"] = self._tables
-        self._refuse_wrong()
+        self._refuse_wrong(checking)
 
     def migrate(self) -> Migrated:
         with self._engine.connect() as connection:
@@ -121,13 +123,13 @@ class _Owner:
                     self._output.write(f"{version_row(self._tables, connection.dialect)};\n")
         return self._output.getvalue()
 
-    def _refuse_wrong(self) -> None:
+    def _refuse_wrong(self, engine: Engine) -> None:
         """Raise ``MissingTableError`` for a schema that does not exist, and for tables that ``check`` finds wrong.
 
         This comes before anything is locked, because ``check`` tries the tables out by writing to them.
         """
         schema = self._tables.marker.schema
-        with self._engine.connect() as connection:
+        with engine.connect() as connection:
             if schema is not None and not inspect(connection).has_schema(schema):
                 raise MissingTableError(f"there is no schema {schema}: create it first, or name another")
             version = self._version(connection)  # first: a rival writes it last
@@ -140,7 +142,7 @@ class _Owner:
                 )
             findings = [finding for table in present for finding in check_table(connection, table, self._tables)]
         if len(present) == 2:
-            findings = check(self._engine, self._tables)
+            findings = check(engine, self._tables)
         for finding in findings:
             if finding.fatal:
                 raise MissingTableError(f"{finding.problem}; nothing was changed; {finding.remedy}")

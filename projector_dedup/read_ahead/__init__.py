@@ -48,7 +48,7 @@ class ReadingAhead:
         self._tables = tables
 
     def prepare(self, engine: Engine, dialect: Dialect) -> None:
-        """Look at the tables of the declared entities, once for each engine."""
+        """Find out, once for each engine, which of the declared entities have rows that may be read with a claim."""
         if not dialect.claims_may_read:
             return
         known = _catalogue.setdefault(engine, {})
@@ -122,7 +122,7 @@ class ReadingAhead:
         return lasting and may_be_served(guard, [cacheable for cacheable, _ in declared])
 
     def _warn(self, entity: Any, event: Any, what: str, error: BaseException | None = None) -> None:
-        """Log once for each handler: rows are read when they are asked for, which is slower, and never wrong."""
+        """Warn, once for each handler, that its rows are read only when it asks for them, which is slower."""
         if self._identity not in _warned:
             _warned.add(self._identity)
             logger.warning(

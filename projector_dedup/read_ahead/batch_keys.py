@@ -44,7 +44,7 @@ class KeysAhead:
         self._guesses: dict[object, dict[tuple[Path, ...], _Guess]] = {}
 
     def next_message(self) -> None:
-        """Go on to the next message: its event is the one at hand."""
+        """Go on to the next message, whose event is the one at hand from here on."""
         self._at += 1
         self._places = None
 

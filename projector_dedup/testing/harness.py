@@ -23,8 +23,9 @@ from sqlalchemy.util import await_only
 
 from ..async_unit_of_work import AsyncUnitOfWork
 from ..dispatcher import AsyncDispatcher, Dispatcher
+from ..marking import on
 from ..outcome import Delivery
-from ..projector import FunctionProjector, on, projector
+from ..projector import FunctionProjector, projector
 from ..reads import Reads
 from ..tables import default_tables
 from ..unit_of_work import UnitOfWork

@@ -27,6 +27,8 @@ from projector_dedup import (
 from projector_dedup.reads import Reads
 from projector_dedup.tables import default_metadata
 
+pytestmark = pytest.mark.slow
+
 
 @dataclass(frozen=True)
 class Order:

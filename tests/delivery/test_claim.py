@@ -195,7 +195,7 @@ def test_claim_works_in_a_scoped_session(harness: Harness) -> None:
     """The caller's live session is refused by the dispatcher, not by `claim`, which is made for it."""
     scoped = scoped_session(sessionmaker(harness.engine))
     with pytest.raises(UnsafeSessionError, match="session_factory"):
-        Dispatcher(scoped, totals)
+        Dispatcher(scoped, totals)  # type: ignore[arg-type]
     assert claim(scoped(), "m1", "h")
     scoped.commit()
     scoped.remove()

@@ -31,6 +31,7 @@ class TestDefault(ProjectorContract):
         return reach(request, request.param)
 
 
+@pytest.mark.slow
 class TestChosenIsolation(ConcurrencyContract):
     """The levels that a user may choose, set at each place where that can be done."""
 
@@ -41,6 +42,7 @@ class TestChosenIsolation(ConcurrencyContract):
         return reach(request, driver, **ISOLATION[isolation])
 
 
+@pytest.mark.slow
 class TestWithoutReadingAhead(ProjectorContract):
     """Every database, where no row is read before a handler asks for it."""
 
@@ -53,7 +55,7 @@ class TestWithoutReadingAhead(ProjectorContract):
 
 
 class TestConfiguredSQLite(ConcurrencyContract):
-    """SQLite as the README says to set it up for several workers."""
+    """SQLite as docs/production.md says to set it up for several workers."""
 
     note = "write-ahead log"
 

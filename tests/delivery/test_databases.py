@@ -65,7 +65,7 @@ def test_an_engine_that_is_required_and_not_reached_is_a_failure() -> None:
     )
     assert "2 passed" in run.stdout
     for part in ("postgresql+psycopg", "pgbouncer"):
-        assert f"REQUIRED, but NOT run: {part} (no test asked for it)" in run.stdout
+        assert f"REQUIRED, but not tested: {part} (no test asked for it)" in run.stdout
     assert run.returncode == 1
 
 

@@ -4,8 +4,10 @@ import inspect
 import types
 
 import pytest
+from sqlalchemy import MetaData
 
 import projector_dedup
+from projector_dedup.commands import make_command_tables
 
 
 def test_all_is_sorted() -> None:
@@ -37,3 +39,16 @@ def test_every_exported_member_says_what_it_promises(name: str) -> None:
 def test_exported_members_exist(name: str) -> None:
     """`from projector_dedup import *` works."""
     assert hasattr(projector_dedup, name)
+
+
+def test_completion_shows_the_public_names() -> None:
+    """`dir()`, which interactive interpreters complete by, has no internal module."""
+    assert dir(projector_dedup) == sorted(projector_dedup.__all__)
+
+
+def test_help_does_not_print_a_table() -> None:
+    """The tables are a default of several signatures, and have a name there, not their columns."""
+    signature = str(inspect.signature(projector_dedup.Dispatcher))
+    assert "= <DedupTables processed_message>," in signature
+    assert "Column(" not in signature
+    assert repr(make_command_tables(MetaData(), "done", "shop")) == "<CommandTables shop.done>"

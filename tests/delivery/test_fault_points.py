@@ -25,6 +25,8 @@ from projector_dedup import BatchFailed, CommitOutcomeUnknown, Outcome
 from reached import reached
 from rig import Outside, outsides_fixture  # noqa: F401  # a fixture
 
+pytestmark = pytest.mark.slow
+
 PATH = Path(__file__).parent / "fault_points.txt"
 TRIP = "> "
 HEAD = """\

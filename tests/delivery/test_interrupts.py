@@ -18,6 +18,8 @@ from cancellation import assert_others_can_write, cancel_at_every_await
 from databases import DRIVERS, Driver
 from rig import NOTHING, ONCE, Durable, Rig, add, outsides_fixture, rig_on_fixture  # noqa: F401  # fixtures
 
+pytestmark = pytest.mark.slow
+
 RigOn = Callable[..., Rig]
 asynchronous = pytest.mark.parametrize("driver", [driver for driver in DRIVERS if driver.is_async], ids=str)
 

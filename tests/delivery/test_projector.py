@@ -141,7 +141,7 @@ def test_static_and_class_methods_are_handlers_in_both_orders() -> None:
         above = staticmethod(on(Paid)(lambda _event, _session: None))
         below = on(Paid)(staticmethod(lambda _event, _session: None))
         class_above = classmethod(on(Paid)(lambda _cls, _event, _session: None))
-        class_below = on(Paid)(classmethod(lambda _cls, _event, _session: None))  # type: ignore[type-var]  # mypy: not callable yet
+        class_below = on(Paid)(classmethod(lambda _cls, _event, _session: None))  # type: ignore[call-overload]  # mypy: not callable yet
 
     assert identities(Static()) == ["static.above", "static.below", "static.class_above", "static.class_below"]
     for handler in Dispatcher(FACTORY, Static())._handlers.values():
@@ -219,14 +219,17 @@ def _named(function: Callable[..., Any]) -> Any:
     ("define", "why"),
     [
         (on, "the events it handles"),
-        (lambda: on(Paid()), "the events it handles"),  # type: ignore[arg-type]  # that is the mistake
+        (lambda: on(Paid()), "the events it handles"),  # type: ignore[call-overload]  # that is the mistake
         (lambda: projector(idempotent=True)(_plain), "not under @on"),
         (lambda: projector(read_models=["totals"]), "list of mapped classes"),  # type: ignore[list-item]
         (lambda: projector(read_models=Totals), "list of mapped classes"),  # type: ignore[call-overload]
         (lambda: Dispatcher(FACTORY), "without projectors"),
-        (lambda: Dispatcher(FACTORY, Totals), "give the dispatcher an instance"),
+        (lambda: Dispatcher(FACTORY, Totals), "give the dispatcher an instance"),  # type: ignore[arg-type]
         (lambda: Dispatcher(FACTORY, object()), "not a projector"),
+        (lambda: Dispatcher(FACTORY, [Totals()]), r"one by one, not in a list: .*, \*projectors\)$"),
+        (lambda: Dispatcher(FACTORY, (Totals(), Totals())), "one by one, not in a tuple: "),
         (lambda: Dispatcher(FACTORY, projector(type("Empty", (), {}))()), "no handler"),
+        (lambda: projector("totals"), "above a class or a function, not given 'totals'; a name is name="),  # type: ignore[call-overload]
         (lambda: _named(_generator), "generator"),
         (lambda: _named(_async_generator), "generator"),
         (lambda: Dispatcher(FACTORY, _named(_async)), "AsyncDispatcher"),
@@ -244,7 +247,7 @@ def test_a_definition_that_would_lose_events_is_refused(define: Callable[[], Any
 def test_a_function_that_returns_a_coroutine_is_refused(factory: sessionmaker[Session]) -> None:
     """Its work was not done; nothing is durable, and a redelivery is refused again."""
 
-    def sneaky_function(event: Paid, session: AsyncSession) -> Any:
+    def sneaky_function(event: Paid, session: Any) -> Any:
         return _async(event, session)
 
     sneaky = _named(sneaky_function)
@@ -534,6 +537,50 @@ def test_a_handler_with_other_parameters_is_refused_when_the_projector_is_made(h
         projector(name="p")(on(Paid)(handler))
 
 
+class OfOurs(AsyncSession):
+    """A class of sessions, as users have them."""
+
+
+async def _declares_a_session(event: Paid, session: Session) -> None: ...
+
+
+def _declares_an_async_session(event: Paid, session: AsyncSession) -> None: ...
+
+
+def _declares_our_session(event: Paid, session: OfOurs) -> None: ...
+
+
+def _declares_it_as_text(event: Paid, session: "AsyncSession") -> None: ...
+
+
+@pytest.mark.parametrize(
+    "handler", [_declares_a_session, _declares_an_async_session, _declares_our_session, _declares_it_as_text]
+)
+def test_a_handler_with_the_session_of_the_other_kind_is_refused(handler: Any) -> None:
+    """An async handler that awaits nothing, as a `Session` wants it, would lose every write without a word."""
+    with pytest.raises(HandlerDefinitionError, match=r"p is .* def and declares .*Session|p is .* and declares OfOurs"):
+        projector(name="p")(on(Paid)(handler))
+
+
+def test_a_session_that_cannot_be_looked_at_is_not_refused() -> None:
+    """Its name may be imported for type checkers only; a wrapper may give its function another session."""
+
+    def unknown(event: Paid, session: "NotImported") -> None: ...  # type: ignore[name-defined]  # noqa: F821
+
+    @functools.wraps(_async)
+    def runs_it(event: Paid, session: AsyncSession) -> None: ...
+
+    for handler in (unknown, runs_it):
+        projector(name="p")(on(Paid)(handler))
+
+
+def test_an_unknown_option_names_what_the_user_wrote() -> None:
+    """Not a private class, which nobody could look up."""
+    for dispatcher in (Dispatcher, AsyncDispatcher):
+        with pytest.raises(TypeError, match=r"^BaseDispatcher.__init__\(\) got an unexpected .* 'retries'"):
+            dispatcher(FACTORY, retries=3)  # type: ignore[call-arg, arg-type]
+
+
 def test_handlers_may_have_more_parameters_with_defaults() -> None:
     """Whatever can be called with an event and a session: a default, ``*args``, a wrapper, an object."""
 
@@ -559,6 +606,18 @@ def test_a_message_id_that_is_not_used_is_warned_of_once(
     assert len(warnings) == 1
     assert "forgot idempotent" in warnings[0]
     assert "idempotent=True" in warnings[0]
+
+
+@pytest.mark.parametrize("many", [False, True], ids=["deliver", "deliver_batch"])
+def test_an_envelope_with_an_id_that_is_not_used_is_warned_of_too(
+    factory: sessionmaker[Session], caplog: pytest.LogCaptureFixture, many: bool
+) -> None:
+    """Consumers give ids in envelopes; an id inside an event may be there for another reason, and is passed over."""
+    forgot = projector(name=f"forgot, {many}")(on(Paid)(lambda _event, _session: None))
+    dispatcher = Dispatcher(factory, forgot)
+    for given, warnings in ((Paid(), 0), (Message("m1", Paid()), 1), (Message("m2", Paid()), 1)):
+        dispatcher.deliver_batch([given]) if many else dispatcher.deliver(given)
+        assert sum(record.levelname == "WARNING" for record in caplog.records) == warnings
 
 
 def test_a_failed_delivery_has_the_error_of_each_handler(factory: sessionmaker[Session]) -> None:

@@ -474,7 +474,7 @@ def test_a_thread_that_was_given_the_context_is_refused(driver: Driver, rig_on: 
 
 @pytest.mark.parametrize("driver", SEVERAL_WRITERS, ids=str)
 def test_a_thread_of_its_own_is_not_seen(driver: Driver, rig_on: RigOn) -> None:
-    """README says so: it has a context of its own, and may deliver what waits for nothing of the handler's."""
+    """It has a context of its own, and may deliver what waits for nothing of the handler's (docs/handlers.md)."""
     rig = bound_waits(rig_on(driver))
     inner = inner_delivery(rig)
 

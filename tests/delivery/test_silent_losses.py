@@ -158,7 +158,11 @@ def test_a_connection_that_a_listener_takes_before_its_level_is_set_is_refused(
         if transaction.parent is None:
             session.connection()
 
-    handler = projector(idempotent=True, name="totals")(on("added")(lambda _event, session: add_one(session)))
+    @projector(idempotent=True, name="totals")
+    @on("added")
+    def handler(_event: None, session: Session) -> None:
+        add_one(session)
+
     dispatcher = Dispatcher(sessions, handler, isolation=level)
     if sufficient:
         assert dispatcher.deliver(Message("m-1", None, type="added")).outcome is Outcome.APPLIED

@@ -32,7 +32,9 @@ def _cases() -> Iterator[Any]:
                 if (verdict := case.verdict(driver)) is not None:
                     # aiomysql and asyncmy are of one descent: the first ending tells them apart, if anything does.
                     for ending in endings[: 1 if driver.module == "aiomysql" else None]:
-                        yield pytest.param(driver, case, verdict, ending, id=f"{driver}-{case}-{ending.__name__}")
+                        marks = [] if ending is endings[0] else [pytest.mark.slow]
+                        name = f"{driver}-{case}-{ending.__name__}"
+                        yield pytest.param(driver, case, verdict, ending, id=name, marks=marks)
 
 
 @pytest.fixture(scope="module")

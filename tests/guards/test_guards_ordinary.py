@@ -285,7 +285,7 @@ def and_is_swallowed_in_a_savepoint(collide: Callable[[Session], None], session:
 
 
 def and_its_savepoint_is_rolled_back(collide: Callable[[Session], None], session: Session) -> None:
-    """As the README says; but a deadlock has taken the savepoint too."""
+    """As docs/handlers.md says; but a deadlock has taken the savepoint too."""
     swallow(_nested, collide, session)
     swallow(session.execute, text("update total set amount = 0 where account = 'b'"))
 
@@ -494,7 +494,7 @@ def core_insert(session: Session) -> None:
 
 
 def core_upsert(session: Session) -> None:
-    """The atomic one that the README recommends."""
+    """The atomic one that docs/concurrency.md recommends."""
     session.execute(mysql.insert(Kept).values(id=1).on_duplicate_key_update(amount=5))
 
 

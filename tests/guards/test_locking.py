@@ -327,7 +327,7 @@ def test_a_savepoint_gives_back_only_the_locks_that_it_took(server: Engine) -> N
 
 
 def test_core_on_the_connection_is_not_seen(server: Engine) -> None:
-    """The README says so: it does not pass through the session."""
+    """docs/concurrency.md says so: it does not pass through the session."""
 
     def body(session: Session) -> None:
         session.connection().execute(select(Totals.__table__.c.amount)).all()
@@ -363,7 +363,7 @@ def test_undeclared_entities_are_not_locked(server: Engine) -> None:
 
 
 def test_textual_sql_is_not_seen(server: Engine) -> None:
-    """The README says so: a textual SELECT is neither locked nor refused."""
+    """docs/concurrency.md says so: a textual SELECT is neither locked nor refused."""
 
     def body(session: Session) -> None:
         session.execute(text("SELECT amount FROM totals")).all()
