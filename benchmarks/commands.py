@@ -2,7 +2,8 @@
 
     python benchmarks/commands.py postgresql+psycopg://postgres@127.0.0.1/postgres
 
-Prints rates as ratios: of one run, round by round, the median. Creates tables of its own, and drops them.
+Prints ratios of one run, round by round: the median, and the quartiles. Of rates, in wall time; and of what the
+client's processor takes, which the load of the machine touches less. Creates tables of its own, and drops them.
 """
 
 from __future__ import annotations
@@ -100,6 +101,13 @@ def keys(number: int, known: int) -> list[str]:
     return found
 
 
+def ratio(ones: list[float], others: list[float]) -> str:
+    """Return the median and the quartiles of the ratios of all rounds but the first, which warms up."""
+    ratios = [one / other for one, other in zip(ones[1:], others[1:], strict=True)]
+    low, _, high = statistics.quantiles(ratios, n=4)
+    return f"{statistics.median(ratios):.2f} ({low:.2f}..{high:.2f})"
+
+
 def main() -> None:
     """Measure in turns, and print the ratios."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -116,18 +124,20 @@ def main() -> None:
     try:
         for known in (0, 90):
             rates: dict[str, list[float]] = {name: [] for name in contenders(factory)}
+            costs: dict[str, list[float]] = {name: [] for name in rates}
             for _ in range(arguments.rounds + 1):
                 for name, ask in contenders(factory).items():
                     given = keys(arguments.each, known)
-                    began = time.perf_counter()
+                    began, busy = time.perf_counter(), time.process_time()
                     for place, key in enumerate(given):
                         ask(Add(1 + (place // 100 if known else place) % ROWS), key)
                     rates[name].append(arguments.each / (time.perf_counter() - began))
+                    costs[name].append(time.process_time() - busy)
             print(f"{known} % asked again:")
             for one, other in (("command", "projector"), ("command", "plain"), ("projector", "plain")):
-                ratios = [a / b for a, b in zip(rates[one][1:], rates[other][1:], strict=True)]
-                low, _, high = statistics.quantiles(ratios, n=4)
-                print(f"  {one} / {other}: {statistics.median(ratios):.2f} ({low:.2f}..{high:.2f})")
+                print(
+                    f"  {one} / {other}: rate {ratio(rates[one], rates[other])}, CPU {ratio(costs[one], costs[other])}"
+                )
     finally:
         METADATA.drop_all(engine)
         engine.dispose()

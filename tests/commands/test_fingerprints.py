@@ -1,6 +1,7 @@
 """A key that comes again with another command is refused; what counts as another one."""
 
 import enum
+import threading
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, field, make_dataclass
@@ -13,10 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from command_rig import Desk, PlaceOrder, desk_on
+from command_rig import Desk, Placed, PlaceOrder, desk_on, place
 from databases import DRIVERS, USUAL, USUAL_ASYNC
-from projector_dedup.commands import InvalidKeyError, KeyReusedError, fields
+from projector_dedup.commands import Call, InvalidKeyError, KeyReusedError, fields
 from projector_dedup.commands.fingerprint import canonical, digest
+from projector_dedup.testing.subject import PATIENCE
 
 
 @pytest.fixture(
@@ -37,6 +39,36 @@ def test_another_command_under_the_same_key_is_refused(desk: Desk) -> None:
     assert "secret" not in str(told.value)
     assert (desk.ran, desk.orders()) == (["k1"], ["for a secret customer"])
     assert desk.handle(operation, PlaceOrder(30, note="for a secret customer")).replayed
+
+
+@pytest.mark.parametrize("ends", ["commits", "fails"])
+def test_another_command_waits_for_the_one_in_progress(desk: Desk, ends: str) -> None:
+    """Nobody can read the first one before it has committed: the other is refused then, or runs if the first failed."""
+    entered, may_end = threading.Event(), threading.Event()
+
+    def held(order: PlaceOrder, call: Call) -> Placed:
+        placed = place(order, call)
+        entered.set()
+        assert desk.harness.blocking(may_end.wait, PATIENCE)
+        if ends == "fails":
+            raise ValueError("a bug")
+        return placed
+
+    first = desk.harness.start(desk.handle, desk.operation(held), PlaceOrder(30, note="first"))
+    assert entered.wait(PATIENCE)
+    other = desk.harness.start(desk.handle, desk.operation(), PlaceOrder(31, note="other"))
+    desk.harness.waits()
+    may_end.set()
+    if ends == "commits":
+        assert not first.result(PATIENCE).replayed
+        with pytest.raises(KeyReusedError):
+            other.result(PATIENCE)
+        assert desk.orders() == ["first"]
+    else:
+        with pytest.raises(ValueError, match="a bug"):
+            first.result(PATIENCE)
+        assert not other.result(PATIENCE).replayed
+        assert desk.orders() == ["other"]
 
 
 def test_chosen_fields_are_compared_and_others_not(desk: Desk) -> None:
@@ -92,6 +124,8 @@ class Nested:
         (PlaceOrder(3), {"amount": 3}),
         (Model(amount=3), {"amount": 3}),
         (Decimal("1.50"), Decimal("1.5")),
+        (Decimal("1E+3"), Decimal("1000.00")),
+        (Decimal("-0.0"), Decimal(0)),
         (30.0, 30),
         (datetime(2026, 1, 1, 12, tzinfo=UTC), datetime(2026, 1, 1, 13, tzinfo=timezone(timedelta(hours=1)))),
         ((1, 2), [1, 2]),
@@ -117,6 +151,7 @@ def test_equal_commands_have_equal_fingerprints(one: object, other: object) -> N
         ([1, [2]], [1, 2]),
         (date(2026, 1, 1), date(2026, 1, 2)),
         (0.1, 0.2),
+        (Decimal("1.0000000000000000000000000000000001"), Decimal(1)),
         (b"a", b"b"),
         ({"a": 1}, {"a": 2}),
     ],

@@ -102,6 +102,13 @@ def test_wrong_settings_are_refused(settings: dict[str, object]) -> None:
         command(**settings)(sync_one)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("misplaced", [sync_one, "accounts.credit"], ids=["no parentheses", "a name without name="])
+def test_a_decorator_that_is_written_wrongly_says_how_to_write_it(misplaced: Any) -> None:
+    """Type checkers say so, too."""
+    with pytest.raises(HandlerDefinitionError, match=r"with parentheses, .*: @command\(\) or @command\(name="):
+        command(misplaced)
+
+
 def test_functions_that_cannot_be_called_so_are_refused() -> None:
     """Too few arguments, too many, a generator, a class, and one without an identity that lasts."""
 

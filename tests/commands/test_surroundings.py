@@ -32,6 +32,25 @@ def test_a_missing_table_says_how_to_make_it(database: Database) -> None:
     engine.dispose()
 
 
+def test_without_a_key_nothing_more_is_sent_and_no_table_is_needed(database: Database) -> None:
+    """A command that nobody can ask for again is its handler in a transaction, which on SQLite is begun by name."""
+    engine, sent, plain = create_engine(database.url()), list[str](), list[str]()
+    Base.metadata.create_all(engine)
+    factory = sessionmaker(engine)
+    with factory.begin() as session:
+        session.add(Balance(customer="alice", amount=START))
+    event.listen(engine, "before_cursor_execute", lambda _c, _u, statement, *_: sent.append(statement))
+    for _ in range(2):  # the first one asks the server what it is
+        sent.clear()
+        with factory.begin() as session:
+            place(PlaceOrder(), Call(session, None))
+        plain = sent.copy()
+        sent.clear()
+        Commands(factory).handle(placing, PlaceOrder(), key=None)
+    assert [statement for statement in sent if statement != "BEGIN IMMEDIATE"] == plain
+    engine.dispose()
+
+
 def test_tables_of_markers_are_refused() -> None:
     """They have no columns for answers."""
     with pytest.raises(ValueError, match="make_command_tables"):

@@ -3,11 +3,12 @@
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import pytest
-from sqlalchemy import MetaData, String, select
+from sqlalchemy import MetaData, String, delete, insert, select
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
 from databases import DRIVERS
@@ -24,6 +25,24 @@ from projector_dedup.testing.harness import Harness
 from reach import reach
 
 START = 1_000_000
+
+NEVER_AGAIN = {
+    "postgresql": [
+        "CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN "
+        "IF OLD.outcome IS NOT NULL THEN RAISE EXCEPTION 'a finished record was written'; END IF; RETURN NEW; END $$",
+        "CREATE TRIGGER finished BEFORE UPDATE ON processed_command FOR EACH ROW EXECUTE FUNCTION refuse()",
+    ],
+    "mariadb": [
+        "CREATE TRIGGER finished BEFORE UPDATE ON processed_command FOR EACH ROW "
+        "BEGIN IF OLD.outcome IS NOT NULL THEN "
+        "SIGNAL SQLSTATE '45000' SET MESSAGE_TEXT = 'a finished record was written'; END IF; END",
+    ],
+    "sqlite": [
+        "CREATE TRIGGER finished BEFORE UPDATE ON processed_command WHEN OLD.outcome IS NOT NULL "
+        "BEGIN SELECT RAISE(ABORT, 'a finished record was written'); END",
+    ],
+}
+"""A trigger on each engine that refuses to change a record which has an outcome: every test of commands is under it."""
 
 
 class Base(DeclarativeBase):
@@ -88,6 +107,8 @@ class Desk:
         """Create the tables, and give the customer an account."""
         for metadata in (Base.metadata, default_command_tables.marker.metadata):
             self.harness.transact(partial(_create, metadata))
+        for statement in NEVER_AGAIN[self.harness.engine.dialect.name]:
+            self.harness.transact(partial(_execute, statement))
         self.harness.transact(lambda session: session.add(Balance(customer="alice", amount=START)))
 
     def operation(self, body: Callable[[Any, Call], Any] = place, name: str = "desk.place", **settings: Any) -> Any:
@@ -125,6 +146,18 @@ class Desk:
         )
         return answer
 
+    def age(self, days: float = 30) -> None:
+        """Make every record that much older; each is made anew for it, since a finished one cannot be changed."""
+
+        def anew(session: Session) -> None:
+            record = default_command_tables.marker
+            rows = [dict(row) for row in session.execute(select(record)).mappings()]
+            session.execute(delete(record))
+            for row in rows:
+                session.execute(insert(record).values(row | {"processed_at": row["processed_at"] - timedelta(days)}))
+
+        self.harness.transact(anew)
+
     def orders(self) -> list[str]:
         """The notes of the orders that were placed, in order, as another connection sees them."""
         return self.harness.transact(lambda session: sorted(session.scalars(select(Order.note))))
@@ -145,6 +178,10 @@ class Desk:
 
 def _create(metadata: MetaData, session: Session) -> None:
     metadata.create_all(session.connection())
+
+
+def _execute(sql: str, session: Session) -> None:
+    session.connection().exec_driver_sql(sql)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,1 @@
+"""Commands beside the peers: rates, round trips, log, and what is done twice when a worker is killed."""

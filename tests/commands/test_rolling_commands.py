@@ -1,0 +1,186 @@
+"""An operation is renamed and its command and result get a field, while processes of old and new code serve clients.
+
+Each key is asked for in both processes at once; some of them die in the handler, or behind the COMMIT.
+"""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+
+from command_rig import Desk, desk_on
+from databases import DRIVERS, USUAL
+from projector_dedup.commands import default_command_tables
+from projector_dedup.maintenance.rename import rename
+
+OLD = """
+@dataclass(frozen=True)
+class PlaceOrder:
+    amount: int
+    customer: str = "alice"
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Placed:
+    left: int
+
+
+@command(name="shop.place")
+def place(order: PlaceOrder, call: Call) -> Placed:
+    return Placed(placed(order, call).left)
+"""
+NEW = """
+@dataclass(frozen=True)
+class PlaceOrder:
+    amount: int
+    urgent: bool = False
+    customer: str = "alice"
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Placed:
+    left: int
+    points: int = 0
+
+
+@command(name="orders.place"{formerly})
+def place(order: PlaceOrder, call: Call) -> Placed:
+    return Placed(placed(order, call).left, order.amount)
+"""
+CODE = {"old": OLD, "new": NEW.format(formerly=', formerly=["shop.place"]'), "newest": NEW.format(formerly="")}
+
+WORKER = """
+import json, os, signal, sys
+from dataclasses import dataclass
+
+from sqlalchemy import create_engine
+from sqlalchemy.orm import sessionmaker
+
+from command_rig import place as rig_place
+from projector_dedup.commands import Call, Commands, KeyReusedError, command
+
+asked = {}
+
+
+def placed(order, call):
+    done = rig_place(order, call)
+    if asked.get("death") == "in the handler":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return done
+
+"""
+SERVE = """
+
+commands = Commands(sessionmaker(create_engine(sys.argv[1])))
+for line in sys.stdin:
+    asked.update(death=None)
+    asked.update(json.loads(line))
+    try:
+        done = commands.handle(place, PlaceOrder(**asked["order"]), key=asked["key"], scope="tenant")
+        answer = {"left": done.result.left, "replayed": done.replayed}
+    except KeyReusedError:
+        answer = {"refused": True}
+    if asked["death"] == "behind the commit":
+        os.kill(os.getpid(), signal.SIGKILL)
+    print(json.dumps(answer), flush=True)
+"""
+
+
+@pytest.fixture(params=[driver for driver in DRIVERS if driver.drivername in USUAL.values() and not driver.is_async])
+def desk(request: pytest.FixtureRequest) -> Iterator[Desk]:
+    """A desk on each engine."""
+    with desk_on(request, request.param) as desk:
+        yield desk
+
+
+@dataclass
+class Server:
+    """A process of one version of the code, which is started anew when it has died."""
+
+    desk: Desk
+    folder: Path
+    version: str
+    deaths: int = 0
+
+    def __enter__(self) -> Self:
+        code = self.folder / f"{self.version}.py"
+        code.write_text(WORKER + CODE[self.version] + SERVE)
+        url = self.desk.harness.subject.url.render_as_string(hide_password=False)
+        path = os.pathsep.join(each for each in sys.path if each)
+        self._process = subprocess.Popen(
+            [sys.executable, str(code), url],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": path},
+        )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.communicate()
+
+    def ask(self, key: str, death: str | None = None, **order: Any) -> dict[str, Any]:
+        """Ask for one order; where the process dies, ask the next one again."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps({"key": key, "order": order, "death": death}) + "\n")
+        self._process.stdin.flush()
+        if answer := self._process.stdout.readline():
+            found: dict[str, Any] = json.loads(answer)
+            return found
+        self._process.communicate()
+        assert self._process.returncode == -signal.SIGKILL
+        self.deaths += 1
+        self.__enter__()
+        return self.ask(key, **order)
+
+
+def test_old_and_new_code_give_one_answer_to_each_key(desk: Desk, tmp_path: Path) -> None:
+    """One order for each key, and one answer; the newest code, which knows one name, gives the same after `rename`."""
+    amounts = {f"k{number}": number % 7 + 1 for number in range(40)}
+
+    def serve(version: str, seed: int) -> tuple[dict[str, int], int]:
+        keys = random.Random(seed).sample(sorted(amounts), len(amounts))
+        deaths = {keys[number]: death for number, death in ((5, "in the handler"), (15, "behind the commit"))}
+        with Server(desk, tmp_path, version) as server:
+            found = {key: server.ask(key, deaths.get(key), amount=amounts[key])["left"] for key in keys}
+        return found, server.deaths
+
+    with ThreadPoolExecutor(2) as both:
+        (by_old, died), (by_new, _) = both.map(serve, ("old", "new"), (1, 2))
+    assert by_old == by_new
+    assert died >= 1  # behind the commit at the least: the other one had perhaps no handler to die in
+    assert (desk.orders(), desk.spent()) == (sorted(amounts), sum(amounts.values()))
+
+    rename(desk.harness.engine, "shop.place", "orders.place", tables=default_command_tables)
+    with Server(desk, tmp_path, "newest") as server:
+        answers = {key: server.ask(key, amount=amount) for key, amount in amounts.items()}
+    assert {key: answer["left"] for key, answer in answers.items()} == by_new
+    assert all(answer["replayed"] for answer in answers.values())
+    assert len(desk.orders()) == len(amounts)
+
+
+def test_a_field_that_is_new_makes_no_retry_an_error(desk: Desk, tmp_path: Path) -> None:
+    """Old and new code compare a command in the same way, as long as the new field has its default."""
+    with Server(desk, tmp_path, "old") as old, Server(desk, tmp_path, "new") as new:
+        first = {
+            "k1": old.ask("k1", amount=1),
+            "k2": new.ask("k2", amount=2),
+            "k3": new.ask("k3", amount=3, urgent=True),
+        }
+        assert new.ask("k1", amount=1) == {"left": first["k1"]["left"], "replayed": True}
+        assert old.ask("k2", amount=2) == {"left": first["k2"]["left"], "replayed": True}
+        assert old.ask("k3", amount=3) == {"refused": True}
+        assert new.ask("k1", amount=1, urgent=True) == {"refused": True}
+    assert desk.orders() == ["k1", "k2", "k3"]
