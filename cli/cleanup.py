@@ -10,6 +10,9 @@ from sqlalchemy import Engine
 
 from projector_dedup.maintenance.cleanup import COUNTED, count_expired, prune
 from projector_dedup.maintenance.horizon import MAX_HOURS, refuse_short_retention
+from projector_dedup.maintenance.markers import has_markers
+from projector_dedup.maintenance.stats import stats
+from projector_dedup.message import printable
 
 from .errors import Failed
 from .interrupts import noted
@@ -58,7 +61,9 @@ def _finite(_context: click.Context, _parameter: click.Parameter, value: float |
     help="Seconds from one batch to the next, for replicas to catch up, say.",
 )
 @click.option(
-    "--handler", "--operation", help="Delete the markers of this handler, or the records of this operation, only."
+    "--handler",
+    "--operation",
+    help="Delete the markers of this handler, or the records of this operation, only. A name that has none is refused.",
 )
 @click.option("--dry-run", is_flag=True, help=f"Delete nothing: count, up to {COUNTED:,}.")
 @click.option("--force", is_flag=True, help="Prune even below the declared redelivery horizon.")
@@ -87,13 +92,22 @@ def cleanup(
       idempotency cleanup --dry-run
       idempotency cleanup --commands --operation shop.place-order
     """
-    of = f" of {handler}" if handler else ""
+    of = f" of {printable(handler)}" if handler else ""
+    known = 0  # databases that have a marker of the handler
     age = f"older than {retention_hours:g} hours"
+
+    def refuse_unknown(deployment: Deployment, engine: Engine, found: int) -> None:
+        nonlocal known
+        if found or handler is None or has_markers(engine, handler, tables=deployment.tables):
+            known += 1
+        elif not deployments.several:
+            raise Failed(_unknown(deployment, engine, handler))
 
     def count(deployment: Deployment, engine: Engine) -> None:
         if not force:
             refuse_short_retention(engine, retention_hours, tables=deployment.tables)
         found = count_expired(engine, retention_hours=retention_hours, tables=deployment.tables, handler=handler)
+        refuse_unknown(deployment, engine, found)
         if as_json:
             log_json("cleanup", deployment=str(deployment), dry_run=True, expired=found, counted_all=found < COUNTED)
         else:
@@ -123,6 +137,7 @@ def cleanup(
                     force=force,
                     stop=interrupted,
                 )
+            refuse_unknown(deployment, engine, done.deleted)
             if as_json:
                 seconds = round(time.monotonic() - began, 3)
                 facts = {"deleted": done.deleted, "complete": done.complete, "seconds": seconds}
@@ -132,3 +147,15 @@ def cleanup(
             deployments.say(deployment, f"{line}." if done.complete else f"{line}; {done.left}: more may be left.")
 
         deployments.each(count if dry_run else clean, on_failure=failed)
+    if not known:
+        raise Failed(f"no {deployments.kind.noun}{of} in any of these databases")
+
+
+def _unknown(deployment: Deployment, engine: Engine, handler: str) -> str:
+    """Return that a handler has no marker, and which handlers have some: the name is taken for a typing error."""
+    tables = deployment.tables
+    names = [printable(each.handler) for each in stats(engine, tables=tables).handlers]
+    some = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
+    return f"no {tables.noun} of {printable(handler)} in {deployment}: look at the spelling; " + (
+        f"the {tables.handler}s that have some are {some}" if names else "the table is empty"
+    )

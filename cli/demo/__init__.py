@@ -1,1 +1,1 @@
-"""`idempotency demo`: real flights, delivered twice and by workers that crash, to both projectors."""
+"""`idempotency demo`: flights to both projectors, or orders to both sides, again and by workers that are killed."""

@@ -1,13 +1,15 @@
-"""Print the demo: its progress, the table of carriers, and the verdict."""
+"""Print the demo: its progress, the table of totals, and the verdict."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from ..errors import Failed
-from .flights import Totals
-from .result import Result
+from .result import Result, contradicted
+from .scene import Sums, Words
+from .workers import Tally
 
 try:
     from rich.box import SIMPLE_HEAD
@@ -20,62 +22,65 @@ except ImportError as error:
 
 
 class Report:
-    """Prints the demo: with colours and a moving bar on a terminal, as plain lines anywhere else."""
+    """Prints the demo: with colours on a terminal, as plain lines anywhere else; with a bar if there is a terminal."""
 
-    def __init__(self) -> None:
+    def __init__(self, words: Words) -> None:
+        self._words = words
         self._console = Console(highlight=False)
 
-    def opening(self, flights: int, of: int, redelivered: float, workers: int, seed: int, database: str) -> None:
+    def opening(self, text: str) -> None:
         """Print what is about to happen."""
-        self._console.print(
-            f"{flights:,} of the {of:,} flights out of New York in 2013 are delivered at least once: "
-            f"{redelivered:.0%} come twice, and {workers} {'worker delivers' if workers == 1 else 'workers deliver'} "
-            f"them and crash. {database}, seed {seed}."
-        )
+        self._console.print(text)
         self._console.print()
 
     @contextmanager
     def progress(self, name: str, total: int) -> Iterator[Callable[[int], None]]:
-        """Show the progress of one projector; yield a function to call with the number of acknowledged deliveries."""
-        title = f"{name + ' projector':<20}"
-        if not self._console.is_terminal:
-            yield lambda _acknowledged: None
-            self._console.print(f"{title} {total:,} deliveries acknowledged")
-            return
+        """Show the progress of one side; yield a function to call with the number of acknowledged deliveries.
+
+        The bar is drawn on stdout, or, if only stderr is a terminal, there, until the line on stdout is printed.
+        """
+        title = f"{name:<20}"
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=self._console) as bar:
+        if self._console.is_terminal:
+            bar = Progress(*columns, console=self._console)
+        else:
+            bar = Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
+        with bar:
             task = bar.add_task(title, total=total)
             yield lambda acknowledged: bar.update(task, completed=acknowledged)
+        if not self._console.is_terminal:
+            self._console.print(f"{title} {total:,} {self._words.acknowledged}")
 
     def result(self, result: Result) -> None:
-        """Print the table of carriers and the verdict."""
+        """Print the table of totals and the verdict."""
         self._console.print()
-        self._console.print(_table(result))
-        for line in verdict(result):
+        self._console.print(_table(result, self._words))
+        for line in verdict(result, self._words):
             self._console.print(line)
 
 
-def _table(result: Result) -> Table:
-    read_models = (result.naive, result.idempotent, result.expected)
+def _table(result: Result, words: Words) -> Table:
+    sides = (result.naive, result.idempotent, result.expected)
     table = Table(box=SIMPLE_HEAD, show_footer=True, padding=0, pad_edge=False)
-    table.add_column("carrier", footer="all")
-    for field in Totals._fields:
-        footers = _row([_sum(totals) for totals in read_models], field)
-        headers = (f"{field}\nnaive  ", "\nidempotent", "\ndata file")
+    table.add_column(words.group, footer="all")
+    naive, ours, truth = words.columns
+    for number, field in enumerate(words.fields):
+        footers = _row([_sum(totals) for totals in sides], number)
+        headers = (f"{field}\n{naive}  ", f"\n{ours}", f"\n{truth}")
         for header, footer in zip(headers, footers, strict=True):
             table.add_column(header, footer, justify="right")
-    for carrier in _carriers(result):
-        rows = [totals.get(carrier, Totals(0, 0)) for totals in read_models]
-        table.add_row(carrier, *(cell for field in Totals._fields for cell in _row(rows, field)))
+    for group in _groups(result):
+        rows = [totals.get(group, (0, 0)) for totals in sides]
+        table.add_row(group, *(cell for number, _ in enumerate(words.fields) for cell in _row(rows, number)))
     return table
 
 
-def _row(totals: Sequence[Totals], field: str) -> list[Text]:
-    naive, ours, expected = (getattr(total, field) for total in totals)
+def _row(totals: Sequence[Sums], number: int) -> list[Text]:
+    naive, ours, expected = (total[number] for total in totals)
     return [_cell(naive, expected), _cell(ours, expected), Text(f"{expected:,}")]
 
 
-def _carriers(result: Result) -> list[str]:
+def _groups(result: Result) -> list[str]:
     return sorted(result.expected.keys() | result.naive.keys() | result.idempotent.keys())
 
 
@@ -84,34 +89,41 @@ def _cell(value: int, expected: int) -> Text:
     return Text(f"{value:,}  ", "green") if value == expected else Text(f"{value:,} !", "bold red")
 
 
-def verdict(result: Result) -> list[str]:
-    """Return the lines that sum up the run: its numbers, and which projector was right."""
-    expected, naive = _sum(result.expected), _sum(result.naive)
-    carriers = _carriers(result)
-    wrong, ours_wrong = (
-        sum(totals.get(carrier) != result.expected.get(carrier) for carrier in carriers)
-        for totals in (result.naive, result.idempotent)
-    )
+def verdict(result: Result, words: Words) -> list[str]:
+    """Return the lines that sum up the run: its numbers, and which side was right."""
+    (expected, _), (naive, _) = _sum(result.expected), _sum(result.naive)
     tally = result.tally
-    killed = f", {tally.killed} killed by somebody else" if tally.killed else ""
-    refused = f", {tally.refused} deliveries refused for now" if tally.refused else ""
-    off = naive.flights - expected.flights
+    killed = f", and {tally.killed} times by somebody else" if tally.killed else ""
+    refused = f"; {tally.refused} {words.deliveries} refused for now" if tally.refused else ""
+    off = naive - expected
+    width = max(map(len, words.columns[:2])) + 1
+    first, second = (f"[bold]{name}[/]{':':<{width - len(name)}}" for name in words.columns[:2])
     return [
-        f"{expected.flights:,} messages, {tally.deliveries:,} deliveries, "
-        f"{tally.deliveries - expected.flights:,} of them again. Workers crashed {tally.crashes_before_commit} times "
-        f"before the commit and {tally.crashes_after_commit} times between commit and acknowledgement{killed}.",
-        f"[bold]idempotent[/]: {_rightness(ours_wrong, len(carriers))}; {tally.duplicates:,} duplicates skipped"
-        f"{refused}, {tally.seconds:.1f} s",
-        f"[bold]naive[/]:      {_rightness(wrong, len(carriers))}, {abs(off):,} flights too "
-        f"{'few' if off < 0 else 'many'}; {result.naive_tally.seconds:.1f} s",
+        f"{expected:,} {words.messages}, {tally.deliveries:,} {words.deliveries}, {tally.deliveries - expected:,} of "
+        f"them again. Workers were killed {tally.crashes_before_commit} times before the commit and "
+        f"{tally.crashes_after_commit} times between commit and {words.acknowledgement}{killed}.",
+        f"{second} {_rightness(result, result.idempotent, words)}; {tally.duplicates:,} {words.duplicates}{refused}"
+        f"{_sameness(tally, words)}, {tally.seconds:.1f} s",
+        f"{first} {_rightness(result, result.naive, words)}, {abs(off):,} {words.fields[0]} too "
+        f"{'few' if off < 0 else 'many'}{_sameness(result.naive_tally, words)}; {result.naive_tally.seconds:.1f} s",
     ]
 
 
-def _rightness(wrong: int, carriers: int) -> str:
-    if wrong:
-        return f"[bold red]wrong[/] for {wrong} of {carriers} carriers"
-    return f"[bold green]exact[/] for all {carriers} carriers"
+def _rightness(result: Result, totals: Mapping[str, Sums], words: Words) -> str:
+    groups = _groups(result)
+    if wrong := sum(totals.get(group) != result.expected.get(group) for group in groups):
+        return f"[bold red]wrong[/] for {wrong} of {len(groups)} {words.group}s"
+    return f"[bold green]exact[/] for all {len(groups)} {words.group}s"
 
 
-def _sum(totals: dict[str, Totals]) -> Totals:
-    return Totals(sum(total.flights for total in totals.values()), sum(total.miles for total in totals.values()))
+def _sameness(tally: Tally, words: Words) -> str:
+    """Return whether the callers of each message got the same answer; nothing if nobody was answered."""
+    if not tally.answers:
+        return ""
+    if different := contradicted(tally):
+        return f"; callers of {different:,} {words.messages} got [bold red]different answers[/]"
+    return "; the callers of each got [bold green]the same answer[/]"
+
+
+def _sum(totals: Mapping[str, Sums]) -> Sums:
+    return sum(number for number, _ in totals.values()), sum(amount for _, amount in totals.values())

@@ -1,4 +1,4 @@
-"""Run the demo: both projectors get the same deliveries and crashes, and are compared with the data file."""
+"""Run a scene of the demo: both sides get the same deliveries and crashes, and are compared with the input."""
 
 from __future__ import annotations
 
@@ -7,70 +7,78 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
-from sqlalchemy import URL, Engine, MetaData, Table, select
-
-from projector_dedup import make_tables
+from sqlalchemy import URL, Engine, MetaData
 
 from ..connect import open_engine, parse, shown
 from ..errors import Failed
 from ..interrupts import deferred, not_for_children
-from .carriers import carriers_table
-from .flights import ALL_FLIGHTS, Totals, read_flights, totals_of
+from ..progress import tell
 from .plan import plan
 from .result import Result
-from .workers import Target, deliver_all, run_engine
+from .scene import Scene
+from .workers import deliver_all, run_engine
 
 
 def run(
+    scene: Scene[Any],
     *,
-    flights: int | None,
     workers: int,
     seed: int,
     database_url: str | None = None,
     embedded: bool = False,
-    redelivered: float = 0.2,
-    crashes: int = 3,
+    crashes: int | None = None,
     on_progress: Callable[[int], None] = lambda _acknowledged: None,
 ) -> Result:
-    """Run the demo, print it, and return its results.
+    """Run a scene of the demo, print it, and return its results.
 
-    ``redelivered``, ``crashes`` and ``on_progress`` are for the tests.
+    Workers are killed ``crashes`` times at each point, by default as often as there are workers. ``crashes`` and
+    ``on_progress`` are for the tests.
 
-    Raises `Failed` unless the idempotent projector is exact and the naive one is not.
+    Raises `Failed` unless the side with the library is exact and the other one is not.
     """
     from .report import Report
 
-    report = Report()
-    events = read_flights(flights)
-    lanes = plan(events, workers=workers, seed=seed, redelivered=redelivered, crashes=crashes)
+    report = Report(scene.words)
+    lanes = plan(
+        scene.messages,
+        workers=workers,
+        seed=seed,
+        redelivered=scene.redelivered,
+        crashes=workers if crashes is None else crashes,
+        window=scene.window,
+    )
     deliveries = sum(len(lane.deliveries) for lane in lanes)
     if database_url:
         open_engine(parse(database_url), create=True).dispose()  # fails in one line if something is wrong with it
     with deferred() as raise_if_interrupted, ExitStack() as stack:
         url = _database(stack, database_url, embedded)
         engine = stack.enter_context(_engine(url))
-        report.opening(len(events), ALL_FLIGHTS, redelivered, workers, seed, _name(engine, database_url, embedded))
+        report.opening(f"{scene.opening(workers)} {_name(engine, database_url, embedded)}, seed {seed}.")
         run_id = f"demo_{secrets.token_hex(3)}"
-        tables = stack.enter_context(_tables_of_a_run(engine, run_id))
+        stack.enter_context(_tables_of_a_run(engine, scene, run_id))
         tallies = []
-        for table, idempotent in zip(tables, (False, True), strict=True):
-            target = Target(url.render_as_string(hide_password=False), table.name, _markers(run_id), idempotent)
-            with report.progress("idempotent" if idempotent else "naive", deliveries) as advance:
+        for side, idempotent in zip(scene.words.sides, (False, True), strict=True):
+            with report.progress(side, deliveries) as advance:
 
                 def step(acknowledged: int, advance: Callable[[int], None] = advance) -> None:
                     raise_if_interrupted()
                     advance(acknowledged)
                     on_progress(acknowledged)
 
-                tallies.append(deliver_all(target, lanes, step))
-        naive, ours = (_totals(engine, table) for table in tables)
-    result = Result(totals_of(events), naive, ours, *tallies)
+                tallies.append(deliver_all(scene.target(url, run_id, idempotent=idempotent), lanes, step))
+        with engine.connect() as connection:
+            naive, ours = (scene.totals(connection, run_id, idempotent=idempotent) for idempotent in (False, True))
+    result = Result(scene.expected(), naive, ours, *tallies)
     report.result(result)
     if not result.exact:
-        raise Failed("the idempotent projector is NOT exact: that is a bug in projector-dedup, please report it")
+        raise Failed(f"the {scene.words.sides[1]} is NOT exact: that is a bug in projector-dedup, please report it")
     if not result.naive_is_wrong:
-        raise Failed("the naive projector happened to be right, so this run did not show anything; try more flights")
+        raise Failed(
+            f"the {scene.words.sides[0]} happened to be right, so this run did not show anything; "
+            f"try more {scene.words.messages}"
+        )
     return result
 
 
@@ -88,6 +96,7 @@ def _database(stack: ExitStack, database_url: str | None, embedded: bool) -> URL
         return URL.create("sqlite+pysqlite", database=str(folder / "demo.sqlite3"))
     from projector_dedup.testing.postgres import embedded_postgres
 
+    tell("Making and starting a PostgreSQL server, which takes some seconds ...")
     try:
         with not_for_children():
             url = parse(stack.enter_context(embedded_postgres(folder / "postgres")))
@@ -107,25 +116,17 @@ def _engine(url: URL) -> Iterator[Engine]:
 
 
 @contextmanager
-def _tables_of_a_run(engine: Engine, run_id: str) -> Iterator[list[Table]]:
-    """Create the tables of one run, under names that nobody else has; yield both read models; drop all in the end."""
+def _tables_of_a_run(engine: Engine, scene: Scene[Any], run_id: str) -> Iterator[None]:
+    """Create the tables of one run, under names that nobody else has; drop them in the end."""
     metadata = MetaData()
-    tables = [carriers_table(metadata, f"{run_id}_carriers_{kind}") for kind in ("naive", "idempotent")]
-    make_tables(metadata, _markers(run_id))
+    scene.add_tables(metadata, run_id)
     try:
         metadata.create_all(engine, checkfirst=False)
-        yield tables
+        with engine.begin() as connection:
+            scene.prepare(connection, run_id)
+        yield
     finally:
         metadata.drop_all(engine)
-
-
-def _markers(run_id: str) -> str:
-    return f"{run_id}_processed_message"
-
-
-def _totals(engine: Engine, table: Table) -> dict[str, Totals]:
-    with engine.connect() as connection:
-        return {row.carrier: Totals(row.flights, row.miles) for row in connection.execute(select(table))}
 
 
 def _name(engine: Engine, database_url: str | None, embedded: bool) -> str:

@@ -7,43 +7,35 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from multiprocessing.context import SpawnProcess
-from typing import Any
+from typing import Any, TypeVar
 
-from sqlalchemy import Engine, MetaData, create_engine, event
+from sqlalchemy import Engine, create_engine, event
 from sqlalchemy.orm import Session, sessionmaker
 
-from projector_dedup import Dispatcher, Outcome, configure_sqlite, make_tables
+from projector_dedup import configure_sqlite
 
 from ..errors import Failed, reason, without_secrets
 from ..interrupts import not_for_children
-from .carriers import IdempotentCarriers, NaiveCarriers, carriers_table, map_to
-from .flights import FlightScheduled
 from .plan import Crash, Lane
+from .scene import Delivered, Sums, Target
+
+M = TypeVar("M")
 
 _SPAWN = multiprocessing.get_context("spawn")  # everywhere alike: nothing is inherited from the parent
 _FAILED = 72  # exit code of a worker that gave up and said why
 _REFUSALS = 20  # deliveries of one message that may fail before its worker gives up
 _RESTARTS = 5  # deaths of a worker, without progress in between, before the parent gives up
-_ACKNOWLEDGED, _DELIVERED, _DUPLICATES, _REFUSED = range(4)  # what a worker counts in shared memory
-
-
-@dataclass(frozen=True)
-class Target:
-    """The place where a projector keeps its read model: the database, and the names of this run's tables."""
-
-    url: str = field(repr=False)
-    carriers: str
-    markers: str
-    idempotent: bool
+_ACKNOWLEDGED, _DELIVERED, _DUPLICATES, _REFUSED, _CRASHED = range(5)  # what a worker writes into shared memory
+_KILL = getattr(signal, "SIGKILL", signal.SIGTERM)  # on Windows SIGTERM ends a process as abruptly
 
 
 @dataclass
 class Tally:
-    """The counts of one projector's run: deliveries, duplicates, crashes, and its time in seconds."""
+    """The counts of one side's run: deliveries, duplicates, crashes, its time in seconds, and the answers."""
 
     deliveries: int = 0
     duplicates: int = 0
@@ -52,6 +44,7 @@ class Tally:
     crashes_after_commit: int = 0
     killed: int = 0  # by somebody else
     seconds: float = 0.0
+    answers: dict[Any, list[Sums]] = field(default_factory=dict)  # of each message, one for each delivery
 
 
 def run_engine(url: str) -> Engine:
@@ -74,27 +67,27 @@ def run_engine(url: str) -> Engine:
 
 
 def _work(
-    target: Target, deliveries: Sequence[FlightScheduled], crash: tuple[int, Crash] | None, counts: Any, last_words: Any
+    target: Target[M],
+    deliveries: Sequence[M],
+    crash: tuple[int, Crash] | None,
+    counts: Any,
+    answers: Any,
+    last_words: Any,
 ) -> None:
-    """Run in a worker process: deliver and acknowledge; ``crash`` says at which of ``deliveries`` to die, and where."""
+    """Run in a worker process: deliver and acknowledge; ``crash`` says at which delivery to die, and where."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle; it stops us
     try:
-        _consume(target, deliveries, crash, counts)
+        _consume(target, deliveries, crash, counts, answers)
     except Exception as error:  # noqa: BLE001  # handed to the parent, which raises it
         last_words.send(without_secrets(f"{type(error).__name__}: {reason(error)}"))
         sys.exit(_FAILED)
 
 
 def _consume(
-    target: Target, deliveries: Sequence[FlightScheduled], crash: tuple[int, Crash] | None, counts: Any
+    target: Target[M], deliveries: Sequence[M], crash: tuple[int, Crash] | None, counts: Any, answers: Any
 ) -> None:
-    map_to(carriers_table(MetaData(), target.carriers))
     factory = sessionmaker(run_engine(target.url))
-    dispatcher = Dispatcher(
-        factory,
-        IdempotentCarriers() if target.idempotent else NaiveCarriers(),
-        tables=make_tables(MetaData(), target.markers),
-    )
+    handle = target.open(factory)
     crash_at, crash_where = crash or (None, None)
     parent = multiprocessing.parent_process()
     doomed = False
@@ -102,25 +95,34 @@ def _consume(
     @event.listens_for(factory, "after_flush_postexec")
     def _flushed(_session: Session, _context: object) -> None:
         if doomed:
-            os._exit(Crash.BEFORE_COMMIT.value)
+            _die(Crash.BEFORE_COMMIT, counts)
 
-    for position, flight in enumerate(deliveries):
+    for position, message in enumerate(deliveries):
         if position % 100 == 0 and parent is not None and not parent.is_alive():
             return
         doomed = position == crash_at and crash_where is Crash.BEFORE_COMMIT
-        outcome = _deliver(dispatcher, flight, counts)
-        if position == crash_at and crash_where is Crash.AFTER_COMMIT:
-            os._exit(Crash.AFTER_COMMIT.value)
-        counts[_DUPLICATES] += outcome is Outcome.DUPLICATE
+        delivered = _deliver(handle, message, counts)
+        if position == crash_at:  # also if it was a duplicate, which has nothing to commit
+            _die(Crash.AFTER_COMMIT, counts)
+        counts[_DUPLICATES] += delivered.duplicate
+        if delivered.answer is not None:
+            place = 2 * counts[_ACKNOWLEDGED]
+            answers[place : place + 2] = delivered.answer
         counts[_ACKNOWLEDGED] += 1
 
 
-def _deliver(dispatcher: Dispatcher, flight: FlightScheduled, counts: Any) -> Outcome:
+def _die(where: Crash, counts: Any) -> None:
+    """Leave word of where it was, and kill this process as an operating system would."""
+    counts[_CRASHED] = where
+    os.kill(os.getpid(), _KILL)
+
+
+def _deliver(handle: Callable[[M], Delivered], message: M, counts: Any) -> Delivered:
     """Deliver a message, again if that raises, as a broker would; the error of the last try is raised."""
     for refusals in range(1, _REFUSALS + 1):
         counts[_DELIVERED] += 1
         try:
-            return dispatcher.deliver(flight).outcome
+            return handle(message)
         except Exception:
             counts[_REFUSED] += 1
             if refusals == _REFUSALS:
@@ -134,8 +136,9 @@ def _deliver(dispatcher: Dispatcher, flight: FlightScheduled, counts: Any) -> Ou
 class _Worker:
     """The broker's side of one worker: the count of acknowledged deliveries, and the process that gets the rest."""
 
-    def __init__(self, target: Target, lane: Lane) -> None:
-        self.counts = _SPAWN.RawArray("q", 4)
+    def __init__(self, target: Target[Any], lane: Lane[Any]) -> None:
+        self.counts = _SPAWN.RawArray("q", 5)
+        self._answers = _SPAWN.RawArray("q", 2 * len(lane.deliveries))
         self._lane = lane
         self.crashes = lane.crashes.copy()
         self._target = target
@@ -147,8 +150,9 @@ class _Worker:
         self._started_at = done = self.counts[_ACKNOWLEDGED]
         crash = (self.crashes[0][0] - done, self.crashes[0][1]) if self.crashes else None
         self._last_words, theirs = _SPAWN.Pipe(duplex=False)
+        rest = self._lane.deliveries[done:]
         self.process = _SPAWN.Process(
-            target=_work, args=(self._target, self._lane.deliveries[done:], crash, self.counts, theirs), daemon=True
+            target=_work, args=(self._target, rest, crash, self.counts, self._answers, theirs), daemon=True
         )
         with not_for_children():
             self.process.start()
@@ -172,10 +176,11 @@ class _Worker:
             return True
         if code == _FAILED:
             raise Failed(f"a worker could not deliver: {self._last_words.recv()}")
-        if self.crashes and code == self.crashes[0][1].value:
-            _, where = self.crashes.popleft()
-            tally.crashes_before_commit += where is Crash.BEFORE_COMMIT
-            tally.crashes_after_commit += where is Crash.AFTER_COMMIT
+        where, self.counts[_CRASHED] = self.counts[_CRASHED], 0
+        if where:
+            self.crashes.popleft()
+            tally.crashes_before_commit += where == Crash.BEFORE_COMMIT
+            tally.crashes_after_commit += where == Crash.AFTER_COMMIT
         else:
             tally.killed += 1
             self._fruitless = self._fruitless + 1 if self.counts[_ACKNOWLEDGED] == self._started_at else 0
@@ -184,6 +189,12 @@ class _Worker:
         self.start()
         return False
 
+    def answers(self) -> Iterator[tuple[Any, Sums]]:
+        """Yield each message with the answer to its delivery; an answer of zeros is none."""
+        for place, message in enumerate(self._lane.deliveries):
+            if any(answer := tuple(self._answers[2 * place : 2 * place + 2])):
+                yield message, answer
+
     def stop(self) -> None:
         """Kill the process if it runs."""
         if self.process is not None and self.process.is_alive():
@@ -191,7 +202,7 @@ class _Worker:
             self.process.join()
 
 
-def deliver_all(target: Target, lanes: Sequence[Lane], on_progress: Callable[[int], None]) -> Tally:
+def deliver_all(target: Target[M], lanes: Sequence[Lane[M]], on_progress: Callable[[int], None]) -> Tally:
     """Deliver every lane until all of it is acknowledged, and return the counts.
 
     ``on_progress`` is called again and again with the number of acknowledged deliveries.
@@ -213,5 +224,8 @@ def deliver_all(target: Target, lanes: Sequence[Lane], on_progress: Callable[[in
     tally.deliveries = sum(worker.counts[_DELIVERED] for worker in workers)
     tally.duplicates = sum(worker.counts[_DUPLICATES] for worker in workers)
     tally.refused = sum(worker.counts[_REFUSED] for worker in workers)
+    for worker in workers:
+        for message, answer in worker.answers():
+            tally.answers.setdefault(message, []).append(answer)
     tally.seconds = time.monotonic() - begun
     return tally

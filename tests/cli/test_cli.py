@@ -1,5 +1,6 @@
 """The command `idempotency`: what it answers, how it fails, and what it never prints."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -88,6 +89,9 @@ def test_version() -> None:
         ("check", "--database-url", "sqlite:///x.db", "--app", "myapp.py:dispatcher.x y"),
         ("demo", "--embedded-postgres", "--database-url", "sqlite:///x.db"),
         ("demo", "--workers", "0"),
+        ("demo", "--commands", "--flights", "5"),
+        ("demo", "--commands", "--all"),
+        ("demo", "--orders", "5"),
     ],
     ids=" ".join,
 )
@@ -180,6 +184,11 @@ def test_cleanup_deletes_what_is_older_than_the_retention(engine: Engine, url: s
         (f"postgresql://app:{SECRET}@127.0.0.1:port/orders", ["cannot be read", "postgresql+psycopg://"]),
         (f"postgresql://app:{SECRET}@1@127.0.0.1/orders", ["more than one @", "%40"]),
         (f"postgresql://127.0.0.1:1/orders?password={SECRET}", ["no connection", "password=***"]),
+        (f"postgresql://127.0.0.1:1/orders?pasword={SECRET}&sslmode=require", ["pasword=***&sslmode=require"]),
+        (f"postgresql://127.0.0.1:1/orders?options=-c%20myapp.key%3D{SECRET}", ["?options=***: ", "no connection"]),
+        ("postgresql://127.0.0.1:1/orders?options=-csearch_path%3Dbilling", ["?options=-csearch_path=billing: "]),
+        (f"postgresql://a/b:{SECRET}@127.0.0.1/orders", ["a / before its @", "%2F"]),
+        (f"mariadb://a/b:{SECRET}@127.0.0.1/orders", ["a / before its @", "%2F"]),
         (f"no url at all {SECRET}", ["cannot be read"]),
         (f"nosuchdb://app:{SECRET}@127.0.0.1/orders", ["nosuchdb is not a database"]),
         (f"oracle+nosuchdriver://app:{SECRET}@127.0.0.1/orders", ["oracle+nosuchdriver is not a database"]),
@@ -195,6 +204,11 @@ def test_cleanup_deletes_what_is_older_than_the_retention(engine: Engine, url: s
         "port",
         "two-@",
         "password-parameter",
+        "misspelt-parameter",
+        "secret-option",
+        "harmless-option",
+        "slash-in-user",
+        "slash-in-user-mariadb",
         "no-url",
         "database",
         "dialect",
@@ -285,6 +299,9 @@ def test_an_ssl_parameter_of_asyncpg_is_translated() -> None:
         f"could not open postgresql://app:{SECRET}@db/orders",
         f"could not open postgresql://app:a@{SECRET}@db/orders now",
         f"could not open postgresql://app:a/{SECRET}@db/orders",
+        f"could not open postgresql://a/b:{SECRET}@db/orders",
+        f"could not open postgresql://db/orders?pasword={SECRET}&sslmode=require: no",
+        f"could not open postgresql://db/orders?options=-c%20my.key%3D{SECRET}",
         f"host=db user=app password={SECRET} dbname=orders",
         f"postgresql://db/orders?user=app&password={SECRET}&sslmode=require",
     ],
@@ -295,6 +312,39 @@ def test_whatever_is_printed_on_failure_has_no_password(text: str) -> None:
     assert SECRET not in cleaned
     assert "***" in cleaned
     assert "orders" in cleaned
+
+
+def test_what_is_no_secret_is_left_as_it_is() -> None:
+    """Users, files and parameters that say where a connection leads are what an operator looks for."""
+    for said in (
+        "no connection to postgresql+psycopg://app@db:5432/orders?sslmode=require&host=/run/x: no",
+        "cannot open sqlite:////srv/a@b/file.db: no",
+        "postgresql://h/d?options=-c%20search_path%3Dbilling",
+    ):
+        assert without_secrets(said) == said
+
+
+def test_a_server_that_quotes_a_secret_is_not_repeated(postgresql: Database) -> None:
+    """PostgreSQL names in its error what it was given; neither the line nor the traceback of --debug has it."""
+    url = postgresql.url().update_query_dict({"options": f"-c work_mem={SECRET}"})
+    done = idempotency("check", "--database-url", url.render_as_string(hide_password=False), "--debug")
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr
+    assert 'invalid value for parameter "work_mem": "***"' in done.stderr
+    assert SECRET not in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [f"postgresql://a/b:{SECRET}@h/d", f"postgresql://app:{SECRET}@h:port/d", f"{SECRET}"],
+    ids=["/", "port", "-"],
+)
+def test_a_url_that_cannot_be_read_is_named_by_its_number(bad: str, url: str) -> None:
+    """The line for machines says which one it was, and nothing of it."""
+    done = idempotency("cleanup", "--database-url", url, "--database-url", bad, "--log-json")
+    assert done.returncode == 1
+    assert SECRET not in done.stdout + done.stderr
+    assert json.loads(done.stdout.splitlines()[1])["deployment"] == "database URL 2"
 
 
 # Several databases -----------------------------------------------------------------------------------------------

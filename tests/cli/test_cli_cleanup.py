@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,7 +27,8 @@ def _fill(url: URL, expired: int) -> str:
     old = datetime.now(UTC) - timedelta(hours=1000)
     with engine.begin() as connection:
         rows = [{"message_id": str(number), "handler": "h", "processed_at": old} for number in range(expired)]
-        connection.execute(insert(tables.marker), rows)
+        if rows:
+            connection.execute(insert(tables.marker), rows)
     engine.dispose()
     return url.render_as_string(hide_password=False)
 
@@ -86,16 +88,42 @@ def test_a_dry_run_deletes_nothing(database: Database) -> None:
 def test_a_handlers_markers_and_bounds(sqlite: Database) -> None:
     """What was left out is said."""
     url = _fill(sqlite.url(), 7)
-    assert _cleanup("--database-url", url, "--handler", "x") == (0, "Deleted 0 markers of x older than 168 hours.\n")
+    young = ("--handler", "h", "--retention-hours", "2000")
+    assert _cleanup("--database-url", url, *young) == (0, "Deleted 0 markers of h older than 2000 hours.\n")
     code, said = _cleanup("--database-url", url, "--batch-size", "2", "--max-batches", "2", "--time-budget", "600")
     assert code == 0
     assert said.startswith("Deleted 4 markers older than 168 hours; 2 batches were all")
 
 
+@pytest.mark.parametrize("dry_run", [False, True], ids=["", "--dry-run"])
+def test_a_handler_that_nobody_knows_is_refused(dry_run: bool, database: Database) -> None:
+    """A misspelt name deletes nothing and says so, with the names that there are; an empty table has none."""
+    url = _fill(database.url(), 7)
+    arguments = ["cleanup", "--database-url", url, "--handler", "H", *(["--dry-run"] if dry_run else [])]
+    done = CliRunner().invoke(main, arguments)
+    assert done.exit_code == 1
+    assert "no marker of H in " in done.stderr
+    assert "the handlers that have some are h\n" in done.stderr
+    assert done.stdout == ""
+    assert _left(url) == 7
+    assert _cleanup("--database-url", url)[0] == 0
+    assert "the table is empty" in CliRunner().invoke(main, arguments).stderr
+
+
+def test_a_handler_in_one_of_several_databases_is_known(sqlite: Database, tmp_path: Path) -> None:
+    """Where nobody of several databases knows it, it is refused."""
+    url = _fill(sqlite.url(), 7)
+    empty = _fill(URL.create("sqlite", database=str(tmp_path / "empty.db")), 0)
+    both = ("--database-url", empty, "--database-url", url)
+    assert _cleanup(*both, "--handler", "typo")[0] == 1
+    assert _cleanup(*both, "--handler", "h")[0] == 0
+    assert _left(url) == 0
+
+
 def test_a_line_of_json_for_each_database(sqlite: Database) -> None:
     """Also for the one that failed, without its password; the exit code tells as well."""
     url = _fill(sqlite.url(), 7)
-    bad = "postgresql://app:s3cret@127.0.0.1:1/orders"
+    bad = "postgresql+psycopg://app:s3cret@127.0.0.1:1/orders"
     code, said = _cleanup("--database-url", url, "--database-url", bad, "--log-json")
     good, failed = (json.loads(line) for line in said.splitlines())
     assert code == 1

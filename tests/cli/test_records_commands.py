@@ -75,11 +75,29 @@ def ask(engine: Engine, *arguments: str) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
+@pytest.mark.parametrize("name", ["check", "stats"])
+def test_tables_of_commands_beside_those_of_projectors_are_named(engine: Engine, name: str) -> None:
+    """Also where those of projectors are missing; not where those of commands are meant, or are not there."""
+    hint = " The tables of commands are here too: with --commands this looks at those."
+    url = engine.url.render_as_string(hide_password=False)
+
+    def said() -> str:
+        return idempotency(name, PROJECTOR_DEDUP_DATABASE_URL=url).stdout
+
+    assert (hint in said()) is (name == "check")  # stats says that there is no table to count
+    migrate(engine, default_tables)
+    assert hint in said()
+    assert hint not in ask(engine, name)[1]
+    tables.marker.drop(engine)
+    assert "Next: " in (last := said())
+    assert hint not in last
+
+
 @pytest.mark.parametrize("name", sorted(main.commands))
 def test_help_names_the_option(name: str) -> None:
-    """Every command that is about tables has it, with the name that it stands for."""
+    """Every command that is about tables has it, with the name that it stands for; the demo's shows commands."""
     answer = CliRunner().invoke(main, [name, "--help"], terminal_width=80).output
-    assert ("--commands" in answer) is (name in WITH_COMMANDS)
+    assert ("--commands" in answer) is (name in WITH_COMMANDS or name == "demo")
     assert ("processed_command" in answer) is (name in WITH_COMMANDS)
 
 

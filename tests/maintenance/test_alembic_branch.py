@@ -1,6 +1,7 @@
 """Our revisions as a labelled branch beside the user's own history; a configuration that loses them is found."""
 
 from collections.abc import Iterator
+from importlib.resources import files
 from pathlib import Path
 
 import pytest
@@ -79,8 +80,11 @@ def test_the_branch_lives_beside_the_users_history(
     assert not [finding for tables in ours for finding in check(engine, tables) if finding.fatal]
 
 
+@pytest.mark.parametrize("run", [False, True], ids=["read", "imported"])
 @pytest.mark.parametrize("separator", ["os", "space", ":"])
-def test_a_separator_that_loses_our_revisions_is_found(separator: str, sqlite: Database, tmp_path: Path) -> None:
+def test_a_separator_that_loses_our_revisions_is_found(
+    separator: str, run: bool, sqlite: Database, tmp_path: Path
+) -> None:
     """Alembic exits with 0 and makes nothing; `check` says which line to write."""
     project = Project(tmp_path, sqlite)
     project.model()
@@ -89,12 +93,12 @@ def test_a_separator_that_loses_our_revisions_is_found(separator: str, sqlite: D
     engine = create_engine(sqlite.url())
     assert "processed_message" not in inspect(engine).get_table_names()
     engine.dispose()
-    (finding,) = check_alembic(tmp_path / "alembic.ini")
+    (finding,) = check_alembic(tmp_path / "alembic.ini", run=run)
     assert finding.fatal
     assert "does not find it" in finding.problem
     assert "path_separator = newline" in finding.remedy
     project.configure("newline", locations=OURS)
-    assert check_alembic(tmp_path / "alembic.ini") == []
+    assert check_alembic(tmp_path / "alembic.ini", run=run) == []
 
 
 def test_a_configuration_without_our_branch_is_nobodys_business(sqlite: Database, tmp_path: Path) -> None:
@@ -108,7 +112,8 @@ def test_a_configuration_that_cannot_be_read_is_no_verdict(sqlite: Database, tmp
     project = Project(tmp_path, sqlite)
     project.configure(locations=OURS)
     (project.versions / "broken.py").write_text("import not_installed_here")
-    (finding,) = check_alembic(tmp_path / "alembic.ini")
+    assert check_alembic(tmp_path / "alembic.ini") == []
+    (finding,) = check_alembic(tmp_path / "alembic.ini", run=True)
     assert not finding.fatal
     assert "not_installed_here" in finding.problem
 
@@ -130,3 +135,25 @@ def test_the_command_checks_the_configuration(given: bool, sqlite: Database, tmp
         assert done.returncode == code, done.stdout + done.stderr
         assert ("does not find it there" in done.stdout) is (code == 1)
         assert len(done.stderr.splitlines()) == code
+
+
+@pytest.mark.parametrize("named", [False, True], ids=["lying there", "--alembic-config"])
+def test_code_of_the_folder_is_run_only_if_it_is_named(named: bool, sqlite: Database, tmp_path: Path) -> None:
+    """What an alembic.ini of the current folder names is somebody else's code, and cron would run it."""
+    url = sqlite.url().render_as_string()
+    run_python("-m", "projector_dedup", "migrate", "--database-url", url)
+    project = Project(tmp_path, sqlite)
+    project.configure(locations=OURS)
+    trace = tmp_path / "was run"
+    (project.versions / "theirs.py").write_text(f"open({str(trace)!r}, 'w')\nrevision, down_revision = 'x', None\n")
+    options = ["--alembic-config", "alembic.ini"] if named else []
+    done = run_python("-m", "projector_dedup", "check", "--database-url", url, *options, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert trace.exists() is named
+
+
+def test_our_folder_may_be_named_by_its_path(sqlite: Database, tmp_path: Path) -> None:
+    """Alembic finds our revisions there too, whatever the separator."""
+    project = Project(tmp_path, sqlite)
+    project.configure(locations=f"    {files('projector_dedup.migrations.versions')}")
+    assert check_alembic(tmp_path / "alembic.ini") == check_alembic(tmp_path / "alembic.ini", run=True) == []

@@ -317,7 +317,7 @@ def test_json_has_the_problems_too(sqlite: Database) -> None:
     assert done.returncode == 1
     (one,) = json.loads(done.stdout)
     assert not one["ready"]
-    assert {"problem", "remedy", "fatal"} == set(one["findings"][0])
+    assert {"problem", "remedy", "fatal", "informs"} == set(one["findings"][0])
     assert "is not ready" in done.stderr
     engine.dispose()
 

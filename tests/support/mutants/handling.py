@@ -184,4 +184,72 @@ MUTANTS = (
         new="work.record.outcome == -1:",
         tests=(f"{HANDLE}::test_the_present_answers_where_no_result_is_stored[sqlite+pysqlite]",),
     ),
+    Mutant(
+        name="raised-rejection-keeps-its-writes",
+        breaks="A handler that raises a rejection has its writes committed.",
+        where="Once._called",
+        old="self._take(self.asked.operation.function(self.asked.command, call))",
+        new="""try:
+            returned = self.asked.operation.function(self.asked.command, call)
+        except Rejected as rejected:
+            returned = Rejection(rejected.code, rejected.detail)
+        self._take(returned)""",
+        tests=("tests/commands/test_orders.py::test_two_callers_in_every_order[sqlite+pysqlite]",),
+    ),
+    Mutant(
+        name="rejection-counts-against-a-rivals-answer",
+        breaks="A caller whose handler has rejected is told so, although a rival's run was recorded meanwhile.",
+        where="Commands.handle",
+        old="        answer = handled(work, durable=durable)",
+        new="        work.record = asked.rejected(work._rejection) if isinstance(work, Refused) else work.record\n        answer = handled(work, durable=durable)",
+        tests=("tests/commands/test_orders.py::test_a_rival_may_run_before_a_rejection_is_recorded[sqlite+pysqlite]",),
+    ),
+    Mutant(
+        name="named-error-is-not-tried-again",
+        breaks="A version that a rival made meanwhile fails the command, although the policy names the store's error.",
+        where="Attempts.delay_after",
+        old="Failure.TRANSIENT if isinstance(error, self._policy.also) else ",
+        new="",
+        tests=(
+            "tests/commands/test_version_conflicts.py::test_an_error_that_stays_is_told_in_the_end[sqlite+pysqlite]",
+        ),
+    ),
+    Mutant(
+        name="poison-in-a-command-is-a-bare-error",
+        breaks="A moment that no year holds in UTC is an OverflowError of Python's, for which a client is told 500.",
+        where="digest",
+        old="except (OverflowError, RecursionError, ValueError) as error:",
+        new="except RecursionError as error:",
+        tests=(
+            "tests/commands/test_closed_losses.py::test_a_command_that_cannot_be_compared_is_named[after 9999 in UTC]",
+        ),
+    ),
+    Mutant(
+        name="long-decimals-are-rounded",
+        breaks="Two commands whose amounts differ in the thirtieth digit are one, and the second gets the first's answer.",
+        where="_decimal",
+        old='text = format(value if value else Decimal(0), "f")',
+        new='text = format(value.normalize() if value else Decimal(0), "f")',
+        tests=("tests/commands/test_fingerprints.py::test_different_commands_have_different_fingerprints",),
+    ),
+    Mutant(
+        name="other-schema-is-a-bare-error",
+        breaks="A handler that chooses another schema for the rest of its transaction fails with an error of the driver's.",
+        where="_NOT_THERE",
+        old='"42P01"',
+        new='"42P0X"',
+        tests=(
+            "tests/commands/test_closed_losses.py::test_a_handler_that_chooses_another_schema_for_the_rest[by SQLAlchemy-nothing--postgresql+psycopg2]",
+        ),
+    ),
+    Mutant(
+        name="record-that-was-pruned-under-its-duplicate",
+        breaks="A command whose record is pruned while it is asked for again fails, instead of being new.",
+        where="recalled",
+        old="raise OvertakenError(",
+        new="raise KeyReusedError(",
+        tests=(
+            "tests/commands/test_pruned_records.py::test_a_record_that_is_pruned_between_claim_and_recall[postgresql+psycopg-READ COMMITTED-False]",
+        ),
+    ),
 )

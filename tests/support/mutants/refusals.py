@@ -98,7 +98,7 @@ MUTANTS = (
     Mutant(
         name="two-handlers-of-one-name",
         breaks="Two handlers share one identity, and each skips what the other applied.",
-        where="_Routing.__init__",
+        where="BaseDispatcher.__init__",
         old="if handler.identity in self._handlers:",
         new="if handler is None:",
         tests=("tests/delivery/test_projector.py::test_two_handlers_of_one_identity_are_refused",),
@@ -204,5 +204,31 @@ MUTANTS = (
         tests=(
             "tests/delivery/test_projector.py::test_a_handler_with_other_parameters_is_refused_when_the_projector_is_made[none]",
         ),
+    ),
+    Mutant(
+        name="async-handler-of-a-session-is-accepted",
+        breaks="An async handler that declares a Session awaits nothing, and its writes are lost without a word.",
+        where="check_session",
+        old="(AsyncSession, Session) if asynchronous else (Session, AsyncSession)",
+        new="(Session, AsyncSession)",
+        tests=(
+            "tests/delivery/test_projector.py::test_a_handler_with_the_session_of_the_other_kind_is_refused[_declares_a_session]",
+        ),
+    ),
+    Mutant(
+        name="types-take-a-class-for-a-projector",
+        breaks="No type checker sees that a dispatcher was given a class instead of an instance.",
+        where="BaseDispatcher.__init__",
+        old="*projectors: Instance,",
+        new="*projectors: object,",
+        tests=("tests/delivery/test_types.py::test_mypy_sees_every_mistake",),
+    ),
+    Mutant(
+        name="types-take-any-event",
+        breaks="No type checker sees that a handler takes another event than its @on says.",
+        where="Marks",
+        old="def __call__(self, function: Callable[[T, E, S], R], /)",
+        new="def __call__(self, function: Callable[[T, Any, S], R], /)",
+        tests=("tests/delivery/test_types.py::test_mypy_sees_every_mistake",),
     ),
 )

@@ -112,7 +112,7 @@ class Copy:
         """Run pytest on some tests, up to the first that fails if ``stop``."""
         report = self.root / "mutants.xml"
         report.unlink(missing_ok=True)
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short"]
+        command = [sys.executable, "-m", "pytest", "-q", "-ra", "-p", "no:cacheprovider", "--tb=short"]
         command += [f"--timeout={seconds:g}", f"--junitxml={report}", *(["-x"] if stop else [])]
         command += ["-n", str(jobs)] if jobs > 1 else []
         limit = max(_ALL, len(tests) * 5)

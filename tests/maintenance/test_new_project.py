@@ -1,0 +1,132 @@
+"""An empty project begins with our Alembic branch as the runbook says, and its revisions stay its own."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import projector_dedup.migrations.versions
+import pytest
+from sqlalchemy import create_engine, inspect, select
+
+from alembic_project import run_python
+from databases import Database
+from projector_dedup import ProcessedMessage
+from projector_dedup.maintenance.alembic_config import check_alembic, check_installed_revisions
+from projector_dedup.maintenance.check import check
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+OURS = Path(projector_dedup.migrations.versions.__path__[0])
+MODELS = """
+from sqlalchemy import Column, Integer, MetaData, Table
+from projector_dedup import make_tables
+
+metadata = MetaData()
+Table("account_totals", metadata, Column("id", Integer, primary_key=True){more})
+make_tables(metadata)
+"""
+
+
+def _recipe() -> list[tuple[str, str]]:
+    """The blocks of the section of the runbook: their language and their text."""
+    text = (ROOT / "docs" / "runbook.md").read_text(encoding="utf-8")
+    section = text.partition("### Begin with our Alembic branch\n")[2].partition("\n### ")[0]
+    return re.findall(r"^```(\w+)\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
+
+
+def _replaced(path: Path, line: str, by: str) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert text.count(f"\n{line}\n") == 1
+    path.write_text(text.replace(f"\n{line}\n", f"\n{by}\n"), encoding="utf-8")
+
+
+class NewProject:
+    """A folder in which the commands of the recipe are run as they are written."""
+
+    def __init__(self, folder: Path, database: Database) -> None:
+        self.folder, self.ini = folder, folder / "alembic.ini"
+        self._url = database.url().render_as_string(hide_password=False)
+        self.model()
+
+    def model(self, more: str = "") -> None:
+        """Write the models, perhaps with one more column."""
+        (self.folder / "models.py").write_text(MODELS.format(more=more))
+
+    def run(self, block: str) -> str:
+        """Run each line of a shell block by the module of the command that it names; return what they say."""
+        said = ""
+        for line in block.splitlines():
+            program, *arguments = shlex.split(line)
+            assert program == "alembic"
+            environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+            command = [sys.executable, "-m", "alembic", *arguments]
+            done = subprocess.run(
+                command, cwd=self.folder, env=environment, capture_output=True, text=True, check=False
+            )
+            assert done.returncode == 0, line + done.stdout + done.stderr
+            said += done.stdout
+        return said
+
+    def follow(self, recipe: list[tuple[str, str]]) -> str:
+        """Follow the recipe to the first revision; return what the last block says."""
+        (_, init), (_, ini), (_, env), (_, first) = recipe
+        self.run(init)
+        _replaced(self.ini, "path_separator = os", ini.rstrip())
+        _replaced(self.ini, "sqlalchemy.url = driver://user:pass@localhost/dbname", f"sqlalchemy.url = {self._url}")
+        _replaced(self.folder / "migrations" / "env.py", "target_metadata = None", env.rstrip())
+        return self.run(first)
+
+
+def test_the_recipe_works_in_an_empty_project(database: Database, tmp_path: Path) -> None:
+    """As it is written: our tables are there and right, the project's revisions are in its own folder."""
+    *begin, (_, later) = _recipe()
+    ours = sorted(each.name for each in OURS.glob("*.py"))
+    project = NewProject(tmp_path, database)
+    assert "No new upgrade operations" in project.follow(begin)
+    project.model(more=", Column('more', Integer)")
+    project.run(later)
+    assert "No new upgrade operations" in project.run("alembic check\n")
+    assert len(list((tmp_path / "migrations" / "versions").glob("*.py"))) == 2
+    assert sorted(each.name for each in OURS.glob("*.py")) == ours
+    assert check_alembic(project.ini) == check_alembic(project.ini, run=True) == check_installed_revisions() == []
+    engine = create_engine(database.url())
+    assert not [finding for finding in check(engine) if finding.fatal]
+    assert {column["name"] for column in inspect(engine).get_columns("account_totals")} == {"id", "more"}
+    with engine.connect() as connection:
+        assert connection.execute(select(ProcessedMessage)).all() == []
+    engine.dispose()
+
+
+def test_a_block_pasted_below_the_line_of_alembic_init(sqlite: Database, tmp_path: Path) -> None:
+    """A second `path_separator` is told in one line with its remedy; the command goes on, without a traceback."""
+    (_, init), (_, ini), *_ = _recipe()
+    project = NewProject(tmp_path, sqlite)
+    project.run(init)
+    _replaced(project.ini, "path_separator = os", f"path_separator = os\n{ini.rstrip()}")
+    (finding,) = check_alembic(project.ini)
+    assert not finding.fatal
+    assert "option 'path_separator' in section 'alembic' already exists" in finding.problem
+    assert "remove the older line" in finding.remedy
+    url = sqlite.url().render_as_string()
+    run_python("-m", "projector_dedup", "migrate", "--database-url", url)
+    done = run_python("-m", "projector_dedup", "check", "--database-url", url, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "alembic.ini could not be read: " in done.stdout
+    assert "Traceback" not in done.stdout
+
+
+def test_a_revision_of_theirs_in_our_package_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its name and where it lies; our own revisions are not."""
+    for file in OURS.glob("*.py"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    monkeypatch.setattr("projector_dedup.maintenance.alembic_config._installed_versions", lambda: tmp_path)
+    assert check_installed_revisions() == []
+    (tmp_path / "1c9213d5b8ad_first.py").touch()
+    (finding,) = check_installed_revisions()
+    assert not finding.fatal
+    assert f"1c9213d5b8ad_first.py in {tmp_path}" in finding.problem
+    assert "--version-path" in finding.remedy
