@@ -13,6 +13,8 @@ import pytest
 from databases import Database
 from projector_dedup.dialects import _DIALECTS, dialect_of
 
+pytestmark = pytest.mark.slow
+
 PAGE = Path(__file__).parents[2] / "docs" / "bring-your-database.md"
 SUITE, DIALECT = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
 

@@ -1,7 +1,10 @@
 """`create_engine(paramstyle=...)`: parameters may be written in each way that the driver takes."""
 
+from typing import Any
+
 import pytest
 
+from command_rig import Balance, desk_on
 from databases import DRIVERS, Database, Driver
 from projector_dedup import Message, Outcome
 from projector_dedup.testing.harness import Harness
@@ -45,3 +48,21 @@ def test_messages_are_claimed_in_any_style(request: pytest.FixtureRequest, drive
             found = harness.run(dispatcher.deliver_batch, batch)
             assert [each.outcome for each in found] == [Outcome.DUPLICATE] * 4 + [Outcome.APPLIED] * 2
         assert harness.totals() == {"a": 6 * len(dispatchers)}
+
+
+@pytest.mark.parametrize(("driver", "style"), CASES, ids=str)
+def test_commands_are_recorded_in_any_style(request: pytest.FixtureRequest, driver: Driver, style: str) -> None:
+    """New ones and duplicates, with every option that changes the SQL of a claim, of a record or of a recall."""
+    with desk_on(request, driver, engine_arguments={"paramstyle": style}) as desk:
+        ways: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+            "plain": ({}, {}),
+            "strict": ({}, {"strict": True}),
+            "bounded": ({}, {"claim_timeout": 5}),
+            "locking": ({"read_models": [Balance]}, {}),
+            "renamed": ({"formerly": ["desk.former"]}, {}),
+        }
+        for name, (settings, options) in ways.items():
+            operation, commands = desk.operation(name=f"desk.{name}", **settings), desk.commands(**options)
+            answers = [desk.handle(operation, key=name, commands=commands) for _ in range(3)]
+            assert [answer.replayed for answer in answers] == [False, True, True]
+        assert desk.orders() == sorted(ways)

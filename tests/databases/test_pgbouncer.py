@@ -1,6 +1,6 @@
 """The promise behind a PgBouncer in transaction mode, where every transaction may be on another server connection.
 
-Each driver with the arguments that README names for it; then what those arguments are needed for.
+Each driver with the arguments that docs/production.md names for it; then what those arguments are needed for.
 """
 
 import contextlib
@@ -236,17 +236,17 @@ def test_the_command_prunes_through_it(driver: Driver, server: Database, pgbounc
     assert rig.durable() == NOTHING
 
 
-# What README says ----------------------------------------------------------------------------------------------------
+# What docs/production.md says ----------------------------------------------------------------------------------------
 
 
-def test_readme_names_the_arguments_that_are_tested() -> None:
-    """Each `connect_args` of README is one that the tests of this file give."""
-    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-    named = re.findall(r"connect_args=(\{.*?\})", readme, re.DOTALL)
+def test_the_page_names_the_arguments_that_are_tested() -> None:
+    """Each `connect_args` of docs/production.md is one that the tests of this file give."""
+    page = (Path(__file__).parents[2] / "docs" / "production.md").read_text(encoding="utf-8")
+    named = re.findall(r"connect_args=(\{.*?\})", page, re.DOTALL)
     assert [eval(arguments) for arguments in named] == list(UNNAMED.values())
 
 
-# Without what README says --------------------------------------------------------------------------------------------
+# Without what docs/production.md says --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("driver", NAMING, ids=str)

@@ -39,6 +39,8 @@ from projector_dedup.testing.subject import Added, Total, add
 from rig import outsides_fixture, rig_on_fixture  # noqa: F401  # fixtures
 from untried import PG8000, UNTRIED, UntriedDriver, registered
 
+pytestmark = pytest.mark.slow
+
 totals = projector(idempotent=True, name="totals")(on(Added)(add))
 SYNC = [driver for driver in UNTRIED if not driver.is_async]
 

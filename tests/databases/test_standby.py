@@ -1,13 +1,10 @@
 """A synchronous standby of PostgreSQL: a marker that only the primary has does not make a duplicate (ADR 24)."""
 
-import contextlib
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,7 +34,9 @@ from projector_dedup.tables import default_tables
 from projector_dedup.testing.harness import Harness
 from projector_dedup.testing.subject import PATIENCE, Added, Subject, Total
 from reached import reached
-from standby import Primary, Standby, standby_of
+from standby import Primary, Standby, own_primary, standby_of
+
+pytestmark = pytest.mark.slow
 
 POSTGRESQL = [driver for driver in DRIVERS if driver.engine == "postgresql"]
 HEARING = [driver for driver in POSTGRESQL if driver.module != "psycopg2"]
@@ -49,13 +48,8 @@ Redeliver = Callable[[], Any]
 
 @pytest.fixture(scope="module")
 def primary() -> Iterator[Primary]:
-    """A server for the tests of this file; not below pytest's folder, which a second run as root would close to it."""
-    with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="primary-", ignore_cleanup_errors=True))
-        try:
-            server = stack.enter_context(Primary(Path(folder) / "data"))
-        except (ImportError, subprocess.CalledProcessError) as reason:
-            reached.give_up("postgresql", "a PostgreSQL server with a standby", str(reason))
+    """A server for the tests of this file."""
+    with own_primary() as server:
         server.execute("alter system set fsync = off")
         yield server
 
@@ -283,14 +277,14 @@ def test_a_wait_that_is_always_ended_leaves_the_outcome_unknown(
 @pytest.mark.parametrize("driver", [PSYCOPG2], ids=str, indirect=True)
 @pytest.mark.parametrize("known", [False, True], ids=["new", "redelivered"])
 def test_psycopg2_does_not_hear_of_a_cancelled_wait(primary: Primary, harness: Harness, known: bool) -> None:
-    """It returns as if the standby had answered, which README says; the next redelivery waits."""
+    """It returns as if the standby had answered, which docs/production.md says; the next redelivery waits."""
     redeliver = alone(harness)
     if not known:
         harness.transact(lambda session: session.execute(delete(default_tables.marker)))
     primary.fall_silent()
     delivery = harness.start(redeliver)
-    primary.execute("select pg_cancel_backend(%s)", primary.next_wait(delivery))
-    assert delivery.result(PATIENCE) is (Outcome.DUPLICATE if known else Outcome.APPLIED)
+    primary.end_waits(delivery, "pg_cancel_backend")
+    assert delivery.result() is (Outcome.DUPLICATE if known else Outcome.APPLIED)
     primary.next_wait(harness.start(redeliver))
 
 

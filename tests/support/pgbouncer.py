@@ -34,7 +34,7 @@ UNNAMED: dict[str, dict[str, Any]] = {
 
 
 def recipe(driver: Driver) -> dict[str, Any]:
-    """The arguments of `create_engine` that README names for this driver."""
+    """The arguments of `create_engine` that docs/production.md names for this driver."""
     return {"connect_args": UNNAMED[driver.module]} if driver.module in UNNAMED else {}
 
 

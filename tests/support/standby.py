@@ -4,6 +4,10 @@ A name in `synchronous_standby_names` that no standby has is a standby that neve
 """
 
 import contextlib
+import os
+import signal
+import socket
+import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
@@ -17,6 +21,7 @@ from sqlalchemy import make_url
 from databases import Database
 from projector_dedup.testing.postgres import PrivatePostgres
 from projector_dedup.testing.subject import PATIENCE
+from reached import reached
 
 NOBODY = "nobody"
 
@@ -40,6 +45,22 @@ class Primary(PrivatePostgres):
         with self._connected("local") as connection:
             cursor = connection.execute(sql.encode(), parameters)
             return cursor.fetchall() if cursor.description else []
+
+    def kill(self) -> None:
+        """Kill the server and each of its processes, as the loss of the machine does; it cannot be started again."""
+        listed = self.execute("select pid from pg_stat_activity where pid <> pg_backend_pid()")
+        pid_file = self._wheel.pgdata / "postmaster.pid"
+        for pid in (int(pid_file.read_text().split()[0]), *(int(pid) for (pid,) in listed)):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        while self._listens():
+            time.sleep(0.01)
+        pid_file.unlink()
+
+    def _listens(self) -> bool:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self._port)):
+            return True
+        return False
 
     def answer(self) -> None:
         """Let every COMMIT return at once from here on, those that wait included."""
@@ -106,6 +127,21 @@ class Primary(PrivatePostgres):
         return int(wait[0])
 
 
+@contextlib.contextmanager
+def own_primary() -> Iterator[Primary]:
+    """A primary with a folder of its own; the test ends here if there is no PostgreSQL to start.
+
+    The folder is not below pytest's, which a second run as root would close to the user that the server runs as.
+    """
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="primary-", ignore_cleanup_errors=True))
+        try:
+            server = stack.enter_context(Primary(Path(folder) / "data"))
+        except (ImportError, subprocess.CalledProcessError) as reason:
+            reached.give_up("postgresql", "a PostgreSQL server with a standby", str(reason))
+        yield server
+
+
 class Standby(PrivatePostgres):
     """A server that streams what the primary commits, as long as it runs."""
 
@@ -125,6 +161,19 @@ class Standby(PrivatePostgres):
             user=wheel.system_user,
             cwd="/",
         )
+
+    def fall_behind(self) -> None:
+        """Ask the primary for no more, as behind a network that is cut; return when that is so."""
+        with psycopg.connect(self.url, autocommit=True) as connection:
+            connection.execute("alter system set primary_conninfo = ''")
+            connection.execute("select pg_reload_conf()")
+            while connection.execute("select 1 from pg_stat_wal_receiver").fetchone():
+                time.sleep(0.01)
+
+    def take_over(self) -> None:
+        """Become a primary, with what has been received; return when it takes writes."""
+        with psycopg.connect(self.url, autocommit=True) as connection:
+            assert connection.execute("select pg_promote()").fetchone() == (True,)
 
     def promote(self) -> None:
         """Start as a primary, with what has been received before: the old primary is not asked for more."""

@@ -1,0 +1,230 @@
+"""`idempotency check` on PostgreSQL tells what a failover keeps: its standby is synchronous, asynchronous, or none."""
+
+import time
+from collections.abc import Iterator
+
+import psycopg
+import pytest
+from sqlalchemy import Engine, MetaData, create_engine, make_url
+
+from cluster.failover import either
+from command import idempotency
+from databases import DRIVERS, Driver
+from projector_dedup import Outcome, RetriesExhaustedError, RetryPolicy, make_tables
+from projector_dedup.dialects.findings import Finding
+from projector_dedup.maintenance.check import check
+from projector_dedup.testing.harness import Harness
+from projector_dedup.testing.postgres import PrivatePostgres
+from projector_dedup.testing.subject import PATIENCE, Base, Subject
+from reached import reached
+from standby import Primary, Standby, own_primary, standby_of
+
+pytestmark = pytest.mark.slow
+
+TABLES = make_tables(MetaData())
+WORDS = ("standby", "asynchronous", "synchronous_commit")
+
+
+@pytest.fixture(scope="module")
+def primary() -> Iterator[Primary]:
+    """A server that nobody else uses, with our tables."""
+    with own_primary() as server:
+        server.execute("create role watcher login")
+        server.execute("grant all on all tables in schema public to watcher")
+        server.execute("alter default privileges grant all on tables to watcher")
+        yield server
+
+
+@pytest.fixture(scope="module")
+def standby(primary: Primary) -> Iterator[Standby]:
+    """One that streams."""
+    with standby_of(primary) as server:
+        yield server
+
+
+@pytest.fixture
+def engine(primary: Primary) -> Iterator[Engine]:
+    """The primary, which asks for no standby when the test begins."""
+    primary.answer()
+    engine = create_engine(url_for(primary))
+    for metadata in (TABLES.marker.metadata, Base.metadata):
+        metadata.create_all(engine)
+    yield engine
+    engine.dispose()
+    primary.execute("alter role postgres reset synchronous_commit")
+    primary.answer()
+
+
+def url_for(server: PrivatePostgres, role: str = "postgres") -> str:
+    """The address of the server for a role."""
+    return make_url(server.url).set(drivername="postgresql+psycopg", username=role).render_as_string()
+
+
+def about(server: PrivatePostgres, role: str = "postgres") -> list[Finding]:
+    """What check says of replication to a role, by a connection of its own."""
+    engine = create_engine(url_for(server, role))
+    try:
+        return [finding for finding in check(engine, TABLES) if any(word in finding.problem for word in WORDS)]
+    finally:
+        engine.dispose()
+
+
+def streams(primary: Primary, standby: Standby) -> None:
+    """Wait until the standby is there."""
+    deadline = time.monotonic() + PATIENCE
+    while not primary.execute("select 1 from pg_stat_replication where application_name = %s", standby.name):
+        assert time.monotonic() < deadline, "the standby does not come"
+        time.sleep(0.01)
+
+
+@pytest.mark.usefixtures("engine")
+def test_a_server_alone_is_a_note(primary: Primary) -> None:
+    """Nothing is wrong, nothing is asked for, and the command's last line does not speak of advice."""
+    (found,) = about(primary)
+    assert (found.informs, found.fatal) == (True, False)
+    assert found.problem == "no standby streams from this server, as far as it says"
+    done = idempotency("check", "--database-url", url_for(primary))
+    assert done.returncode == 0
+    assert "note: no standby streams" in done.stdout
+    assert "advice" not in done.stdout
+
+
+@pytest.mark.usefixtures("engine")
+def test_an_asynchronous_standby_is_advice(primary: Primary, standby: Standby) -> None:
+    """A failover loses what was acknowledged just before, and check is the only one to say so; the deploy goes on."""
+    streams(primary, standby)
+    (found,) = about(primary)
+    assert (found.informs, found.fatal) == (False, False)
+    assert found.problem.startswith(
+        "replication is asynchronous (synchronous_standby_names is empty): a failover loses"
+    )
+    done = idempotency("check", "--database-url", url_for(primary))
+    assert (done.returncode, "advice: replication is asynchronous" in done.stdout) == (0, True)
+
+
+@pytest.mark.usefixtures("engine")
+def test_a_synchronous_standby_is_a_note(primary: Primary, standby: Standby) -> None:
+    """It is named, and a failover to it keeps what was acknowledged."""
+    primary.wait_for(standby)
+    (found,) = about(primary)
+    assert found.informs
+    assert found.problem == f"each COMMIT waits for a synchronous standby: {standby.name}"
+    assert "never fail over" not in found.remedy
+
+
+@pytest.mark.usefixtures("engine")
+def test_an_asynchronous_one_beside_it_is_named_as_such(primary: Primary, standby: Standby) -> None:
+    """A failover to the other would lose messages."""
+    with standby_of(primary) as other:
+        streams(primary, other)
+        primary.wait_for(standby)
+        (found,) = about(primary)
+    assert found.problem == f"each COMMIT waits for a synchronous standby: {standby.name}"
+    assert found.remedy.endswith(f"; never fail over to {other.name}, which is asynchronous")
+
+
+@pytest.mark.usefixtures("engine")
+def test_a_standby_for_which_this_role_does_not_wait_is_asynchronous(primary: Primary, standby: Standby) -> None:
+    """`synchronous_commit` is the role's: with `local` its COMMIT waits for nobody, whatever the server asks for."""
+    primary.wait_for(standby)
+    primary.execute("alter role postgres set synchronous_commit = local")
+    (found,) = about(primary)
+    assert found.problem.startswith("replication is asynchronous (synchronous_commit = local): a failover loses")
+
+
+@pytest.mark.usefixtures("engine")
+def test_a_commit_that_does_not_wait_for_the_disk_is_advice(primary: Primary, standby: Standby) -> None:
+    """With `off` a crash loses what was acknowledged, with or without a standby."""
+    streams(primary, standby)
+    primary.execute("alter role postgres set synchronous_commit = off")
+    off, asynchronous = about(primary)
+    assert off.problem.startswith("synchronous_commit is off for postgres: a crash loses messages")
+    assert asynchronous.problem.startswith("replication is asynchronous")
+    assert not off.fatal
+    assert not off.informs
+
+
+@pytest.mark.usefixtures("engine")
+def test_a_standby_that_does_not_come_is_advice(primary: Primary, standby: Standby) -> None:
+    """Every COMMIT waits; another standby, which streams, is not the one that is waited for."""
+    primary.fall_silent()
+    streams(primary, standby)
+    (found,) = about(primary)
+    assert found.problem.startswith("synchronous_standby_names asks for a standby that does not stream")
+    assert (found.informs, found.fatal) == (False, False)
+
+
+@pytest.mark.usefixtures("engine")
+def test_a_role_that_may_not_see_it_is_told_so(primary: Primary, standby: Standby) -> None:
+    """It knows that COMMIT waits, not for whom; the remedy lets it see."""
+    primary.wait_for(standby)
+    (hidden,) = about(primary, "watcher")
+    assert hidden.informs
+    assert hidden.problem == "each COMMIT waits for a synchronous standby, and watcher may not see which of 1 it is"
+    grant = hidden.remedy.partition(" shows it")[0]
+    assert grant == "GRANT pg_read_all_stats TO watcher"
+    primary.execute(grant)
+    try:
+        (seen,) = about(primary, "watcher")
+        assert seen.problem == f"each COMMIT waits for a synchronous standby: {standby.name}"
+    finally:
+        primary.execute("revoke pg_read_all_stats from watcher")
+
+
+@pytest.mark.usefixtures("engine")
+def test_a_role_that_may_not_see_it_knows_that_nobody_is_waited_for(primary: Primary, standby: Standby) -> None:
+    """That somebody streams is shown to everybody, and the settings too: it is asynchronous."""
+    streams(primary, standby)
+    (found,) = about(primary, "watcher")
+    assert found.problem.startswith("replication is asynchronous")
+
+
+def test_a_subscriber_of_logical_replication_is_no_standby(primary: Primary, engine: Engine) -> None:
+    """Nobody fails over to a consumer of the log, such as Debezium."""
+    if primary.execute("show wal_level") != [("logical",)]:
+        primary.execute("alter system set wal_level = logical")
+        primary.restart()
+    engine.dispose()
+    subscriber = psycopg.pq.PGconn.connect(f"{primary.url}?replication=database&application_name=debezium".encode())
+    subscriber.exec_(b"CREATE_REPLICATION_SLOT follower TEMPORARY LOGICAL pgoutput")
+    primary.execute("create publication everything for all tables")
+    try:
+        start = b"START_REPLICATION SLOT follower LOGICAL 0/0 (proto_version '1', publication_names 'everything')"
+        subscriber.exec_(start)
+        assert primary.execute("select application_name from pg_stat_replication") == [("debezium",)]
+        (found,) = about(primary)
+        assert found.problem == "no standby streams from this server, as far as it says"
+    finally:
+        subscriber.finish()
+        primary.execute("drop publication everything")
+
+
+# The other server ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("engine")
+def test_a_new_primary_waits_for_nobody_unless_it_is_told_to(primary: Primary) -> None:
+    """`synchronous_standby_names` is the server's own: whoever was waited for does not wait for others in its turn."""
+    with standby_of(primary) as promoted:
+        primary.wait_for(promoted)
+        promoted.take_over()
+        (found,) = about(promoted)
+    assert found.problem == "no standby streams from this server, as far as it says"
+
+
+@pytest.mark.usefixtures("engine")
+@pytest.mark.parametrize("driver", [each for each in DRIVERS if each.engine == "postgresql"], ids=str)
+def test_a_url_of_both_servers_leads_to_the_one_that_takes_writes(
+    primary: Primary, standby: Standby, driver: Driver
+) -> None:
+    """With `target_session_attrs=read-write`, whichever stands first; without it, a standby is refused as read-only."""
+    if not driver.installed:
+        reached.give_up("postgresql", str(driver), f"{driver.module} is not installed")
+    for number, servers in enumerate(((primary, standby), (standby, primary))):
+        with Harness(Subject(either(*servers).set(drivername=driver.name_in_url))) as harness:
+            assert harness.deliver(harness.dispatcher(), message_id=f"{driver} {number}").outcome is Outcome.APPLIED
+    only = either(standby, standby).difference_update_query(["target_session_attrs"])
+    with Harness(Subject(only.set(drivername=driver.name_in_url))) as harness:
+        dispatcher = harness.dispatcher(retry=RetryPolicy(attempts=2))
+        with pytest.raises(RetriesExhaustedError, match="read-only"):
+            harness.deliver(dispatcher, message_id="m3")
