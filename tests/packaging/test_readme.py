@@ -1,43 +1,261 @@
-"""What the README and the documents beside it show is what happens."""
+"""What the README and the pages of `docs` show is what happens."""
 
+import ast
+import inspect
+import json
 import re
+import secrets
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, cast
 
+import pika
 import pytest
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+import projector_dedup
+from brokers import broker
+from projector_dedup import Defer, Dispatcher, on, projector
+from reached import reached
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = ("README.md", "docs/commands.md")
+ADRS = sorted(path.name for path in (ROOT / "docs" / "adr").glob("0*.md"))
+PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
+OTHERS = ["CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md", "benchmarks/RESULTS.md"]
 
 
-def _snippets(document: str) -> list[str]:
-    text = (ROOT / document).read_text(encoding="utf-8")
-    return re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+def _text(page: str) -> str:
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+def _snippets(page: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", _text(page), re.DOTALL | re.MULTILINE)
+
+
+QUICK_START = _snippets("README.md")[0]
+"""The other snippets of README, and those of some pages, go on where it ends."""
 
 
 @pytest.mark.parametrize(
-    "snippets", [_snippets("README.md")[:1], _snippets("docs/commands.md")], ids=["the quick start", "commands"]
+    ("page", "before"),
+    [
+        ("README.md", []),
+        ("docs/commands.md", []),
+        ("docs/observing.md", [QUICK_START]),
+        ("docs/handlers.md", [QUICK_START]),
+        ("docs/concurrency.md", [QUICK_START]),
+        ("docs/operations.md", [QUICK_START]),
+    ],
 )
-def test_what_is_typed_prints_what_it_says(tmp_path: Path, snippets: list[str]) -> None:
-    """Typed into a file and run, snippets print the values that their comments promise."""
-    script = tmp_path / "quick_start.py"
-    script.write_text("\n".join(snippets), encoding="utf-8")
+def test_what_is_typed_prints_what_it_says(tmp_path: Path, page: str, before: list[str]) -> None:
+    """Typed into a file and run, the snippets of a page print the values that their comments promise."""
+    script = tmp_path / "typed.py"
+    script.write_text("\n".join([*before, *_snippets(page)]), encoding="utf-8")
     run = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     promised = re.findall(r"print\(.*# (.+)$", script.read_text(encoding="utf-8"), re.MULTILINE)
     assert run.stdout.split("\n")[:-1] == promised
 
 
-@pytest.mark.parametrize("document", DOCUMENTS)
-def test_every_snippet_compiles(document: str) -> None:
+def test_the_quick_start_remembers(tmp_path: Path) -> None:
+    """Run again, it finds two duplicates and the amount of before."""
+    for outcomes in (["Outcome.APPLIED", "Outcome.DUPLICATE", "30"], ["Outcome.DUPLICATE", "Outcome.DUPLICATE", "30"]):
+        typed = [sys.executable, "-c", QUICK_START]
+        run = subprocess.run(typed, cwd=tmp_path, capture_output=True, text=True, check=True)
+        assert run.stdout.split() == outcomes
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if _snippets(page)])
+def test_every_snippet_compiles(page: str) -> None:
     """No snippet has a typing error of ours in it."""
-    for snippet in _snippets(document):
-        compile(snippet, document, "exec")
+    for snippet in _snippets(page):
+        compile(snippet, page, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
 
 
-@pytest.mark.parametrize("document", DOCUMENTS)
-def test_links_lead_somewhere(document: str) -> None:
+@pytest.mark.parametrize("page", [*PAGES, *OTHERS])
+def test_links_lead_somewhere(page: str) -> None:
     """Every relative link is a file of the repository."""
-    for target in re.findall(r"\]\((?!https?://|#)([^)#]+)", (ROOT / document).read_text(encoding="utf-8")):
-        assert ((ROOT / document).parent / target).exists(), target
+    prose = re.sub(r"^```.*?^```", "", _text(page), flags=re.DOTALL | re.MULTILINE)
+    for target in re.findall(r"\]\((?!https?://|#)([^)#\s]+)", prose):
+        assert ((ROOT / page).parent / target).exists(), target
+
+
+# A consumer ----------------------------------------------------------------------------------------------------------
+
+
+class Channel:
+    """What a consumer of the README does to each message, by its delivery tag; `call_later` is called at once."""
+
+    def __init__(self) -> None:
+        self.done: dict[str, str] = {}
+        self.delays: list[float] = []
+        self.connection = SimpleNamespace(call_later=self._call_later)
+
+    def _call_later(self, delay: float, callback: Any) -> None:
+        self.delays.append(delay)
+        callback()
+
+    def basic_ack(self, tag: str) -> None:
+        """Note that the message is done."""
+        assert self.done.setdefault(tag, "acknowledged") == "acknowledged"
+
+    def basic_reject(self, tag: str, *, requeue: bool) -> None:
+        """Note that the message comes again, or goes to the dead letters."""
+        assert self.done.setdefault(tag, "again" if requeue else "dead letter") != "acknowledged"
+
+
+@pytest.fixture
+def consumer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The snippets of README and of docs/handlers.md, run as one module, with a handler that knows poison."""
+    monkeypatch.chdir(tmp_path)
+    module: Any = ModuleType("consumer")
+    monkeypatch.setitem(sys.modules, "consumer", module)  # where SQLAlchemy and dataclasses look for annotations
+    batch = [snippet for snippet in _snippets("docs/handlers.md") if "def on_messages" in snippet]
+    for snippet in [QUICK_START, *_snippets("README.md")[1:2], *batch]:
+        exec(compile(snippet, "README.md", "exec"), vars(module))
+
+    @projector(idempotent=True, name="consumer")
+    class Payments:
+        @on(module.PaymentReceived)
+        def add(self, event: Any, session: Session) -> None:
+            if event.amount < 0:
+                raise ValueError("poison")
+            totals = session.get(module.Totals, event.account_id)
+            if totals is None:
+                raise Defer("no such account yet")
+            totals.amount += event.amount
+
+    module.dispatcher = Dispatcher(module.sessionmaker(module.engine), Payments())
+    module.parse = lambda body: module.PaymentReceived(**json.loads(body))
+    yield module
+    module.engine.dispose()
+
+
+MESSAGES = [
+    ("good", "p-1", '{"account_id": "alice", "amount": 5}', "acknowledged"),
+    ("redelivered", "p-1", '{"account_id": "alice", "amount": 5}', "acknowledged"),
+    ("garbage", "p-2", "{", "dead letter"),
+    ("poison", "p-3", '{"account_id": "alice", "amount": -1}', "dead letter"),
+    ("too early", "p-4", '{"account_id": "bob", "amount": 5}', "again"),
+    ("no id", None, '{"account_id": "alice", "amount": 5}', "dead letter"),
+    ("empty id", "", '{"account_id": "alice", "amount": 5}', "dead letter"),
+    ("good too", "p-5", '{"account_id": "alice", "amount": 7}', "acknowledged"),
+]
+"""Delivery tag, message id, body, and what the consumer is to do."""
+
+
+@pytest.mark.parametrize("in_a_batch", [False, True], ids=["one by one", "in a batch"])
+def test_the_consumer_survives_poison(consumer: Any, in_a_batch: bool) -> None:
+    """Each message is acknowledged, comes again later, or goes to the dead letters, and no other is touched by it."""
+    consumer.logger = SimpleNamespace(warning=lambda *_: None)
+    channel = Channel()
+    given = [
+        (SimpleNamespace(delivery_tag=tag, redelivered=tag == "redelivered"), SimpleNamespace(message_id=id_), body)
+        for tag, id_, body, _ in MESSAGES
+    ]
+    if in_a_batch:
+        consumer.on_messages(channel, given)
+    else:
+        for each in given:
+            consumer.on_message(channel, *each)
+    assert channel.done == {tag: done for tag, _, _, done in MESSAGES}
+    assert channel.delays == [1.0]
+    with Session(consumer.engine) as session:
+        assert session.get_one(consumer.Totals, "alice").amount == 30 + 5 + 7
+
+
+def test_the_consumer_survives_poison_on_rabbitmq(consumer: Any) -> None:
+    """By pika: what is poison is in the dead letters, what came too early is delivered again, and then applied."""
+    connection = pika.BlockingConnection(pika.URLParameters(broker("rabbitmq")))
+    channel, queue = connection.channel(), f"projector-dedup-test-{secrets.token_hex(6)}"
+    reached.saw("rabbitmq", str(cast(Any, connection)._impl.server_properties["version"]))
+    consumer.logger = SimpleNamespace(warning=lambda *_: None)
+    channel.queue_declare(dead := f"{queue}-dead", exclusive=True)
+    to_the_dead = {"x-dead-letter-exchange": "", "x-dead-letter-routing-key": dead}
+    channel.queue_declare(queue, exclusive=True, arguments=to_the_dead)
+    channel.basic_qos(prefetch_count=3)
+    for tag, id_, body, _ in MESSAGES:
+        channel.basic_publish("", queue, body.encode(), pika.BasicProperties(message_id=id_, type=tag))
+    came: list[str] = []
+
+    def on_message(channel: Any, method: Any, properties: Any, body: bytes) -> None:
+        if method.redelivered:
+            with Session(consumer.engine) as session, session.begin():
+                session.add(consumer.Totals(account_id="bob", amount=0))  # what the early message has waited for
+        came.append(properties.type)
+        consumer.on_message(channel, method, properties, body)
+
+    channel.basic_consume(queue, on_message)
+    while len(came) < len(MESSAGES) + 1:
+        connection.process_data_events(time_limit=None)
+    expected = sorted(tag for tag, _, _, done in MESSAGES if done == "dead letter")
+    waiting = [channel.basic_get(dead, auto_ack=True)[1] for _ in expected]
+    assert sorted(each.type for each in waiting if each) == expected
+    assert came[-1] == "too early"
+    connection.close()
+    with Session(consumer.engine) as session:
+        amounts = {each.account_id: each.amount for each in session.scalars(select(consumer.Totals))}
+    assert amounts == {"alice": 30 + 5 + 7, "bob": 5}
+
+
+# The reference and the summaries --------------------------------------------------------------------------------------
+
+
+def test_every_decision_is_in_the_index() -> None:
+    """docs/adr/README.md has a line for each record, with its title."""
+    lines = []
+    for name in ADRS:
+        number, title = _text(f"docs/adr/{name}").split("\n", 1)[0].removeprefix("# ").split(". ", 1)
+        lines.append(f"| {number} | [{title}]({name}) |")
+    index = _text("docs/adr/README.md").splitlines()
+    assert [line for line in lines if line not in index] == []
+
+
+REFERENCE = "\n".join(_text(page) for page in PAGES if page.startswith("docs/api/"))
+
+
+@pytest.mark.parametrize("name", projector_dedup.__all__)
+def test_every_public_name_is_in_the_reference(name: str) -> None:
+    """Errors come with their module; all other names are listed."""
+    is_error = inspect.isclass(found := getattr(projector_dedup, name)) and issubclass(found, BaseException)
+    listed = re.search(rf"^\.\. auto\w+:: {name}\b", REFERENCE, re.MULTILINE)
+    assert listed or (is_error and found.__module__ == "projector_dedup.errors")
+
+
+@pytest.mark.parametrize("name", ["projector", "on"])
+def test_a_decorator_is_shown_with_its_options(name: str) -> None:
+    """The reference shows one signature where type checkers are given several."""
+    (shown,) = re.findall(rf"^\.\. autodecorator:: {name}\((.*)\)$", REFERENCE, re.MULTILINE)
+    signature = inspect.signature(getattr(projector_dedup, name))
+    parameters = [each.replace(annotation=inspect.Parameter.empty) for each in signature.parameters.values()]
+    options = [each for each in parameters if each.kind is not inspect.Parameter.POSITIONAL_ONLY]
+    assert shown == str(inspect.Signature(options))[1:-1]
+
+
+@pytest.mark.parametrize("target", [Dispatcher, projector, on])
+def test_every_option_is_told(target: Any) -> None:
+    """docs/handlers.md names the keywords of the decorators and of dispatchers."""
+    keywords = [each.name for each in inspect.signature(target).parameters.values() if each.kind is each.KEYWORD_ONLY]
+    assert [name for name in keywords if not re.search(rf"`{name}[`=]|\b{name}=", _text("docs/handlers.md"))] == []
+
+
+def test_the_summary_names_every_driver() -> None:
+    """README's "Tested on" has the extra of each driver that the tests are installed with."""
+    summary = _text("README.md").split("\n## Tested on\n")[1].split("\n## ")[0]
+    (extras,) = re.findall(r"^DRIVERS := (.*)$", _text("Makefile"), re.MULTILINE)
+    assert [extra for extra in [*extras.split(","), "mysqlclient"] if f"`[{extra}]`" not in summary] == []
+
+
+def test_files_that_pages_name_are_there() -> None:
+    """A test or an example that a promise refers to can be opened."""
+    named = {
+        (page, file)
+        for page in [*PAGES, *OTHERS]
+        for file in re.findall(r"\b(?:tests|examples)/[\w/]+\.(?:py|md|txt)\b", _text(page))
+    }
+    assert len(named) > 20
+    assert {(page, file) for page, file in named if not (ROOT / file).is_file()} == set()

@@ -1,0 +1,88 @@
+"""A run of the tests closes with what passed, what was not tested and why, and how to test that too."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from shutil import copy
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+TESTS = """
+    import pytest
+    from reached import reached
+
+    def test_right():
+        reached.saw("sqlite+pysqlite", "3")
+
+    @pytest.mark.slow
+    def test_slow():
+        pass
+
+    def test_on_mariadb():
+        reached.give_up("mariadb", "mariadb", "no server")
+
+    def test_elsewhere():
+        pytest.skip("one writer")
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A folder with our conftest.py and four tests: one passes, one is slow, one wants MariaDB, one does not apply."""
+    (tmp_path / "tests").mkdir()
+    copy(ROOT / "tests" / "conftest.py", tmp_path / "tests")
+    (tmp_path / "tests" / "test_it.py").write_text(TESTS.replace("\n    ", "\n"), encoding="utf-8")
+    (tmp_path / "pytest.ini").write_text(
+        "[pytest]\ntestpaths = tests\nmarkers =\n  slow\n  contract\n", encoding="utf-8"
+    )
+    return tmp_path
+
+
+def _run(project: Path, *arguments: str, required: str = "") -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([str(ROOT / "tests" / "support"), str(ROOT)])
+    environment = {
+        **os.environ,
+        "PYTHONPATH": path,
+        "PROJECTOR_DEDUP_TEST_REQUIRE": required,
+        "PROJECTOR_DEDUP_TEST_MATRIX": "",
+    }
+    command = [sys.executable, "-m", "pytest", *arguments]
+    return subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_a_plain_run_says_what_was_left_out(project: Path, workers: str) -> None:
+    """The slow tests, and those that found no server, by reason; and how to have them."""
+    run = _run(project, "-n", workers)
+    assert run.returncode == 0, run.stdout
+    passed, missing, remedy = run.stdout.splitlines()[-3:]
+    assert passed.startswith("passed: 1 test, in 0:")
+    assert passed.endswith("on sqlite by pysqlite")
+    assert missing == (
+        "not tested: slow tests (left out of a plain run: 1 test); mariadb by pymysql, mysqldb, asyncmy (async), "
+        "aiomysql (async) (no server: 1 test); 1 test of what this database, driver or machine does not have"
+    )
+    assert remedy.startswith("to test that too: make test ARGS=tests; PROJECTOR_DEDUP_TEST_MARIADB_URL=")
+
+
+@pytest.mark.parametrize(
+    "selection", [["tests"], ["tests/test_it.py"], ["-k", "test"], ["-m", "slow or not slow"]], ids=str
+)
+def test_a_selection_runs_the_slow_ones(project: Path, selection: list[str]) -> None:
+    """By a path, `-k` or `-m`."""
+    run = _run(project, "-n", "2", *selection)
+    assert "\npassed: 2 tests, in " in run.stdout
+    assert "what was not selected" in run.stdout.splitlines()[-2]
+
+
+def test_where_engines_are_required_everything_runs(project: Path) -> None:
+    """The slow tests too; and an engine that was not there is a failure with a name."""
+    run = _run(project, "-n", "2", required="mariadb")
+    assert run.returncode == 1
+    assert "FAILED in call: tests/test_it.py::test_on_mariadb" in run.stdout
+    assert "REQUIRED, but not tested: mariadb+pymysql (no server)" in run.stdout
+    assert "\npassed: 2 tests, 1 FAILED, in " in run.stdout

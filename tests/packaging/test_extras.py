@@ -1,0 +1,92 @@
+"""An integration that is imported without the package it plugs into says which extra to install."""
+
+import json
+import subprocess
+import sys
+import tomllib
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+INTEGRATIONS = ROOT / "projector_dedup" / "integrations"
+
+NEEDED = {  # by each integration: the package that is looked for first, and the extra that installs it
+    "aio_pika": ("aio_pika", "aio-pika"),
+    "celery": ("celery", "celery"),
+    "faststream": ("faststream", "faststream"),
+    "faststream.nats": ("faststream", "faststream"),
+    "faststream.rabbit": ("faststream", "faststream"),
+    "faststream.redis": ("faststream", "faststream"),
+    "flask": ("flask", "flask"),
+    "kafka": ("confluent_kafka", "kafka"),
+    "nats": ("nats", "nats"),
+    "opentelemetry": ("opentelemetry", "opentelemetry"),
+    "pika": ("pika", "pika"),
+    "prometheus": ("prometheus_client", "prometheus"),
+    "redis": ("redis", "redis"),
+    "starlette": ("starlette", "starlette"),
+}
+NO_PACKAGE = {"extras", "http", "incoming", "measures", "rabbitmq", "recorded", "settling"}
+PARTS = {  # of an integration, which imports them after it has found its package
+    *("aio_pika_copies", "faststream.raw", "kafka_clients", "kafka_messages", "kafka_positions", "nats_letters"),
+    *("redis_group", "starlette_exchange"),
+}
+
+PROGRAM = """
+import importlib, json, sys
+sys.path[:0] = sys.argv[1:3]
+said = {}
+for name in sys.argv[3:]:
+    try:
+        importlib.import_module("projector_dedup.integrations." + name)
+        said[name] = ["", ""]
+    except ImportError as error:
+        said[name] = [error.name, str(error)]
+print(json.dumps(said))
+"""
+
+
+def _importable_without_extras(folder: Path) -> Path:
+    """Return a folder in which Python finds SQLAlchemy, and no package of an extra."""
+    for name in ("sqlalchemy", "greenlet", "typing_extensions"):
+        spec = find_spec(name)
+        assert spec is not None
+        assert spec.origin is not None
+        found = Path(spec.origin)
+        found = found.parent if found.name == "__init__.py" else found
+        (folder / found.name).symlink_to(found)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str]]:
+    """What each integration says where only SQLAlchemy is installed: the package that is missing, and the text."""
+    folder = _importable_without_extras(tmp_path_factory.mktemp("bare"))
+    command = [sys.executable, "-I", "-S", "-c", PROGRAM, str(ROOT), str(folder), *NEEDED, *sorted(NO_PACKAGE)]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.stderr == ""
+    return {name: (missing, text) for name, (missing, text) in json.loads(run.stdout).items()}
+
+
+@pytest.mark.parametrize("name", NEEDED)
+def test_an_integration_without_its_package_names_the_extra(name: str, said: dict[str, tuple[str, str]]) -> None:
+    """As a line to run; and the extra is one of ours."""
+    package, extra = NEEDED[name]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    assert extra in extras
+    assert said[name] == (package, f"{package} is not installed; run: pip install 'projector-dedup[{extra}]'")
+
+
+@pytest.mark.parametrize("name", sorted(NO_PACKAGE))
+def test_the_rest_needs_no_extra(name: str, said: dict[str, tuple[str, str]]) -> None:
+    """Consumers of one's own are built on it."""
+    assert said[name] == ("", "")
+
+
+def test_every_integration_is_tried() -> None:
+    """A new one gets its line above."""
+    stems = {path.relative_to(INTEGRATIONS).with_suffix("") for path in INTEGRATIONS.rglob("*.py")}
+    names = {".".join(stem.parts).removesuffix(".__init__") for stem in stems} - {"__init__"}
+    assert names == {*NEEDED, *NO_PACKAGE, *PARTS}
