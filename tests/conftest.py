@@ -1,4 +1,4 @@
-"""Fixtures that give every test a database; `reached.py` reports what was not tested.
+"""Fixtures that give every test a database; `closing.py` reports what was not tested.
 
 `postgresql`, `mariadb`, `sqlite`   an empty `Database` of that engine
 `database`               the test runs once for each engine
@@ -19,6 +19,7 @@ import pytest
 from hypothesis import settings
 from sqlalchemy import URL, Engine, create_engine
 
+from closing import PLAIN, Closing, is_plain
 from databases import (
     DRIVERS,
     ENGINES,
@@ -46,7 +47,17 @@ def pytest_configure(config: pytest.Config) -> None:
     It reads them for each connection, to verify nobody with them: 20 ms of a processor, half of what a test took.
     """
     config.pluginmanager.register(reached)
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Closing(config))
     os.environ["SSL_CERT_FILE"] = os.devnull
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the slow tests of a plain `make test`."""
+    if is_plain(config):
+        for item in items:
+            if item.get_closest_marker("slow"):
+                item.add_marker(pytest.mark.skip(reason=PLAIN))
 
 
 def pytest_collection_finish() -> None:
@@ -62,7 +73,7 @@ def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> None:
     A connection that is collected while `ast.parse` runs, and logs a traceback of its own, brings Python 3.11 down
     with a SystemError (pytest-dev/pytest#10763) that ends the whole run and hides the failure.
     """
-    if call.excinfo is not None:
+    if call.excinfo is not None and not call.excinfo.errisinstance(pytest.skip.Exception):
         gc.collect()
 
 

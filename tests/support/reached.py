@@ -1,9 +1,9 @@
-"""Report what a run of the tests reached: drivers, and the contract through each of them at each isolation level.
+"""Report what a run of the tests reached: drivers, brokers, and the contract through each driver at each level.
 
-The last lines of a run say it. `PROJECTOR_DEDUP_TEST_REQUIRE=postgresql,mariadb,sqlite,pgbouncer` makes it a failure if
-a driver of these is not tested. `PROJECTOR_DEDUP_TEST_MATRIX=write` puts the contract's part into the README, `check`
-fails where the README says something else. Tests may run in several processes (pytest-xdist): what a test reached
-travels with its report.
+The last lines of a run say it (`closing.py`). `PROJECTOR_DEDUP_TEST_REQUIRE=postgresql,mariadb,sqlite,pgbouncer,
+rabbitmq,nats,redis,galera`, in one word, makes it a failure if a driver of these, or one of these, is not tested.
+`PROJECTOR_DEDUP_TEST_MATRIX=write` puts the contract's part into docs/tested-on.md, `check` fails where that page says
+something else. Tests may run in several processes (pytest-xdist): what a test reached travels with its report.
 """
 
 import json
@@ -20,7 +20,7 @@ from sqlalchemy import Connection, Engine, event
 from databases import DRIVERS
 
 ROOT = Path(__file__).parents[2]
-README, RECORD = ROOT / "README.md", ROOT / "tests" / "support" / "matrix.json"
+PAGE, RECORD = ROOT / "docs" / "tested-on.md", ROOT / "tests" / "support" / "matrix.json"
 BEGIN, END = "<!-- matrix: made by `make matrix` -->\n", "<!-- end of matrix -->"
 LEVELS = ("default", "READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE")
 NAMES = {
@@ -33,7 +33,8 @@ NAMES = {
 COMBINATION = (
     f"Python {sys.version_info[0]}.{sys.version_info[1]}, SQLAlchemy {'.'.join(sqlalchemy.__version__.split('.')[:2])}"
 )
-PARTS = {**{str(driver): driver.engine for driver in DRIVERS}, "pgbouncer": "pgbouncer"}
+SERVERS = ("pgbouncer", "rabbitmq", "nats", "redis", "galera")
+PARTS = {**{str(driver): driver.engine for driver in DRIVERS}, **{name: name for name in SERVERS}}
 """Everything that a run reports on, with the word by which it is required."""
 
 REQUIRED = set(os.environ.get("PROJECTOR_DEDUP_TEST_REQUIRE", "").replace(",", " ").split())
@@ -106,28 +107,28 @@ class Reached:
         return [part for part in PARTS if part not in self.ran]
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """Turn success into failure if a required driver was not reached, or the README's matrix is not true."""
+        """Turn success into failure if something required was not reached, or the page's matrix is not true."""
         if hasattr(session.config, "workerinput") or session.config.option.collectonly:
             return
         if MATRIX == "write":
-            self._write_readme()
+            self._write_page()
         missing = any(PARTS[part] in REQUIRED for part in self.not_run())
         if (missing or self._differs()) and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
-    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Say what these results cover, and what not."""
-        ran = ", ".join(f"{part} {version}" for part, version in sorted(self.ran.items()))
-        terminalreporter.write_sep("-", "databases")
-        terminalreporter.write_line(f"engines and drivers run: {ran or 'none'}")
-        for part in self.not_run():
-            why = self.unavailable.get(PARTS[part]) or self.unavailable.get(part) or "no test asked for it"
-            required = "REQUIRED, but " if PARTS[part] in REQUIRED else ""
-            terminalreporter.write_line(f"{required}NOT run: {part} ({why})", yellow=True)
-        if different := self._differs():
-            terminalreporter.write_line(f"the README's matrix is not what was run: {different}; make matrix", red=True)
+    def why_not(self, part: str) -> str:
+        """The reason why no test reached a part."""
+        return self.unavailable.get(PARTS[part]) or self.unavailable.get(part) or "no test asked for it"
 
-    # The README's matrix --------------------------------------------------------------------------------------------
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """Say what makes this run a failure, beside the tests that failed."""
+        for part in self.not_run():
+            if PARTS[part] in REQUIRED:
+                terminalreporter.write_line(f"REQUIRED, but not tested: {part} ({self.why_not(part)})", red=True)
+        if different := self._differs():
+            terminalreporter.write_line(f"docs/tested-on.md is not what was run: {different}; make matrix", red=True)
+
+    # The matrix of the page -----------------------------------------------------------------------------------------
 
     def _table(self) -> Table:
         table: Table = {}
@@ -137,19 +138,19 @@ class Reached:
         return table
 
     def _differs(self) -> str:
-        """The rows of this Python and SQLAlchemy where the README says something else."""
+        """The rows of this Python and SQLAlchemy where the page says something else."""
         record = _record()
         if MATRIX != "check" or COMBINATION not in record:  # it tells of the combinations that were asked to write it
             return ""
         recorded, found = record.get(COMBINATION, {}), self._table()
         rows = [row for row in {**recorded, **found} if recorded.get(row) != found.get(row)]
-        return ", ".join(rows) or ("" if rendered(record) in README.read_text() else "its text was changed by hand")
+        return ", ".join(rows) or ("" if rendered(record) in PAGE.read_text() else "its text was changed by hand")
 
-    def _write_readme(self) -> None:
+    def _write_page(self) -> None:
         record = {**_record(), COMBINATION: self._table()}
         RECORD.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
-        before, _, rest = README.read_text().partition(BEGIN)
-        README.write_text(before + rendered(record) + rest[rest.index(END) + len(END) :])
+        before, _, rest = PAGE.read_text().partition(BEGIN)
+        PAGE.write_text(before + rendered(record) + rest[rest.index(END) + len(END) :])
 
 
 reached = Reached()
