@@ -66,7 +66,7 @@ def test_a_plain_run_says_what_was_left_out(project: Path, workers: str) -> None
         "not tested: slow tests (left out of a plain run: 1 test); mariadb by pymysql, mysqldb, asyncmy (async), "
         "aiomysql (async) (no server: 1 test); 1 test of what this database, driver or machine does not have"
     )
-    assert remedy.startswith("to test that too: make test ARGS=tests; PROJECTOR_DEDUP_TEST_MARIADB_URL=")
+    assert remedy.startswith("to test that too: make test ARGS=tests; apt-get install mariadb-server;")
 
 
 @pytest.mark.parametrize(

