@@ -2,6 +2,7 @@
 
 Every consumer in this folder gives its messages to these projectors. ``python flights.py`` makes the tables in
 ``$FLIGHTS_DATABASE_URL``; ``python flights.py 1000`` prints the events of the first flights, one in a line.
+``$MAX_DELAY`` is the longest time, in seconds, after which a message comes again that came before its time.
 """
 
 import json
@@ -18,6 +19,8 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sess
 from projector_dedup import AsyncDispatcher, Defer, Dispatcher, by_path, make_tables, on, projector
 
 Event = Mapping[str, Any]
+
+MAX_DELAY = float(os.environ.get("MAX_DELAY", "300"))
 
 
 class Base(DeclarativeBase):

@@ -7,13 +7,13 @@ import os
 
 from celery import Celery
 
-from flights import dispatcher
+from flights import MAX_DELAY, dispatcher
 from projector_dedup.integrations.celery import delivering_task
 
-queue, max_delay = os.environ.get("QUEUE", "flights"), float(os.environ.get("MAX_DELAY", "300"))
+queue = os.environ.get("QUEUE", "flights")
 app = Celery("flights", broker=os.environ["AMQP_URL"])
 app.conf.update(task_default_queue=queue, broker_transport_options={"confirm_publish": True})
-count_flight = delivering_task(app, "flights.count", dispatcher(), queue=queue, max_delay=max_delay)
+count_flight = delivering_task(app, "flights.count", dispatcher(), queue=queue, max_delay=MAX_DELAY)
 
 if __name__ == "__main__":
     options = ["--concurrency", "2", "--loglevel", "WARNING", "--without-mingle", "--without-gossip"]

@@ -6,11 +6,12 @@ import os
 from faststream import FastStream
 from faststream.redis import RedisBroker
 
-from flights import async_dispatcher
+from flights import MAX_DELAY, async_dispatcher
 from projector_dedup.integrations.faststream.redis import subscribe
 
 broker = RedisBroker(os.environ["REDIS_URL"])
 application = FastStream(broker)
 stream = os.environ.get("STREAM", "flights")
-subscribe(application, broker, stream, "airlines", async_dispatcher(), batch=20, abandoned_after=10)
+airlines = async_dispatcher()
+subscribe(application, broker, stream, "airlines", airlines, batch=20, max_delay=MAX_DELAY, abandoned_after=10)
 asyncio.run(application.run())

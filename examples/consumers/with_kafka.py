@@ -9,13 +9,13 @@ import os
 import signal
 import sys
 
-from flights import dispatcher
+from flights import MAX_DELAY, dispatcher
 from projector_dedup.integrations.kafka import Consumer, begin
 
 config, topics = json.loads(os.environ["KAFKA"]), [os.environ.get("TOPIC", "flights")]
 if sys.argv[1:] == ["begin"]:
     begin(config, topics)
 else:
-    consumer = Consumer(config, topics, dispatcher(), max_delay=float(os.environ.get("MAX_DELAY", "300")))
+    consumer = Consumer(config, topics, dispatcher(), max_delay=MAX_DELAY)
     signal.signal(signal.SIGTERM, consumer.stop)
     consumer.run()

@@ -6,16 +6,15 @@ import signal
 
 import nats
 
-from flights import async_dispatcher
+from flights import MAX_DELAY, async_dispatcher
 from projector_dedup.integrations.nats import Consumer
 
 
 async def main() -> None:
     """Consume until the process is told to end."""
     connection = await nats.connect(os.environ["NATS_URL"])
-    consumer = Consumer(
-        connection, os.environ.get("STREAM", "flights"), "airlines", async_dispatcher(), in_flight=4, ack_wait=10
-    )
+    stream, airlines = os.environ.get("STREAM", "flights"), async_dispatcher()
+    consumer = Consumer(connection, stream, "airlines", airlines, in_flight=4, max_delay=MAX_DELAY, ack_wait=10)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, consumer.stop)
     await consumer.run()
     await connection.close()

@@ -5,9 +5,10 @@ import signal
 
 import pika
 
-from flights import dispatcher
+from flights import MAX_DELAY, dispatcher
 from projector_dedup.integrations.pika import Consumer
 
-consumer = Consumer(pika.URLParameters(os.environ["AMQP_URL"]), os.environ.get("QUEUE", "flights"), dispatcher())
+server, queue = pika.URLParameters(os.environ["AMQP_URL"]), os.environ.get("QUEUE", "flights")
+consumer = Consumer(server, queue, dispatcher(), max_delay=MAX_DELAY)
 signal.signal(signal.SIGTERM, consumer.stop)
 consumer.run()

@@ -5,10 +5,11 @@ import signal
 
 import redis
 
-from flights import dispatcher
+from flights import MAX_DELAY, dispatcher
 from projector_dedup.integrations.redis import Consumer
 
 client = redis.Redis.from_url(os.environ["REDIS_URL"])
-consumer = Consumer(client, os.environ.get("STREAM", "flights"), "airlines", dispatcher(), abandoned_after=10)
+stream = os.environ.get("STREAM", "flights")
+consumer = Consumer(client, stream, "airlines", dispatcher(), max_delay=MAX_DELAY, abandoned_after=10)
 signal.signal(signal.SIGTERM, consumer.stop)
 consumer.run()

@@ -28,7 +28,7 @@ class Consumer:
 
     ``url`` is that of RabbitMQ. ``convert`` makes the event of a message. Each message of ``prefetch`` takes a
     connection of the engine's pool: let it be no more than the pool has. A message is rejected after ``max_attempts``
-    deliveries; None sets no limit.
+    deliveries; None sets no limit. It waits in the longest of the queues that does not exceed ``max_delay`` seconds.
     """
 
     def __init__(
@@ -40,10 +40,13 @@ class Consumer:
         *,
         prefetch: int = 10,
         max_attempts: int | None = None,
+        max_delay: float = 300.0,
     ) -> None:
         if prefetch < 1:
             raise ValueError("prefetch is at least 1: 0 would have RabbitMQ send the whole queue")
-        self._settling = Settling(dispatcher, convert, max_attempts=max_attempts, asynchronous=True)
+        self._settling = Settling(
+            dispatcher, convert, max_attempts=max_attempts, max_delay=max_delay, asynchronous=True
+        )
         self._url, self._queue, self._prefetch = url, queue, prefetch
         self._stopping = False
         self._inbox: asyncio.Queue[AbstractIncomingMessage | None] = asyncio.Queue()  # None: there is nothing more

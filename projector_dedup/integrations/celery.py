@@ -58,7 +58,9 @@ def delivering_task(
     ``max_attempts`` deliveries; None sets no limit. ``max_delay`` bounds the seconds before the next one. The children
     of a worker open database connections of their own.
     """
-    Settling(dispatcher, max_attempts=max_attempts)  # refuses what it cannot use at once, not in a worker
+    Settling(
+        dispatcher, max_attempts=max_attempts, max_delay=max_delay
+    )  # refuses what it cannot use at once, not in a worker
 
     def deliver(
         self: Any,
@@ -73,12 +75,12 @@ def delivering_task(
             found = text_of(incoming.message_id, "message id", InvalidMessageIdError)
             return Message(found, event, text_of(incoming.type, "type"))
 
-        settled = Settling(dispatcher, convert, max_attempts=max_attempts).deliver(incoming)
+        settled = Settling(dispatcher, convert, max_attempts=max_attempts, max_delay=max_delay).deliver(incoming)
         if settled.reject:
             raise Reject(settled.reason, requeue=False)
         if not settled.acknowledge:
             try:
-                raise self.retry(countdown=min(settled.delay, max_delay), throw=False)
+                raise self.retry(countdown=settled.delay, throw=False)
             except Reject as unpublished:  # by Celery, where it cannot publish the retry; and would drop the message
                 raise Reject(unpublished.reason, requeue=True) from unpublished
 

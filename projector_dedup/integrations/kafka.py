@@ -61,7 +61,7 @@ class Consumer:
         expect(Mapping, config, 'config is a dictionary, as in {"bootstrap.servers": ..., "group.id": ...}')
         if isinstance(topics, str) or not topics:
             raise ValueError('topics is a list of names, as in ["payments"]')
-        self._settling = Settling(dispatcher, convert, max_attempts=max_attempts)
+        self._settling = Settling(dispatcher, convert, max_attempts=max_attempts, max_delay=max_delay)
         self._id_header, self._max_delay = id_header, max_delay
         self._retry = {topic: aside(topic, config, "retry") for topic in topics}
         self._dead = {topic: aside(topic, config, "dead") for topic in topics}
@@ -164,8 +164,8 @@ class Consumer:
             headers = received.copy_headers(attempt=attempt, reason=settled.reason)
             self._copies.put(received.message, self._dead[received.topic], headers)
         else:
-            delay = min(settled.delay, self._max_delay)
-            headers = received.copy_headers(attempt=attempt + 1, not_before=milliseconds_from_now(delay))
+            not_before = milliseconds_from_now(settled.delay)
+            headers = received.copy_headers(attempt=attempt + 1, not_before=not_before)
             self._copies.put(received.message, self._retry[received.topic], headers)
 
     def _troubled(self, error: KafkaError) -> None:

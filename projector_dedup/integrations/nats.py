@@ -41,6 +41,7 @@ class Consumer:
     stream, but for those that come again. Start as many processes as are wanted, all with the same ``durable``.
 
     ``convert`` makes the event of a message, which is rejected after ``max_attempts`` deliveries; None sets no limit.
+    ``max_delay`` bounds the seconds before it comes again.
     ``ack_wait`` is the number of seconds after which the messages of a process that died are delivered to another;
     those of a handler that takes longer are kept alive.
 
@@ -58,6 +59,7 @@ class Consumer:
         *,
         subject: str | None = None,
         max_attempts: int | None = None,
+        max_delay: float = 300.0,
         in_flight: int = 1,
         ack_wait: float = 30.0,
     ) -> None:
@@ -65,7 +67,9 @@ class Consumer:
         if in_flight < 1 or ack_wait <= 0:
             raise ValueError(f"in_flight is at least 1, and ack_wait above 0 seconds: {in_flight=}, {ack_wait=}")
         self._connection, self._streams = connection, connection.jetstream()
-        self._settling = Settling(dispatcher, convert, max_attempts=max_attempts, asynchronous=True)
+        self._settling = Settling(
+            dispatcher, convert, max_attempts=max_attempts, max_delay=max_delay, asynchronous=True
+        )
         self._stream, self._subject, self._durable = stream, subject, durable
         self._in_flight, self._ack_wait = in_flight, ack_wait
         self._stopping = False

@@ -41,8 +41,8 @@ class Consumer:
     error in its header ``x-rejected-for``. All of them are declared here, and the work queue too if it is missing.
 
     ``convert`` makes the event of a message. ``prefetch`` is how many messages RabbitMQ sends ahead. A message is
-    rejected after ``max_attempts`` deliveries; None sets no limit. Raises ``TypeError`` for an address in place of the
-    parameters.
+    rejected after ``max_attempts`` deliveries; None sets no limit. It waits in the longest of the queues that does not
+    exceed ``max_delay`` seconds. Raises ``TypeError`` for an address in place of the parameters.
     """
 
     def __init__(
@@ -54,11 +54,12 @@ class Consumer:
         *,
         prefetch: int = 20,
         max_attempts: int | None = None,
+        max_delay: float = 300.0,
     ) -> None:
         expect(Parameters, parameters, _PARAMETERS)
         if prefetch < 1:
             raise ValueError("prefetch is at least 1: 0 would have RabbitMQ send the whole queue")
-        self._settling = Settling(dispatcher, convert, max_attempts=max_attempts)
+        self._settling = Settling(dispatcher, convert, max_attempts=max_attempts, max_delay=max_delay)
         self._parameters, self._queue, self._prefetch = parameters, queue, prefetch
         self._stopping = False
 

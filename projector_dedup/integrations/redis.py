@@ -31,9 +31,9 @@ class Consumer:
     processes as are wanted, all with the same ``group``. A group that is not there begins with the first entry.
 
     The event is made by ``convert`` of the fields ``body``, ``message_id`` and ``type``; all fields are its headers.
-    An entry is rejected after ``max_attempts`` deliveries; None sets no limit. Entries of a process that died are
-    taken over after ``abandoned_after`` seconds; let that be longer than a handler takes, or two processes work on one
-    entry, of which one then finds a duplicate.
+    An entry is rejected after ``max_attempts`` deliveries; None sets no limit. ``max_delay`` bounds the seconds before
+    it comes again. Entries of a process that died are taken over after ``abandoned_after`` seconds; let that be longer
+    than a handler takes, or two processes work on one entry, of which one then finds a duplicate.
 
     Raises ``HandlerDefinitionError`` for a dispatcher that is not a ``Dispatcher``, ``TypeError`` for an address in
     place of the client, and ``RefusedError`` for a client with ``decode_responses=True``.
@@ -48,6 +48,7 @@ class Consumer:
         convert: Convert = json_event,
         *,
         max_attempts: int | None = None,
+        max_delay: float = 300.0,
         abandoned_after: float = 60.0,
     ) -> None:
         expect(
@@ -57,7 +58,7 @@ class Consumer:
         )
         self._group = Group(client, stream, group, abandoned_after)
         self._group.check()
-        self._settling = Settling(dispatcher, convert, max_attempts=max_attempts)
+        self._settling = Settling(dispatcher, convert, max_attempts=max_attempts, max_delay=max_delay)
         self._client = client
         self._looked = float("-inf")
         self._stopping = False

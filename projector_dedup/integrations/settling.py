@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..dispatcher import AsyncDispatcher, Dispatcher
@@ -53,9 +53,11 @@ class Settling:
 
     The consumer of a broker acknowledges, delays or rejects as ``Settled`` says: this class touches no broker.
     ``convert`` makes the event of an ``Incoming``. A message is rejected after ``max_attempts`` deliveries; None sets
-    no limit. The methods whose names begin with an ``a`` are for an ``AsyncDispatcher``.
+    no limit. ``max_delay`` bounds the seconds of a delay. The methods whose names begin with an ``a`` are for an
+    ``AsyncDispatcher``.
 
-    Raises ``HandlerDefinitionError`` if the dispatcher is not of the kind that ``asynchronous`` says.
+    Raises ``HandlerDefinitionError`` if the dispatcher is not of the kind that ``asynchronous`` says, and
+    ``ValueError`` for any other argument that is out of its range.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class Settling:
         convert: Convert = json_event,
         *,
         max_attempts: int | None = None,
+        max_delay: float = 300.0,
         asynchronous: bool = False,
     ) -> None:
         wanted = AsyncDispatcher if asynchronous else Dispatcher
@@ -73,9 +76,11 @@ class Settling:
             raise ValueError("convert takes a function, such as json_event")
         if max_attempts is not None and max_attempts < 1:
             raise ValueError("max_attempts is at least 1; None sets no limit")
+        if not max_delay > 0:
+            raise ValueError(f"max_delay is a number of seconds above 0, not {max_delay}")
         self._dispatcher: Any = dispatcher
         self._convert = convert
-        self._max_attempts = max_attempts
+        self._max_attempts, self._max_delay = max_attempts, max_delay
 
     def deliver(self, incoming: Incoming) -> Settled:
         """Deliver one message. Never raises an ``Exception``: whatever is wrong is in the answer and in the log."""
@@ -151,6 +156,7 @@ class Settling:
 
     def _failed(self, incoming: Incoming, event: object, error: BaseException) -> Settled:
         verdict = verdict_of(error, attempts=max(incoming.attempt, 1), max_attempts=self._max_attempts)
+        verdict = replace(verdict, delay=min(verdict.delay, self._max_delay))
         settled = Settled(verdict, _reason(error))
         told = (self._name(incoming, event), printable(incoming.origin), incoming.attempt)
         if settled.reject:

@@ -32,7 +32,7 @@ def queue() -> Iterator[RabbitMQ]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1000)
+@pytest.mark.timeout(600)
 def test_killed_consumers_with_faststream_are_exact(queue: RabbitMQ, postgresql: Database) -> None:
     """Two processes, 22 of them killed, poison, garbage, messages before their time: the read model equals the file."""
     prove("with_faststream.py", queue, postgresql, {"AMQP_URL": queue.url, "QUEUE": queue.queue})
@@ -206,6 +206,13 @@ def test_without_fastdepends(payments: Payments) -> None:
     """An application that switches the injection off is served as well."""
     payments.queue.send(payment("a"), message_id="p1")
     payments.consume(lambda: payments.harness.totals() == {"a": 1}, broker={"apply_types": False})
+
+
+def test_a_message_waits_in_the_longest_queue_within_the_bound(payments: Payments) -> None:
+    """It would wait for 300 seconds."""
+    payments.early = {"b"}
+    payments.queue.send(payment("b"), message_id="p1", headers={"x-deliveries": 6})
+    payments.consume(lambda: payments.queue.count(f"{payments.queue.queue}.wait.30s") == 1, max_delay=299)
 
 
 def test_the_broker_counts_to_the_limit(payments: Payments) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import secrets
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from typing import Any, TypeVar
@@ -110,7 +111,7 @@ def stream() -> Iterator[JetStream]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1000)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("program", ["with_faststream_nats.py", "with_faststream_nats_batches.py"])
 def test_killed_consumers_with_faststream_are_exact(stream: JetStream, postgresql: Database, program: str) -> None:
     """Two processes, 22 of them killed, poison, garbage, messages before their time: the read model equals the file."""
@@ -163,15 +164,20 @@ Applied = Callable[[], tuple[dict[str, int], int]]
 
 @pytest.mark.parametrize("batch", [None, 6])
 def test_poison_and_what_comes_too_early(
-    stream: JetStream, postgresql: Database, applied: Applied, batch: int | None
+    stream: JetStream,
+    postgresql: Database,
+    applied: Applied,
+    batch: int | None,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """One is kept with the dead letters and replayed after the mend, the other comes again; both are applied once."""
+    caplog.set_level(logging.INFO, "projector_dedup.consumers")
     RULES.update(b="poison", c="early")
     stream.publish([Sent(None, payment(number, account)) for number, account in enumerate("abac")])
     stream.publish([Sent("g", b"\xff{"), Sent("h", b"{}")])
-    consume(
-        stream, postgresql, lambda: applied() == ({"a": 2}, 2) and len(stream.dead()) == 3, batch=batch, ack_wait=2.0
-    )
+    patience = {"ack_wait": 2.0, "max_delay": 0.2}
+    consume(stream, postgresql, lambda: applied() == ({"a": 2}, 2) and len(stream.dead()) == 3, batch=batch, **patience)
+    assert "is to come again in 0.2 s after delivery 1: Defer" in caplog.text
     assert {each.body for each in stream.dead()} == {payment(1, "b"), b"\xff{", b"{}"}
     RULES.clear()
     assert stream.replay() == 3

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -79,7 +80,7 @@ def rig(postgresql: Database) -> Iterator[Rig]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1000)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("program", ["with_faststream_redis.py", "with_faststream_redis_batches.py"])
 def test_killed_consumers_with_faststream_are_exact(rig: Rig, postgresql: Database, program: str) -> None:
     """Two processes, 22 of them killed, poison, garbage, messages before their time: the read model equals the file."""
@@ -153,11 +154,13 @@ def test_a_batch_is_one_transaction(rig: Rig) -> None:
     assert payments.transactions(rig.engine) == 6
 
 
-def test_a_message_that_is_always_early_is_rejected_in_the_end(rig: Rig) -> None:
-    """Redis counts its deliveries, and ``max_attempts`` is their limit."""
+def test_a_message_that_is_always_early_is_rejected_in_the_end(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    """Redis counts its deliveries, ``max_attempts`` is their limit, and ``max_delay`` that of its waits."""
+    caplog.set_level(logging.INFO, "projector_dedup.consumers")
     RULES["b"] = "early"
     rig.pay(1, "b")
-    rig.consume_until(rig.letters, max_attempts=2)
+    rig.consume_until(rig.letters, max_attempts=2, max_delay=0.2)
+    assert "is to come again in 0.2 s after delivery 1: Defer" in caplog.text
     (letter,) = rig.letters()
     assert letter[b"x-rejected-for"] == b"Defer: the account is not open yet"
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
@@ -184,7 +185,7 @@ def run(postgresql: Database) -> "Run":
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1000)
+@pytest.mark.timeout(600)
 def test_killed_consumers_are_exact(postgresql: Database) -> None:
     """Two processes, 22 of them killed, poison, garbage, messages before their time: the read model equals the file."""
     flights = Flights()
@@ -298,17 +299,19 @@ def test_a_server_that_is_killed_and_started_again_loses_nothing(run: Run, tmp_p
         server.kill()
 
 
-def test_a_message_that_is_always_early_is_rejected_in_the_end(run: Run) -> None:
-    """The server counts its deliveries, and ``max_attempts`` is their limit."""
+def test_a_message_that_is_always_early_is_rejected_in_the_end(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    """The server counts its deliveries, ``max_attempts`` is their limit, and ``max_delay`` that of its waits."""
+    caplog.set_level(logging.INFO, "projector_dedup.consumers")
 
     async def test(rig: Rig) -> None:
         RULES["b"] = "early"
         await rig.publish(1, "b")
-        await rig.consume_until(rig.settled, max_attempts=2)
+        await rig.consume_until(rig.settled, max_attempts=2, max_delay=0.2)
         (letter,) = await rig.letters()
         assert letter.headers["x-rejected-for"] == "Defer: the account is not open yet"
 
     run(test)
+    assert "is to come again in 0.2 s after delivery 1: Defer" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -123,6 +123,14 @@ def test_a_message_is_rejected_after_so_many_deliveries(rig: Rig) -> None:
     assert properties.headers == {DELIVERIES: 7, REJECTED_FOR: "Defer: not yet"}
 
 
+@pytest.mark.parametrize(("bound", "wait"), [(0.5, "1s"), (1, "1s"), (29.9, "5s"), (30, "30s")])
+def test_a_message_waits_in_the_longest_queue_within_the_bound(rig: Rig, bound: float, wait: str) -> None:
+    """It would wait for 300 seconds; the shortest queue is for every smaller bound."""
+    RULES["early"] = raises(Defer("not yet"))
+    rig.send("early", headers={DELIVERIES: 6})
+    rig.run_until(lambda: rig.queue.count(f"{rig.queue.queue}.wait.{wait}") == 1, "the wait", max_delay=bound)
+
+
 def test_an_id_in_the_body_stays_the_only_one(rig: Rig) -> None:
     """aio-pika gives a message without an id one that is drawn by lot: a copy must not be claimed under that."""
     RULES["early"] = raises(Defer("not yet"))
@@ -285,14 +293,14 @@ def test_a_message_that_kills_its_consumers_is_given_up_by_a_quorum_queue(rig: R
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1000)
+@pytest.mark.timeout(600)
 def test_killed_consumers_with_pika_are_exact(queue: RabbitMQ, postgresql: Database) -> None:
     """Two processes, 22 of them killed, poison, garbage, messages before their time: the read model equals the file."""
     prove("with_pika.py", queue, postgresql, {"AMQP_URL": queue.url, "QUEUE": queue.queue})
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1000)
+@pytest.mark.timeout(600)
 def test_killed_consumers_with_aio_pika_are_exact(queue: RabbitMQ, postgresql: Database) -> None:
     """The same, many messages at a time in each process."""
     settings = {"AMQP_URL": queue.url, "QUEUE": queue.queue}

@@ -64,7 +64,7 @@ def rig(postgresql: Database) -> Iterator[Rig]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1000)
+@pytest.mark.timeout(600)
 def test_killed_consumers_are_exact(rig: Rig, postgresql: Database) -> None:
     """Two processes, 22 of them killed, poison, garbage, messages before their time: the read model equals the file."""
     prove("with_redis.py", rig, postgresql, {"REDIS_URL": rig.address, "STREAM": rig.stream})
@@ -145,11 +145,13 @@ def test_a_message_before_its_time_comes_again_after_its_delay(rig: Rig) -> None
     assert rig.applied == ({"a": 10, "b": 1}, 11)
 
 
-def test_a_message_that_is_always_early_is_rejected_in_the_end(rig: Rig) -> None:
-    """Redis counts its deliveries, and ``max_attempts`` is their limit."""
+def test_a_message_that_is_always_early_is_rejected_in_the_end(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    """Redis counts its deliveries, ``max_attempts`` is their limit, and ``max_delay`` that of its waits."""
+    caplog.set_level(logging.INFO, "projector_dedup.consumers")
     RULES["b"] = "early"
     rig.pay(1, "b")
-    rig.consume_until(rig.letters, max_attempts=2)
+    rig.consume_until(rig.letters, max_attempts=2, max_delay=0.2)
+    assert "is to come again in 0.2 s after delivery 1: Defer" in caplog.text
     assert rig.settled(1)()
     (letter,) = rig.letters()
     assert letter[b"x-rejected-for"] == b"Defer: the account is not open yet"

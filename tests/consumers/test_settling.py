@@ -194,6 +194,15 @@ def test_the_delay_grows_with_the_brokers_count(rig: Rig, batch: bool) -> None:
 
 
 @BATCH
+def test_no_delay_is_longer_than_its_bound(rig: Rig, batch: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """The log names the delay that the message gets."""
+    caplog.set_level(logging.INFO, "projector_dedup.consumers")
+    deliveries = [flight(1, fails="defer", attempt=attempt) for attempt in (1, 2, 9)]
+    assert [rig.settle(each, batch=batch, max_delay=2.5)[0].delay for each in deliveries] == [1.0, 2.5, 2.5]
+    assert [line.split(" in ")[1].split(" after")[0] for line in caplog.messages] == ["1.0 s", "2.5 s", "2.5 s"]
+
+
+@BATCH
 def test_a_lost_database_is_no_reason_to_reject(rig: Rig, batch: bool) -> None:
     """The message is innocent, and comes again after a delay."""
     with rig.engine.begin() as connection:
@@ -385,6 +394,9 @@ def test_a_settling_takes_the_dispatcher_of_its_kind(sqlite: Database) -> None:
         Settling(sessionmaker(rig.engine))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="max_attempts is at least 1"):
         Settling(dispatcher, max_attempts=0)
+    for wrong in (0.0, -1.0, float("nan")):
+        with pytest.raises(ValueError, match=f"max_delay is a number of seconds above 0, not {wrong}"):
+            Settling(dispatcher, max_delay=wrong)
     with pytest.raises(ValueError, match="convert takes a function"):
         Settling(dispatcher, "json")  # type: ignore[arg-type]
 

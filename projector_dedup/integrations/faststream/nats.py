@@ -29,6 +29,7 @@ def subscribe(
     in_flight: int = 10,
     batch: int | None = None,
     max_attempts: int | None = None,
+    max_delay: float = 300.0,
     ack_wait: float = 30.0,
 ) -> None:
     """Give the messages of a subject to a dispatcher, as long as the broker runs. Call it before the broker is started.
@@ -44,9 +45,8 @@ def subscribe(
     transaction; each is settled by itself, and one that fails takes no other with it. The other arguments are those of
     ``Consumer``. Raises ``HandlerDefinitionError`` for a dispatcher that is not an ``AsyncDispatcher``.
     """
-    Settling(
-        dispatcher, convert, max_attempts=max_attempts, asynchronous=True
-    )  # refuses now what it would refuse later
+    # Refuses now what it would refuse later.
+    Settling(dispatcher, convert, max_attempts=max_attempts, max_delay=max_delay, asynchronous=True)
     subscriber = broker.subscriber(
         subject,
         stream=JStream(stream, declare=False),
@@ -64,6 +64,7 @@ def subscribe(
             *(stream, durable, dispatcher, convert),
             subject=subject,
             max_attempts=max_attempts,
+            max_delay=max_delay,
             ack_wait=ack_wait,
         )
         await consumer.open()

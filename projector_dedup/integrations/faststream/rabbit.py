@@ -32,6 +32,7 @@ def subscribe(
     *,
     prefetch: int = 10,
     max_attempts: int | None = None,
+    max_delay: float = 300.0,
 ) -> None:
     """Give the messages of a queue to a dispatcher, as long as the broker runs. Call it before the broker is started.
 
@@ -42,12 +43,13 @@ def subscribe(
     it is taken as it is.
 
     ``convert`` makes the event of a message; FastStream decodes nothing. ``prefetch`` messages are delivered side by
-    side. A message is rejected after ``max_attempts`` deliveries; None sets no limit. Raises ``HandlerDefinitionError``
-    for a dispatcher that is not an ``AsyncDispatcher``.
+    side. A message is rejected after ``max_attempts`` deliveries; None sets no limit. It waits in the longest of the
+    queues that does not exceed ``max_delay`` seconds. Raises ``HandlerDefinitionError`` for a dispatcher that is not an
+    ``AsyncDispatcher``.
     """
     if prefetch < 1:
         raise ValueError("prefetch is at least 1: 0 would have RabbitMQ send the whole queue")
-    settling = Settling(dispatcher, convert, max_attempts=max_attempts, asynchronous=True)
+    settling = Settling(dispatcher, convert, max_attempts=max_attempts, max_delay=max_delay, asynchronous=True)
     work = RabbitQueue(queue, durable=True) if isinstance(queue, str) else queue
     beside: dict[str, Any] = queues_beside(work.name)
     for name, arguments in beside.items():  # without a handler, a queue is declared and not consumed

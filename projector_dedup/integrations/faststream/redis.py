@@ -44,6 +44,7 @@ def subscribe(
     *,
     batch: int | None = None,
     max_attempts: int | None = None,
+    max_delay: float = 300.0,
     abandoned_after: float = 60.0,
 ) -> None:
     """Give the entries of a stream to a dispatcher, as long as the application runs. Call it before it is started.
@@ -57,7 +58,8 @@ def subscribe(
     Entries are delivered one by one, those that come again beside the new ones. With ``batch`` up to so many of them
     are delivered in one transaction; each is settled by itself, and one that fails takes no other with it. Entries of
     a process that died are taken over after ``abandoned_after`` seconds: let it be longer than a handler, or a batch,
-    takes. An entry is rejected after ``max_attempts`` deliveries; None sets no limit.
+    takes. An entry is rejected after ``max_attempts`` deliveries; None sets no limit. ``max_delay`` bounds the seconds
+    before it comes again.
 
     Raises ``HandlerDefinitionError`` for a dispatcher that is not an ``AsyncDispatcher``; the application does not
     start with a broker that has ``decode_responses=True``.
@@ -73,7 +75,7 @@ def subscribe(
             )
         return convert(incoming)
 
-    settling = Settling(dispatcher, convert_whole, max_attempts=max_attempts, asynchronous=True)
+    settling = Settling(dispatcher, convert_whole, max_attempts=max_attempts, max_delay=max_delay, asynchronous=True)
     subscription = _Subscription(broker, Group(None, stream, group, abandoned_after), settling, batch)
     application.on_startup(subscription.open)
     application.after_startup(subscription.begin_to_take_over)

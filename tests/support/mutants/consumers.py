@@ -186,6 +186,22 @@ MUTANTS = (
         tests=("tests/consumers/test_rabbitmq.py::test_what_comes_before_its_time_waits_outside_of_the_window[pika]",),
     ),
     Mutant(
+        name="a-wait-exceeds-its-bound",
+        breaks="A message waits in a queue that is longer than ``max_delay``.",
+        where="queue_after",
+        old="if delay <= settled.delay",
+        new="if delay <= 5 * settled.delay",
+        tests=("tests/consumers/test_rabbitmq.py::test_a_message_waits_in_the_longest_queue_within_the_bound[pika-29.9-5s]",),
+    ),
+    Mutant(
+        name="max-delay-is-not-heard",
+        breaks="A message waits for 300 seconds, whatever the consumer was told.",
+        where="Settling._failed",
+        old="min(verdict.delay, self._max_delay)",
+        new="verdict.delay",
+        tests=("tests/consumers/test_settling.py::test_no_delay_is_longer_than_its_bound",),
+    ),
+    Mutant(
         name="pika-ends-in-silence",
         breaks="The queue is deleted, and the consumer returns as if it was told to stop.",
         where="Consumer.run",
