@@ -191,7 +191,9 @@ MUTANTS = (
         where="queue_after",
         old="if delay <= settled.delay",
         new="if delay <= 5 * settled.delay",
-        tests=("tests/consumers/test_rabbitmq.py::test_a_message_waits_in_the_longest_queue_within_the_bound[pika-29.9-5s]",),
+        tests=(
+            "tests/consumers/test_rabbitmq.py::test_a_message_waits_in_the_longest_queue_within_the_bound[pika-29.9-5s]",
+        ),
     ),
     Mutant(
         name="max-delay-is-not-heard",
