@@ -263,6 +263,16 @@ def test_a_log_that_is_not_flushed_is_advice(cluster: GaleraCluster, engine: Eng
         assert about(check(engine), "innodb_flush_log_at_trx_commit") == []
 
 
+def test_no_server_of_the_tests_deletes_temporary_tables_of_another(cluster: GaleraCluster, mariadb: Database) -> None:
+    """Each does so when it starts, with those in its folder for them: a server that runs may crash over that."""
+    with create_engine(mariadb.url()).connect() as connection:
+        folders = {connection.exec_driver_sql("SELECT @@tmpdir").scalar()}
+    for node in cluster.nodes:
+        ((folder,),) = node.execute("SELECT @@tmpdir")
+        folders.add(folder)
+    assert len(folders) == 1 + len(cluster.nodes)
+
+
 def test_a_server_alone_is_no_node(database_of_mariadb: Engine) -> None:
     """A server of the same program that is in no cluster."""
     assert about(check(database_of_mariadb), "Galera") == []

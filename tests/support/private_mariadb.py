@@ -41,12 +41,15 @@ class PrivateMariaDB:
 
     def install(self) -> None:
         """Make its empty data."""
-        self._folder.mkdir(parents=True)
-        if _user():
-            shutil.chown(self._folder, "mysql")
-        place, login = f"--datadir={self._folder / 'data'}", "--auth-root-authentication-method=normal"
-        command = [program("mariadb-install-db"), "--no-defaults", place, login, "--skip-test-db", *_user()]
-        subprocess.run(command, check=True, capture_output=True)
+        for folder in (self._folder, self._temporary):
+            folder.mkdir(parents=True)
+            if _user():
+                shutil.chown(folder, "mysql")
+        places = [f"--datadir={self._folder / 'data'}", f"--tmpdir={self._temporary}"]
+        options = ["--no-defaults", "--skip-test-db", "--auth-root-authentication-method=normal", *places, *_user()]
+        done = subprocess.run([program("mariadb-install-db"), *options], capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(f"MariaDB cannot be installed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
 
     def start(self, **settings: object) -> None:
         """Start the server with settings beside our own; does not wait for it."""
@@ -54,6 +57,7 @@ class PrivateMariaDB:
             "port": self.port,
             "bind_address": "127.0.0.1",
             "datadir": self._folder / "data",
+            "tmpdir": self._temporary,
             "socket": self._folder / "socket",
             "pid_file": self._folder / "pid",
             **settings,
@@ -102,6 +106,11 @@ class PrivateMariaDB:
             self._process.send_signal(signal.SIGKILL)
             self._process.wait()
             self._process = None
+
+    @property
+    def _temporary(self) -> Path:
+        """Its own: a server that starts deletes all temporary tables that it finds, those of a running server, too."""
+        return self._folder / "tmp"
 
     @property
     def _log(self) -> Path:
