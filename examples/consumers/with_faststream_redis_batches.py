@@ -12,6 +12,6 @@ from projector_dedup.integrations.faststream.redis import subscribe
 broker = RedisBroker(os.environ["REDIS_URL"])
 application = FastStream(broker)
 stream = os.environ.get("STREAM", "flights")
-airlines = async_dispatcher()
-subscribe(application, broker, stream, "airlines", airlines, batch=20, max_delay=MAX_DELAY, abandoned_after=10)
+dispatcher = async_dispatcher()
+subscribe(application, broker, stream, "airlines", dispatcher, batch=20, max_delay=MAX_DELAY, abandoned_after=10)
 asyncio.run(application.run())

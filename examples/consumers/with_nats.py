@@ -13,8 +13,8 @@ from projector_dedup.integrations.nats import Consumer
 async def main() -> None:
     """Consume until the process is told to end."""
     connection = await nats.connect(os.environ["NATS_URL"])
-    stream, airlines = os.environ.get("STREAM", "flights"), async_dispatcher()
-    consumer = Consumer(connection, stream, "airlines", airlines, in_flight=4, max_delay=MAX_DELAY, ack_wait=10)
+    stream, dispatcher = os.environ.get("STREAM", "flights"), async_dispatcher()
+    consumer = Consumer(connection, stream, "airlines", dispatcher, in_flight=4, max_delay=MAX_DELAY, ack_wait=10)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, consumer.stop)
     await consumer.run()
     await connection.close()

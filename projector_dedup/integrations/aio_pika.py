@@ -11,6 +11,7 @@ with needs("aio-pika"):
     from aio_pika.abc import AbstractChannel, AbstractIncomingMessage
 
 from ..dispatcher import AsyncDispatcher
+from ..verdict import DELAYS
 from .aio_pika_copies import copy, copy_back
 from .incoming import Convert, json_event
 from .rabbitmq import CANCELLED, dead_letters, incoming_of, queues_beside
@@ -28,7 +29,8 @@ class Consumer:
 
     ``url`` is that of RabbitMQ. ``convert`` makes the event of a message. Each message of ``prefetch`` takes a
     connection of the engine's pool: let it be no more than the pool has. A message is rejected after ``max_attempts``
-    deliveries; None sets no limit. It waits in the longest of the queues that does not exceed ``max_delay`` seconds.
+    deliveries; None sets no limit. It waits in the longest of the queues that does not exceed ``max_delay`` seconds,
+    or else in the shortest.
     """
 
     def __init__(
@@ -45,7 +47,7 @@ class Consumer:
         if prefetch < 1:
             raise ValueError("prefetch is at least 1: 0 would have RabbitMQ send the whole queue")
         self._settling = Settling(
-            dispatcher, convert, max_attempts=max_attempts, max_delay=max_delay, asynchronous=True
+            dispatcher, convert, max_attempts=max_attempts, max_delay=max_delay, delays=DELAYS, asynchronous=True
         )
         self._url, self._queue, self._prefetch = url, queue, prefetch
         self._stopping = False

@@ -13,6 +13,7 @@ with needs("pika"):
     from pika.exceptions import ChannelClosedByBroker
 
 from ..dispatcher import Dispatcher
+from ..verdict import DELAYS
 from .incoming import Convert, json_event
 from .rabbitmq import (
     CANCELLED,
@@ -42,7 +43,8 @@ class Consumer:
 
     ``convert`` makes the event of a message. ``prefetch`` is how many messages RabbitMQ sends ahead. A message is
     rejected after ``max_attempts`` deliveries; None sets no limit. It waits in the longest of the queues that does not
-    exceed ``max_delay`` seconds. Raises ``TypeError`` for an address in place of the parameters.
+    exceed ``max_delay`` seconds, or else in the shortest. Raises ``TypeError`` for an address in place of the
+    parameters.
     """
 
     def __init__(
@@ -59,7 +61,7 @@ class Consumer:
         expect(Parameters, parameters, _PARAMETERS)
         if prefetch < 1:
             raise ValueError("prefetch is at least 1: 0 would have RabbitMQ send the whole queue")
-        self._settling = Settling(dispatcher, convert, max_attempts=max_attempts, max_delay=max_delay)
+        self._settling = Settling(dispatcher, convert, max_attempts=max_attempts, max_delay=max_delay, delays=DELAYS)
         self._parameters, self._queue, self._prefetch = parameters, queue, prefetch
         self._stopping = False
 

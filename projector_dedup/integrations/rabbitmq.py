@@ -48,7 +48,7 @@ def queue_after(queue: str, settled: Settled) -> str:
         return dead_letters(queue)
     if not settled.delay:
         return queue
-    return _wait(queue, max((delay for delay in DELAYS if delay <= settled.delay), default=DELAYS[0]))
+    return _wait(queue, settled.delay)
 
 
 def incoming_of(body: bytes, properties: Any, queue: str) -> Incoming:

@@ -53,11 +53,12 @@ class Settling:
 
     The consumer of a broker acknowledges, delays or rejects as ``Settled`` says: this class touches no broker.
     ``convert`` makes the event of an ``Incoming``. A message is rejected after ``max_attempts`` deliveries; None sets
-    no limit. ``max_delay`` bounds the seconds of a delay. The methods whose names begin with an ``a`` are for an
-    ``AsyncDispatcher``.
+    no limit. ``max_delay`` bounds the seconds of a delay; for a broker that knows certain ``delays`` only, given in
+    ascending order, the bound is the longest of them within it, or else the shortest. The methods whose names begin
+    with an ``a`` are for an ``AsyncDispatcher``.
 
-    Raises ``HandlerDefinitionError`` if the dispatcher is not of the kind that ``asynchronous`` says, and
-    ``ValueError`` for any other argument that is out of its range.
+    Raises ``HandlerDefinitionError`` if the dispatcher is not of the kind that ``asynchronous`` says, ``TypeError`` for
+    a ``max_delay`` that is no number, and ``ValueError`` for an argument that is out of its range.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class Settling:
         *,
         max_attempts: int | None = None,
         max_delay: float = 300.0,
+        delays: Sequence[float] = (),
         asynchronous: bool = False,
     ) -> None:
         wanted = AsyncDispatcher if asynchronous else Dispatcher
@@ -76,11 +78,14 @@ class Settling:
             raise ValueError("convert takes a function, such as json_event")
         if max_attempts is not None and max_attempts < 1:
             raise ValueError("max_attempts is at least 1; None sets no limit")
+        expect((int, float), max_delay, "max_delay is a number of seconds, as in max_delay=5")
         if not max_delay > 0:
             raise ValueError(f"max_delay is a number of seconds above 0, not {max_delay}")
         self._dispatcher: Any = dispatcher
         self._convert = convert
-        self._max_attempts, self._max_delay = max_attempts, max_delay
+        self._max_attempts = max_attempts
+        within = [each for each in delays if each <= max_delay] or delays[:1]
+        self._max_delay = max(within, default=max_delay)
 
     def deliver(self, incoming: Incoming) -> Settled:
         """Deliver one message. Never raises an ``Exception``: whatever is wrong is in the answer and in the log."""

@@ -265,7 +265,7 @@ def test_a_message_before_its_time_comes_again(rig: Rig) -> None:
     for number in range(40):
         rig.publish({"carrier": "AA", "miles": 1, "after": "UA"}, f"early{number}", partition=number % 2)
     rig.begin()
-    with rig.consuming():
+    with rig.consuming(rig.consumer(max_delay=2)):
         rig.wait_until(lambda: len(rig.projector.seen) > 60)  # all, and many of them again
         assert rig.miles() == {}
         rig.publish({"carrier": "UA", "miles": 5}, "late")

@@ -202,6 +202,17 @@ def test_no_delay_is_longer_than_its_bound(rig: Rig, batch: bool, caplog: pytest
     assert [line.split(" in ")[1].split(" after")[0] for line in caplog.messages] == ["1.0 s", "2.5 s", "2.5 s"]
 
 
+@pytest.mark.parametrize(("bound", "longest"), [(0.5, 1.0), (1, 1.0), (29.9, 5.0), (30, 30.0), (9e9, 300.0)])
+def test_a_broker_that_knows_certain_delays_gets_the_longest_within_the_bound(
+    rig: Rig, bound: float, longest: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Or the shortest; the log names it too."""
+    caplog.set_level(logging.INFO, "projector_dedup.consumers")
+    late = flight(1, fails="defer", attempt=9)
+    assert rig.settle(late, max_delay=bound, delays=(1.0, 5.0, 30.0, 300.0))[0].delay == longest
+    assert f"is to come again in {longest} s" in caplog.text
+
+
 @BATCH
 def test_a_lost_database_is_no_reason_to_reject(rig: Rig, batch: bool) -> None:
     """The message is innocent, and comes again after a delay."""
@@ -394,6 +405,8 @@ def test_a_settling_takes_the_dispatcher_of_its_kind(sqlite: Database) -> None:
         Settling(sessionmaker(rig.engine))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="max_attempts is at least 1"):
         Settling(dispatcher, max_attempts=0)
+    with pytest.raises(TypeError, match=r"^max_delay is a number of seconds, as in max_delay=5, not str$"):
+        Settling(dispatcher, max_delay="5")  # type: ignore[arg-type]
     for wrong in (0.0, -1.0, float("nan")):
         with pytest.raises(ValueError, match=f"max_delay is a number of seconds above 0, not {wrong}"):
             Settling(dispatcher, max_delay=wrong)

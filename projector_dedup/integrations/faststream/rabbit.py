@@ -10,6 +10,7 @@ from faststream.rabbit import Channel, RabbitBroker, RabbitQueue
 
 from ...dispatcher import AsyncDispatcher
 from ...message import printable
+from ...verdict import DELAYS
 from ..aio_pika_copies import copy
 from ..incoming import Convert, json_event
 from ..rabbitmq import incoming_of, queues_beside
@@ -44,12 +45,14 @@ def subscribe(
 
     ``convert`` makes the event of a message; FastStream decodes nothing. ``prefetch`` messages are delivered side by
     side. A message is rejected after ``max_attempts`` deliveries; None sets no limit. It waits in the longest of the
-    queues that does not exceed ``max_delay`` seconds. Raises ``HandlerDefinitionError`` for a dispatcher that is not an
-    ``AsyncDispatcher``.
+    queues that does not exceed ``max_delay`` seconds, or else in the shortest. Raises ``HandlerDefinitionError`` for a
+    dispatcher that is not an ``AsyncDispatcher``.
     """
     if prefetch < 1:
         raise ValueError("prefetch is at least 1: 0 would have RabbitMQ send the whole queue")
-    settling = Settling(dispatcher, convert, max_attempts=max_attempts, max_delay=max_delay, asynchronous=True)
+    settling = Settling(
+        dispatcher, convert, max_attempts=max_attempts, max_delay=max_delay, delays=DELAYS, asynchronous=True
+    )
     work = RabbitQueue(queue, durable=True) if isinstance(queue, str) else queue
     beside: dict[str, Any] = queues_beside(work.name)
     for name, arguments in beside.items():  # without a handler, a queue is declared and not consumed

@@ -188,9 +188,9 @@ MUTANTS = (
     Mutant(
         name="a-wait-exceeds-its-bound",
         breaks="A message waits in a queue that is longer than ``max_delay``.",
-        where="queue_after",
-        old="if delay <= settled.delay",
-        new="if delay <= 5 * settled.delay",
+        where="Settling.__init__",
+        old="if each <= max_delay",
+        new="if each <= 5 * max_delay",
         tests=(
             "tests/consumers/test_rabbitmq.py::test_a_message_waits_in_the_longest_queue_within_the_bound[pika-29.9-5s]",
         ),
