@@ -8,6 +8,8 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from multiprocessing import active_children
 from pathlib import Path
 
@@ -138,11 +140,18 @@ def test_the_demo_on_sqlite(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_somebody_who_pipes_the_demo_sees_that_it_works(tmp_path: Path) -> None:
+@pytest.fixture
+def folder_for_a_server() -> Iterator[Path]:
+    """Not below pytest's, which another run as root would close to the user that the server runs as."""
+    with tempfile.TemporaryDirectory(prefix="projector-dedup-", ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
+
+
+def test_somebody_who_pipes_the_demo_sees_that_it_works(folder_for_a_server: Path) -> None:
     """On stderr, if that is a terminal; in the pipe are the lines that there always are, and no other."""
     ours, its = pty.openpty()
     command = [*COMMAND, "demo", "--flights", "100", "--workers", "1", "--embedded-postgres"]
-    environment = surroundings(TERM="xterm-256color", COLUMNS="80", TMPDIR=str(tmp_path))
+    environment = surroundings(TERM="xterm-256color", COLUMNS="80", TMPDIR=str(folder_for_a_server))
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=its, text=True) as process:
         os.close(its)
         seen = b""
@@ -152,8 +161,8 @@ def test_somebody_who_pipes_the_demo_sees_that_it_works(tmp_path: Path) -> None:
         assert process.stdout is not None
         printed = process.stdout.read()
     os.close(ours)
-    assert process.returncode == 0
     shown = seen.decode()
+    assert process.returncode == 0, shown
     assert shown.startswith("Making and starting a PostgreSQL server, which takes some seconds ...")
     assert "\x1b" not in printed
     for side in ("naive projector", "idempotent projector"):
