@@ -58,9 +58,8 @@ def delivering_task(
     ``max_attempts`` deliveries; None sets no limit. ``max_delay`` bounds the seconds before the next one. The children
     of a worker open database connections of their own.
     """
-    Settling(
-        dispatcher, max_attempts=max_attempts, max_delay=max_delay
-    )  # refuses what it cannot use at once, not in a worker
+    # Refuses what it cannot use at once, not in a worker.
+    Settling(dispatcher, max_attempts=max_attempts, max_delay=max_delay)
 
     def deliver(
         self: Any,

@@ -41,9 +41,8 @@ class Consumer:
     stream, but for those that come again. Start as many processes as are wanted, all with the same ``durable``.
 
     ``convert`` makes the event of a message, which is rejected after ``max_attempts`` deliveries; None sets no limit.
-    ``max_delay`` bounds the seconds before it comes again.
-    ``ack_wait`` is the number of seconds after which the messages of a process that died are delivered to another;
-    those of a handler that takes longer are kept alive.
+    ``max_delay`` bounds the seconds before it comes again. ``ack_wait`` is the number of seconds after which the
+    messages of a process that died are delivered to another; those of a handler that takes longer are kept alive.
 
     Raises ``HandlerDefinitionError`` for a dispatcher that is not an ``AsyncDispatcher``, and ``TypeError`` for what
     is no connection.

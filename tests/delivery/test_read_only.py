@@ -5,26 +5,20 @@ soon.
 """
 
 import contextlib
-import os
-import shutil
-import socket
-import subprocess
-import tempfile
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import pytest
-from sqlalchemy import event, make_url, text
+from sqlalchemy import event, text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from databases import DRIVERS, Database, Driver, mariadb_database
+from private_mariadb import NotInstalledError, private_mariadb
 from projector_dedup import MissingTableError, Outcome, RetriesExhaustedError, RetryPolicy
 from projector_dedup.dialects.postgresql import Psycopg
 from projector_dedup.maintenance.cleanup import cleanup
 from projector_dedup.maintenance.retrying import run_with_retries
-from projector_dedup.testing.postgres import _free_port
 from reached import reached
 from rig import Durable, Outside, Rig, add, create_tables, outsides_fixture, rig_on_fixture  # noqa: F401  # fixtures
 
@@ -148,32 +142,12 @@ def test_a_step_of_a_cleanup_is_tried_again_on_another_connection(
 @pytest.fixture(name="own_mariadb", scope="module")
 def own_mariadb_fixture() -> Iterator[Database]:
     """A database on a MariaDB server of one's own, which may be made read-only."""
-    path = f"{os.environ['PATH']}{os.pathsep}/usr/sbin"
-    install, serve = (shutil.which(name, path=path) for name in ("mariadb-install-db", "mariadbd"))
-    if install is None or serve is None:
-        reached.give_up("mariadb", "mariadb", "mariadbd and mariadb-install-db are not installed")
     with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mariadb-", ignore_cleanup_errors=True))
-        common = ["--no-defaults", f"--datadir={folder}/data", *(["--user=root"] if os.geteuid() == 0 else [])]
-        normal = "--auth-root-authentication-method=normal"
-        subprocess.run([install, *common, normal, "--skip-test-db"], check=True, capture_output=True)
-        port = _free_port()
-        command = [serve, *common, f"--port={port}", f"--socket={folder}/s", "--bind-address=127.0.0.1"]
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        stack.callback(process.wait)
-        stack.callback(process.terminate)
-        deadline = time.monotonic() + 60
-        while not _answers(port):
-            assert process.poll() is None
-            assert time.monotonic() < deadline, "MariaDB does not start"
-            time.sleep(0.05)
-        yield stack.enter_context(mariadb_database(make_url(f"mariadb://root@127.0.0.1:{port}")))
-
-
-def _answers(port: int) -> bool:
-    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
-        return True
-    return False
+        try:
+            server = stack.enter_context(private_mariadb())
+        except NotInstalledError as missing:
+            reached.give_up("mariadb", "mariadb", str(missing))
+        yield stack.enter_context(mariadb_database(server))
 
 
 @pytest.fixture(name="reader")

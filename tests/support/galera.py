@@ -49,7 +49,7 @@ class GaleraNode(PrivateMariaDB):
 
     def join(self, members: str) -> None:
         """Start the server. It joins the cluster of `members`, or founds one if they are none; does not wait for it."""
-        settings = {
+        settings: dict[str, object] = {
             "binlog_format": "ROW",
             "innodb_autoinc_lock_mode": 2,
             "innodb_buffer_pool_size": "64M",
@@ -63,8 +63,9 @@ class GaleraNode(PrivateMariaDB):
             "wsrep_node_address": self.address,
             "wsrep_sst_method": "rsync",
             "wsrep_sst_receive_address": f"127.0.0.1:{self._sst_port}",
+            **self._settings,
         }
-        self.start(**{**settings, **self._settings})
+        self.start(**settings)
 
     def is_ready(self) -> bool:
         """True if the node is a member that has all data and takes statements."""
