@@ -11,11 +11,9 @@ with needs("aio-pika"):
     from aio_pika.abc import AbstractChannel, AbstractIncomingMessage
 
 from ..dispatcher import AsyncDispatcher
-from ..verdict import DELAYS
 from .aio_pika_copies import copy, copy_back
 from .incoming import Convert, json_event
-from .rabbitmq import CANCELLED, dead_letters, incoming_of, queues_beside
-from .settling import Settling
+from .rabbitmq import CANCELLED, dead_letters, incoming_of, new_settling, queues_beside
 
 __all__ = ["Consumer", "replay"]
 
@@ -44,10 +42,13 @@ class Consumer:
         max_attempts: int | None = None,
         max_delay: float = 300.0,
     ) -> None:
-        if prefetch < 1:
-            raise ValueError("prefetch is at least 1: 0 would have RabbitMQ send the whole queue")
-        self._settling = Settling(
-            dispatcher, convert, max_attempts=max_attempts, max_delay=max_delay, delays=DELAYS, asynchronous=True
+        self._settling = new_settling(
+            dispatcher,
+            convert,
+            prefetch=prefetch,
+            max_attempts=max_attempts,
+            max_delay=max_delay,
+            asynchronous=True,
         )
         self._url, self._queue, self._prefetch = url, queue, prefetch
         self._stopping = False

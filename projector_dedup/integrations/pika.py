@@ -13,7 +13,6 @@ with needs("pika"):
     from pika.exceptions import ChannelClosedByBroker
 
 from ..dispatcher import Dispatcher
-from ..verdict import DELAYS
 from .incoming import Convert, json_event
 from .rabbitmq import (
     CANCELLED,
@@ -22,10 +21,11 @@ from .rabbitmq import (
     headers_of_copy,
     headers_of_replay,
     incoming_of,
+    new_settling,
     queue_after,
     queues_beside,
 )
-from .settling import Settling, expect
+from .settling import expect
 
 __all__ = ["Consumer", "replay"]
 
@@ -59,9 +59,9 @@ class Consumer:
         max_delay: float = 300.0,
     ) -> None:
         expect(Parameters, parameters, _PARAMETERS)
-        if prefetch < 1:
-            raise ValueError("prefetch is at least 1: 0 would have RabbitMQ send the whole queue")
-        self._settling = Settling(dispatcher, convert, max_attempts=max_attempts, max_delay=max_delay, delays=DELAYS)
+        self._settling = new_settling(
+            dispatcher, convert, prefetch=prefetch, max_attempts=max_attempts, max_delay=max_delay
+        )
         self._parameters, self._queue, self._prefetch = parameters, queue, prefetch
         self._stopping = False
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ..dispatcher import AsyncDispatcher, Dispatcher
 from ..verdict import DELAYS
-from .incoming import Incoming
-from .settling import Settled
+from .incoming import Convert, Incoming
+from .settling import Settled, Settling
 
 DELIVERIES = "x-deliveries"
 """The header in which copies carry the number of deliveries before them."""
@@ -40,6 +41,26 @@ def queues_beside(queue: str) -> dict[str, dict[str, Any]]:
     back = {"x-dead-letter-exchange": "", "x-dead-letter-routing-key": queue}
     waits = {_wait(queue, delay): {"x-message-ttl": int(delay * 1000), **back} for delay in DELAYS}
     return {**waits, dead_letters(queue): {}}
+
+
+def new_settling(
+    dispatcher: Dispatcher | AsyncDispatcher,
+    convert: Convert,
+    *,
+    prefetch: int,
+    max_attempts: int | None,
+    max_delay: float,
+    asynchronous: bool = False,
+) -> Settling:
+    """Make the settling of a consumer, which knows the delays of the wait queues and no others.
+
+    Raises ``ValueError`` for a ``prefetch`` below 1, and what ``Settling`` raises.
+    """
+    if prefetch < 1:
+        raise ValueError("prefetch is at least 1: 0 would have RabbitMQ send the whole queue")
+    return Settling(
+        dispatcher, convert, max_attempts=max_attempts, max_delay=max_delay, delays=DELAYS, asynchronous=asynchronous
+    )
 
 
 def queue_after(queue: str, settled: Settled) -> str:

@@ -10,11 +10,10 @@ from faststream.rabbit import Channel, RabbitBroker, RabbitQueue
 
 from ...dispatcher import AsyncDispatcher
 from ...message import printable
-from ...verdict import DELAYS
 from ..aio_pika_copies import copy
 from ..incoming import Convert, json_event
-from ..rabbitmq import incoming_of, queues_beside
-from ..settling import Settling, logger
+from ..rabbitmq import incoming_of, new_settling, queues_beside
+from ..settling import logger
 from .raw import AS_IT_CAME
 
 if TYPE_CHECKING:
@@ -48,10 +47,8 @@ def subscribe(
     queues that does not exceed ``max_delay`` seconds, or else in the shortest. Raises ``HandlerDefinitionError`` for a
     dispatcher that is not an ``AsyncDispatcher``.
     """
-    if prefetch < 1:
-        raise ValueError("prefetch is at least 1: 0 would have RabbitMQ send the whole queue")
-    settling = Settling(
-        dispatcher, convert, max_attempts=max_attempts, max_delay=max_delay, delays=DELAYS, asynchronous=True
+    settling = new_settling(
+        dispatcher, convert, prefetch=prefetch, max_attempts=max_attempts, max_delay=max_delay, asynchronous=True
     )
     work = RabbitQueue(queue, durable=True) if isinstance(queue, str) else queue
     beside: dict[str, Any] = queues_beside(work.name)
