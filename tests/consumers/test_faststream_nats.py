@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import re
 import secrets
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from typing import Any, TypeVar
@@ -177,12 +178,13 @@ def test_poison_and_what_comes_too_early(
     stream.publish([Sent("g", b"\xff{"), Sent("h", b"{}")])
     patience = {"ack_wait": 2.0, "max_delay": 0.2}
     consume(stream, postgresql, lambda: applied() == ({"a": 2}, 2) and len(stream.dead()) == 3, batch=batch, **patience)
-    assert "is to come again in 0.2 s after delivery 1: Defer" in caplog.text
+    assert re.search(r"is to come again in 0\.2 s after delivery \d+: Defer", caplog.text)
     assert {each.body for each in stream.dead()} == {payment(1, "b"), b"\xff{", b"{}"}
     RULES.clear()
     assert stream.replay() == 3
     done = {"a": 2, "b": 1, "c": 1}
-    consume(stream, postgresql, lambda: applied() == (done, 4) and stream.left() == 0, batch=batch)
+    # What the first application had fetched, and not settled when it ended, comes after ack_wait.
+    consume(stream, postgresql, lambda: applied() == (done, 4) and stream.left() == 0, batch=batch, **patience)
     assert {each.body for each in stream.dead()} == {b"\xff{", b"{}"}
 
 
