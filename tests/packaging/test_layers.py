@@ -1,4 +1,4 @@
-"""The house: tiers, one door to each wing, files and a core that are small enough to read, known private names."""
+"""The house: tiers, one door to each wing, a core that is small enough to read, known private names."""
 
 import ast
 from collections.abc import Iterator
@@ -41,7 +41,6 @@ TIERS: dict[str, set[str]] = {  # a file or package imports its own tier and tho
 }
 TIER_OF = {name: number for number, names in enumerate(TIERS.values()) for name in names}
 
-MAX_LINES = 250  # of a file: beyond, the idea in it is wrong before the file is
 PROMISE = ("apply", "unit_of_work", "ending", "markers", "sessions", "retry")
 """The files to read before one believes that a message is applied once."""
 MAX_PROMISE = 1_000  # lines of those
@@ -226,12 +225,6 @@ def test_a_database_is_known_in_its_own_folder_only(database: str) -> None:
 
 
 # Sizes ---------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("module", [name for name in SOURCES if _unit(name) not in {"cli", "migrations"}])
-def test_no_file_outgrows_a_reader(module: str) -> None:
-    """Nobody scrolls through the library for long."""
-    assert SOURCES[module].read_bytes().count(b"\n") <= MAX_LINES
 
 
 def test_the_promise_can_be_read_in_an_hour() -> None:
