@@ -16,7 +16,7 @@
     |-- OvertakenError                another delivery took one of several messages that were claimed together
     |-- InProgress                    another delivery held the claim longer than ``claim_timeout``
     |-- TransactionViolatedError      a handler ended, or broke, a transaction that is not its own
-    |   `-- UnlockedWriteError        a declared read model was written without having been read under lock
+    |   `-- UnlockedWriteError        with ``read_models``, a row was written that had not been read under lock
     |-- RetriesExhaustedError         a transient database error outlived the retry policy
     |-- CommitOutcomeUnknown          COMMIT was interrupted, or may be lost in a failover, and no retry could ask
     |-- CleanupInterruptedError       a cleanup met an error that did not pass; what it had deleted stays deleted
@@ -117,7 +117,7 @@ class TransactionViolatedError(ProjectorDedupError):
 
 
 class UnlockedWriteError(TransactionViolatedError):
-    """An entity declared in ``read_models`` was about to be used without the lock that makes that safe."""
+    """With ``read_models``, a row was to be changed without the lock that makes that safe; nothing was written."""
 
 
 class RetriesExhaustedError(ProjectorDedupError):

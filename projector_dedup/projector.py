@@ -53,8 +53,10 @@ def projector(
     it, handlers run in a unit of work all the same, but no marker is read or written and no table is needed. ``name``
     pins the identity, which else is ``module.Class``, so that the class can be moved. ``formerly`` lists its names from
     before (of a function, whole identities): each message is claimed under these too, so that code of both names may
-    run at once. ``read_models`` lists entities that many workers write at once: they are read under lock
-    (docs/adr/0003-lost-updates.md). ``isolation`` overrides the isolation level. Raises ``HandlerDefinitionError``.
+    run at once. ``read_models`` lists the entities that the handlers change, if many workers change the same rows: they
+    are read under lock (docs/adr/0003-lost-updates.md), on PostgreSQL at READ COMMITTED. Changing a row of another
+    entity without a lock then raises ``UnlockedWriteError``. ``isolation`` overrides the isolation level. Raises
+    ``HandlerDefinitionError``.
     """
     given: object = read_models
     if not isinstance(given, Sequence) or not all(hasattr(model, "__mapper__") for model in given):

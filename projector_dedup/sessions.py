@@ -15,7 +15,7 @@ from .dialects import LEVELS, Dialect, Status, dialect_of
 from .dialects.levels import chosen_level
 from .dialects.listeners import forget_if_moved
 from .errors import UnsafeSessionError
-from .guards import ClaimTransaction, Guard, GuardedSession, guarded_session, locking_session
+from .guards import ClaimTransaction, Guard, GuardedSession, LockingSession, guarded_session, locking_session
 from .isolation import take_connection, usual_level, warn_of_lost_updates
 from .markers import COMMITTED_AT_ONCE, raise_in_progress, refuse_elsewhere, refuse_shared_markers, translate_map
 from .options import UnitOptions
@@ -127,6 +127,7 @@ def open_connection(
             with dialect.opening(bind, marked=marked, locking=bool(options.read_models), chosen=chosen is not None):
                 by_claim = one and level in LEVELS and begun_by_claims
                 connection = _connect(session, bind, dialect, level, begun_by_claim=by_claim)
+            level = level or chosen
             dialect.refuse_unsafe(connection)
         except bind.dialect.loaded_dbapi.Error as error:  # SQLAlchemy does not wrap what is asked of the driver
             raise DBAPIError(None, None, error) from error
@@ -138,11 +139,14 @@ def open_connection(
         dialect.begin_around(bind, options.tables.marker if marked else None)
         connection = session.connection(bind_arguments={"bind": bind})
         dialect.refuse_unsafe(connection)
+        level = chosen_level(bind) or usual_level(bind.engine, dialect, options, marked=marked)  # as without a test
     else:
         raise UnsafeSessionError(
             "the session is bound to a Connection, whose transaction is somebody else's to commit; bind the "
             "sessionmaker to the engine (in tests: projector_dedup.testing.external_transaction)"
         )
+    if isinstance(session, LockingSession):
+        session.conflicts_are_found = dialect.detects_lost_updates(connection, level)
     if dialect.remembers_tables or dialect.unknown:
         moved = forget_if_moved(session, connection)
         if moved and marked and dialect.unknown and options.claim_timeout is None:  # a bounded one is refused

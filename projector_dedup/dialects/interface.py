@@ -85,10 +85,10 @@ class Dialect(Maintenance, LastStatements):
     def detecting_isolation(self, engine: Engine) -> str | None:
         """Return the weakest level at which the database refuses lost updates; None if no level is to be chosen."""
 
-    def detects_lost_updates(self, connection: Connection, level: str) -> bool:
-        """True if a ``level`` that the user chose is one at which no update is lost on this connection."""
+    def detects_lost_updates(self, connection: Connection, level: str | None) -> bool:
+        """True if no update is lost on this connection at ``level``; None stands for the one that ``opening`` sets."""
         detecting = self.detecting_isolation(connection.engine)
-        return detecting is None or is_as_strict(level, detecting)
+        return detecting is None or (level is not None and is_as_strict(level, detecting))
 
     def opening(
         self, engine: Engine, *, marked: bool, locking: bool = False, chosen: bool = False

@@ -82,6 +82,10 @@ class Portable(Dialect):
         """Return SERIALIZABLE, at which the SQL standard rules out lost updates; None if it cannot be set."""
         return _detecting.get(engine.dialect)
 
+    def detects_lost_updates(self, connection: Connection, level: str | None) -> bool:
+        """True if the transaction runs at SERIALIZABLE; without it, nobody knows what the database does."""
+        return level is not None and super().detects_lost_updates(connection, level)
+
     def refuse_unsafe(self, connection: Connection) -> None:
         """Raise ``RefusedError`` for a shared connection, and for AUTOCOMMIT that SQLAlchemy can see."""
         if connection.get_execution_options().get("isolation_level") == "AUTOCOMMIT":

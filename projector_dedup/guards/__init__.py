@@ -5,7 +5,15 @@ This file is the only door to the package.
 
 from .claim_transaction import ClaimTransaction
 from .guard import Guard
-from .locking import locking_session
+from .locking import LockingSession, locking_session
 from .session import GuardedSession, end_message, guarded_session
 
-__all__ = ["ClaimTransaction", "Guard", "GuardedSession", "end_message", "guarded_session", "locking_session"]
+__all__ = [
+    "ClaimTransaction",
+    "Guard",
+    "GuardedSession",
+    "LockingSession",
+    "end_message",
+    "guarded_session",
+    "locking_session",
+]

@@ -3,8 +3,12 @@
 The default, conflict detection at REPEATABLE READ, needs nothing of this. Where many workers change one row it makes
 most of them run again, and there a lock is faster: every SELECT that names a declared table gets FOR NO KEY UPDATE
 OF that table, at READ COMMITTED. What cannot be locked is refused, never read unlocked: a lock that is missing
-silently is a lost update (docs/adr/0003-lost-updates.md). What is not seen: textual SQL, what runs on
-``session.connection()`` instead of the session, and a value kept from a savepoint that was rolled back.
+silently is a lost update (docs/adr/0003-lost-updates.md).
+
+At READ COMMITTED the database refuses no stale write, of no entity. So a flush refuses every changed or deleted
+instance, declared or not, that this unit of work has neither read under lock nor inserted. Where the database refuses
+stale writes, or a version counter finds them, only declared entities must be locked. The library does not see textual
+SQL, statements on ``session.connection()``, bulk statements, or a value kept from a savepoint that was rolled back.
 """
 
 from __future__ import annotations
@@ -15,7 +19,14 @@ from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 from sqlalchemy import Select, event, inspect
-from sqlalchemy.orm import InstanceState, ORMExecuteState, QueryContext, SessionTransaction, UOWTransaction
+from sqlalchemy.orm import (
+    InstanceState,
+    ORMExecuteState,
+    QueryContext,
+    RelationshipDirection,
+    SessionTransaction,
+    UOWTransaction,
+)
 from sqlalchemy.sql import Join
 from sqlalchemy.sql.expression import Alias, FromClause
 from sqlalchemy.sql.util import find_tables, surface_selectables_only
@@ -27,15 +38,19 @@ _LOCKED = "projector_dedup_locked_tables"
 
 
 class LockingSession(GuardedSession):
-    """Remembers which instances were read under lock, for as long as its one transaction lasts."""
+    """Remembers which rows were read under lock or inserted, for as long as its one transaction lasts."""
 
     read_models: tuple[type[Any], ...] = ()
     declared_tables: frozenset[FromClause] = frozenset()
+    conflicts_are_found = False  # True: at its isolation level the database refuses lost updates by itself
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.locked_instances: WeakSet[InstanceState[Any]] = WeakSet()
-        self.locked_before: WeakKeyDictionary[SessionTransaction, WeakSet[InstanceState[Any]]] = WeakKeyDictionary()
+        self.inserted: frozenset[Any] = frozenset()  # identity keys: the instance may be gone and loaded anew
+        self.before_savepoint: WeakKeyDictionary[
+            SessionTransaction, tuple[WeakSet[InstanceState[Any]], frozenset[Any]]
+        ] = WeakKeyDictionary()
 
     def remember_locked(self, instance: object) -> None:
         """Note that the instance was read under lock, by the claim of its message."""
@@ -45,6 +60,14 @@ class LockingSession(GuardedSession):
     def locks(self) -> bool:
         """True if the database locks rows; where writers are serialised, nothing needs a lock."""
         return self.guard is not None and self.guard.dialect.locks_rows
+
+    def may_write(self, state: InstanceState[Any]) -> bool:
+        """True if no other transaction can have changed the row since this one read it, or somebody would notice."""
+        if state in self.locked_instances or state.key in self.inserted:
+            return True
+        if issubclass(state.class_, self.read_models):
+            return False
+        return self.conflicts_are_found or state.mapper.version_id_col is not None
 
 
 @kept_on_class
@@ -62,9 +85,18 @@ def locking_session(session_class: type[GuardedSession], read_models: tuple[type
 
 @event.listens_for(LockingSession, "do_orm_execute")
 def _lock_what_is_read(state: ORMExecuteState) -> None:
-    session = state.session
-    if isinstance(session, LockingSession) and session.locks and state.is_select and not state.is_column_load:
-        _lock(state, session.declared_tables)
+    session, statement = state.session, state.statement
+    if not isinstance(session, LockingSession) or not session.locks:
+        return
+    locked: frozenset[Any] = frozenset()
+    if state.is_select and not (state.is_column_load and _asked(statement) is None):
+        locked = _lock(state, session.declared_tables)
+    elif state.is_insert or state.is_update:
+        locked = frozenset({getattr(statement, "table", None)})  # RETURNING: rows as this transaction has written them
+    if locked:
+        for mapper in state.all_mappers:
+            _remember_locked_instances(mapper.class_)  # type: ignore[arg-type]  # mypy takes a class for its instance
+        state.update_execution_options(**{_LOCKED: locked})
 
 
 @event.listens_for(LockingSession, "before_flush")
@@ -72,53 +104,64 @@ def _refuse_unlocked_writes(session: LockingSession, _context: UOWTransaction, _
     if not session.locks:
         return
     for instance in (*session.dirty, *session.deleted):
-        if (
-            isinstance(instance, session.read_models)
-            and inspect(instance) not in session.locked_instances
-            and (instance in session.deleted or session.is_modified(instance))
-        ):
-            raise UnlockedWriteError(
-                f"{type(instance).__name__} is declared in read_models and was changed, but this instance was "
-                "not read under lock (it came with another entity, as by joinedload, or its lock went with a savepoint "
-                "that was rolled back); read it with session.get() or select() first, after a savepoint with "
-                "populate_existing=True, or leave read_models away"
-            )
+        state = inspect(instance)
+        if not session.may_write(state) and (instance in session.deleted or _is_updated(state)):
+            raise _unlocked(type(instance), declared=isinstance(instance, session.read_models))
+
+
+def _is_updated(state: InstanceState[Any]) -> bool:
+    """True if a flush would UPDATE the row itself: a collection, or the far side of a one-to-one, is in other rows."""
+    relations = [each.key for each in state.mapper.relationships if each.direction is RelationshipDirection.MANYTOONE]
+    return any(state.attrs[name].history.has_changes() for name in (*state.mapper.column_attrs.keys(), *relations))
+
+
+@event.listens_for(LockingSession, "pending_to_persistent")
+def _inserted(session: LockingSession, instance: object) -> None:
+    session.inserted |= {inspect(instance).key}  # nobody else can have the row before the COMMIT
 
 
 @event.listens_for(LockingSession, "after_transaction_create")
 def _savepoint_begins(session: LockingSession, transaction: SessionTransaction) -> None:
     if transaction.nested:
-        session.locked_before[transaction] = session.locked_instances.copy()
+        session.before_savepoint[transaction] = session.locked_instances.copy(), session.inserted
 
 
 @event.listens_for(LockingSession, "after_soft_rollback")
 def _savepoint_is_rolled_back(session: LockingSession, transaction: SessionTransaction) -> None:
     # ROLLBACK TO releases the row locks that were taken since; those from before the savepoint are held still.
     if transaction.nested:
-        session.locked_instances &= session.locked_before.pop(transaction, WeakSet())
+        locked, inserted = session.before_savepoint.pop(transaction, (WeakSet(), frozenset()))
+        session.locked_instances &= locked
+        session.inserted &= inserted
 
 
-def _lock(state: ORMExecuteState, declared: frozenset[FromClause]) -> None:
+def _lock(state: ORMExecuteState, declared: frozenset[FromClause]) -> frozenset[FromClause]:
+    """Add a lock to a SELECT that names declared tables; return the tables whose rows it locks."""
     statement: Any = state.statement
+    asked = _asked(statement)
+    sources = set(_lockable(statement.get_final_froms())) if isinstance(statement, Select) else set()
+    kept = sources if asked is None or asked.of is None else sources & _sources(asked.of)
     named = {
         table for table in find_tables(statement, check_columns=True, include_aliases=True) if _is(table, declared)
     }
-    if not named:
-        return
-    if not isinstance(statement, Select):
-        raise _cannot_lock(named)
-    lockable = {source for source in _lockable(statement.get_final_froms()) if _is(source, declared)}
+    lockable = {source for source in sources if _is(source, declared)}
     if not {_table(source) for source in named} <= {_table(source) for source in lockable}:
         raise _cannot_lock(named)
-    asked = statement._for_update_arg
     if asked is None:
-        state.statement = statement.with_for_update(key_share=True, of=tuple(lockable))
-    elif asked.read or not (asked.of is None or lockable <= _sources(asked.of)):  # else it is kept: it is stronger
+        if named:
+            state.statement = statement.with_for_update(key_share=True, of=tuple(lockable))
+        return frozenset(_table(source) for source in lockable)
+    if named and (asked.read or not lockable <= kept):  # else the handler's lock is kept: it is stronger
         raise UnlockedWriteError(
             f"{_names(named)} is declared in read_models, and the with_for_update() of this SELECT does not lock it "
             "against other writers (read=True, or of= without it); leave with_for_update() away, and the lock is added"
         )
-    state.update_execution_options(**{_LOCKED: frozenset(_table(source) for source in lockable)})
+    return frozenset() if asked.read else frozenset(_table(source) for source in kept)
+
+
+def _asked(statement: Any) -> Any:
+    """Return the lock that the handler has asked for in a SELECT, or None."""
+    return statement._for_update_arg if isinstance(statement, Select) else None
 
 
 def _lockable(sources: Any, *, nullable: bool = False) -> Iterator[FromClause]:
@@ -151,6 +194,23 @@ def _cannot_lock(named: set[Any]) -> UnlockedWriteError:
     return UnlockedWriteError(
         f"{_names(named)} is declared in read_models, and this SELECT cannot lock its rows (a subquery, a UNION, or "
         "the nullable side of an outer join); read the entity by a SELECT of its own, or leave read_models away"
+    )
+
+
+def _unlocked(entity: type[Any], *, declared: bool) -> UnlockedWriteError:
+    name = entity.__name__
+    if declared:
+        return UnlockedWriteError(
+            f"{name} is declared in read_models and was changed, but this instance was "
+            "not read under lock (it came with another entity, as by joinedload, or its lock went with a savepoint "
+            "that was rolled back); read it with session.get() or select() first, after a savepoint with "
+            "populate_existing=True, or leave read_models away"
+        )
+    return UnlockedWriteError(
+        f"{name} was changed without a lock, and it is not declared in read_models. With read_models the transaction "
+        "runs at READ COMMITTED, where a change that another message made to the same row meanwhile would be lost. Add "
+        f"{name} to read_models, or lock the row when you read it: session.get({name}, key, with_for_update=True), or "
+        "session.refresh(row, with_for_update=True) if the session has it already"
     )
 
 

@@ -19,7 +19,8 @@ from sqlalchemy.orm import (
 )
 
 from databases import Database
-from projector_dedup import Dispatcher, Outcome, UnlockedWriteError, make_tables, on, projector
+from projector_dedup import Dispatcher, Message, Outcome, UnitOfWork, UnlockedWriteError, make_tables, on, projector
+from projector_dedup.commands import Call, Commands, command
 from projector_dedup.dialects import Failure, dialect_of
 
 
@@ -28,11 +29,33 @@ class Base(DeclarativeBase):
 
 
 class Customer(Base):
-    """Not declared: it is never locked."""
+    """Not declared: only its handler can lock it."""
 
     __tablename__ = "customer"
     id: Mapped[int] = mapped_column(primary_key=True)
+    visits: Mapped[int] = mapped_column(default=0)
     totals: Mapped[list["Totals"]] = relationship(back_populates="customer")
+    profile: Mapped["Profile | None"] = relationship(back_populates="customer")
+
+
+class Profile(Base):
+    """Not declared; one for each customer, with a number that the server gives."""
+
+    __tablename__ = "profile"
+    id: Mapped[int] = mapped_column(primary_key=True)
+    visits: Mapped[int] = mapped_column(default=0)
+    customer_id: Mapped[int | None] = mapped_column(ForeignKey("customer.id"))
+    customer: Mapped[Customer | None] = relationship(back_populates="profile")
+
+
+class Counted(Base):
+    """Not declared; its version counter finds a rival's change."""
+
+    __tablename__ = "counted"
+    id: Mapped[int] = mapped_column(primary_key=True)
+    visits: Mapped[int] = mapped_column(default=0)
+    version: Mapped[int] = mapped_column()
+    __mapper_args__ = {"version_id_col": version}  # noqa: RUF012  # SQLAlchemy's way
 
 
 class Totals(Base):
@@ -167,6 +190,147 @@ def _after_an_outer_savepoint_was_rolled_back(session: Session) -> None:
     kept.amount += 1
 
 
+def _undeclared_by_get(session: Session) -> None:
+    session.get_one(Customer, 1).visits += 1
+
+
+def _undeclared_deleted(session: Session) -> None:
+    session.delete(session.get_one(Profile, 100))
+
+
+def _undeclared_beside_the_declared(session: Session) -> None:
+    session.scalars(select(Totals).options(joinedload(Totals.customer))).one().customer.visits += 1
+
+
+def _undeclared_by_a_shared_lock(session: Session) -> None:
+    session.get_one(Customer, 1, with_for_update={"read": True}).visits += 1
+
+
+def _undeclared_by_a_lock_of_another(session: Session) -> None:
+    session.scalars(select(Customer).join(Totals).with_for_update(of=Totals)).one().visits += 1
+
+
+def _undeclared_locked_too_late(session: Session) -> None:
+    stale = session.get_one(Customer, 1)
+    session.get_one(Customer, 1, with_for_update=True)  # locks the row, but keeps the values that were read before
+    stale.visits += 1
+
+
+def _inserted_in_a_savepoint_that_was_rolled_back(session: Session) -> None:
+    with session.begin_nested() as savepoint:
+        session.add(Customer(id=9))
+        session.flush()
+        savepoint.rollback()
+    with Session(session.get_bind()) as rival:
+        rival.add(Customer(id=9))
+        rival.commit()
+    session.get_one(Customer, 9).visits += 1
+
+
+UNDECLARED = [
+    _undeclared_by_get, _undeclared_deleted, _undeclared_beside_the_declared, _undeclared_by_a_shared_lock,
+    _undeclared_by_a_lock_of_another, _undeclared_locked_too_late, _inserted_in_a_savepoint_that_was_rolled_back,
+]  # fmt: skip
+
+
+def _asked_for_by_get(session: Session) -> None:
+    session.get_one(Customer, 1, with_for_update=True).visits += 1
+
+
+def _asked_for_by_select(session: Session) -> None:
+    session.scalars(select(Customer).with_for_update()).first().visits += 1  # type: ignore[union-attr]
+
+
+def _asked_for_by_refresh(session: Session) -> None:
+    stale = session.get_one(Customer, 1)
+    session.refresh(stale, with_for_update=True)
+    stale.visits += 1
+
+
+def _asked_for_of_the_entity(session: Session) -> None:
+    session.scalars(select(Customer).join(Totals).with_for_update(of=[Customer, Totals])).one().visits += 1
+
+
+def _counted_by_versions(session: Session) -> None:
+    session.get_one(Counted, 1).visits += 1
+
+
+def _returned_by_an_update(session: Session) -> None:
+    counted = update(Customer).where(Customer.id == 1).values(visits=Customer.visits).returning(Customer)
+    session.scalars(counted).one().visits += 1
+
+
+def _flushed_before(session: Session) -> None:
+    new = Customer(id=9)
+    session.add(new)
+    session.flush()
+    new.visits += 1
+
+
+def _with_the_server_s_key(session: Session) -> None:
+    new = Profile(customer_id=1)
+    session.add(new)
+    session.flush()
+    session.expire(new)
+    new.visits += 1
+
+
+def _transferred_between_new_rows(session: Session) -> None:
+    giver, taker = _got_or_created(session, 8), _got_or_created(session, 9)
+    giver.visits -= 1
+    taker.visits += 1
+
+
+def _got_or_created(session: Session, number: int) -> Customer:
+    customer = session.get(Customer, number)
+    if customer is None:
+        customer = Customer(id=number, visits=0)
+        session.add(customer)
+        session.flush()
+    return customer
+
+
+def _read_again(session: Session) -> None:
+    session.add(Customer(id=9))
+    session.flush()
+    session.expunge_all()
+    session.get_one(Customer, 9).visits += 1
+
+
+def _new_before_a_savepoint(session: Session) -> None:
+    new = Customer(id=9)
+    session.add(new)
+    with session.begin_nested() as savepoint:  # writes what is new before it begins
+        new.visits += 5
+        session.flush()
+        savepoint.rollback()
+    new.visits += 1
+
+
+def _new_in_a_savepoint(session: Session) -> None:
+    with session.begin_nested():
+        session.add(Customer(id=9))
+    session.get_one(Customer, 9).visits += 1
+
+
+def _merged_twice(session: Session) -> None:
+    for visits in (1, 2):
+        session.merge(Customer(id=9, visits=visits))
+        session.flush()
+
+
+def _with_new_rows_that_point_to_it(session: Session) -> None:
+    customer = session.get_one(Customer, 1)
+    session.add(Totals(id="b", customer=customer))  # changes the collection, which is in no column of customer
+    session.add(Profile(customer=customer))
+
+
+SAFE = [
+    _asked_for_by_get, _asked_for_by_select, _asked_for_by_refresh, _asked_for_of_the_entity, _counted_by_versions,
+    _flushed_before, _with_the_server_s_key, _transferred_between_new_rows, _read_again, _new_before_a_savepoint,
+    _new_in_a_savepoint, _merged_twice, _with_new_rows_that_point_to_it,
+]  # fmt: skip
+
 LOCKED = [
     _by_get, _by_select, _by_query, _by_alias, _by_column, _by_core, _beside_a_column, _beside_an_entity,
     _with_joined_customer, _by_lazy_load, _by_selectin, _by_merge,
@@ -205,17 +369,17 @@ def _locks(engine: Engine, statements: list[str]) -> list[str]:
 def _create(engine: Engine) -> None:
     Base.metadata.create_all(engine)
     with Session(engine) as session:
-        session.add(Customer(id=1, totals=[Totals(id="a")]))
+        session.add_all([Customer(id=1, totals=[Totals(id="a")]), Profile(id=100), Counted(id=1)])
         session.commit()
 
 
 def _deliver(
-    engine: Engine, body: Body, *, read_models: list[type[Any]], message_id: str = "1"
+    engine: Engine, body: Body, *, read_models: list[type[Any]], message_id: str = "1", isolation: str | None = None
 ) -> tuple[Outcome, list[str]]:
     statements: list[str] = []
     listener = lambda _c, _cursor, statement, *_: statements.append(statement)  # noqa: E731  # to remove it again
 
-    @projector(idempotent=True, name="locking", read_models=read_models)
+    @projector(idempotent=True, name="locking", read_models=read_models, isolation=isolation)
     @on(str)
     def handler(_event: str, session: Session) -> None:
         body(session)
@@ -244,6 +408,106 @@ def test_what_cannot_be_locked_is_refused(server: Engine, body: Body) -> None:
     with Session(server) as session:
         assert session.get_one(Totals, "a").amount == 0
         assert session.scalar(select(func.count()).select_from(tables.marker)) == 0
+
+
+@pytest.mark.parametrize("isolation", [None, "READ COMMITTED"])
+@pytest.mark.parametrize("body", UNDECLARED, ids=lambda body: body.__name__.strip("_"))
+def test_an_undeclared_row_is_not_written_without_a_lock(server: Engine, body: Body, isolation: str | None) -> None:
+    """At READ COMMITTED nothing would refuse a stale write of it, so the flush does, and names the entity."""
+    if isolation is None and server.dialect.name == "mariadb":
+        pytest.skip("this server runs at REPEATABLE READ, and refuses a stale write by itself")
+    with pytest.raises(UnlockedWriteError, match=r"(Customer|Profile) was changed without a lock"):
+        _deliver(server, body, read_models=[Totals], isolation=isolation)
+    with Session(server) as session:
+        assert session.scalar(select(func.sum(Customer.visits))) == 0
+        assert session.scalar(select(func.count()).select_from(tables.marker)) == 0
+
+
+def test_a_projector_without_markers_refuses_it_too(server: Engine) -> None:
+    """On MariaDB as well, where the setting that refuses stale writes is switched on for idempotent projectors only."""
+
+    @projector(name="plain", read_models=[Totals])
+    @on(str)
+    def handler(_event: str, session: Session) -> None:
+        _undeclared_by_get(session)
+
+    with pytest.raises(UnlockedWriteError, match="Customer was changed without a lock"):
+        Dispatcher(sessionmaker(server), handler).deliver("e")
+
+
+def test_units_of_work_and_commands_refuse_it_too(postgresql_engine: Engine) -> None:
+    """Both take `read_models`, and both run at READ COMMITTED with it."""
+
+    @command(name="locking", read_models=[Totals])
+    def run(_asked: dict[str, str], call: Call) -> None:
+        _undeclared_by_get(call.session)
+
+    factory = sessionmaker(postgresql_engine)
+    with UnitOfWork(factory, read_models=[Totals]) as uow:
+        assert uow.claim("1", "locking")
+        _undeclared_by_get(uow.session)
+        with pytest.raises(UnlockedWriteError):
+            uow.commit()
+    with pytest.raises(UnlockedWriteError):
+        Commands(factory).handle(run, {}, key=None, scope="tenant")
+    with Session(postgresql_engine) as session:
+        assert session.get_one(Customer, 1).visits == 0
+
+
+@pytest.mark.parametrize("read_models", [[Totals], [Totals, Customer, Profile, Counted]], ids=["one", "all"])
+@pytest.mark.parametrize("body", SAFE, ids=lambda body: body.__name__.strip("_"))
+def test_a_row_that_nobody_else_can_change_unnoticed_is_written(
+    server: Engine, body: Body, read_models: list[type[Any]]
+) -> None:
+    """Locked by the handler, counted by versions, or inserted by this transaction: declared or not, it may change."""
+    outcome, _ = _deliver(server, body, read_models=read_models, isolation="READ COMMITTED")
+    assert outcome is Outcome.APPLIED
+
+
+def test_a_row_that_an_update_returns_is_written(postgresql_engine: Engine) -> None:
+    """It is as this transaction has written it; MariaDB has no UPDATE ... RETURNING."""
+    outcome, _ = _deliver(postgresql_engine, _returned_by_an_update, read_models=[Totals])
+    assert outcome is Outcome.APPLIED
+
+
+@pytest.mark.parametrize("isolation", ["REPEATABLE READ", "SERIALIZABLE"])
+def test_where_the_database_finds_conflicts_undeclared_rows_need_no_lock(server: Engine, isolation: str) -> None:
+    """A level at which a stale write is refused protects every entity, as it does without `read_models`."""
+    outcome, _ = _deliver(server, _undeclared_by_get, read_models=[Totals], isolation=isolation)
+    assert outcome is Outcome.APPLIED
+
+
+def test_a_later_message_of_a_batch_may_change_what_an_earlier_one_has_inserted(server: Engine) -> None:
+    """They share a transaction, and the session was emptied between them."""
+
+    @projector(idempotent=True, name="batched", read_models=[Totals], isolation="READ COMMITTED")
+    @on(str)
+    def get_or_create(_event: str, session: Session) -> None:
+        if session.get(Customer, 9) is None:
+            session.add(Customer(id=9))
+            session.flush()
+        session.get_one(Customer, 9).visits += 1
+
+    batch = [Message(str(number), "e") for number in range(3)]
+    Dispatcher(sessionmaker(server), get_or_create).deliver_batch(batch)
+    with Session(server) as session:
+        assert session.get_one(Customer, 9).visits == 3
+
+
+def test_a_lock_that_comes_with_fresh_values_loses_no_update(server: Engine) -> None:
+    """What a rival has committed since the row was first read is counted, too."""
+
+    def body(session: Session) -> None:
+        customer = session.get_one(Customer, 1)
+        with Session(server) as rival:
+            rival.get_one(Customer, 1).visits += 10
+            rival.commit()
+        session.refresh(customer, with_for_update=True)
+        customer.visits += 1
+
+    _deliver(server, body, read_models=[Totals], isolation="READ COMMITTED")
+    with Session(server) as session:
+        assert session.get_one(Customer, 1).visits == 11
 
 
 @pytest.mark.parametrize("body", [_aggregated, _distinct], ids=lambda body: body.__name__.strip("_"))

@@ -22,7 +22,6 @@ from ..claims import Parameters
 from ..cleanup import is_expired
 from ..findings import Finding
 from ..interface import Dialect
-from ..levels import is_as_strict
 from ..listeners import listen_once
 from ..migrating import lock_session
 from ..node import Node
@@ -81,13 +80,13 @@ class MariaDB(Dialect):
         """Return None: ``opening`` chooses the level for each connection, as servers behind one address may differ."""
         return None
 
-    def detects_lost_updates(self, connection: Connection, level: str) -> bool:
-        """True if the server of this connection refuses lost updates at ``level``.
+    def detects_lost_updates(self, connection: Connection, level: str | None) -> bool:
+        """True if the server of this connection refuses lost updates at ``level``, by default the level it has now.
 
         With innodb_snapshot_isolation a stale write gets error 1020; without, only reads that lock keep rivals out.
         """
         server = server_of(connection)
-        return server is None or is_as_strict(level, server.detecting_level)
+        return server is None or server.detects_lost_updates(level)
 
     def opening(
         self, engine: Engine, *, marked: bool, locking: bool = False, chosen: bool = False

@@ -62,6 +62,13 @@ class Server:
         """Return the weakest level at which the server refuses a lost update."""
         return "REPEATABLE READ" if self.is_dependable else "SERIALIZABLE"
 
+    def detects_lost_updates(self, level: str | None) -> bool:
+        """True if the server refuses a lost update at ``level``, or at the level that the session has now."""
+        snapshots, now = self.now
+        detecting = self.detecting_level if snapshots == "ON" else "SERIALIZABLE"
+        level = level or now
+        return level is not None and is_as_strict(level, detecting)
+
     def settings_for(self, wanted: Wanted) -> tuple[str | None, str | None]:
         """Return the two settings for what is ``wanted``: those that were found, where they are strict enough."""
         snapshots = "ON" if wanted.snapshots and self.snapshots is not None else self.snapshots

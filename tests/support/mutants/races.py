@@ -143,6 +143,46 @@ MUTANTS = (
         tests=("tests/guards/test_locking.py::test_what_cannot_be_locked_is_refused[postgresql-on_the_nullable_side]",),
     ),
     Mutant(
+        name="undeclared-rows-are-written-unlocked",
+        breaks="With `read_models` on PostgreSQL the updates of every other entity are lost, without an error.",
+        where="LockingSession.may_write",
+        old="return self.conflicts_are_found or state.mapper.version_id_col is not None",
+        new="return True",
+        tests=(
+            "tests/guards/test_locking.py::test_an_undeclared_row_is_not_written_without_a_lock[postgresql-undeclared_by_get-None]",
+        ),
+    ),
+    Mutant(
+        name="own-rows-are-taken-for-a-rival-s",
+        breaks="A handler with `read_models` may not change a row that it has inserted itself.",
+        where="LockingSession.may_write",
+        old=" or state.key in self.inserted",
+        new="",
+        tests=(
+            "tests/guards/test_locking.py::test_a_row_that_nobody_else_can_change_unnoticed_is_written[postgresql-transferred_between_new_rows-all]",
+        ),
+    ),
+    Mutant(
+        name="an-inserted-row-outlives-its-savepoint",
+        breaks="A rival's row is written without a lock, because a row of its key was inserted in a savepoint that is gone.",
+        where="_savepoint_is_rolled_back",
+        old="session.inserted &= inserted",
+        new="pass",
+        tests=(
+            "tests/guards/test_locking.py::test_an_undeclared_row_is_not_written_without_a_lock[postgresql-inserted_in_a_savepoint_that_was_rolled_back-None]",
+        ),
+    ),
+    Mutant(
+        name="a-shared-lock-is-enough",
+        breaks="A row that was read FOR SHARE is written, as another message does at the same time.",
+        where="_lock",
+        old="frozenset() if asked.read else ",
+        new="",
+        tests=(
+            "tests/guards/test_locking.py::test_an_undeclared_row_is_not_written_without_a_lock[postgresql-undeclared_by_a_shared_lock-None]",
+        ),
+    ),
+    Mutant(
         name="sqlite-reads-before-it-locks",
         breaks="On SQLite a transaction without a marker reads before it locks, and fails or loses an update.",
         where="SQLite.begin",
