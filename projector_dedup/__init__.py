@@ -1,7 +1,5 @@
 """Apply each message once: a SQLAlchemy projector whose marker and writes commit in one transaction."""
 
-from .async_unit_of_work import AsyncUnitOfWork
-from .caller_claim import claim
 from .dialects import configure_sqlite
 from .dispatcher import AsyncDispatcher, Dispatcher
 from .errors import (
@@ -27,6 +25,7 @@ from .errors import (
     UnsupportedDatabaseError,
 )
 from .extractors import by_path, cloudevents, hashed, kafka
+from .markers import claim
 from .marking import on
 from .message import Message
 from .observer import Observation, Observer
@@ -34,7 +33,7 @@ from .options import RetryPolicy
 from .outcome import Delivery, Outcome
 from .projector import projector
 from .tables import DedupTables, ProcessedMessage, make_tables
-from .unit_of_work import UnitOfWork
+from .unit_of_work import AsyncUnitOfWork, UnitOfWork
 from .verdict import Action, Verdict, verdict_of
 
 __all__ = [

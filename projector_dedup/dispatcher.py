@@ -8,21 +8,21 @@ from functools import partial
 from typing import Any, Generic, Literal, TypeVar
 
 from sqlalchemy.orm import sessionmaker
+from sqlalchemy.util import greenlet_spawn
 
-from .apply import aapply, apply
 from .asyncio_names import async_sessionmaker
-from .batch import aapply_batch, apply_batch
-from .chunk import Chunk
-from .errors import HandlerDefinitionError, RefusedError, UnhandledMessage
+from .batch import Result, deliver_batch
+from .delivery import Chunk, deliver
+from .errors import BatchFailed, DeliveryFailed, HandlerDefinitionError, RefusedError, UnhandledMessage
 from .extractors import attribute_or_key
 from .handler import Handler, advice_on, check_kind, options_for, refuse_shared_names, warn_of_unused_id
 from .identity import Instance, handlers_of
 from .message import IdExtractor, Message, Route, TypeExtractor, envelope, id_text, known_id, printable, route_of
 from .observer import Observer, Observing
 from .options import RetryPolicy, UnitOptions, check_session_factory
-from .outcome import Delivery
-from .results import BatchResults, Results
+from .outcome import Delivery, Outcome
 from .tables import DedupTables, default_tables
+from .waiting import AWAITING, BLOCKING, Waiting
 
 F = TypeVar("F")
 
@@ -30,7 +30,7 @@ F = TypeVar("F")
 class BaseDispatcher(Generic[F]):
     """The part that both dispatchers share: settings, handlers, and which handlers want a message."""
 
-    _asynchronous: bool
+    _waiting: Waiting
 
     def __init__(
         self,
@@ -44,10 +44,9 @@ class BaseDispatcher(Generic[F]):
         claim_timeout: float | None = None,
         isolation: str | None = None,
         strict: bool = False,
-        read_ahead: bool = True,
         observer: Observer | None = None,
     ) -> None:
-        check_session_factory(session_factory, asynchronous=self._asynchronous)
+        check_session_factory(session_factory, asynchronous=self._waiting is AWAITING)
         if unhandled not in ("raise", "ignore"):
             raise ValueError(f"unhandled is 'raise' or 'ignore', not {unhandled!r}")
         if not all(callable(each) for each in (message_id, type or attribute_or_key)):
@@ -67,11 +66,11 @@ class BaseDispatcher(Generic[F]):
                     f"two handlers are called {handler.identity}: one would skip what the other applied; give one "
                     "of them a name of its own"
                 )
-            check_kind(handler, asynchronous=self._asynchronous)
+            check_kind(handler, asynchronous=self._waiting is AWAITING)
             for other in self._handlers.values():
                 refuse_shared_names(handler, other)
             self._handlers[handler.identity] = handler
-            self._options[handler.identity] = options_for(handler, shared, read_ahead=read_ahead)
+            self._options[handler.identity] = options_for(handler, shared)
         if not self._handlers:
             raise HandlerDefinitionError("a dispatcher without projectors handles nothing: give it some")
         routes = {route for handler in self._handlers.values() for route in handler.on.routes}
@@ -116,6 +115,33 @@ class BaseDispatcher(Generic[F]):
         names = sorted(route if isinstance(route, str) else route.__qualname__ for route in self._wanting)
         return ", ".join(printable(name[:80]) for name in names[:5]) + (", ..." if len(names) > 5 else "")
 
+    def _deliver(self, event: object, message_id: object) -> Delivery:
+        message, handlers, known = self._found(event, message_id)
+        results = Results(known, handlers)
+        for handler in handlers:
+            chunk = Chunk(handler, [message], self._observing)
+            try:
+                durable = deliver(chunk, self._factory, self._options[handler.identity], self._policy, self._waiting)
+                results.settled(handler, chunk.outcomes[0], durable)
+                if chunk.watch is not None:
+                    chunk.watch.settled(chunk.outcomes)
+            except Exception as error:  # noqa: BLE001  # kept, and raised when every handler was tried
+                results.failed(handler, error)
+                if chunk.watch is not None:
+                    chunk.watch.failed(error)
+        return results.settled_delivery()
+
+    def _deliver_batch(self, events: Iterable[object]) -> list[Delivery]:
+        batch = self._route_all(events)
+        for handler in self._handlers.values():
+            if messages := batch.messages_for(handler):
+                options = self._options[handler.identity]
+                became = deliver_batch(
+                    handler, messages, self._factory, options, self._policy, self._waiting, self._observing
+                )
+                batch.handled(handler, *became)
+        return batch.settled_deliveries()
+
     def _route_all(self, events: Iterable[object]) -> BatchResults:
         if isinstance(events, (str, bytes, Mapping, Message)):
             raise RefusedError(
@@ -142,15 +168,14 @@ class Dispatcher(BaseDispatcher[sessionmaker[Any]]):
     result of ``make_tables``. ``retry`` bounds how often and how long an attempt is repeated. ``claim_timeout`` is the
     longest wait, in seconds, for another delivery of the same message; ``InProgress`` is raised then. ``isolation``
     overrides the isolation level. ``strict=True`` asks the database before COMMIT, for one or two round trips, that
-    the marker is in this transaction. ``read_ahead=False`` reads no row before a handler asks for it: neither those
-    that ``@on(reads=...)`` declares, nor those of a batch together. Handlers see the same either way. ``observer`` is
-    told what becomes of each message; see ``Observer``.
+    the marker is in this transaction. ``observer``
+    is told what becomes of each message; see ``Observer``.
 
     Raises ``HandlerDefinitionError`` for projectors that could not be delivered to, ``UnsafeSessionError`` for a
     session factory that does not fit, ``ValueError`` for any other wrong argument.
     """
 
-    _asynchronous = False
+    _waiting = BLOCKING
 
     def deliver(self, event: object, *, message_id: object = None) -> Delivery:
         """Deliver one message. **It returns only if the message may be acknowledged**; otherwise it raises.
@@ -162,20 +187,7 @@ class Dispatcher(BaseDispatcher[sessionmaker[Any]]):
         are raised together as ``DeliveryFailed``. Raises ``UnhandledMessage`` if no handler wants the message, and
         ``InvalidMessageError`` if it has no usable id or type.
         """
-        message, handlers, known = self._found(event, message_id)
-        results = Results(known, handlers)
-        for handler in handlers:
-            chunk = Chunk(handler, [message], self._observing)
-            try:
-                durable = apply(chunk, self._factory, self._options[handler.identity], self._policy)
-                results.settled(handler, chunk.outcomes[0], durable)
-                if chunk.watch is not None:
-                    chunk.watch.settled(chunk.outcomes)
-            except Exception as error:  # noqa: BLE001  # kept, and raised when every handler was tried
-                results.failed(handler, error)
-                if chunk.watch is not None:
-                    chunk.watch.failed(error)
-        return results.settled_delivery()
+        return self._deliver(event, message_id)
 
     def deliver_batch(self, events: Iterable[object]) -> list[Delivery]:
         """Deliver many messages at once: for each handler one claim, one transaction, one commit.
@@ -188,13 +200,7 @@ class Dispatcher(BaseDispatcher[sessionmaker[Any]]):
         is applied. Handlers run again for that, so be twice as careful with side effects in them. It is safe to
         deliver the same batch again at any time. Raises ``RefusedError`` if ``events`` is a single message.
         """
-        batch = self._route_all(events)
-        for handler in self._handlers.values():
-            if messages := batch.messages_for(handler):
-                options = self._options[handler.identity]
-                became = apply_batch(handler, messages, self._factory, options, self._policy, self._observing)
-                batch.handled(handler, *became)
-        return batch.settled_deliveries()
+        return self._deliver_batch(events)
 
 
 class AsyncDispatcher(BaseDispatcher[async_sessionmaker[Any]]):
@@ -203,7 +209,7 @@ class AsyncDispatcher(BaseDispatcher[async_sessionmaker[Any]]):
     Tasks of one event loop may share a dispatcher. The arguments are those of ``Dispatcher``.
     """
 
-    _asynchronous = True
+    _waiting = AWAITING
 
     async def deliver(self, event: object, *, message_id: object = None) -> Delivery:
         """Deliver one message. **It returns only if the message may be acknowledged**; otherwise it raises.
@@ -211,30 +217,119 @@ class AsyncDispatcher(BaseDispatcher[async_sessionmaker[Any]]):
         Takes, returns and raises what ``Dispatcher.deliver`` does. A cancellation leaves the message applied or not
         applied, and nothing in between.
         """
-        message, handlers, known = self._found(event, message_id)
-        results = Results(known, handlers)
-        for handler in handlers:
-            chunk = Chunk(handler, [message], self._observing)
-            try:
-                durable = await aapply(chunk, self._factory, self._options[handler.identity], self._policy)
-                results.settled(handler, chunk.outcomes[0], durable)
-                if chunk.watch is not None:
-                    chunk.watch.settled(chunk.outcomes)
-            except Exception as error:  # noqa: BLE001  # kept, and raised when every handler was tried
-                results.failed(handler, error)
-                if chunk.watch is not None:
-                    chunk.watch.failed(error)
-        return results.settled_delivery()
+        return await greenlet_spawn(self._deliver, event, message_id)
 
     async def deliver_batch(self, events: Iterable[object]) -> list[Delivery]:
         """Deliver many messages at once: for each handler one claim, one transaction, one commit.
 
         Takes, returns and raises what ``Dispatcher.deliver_batch`` does.
         """
-        batch = self._route_all(events)
-        for handler in self._handlers.values():
-            if messages := batch.messages_for(handler):
-                options = self._options[handler.identity]
-                became = await aapply_batch(handler, messages, self._factory, options, self._policy, self._observing)
-                batch.handled(handler, *became)
-        return batch.settled_deliveries()
+        return await greenlet_spawn(self._deliver_batch, events)
+
+
+class Results:
+    """The outcomes of one message, noted handler by handler."""
+
+    __slots__ = ("_alone", "_durable", "_errors", "_message_id", "_outcomes")
+
+    def __init__(self, message_id: str | None, handlers: list[Handler]) -> None:
+        self._message_id = message_id
+        self._alone = len(handlers) == 1
+        self._outcomes: dict[str, Outcome] = {}
+        self._errors: dict[str, Exception] = {}
+        self._durable = True
+
+    @classmethod
+    def not_routed(cls, message_id: str | None, error: Exception) -> Results:
+        """Return the results of a message for which no handler was tried."""
+        results = cls(message_id, [])
+        results._alone = True
+        results._outcomes["(not routed)"], results._errors["(not routed)"] = Outcome.FAILED, error
+        return results
+
+    def settled(self, handler: Handler, outcome: Outcome, durable: bool) -> None:
+        """Note that a handler has applied the message, or found that it was applied."""
+        self._outcomes[handler.identity] = outcome
+        self._durable = self._durable and durable
+
+    def failed(self, handler: Handler, error: Exception) -> None:
+        """Note that a handler has failed; the error is raised after every other handler was tried."""
+        self._outcomes[handler.identity], self._errors[handler.identity] = Outcome.FAILED, error
+
+    def delivery(self) -> Delivery:
+        """Return every outcome that was noted, failures included."""
+        return Delivery(self._message_id, self._outcomes, self._durable, self._errors)
+
+    def error(self) -> Exception | None:
+        """Return the error to raise, or None if no handler failed.
+
+        The error of the only handler is returned as it is; those of several handlers, in one ``DeliveryFailed``.
+        """
+        if not self._errors:
+            return None
+        failures = tuple(self._errors.values())
+        if self._alone:
+            return failures[0]
+        causes = ", ".join(f"{name} ({type(error).__name__})" for name, error in self._errors.items())
+        return DeliveryFailed(f"not applied by {causes}", failures, self.delivery())
+
+    def settled_delivery(self) -> Delivery:
+        """Return the delivery of a message that every handler has settled, or raise ``error()``."""
+        if (error := self.error()) is not None:
+            raise error
+        return self.delivery()
+
+
+class BatchResults:
+    """The outcomes of many messages, in the order of the input, and the messages that each handler wants."""
+
+    def __init__(self) -> None:
+        self._all: list[Results] = []
+        self._wanted: dict[str, list[tuple[Results, Message]]] = {}
+
+    def routed(self, message: Message, handlers: list[Handler], known: str | None) -> None:
+        """Note the next message of the input, and the handlers that want it."""
+        results = Results(known, handlers)
+        self._all.append(results)
+        for handler in handlers:
+            self._wanted.setdefault(handler.identity, []).append((results, message))
+
+    def not_routed(self, message_id: str | None, error: Exception) -> None:
+        """Note the next message of the input and why it goes to no handler: nobody wants it, or it has no id, say."""
+        self._all.append(Results.not_routed(message_id, error))
+
+    def messages_for(self, handler: Handler) -> list[Message]:
+        """Return the messages that a handler wants, in the order of the input."""
+        return [message for _, message in self._wanted.get(handler.identity, ())]
+
+    def handled(self, handler: Handler, became: list[Result], durable: bool) -> None:
+        """Note an outcome or an error for each of ``messages_for(handler)``, in their order."""
+        for (results, _), result in zip(self._wanted[handler.identity], became, strict=True):
+            if isinstance(result, Exception):
+                results.failed(handler, result)
+            else:
+                results.settled(handler, result, durable)
+
+    def settled_deliveries(self) -> list[Delivery]:
+        """Return the delivery of each message, in the order of the input; raise ``BatchFailed`` if any has failed."""
+        deliveries = [results.delivery() for results in self._all]
+        errors = [error for results in self._all if (error := results.error()) is not None]
+        if errors:
+            raise BatchFailed(
+                f"{len(errors)} of {len(deliveries)} messages failed ({_ids(deliveries)}); acknowledge those in "
+                ".deliveries whose outcome is not FAILED, and let the others be redelivered"
+                + (
+                    ", but first look at the TransactionViolatedError, whose handler has COMMITTED"
+                    if any(getattr(error, "durable", False) for error in errors)
+                    else ""
+                ),
+                list({id(error): error for error in errors}.values()),
+                deliveries,
+            )
+        return deliveries
+
+
+def _ids(deliveries: list[Delivery]) -> str:
+    failed = [each.message_id for each in deliveries if each.outcome is Outcome.FAILED]
+    names = ["one without a valid id" if each is None else printable(each) for each in failed[:5]]
+    return ", ".join(names) + (", ..." if len(failed) > 5 else "")

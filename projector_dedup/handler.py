@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 from sqlalchemy.orm import Session
@@ -56,6 +56,7 @@ class Settings:
     read_models: tuple[type[Any], ...]
     isolation: str | None
     formerly: tuple[str, ...] = ()
+    shared_session: bool = False
 
 
 @dataclass(frozen=True)
@@ -91,11 +92,6 @@ class Handler:
     def given(self, messages: Sequence[Message]) -> list[Any]:
         """Return what the user's function is given for each message: its body, or the message itself."""
         return list(messages) if self.on.envelope else [message.body for message in messages]
-
-    def calls(self, events: list[Any], session: Any) -> Iterator[Callable[[], Any]]:
-        """Yield calls of the user's function: one for each of ``events``, in order, or one for all if it asks so."""
-        for each in [list(events)] if self.on.batch else events:
-            yield partial(self.function, each, session)
 
 
 def check_parameters(identity: str, function: Callable[..., Any]) -> None:
@@ -226,13 +222,12 @@ def refuse_shared_names(one: Handler, other: Handler) -> None:
     )
 
 
-def options_for(handler: Handler, options: UnitOptions | None = None, *, read_ahead: bool = True) -> UnitOptions:
+def options_for(handler: Handler, options: UnitOptions | None = None) -> UnitOptions:
     """Return the dispatcher's options for one handler; its projector's ``isolation`` and ``read_models`` win."""
     options, own = options or UnitOptions(), handler.projector
-    ahead = None
-    if read_ahead:
-        from .read_ahead import ReadingAhead  # the only import of read_ahead: the library delivers without it
-
-        ahead = ReadingAhead(handler.identity, handler.on.reads, own.read_models, options.tables)
-    isolation = own.isolation or options.isolation
-    return dataclasses.replace(options, read_models=own.read_models, isolation=isolation, read_ahead=ahead)
+    return dataclasses.replace(
+        options,
+        read_models=own.read_models,
+        isolation=own.isolation or options.isolation,
+        shared_session=own.shared_session,
+    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +10,6 @@ from sqlalchemy.orm import Session, scoped_session, sessionmaker
 
 from .asyncio_names import AsyncSession, async_scoped_session, async_sessionmaker
 from .errors import UnsafeSessionError
-from .row_source import ReadAhead
 from .tables import DedupTables, default_tables
 
 
@@ -55,7 +53,7 @@ class UnitOptions:
     under lock instead. ``strict`` spends one or two round trips more to ask the database, before COMMIT,
     whether the marker is in *this* transaction: that finds what a handler did on the driver's own connection.
     ``external`` permits a transaction that somebody else commits. ``warn`` logs a level that loses updates, once for
-    each engine. ``read_ahead`` is of one handler; with None no row is read before a handler asks for it.
+    each engine. ``shared_session`` keeps the rows of a batch in the session until its COMMIT.
     """
 
     tables: DedupTables = default_tables
@@ -65,16 +63,7 @@ class UnitOptions:
     strict: bool = False
     external: bool = False
     warn: bool = True
-    read_ahead: ReadAhead | None = None
-
-    def reads_with_claim(self, formerly: Collection[str]) -> ReadAhead | None:
-        """Return what reads declared rows with a claim; None if none are declared, or none may come with this one.
-
-        They come neither with a claim that is bounded in time nor with one under several names.
-        """
-        if self.claim_timeout is not None or formerly or self.read_ahead is None:
-            return None
-        return self.read_ahead if self.read_ahead.declares_rows else None
+    shared_session: bool = False
 
     def __post_init__(self) -> None:
         if self.claim_timeout is not None and self.claim_timeout <= 0:

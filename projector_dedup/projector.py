@@ -7,10 +7,10 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 from sqlalchemy.orm import sessionmaker
+from sqlalchemy.util import greenlet_spawn
 
-from .apply import aapply, apply
 from .asyncio_names import async_sessionmaker
-from .chunk import Chunk
+from .delivery import Chunk, deliver
 from .errors import HandlerDefinitionError, UnhandledMessage
 from .extractors import attribute_or_key
 from .handler import Settings, advice_on, check_kind, options_for, warn_of_unused_id
@@ -18,6 +18,7 @@ from .identity import ON, PROJECTOR, handler_of, is_pinned, joined
 from .message import envelope, known_id, route_of, valid_formerly
 from .options import RetryPolicy, UnitOptions, check_session_factory
 from .outcome import Delivery
+from .waiting import AWAITING, BLOCKING, Waiting
 
 C = TypeVar("C", bound=type[Any])
 P = ParamSpec("P")
@@ -36,6 +37,7 @@ def projector(
     formerly: Collection[str] = ...,
     read_models: Sequence[type[Any]] = ...,
     isolation: str | None = ...,
+    shared_session: bool = ...,
 ) -> ProjectorDecorator: ...
 def projector(
     target: Any = None,
@@ -46,6 +48,7 @@ def projector(
     formerly: Collection[str] = (),
     read_models: Sequence[type[Any]] = (),
     isolation: str | None = None,
+    shared_session: bool = False,
 ) -> Any:
     """Make a projector of a class with ``@on`` methods, or of a function under ``@on``; both can be called as before.
 
@@ -55,14 +58,19 @@ def projector(
     before (of a function, whole identities): each message is claimed under these too, so that code of both names may
     run at once. ``read_models`` lists the entities that the handlers change, if many workers change the same rows: they
     are read under lock (docs/adr/0003-lost-updates.md), on PostgreSQL at READ COMMITTED. Changing a row of another
-    entity without a lock then raises ``UnlockedWriteError``. ``isolation`` overrides the isolation level. Raises
-    ``HandlerDefinitionError``.
+    entity without a lock then raises ``UnlockedWriteError``. ``isolation`` overrides the isolation level.
+
+    ``shared_session=True`` runs the messages of a batch as a loop in one session would: rows stay in the session, and
+    are written at the end of the batch, or before the next statement of a handler. That is many times faster. Without
+    it, the session is flushed and emptied after each message, so that a handler sees what it would see alone; a handler
+    may notice the difference if it reads what triggers, collections or SQL expressions of earlier messages have changed
+    (docs/handlers.md). Raises ``HandlerDefinitionError``.
     """
     given: object = read_models
     if not isinstance(given, Sequence) or not all(hasattr(model, "__mapper__") for model in given):
         raise HandlerDefinitionError("read_models is a list of mapped classes, as in read_models=[Totals]")
     former = valid_formerly(formerly, HandlerDefinitionError)
-    settings = Settings(idempotent, name, tuple(read_models), isolation, former)
+    settings = Settings(idempotent, name, tuple(read_models), isolation, former, shared_session)
     decorate = ProjectorDecorator(settings)
     return decorate if target is None else decorate(target)
 
@@ -123,7 +131,7 @@ class FunctionProjector(Generic[P, R]):
         check_session_factory(session_factory, asynchronous=False)
         check_kind(self.handler, asynchronous=False)
         chunk = self._chunk(event, message_id)
-        return self._delivery(chunk, apply(chunk, session_factory, self._options, RetryPolicy()))
+        return self._deliver(chunk, session_factory, BLOCKING)
 
     async def adeliver(
         self, event: object, *, message_id: object = None, session_factory: async_sessionmaker[Any]
@@ -132,7 +140,7 @@ class FunctionProjector(Generic[P, R]):
         check_session_factory(session_factory, asynchronous=True)
         check_kind(self.handler, asynchronous=True)
         chunk = self._chunk(event, message_id)
-        return self._delivery(chunk, await aapply(chunk, session_factory, self._options, RetryPolicy()))
+        return await greenlet_spawn(self._deliver, chunk, session_factory, AWAITING)
 
     def _chunk(self, event: object, message_id: object) -> Chunk:
         message = envelope(event, message_id, attribute_or_key, needed=self.handler.idempotent)
@@ -143,6 +151,7 @@ class FunctionProjector(Generic[P, R]):
             warn_of_unused_id(self.handler)
         return Chunk(self.handler, [message])
 
-    def _delivery(self, chunk: Chunk, durable: bool) -> Delivery:
+    def _deliver(self, chunk: Chunk, session_factory: Any, waiting: Waiting) -> Delivery:
+        durable = deliver(chunk, session_factory, self._options, RetryPolicy(), waiting)
         known = known_id(chunk.messages[0], needed=self.handler.idempotent)
         return Delivery(known, {self.handler.identity: chunk.outcomes[0]}, durable)

@@ -54,11 +54,18 @@ def _finder(entity: Any, declared: object) -> Callable[[Any], Iterable[Key]]:
     if callable(declared):
         if inspect_module.iscoroutinefunction(declared):
             raise HandlerDefinitionError(f"reads={{{entity.__name__}: ...}} takes a plain function, not an async one")
-        return lambda event: [each if isinstance(each, tuple) else (each,) for each in _listed(declared(event))]
+        return lambda event: [_key(each, width) for each in _listed(declared(event))]
     paths = [_paths(entity, width, each) for each in (declared if isinstance(declared, list) else [declared])]
     if not paths:
         raise HandlerDefinitionError(f"reads says nothing of where the keys of {entity.__name__} are, {_EXAMPLE}")
     return lambda event: [tuple(find(event) for find in parts) for parts in paths]
+
+
+def _key(given: Any, width: int) -> Key:
+    key = given if isinstance(given, tuple) else (given,)
+    if len(key) != width:
+        raise TypeError(f"a key has {width} columns, not {len(key)}")
+    return key
 
 
 def _listed(keys: Any) -> Iterable[Any]:

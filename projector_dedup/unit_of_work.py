@@ -1,25 +1,58 @@
-"""The unit of work: a session, one claim in it, and the only commit. It rolls back unless committed."""
+"""The unit of work: a session, one claim in it, and the only commit. It rolls back unless committed.
+
+``UnitOfWork`` is written once. ``AsyncUnitOfWork`` runs the same methods in a greenlet (see ``waiting``).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+import logging
+from collections.abc import Callable, Collection, Iterable, Sequence
 from datetime import datetime
 from functools import partial
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from sqlalchemy.engine import Connection
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session, sessionmaker
+from sqlalchemy.orm.exc import FlushError
+from sqlalchemy.util import greenlet_spawn
 
-from .dialects import Dialect, LastStatement, dialect_of
-from .ending import close, commit, commit_duplicate, watch_next
-from .errors import OvertakenError, UnsafeSessionError
-from .guards import Guard, GuardedSession, end_message
-from .markers import bind_of_marker, bind_of_session, insert_marker, insert_markers, valid_key, valid_keys
-from .message import Message, valid_formerly
+from .asyncio_names import AsyncSession, async_sessionmaker
+from .closing import drop
+from .dialects import Dialect, Failure, LastStatement, Status, dialect_of
+from .errors import CommitOutcomeUnknown, OvertakenError, TransactionViolatedError, UnsafeSessionError
+from .guard import Guard
+from .markers import (
+    COMMITTED_AT_ONCE,
+    bind_of_marker,
+    bind_of_session,
+    insert_marker,
+    insert_markers,
+    raise_in_progress,
+    refuse_shared_markers,
+    translate_map,
+    valid_key,
+    valid_keys,
+)
+from .message import valid_formerly
+from .opening import new_async_session, new_session, open_connection
 from .options import UnitOptions, check_session_factory
+from .read_models import read_ahead
+from .reads import DeclaredReads
 from .reentry import refuse_within_handler
-from .sessions import guard_for, new_session, open_connection, watch
 from .tables import DedupTables, default_tables
+from .waiting import AWAITING, BLOCKING, Waiting
+
+logger = logging.getLogger("projector_dedup")
+
+T = TypeVar("T")
+
+_FLUSHES = 100  # as many as a COMMIT of SQLAlchemy's tries
+
+_INTERRUPTED = (
+    "interrupted during COMMIT, by the loss of the connection or otherwise: the message may be applied or not. Do not "
+    "acknowledge it; a redelivery finds out"
+)
 
 
 class UnitOfWork:
@@ -49,30 +82,35 @@ class UnitOfWork:
         strict: bool = False,
     ) -> None:
         check_session_factory(session_factory, asynchronous=False)
-        options = UnitOptions(tables, claim_timeout, isolation, tuple(read_models), strict, warn=False)
-        self._prepare(new_session(session_factory, options), options)
+        self._prepare(
+            session_factory,
+            UnitOptions(tables, claim_timeout, isolation, tuple(read_models), strict, warn=False),
+            BLOCKING,
+        )
 
     @classmethod
-    def opened(cls, session_factory: sessionmaker[Session], options: UnitOptions) -> Self:
+    def opened(cls, session_factory: Any, options: UnitOptions, waiting: Waiting) -> Self:
         """Return a unit of work; the caller has checked factory and options, once for many messages."""
-        return cls.on_session(new_session(session_factory, options), options)
-
-    @classmethod
-    def on_session(cls, session: GuardedSession, options: UnitOptions) -> Self:
-        """Return a unit of work on a private session that was made for it alone."""
         self = cls.__new__(cls)
-        self._prepare(session, options)
+        self._prepare(session_factory, options, waiting)
         return self
 
-    def _prepare(self, session: GuardedSession, options: UnitOptions) -> None:
-        self.session = self._session = session
+    def _prepare(self, session_factory: Any, options: UnitOptions, waiting: Waiting) -> None:
+        #: the session that the handler gets: ``session``, or the AsyncSession around it
+        self.handlers_session: Any
+        if waiting is BLOCKING:
+            self.handlers_session = self._session = new_session(session_factory, options)
+        else:
+            self.handlers_session = new_async_session(session_factory, options)
+            self._session = self.handlers_session.sync_session
+        self.session = self._session
         self.dialect: Dialect | None = None  # None until there was a connection
         self.durable = True  # False: the COMMIT is somebody else's, and has not come yet
-        self._options = options
-        self._new = False  # until a claim, or begin(), says so
-        self._committed = False
         self.last: LastStatement | None = None  # which ``commit`` runs behind everything else
+        self._options = options
+        self._waiting = waiting
         self._guard: Guard | None = None
+        self._new = self._committed = self._closed = False
 
     def __enter__(self) -> Self:
         return self
@@ -96,25 +134,8 @@ class UnitOfWork:
         ``InProgress`` after ``claim_timeout``, and ``CommitOutcomeUnknown`` for a duplicate that a synchronous standby
         may not know.
         """
-        new = self._claim(valid_key(message_id, handler, occurred_at), formerly)
-        self._end_duplicate(read_on=True)
-        return new
-
-    def claim_message(self, message: Message, handler: str, formerly: Collection[str], *, reads_ahead: bool) -> bool:
-        """Claim a message for a dispatcher, as ``claim`` does. A session that found a duplicate is not used again.
-
-        With ``reads_ahead`` the rows that the handler declares may come with the claim; raises ``ReadAheadError``
-        if they could not be read, after which the whole unit of work is run again without them.
-        """
-        key = valid_key(message.id, handler, message.occurred_at)
-        new = self._claim(key, formerly, message if reads_ahead else None)
-        self._end_duplicate()
-        return new
-
-    def claim_or_recall(self, key: dict[str, Any], formerly: Collection[str], recall: LastStatement) -> bool:
-        """Claim a command: True if it is new, False if ``recall`` was run, as the last statement of a duplicate."""
-        new = self._claim(key, formerly)
-        self._end_duplicate(last=recall)
+        new = self.claim_first(valid_key(message_id, handler, occurred_at), formerly)
+        self._read_on()
         return new
 
     def claim_many(
@@ -130,76 +151,147 @@ class UnitOfWork:
         ``OvertakenError`` where another delivery was faster: run the unit of work again. If some are new, the others
         may be acknowledged after ``commit()``, as those are.
         """
-        former_names, keys = valid_formerly(formerly), valid_keys(messages, handler)
+        names, keys = valid_formerly(formerly), valid_keys(messages, handler)
         tables, wait = self._options.tables, self._options.claim_timeout
-        guard = self._begin(bind_of_marker(self.session, tables), next(iter(keys.values())))
         new: list[str] = []
-        try:
-            new = insert_markers(guard.connection, guard.dialect, tables, keys, former_names, wait)
+
+        def insert(guard: Guard) -> bool:
+            new.extend(insert_markers(guard.connection, guard.dialect, tables, keys, names, wait))
             if new:
-                guard.claim_transaction.key = keys[new[0]]
-        finally:
-            watch(guard, self._options, new=bool(new))
-        self._new = bool(new)
-        self._end_duplicate(read_on=True)
+                guard.key = keys[new[0]]
+            return bool(new)
+
+        self._claim(next(iter(keys.values())), insert)
+        self._read_on()
         return set(new)
 
-    def _claim(self, key: dict[str, Any], formerly: Collection[str], about: Message | None = None) -> bool:
-        """Claim, with the rows that the handler of the message ``about`` will ask for, if there is one."""
-        former_names, tables, wait = valid_formerly(formerly), self._options.tables, self._options.claim_timeout
-        bind = bind_of_marker(self.session, tables)
-        ahead = None if about is None or isinstance(bind, Connection) else self._options.reads_with_claim(former_names)
-        guard = self._begin(bind, key, one=True, ahead=ahead)
-        new = False
-        try:
-            insert = partial(insert_marker, guard.connection, guard.dialect, tables, key, former_names, wait=wait)
-            new = insert() if ahead is None else ahead.claim(guard, key, about, insert)
-        finally:
-            watch(guard, self._options, new=new)
-        self._new = new
-        return new
+    def claim_first(
+        self, key: dict[str, Any], formerly: Collection[str] = (), *, recall: LastStatement | None = None
+    ) -> bool:
+        """Claim by a valid ``key``, as ``claim`` does. ``recall`` is run as the last statement of a duplicate."""
+        names, tables, wait = valid_formerly(formerly), self._options.tables, self._options.claim_timeout
+        return self._claim(
+            key,
+            lambda guard: insert_marker(guard.connection, guard.dialect, tables, key, names, wait=wait),
+            one=True,
+            recall=recall,
+        )
 
     def begin(self) -> None:
         """Open the transaction without a claim, for a handler that may run twice (invariant I9)."""
-        watch(self._begin(bind_of_session(self.session), None), self._options, new=True)
-        self._new = True
+        self._watch(self._open(bind_of_session(self.session), None, one=False), new=True)
 
-    def _begin(self, bind: Any, key: dict[str, Any] | None, *, one: bool = False, ahead: Any = None) -> Guard:
+    def _claim(
+        self,
+        key: dict[str, Any],
+        insert: Callable[[Guard], bool],
+        *,
+        one: bool = False,
+        recall: LastStatement | None = None,
+    ) -> bool:
+        guard, new = self._open(bind_of_marker(self.session, self._options.tables), key, one=one), False
+        try:
+            new = insert(guard)
+        finally:
+            self._watch(guard, new=new)
+        if not new:
+            self._end_duplicate(guard, recall)
+        return new
+
+    def _open(self, bind: Any, key: dict[str, Any] | None, *, one: bool) -> Guard:
+        """Begin the transaction, ready for the claim of ``key`` (None: of no marker); return its guard."""
         refuse_within_handler(bind)
         self.durable = not isinstance(bind, Connection)
-        connection = open_connection(self._session, bind, self._options, ahead, marked=key is not None, one=one)
-        self.dialect = dialect_of(connection)
-        self._guard = guard_for(self._session, connection, self._options, key)
+        options = self._options
+        connection = open_connection(self._session, bind, options, marked=key is not None, one=one)
+        self.dialect = dialect = dialect_of(connection)
+        if key is not None:
+            refuse_shared_markers(translate_map(connection), options.tables)
+        try:
+            dialect.begin(connection, options.tables.marker if key is not None else None, options.claim_timeout)
+        except DBAPIError as error:
+            raise_in_progress(error, dialect, options.claim_timeout)
+            raise
+        self._guard = Guard(self._session, connection, dialect, options.tables, key)
         return self._guard
 
-    def _end_duplicate(self, *, read_on: bool = False, last: LastStatement | None = None) -> None:
-        """Commit after a claim that found nothing new, where the dialect wants that; elsewhere ``close`` rolls back."""
-        if not self._new:
-            commit_duplicate(self._begun(), last, external=not self.durable)
-            if read_on and self.durable:  # in a transaction that nobody commits
-                self._guard = watch_next(self._begun())
+    def _watch(self, guard: Guard, *, new: bool) -> None:
+        """Watch the session from here on, also where the claim failed: a write must not commit without a marker."""
+        status = guard.watch()
+        if not new:
+            return
+        if guard.key is not None and status is not Status.OPEN:
+            raise UnsafeSessionError(COMMITTED_AT_ONCE)
+        if self._options.strict:
+            guard.mark()
+        if guard.dialect.unknown:  # its driver cannot tell what happens there
+            guard.require_server_check()
+        self._new = True  # now, and not before, is there something to commit
+
+    def _end_duplicate(self, guard: Guard, recall: LastStatement | None) -> None:
+        """Commit a duplicate, if the dialect ``commits_duplicates``; elsewhere ``close`` rolls back.
+
+        On PostgreSQL a COMMIT waits for a synchronous standby, which a ROLLBACK does not, and after a ROLLBACK psycopg
+        has the server forget what it has prepared. Raises ``CommitOutcomeUnknown`` if the marker may yet be lost.
+        """
+        commits = guard.dialect.commits_duplicates and self.durable
+        if recall is not None:
+            self._run_last(guard, recall, commits=commits)
+        if not commits:
+            return
+        guard.watching = False
+        try:
+            guard.connection.commit()
+        except (DBAPIError, OSError) as error:
+            raise CommitOutcomeUnknown(_INTERRUPTED) from error
+
+    def _read_on(self) -> None:
+        """Begin anew after a duplicate was committed: its caller may read on, in a transaction that nobody commits."""
+        guard = self._begun()
+        if self._new or not (self.durable and guard.commit_was_answered):
+            return
+        guard.release()
+        guard.connection.begin()
+        self._guard = Guard(guard.session, guard.connection, guard.dialect, self._options.tables, guard.key)
+        self._guard.watch()
 
     # 2 The handler, on the same session -----------------------------------------------------------------------------
 
-    def announce(self, events: Sequence[object], *, one_by_one: bool) -> None:
-        """Say which events the handler is given, ``one_by_one`` or all at once: their rows may be read together."""
-        guard = self._begun()
-        guard.several = one_by_one and len(events) > 1
-        if self._options.read_ahead is not None:
-            guard.rows = self._options.read_ahead.batch(guard, events)
+    def read(self, reads: DeclaredReads, events: Sequence[Any], handler: str) -> None:
+        """Read the rows that a handler declares for ``events``, and keep them until a statement may change them."""
+        self._session.kept += read_ahead(self._session, reads, events, handler)
 
-    def next_message(self) -> None:
-        """Write what a message of a batch has changed, and forget it, before the next message is handled.
+    def keep_rows(self) -> None:
+        """Keep the rows that were read ahead also when the handler flushes, in the one call for all messages."""
+        self._session.keeps_over_flush = True
 
-        That one finds what is in the database, as after a COMMIT. Raises ``TransactionViolatedError`` if the
-        transaction is not the claim's any more.
+    def share(self) -> None:
+        """Note that several messages share the transaction: what a handler sets for it, would reach the others."""
+        self._begun().several = True
+
+    def end_message(self, *, keep: bool = False) -> None:
+        """Write what a message of a batch has changed, and empty the session: the next finds what is in the database.
+
+        With ``keep`` the session stays as it is, and what it has to write waits; but not a DELETE, as the next message
+        would be given the deleted instance. Raises ``TransactionViolatedError`` if the transaction is not the claim's
+        any more, and ``FlushError`` if listeners to a flush add more each time.
         """
-        guard = self._begun()
-        guard.verify()
-        if guard.rows is not None:
-            guard.rows.end_message()
+        session = self._session
+        self._begun().verify()
+        if keep:
+            if session.deleted:
+                session.flush()
+            return
+        for _ in range(_FLUSHES):
+            session.flush()
+            if not (session.identity_map.check_modified() or session.new or session.deleted):
+                break
         else:
-            end_message(self._session, self._session.flush)
+            raise FlushError(f"{_FLUSHES} flushes in a row left something to flush; look at what listens to them")
+        session.kept.clear()
+        if session.expire_on_commit:
+            session.expire_all()
+        session.expunge_all()
 
     # 3 Marker and writes, together ----------------------------------------------------------------------------------
 
@@ -209,14 +301,59 @@ class UnitOfWork:
         Raises ``TransactionViolatedError`` if the transaction is not the claim's any more, ``CommitOutcomeUnknown`` if
         COMMIT was interrupted or a failover may lose it, ``UnsafeSessionError`` if there is nothing to commit.
         """
+        self._waiting.to_the_end(self._commit)
+
+    def commit_and_close(self) -> None:
+        """Commit, and close the session, which its caller needs no more: one step that is not cancelled, not two."""
+        self._waiting.to_the_end(self._commit_and_close)
+
+    def _commit_and_close(self) -> None:
+        try:
+            self._commit()
+        except BaseException as error:
+            self._close(error)
+            raise
+        self._close(None)
+
+    def _commit(self) -> None:
         guard = self._begun()
         if self._committed:
             raise UnsafeSessionError("this unit of work has committed; the next message needs one of its own")
         if not self._new:
             raise UnsafeSessionError("the message is a duplicate, or its claim failed: there is nothing to commit")
-        commit(guard, self.last, strict=self._options.strict, external=not self.durable)
+        guard.verify()
+        guard.session.flush()
+        asks_server = self._options.strict or guard.server_check_required
+        if asks_server or not self.durable:
+            guard.verify()  # else only ``GuardedConnection`` does, right before COMMIT
+        if asks_server:
+            guard.verify_with_server()
+        if self.last is not None:
+            self._run_last(guard, self.last, commits=self.durable)
+        guard.watching = False
+        try:
+            guard.session.commit()
+        except Exception as error:
+            if guard.commit_was_answered:
+                logger.warning("what follows the commit failed (a listener?); the message is applied", exc_info=True)
+            elif not guard.commit_was_sent or _was_refused(guard, error):
+                raise
+            else:
+                raise CommitOutcomeUnknown(_INTERRUPTED) from error
+        if self.durable and not guard.commit_was_answered:
+            raise guard.violate("the session's commit() sent no COMMIT; a Session class that overrides it, perhaps")
         self._committed = True
         guard.watching = True  # reading goes on; another commit would be without a marker
+
+    def _run_last(self, guard: Guard, last: LastStatement, *, commits: bool) -> None:
+        """Run the ``last`` statement now, unless a COMMIT follows here that it can be sent with."""
+        guard.last = last
+        exposed = guard.driver_was_exposed or guard.server_check_required
+        if not (commits and not exposed and guard.dialect.commit_goes_along(guard.connection, guard.driver)):
+            guard.run_last()
+            guard.last = None
+
+    # The end --------------------------------------------------------------------------------------------------------
 
     def __exit__(self, _type: object, error: BaseException | None, _traceback: object) -> None:
         self.close(error)
@@ -226,7 +363,42 @@ class UnitOfWork:
 
         Raises ``TransactionViolatedError`` if the handler had committed before it failed with ``error``.
         """
-        close(self._session, self._guard, error, committed=self._committed, external=not self.durable)
+        if not self._closed:
+            self._waiting.to_the_end(partial(self._close, error))
+
+    def _close(self, error: BaseException | None) -> None:
+        self._closed = True
+        guard, violation = self._guard, None
+        try:
+            if guard is not None:
+                violation = None if self._committed else guard.made_durable()
+                guard.release()
+                if not self._committed and self.durable:
+                    cause = guard.aborted_by or error
+                    if isinstance(cause, Exception) and guard.dialect.classify(cause) is Failure.READ_ONLY:
+                        guard.must_disconnect = True  # or its pool would go on with a server that is no primary
+                    guard.leave_nothing_open()
+        finally:
+            failure = self._close_session()
+            if failure is not None and self._committed:
+                logger.warning("closing the session failed after the commit; the message is applied", exc_info=failure)
+            elif failure is not None and (error is None or _is_loss(failure, error)):  # else the first is raised
+                raise failure
+        if violation is not None and violation is not error:
+            if error is None or isinstance(error, Exception):
+                raise violation from error
+            logger.error("%s", violation)
+
+    def _close_session(self) -> Exception | None:
+        """Close the session. If that fails, drop its connections and return the error."""
+        try:
+            self._session.close()
+        except BaseException as error:
+            drop(self._session.taken if self.durable else ())
+            if not isinstance(error, Exception):
+                raise
+            return error
+        return None
 
     # What a caller that retries asks --------------------------------------------------------------------------------
 
@@ -245,3 +417,75 @@ class UnitOfWork:
         if self._guard is None:
             raise UnsafeSessionError("nothing was claimed in this unit of work; claim() comes before commit()")
         return self._guard
+
+
+def _was_refused(guard: Guard, error: Exception) -> bool:
+    """True if the server has answered that it did not commit: the last statement failed, or COMMIT did."""
+    if isinstance(error, TransactionViolatedError):
+        return True
+    return isinstance(error, DBAPIError) and guard.dialect.commit_refused(error)
+
+
+def _is_loss(failure: Exception, error: BaseException) -> bool:
+    """True if ``failure``, met while closing, says that the connection was lost, and ``error`` may follow from that."""
+    return isinstance(failure, DBAPIError) and failure.connection_invalidated and isinstance(error, Exception)
+
+
+class AsyncUnitOfWork:
+    """``UnitOfWork`` on an ``AsyncSession``: the same promises, awaited, and kept through cancellation.
+
+    A cancellation during COMMIT or ROLLBACK first waits for the database's answer; anywhere else it takes effect at
+    once. Either way no connection, transaction or lock stays behind.
+    """
+
+    session: AsyncSession
+
+    def __init__(
+        self,
+        session_factory: async_sessionmaker[Any],
+        *,
+        tables: DedupTables = default_tables,
+        claim_timeout: float | None = None,
+        isolation: str | None = None,
+        read_models: Sequence[type[Any]] = (),
+        strict: bool = False,
+    ) -> None:
+        check_session_factory(session_factory, asynchronous=True)
+        options = UnitOptions(tables, claim_timeout, isolation, tuple(read_models), strict, warn=False)
+        self.unit = UnitOfWork.opened(session_factory, options, AWAITING)
+        self.session = self.unit.handlers_session
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def claim(
+        self,
+        message_id: object,
+        handler: str,
+        *,
+        formerly: Collection[str] = (),
+        occurred_at: datetime | None = None,
+    ) -> bool:
+        """Claim the message: True if it is new, False if a duplicate. See ``UnitOfWork.claim``."""
+        return await greenlet_spawn(self.unit.claim, message_id, handler, formerly=formerly, occurred_at=occurred_at)
+
+    async def claim_many(
+        self,
+        messages: Iterable[tuple[object, datetime | None]],
+        handler: str,
+        *,
+        formerly: Collection[str] = (),
+    ) -> set[str]:
+        """Claim several messages at once and return the ids that are new. See ``UnitOfWork.claim_many``."""
+        return await greenlet_spawn(self.unit.claim_many, messages, handler, formerly=formerly)
+
+    async def begin(self) -> None:
+        """Open the transaction without a claim. See ``UnitOfWork.begin``."""
+        await greenlet_spawn(self.unit.begin)
+
+    async def commit(self) -> None:
+        """Commit marker and writes together. See ``UnitOfWork.commit``."""
+        await greenlet_spawn(self.unit.commit)
+
+    async def __aexit__(self, _type: object, error: BaseException | None, _traceback: object) -> None:
+        await greenlet_spawn(self.unit.close, error)

@@ -7,9 +7,8 @@ from typing import Any, Generic, TypeVar
 
 from sqlalchemy.orm import Session
 
-from ..caller_claim import claim
 from ..dialects import dialect_of
-from ..markers import bind_of_marker
+from ..markers import bind_of_marker, claim
 from .call import Call
 from .errors import InvalidKeyError
 from .handled import Handled

@@ -6,13 +6,15 @@ import dataclasses
 from typing import Any, Literal, TypeVar
 
 from sqlalchemy.orm import Session, sessionmaker
+from sqlalchemy.util import greenlet_spawn
 
-from ..apply import aapply, apply
 from ..asyncio_names import AsyncSession, async_sessionmaker
+from ..delivery import deliver
 from ..errors import HandlerDefinitionError
 from ..message import printable
 from ..options import RetryPolicy, UnitOptions, check_session_factory
 from ..outcome import Outcome
+from ..waiting import AWAITING, BLOCKING
 from .codecs import json
 from .errors import DuplicateCommandError, InvalidKeyError, Rejected, ResultUnreadableError
 from .handled import Handled, Rejection
@@ -87,6 +89,26 @@ class _Settings:
             )
         record_key = None if key is None else RecordKey.of(key, scope)
         return Asked.of(operation, command, record_key, self._tables, self._max_result_bytes), options
+
+    def _handle(
+        self, operation: object, command: Any, key: object, scope: object, raise_on_duplicate: bool
+    ) -> Handled[Any]:
+        asked, options = self._asked(operation, command, key, scope)
+        work = Once(asked)
+        try:
+            durable = self._deliver(work, options)
+        except Rejected as rejected:
+            work = Refused(asked, rejected)
+            durable = self._deliver(work, options)
+        if work.replayed and work.record is not None and work.record.outcome == DEFAULT:
+            present = Present(asked)
+            self._deliver(present, options)
+            work.returned = present.returned
+        answer = handled(work, durable=durable)
+        return _refuse_duplicate(work, answer) if raise_on_duplicate else answer
+
+    def _deliver(self, work: Once, options: UnitOptions) -> bool:
+        return deliver(work, self._factory, options, self._policy, AWAITING if self._asynchronous else BLOCKING)
 
 
 def handled(work: Once, *, durable: bool) -> Handled[Any]:
@@ -170,19 +192,7 @@ class Commands(_Settings):
         the result cannot be recorded, ``ResultUnreadableError``, and what ``Dispatcher.deliver`` raises. A rejection is
         an outcome: it is returned, and ``.result`` raises it.
         """
-        asked, options = self._asked(operation, command, key, scope)
-        work = Once(asked)
-        try:
-            durable = apply(work, self._factory, options, self._policy)
-        except Rejected as rejected:
-            work = Refused(asked, rejected)
-            durable = apply(work, self._factory, options, self._policy)
-        if work.replayed and work.record is not None and work.record.outcome == DEFAULT:
-            present = Present(asked)
-            apply(present, self._factory, options, self._policy)
-            work.returned = present.returned
-        answer = handled(work, durable=durable)
-        return _refuse_duplicate(work, answer) if raise_on_duplicate else answer
+        return self._handle(operation, command, key, scope, raise_on_duplicate)
 
 
 class AsyncCommands(_Settings):
@@ -205,16 +215,4 @@ class AsyncCommands(_Settings):
         Takes, returns and raises what ``Commands.handle`` does. A cancellation leaves the command handled or not
         handled, and nothing in between.
         """
-        asked, options = self._asked(operation, command, key, scope)
-        work = Once(asked)
-        try:
-            durable = await aapply(work, self._factory, options, self._policy)
-        except Rejected as rejected:
-            work = Refused(asked, rejected)
-            durable = await aapply(work, self._factory, options, self._policy)
-        if work.replayed and work.record is not None and work.record.outcome == DEFAULT:
-            present = Present(asked)
-            await aapply(present, self._factory, options, self._policy)
-            work.returned = present.returned
-        answer = handled(work, durable=durable)
-        return _refuse_duplicate(work, answer) if raise_on_duplicate else answer
+        return await greenlet_spawn(self._handle, operation, command, key, scope, raise_on_duplicate)

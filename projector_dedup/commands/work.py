@@ -92,7 +92,6 @@ class Asked:
 class Once:
     """A command that is claimed, handled and recorded; or recalled, if it was before."""
 
-    many = reads_ahead = False
     connected = True
 
     def __init__(self, asked: Asked) -> None:
@@ -112,14 +111,14 @@ class Once:
             return True
         stored, names = asked.key.stored, asked.operation.names
         recall = recalling(asked.tables, stored, names)
-        if uow.claim_or_recall(marker_key(stored, self.identity), names[1:], recall):
+        if uow.claim_first(marker_key(stored, self.identity), names[1:], recall=recall):
             return True
         self.record, self.replayed = recalled(recall.row, asked.fingerprint, asked.key, self.identity), True
         return False
 
-    def calls(self, session: Any) -> Iterator[Callable[[], Any]]:
+    def calls(self, uow: UnitOfWork) -> Iterator[Callable[[], Any]]:
         """Yield the one call of the handler, which records what it returns."""
-        call = self.asked.call(session)
+        call = self.asked.call(uow.handlers_session)
         yield (lambda: self._awaited(call)) if self.asked.operation.asynchronous else (lambda: self._called(call))
 
     def _called(self, call: Any) -> None:
@@ -174,7 +173,7 @@ class Refused(Once):
         super().__init__(asked)
         self._rejection = Rejection(rejected.code, rejected.detail)
 
-    def calls(self, session: Any) -> Iterator[Callable[[], Any]]:  # noqa: ARG002  # as Once
+    def calls(self, uow: UnitOfWork) -> Iterator[Callable[[], Any]]:  # noqa: ARG002  # as Once
         """Record the rejection, and yield no call: the handler has run before."""
         self.returned = self._rejection
         if self.asked.key is not None:

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
-from sqlalchemy import URL, Row, Table
+from sqlalchemy import URL, Table
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.sql import Executable
@@ -15,7 +15,6 @@ from sqlalchemy.sql import Executable
 from ..errors import UnsafeSessionError
 from ..transaction_text import Grammar
 from .answers import Failure, Status
-from .cacheable_tables import CacheableRows, Wanted, claiming
 from .claims import Key, Parameters, look_then_insert
 from .last_statement import LastStatements
 from .levels import is_as_strict
@@ -55,12 +54,6 @@ class Dialect(Maintenance, LastStatements):
 
     remembers_tables: ClassVar[bool] = False
     """True if findings about tables are kept for a connection, so that a listener that moves it must be looked for."""
-
-    claims_may_read: ClassVar[bool] = False
-    """True if ``claim_and_read`` saves a round trip, or the ORM's work for a SELECT."""
-
-    cacheable_rows: ClassVar[CacheableRows] = CacheableRows()
-    """Tells which tables have rows that may be read early and written late, and how that is done."""
 
     def place_of(self, url: URL) -> Hashable | None:
         """Return a key of the database in ``url``, which no other database has; None if ``url`` names none.
@@ -152,18 +145,6 @@ class Dialect(Maintenance, LastStatements):
         Raises ``DBAPIError`` for anything else.
         """
         return len(connection.execute(statement, key).all()) == names
-
-    def claim_and_read(
-        self, connection: Connection, marker: Table, wanted: Wanted, parameters: Parameters
-    ) -> Row[Any] | None:
-        """Insert the marker and read the rows ``wanted``; return the row that ``CacheableRows.claiming`` describes.
-
-        Return None for a duplicate. The statement is made here, for the database of this connection: a statement for
-        another database might insert nothing. Raises ``UnreadableRowError`` if perhaps the reading failed and not the
-        claim; nothing may be committed after that.
-        """
-        statement = claiming(self.cacheable_rows, marker, wanted)
-        return self.cacheable_rows.claim(connection, statement, parameters)
 
     def claim_many(self, connection: Connection, marker: Table, keys: Sequence[Parameters]) -> set[Key]:
         """Claim several markers and return the keys of the new ones.

@@ -9,9 +9,9 @@ from sqlalchemy import select
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 
-from ..caller_claim import claim
 from ..dialects import Failure, dialect_of
 from ..errors import UnsafeSessionError
+from ..markers import claim
 from ..outcome import Outcome
 from . import external_transaction
 from .harness import Harness

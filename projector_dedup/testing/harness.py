@@ -21,14 +21,13 @@ from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker
 from sqlalchemy.orm import Session, sessionmaker
 from sqlalchemy.util import await_only
 
-from ..async_unit_of_work import AsyncUnitOfWork
 from ..dispatcher import AsyncDispatcher, Dispatcher
 from ..marking import on
 from ..outcome import Delivery
 from ..projector import FunctionProjector, projector
 from ..reads import Reads
 from ..tables import default_tables
-from ..unit_of_work import UnitOfWork
+from ..unit_of_work import AsyncUnitOfWork, UnitOfWork
 from .subject import PATIENCE, Added, Base, Subject, Total, add
 
 P = ParamSpec("P")
@@ -123,7 +122,6 @@ class Harness:
         """Return a ``Dispatcher`` or ``AsyncDispatcher`` with the subject's isolation level."""
         if self.subject.dispatcher_isolation:
             options.setdefault("isolation", self.subject.dispatcher_isolation)
-        options.setdefault("read_ahead", self.subject.read_ahead)
         kind = AsyncDispatcher if self.asynchronous else Dispatcher
         return kind(self.factory if factory is None else factory, *projectors or (self.handler(),), **options)
 

@@ -451,8 +451,7 @@ def test_a_cut_commit_is_asked_for_by_claiming_again(postgresql: Database, cut: 
         assert harness.totals() == {"a": 30}
 
 
-@pytest.mark.parametrize("read_ahead", [True, False])
-def test_what_a_listener_to_a_flush_adds_is_written_too(sessions: sessionmaker[Session], read_ahead: bool) -> None:
+def test_what_a_listener_to_a_flush_adds_is_written_too(sessions: sessionmaker[Session]) -> None:
     """As a COMMIT does, the end of each message flushes until nothing is left."""
     added = projector(idempotent=True, name="added")(on(Added)(lambda event, session: session.add(_total(event))))
 
@@ -467,12 +466,11 @@ def test_what_a_listener_to_a_flush_adds_is_written_too(sessions: sessionmaker[S
     event.listen(Audited, "after_flush", audit)
     audited = sessionmaker(sessions.kw["bind"], class_=Audited)
     messages = [Message(f"m{number}", Added((f"row {number}",), number)) for number in (1, 2, 3)]
-    Dispatcher(audited, added, read_ahead=read_ahead).deliver_batch(messages)
+    Dispatcher(audited, added).deliver_batch(messages)
     assert amounts(sessions) == {f"{kind}row {number}": number for kind in ("", "audit ") for number in (1, 2, 3)}
 
 
-@pytest.mark.parametrize("read_ahead", [True, False])
-def test_a_listener_that_always_adds_more_is_an_error(sessions: sessionmaker[Session], read_ahead: bool) -> None:
+def test_a_listener_that_always_adds_more_is_an_error(sessions: sessionmaker[Session]) -> None:
     """Nothing of the batch is applied, as nothing is where a COMMIT meets such a listener."""
     added = projector(idempotent=True, name="added")(on(Added)(lambda event, session: session.add(_total(event))))
 
@@ -480,7 +478,7 @@ def test_a_listener_that_always_adds_more_is_an_error(sessions: sessionmaker[Ses
         """A Session class of the user's whose flushes never end."""
 
     event.listen(Restless, "after_flush", lambda session, _: session.add(Total(key=uuid4().hex[:12], amount=0)))
-    dispatcher = Dispatcher(sessionmaker(sessions.kw["bind"], class_=Restless), added, read_ahead=read_ahead)
+    dispatcher = Dispatcher(sessionmaker(sessions.kw["bind"], class_=Restless), added)
     with pytest.raises(BatchFailed) as failed:
         dispatcher.deliver_batch(numbered(1, 2))
     assert {type(error) for error in failed.value.exceptions} == {FlushError}

@@ -16,7 +16,6 @@ import untried  # noqa: F401  # registers its name
 from projector_dedup.commands.record import RESULT, Record, recalling, recording
 from projector_dedup.commands.tables import default_command_tables
 from projector_dedup.dialects import Dialect, any_expired, dialect_of
-from projector_dedup.dialects.cacheable_tables import Wanted, WantedRow
 from projector_dedup.dialects.claims import lookup_statement
 from projector_dedup.dialects.mariadb.claim import insert_given, met_by_claim
 from projector_dedup.dialects.postgresql.cleanup import survey, sweeping
@@ -66,7 +65,6 @@ def statements(engine: Engine) -> dict[str, Any]:
         "is anything left to prune?": any_expired(marker, of_handler=False),
         **_commands(dialect),
         **(_sweep(marker) if engine.name == "postgresql" else {}),
-        **(_rows(dialect, marker, state) if dialect.claims_may_read else {}),
     }
 
 
@@ -86,23 +84,6 @@ def _sweep(marker: Table) -> dict[str, Any]:
     return {
         "is most of it expired, and how many pages are a batch?": survey(marker),
         "prune some pages": sweeping(marker, of_handler=False),
-    }
-
-
-def _rows(dialect: Dialect, marker: Table, read_model: Table) -> dict[str, Any]:
-    """The other table stands for one of the user's."""
-    rows, columns = dialect.cacheable_rows, ("value",)
-    row = WantedRow(read_model, columns)
-    claiming = {
-        "claim, and a row that is declared": rows.claiming(marker, Wanted((row,))),
-        "claim, and two rows that are declared": rows.claiming(marker, Wanted((row, row))),
-        "claim, and a row that is declared, under lock": rows.claiming(marker, Wanted((row,), dialect.locks_rows)),
-    }
-    if not rows.writes_late:
-        return claiming
-    return claiming | {
-        "the rows that a batch will ask for": rows.reading(read_model, columns),
-        "what a batch has changed in them": rows.writing(read_model, columns),
     }
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from databases import DRIVERS, USUAL
+from databases import DRIVERS
 from projector_dedup import configure_sqlite
 from projector_dedup.testing.contract import ISOLATION, ConcurrencyContract, ProjectorContract, Subject
 from reach import reach
@@ -40,18 +40,6 @@ class TestChosenIsolation(ConcurrencyContract):
         """An engine, an option of it, or a dispatcher that names the level."""
         driver, isolation = request.param
         return reach(request, driver, **ISOLATION[isolation])
-
-
-@pytest.mark.slow
-class TestWithoutReadingAhead(ProjectorContract):
-    """Every database, where no row is read before a handler asks for it."""
-
-    note = "read_ahead=False"
-
-    @pytest.fixture(params=[driver for driver in DRIVERS if driver.drivername in USUAL.values()], ids=str)
-    def subject(self, request: pytest.FixtureRequest) -> Subject:
-        """A dispatcher that has it off."""
-        return reach(request, request.param, read_ahead=False)
 
 
 class TestConfiguredSQLite(ConcurrencyContract):

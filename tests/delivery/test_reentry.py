@@ -28,7 +28,7 @@ from projector_dedup import (
     on,
     projector,
 )
-from projector_dedup.guards import GuardedSession
+from projector_dedup.guard import GuardedSession
 from projector_dedup.reentry import Handling, is_same_database
 from projector_dedup.tables import default_tables
 from projector_dedup.testing import external_transaction

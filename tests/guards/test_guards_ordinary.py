@@ -14,7 +14,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 from databases import DRIVERS, Driver, mariadb_connection
 from misbehaviour import bad_flush, execute_raw, fail, swallow
 from projector_dedup import Defer, Outcome, TransactionViolatedError, UnsafeSessionError
-from projector_dedup.guards import GuardedSession
+from projector_dedup.guard import GuardedSession
 from rig import NOTHING, ONCE, Durable, Rig, add, outsides_fixture, rig_on_fixture  # noqa: F401  # fixtures
 
 every_driver = pytest.mark.parametrize("driver", DRIVERS, ids=str)

@@ -1,4 +1,4 @@
-"""The house: tiers, one door to each wing, a core that is small enough to read, known private names."""
+"""The house: tiers, a core that is small enough to read, known private names."""
 
 import ast
 from collections.abc import Iterator
@@ -11,27 +11,11 @@ ROOT = Path(__file__).parents[2]
 
 TIERS: dict[str, set[str]] = {  # a file or package imports its own tier and those above it in this list
     "words": {"outcome", "errors", "message", "extractors", "reads", "asyncio_names", "transaction_text", "closing"},
-    "ports": {"row_source"},
     "databases": {"dialects", "tables"},
-    "watching": {"guards"},
-    "the unit of work": {
-        *("options", "isolation", "preflight", "reentry", "markers", "sessions", "ending"),
-        *("unit_of_work", "async_unit_of_work", "caller_claim", "retry"),
-    },
-    "reading ahead": {"read_ahead"},
+    "the transaction": {"options", "guard", "reentry", "preflight", "markers", "read_models", "opening"},
     "delivering": {
-        "handler",
-        "identity",
-        "apply",
-        "chunk",
-        "batch",
-        "delivery_log",
-        "observer",
-        "projector",
-        "dispatcher",
-        "results",
-        "marking",
-        "verdict",
+        *("handler", "identity", "marking", "waiting", "retry", "unit_of_work", "delivery", "batch"),
+        *("observer", "projector", "dispatcher", "verdict"),
     },
     "the public names": {"__init__"},
     "commands": {"commands"},
@@ -41,10 +25,10 @@ TIERS: dict[str, set[str]] = {  # a file or package imports its own tier and tho
 }
 TIER_OF = {name: number for number, names in enumerate(TIERS.values()) for name in names}
 
-PROMISE = ("apply", "unit_of_work", "ending", "markers", "sessions", "retry")
+PROMISE = ("delivery", "unit_of_work", "markers", "opening", "retry", "waiting")
 """The files to read before one believes that a message is applied once."""
-MAX_PROMISE = 1_000  # lines of those
-MAX_WITH_GUARDS = 1_700  # and of ``guards``, but for what it does for ``read_models``
+MAX_PROMISE = 1_500  # lines of those
+MAX_WITH_GUARD = 2_100  # and of ``guard``
 
 DRIVERS = {
     "postgresql": {"psycopg", "psycopg2", "asyncpg"},
@@ -185,28 +169,9 @@ def _importers(package: str) -> set[str]:
     }
 
 
-def test_one_import_leads_into_reading_ahead() -> None:
-    """The library knows its rows by the port ``row_source`` alone, and delivers without the package."""
-    assert _importers("read_ahead") == {"handler"}
-
-
 def test_nothing_that_delivers_imports_maintenance() -> None:
     """The command, the migrations and the tests look after the tables; a worker does not."""
     assert _importers("maintenance") <= {"cli", "migrations", "testing"}
-
-
-@pytest.mark.parametrize("package", ["guards", "read_ahead"])
-def test_a_wing_is_entered_by_its_door(package: str) -> None:
-    """Other files import the package, not the files in it."""
-    wing = f"projector_dedup.{package}"
-    entered = {
-        (module, imported)
-        for module, path in SOURCES.items()
-        if _unit(module) != package
-        for imported in _ours(module, path)
-        if imported.startswith(f"{wing}.")
-    }
-    assert entered == set()
 
 
 @pytest.mark.parametrize("database", DRIVERS)
@@ -229,9 +194,8 @@ def test_a_database_is_known_in_its_own_folder_only(database: str) -> None:
 
 def test_the_promise_can_be_read_in_an_hour() -> None:
     """Claim, handler, commit, retry, and the guards that watch: what somebody reads who has to believe it."""
-    guards = [f"guards.{name}" for name in ("guard", "session", "connection", "claim_transaction")]
     assert lines_of(*PROMISE) <= MAX_PROMISE
-    assert lines_of(*PROMISE, *guards) <= MAX_WITH_GUARDS
+    assert lines_of(*PROMISE, "guard") <= MAX_WITH_GUARD
 
 
 # Private names of others ---------------------------------------------------------------------------------------------

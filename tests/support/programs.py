@@ -32,9 +32,8 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects import mysql, postgresql, sqlite
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, column_property, mapped_column, relationship
+from sqlalchemy.sql.elements import ClauseElement
 from sqlalchemy.types import DateTime
-
-from projector_dedup.read_ahead.cacheable import is_sql
 
 ROWS = 4
 
@@ -254,7 +253,8 @@ def sets(name: str, *values: Any, entity: Any = Plain) -> Step:
     def step(session: Session, ident: int, number: int, seen: list[Any]) -> None:
         row = _get(session, entity, ident)
         value = getattr(row, name)
-        seen.append((name, str(value) if is_sql(value) else repr(value)))
+        sql = hasattr(value, "__clause_element__") or isinstance(value, ClauseElement)
+        seen.append((name, str(value) if sql else repr(value)))
         setattr(row, name, values[number % len(values)])
 
     step.__name__ = f"sets_{name}"
@@ -551,6 +551,32 @@ FOUND: dict[str, Program] = {
 """Programs, drawn by lot or written by a reader, for which a batch was wrong once."""
 
 LATE = [adds_to(Plain), sets("at", NAIVE, None), sets("note", "x", None, "ä€ß"), sets("price", *PRICES[:2])]
+
+
+SHARED = [
+    *(adds_to(entity) for entity in (Plain, Plain, Simple, Rich, Child)),
+    sets("checked", 1, -1, 2),
+    sets("code", "a", "b", None, "c"),
+    sets("note", "abcdef", "abcdefg", None),
+    sets("price", *PRICES[:2]),
+    *(sums, selects, deletes, removes, merges, locks, savepoint, swallows, fails),
+]
+"""What a message of a shared session may do, so that nobody can tell that it is shared (docs/handlers.md)."""
+
+BY_STATEMENT = [by_text, by_core, by_bulk, by_upsert, by_driver]
+
+
+def draw_shared(seed: int) -> Program:
+    """Messages that work by the session or by statements of their own; not by both, which SQLAlchemy does not order."""
+    dice = random.Random(seed)
+    return [
+        [
+            (dice.choice(steps), dice.randrange(ROWS), dice.randrange(8))
+            for steps in [dice.choice([SHARED, SHARED, SHARED, BY_STATEMENT])]
+            for _ in range(dice.randint(1, 3))
+        ]
+        for _ in range(dice.randint(2, 8))
+    ]
 
 
 def draw(seed: int) -> Program:

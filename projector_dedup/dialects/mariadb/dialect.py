@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from math import ceil
 from typing import Any
 
-from sqlalchemy import URL, FromClause, Row, Select, Table, bindparam, select
+from sqlalchemy import URL, FromClause, Select, Table, bindparam, select
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.compiler import compiles
@@ -17,7 +17,6 @@ from sqlalchemy.sql.compiler import SQLCompiler
 from ...errors import MissingTableError
 from ...transaction_text import COMMANDS, Grammar
 from ..answers import Failure
-from ..cacheable_tables import Wanted
 from ..claims import Parameters
 from ..cleanup import is_expired
 from ..findings import Finding
@@ -30,7 +29,6 @@ from . import galera
 from .catalog import measured, sampled
 from .claim import given, insert_given, insert_statement, met_by_claim
 from .errors import aborts, classify, commit_refused
-from .rows import MariaDBRows
 from .snapshots import Opening, server_of, snapshot_findings, switching
 from .tables import refuse_unfit
 
@@ -63,9 +61,7 @@ class MariaDB(Dialect):
         one_at_a_time=True,
     )
     abort_lasts = True
-    claims_may_read = True
     remembers_tables = True
-    cacheable_rows = MariaDBRows()
     cleanup_isolation = "READ COMMITTED"  # above it, the gap after the last expired marker is where new ones go
 
     def place_of(self, url: URL) -> Hashable | None:
@@ -128,16 +124,6 @@ class MariaDB(Dialect):
             self._raise_unless_there(connection, marker, key, error, names)
             return False
         return True
-
-    def claim_and_read(
-        self, connection: Connection, marker: Table, wanted: Wanted, parameters: Parameters
-    ) -> Row[Any] | None:
-        """Insert the marker and return the rows read with it, or None if the INSERT fails and the marker is there."""
-        try:
-            return super().claim_and_read(connection, marker, wanted, parameters)
-        except DBAPIError as error:
-            self._raise_unless_there(connection, marker, parameters, error)
-            return None
 
     def _raise_unless_there(
         self, connection: Connection, marker: Table, key: Parameters, error: DBAPIError, names: int = 1

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
-from sqlalchemy import URL, FromClause, Row, Table, Update, case, func, literal_column, select
+from sqlalchemy import URL, FromClause, Table, Update, case, func, literal_column, select
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.engine.interfaces import Dialect as EngineDialect
 from sqlalchemy.exc import DBAPIError
@@ -16,7 +16,6 @@ from sqlalchemy.sql import Executable
 from ...closing import connected
 from ...transaction_text import OPAQUE, Grammar
 from ..answers import Failure, sqlstate_of
-from ..cacheable_tables import Wanted
 from ..claims import Key, Parameters, insert_and_count
 from ..cleanup import Expired, Route
 from ..findings import Finding, advice
@@ -30,7 +29,6 @@ from .cleanup import picking, sweep
 from .errors import classify, commit_refused
 from .pooler import asking, refusing
 from .replication import replication
-from .rows import PostgreSQLRows
 
 
 class PostgreSQL(Dialect):
@@ -44,9 +42,7 @@ class PostgreSQL(Dialect):
     begins_with_level = True
     keeps_zones = True
     commits_duplicates = True  # for a standby, and for what psycopg has prepared: ``ending.commit_duplicate``
-    claims_may_read = True
     cleanup_isolation = "READ COMMITTED"  # above it, what another cleaner deleted is a serialization failure
-    cacheable_rows = PostgreSQLRows()
 
     def place_of(self, url: URL) -> Hashable | None:
         """Return a key of the host, the port and the database; two schemas of one database have the same key."""
@@ -93,13 +89,6 @@ class PostgreSQL(Dialect):
                 return insert_and_count(connection, statement, key) == 1
             new = connection.execute(statement, key).scalars().all()
         return claim_names(connection, marker, key["message_id"], new, names)
-
-    def claim_and_read(
-        self, connection: Connection, marker: Table, wanted: Wanted, parameters: Parameters
-    ) -> Row[Any] | None:
-        """Run the claim and return the row that it read, or None for a duplicate; one round trip with BEGIN, or two."""
-        with self.beginning(connection):
-            return super().claim_and_read(connection, marker, wanted, parameters)
 
     def beginning(self, connection: Connection) -> AbstractContextManager[object]:
         """Return a block in which the first statement brings BEGIN along, where the driver can do that.

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
-from sqlalchemy import URL, Row, Select, Table, bindparam, delete, literal_column, select, text
+from sqlalchemy import URL, Select, Table, bindparam, delete, literal_column, select, text
 from sqlalchemy.dialects.sqlite import insert
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import DBAPIError
@@ -18,7 +18,6 @@ from sqlalchemy.sql import ColumnElement, Executable
 from ...errors import UnsafeSessionError
 from ...transaction_text import Grammar
 from ..answers import Failure, Status
-from ..cacheable_tables import Wanted
 from ..claims import Key, Parameters, handler_parameters, insert_and_count, inserting
 from ..cleanup import is_expired
 from ..findings import Finding, advice
@@ -27,7 +26,6 @@ from ..levels import chosen_level
 from ..places import is_in_memory, place_of_sqlite
 from ..shared_connection import refuse_sharing
 from .close import close_ends_transactions
-from .rows import SQLiteRows
 
 _LATER = (  # a full disk, a file that may not be written or opened, an interrupted statement
     *("SQLITE_FULL", "SQLITE_READONLY", "SQLITE_CANTOPEN", "SQLITE_PERM"),
@@ -41,9 +39,7 @@ class SQLite(Dialect):
     names = frozenset({"sqlite"})
     modules = frozenset({"sqlite3"})
     grammar = Grammar(settings=r"\bdefer_foreign_keys\b")
-    claims_may_read = True
     locks_rows = False
-    cacheable_rows = SQLiteRows()
     transactional_ddl = True  # once ``migrating`` has begun; sqlite3 itself begins for rows only
 
     def place_of(self, url: URL) -> Hashable | None:
@@ -124,18 +120,6 @@ class SQLite(Dialect):
     ) -> bool:
         """Run the claim, and return True if the row count says that every marker is new."""
         return insert_and_count(connection, statement, key) == names
-
-    def claim_and_read(
-        self, connection: Connection, marker: Table, wanted: Wanted, parameters: Parameters
-    ) -> Row[Any] | None:
-        """Insert the marker, then read the wanted rows; return these, or None for a duplicate.
-
-        Two statements cost no round trip here; only the ORM's work for a SELECT is saved.
-        """
-        key = {name: parameters[name] for name in ("message_id", "handler", "occurred_at")}
-        if not self.claim(connection, _claim(self, marker), marker, key):
-            return None
-        return super().claim_and_read(connection, marker, wanted, parameters)
 
     def claim_many(self, connection: Connection, marker: Table, keys: Sequence[Parameters]) -> set[Key]:
         """Claim several markers by INSERTs that return the new ones, and return their keys."""

@@ -110,15 +110,3 @@ SELECT processed_command.fingerprint, processed_command.outcome, processed_comma
 FROM processed_command
 WHERE processed_command.message_id = unhex(%s) AND processed_command.handler IN (unhex(%s), unhex(%s)) ORDER BY CASE WHEN (processed_command.outcome IS NULL) THEN %s ELSE %s END
  LIMIT %s
-
--- claim, and a row that is declared
-BEGIN NOT ATOMIC INSERT INTO processed_message (message_id, handler, occurred_at, processed_at) VALUES (unhex(%s), unhex(%s), %s, (utc_timestamp(6))); SELECT @@tx_isolation = 'REPEATABLE-READ' AND @@innodb_snapshot_isolation, projector_dedup_row_0.`key`, projector_dedup_row_0.value
-FROM (SELECT 1 AS claimed) AS `claimed in processed_message` LEFT OUTER JOIN processed_message_state AS projector_dedup_row_0 ON projector_dedup_row_0.`key` = unhex(%s); END
-
--- claim, and two rows that are declared
-BEGIN NOT ATOMIC INSERT INTO processed_message (message_id, handler, occurred_at, processed_at) VALUES (unhex(%s), unhex(%s), %s, (utc_timestamp(6))); SELECT @@tx_isolation = 'REPEATABLE-READ' AND @@innodb_snapshot_isolation, projector_dedup_row_0.`key`, projector_dedup_row_0.value, projector_dedup_row_1.`key` AS key_1, projector_dedup_row_1.value AS value_1
-FROM (SELECT 1 AS claimed) AS `claimed in processed_message` LEFT OUTER JOIN processed_message_state AS projector_dedup_row_0 ON projector_dedup_row_0.`key` = unhex(%s) LEFT OUTER JOIN processed_message_state AS projector_dedup_row_1 ON projector_dedup_row_1.`key` = unhex(%s); END
-
--- claim, and a row that is declared, under lock
-BEGIN NOT ATOMIC INSERT INTO processed_message (message_id, handler, occurred_at, processed_at) VALUES (unhex(%s), unhex(%s), %s, (utc_timestamp(6))); SELECT 1, projector_dedup_row_0.`key`, projector_dedup_row_0.value
-FROM (SELECT 1 AS claimed) AS `claimed in processed_message` LEFT OUTER JOIN processed_message_state AS projector_dedup_row_0 ON projector_dedup_row_0.`key` = unhex(%s) FOR UPDATE; END

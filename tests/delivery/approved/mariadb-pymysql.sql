@@ -110,15 +110,3 @@ SELECT processed_command.fingerprint, processed_command.outcome, processed_comma
 FROM processed_command
 WHERE processed_command.message_id = unhex(%(stored)s) AND processed_command.handler IN (unhex(%(name_0)s), unhex(%(name_1)s)) ORDER BY CASE WHEN (processed_command.outcome IS NULL) THEN %(param_1)s ELSE %(param_2)s END
  LIMIT %(param_3)s
-
--- claim, and a row that is declared
-BEGIN NOT ATOMIC INSERT INTO processed_message (message_id, handler, occurred_at, processed_at) VALUES (unhex(%(message_id)s), unhex(%(handler)s), %(occurred_at)s, (utc_timestamp(6))); SELECT @@tx_isolation = 'REPEATABLE-READ' AND @@innodb_snapshot_isolation, projector_dedup_row_0.`key`, projector_dedup_row_0.value
-FROM (SELECT 1 AS claimed) AS `claimed in processed_message` LEFT OUTER JOIN processed_message_state AS projector_dedup_row_0 ON projector_dedup_row_0.`key` = unhex(%(projector_dedup_0)s); END
-
--- claim, and two rows that are declared
-BEGIN NOT ATOMIC INSERT INTO processed_message (message_id, handler, occurred_at, processed_at) VALUES (unhex(%(message_id)s), unhex(%(handler)s), %(occurred_at)s, (utc_timestamp(6))); SELECT @@tx_isolation = 'REPEATABLE-READ' AND @@innodb_snapshot_isolation, projector_dedup_row_0.`key`, projector_dedup_row_0.value, projector_dedup_row_1.`key` AS key_1, projector_dedup_row_1.value AS value_1
-FROM (SELECT 1 AS claimed) AS `claimed in processed_message` LEFT OUTER JOIN processed_message_state AS projector_dedup_row_0 ON projector_dedup_row_0.`key` = unhex(%(projector_dedup_0)s) LEFT OUTER JOIN processed_message_state AS projector_dedup_row_1 ON projector_dedup_row_1.`key` = unhex(%(projector_dedup_1)s); END
-
--- claim, and a row that is declared, under lock
-BEGIN NOT ATOMIC INSERT INTO processed_message (message_id, handler, occurred_at, processed_at) VALUES (unhex(%(message_id)s), unhex(%(handler)s), %(occurred_at)s, (utc_timestamp(6))); SELECT 1, projector_dedup_row_0.`key`, projector_dedup_row_0.value
-FROM (SELECT 1 AS claimed) AS `claimed in processed_message` LEFT OUTER JOIN processed_message_state AS projector_dedup_row_0 ON projector_dedup_row_0.`key` = unhex(%(projector_dedup_0)s) FOR UPDATE; END

@@ -81,15 +81,3 @@ SELECT processed_command.fingerprint, processed_command.outcome, processed_comma
 FROM processed_command
 WHERE processed_command.message_id = ? AND processed_command.handler IN (?, ?) ORDER BY CASE WHEN (processed_command.outcome IS NULL) THEN ? ELSE ? END
  LIMIT ? OFFSET ?
-
--- claim, and a row that is declared
-SELECT 1, projector_dedup_row_0."key", projector_dedup_row_0.value
-FROM (SELECT 1 AS claimed) AS anon_1 LEFT OUTER JOIN processed_message_state AS projector_dedup_row_0 ON projector_dedup_row_0."key" = ?
-
--- claim, and two rows that are declared
-SELECT 1, projector_dedup_row_0."key", projector_dedup_row_0.value, projector_dedup_row_1."key" AS key_1, projector_dedup_row_1.value AS value_1
-FROM (SELECT 1 AS claimed) AS anon_1 LEFT OUTER JOIN processed_message_state AS projector_dedup_row_0 ON projector_dedup_row_0."key" = ? LEFT OUTER JOIN processed_message_state AS projector_dedup_row_1 ON projector_dedup_row_1."key" = ?
-
--- claim, and a row that is declared, under lock
-SELECT 1, projector_dedup_row_0."key", projector_dedup_row_0.value
-FROM (SELECT 1 AS claimed) AS anon_1 LEFT OUTER JOIN processed_message_state AS projector_dedup_row_0 ON projector_dedup_row_0."key" = ?

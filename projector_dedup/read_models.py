@@ -1,29 +1,31 @@
-"""Invariant I6 for hot rows: entities that a projector declares in ``read_models`` are read under lock.
+"""Invariant I6 for hot rows, and rows that are read before a handler asks for them.
 
-The default, conflict detection at REPEATABLE READ, needs nothing of this. Where many workers change one row it makes
-most of them run again, and there a lock is faster: every SELECT that names a declared table gets FOR NO KEY UPDATE
-OF that table, at READ COMMITTED. What cannot be locked is refused, never read unlocked: a lock that is missing
-silently is a lost update (docs/adr/0003-lost-updates.md).
+At the default isolation level the database refuses a lost update, and the message runs again. Where many messages
+change one row, most of them would run again. So a projector may declare ``read_models``: every SELECT of such an entity
+locks its rows (FOR NO KEY UPDATE), and the transaction runs at READ COMMITTED, where a message that has waited for a
+lock sees what the other message wrote.
 
-At READ COMMITTED the database refuses no stale write, of no entity. So a flush refuses every changed or deleted
-instance, declared or not, that this unit of work has neither read under lock nor inserted. Where the database refuses
-stale writes, or a version counter finds them, only declared entities must be locked. The library does not see textual
-SQL, statements on ``session.connection()``, bulk statements, or a value kept from a savepoint that was rolled back.
+At READ COMMITTED the database refuses nothing. So there, a flush refuses to write *any* row that this unit of work has
+neither read under lock nor inserted itself, whether its entity is declared or not. An entity with a version counter is
+exempt: its UPDATE finds the conflict. A SELECT of a declared entity that cannot lock is refused as well. Not seen:
+textual SQL, and values that a handler reads by one statement and writes back by another, past the ORM.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import logging
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
-from sqlalchemy import Select, event, inspect
+from sqlalchemy import Select, event, inspect, select, tuple_
 from sqlalchemy.orm import (
     InstanceState,
     ORMExecuteState,
     QueryContext,
     RelationshipDirection,
+    Session,
     SessionTransaction,
     UOWTransaction,
 )
@@ -31,10 +33,60 @@ from sqlalchemy.sql import Join
 from sqlalchemy.sql.expression import Alias, FromClause
 from sqlalchemy.sql.util import find_tables, surface_selectables_only
 
-from ..errors import UnlockedWriteError
-from .session import GuardedSession, kept_on_class
+from .errors import UnlockedWriteError
+from .guard import GuardedSession, kept_on_class
+from .reads import DeclaredReads
+
+logger = logging.getLogger("projector_dedup")
 
 _LOCKED = "projector_dedup_locked_tables"
+_AT_ONCE = 500  # keys in one SELECT
+
+_warned: set[str] = set()
+
+
+# Rows that are read ahead ---------------------------------------------------------------------------------------------
+
+
+def read_ahead(session: Session, reads: DeclaredReads, events: Sequence[Any], handler: str) -> list[Any]:
+    """Read the rows that the handler of ``events`` declares, by one SELECT for each entity; return the instances.
+
+    The rows are in the session's identity map as long as somebody keeps the result, so ``session.get`` sends nothing. A
+    single key is left to ``session.get`` itself. Keys are read in their order, so that two messages that lock the
+    same rows lock them in the same order.
+    """
+    found: list[Any] = []
+    for entity in reads.entities:
+        keys = _keys(reads, entity, events, handler)
+        columns: Any = inspect(entity).primary_key
+        for start in range(0, len(keys) if len(keys) > 1 else 0, _AT_ONCE):
+            part = keys[start : start + _AT_ONCE]
+            chosen = columns[0].in_([key[0] for key in part]) if len(columns) == 1 else tuple_(*columns).in_(part)
+            found += session.scalars(select(entity).where(chosen).order_by(*columns)).unique().all()
+    return found
+
+
+def _keys(reads: DeclaredReads, entity: Any, events: Sequence[Any], handler: str) -> list[tuple[Any, ...]]:
+    """Return the keys in their order. None, and a warning once for each handler, if the declaration finds no key."""
+    try:
+        keys = {key: None for each in events for key in reads.keys_of(entity, each)}
+        if not any(part is None for key in keys for part in key):
+            return sorted(keys)
+        what = "found None: correct the path, or give a function that returns [] without a row"
+    except Exception as error:  # noqa: BLE001  # the event's or the user's own; the declaration is advice
+        what = f"found no keys ({type(error).__name__})"
+    warn_of_reads(handler, f"reads={{{entity.__name__}: ...}} {what}")
+    return []
+
+
+def warn_of_reads(handler: str, what: str) -> None:
+    """Log once for each handler that its rows are read only when it asks for them, which is slower."""
+    if handler not in _warned:
+        _warned.add(handler)
+        logger.warning("handler %s: %s; its rows are read when the handler asks for them", handler, what)
+
+
+# Rows that are locked -------------------------------------------------------------------------------------------------
 
 
 class LockingSession(GuardedSession):
@@ -51,10 +103,6 @@ class LockingSession(GuardedSession):
         self.before_savepoint: WeakKeyDictionary[
             SessionTransaction, tuple[WeakSet[InstanceState[Any]], frozenset[Any]]
         ] = WeakKeyDictionary()
-
-    def remember_locked(self, instance: object) -> None:
-        """Note that the instance was read under lock, by the claim of its message."""
-        self.locked_instances.add(inspect(instance))
 
     @property
     def locks(self) -> bool:

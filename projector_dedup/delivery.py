@@ -1,0 +1,213 @@
+"""Deliver: claim, run the handler, commit; and again after a transient error.
+
+``deliver`` is the whole idea of this library. Everything that it calls is in ``unit_of_work`` (claim and commit),
+``guard`` (what a handler must not do meanwhile), ``retry`` (which errors are tried again) and ``waiting`` (threads or
+asyncio).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+from sqlalchemy.exc import DBAPIError
+
+from .dialects import Failure
+from .handler import Handler
+from .markers import valid_key
+from .message import Message, id_text, printable, valid_message_id
+from .observer import Observing
+from .options import RetryPolicy, UnitOptions
+from .outcome import Outcome
+from .read_models import warn_of_reads
+from .reentry import Handling
+from .retry import Attempts
+from .unit_of_work import UnitOfWork
+from .waiting import Waiting
+
+logger = logging.getLogger("projector_dedup")
+
+
+_PASSING = (Failure.TRANSIENT, Failure.READ_ONLY, Failure.LOCK_TIMEOUT)
+
+
+class UnreadableError(Exception):
+    """Rows that a handler declares could not be read: run the work again, which will not read them ahead."""
+
+
+class Work(Protocol):
+    """The work that a unit of work is opened for: a chunk of messages, or a command. It keeps what became of it."""
+
+    identity: str  #: of the handler, for texts of errors
+    marked: bool  #: it claims a marker, so that a COMMIT whose outcome is unknown can be asked about
+    connected: bool  #: set at each failure: a connection could be had
+
+    def claim(self, uow: UnitOfWork) -> bool:
+        """Begin with the claim; return True if there is something new, so that the handler must run."""
+
+    def calls(self, uow: UnitOfWork) -> Iterator[Callable[[], Any]]:
+        """Yield the calls of the handler, on the session of the claim."""
+
+    def log_settled(self, attempts: Attempts) -> None:
+        """Log what became of it; called if the level of the log is INFO or below."""
+
+    def log_retry(self, error: Exception, attempts: Attempts) -> None:
+        """Log that it is tried again after ``error``."""
+
+
+def deliver(work: Work, factory: Any, options: UnitOptions, policy: RetryPolicy, waiting: Waiting) -> bool:
+    """Apply ``work`` once, which keeps what became of it; return True if that is durable, or raise."""
+    attempts = Attempts(policy, marked=work.marked)
+    while True:
+        uow = UnitOfWork.opened(factory, options, waiting)
+        try:
+            with uow:
+                if work.claim(uow):  # 1 claim first: a rival waits here
+                    attempts.claimed()
+                    with Handling(uow.session):
+                        for call in work.calls(uow):  # 2 the handler, on the same session
+                            waiting.handler(work.identity, call)
+                        uow.commit_and_close()  # 3 marker and writes, together
+            if logger.isEnabledFor(logging.INFO):
+                work.log_settled(attempts)
+            return uow.durable
+        except UnreadableError:
+            continue  # no attempt of its own: the work is not asked for these rows again
+        except Exception as error:  # noqa: BLE001  # delay_after raises it, unless another attempt is due
+            work.connected = uow.dialect is not None
+            delay = attempts.delay_after(error, uow.cause_of(error), uow.dialect, commit_was_sent=uow.commit_was_sent)
+            work.log_retry(error, attempts)
+        waiting.sleep(delay)
+
+
+class Chunk:
+    """A message, or several of a batch in the order of delivery, as the work of one unit; and what became of each."""
+
+    def __init__(self, handler: Handler, messages: Sequence[Message], observing: Observing | None = None) -> None:
+        self.identity, self.marked = handler.identity, handler.idempotent
+        self.messages = messages
+        self.outcomes: list[Outcome] = []
+        self.at: int | None = None  # the message whose handler runs, if it has a call of its own
+        self.connected = True
+        self.claimed = False  # its last claim was answered
+        self.watch = None if observing is None else observing.watch(handler, messages)
+        self._handler = handler
+        self._new: list[int] = []  # places of the messages that are handled
+        self._reads = handler.on.reads  # None: declared rows could not be read
+
+    def claim(self, uow: UnitOfWork) -> bool:
+        """Begin with the claim, if the handler is idempotent; return True if any message is new.
+
+        Of messages that come twice in the chunk, the first is handled.
+        """
+        self.at, self.claimed = None, False
+        self._new = self._claim(uow)
+        self.claimed = True
+        self.outcomes = [Outcome.DUPLICATE] * len(self.messages)
+        for index in self._new:
+            self.outcomes[index] = Outcome.APPLIED
+        return bool(self._new)
+
+    def _claim(self, uow: UnitOfWork) -> list[int]:
+        """Return the places of messages that are new; all, whatever their ids, where nothing is claimed."""
+        handler, first = self._handler, self.messages[0]
+        if not handler.idempotent:
+            uow.begin()
+            return list(range(len(self.messages)))
+        if len(self.messages) == 1:
+            key = valid_key(first.id, handler.identity, first.occurred_at)
+            return [0] if uow.claim_first(key, handler.formerly) else []
+        keys = ((message.id, message.occurred_at) for message in self.messages)
+        found = uow.claim_many(keys, handler.identity, formerly=handler.formerly)
+        firsts = {valid_message_id(message.id): index for index, message in reversed([*enumerate(self.messages)])}
+        return sorted(firsts[message_id] for message_id in found)
+
+    def calls(self, uow: UnitOfWork) -> Iterator[Callable[[], Any]]:
+        """Yield the handler's calls for the new messages, in their order.
+
+        One by one, each on an empty session, so that the handler sees what it would see alone. With
+        ``@projector(shared_session=True)`` the session keeps its rows for the messages that follow. With
+        ``@on(batch=True)`` there is one call for all.
+        """
+        handler, several = self._handler, len(self.messages) > 1
+        new = [self.messages[index] for index in self._new]
+        events = handler.given(new)
+        if handler.on.batch:
+            uow.keep_rows()
+            self._read(uow, new)
+            yield lambda: handler.function(list(events), uow.handlers_session)
+            return
+        if several and len(new) > 1:
+            uow.share()
+        shared = handler.projector.shared_session
+        if shared:
+            self._read(uow, new)
+        for index, message, event in zip(self._new, new, events, strict=True):
+            self.at = index
+            if not shared:
+                self._read(uow, [message])
+            yield lambda event=event: handler.function(event, uow.handlers_session)  # type: ignore[misc]
+            if several:
+                uow.end_message(keep=shared)
+        self.at = None
+
+    def _read(self, uow: UnitOfWork, messages: Sequence[Message]) -> None:
+        """Read the rows that the handler declares to read, and have the session keep them.
+
+        If that fails, the declaration must not change what the handler meets: the work is tried again without.
+        """
+        if self._reads is None:
+            return
+        try:
+            uow.read(self._reads, [each.body for each in messages], self.identity)
+        except Exception as error:
+            if isinstance(error, DBAPIError) and uow.dialect is not None and uow.dialect.classify(error) in _PASSING:
+                raise
+            self._reads = None
+            warn_of_reads(printable(self.identity), f"reads={{...}} failed ({type(error).__name__})")
+            raise UnreadableError from error
+
+    def log_settled(self, attempts: Attempts) -> None:
+        """Log the outcome of each message: at INFO if it is a duplicate, else at DEBUG."""
+        for message, outcome in zip(self.messages, self.outcomes, strict=True):
+            duplicate = outcome is Outcome.DUPLICATE
+            level = logging.INFO if duplicate else logging.DEBUG
+            if not logger.isEnabledFor(level):  # what follows escapes texts, for every message
+                continue
+            after_unknown = duplicate and attempts.unknown is not None
+            logger.log(
+                level,
+                "%s%s: message %s, handler %s",
+                outcome.value,
+                " (after_unknown_commit)" if after_unknown else "",
+                _log_id(message),
+                printable(self.identity),
+                extra=self._extra(message, outcome.value, attempts) | {"after_unknown_commit": after_unknown},
+            )
+
+    def log_retry(self, error: Exception, attempts: Attempts) -> None:
+        """Log at INFO that the messages are tried again, and after which error; tell the observer."""
+        others = f" and {len(self.messages) - 1} more" if len(self.messages) > 1 else ""
+        logger.info(
+            "retry after %s: message %s%s, handler %s",
+            type(error).__name__,
+            _log_id(self.messages[0]),
+            others,
+            printable(self.identity),
+            extra=self._extra(self.messages[0], "retry", attempts),
+        )
+        if self.watch is not None:
+            self.watch.retried(error, attempts)
+
+    def _extra(self, message: Message, outcome: str, attempts: Attempts) -> dict[str, Any]:
+        return {
+            "message_id": _log_id(message),
+            "handler": printable(self.identity),
+            "outcome": outcome,
+            "attempts": attempts.number,
+        }
+
+
+def _log_id(message: Message) -> str:
+    return printable(str(id_text(message)))[:600]

@@ -1,0 +1,580 @@
+"""Invariant I4: the transaction that commits is the one that holds the marker.
+
+A handler gets a real Session, so it can do what it must not: commit, roll back, close, or swallow the error that
+aborted the transaction. Every statement of a session goes through its ``Connection``. So while a handler has the
+session, the class of that one connection is ``GuardedConnection``, which reports each statement, each COMMIT and each
+ROLLBACK to the unit of work's ``Guard``.
+
+The guard *prevents* what it sees coming, by raising before anything is sent. It *detects* the rest before COMMIT, by
+asking the driver, which costs no round trip. It asks the server only if the handler took the driver's own connection,
+called a stored procedure or streamed a result: what happens there, no driver tells. It remembers the first violation,
+also if the handler swallows the exception: such a unit of work never commits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache, wraps
+from typing import Any, ClassVar, Concatenate, NoReturn, ParamSpec, TypeVar
+
+from sqlalchemy import Select, Table, event, literal_column, select
+from sqlalchemy.engine import Connection
+from sqlalchemy.exc import DBAPIError, PendingRollbackError
+from sqlalchemy.orm import Session, SessionTransaction
+from sqlalchemy.pool import PoolProxiedConnection
+from sqlalchemy.schema import DefaultGenerator
+from sqlalchemy.sql.dml import UpdateBase
+from sqlalchemy.sql.elements import ReleaseSavepointClause, RollbackToSavepointClause, SavepointClause
+
+from .closing import roll_back
+from .dialects import Dialect, Failure, LastStatement, Status
+from .dialects.claims import marker_exists
+from .dialects.listeners import info_of
+from .errors import TransactionViolatedError, UnsafeSessionError
+from .tables import DedupTables
+from .transaction_text import sql_sent, sql_text
+
+C = TypeVar("C", bound=type[Session])
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_SAVEPOINTS = (SavepointClause, RollbackToSavepointClause, ReleaseSavepointClause)
+_MARK = "the mark"  # among the names of savepoints
+
+
+class GuardedSession(Session):
+    """The private Session class of a unit of work. The user's own sessions are never listened to."""
+
+    guard: Guard | None = None  # while a handler has the session
+    taken: tuple[Connection, ...] = ()  # the connections that the session has begun transactions on
+    keeps_over_flush = False  # rows that were read ahead stay, though a flush may have triggers
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        #: instances that nobody else may refer to: without these references the identity map would forget them
+        self.kept: list[object] = []
+        self.flush_depth = 0
+
+    def flush(self, objects: Any = None) -> None:
+        """Write what was changed, and know meanwhile that these statements are a flush's."""
+        self.flush_depth += 1
+        try:
+            super().flush(objects)
+        finally:
+            self.flush_depth -= 1
+
+    def before_statement(self, *, writes: bool) -> None:
+        """Forget the rows that were read ahead if the statement ``writes``: it may change them behind the session.
+
+        What the handler has loaded itself and still refers to, stays as it is, as in any session.
+        """
+        if not writes:
+            return
+        if self.kept and not (self.flush_depth and self.keeps_over_flush):
+            self.kept.clear()
+
+    def connection(self, bind_arguments: Any = None, execution_options: Any = None) -> Connection:
+        """Return the connection of the claim. Raises ``UnsafeSessionError`` for a schema map, which comes too late.
+
+        SQLAlchemy would drop the map, with no more than a warning.
+        """
+        if self.guard is not None and "schema_translate_map" in (execution_options or {}):
+            raise UnsafeSessionError(
+                "session.connection(execution_options={'schema_translate_map': ...}) comes too late in a handler: "
+                "the transaction has begun. Give the dispatcher an engine that has the map, or give it to the statement"
+            )
+        return super().connection(bind_arguments=bind_arguments, execution_options=execution_options)
+
+
+class Guard:
+    """What is known of one unit of work's transaction, from its claim to its commit."""
+
+    def __init__(
+        self,
+        session: GuardedSession,
+        connection: Connection,
+        dialect: Dialect,
+        tables: DedupTables,
+        key: dict[str, Any] | None,
+    ) -> None:
+        self.session, self.connection, self.dialect = session, connection, dialect
+        self.driver = connection.connection.driver_connection
+        self.key = key  # of the marker; None: nothing is claimed
+        self.violation: TransactionViolatedError | None = None
+        self.aborted_by: DBAPIError | None = None  # the error after which the server takes no statement
+        self.watching = False  # a handler has the session
+        self.several = False  # messages share the transaction
+        self.server_check_required = False
+        self.driver_was_exposed = False  # to the handler, which may have committed there
+        self.must_disconnect = False  # nobody knows what the driver is in the midst of
+        self.commit_was_sent = self.commit_was_answered = False
+        self.last: LastStatement | None = None  # goes along with COMMIT
+        self._tables = tables
+        self._schemas = connection.get_execution_options().get("schema_translate_map")
+        self._begun = False  # the driver has said that the transaction is open
+        self._session_transaction = session.get_transaction()
+        self._transaction = connection.get_transaction()
+        self._outer_savepoint = connection.get_nested_transaction()  # only inside an external transaction
+        self._savepoints: list[str] = []  # open ones, in their order, and the mark's place among them
+        self._marked = False  # by a savepoint, until the server is asked
+        self._transaction_id: str | None = None  # the server's number of the transaction, if it has numbers
+        self._place: str | None = None  # the database of the claim, if a handler may choose another one
+
+    # From claim to commit -------------------------------------------------------------------------------------------
+
+    def watch(self) -> Status:
+        """Have session and connection report from here on; return how the transaction stands."""
+        status = self.dialect.status(self.driver)
+        self.watching, self._begun = True, status is Status.OPEN
+        self.connection.__class__ = _guarded(type(self.connection))  # type: ignore[arg-type]  # a class, for mypy
+        self.connection.guard = self.session.guard = self  # type: ignore[attr-defined]
+        return status
+
+    def release(self) -> None:
+        """Make the connection what it was, and forget the guard there: a circle would wait for the collector."""
+        self.watching, self.session.guard = False, None
+        if isinstance(self.connection, GuardedConnection):
+            self.connection.__class__ = self.connection.unguarded  # type: ignore[assignment]
+            del self.connection.guard
+
+    def verify(self) -> None:
+        """Raise ``TransactionViolatedError`` unless this is the transaction of the claim, whole and able to commit."""
+        if self.violation is not None:
+            raise self.violation
+        if self.connection.invalidated:
+            raise self.violate("the handler swallowed the loss of the database connection") from self.aborted_by
+        same = self.session.get_transaction() is self._session_transaction
+        if not same or self.connection.get_transaction() is not self._transaction:
+            self._rolled_back()
+        if (
+            self.session.in_nested_transaction()
+            or self.connection.get_nested_transaction() is not self._outer_savepoint
+        ):
+            raise self.violate("the handler left a savepoint open; use `with session.begin_nested()`")
+        status = self.dialect.status(self.driver)
+        if self._begun and status is Status.NONE:
+            raise self.ended_below()
+        if status is Status.ABORTED or self.aborted_by is not None:
+            raise self._swallowed() from self.aborted_by
+        if status is Status.BUSY:
+            if not self.driver_was_exposed:
+                self.verify_with_server()  # perhaps it was lost: the driver says so
+            raise self.violate("the handler closed the driver's connection, or left a statement unfinished on it")
+
+    def verify_with_server(self) -> None:
+        """Raise what ``verify`` raises, by a question to the server, which knows what went past SQLAlchemy."""
+        try:
+            ours = self._is_open()
+        except DBAPIError as error:
+            if self.connection.invalidated or self.dialect.classify(error) is Failure.TRANSIENT:
+                raise
+            raise self._swallowed() from error
+        if not ours:
+            raise self.ended_below()
+
+    def leave_nothing_open(self) -> None:
+        """End the transaction where SQLAlchemy would not, before the connection goes back to its pool."""
+        if self.connection.closed or self.connection.invalidated:
+            return
+        status = self.dialect.status(self.driver)
+        if self.must_disconnect or status is Status.BUSY:
+            self.connection.invalidate()
+        elif status in (Status.OPEN, Status.ABORTED) and (self._transaction is None or not self._transaction.is_active):
+            # SQLAlchemy takes a transaction whose COMMIT failed, or was prevented or interrupted before, for ended.
+            # SQLite keeps it: a retry on the same connection would find its own marker, and call that a duplicate.
+            roll_back(self.connection)
+
+    # What the guarded connection and session report ----------------------------------------------------------------
+
+    def before_statement(self, sql: str | None, written: Table | None, *, mends: bool = False) -> None:
+        """Raise if nothing may run any more, or not this statement.
+
+        ``sql`` is the statement's text if the handler wrote text, ``written`` the table that it changes if not. The
+        statement ``mends`` if it may succeed where others do not, as ROLLBACK TO SAVEPOINT may.
+        """
+        if self.violation is not None:
+            raise self.violation
+        if self.connection.get_transaction() is not self._transaction:
+            self._rolled_back()
+        if self.aborted_by is not None and not mends:
+            self._refuse_aborted()
+        if sql is not None:
+            grammar = self.dialect.grammar
+            if command := grammar.transaction_command(sql):
+                raise self.violate(f"the handler ran {command}, which begins or ends a transaction")
+            if grammar.hides_errors(sql):
+                raise UnsafeSessionError(
+                    "several statements in one SQL text: the drivers of this database tell nobody when the second "
+                    "fails, or rolls everything back; execute them one by one"
+                )
+            if grammar.hides_commands(sql):
+                self.driver_exposed()
+        if self._begun and self.dialect.status(self.driver) is Status.NONE:
+            raise self.ended_below()
+        if written is not None:
+            self.dialect.refuse_table(self.connection, written)
+
+    def after_statement(self) -> None:
+        """Note that a statement succeeded, which on most databases proves that the transaction is alive."""
+        self._begun = self._begun or self.dialect.status(self.driver) is Status.OPEN
+        if not self.dialect.abort_lasts:
+            self.aborted_by = None
+
+    def statement_failed(self, error: BaseException) -> None:
+        """Note that a statement failed. The first error counts: later ones only say that all is aborted."""
+        if self.aborted_by is not None or not isinstance(error, DBAPIError):
+            return
+        if error.connection_invalidated or self.dialect.aborts(error):
+            self.aborted_by = error
+
+    def savepoint_began(self, name: str) -> None:
+        """Note that a savepoint was set."""
+        self._savepoints.append(name)
+
+    def savepoint_ended(self, name: str, *, rolled_back: bool) -> None:
+        """Note that a savepoint was released or rolled back: what was set after it, has ended with it."""
+        if rolled_back:
+            self.aborted_by = None
+        place = self._savepoints.index(name) if name in self._savepoints else 0
+        gone = self._savepoints[place:]
+        del self._savepoints[place:]
+        if _MARK in gone:
+            self.mark()  # the transaction is still the one of the savepoint, or that could not have been ended
+
+    def driver_exposed(self) -> None:
+        """Note that a handler gets the driver's own connection, on which it may end the transaction unseen."""
+        self.session.before_statement(writes=True)
+        if self.watching and not self.driver_was_exposed:
+            self.driver_was_exposed = True  # first: a listener to the next statement may ask for the driver
+            if self._where_claimed().schema_for_object(self._tables.marker) is None:
+                self._place = self.dialect.place(self.connection)
+        self.require_server_check()
+
+    def require_server_check(self) -> None:
+        """Have the server asked before COMMIT: what comes next may end the transaction, and nobody is told."""
+        if self.watching:
+            self._refuse_aborted()
+            self.server_check_required = True
+            self.mark()
+
+    def before_commit(self, how: str) -> None:
+        """Raise if a handler commits; a savepoint does not count."""
+        if self.watching:
+            raise self.violate(f"the handler called {how}()")
+
+    def before_rollback(self) -> None:
+        """Find a commit below SQLAlchemy, which the rollback would hide."""
+        if self.watching and self.violation is None and self._may_be_committed_below():
+            self.ended_below()
+
+    def connected(self, connection: Connection) -> None:
+        """Raise if the session of a handler has begun a transaction on a second connection."""
+        if connection is not self.connection and self.watching and not self.commit_was_answered:
+            if self.session.get_transaction() is not self._session_transaction:
+                self._rolled_back()
+            raise self.violate(
+                "the session went to a second database connection (another bind, or another engine on the same "
+                "database): marker and read model must be on one"
+            )
+
+    # Violations -----------------------------------------------------------------------------------------------------
+
+    def violate(self, what: str) -> TransactionViolatedError:
+        """Remember the first violation: whatever comes later, this unit of work will not commit."""
+        if self.violation is None:
+            self.violation = TransactionViolatedError(
+                f"{what}; only the unit of work may end its transaction. Everything was rolled back, so a "
+                "redelivery runs the handler again"
+            )
+        return self.violation
+
+    def refuse_for_several(self) -> NoReturn:
+        """Refuse a setting that would reach other messages: the batch then applies this message alone."""
+        self.violation = self.violation or TransactionViolatedError(
+            "the handler set something for its transaction, which several messages share; everything was rolled back, "
+            "and the message is tried again in a transaction of its own. Let the error pass"
+        )
+        raise self.violation
+
+    def ended_below(self) -> TransactionViolatedError:
+        """Return the violation of a transaction that ended below SQLAlchemy; ask whether by a commit or a rollback."""
+        self.must_disconnect = not self.dialect.lives_in_connection(self.connection.engine.url)
+        what = "the handler ended the transaction on the driver's connection, below SQLAlchemy"
+        if self.violation is None and (left := self._what_is_durable()) is not None:
+            self.violation = TransactionViolatedError(what + left, durable=True)
+        return self.violate(what)
+
+    def made_durable(self) -> TransactionViolatedError | None:
+        """Return the violation of a handler that committed and then failed: its error must not say "rolled back"."""
+        if self.violation is None and self.watching and self._may_be_committed_below():
+            with suppress(DBAPIError):  # nobody can be asked any more; the handler's own error goes on
+                self.ended_below()
+        return self.violation if self.violation is not None and self.violation.durable else None
+
+    def _refuse_aborted(self) -> None:
+        if self.aborted_by is not None and self.dialect.abort_lasts:
+            raise self._swallowed() from self.aborted_by
+
+    def _rolled_back(self) -> NoReturn:
+        if self.aborted_by is not None:
+            raise self._swallowed() from self.aborted_by
+        raise self.violate(
+            "the handler rolled back or closed the session or its connection, or swallowed a failed flush; put "
+            "what may fail inside `with session.begin_nested()`"
+        )
+
+    def _swallowed(self) -> TransactionViolatedError:
+        if self.violation is None and self._may_be_committed_below():
+            return self.ended_below()
+        return self.violate(
+            "the handler swallowed a database error that aborted the transaction; put what may fail inside "
+            "`with session.begin_nested()`"
+        )
+
+    # What the server says, for a round trip each ----------------------------------------------------------------------
+
+    def mark(self) -> None:
+        """Mark the transaction once, so that it can be told from any that follows on the connection."""
+        if _MARK in self._savepoints:
+            return
+        self._savepoints.append(_MARK)  # first: a listener to the mark's own statement may ask for the driver
+        try:
+            if self._transaction_id is None:  # a later one would be of whatever transaction is open by then
+                self._transaction_id = self.dialect.transaction_id(self.connection)
+            if self._transaction_id is None:
+                self.dialect.mark_transaction(self.connection)
+            self._marked = True
+        except BaseException:
+            self._savepoints.remove(_MARK)
+            raise
+
+    def _is_open(self) -> bool:
+        """True if the transaction that is open now is the claim's, and not aborted. Removes the mark."""
+        connection, marked, self._marked = self._where_claimed(), self._marked, False
+        if self._transaction_id is not None:
+            return self.dialect.transaction_id(connection) == self._transaction_id
+        if marked:
+            return self.dialect.is_marked(connection, self._tables.marker, self.key)
+        if self.key is None:
+            return Connection.execute(connection, select(literal_column("1"))).first() is not None
+        return marker_exists(connection, self._tables.marker, self.key)
+
+    def _is_committed(self) -> bool | None:
+        """True if the marker is there now that its transaction has ended; None if nobody can tell."""
+        if self.key is None:
+            return None
+        connection, marker = self._where_claimed(), self._tables.marker
+        if self.dialect.status(self.driver) in (Status.OPEN, Status.ABORTED):
+            self.dialect.abandon(connection)  # what is open now will not be committed by us
+        if self._transaction_id is not None:
+            return self.dialect.has_committed(connection, self._transaction_id)
+        try:
+            if self._place is not None:
+                places: Any = {**(self._schemas or {}), marker.schema: self._place}
+                connection = Connection.execution_options(connection, schema_translate_map=places)
+            found = marker_exists(connection, marker, self.key)
+            # The handler may have chosen another schema, database or role, for as long as the connection lives.
+            named = connection.schema_for_object(marker) is not None
+            return found if named or self.dialect.is_only(connection, marker) else None
+        except DBAPIError as error:
+            if connection.invalidated or self.dialect.classify(error) is Failure.TRANSIENT:
+                raise
+            return None
+
+    def _may_be_committed_below(self) -> bool:
+        ended = self.connection.closed or self.connection.invalidated
+        if ended or not self._begun or self.connection.get_transaction() is not self._transaction:
+            return False
+        status = self.dialect.status(self.driver)
+        if status in (Status.OPEN, Status.ABORTED) and self.driver_was_exposed:
+            try:
+                return not self._is_open() and self._is_committed() is not False
+            except DBAPIError:  # aborted: what is open now will not commit, but what was before it may have
+                with suppress(DBAPIError, PendingRollbackError):  # the latter: lost meanwhile
+                    return self._is_committed() is True
+        return status is Status.NONE
+
+    def _what_is_durable(self) -> str | None:
+        """Return the words for what a commit below SQLAlchemy has left behind; None if there was no commit."""
+        committed = self._is_committed()
+        if committed:
+            return (
+                ", by a commit: the marker and what the handler had written by then are COMMITTED, and what it wrote "
+                "later may not be. A redelivery will be skipped as a duplicate, so look at the read model"
+            )
+        if committed is None and self.key is None:
+            return (
+                ". If by a commit, what it had written by then is COMMITTED, and without a marker a redelivery writes "
+                "it again: look at the read model first"
+            )
+        if committed is None:
+            return (
+                ". If by a commit, the marker and what it had written by then are COMMITTED, and a redelivery will be "
+                "skipped as a duplicate. Which it was cannot be told, because several tables have the marker's name, "
+                "or it cannot be read any more, after what the handler chose (a schema, a database, a role): look for "
+                "the marker where it was claimed, and at the read model"
+            )
+        return None
+
+    def _where_claimed(self) -> Connection:
+        """Return the connection, with the schema map of the claim, whatever map a handler gave it since."""
+        return Connection.execution_options(self.connection, schema_translate_map=self._schemas)  # past the guard
+
+    def run_last(self) -> None:
+        """Run the last statement of the transaction, past the guard."""
+        if self.last is not None:
+            self.last.run(self._where_claimed())
+
+
+class GuardedConnection(Connection):
+    """The one connection of a unit of work while a handler has it: every method that reaches the server reports.
+
+    SQLAlchemy's ConnectionEvents would see the same, but cost 35 to 50 us for each message, and an exception raised in
+    their ``commit`` leaves the transaction open in the pool.
+    """
+
+    guard: Guard
+    unguarded: ClassVar[type[Connection]] = Connection
+    _ending = False
+
+    def execute(self, statement: Any, *args: Any, **kwargs: Any) -> Any:
+        """Execute a statement, and report it. The statements of the ORM and of Core come through here."""
+        return self._watched(super().execute, statement, *args, **kwargs)
+
+    def scalar(self, statement: Any, *args: Any, **kwargs: Any) -> Any:
+        """Execute a statement for one value, and report it."""
+        if isinstance(statement, DefaultGenerator):
+            return self._watched(super().scalar, statement, *args, **kwargs)
+        return self.execute(statement, *args, **kwargs).scalar()
+
+    def exec_driver_sql(self, statement: str, *args: Any, **kwargs: Any) -> Any:
+        """Execute SQL text that SQLAlchemy does not look into, and report it."""
+        return self._watched(super().exec_driver_sql, statement, *args, **kwargs)
+
+    def _watched(self, run: Callable[..., Any], statement: Any, *args: Any, **kwargs: Any) -> Any:
+        guard = self.guard
+        written: Any = statement.table if isinstance(statement, UpdateBase) else None
+        usual = written is not None or isinstance(statement, Select)  # neither text nor a savepoint
+        savepoint = not usual and isinstance(statement, _SAVEPOINTS)
+        rolls_back = savepoint and isinstance(statement, RollbackToSavepointClause)
+        guard.session.before_statement(writes=written is not None or rolls_back or not (usual or savepoint))
+        guard.before_statement(None if usual else sql_text(statement, self.dialect), written, mends=rolls_back)
+        if self._streams(statement, kwargs.get("execution_options")):
+            guard.require_server_check()  # what is fetched later may fail, and nobody is told
+        try:
+            result = run(statement, *args, **kwargs)
+        except BaseException as error:
+            guard.statement_failed(error)
+            raise
+        guard.after_statement()
+        if guard.several and guard.dialect.grammar.sets_for_transaction(sql_sent(result)):
+            guard.refuse_for_several()
+        if savepoint:
+            if isinstance(statement, SavepointClause):
+                guard.savepoint_began(statement.ident)
+            else:
+                guard.savepoint_ended(statement.ident, rolled_back=rolls_back)
+        return result
+
+    def _streams(self, statement: Any, options: Any) -> bool:
+        its_own = statement.get_execution_options() if hasattr(statement, "get_execution_options") else None
+        for given in its_own, options, self.get_execution_options():
+            if given and (given.get("stream_results") or given.get("yield_per")):
+                return True
+        return False
+
+    @property
+    def connection(self) -> PoolProxiedConnection:
+        """Return the driver's connection. SQLAlchemy goes this way to COMMIT and ROLLBACK only; a handler may, too."""
+        if not self._ending:
+            self.guard.driver_exposed()
+        return super().connection
+
+    @property
+    def info(self) -> dict[Any, Any]:
+        """Return the dictionary that the pool keeps for the physical connection. Nobody reaches the driver by it."""
+        return info_of(self)
+
+    def execution_options(self, **options: Any) -> Any:
+        """Set options, such as a schema map, which would hold for the other messages of a batch too."""
+        self.guard.session.before_statement(writes=True)
+        if self.guard.several:
+            self.guard.refuse_for_several()
+        return super().execution_options(**options)
+
+    def commit(self) -> None:
+        """Commit for the unit of work. Raises ``TransactionViolatedError`` if a handler calls it."""
+        self.guard.before_commit("connection.commit")
+        super().commit()
+
+    def _commit_impl(self) -> None:
+        guard = self.guard
+        guard.before_commit("connection.get_transaction().commit")
+        guard.verify()  # listeners of the user's ran since the unit of work asked
+        guard.commit_was_sent = self._ending = True
+        try:
+            with guard.dialect.committing(guard.driver):
+                if guard.last is not None:
+                    with guard.dialect.taking_commit_along(guard.driver):
+                        guard.run_last()
+                super()._commit_impl()
+        finally:
+            self._ending = False
+        guard.commit_was_answered = True
+
+    def _rollback_impl(self) -> None:
+        self.guard.before_rollback()
+        self._ending = True
+        try:
+            super()._rollback_impl()
+        finally:
+            self._ending = False
+
+
+@cache
+def _guarded(connection_class: type[Connection]) -> type[Connection]:
+    if connection_class is Connection:
+        return GuardedConnection
+    bases = (GuardedConnection, connection_class)
+    return type(f"Guarded{connection_class.__name__}", bases, {"unguarded": connection_class})
+
+
+def kept_on_class(make: Callable[Concatenate[C, P], T]) -> Callable[Concatenate[C, P], T]:
+    """Cache the results of a function of a class on that class, so that they are forgotten with it.
+
+    ``functools.cache`` would keep for ever the class that every ``sessionmaker`` makes.
+    """
+    attribute = f"_projector_dedup_{make.__name__}"
+
+    @wraps(make)
+    def find(target: C, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        if attribute not in vars(target):
+            setattr(target, attribute, {})
+        kept: dict[tuple[Any, ...], T] = vars(target)[attribute]
+        if args not in kept:
+            kept[args] = make(target, *args, **kwargs)
+        return kept[args]
+
+    return find
+
+
+@kept_on_class
+def guarded_session(session_class: type[Session]) -> type[GuardedSession]:
+    """Return a subclass of the user's Session class that reports to the guard."""
+    return type(f"Guarded{session_class.__name__}", (GuardedSession, session_class), {})
+
+
+# Once for all subclasses: SQLAlchemy keeps every listener that was ever registered, also when its class is gone.
+@event.listens_for(GuardedSession, "before_commit")
+def _before_commit(session: GuardedSession) -> None:
+    if session.guard is not None and not session.in_nested_transaction():  # it also fires for savepoints
+        session.guard.before_commit("session.commit")
+
+
+@event.listens_for(GuardedSession, "after_begin")
+def _after_begin(session: GuardedSession, _transaction: SessionTransaction, connection: Connection) -> None:
+    if connection not in session.taken:  # else it is a savepoint that begins
+        session.taken = (*session.taken, connection)
+    if session.guard is not None:
+        session.guard.connected(connection)

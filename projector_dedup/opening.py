@@ -1,0 +1,306 @@
+"""Open a unit of work: a private session like the user's, begun on one connection, at the right isolation level.
+
+The session's class is private, so that the guard's listeners reach no session of the user's. An engine on which the
+promise would not hold is refused. The level is chosen before the transaction begins; but a transaction that a listener
+of the user's has begun on the connection, to choose a tenant say, keeps what it has: the level is chosen within it, by
+SQL, where the database can do that (docs/adr/0025-what-is-set-for-a-transaction.md).
+"""
+
+from __future__ import annotations
+
+import logging
+from inspect import unwrap
+from typing import Any, NoReturn
+from weakref import WeakKeyDictionary
+
+from sqlalchemy import event
+from sqlalchemy.engine import Connection, Engine
+from sqlalchemy.engine.interfaces import Dialect as EngineDialect
+from sqlalchemy.exc import ArgumentError, DBAPIError, InvalidRequestError
+from sqlalchemy.orm import Session, sessionmaker
+
+from .asyncio_names import AsyncSession, async_sessionmaker
+from .closing import connected
+from .dialects import LEVEL_OF_BEGIN, LEVELS, Dialect, Status, dialect_of, is_as_strict
+from .dialects.answers import sqlstate_of
+from .dialects.levels import chosen_level
+from .dialects.listeners import forget_if_moved
+from .errors import UnsafeSessionError
+from .guard import GuardedSession, guarded_session, kept_on_class
+from .markers import refuse_elsewhere
+from .options import UnitOptions
+from .preflight import try_out, try_within
+from .read_models import LockingSession, locking_session
+
+logger = logging.getLogger("projector_dedup")
+
+_TOO_LATE = {"25001", "25P02"}  # active_sql_transaction: a query has run; in_failed_sql_transaction
+
+_begun_by_claims: WeakKeyDictionary[Engine, bool] = WeakKeyDictionary()
+"""True for engines that send BEGIN with the claim, known since their first unit of work (docs/adr/0023)."""
+
+_warned_of: WeakKeyDictionary[EngineDialect, set[str]] = WeakKeyDictionary()
+"""The isolation levels that a log line has said to lose updates, by engine and all copies of it: once is enough."""
+
+
+# The session ----------------------------------------------------------------------------------------------------------
+
+
+class SharedSession(GuardedSession):
+    """The session of ``@projector(shared_session=True)``, which several messages of a batch share.
+
+    It keeps every instance that handlers load or insert, until the COMMIT: SQLAlchemy's identity map forgets an
+    instance as soon as nobody refers to it. Changes wait for the end of the batch, or for the next statement that a
+    handler sends by itself, also one that SQLAlchemy would not flush for, such as SQL text. If that statement writes,
+    it may have changed rows of the session, so they are read again.
+    """
+
+    keeps_over_flush = True
+
+    def before_statement(self, *, writes: bool) -> None:
+        """Write what the messages before have changed, unless the statement is a part of that."""
+        if self.flush_depth or not self.guard or not self.guard.several:
+            return
+        if self.autoflush:
+            self.flush()
+            if writes:
+                self.expire_all()
+
+
+@event.listens_for(SharedSession, "loaded_as_persistent")
+@event.listens_for(SharedSession, "pending_to_persistent")
+def _keep(session: SharedSession, instance: object) -> None:
+    session.kept.append(instance)
+
+
+@kept_on_class
+def _shared_session(session_class: type[Session]) -> type[SharedSession]:
+    return type(f"Shared{session_class.__name__}", (SharedSession, session_class), {})
+
+
+def new_session(factory: sessionmaker[Session], options: UnitOptions) -> GuardedSession:
+    """Return a session like the factory's, of a private class that the guard listens to."""
+    return _private_class(factory.class_, options)(**_private_arguments(factory.kw, options))
+
+
+def new_async_session(factory: async_sessionmaker[AsyncSession], options: UnitOptions) -> AsyncSession:
+    """Return an asynchronous session like the factory's; the synchronous one inside is of the private class."""
+    arguments = _private_arguments(factory.kw, options)
+    inner = arguments.pop("sync_session_class", None) or factory.class_.sync_session_class
+    if isinstance(inner, sessionmaker):  # SQLAlchemy's way to attach events; its arguments count where we have none
+        arguments = {**_private_arguments(inner.kw, options), **arguments}
+        inner = inner.class_
+    return factory.class_(sync_session_class=_private_class(inner, options), **arguments)
+
+
+def _private_class(session_class: type[Session], options: UnitOptions) -> type[GuardedSession]:
+    private = guarded_session(session_class)
+    if options.shared_session:
+        private = _shared_session(private)
+    return locking_session(private, options.read_models) if options.read_models else private
+
+
+def _private_arguments(arguments: dict[str, Any], options: UnitOptions) -> dict[str, Any]:
+    # A session that was kept after its message must not come to life again.
+    private = {**arguments, "close_resets_only": False}
+    private.pop("autobegin", None)  # the unit of work says when it begins
+    # To SQLAlchemy 2.0 a transaction that a listener to engine_connect has begun is not ours to commit; it is.
+    private["join_transaction_mode"] = "create_savepoint" if options.external else "control_fully"
+    return private
+
+
+# Its connection -------------------------------------------------------------------------------------------------------
+
+
+def open_connection(
+    session: GuardedSession, bind: Engine | Connection, options: UnitOptions, *, marked: bool, one: bool
+) -> Connection:
+    """Begin the session's transaction on ``bind``, at the level that ``options`` come to, and return its connection.
+
+    A claim of markers comes next if ``marked``, of ``one`` or of many. Raises ``RefusedError`` for a bind on which the
+    promise would not hold.
+    """
+    dialect = dialect_of(bind)
+    if session.in_transaction():  # as it is since anything was added to it, or changed in it
+        raise UnsafeSessionError(
+            "the session was used before the claim; the claim is the transaction's first statement"
+        )
+    if not isinstance(bind, (Engine, Connection)):
+        raise UnsafeSessionError(f"the session is bound to {type(bind).__name__}; an AsyncEngine needs AsyncDispatcher")
+    for model in options.read_models:
+        refuse_elsewhere(session, bind, model)
+    if isinstance(bind, Engine):
+        connection = _on_engine(session, bind, dialect, options, marked=marked, one=one)
+    elif options.external:
+        if marked and dialect.unknown:
+            try_within(bind, dialect, options.tables)
+        dialect.begin_around(bind, options.tables.marker if marked else None)
+        connection = session.connection(bind_arguments={"bind": bind})
+        dialect.refuse_unsafe(connection)
+        if isinstance(session, LockingSession):  # as in production, whose level the test's transaction may not have
+            level = chosen_level(bind) or _usual_level(bind.engine, dialect, options, marked=marked)
+            session.conflicts_are_found = dialect.detects_lost_updates(connection, level)
+    else:
+        raise UnsafeSessionError(
+            "the session is bound to a Connection, whose transaction is somebody else's to commit; bind the "
+            "sessionmaker to the engine (in tests: projector_dedup.testing.external_transaction)"
+        )
+    if dialect.remembers_tables or dialect.unknown:
+        moved = forget_if_moved(session, connection)
+        if moved and marked and dialect.unknown and options.claim_timeout is None:  # a bounded one is refused
+            try_within(connection, dialect, options.tables, moved=True)
+    return connection
+
+
+def _on_engine(
+    session: GuardedSession, engine: Engine, dialect: Dialect, options: UnitOptions, *, marked: bool, one: bool
+) -> Connection:
+    try:
+        begun_by_claims = _admit(engine, dialect)
+        if marked and dialect.unknown:
+            try_out(engine, dialect, options.tables)
+        chosen = options.isolation or chosen_level(engine)
+        level = options.isolation if chosen is not None else _usual_level(engine, dialect, options, marked=marked)
+        with dialect.opening(engine, marked=marked, locking=bool(options.read_models), chosen=chosen is not None):
+            by_claim = one and level in LEVELS and begun_by_claims
+            connection = _connect(session, engine, dialect, level, begun_by_claim=by_claim)
+        dialect.refuse_unsafe(connection)
+    except engine.dialect.loaded_dbapi.Error as error:  # SQLAlchemy does not wrap what is asked of the driver
+        raise DBAPIError(None, None, error) from error
+    if marked and chosen in LEVELS:
+        _warn_of_lost_updates(connection, dialect, options, chosen)
+    if isinstance(session, LockingSession):
+        session.conflicts_are_found = dialect.detects_lost_updates(connection, level or chosen)
+    return connection
+
+
+def _admit(engine: Engine, dialect: Dialect) -> bool:
+    """Prepare an engine once, or refuse it if it could not keep the promise; return True if its claims send BEGIN."""
+    known = _begun_by_claims.get(engine)
+    if known is None:
+        dialect.prepare(engine)
+        with connected(engine) as connection:
+            dialect.refuse_unsafe(connection)
+            known = _begun_by_claims[engine] = dialect.claim_begins(connection)
+    return known
+
+
+def _connect(
+    session: Session, engine: Engine, dialect: Dialect, level: str | None, *, begun_by_claim: bool
+) -> Connection:
+    if level is None:
+        return session.connection(bind_arguments={"bind": engine})
+    taking = _Taking(engine, dialect, level, begun_by_claim=begun_by_claim)
+    # A level among the session's own options would be set after ours.
+    again = taking.option if "isolation_level" in (getattr(session, "execution_options", None) or {}) else None
+    bind: Any = taking
+    try:
+        connection = session.connection(bind_arguments={"bind": bind}, execution_options=again)
+    except ArgumentError as error:
+        raise UnsafeSessionError(f"isolation={level!r} is no level of this database: {error}") from error
+    if begun_by_claim and not taking.was_open and not dialect.claim_begins(connection):
+        _begun_by_claims[engine] = False  # a listener of the user's has sent something, or set
+        session.rollback()
+        return _connect(session, engine, dialect, level, begun_by_claim=False)
+    options = connection.get_execution_options()
+    dropped = not taking.was_open and not taking.option.items() <= options.items()
+    if dropped and not is_as_strict(connection.get_isolation_level(), level):
+        raise UnsafeSessionError(
+            f"a listener has taken the session's connection before it was asked for at {level}; let it listen to "
+            "after_begin, which has the connection"
+        )
+    return connection
+
+
+class _Taking:
+    """An engine for a session that takes a connection: sets the level before the session can use the connection.
+
+    Where the claim sends BEGIN, the level is only noted, to be said with BEGIN.
+    """
+
+    def __init__(self, engine: Engine, dialect: Dialect, level: str, *, begun_by_claim: bool) -> None:
+        self.engine = engine
+        self.was_open = False  # the driver's transaction, when the connection had been taken
+        self.option = {LEVEL_OF_BEGIN if begun_by_claim else "isolation_level": level}
+        self._dialect = dialect
+        self._level = level
+
+    def __getattr__(self, name: str) -> Any:
+        """Answer for the engine, if a Session class of the user's looks at what it is given."""
+        return getattr(self.engine, name)
+
+    def __eq__(self, other: object) -> bool:
+        """Be found by a session that has a connection of the engine already: it must not take a second one."""
+        return other is self or other is self.engine
+
+    def __hash__(self) -> int:
+        return hash(self.engine)
+
+    def connect(self) -> Connection:
+        """Take a connection, and choose the level before the session begins a transaction on it."""
+        connection = self.engine.connect()
+        try:
+            self._choose_level(connection)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _choose_level(self, connection: Connection) -> None:
+        status = self._dialect.status(connection.connection.driver_connection)
+        self.was_open = connection.in_transaction() or status in (Status.OPEN, Status.ABORTED)
+        if not (self.was_open and self._dialect.begins_with_level and self._level in LEVELS):
+            try:
+                connection.execution_options(**self.option)
+            except InvalidRequestError as error:
+                self._refuse(error)
+            return
+        try:
+            connection.exec_driver_sql(f"SET TRANSACTION ISOLATION LEVEL {self._level}")
+        except DBAPIError as error:
+            if sqlstate_of(error) not in _TOO_LATE:
+                raise
+            self._refuse(error)
+
+    def _refuse(self, error: Exception) -> NoReturn:
+        raise UnsafeSessionError(
+            f"{_names_of_listeners(self.engine)} left a transaction open on the connection in which a query has run or "
+            f"failed, so its level can no longer be chosen ({self._level} is needed), and a rollback would undo what "
+            "was set. "
+            "Let the listener use SET or SET LOCAL, not a query such as SELECT set_config(...), or let it commit; or "
+            f"choose the level with the engine: create_engine(..., isolation_level={self._level!r})"
+        ) from error
+
+
+def _usual_level(engine: Engine, dialect: Dialect, options: UnitOptions, *, marked: bool) -> str | None:
+    """Return the level to ask for where the user has chosen none; None keeps the engine's (docs/adr/0003)."""
+    detecting = dialect.detecting_isolation(engine)
+    if detecting is None:
+        return None
+    default: str | None = engine.dialect.default_isolation_level
+    if dialect.begins_with_level and default is not None and is_as_strict(default, detecting):
+        return default  # said, for it was asked on one connection; the next may have another (docs/adr/0011)
+    if options.read_models:
+        return dialect.locking_isolation
+    return detecting if marked else None
+
+
+def _warn_of_lost_updates(connection: Connection, dialect: Dialect, options: UnitOptions, level: str) -> None:
+    """Log that a ``level`` which the user has chosen loses updates, if it does; once for each engine and level."""
+    warned = _warned_of.setdefault(connection.dialect, set())
+    if options.warn and not (options.read_models or level in warned or dialect.detects_lost_updates(connection, level)):
+        warned.add(level)
+        logger.warning(
+            "isolation level %s was chosen: two messages that change one row can lose an update, unless the handler "
+            "writes it by an atomic upsert; leave the level to projector_dedup, or declare read_models=[...]",
+            level,
+        )
+
+
+def _names_of_listeners(engine: Engine) -> str:
+    """Return the names of the user's functions that are called while a connection is taken from the engine."""
+    events = engine.pool.dispatch.connect, engine.pool.dispatch.checkout, engine.dispatch.engine_connect
+    found = [unwrap(listener) for listeners in events for listener in listeners]
+    ours = ("sqlalchemy.", f"{__package__}.")
+    names = [f"{each.__module__}.{each.__qualname__}" for each in found if hasattr(each, "__qualname__")]
+    return ", ".join(name for name in dict.fromkeys(names) if not name.startswith(ours)) or "a listener"
