@@ -117,7 +117,7 @@ class TransactionViolatedError(ProjectorDedupError):
 
 
 class UnlockedWriteError(TransactionViolatedError):
-    """With ``read_models``, a row was to be changed without the lock that makes that safe; nothing was written."""
+    """A handler with ``read_models`` was to change a row without the lock that makes that safe; nothing was written."""
 
 
 class RetriesExhaustedError(ProjectorDedupError):

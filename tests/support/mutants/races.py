@@ -116,9 +116,9 @@ MUTANTS = (
     Mutant(
         name="unlocked-write-is-let-through",
         breaks="A declared entity that was not read under lock is written, over a rival's update.",
-        where="_refuse_unlocked_writes",
-        old="and inspect(instance) not in session.locked_instances",
-        new="and inspect(instance) is None",
+        where="LockingSession.may_write",
+        old="            return False",
+        new="            return True",
         tests=(
             "tests/guards/test_locking.py::test_what_cannot_be_locked_is_refused[postgresql-joined_from_elsewhere]",
         ),
@@ -127,8 +127,8 @@ MUTANTS = (
         name="lock-of-a-rolled-back-savepoint-counts",
         breaks="A row whose lock went with a savepoint is written as if it were still locked.",
         where="_savepoint_is_rolled_back",
-        old="session.locked_instances &= session.locked_before.pop(transaction, WeakSet())",
-        new="session.locked_before.pop(transaction, WeakSet())",
+        old="session.locked_instances &= locked",
+        new="pass",
         tests=(
             "tests/guards/test_locking.py::test_what_cannot_be_locked_is_refused[postgresql-after_a_savepoint_was_rolled_back]",
         ),
