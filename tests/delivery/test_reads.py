@@ -54,7 +54,7 @@ class NoEntity:
         ({}, "takes a mapping"),
         ([Total], "takes a mapping"),
     ],
-    ids=str,
+    ids=map(str, range(13)),
 )
 def test_what_is_no_declaration_is_refused_where_it_stands(reads: Any, words: str) -> None:
     """Before anything is delivered, with words that say what to write."""
