@@ -31,7 +31,7 @@ KEPT = (
     *("Location", "Link", "ETag", "Last-Modified"),
 )
 NEVER_KEPT = frozenset({"set-cookie", "content-length"})
-NAME = "http-endpoint"  # the operation of every recorded endpoint: a key that comes at another route was used before
+NAME = "http-endpoint"  # the operation of recorded endpoints that are given no name: one for all their routes
 FIRST_SERVER_ERROR = 500
 
 
@@ -152,6 +152,11 @@ def check_scope(value: object) -> str | UUID:
     )
 
 
-def as_operation(attempt: Callable[..., Any]) -> Any:
-    """Return the operation of every recorded endpoint: ``attempt`` is given the exchange, and a call."""
-    return command(name=NAME, codec=CODEC, fingerprint=lambda exchange: exchange.received.fingerprint())(attempt)
+def as_operation(attempt: Callable[..., Any], name: str, formerly: Collection[str]) -> Any:
+    """Return the operation of the recorded endpoints that are called ``name``.
+
+    ``attempt`` is given the exchange, and a call. Raises ``RefusedError`` for a name that no operation can have.
+    """
+    return command(
+        name=name, formerly=formerly, codec=CODEC, fingerprint=lambda exchange: exchange.received.fingerprint()
+    )(attempt)

@@ -19,8 +19,8 @@ with needs("starlette"):
 from ..commands import AsyncCommands
 from ..errors import HandlerDefinitionError, UnsafeSessionError
 from .http import ANSWERED, KEY_HEADER, PROBLEM_JSON, Answers, read_key, replay_headers
-from .recorded import PUBLIC, Public, Recording, ServerFault, check_scope
-from .starlette_exchange import ATTEMPT, SESSION, Endpoint, Exchange, replayed
+from .recorded import NAME, PUBLIC, Public, Recording, ServerFault, as_operation, check_scope
+from .starlette_exchange import SESSION, Endpoint, Exchange, attempt, replayed
 
 if TYPE_CHECKING:
     from fastapi.routing import APIRoute
@@ -95,20 +95,24 @@ def recorded_route(
     required: bool = True,
     methods: Collection[str] = ("POST", "PATCH"),
     headers: Collection[str] = (),
+    name: str = NAME,
+    formerly: Collection[str] = (),
 ) -> type[APIRoute]:
     """Return a route class for FastAPI whose endpoints are done once for each key, and whose answers are recorded.
 
     ``APIRouter(route_class=recorded_route(...))``. ``scope`` is called with the request, before anything else, and
     returns, or awaits, whose key it is; **it has to verify who asks, because dependencies do not run for a recorded
     answer**. ``PUBLIC`` shares keys and answers among all callers. ``required=False`` lets requests without a key run
-    unrecorded. ``headers`` are recorded beside those that describe the body.
+    unrecorded. ``headers`` are recorded beside those that describe the body. ``name`` is the operation of these
+    endpoints: give each service a name of its own if two share a database. ``formerly`` lists names from before, as in
+    ``@command``.
 
     Raises ``HandlerDefinitionError``, for a wrong argument and for an endpoint that is no ``async def``.
     """
     with needs("fastapi"):
         from fastapi.routing import APIRoute
 
-    around = _recorder(acommands, Recording.of(scope, required, methods, headers))
+    around = _recorder(acommands, Recording.of(scope, required, methods, headers), name, formerly)
 
     class RecordedRoute(APIRoute):
         """A route whose answers are recorded."""
@@ -128,9 +132,11 @@ def recorded_endpoint(
     required: bool = True,
     methods: Collection[str] = ("POST", "PATCH"),
     headers: Collection[str] = (),
+    name: str = NAME,
+    formerly: Collection[str] = (),
 ) -> Callable[[Endpoint], Endpoint]:
     """Return a decorator for endpoints of Starlette, ``async def endpoint(request)``. See ``recorded_route``."""
-    around = _recorder(acommands, Recording.of(scope, required, methods, headers))
+    around = _recorder(acommands, Recording.of(scope, required, methods, headers), name, formerly)
 
     def decorate(endpoint: Endpoint) -> Endpoint:
         _check_async(endpoint)
@@ -144,10 +150,13 @@ def _check_async(endpoint: Callable[..., Any]) -> None:
         raise HandlerDefinitionError(f"a recorded endpoint is an async def, and {endpoint!r} is not")
 
 
-def _recorder(acommands: AsyncCommands, recording: Recording) -> Callable[[Endpoint], Endpoint]:
+def _recorder(
+    acommands: AsyncCommands, recording: Recording, name: str, formerly: Collection[str]
+) -> Callable[[Endpoint], Endpoint]:
     """Return what puts a command around an endpoint."""
     if not isinstance(acommands, AsyncCommands):
         raise HandlerDefinitionError(f"recorded endpoints are handled by AsyncCommands, not {acommands!r}")
+    operation = as_operation(attempt, name, formerly)
 
     def around(endpoint: Endpoint) -> Endpoint:
         async def recorded(request: Request) -> Response:
@@ -157,7 +166,7 @@ def _recorder(acommands: AsyncCommands, recording: Recording) -> Callable[[Endpo
             whose = await _whose(recording.scope, request)
             exchange = Exchange(recording, endpoint, request, await request.body())
             try:
-                done = await acommands.handle(ATTEMPT, exchange, key=key, scope=whose)
+                done = await acommands.handle(operation, exchange, key=key, scope=whose)
             except ServerFault as fault:
                 fault.response.background = None  # nothing was committed that it could follow from
                 response: Response = fault.response

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ..commands import AsyncCall
-from .recorded import Answer, NotCommittedError, Received, Recording, as_operation
+from .recorded import Answer, NotCommittedError, Received, Recording
 
 Endpoint = Callable[[Request], Coroutine[Any, Any, Response]]
 
@@ -73,12 +73,9 @@ class Exchange:
         return receive
 
 
-async def _attempt(exchange: Exchange, call: AsyncCall) -> Answer:
+async def attempt(exchange: Exchange, call: AsyncCall) -> Answer:
+    """Run the endpoint once: the function of the operation that a recorded endpoint is."""
     return await exchange.attempt(call.session)
-
-
-ATTEMPT = as_operation(_attempt)
-"""The operation of every recorded endpoint here."""
 
 
 def replayed(answer: Answer) -> Response:

@@ -26,6 +26,14 @@ def shop(request: pytest.FixtureRequest) -> Iterator[Shop]:
         yield shop
 
 
+@pytest.fixture(params=[driver for driver in WEB if driver.engine == "sqlite"], ids=str)
+def small(request: pytest.FixtureRequest) -> Iterator[Shop]:
+    """A shop in FastAPI and in Flask on SQLite, for what no engine has a part in."""
+    with shop_on(request, request.param) as shop:
+        shop.install()
+        yield shop
+
+
 def sell(asked: Any, session: Session) -> Reply:
     """Ordinary ORM code of an endpoint."""
     amount = asked["amount"] if isinstance(asked, dict) else 1
@@ -194,6 +202,27 @@ def test_scopes_have_keys_of_their_own(shop: Shop) -> None:
     answers = [shop.send(path="/things") for _ in range(4)]
     assert [answer.json()["number"] for answer in answers] == [1, 2, 1, 2]
     assert [key for key, _, _ in shop.desk.records()] == ["3:bobk1", "5:alicek1"]
+
+
+def test_services_on_one_database_are_told_apart_by_name(small: Shop) -> None:
+    """One key at the same path of two services is two requests, and each runs."""
+    payments = Shop(small.desk)
+    small.records(sell, "/confirm", name="orders")
+    payments.records(sell, "/confirm", name="payments")
+    answers = [shop.send(path="/confirm") for shop in (small, payments, payments)]
+    assert [answer.json()["number"] for answer in answers] == [1, 2, 2]
+    assert {operation for _, operation, _ in small.desk.records()} == {"orders", "payments"}
+
+
+def test_a_service_gets_its_name_in_a_rolling_deploy(small: Shop) -> None:
+    """With the name from before in ``formerly``, the older and the newer code find each other's records."""
+    named = Shop(small.desk)
+    small.records(sell)
+    named.records(sell, name="payments", formerly=["http-endpoint"])
+    for key, first, second in (("k1", small, named), ("k2", named, small)):
+        answers = [shop.send(path="/things", key=key) for shop in (first, second)]
+        assert answers[0].content == answers[1].content
+    assert len(small.desk.orders()) == 2
 
 
 @pytest.mark.parametrize("nobody", [None, "", 7], ids=repr)

@@ -1,0 +1,24 @@
+"""HTTP: a request is answered by the record of the same request to the same service, and by no other."""
+
+from .mutant import Mutant
+
+RECORDED = "tests/integrations/test_recorded.py"
+
+MUTANTS = (
+    Mutant(
+        name="every-service-has-one-http-operation",
+        breaks="Of two services on one database, one answers by the record of the other, and never runs.",
+        where="as_operation",
+        old="name=name",
+        new="name=NAME",
+        tests=(f"{RECORDED}::test_services_on_one_database_are_told_apart_by_name[sqlite+pysqlite]",),
+    ),
+    Mutant(
+        name="a-named-endpoint-forgets-its-records",
+        breaks="Endpoints that are given a name run again what their older code has recorded.",
+        where="as_operation",
+        old="formerly=formerly",
+        new="formerly=()",
+        tests=(f"{RECORDED}::test_a_service_gets_its_name_in_a_rolling_deploy[sqlite+pysqlite]",),
+    ),
+)
