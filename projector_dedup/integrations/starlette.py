@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Awaitable, Callable, Collection, Mapping
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from sqlalchemy.ext.asyncio import AsyncSession
 
@@ -35,27 +35,24 @@ __all__ = [
     "replay_headers",
 ]
 
-K = TypeVar("K", str, str | None)
 ScopeOf = Callable[[Request], Any] | Public
 
 
-class IdempotencyKey(Generic[K]):
-    """A dependency that returns the key a request came with: ``Annotated[str, Depends(IdempotencyKey())]``.
+@overload
+def IdempotencyKey(*, required: Literal[True] = True) -> Callable[[Request], Awaitable[str]]: ...
+@overload
+def IdempotencyKey(*, required: bool) -> Callable[[Request], Awaitable[str | None]]: ...
+def IdempotencyKey(*, required: bool = True) -> Callable[[Request], Awaitable[Any]]:  # noqa: N802  # as it is written
+    """Return a dependency that returns the key of a request: ``Annotated[str, Depends(IdempotencyKey())]``.
 
     Without FastAPI, await it with the request. With ``required=False`` it returns None for a request without a key.
-    Raises ``IdempotencyKeyError``, to which ``install`` answers 400.
+    The dependency raises ``IdempotencyKeyError``, to which ``install`` answers 400.
     """
 
-    @overload
-    def __init__(self: IdempotencyKey[str], *, required: Literal[True] = True) -> None: ...
-    @overload
-    def __init__(self: IdempotencyKey[str | None], *, required: bool) -> None: ...
-    def __init__(self, *, required: bool = True) -> None:
-        self.required = required
+    async def key_of(request: Request) -> str | None:  # a function: FastAPI < 0.124 cannot read a callable object
+        return read_key(request.headers.getlist(KEY_HEADER), required=required)
 
-    async def __call__(self, request: Request) -> K:
-        """Return the key of a request."""
-        return read_key(request.headers.getlist(KEY_HEADER), required=self.required)  # type: ignore[return-value]
+    return key_of
 
 
 def install(app: Starlette, *, on_rejected: Mapping[str, int] | None = None, **answers: Any) -> None:

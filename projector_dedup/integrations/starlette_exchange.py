@@ -24,7 +24,7 @@ class Exchange:
     def __init__(self, recording: Recording, endpoint: Endpoint, request: Request, body: bytes) -> None:
         content_type = request.headers.get("content-type", "")
         query = request.query_params.multi_items()
-        self.received = Received(request.method, request.url.path, query, content_type, body)
+        self.received = Received(request.method, request.scope["path"], query, content_type, body)
         self.response: Response | None = None
         self._recording, self._endpoint, self._request = recording, endpoint, request
         self._stacks: list[tuple[AsyncExitStack, AsyncExitStack]] = []  # of the app, and of this attempt

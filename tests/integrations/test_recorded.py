@@ -172,6 +172,14 @@ def test_a_key_that_comes_with_another_request_is_422(shop: Shop, other: dict[st
     assert len(shop.desk.orders()) == 1
 
 
+@pytest.mark.parametrize("path", ["/things/7%3F8", "/things/7%238", "/things/7%09"])
+def test_the_whole_path_is_compared(small: Shop, path: str) -> None:
+    """A decoded question mark, hash or tab belongs to the path."""
+    small.records(sell, "/things/{n}")
+    assert small.send(path="/things/7").status_code == 201
+    assert problem(small.send(path=path)) == (422, "key-reused")
+
+
 @pytest.mark.parametrize(
     "same",
     [
