@@ -1,12 +1,17 @@
 """The Idempotency-Key header is read one way, and every error of a command has one answer."""
 
+import functools
 import re
+from collections.abc import Callable
+from decimal import Decimal
 from pathlib import Path
 
 import pytest
 
 from projector_dedup import CommitOutcomeUnknown, Defer, InProgress, MissingTableError, RetriesExhaustedError
-from projector_dedup.commands import Handled, InvalidKeyError, KeyReusedError, Rejected
+from projector_dedup.commands import Handled, InvalidKeyError, KeyReusedError, Rejected, UnusableKeyError
+from projector_dedup.commands.fingerprint import digest
+from projector_dedup.commands.record import RecordKey
 from projector_dedup.integrations.http import Answers, IdempotencyKeyError, read_key, replay_headers
 from projector_dedup.outcome import Outcome
 
@@ -72,7 +77,7 @@ def test_an_echoed_key_is_read_as_the_key_that_came(key: str) -> None:
     [
         (IdempotencyKeyError("no", "key-missing"), 400, "key-missing", None),
         (IdempotencyKeyError("no"), 400, "key-malformed", None),
-        (InvalidKeyError("secret"), 400, "key-unusable", None),
+        (UnusableKeyError("secret"), 400, "key-unusable", None),
         (KeyReusedError("secret"), 422, "key-reused", None),
         (InProgress("secret"), 409, "in-progress", "1"),
         (Rejected("late"), 422, "rejected", None),
@@ -96,6 +101,25 @@ def test_an_error_of_the_program_is_not_an_answer() -> None:
     """A table that is missing is for the operator, and for the framework's 500."""
     with pytest.raises(MissingTableError):
         Answers().to(MissingTableError("gone"))
+
+
+@pytest.mark.parametrize("fault", [lambda: RecordKey.of("k", 7), lambda: digest(object()), lambda: digest({1: 2})])
+def test_a_fault_of_the_program_is_not_an_answer(fault: Callable[[], object]) -> None:
+    """A number as scope, or a command without a canonical form: no client can send a better request."""
+    with pytest.raises(InvalidKeyError) as raised:
+        fault()
+    with pytest.raises(InvalidKeyError):
+        Answers().to(raised.value)
+
+
+@pytest.mark.parametrize(
+    "value", [float("nan"), Decimal("Infinity"), Decimal("1E+5000"), functools.reduce(lambda v, _: [v], range(5000), 0)]
+)
+def test_a_value_that_cannot_be_compared_is_the_clients(value: object) -> None:
+    """Such as NaN, which JSON of some clients has: 400, and another value is taken."""
+    with pytest.raises(UnusableKeyError) as raised:
+        digest({"amount": value})
+    assert Answers().to(raised.value).status == 400
 
 
 def test_a_rejection_says_its_code_and_its_detail() -> None:

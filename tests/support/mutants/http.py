@@ -2,6 +2,7 @@
 
 from .mutant import Mutant
 
+ENDPOINTS = "tests/integrations/test_endpoints.py"
 RECORDED = "tests/integrations/test_recorded.py"
 
 MUTANTS = (
@@ -28,5 +29,13 @@ MUTANTS = (
         old='request.scope["path"]',
         new="request.url.path",
         tests=(f"{RECORDED}::test_the_whole_path_is_compared[sqlite+aiosqlite (async)-/things/7%09]",),
+    ),
+    Mutant(
+        name="a-fault-of-the-program-is-the-clients",
+        breaks="A program that gives a number as scope blames the client's key, and nobody is told.",
+        where="ANSWERED",
+        old="UnusableKeyError",
+        new="InvalidKeyError",
+        tests=(f"{ENDPOINTS}::test_a_scope_that_the_program_gets_wrong_is_500[sqlite+pysqlite-7]",),
     ),
 )
