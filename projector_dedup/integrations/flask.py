@@ -18,7 +18,7 @@ with needs("flask"):
 from ..commands import Call, Commands, ResultError
 from ..errors import HandlerDefinitionError, UnsafeSessionError
 from .http import ANSWERED, KEY_HEADER, PROBLEM_JSON, Answers, read_key, replay_headers
-from .recorded import NAME, PUBLIC, Answer, Public, Received, Recording, ServerFault, as_operation, check_scope
+from .recorded import NAME, PUBLIC, Answer, Public, Received, Recording, Unrecorded, as_operation, check_scope
 
 __all__ = [
     "PUBLIC",
@@ -112,9 +112,9 @@ def recorded_endpoint(
             exchange = _Exchange(recording, functools.partial(view, *args, **kwargs))
             try:
                 done = commands.handle(operation, exchange, key=key, scope=whose)
-            except ServerFault as fault:
-                faulty: Response = fault.response
-                return faulty
+            except Unrecorded as unrecorded:
+                answered: Response = unrecorded.response
+                return answered
             answer = done.result
             response = _replayed(answer) if done.replayed or exchange.response is None else exchange.response
             response.headers.update(replay_headers(done, key))

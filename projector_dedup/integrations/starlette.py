@@ -19,7 +19,7 @@ with needs("starlette"):
 from ..commands import AsyncCommands
 from ..errors import HandlerDefinitionError, UnsafeSessionError
 from .http import ANSWERED, KEY_HEADER, PROBLEM_JSON, Answers, read_key, replay_headers
-from .recorded import NAME, PUBLIC, Public, Recording, ServerFault, as_operation, check_scope
+from .recorded import NAME, PUBLIC, Public, Recording, Unrecorded, as_operation, check_scope
 from .starlette_exchange import SESSION, Endpoint, Exchange, attempt, replayed
 
 if TYPE_CHECKING:
@@ -164,9 +164,9 @@ def _recorder(
             exchange = Exchange(recording, endpoint, request, await request.body())
             try:
                 done = await acommands.handle(operation, exchange, key=key, scope=whose)
-            except ServerFault as fault:
-                fault.response.background = None  # nothing was committed that it could follow from
-                response: Response = fault.response
+            except Unrecorded as unrecorded:
+                unrecorded.response.background = None  # nothing was committed that it could follow from
+                response: Response = unrecorded.response
                 return response
             except BaseException as error:
                 await exchange.leave(error)

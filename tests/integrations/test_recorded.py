@@ -89,8 +89,11 @@ def test_a_refusal_that_is_returned_is_recorded_with_its_writes(shop: Shop) -> N
     assert len(shop.desk.orders()) == 1
 
 
-@pytest.mark.parametrize("reply", [Reply(409, kind="raised"), Reply(500, {}), Reply(503, {})], ids=str)
-def test_what_is_raised_or_a_server_error_is_rolled_back_and_not_recorded(shop: Shop, reply: Reply) -> None:
+LATER = [Reply(409, kind="raised"), Reply(500, {}), Reply(503, {}), Reply(401, {}), Reply(429, {})]
+
+
+@pytest.mark.parametrize("reply", LATER, ids=lambda reply: f"{reply.kind}-{reply.status}")
+def test_what_is_raised_or_says_later_is_rolled_back_and_not_recorded(shop: Shop, reply: Reply) -> None:
     """The next request with the key is evaluated anew."""
     replies = [reply, Reply(200, {})]
 
@@ -170,6 +173,18 @@ def test_a_key_that_comes_with_another_request_is_422(shop: Shop, other: dict[st
     assert shop.send(**request).status_code == 201
     assert problem(shop.send(**{**request, **other})) == (422, "key-reused")
     assert len(shop.desk.orders()) == 1
+
+
+def test_a_form_may_come_with_another_boundary(small: Shop) -> None:
+    """A client that sends an upload again encodes it anew: its parts are compared, each byte by byte."""
+    small.records(sell)
+    parts: list[dict[str, Any]] = [
+        {"data": {"amount": "3"}, "files": {"file": ("a.txt", content)}} for content in (b"x", b"x", b"y")
+    ]
+    first, again, other = (small.send(path="/things", **each) for each in parts)
+    assert (first.status_code, again.content) == (201, first.content)
+    assert first.request.headers["content-type"] != again.request.headers["content-type"]
+    assert problem(other) == (422, "key-reused")
 
 
 @pytest.mark.parametrize("path", ["/things/7%3F8", "/things/7%238", "/things/7%09"])
@@ -402,6 +417,26 @@ def test_a_body_that_is_no_json_is_compared_byte_by_byte(body: bytes) -> None:
     one, other = (Received("POST", "/", [], "application/json", each).fingerprint() for each in (body, body + b" "))
     assert one["body"] != other["body"]
     assert one["body"][0] == "bytes"  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("boundary", "body", "same"),
+    [
+        ("b", b"--b\r\n\r\nx\r\n--b--\r\n", True),
+        ('"b c"', b"--b c\r\n\r\nx\r\n--b c--\r\n", True),
+        ("b", b"--b \t\r\n\r\nx\r\n--b--\r\n", False),  # what stands behind a boundary is compared
+        ("b", b"--b\r\n\r\nx--b--\r\n", False),  # no boundary: it begins no line
+        ("b", b"--b\r\n\r\nx\r\n--bc\r\n", False),  # another one, which begins like it
+        ("b", b"--b\r\n\r\nx\r\n--b\r\n\r\n\r\n--b--\r\n", False),
+        ("b", b"--a\r\n\r\nx\r\n--a--\r\n", False),
+        ("", b"--a\r\n\r\nx\r\n--a--\r\n", False),
+    ],
+)
+def test_only_the_boundary_may_differ(boundary: str, body: bytes, same: bool) -> None:
+    """Whatever else differs in a multipart body makes another request."""
+    usual = Received("POST", "/", [], "multipart/form-data; boundary=a", b"--a\r\n\r\nx\r\n--a--\r\n")
+    other = Received("POST", "/", [], f"multipart/form-data; charset=utf-8; boundary={boundary}", body)
+    assert (usual.fingerprint() == other.fingerprint()) is same
 
 
 def test_both_frameworks_offer_the_same_names() -> None:

@@ -31,6 +31,24 @@ MUTANTS = (
         tests=(f"{RECORDED}::test_the_whole_path_is_compared[sqlite+aiosqlite (async)-/things/7%09]",),
     ),
     Mutant(
+        name="an-upload-that-comes-again-is-another-request",
+        breaks="A client that sends a form again chooses another boundary, and is told that its key was reused.",
+        where="Received._body",
+        old='kind == "multipart/form-data" and',
+        new='kind == "" and',
+        tests=(f"{RECORDED}::test_a_form_may_come_with_another_boundary[sqlite+pysqlite]",),
+    ),
+    Mutant(
+        name="come-later-is-recorded-for-a-week",
+        breaks="A client that was told 429 or 401 once is told so for as long as the record is kept.",
+        where="Recording.answer",
+        old=" or status in LATER",
+        new="",
+        tests=(
+            f"{RECORDED}::test_what_is_raised_or_says_later_is_rolled_back_and_not_recorded[sqlite+pysqlite-whole-429]",
+        ),
+    ),
+    Mutant(
         name="a-fault-of-the-program-is-the-clients",
         breaks="A program that gives a number as scope blames the client's key, and nobody is told.",
         where="ANSWERED",
