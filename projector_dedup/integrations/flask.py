@@ -18,7 +18,7 @@ with needs("flask"):
 from ..commands import Call, Commands, ResultError
 from ..errors import HandlerDefinitionError, UnsafeSessionError
 from .http import ANSWERED, KEY_HEADER, PROBLEM_JSON, Answers, read_key, replay_headers
-from .recorded import NAME, PUBLIC, Answer, Public, Received, Recording, Unrecorded, as_operation, check_scope
+from .recorded import NAME, PUBLIC, Answer, Public, Received, Recording, Unrecorded, as_operation, bounded, check_scope
 
 __all__ = [
     "PUBLIC",
@@ -111,7 +111,7 @@ def recorded_endpoint(
             whose = None if isinstance(scope, Public) else check_scope(scope())
             exchange = _Exchange(recording, functools.partial(view, *args, **kwargs))
             try:
-                done = commands.handle(operation, exchange, key=key, scope=whose)
+                done = bounded(commands).handle(operation, exchange, key=key, scope=whose)
             except Unrecorded as unrecorded:
                 answered: Response = unrecorded.response
                 return answered

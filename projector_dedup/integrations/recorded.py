@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from email.message import Message
 from enum import Enum
 from hashlib import sha256
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 from uuid import UUID
 
-from ..commands import Codec, ResultError, command
+from ..commands import AsyncCommands, Codec, Commands, ResultError, command
 from ..commands.fingerprint import digest
 from ..errors import HandlerDefinitionError, ProjectorDedupError
 
@@ -27,6 +27,7 @@ class Public(Enum):
 
 
 PUBLIC: Final = Public.PUBLIC
+H = TypeVar("H", Commands, AsyncCommands)
 
 KEPT = (
     *("Content-Type", "Content-Encoding", "Content-Language", "Content-Location", "Content-Disposition"),
@@ -34,6 +35,7 @@ KEPT = (
 )
 NEVER_KEPT = frozenset({"set-cookie", "content-length"})
 NAME = "http-endpoint"  # the operation of recorded endpoints that are given no name: one for all their routes
+CLAIM_TIMEOUT = 5.0  # seconds that a duplicate waits if Commands has no bound: else a few of them hold the whole pool
 FIRST_SERVER_ERROR = 500
 LATER = frozenset({401, 408, 425, 429})  # sign in, be faster, come later, come less often: sent again, it may succeed
 
@@ -164,6 +166,11 @@ def check_scope(value: object) -> str | UUID:
         f"scope= returned {value if value == '' else type(value).__name__!r}, and a text or UUID is expected: whose "
         "key it is. Where there is no user, refuse the request; where nobody's answers are private, say scope=PUBLIC"
     )
+
+
+def bounded(commands: H) -> H:
+    """Return commands whose duplicates wait for a bounded time, and hold a connection no longer."""
+    return commands.bounded(CLAIM_TIMEOUT)
 
 
 def as_operation(attempt: Callable[..., Any], name: str, formerly: Collection[str]) -> Any:

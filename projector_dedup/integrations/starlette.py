@@ -19,7 +19,7 @@ with needs("starlette"):
 from ..commands import AsyncCommands
 from ..errors import HandlerDefinitionError, UnsafeSessionError
 from .http import ANSWERED, KEY_HEADER, PROBLEM_JSON, Answers, read_key, replay_headers
-from .recorded import NAME, PUBLIC, Public, Recording, Unrecorded, as_operation, check_scope
+from .recorded import NAME, PUBLIC, Public, Recording, Unrecorded, as_operation, bounded, check_scope
 from .starlette_exchange import SESSION, Endpoint, Exchange, attempt, replayed
 
 if TYPE_CHECKING:
@@ -144,7 +144,10 @@ def recorded_endpoint(
 
 def _check_async(endpoint: Callable[..., Any]) -> None:
     if not inspect.iscoroutinefunction(inspect.unwrap(endpoint)):
-        raise HandlerDefinitionError(f"a recorded endpoint is an async def, and {endpoint!r} is not")
+        raise HandlerDefinitionError(
+            f"a recorded endpoint is an async def, and {endpoint!r} is not; with a synchronous engine, let the "
+            "endpoint call Commands.handle() instead (docs/http.md)"
+        )
 
 
 def _recorder(
@@ -163,7 +166,7 @@ def _recorder(
             whose = await _whose(recording.scope, request)
             exchange = Exchange(recording, endpoint, request, await request.body())
             try:
-                done = await acommands.handle(operation, exchange, key=key, scope=whose)
+                done = await bounded(acommands).handle(operation, exchange, key=key, scope=whose)
             except Unrecorded as unrecorded:
                 unrecorded.response.background = None  # nothing was committed that it could follow from
                 response: Response = unrecorded.response

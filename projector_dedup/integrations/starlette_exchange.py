@@ -32,6 +32,7 @@ class Exchange:
     async def attempt(self, session: AsyncSession) -> Answer:
         """Run the endpoint, on a request of its own and the session of the unit of work."""
         await self.leave(NotCommittedError("the COMMIT of this attempt failed"))
+        self._request.scope.setdefault("state", {})  # or middleware would not see what the endpoint sets in it
         scope: MutableMapping[str, Any] = {**self._request.scope, SESSION: session}
         for name, stack in self._request.scope.items():
             if isinstance(stack, AsyncExitStack):  # of FastAPI's, for dependencies with yield

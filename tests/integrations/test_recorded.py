@@ -15,6 +15,7 @@ from databases import Driver
 from http_rig import FRAMEWORK, SERVERS, WEB, Reply, Shop, commits, problem, shop_on
 from projector_dedup import HandlerDefinitionError, RetryPolicy
 from projector_dedup.commands import Rejected
+from projector_dedup.integrations import recorded
 from projector_dedup.integrations.recorded import CODEC, PUBLIC, Answer, Received
 
 
@@ -339,6 +340,35 @@ def test_concurrent_requests_get_one_answer(shop: Shop) -> None:
     answers = [each.result() for each in [shop.harness.start(send) for _ in range(4)]]
     assert set(answers) == {(201, answers[0][1])}
     assert (len(shop.desk.orders()), shop.desk.spent()) == (1, 3)
+
+
+@pytest.mark.parametrize("driver", [driver for driver in WEB if driver.engine == "postgresql"], ids=str)
+def test_a_duplicate_waits_for_a_bounded_time(
+    request: pytest.FixtureRequest, driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who sends a slow request again holds no connection for longer than 5 s, without a word in ``Commands``."""
+    assert recorded.CLAIM_TIMEOUT == 5.0
+    monkeypatch.setattr(recorded, "CLAIM_TIMEOUT", 0.3)
+    with shop_on(request, driver) as shop:
+        shop.install()
+        entered, go_on = threading.Event(), threading.Event()
+
+        def slow(asked: Any, session: Session) -> Reply:
+            entered.set()
+            shop.harness.blocking(go_on.wait, 30)
+            return sell(asked, session)
+
+        shop.records(slow)
+        first = shop.harness.start(shop.send, path="/things")
+        assert entered.wait(30)
+        try:
+            busy = shop.harness.start(shop.send, path="/things").result(timeout=10)
+        finally:
+            go_on.set()
+        assert problem(busy) == (409, "in-progress")
+        assert busy.headers["retry-after"] == "1"
+        assert first.result().status_code == 201
+        assert shop.send(path="/things").content == first.result().content
 
 
 # C14 ---------------------------------------------------------------------------------------------------------------

@@ -49,6 +49,25 @@ MUTANTS = (
         ),
     ),
     Mutant(
+        name="duplicates-of-a-slow-request-hold-the-pool",
+        breaks="A duplicate of a slow request holds its connection for as long as that request runs.",
+        where="bounded",
+        old="commands.bounded(CLAIM_TIMEOUT)",
+        new="commands",
+        tests=(f"{RECORDED}::test_a_duplicate_waits_for_a_bounded_time[postgresql+psycopg]",),
+    ),
+    Mutant(
+        name="middleware-does-not-see-the-state",
+        breaks="What a recorded endpoint sets in request.state is lost to middleware.",
+        where="Exchange.attempt",
+        old='self._request.scope.setdefault("state", {})',
+        new='dict(self._request.scope).setdefault("state", {})',
+        tests=(
+            "tests/integrations/test_starlette.py::"
+            "test_middleware_sees_what_an_endpoint_sets_in_the_state[sqlite+aiosqlite (async)]",
+        ),
+    ),
+    Mutant(
         name="a-fault-of-the-program-is-the-clients",
         breaks="A program that gives a number as scope blames the client's key, and nobody is told.",
         where="ANSWERED",
