@@ -10,6 +10,7 @@ from .errors import (
     Rejected,
     ResultError,
     ResultUnreadableError,
+    UnusableKeyError,
 )
 from .fingerprint import fields
 from .handled import Handled, Rejection
@@ -35,6 +36,7 @@ __all__ = [
     "Rejection",
     "ResultError",
     "ResultUnreadableError",
+    "UnusableKeyError",
     "begin_command",
     "command",
     "default_command_tables",

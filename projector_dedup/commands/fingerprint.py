@@ -13,7 +13,7 @@ from hashlib import sha256
 from typing import Any
 from uuid import UUID
 
-from .errors import InvalidKeyError
+from .errors import InvalidKeyError, UnusableKeyError
 
 Fingerprint = Callable[[Any], object]
 """A function of a command that returns what must be the same when its key comes again: anything ``canonical`` takes."""
@@ -49,7 +49,7 @@ def digest(command: object) -> bytes:
     except InvalidKeyError:
         raise
     except (OverflowError, RecursionError, ValueError) as error:
-        raise InvalidKeyError(
+        raise UnusableKeyError(
             f"a command has no canonical form ({type(error).__name__}): it is nested too deeply, has a number of "
             "thousands of digits, or a moment outside the years 1 to 9999 in UTC"
         ) from error
@@ -113,15 +113,15 @@ def _is_default(value: object, field: dataclasses.Field[Any]) -> bool:
 
 def _number(value: float) -> int | float:
     if not math.isfinite(value):
-        raise InvalidKeyError(f"a command with {value} cannot be compared, because that equals nothing")
+        raise UnusableKeyError(f"a command with {value} cannot be compared, because that equals nothing")
     return int(value) if value.is_integer() else value  # 30.0 is 30, as in JSON
 
 
 def _decimal(value: Decimal) -> str:
     if not value.is_finite():
-        raise InvalidKeyError(f"a command with {value} cannot be compared, because that equals nothing")
+        raise UnusableKeyError(f"a command with {value} cannot be compared, because that equals nothing")
     if value and not -_MAX_EXPONENT < value.adjusted() < _MAX_EXPONENT:
-        raise InvalidKeyError(f"a command with a number of more than {_MAX_EXPONENT} digits cannot be compared")
+        raise UnusableKeyError(f"a command with a number of more than {_MAX_EXPONENT} digits cannot be compared")
     text = format(value if value else Decimal(0), "f")  # every digit: normalize() would round to those of the context
     return text.rstrip("0").rstrip(".") if "." in text else text
 

@@ -14,7 +14,7 @@ from sqlalchemy import Row, Select, Table, Update, bindparam, case, select, upda
 from ..dialects import Dialect, LastChange, LastStatement
 from ..errors import InvalidMessageIdError, OvertakenError
 from ..message import MAX_MESSAGE_ID_BYTES, printable, valid_message_id
-from .errors import InvalidKeyError, KeyReusedError, ResultUnreadableError
+from .errors import InvalidKeyError, KeyReusedError, ResultUnreadableError, UnusableKeyError
 from .tables import CommandTables
 
 RESULT, REJECTED, DEFAULT = 1, 2, 3  #: outcomes: a result, a rejection, a result that is asked for anew each time
@@ -55,7 +55,7 @@ class RecordKey:
         try:
             return cls(text, within, valid_message_id(stored))
         except InvalidMessageIdError as error:
-            raise InvalidKeyError(
+            raise UnusableKeyError(
                 f"scope and key of a command are stored as one text of at most {MAX_MESSAGE_ID_BYTES} bytes: {error}"
             ) from None
 

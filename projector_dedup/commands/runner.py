@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 from sqlalchemy.orm import Session, sessionmaker
 
@@ -57,6 +58,14 @@ class _Settings:
         self._policy = retry or RetryPolicy()
         self._options = UnitOptions(tables, claim_timeout, isolation, strict=strict)
         self._max_result_bytes = max_result_bytes
+
+    def bounded(self, claim_timeout: float) -> Self:
+        """Return the same commands with this ``claim_timeout``, in seconds; those that have one are returned as is."""
+        if self._options.claim_timeout is not None:
+            return self
+        within = copy.copy(self)
+        within._options = dataclasses.replace(self._options, claim_timeout=claim_timeout)
+        return within
 
     def permit_external_transaction(self, permitted: bool) -> bool:
         """Permit or forbid an outer transaction, for ``testing.external_transaction``; return the setting before."""
