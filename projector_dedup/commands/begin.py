@@ -76,7 +76,7 @@ def begin_command(
     recall = recalling(tables, record_key.stored, names)
     recall.run(connection)
     work = Once(asked)
-    work.record, work.replayed = recalled(recall.row, asked.fingerprint, record_key, operation.identity), True
+    work.record, work.replayed = recalled(recall.row, asked.fingerprints, record_key, operation.identity), True
     if len(names) > 1:  # the caller commits what the claim inserted under other names
         recording_other_names(tables, record_key.stored, names, work.record).run(connection)
     return handled(work, durable=False)

@@ -17,7 +17,7 @@ from ..unit_of_work import UnitOfWork
 from .call import AsyncCall, Call
 from .codecs import json
 from .errors import Rejected, ResultError
-from .fingerprint import digest
+from .fingerprint import fingerprints
 from .handled import Rejection
 from .handler import NO_RESULT, Operation
 from .record import DEFAULT, REJECTED, RESULT, Record, RecordKey, recalled, recalling, recording
@@ -33,7 +33,8 @@ class Asked:
     operation: Operation[Any, Any]
     command: Any
     key: RecordKey | None
-    fingerprint: bytes | None
+    fingerprints: tuple[bytes, ...]
+    """The fingerprint to record, and others by which older records are recognised; none if nothing is compared."""
     tables: CommandTables
     max_result_bytes: int
 
@@ -41,10 +42,15 @@ class Asked:
     def of(
         cls, operation: Operation[Any, Any], command: Any, key: RecordKey | None, tables: CommandTables, limit: int
     ) -> Asked:
-        """Return what is asked for, with the fingerprint of the command if it has a key."""
+        """Return what is asked for, with the fingerprints of the command if it has a key."""
         chosen = operation.settings.fingerprint
-        fingerprint = None if key is None or chosen is None else digest(chosen(command))
-        return cls(operation, command, key, fingerprint, tables, limit)
+        found = () if key is None or chosen is None else fingerprints(chosen(command))
+        return cls(operation, command, key, found, tables, limit)
+
+    @property
+    def fingerprint(self) -> bytes | None:
+        """The fingerprint to record; None if nothing is compared."""
+        return self.fingerprints[0] if self.fingerprints else None
 
     def call(self, session: Any) -> Any:
         """Return what the handler is given beside the command."""
@@ -114,7 +120,7 @@ class Once:
         recall = recalling(asked.tables, stored, names)
         if uow.claim_or_recall(marker_key(stored, self.identity), names[1:], recall):
             return True
-        self.record, self.replayed = recalled(recall.row, asked.fingerprint, asked.key, self.identity), True
+        self.record, self.replayed = recalled(recall.row, asked.fingerprints, asked.key, self.identity), True
         return False
 
     def calls(self, session: Any) -> Iterator[Callable[[], Any]]:

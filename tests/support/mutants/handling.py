@@ -34,8 +34,8 @@ MUTANTS = (
         name="other-command-gets-the-answer",
         breaks="A key that comes with another command gets the answer of the first.",
         where="recalled",
-        old="bytes(row.fingerprint) != fingerprint:",
-        new="len(row.fingerprint) != len(fingerprint):",
+        old="bytes(row.fingerprint) not in fingerprints:",
+        new="row.fingerprint == b'':",
         tests=(
             "tests/commands/test_fingerprints.py::test_another_command_under_the_same_key_is_refused[sqlite+pysqlite]",
         ),
@@ -44,7 +44,7 @@ MUTANTS = (
         name="default-makes-another-command",
         breaks="A field that is added with a default turns retries of a rolling deploy into errors.",
         where="_members",
-        old="if not _is_default(getattr(value, field.name), field)",
+        old="if field.name in always or not _is_default(getattr(value, field.name), field)",
         new="if field.init",
         tests=(
             "tests/commands/test_fingerprints.py::"
@@ -218,10 +218,46 @@ MUTANTS = (
         name="poison-in-a-command-is-a-bare-error",
         breaks="A moment that no year holds in UTC is an OverflowError of Python's, for which a client is told 500.",
         where="digest",
-        old="except (OverflowError, RecursionError, ValueError) as error:",
+        old="except (AttributeError, OverflowError, RecursionError, TypeError, ValueError) as error:",
         new="except RecursionError as error:",
         tests=(
             "tests/commands/test_closed_losses.py::test_a_command_that_cannot_be_compared_is_named[after 9999 in UTC]",
+        ),
+    ),
+    Mutant(
+        name="deposit-is-answered-to-withdraw",
+        breaks="A command of another type with the same fields gets the answer of the first.",
+        where="canonical",
+        old="if types and _has_class(value) else form",
+        new="if types is None else form",
+        tests=(
+            "tests/commands/test_fingerprints.py::test_a_command_of_another_type_is_another_command[sqlite+pysqlite]",
+        ),
+    ),
+    Mutant(
+        name="types-in-a-pydantic-command-are-lost",
+        breaks="A Pydantic command that is paid by card is answered to the one that is paid in cash.",
+        where="_of_field",
+        old="if _has_class(value):",
+        new="if value is None:",
+        tests=("tests/commands/test_fingerprints.py::test_different_commands_have_different_fingerprints",),
+    ),
+    Mutant(
+        name="discriminator-with-a-default-is-dropped",
+        breaks="Two classes of one name, which only a discriminator tells apart, are one command.",
+        where="_discriminators",
+        old="if get_origin(hint) is Literal and len(get_args(hint)) == 1",
+        new="if hint is None",
+        tests=("tests/commands/test_fingerprints.py::test_different_commands_have_different_fingerprints",),
+    ),
+    Mutant(
+        name="records-from-before-types-are-refused",
+        breaks="After an upgrade, whoever asks again for a command of before is told that the key was used for another.",
+        where="fingerprints",
+        old="return (recorded,) if older == recorded else (recorded, older)",
+        new="return (recorded,)",
+        tests=(
+            "tests/commands/test_fingerprints.py::test_a_record_from_before_types_counted_is_recognised[sqlite+pysqlite]",
         ),
     ),
     Mutant(
