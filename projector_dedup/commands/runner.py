@@ -13,7 +13,7 @@ from ..errors import HandlerDefinitionError
 from ..message import printable
 from ..options import RetryPolicy, UnitOptions, check_session_factory
 from ..outcome import Outcome
-from .codecs import json
+from .codecs import as_json, json
 from .errors import DuplicateCommandError, InvalidKeyError, Rejected, ResultUnreadableError
 from .handled import Handled, Rejection
 from .handler import AsyncCommand, Command, Operation
@@ -98,7 +98,8 @@ def handled(work: Once, *, durable: bool) -> Handled[Any]:
     if record is None or record.outcome == DEFAULT:
         returned = work.returned
         if isinstance(returned, Rejection):
-            return Handled(outcome, None, returned, durable=durable)
+            told = Rejection(as_json(returned.code), as_json(returned.detail))  # as if it had been recorded
+            return Handled(outcome, None, told, durable=durable)
         return Handled(outcome, returned, recorded_at=record.recorded_at if record else None, durable=durable)
     value = _read(work.asked.operation, record)
     if record.outcome == REJECTED:
@@ -107,22 +108,25 @@ def handled(work: Once, *, durable: bool) -> Handled[Any]:
 
 
 def _read(operation: Operation[Any, Any], record: Record) -> Any:
-    codec = json if record.outcome == REJECTED else operation.codec_called(record.codec)
-    if codec is None or record.data is None:
+    codecs = [json] if record.outcome == REJECTED else operation.codecs_called(record.codec)
+    if not codecs or record.data is None:
         raise ResultUnreadableError(
             f"a result of {operation.identity} was stored by the codec {printable(str(record.codec))}, which this code "
             "does not have; the command was handled, and does not run again. Give @command(older_codecs=[...])",
             record.data,
         )
-    try:
-        return codec.loads(record.data)
-    except Exception as error:
-        raise ResultUnreadableError(
-            f"a result of {operation.identity} cannot be read by the codec {codec.name} ({type(error).__name__}); the "
-            "command was handled, and does not run again. Give the codec another name, and the older one in "
-            "@command(older_codecs=[...])",
-            record.data,
-        ) from error
+    reasons: list[Exception] = []
+    for codec in codecs:
+        try:
+            return codec.loads(record.data)
+        except Exception as error:  # noqa: BLE001  # a codec of the user's raises what it likes
+            reasons.append(error)
+    why = str(reasons[0]) if isinstance(reasons[0], ResultUnreadableError) else type(reasons[0]).__name__
+    raise ResultUnreadableError(
+        f"a result of {operation.identity} cannot be read by the codec {codecs[0].name} ({why}); the command was "
+        "handled, and does not run again. Give @command(older_codecs=[...]) a codec of the same name that reads it",
+        record.data,
+    ) from reasons[0]
 
 
 def _refuse_duplicate(work: Once, answer: Handled[R]) -> Handled[R]:

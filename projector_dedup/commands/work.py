@@ -15,7 +15,7 @@ from ..outcome import Outcome
 from ..retry import Attempts
 from ..unit_of_work import UnitOfWork
 from .call import AsyncCall, Call
-from .codecs import json
+from .codecs import Codec, as_json, is_same, json
 from .errors import Rejected, ResultError
 from .fingerprint import fingerprints
 from .handled import Rejection
@@ -68,19 +68,23 @@ class Asked:
 
     def rejected(self, rejection: Rejection) -> Record:
         """Return the record of a rejection, or raise ``ResultError`` if its detail cannot be stored."""
-        data = self._stored(json, {"code": rejection.code, "detail": rejection.detail})
+        data = self._stored(json, as_json({"code": rejection.code, "detail": rejection.detail}))
         return Record(REJECTED, json.name, data, self.fingerprint)
 
-    def _stored(self, codec: Any, value: Any) -> bytes:
+    def _stored(self, codec: Codec[Any], value: Any) -> bytes:
         try:
-            data = codec.dumps(value)
-            same = not codec.exact or codec.loads(data) == value
+            stored = codec.dumps(value)
+            if not isinstance(stored, (bytes, bytearray, memoryview)):
+                raise ResultError(f"dumps of the codec {codec.name} returned {type(stored).__name__}, and not bytes")
+            data = bytes(stored)
+            read = codec.loads(data)  # also of a codec that is not exact: what nobody can read is not committed
+            same = not codec.exact or is_same(read, value)
         except ProjectorDedupError as error:
-            raise ResultError(f"{self.operation.identity}: {error}") from error
+            raise ResultError(f"{self.operation.identity}: {error}; nothing was applied") from error
         except Exception as error:
             raise ResultError(
                 f"{self.operation.identity} returned {type(value).__name__}, which the codec {codec.name} cannot store "
-                f"({type(error).__name__}); nothing was applied"
+                f"and read again ({type(error).__name__}); nothing was applied"
             ) from error
         if not same:
             raise ResultError(
@@ -92,7 +96,7 @@ class Asked:
                 f"the result of {self.operation.identity} takes {len(data)} bytes, and {self.max_result_bytes} are "
                 "allowed; nothing was applied. Return an id of what was made, or give Commands(max_result_bytes=...)"
             )
-        return bytes(data)
+        return data
 
 
 class Once:

@@ -122,10 +122,86 @@ MUTANTS = (
         name="first-caller-gets-what-was-not-stored",
         breaks="The first caller gets a value that nobody who asks again will get.",
         where="Asked._stored",
-        old="same = not codec.exact or codec.loads(data) == value",
+        old="same = not codec.exact or is_same(read, value)",
         new="same = True",
         tests=(
             "tests/commands/test_codecs.py::test_what_cannot_be_recorded_is_not_done[sqlite+pysqlite-too large a whole number]",
+        ),
+    ),
+    Mutant(
+        name="renamed-field-is-replayed-as-its-default",
+        breaks="A result whose field was renamed comes back with the default of the new field.",
+        where="_refuse_renamed",
+        old="if dropped and new and not set(new) & chosen.keys():",
+        new="if dropped is None:",
+        tests=(
+            "tests/commands/test_codecs.py::test_a_field_that_was_renamed_is_not_replayed_as_its_default[dataclass-sqlite+pysqlite]",
+        ),
+    ),
+    Mutant(
+        name="field-that-names-its-former-name-is-refused",
+        breaks="A field that reads its former name by an alias makes older records unreadable.",
+        where="_refuse_renamed",
+        old="if dropped and new and not set(new) & chosen.keys():",
+        new="if dropped and new:",
+        tests=(
+            "tests/commands/test_codecs.py::test_a_record_of_older_code_is_read[typed-json-a field is renamed and says so-sqlite+pysqlite]",
+        ),
+    ),
+    Mutant(
+        name="aliases-cannot-be-recorded",
+        breaks="A Pydantic result with aliases is a ResultError for everybody.",
+        where="_of_pydantic",
+        old="by_alias=True, by_name=True",
+        new="by_alias=True",
+        tests=(
+            "tests/commands/test_codecs.py::test_everybody_gets_an_equal_value_of_the_same_type[sqlite+pysqlite-aliases]",
+        ),
+    ),
+    Mutant(
+        name="hour-that-comes-twice-is-refused",
+        breaks="A moment of the hour in which clocks are set back cannot be recorded.",
+        where="is_same",
+        old="return one == other or one.isoformat() == other.isoformat()",
+        new="return one == other",
+        tests=(
+            "tests/commands/test_codecs.py::test_a_moment_of_the_hour_that_comes_twice_is_recorded[in a list-sqlite+pysqlite]",
+        ),
+    ),
+    Mutant(
+        name="codec-is-not-tried-before-the-commit",
+        breaks="A result that its codec cannot read is committed, and nobody gets an answer.",
+        where="Asked._stored",
+        old="read = codec.loads(data)",
+        new="read = codec.loads(data) if codec.exact else value",
+        tests=(
+            "tests/commands/test_codecs.py::test_a_codec_that_fails_applies_nothing[reads nothing-sqlite+pysqlite]",
+        ),
+    ),
+    Mutant(
+        name="text-for-bytes-is-a-bare-error",
+        breaks="A codec whose dumps returns text fails with a TypeError of Python's.",
+        where="Asked._stored",
+        old="if not isinstance(stored, (bytes, bytearray, memoryview)):",
+        new="if stored is None:",
+        tests=("tests/commands/test_codecs.py::test_a_codec_that_fails_applies_nothing[stores text-sqlite+pysqlite]",),
+    ),
+    Mutant(
+        name="long-names-of-codecs-are-taken",
+        breaks="A codec whose name does not fit its column fails at the first result.",
+        where="_check_codec_name",
+        old="if isinstance(name, str)",
+        new="if True or isinstance(name, str)",
+        tests=("tests/commands/test_codecs.py::test_a_codecs_name_is_one_that_can_be_stored",),
+    ),
+    Mutant(
+        name="decimal-in-a-rejection-is-an-error",
+        breaks="A rejection that tells an amount is an error on each attempt.",
+        where="as_json",
+        old="if isinstance(value, (Decimal, UUID)):",
+        new="if isinstance(value, UUID):",
+        tests=(
+            "tests/commands/test_codecs.py::test_the_detail_of_a_rejection_becomes_what_json_has[k1-sqlite+pysqlite]",
         ),
     ),
     Mutant(
