@@ -54,6 +54,7 @@ class Operation(Generic[C, R]):
         self.identity = settings.name or f"{function.__module__}.{function.__qualname__}"
         self.names = (self.identity, *(name for name in settings.formerly if name != self.identity))
         self.is_method = _check_parameters(self.identity, function)
+        _check_default(self.identity, settings.default, asynchronous=self.asynchronous)
         self.codec = settings.codec or (NO_RESULT if settings.default else _codec_of(self.identity, function))
         self.__name__ = function.__name__
         self.__doc__ = function.__doc__
@@ -180,6 +181,34 @@ def command(
             name, former, codec, tuple(older_codecs), fingerprint, default, required, tuple(read_models), isolation
         )
     )
+
+
+def checked(operation: Any, *, asynchronous: bool, by: str, other: str) -> Operation[Any, Any]:
+    """Return the operation that was given to ``by``; raise ``HandlerDefinitionError`` if it is none for ``by``."""
+    if not isinstance(operation, Operation):
+        raise HandlerDefinitionError(f"{by} takes a function under @command, not {operation!r}")
+    if operation.asynchronous != asynchronous:
+        has = "async def" if operation.asynchronous else "plain def"
+        raise HandlerDefinitionError(f"{operation.identity} is {has}: handle it through {other}")
+    if operation.is_method:
+        raise HandlerDefinitionError(f"{operation.identity} is a method: give it as one of an object")
+    return operation
+
+
+def _check_default(identity: str, default: Any, *, asynchronous: bool) -> None:
+    if default is None:
+        return
+    try:
+        inspect.signature(default).bind(None, None)
+    except TypeError as error:
+        raise HandlerDefinitionError(
+            f"default= of {identity} is called with (command, call), also where the operation is a method ({error}); "
+            "give a function that takes both"
+        ) from error
+    awaited = inspect.iscoroutinefunction(default) or inspect.iscoroutinefunction(type(default).__call__)
+    if awaited != asynchronous:
+        needed = "an async def" if asynchronous else "a plain def"
+        raise HandlerDefinitionError(f"{identity} is {needed}, and its default= is not; make default= {needed}, too")
 
 
 def _check_codec_name(name: object) -> None:

@@ -9,14 +9,13 @@ from sqlalchemy.orm import Session, sessionmaker
 
 from ..apply import aapply, apply
 from ..asyncio_names import AsyncSession, async_sessionmaker
-from ..errors import HandlerDefinitionError
 from ..message import printable
 from ..options import RetryPolicy, UnitOptions, check_session_factory
 from ..outcome import Outcome
 from .codecs import as_json, json
 from .errors import DuplicateCommandError, InvalidKeyError, Rejected, ResultUnreadableError
 from .handled import Handled, Rejection
-from .handler import AsyncCommand, Command, Operation
+from .handler import AsyncCommand, Command, Operation, checked
 from .record import DEFAULT, REJECTED, Record, RecordKey
 from .tables import CommandTables, default_command_tables
 from .work import Asked, Once, Present, Refused
@@ -64,14 +63,9 @@ class _Settings:
         self._options = dataclasses.replace(self._options, external=permitted)
         return before
 
-    def _asked(self, operation: object, command: Any, key: object, scope: object) -> tuple[Asked, UnitOptions]:
-        if not isinstance(operation, Operation):
-            raise HandlerDefinitionError(f"handle() takes a function under @command, not {operation!r}")
-        if operation.asynchronous != self._asynchronous:
-            has, wants = ("async def", "AsyncCommands") if operation.asynchronous else ("plain def", "Commands")
-            raise HandlerDefinitionError(f"{operation.identity} is {has}: handle it through {wants}")
-        if operation.is_method:
-            raise HandlerDefinitionError(f"{operation.identity} is a method: give it as one of an object")
+    def _asked(self, given: object, command: Any, key: object, scope: object) -> tuple[Asked, UnitOptions]:
+        other = "Commands" if self._asynchronous else "AsyncCommands"
+        operation = checked(given, asynchronous=self._asynchronous, by="handle()", other=other)
         if key is None and operation.settings.key_required:
             raise InvalidKeyError(f"{operation.identity} is a @command(key='required'): give key=")
         if scope is None and key is not None and self._scope_required:

@@ -57,6 +57,14 @@ class Asked:
         key, scope = (None, None) if self.key is None else (self.key.key, self.key.scope)
         return (AsyncCall if self.operation.asynchronous else Call)(session, key, scope, self.operation.identity)
 
+    def present(self, call: Any) -> Any:
+        """Return what the operation's ``default`` says now; of an ``async def``, a coroutine that does."""
+        default = self.operation.settings.default
+        assert default is not None  # noqa: S101  # else a result was recorded
+        returned = default(self.command, call)
+        check_result(f"default= of {self.operation.identity}", returned, asynchronous=self.operation.asynchronous)
+        return returned
+
     def record_of(self, returned: Any) -> Record:
         """Return the record of what the handler returned, or raise ``ResultError`` if it cannot be stored."""
         if isinstance(returned, Rejection):
@@ -206,9 +214,7 @@ class Present(Once):
         return True
 
     def _called(self, call: Any) -> None:
-        assert self.asked.operation.settings.default is not None  # noqa: S101
-        self.returned = self.asked.operation.settings.default(self.asked.command, call)
+        self.returned = self.asked.present(call)
 
     async def _awaited(self, call: Any) -> None:
-        assert self.asked.operation.settings.default is not None  # noqa: S101
-        self.returned = await self.asked.operation.settings.default(self.asked.command, call)
+        self.returned = await self.asked.present(call)

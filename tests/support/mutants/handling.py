@@ -261,6 +261,32 @@ MUTANTS = (
         tests=(f"{HANDLE}::test_the_present_answers_where_no_result_is_stored[sqlite+pysqlite]",),
     ),
     Mutant(
+        name="default-answers-nothing-in-the-callers-transaction",
+        breaks="Who asks again for an operation with a default, in a transaction of its own, gets None.",
+        where="begin_command",
+        old="if _is_default(work):",
+        new="if work.record is None:",
+        tests=("tests/commands/test_begin_command.py::test_who_asks_again_gets_the_present_answer",),
+    ),
+    Mutant(
+        name="async-process-manager-records-nothing",
+        breaks="A command that an async process manager issues is committed without its answer.",
+        where="AsyncBegun.record",
+        old="return await self.call.session.run_sync(_record, self._asked, result)",
+        new="return Handled(None, result)  # type: ignore[arg-type]",
+        tests=(
+            "tests/commands/test_begin_command.py::test_an_async_process_manager_issues_a_command_once[sqlite+aiosqlite (async)-result]",
+        ),
+    ),
+    Mutant(
+        name="default-of-the-wrong-colour",
+        breaks="A default that nobody awaits is found out by the first caller who asks again.",
+        where="_check_default",
+        old="if awaited != asynchronous:",
+        new="if awaited is None:",
+        tests=("tests/commands/test_operation_names.py::test_a_default_that_does_not_fit_is_refused",),
+    ),
+    Mutant(
         name="raised-rejection-keeps-its-writes",
         breaks="A handler that raises a rejection has its writes committed.",
         where="Once._called",
