@@ -136,8 +136,9 @@ def _of_model(model: Any) -> Any:
     if not isinstance(dumped, dict):  # the model has a serializer of its own
         return canonical(dumped)
     kind: Any = type(model)
-    always = {name: getattr(model, name) for name in _discriminators(kind)}
-    return {name: _of_field(getattr(model, name, each), each) for name, each in (always | dumped).items()}
+    held = vars(model)  # to read a field as an attribute warns of it, if it is deprecated
+    always = {name: held[name] for name in _discriminators(kind) if name in held}
+    return {name: _of_field(held.get(name, each), each) for name, each in (always | dumped).items()}
 
 
 def _of_field(value: Any, dumped: Any) -> Any:

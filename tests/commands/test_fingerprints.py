@@ -176,6 +176,28 @@ class Model(pydantic.BaseModel):
 
     amount: int
     note: str = ""
+    former: str = pydantic.Field("", deprecated=True)
+
+
+class Written(pydantic.BaseModel):
+    """A command that is written in a way of its own."""
+
+    amount: int
+
+    @pydantic.model_serializer
+    def as_text(self) -> str:
+        """Return what is compared."""
+        return f"{self.amount:.0f}"
+
+
+class Ticket(pydantic.BaseModel, frozen=True):
+    """A part of a set."""
+
+
+class Tickets(pydantic.BaseModel):
+    """A command that Pydantic cannot turn into a mapping."""
+
+    parts: set[Ticket]
 
 
 class Card(pydantic.BaseModel):
@@ -254,6 +276,7 @@ class Nested:
         (Model(amount=3), Model(amount=3, note="")),
         (Payment(by=Card(note="")), Payment(by=Card(), parts=[])),
         (Batch([Card()]), Batch([Card(note="")])),
+        (Written(amount=3), Written(amount=3)),
         (Decimal("1.50"), Decimal("1.5")),
         (Decimal("1E+3"), Decimal("1000.00")),
         (Decimal("-0.0"), Decimal(0)),
@@ -292,6 +315,8 @@ def test_equal_commands_have_equal_fingerprints(one: object, other: object) -> N
         (Payment(by=Card(), parts=[Card()]), Payment(by=Card(), parts=[Cash()])),
         (Payment(by=Card(), named={"a": Card()}), Payment(by=Card(), named={"a": Cash()})),
         (Batch([Card()]), Batch([Cash()])),
+        (Written(amount=3), Written(amount=4)),
+        (Model(amount=3, former="x"), Model(amount=3)),
         (Aliased(orderBy=Card()), Aliased(orderBy=Card(note="x"))),
         (Paid(Card()), Paid(Cash())),
         (Paid(Card()), make_dataclass("Paid", [("by", object), ("kind", Literal["due"], "due")])(Card())),
@@ -304,7 +329,9 @@ def test_different_commands_have_different_fingerprints(one: object, other: obje
     assert digest(one) != digest(other)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), Decimal("NaN"), {1: 2}, object(), PlaceOrder])
+@pytest.mark.parametrize(
+    "value", [float("nan"), float("inf"), Decimal("NaN"), {1: 2}, object(), PlaceOrder, Tickets(parts={Ticket()})]
+)
 def test_what_equals_nothing_is_refused(value: object) -> None:
     """A key with it could never come again."""
     with pytest.raises(InvalidKeyError):

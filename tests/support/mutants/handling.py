@@ -236,7 +236,7 @@ MUTANTS = (
     Mutant(
         name="other-names-stay-without-an-outcome",
         breaks="A duplicate in the caller's transaction leaves a record under the new name that has no answer.",
-        where="begin_command",
+        where="_claim",
         old="if len(names) > 1:",
         new="if len(names) > 9:",
         tests=(
