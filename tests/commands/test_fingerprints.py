@@ -1,6 +1,7 @@
 """A key that comes again with another command is refused; what counts as another one."""
 
 import enum
+import math
 import threading
 import uuid
 from collections.abc import Iterator
@@ -176,7 +177,7 @@ class Model(pydantic.BaseModel):
 
     amount: int
     note: str = ""
-    former: str = pydantic.Field("", deprecated=True)
+    former: str = pydantic.Field(default="", deprecated=True)
 
 
 class Written(pydantic.BaseModel):
@@ -330,7 +331,7 @@ def test_different_commands_have_different_fingerprints(one: object, other: obje
 
 
 @pytest.mark.parametrize(
-    "value", [float("nan"), float("inf"), Decimal("NaN"), {1: 2}, object(), PlaceOrder, Tickets(parts={Ticket()})]
+    "value", [math.nan, math.inf, Decimal("NaN"), {1: 2}, object(), PlaceOrder, Tickets(parts={Ticket()})]
 )
 def test_what_equals_nothing_is_refused(value: object) -> None:
     """A key with it could never come again."""
