@@ -51,7 +51,7 @@ def fingerprints(command: object) -> tuple[bytes, ...]:
 
     Raises ``InvalidKeyError`` for what has no canonical form.
     """
-    # Up to 0.1 the names of types did not count. Drop the second one when no table has a record of that time any more.
+    # Until November 2026 names of types did not count. Drop the second one when every record of that time has expired.
     recorded = digest(command)
     try:
         older = digest(command, types=False)

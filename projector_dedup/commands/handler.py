@@ -23,7 +23,7 @@ NO_RESULT: Codec[Any] = Codec("none", lambda _: b"", lambda _: None)
 """The codec of operations with ``default=``, whose records have no result."""
 
 _RENAMED_CODECS = {"pydantic-json": "typed-json"}
-"""Names that this library has stored for results of Pydantic models up to 0.1, and who reads them."""
+"""Names that this library stored until November 2026, and the codec that reads what is stored under them."""
 
 _METHOD = 3  # positional arguments: the object, the command, the call
 
@@ -200,7 +200,7 @@ def _check_default(identity: str, default: Any, *, asynchronous: bool) -> None:
         return
     try:
         inspect.signature(default).bind(None, None)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise HandlerDefinitionError(
             f"default= of {identity} is called with (command, call), also where the operation is a method ({error}); "
             "give a function that takes both"

@@ -342,7 +342,7 @@ class Sent:
 )
 @pytest.mark.parametrize("name", ["typed-json", "pydantic-json"])
 def test_a_record_of_older_code_is_read(desk: Desk, stored: bytes, annotation: Any, read: Any, name: str) -> None:
-    """A new field has its default, one that is gone is left out; bytes and names are those that version 0.1 stored."""
+    """A new field has its default, one that is gone is left out; bytes and names are those of November 2026."""
     older: Any = Codec(name, lambda value: value, bytes)
     desk.handle(desk.operation(returning(stored, bytes), codec=older))
     read = Line(Decimal("1.5"), datetime(2026, 1, 1, 10, tzinfo=UTC)) if read is None else read

@@ -136,7 +136,7 @@ def _move(asked: object, _call: Call) -> str:
 
 @on_sqlite
 def test_a_record_from_before_types_counted_is_recognised(desk: Desk) -> None:
-    """A row as version 0.1 wrote it answers its command, and is refused to another."""
+    """A row as it was written in November 2026 answers its command, and is refused to another."""
     row = {
         "message_id": "0:k1",
         "handler": "desk.place",

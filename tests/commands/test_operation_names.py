@@ -117,8 +117,9 @@ class Awaited:
         (async_one, sync_one, "async def"),
         (sync_one, lambda _self, _order, _call: None, r"\(command, call\)"),
         (sync_one, "present", r"\(command, call\)"),
+        (sync_one, max, r"\(command, call\)"),
     ],
-    ids=["async for sync", "async object for sync", "sync for async", "a method", "no function"],
+    ids=["async for sync", "async object for sync", "sync for async", "a method", "no function", "a builtin"],
 )
 def test_a_default_that_does_not_fit_is_refused(function: Any, default: Any, told: str) -> None:
     """At the decoration, and not when the first caller asks again."""
