@@ -10,14 +10,13 @@ from sqlalchemy.orm import Session, sessionmaker
 
 from ..apply import aapply, apply
 from ..asyncio_names import AsyncSession, async_sessionmaker
-from ..errors import HandlerDefinitionError
 from ..message import printable
 from ..options import RetryPolicy, UnitOptions, check_session_factory
 from ..outcome import Outcome
-from .codecs import json
+from .codecs import as_json, json
 from .errors import DuplicateCommandError, InvalidKeyError, Rejected, ResultUnreadableError
 from .handled import Handled, Rejection
-from .handler import AsyncCommand, Command, Operation
+from .handler import AsyncCommand, Command, Operation, checked
 from .record import DEFAULT, REJECTED, Record, RecordKey
 from .tables import CommandTables, default_command_tables
 from .work import Asked, Once, Present, Refused
@@ -73,14 +72,9 @@ class _Settings:
         self._options = dataclasses.replace(self._options, external=permitted)
         return before
 
-    def _asked(self, operation: object, command: Any, key: object, scope: object) -> tuple[Asked, UnitOptions]:
-        if not isinstance(operation, Operation):
-            raise HandlerDefinitionError(f"handle() takes a function under @command, not {operation!r}")
-        if operation.asynchronous != self._asynchronous:
-            has, wants = ("async def", "AsyncCommands") if operation.asynchronous else ("plain def", "Commands")
-            raise HandlerDefinitionError(f"{operation.identity} is {has}: handle it through {wants}")
-        if operation.is_method:
-            raise HandlerDefinitionError(f"{operation.identity} is a method: give it as one of an object")
+    def _asked(self, given: object, command: Any, key: object, scope: object) -> tuple[Asked, UnitOptions]:
+        other = "Commands" if self._asynchronous else "AsyncCommands"
+        operation = checked(given, asynchronous=self._asynchronous, by="handle()", other=other)
         if key is None and operation.settings.key_required:
             raise InvalidKeyError(f"{operation.identity} is a @command(key='required'): give key=")
         if scope is None and key is not None and self._scope_required:
@@ -107,7 +101,8 @@ def handled(work: Once, *, durable: bool) -> Handled[Any]:
     if record is None or record.outcome == DEFAULT:
         returned = work.returned
         if isinstance(returned, Rejection):
-            return Handled(outcome, None, returned, durable=durable)
+            told = Rejection(as_json(returned.code), as_json(returned.detail))  # as if it had been recorded
+            return Handled(outcome, None, told, durable=durable)
         return Handled(outcome, returned, recorded_at=record.recorded_at if record else None, durable=durable)
     value = _read(work.asked.operation, record)
     if record.outcome == REJECTED:
@@ -116,22 +111,25 @@ def handled(work: Once, *, durable: bool) -> Handled[Any]:
 
 
 def _read(operation: Operation[Any, Any], record: Record) -> Any:
-    codec = json if record.outcome == REJECTED else operation.codec_called(record.codec)
-    if codec is None or record.data is None:
+    codecs = [json] if record.outcome == REJECTED else operation.codecs_called(record.codec)
+    if not codecs or record.data is None:
         raise ResultUnreadableError(
             f"a result of {operation.identity} was stored by the codec {printable(str(record.codec))}, which this code "
             "does not have; the command was handled, and does not run again. Give @command(older_codecs=[...])",
             record.data,
         )
-    try:
-        return codec.loads(record.data)
-    except Exception as error:
-        raise ResultUnreadableError(
-            f"a result of {operation.identity} cannot be read by the codec {codec.name} ({type(error).__name__}); the "
-            "command was handled, and does not run again. Give the codec another name, and the older one in "
-            "@command(older_codecs=[...])",
-            record.data,
-        ) from error
+    reasons: list[Exception] = []
+    for codec in codecs:
+        try:
+            return codec.loads(record.data)
+        except Exception as error:  # noqa: BLE001  # a codec of the user's raises what it likes
+            reasons.append(error)
+    why = str(reasons[0]) if isinstance(reasons[0], ResultUnreadableError) else type(reasons[0]).__name__
+    raise ResultUnreadableError(
+        f"a result of {operation.identity} cannot be read by the codec {codecs[0].name} ({why}); the command was "
+        "handled, and does not run again. Give @command(older_codecs=[...]) a codec of the same name that reads it",
+        record.data,
+    ) from reasons[0]
 
 
 def _refuse_duplicate(work: Once, answer: Handled[R]) -> Handled[R]:
