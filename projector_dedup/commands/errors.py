@@ -5,6 +5,7 @@
     ProjectorDedupError
     |-- RefusedError
     |   |-- InvalidKeyError           the key or the scope is missing, empty, too long, or not text (also a ValueError)
+    |   |   `-- UnusableKeyError      what the caller sent: key and scope are too long, or a value equals nothing
     |   |-- KeyReusedError            the key was given to another command before
     |   |-- ResultError               what the handler returned cannot be recorded; nothing was applied
     |   `-- ResultUnreadableError     a record is there, but its result cannot be read
@@ -27,6 +28,14 @@ if TYPE_CHECKING:
 
 class InvalidKeyError(RefusedError, ValueError):
     """The key or the scope of a command is missing, empty, too long, or no text."""
+
+
+class UnusableKeyError(InvalidKeyError):
+    """The values that the caller sent cannot be recorded or compared, and the program is innocent.
+
+    Key and scope are too long together, or the command has a value such as NaN, a number of thousands of digits, or
+    too many levels. Ask with other values. Every other ``InvalidKeyError`` is a fault of the program.
+    """
 
 
 class KeyReusedError(RefusedError):

@@ -34,8 +34,8 @@ MUTANTS = (
         name="other-command-gets-the-answer",
         breaks="A key that comes with another command gets the answer of the first.",
         where="recalled",
-        old="bytes(row.fingerprint) != fingerprint:",
-        new="len(row.fingerprint) != len(fingerprint):",
+        old="bytes(row.fingerprint) not in fingerprints:",
+        new="row.fingerprint == b'':",
         tests=(
             "tests/commands/test_fingerprints.py::test_another_command_under_the_same_key_is_refused[sqlite+pysqlite]",
         ),
@@ -44,7 +44,7 @@ MUTANTS = (
         name="default-makes-another-command",
         breaks="A field that is added with a default turns retries of a rolling deploy into errors.",
         where="_members",
-        old="if not _is_default(getattr(value, field.name), field)",
+        old="if field.name in always or not _is_default(getattr(value, field.name), field)",
         new="if field.init",
         tests=(
             "tests/commands/test_fingerprints.py::"
@@ -122,10 +122,86 @@ MUTANTS = (
         name="first-caller-gets-what-was-not-stored",
         breaks="The first caller gets a value that nobody who asks again will get.",
         where="Asked._stored",
-        old="same = not codec.exact or codec.loads(data) == value",
+        old="same = not codec.exact or is_same(read, value)",
         new="same = True",
         tests=(
             "tests/commands/test_codecs.py::test_what_cannot_be_recorded_is_not_done[sqlite+pysqlite-too large a whole number]",
+        ),
+    ),
+    Mutant(
+        name="renamed-field-is-replayed-as-its-default",
+        breaks="A result whose field was renamed comes back with the default of the new field.",
+        where="_refuse_renamed",
+        old="if dropped and new and not set(new) & chosen.keys():",
+        new="if dropped is None:",
+        tests=(
+            "tests/commands/test_codecs.py::test_a_field_that_was_renamed_is_not_replayed_as_its_default[dataclass-sqlite+pysqlite]",
+        ),
+    ),
+    Mutant(
+        name="field-that-names-its-former-name-is-refused",
+        breaks="A field that reads its former name by an alias makes older records unreadable.",
+        where="_refuse_renamed",
+        old="if dropped and new and not set(new) & chosen.keys():",
+        new="if dropped and new:",
+        tests=(
+            "tests/commands/test_codecs.py::test_a_record_of_older_code_is_read[typed-json-a field is renamed and says so-sqlite+pysqlite]",
+        ),
+    ),
+    Mutant(
+        name="aliases-cannot-be-recorded",
+        breaks="A Pydantic result with aliases is a ResultError for everybody.",
+        where="_of_pydantic",
+        old="by_alias=True, by_name=True",
+        new="by_alias=True",
+        tests=(
+            "tests/commands/test_codecs.py::test_everybody_gets_an_equal_value_of_the_same_type[sqlite+pysqlite-aliases]",
+        ),
+    ),
+    Mutant(
+        name="hour-that-comes-twice-is-refused",
+        breaks="A moment of the hour in which clocks are set back cannot be recorded.",
+        where="is_same",
+        old="return one == other or one.isoformat() == other.isoformat()",
+        new="return one == other",
+        tests=(
+            "tests/commands/test_codecs.py::test_a_moment_of_the_hour_that_comes_twice_is_recorded[in a list-sqlite+pysqlite]",
+        ),
+    ),
+    Mutant(
+        name="codec-is-not-tried-before-the-commit",
+        breaks="A result that its codec cannot read is committed, and nobody gets an answer.",
+        where="Asked._stored",
+        old="read = codec.loads(data)",
+        new="read = codec.loads(data) if codec.exact else value",
+        tests=(
+            "tests/commands/test_codecs.py::test_a_codec_that_fails_applies_nothing[reads nothing-sqlite+pysqlite]",
+        ),
+    ),
+    Mutant(
+        name="text-for-bytes-is-a-bare-error",
+        breaks="A codec whose dumps returns text fails with a TypeError of Python's.",
+        where="Asked._stored",
+        old="if not isinstance(stored, (bytes, bytearray, memoryview)):",
+        new="if stored is None:",
+        tests=("tests/commands/test_codecs.py::test_a_codec_that_fails_applies_nothing[stores text-sqlite+pysqlite]",),
+    ),
+    Mutant(
+        name="long-names-of-codecs-are-taken",
+        breaks="A codec whose name does not fit its column fails at the first result.",
+        where="_check_codec_name",
+        old="if isinstance(name, str)",
+        new="if True or isinstance(name, str)",
+        tests=("tests/commands/test_codecs.py::test_a_codecs_name_is_one_that_can_be_stored",),
+    ),
+    Mutant(
+        name="decimal-in-a-rejection-is-an-error",
+        breaks="A rejection that tells an amount is an error on each attempt.",
+        where="as_json",
+        old="if isinstance(value, (Decimal, UUID)):",
+        new="if isinstance(value, UUID):",
+        tests=(
+            "tests/commands/test_codecs.py::test_the_detail_of_a_rejection_becomes_what_json_has[k1-sqlite+pysqlite]",
         ),
     ),
     Mutant(
@@ -160,7 +236,7 @@ MUTANTS = (
     Mutant(
         name="other-names-stay-without-an-outcome",
         breaks="A duplicate in the caller's transaction leaves a record under the new name that has no answer.",
-        where="begin_command",
+        where="_claim",
         old="if len(names) > 1:",
         new="if len(names) > 9:",
         tests=(
@@ -183,6 +259,32 @@ MUTANTS = (
         old="work.record.outcome == DEFAULT:",
         new="work.record.outcome == -1:",
         tests=(f"{HANDLE}::test_the_present_answers_where_no_result_is_stored[sqlite+pysqlite]",),
+    ),
+    Mutant(
+        name="default-answers-nothing-in-the-callers-transaction",
+        breaks="Who asks again for an operation with a default, in a transaction of its own, gets None.",
+        where="begin_command",
+        old="if _is_default(work):",
+        new="if work.record is None:",
+        tests=("tests/commands/test_begin_command.py::test_who_asks_again_gets_the_present_answer",),
+    ),
+    Mutant(
+        name="async-process-manager-records-nothing",
+        breaks="A command that an async process manager issues is committed without its answer.",
+        where="AsyncBegun.record",
+        old="return await self.call.session.run_sync(_record, self._asked, result)",
+        new="return Handled(None, result)  # type: ignore[arg-type]",
+        tests=(
+            "tests/commands/test_begin_command.py::test_an_async_process_manager_issues_a_command_once[sqlite+aiosqlite (async)-result]",
+        ),
+    ),
+    Mutant(
+        name="default-of-the-wrong-colour",
+        breaks="A default that nobody awaits is found out by the first caller who asks again.",
+        where="_check_default",
+        old="if awaited != asynchronous:",
+        new="if awaited is None:",
+        tests=("tests/commands/test_operation_names.py::test_a_default_that_does_not_fit_is_refused",),
     ),
     Mutant(
         name="raised-rejection-keeps-its-writes",
@@ -218,10 +320,46 @@ MUTANTS = (
         name="poison-in-a-command-is-a-bare-error",
         breaks="A moment that no year holds in UTC is an OverflowError of Python's, for which a client is told 500.",
         where="digest",
-        old="except (OverflowError, RecursionError, ValueError) as error:",
+        old="except (AttributeError, OverflowError, RecursionError, TypeError, ValueError) as error:",
         new="except RecursionError as error:",
         tests=(
             "tests/commands/test_closed_losses.py::test_a_command_that_cannot_be_compared_is_named[after 9999 in UTC]",
+        ),
+    ),
+    Mutant(
+        name="deposit-is-answered-to-withdraw",
+        breaks="A command of another type with the same fields gets the answer of the first.",
+        where="canonical",
+        old="if types and _has_class(value) else form",
+        new="if types is None else form",
+        tests=(
+            "tests/commands/test_fingerprints.py::test_a_command_of_another_type_is_another_command[sqlite+pysqlite]",
+        ),
+    ),
+    Mutant(
+        name="types-in-a-pydantic-command-are-lost",
+        breaks="A Pydantic command that is paid by card is answered to the one that is paid in cash.",
+        where="_of_field",
+        old="if _has_class(value):",
+        new="if value is None:",
+        tests=("tests/commands/test_fingerprints.py::test_different_commands_have_different_fingerprints",),
+    ),
+    Mutant(
+        name="discriminator-with-a-default-is-dropped",
+        breaks="Two classes of one name, which only a discriminator tells apart, are one command.",
+        where="_discriminators",
+        old="if get_origin(hint) is Literal and len(get_args(hint)) == 1",
+        new="if hint is None",
+        tests=("tests/commands/test_fingerprints.py::test_different_commands_have_different_fingerprints",),
+    ),
+    Mutant(
+        name="records-from-before-types-are-refused",
+        breaks="After an upgrade, whoever asks again for a command of before is told that the key was used for another.",
+        where="fingerprints",
+        old="return (recorded,) if older == recorded else (recorded, older)",
+        new="return (recorded,)",
+        tests=(
+            "tests/commands/test_fingerprints.py::test_a_record_from_before_types_counted_is_recognised[sqlite+pysqlite]",
         ),
     ),
     Mutant(
