@@ -78,6 +78,13 @@ FAILURES: dict[Failure, Answer] = {
 }
 """A database's errors, raw or SQLAlchemy's, by what its dialect says of them."""
 
+NAMED: dict[str, Answer] = {
+    "billiard.exceptions.SoftTimeLimitExceeded": Answer(LATER, "Celery has interrupted the handler, which was slow"),
+    "billiard.exceptions.TimeLimitExceeded": Answer(LATER, "Celery has killed the process of the handler"),
+    "billiard.exceptions.WorkerLostError": Answer(LATER, "somebody has killed the process of the handler"),
+}
+"""Errors of packages that this file must not import, by module and name."""
+
 OTHERS: dict[type[BaseException], Answer] = {
     StaleDataError: Answer(NOW, "another transaction has changed the row in between"),
     PoolTimeoutError: Answer(LATER, "all connections of the pool are in use"),
@@ -160,6 +167,8 @@ def _own_answer(error: BaseException) -> Answer:
     for each in type(error).__mro__:
         if str(each.__module__).partition(".")[0] == __name__.partition(".")[0] and each.__name__ in OURS:
             return OURS[each.__name__]
+        if (name := f"{each.__module__}.{each.__name__}") in NAMED:
+            return NAMED[name]
         if each in OTHERS:
             return OTHERS[each]
     return OTHERS[BaseException]

@@ -39,7 +39,7 @@ from projector_dedup.commands.errors import (
     ResultUnreadableError,
 )
 from projector_dedup.dialects import Failure
-from projector_dedup.verdict import FAILURES, OTHERS, OURS, Answer
+from projector_dedup.verdict import FAILURES, NAMED, OTHERS, OURS, Answer
 from provoked import PROVOKED
 
 RUNBOOK = Path(__file__).parents[2] / "docs" / "runbook.md"
@@ -280,6 +280,8 @@ def rendered() -> Iterator[str]:
             codes.setdefault(each.means, {})[each.code] = None
     for failure, answer in FAILURES.items():
         yield _row(list(codes[failure]), answer)
+    for path, answer in NAMED.items():
+        yield _row([path], answer)
     for kind, answer in OTHERS.items():
         module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
         yield _row([f"{module}{kind.__name__}"], answer)
