@@ -68,10 +68,10 @@ OURS: dict[str, Answer] = {
 """The library's errors by name; an error that is not named is answered as its base class is."""
 
 FAILURES: dict[Failure, Answer] = {
-    Failure.TRANSIENT: Answer(NOW, "a conflict, a deadlock, a lost connection"),
+    Failure.TRANSIENT: Answer(NOW, "a conflict, a deadlock, a lost connection, a prepared statement that is gone"),
     Failure.READ_ONLY: Answer(LATER, "another server is becoming the primary"),
     Failure.LOCK_TIMEOUT: Answer(LATER, "somebody holds a lock for long"),
-    Failure.LATER: Answer(LATER, "no disk, no memory, no login, no connection, or somebody cancelled the statement"),
+    Failure.LATER: Answer(LATER, "a used-up resource, no login, a cancelled statement, a fault inside the database"),
     Failure.UNIQUE: Answer(REJECT, "the row is there, and the library has tried again before"),
     Failure.NO_TABLE: Answer(REJECT, "the statement does not fit the tables"),
     Failure.PERMANENT: Answer(REJECT, "the database refuses what the handler wants to write"),

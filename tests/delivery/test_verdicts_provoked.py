@@ -136,12 +136,13 @@ def usual(database: Database) -> Iterator[Engine]:
 
 
 DELIVERED = [("postgresql", "53100"), ("postgresql", "57014"), ("postgresql", "55P03")]
+DELIVERED += [("postgresql", "26000"), ("mariadb", "1030")]
 DELIVERED += [("mariadb", "1021"), ("mariadb", "1317"), ("mariadb", "1205"), ("sqlite", "SQLITE_FULL")]
 
 
 @pytest.mark.parametrize(("name", "code"), DELIVERED)
 def test_what_passes_is_delivered_later(request: pytest.FixtureRequest, name: str, code: str) -> None:
-    """A full disk, a cancelled statement, a held lock: nothing was applied, and a later delivery applies it."""
+    """A full disk, a held lock, a lost prepared statement: nothing was applied, and a later delivery applies it."""
     error = next(each for each in PROVOKED[name] if each.code == code)
     database: Database = request.getfixturevalue(name)
     engine = create_engine(database.url(), poolclass=NullPool)
