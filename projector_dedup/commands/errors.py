@@ -4,7 +4,7 @@
 
     ProjectorDedupError
     |-- RefusedError
-    |   |-- InvalidKeyError           the key or the scope is missing, empty, too long, or not text (also a ValueError)
+    |   |-- InvalidKeyError           no key; a key or scope that is empty, too long, or not text (also a ValueError)
     |   |-- KeyReusedError            the key was given to another command before
     |   |-- ResultError               what the handler returned cannot be recorded; nothing was applied
     |   `-- ResultUnreadableError     a record is there, but its result cannot be read
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class InvalidKeyError(RefusedError, ValueError):
-    """The key or the scope of a command is missing, empty, too long, or no text."""
+    """The key of a command is missing; or the key or the scope is empty, too long, or no text."""
 
 
 class KeyReusedError(RefusedError):

@@ -139,6 +139,14 @@ MUTANTS = (
         ),
     ),
     Mutant(
+        name="forgotten-scope-is-poison",
+        breaks="A program that forgets scope= sends every command of its queue to the dead letters.",
+        where="_Settings._asked",
+        old="raise HandlerDefinitionError(  # of the program",
+        new="raise InvalidKeyError(  # of the program",
+        tests=("tests/commands/test_keys.py::test_a_scope_may_be_demanded[sqlite+pysqlite]",),
+    ),
+    Mutant(
         name="no-server-is-poison",
         breaks="Errors of connecting, which have no SQLSTATE with psycopg, send messages to the dead letters.",
         where="classify",
