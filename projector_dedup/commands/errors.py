@@ -12,7 +12,8 @@
     `-- Rejected                      the recorded answer is a rejection
 
 Beside these, ``Commands.handle`` raises what ``Dispatcher.deliver`` raises. A message may be acknowledged if ``handle``
-returned, or after ``DuplicateCommandError``: both say that an outcome is recorded.
+returned, or if ``handle`` raised ``DuplicateCommandError``: both say that an outcome is recorded. A projector's handler
+that asks for a command catches that error itself: else its own writes are rolled back.
 """
 
 from __future__ import annotations
@@ -52,11 +53,16 @@ class ResultUnreadableError(RefusedError):
 
 
 class DuplicateCommandError(ProjectorDedupError):
-    """The command was handled before; ``original`` is what ``handle`` would have returned."""
+    """The command was handled before; ``original`` is what ``handle`` would have returned.
+
+    ``done`` is True if the message may be acknowledged. It is False once a projector's handler has let the error out:
+    the writes of that handler were rolled back.
+    """
 
     def __init__(self, message: str, original: Handled[Any]) -> None:
         super().__init__(message)
         self.original = original
+        self.done = True
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (*self.args, self.original), vars(self)

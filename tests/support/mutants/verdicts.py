@@ -7,8 +7,8 @@ MUTANTS = (
         name="poison-of-one-handler-rejects-for-all",
         breaks="A message is rejected for the poison of one handler, and another handler's retry is lost.",
         where="_RANK",
-        old="{REJECT: 0, NOW: 1, LATER: 2}",
-        new="{REJECT: 3, NOW: 1, LATER: 2}",
+        old="REJECT: 0, NOW: 1",
+        new="REJECT: 3, NOW: 1",
         tests=("tests/delivery/test_verdicts.py::test_of_several_the_retry_wins",),
     ),
     Mutant(
@@ -145,6 +145,42 @@ MUTANTS = (
         old="raise HandlerDefinitionError(  # of the program",
         new="raise InvalidKeyError(  # of the program",
         tests=("tests/commands/test_keys.py::test_a_scope_may_be_demanded[sqlite+pysqlite]",),
+    ),
+    Mutant(
+        name="command-that-was-done-is-poison",
+        breaks="A command that was done before goes to the dead letters.",
+        where="OURS",
+        old='ACKNOWLEDGE, "the command was done',
+        new='REJECT, "the command was done',
+        tests=("tests/delivery/test_verdicts.py::test_a_duplicate_command_is_acknowledged",),
+    ),
+    Mutant(
+        name="error-around-a-done-command-is-acknowledged",
+        breaks="A message whose handling failed behind a command that was done before is acknowledged, and lost.",
+        where="_decided",
+        old="each is error and ",
+        new="",
+        tests=("tests/delivery/test_verdicts.py::test_a_duplicate_command_is_acknowledged",),
+    ),
+    Mutant(
+        name="handler-that-failed-at-a-done-command-is-acknowledged",
+        breaks="A message whose handler let DuplicateCommandError out is acknowledged, although its writes are rolled back.",
+        where="_delay_after",
+        old="error.done = False",
+        new="error.done = True",
+        tests=(
+            "tests/delivery/test_verdicts_provoked.py::test_a_duplicate_command_that_a_handler_lets_out_is_rejected",
+        ),
+    ),
+    Mutant(
+        name="event-that-was-not-delivered-is-acknowledged",
+        breaks="An event whose conversion asked for a command that was done before is delivered again at once, for ever.",
+        where="Settling._failed",
+        old="if verdict.action is Action.ACKNOWLEDGE:",
+        new="if verdict is None:",
+        tests=(
+            "tests/consumers/test_settling.py::test_a_command_that_was_done_before_acknowledges_no_event[sync-single]",
+        ),
     ),
     Mutant(
         name="no-server-is-poison",
