@@ -15,6 +15,7 @@ from sqlalchemy.orm import Session, sessionmaker
 
 from .async_unit_of_work import AsyncUnitOfWork
 from .asyncio_names import AsyncSession, async_sessionmaker
+from .errors import ProjectorDedupError
 from .handler import check_result
 from .options import RetryPolicy, UnitOptions
 from .reentry import Handling
@@ -109,6 +110,8 @@ def _delay_after(work: Work, error: Exception, attempts: Attempts, uow: UnitOfWo
     What is raised is ``error`` or a clearer one. Notes in ``work.connected`` whether a connection could be had.
     """
     work.connected = uow.dialect is not None
+    if isinstance(error, ProjectorDedupError) and hasattr(error, "done"):
+        error.done = False  # DuplicateCommandError, of a command that the handler asked for: this work is rolled back
     delay = attempts.delay_after(error, uow.cause_of(error), uow.dialect, commit_was_sent=uow.commit_was_sent)
     work.log_retry(error, attempts)
     return delay
