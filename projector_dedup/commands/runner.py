@@ -80,7 +80,7 @@ class _Settings:
         if key is None and operation.settings.key_required:
             raise InvalidKeyError(f"{operation.identity} is a @command(key='required'): give key=")
         if scope is None and key is not None and self._scope_required:
-            raise InvalidKeyError(
+            raise HandlerDefinitionError(  # of the program, and not of the command
                 f"{operation.identity} was called without a scope, so that two tenants with one key would share an "
                 "answer; give scope=, such as the tenant or the user"
             )
