@@ -10,6 +10,7 @@ from sqlalchemy.orm import Session, sessionmaker
 
 from ..apply import aapply, apply
 from ..asyncio_names import AsyncSession, async_sessionmaker
+from ..errors import HandlerDefinitionError
 from ..message import printable
 from ..options import RetryPolicy, UnitOptions, check_session_factory
 from ..outcome import Outcome
