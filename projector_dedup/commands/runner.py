@@ -11,6 +11,7 @@ from sqlalchemy.util import greenlet_spawn
 
 from ..asyncio_names import AsyncSession, async_sessionmaker
 from ..delivery import deliver
+from ..errors import HandlerDefinitionError
 from ..message import printable
 from ..options import RetryPolicy, UnitOptions, check_session_factory
 from ..outcome import Outcome
