@@ -91,9 +91,10 @@ def many(
     body: Any = add_or_fail,
     batch: bool = False,
     reads: Reads | None = None,
+    **settings: Any,
 ) -> Deliver:
     """A batch on ten rows: all new, every second (2) or each (1) `known`, or the one in the middle `fails`."""
-    dispatcher = harness.dispatcher(harness.handler(body, name, batch=batch, reads=reads))
+    dispatcher = harness.dispatcher(harness.handler(body, name, batch=batch, reads=reads, **settings))
 
     def messages(number: int, size: int) -> Iterator[Message]:
         for place in range(size):
@@ -160,6 +161,7 @@ WAYS: dict[str, Callable[[Harness, str], Deliver]] = {
     "formerly": partial(one, formerly=["its old name"]),
     "batch of 100": many,
     "batch of 100, reads": partial(many, reads=DECLARED),
+    "batch of 100, shared": partial(many, shared_session=True, reads=DECLARED),
     "batch, all known": partial(many, known=1),
     "batch, half known": partial(many, known=2),
     "batch, one fails": partial(many, fails=True),
