@@ -50,21 +50,59 @@ class SharedSession(GuardedSession):
     """The session of ``@projector(shared_session=True)``, which several messages of a batch share.
 
     It keeps every instance that handlers load or insert, until the COMMIT: SQLAlchemy's identity map forgets an
-    instance as soon as nobody refers to it. Changes wait for the end of the batch, or for the next statement that a
-    handler sends by itself, also one that SQLAlchemy would not flush for, such as SQL text. If that statement writes,
-    it may have changed rows of the session, so they are read again.
+    instance as soon as nobody refers to it. Changes wait for the end of the batch, or for the first statement that the
+    handler of a later message sends, also one that SQLAlchemy would not flush for, such as SQL text. A statement that
+    writes may change rows of the session, so the session flushes before it and reads its rows again after it.
     """
 
     keeps_over_flush = True
 
     def before_statement(self, *, writes: bool) -> None:
-        """Write what the messages before have changed, unless the statement is a part of that."""
-        if self.flush_depth or not self.guard or not self.guard.several:
-            return
-        if self.autoflush:
+        """Write what earlier messages have changed, unless the statement is a part of that flush."""
+        if self._is_shared and not self.flush_depth and (writes or self.unwritten):
+            self.unwritten = False
             self.flush()
             if writes:
-                self.expire_all()
+                super().expire_all()
+
+    def before_rollback_to_savepoint(self) -> None:
+        """Have the next message read its rows again. A flush now would be rolled back."""
+        self.stale = True
+
+    @property
+    def _is_shared(self) -> bool:
+        return self.guard is not None and self.guard.several
+
+    # These methods drop changes that were not flushed: of the handler, as it wants, but of earlier messages, too.
+
+    def expire(self, instance: object, attribute_names: Any = None) -> None:
+        """Expire the instance; apply the message alone if that may drop changes of earlier messages."""
+        self._refuse_to_drop()
+        super().expire(instance, attribute_names)
+
+    def expire_all(self) -> None:
+        """Expire every instance; apply the message alone if that may drop changes of earlier messages."""
+        self._refuse_to_drop()
+        super().expire_all()
+
+    def refresh(self, instance: object, *args: Any, **kwargs: Any) -> None:
+        """Read the instance again; apply the message alone if that may drop changes of earlier messages."""
+        self._refuse_to_drop()
+        super().refresh(instance, *args, **kwargs)
+
+    def expunge(self, instance: object) -> None:
+        """Remove the instance; apply the message alone if that may drop changes of earlier messages."""
+        self._refuse_to_drop()
+        super().expunge(instance)
+
+    def expunge_all(self) -> None:
+        """Remove every instance; apply the message alone if that may drop changes of earlier messages."""
+        self._refuse_to_drop()
+        super().expunge_all()
+
+    def _refuse_to_drop(self) -> None:
+        if self._is_shared and self.guard is not None and (self.new or self.deleted or self.dirty):
+            self.guard.refuse_for_several()
 
 
 @event.listens_for(SharedSession, "loaded_as_persistent")
