@@ -1,8 +1,7 @@
-"""Deliver: claim, run the handler, commit; and again after a transient error.
+"""Deliver a message: claim it, run the handler, commit, and retry after a transient error.
 
-``deliver`` is the whole idea of this library. Everything that it calls is in ``unit_of_work`` (claim and commit),
-``guard`` (what a handler must not do meanwhile), ``retry`` (which errors are tried again) and ``waiting`` (threads or
-asyncio).
+``deliver`` is the core of this library. It uses ``unit_of_work`` (claim and commit), ``guard`` (what a handler must not
+do), ``retry`` (which errors are retried) and ``waiting`` (threads or asyncio).
 """
 
 from __future__ import annotations
@@ -34,37 +33,37 @@ _PASSING = (Failure.TRANSIENT, Failure.READ_ONLY, Failure.LOCK_TIMEOUT)
 
 
 class UnreadableError(Exception):
-    """Rows that a handler declares could not be read: run the work again, which will not read them ahead."""
+    """Raised if the declared rows cannot be read. ``deliver`` then runs the work again, without reading them."""
 
 
 class Work(Protocol):
-    """The work that a unit of work is opened for: a chunk of messages, or a command. It keeps what became of it."""
+    """Describes what one unit of work does: deliver a chunk of messages, or run a command. It stores the outcome."""
 
-    identity: str  #: of the handler, for texts of errors
-    marked: bool  #: it claims a marker, so that a COMMIT whose outcome is unknown can be asked about
-    connected: bool  #: set at each failure: a connection could be had
+    identity: str  #: of the handler, for error messages
+    marked: bool  #: True if it claims a marker, which tells the outcome of an interrupted COMMIT
+    connected: bool  #: set at each failure: False if no connection could be opened
 
     def claim(self, uow: UnitOfWork) -> bool:
-        """Begin with the claim; return True if there is something new, so that the handler must run."""
+        """Begin the transaction with the claim; return True if something is new, so that the handler must run."""
 
     def calls(self, uow: UnitOfWork) -> Iterator[Callable[[], Any]]:
         """Yield the calls of the handler, on the session of the claim."""
 
     def log_settled(self, attempts: Attempts) -> None:
-        """Log what became of it; called if the level of the log is INFO or below."""
+        """Log the outcome. Called only if the log level is INFO or below."""
 
     def log_retry(self, error: Exception, attempts: Attempts) -> None:
-        """Log that it is tried again after ``error``."""
+        """Log a retry after ``error``."""
 
 
 def deliver(work: Work, factory: Any, options: UnitOptions, policy: RetryPolicy, waiting: Waiting) -> bool:
-    """Apply ``work`` once, which keeps what became of it; return True if that is durable, or raise."""
+    """Apply ``work`` once, with retries. Return True if the result is durable, or raise the error that remains."""
     attempts = Attempts(policy, marked=work.marked)
     while True:
         uow = UnitOfWork.opened(factory, options, waiting)
         try:
             with uow:
-                if work.claim(uow):  # 1 claim first: a rival waits here
+                if work.claim(uow):  # 1 claim first: a concurrent delivery waits here
                     attempts.claimed()
                     with Handling(uow.session):
                         for call in work.calls(uow):  # 2 the handler, on the same session
@@ -74,8 +73,8 @@ def deliver(work: Work, factory: Any, options: UnitOptions, policy: RetryPolicy,
                 work.log_settled(attempts)
             return uow.durable
         except UnreadableError:
-            continue  # no attempt of its own: the work is not asked for these rows again
-        except Exception as error:  # noqa: BLE001  # delay_after raises it, unless another attempt is due
+            continue  # not counted as an attempt: the work does not read these rows again
+        except Exception as error:  # noqa: BLE001  # delay_after raises it, unless a retry is due
             work.connected = uow.dialect is not None
             if isinstance(error, ProjectorDedupError) and hasattr(error, "done"):
                 error.done = False  # DuplicateCommandError of a command that the handler asked for: all is rolled back
@@ -85,24 +84,24 @@ def deliver(work: Work, factory: Any, options: UnitOptions, policy: RetryPolicy,
 
 
 class Chunk:
-    """A message, or several of a batch in the order of delivery, as the work of one unit; and what became of each."""
+    """One message, or several of a batch in their order, delivered in one unit of work; with the outcome of each."""
 
     def __init__(self, handler: Handler, messages: Sequence[Message], observing: Observing | None = None) -> None:
         self.identity, self.marked = handler.identity, handler.idempotent
         self.messages = messages
         self.outcomes: list[Outcome] = []
-        self.at: int | None = None  # the message whose handler runs, if it has a call of its own
+        self.at: int | None = None  # index of the message whose handler runs; None while one call handles all
         self.connected = True
-        self.claimed = False  # its last claim was answered
+        self.claimed = False  # the database has answered the last claim
         self.watch = None if observing is None else observing.watch(handler, messages)
         self._handler = handler
-        self._new: list[int] = []  # places of the messages that are handled
-        self._reads = handler.on.reads  # None: declared rows could not be read
+        self._new: list[int] = []  # indexes of the new messages
+        self._reads = handler.on.reads  # None also if the declared rows cannot be read
 
     def claim(self, uow: UnitOfWork) -> bool:
         """Begin with the claim, if the handler is idempotent; return True if any message is new.
 
-        Of messages that come twice in the chunk, the first is handled.
+        If a message is in the chunk twice, the handler gets the first one.
         """
         self.at, self.claimed = None, False
         self._new = self._claim(uow)
@@ -113,7 +112,7 @@ class Chunk:
         return bool(self._new)
 
     def _claim(self, uow: UnitOfWork) -> list[int]:
-        """Return the places of messages that are new; all, whatever their ids, where nothing is claimed."""
+        """Return the indexes of the new messages. Without ``idempotent=True`` nothing is claimed, and all are new."""
         handler, first = self._handler, self.messages[0]
         if not handler.idempotent:
             uow.begin()
@@ -129,9 +128,9 @@ class Chunk:
     def calls(self, uow: UnitOfWork) -> Iterator[Callable[[], Any]]:
         """Yield the handler's calls for the new messages, in their order.
 
-        One by one, each on an empty session, so that the handler sees what it would see alone. With
-        ``@projector(shared_session=True)`` the session keeps its rows for the messages that follow. With
-        ``@on(batch=True)`` there is one call for all.
+        By default there is one call for each message, on an empty session, so the handler sees what it would see alone.
+        With ``@projector(shared_session=True)`` the session keeps its rows for the next messages. With
+        ``@on(batch=True)`` one call gets all messages.
         """
         handler, several = self._handler, len(self.messages) > 1
         new = [self.messages[index] for index in self._new]
@@ -156,9 +155,10 @@ class Chunk:
         self.at = None
 
     def _read(self, uow: UnitOfWork, messages: Sequence[Message]) -> None:
-        """Read the rows that the handler declares to read, and have the session keep them.
+        """Read the rows that the handler declares, and keep them in the session.
 
-        If that fails, the declaration must not change what the handler meets: the work is tried again without.
+        A wrong declaration must not make the message fail. So if the SELECT fails, ``UnreadableError`` runs the work
+        again without it. Transient errors are raised as they are, and retried as usual.
         """
         if self._reads is None:
             return
@@ -176,7 +176,7 @@ class Chunk:
         for message, outcome in zip(self.messages, self.outcomes, strict=True):
             duplicate = outcome is Outcome.DUPLICATE
             level = logging.INFO if duplicate else logging.DEBUG
-            if not logger.isEnabledFor(level):  # what follows escapes texts, for every message
+            if not logger.isEnabledFor(level):  # escaping the texts below takes time for every message
                 continue
             after_unknown = duplicate and attempts.unknown is not None
             logger.log(
@@ -190,7 +190,7 @@ class Chunk:
             )
 
     def log_retry(self, error: Exception, attempts: Attempts) -> None:
-        """Log at INFO that the messages are tried again, and after which error; tell the observer."""
+        """Log a retry of the messages and its cause at INFO, and report it to the observer."""
         others = f" and {len(self.messages) - 1} more" if len(self.messages) > 1 else ""
         logger.info(
             "retry after %s: message %s%s, handler %s",

@@ -1,4 +1,4 @@
-"""Dispatchers: deliver a message, or a batch, to every handler that wants it, and bring their outcomes together."""
+"""Dispatchers: deliver a message or a batch to every handler that takes it, and collect the outcomes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ F = TypeVar("F")
 
 
 class BaseDispatcher(Generic[F]):
-    """The part that both dispatchers share: settings, handlers, and which handlers want a message."""
+    """The part that both dispatchers share: the settings, the handlers, and which handlers take a message."""
 
     _waiting: Waiting
 
@@ -77,13 +77,13 @@ class BaseDispatcher(Generic[F]):
         self._wanting = {route: self._who_wants(route) for route in routes}
 
     def _who_wants(self, route: Route) -> tuple[list[Handler], bool]:
-        """Return the handlers that want messages of ``route``, and True if any of them needs an id."""
+        """Return the handlers that take messages of ``route``, and True if any of them needs an id."""
         handlers = [handler for handler in self._handlers.values() if handler.wants(route)]
         return handlers, any(handler.idempotent for handler in handlers)
 
     @property
     def identities(self) -> frozenset[str]:
-        """The present and former names of all handlers, idempotent or not: under these they have markers, if at all."""
+        """The present and former names of all handlers. Their markers, if any, are stored under these names."""
         return frozenset(name for handler in self._handlers.values() for name in (handler.identity, *handler.formerly))
 
     def permit_external_transaction(self, permitted: bool) -> bool:
@@ -125,7 +125,7 @@ class BaseDispatcher(Generic[F]):
                 results.settled(handler, chunk.outcomes[0], durable)
                 if chunk.watch is not None:
                     chunk.watch.settled(chunk.outcomes)
-            except Exception as error:  # noqa: BLE001  # kept, and raised when every handler was tried
+            except Exception as error:  # noqa: BLE001  # kept, and raised after every handler was tried
                 results.failed(handler, error)
                 if chunk.watch is not None:
                     chunk.watch.failed(error)
@@ -151,7 +151,7 @@ class BaseDispatcher(Generic[F]):
         for event in events:
             try:
                 batch.routed(*self._found(event, None))
-            except Exception as error:  # noqa: BLE001  # of this message alone, from the extractor of its id, say
+            except Exception as error:  # noqa: BLE001  # it concerns this message alone: its extractor failed, for example
                 batch.not_routed(id_text(event) if isinstance(event, Message) else None, error)
         return batch
 
@@ -163,16 +163,15 @@ class Dispatcher(BaseDispatcher[sessionmaker[Any]]):
     session from it. Projectors are instances of ``@projector`` classes, or function projectors.
 
     ``message_id`` is the extractor that finds the id in an event; the default takes ``event.message_id``. ``type`` is
-    one that finds the type, for events that are dictionaries: ``type=by_path("type")``.
-    ``unhandled="ignore"`` settles messages that no handler wants as ``SKIPPED``, instead of raising. ``tables`` is the
-    result of ``make_tables``. ``retry`` bounds how often and how long an attempt is repeated. ``claim_timeout`` is the
-    longest wait, in seconds, for another delivery of the same message; ``InProgress`` is raised then. ``isolation``
-    overrides the isolation level. ``strict=True`` asks the database before COMMIT, for one or two round trips, that
-    the marker is in this transaction. ``observer``
-    is told what becomes of each message; see ``Observer``.
+    the extractor that finds the type, for events that are dictionaries: ``type=by_path("type")``. With
+    ``unhandled="ignore"`` a message that no handler takes is ``SKIPPED`` and raises nothing. ``tables`` is the result
+    of ``make_tables``. ``retry`` limits the number of attempts and their time. ``claim_timeout`` is the longest wait,
+    in seconds, for another delivery of the same message; after it, ``InProgress`` is raised. ``isolation`` overrides
+    the isolation level. ``strict=True`` asks the database before COMMIT, for one or two round trips, whether the marker
+    is in this transaction. ``observer`` receives the outcome of each message; see ``Observer``.
 
-    Raises ``HandlerDefinitionError`` for projectors that could not be delivered to, ``UnsafeSessionError`` for a
-    session factory that does not fit, ``ValueError`` for any other wrong argument.
+    Raises ``HandlerDefinitionError`` for projectors that cannot be delivered to, ``UnsafeSessionError`` for a session
+    factory of another kind, ``ValueError`` for any other wrong argument.
     """
 
     _waiting = BLOCKING
@@ -180,12 +179,12 @@ class Dispatcher(BaseDispatcher[sessionmaker[Any]]):
     def deliver(self, event: object, *, message_id: object = None) -> Delivery:
         """Deliver one message. **It returns only if the message may be acknowledged**; otherwise it raises.
 
-        ``message_id`` wins over the dispatcher's extractor. Several handlers are all tried, in the order of
-        registration.
+        ``message_id`` overrides the dispatcher's extractor. If several handlers take the message, all of them run, in
+        the order of registration.
 
-        If one handler wants the message, its error is raised as it is; if several do, the errors of those that fail
-        are raised together as ``DeliveryFailed``. Raises ``UnhandledMessage`` if no handler wants the message, and
-        ``InvalidMessageError`` if it has no usable id or type.
+        The error of a single handler is raised as it is. The errors of several handlers are raised together as
+        ``DeliveryFailed``. Raises ``UnhandledMessage`` if no handler takes the message, and ``InvalidMessageError`` if
+        it has no usable id or type.
         """
         return self._deliver(event, message_id)
 
@@ -196,9 +195,9 @@ class Dispatcher(BaseDispatcher[sessionmaker[Any]]):
         An event whose body does not carry its id is given as a ``Message``. Handlers are called in the order of
         ``events``; a message that comes twice is applied once.
 
-        Raises ``BatchFailed`` otherwise: a message that fails is found by trying fewer at a time, and every other one
-        is applied. Handlers run again for that, so be twice as careful with side effects in them. It is safe to
-        deliver the same batch again at any time. Raises ``RefusedError`` if ``events`` is a single message.
+        Otherwise raises ``BatchFailed``: the dispatcher retries with fewer messages until it has found the failing one,
+        and applies all others. Handlers run again during that search, so keep side effects out of them. You can deliver
+        the same batch again at any time. Raises ``RefusedError`` if ``events`` is a single message.
         """
         return self._deliver_batch(events)
 
@@ -281,25 +280,25 @@ class Results:
 
 
 class BatchResults:
-    """The outcomes of many messages, in the order of the input, and the messages that each handler wants."""
+    """The outcomes of many messages, in the order of the input, and the messages that each handler takes."""
 
     def __init__(self) -> None:
         self._all: list[Results] = []
         self._wanted: dict[str, list[tuple[Results, Message]]] = {}
 
     def routed(self, message: Message, handlers: list[Handler], known: str | None) -> None:
-        """Note the next message of the input, and the handlers that want it."""
+        """Note the next message of the input, and the handlers that take it."""
         results = Results(known, handlers)
         self._all.append(results)
         for handler in handlers:
             self._wanted.setdefault(handler.identity, []).append((results, message))
 
     def not_routed(self, message_id: str | None, error: Exception) -> None:
-        """Note the next message of the input and why it goes to no handler: nobody wants it, or it has no id, say."""
+        """Note the next message of the input, and the error for which it goes to no handler."""
         self._all.append(Results.not_routed(message_id, error))
 
     def messages_for(self, handler: Handler) -> list[Message]:
-        """Return the messages that a handler wants, in the order of the input."""
+        """Return the messages that a handler takes, in the order of the input."""
         return [message for _, message in self._wanted.get(handler.identity, ())]
 
     def handled(self, handler: Handler, became: list[Result], durable: bool) -> None:

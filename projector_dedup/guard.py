@@ -5,10 +5,11 @@ aborted the transaction. Every statement of a session goes through its ``Connect
 session, the class of that one connection is ``GuardedConnection``, which reports each statement, each COMMIT and each
 ROLLBACK to the unit of work's ``Guard``.
 
-The guard *prevents* what it sees coming, by raising before anything is sent. It *detects* the rest before COMMIT, by
-asking the driver, which costs no round trip. It asks the server only if the handler took the driver's own connection,
-called a stored procedure or streamed a result: what happens there, no driver tells. It remembers the first violation,
-also if the handler swallows the exception: such a unit of work never commits.
+The guard *prevents* a violation that it sees in advance, by raising before anything is sent. It *detects* other
+violations before COMMIT, by asking the driver, which costs no round trip. It asks the server only if the handler took
+the driver's own connection, called a stored procedure or streamed a result, because no driver reports what happens
+there. The guard remembers the first violation, also if the handler swallows the exception: such a unit of work never
+commits.
 """
 
 from __future__ import annotations
@@ -47,19 +48,19 @@ class GuardedSession(Session):
     """The private Session class of a unit of work. The user's own sessions are never listened to."""
 
     guard: Guard | None = None  # while a handler has the session
-    taken: tuple[Connection, ...] = ()  # the connections that the session has begun transactions on
-    keeps_over_flush = False  # rows that were read ahead stay, though a flush may have triggers
-    unwritten = False  # messages before this one have changed something that was not flushed yet
-    stale = False  # rows may be in the session as they were in a savepoint that was rolled back
+    taken: tuple[Connection, ...] = ()  # the connections on which the session has begun transactions
+    keeps_over_flush = False  # True: a flush does not forget the declared rows, though a trigger may change them
+    unwritten = False  # True: earlier messages have changed something, and nothing was flushed since
+    stale = False  # True: rows may be in the session as they were in a savepoint that was rolled back
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        #: instances that nobody else may refer to: without these references the identity map would forget them
+        #: strong references: the identity map has only weak ones, and forgets an instance that nobody refers to
         self.kept: list[object] = []
         self.flush_depth = 0
 
     def flush(self, objects: Any = None) -> None:
-        """Write what was changed, and know meanwhile that these statements are a flush's."""
+        """Flush, and count the depth, so that ``before_statement`` recognises the statements of a flush."""
         self.flush_depth += 1
         try:
             super().flush(objects)
@@ -67,9 +68,9 @@ class GuardedSession(Session):
             self.flush_depth -= 1
 
     def before_statement(self, *, writes: bool) -> None:
-        """Forget the rows that were read ahead if the statement ``writes``: it may change them behind the session.
+        """Forget the declared rows if the statement ``writes``, because it may change them in the database.
 
-        What the handler has loaded itself and still refers to, stays as it is, as in any session.
+        An instance that the handler still refers to stays in the session, as in any session.
         """
         if not writes:
             return
@@ -94,7 +95,7 @@ class GuardedSession(Session):
 
 
 class Guard:
-    """What is known of one unit of work's transaction, from its claim to its commit."""
+    """Watches one unit of work's transaction, from its claim to its commit, and remembers what happened to it."""
 
     def __init__(
         self,
@@ -108,29 +109,29 @@ class Guard:
         self.driver = connection.connection.driver_connection
         self.key = key  # of the marker; None: nothing is claimed
         self.violation: TransactionViolatedError | None = None
-        self.aborted_by: DBAPIError | None = None  # the error after which the server takes no statement
+        self.aborted_by: DBAPIError | None = None  # the error after which the server accepts no statement
         self.watching = False  # a handler has the session
         self.several = False  # messages share the transaction
         self.server_check_required = False
         self.driver_was_exposed = False  # to the handler, which may have committed there
-        self.must_disconnect = False  # nobody knows what the driver is in the midst of
+        self.must_disconnect = False  # the state of the driver is unknown
         self.commit_was_sent = self.commit_was_answered = False
-        self.last: LastStatement | None = None  # goes along with COMMIT
+        self.last: LastStatement | None = None  # sent together with COMMIT
         self._tables = tables
         self._schemas = connection.get_execution_options().get("schema_translate_map")
-        self._begun = False  # the driver has said that the transaction is open
+        self._begun = False  # the driver has reported that the transaction is open
         self._session_transaction = session.get_transaction()
         self._transaction = connection.get_transaction()
         self._outer_savepoint = connection.get_nested_transaction()  # only inside an external transaction
-        self._savepoints: list[str] = []  # open ones, in their order, and the mark's place among them
-        self._marked = False  # by a savepoint, until the server is asked
+        self._savepoints: list[str] = []  # the open ones in their order, with the mark at its place
+        self._marked = False  # a savepoint marks the transaction, until the server is asked
         self._transaction_id: str | None = None  # the server's number of the transaction, if it has numbers
-        self._place: str | None = None  # the database of the claim, if a handler may choose another one
+        self._place: str | None = None  # the database of the claim, once a handler may have chosen another one
 
     # From claim to commit -------------------------------------------------------------------------------------------
 
     def watch(self) -> Status:
-        """Have session and connection report from here on; return how the transaction stands."""
+        """Make session and connection report to this guard from here on; return the status of the transaction."""
         status = self.dialect.status(self.driver)
         self.watching, self._begun = True, status is Status.OPEN
         self.connection.__class__ = _guarded(type(self.connection))  # type: ignore[arg-type]  # a class, for mypy
@@ -138,7 +139,7 @@ class Guard:
         return status
 
     def release(self) -> None:
-        """Make the connection what it was, and forget the guard there: a circle would wait for the collector."""
+        """Restore the connection's class and remove its reference: a cycle would wait for the garbage collector."""
         self.watching, self.session.guard = False, None
         if isinstance(self.connection, GuardedConnection):
             self.connection.__class__ = self.connection.unguarded  # type: ignore[assignment]
@@ -165,11 +166,11 @@ class Guard:
             raise self._swallowed() from self.aborted_by
         if status is Status.BUSY:
             if not self.driver_was_exposed:
-                self.verify_with_server()  # perhaps it was lost: the driver says so
+                self.verify_with_server()  # if the connection was lost, this raises the driver's error
             raise self.violate("the handler closed the driver's connection, or left a statement unfinished on it")
 
     def verify_with_server(self) -> None:
-        """Raise what ``verify`` raises, by a question to the server, which knows what went past SQLAlchemy."""
+        """Ask the server whether the transaction is still the claim's; raise what ``verify`` raises if not."""
         try:
             ours = self._is_open()
         except DBAPIError as error:
@@ -187,17 +188,17 @@ class Guard:
         if self.must_disconnect or status is Status.BUSY:
             self.connection.invalidate()
         elif status in (Status.OPEN, Status.ABORTED) and (self._transaction is None or not self._transaction.is_active):
-            # SQLAlchemy takes a transaction whose COMMIT failed, or was prevented or interrupted before, for ended.
-            # SQLite keeps it: a retry on the same connection would find its own marker, and call that a duplicate.
+            # After a COMMIT that failed, was prevented or was interrupted, SQLAlchemy considers the transaction ended.
+            # SQLite keeps it open: a retry on the same connection would find its own marker, and return DUPLICATE.
             roll_back(self.connection)
 
     # What the guarded connection and session report ----------------------------------------------------------------
 
     def before_statement(self, sql: str | None, written: Table | None, *, mends: bool = False) -> None:
-        """Raise if nothing may run any more, or not this statement.
+        """Raise if no statement may run any more, or if this one must not run.
 
-        ``sql`` is the statement's text if the handler wrote text, ``written`` the table that it changes if not. The
-        statement ``mends`` if it may succeed where others do not, as ROLLBACK TO SAVEPOINT may.
+        ``sql`` is the text of a statement that the handler wrote as text. ``written`` is the table that any other
+        statement changes. ``mends`` is True for ROLLBACK TO SAVEPOINT, which can succeed in an aborted transaction.
         """
         if self.violation is not None:
             raise self.violation
@@ -228,7 +229,7 @@ class Guard:
             self.aborted_by = None
 
     def statement_failed(self, error: BaseException) -> None:
-        """Note that a statement failed. The first error counts: later ones only say that all is aborted."""
+        """Note that a statement failed. The first error counts: later ones only report the aborted transaction."""
         if self.aborted_by is not None or not isinstance(error, DBAPIError):
             return
         if error.connection_invalidated or self.dialect.aborts(error):
@@ -239,38 +240,38 @@ class Guard:
         self._savepoints.append(name)
 
     def savepoint_ended(self, name: str, *, rolled_back: bool) -> None:
-        """Note that a savepoint was released or rolled back: what was set after it, has ended with it."""
+        """Note that a savepoint was released or rolled back. Later savepoints have ended with it."""
         if rolled_back:
             self.aborted_by = None
         place = self._savepoints.index(name) if name in self._savepoints else 0
         gone = self._savepoints[place:]
         del self._savepoints[place:]
         if _MARK in gone:
-            self.mark()  # the transaction is still the one of the savepoint, or that could not have been ended
+            self.mark()  # it is still the same transaction: the savepoint could not have ended in another
 
     def driver_exposed(self) -> None:
-        """Note that a handler gets the driver's own connection, on which it may end the transaction unseen."""
+        """Note that a handler gets the driver's own connection, where nobody sees it end the transaction."""
         self.session.before_statement(writes=True)
         if self.watching and not self.driver_was_exposed:
-            self.driver_was_exposed = True  # first: a listener to the next statement may ask for the driver
+            self.driver_was_exposed = True  # set first: a listener to the next statement may ask for the driver
             if self._where_claimed().schema_for_object(self._tables.marker) is None:
                 self._place = self.dialect.place(self.connection)
         self.require_server_check()
 
     def require_server_check(self) -> None:
-        """Have the server asked before COMMIT: what comes next may end the transaction, and nobody is told."""
+        """Ask the server before COMMIT: the next call may end the transaction without a report from the driver."""
         if self.watching:
             self._refuse_aborted()
             self.server_check_required = True
             self.mark()
 
     def before_commit(self, how: str) -> None:
-        """Raise if a handler commits; a savepoint does not count."""
+        """Raise if a handler commits. It may release a savepoint."""
         if self.watching:
             raise self.violate(f"the handler called {how}()")
 
     def before_rollback(self) -> None:
-        """Find a commit below SQLAlchemy, which the rollback would hide."""
+        """Before a rollback, detect a commit on the driver's connection, which the rollback would hide."""
         if self.watching and self.violation is None and self._may_be_committed_below():
             self.ended_below()
 
@@ -287,7 +288,7 @@ class Guard:
     # Violations -----------------------------------------------------------------------------------------------------
 
     def violate(self, what: str) -> TransactionViolatedError:
-        """Remember the first violation: whatever comes later, this unit of work will not commit."""
+        """Remember the first violation and return its error. This unit of work will not commit."""
         if self.violation is None:
             self.violation = TransactionViolatedError(
                 f"{what}; only the unit of work may end its transaction. Everything was rolled back, so a "
@@ -296,7 +297,7 @@ class Guard:
         return self.violation
 
     def refuse_for_several(self) -> NoReturn:
-        """Refuse what would reach other messages, such as a setting: the batch then applies this message alone."""
+        """Refuse what would reach other messages, such as a setting. The batch then applies this message alone."""
         self.violation = self.violation or TransactionViolatedError(
             "the handler set something for its transaction, or dropped changes of its session, which several messages "
             "share; everything was rolled back, and the message is tried again in a transaction of its own. Let the "
@@ -305,7 +306,7 @@ class Guard:
         raise self.violation
 
     def ended_below(self) -> TransactionViolatedError:
-        """Return the violation of a transaction that ended below SQLAlchemy; ask whether by a commit or a rollback."""
+        """Return the violation of a transaction that ended on the driver's connection; find out if it committed."""
         self.must_disconnect = not self.dialect.lives_in_connection(self.connection.engine.url)
         what = "the handler ended the transaction on the driver's connection, below SQLAlchemy"
         if self.violation is None and (left := self._what_is_durable()) is not None:
@@ -315,7 +316,7 @@ class Guard:
     def made_durable(self) -> TransactionViolatedError | None:
         """Return the violation of a handler that committed and then failed: its error must not say "rolled back"."""
         if self.violation is None and self.watching and self._may_be_committed_below():
-            with suppress(DBAPIError):  # nobody can be asked any more; the handler's own error goes on
+            with suppress(DBAPIError):  # the server cannot be asked any more; the handler's own error is raised
                 self.ended_below()
         return self.violation if self.violation is not None and self.violation.durable else None
 
@@ -342,10 +343,10 @@ class Guard:
     # What the server says, for a round trip each ----------------------------------------------------------------------
 
     def mark(self) -> None:
-        """Mark the transaction once, so that it can be told from any that follows on the connection."""
+        """Mark the transaction once, to distinguish it from any later one on the connection."""
         if _MARK in self._savepoints:
             return
-        self._savepoints.append(_MARK)  # first: a listener to the mark's own statement may ask for the driver
+        self._savepoints.append(_MARK)  # set first: a listener to the mark's own statement may ask for the driver
         try:
             if self._transaction_id is None:  # a later one would be of whatever transaction is open by then
                 self._transaction_id = self.dialect.transaction_id(self.connection)
@@ -373,7 +374,7 @@ class Guard:
             return None
         connection, marker = self._where_claimed(), self._tables.marker
         if self.dialect.status(self.driver) in (Status.OPEN, Status.ABORTED):
-            self.dialect.abandon(connection)  # what is open now will not be committed by us
+            self.dialect.abandon(connection)  # the transaction that is open now is not the claim's, and must not commit
         if self._transaction_id is not None:
             return self.dialect.has_committed(connection, self._transaction_id)
         try:
@@ -397,13 +398,13 @@ class Guard:
         if status in (Status.OPEN, Status.ABORTED) and self.driver_was_exposed:
             try:
                 return not self._is_open() and self._is_committed() is not False
-            except DBAPIError:  # aborted: what is open now will not commit, but what was before it may have
+            except DBAPIError:  # aborted: the open transaction cannot commit, but the one before it may have
                 with suppress(DBAPIError, PendingRollbackError):  # the latter: lost meanwhile
                     return self._is_committed() is True
         return status is Status.NONE
 
     def _what_is_durable(self) -> str | None:
-        """Return the words for what a commit below SQLAlchemy has left behind; None if there was no commit."""
+        """Describe what a commit on the driver's connection made durable. Return None if there was no commit."""
         committed = self._is_committed()
         if committed:
             return (
@@ -435,10 +436,10 @@ class Guard:
 
 
 class GuardedConnection(Connection):
-    """The one connection of a unit of work while a handler has it: every method that reaches the server reports.
+    """The connection of a unit of work while a handler has it. Each method that reaches the server reports.
 
-    SQLAlchemy's ConnectionEvents would see the same, but cost 35 to 50 us for each message, and an exception raised in
-    their ``commit`` leaves the transaction open in the pool.
+    SQLAlchemy's ConnectionEvents would see the same. They cost 35 to 50 us for each message, and an exception in their
+    ``commit`` leaves the transaction open in the pool.
     """
 
     guard: Guard
@@ -456,7 +457,7 @@ class GuardedConnection(Connection):
         return self.execute(statement, *args, **kwargs).scalar()
 
     def exec_driver_sql(self, statement: str, *args: Any, **kwargs: Any) -> Any:
-        """Execute SQL text that SQLAlchemy does not look into, and report it."""
+        """Execute SQL text that SQLAlchemy does not compile, and report it."""
         return self._watched(super().exec_driver_sql, statement, *args, **kwargs)
 
     def _watched(self, run: Callable[..., Any], statement: Any, *args: Any, **kwargs: Any) -> Any:
@@ -471,7 +472,7 @@ class GuardedConnection(Connection):
             guard.session.before_statement(writes=written is not None or not (usual or savepoint))
         guard.before_statement(None if usual else sql_text(statement, self.dialect), written, mends=rolls_back)
         if self._streams(statement, kwargs.get("execution_options")):
-            guard.require_server_check()  # what is fetched later may fail, and nobody is told
+            guard.require_server_check()  # a later fetch can fail without a report
         try:
             result = run(statement, *args, **kwargs)
         except BaseException as error:
@@ -496,18 +497,18 @@ class GuardedConnection(Connection):
 
     @property
     def connection(self) -> PoolProxiedConnection:
-        """Return the driver's connection. SQLAlchemy goes this way to COMMIT and ROLLBACK only; a handler may, too."""
+        """Return the driver's connection. SQLAlchemy needs it for COMMIT and ROLLBACK; anybody else is a handler."""
         if not self._ending:
             self.guard.driver_exposed()
         return super().connection
 
     @property
     def info(self) -> dict[Any, Any]:
-        """Return the dictionary that the pool keeps for the physical connection. Nobody reaches the driver by it."""
+        """Return the dictionary that the pool keeps for the physical connection. It does not expose the driver."""
         return info_of(self)
 
     def execution_options(self, **options: Any) -> Any:
-        """Set options, such as a schema map, which would hold for the other messages of a batch too."""
+        """Set options, such as a schema map. In a batch this is refused: they would reach the other messages."""
         self.guard.session.before_statement(writes=True)
         if self.guard.several:
             self.guard.refuse_for_several()
@@ -521,7 +522,7 @@ class GuardedConnection(Connection):
     def _commit_impl(self) -> None:
         guard = self.guard
         guard.before_commit("connection.get_transaction().commit")
-        guard.verify()  # listeners of the user's ran since the unit of work asked
+        guard.verify()  # the user's listeners may have run since the unit of work verified
         guard.commit_was_sent = self._ending = True
         try:
             with guard.dialect.committing(guard.driver):
@@ -553,7 +554,7 @@ def _guarded(connection_class: type[Connection]) -> type[Connection]:
 def kept_on_class(make: Callable[Concatenate[C, P], T]) -> Callable[Concatenate[C, P], T]:
     """Cache the results of a function of a class on that class, so that they are forgotten with it.
 
-    ``functools.cache`` would keep for ever the class that every ``sessionmaker`` makes.
+    Every ``sessionmaker`` makes a class. ``functools.cache`` would keep all of them until the program ends.
     """
     attribute = f"_projector_dedup_{make.__name__}"
 

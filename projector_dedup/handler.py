@@ -1,4 +1,4 @@
-"""A handler of one projector: its identity, the messages that it wants, and how it is called."""
+"""A handler of one projector: its identity, the messages that it takes, and how it is called."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .reads import DeclaredReads
 logger = logging.getLogger("projector_dedup")
 
 _warned: set[str] = set()
-"""Handlers of which a log line has said that they do not use their message ids."""
+"""Handlers of which the log has warned that they do not use their message ids."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class On:
 
     @property
     def former_identities(self) -> tuple[str, ...]:
-        """The former identities of the whole handler, with a dot in them: it came from another projector."""
+        """The former identities of the whole handler, which have a dot: it was moved from another projector."""
         return tuple(name for name in self.formerly if "." in name)
 
 
@@ -76,7 +76,7 @@ class Handler:
 
     @property
     def is_async(self) -> bool:
-        """True if the function is an ``async def``, so that its result must be awaited."""
+        """True if the function is an ``async def``, whose result must be awaited."""
         return inspect.iscoroutinefunction(self.function)
 
     def wants(self, route: Route) -> bool:
@@ -90,7 +90,7 @@ class Handler:
         )
 
     def given(self, messages: Sequence[Message]) -> list[Any]:
-        """Return what the user's function is given for each message: its body, or the message itself."""
+        """Return the argument of the user's function for each message: its body, or the message itself."""
         return list(messages) if self.on.envelope else [message.body for message in messages]
 
 
@@ -98,7 +98,7 @@ def check_parameters(identity: str, function: Callable[..., Any]) -> None:
     """Raise ``HandlerDefinitionError`` for a function that cannot be called with an event and a session."""
     try:
         signature = inspect.signature(function)
-    except ValueError:  # of a function that is written in C, which does not say
+    except ValueError:  # a function written in C has no signature
         return
     try:
         signature.bind(None, None)
@@ -111,8 +111,8 @@ def check_parameters(identity: str, function: Callable[..., Any]) -> None:
 def check_session(identity: str, function: Callable[..., Any]) -> None:
     """Raise ``HandlerDefinitionError`` for an async handler that declares a ``Session``, and for the reverse.
 
-    The handler would await nothing that it does, or find a coroutine where it expects rows. An annotation that cannot
-    be evaluated, because its name is imported for type checkers only, is not looked at.
+    With the wrong session the handler would get coroutines in place of rows, or await plain values. An annotation that
+    cannot be evaluated, because its name is imported for type checkers only, is ignored.
     """
     asynchronous = inspect.iscoroutinefunction(function)
     if asynchronous != inspect.iscoroutinefunction(inspect.unwrap(function)):
@@ -133,8 +133,8 @@ def check_session(identity: str, function: Callable[..., Any]) -> None:
 def refuse_second_of_one_name(function: Callable[..., Any], mark: str) -> None:
     """Raise ``HandlerDefinitionError`` if the class body that is being run has another handler of that name.
 
-    Python would keep the second only, and nobody would handle the events of the first. Called by the decorator, which
-    the class body calls: a decorator that is called from elsewhere sees nothing.
+    Python keeps the second one only, and nobody would handle the events of the first. This function reads the frame of
+    the class body, two calls up. It detects nothing if the decorator is called from elsewhere.
     """
     frame = inspect.currentframe()
     for _ in range(2):  # the decorator, and the class body
@@ -149,7 +149,7 @@ def refuse_second_of_one_name(function: Callable[..., Any], mark: str) -> None:
 
 
 def warn_of_unused_id(handler: Handler) -> None:
-    """Log once for each handler that a message id was given to one that is not idempotent, and so was not used."""
+    """Log once for each handler that it is not idempotent, and therefore did not use the given message id."""
     if handler.identity not in _warned:
         _warned.add(handler.identity)
         logger.warning(
@@ -160,9 +160,9 @@ def warn_of_unused_id(handler: Handler) -> None:
 
 
 def advice_on(event: object, route: Route, extractor: TypeExtractor | None = None) -> str:
-    """Return what to write instead where an event has the type of a container, for texts of errors; else nothing.
+    """Return advice for the error message if the event is a list, tuple or dictionary; otherwise an empty text.
 
-    ``route`` is what was found for the event, by the ``extractor`` or its class.
+    ``route`` is the type that the ``extractor`` found for the event, or its class.
     """
     if type(event) in (list, tuple):
         return f"A {type(event).__name__} is not one message: deliver several by deliver_batch(events)"
@@ -176,18 +176,18 @@ def advice_on(event: object, route: Route, extractor: TypeExtractor | None = Non
 
 
 def check_kind(handler: Handler, *, asynchronous: bool) -> None:
-    """Raise ``HandlerDefinitionError`` for an async handler where nothing would await it, and for the reverse."""
+    """Raise ``HandlerDefinitionError`` for an async handler that nobody would await, and for the reverse."""
     if not handler.is_async and inspect.iscoroutinefunction(inspect.unwrap(handler.function)):
-        return  # a plain wrapper of an async function may return its coroutine, or run it: its result will tell
+        return  # a plain wrapper of an async function may return its coroutine, or run it: the result shows
     if handler.is_async != asynchronous:
         has, wants = ("async def", "AsyncDispatcher") if handler.is_async else ("plain def", "Dispatcher")
         raise HandlerDefinitionError(f"{handler.identity} is {has}: deliver it through {wants}")
 
 
 def check_result(identity: str, result: object, *, asynchronous: bool) -> None:
-    """Raise ``HandlerDefinitionError`` for a result that says that the handler's work was not done.
+    """Raise ``HandlerDefinitionError`` if the result shows that the handler's work was not done.
 
-    A result must be awaitable if it is ``asynchronous``, that is, comes from calling an async handler, and else not.
+    With ``asynchronous``, the result of calling an async handler, it must be awaitable. Otherwise it must not be.
     """
     if result is None and not asynchronous:
         return  # the usual case, without the checks below
@@ -209,7 +209,7 @@ def check_result(identity: str, result: object, *, asynchronous: bool) -> None:
 def refuse_shared_names(one: Handler, other: Handler) -> None:
     """Raise ``HandlerDefinitionError`` for two handlers that claim one message under one name.
 
-    The second of them would find the marker of the first, and skip the message.
+    The second handler would find the marker of the first one, and skip the message.
     """
     shared = {one.identity, *one.formerly} & {other.identity, *other.formerly}
     if not (shared and one.idempotent and other.idempotent):

@@ -1,4 +1,4 @@
-"""``@on``, the decorator that marks a handler; its types say which function fits below it."""
+"""``@on``, the decorator that marks a handler. Its types tell type checkers which functions it accepts."""
 
 from __future__ import annotations
 
@@ -128,16 +128,24 @@ def on(
 ) -> Marks[Any]:
     """Mark a method or a function as the handler of ``events``, each a class (the exact type) or a name.
 
-    The handler is called with ``(event, session)``; it must not commit. ``name`` pins the method's part of the
-    identity, so that it can be renamed; ``formerly`` lists former names of that part or, with a dot, former identities
-    of the whole handler: code of both names may run at once (docs/operations.md). ``subclasses`` also takes
-    events of derived classes. ``envelope`` passes the ``Message`` instead of its body. ``batch`` passes the list of
-    all events that ``deliver_batch`` found new, in their order; ``deliver`` passes a list of one then.
+    The handler is called with ``(event, session)``. It must not commit. ``name`` pins the method's part of the
+    identity, so that you can rename the method. ``formerly`` lists former names of that part or, with a dot, former
+    identities of the whole handler; code of both names may run at the same time (docs/operations.md). ``subclasses``
+    also takes events of derived classes. ``envelope`` passes the ``Message`` instead of its body. ``batch`` passes the
+    list of all events that ``deliver_batch`` found new, in their order; ``deliver`` then passes a list of one event.
 
-    ``reads`` says which rows the handler will ``session.get``: for each entity a dotted path to its key in the event, a
-    tuple of paths for a composite key, a list of these for several rows, or a function of the event that lists the
-    keys. They come with the claim, or together for a batch, which saves round trips. It is advice, and never changes
-    what a handler sees. Raises ``HandlerDefinitionError`` for a wrong argument.
+    ``reads`` declares the rows that the handler gets by ``session.get``: for each entity a dotted path to the key in
+    the event, a tuple of paths for a composite key, a list of these for several rows, or a function of the event that
+    returns a list of keys. The library reads the rows as if the handler's first line had loaded them: by one SELECT for
+    each entity, in the order of the keys, under lock if the entity is in ``read_models``. With ``batch=True``, or
+    ``@projector(shared_session=True)``, it reads the rows of all messages together. It leaves a single key to the
+    handler's own ``session.get``.
+
+    ``session.get`` of a row that was read this way sends nothing, **and so it does not autoflush** the handler's
+    earlier changes. Call ``session.flush()`` first if the database must have them, for example because a trigger
+    changes the row. The session keeps the rows until a statement is sent that is not a SELECT. If a declaration finds
+    no key, the library logs a warning once for each handler and ignores the declaration. Raises
+    ``HandlerDefinitionError`` for a wrong argument.
     """
     if not events or not all(isinstance(event, (type, str)) for event in events):
         raise HandlerDefinitionError("@on takes the events it handles: classes or names, as in @on(PaymentReceived)")

@@ -1,9 +1,9 @@
 """Open a unit of work: a private session like the user's, begun on one connection, at the right isolation level.
 
 The session's class is private, so that the guard's listeners reach no session of the user's. An engine on which the
-promise would not hold is refused. The level is chosen before the transaction begins; but a transaction that a listener
-of the user's has begun on the connection, to choose a tenant say, keeps what it has: the level is chosen within it, by
-SQL, where the database can do that (docs/adr/0025-what-is-set-for-a-transaction.md).
+guarantees would not hold is refused. The level is set before the transaction begins. If a listener of the user's has
+begun the transaction already, for example to choose a tenant, its settings are kept: the level is then set inside the
+transaction, by SQL, if the database can do that (docs/adr/0025-what-is-set-for-a-transaction.md).
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ logger = logging.getLogger("projector_dedup")
 _TOO_LATE = {"25001", "25P02"}  # active_sql_transaction: a query has run; in_failed_sql_transaction
 
 _begun_by_claims: WeakKeyDictionary[Engine, bool] = WeakKeyDictionary()
-"""True for engines that send BEGIN with the claim, known since their first unit of work (docs/adr/0023)."""
+"""True for engines that send BEGIN together with the claim; found out at their first unit of work (ADR 23)."""
 
 _warned_of: WeakKeyDictionary[EngineDialect, set[str]] = WeakKeyDictionary()
-"""The isolation levels that a log line has said to lose updates, by engine and all copies of it: once is enough."""
+"""The isolation levels of which the log has warned that they lose updates, for an engine and its copies."""
 
 
 # The session ----------------------------------------------------------------------------------------------------------
@@ -49,17 +49,17 @@ _warned_of: WeakKeyDictionary[EngineDialect, set[str]] = WeakKeyDictionary()
 class SharedSession(GuardedSession):
     """The session of ``@projector(shared_session=True)``, which several messages of a batch share.
 
-    It keeps every instance that handlers load or insert, until the COMMIT: SQLAlchemy's identity map forgets an
-    instance as soon as nobody refers to it. Changes wait for the end of the batch, or for the first statement that the
-    handler of a later message sends, also one that SQLAlchemy would not flush for, such as SQL text. A statement that
-    writes may change rows of the session, so the session flushes before it and reads its rows again after it.
+    It keeps every instance that handlers load or insert, until the COMMIT, because SQLAlchemy's identity map has only
+    weak references. It flushes at the end of the batch, or before the first statement that the handler of a later
+    message sends itself. That includes statements for which SQLAlchemy does not autoflush, such as SQL text. If the
+    statement writes, it may change rows of the session, so the session flushes and expires them before it.
     """
 
-    keeps_over_flush = True
-
     def before_statement(self, *, writes: bool) -> None:
-        """Write what earlier messages have changed, unless the statement is a part of that flush."""
-        if self._is_shared and not self.flush_depth and (writes or self.unwritten):
+        """Flush the changes of earlier messages, unless the statement belongs to a flush."""
+        if not self.is_shared:
+            super().before_statement(writes=writes)
+        elif not self.flush_depth and (writes or self.unwritten):
             self.unwritten = False
             self.flush()
             if writes:
@@ -68,9 +68,12 @@ class SharedSession(GuardedSession):
     def before_rollback_to_savepoint(self) -> None:
         """Have the next message read its rows again. A flush now would be rolled back."""
         self.stale = True
+        if not self.is_shared:
+            super().before_rollback_to_savepoint()
 
     @property
-    def _is_shared(self) -> bool:
+    def is_shared(self) -> bool:
+        """True if several messages use the session, and not only one."""
         return self.guard is not None and self.guard.several
 
     # These methods drop changes that were not flushed: of the handler, as it wants, but of earlier messages, too.
@@ -101,14 +104,15 @@ class SharedSession(GuardedSession):
         super().expunge_all()
 
     def _refuse_to_drop(self) -> None:
-        if self._is_shared and self.guard is not None and (self.new or self.deleted or self.dirty):
+        if self.is_shared and self.guard is not None and (self.new or self.deleted or self.dirty):
             self.guard.refuse_for_several()
 
 
 @event.listens_for(SharedSession, "loaded_as_persistent")
 @event.listens_for(SharedSession, "pending_to_persistent")
 def _keep(session: SharedSession, instance: object) -> None:
-    session.kept.append(instance)
+    if session.is_shared:
+        session.kept.append(instance)
 
 
 @kept_on_class
@@ -122,10 +126,10 @@ def new_session(factory: sessionmaker[Session], options: UnitOptions) -> Guarded
 
 
 def new_async_session(factory: async_sessionmaker[AsyncSession], options: UnitOptions) -> AsyncSession:
-    """Return an asynchronous session like the factory's; the synchronous one inside is of the private class."""
+    """Return an asynchronous session like the factory's. The synchronous session inside has the private class."""
     arguments = _private_arguments(factory.kw, options)
     inner = arguments.pop("sync_session_class", None) or factory.class_.sync_session_class
-    if isinstance(inner, sessionmaker):  # SQLAlchemy's way to attach events; its arguments count where we have none
+    if isinstance(inner, sessionmaker):  # SQLAlchemy's way to attach events; its arguments are defaults
         arguments = {**_private_arguments(inner.kw, options), **arguments}
         inner = inner.class_
     return factory.class_(sync_session_class=_private_class(inner, options), **arguments)
@@ -139,10 +143,10 @@ def _private_class(session_class: type[Session], options: UnitOptions) -> type[G
 
 
 def _private_arguments(arguments: dict[str, Any], options: UnitOptions) -> dict[str, Any]:
-    # A session that was kept after its message must not come to life again.
+    # A session that a handler has kept must not begin another transaction after its message.
     private = {**arguments, "close_resets_only": False}
-    private.pop("autobegin", None)  # the unit of work says when it begins
-    # To SQLAlchemy 2.0 a transaction that a listener to engine_connect has begun is not ours to commit; it is.
+    private.pop("autobegin", None)  # the unit of work begins it
+    # If a listener to engine_connect has begun the transaction, SQLAlchemy 2.0 would not commit it for the session.
     private["join_transaction_mode"] = "create_savepoint" if options.external else "control_fully"
     return private
 
@@ -153,13 +157,13 @@ def _private_arguments(arguments: dict[str, Any], options: UnitOptions) -> dict[
 def open_connection(
     session: GuardedSession, bind: Engine | Connection, options: UnitOptions, *, marked: bool, one: bool
 ) -> Connection:
-    """Begin the session's transaction on ``bind``, at the level that ``options`` come to, and return its connection.
+    """Begin the session's transaction on ``bind``, at the level that follows from ``options``; return the connection.
 
-    A claim of markers comes next if ``marked``, of ``one`` or of many. Raises ``RefusedError`` for a bind on which the
-    promise would not hold.
+    ``marked``: a claim comes next. ``one``: it claims one message. Raises ``RefusedError`` for a bind on which the
+    guarantees would not hold.
     """
     dialect = dialect_of(bind)
-    if session.in_transaction():  # as it is since anything was added to it, or changed in it
+    if session.in_transaction():  # it begins when an instance is added or changed
         raise UnsafeSessionError(
             "the session was used before the claim; the claim is the transaction's first statement"
         )
@@ -175,7 +179,7 @@ def open_connection(
         dialect.begin_around(bind, options.tables.marker if marked else None)
         connection = session.connection(bind_arguments={"bind": bind})
         dialect.refuse_unsafe(connection)
-        if isinstance(session, LockingSession):  # as in production, whose level the test's transaction may not have
+        if isinstance(session, LockingSession):  # judge by production's level: the test's may be another
             level = chosen_level(bind) or _usual_level(bind.engine, dialect, options, marked=marked)
             session.conflicts_are_found = dialect.detects_lost_updates(connection, level)
     else:
@@ -185,7 +189,7 @@ def open_connection(
         )
     if dialect.remembers_tables or dialect.unknown:
         moved = forget_if_moved(session, connection)
-        if moved and marked and dialect.unknown and options.claim_timeout is None:  # a bounded one is refused
+        if moved and marked and dialect.unknown and options.claim_timeout is None:  # else it is refused
             try_within(connection, dialect, options.tables, moved=True)
     return connection
 
@@ -203,7 +207,7 @@ def _on_engine(
             by_claim = one and level in LEVELS and begun_by_claims
             connection = _connect(session, engine, dialect, level, begun_by_claim=by_claim)
         dialect.refuse_unsafe(connection)
-    except engine.dialect.loaded_dbapi.Error as error:  # SQLAlchemy does not wrap what is asked of the driver
+    except engine.dialect.loaded_dbapi.Error as error:  # direct calls of the driver are not wrapped
         raise DBAPIError(None, None, error) from error
     if marked and chosen in LEVELS:
         _warn_of_lost_updates(connection, dialect, options, chosen)
@@ -213,7 +217,7 @@ def _on_engine(
 
 
 def _admit(engine: Engine, dialect: Dialect) -> bool:
-    """Prepare an engine once, or refuse it if it could not keep the promise; return True if its claims send BEGIN."""
+    """Prepare an engine once, or refuse it as unsafe. Return True if its claims send BEGIN."""
     known = _begun_by_claims.get(engine)
     if known is None:
         dialect.prepare(engine)
@@ -229,7 +233,7 @@ def _connect(
     if level is None:
         return session.connection(bind_arguments={"bind": engine})
     taking = _Taking(engine, dialect, level, begun_by_claim=begun_by_claim)
-    # A level among the session's own options would be set after ours.
+    # A level in the session's own execution options would be set later, and win.
     again = taking.option if "isolation_level" in (getattr(session, "execution_options", None) or {}) else None
     bind: Any = taking
     try:
@@ -237,7 +241,7 @@ def _connect(
     except ArgumentError as error:
         raise UnsafeSessionError(f"isolation={level!r} is no level of this database: {error}") from error
     if begun_by_claim and not taking.was_open and not dialect.claim_begins(connection):
-        _begun_by_claims[engine] = False  # a listener of the user's has sent something, or set
+        _begun_by_claims[engine] = False  # a listener of the user's has sent or set something
         session.rollback()
         return _connect(session, engine, dialect, level, begun_by_claim=False)
     options = connection.get_execution_options()
@@ -251,24 +255,24 @@ def _connect(
 
 
 class _Taking:
-    """An engine for a session that takes a connection: sets the level before the session can use the connection.
+    """Stands in for the engine while a session takes a connection, to set the level before the session uses it.
 
-    Where the claim sends BEGIN, the level is only noted, to be said with BEGIN.
+    If the claim sends BEGIN, the level is only noted here, and sent with BEGIN.
     """
 
     def __init__(self, engine: Engine, dialect: Dialect, level: str, *, begun_by_claim: bool) -> None:
         self.engine = engine
-        self.was_open = False  # the driver's transaction, when the connection had been taken
+        self.was_open = False  # True: the driver had a transaction open when the connection was taken
         self.option = {LEVEL_OF_BEGIN if begun_by_claim else "isolation_level": level}
         self._dialect = dialect
         self._level = level
 
     def __getattr__(self, name: str) -> Any:
-        """Answer for the engine, if a Session class of the user's looks at what it is given."""
+        """Return the engine's attribute, in case a Session class of the user's reads it."""
         return getattr(self.engine, name)
 
     def __eq__(self, other: object) -> bool:
-        """Be found by a session that has a connection of the engine already: it must not take a second one."""
+        """True for the engine itself, so that a session that has a connection of it does not take a second one."""
         return other is self or other is self.engine
 
     def __hash__(self) -> int:
@@ -311,20 +315,20 @@ class _Taking:
 
 
 def _usual_level(engine: Engine, dialect: Dialect, options: UnitOptions, *, marked: bool) -> str | None:
-    """Return the level to ask for where the user has chosen none; None keeps the engine's (docs/adr/0003)."""
+    """Return the level to set if the user has chosen none. None keeps the engine's (docs/adr/0003)."""
     detecting = dialect.detecting_isolation(engine)
     if detecting is None:
         return None
     default: str | None = engine.dialect.default_isolation_level
     if dialect.begins_with_level and default is not None and is_as_strict(default, detecting):
-        return default  # said, for it was asked on one connection; the next may have another (docs/adr/0011)
+        return default  # set it anyway: the next connection may have another default (docs/adr/0011)
     if options.read_models:
         return dialect.locking_isolation
     return detecting if marked else None
 
 
 def _warn_of_lost_updates(connection: Connection, dialect: Dialect, options: UnitOptions, level: str) -> None:
-    """Log that a ``level`` which the user has chosen loses updates, if it does; once for each engine and level."""
+    """Log, once for each engine and level, that a ``level`` chosen by the user loses updates, if it does."""
     warned = _warned_of.setdefault(connection.dialect, set())
     if options.warn and not (options.read_models or level in warned or dialect.detects_lost_updates(connection, level)):
         warned.add(level)

@@ -53,7 +53,7 @@ class UnitOptions:
     under lock instead. ``strict`` spends one or two round trips more to ask the database, before COMMIT,
     whether the marker is in *this* transaction: that finds what a handler did on the driver's own connection.
     ``external`` permits a transaction that somebody else commits. ``warn`` logs a level that loses updates, once for
-    each engine. ``shared_session`` keeps the rows of a batch in the session until its COMMIT.
+    each engine. ``shared_session`` keeps the rows of a batch in the session until the COMMIT.
     """
 
     tables: DedupTables = default_tables

@@ -1,4 +1,4 @@
-"""``@projector``, the decorator of classes and functions, and the projector that is made of one function."""
+"""``@projector``, the decorator of classes and functions, and the projector that consists of one function."""
 
 from __future__ import annotations
 
@@ -50,21 +50,25 @@ def projector(
     isolation: str | None = None,
     shared_session: bool = False,
 ) -> Any:
-    """Make a projector of a class with ``@on`` methods, or of a function under ``@on``; both can be called as before.
+    """Make a projector of a class with ``@on`` methods, or of a function under ``@on``. Both can be called as before.
 
     With ``idempotent=True`` each message is applied once, by a marker that commits with the handler's writes. Without
-    it, handlers run in a unit of work all the same, but no marker is read or written and no table is needed. ``name``
-    pins the identity, which else is ``module.Class``, so that the class can be moved. ``formerly`` lists its names from
-    before (of a function, whole identities): each message is claimed under these too, so that code of both names may
-    run at once. ``read_models`` lists the entities that the handlers change, if many workers change the same rows: they
-    are read under lock (docs/adr/0003-lost-updates.md), on PostgreSQL at READ COMMITTED. Changing a row of another
-    entity without a lock then raises ``UnlockedWriteError``. ``isolation`` overrides the isolation level.
+    it, handlers run in a unit of work too, but the library reads and writes no marker and needs no table. ``name`` pins
+    the identity, which is otherwise ``module.Class``, so that you can move the class. ``formerly`` lists former names
+    (of a function, whole identities). Each message is claimed under these names too, so code of both names may run at
+    the same time. ``read_models`` lists the entities that the handlers change, if many workers change the same rows.
+    Their rows are read under lock (docs/adr/0003-lost-updates.md), on PostgreSQL at READ COMMITTED. A change of another
+    entity's row without a lock then raises ``UnlockedWriteError``. ``isolation`` overrides the isolation level.
 
-    ``shared_session=True`` runs the messages of a batch as a loop in one session would: rows stay in the session, and
-    are written at the end of the batch, or before the next statement of a handler. That is many times faster. Without
-    it, the session is flushed and emptied after each message, so that a handler sees what it would see alone; a handler
-    may notice the difference if it reads what triggers, collections or SQL expressions of earlier messages have changed
-    (docs/handlers.md). Raises ``HandlerDefinitionError``.
+    ``shared_session=True`` runs the messages of a batch as a loop in one session does: rows stay in the session until
+    the COMMIT. The session flushes at the end of the batch, at the end of a message that deletes a row, and before each
+    statement that a handler sends itself, also SQL text. ``session.get`` of a row that the session has sends nothing,
+    so it does not autoflush. Handlers whose messages change the same rows need far fewer statements.
+
+    Do not use ``shared_session`` if a handler assigns SQL expressions, expires or expunges instances without a flush,
+    or turns autoflush off: updates of earlier messages would be lost. Triggers, version counters and mapper events run
+    once for each flush (docs/handlers.md). Without ``shared_session`` the session is flushed and emptied after each
+    message, and a handler sees what it would see alone. Raises ``HandlerDefinitionError``.
     """
     given: object = read_models
     if not isinstance(given, Sequence) or not all(hasattr(model, "__mapper__") for model in given):
@@ -94,7 +98,7 @@ class ProjectorDecorator:
 
 
 class FunctionProjector(Generic[P, R]):
-    """A projector made of one function, which can be called as before; ``deliver`` applies one event once."""
+    """A projector that consists of one function, which can be called as before. ``deliver`` applies one event."""
 
     def __init__(self, function: Callable[P, R], settings: Settings) -> None:
         if not callable(function):
@@ -120,13 +124,13 @@ class FunctionProjector(Generic[P, R]):
         return options_for(self.handler)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call the function as it was written: without a claim, in whatever transaction the caller has."""
+        """Call the function itself, without a claim, in the transaction that the caller has."""
         return self._function(*args, **kwargs)
 
     def deliver(self, event: object, *, message_id: object = None, session_factory: sessionmaker[Any]) -> Delivery:
-        """Apply the event once, in a unit of work of its own; return only if the message may be acknowledged.
+        """Apply the event once, in a unit of work of its own. Return only if the message may be acknowledged.
 
-        ``message_id`` wins over the event's own. Raises what ``Dispatcher.deliver`` raises with one handler.
+        ``message_id`` overrides the event's own id. Raises what ``Dispatcher.deliver`` raises with one handler.
         """
         check_session_factory(session_factory, asynchronous=False)
         check_kind(self.handler, asynchronous=False)
@@ -136,7 +140,7 @@ class FunctionProjector(Generic[P, R]):
     async def adeliver(
         self, event: object, *, message_id: object = None, session_factory: async_sessionmaker[Any]
     ) -> Delivery:
-        """Apply the event once, by an ``async def`` function; returns and raises what ``deliver`` does."""
+        """Apply the event once, by an ``async def`` function. Returns and raises what ``deliver`` does."""
         check_session_factory(session_factory, asynchronous=True)
         check_kind(self.handler, asynchronous=True)
         chunk = self._chunk(event, message_id)

@@ -7,8 +7,8 @@ lock sees what the other message wrote.
 
 At READ COMMITTED the database refuses nothing. So there, a flush refuses to write *any* row that this unit of work has
 neither read under lock nor inserted itself, whether its entity is declared or not. An entity with a version counter is
-exempt: its UPDATE finds the conflict. A SELECT of a declared entity that cannot lock is refused as well. Not seen:
-textual SQL, and values that a handler reads by one statement and writes back by another, past the ORM.
+exempt: its UPDATE finds the conflict. A SELECT of a declared entity that cannot lock is refused as well. The library
+does not detect textual SQL, nor a value that a handler reads and writes back by an UPDATE statement of its own.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ _warned: set[str] = set()
 def read_ahead(session: Session, reads: DeclaredReads, events: Sequence[Any], handler: str) -> list[Any]:
     """Read the rows that the handler of ``events`` declares, by one SELECT for each entity; return the instances.
 
-    The rows are in the session's identity map as long as somebody keeps the result, so ``session.get`` sends nothing. A
-    single key is left to ``session.get`` itself. Keys are read in their order, so that two messages that lock the
-    same rows lock them in the same order.
+    As long as the caller keeps the result, the rows are in the session's identity map, and ``session.get`` sends
+    nothing. A single key is left to the handler's own ``session.get``. Keys are read in their order, so that two
+    messages that lock the same rows of an entity lock them in the same order.
     """
     found: list[Any] = []
     for entity in reads.entities:
@@ -67,20 +67,20 @@ def read_ahead(session: Session, reads: DeclaredReads, events: Sequence[Any], ha
 
 
 def _keys(reads: DeclaredReads, entity: Any, events: Sequence[Any], handler: str) -> list[tuple[Any, ...]]:
-    """Return the keys in their order. None, and a warning once for each handler, if the declaration finds no key."""
+    """Return the keys, sorted. If the declaration is wrong, return none, and log a warning once for each handler."""
     try:
         keys = {key: None for each in events for key in reads.keys_of(entity, each)}
         if not any(part is None for key in keys for part in key):
             return sorted(keys)
         what = "found None: correct the path, or give a function that returns [] without a row"
-    except Exception as error:  # noqa: BLE001  # the event's or the user's own; the declaration is advice
+    except Exception as error:  # noqa: BLE001  # raised by the event or the user's function; a wrong declaration is ignored
         what = f"found no keys ({type(error).__name__})"
     warn_of_reads(handler, f"reads={{{entity.__name__}: ...}} {what}")
     return []
 
 
 def warn_of_reads(handler: str, what: str) -> None:
-    """Log once for each handler that its rows are read only when it asks for them, which is slower."""
+    """Log once for each handler that its declaration is ignored, so that it sends a SELECT for each row."""
     if handler not in _warned:
         _warned.add(handler)
         logger.warning("handler %s: %s; its rows are read when the handler asks for them", handler, what)
@@ -99,7 +99,7 @@ class LockingSession(GuardedSession):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.locked_instances: WeakSet[InstanceState[Any]] = WeakSet()
-        self.inserted: frozenset[Any] = frozenset()  # identity keys: the instance may be gone and loaded anew
+        self.inserted: frozenset[Any] = frozenset()  # identity keys: an instance may be loaded anew
         self.before_savepoint: WeakKeyDictionary[
             SessionTransaction, tuple[WeakSet[InstanceState[Any]], frozenset[Any]]
         ] = WeakKeyDictionary()
@@ -110,7 +110,7 @@ class LockingSession(GuardedSession):
         return self.guard is not None and self.guard.dialect.locks_rows
 
     def may_write(self, state: InstanceState[Any]) -> bool:
-        """True if no other transaction can have changed the row since this one read it, or somebody would notice."""
+        """True if nobody can have changed the row since this transaction read it, or the database detects that."""
         if state in self.locked_instances or state.key in self.inserted:
             return True
         if issubclass(state.class_, self.read_models):
@@ -165,7 +165,7 @@ def _is_updated(state: InstanceState[Any]) -> bool:
 
 @event.listens_for(LockingSession, "pending_to_persistent")
 def _inserted(session: LockingSession, instance: object) -> None:
-    session.inserted |= {inspect(instance).key}  # nobody else can have the row before the COMMIT
+    session.inserted |= {inspect(instance).key}  # no other transaction can change the row before the COMMIT
 
 
 @event.listens_for(LockingSession, "after_transaction_create")
@@ -199,7 +199,7 @@ def _lock(state: ORMExecuteState, declared: frozenset[FromClause]) -> frozenset[
         if named:
             state.statement = statement.with_for_update(key_share=True, of=tuple(lockable))
         return frozenset(_table(source) for source in lockable)
-    if named and (asked.read or not lockable <= kept):  # else the handler's lock is kept: it is stronger
+    if named and (asked.read or not lockable <= kept):  # otherwise keep the handler's own lock, which is stronger
         raise UnlockedWriteError(
             f"{_names(named)} is declared in read_models, and the with_for_update() of this SELECT does not lock it "
             "against other writers (read=True, or of= without it); leave with_for_update() away, and the lock is added"
@@ -213,7 +213,7 @@ def _asked(statement: Any) -> Any:
 
 
 def _lockable(sources: Any, *, nullable: bool = False) -> Iterator[FromClause]:
-    """Yield the tables whose rows FOR UPDATE can lock: not a subquery, nor the nullable side of an outer join."""
+    """Yield the tables whose rows FOR UPDATE can lock. It locks no subquery and no nullable side of an outer join."""
     for source in sources:
         if isinstance(source, Join):
             yield from _lockable([source.left], nullable=nullable or source.full)
@@ -270,7 +270,7 @@ def _remember_locked_instances(model: type[Any]) -> None:
 
     @event.listens_for(model, "refresh", propagate=True, raw=True)
     def _refreshed(state: InstanceState[Any], context: QueryContext, names: object) -> None:
-        if names is None:  # else only what was missing was read: the other values are older than the lock
+        if names is None:  # otherwise only missing columns were read: the other values are older than the lock
             _remember(state, context)
 
 

@@ -1,4 +1,4 @@
-"""The declaration ``@on(..., reads={...})``: which rows a handler will ``session.get``, found in its event."""
+"""The declaration ``@on(..., reads={...})``: finds in an event the keys of the rows that its handler gets."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _EXAMPLE = "as in reads={Totals: 'account_id'}"
 
 
 class DeclaredReads:
-    """The rows that a handler says it will read.
+    """The rows that a handler declares to read.
 
-    Raises ``HandlerDefinitionError`` for a declaration that names no entity, or not the columns of its key.
+    Raises ``HandlerDefinitionError`` if a declaration names no entity, or another number of columns than its key has.
     """
 
     def __init__(self, reads: object) -> None:
@@ -41,7 +41,7 @@ class DeclaredReads:
     def keys_of(self, entity: type[Any], event: Any) -> list[Key]:
         """Return the keys of the rows of ``entity`` that the handler of ``event`` will ask for, each once.
 
-        A key may be of any type, or None. Raises whatever the event or the user's function raises.
+        A key can have any type, or be None. Raises what the event or the user's function raises.
         """
         return list(dict.fromkeys(self._finders[entity](event)))
 

@@ -47,7 +47,7 @@ logger = logging.getLogger("projector_dedup")
 
 T = TypeVar("T")
 
-_FLUSHES = 100  # as many as a COMMIT of SQLAlchemy's tries
+_FLUSHES = 100  # SQLAlchemy's own COMMIT tries as often
 
 _INTERRUPTED = (
     "interrupted during COMMIT, by the loss of the connection or otherwise: the message may be applied or not. Do not "
@@ -65,8 +65,8 @@ class UnitOfWork:
                 uow.session.add(...)
                 uow.commit()
 
-    Leaving the block without ``commit()`` rolls everything back, the marker too. Nothing is retried here: that is
-    what ``Dispatcher`` does. The options are those of ``UnitOptions``.
+    Leaving the block without ``commit()`` rolls everything back, the marker too. A unit of work does not retry;
+    ``Dispatcher`` does. The options are those of ``UnitOptions``.
     """
 
     session: Session
@@ -90,7 +90,7 @@ class UnitOfWork:
 
     @classmethod
     def opened(cls, session_factory: Any, options: UnitOptions, waiting: Waiting) -> Self:
-        """Return a unit of work; the caller has checked factory and options, once for many messages."""
+        """Return a unit of work without checking factory and options: the caller has, once for many messages."""
         self = cls.__new__(cls)
         self._prepare(session_factory, options, waiting)
         return self
@@ -104,9 +104,9 @@ class UnitOfWork:
             self.handlers_session = new_async_session(session_factory, options)
             self._session = self.handlers_session.sync_session
         self.session = self._session
-        self.dialect: Dialect | None = None  # None until there was a connection
-        self.durable = True  # False: the COMMIT is somebody else's, and has not come yet
-        self.last: LastStatement | None = None  # which ``commit`` runs behind everything else
+        self.dialect: Dialect | None = None  # None until the first connection
+        self.durable = True  # False: the transaction belongs to the caller, who has not committed it yet
+        self.last: LastStatement | None = None  # a statement that ``commit`` runs after all others
         self._options = options
         self._waiting = waiting
         self._guard: Guard | None = None
@@ -115,7 +115,7 @@ class UnitOfWork:
     def __enter__(self) -> Self:
         return self
 
-    # 1 Claim first: a rival waits here ------------------------------------------------------------------------------
+    # 1 Claim first: a concurrent delivery waits here ----------------------------------------------------------------
 
     def claim(
         self,
@@ -125,14 +125,14 @@ class UnitOfWork:
         formerly: Collection[str] = (),
         occurred_at: datetime | None = None,
     ) -> bool:
-        """Claim the message, as the transaction's first statement: True if it is new, False if a duplicate.
+        """Claim the message by the transaction's first statement. Return True if it is new, False if a duplicate.
 
-        With ``formerly``, names that the handler had before, it is claimed under these too, and new only if it is
-        new under each: code that knows the old name only may run beside this one.
+        ``formerly`` lists former names of the handler. The message is claimed under these names too, and is new only if
+        it is new under every name. So code that knows only an old name may run at the same time.
 
         A concurrent delivery of the same message waits here until this one ends. Raises ``RefusedError``,
-        ``InProgress`` after ``claim_timeout``, and ``CommitOutcomeUnknown`` for a duplicate that a synchronous standby
-        may not know.
+        ``InProgress`` after ``claim_timeout``, and ``CommitOutcomeUnknown`` for a duplicate whose marker a synchronous
+        standby may not have.
         """
         new = self.claim_first(valid_key(message_id, handler, occurred_at), formerly)
         self._read_on()
@@ -145,11 +145,11 @@ class UnitOfWork:
         *,
         formerly: Collection[str] = (),
     ) -> set[str]:
-        """Claim several messages at once, each an id and when it occurred, or None; returns the ids that are new.
+        """Claim several messages at once and return the ids that are new.
 
-        An id that is known under one of the names ``formerly`` is not new. Raises what ``claim`` raises, and
-        ``OvertakenError`` where another delivery was faster: run the unit of work again. If some are new, the others
-        may be acknowledged after ``commit()``, as those are.
+        Each message is a pair: its id, and when it occurred, or None. An id that is known under one of the names
+        ``formerly`` is not new. If some ids are new, acknowledge all messages after ``commit()``, the duplicates too.
+        Raises what ``claim`` raises, and ``OvertakenError`` if another delivery was faster: run the unit of work again.
         """
         names, keys = valid_formerly(formerly), valid_keys(messages, handler)
         tables, wait = self._options.tables, self._options.claim_timeout
@@ -168,7 +168,7 @@ class UnitOfWork:
     def claim_first(
         self, key: dict[str, Any], formerly: Collection[str] = (), *, recall: LastStatement | None = None
     ) -> bool:
-        """Claim by a valid ``key``, as ``claim`` does. ``recall`` is run as the last statement of a duplicate."""
+        """Claim by a valid ``key``, as ``claim`` does. For a duplicate, run ``recall`` as the last statement."""
         names, tables, wait = valid_formerly(formerly), self._options.tables, self._options.claim_timeout
         return self._claim(
             key,
@@ -178,7 +178,7 @@ class UnitOfWork:
         )
 
     def begin(self) -> None:
-        """Open the transaction without a claim, for a handler that may run twice (invariant I9)."""
+        """Open the transaction without a claim, for a handler that is not idempotent (invariant I9)."""
         self._watch(self._open(bind_of_session(self.session), None, one=False), new=True)
 
     def _claim(
@@ -199,7 +199,7 @@ class UnitOfWork:
         return new
 
     def _open(self, bind: Any, key: dict[str, Any] | None, *, one: bool) -> Guard:
-        """Begin the transaction, ready for the claim of ``key`` (None: of no marker); return its guard."""
+        """Begin the transaction for the claim of ``key`` (None: without a claim) and return its guard."""
         refuse_within_handler(bind)
         self.durable = not isinstance(bind, Connection)
         options = self._options
@@ -216,7 +216,7 @@ class UnitOfWork:
         return self._guard
 
     def _watch(self, guard: Guard, *, new: bool) -> None:
-        """Watch the session from here on, also where the claim failed: a write must not commit without a marker."""
+        """Watch the session from here on, also if the claim failed: no write may commit without a marker."""
         status = guard.watch()
         if not new:
             return
@@ -224,15 +224,15 @@ class UnitOfWork:
             raise UnsafeSessionError(COMMITTED_AT_ONCE)
         if self._options.strict:
             guard.mark()
-        if guard.dialect.unknown:  # its driver cannot tell what happens there
+        if guard.dialect.unknown:  # its driver does not report the status of the transaction
             guard.require_server_check()
-        self._new = True  # now, and not before, is there something to commit
+        self._new = True  # only from now on there is something to commit
 
     def _end_duplicate(self, guard: Guard, recall: LastStatement | None) -> None:
-        """Commit a duplicate, if the dialect ``commits_duplicates``; elsewhere ``close`` rolls back.
+        """Commit the transaction of a duplicate if the dialect ``commits_duplicates``. Otherwise ``close`` rolls back.
 
-        On PostgreSQL a COMMIT waits for a synchronous standby, which a ROLLBACK does not, and after a ROLLBACK psycopg
-        has the server forget what it has prepared. Raises ``CommitOutcomeUnknown`` if the marker may yet be lost.
+        On PostgreSQL a COMMIT waits for a synchronous standby, and a ROLLBACK does not. After a ROLLBACK psycopg also
+        discards its prepared statements. Raises ``CommitOutcomeUnknown`` if a failover may still lose the marker.
         """
         commits = guard.dialect.commits_duplicates and self.durable
         if recall is not None:
@@ -246,7 +246,7 @@ class UnitOfWork:
             raise CommitOutcomeUnknown(_INTERRUPTED) from error
 
     def _read_on(self) -> None:
-        """Begin anew after a duplicate was committed: its caller may read on, in a transaction that nobody commits."""
+        """After the COMMIT of a duplicate, begin a transaction in which the caller may read. Nobody commits it."""
         guard = self._begun()
         if self._new or not (self.durable and guard.commit_was_answered):
             return
@@ -262,19 +262,19 @@ class UnitOfWork:
         self._session.kept += read_ahead(self._session, reads, events, handler)
 
     def keep_rows(self) -> None:
-        """Keep the rows that were read ahead also when the handler flushes, in the one call for all messages."""
+        """Keep the declared rows also after a flush, for ``@on(batch=True)``: one call handles all messages."""
         self._session.keeps_over_flush = True
 
     def share(self) -> None:
-        """Note that several messages share the transaction: what a handler sets for it, would reach the others."""
+        """Note that several messages share the transaction, so that a setting for it would reach the others."""
         self._begun().several = True
 
     def end_message(self, *, keep: bool = False) -> None:
-        """Write what a message of a batch has changed, and empty the session: the next finds what is in the database.
+        """End a message of a batch: flush and empty the session, so that the next message reads from the database.
 
-        With ``keep`` the session stays as it is, and what it has to write waits; but not a DELETE, as the next message
-        would be given the deleted instance. Raises ``TransactionViolatedError`` if the transaction is not the claim's
-        any more, and ``FlushError`` if listeners to a flush add more each time.
+        With ``keep`` the session keeps its rows and its unwritten changes. It flushes only if the message has deleted a
+        row: the next message would otherwise get the deleted instance. Raises ``TransactionViolatedError`` if the
+        transaction is not the claim's any more, and ``FlushError`` if a listener adds changes at every flush.
         """
         session = self._session
         self._begun().verify()
@@ -307,7 +307,7 @@ class UnitOfWork:
         self._waiting.to_the_end(self._commit)
 
     def commit_and_close(self) -> None:
-        """Commit, and close the session, which its caller needs no more: one step that is not cancelled, not two."""
+        """Commit and close the session in one step: a cancellation waits until both have ended."""
         self._waiting.to_the_end(self._commit_and_close)
 
     def _commit_and_close(self) -> None:
@@ -328,7 +328,7 @@ class UnitOfWork:
         guard.session.flush()
         asks_server = self._options.strict or guard.server_check_required
         if asks_server or not self.durable:
-            guard.verify()  # else only ``GuardedConnection`` does, right before COMMIT
+            guard.verify()  # otherwise only ``GuardedConnection`` verifies, right before COMMIT
         if asks_server:
             guard.verify_with_server()
         if self.last is not None:
@@ -346,10 +346,10 @@ class UnitOfWork:
         if self.durable and not guard.commit_was_answered:
             raise guard.violate("the session's commit() sent no COMMIT; a Session class that overrides it, perhaps")
         self._committed = True
-        guard.watching = True  # reading goes on; another commit would be without a marker
+        guard.watching = True  # the caller may go on reading; a second commit would have no marker
 
     def _run_last(self, guard: Guard, last: LastStatement, *, commits: bool) -> None:
-        """Run the ``last`` statement now, unless a COMMIT follows here that it can be sent with."""
+        """Run the ``last`` statement now, unless the driver can send it together with the COMMIT that follows."""
         guard.last = last
         exposed = guard.driver_was_exposed or guard.server_check_required
         if not (commits and not exposed and guard.dialect.commit_goes_along(guard.connection, guard.driver)):
@@ -379,13 +379,13 @@ class UnitOfWork:
                 if not self._committed and self.durable:
                     cause = guard.aborted_by or error
                     if isinstance(cause, Exception) and guard.dialect.classify(cause) is Failure.READ_ONLY:
-                        guard.must_disconnect = True  # or its pool would go on with a server that is no primary
+                        guard.must_disconnect = True  # the pool must not keep a server that is no primary
                     guard.leave_nothing_open()
         finally:
             failure = self._close_session()
             if failure is not None and self._committed:
                 logger.warning("closing the session failed after the commit; the message is applied", exc_info=failure)
-            elif failure is not None and (error is None or _is_loss(failure, error)):  # else the first is raised
+            elif failure is not None and (error is None or _is_loss(failure, error)):  # otherwise raise the first error
                 raise failure
         if violation is not None and violation is not error:
             if error is None or isinstance(error, Exception):
@@ -411,8 +411,8 @@ class UnitOfWork:
         return self._guard is not None and self._guard.commit_was_sent
 
     def cause_of(self, error: Exception) -> Exception:
-        """Return what aborted the transaction, where that came before the ``error`` that the handler made of it."""
-        if isinstance(error, OvertakenError):  # which we made of it
+        """Return the error that aborted the transaction, of which the handler may have made another ``error``."""
+        if isinstance(error, OvertakenError):  # the library's own error says more
             return error
         return (self._guard.aborted_by if self._guard is not None else None) or error
 
@@ -423,22 +423,22 @@ class UnitOfWork:
 
 
 def _was_refused(guard: Guard, error: Exception) -> bool:
-    """True if the server has answered that it did not commit: the last statement failed, or COMMIT did."""
+    """True if the server has answered that it did not commit, because the last statement or the COMMIT failed."""
     if isinstance(error, TransactionViolatedError):
         return True
     return isinstance(error, DBAPIError) and guard.dialect.commit_refused(error)
 
 
 def _is_loss(failure: Exception, error: BaseException) -> bool:
-    """True if ``failure``, met while closing, says that the connection was lost, and ``error`` may follow from that."""
+    """True if closing failed because the connection was lost, so that ``error`` may be a consequence of the loss."""
     return isinstance(failure, DBAPIError) and failure.connection_invalidated and isinstance(error, Exception)
 
 
 class AsyncUnitOfWork:
-    """``UnitOfWork`` on an ``AsyncSession``: the same promises, awaited, and kept through cancellation.
+    """``UnitOfWork`` on an ``AsyncSession``, with the same guarantees. They also hold if the task is cancelled.
 
-    A cancellation during COMMIT or ROLLBACK first waits for the database's answer; anywhere else it takes effect at
-    once. Either way no connection, transaction or lock stays behind.
+    A cancellation during COMMIT or ROLLBACK waits for the database's answer first. At any other point it takes effect
+    at once. It never leaves a connection, a transaction or a lock behind.
     """
 
     session: AsyncSession
