@@ -151,4 +151,34 @@ MUTANTS = (
             "tests/delivery/test_commit_outcome.py::test_a_constraint_that_commit_finds_violated_is_the_users_error_on_sqlite[sqlite+pysqlite]",
         ),
     ),
+    Mutant(
+        name="awaiting-shields-nothing",
+        breaks="A cancellation reaches COMMIT and ROLLBACK, because nothing runs in a task of its own.",
+        where="Awaiting.to_the_end",
+        old="await_only(_shielded(greenlet_spawn(step)))",
+        new="step()",
+        tests=(
+            "tests/delivery/test_interrupts.py::test_a_cancellation_during_commit_or_rollback_waits_for_the_answer[commit-durable0-postgresql+psycopg (async)]",
+        ),
+    ),
+    Mutant(
+        name="cancellation-interrupts-the-commit-of-a-delivery",
+        breaks="A cancellation of a delivery during COMMIT loses the connection, and nobody knows the outcome.",
+        where="UnitOfWork.commit_and_close",
+        old="self._waiting.to_the_end(self._commit_and_close)",
+        new="self._commit_and_close()",
+        tests=(
+            "tests/delivery/test_interrupts.py::test_a_cancellation_during_commit_or_rollback_waits_for_the_answer[commit-durable0-postgresql+psycopg (async)]",
+        ),
+    ),
+    Mutant(
+        name="cancellation-interrupts-a-commit-by-hand",
+        breaks="A cancellation of AsyncUnitOfWork.commit loses the connection, and nobody knows the outcome.",
+        where="UnitOfWork.commit",
+        old="self._waiting.to_the_end(self._commit)",
+        new="self._commit()",
+        tests=(
+            "tests/delivery/test_interrupts.py::test_a_cancelled_commit_of_the_callers_waits_for_the_answer[postgresql+psycopg (async)]",
+        ),
+    ),
 )
