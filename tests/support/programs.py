@@ -560,7 +560,7 @@ SHARED = [
     sets("note", "abcdef", "abcdefg", None),
     sets("price", *PRICES[:2]),
     *(of_session(name) for name in ("expire_all", "expunge_all", "flush")),
-    *(sums, sums_unflushed, selects, deletes, removes, merges, locks, savepoint, swallows, fails),
+    *(sums, selects, deletes, removes, merges, locks, savepoint, swallows, fails),
 ]
 """What a message of a shared session may do, so that nobody can tell that it is shared (docs/handlers.md)."""
 
