@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, func, select, text, update
+from sqlalchemy import Engine, delete, func, select, text, update
 from sqlalchemy.orm import Session, sessionmaker
 
 from few_rows import Total, engine_of, sent_by, totals
@@ -123,3 +123,50 @@ def test_a_poison_message_is_found_and_takes_no_other_with_it(engine: Engine, di
     poisoned = [each.outcome is Outcome.FAILED for each in failed.value.deliveries]
     assert poisoned == [False, False, True, False, True, False]
     assert totals(engine) == [0, 4, 0, 0]
+
+
+# What `deliver` and (a) do, too ------------------------------------------------------------------------------------
+
+
+@pytest.mark.xfail(strict=True, reason="the session keeps rows for a single message, too: an update is lost")
+def test_a_single_message_has_a_session_like_any_other(engine: Engine, dispatcher: Dispatcher) -> None:
+    """A row that nobody refers to any more is read again behind a statement that writes."""
+
+    def adds_by_text(session: Session) -> None:
+        add(session)
+        session.flush()
+        WRITING["text"](session)
+        add(session)
+
+    dispatcher.deliver_batch(batch(adds_by_text))
+    dispatcher.deliver(Message("alone", adds_by_text, "call"))
+    assert totals(engine) == [0, 24, 0, 0]
+
+
+@pytest.mark.xfail(
+    strict=True, reason="the session expires its rows before the cursor is lent, and not after: an update is lost"
+)
+def test_a_cursor_that_was_taken_before_the_row_was_read(engine: Engine, dispatcher: Dispatcher) -> None:
+    """Later messages read again what the driver's cursor may have written meanwhile."""
+
+    def writes_late(session: Session) -> None:
+        cursor: Any = session.connection().connection.cursor()
+        session.get_one(Total, 1)
+        cursor.execute(ADD)
+
+    dispatcher.deliver_batch(batch(add, writes_late, add))
+    assert totals(engine) == [0, 12, 0, 0]
+
+
+@pytest.mark.xfail(
+    strict=True, reason="the session keeps the deleted instance, expired, and get() returns it: an update is lost"
+)
+def test_a_row_that_is_deleted_by_a_statement_and_added_again(engine: Engine, dispatcher: Dispatcher) -> None:
+    """Later messages get the instance of the new row, not that of the deleted one."""
+
+    def replace(session: Session) -> None:
+        session.execute(delete(Total).where(Total.id == 1))
+        session.add(Total(id=1, amount=50))
+
+    dispatcher.deliver_batch(batch(add, replace, add))
+    assert totals(engine) == [0, 51, 0, 0]

@@ -90,6 +90,7 @@ def test_a_cancelled_commit_of_the_callers_waits_for_the_answer(driver: Driver, 
     rig.run(commit_and_cancel())
     assert rig.durable() == ONCE
     rig.assert_nothing_is_left()
+    rig.deliver(add, "after")
     assert rig.connects == 1
 
 

@@ -102,7 +102,7 @@ MUTANTS = (
         old="self.flush()",
         new="pass",
         tests=(
-            "tests/batches/test_shared_session.py::test_a_statement_sees_what_earlier_messages_have_changed[sqlite-text]",
+            "tests/batches/test_shared_session.py::test_a_statement_sees_what_earlier_messages_have_changed[sqlite-core]",
         ),
     ),
     Mutant(

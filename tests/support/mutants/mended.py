@@ -230,9 +230,7 @@ MUTANTS = (
         where="UnitOfWork.end_message",
         old="if not (session.identity_map.check_modified() or session.new or session.deleted):",
         new="if session.new is not None:",
-        tests=(
-            "tests/batches/test_batch.py::test_what_a_listener_to_a_flush_adds_is_written_too[sqlite+pysqlite-False]",
-        ),
+        tests=("tests/batches/test_batch.py::test_what_a_listener_to_a_flush_adds_is_written_too[sqlite+pysqlite]",),
     ),
     Mutant(
         name="copies-of-an-engine-are-warned-of-again",
