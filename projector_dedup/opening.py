@@ -63,6 +63,7 @@ class SharedSession(GuardedSession):
             self.unwritten = False
             self.flush()
             if writes:
+                self.kept.clear()
                 super().expire_all()
 
     def before_rollback_to_savepoint(self) -> None:

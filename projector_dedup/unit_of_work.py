@@ -279,9 +279,11 @@ class UnitOfWork:
         session = self._session
         self._begun().verify()
         if keep:
-            if session.deleted or session.stale:
+            stale = session.stale or self._begun().driver_was_exposed
+            if session.deleted or stale:
                 session.flush()
-            if session.stale:
+            if stale:
+                session.kept.clear()
                 session.expire_all()
             session.unwritten, session.stale = True, False
             return

@@ -128,7 +128,6 @@ def test_a_poison_message_is_found_and_takes_no_other_with_it(engine: Engine, di
 # What `deliver` and (a) do, too ------------------------------------------------------------------------------------
 
 
-@pytest.mark.xfail(strict=True, reason="the session keeps rows for a single message, too: an update is lost")
 def test_a_single_message_has_a_session_like_any_other(engine: Engine, dispatcher: Dispatcher) -> None:
     """A row that nobody refers to any more is read again behind a statement that writes."""
 
@@ -143,9 +142,6 @@ def test_a_single_message_has_a_session_like_any_other(engine: Engine, dispatche
     assert totals(engine) == [0, 24, 0, 0]
 
 
-@pytest.mark.xfail(
-    strict=True, reason="the session expires its rows before the cursor is lent, and not after: an update is lost"
-)
 def test_a_cursor_that_was_taken_before_the_row_was_read(engine: Engine, dispatcher: Dispatcher) -> None:
     """Later messages read again what the driver's cursor may have written meanwhile."""
 
@@ -158,9 +154,6 @@ def test_a_cursor_that_was_taken_before_the_row_was_read(engine: Engine, dispatc
     assert totals(engine) == [0, 12, 0, 0]
 
 
-@pytest.mark.xfail(
-    strict=True, reason="the session keeps the deleted instance, expired, and get() returns it: an update is lost"
-)
 def test_a_row_that_is_deleted_by_a_statement_and_added_again(engine: Engine, dispatcher: Dispatcher) -> None:
     """Later messages get the instance of the new row, not that of the deleted one."""
 
