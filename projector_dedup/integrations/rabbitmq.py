@@ -129,7 +129,8 @@ def _fits(headers: Headers, size: Size, frame_max: int) -> bool:
 
 
 def _without_what_hinders(theirs: Headers, ours: Headers, size: Size, frame_max: int, queue: str) -> Headers:
-    ours = {**ours, **{name: value for name, value in theirs.items() if name == WITHOUT_ID}}  # it decides on the id
+    if WITHOUT_ID in theirs:
+        ours = {**ours, WITHOUT_ID: True}  # it decides on the id: it is not left out, whatever its value
     others = {name: value for name, value in theirs.items() if name not in ours}
     return {
         **copyable(others, lambda each: size({**each, **ours}), frame_max or math.inf, f"queue {queue}"),

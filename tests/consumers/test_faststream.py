@@ -263,17 +263,17 @@ def test_headers_that_fill_a_frame(payments: Payments, below: int, kept: set[str
     assert set(properties.headers) == kept
 
 
+@pytest.mark.parametrize(("given", "marked"), [("p1", {}), (None, {WITHOUT_ID: True})])
 def test_headers_that_leave_no_room_for_a_copy_are_left_out_and_named(
-    payments: Payments, caplog: pytest.LogCaptureFixture
+    payments: Payments, caplog: pytest.LogCaptureFixture, given: str | None, marked: dict[str, bool]
 ) -> None:
     """RabbitMQ would close the connection over the copy, and deliver the message again for ever."""
     payments.early = {"b"}
-    headers = {"small": 1, "large": "x" * (131_072 - 60)}
-    payments.queue.send(payment("b", message_id="in the body"), headers=headers)
+    headers = {"small": 1, "large": "x" * (131_072 - 57)}
+    payments.queue.send(payment("b", message_id="in the body"), message_id=given, headers=headers)
     payments.consume(lambda: payments.in_letters() == 1, max_attempts=2)
     ((properties, _),) = payments.queue.dead_letters()
-    said = {WITHOUT_ID: True, "x-deliveries": 2, "x-rejected-for": "Defer: not yet"}
-    assert properties.headers == {"small": 1, **said}
+    assert properties.headers == {"small": 1, **marked, "x-deliveries": 2, "x-rejected-for": "Defer: not yet"}
     line = f"a message from queue {payments.queue.queue} is copied without 1 of its headers"
     (told,) = (each.getMessage() for each in caplog.records if each.getMessage().startswith(line))
     assert told.endswith(": large")

@@ -17,7 +17,7 @@ from projector_dedup import Defer
 from projector_dedup.integrations import aio_pika as awaited
 from projector_dedup.integrations import pika as plain
 from projector_dedup.integrations.incoming import cloudevent
-from projector_dedup.integrations.rabbitmq import DELIVERIES, REJECTED_FOR, dead_letters, queues_beside
+from projector_dedup.integrations.rabbitmq import DELIVERIES, REJECTED_FOR, WITHOUT_ID, dead_letters, queues_beside
 from queue_rig import RULES, Client, Rig, named, raises
 from rabbitmq_rig import RabbitMQ, rabbitmq
 
@@ -244,7 +244,8 @@ def test_a_header_that_is_not_utf_8_is_in_the_copy(rig: Rig) -> None:
 
 def test_dead_letters_of_others_are_replayed_whatever_their_headers(rig: Rig) -> None:
     """RabbitMQ itself puts there what a quorum queue gives up, as its producer sent it."""
-    sent = [*drawn(10, unreadable=rig.client == "pika")]
+    without_id = {"headers": table((WITHOUT_ID.encode(), VALUES["double"])), "message_id": short(b"a")}
+    sent = [*drawn(10, unreadable=rig.client == "pika"), without_id]
     assert rig.replay() == 0  # the queue of dead letters is declared
     for properties in sent:
         rig.queue.send_octets(b"{", dead_letters(rig.queue.queue), **properties)

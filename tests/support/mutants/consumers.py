@@ -226,7 +226,6 @@ MUTANTS = (
         old="contextlib.suppress(Exception)",
         new="contextlib.suppress(ZeroDivisionError)",
         tests=("tests/consumers/test_rabbitmq.py::test_a_header_that_is_not_utf_8_is_in_the_copy[aio-pika]",),
-        hangs=True,
     ),
     Mutant(
         name="text-that-is-not-utf-8-is-left-out",
@@ -243,7 +242,6 @@ MUTANTS = (
         old="if frames else",
         new="if not frames else",
         tests=("tests/consumers/test_rabbitmq.py::test_what_is_nested_as_deeply_as_aio_pika_can_read_is_settled",),
-        hangs=True,
     ),
     Mutant(
         name="pika-ends-over-a-timestamp",
@@ -276,5 +274,13 @@ MUTANTS = (
             "tests/consumers/test_rabbitmq.py::test_what_aio_pika_cannot_read_ends_its_consumer_which_names_the_remedy"
             "[last timestamp]",
         ),
+    ),
+    Mutant(
+        name="name-in-bytes-spoils-the-event",
+        breaks="A CloudEvents event with a header beside it whose name is not UTF-8 is rejected.",
+        where="_attributes",
+        old="str(name_of_header)",
+        new="name_of_header",
+        tests=("tests/consumers/test_incoming.py::test_a_header_whose_name_is_not_utf_8_is_no_attribute",),
     ),
 )
