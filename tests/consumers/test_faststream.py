@@ -5,6 +5,7 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -13,7 +14,7 @@ from faststream.rabbit import RabbitBroker, RabbitQueue
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
 from sqlalchemy.orm import Session, sessionmaker
 
-from amqp_fields import drawn, short
+from amqp_fields import drawn, nested, short, table
 from consumer_rig import EXAMPLES, prove, wait_for
 from databases import Database
 from projector_dedup import AsyncDispatcher, Defer, Dispatcher, HandlerDefinitionError, by_path, on, projector
@@ -293,6 +294,18 @@ def test_whatever_headers_another_client_sends_nothing_is_held_up(payments: Paym
     )
     assert sorted(body for _, body in payments.queue.dead_letters()) == sorted([payment("p"), payment("e")] * len(sent))
     assert payments.queue.left() == 0
+
+
+def test_a_header_is_copied_or_left_out_however_deeply_it_is_nested(payments: Payments) -> None:
+    """aio-pika reads some depths that Python's stack has no room to write; ``copy`` measures where it has less room."""
+    depths = range(440, 475)
+    for depth in depths:
+        payments.queue.send_octets(b"{", message_id=short(b"%d" % depth), headers=table((b"h", nested(depth))))
+    with ThreadPoolExecutor(1) as thread:  # whose stack is empty, and not pytest's
+        thread.submit(payments.consume, lambda: payments.in_letters() == len(depths)).result()
+    kept = ["h" in properties.headers for properties, _ in payments.queue.dead_letters()]
+    assert True in kept
+    assert False in kept
 
 
 def test_what_aio_pika_cannot_read_is_logged_with_the_remedy(

@@ -1,6 +1,5 @@
 """RabbitMQ by pika and aio-pika: acknowledged after the commit, delayed in queues, rejected with a reason, replayed."""
 
-import contextlib
 import threading
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -10,8 +9,8 @@ import aio_pika
 import pika
 import pytest
 
-from amqp_fields import UNREADABLE_VALUES, VALUES, drawn, nested, short, table
-from consumer_rig import prove, wait_for
+from amqp_fields import UNREADABLE_VALUES, VALUES, drawn, short, table
+from consumer_rig import prove
 from databases import Database
 from projector_dedup import Defer
 from projector_dedup.integrations import aio_pika as awaited
@@ -251,25 +250,6 @@ def test_dead_letters_of_others_are_replayed_whatever_their_headers(rig: Rig) ->
         rig.queue.send_octets(b"{", dead_letters(rig.queue.queue), **properties)
     assert rig.replay() == len(sent)
     assert (rig.queue.count(), rig.queue.dead_letters()) == (len(sent), [])
-
-
-def test_what_is_nested_as_deeply_as_aio_pika_can_read_is_settled(queue: RabbitMQ, sqlite: Database) -> None:
-    """Its copy is encoded deeper in Python's stack than it was decoded."""
-    rig = Rig("aio-pika", queue, sqlite)
-    letters = dead_letters(queue.queue)
-
-    def settles(depth: int) -> bool:
-        queue.send_octets(b"{", headers=table((b"h", nested(depth))))
-        with contextlib.suppress(ConnectionError), rig.running() as consumer:  # ends if it cannot read this depth
-            wait_for(lambda: not consumer.is_alive() or queue.count(letters) == 1, "a dead letter, or the end", 30)
-        settled = queue.count(letters) == 1
-        for each in (queue.queue, letters):
-            queue.channel.queue_purge(each)
-        return settled
-
-    deepest = next(depth for depth in range(500, 400, -1) if settles(depth))
-    assert all(settles(depth) for depth in range(deepest - 3, deepest))
-    rig.engine.dispose()
 
 
 def test_a_cloudevent_in_headers_is_applied(rig: Rig) -> None:

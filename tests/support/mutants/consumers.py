@@ -241,7 +241,7 @@ MUTANTS = (
         where="_deeper",
         old="if frames else",
         new="if not frames else",
-        tests=("tests/consumers/test_rabbitmq.py::test_what_is_nested_as_deeply_as_aio_pika_can_read_is_settled",),
+        tests=("tests/consumers/test_faststream.py::test_a_header_is_copied_or_left_out_however_deeply_it_is_nested",),
     ),
     Mutant(
         name="pika-ends-over-a-timestamp",
