@@ -61,6 +61,7 @@ PRIVATE = {
     "_independent_ctes": "SQLAlchemy, Insert: an INSERT with others beside it is not one of a flush",
     "_on_connect_isolation_level": "SQLAlchemy, Dialect: create_engine(isolation_level=...) leaves no other trace",
     "_proxied": "SQLAlchemy, OptionEngine: the engine of which execution_options() has made a copy",
+    "_read_frame": "pika, SelectConnection: where headers are decoded, and a consumer can read those that pika cannot",
     "_rollback_impl": "SQLAlchemy, Connection: ROLLBACK comes through here, as COMMIT through _commit_impl",
     "_variant_mapping": "SQLAlchemy, TypeEngine: a type with variants is not the same on every database",
 }
