@@ -79,11 +79,12 @@ MUTANTS = (
         where="subscribe.start",
         old="""        await consumer.open()
         consumers[:] = [consumer]
-        await subscribe_and_fetch()""",
+        pull = Pull(subscriber.connection, stream, durable)
+        await pull.open()""",
         new="""        consumers[:] = [consumer]
-        await subscribe_and_fetch()
-        import asyncio
-        await asyncio.sleep(0.5)
+        pull = Pull(subscriber.connection, stream, durable)
+        await pull.open()
+        await pull.fetch(1, 0.5)
         await consumer.open()""",
         tests=(f"{NATS}::test_a_consumer_that_would_lose_messages_ends_the_application[drops-None]",),
     ),
