@@ -83,6 +83,15 @@ MUTANTS = (
         tests=(f"{REDIS}test_a_client_that_decodes_is_refused",),
     ),
     Mutant(
+        name="redis-any-delay-in-a-name-is-believed",
+        breaks="A consumer of somebody else whose name ends in 400 digits ends every other one at every start.",
+        where="_OWNER",
+        old="{1,3}",
+        new="+",
+        tests=(f"{REDIS}test_somebody_elses_consumer_may_be_called_anything[later-999999999999999999999]",),
+        hangs=True,
+    ),
+    Mutant(
         name="nats-window-has-a-limit",
         breaks="Messages that wait to come again keep all others from being delivered.",
         where="Consumer.open",
