@@ -23,7 +23,7 @@ CAME_FROM = "projector-dedup-origin"
 REASON = "projector-dedup-reason"
 """The error, in short, for which a message was rejected."""
 LEFT_OUT = "projector-dedup-left-out"
-"""What of the message a copy is without. The id may be among it, so such a copy is rejected again."""
+"""The parts of the message that a copy is without. The id may be among them, so such a copy is rejected again."""
 OURS = frozenset({ATTEMPT, NOT_BEFORE, OCCURRED, CAME_FROM, REASON, LEFT_OUT})
 _NO_TEXT = b"\xff"  # an id that nobody can read: the message is rejected
 _get_headers = methodcaller("headers")  # CPython 3.11 does not see that a quickened message.headers() has failed

@@ -401,7 +401,7 @@ def test_whatever_a_client_sends_is_applied_delayed_or_a_dead_letter(
             await send(rig.connection, rig.stream.encode() + b"." + end, block, body)
         await rig.publish(1_000, "behind")
         sent = (await rig.streams.stream_info(rig.stream)).state.messages
-        assert sent > 50  # the server itself refuses some
+        assert sent > 40  # the server itself refuses some
 
         async def done() -> bool:
             if "behind" in rig.applied[0] and "is to come again in 0.2 s" in caplog.text:

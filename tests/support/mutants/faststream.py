@@ -148,6 +148,15 @@ MUTANTS = (
         tests=(f"{REDIS}::test_what_was_published_before_the_group_is_applied_once",),
     ),
     Mutant(
+        name="faststream-nats-fetches-by-itself",
+        breaks="FastStream fetches by nats-py, beside us: a message with a status, or one that is no text, ends both.",
+        where="subscribe.start",
+        old="subscriber.subscription = pull",
+        new="subscriber.subscription = None",
+        tests=(f"{NATS}::test_whatever_a_client_sends_is_applied_delayed_or_a_dead_letter[None]",),
+        hangs=True,
+    ),
+    Mutant(
         name="faststream-nats-batch-is-acknowledged-first",
         breaks="A batch of JetStream is acknowledged before it is applied, and lost if the worker dies.",
         where="Consumer.settle_batch",
