@@ -107,7 +107,7 @@ async def replay(connection: Client, stream: str, durable: str) -> int:
 
     Call it after the handler or the data was mended. Every consumer of that subject gets the messages: those that had
     applied them find duplicates. Each dead letter is deleted after the stream has confirmed its copy. A message in the
-    stream of dead letters that says no subject is none of ours: it stays there, and the log says so.
+    stream of dead letters that has no subject to which nats-py can publish stays there, and the log says so.
     """
     streams, dead = connection.jetstream(), dead_stream(stream, durable)
     state = (await streams.stream_info(dead)).state  # what is rejected anew while this runs stays
@@ -125,7 +125,7 @@ async def replay(connection: Client, stream: str, durable: str) -> int:
             if not _SUBJECT.fullmatch(headers.get(SUBJECT, "")):
                 await letter.ack()
                 logger.error(
-                    "message %d of stream %s stays there, for no consumer put it there: its header %s has no subject",
+                    "message %d of stream %s stays there, because its header %s is no subject to which nats-py can publish",
                     *(number, printable(dead), SUBJECT),
                 )
                 continue

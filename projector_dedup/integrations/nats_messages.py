@@ -10,10 +10,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 from collections.abc import Awaitable, Callable
 
 from nats.aio.client import Client
 from nats.aio.msg import Msg
+from nats.protocol import parser
 
 __all__ = ["UNREADABLE", "Pull", "headers_of"]
 
@@ -37,6 +39,7 @@ class Pull:
 
     async def open(self) -> None:
         """Subscribe to the inbox to which the server sends the messages; nats-py does that again when it reconnects."""
+        _split_at_spaces()
         self._subscription = await self._connection.subscribe(self._inbox)
         _routes(self._connection)[self._subscription._id] = self._receive
 
@@ -88,6 +91,18 @@ def _routes(connection: Client) -> dict[int, _Receive]:
         router = _Router(connection._process_msg)
         connection._process_msg = router  # type: ignore[method-assign, assignment]
     return router.routes
+
+
+def _split_at_spaces() -> None:
+    """Let nats-py split the line before a message where the server does: at spaces and tabs only.
+
+    nats-py splits it at form feeds and vertical tabs as well, which a subject may have. It then loses its connection at
+    each delivery of that message.
+    """
+    for name in ("MSG_RE", "HMSG_RE"):
+        pattern: bytes = getattr(parser, name).pattern
+        pattern = pattern.replace(rb"[^\s]+", rb"[^ \t\r\n]+").replace(rb"\s+", rb"[ \t]+")
+        setattr(parser, name, re.compile(pattern))
 
 
 def headers_of(block: bytes) -> dict[str, str]:

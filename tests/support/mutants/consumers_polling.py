@@ -152,6 +152,15 @@ MUTANTS = (
         hangs=True,
     ),
     Mutant(
+        name="nats-subject-with-a-form-feed-stops-the-consumer",
+        breaks="A message whose subject has a form feed in it costs the connection at each delivery.",
+        where="Pull.open",
+        old="_split_at_spaces()",
+        new="pass",
+        tests=(f"{NATS}test_whatever_a_client_sends_is_applied_delayed_or_a_dead_letter",),
+        hangs=True,
+    ),
+    Mutant(
         name="nats-one-of-two-headers-is-taken",
         breaks="Of two ids in the headers one is taken.",
         where="headers_of",
