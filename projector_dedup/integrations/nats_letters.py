@@ -125,7 +125,7 @@ async def replay(connection: Client, stream: str, durable: str) -> int:
             if not _SUBJECT.fullmatch(headers.get(SUBJECT, "")):
                 await letter.ack()
                 logger.error(
-                    "message %d of stream %s stays there, because its header %s is no subject to which nats-py can publish",
+                    "message %d of stream %s stays there, because nats-py cannot publish to its header %s",
                     *(number, printable(dead), SUBJECT),
                 )
                 continue

@@ -15,6 +15,7 @@ LINES = (
     *(b"Nats-TTL: never", b"Nats-Rollup: sub", b"Nats-Expected-Last-Msg-Id: nobody", b"Nats-Schedule: @every 1s"),
 )
 ENDS = (b"\r\n\r\n", b"\r\n\r\n", b"\r\n", b"", b"\n")
+SUBJECTS = (b"made", b"\xff", b"a\x00b", b"*", b"a\x0cb", b"a\x0bb")
 BODIES = (b"", b"{", b"\xff")
 
 
@@ -26,7 +27,7 @@ def garbage(seed: int, count: int) -> Iterator[tuple[bytes, bytes, bytes]]:
         first = dice.choice((*FIRST, *STRANGE_FIRST))
         lines = [first, *dice.sample((*LINES, *ids), dice.randrange(5))]
         body = dice.choice((*BODIES, *[payment(number, account) for account in "aabc"]))
-        yield dice.choice((b"made", b"\xff", b"a\x00b", b"*", b"a\x0cb", b"a\x0bb")), b"\r\n".join(lines) + dice.choice(ENDS), body
+        yield dice.choice(SUBJECTS), b"\r\n".join(lines) + dice.choice(ENDS), body
     for block in (b"x", b"NATS/1.0", b"NATS/1.0\r\n", b"foo: bar\r\n\r\n", b"\r\n"):
         yield b"made", block, payment(count, "b")
 
