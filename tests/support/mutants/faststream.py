@@ -87,11 +87,12 @@ MUTANTS = (
         where="subscribe.start",
         old="""        await consumer.open()
         consumers[:] = [consumer]
-        await subscribe_and_fetch()""",
+        pull = Pull(subscriber.connection, stream, durable)
+        await pull.open()""",
         new="""        consumers[:] = [consumer]
-        await subscribe_and_fetch()
-        import asyncio
-        await asyncio.sleep(0.5)
+        pull = Pull(subscriber.connection, stream, durable)
+        await pull.open()
+        await pull.fetch(1, 0.5)
         await consumer.open()""",
         tests=(f"{NATS}::test_a_consumer_that_would_lose_messages_ends_the_application[drops-None]",),
     ),
@@ -153,6 +154,15 @@ MUTANTS = (
         old="waiting = steps.throw(error)",
         new="raise",
         tests=(f"{REDIS}::test_what_was_published_before_the_group_is_applied_once",),
+    ),
+    Mutant(
+        name="faststream-nats-fetches-by-itself",
+        breaks="FastStream fetches by nats-py, beside us: a message with a status, or one that is no text, ends both.",
+        where="subscribe.start",
+        old="subscriber.subscription = pull",
+        new="subscriber.subscription = None",
+        tests=(f"{NATS}::test_whatever_a_client_sends_is_applied_delayed_or_a_dead_letter[None]",),
+        hangs=True,
     ),
     Mutant(
         name="faststream-nats-batch-is-acknowledged-first",
