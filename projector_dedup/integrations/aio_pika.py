@@ -11,7 +11,7 @@ with needs("aio-pika"):
     from aio_pika.abc import AbstractChannel, AbstractIncomingMessage
 
 from ..dispatcher import AsyncDispatcher
-from .aio_pika_copies import copy, copy_back
+from .aio_pika_copies import copy, copy_back, unreadable
 from .incoming import Convert, json_event
 from .rabbitmq import CANCELLED, dead_letters, incoming_of, new_settling, queues_beside
 
@@ -52,6 +52,7 @@ class Consumer:
         )
         self._url, self._queue, self._prefetch = url, queue, prefetch
         self._stopping = False
+        self._why = ""  # the connection was closed, if it was over a message that cannot be read
         self._inbox: asyncio.Queue[AbstractIncomingMessage | None] = asyncio.Queue()  # None: there is nothing more
 
     def stop(self) -> None:
@@ -71,18 +72,22 @@ class Consumer:
             await channel.set_qos(prefetch_count=self._prefetch)
             underlay = await channel.get_underlay_channel()
             underlay.on_consumer_cancel_callbacks.add(self._ended)
-            channel.close_callbacks.add(self._ended)
+            channel.close_callbacks.add(self._closed)
             queue = await channel.get_queue(self._queue, ensure=False)
             tag = await queue.consume(self._inbox.put)
             async with asyncio.TaskGroup() as tasks:
                 while (message := await self._inbox.get()) is not None:
                     tasks.create_task(self._settle(message))
             if not self._stopping:
-                raise ConnectionError(CANCELLED.format(queue=self._queue))
+                raise ConnectionError(self._why or CANCELLED.format(queue=self._queue))
             await queue.cancel(tag)
 
     def _ended(self, *_: object) -> None:
         self._inbox.put_nowait(None)
+
+    def _closed(self, _: object, error: object) -> None:
+        self._why = unreadable(error, self._queue)
+        self._ended()
 
     async def _settle(self, message: AbstractIncomingMessage) -> None:
         settled = await self._settling.adeliver(incoming_of(message.body, message, self._queue))

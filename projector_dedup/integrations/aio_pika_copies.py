@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from .rabbitmq import WITHOUT_ID, Headers, headers_of_copy, headers_of_replay, queue_after
-from .settling import Settled
+from aiormq.exceptions import InvalidFrameError
+
+from ..message import printable
+from .rabbitmq import UNREADABLE, WITHOUT_ID, Headers, Size, headers_of_copy, headers_of_replay, queue_after
+from .settling import Settled, logger
 
 if TYPE_CHECKING:
     from aio_pika.abc import AbstractIncomingMessage
@@ -18,20 +22,28 @@ _AROUND = 20  # bytes of a frame around its properties: its own beginning and en
 async def copy(message: AbstractIncomingMessage, work: str, settled: Settled) -> None:
     """Copy a message into the queue beside ``work`` in which it waits, or stays; return when RabbitMQ has it there.
 
-    The channel must confirm, and raise for what comes back. Raises ``ValueError`` for headers that leave no room in a
-    frame, and what the channel raises.
+    The channel must confirm, and raise for what comes back. Raises what the channel raises.
     """
-    channel: AbstractChannel = message.channel
-    room = channel.connection.connection_tune.frame_max
-    headers = headers_of_copy(_named(message), settled, lambda each: _size(_properties(message, each)) <= room)
-    if _size(_properties(message, headers)) > room:
-        raise ValueError(f"its headers leave no room in a frame of {room} bytes: raise frame_max")
+    headers = headers_of_copy(_encodable(message), settled, _size_of(message), _frame_max(message), work)
     await _publish(message, queue_after(work, settled), headers)
 
 
 async def copy_back(message: AbstractIncomingMessage, work: str) -> None:
     """Publish a dead letter in its work queue again; return when RabbitMQ has it there."""
-    await _publish(message, work, headers_of_replay(_named(message)))
+    headers = headers_of_replay(_encodable(message), _size_of(message), _frame_max(message), work)
+    await _publish(message, work, headers)
+
+
+def unreadable(error: object, work: str) -> str:
+    """Return and log what to do about a message that closed the connection, since aiormq cannot decode its properties.
+
+    Return an empty text if another ``error`` closed the connection.
+    """
+    if not isinstance(error, (InvalidFrameError, RecursionError)):
+        return ""
+    what_to_do = UNREADABLE.format(queue=printable(work))
+    logger.error(what_to_do)
+    return what_to_do
 
 
 async def _publish(message: AbstractIncomingMessage, queue: str, headers: Headers) -> None:
@@ -40,9 +52,14 @@ async def _publish(message: AbstractIncomingMessage, queue: str, headers: Header
     await channel.basic_publish(message.body, routing_key=queue, properties=properties, mandatory=True)
 
 
-def _named(message: AbstractIncomingMessage) -> Headers:
-    """Return the headers, and in them whether the message has no id: aiormq gives each of its copies a random one."""
-    return message.headers if message.message_id else {**message.headers, WITHOUT_ID: True}
+def _encodable(message: AbstractIncomingMessage) -> Headers:
+    """Return the headers of a copy that aiormq can encode, and in them whether the message has no id.
+
+    aiormq decodes a text that is not UTF-8 to ``bytes``, and encodes bytes as ``bytearray`` alone. It gives each copy
+    without an id a random one.
+    """
+    headers = {name: bytearray(value) if isinstance(value, bytes) else value for name, value in message.headers.items()}
+    return headers if message.message_id else {**headers, WITHOUT_ID: True}
 
 
 def _properties(message: AbstractIncomingMessage, headers: Headers) -> Basic.Properties:
@@ -53,5 +70,16 @@ def _properties(message: AbstractIncomingMessage, headers: Headers) -> Basic.Pro
     return properties
 
 
-def _size(properties: Basic.Properties) -> int:
-    return len(properties.marshal()) + _AROUND
+def _size_of(message: AbstractIncomingMessage) -> Size:
+    """Return the function that measures a copy with given headers."""
+    return lambda headers: _deeper(lambda: len(_properties(message, headers).marshal()) + _AROUND)
+
+
+def _deeper(measure: Callable[[], int], frames: int = 30) -> int:
+    """Measure deeper in the stack than ``_publish`` encodes: what is nested too deeply for that fails here."""
+    return _deeper(measure, frames - 1) if frames else measure()
+
+
+def _frame_max(message: AbstractIncomingMessage) -> int:
+    channel: AbstractChannel = message.channel
+    return channel.connection.connection_tune.frame_max

@@ -153,7 +153,8 @@ def _json_object(incoming: Incoming) -> Mapping[str, Any]:
 def _attributes(headers: Mapping[str, object]) -> Mapping[str, str | None]:
     """Return the attributes of an event in binary mode: the headers with one of the prefixes, without the prefix."""
     found: dict[str, str | None] = {}
-    for header, value in headers.items():
+    for name_of_header, value in headers.items():
+        header = str(name_of_header)  # pika gives a name that is not UTF-8 as bytes, which are no attribute
         for prefix in _CLOUDEVENT_PREFIXES:
             if header.lower().startswith(prefix):
                 name = header[len(prefix) :].lower()

@@ -19,7 +19,7 @@ from ..errors import RefusedError
 from ..verdict import Action
 from .incoming import Convert, json_event
 from .kafka_clients import Copies, aside, new_consumer, new_producer, partitions_of
-from .kafka_messages import Received, milliseconds_from_now
+from .kafka_messages import Headers, Received, milliseconds_from_now
 from .kafka_positions import begin, replay
 from .settling import Settled, Settling, expect
 
@@ -160,13 +160,44 @@ class Consumer:
                 raise
 
     def _put_aside(self, received: Received, settled: Settled, attempt: int) -> None:
-        if settled.reject:
-            headers = received.copy_headers(attempt=attempt, reason=settled.reason)
-            self._copies.put(received.message, self._dead[received.topic], headers)
-        else:
-            not_before = milliseconds_from_now(settled.delay)
-            headers = received.copy_headers(attempt=attempt + 1, not_before=not_before)
-            self._copies.put(received.message, self._retry[received.topic], headers)
+        """Put a copy into the retry topic, or into that of the dead letters, where its message is rejected.
+
+        A message that is too large for the retry topic becomes a dead letter, which is made without what makes it too
+        large. Raises ``KafkaException`` for every other copy that the cluster does not take.
+        """
+        if not settled.reject:
+            headers = received.copy_headers(attempt=attempt + 1, not_before=milliseconds_from_now(settled.delay))
+            if self._put(received, self._retry[received.topic], headers):
+                return
+            logger.error(
+                "%s cannot come again and becomes a dead letter, because its copy is too large: give the topic %s a "
+                "larger max.message.bytes",
+                *(received.origin, self._retry[received.topic]),
+            )
+        dead = self._dead[received.topic]
+        headers = received.copy_headers(attempt=attempt, reason=settled.reason)
+        if self._put(received, dead, headers):
+            return
+        for left_out in ("headers", "headers, key and value"):
+            headers = received.copy_headers(attempt=attempt, reason=settled.reason, left_out=left_out)
+            if self._put(received, dead, headers, value="value" not in left_out):
+                logger.error(
+                    "the dead letter of %s is without its %s, because it is too large: give the topic %s a larger "
+                    "max.message.bytes",
+                    *(received.origin, left_out, dead),
+                )
+                return
+        raise KafkaException(KafkaError(KafkaError.MSG_SIZE_TOO_LARGE))
+
+    def _put(self, received: Received, topic: str, headers: Headers, *, value: bool = True) -> bool:
+        """Put a copy into a topic. Return False if the cluster takes no message so large."""
+        try:
+            self._copies.put(received.message, topic, headers, value=value)
+        except KafkaException as error:
+            if error.args[0].code() != KafkaError.MSG_SIZE_TOO_LARGE:
+                raise
+            return False
+        return True
 
     def _troubled(self, error: KafkaError) -> None:
         """Log an error that passes. Raises for any other."""

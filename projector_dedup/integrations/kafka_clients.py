@@ -76,13 +76,16 @@ class Copies:
     def __init__(self, producer: Producer) -> None:
         self._producer = producer
 
-    def put(self, message: Message, topic: str, headers: Headers) -> None:
-        """Return when all replicas in sync have the copy. Raises ``KafkaException`` or ``TimeoutError`` otherwise."""
+    def put(self, message: Message, topic: str, headers: Headers, *, value: bool = True) -> None:
+        """Return when all replicas in sync have the copy. Raises ``KafkaException`` or ``TimeoutError`` otherwise.
+
+        A copy without its ``value`` is without its key, too.
+        """
         outcome: list[KafkaError | None] = []
         self._producer.produce(
             topic,
-            message.value(),
-            message.key(),
+            message.value() if value else None,
+            message.key() if value else None,
             headers=headers,
             on_delivery=lambda error, _message: outcome.append(error),
         )

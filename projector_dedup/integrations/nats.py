@@ -15,7 +15,6 @@ with needs("nats"):
     from nats.aio.client import Client
     from nats.aio.msg import Msg
     from nats.errors import Error
-    from nats.errors import TimeoutError as NothingCame
     from nats.js.api import AckPolicy, ConsumerConfig, ConsumerInfo
     from nats.js.errors import NotFoundError
 
@@ -23,11 +22,12 @@ from ..dispatcher import AsyncDispatcher
 from ..errors import RefusedError
 from .incoming import Convert, Incoming, json_event
 from .nats_letters import dead_stream, id_beside, keep, open_dead_letters, replay
-from .settling import Settled, Settling, expect
+from .nats_messages import UNREADABLE, Pull
+from .settling import Settled, Settling, expect, logger
 
 __all__ = ["Consumer", "dead_stream", "replay"]
 
-_NO_TEXT = b"\xff"  # what nats-py could not decode is given on as what nobody can: the message is rejected
+_NO_TEXT = b"\xff"  # what could not be read is given on as what nobody can read: a message with such an id is rejected
 _TOO_LARGE = 300.0  # seconds after which a message comes again for which no dead letter can be made
 _POLL = 1.0  # seconds that one fetch waits, and so the longest that stop() takes while nothing comes
 
@@ -76,9 +76,14 @@ class Consumer:
     async def run(self) -> None:
         """Consume until ``stop`` is called. Raises what ``open`` does, and the errors of a connection that fails."""
         await self.open()
-        async with asyncio.TaskGroup() as group:
-            for _ in range(self._in_flight):
-                group.create_task(self._consume())
+        pull = Pull(self._connection, self._stream, self._durable)
+        await pull.open()
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(self._in_flight):
+                    group.create_task(self._consume(pull))
+        finally:
+            await pull.unsubscribe()
 
     def stop(self, *_: object) -> None:
         """Let ``run`` return when the messages at hand are settled; a signal handler may call it."""
@@ -124,25 +129,27 @@ class Consumer:
                 )
         self._ack_wait = config.ack_wait or self._ack_wait
 
-    async def _consume(self) -> None:
-        subscription = await self._streams.pull_subscribe_bind(self._durable, self._stream)
+    async def _consume(self, pull: Pull) -> None:
         while not self._stopping:
-            try:
-                (message,) = await subscription.fetch(1, timeout=_POLL)
-            except NothingCame:
-                await self._still_there()
-                continue
-            await self.settle(message)
-        await subscription.unsubscribe()
+            for message in await self.fetch(pull, 1):
+                await self.settle(message)
 
-    async def _still_there(self) -> None:
-        """Raise ``NotFoundError`` if somebody has deleted the durable consumer, or its stream: nothing would come."""
-        try:
-            await self._streams.consumer_info(self._stream, self._durable)
-        except NotFoundError:
-            raise
-        except Error:
-            return  # the server is away, and nats-py connects again
+    async def fetch(self, pull: Pull, batch: int) -> list[Msg]:
+        """Return up to ``batch`` messages, those that come within a second.
+
+        Raises ``NotFoundError`` if nothing comes because somebody has deleted the durable consumer, or its stream.
+        """
+        if not (messages := await pull.fetch(batch, _POLL)):
+            try:
+                await self._streams.consumer_info(self._stream, self._durable)
+            except NotFoundError:
+                raise
+            except Error as error:
+                logger.warning(  # nats-py connects again by itself
+                    "NATS does not answer for the consumer %s of the stream %s, which is asked again: %s",
+                    *(self._durable, self._stream, type(error).__name__),
+                )
+        return messages
 
     async def settle(self, message: Msg) -> None:
         """Deliver one message, which is kept alive meanwhile, and tell the server what became of it."""
@@ -194,11 +201,11 @@ class Consumer:
 
 def _incoming(message: Msg, stream: str) -> Incoming:
     found = message.headers or {}
-    headers = {name: _NO_TEXT if "\ufffd" in value else value for name, value in found.items()}
+    headers = {name: _NO_TEXT if UNREADABLE in value else value for name, value in found.items()}
     message_id = id_beside(found)
     return Incoming(
         body=message.data,
-        message_id=_NO_TEXT if "\ufffd" in (message_id or "") else message_id,
+        message_id=_NO_TEXT if UNREADABLE in (message_id or "") else message_id,
         type=headers.get("type"),
         content_type=headers.get("content-type"),
         headers=headers,

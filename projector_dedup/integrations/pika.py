@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import copy
+import struct
+from typing import Any
 
 from .extras import needs
 
 with needs("pika"):
-    from pika import BasicProperties, BlockingConnection
+    from pika import BasicProperties, BlockingConnection, SelectConnection
     from pika.adapters.blocking_connection import BlockingChannel
     from pika.connection import Parameters
+    from pika.data import decode_value
     from pika.exceptions import ChannelClosedByBroker
+    from pika.spec import FRAME_HEADER_SIZE
 
 from ..dispatcher import Dispatcher
 from .incoming import Convert, json_event
 from .rabbitmq import (
     CANCELLED,
     Headers,
+    Size,
     dead_letters,
     headers_of_copy,
     headers_of_replay,
@@ -32,6 +37,8 @@ __all__ = ["Consumer", "replay"]
 _LOOKS_UP_EVERY = 0.5  # seconds in which `stop` is heard, where no message comes
 _PARAMETERS = 'parameters are those of pika, as in pika.URLParameters("amqp://...")'
 _AROUND = 20  # bytes of a frame around its properties: its own beginning and end, and the length of the body
+_UNREADABLE = (ValueError, OverflowError, OSError, RecursionError)  # of pika, for a year above 9999, or deep nesting
+_READABLE_TYPES = {ord("T"): ord("l"), ord("F"): ord("x"), ord("A"): ord("x")}  # types of AMQP of the same length
 
 
 class Consumer:
@@ -74,7 +81,7 @@ class Consumer:
 
         Nothing is lost then: start the process again, and RabbitMQ delivers what was not acknowledged.
         """
-        with BlockingConnection(self._parameters) as connection:
+        with BlockingConnection(self._parameters, _impl_class=_Connection) as connection:
             channel = _open(connection, self._queue)
             channel.basic_qos(prefetch_count=self._prefetch)
             for method, properties, body in channel.consume(self._queue, inactivity_timeout=_LOOKS_UP_EVERY):
@@ -88,8 +95,9 @@ class Consumer:
     def _settle(self, channel: BlockingChannel, tag: int, properties: BasicProperties, body: bytes) -> None:
         settled = self._settling.deliver(incoming_of(body, properties, self._queue))
         if not settled.acknowledge:
-            room = self._parameters.frame_max
-            copied = headers_of_copy(properties.headers, settled, lambda each: _size(_copied(properties, each)) <= room)
+            copied = headers_of_copy(
+                properties.headers, settled, _size_of(properties), self._parameters.frame_max, self._queue
+            )
             _publish(channel, queue_after(self._queue, settled), _copied(properties, copied), body)
         channel.basic_ack(tag)
 
@@ -101,14 +109,15 @@ def replay(parameters: Parameters, queue: str) -> int:
     and within the retention of the markers: until then a message that was applied after all is a duplicate.
     """
     expect(Parameters, parameters, _PARAMETERS)
-    with BlockingConnection(parameters) as connection:
+    with BlockingConnection(parameters, _impl_class=_Connection) as connection:
         channel = _open(connection, queue)
         waiting = channel.queue_declare(dead_letters(queue), passive=True).method.message_count
         for number in range(waiting):
             method, properties, body = channel.basic_get(dead_letters(queue))
             if method is None:
                 return number
-            _publish(channel, queue, _copied(properties, headers_of_replay(properties.headers)), body)
+            copied = headers_of_replay(properties.headers, _size_of(properties), parameters.frame_max, queue)
+            _publish(channel, queue, _copied(properties, copied), body)
             channel.basic_ack(method.delivery_tag)
         return int(waiting)
 
@@ -140,5 +149,42 @@ def _copied(properties: BasicProperties, headers: Headers) -> BasicProperties:
     return copied
 
 
-def _size(properties: BasicProperties) -> int:
-    return sum(map(len, properties.encode())) + _AROUND
+def _size_of(properties: BasicProperties) -> Size:
+    """Return the function that measures a copy with given headers."""
+    return lambda headers: sum(map(len, _copied(properties, headers).encode())) + _AROUND
+
+
+class _Connection(SelectConnection):  # type: ignore[misc]  # pika has no types
+    """Reads headers that pika cannot decode: else one of them would end every connection to which it is delivered."""
+
+    _frame_buffer: bytes
+
+    def _read_frame(self) -> Any:
+        try:
+            return super()._read_frame()
+        except _UNREADABLE:
+            self._frame_buffer = _readable(self._frame_buffer)
+            return super()._read_frame()
+
+
+def _readable(frame: bytes) -> bytes:
+    """Return a frame with the properties of a message, and of the same length, in which pika can decode the headers.
+
+    Timestamps become integers; tables and arrays become bytes. Only the octet with the type of a value changes: a
+    copy of the message has all other octets.
+    """
+    readable = bytearray(frame)
+    at = FRAME_HEADER_SIZE + 12  # behind the class, the weight and the length of the body
+    (flags,) = struct.unpack_from(">H", frame, at)
+    at += 2
+    for flag in (BasicProperties.FLAG_CONTENT_TYPE, BasicProperties.FLAG_CONTENT_ENCODING):
+        if flags & flag:
+            at += 1 + frame[at]
+    (length,) = struct.unpack_from(">I", frame, at)
+    at += 4
+    end = at + length
+    while at < end:
+        at += 1 + frame[at]  # the name of the header
+        readable[at] = _READABLE_TYPES.get(frame[at], frame[at])
+        _, at = decode_value(readable, at)
+    return bytes(readable)

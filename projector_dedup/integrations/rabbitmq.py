@@ -7,13 +7,14 @@ two, a crash leaves the message twice and never not at all.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..dispatcher import AsyncDispatcher, Dispatcher
 from ..verdict import DELAYS
 from .incoming import Convert, Incoming
-from .settling import Settled, Settling
+from .settling import Settled, Settling, copyable
 
 DELIVERIES = "x-deliveries"
 """The header in which copies carry the number of deliveries before them."""
@@ -23,6 +24,12 @@ WITHOUT_ID = "x-without-message-id"
 """The header of a copy whose message had no id: aio-pika gives each message that it publishes one, drawn by lot."""
 
 CANCELLED = "RabbitMQ has ended the consumer of queue {queue}: was the queue deleted? Start it again"
+
+UNREADABLE = (
+    "aio-pika cannot read a message of queue {queue}, or of another queue on this connection, and closes the "
+    "connection at each delivery of it: run pika's consumer, projector_dedup.integrations.pika, on the queue until it "
+    "has settled the message, then start this consumer again"
+)
 
 Headers = Mapping[str, Any]
 
@@ -87,21 +94,48 @@ def incoming_of(body: bytes, properties: Any, queue: str) -> Incoming:
     )
 
 
-def headers_of_copy(headers: Headers | None, settled: Settled, fits: Callable[[Headers], bool]) -> Headers:
+Size = Callable[[Headers], int]
+"""A function that returns the bytes of a frame with these headers, and raises if the client cannot encode them."""
+
+
+def headers_of_copy(headers: Headers | None, settled: Settled, size: Size, frame_max: int, queue: str) -> Headers:
     """Return the headers of a copy: those of the message, the count of its deliveries, and why it was rejected.
 
-    Headers must fit into one frame of the connection, or RabbitMQ closes it. Those of the message fit, since it was
-    delivered; the others are left out where ``fits`` says that there is no room.
+    Headers must fit into one frame of the connection, or RabbitMQ closes it; a ``frame_max`` of 0 sets no limit. Those
+    of the message fill the frame alone where somebody wants to harm, or where they came by AMQP 1.0. A dead letter then
+    goes without the reason and the count, which are in the log; else the copy goes without the largest headers.
     """
-    kept = _kept(headers)
-    counted = {**kept, DELIVERIES: _deliveries(headers or {}) + 1}
-    with_reason = {**counted, REJECTED_FOR: settled.reason} if settled.reject else counted
-    return next((each for each in (with_reason, counted) if fits(each)), kept)
+    theirs = _kept(headers)
+    count = {DELIVERIES: _deliveries(headers or {}) + 1}  # without it, max_attempts would never be reached
+    ours = {**count, REJECTED_FOR: settled.reason} if settled.reject else count
+    for added in (ours, count, {}) if settled.reject else (ours,):
+        if _fits({**theirs, **added}, size, frame_max):
+            return {**theirs, **added}
+    shortest = ours if _fits(ours, size, frame_max) else count
+    return _without_what_hinders(theirs, shortest, size, frame_max, queue)
 
 
-def headers_of_replay(headers: Headers | None) -> Headers:
+def headers_of_replay(headers: Headers | None, size: Size, frame_max: int, queue: str) -> Headers:
     """Return the headers with which a dead letter is published again, as if for the first time."""
-    return _kept(headers)
+    theirs = _kept(headers)
+    return theirs if _fits(theirs, size, frame_max) else _without_what_hinders(theirs, {}, size, frame_max, queue)
+
+
+def _fits(headers: Headers, size: Size, frame_max: int) -> bool:
+    try:
+        return size(headers) <= (frame_max or math.inf)
+    except Exception:  # noqa: BLE001  # a client raises what it likes for what it cannot encode
+        return False
+
+
+def _without_what_hinders(theirs: Headers, ours: Headers, size: Size, frame_max: int, queue: str) -> Headers:
+    if WITHOUT_ID in theirs:
+        ours = {**ours, WITHOUT_ID: True}  # it decides on the id: it is not left out, whatever its value
+    others = {name: value for name, value in theirs.items() if name not in ours}
+    return {
+        **copyable(others, lambda each: size({**each, **ours}), frame_max or math.inf, f"queue {queue}"),
+        **ours,
+    }
 
 
 def _kept(headers: Headers | None) -> dict[str, Any]:

@@ -37,7 +37,7 @@ POLL = 1.0
 """Seconds between two looks for entries that are due, and the longest wait for one that is new."""
 REJECTED_FOR = "x-rejected-for"
 _LATER = "later-"  # and the seconds: owners of entries that are to come again
-_OWNER = re.compile(rb"later-(\d+(?:\.\d+)?(?:e-\d+)?)")
+_OWNER = re.compile(rb"later-(\d{1,3}(?:\.\d+)?(?:e-\d+)?)")  # a longer delay than 999 seconds is not one of ours
 _MANY = 100  # entries of one owner that are found at one look
 _LEAST_IDLE = 100  # milliseconds in which two processes that look at once do not take one entry both
 

@@ -5,6 +5,7 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -13,6 +14,7 @@ from faststream.rabbit import RabbitBroker, RabbitQueue
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
 from sqlalchemy.orm import Session, sessionmaker
 
+from amqp_fields import drawn, nested, short, table
 from consumer_rig import EXAMPLES, prove, wait_for
 from databases import Database
 from projector_dedup import AsyncDispatcher, Defer, Dispatcher, HandlerDefinitionError, by_path, on, projector
@@ -262,11 +264,62 @@ def test_headers_that_fill_a_frame(payments: Payments, below: int, kept: set[str
     assert set(properties.headers) == kept
 
 
-def test_headers_that_leave_no_room_for_a_copy_are_named(payments: Payments, caplog: pytest.LogCaptureFixture) -> None:
-    """RabbitMQ would close the connection over the copy; so it is not sent, and the message stays in its queue."""
+@pytest.mark.parametrize(("given", "marked"), [("p1", {}), (None, {WITHOUT_ID: True})])
+def test_headers_that_leave_no_room_for_a_copy_are_left_out_and_named(
+    payments: Payments, caplog: pytest.LogCaptureFixture, given: str | None, marked: dict[str, bool]
+) -> None:
+    """RabbitMQ would close the connection over the copy, and deliver the message again for ever."""
     payments.early = {"b"}
-    payments.queue.send(payment("b", message_id="in the body"), headers={"x": "x" * (131_072 - 42)})
-    payments.consume(lambda: "its headers leave no room in a frame of 131072 bytes: raise frame_max" in caplog.text)
+    headers = {"small": 1, "large": "x" * (131_072 - 57)}
+    payments.queue.send(payment("b", message_id="in the body"), message_id=given, headers=headers)
+    payments.consume(lambda: payments.in_letters() == 1, max_attempts=2)
+    ((properties, _),) = payments.queue.dead_letters()
+    assert properties.headers == {"small": 1, **marked, "x-deliveries": 2, "x-rejected-for": "Defer: not yet"}
+    line = f"a message from queue {payments.queue.queue} is copied without 1 of its headers"
+    (told,) = (each.getMessage() for each in caplog.records if each.getMessage().startswith(line))
+    assert told.endswith(": large")
+
+
+def test_whatever_headers_another_client_sends_nothing_is_held_up(payments: Payments) -> None:
+    """A good message with them is applied; a poisoned one, and one before its time at the last, is a dead letter."""
+    payments.poison, payments.early = {"p"}, {"e"}
+    sent = list(drawn(10, unreadable=False))
+    for number, properties in enumerate(sent):
+        for account in "pea":
+            payments.queue.send_octets(payment(account), message_id=short(f"{account} {number}".encode()), **properties)
+    payments.consume(
+        lambda: payments.harness.totals() == {"a": len(sent)} and payments.in_letters() == 2 * len(sent),
+        prefetch=2,
+        max_attempts=2,
+    )
+    assert sorted(body for _, body in payments.queue.dead_letters()) == sorted([payment("p"), payment("e")] * len(sent))
+    assert payments.queue.left() == 0
+
+
+def test_a_header_is_copied_or_left_out_however_deeply_it_is_nested(payments: Payments) -> None:
+    """aio-pika reads some depths that Python's stack has no room to write; ``copy`` measures where it has less room."""
+    depths = range(440, 475)
+    for depth in depths:
+        payments.queue.send_octets(b"{", message_id=short(b"%d" % depth), headers=table((b"h", nested(depth))))
+    with ThreadPoolExecutor(1) as thread:  # whose stack is empty, and not pytest's
+        thread.submit(payments.consume, lambda: payments.in_letters() == len(depths)).result()
+    kept = ["h" in properties.headers for properties, _ in payments.queue.dead_letters()]
+    assert True in kept
+    assert False in kept
+
+
+def test_what_aio_pika_cannot_read_is_logged_with_the_remedy(
+    payments: Payments, caplog: pytest.LogCaptureFixture
+) -> None:
+    """aio-pika closes FastStream's connection at each delivery; the message stays, until pika's consumer settles it."""
+
+    async def run() -> None:
+        async with payments.consuming():
+            payments.queue.send_octets(payment(), message_id=short(b"\xff"))
+            line = f"aio-pika cannot read a message of queue {payments.queue.queue}"
+            await asyncio.to_thread(wait_for, lambda: line in caplog.text, "the log line", 20)
+
+    asyncio.run(run())
     wait_for(lambda: payments.queue.count() == 1, "the message to be in its queue", 20)
 
 

@@ -21,6 +21,7 @@ import payments
 from brokers import broker
 from consumer_rig import Sent, prove
 from databases import Database
+from nats_garbage import garbage, send
 from payments import RULES, payment
 from projector_dedup import HandlerDefinitionError, RefusedError
 from projector_dedup.integrations import nats as plug
@@ -186,6 +187,41 @@ def test_poison_and_what_comes_too_early(
     # What the first application had fetched, and not settled when it ended, comes after ack_wait.
     consume(stream, postgresql, lambda: applied() == (done, 4) and stream.left() == 0, batch=batch, **patience)
     assert {each.body for each in stream.dead()} == {b"\xff{", b"{}"}
+
+
+@pytest.mark.parametrize("batch", [None, 20])
+def test_whatever_a_client_sends_is_applied_delayed_or_a_dead_letter(
+    stream: JetStream,
+    postgresql: Database,
+    applied: Applied,
+    caplog: pytest.LogCaptureFixture,
+    batch: int | None,
+) -> None:
+    """Headers and subjects that no client writes stop nobody: what is behind them is applied."""
+    caplog.set_level(logging.INFO, "projector_dedup.consumers")
+    RULES.update(b="poison", c="early")
+
+    async def publish() -> None:
+        async with await nats.connect(stream.url) as connection:
+            for end, block, body in garbage(seed=2013, count=60):
+                await send(connection, stream.stream.encode() + b"." + end, block, body)
+
+    asyncio.run(publish())
+    stream.publish([Sent(None, payment(1_000, "behind"))])
+    sent = stream.ask(lambda streams: streams.stream_info(stream.stream)).state.messages
+
+    def done() -> bool:
+        if "behind" not in applied()[0]:
+            return False
+        if "is to come again in 0.2 s" in caplog.text:
+            RULES.pop("c", None)
+        return stream.left() == 0
+
+    stream.subject = f"{stream.stream}.>"
+    consume(stream, postgresql, done, batch=batch, max_delay=0.2)
+    balances, markers = applied()
+    assert set(balances) == {"a", "behind", "c"}
+    assert markers + len(stream.dead()) == sent
 
 
 def test_a_batch_is_one_transaction(stream: JetStream, postgresql: Database, applied: Applied) -> None:

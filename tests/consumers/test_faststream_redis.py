@@ -125,6 +125,18 @@ def test_poison_is_kept_with_its_reason_and_replayed_after_the_mend(rig: Rig, ba
     assert rig.applied == ({"a": 2, "b": 1}, 3)
 
 
+@pytest.mark.parametrize("batch", [None, 20])
+def test_whatever_a_client_adds_is_applied_delayed_or_a_dead_letter(
+    rig: Rig, caplog: pytest.LogCaptureFixture, batch: int | None
+) -> None:
+    """Fields and envelopes that no client writes stop nobody: what is behind them is applied."""
+    caplog.set_level(logging.INFO, "projector_dedup.consumers")
+    sent = rig.add_garbage(seed=2013)
+    rig.consume_until(rig.garbage_is_settled(sent, caplog), batch=batch, max_delay=0.2)
+    assert rig.applied[1] + len(rig.letters()) == sent
+    assert set(rig.applied[0]) == {"a", "behind", "c"}
+
+
 @pytest.mark.parametrize("batch", [None, 3])
 def test_a_message_before_its_time_comes_again_after_its_delay(rig: Rig, batch: int | None) -> None:
     """Nothing behind it waits for it, and it is pending in Redis all the time: no copy exists."""

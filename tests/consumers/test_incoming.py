@@ -103,6 +103,13 @@ def test_binary_data_that_is_not_json_is_left_alone() -> None:
     assert cloudevent(in_headers("ce_", "application/vnd.flight+json; charset=utf-8")).body == 5
 
 
+def test_a_header_whose_name_is_not_utf_8_is_no_attribute() -> None:
+    """pika gives such a name as bytes; the event beside it is read."""
+    incoming = in_headers("cloudEvents:")
+    headers: dict[Any, object] = {b"\xff": 1, **incoming.headers}
+    assert cloudevent(Incoming(incoming.body, headers=headers)) == cloudevent(incoming)
+
+
 def test_both_modes_are_one_message() -> None:
     """A producer that changes the mode does not make new ids."""
     assert cloudevent(json_message()).id == cloudevent(in_headers("ce-")).id

@@ -21,6 +21,7 @@ import payments
 from brokers import broker
 from consumer_rig import Sent, prove
 from databases import Database
+from nats_garbage import garbage, send
 from own_server import OwnServer
 from payments import RULES, payment
 from projector_dedup import RefusedError
@@ -147,8 +148,11 @@ class Rig:
     async def letters(self) -> list[Any]:
         """Return the dead letters."""
         state = (await self.streams.stream_info(self.dead)).state
-        found = [each for each in range(state.first_seq, state.last_seq + 1) if state.messages]
-        return [await self.streams.get_msg(self.dead, number) for number in found]
+        found = []
+        for number in range(state.first_seq, state.last_seq + 1 if state.messages else 0):
+            with contextlib.suppress(NotFoundError):  # it was replayed, or there is none
+                found.append(await self.streams.get_msg(self.dead, number))
+        return found
 
     @property
     def applied(self) -> tuple[dict[str, int], int]:
@@ -366,6 +370,107 @@ def test_ids_that_are_not_utf_8_are_rejected(run: Run) -> None:
         await rig.consume_until(rig.settled)
         assert rig.applied == ({"a": 1}, 1)
         assert [each.data for each in await rig.letters()] == [payment(1)] * 2
+
+    run(test)
+
+
+@pytest.mark.parametrize("first", ["503", "404 No Messages", "408 \xff", "100 Idle Heartbeat"])
+def test_a_message_that_looks_like_an_answer_of_the_server_is_applied(run: Run, first: str) -> None:
+    """A status in the first line of the headers is a producer's, where the message is one of the stream."""
+
+    async def test(rig: Rig) -> None:
+        block = f"NATS/1.0 {first}\r\nNats-Msg-Id: m1\r\nStatus: 503\r\n\r\n".encode("latin-1")
+        await send(rig.connection, rig.subject.encode(), block, payment(1))
+        await rig.publish(2)
+        await rig.consume_until(rig.settled)
+        assert rig.applied == ({"a": 2}, 2)
+
+    run(test)
+
+
+def test_whatever_a_client_sends_is_applied_delayed_or_a_dead_letter(
+    run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Headers and subjects that no client writes stop nobody: what is behind them is applied."""
+
+    caplog.set_level(logging.INFO, "projector_dedup.consumers")
+
+    async def test(rig: Rig) -> None:
+        RULES.update(b="poison", c="early")
+        for end, block, body in garbage(seed=20130101, count=60):
+            await send(rig.connection, rig.stream.encode() + b"." + end, block, body)
+        await rig.publish(1_000, "behind")
+        sent = (await rig.streams.stream_info(rig.stream)).state.messages
+        assert sent > 40  # the server itself refuses some
+
+        async def done() -> bool:
+            if "behind" in rig.applied[0] and "is to come again in 0.2 s" in caplog.text:
+                RULES.pop("c", None)
+            return await rig.settled()
+
+        rig.subject = f"{rig.stream}.>"
+        await rig.consume_until(done, max_delay=0.2)
+        balances, markers = rig.applied
+        assert set(balances) == {"a", "behind", "c"}
+        assert markers + len(await rig.letters()) == sent
+
+    run(test)
+
+
+def test_headers_that_cannot_be_copied_are_left_out_and_named(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    """nats-py publishes no such name, and the server would obey ``Nats-...`` in the dead letter and its replay."""
+
+    async def test(rig: Rig) -> None:
+        RULES["b"] = "poison"
+        await rig.publish(1)
+        block = b"NATS/1.0\r\na(b): c\r\nNats-Expected-Last-Sequence: 1\r\ntrace: \xff\r\nkept: k\r\n\r\n"
+        await send(rig.connection, rig.subject.encode(), block, payment(2, "b"))
+        await rig.consume_until(rig.settled)
+        (letter,) = await rig.letters()
+        ours = {"x-subject", "x-rejected-for", "Nats-Msg-Id", "Nats-Expected-Stream"}
+        assert {*letter.headers} == {"kept", "trace", *ours}
+        named = "has these headers not, or not as they came: a(b), Nats-Expected-Last-Sequence, trace"
+        assert f"the dead letter of message 2 of stream {rig.stream} {named}" in caplog.messages
+        RULES.clear()
+        assert await replay(rig.connection, rig.stream, DURABLE) == 1
+        await rig.consume_until(rig.settled)
+        assert rig.applied == ({"a": 1, "b": 1}, 2)
+
+    run(test)
+
+
+@pytest.mark.parametrize("header", [b"", b"x-subject: a b\r\n"])
+def test_a_stranger_among_the_dead_letters_keeps_none_from_the_replay(
+    run: Run, caplog: pytest.LogCaptureFixture, header: bytes
+) -> None:
+    """Nobody knows where it belongs: it stays, and the log says so."""
+
+    async def test(rig: Rig) -> None:
+        RULES["b"] = "poison"
+        await rig.publish(1, "b")
+        await rig.consume_until(rig.settled)
+        block = b"NATS/1.0 503\r\n" + header + b"\r\n"
+        await send(rig.connection, f"dead.{rig.stream}.{DURABLE}".encode(), block, b"?")
+        await rig.publish(2, "b")
+        await rig.consume_until(rig.settled)
+        assert await replay(rig.connection, rig.stream, DURABLE) == 2
+        assert [each.data for each in await rig.letters()] == [b"?"]
+        assert f"message 2 of stream {rig.dead} stays there" in caplog.text
+
+    run(test)
+
+
+def test_an_id_that_comes_twice_is_rejected(run: Run) -> None:
+    """Which of the two is the message's nobody knows; a replay of it is rejected again."""
+
+    async def test(rig: Rig) -> None:
+        block = b"NATS/1.0\r\nNats-Msg-Id: m1\r\nNats-Msg-Id: m2\r\n\r\n"
+        await send(rig.connection, rig.subject.encode(), block, payment(1))
+        await rig.consume_until(rig.settled)
+        assert await replay(rig.connection, rig.stream, DURABLE) == 1
+        await rig.consume_until(rig.settled)
+        assert [each.data for each in await rig.letters()] == [payment(1)]
+        assert rig.applied == ({}, 0)
 
     run(test)
 

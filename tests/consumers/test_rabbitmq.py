@@ -9,13 +9,14 @@ import aio_pika
 import pika
 import pytest
 
+from amqp_fields import UNREADABLE_VALUES, VALUES, drawn, short, table
 from consumer_rig import prove
 from databases import Database
 from projector_dedup import Defer
 from projector_dedup.integrations import aio_pika as awaited
 from projector_dedup.integrations import pika as plain
 from projector_dedup.integrations.incoming import cloudevent
-from projector_dedup.integrations.rabbitmq import DELIVERIES, REJECTED_FOR, dead_letters, queues_beside
+from projector_dedup.integrations.rabbitmq import DELIVERIES, REJECTED_FOR, WITHOUT_ID, dead_letters, queues_beside
 from queue_rig import RULES, Client, Rig, named, raises
 from rabbitmq_rig import RabbitMQ, rabbitmq
 
@@ -187,19 +188,68 @@ def test_garbage_becomes_dead_letters_and_the_consumer_lives_on(rig: Rig) -> Non
     assert without == {"headers up to the limit"}
 
 
-@pytest.mark.parametrize("properties", UNREADABLE.values(), ids=UNREADABLE)
-def test_what_aio_pika_cannot_read_ends_its_consumer_and_is_not_lost(
-    queue: RabbitMQ, sqlite: Database, properties: dict[str, object]
+UNREADABLE_BY_AIO_PIKA = {
+    **{f"a {name} that is not UTF-8": {name: short(b"\xff")} for name in ("message_id", "type", "app_id")},
+    "a moment that is none": {"timestamp": b"\xff" * 8},
+    "a header's name that is not UTF-8": {"headers": table((b"\xff", b"V"))},
+    **{name: {"headers": table((b"h", value))} for name, value in UNREADABLE_VALUES.items()},
+}
+
+
+@pytest.mark.parametrize("properties", UNREADABLE_BY_AIO_PIKA.values(), ids=UNREADABLE_BY_AIO_PIKA)
+def test_what_aio_pika_cannot_read_ends_its_consumer_which_names_the_remedy(
+    queue: RabbitMQ, sqlite: Database, properties: dict[str, bytes]
 ) -> None:
-    """aio-pika closes the connection, and ``run`` raises; pika's consumer takes the message to the dead letters."""
+    """aio-pika closes the connection, and ``run`` raises; pika's consumer settles the message."""
     rig = Rig("aio-pika", queue, sqlite)
-    queue.send(named("a"), **{"message_id": "id-a", **properties})
-    assert isinstance(rig.failure(), ConnectionError)
+    queue.send_octets(named("a"), **{"message_id": short(b"id-a"), **properties})
+    error = rig.failure()
+    assert isinstance(error, ConnectionError)
+    assert f"cannot read a message of queue {queue.queue}" in str(error)
     assert (rig.seen(), queue.count()) == ({}, 1)
     by_pika = Rig("pika", queue, sqlite)
-    by_pika.run_until(lambda: len(queue.dead_letters()) == 1, "the dead letter")
+    by_pika.run_until(lambda: len(rig.seen()) + len(queue.dead_letters()) == 1, "the message to be settled")
     for each in (rig, by_pika):
         each.engine.dispose()
+
+
+def test_whatever_headers_another_client_sends_nothing_comes_again_for_ever(rig: Rig) -> None:
+    """A good message with them is applied; a poisoned one, and one before its time at the last, is a dead letter."""
+    good, dead = {"behind"}, set[str]()
+    for number, properties in enumerate(drawn(10, unreadable=rig.client == "pika")):
+        for kind, error in {"good": None, "poison": KeyError("airline"), "early": Defer("not yet")}.items():
+            name = f"{kind} {number}"
+            if error:
+                RULES[name] = raises(error)
+            (dead if error else good).add(name)
+            rig.queue.send_octets(named(name), message_id=short(name.encode()), **properties)
+    rig.send("behind")
+    letters = dead_letters(rig.queue.queue)
+    rig.run_until(lambda: len(rig.seen()) == len(good) and rig.queue.count(letters) == len(dead), "all", max_attempts=2)
+    assert rig.seen() == dict.fromkeys(good, 1)
+    assert sorted(body for _, body in rig.queue.dead_letters()) == sorted(map(named, dead))
+    assert rig.queue.left() == 0
+
+
+def test_a_header_that_is_not_utf_8_is_in_the_copy(rig: Rig) -> None:
+    """With its octets; a header that the client cannot encode is not."""
+    RULES["poison"] = raises(KeyError("airline"))
+    headers = table((b"not text", VALUES["text that is not UTF-8"]), (b"too large", VALUES["double"]))
+    rig.queue.send_octets(named("poison"), message_id=short(b"id-poison"), headers=headers)
+    rig.run_until(lambda: len(rig.queue.dead()) == 1, "the dead letter")
+    ((properties, _),) = rig.queue.dead_letters()
+    assert properties.headers == {"not text": b"\xff\xfe", DELIVERIES: 1, REJECTED_FOR: "KeyError: 'airline'"}
+
+
+def test_dead_letters_of_others_are_replayed_whatever_their_headers(rig: Rig) -> None:
+    """RabbitMQ itself puts there what a quorum queue gives up, as its producer sent it."""
+    without_id = {"headers": table((WITHOUT_ID.encode(), VALUES["double"])), "message_id": short(b"a")}
+    sent = [*drawn(10, unreadable=rig.client == "pika"), without_id]
+    assert rig.replay() == 0  # the queue of dead letters is declared
+    for properties in sent:
+        rig.queue.send_octets(b"{", dead_letters(rig.queue.queue), **properties)
+    assert rig.replay() == len(sent)
+    assert (rig.queue.count(), rig.queue.dead_letters()) == (len(sent), [])
 
 
 def test_a_cloudevent_in_headers_is_applied(rig: Rig) -> None:

@@ -293,7 +293,18 @@ def test_what_another_process_has_taken_over_is_left_to_it(rig: Rig, caplog: pyt
     assert caplog.messages == []
 
 
-@pytest.mark.parametrize("name", ["later-shift", b"later-\xff", "later-5-pods"])
+def test_whatever_a_client_adds_is_applied_delayed_or_a_dead_letter(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    """Fields that no client writes stop nobody: what is behind them is applied."""
+    caplog.set_level(logging.INFO, "projector_dedup.consumers")
+    sent = rig.add_garbage(seed=2013)
+    rig.consume_until(rig.garbage_is_settled(sent, caplog), max_delay=0.2)
+    assert rig.applied[1] + len(rig.letters()) == sent
+    assert set(rig.applied[0]) == {"a", "behind", "c"}
+
+
+@pytest.mark.parametrize(
+    "name", ["later-shift", b"later-\xff", "later-5-pods", "later-" + "9" * 400, "later-9" + "9" * 20, "later-9999"]
+)
 def test_somebody_elses_consumer_may_be_called_anything(rig: Rig, name: str) -> None:
     """A host is called so: its entries are those of a process that may have died, not of a delay."""
     rig.pay(1)

@@ -31,7 +31,7 @@ NEEDED = {  # by each integration: the package that is looked for first, and the
 NO_PACKAGE = {"extras", "http", "incoming", "measures", "rabbitmq", "recorded", "settling"}
 PARTS = {  # of an integration, which imports them after it has found its package
     *("aio_pika_copies", "faststream.raw", "kafka_clients", "kafka_messages", "kafka_positions", "nats_letters"),
-    *("redis_group", "starlette_exchange"),
+    *("nats_messages", "redis_group", "starlette_exchange"),
 }
 
 PROGRAM = """

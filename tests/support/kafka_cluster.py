@@ -19,7 +19,7 @@ from typing import Any
 PARTITIONS = 4  # of a topic that the mock creates by itself
 
 PRODUCE, FETCH, OFFSET_COMMIT = 0, 1, 8  # requests, by their numbers in Kafka's protocol
-NOT_ENOUGH_REPLICAS, MESSAGE_TOO_LARGE, UNKNOWN_TOPIC = 19, 10, 3  # errors, likewise
+NOT_ENOUGH_REPLICAS, MESSAGE_TOO_LARGE, UNKNOWN_TOPIC, NOT_AUTHORIZED = 19, 10, 3, 29  # errors, likewise
 
 
 class KafkaCluster:

@@ -8,6 +8,7 @@ from typing import Any
 import pika
 from pika.adapters.blocking_connection import BlockingChannel
 
+from amqp_fields import Raw
 from brokers import broker
 from consumer_rig import Sent
 from projector_dedup.integrations import pika as plug
@@ -30,6 +31,10 @@ class RabbitMQ:
     def send(self, body: bytes, **properties: Any) -> None:
         """Publish one message with any properties."""
         self.channel.basic_publish("", self.queue, body, pika.BasicProperties(**properties))
+
+    def send_octets(self, body: bytes, queue: str | None = None, /, **properties: bytes) -> None:
+        """Publish one message with properties in octets."""
+        self.channel.basic_publish("", queue or self.queue, body, Raw(**properties))
 
     def publish(self, messages: Sequence[Sent]) -> None:
         """Publish, and return when RabbitMQ has it all."""

@@ -4,15 +4,17 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import redis
 from sqlalchemy import create_engine
 
 import payments
 from consumer_rig import Sent
 from databases import Database
-from payments import payment
+from payments import RULES, payment
 from projector_dedup.integrations.redis import dead_stream, replay
 from reached import reached
+from redis_garbage import garbage
 
 GROUP = "airlines"
 
@@ -46,6 +48,25 @@ class RedisStream:
         entry: Any = {"body": payment(number, account), **fields}
         added: Any = self.client.xadd(self.stream, entry)
         return bytes(added)
+
+    def add_garbage(self, seed: int) -> int:
+        """Add what no client should add, and a payment behind it; return the number of entries."""
+        RULES.update(b="poison", c="early")
+        entries = list(garbage(seed, 60))
+        for entry in entries:
+            self.client.execute_command("XADD", self.stream, "*", *entry)  # type: ignore[no-untyped-call]
+        self.pay(1_000, "behind")
+        return len(entries) + 1
+
+    def garbage_is_settled(self, entries: int, caplog: pytest.LogCaptureFixture) -> Callable[[], bool]:
+        """True once all is settled, and what came too early was delayed before."""
+
+        def done() -> bool:
+            if "behind" in self.applied[0] and "is to come again in 0.2 s" in caplog.text:
+                RULES.pop("c", None)
+            return self.settled(entries)()
+
+        return done
 
     def settled(self, entries: int) -> Callable[[], bool]:
         """True once so many entries were read, and none is pending."""

@@ -10,12 +10,11 @@ from nats.js.api import AckPolicy, ConsumerConfig
 from ...dispatcher import AsyncDispatcher
 from ..incoming import Convert, json_event
 from ..nats import Consumer
+from ..nats_messages import Pull
 from ..settling import Settling
 from .raw import AS_IT_CAME
 
 __all__ = ["subscribe"]
-
-_POLL = 1.0  # seconds that one fetch waits, and for which a batch is filled
 
 
 def subscribe(
@@ -40,7 +39,7 @@ def subscribe(
     would lose messages or keep them for ever, is refused when the broker starts, by a ``RefusedError`` that ends the
     application before it fetches anything.
 
-    ``convert`` makes the event of a message; FastStream decodes nothing. ``in_flight`` messages are fetched and
+    ``convert`` makes the event of a message; FastStream fetches and decodes nothing. ``in_flight`` messages are
     delivered side by side. With ``batch`` it is up to so many messages, those that come within a second, in one
     transaction; each is settled by itself, and one that fails takes no other with it. The other arguments are those of
     ``Consumer``. Raises ``HandlerDefinitionError`` for a dispatcher that is not an ``AsyncDispatcher``.
@@ -51,12 +50,12 @@ def subscribe(
         subject,
         stream=JStream(stream, declare=False),
         durable=durable,
-        pull_sub=PullSub(in_flight if batch is None else batch, _POLL, batch is not None),
+        pull_sub=PullSub(batch=batch is not None),
         config=ConsumerConfig(ack_policy=AckPolicy.EXPLICIT, ack_wait=ack_wait, max_deliver=-1, max_ack_pending=-1),
         **AS_IT_CAME,
     )
     consumers: list[Consumer] = []
-    subscribe_and_fetch = subscriber.start
+    start_without_fetching = subscriber.start
 
     async def start() -> None:
         consumer = Consumer(
@@ -69,7 +68,19 @@ def subscribe(
         )
         await consumer.open()
         consumers[:] = [consumer]
-        await subscribe_and_fetch()
+        pull = Pull(subscriber.connection, stream, durable)
+        await pull.open()
+        # FastStream makes no subscription of its own then: nats-py takes some messages for answers of the server.
+        subscriber.subscription = pull
+        await start_without_fetching()
+        for _ in range(in_flight if batch is None else 1):
+            subscriber.add_task(fetch, (consumer, pull))
+
+    async def fetch(consumer: Consumer, pull: Pull) -> None:
+        while subscriber.running:
+            messages = await consumer.fetch(pull, batch or 1)
+            if messages:
+                await subscriber.consume(messages if batch else messages[0])
 
     async def settle(message: Any) -> None:
         (consumer,) = consumers

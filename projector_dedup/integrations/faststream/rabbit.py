@@ -10,7 +10,7 @@ from faststream.rabbit import Channel, RabbitBroker, RabbitQueue
 
 from ...dispatcher import AsyncDispatcher
 from ...message import printable
-from ..aio_pika_copies import copy
+from ..aio_pika_copies import copy, unreadable
 from ..incoming import Convert, json_event
 from ..rabbitmq import incoming_of, new_settling, queues_beside
 from ..settling import logger
@@ -73,4 +73,13 @@ def subscribe(
             with contextlib.suppress(Exception):  # the connection is lost: RabbitMQ takes the message back by itself
                 await raw.nack(requeue=True)
 
-    broker.subscriber(work, channel=confirming, **AS_IT_CAME)(settle)
+    subscriber = broker.subscriber(work, channel=confirming, **AS_IT_CAME)
+    subscriber(settle)
+    consume = subscriber.start
+
+    async def start() -> None:
+        connection = await broker.connect()
+        connection.close_callbacks.add(lambda _, error: unreadable(error, work.name))
+        await consume()
+
+    subscriber.start = start  # type: ignore[method-assign]  # a broker has no hook between connecting and consuming

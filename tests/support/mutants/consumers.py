@@ -136,9 +136,9 @@ MUTANTS = (
     Mutant(
         name="copy-is-claimed-under-a-random-id",
         breaks="aio-pika draws an id for each copy of a message that has its own in the body: it is applied twice.",
-        where="_named",
-        old="{**message.headers, WITHOUT_ID: True}",
-        new="message.headers",
+        where="_encodable",
+        old="{**headers, WITHOUT_ID: True}",
+        new="headers",
         tests=("tests/consumers/test_rabbitmq.py::test_an_id_in_the_body_stays_the_only_one[aio-pika]",),
     ),
     Mutant(
@@ -164,9 +164,9 @@ MUTANTS = (
     Mutant(
         name="headers-of-a-copy-exceed-the-frame",
         breaks="The copy of a message with long headers ends the connection: the consumer gets it again, and again.",
-        where="headers_of_copy",
-        old="if fits(each)",
-        new="if each",
+        where="_fits",
+        old="size(headers) <= (frame_max or math.inf)",
+        new="size(headers) > 0",
         tests=("tests/consumers/test_rabbitmq.py::test_garbage_becomes_dead_letters_and_the_consumer_lives_on[pika]",),
     ),
     Mutant(
@@ -218,5 +218,69 @@ MUTANTS = (
         old="underlay.on_consumer_cancel_callbacks.add(self._ended)",
         new="pass",
         tests=("tests/consumers/test_rabbitmq.py::test_a_deleted_queue_ends_the_consumer_with_an_error[aio-pika]",),
+    ),
+    Mutant(
+        name="what-cannot-be-encoded-stops-the-copy",
+        breaks="A message with a header that the client cannot encode is delivered again for ever.",
+        where="copyable",
+        old="contextlib.suppress(Exception)",
+        new="contextlib.suppress(ZeroDivisionError)",
+        tests=("tests/consumers/test_rabbitmq.py::test_a_header_that_is_not_utf_8_is_in_the_copy[aio-pika]",),
+    ),
+    Mutant(
+        name="text-that-is-not-utf-8-is-left-out",
+        breaks="A copy by aio-pika goes without a header whose text is not UTF-8.",
+        where="_encodable",
+        old="bytearray(value) if isinstance(value, bytes) else value",
+        new="value",
+        tests=("tests/consumers/test_rabbitmq.py::test_a_header_that_is_not_utf_8_is_in_the_copy[aio-pika]",),
+    ),
+    Mutant(
+        name="copy-is-measured-where-it-is-shallow",
+        breaks="A message whose header is nested as deeply as aio-pika can read is delivered again for ever.",
+        where="_deeper",
+        old="if frames else",
+        new="if not frames else",
+        tests=("tests/consumers/test_faststream.py::test_a_header_is_copied_or_left_out_however_deeply_it_is_nested",),
+    ),
+    Mutant(
+        name="pika-ends-over-a-timestamp",
+        breaks="A header with a timestamp beyond the year 9999 ends pika's consumer at each delivery.",
+        where="Consumer.run",
+        old="_impl_class=_Connection",
+        new="_impl_class=None",
+        tests=(
+            "tests/consumers/test_rabbitmq.py::test_what_aio_pika_cannot_read_ends_its_consumer_which_names_the_remedy"
+            "[last timestamp]",
+        ),
+    ),
+    Mutant(
+        name="replay-copies-what-cannot-be-encoded",
+        breaks="One dead letter with a header that the client cannot encode ends each replay.",
+        where="headers_of_replay",
+        old="if _fits(theirs, size, frame_max) else",
+        new="if True else",
+        tests=(
+            "tests/consumers/test_rabbitmq.py::test_dead_letters_of_others_are_replayed_whatever_their_headers[pika]",
+        ),
+    ),
+    Mutant(
+        name="aio-pika-asks-whether-the-queue-was-deleted",
+        breaks="A message that aio-pika cannot read ends each consumer, and the error does not name the remedy.",
+        where="Consumer._closed",
+        old="self._why = unreadable(error, self._queue)",
+        new="pass",
+        tests=(
+            "tests/consumers/test_rabbitmq.py::test_what_aio_pika_cannot_read_ends_its_consumer_which_names_the_remedy"
+            "[last timestamp]",
+        ),
+    ),
+    Mutant(
+        name="name-in-bytes-spoils-the-event",
+        breaks="A CloudEvents event with a header beside it whose name is not UTF-8 is rejected.",
+        where="_attributes",
+        old="str(name_of_header)",
+        new="name_of_header",
+        tests=("tests/consumers/test_incoming.py::test_a_header_whose_name_is_not_utf_8_is_no_attribute",),
     ),
 )

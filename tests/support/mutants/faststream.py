@@ -49,12 +49,20 @@ MUTANTS = (
         tests=(f"{TESTS}::test_a_message_that_cannot_be_copied_is_given_back",),
     ),
     Mutant(
-        name="copy-is-larger-than-a-frame",
-        breaks="One message with long headers has RabbitMQ close the connection, again and again.",
-        where="copy",
-        old="lambda each: _size(_properties(message, each)) <= room",
-        new="lambda each: True",
-        tests=(f"{TESTS}::test_headers_that_fill_a_frame[42-kept2]",),
+        name="deferred-copy-goes-without-its-count",
+        breaks="A message that comes too early, and whose headers fill a frame, comes again for ever: max_attempts is unheard.",
+        where="headers_of_copy",
+        old="if settled.reject else (ours,):",
+        new="if True else (ours,):",
+        tests=(f"{TESTS}::test_headers_that_leave_no_room_for_a_copy_are_left_out_and_named[p1-marked0]",),
+    ),
+    Mutant(
+        name="faststream-does-not-name-the-remedy",
+        breaks="A message that aio-pika cannot read closes FastStream's connection, and the log does not say what to do.",
+        where="subscribe.start",
+        old="connection.close_callbacks.add(",
+        new="repr(",
+        tests=(f"{TESTS}::test_what_aio_pika_cannot_read_is_logged_with_the_remedy",),
     ),
     Mutant(
         name="nats-is-acknowledged-first",
@@ -79,11 +87,12 @@ MUTANTS = (
         where="subscribe.start",
         old="""        await consumer.open()
         consumers[:] = [consumer]
-        await subscribe_and_fetch()""",
+        pull = Pull(subscriber.connection, stream, durable)
+        await pull.open()""",
         new="""        consumers[:] = [consumer]
-        await subscribe_and_fetch()
-        import asyncio
-        await asyncio.sleep(0.5)
+        pull = Pull(subscriber.connection, stream, durable)
+        await pull.open()
+        await pull.fetch(1, 0.5)
         await consumer.open()""",
         tests=(f"{NATS}::test_a_consumer_that_would_lose_messages_ends_the_application[drops-None]",),
     ),
@@ -145,6 +154,15 @@ MUTANTS = (
         old="waiting = steps.throw(error)",
         new="raise",
         tests=(f"{REDIS}::test_what_was_published_before_the_group_is_applied_once",),
+    ),
+    Mutant(
+        name="faststream-nats-fetches-by-itself",
+        breaks="FastStream fetches by nats-py, beside us: a message with a status, or one that is no text, ends both.",
+        where="subscribe.start",
+        old="subscriber.subscription = pull",
+        new="subscriber.subscription = None",
+        tests=(f"{NATS}::test_whatever_a_client_sends_is_applied_delayed_or_a_dead_letter[None]",),
+        hangs=True,
     ),
     Mutant(
         name="faststream-nats-batch-is-acknowledged-first",
@@ -225,9 +243,9 @@ MUTANTS = (
     Mutant(
         name="copy-without-room-is-sent",
         breaks="A message whose copy does not fit into a frame has RabbitMQ close the connection, again and again.",
-        where="copy",
-        old="if _size(_properties(message, headers)) > room:",
-        new="if False:",
-        tests=(f"{TESTS}::test_headers_that_leave_no_room_for_a_copy_are_named",),
+        where="copyable",
+        old="if (room := room - sizes[name]) >= 0:",
+        new="if name in sizes:",
+        tests=(f"{TESTS}::test_headers_that_leave_no_room_for_a_copy_are_left_out_and_named[None-marked1]",),
     ),
 )
