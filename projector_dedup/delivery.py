@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from sqlalchemy.exc import DBAPIError
 
 from .dialects import Failure
+from .errors import ProjectorDedupError
 from .handler import Handler
 from .markers import valid_key
 from .message import Message, id_text, printable, valid_message_id
@@ -75,6 +76,8 @@ def deliver(work: Work, factory: Any, options: UnitOptions, policy: RetryPolicy,
             continue  # not counted as an attempt: the work does not read these rows again
         except Exception as error:  # noqa: BLE001  # delay_after raises it, unless a retry is due
             work.connected = uow.dialect is not None
+            if isinstance(error, ProjectorDedupError) and hasattr(error, "done"):
+                error.done = False  # DuplicateCommandError of a command that the handler asked for: all is rolled back
             delay = attempts.delay_after(error, uow.cause_of(error), uow.dialect, commit_was_sent=uow.commit_was_sent)
             work.log_retry(error, attempts)
         waiting.sleep(delay)

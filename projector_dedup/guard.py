@@ -50,6 +50,8 @@ class GuardedSession(Session):
     guard: Guard | None = None  # while a handler has the session
     taken: tuple[Connection, ...] = ()  # the connections on which the session has begun transactions
     keeps_over_flush = False  # True: a flush does not forget the declared rows, though a trigger may change them
+    unwritten = False  # True: earlier messages have changed something, and nothing was flushed since
+    stale = False  # True: rows may be in the session as they were in a savepoint that was rolled back
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -74,6 +76,10 @@ class GuardedSession(Session):
             return
         if self.kept and not (self.flush_depth and self.keeps_over_flush):
             self.kept.clear()
+
+    def before_rollback_to_savepoint(self) -> None:
+        """Forget the rows that were read ahead: they may be as the savepoint had them."""
+        self.kept.clear()
 
     def connection(self, bind_arguments: Any = None, execution_options: Any = None) -> Connection:
         """Return the connection of the claim. Raises ``UnsafeSessionError`` for a schema map, which comes too late.
@@ -291,10 +297,11 @@ class Guard:
         return self.violation
 
     def refuse_for_several(self) -> NoReturn:
-        """Refuse a setting that would reach other messages. The batch then applies this message alone."""
+        """Refuse what would reach other messages, such as a setting. The batch then applies this message alone."""
         self.violation = self.violation or TransactionViolatedError(
-            "the handler set something for its transaction, which several messages share; everything was rolled back, "
-            "and the message is tried again in a transaction of its own. Let the error pass"
+            "the handler set something for its transaction, or dropped changes of its session, which several messages "
+            "share; everything was rolled back, and the message is tried again in a transaction of its own. Let the "
+            "error pass"
         )
         raise self.violation
 
@@ -459,7 +466,10 @@ class GuardedConnection(Connection):
         usual = written is not None or isinstance(statement, Select)  # neither text nor a savepoint
         savepoint = not usual and isinstance(statement, _SAVEPOINTS)
         rolls_back = savepoint and isinstance(statement, RollbackToSavepointClause)
-        guard.session.before_statement(writes=written is not None or rolls_back or not (usual or savepoint))
+        if rolls_back:
+            guard.session.before_rollback_to_savepoint()
+        else:
+            guard.session.before_statement(writes=written is not None or not (usual or savepoint))
         guard.before_statement(None if usual else sql_text(statement, self.dialect), written, mends=rolls_back)
         if self._streams(statement, kwargs.get("execution_options")):
             guard.require_server_check()  # a later fetch can fail without a report

@@ -50,27 +50,69 @@ class SharedSession(GuardedSession):
     """The session of ``@projector(shared_session=True)``, which several messages of a batch share.
 
     It keeps every instance that handlers load or insert, until the COMMIT, because SQLAlchemy's identity map has only
-    weak references. It flushes at the end of the batch, or before the next statement that a handler sends itself. That
-    includes statements for which SQLAlchemy does not autoflush, such as SQL text. If the statement writes, it may have
-    changed rows of the session, so the session expires them and reads them again at the next access.
+    weak references. It flushes at the end of the batch, or before the first statement that the handler of a later
+    message sends itself. That includes statements for which SQLAlchemy does not autoflush, such as SQL text. If the
+    statement writes, it may change rows of the session, so the session flushes and expires them before it.
     """
-
-    keeps_over_flush = True
 
     def before_statement(self, *, writes: bool) -> None:
         """Flush the changes of earlier messages, unless the statement belongs to a flush."""
-        if self.flush_depth or not self.guard or not self.guard.several:
-            return
-        if self.autoflush:
+        if not self.is_shared:
+            super().before_statement(writes=writes)
+        elif not self.flush_depth and (writes or self.unwritten):
+            self.unwritten = False
             self.flush()
             if writes:
-                self.expire_all()
+                super().expire_all()
+
+    def before_rollback_to_savepoint(self) -> None:
+        """Have the next message read its rows again. A flush now would be rolled back."""
+        self.stale = True
+        if not self.is_shared:
+            super().before_rollback_to_savepoint()
+
+    @property
+    def is_shared(self) -> bool:
+        """True if several messages use the session, and not only one."""
+        return self.guard is not None and self.guard.several
+
+    # These methods drop changes that were not flushed: of the handler, as it wants, but of earlier messages, too.
+
+    def expire(self, instance: object, attribute_names: Any = None) -> None:
+        """Expire the instance; apply the message alone if that may drop changes of earlier messages."""
+        self._refuse_to_drop()
+        super().expire(instance, attribute_names)
+
+    def expire_all(self) -> None:
+        """Expire every instance; apply the message alone if that may drop changes of earlier messages."""
+        self._refuse_to_drop()
+        super().expire_all()
+
+    def refresh(self, instance: object, *args: Any, **kwargs: Any) -> None:
+        """Read the instance again; apply the message alone if that may drop changes of earlier messages."""
+        self._refuse_to_drop()
+        super().refresh(instance, *args, **kwargs)
+
+    def expunge(self, instance: object) -> None:
+        """Remove the instance; apply the message alone if that may drop changes of earlier messages."""
+        self._refuse_to_drop()
+        super().expunge(instance)
+
+    def expunge_all(self) -> None:
+        """Remove every instance; apply the message alone if that may drop changes of earlier messages."""
+        self._refuse_to_drop()
+        super().expunge_all()
+
+    def _refuse_to_drop(self) -> None:
+        if self.is_shared and self.guard is not None and (self.new or self.deleted or self.dirty):
+            self.guard.refuse_for_several()
 
 
 @event.listens_for(SharedSession, "loaded_as_persistent")
 @event.listens_for(SharedSession, "pending_to_persistent")
 def _keep(session: SharedSession, instance: object) -> None:
-    session.kept.append(instance)
+    if session.is_shared:
+        session.kept.append(instance)
 
 
 @kept_on_class

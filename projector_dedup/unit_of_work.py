@@ -279,8 +279,11 @@ class UnitOfWork:
         session = self._session
         self._begun().verify()
         if keep:
-            if session.deleted:
+            if session.deleted or session.stale:
                 session.flush()
+            if session.stale:
+                session.expire_all()
+            session.unwritten, session.stale = True, False
             return
         for _ in range(_FLUSHES):
             session.flush()

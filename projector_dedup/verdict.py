@@ -21,6 +21,7 @@ class Action(StrEnum):
     RETRY_NOW = "retry now"  #: let the broker deliver it again at once
     RETRY_LATER = "retry later"  #: let the broker deliver it again after ``Verdict.delay``
     REJECT = "reject"  #: send it to the dead letters: another delivery would fail in the same way
+    ACKNOWLEDGE = "acknowledge"  #: acknowledge it: ``Commands.handle`` says that the command was done before
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Answer(NamedTuple):
     unlimited: bool = False
 
 
-NOW, LATER, REJECT = Action.RETRY_NOW, Action.RETRY_LATER, Action.REJECT
+NOW, LATER, REJECT, ACKNOWLEDGE = Action.RETRY_NOW, Action.RETRY_LATER, Action.REJECT, Action.ACKNOWLEDGE
 
 OURS: dict[str, Answer] = {
     "ProjectorDedupError": Answer(LATER, "the message was not applied"),
@@ -62,21 +63,30 @@ OURS: dict[str, Answer] = {
     "InvalidKeyError": Answer(REJECT, "the command itself is wrong"),
     "KeyReusedError": Answer(REJECT, "the key belongs to another command"),
     "ResultError": Answer(REJECT, "the handler's result cannot be recorded"),
-    "DuplicateCommandError": Answer(REJECT, "the command was done before: acknowledge it where you catch this"),
+    "DuplicateCommandError": Answer(
+        ACKNOWLEDGE, "the command was done before; reject if a projector's handler lets the error out", unlimited=True
+    ),
     "Rejected": Answer(REJECT, "the business has refused the command, and that is recorded"),
 }
 """The library's errors by name; an error that is not named is answered as its base class is."""
 
 FAILURES: dict[Failure, Answer] = {
-    Failure.TRANSIENT: Answer(NOW, "a conflict, a deadlock, a lost connection"),
+    Failure.TRANSIENT: Answer(NOW, "a conflict, a deadlock, a lost connection, a prepared statement that is gone"),
     Failure.READ_ONLY: Answer(LATER, "another server is becoming the primary"),
     Failure.LOCK_TIMEOUT: Answer(LATER, "somebody holds a lock for long"),
-    Failure.LATER: Answer(LATER, "no disk, no memory, no login, no connection, or somebody cancelled the statement"),
+    Failure.LATER: Answer(LATER, "a used-up resource, no login, a cancelled statement, a fault inside the database"),
     Failure.UNIQUE: Answer(REJECT, "the row is there, and the library has tried again before"),
     Failure.NO_TABLE: Answer(REJECT, "the statement does not fit the tables"),
     Failure.PERMANENT: Answer(REJECT, "the database refuses what the handler wants to write"),
 }
 """A database's errors, raw or SQLAlchemy's, by what its dialect says of them."""
+
+NAMED: dict[str, Answer] = {
+    "billiard.exceptions.SoftTimeLimitExceeded": Answer(LATER, "Celery has interrupted the handler, which was slow"),
+    "billiard.exceptions.TimeLimitExceeded": Answer(LATER, "Celery has killed the process of the handler"),
+    "billiard.exceptions.WorkerLostError": Answer(LATER, "somebody has killed the process of the handler"),
+}
+"""Errors of packages that this file must not import, by module and name."""
 
 OTHERS: dict[type[BaseException], Answer] = {
     StaleDataError: Answer(NOW, "another transaction has changed the row in between"),
@@ -96,6 +106,7 @@ def verdict_of(error: BaseException, *, attempts: int = 1, max_attempts: int | N
     and, from the fourth delivery on, 300 seconds. ``RETRY_NOW`` is said of the first delivery only, and becomes
     ``RETRY_LATER`` after it. From ``max_attempts`` on a message is rejected that else would be delivered again, also
     after ``Defer``; but never after ``CommitOutcomeUnknown`` and ``InProgress``, or if the worker was told to stop.
+    ``ACKNOWLEDGE`` is said of ``DuplicateCommandError`` alone, as ``Commands.handle`` raises it.
 
     Of several errors (``DeliveryFailed``, ``BatchFailed``, any ``ExceptionGroup``) those that are to be retried
     win, since a rejection would lose their retry, and among them the longer delay. Of a batch ask for each message:
@@ -112,7 +123,7 @@ def verdict_of(error: BaseException, *, attempts: int = 1, max_attempts: int | N
     return Verdict(action, DELAYS[min(attempts, len(DELAYS)) - 1] if action is LATER else 0.0, decisive)
 
 
-_RANK = {REJECT: 0, NOW: 1, LATER: 2}
+_RANK = {ACKNOWLEDGE: -1, REJECT: 0, NOW: 1, LATER: 2}
 
 
 def _decided(error: BaseException) -> tuple[Answer, BaseException]:
@@ -137,6 +148,8 @@ def _decided(error: BaseException) -> tuple[Answer, BaseException]:
             waiting += [(inner, inner if alone else outer, cause) for inner in reversed(each.exceptions)]
             continue
         answer = _own_answer(each)
+        if answer.action is ACKNOWLEDGE and not (each is error and getattr(each, "done", False)):
+            answer = unknown  # a handler, or an error around this one, has failed although the command was done
         if answer is unknown and cause is not None and id(cause) not in seen:
             waiting.append((cause, outer, beyond))
         else:
@@ -160,6 +173,8 @@ def _own_answer(error: BaseException) -> Answer:
     for each in type(error).__mro__:
         if str(each.__module__).partition(".")[0] == __name__.partition(".")[0] and each.__name__ in OURS:
             return OURS[each.__name__]
+        if (name := f"{each.__module__}.{each.__name__}") in NAMED:
+            return NAMED[name]
         if each in OTHERS:
             return OTHERS[each]
     return OTHERS[BaseException]

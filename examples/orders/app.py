@@ -129,7 +129,7 @@ async def post_order(
 
 # An endpoint that was there before, on a router whose answers are recorded ------------------------------------------
 
-accounts = APIRouter(route_class=recorded_route(commands, scope=tenant))
+accounts = APIRouter(route_class=recorded_route(commands, scope=tenant, name="shop.accounts"))
 
 
 @accounts.post("/accounts/{customer}", status_code=201)

@@ -1,6 +1,6 @@
 """Commands: done once, and everybody who asks again with the same key gets the recorded answer (docs/commands.md)."""
 
-from .begin import Begun, begin_command
+from .begin import AsyncBegun, Begun, abegin_command, begin_command
 from .call import AsyncCall, Call, derived_id, derived_key
 from .codecs import Codec, json, raw, typed_json
 from .errors import (
@@ -10,6 +10,7 @@ from .errors import (
     Rejected,
     ResultError,
     ResultUnreadableError,
+    UnusableKeyError,
 )
 from .fingerprint import fields
 from .handled import Handled, Rejection
@@ -18,6 +19,7 @@ from .runner import AsyncCommands, Commands
 from .tables import CommandTables, default_command_tables, make_command_tables
 
 __all__ = [
+    "AsyncBegun",
     "AsyncCall",
     "AsyncCommand",
     "AsyncCommands",
@@ -35,6 +37,8 @@ __all__ = [
     "Rejection",
     "ResultError",
     "ResultUnreadableError",
+    "UnusableKeyError",
+    "abegin_command",
     "begin_command",
     "command",
     "default_command_tables",

@@ -6,28 +6,31 @@ import dataclasses
 import json as _json
 import math
 import types
-import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import date, datetime, time
 from decimal import Decimal
+from enum import Enum
 from typing import Any, Generic, TypeVar, Union, get_args, get_origin
 from uuid import UUID
 
 from ..errors import HandlerDefinitionError
-from .errors import ResultError
+from .errors import ResultError, ResultUnreadableError
 from .handled import Rejection
 
 R = TypeVar("R")
-Step = Callable[[Any], Any]
+
+_UNION = (Union, types.UnionType)
+_PYDANTIC = (2, 11)  # since then a field is read by its own name, whatever alias it has
 
 
 @dataclass(frozen=True)
 class Codec(Generic[R]):
     """Turns results into bytes and back. ``name`` is stored beside the bytes: it says who can read them.
 
-    ``dumps`` raises what it likes for a value that it cannot store; ``loads`` for bytes that it cannot read. Of an
-    ``exact`` codec, what is read must be equal to what was stored, or nothing is recorded.
+    ``name`` has 1 to 64 bytes of UTF-8. ``dumps`` raises what it likes for a value that it cannot store; ``loads`` for
+    bytes that it cannot read. Every result is read once before it is recorded; of an ``exact`` codec, what is read must
+    be equal to what was stored, or nothing is recorded.
     """
 
     name: str
@@ -74,105 +77,157 @@ raw: Codec[bytes] = Codec("raw", _bytes, bytes, exact=True)
 def typed_json(kind: Any) -> Codec[Any]:
     """Return a codec that stores values of the type ``kind`` as JSON, and gives back values of that type.
 
-    ``kind`` is made of None, bool, int, float, str, UUID, Decimal, datetime (with a time zone), lists, mappings with
-    texts for keys, and dataclasses of these. Raises ``HandlerDefinitionError`` for any other type.
+    ``kind`` is made of None, bool, int, float, str, lists, and mappings with texts for keys; with the extra
+    ``projector-dedup[commands]`` it is any type that a ``TypeAdapter`` of Pydantic's can write and validate. Raises
+    ``HandlerDefinitionError`` for any other type.
     """
-    encode, decode = _steps(kind)
-    return Codec(
-        "typed-json", lambda value: _to_bytes(encode(value)), lambda data: decode(_json.loads(data)), exact=True
-    )
+    return _of_json_itself(kind) if _is_json(kind) else _of_pydantic(kind)
 
 
-def _exactly(kind: type[Any]) -> Step:
+# Types that JSON has itself -------------------------------------------------------------------------------------------
+
+
+def _is_json(kind: Any) -> bool:
+    """Return True if ``kind`` is made of types that JSON has itself."""
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin in (dict, Mapping):
+        return inner[0] is str and _is_json(inner[1])
+    if origin is list or origin in _UNION:
+        return all(_is_json(each) for each in inner)
+    return kind in (None, type(None), bool, int, float, str, list, dict, Any)
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Return True if ``value`` is of the type ``kind``, of which ``_is_json`` is true."""
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin in _UNION:
+        return any(_fits(value, each) for each in inner)
+    if origin is list:
+        return type(value) is list and all(_fits(each, inner[0]) for each in value)
+    if origin in (dict, Mapping):
+        return type(value) is dict and all(_fits(each, inner[1]) for each in value.values())
+    if kind in (list, dict, Any):
+        return True
+    if kind is float:
+        return type(value) in (int, float)
+    return type(value) is (type(None) if kind is None else kind)
+
+
+def _of_json_itself(kind: Any) -> Codec[Any]:
     def check(value: Any) -> Any:
-        if type(value) is not kind:
-            raise ResultError(f"the result has {type(value).__name__} where its annotation says {kind.__name__}")
+        if not _fits(value, kind):
+            raise ResultError(f"the result, or a part of it, is not what its annotation {kind} says; return that type")
         return value
 
-    return check
+    def dump(value: Any) -> bytes:
+        return json.dumps(check(value))
+
+    def load(data: bytes) -> Any:
+        return check(_json.loads(data))
+
+    return Codec("typed-json", dump, load, exact=True)
 
 
-def _float(value: Any) -> float:
-    number = float(value) if type(value) is int else _exactly(float)(value)
-    if not math.isfinite(number):
-        raise ResultError(f"the result has {number}, which JSON cannot say")
-    return float(number)
+# Types that Pydantic knows --------------------------------------------------------------------------------------------
 
 
-def _moment(value: Any) -> str:
-    if _exactly(datetime)(value).tzinfo is None:
-        raise ResultError("the result has a moment without a time zone; give it one, as in datetime.now(timezone.utc)")
-    return str(value.isoformat())
+def _type_adapter() -> Any:
+    """Return Pydantic's class ``TypeAdapter``; None if Pydantic is not installed, or too old."""
+    try:
+        from pydantic import VERSION, TypeAdapter
+    except ImportError:
+        return None
+    return TypeAdapter if tuple(int(part) for part in VERSION.split(".")[:2]) >= _PYDANTIC else None
 
 
-_SIMPLE: dict[Any, tuple[Step, Step]] = {
-    None: (_exactly(type(None)), _exactly(type(None))),
-    type(None): (_exactly(type(None)), _exactly(type(None))),
-    bool: (_exactly(bool), _exactly(bool)),
-    int: (_exactly(int), _exactly(int)),
-    str: (_exactly(str), _exactly(str)),
-    float: (_float, _float),
-    UUID: (lambda value: str(_exactly(UUID)(value)), UUID),
-    Decimal: (lambda value: str(_exactly(Decimal)(value)), Decimal),
-    datetime: (_moment, datetime.fromisoformat),
-    Any: (_strict, _strict),
-}
+def _of_pydantic(kind: Any) -> Codec[Any]:
+    type_adapter = _type_adapter()
+    if type_adapter is None:
+        raise HandlerDefinitionError(
+            f"a result of {kind!r} is stored by Pydantic 2.11 or newer, which is not installed; run: "
+            "pip install 'projector-dedup[commands]', or give @command(codec=...)"
+        )
+    try:
+        adapter = type_adapter(kind)
+        adapter.rebuild(raise_errors=True)  # of a type that was not yet defined when its annotation was read
+    except Exception as error:
+        raise HandlerDefinitionError(
+            f"there is no codec for {kind!r} ({type(error).__name__}: {str(error).splitlines()[0]}): annotate the "
+            "result with types that Pydantic knows and that are defined before the handler, such as dataclasses and "
+            "models, or give @command(codec=...)"
+        ) from error
+
+    def dump(value: Any, **options: Any) -> bytes:
+        dumped: bytes = adapter.dump_json(value, by_alias=False, round_trip=True, warnings="error", **options)
+        return dumped
+
+    def load(data: bytes) -> Any:
+        value = adapter.validate_json(data, strict=True, by_alias=True, by_name=True)
+        again = dump(value)
+        if again != data:  # the record may be of code whose type had other fields
+            chosen = dump(value, exclude_defaults=True)
+            _refuse_renamed(_json.loads(data), _json.loads(again), _json.loads(chosen))
+        return value
+
+    return Codec("typed-json", dump, load, exact=True)
 
 
-def _steps(kind: Any) -> tuple[Step, Step]:
-    """Return how a value of ``kind`` becomes JSON, and how it is read again."""
-    if kind in _SIMPLE:
-        return _SIMPLE[kind]
-    origin, inner = get_origin(kind), get_args(kind)
-    if origin is list:
-        return _each(*_steps(inner[0]))
-    if origin in (dict, Mapping) and inner[0] is str:
-        return _each_of_mapping(*_steps(inner[1]))
-    if kind in (list, dict):
-        return _SIMPLE[Any]
-    if origin in (Union, types.UnionType) and len(inner) == 2 and type(None) in inner:
-        return _or_none(*_steps(next(each for each in inner if each is not type(None))))
-    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
-        return _dataclass(kind)
-    raise HandlerDefinitionError(
-        f"there is no codec for {kind!r}: annotate the result with None, bool, int, float, str, UUID, Decimal, "
-        "datetime, lists, mappings and dataclasses of these, or give @command(codec=...)"
-    )
+def _refuse_renamed(stored: Any, read: Any, chosen: Any) -> None:
+    """Raise ``ResultUnreadableError`` if a field of the record was dropped, and another took its default instead.
+
+    ``stored`` is the record's JSON. ``read`` is the JSON of what was read, ``chosen`` the same without defaults. A
+    field that is read from another name, by an alias or a validator, was renamed with care: it is in ``chosen``.
+    """
+    if isinstance(stored, list) and isinstance(read, list) and isinstance(chosen, list):
+        for each in zip(stored, read, chosen, strict=False):
+            _refuse_renamed(*each)
+    if isinstance(stored, dict) and isinstance(read, dict) and isinstance(chosen, dict):
+        dropped, new = sorted(stored.keys() - read.keys()), sorted(read.keys() - stored.keys())
+        if dropped and new and not set(new) & chosen.keys():
+            raise ResultUnreadableError(
+                f"the record has {', '.join(dropped)}, which its type does not have, and lacks {', '.join(new)}: was a "
+                "field renamed? Then read it by its former name too"
+            )
+        for name in stored.keys() & read.keys():
+            _refuse_renamed(stored[name], read[name], chosen.get(name, {}))
 
 
-def _each(encode: Step, decode: Step) -> tuple[Step, Step]:
-    return (
-        lambda value: [encode(each) for each in _exactly(list)(value)],
-        lambda data: [decode(each) for each in data],
-    )
+# Comparing and telling ------------------------------------------------------------------------------------------------
 
 
-def _each_of_mapping(encode: Step, decode: Step) -> tuple[Step, Step]:
-    text = _exactly(str)
-    return (
-        lambda value: {text(name): encode(each) for name, each in _exactly(dict)(value).items()},
-        lambda data: {name: decode(each) for name, each in data.items()},
-    )
+def is_same(one: Any, other: Any) -> bool:
+    """Return True if a result came back as it was.
+
+    Moments are the same if they say the same time and offset: Python calls those of two zones unequal in an hour that
+    comes twice. Dataclasses and Pydantic models are the same if their fields are.
+    """
+    if isinstance(one, datetime) and isinstance(other, datetime):
+        return one == other or one.isoformat() == other.isoformat()
+    if type(one) is not type(other):
+        return bool(one == other)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(is_same(*each) for each in zip(one, other, strict=True))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(is_same(one[name], other[name]) for name in one)
+    if dataclasses.is_dataclass(one):
+        return all(is_same(getattr(one, each.name), getattr(other, each.name)) for each in dataclasses.fields(one))
+    if hasattr(one, "model_fields_set") and not one == other:  # noqa: SIM201  # a model, whose != may be its own
+        rest = one.model_extra == other.model_extra and one.__pydantic_private__ == other.__pydantic_private__
+        return rest and is_same(vars(one), vars(other))
+    return bool(one == other)
 
 
-def _or_none(encode: Step, decode: Step) -> tuple[Step, Step]:
-    return (
-        lambda value: None if value is None else encode(value),
-        lambda data: None if data is None else decode(data),
-    )
-
-
-def _dataclass(kind: type[Any]) -> tuple[Step, Step]:
-    hints = typing.get_type_hints(kind)
-    for field in dataclasses.fields(kind):
-        if not field.init:
-            raise HandlerDefinitionError(f"{kind.__qualname__}.{field.name} is not given to __init__; give codec=")
-    steps = {field.name: _steps(hints[field.name]) for field in dataclasses.fields(kind)}
-    exactly = _exactly(kind)
-    return (
-        lambda value: {name: encode(getattr(exactly(value), name)) for name, (encode, _) in steps.items()},
-        lambda data: kind(**{name: decode(data[name]) for name, (_, decode) in steps.items() if name in data}),
-    )
+def as_json(value: Any) -> Any:
+    """Return the detail of a rejection as JSON says it: a Decimal, a UUID, a date or a time by its text."""
+    if isinstance(value, Enum):
+        return as_json(value.value)
+    if isinstance(value, (Decimal, UUID)):
+        return str(value)
+    if isinstance(value, (date, time)):
+        return value.isoformat()
+    if isinstance(value, (list, tuple)):
+        return [as_json(each) for each in value]
+    return {name: as_json(each) for name, each in value.items()} if isinstance(value, dict) else value
 
 
 def codec_for(annotation: Any, where: str) -> Codec[Any]:
@@ -180,19 +235,15 @@ def codec_for(annotation: Any, where: str) -> Codec[Any]:
     kind = _without_rejection(annotation)
     if kind is bytes:
         return raw
-    if hasattr(kind, "model_validate_json"):  # a model of Pydantic's
-        from .pydantic_codec import pydantic_json
-
-        return pydantic_json(kind)
     try:
         return json if kind is Any else typed_json(kind)
     except HandlerDefinitionError as error:
-        raise HandlerDefinitionError(f"{where}: {error}") from None
+        raise HandlerDefinitionError(f"{where}: {error}") from error.__cause__
 
 
 def _without_rejection(annotation: Any) -> Any:
     """Return the annotation without the ``Rejection`` that a handler may return instead of a result."""
-    if get_origin(annotation) not in (Union, types.UnionType):
+    if get_origin(annotation) not in _UNION:
         return annotation
     rest = [each for each in get_args(annotation) if each is not Rejection]
     return Union[tuple(rest)] if rest else type(None)  # noqa: UP007  # made at run time

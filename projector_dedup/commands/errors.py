@@ -4,7 +4,8 @@
 
     ProjectorDedupError
     |-- RefusedError
-    |   |-- InvalidKeyError           the key or the scope is missing, empty, too long, or not text (also a ValueError)
+    |   |-- InvalidKeyError           no key; a key or scope that is empty, too long, or not text (also a ValueError)
+    |   |   `-- UnusableKeyError      what the caller sent: key and scope are too long, or a value equals nothing
     |   |-- KeyReusedError            the key was given to another command before
     |   |-- ResultError               what the handler returned cannot be recorded; nothing was applied
     |   `-- ResultUnreadableError     a record is there, but its result cannot be read
@@ -12,7 +13,8 @@
     `-- Rejected                      the recorded answer is a rejection
 
 Beside these, ``Commands.handle`` raises what ``Dispatcher.deliver`` raises. A message may be acknowledged if ``handle``
-returned, or after ``DuplicateCommandError``: both say that an outcome is recorded.
+returned, or if ``handle`` raised ``DuplicateCommandError``: both say that an outcome is recorded. A projector's handler
+that asks for a command catches that error itself: else its own writes are rolled back.
 """
 
 from __future__ import annotations
@@ -26,7 +28,15 @@ if TYPE_CHECKING:
 
 
 class InvalidKeyError(RefusedError, ValueError):
-    """The key or the scope of a command is missing, empty, too long, or no text."""
+    """The key of a command is missing; or the key or the scope is empty, too long, or no text."""
+
+
+class UnusableKeyError(InvalidKeyError):
+    """The values that the caller sent cannot be recorded or compared, and the program is innocent.
+
+    Key and scope are too long together, or the command has a value such as NaN, a number of thousands of digits, or
+    too many levels. Ask with other values. Every other ``InvalidKeyError`` is a fault of the program.
+    """
 
 
 class KeyReusedError(RefusedError):
@@ -52,11 +62,16 @@ class ResultUnreadableError(RefusedError):
 
 
 class DuplicateCommandError(ProjectorDedupError):
-    """The command was handled before; ``original`` is what ``handle`` would have returned."""
+    """The command was handled before; ``original`` is what ``handle`` would have returned.
+
+    ``done`` is True if the message may be acknowledged. It is False once a projector's handler has let the error out:
+    the writes of that handler were rolled back.
+    """
 
     def __init__(self, message: str, original: Handled[Any]) -> None:
         super().__init__(message)
         self.original = original
+        self.done = True
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (*self.args, self.original), vars(self)

@@ -14,12 +14,16 @@ from .call import AsyncCall, Call
 from .codecs import Codec, codec_for
 from .fingerprint import Fingerprint, whole
 from .handled import Rejection
+from .tables import MAX_CODEC_BYTES
 
 C = TypeVar("C")
 R = TypeVar("R")
 
 NO_RESULT: Codec[Any] = Codec("none", lambda _: b"", lambda _: None)
 """The codec of operations with ``default=``, whose records have no result."""
+
+_RENAMED_CODECS = {"pydantic-json": "typed-json"}
+"""Names that this library stored until November 2026, and the codec that reads what is stored under them."""
 
 _METHOD = 3  # positional arguments: the object, the command, the call
 
@@ -50,6 +54,7 @@ class Operation(Generic[C, R]):
         self.identity = settings.name or f"{function.__module__}.{function.__qualname__}"
         self.names = (self.identity, *(name for name in settings.formerly if name != self.identity))
         self.is_method = _check_parameters(self.identity, function)
+        _check_default(self.identity, settings.default, asynchronous=self.asynchronous)
         self.codec = settings.codec or (NO_RESULT if settings.default else _codec_of(self.identity, function))
         self.__name__ = function.__name__
         self.__doc__ = function.__doc__
@@ -62,9 +67,10 @@ class Operation(Generic[C, R]):
         bound.__dict__.update(self.__dict__, function=self.function.__get__(instance), is_method=False)
         return bound
 
-    def codec_called(self, name: str) -> Codec[Any] | None:
-        """Return the codec that wrote a record, by its name; None if this code does not have it."""
-        return next((each for each in (self.codec, *self.settings.older_codecs) if each.name == name), None)
+    def codecs_called(self, name: str) -> list[Codec[Any]]:
+        """Return the codecs that read what a codec of this name has stored; none if this code does not have them."""
+        names = {name, _RENAMED_CODECS.get(name, name)}
+        return [each for each in (self.codec, *self.settings.older_codecs) if each.name in names]
 
 
 class Command(Operation[C, R]):
@@ -144,7 +150,8 @@ def command(
 
     ``name`` pins the operation, which else is ``module.function``; ``formerly`` lists its names from before, so that
     code of both names may run at once. ``codec`` says how results are stored; without one the annotation of what the
-    function returns does. ``older_codecs`` can still be read. ``fingerprint`` returns what must be the same when a key
+    function returns does. ``older_codecs`` read what codecs of
+    their names have stored. ``fingerprint`` returns what must be the same when a key
     comes again: the whole command if it is not given; None compares nothing. With ``default``, a function like the
     operation itself, no result is stored, and who asks again gets what ``default`` returns from the present state.
     ``key="required"`` refuses calls without a key. ``read_models`` and ``isolation`` are those of ``@projector``.
@@ -166,12 +173,50 @@ def command(
     for each in (*([codec] if codec else []), *older_codecs):
         if not all(hasattr(each, part) for part in ("name", "dumps", "loads")):
             raise HandlerDefinitionError(f"a codec has a name, dumps and loads; {each!r} has not")
+        _check_codec_name(each.name)
     former = valid_formerly(formerly, HandlerDefinitionError)
     required = key == "required"
     return _Decorator(
         Settings(
             name, former, codec, tuple(older_codecs), fingerprint, default, required, tuple(read_models), isolation
         )
+    )
+
+
+def checked(operation: Any, *, asynchronous: bool, by: str, other: str) -> Operation[Any, Any]:
+    """Return the operation that was given to ``by``; raise ``HandlerDefinitionError`` if it is none for ``by``."""
+    if not isinstance(operation, Operation):
+        raise HandlerDefinitionError(f"{by} takes a function under @command, not {operation!r}")
+    if operation.asynchronous != asynchronous:
+        has = "async def" if operation.asynchronous else "plain def"
+        raise HandlerDefinitionError(f"{operation.identity} is {has}: handle it through {other}")
+    if operation.is_method:
+        raise HandlerDefinitionError(f"{operation.identity} is a method: give it as one of an object")
+    return operation
+
+
+def _check_default(identity: str, default: Any, *, asynchronous: bool) -> None:
+    if default is None:
+        return
+    try:
+        inspect.signature(default).bind(None, None)
+    except (TypeError, ValueError) as error:
+        raise HandlerDefinitionError(
+            f"default= of {identity} is called with (command, call), also where the operation is a method ({error}); "
+            "give a function that takes both"
+        ) from error
+    awaited = inspect.iscoroutinefunction(default) or inspect.iscoroutinefunction(type(default).__call__)
+    if awaited != asynchronous:
+        needed = "an async def" if asynchronous else "a plain def"
+        raise HandlerDefinitionError(f"{identity} is {needed}, and its default= is not; make default= {needed}, too")
+
+
+def _check_codec_name(name: object) -> None:
+    if isinstance(name, str) and name.isprintable() and 0 < len(name.encode()) <= MAX_CODEC_BYTES:
+        return
+    raise HandlerDefinitionError(
+        f"the name of a codec is stored with each result: it is a text of 1 to {MAX_CODEC_BYTES} bytes without control "
+        f"characters, not {name!r:.80}; give Codec(...) such a name"
     )
 
 

@@ -14,7 +14,7 @@ from sqlalchemy import Row, Select, Table, Update, bindparam, case, select, upda
 from ..dialects import Dialect, LastChange, LastStatement
 from ..errors import InvalidMessageIdError, OvertakenError
 from ..message import MAX_MESSAGE_ID_BYTES, printable, valid_message_id
-from .errors import InvalidKeyError, KeyReusedError, ResultUnreadableError
+from .errors import InvalidKeyError, KeyReusedError, ResultUnreadableError, UnusableKeyError
 from .tables import CommandTables
 
 RESULT, REJECTED, DEFAULT = 1, 2, 3  #: outcomes: a result, a rejection, a result that is asked for anew each time
@@ -55,7 +55,7 @@ class RecordKey:
         try:
             return cls(text, within, valid_message_id(stored))
         except InvalidMessageIdError as error:
-            raise InvalidKeyError(
+            raise UnusableKeyError(
                 f"scope and key of a command are stored as one text of at most {MAX_MESSAGE_ID_BYTES} bytes: {error}"
             ) from None
 
@@ -80,8 +80,8 @@ def recalling(tables: CommandTables, stored: str, names: Sequence[str]) -> LastS
     return LastStatement(_recalling(tables.marker, len(names)), {"stored": stored, **_named(names)})
 
 
-def recalled(row: Row[Any] | None, fingerprint: bytes | None, key: RecordKey, operation: str) -> Record:
-    """Return the record that was read.
+def recalled(row: Row[Any] | None, fingerprints: Sequence[bytes], key: RecordKey, operation: str) -> Record:
+    """Return the record that was read. ``fingerprints`` are those of the command; without one nothing is compared.
 
     Raises ``KeyReusedError`` if it is of another command, ``ResultUnreadableError`` if it was committed without an
     outcome, and ``OvertakenError`` if there is none any more: the unit of work is run again then.
@@ -93,7 +93,7 @@ def recalled(row: Row[Any] | None, fingerprint: bytes | None, key: RecordKey, op
             f"the key {printable(key.key)[:80]} of {operation} was claimed and committed without an outcome, perhaps "
             "by begin_command() without record(): look whether the command was done, then forget the key"
         )
-    if fingerprint is not None and row.fingerprint is not None and bytes(row.fingerprint) != fingerprint:
+    if fingerprints and row.fingerprint is not None and bytes(row.fingerprint) not in fingerprints:
         raise KeyReusedError(
             f"the key {printable(key.key)[:80]} of {operation} was given to another command before; nothing ran. Give "
             "each command a key of its own, and the same one again only with the same command"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 from sqlalchemy.orm import Session, sessionmaker
 from sqlalchemy.util import greenlet_spawn
@@ -15,10 +16,10 @@ from ..message import printable
 from ..options import RetryPolicy, UnitOptions, check_session_factory
 from ..outcome import Outcome
 from ..waiting import AWAITING, BLOCKING
-from .codecs import json
+from .codecs import as_json, json
 from .errors import DuplicateCommandError, InvalidKeyError, Rejected, ResultUnreadableError
 from .handled import Handled, Rejection
-from .handler import AsyncCommand, Command, Operation
+from .handler import AsyncCommand, Command, Operation, checked
 from .record import DEFAULT, REJECTED, Record, RecordKey
 from .tables import CommandTables, default_command_tables
 from .work import Asked, Once, Present, Refused
@@ -60,24 +61,27 @@ class _Settings:
         self._options = UnitOptions(tables, claim_timeout, isolation, strict=strict)
         self._max_result_bytes = max_result_bytes
 
+    def bounded(self, claim_timeout: float) -> Self:
+        """Return the same commands with this ``claim_timeout``, in seconds; those that have one are returned as is."""
+        if self._options.claim_timeout is not None:
+            return self
+        within = copy.copy(self)
+        within._options = dataclasses.replace(self._options, claim_timeout=claim_timeout)
+        return within
+
     def permit_external_transaction(self, permitted: bool) -> bool:
         """Permit or forbid an outer transaction, for ``testing.external_transaction``; return the setting before."""
         before = self._options.external
         self._options = dataclasses.replace(self._options, external=permitted)
         return before
 
-    def _asked(self, operation: object, command: Any, key: object, scope: object) -> tuple[Asked, UnitOptions]:
-        if not isinstance(operation, Operation):
-            raise HandlerDefinitionError(f"handle() takes a function under @command, not {operation!r}")
-        if operation.asynchronous != self._asynchronous:
-            has, wants = ("async def", "AsyncCommands") if operation.asynchronous else ("plain def", "Commands")
-            raise HandlerDefinitionError(f"{operation.identity} is {has}: handle it through {wants}")
-        if operation.is_method:
-            raise HandlerDefinitionError(f"{operation.identity} is a method: give it as one of an object")
+    def _asked(self, given: object, command: Any, key: object, scope: object) -> tuple[Asked, UnitOptions]:
+        other = "Commands" if self._asynchronous else "AsyncCommands"
+        operation = checked(given, asynchronous=self._asynchronous, by="handle()", other=other)
         if key is None and operation.settings.key_required:
             raise InvalidKeyError(f"{operation.identity} is a @command(key='required'): give key=")
         if scope is None and key is not None and self._scope_required:
-            raise InvalidKeyError(
+            raise HandlerDefinitionError(  # of the program, and not of the command
                 f"{operation.identity} was called without a scope, so that two tenants with one key would share an "
                 "answer; give scope=, such as the tenant or the user"
             )
@@ -120,7 +124,8 @@ def handled(work: Once, *, durable: bool) -> Handled[Any]:
     if record is None or record.outcome == DEFAULT:
         returned = work.returned
         if isinstance(returned, Rejection):
-            return Handled(outcome, None, returned, durable=durable)
+            told = Rejection(as_json(returned.code), as_json(returned.detail))  # as if it had been recorded
+            return Handled(outcome, None, told, durable=durable)
         return Handled(outcome, returned, recorded_at=record.recorded_at if record else None, durable=durable)
     value = _read(work.asked.operation, record)
     if record.outcome == REJECTED:
@@ -129,22 +134,25 @@ def handled(work: Once, *, durable: bool) -> Handled[Any]:
 
 
 def _read(operation: Operation[Any, Any], record: Record) -> Any:
-    codec = json if record.outcome == REJECTED else operation.codec_called(record.codec)
-    if codec is None or record.data is None:
+    codecs = [json] if record.outcome == REJECTED else operation.codecs_called(record.codec)
+    if not codecs or record.data is None:
         raise ResultUnreadableError(
             f"a result of {operation.identity} was stored by the codec {printable(str(record.codec))}, which this code "
             "does not have; the command was handled, and does not run again. Give @command(older_codecs=[...])",
             record.data,
         )
-    try:
-        return codec.loads(record.data)
-    except Exception as error:
-        raise ResultUnreadableError(
-            f"a result of {operation.identity} cannot be read by the codec {codec.name} ({type(error).__name__}); the "
-            "command was handled, and does not run again. Give the codec another name, and the older one in "
-            "@command(older_codecs=[...])",
-            record.data,
-        ) from error
+    reasons: list[Exception] = []
+    for codec in codecs:
+        try:
+            return codec.loads(record.data)
+        except Exception as error:  # noqa: BLE001  # a codec of the user's raises what it likes
+            reasons.append(error)
+    why = str(reasons[0]) if isinstance(reasons[0], ResultUnreadableError) else type(reasons[0]).__name__
+    raise ResultUnreadableError(
+        f"a result of {operation.identity} cannot be read by the codec {codecs[0].name} ({why}); the command was "
+        "handled, and does not run again. Give @command(older_codecs=[...]) a codec of the same name that reads it",
+        record.data,
+    ) from reasons[0]
 
 
 def _refuse_duplicate(work: Once, answer: Handled[R]) -> Handled[R]:

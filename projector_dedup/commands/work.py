@@ -15,9 +15,9 @@ from ..outcome import Outcome
 from ..retry import Attempts
 from ..unit_of_work import UnitOfWork
 from .call import AsyncCall, Call
-from .codecs import json
+from .codecs import Codec, as_json, is_same, json
 from .errors import Rejected, ResultError
-from .fingerprint import digest
+from .fingerprint import fingerprints
 from .handled import Rejection
 from .handler import NO_RESULT, Operation
 from .record import DEFAULT, REJECTED, RESULT, Record, RecordKey, recalled, recalling, recording
@@ -33,7 +33,8 @@ class Asked:
     operation: Operation[Any, Any]
     command: Any
     key: RecordKey | None
-    fingerprint: bytes | None
+    fingerprints: tuple[bytes, ...]
+    """The fingerprint to record, and others by which older records are recognised; none if nothing is compared."""
     tables: CommandTables
     max_result_bytes: int
 
@@ -41,15 +42,28 @@ class Asked:
     def of(
         cls, operation: Operation[Any, Any], command: Any, key: RecordKey | None, tables: CommandTables, limit: int
     ) -> Asked:
-        """Return what is asked for, with the fingerprint of the command if it has a key."""
+        """Return what is asked for, with the fingerprints of the command if it has a key."""
         chosen = operation.settings.fingerprint
-        fingerprint = None if key is None or chosen is None else digest(chosen(command))
-        return cls(operation, command, key, fingerprint, tables, limit)
+        found = () if key is None or chosen is None else fingerprints(chosen(command))
+        return cls(operation, command, key, found, tables, limit)
+
+    @property
+    def fingerprint(self) -> bytes | None:
+        """The fingerprint to record; None if nothing is compared."""
+        return self.fingerprints[0] if self.fingerprints else None
 
     def call(self, session: Any) -> Any:
         """Return what the handler is given beside the command."""
         key, scope = (None, None) if self.key is None else (self.key.key, self.key.scope)
         return (AsyncCall if self.operation.asynchronous else Call)(session, key, scope, self.operation.identity)
+
+    def present(self, call: Any) -> Any:
+        """Return what the operation's ``default`` says now; of an ``async def``, a coroutine that does."""
+        default = self.operation.settings.default
+        assert default is not None  # noqa: S101  # else a result was recorded
+        returned = default(self.command, call)
+        check_result(f"default= of {self.operation.identity}", returned, asynchronous=self.operation.asynchronous)
+        return returned
 
     def record_of(self, returned: Any) -> Record:
         """Return the record of what the handler returned, or raise ``ResultError`` if it cannot be stored."""
@@ -62,19 +76,23 @@ class Asked:
 
     def rejected(self, rejection: Rejection) -> Record:
         """Return the record of a rejection, or raise ``ResultError`` if its detail cannot be stored."""
-        data = self._stored(json, {"code": rejection.code, "detail": rejection.detail})
+        data = self._stored(json, as_json({"code": rejection.code, "detail": rejection.detail}))
         return Record(REJECTED, json.name, data, self.fingerprint)
 
-    def _stored(self, codec: Any, value: Any) -> bytes:
+    def _stored(self, codec: Codec[Any], value: Any) -> bytes:
         try:
-            data = codec.dumps(value)
-            same = not codec.exact or codec.loads(data) == value
+            stored = codec.dumps(value)
+            if not isinstance(stored, (bytes, bytearray, memoryview)):
+                raise ResultError(f"dumps of the codec {codec.name} returned {type(stored).__name__}, and not bytes")
+            data = bytes(stored)
+            read = codec.loads(data)  # also of a codec that is not exact: what nobody can read is not committed
+            same = not codec.exact or is_same(read, value)
         except ProjectorDedupError as error:
-            raise ResultError(f"{self.operation.identity}: {error}") from error
+            raise ResultError(f"{self.operation.identity}: {error}; nothing was applied") from error
         except Exception as error:
             raise ResultError(
                 f"{self.operation.identity} returned {type(value).__name__}, which the codec {codec.name} cannot store "
-                f"({type(error).__name__}); nothing was applied"
+                f"and read again ({type(error).__name__}); nothing was applied"
             ) from error
         if not same:
             raise ResultError(
@@ -86,7 +104,7 @@ class Asked:
                 f"the result of {self.operation.identity} takes {len(data)} bytes, and {self.max_result_bytes} are "
                 "allowed; nothing was applied. Return an id of what was made, or give Commands(max_result_bytes=...)"
             )
-        return bytes(data)
+        return data
 
 
 class Once:
@@ -113,7 +131,7 @@ class Once:
         recall = recalling(asked.tables, stored, names)
         if uow.claim_first(marker_key(stored, self.identity), names[1:], recall=recall):
             return True
-        self.record, self.replayed = recalled(recall.row, asked.fingerprint, asked.key, self.identity), True
+        self.record, self.replayed = recalled(recall.row, asked.fingerprints, asked.key, self.identity), True
         return False
 
     def calls(self, uow: UnitOfWork) -> Iterator[Callable[[], Any]]:
@@ -195,9 +213,7 @@ class Present(Once):
         return True
 
     def _called(self, call: Any) -> None:
-        assert self.asked.operation.settings.default is not None  # noqa: S101
-        self.returned = self.asked.operation.settings.default(self.asked.command, call)
+        self.returned = self.asked.present(call)
 
     async def _awaited(self, call: Any) -> None:
-        assert self.asked.operation.settings.default is not None  # noqa: S101
-        self.returned = await self.asked.operation.settings.default(self.asked.command, call)
+        self.returned = await self.asked.present(call)

@@ -38,6 +38,7 @@ _SAVEPOINT = "projector_dedup"
 # SQLSTATE, ISO/IEC 9075-2; class 42 differs between PostgreSQL, ODBC and Db2
 _UNIQUE = {"23000", "23505"}
 _NO_TABLE = {"42P01", "42703", "42S02", "42S22", "42704"}
+_LATER_CLASSES = ("53", "57", "58", "HYT", "XX")  # resources, operators, the system, time limits, internal errors
 _ABORTED = "25P02"  # PostgreSQL and databases like it: only ROLLBACK runs now
 _MAYBE_COMMITTED = "40003"  # statement completion unknown
 
@@ -206,6 +207,8 @@ class Portable(Dialect):
             return next((_BY_CLASS[name] for name in _classes(error) if name in _BY_CLASS), Failure.PERMANENT)
         if state in _UNIQUE:
             return Failure.UNIQUE
+        if state.startswith(_LATER_CLASSES):
+            return Failure.LATER
         return Failure.NO_TABLE if state in _NO_TABLE else Failure.PERMANENT
 
     def commit_refused(self, error: DBAPIError) -> bool:

@@ -11,7 +11,7 @@ from .extras import needs
 with needs("celery"):
     import celery
     from billiard.einfo import ExceptionWithTraceback
-    from billiard.exceptions import Terminated, TimeLimitExceeded, WorkerLostError
+    from billiard.exceptions import Terminated
     from celery.exceptions import Ignore, InvalidTaskError, Reject, Retry
     from celery.signals import worker_init, worker_process_init
     from celery.worker import state
@@ -23,6 +23,7 @@ with needs("celery"):
 from ..dispatcher import Dispatcher
 from ..errors import InvalidMessageIdError
 from ..message import Message, printable
+from ..verdict import Action, verdict_of
 from .incoming import Incoming, text_of
 from .settling import Settling
 
@@ -33,8 +34,8 @@ logger = logging.getLogger("projector_dedup.consumers")
 REASON = "x-rejected-for"
 """The header of a dead letter that has the error for which it was rejected, as in RabbitMQ's other consumers."""
 
-CELERYS = (Retry, Ignore, Terminated, TimeLimitExceeded, WorkerLostError, MemoryError)
-"""The ends of a task after which Celery acknowledges it, or has it delivered again, as its options say."""
+CELERYS = (Retry, Ignore, Terminated)
+"""The ends of a task that Celery settles: a retry is published, and a task that was revoked is dropped."""
 
 
 def delivering_task(
@@ -52,11 +53,11 @@ def delivering_task(
     that is published again is another task. Without ``message_id`` the dispatcher looks into the event, and without
     ``type``, a third argument, too.
 
-    The task is acknowledged when the event is applied, or was applied before; it is requeued when its worker is lost.
-    An event that is to come again is a retry of the task, after the delay. A rejected one goes to ``<queue>.dead``,
-    with the error in its header ``x-rejected-for``, and so does what Celery cannot read. An event is rejected after
-    ``max_attempts`` deliveries; None sets no limit. ``max_delay`` bounds the seconds before the next one. The children
-    of a worker open database connections of their own.
+    The task is acknowledged when the event is applied, or was applied before; it is requeued when its worker is lost or
+    hits the hard time limit. An event that is to come again is a retry of the task, after the delay. A rejected one
+    goes to ``<queue>.dead``, with the error in its header ``x-rejected-for``, and so does what Celery cannot read. An
+    event is rejected after ``max_attempts`` deliveries; None sets no limit. ``max_delay`` bounds the seconds before the
+    next one. The children of a worker open database connections of their own.
     """
     # Refuses what it cannot use at once, not in a worker.
     Settling(dispatcher, max_attempts=max_attempts, max_delay=max_delay)
@@ -89,7 +90,6 @@ def delivering_task(
         bind=True,
         queue=queue,
         acks_late=True,
-        reject_on_worker_lost=True,
         acks_on_failure_or_timeout=False,
         max_retries=None,
         ignore_result=True,
@@ -142,14 +142,18 @@ class SettledRequest(Request):  # type: ignore[misc]  # Celery has no types
     """A task that was received. If it was rejected, or cannot be called, it is put aside before it is acknowledged."""
 
     def on_failure(self, exc_info: Any, send_failed_event: bool = True, return_ok: bool = False) -> Any:
-        """Put the message aside; a retry, a lost worker and a time limit are Celery's to treat."""
+        """Put the message aside if the failure is its fault, else requeue it: its worker was lost or interrupted.
+
+        Celery's own answer depends on its version and on the application's settings, and may lose the message.
+        """
         error = exc_info.exception
         error = getattr(error, "exc", error) if isinstance(error, ExceptionWithTraceback) else error
-        if isinstance(error, CELERYS) or not isinstance(error, Exception) or getattr(error, "requeue", False):
+        if isinstance(error, CELERYS):
             return super().on_failure(exc_info, send_failed_event, return_ok)
         reason = str(error.reason) if isinstance(error, Reject) else printable(f"{type(error).__name__}: {error}"[:500])
+        innocent = getattr(error, "requeue", False) or verdict_of(error).action is not Action.REJECT
         state.task_ready(self)
-        if _put_aside(self.app, self.task.queue, self.message, reason):
+        if not innocent and _put_aside(self.app, self.task.queue, self.message, reason):
             return self.acknowledge()
         return self.reject(requeue=True)
 

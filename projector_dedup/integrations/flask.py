@@ -18,7 +18,7 @@ with needs("flask"):
 from ..commands import Call, Commands, ResultError
 from ..errors import HandlerDefinitionError, UnsafeSessionError
 from .http import ANSWERED, KEY_HEADER, PROBLEM_JSON, Answers, read_key, replay_headers
-from .recorded import PUBLIC, Answer, Public, Received, Recording, ServerFault, as_operation, check_scope
+from .recorded import NAME, PUBLIC, Answer, Public, Received, Recording, Unrecorded, as_operation, bounded, check_scope
 
 __all__ = [
     "PUBLIC",
@@ -81,19 +81,23 @@ def recorded_endpoint(
     required: bool = True,
     methods: Collection[str] = ("POST", "PATCH"),
     headers: Collection[str] = (),
+    name: str = NAME,
+    formerly: Collection[str] = (),
 ) -> Callable[[Callable[P, ResponseReturnValue]], Callable[P, ResponseReturnValue]]:
     """Return a decorator for views that are done once for each key, and whose answers are recorded.
 
     It stands below ``@app.route``. ``scope`` is called before the view, and returns whose key it is; **it has to verify
     who asks, because the view, and decorators below this one, do not run for a recorded answer**. ``PUBLIC`` shares
     keys and answers among all callers. ``required=False`` lets requests without a key run unrecorded. ``headers`` are
-    recorded beside those that describe the body.
+    recorded beside those that describe the body. ``name`` is the operation of these endpoints: give each service a name
+    of its own if two share a database. ``formerly`` lists names from before, as in ``@command``.
 
     Raises ``HandlerDefinitionError``, for a wrong argument and for a view that is an ``async def``.
     """
     if not isinstance(commands, Commands):
         raise HandlerDefinitionError(f"recorded endpoints are handled by Commands, not {commands!r}")
     recording = Recording.of(scope, required, methods, headers)
+    operation = as_operation(_attempt, name, formerly)
 
     def decorate(view: Callable[P, ResponseReturnValue]) -> Callable[P, ResponseReturnValue]:
         if inspect.iscoroutinefunction(view):
@@ -107,10 +111,10 @@ def recorded_endpoint(
             whose = None if isinstance(scope, Public) else check_scope(scope())
             exchange = _Exchange(recording, functools.partial(view, *args, **kwargs))
             try:
-                done = commands.handle(_ATTEMPT, exchange, key=key, scope=whose)
-            except ServerFault as fault:
-                faulty: Response = fault.response
-                return faulty
+                done = bounded(commands).handle(operation, exchange, key=key, scope=whose)
+            except Unrecorded as unrecorded:
+                answered: Response = unrecorded.response
+                return answered
             answer = done.result
             response = _replayed(answer) if done.replayed or exchange.response is None else exchange.response
             response.headers.update(replay_headers(done, key))
@@ -153,9 +157,6 @@ class _Exchange:
 
 def _attempt(exchange: _Exchange, call: Call) -> Answer:
     return exchange.attempt(call.session)
-
-
-_ATTEMPT = as_operation(_attempt)
 
 
 def _replayed(answer: Answer) -> Response:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ..commands import DuplicateCommandError, Handled, InvalidKeyError, KeyReusedError, Rejected
+from ..commands import DuplicateCommandError, Handled, InvalidKeyError, KeyReusedError, Rejected, UnusableKeyError
 from ..errors import CommitOutcomeUnknown, Defer, InProgress, OvertakenError, RetriesExhaustedError
 
 logger = logging.getLogger("projector_dedup")
@@ -95,8 +95,11 @@ class Problem:
 
 
 TRY_AGAIN = (CommitOutcomeUnknown, Defer, OvertakenError, RetriesExhaustedError)
-ANSWERED = (InvalidKeyError, KeyReusedError, DuplicateCommandError, InProgress, Rejected, *TRY_AGAIN)
-"""The errors that are answered by a problem. Any other one is a fault of the program, and the framework's affair."""
+ANSWERED = (
+    *(IdempotencyKeyError, UnusableKeyError, KeyReusedError, DuplicateCommandError, InProgress, Rejected),
+    *TRY_AGAIN,
+)
+"""The errors that are answered by a problem. Any other error is a fault of the program: the framework answers 500."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +134,7 @@ class Answers:
         problem = self._rejected(error, key_values) if isinstance(error, Rejected) else self._failed(error)
         unavailable = isinstance(error, TRY_AGAIN)
         logger.log(
-            logging.WARNING if unavailable or type(error) is InvalidKeyError else logging.INFO,
+            logging.WARNING if unavailable or isinstance(error, UnusableKeyError) else logging.INFO,
             "answered %d to %s: %s",
             problem.status,
             type(error).__name__,
@@ -145,7 +148,7 @@ class Answers:
         match error:
             case IdempotencyKeyError():
                 return self._problem(400, error.flaw, f"The {KEY_HEADER} cannot be used", detail=str(error))
-            case InvalidKeyError():  # such as one that is too long together with its scope
+            case UnusableKeyError():  # such as one that is too long together with its scope
                 return self._problem(400, "key-unusable", f"The request cannot be recorded under its {KEY_HEADER}")
             case KeyReusedError():
                 detail = "Nothing was done. Send each new request with a key of its own."

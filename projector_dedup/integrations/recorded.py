@@ -6,14 +6,16 @@ An answer is status, body, and the headers that describe the body. A cookie is n
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from email.message import Message
 from enum import Enum
 from hashlib import sha256
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 from uuid import UUID
 
-from ..commands import Codec, ResultError, command
+from ..commands import AsyncCommands, Codec, Commands, ResultError, command
 from ..commands.fingerprint import digest
 from ..errors import HandlerDefinitionError, ProjectorDedupError
 
@@ -25,14 +27,17 @@ class Public(Enum):
 
 
 PUBLIC: Final = Public.PUBLIC
+H = TypeVar("H", Commands, AsyncCommands)
 
 KEPT = (
     *("Content-Type", "Content-Encoding", "Content-Language", "Content-Location", "Content-Disposition"),
     *("Location", "Link", "ETag", "Last-Modified"),
 )
 NEVER_KEPT = frozenset({"set-cookie", "content-length"})
-NAME = "http-endpoint"  # the operation of every recorded endpoint: a key that comes at another route was used before
+NAME = "http-endpoint"  # the operation of recorded endpoints that are given no name: one for all their routes
+CLAIM_TIMEOUT = 5.0  # seconds that a duplicate waits if Commands has no bound: else a few of them hold the whole pool
 FIRST_SERVER_ERROR = 500
+LATER = frozenset({401, 408, 425, 429})  # sign in, be faster, come later, come less often: sent again, it may succeed
 
 
 @dataclass(frozen=True)
@@ -69,7 +74,7 @@ class Received:
     body: bytes
 
     def fingerprint(self) -> Mapping[str, object]:
-        """Return what is compared: JSON as the value that it stands for, any other body byte by byte."""
+        """Return what is compared: JSON as a value, a form by its parts, any other body byte by byte."""
         return {
             "method": self.method,
             "path": self.path,
@@ -84,15 +89,26 @@ class Received:
                 return ["json", digest(json.loads(self.body)).hex()]
             except (ValueError, RecursionError):
                 pass  # no JSON, or not a value that can be compared
+        if kind == "multipart/form-data" and len(parts := self._parts()) > 1:
+            return ["form", *(sha256(part).hexdigest() for part in parts)]
         return ["bytes", sha256(self.body).hexdigest()]
+
+    def _parts(self) -> list[bytes]:
+        """Return the body without its boundary, which clients choose anew whenever they encode a form."""
+        header = Message()
+        header["Content-Type"] = self.content_type
+        boundary = (header.get_boundary() or "").encode("latin-1", "replace")
+        if not boundary:
+            return [self.body]
+        return re.split(rb"\r\n--" + re.escape(boundary) + rb"(?=--|[ \t]*\r\n)", b"\r\n" + self.body)
 
 
 class NotCommittedError(ProjectorDedupError):
     """The endpoint has answered, and its COMMIT failed: what it had opened is left, before it runs again."""
 
 
-class ServerFault(Exception):  # noqa: N818  # it carries an answer through the unit of work, which rolls back
-    """The endpoint has answered with a status of 500 or more: everything is rolled back, and nothing is recorded."""
+class Unrecorded(Exception):  # noqa: N818  # it carries an answer through the unit of work, which rolls back
+    """The endpoint has answered by a server error or "later": everything is rolled back, and nothing is recorded."""
 
     def __init__(self, response: Any) -> None:
         super().__init__(response)
@@ -129,10 +145,10 @@ class Recording:
     def answer(self, response: Any, status: int, headers: Iterable[tuple[str, str]], body: bytes | None) -> Answer:
         """Return the part of a response that is recorded; ``body`` is None if it is not there as a whole.
 
-        Raises ``ServerFault`` for a status of 500 or more, and ``ResultError`` for a stream.
+        Raises ``Unrecorded`` for a status of 500 or more and for one of ``LATER``, and ``ResultError`` for a stream.
         """
-        if status >= FIRST_SERVER_ERROR:
-            raise ServerFault(response)
+        if status >= FIRST_SERVER_ERROR or status in LATER:
+            raise Unrecorded(response)
         if body is None:
             raise ResultError(
                 f"a recorded endpoint returned {type(response).__name__}, whose body is sent piece by piece: it cannot "
@@ -152,6 +168,16 @@ def check_scope(value: object) -> str | UUID:
     )
 
 
-def as_operation(attempt: Callable[..., Any]) -> Any:
-    """Return the operation of every recorded endpoint: ``attempt`` is given the exchange, and a call."""
-    return command(name=NAME, codec=CODEC, fingerprint=lambda exchange: exchange.received.fingerprint())(attempt)
+def bounded(commands: H) -> H:
+    """Return commands whose duplicates wait for a bounded time, and hold a connection no longer."""
+    return commands.bounded(CLAIM_TIMEOUT)
+
+
+def as_operation(attempt: Callable[..., Any], name: str, formerly: Collection[str]) -> Any:
+    """Return the operation of the recorded endpoints that are called ``name``.
+
+    ``attempt`` is given the exchange, and a call. Raises ``RefusedError`` for a name that no operation can have.
+    """
+    return command(
+        name=name, formerly=formerly, codec=CODEC, fingerprint=lambda exchange: exchange.received.fingerprint()
+    )(attempt)

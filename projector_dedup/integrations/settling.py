@@ -162,6 +162,8 @@ class Settling:
     def _failed(self, incoming: Incoming, event: object, error: BaseException) -> Settled:
         verdict = verdict_of(error, attempts=max(incoming.attempt, 1), max_attempts=self._max_attempts)
         verdict = replace(verdict, delay=min(verdict.delay, self._max_delay))
+        if verdict.action is Action.ACKNOWLEDGE:  # convert asked for a command; the event itself was not delivered
+            verdict = replace(verdict, action=Action.REJECT)
         settled = Settled(verdict, _reason(error))
         told = (self._name(incoming, event), printable(incoming.origin), incoming.attempt)
         if settled.reject:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Awaitable, Callable, Collection, Mapping
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from sqlalchemy.ext.asyncio import AsyncSession
 
@@ -19,8 +19,8 @@ with needs("starlette"):
 from ..commands import AsyncCommands
 from ..errors import HandlerDefinitionError, UnsafeSessionError
 from .http import ANSWERED, KEY_HEADER, PROBLEM_JSON, Answers, read_key, replay_headers
-from .recorded import PUBLIC, Public, Recording, ServerFault, check_scope
-from .starlette_exchange import ATTEMPT, SESSION, Endpoint, Exchange, replayed
+from .recorded import NAME, PUBLIC, Public, Recording, Unrecorded, as_operation, bounded, check_scope
+from .starlette_exchange import SESSION, Endpoint, Exchange, attempt, replayed
 
 if TYPE_CHECKING:
     from fastapi.routing import APIRoute
@@ -35,27 +35,24 @@ __all__ = [
     "replay_headers",
 ]
 
-K = TypeVar("K", str, str | None)
 ScopeOf = Callable[[Request], Any] | Public
 
 
-class IdempotencyKey(Generic[K]):
-    """A dependency that returns the key a request came with: ``Annotated[str, Depends(IdempotencyKey())]``.
+@overload
+def IdempotencyKey(*, required: Literal[True] = True) -> Callable[[Request], Awaitable[str]]: ...
+@overload
+def IdempotencyKey(*, required: bool) -> Callable[[Request], Awaitable[str | None]]: ...
+def IdempotencyKey(*, required: bool = True) -> Callable[[Request], Awaitable[Any]]:  # noqa: N802  # as it is written
+    """Return a dependency that returns the key of a request: ``Annotated[str, Depends(IdempotencyKey())]``.
 
     Without FastAPI, await it with the request. With ``required=False`` it returns None for a request without a key.
-    Raises ``IdempotencyKeyError``, to which ``install`` answers 400.
+    The dependency raises ``IdempotencyKeyError``, to which ``install`` answers 400.
     """
 
-    @overload
-    def __init__(self: IdempotencyKey[str], *, required: Literal[True] = True) -> None: ...
-    @overload
-    def __init__(self: IdempotencyKey[str | None], *, required: bool) -> None: ...
-    def __init__(self, *, required: bool = True) -> None:
-        self.required = required
+    async def key_of(request: Request) -> str | None:  # a function: FastAPI < 0.124 cannot read a callable object
+        return read_key(request.headers.getlist(KEY_HEADER), required=required)
 
-    async def __call__(self, request: Request) -> K:
-        """Return the key of a request."""
-        return read_key(request.headers.getlist(KEY_HEADER), required=self.required)  # type: ignore[return-value]
+    return key_of
 
 
 def install(app: Starlette, *, on_rejected: Mapping[str, int] | None = None, **answers: Any) -> None:
@@ -95,20 +92,24 @@ def recorded_route(
     required: bool = True,
     methods: Collection[str] = ("POST", "PATCH"),
     headers: Collection[str] = (),
+    name: str = NAME,
+    formerly: Collection[str] = (),
 ) -> type[APIRoute]:
     """Return a route class for FastAPI whose endpoints are done once for each key, and whose answers are recorded.
 
     ``APIRouter(route_class=recorded_route(...))``. ``scope`` is called with the request, before anything else, and
     returns, or awaits, whose key it is; **it has to verify who asks, because dependencies do not run for a recorded
     answer**. ``PUBLIC`` shares keys and answers among all callers. ``required=False`` lets requests without a key run
-    unrecorded. ``headers`` are recorded beside those that describe the body.
+    unrecorded. ``headers`` are recorded beside those that describe the body. ``name`` is the operation of these
+    endpoints: give each service a name of its own if two share a database. ``formerly`` lists names from before, as in
+    ``@command``.
 
     Raises ``HandlerDefinitionError``, for a wrong argument and for an endpoint that is no ``async def``.
     """
     with needs("fastapi"):
         from fastapi.routing import APIRoute
 
-    around = _recorder(acommands, Recording.of(scope, required, methods, headers))
+    around = _recorder(acommands, Recording.of(scope, required, methods, headers), name, formerly)
 
     class RecordedRoute(APIRoute):
         """A route whose answers are recorded."""
@@ -128,9 +129,11 @@ def recorded_endpoint(
     required: bool = True,
     methods: Collection[str] = ("POST", "PATCH"),
     headers: Collection[str] = (),
+    name: str = NAME,
+    formerly: Collection[str] = (),
 ) -> Callable[[Endpoint], Endpoint]:
     """Return a decorator for endpoints of Starlette, ``async def endpoint(request)``. See ``recorded_route``."""
-    around = _recorder(acommands, Recording.of(scope, required, methods, headers))
+    around = _recorder(acommands, Recording.of(scope, required, methods, headers), name, formerly)
 
     def decorate(endpoint: Endpoint) -> Endpoint:
         _check_async(endpoint)
@@ -141,13 +144,19 @@ def recorded_endpoint(
 
 def _check_async(endpoint: Callable[..., Any]) -> None:
     if not inspect.iscoroutinefunction(inspect.unwrap(endpoint)):
-        raise HandlerDefinitionError(f"a recorded endpoint is an async def, and {endpoint!r} is not")
+        raise HandlerDefinitionError(
+            f"a recorded endpoint is an async def, and {endpoint!r} is not; with a synchronous engine, let the "
+            "endpoint call Commands.handle() instead (docs/http.md)"
+        )
 
 
-def _recorder(acommands: AsyncCommands, recording: Recording) -> Callable[[Endpoint], Endpoint]:
+def _recorder(
+    acommands: AsyncCommands, recording: Recording, name: str, formerly: Collection[str]
+) -> Callable[[Endpoint], Endpoint]:
     """Return what puts a command around an endpoint."""
     if not isinstance(acommands, AsyncCommands):
         raise HandlerDefinitionError(f"recorded endpoints are handled by AsyncCommands, not {acommands!r}")
+    operation = as_operation(attempt, name, formerly)
 
     def around(endpoint: Endpoint) -> Endpoint:
         async def recorded(request: Request) -> Response:
@@ -157,10 +166,10 @@ def _recorder(acommands: AsyncCommands, recording: Recording) -> Callable[[Endpo
             whose = await _whose(recording.scope, request)
             exchange = Exchange(recording, endpoint, request, await request.body())
             try:
-                done = await acommands.handle(ATTEMPT, exchange, key=key, scope=whose)
-            except ServerFault as fault:
-                fault.response.background = None  # nothing was committed that it could follow from
-                response: Response = fault.response
+                done = await bounded(acommands).handle(operation, exchange, key=key, scope=whose)
+            except Unrecorded as unrecorded:
+                unrecorded.response.background = None  # nothing was committed that it could follow from
+                response: Response = unrecorded.response
                 return response
             except BaseException as error:
                 await exchange.leave(error)

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ..commands import AsyncCall
-from .recorded import Answer, NotCommittedError, Received, Recording, as_operation
+from .recorded import Answer, NotCommittedError, Received, Recording
 
 Endpoint = Callable[[Request], Coroutine[Any, Any, Response]]
 
@@ -24,7 +24,7 @@ class Exchange:
     def __init__(self, recording: Recording, endpoint: Endpoint, request: Request, body: bytes) -> None:
         content_type = request.headers.get("content-type", "")
         query = request.query_params.multi_items()
-        self.received = Received(request.method, request.url.path, query, content_type, body)
+        self.received = Received(request.method, request.scope["path"], query, content_type, body)
         self.response: Response | None = None
         self._recording, self._endpoint, self._request = recording, endpoint, request
         self._stacks: list[tuple[AsyncExitStack, AsyncExitStack]] = []  # of the app, and of this attempt
@@ -32,6 +32,7 @@ class Exchange:
     async def attempt(self, session: AsyncSession) -> Answer:
         """Run the endpoint, on a request of its own and the session of the unit of work."""
         await self.leave(NotCommittedError("the COMMIT of this attempt failed"))
+        self._request.scope.setdefault("state", {})  # or middleware would not see what the endpoint sets in it
         scope: MutableMapping[str, Any] = {**self._request.scope, SESSION: session}
         for name, stack in self._request.scope.items():
             if isinstance(stack, AsyncExitStack):  # of FastAPI's, for dependencies with yield
@@ -73,12 +74,9 @@ class Exchange:
         return receive
 
 
-async def _attempt(exchange: Exchange, call: AsyncCall) -> Answer:
+async def attempt(exchange: Exchange, call: AsyncCall) -> Answer:
+    """Run the endpoint once: the function of the operation that a recorded endpoint is."""
     return await exchange.attempt(call.session)
-
-
-ATTEMPT = as_operation(_attempt)
-"""The operation of every recorded endpoint here."""
 
 
 def replayed(answer: Answer) -> Response:

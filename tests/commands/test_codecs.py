@@ -1,12 +1,16 @@
 """A result is recorded as it is, or not at all: the first caller and every later one get equal values."""
 
 import math
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from datetime import UTC, datetime, timedelta, timezone
+from dataclasses import dataclass, field, replace
+from datetime import UTC, date, datetime, timedelta, timezone
 from decimal import Decimal
-from typing import Any
+from enum import Enum, StrEnum
+from typing import Any, Generic, TypeVar
 from uuid import UUID, uuid4
+from zoneinfo import ZoneInfo
 
 import pydantic
 import pytest
@@ -65,6 +69,56 @@ class Receipt(pydantic.BaseModel):
     at: datetime
 
 
+class Named(pydantic.BaseModel):
+    """A result whose fields have other names outside, and which is told a computed field."""
+
+    model_config = pydantic.ConfigDict(extra="forbid")
+    order: str = pydantic.Field(alias="orderId")
+    left: int = pydantic.Field(serialization_alias="rest", validation_alias="remaining")
+
+    @pydantic.computed_field  # type: ignore[prop-decorator]
+    @property
+    def twice(self) -> int:
+        """What follows from the rest."""
+        return self.left * 2
+
+
+class Colour(Enum):
+    """A part of a result."""
+
+    RED = "red"
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A result that has parts of its own type."""
+
+    days: tuple[date, ...] = ()
+    colours: frozenset[Colour] = frozenset()
+    parts: "tuple[Tree, ...]" = ()
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Page(Generic[T]):
+    """A result of some type."""
+
+    items: list[T]
+
+
+@dataclass(frozen=True, eq=False)
+class Moment:
+    """A result that Python compares by identity, with a moment of an hour that comes twice."""
+
+    at: datetime = datetime(2026, 10, 25, 2, 30, fold=1, tzinfo=ZoneInfo("Europe/Berlin"))
+
+
+class Ids(pydantic.RootModel[list[int]]):
+    """A result without fields."""
+
+
 EVERYTHING = Everything(
     uuid4(),
     [
@@ -97,8 +151,16 @@ def returning(value: Any, annotation: Any) -> Callable[[PlaceOrder, Call], Any]:
         (b"", bytes),
         (Receipt(number=1, at=datetime(2026, 1, 1, tzinfo=UTC)), Receipt),
         (Decimal("1E+3"), Decimal | Rejection),
+        (Named.model_validate({"orderId": "o-77", "remaining": 3}), Named | None),
+        ([Receipt(number=1, at=datetime(2026, 1, 1))], list[Receipt]),  # noqa: DTZ001  # no zone, and read without
+        (Tree((date(2026, 1, 1),), frozenset({Colour.RED}), (Tree(),)), Tree),
+        (Page([EVERYTHING]), Page[Everything]),
+        (Ids([1, 2]), Ids),
     ],
-    ids=["dataclass", "None", "dict", "list", "bytes", "no bytes", "pydantic", "decimal"],
+    ids=[
+        *("dataclass", "None", "dict", "list", "bytes", "no bytes", "pydantic", "decimal"),
+        *("aliases", "models", "recursive", "generic", "root model"),
+    ],
 )
 def test_everybody_gets_an_equal_value_of_the_same_type(desk: Desk, value: Any, annotation: Any) -> None:
     """Also the first caller, who gets what was stored."""
@@ -116,19 +178,20 @@ def test_everybody_gets_an_equal_value_of_the_same_type(desk: Desk, value: Any, 
         (float("nan"), float),
         ({"a": object()}, dict),
         (Balance(customer="b", amount=1), dict),
-        (Line(Decimal(1), datetime(2026, 1, 1)), Line),  # noqa: DTZ001  # without a zone
         (Everything(uuid4(), [], {"a": 1.0}, done=1), Everything),  # type: ignore[arg-type]
         ("text", int),
         (True, int),
-        (2**60 + 1, float),
+        (Page([2**60 + 1]), Page[float]),
+        (Page([(1, 2)]), Page[Any]),
         ("\ud800", str),
         (bytearray(b"x"), bytes),
         ("x" * 70_000, str),
-        (Rejection("no", {"at": datetime.now(UTC)}), Line),
+        (Rejection("no", {"at": object()}), Line),
     ],
     ids=[
-        *("a tuple", "a number for a key", "nan", "an object", "an entity", "no time zone", "another type in it"),
-        *("text for a number", "a boolean for a number", "too large a whole number", "a lone surrogate"),
+        *("a tuple", "a number for a key", "nan", "an object", "an entity", "another type in it"),
+        *("text for a number", "a boolean for a number", "too large a whole number", "a tuple in it"),
+        "a lone surrogate",
         *("other bytes", "too long", "a detail that JSON cannot say"),
     ],
 )
@@ -146,22 +209,75 @@ def test_a_rejection_that_cannot_be_recorded_is_an_error(desk: Desk) -> None:
 
     def refuse(order: PlaceOrder, call: Call) -> None:
         place(order, call)
-        raise Rejected("no", {"at": datetime.now(UTC)})
+        raise Rejected("no", {"at": object()})
 
     with pytest.raises(ResultError):
         desk.handle(desk.operation(refuse))
     assert (desk.orders(), desk.records()) == ([], [])
 
 
-def test_a_codec_that_raises_applies_nothing(desk: Desk) -> None:
-    """Whatever it raises."""
+on_sqlite = pytest.mark.parametrize(
+    "desk", [driver for driver in DRIVERS if driver.drivername == USUAL["sqlite"]], ids=str, indirect=True
+)
 
-    def fail(_value: object) -> bytes:
-        raise ZeroDivisionError
 
-    with pytest.raises(ResultError, match="ZeroDivisionError"):
-        desk.handle(desk.operation(codec=Codec("mine", fail, bytes.decode)))
+class Reason(StrEnum):
+    """Codes of rejections."""
+
+    NO_FUNDS = "no_funds"
+
+
+@on_sqlite
+@pytest.mark.parametrize("key", ["k1", None])
+def test_the_detail_of_a_rejection_becomes_what_json_has(desk: Desk, key: str | None) -> None:
+    """A Decimal, a UUID, a moment are told as their texts, to every caller alike, and with a key or without."""
+    detail = {"missing": Decimal("1.50"), "of": (UUID(int=1), date(2026, 1, 1)), "why": Colour.RED}
+
+    def refuse(_order: PlaceOrder, _call: Call) -> None:
+        raise Rejected(Reason.NO_FUNDS, detail)
+
+    for _ in range(2):
+        told = desk.handle(desk.operation(refuse), key=key).rejection
+        assert told == Rejection("no_funds", {"missing": "1.50", "of": [str(UUID(int=1)), "2026-01-01"], "why": "red"})
+
+
+@on_sqlite
+@pytest.mark.parametrize("value", [Moment(), [Moment().at]], ids=["in a dataclass", "in a list"])
+def test_a_moment_of_the_hour_that_comes_twice_is_recorded(desk: Desk, value: Any) -> None:
+    """Python calls two such moments of different zones unequal, even if they are the same."""
+    operation = desk.operation(returning(value, Moment if isinstance(value, Moment) else list[datetime]))
+    for _ in range(2):
+        found = desk.handle(operation).result
+        assert (found[0] if isinstance(found, list) else found.at).isoformat() == "2026-10-25T02:30:00+01:00"
+
+
+def _fail(_value: object) -> Any:
+    raise ZeroDivisionError
+
+
+@on_sqlite
+@pytest.mark.parametrize(
+    ("codec", "told"),
+    [
+        (Codec("mine", _fail, bytes.decode), "ZeroDivisionError"),
+        (Codec[Any]("mine", repr, eval), "str"),  # type: ignore[arg-type]
+        (Codec("mine", lambda _: b"x", _fail), "ZeroDivisionError"),
+    ],
+    ids=["stores nothing", "stores text", "reads nothing"],
+)
+def test_a_codec_that_fails_applies_nothing(desk: Desk, codec: Any, told: str) -> None:
+    """Whatever it raises, and also if it only fails to read: what nobody can read is not committed."""
+    with pytest.raises(ResultError, match=told):
+        desk.handle(desk.operation(codec=codec))
     assert (desk.orders(), desk.records()) == ([], [])
+
+
+@pytest.mark.parametrize("name", ["", "x" * 65, "\N{GREEK SMALL LETTER PI}" * 33, "a\0b", 1])
+def test_a_codecs_name_is_one_that_can_be_stored(name: Any) -> None:
+    """It is refused when the operation is made, not when its first result is recorded."""
+    for settings in ({"codec": replace(json, name=name)}, {"older_codecs": [replace(json, name=name)]}):
+        with pytest.raises(HandlerDefinitionError, match="1 to 64 bytes"):
+            command(name="x", **settings)(returning(None, None))
 
 
 def test_the_size_of_results_is_bounded_where_the_user_says(desk: Desk) -> None:
@@ -184,11 +300,74 @@ def test_a_record_that_this_code_cannot_read_is_told_and_never_run_again(desk: D
     assert len(desk.orders()) == 1
 
 
-def test_a_record_of_older_code_is_read_where_a_field_has_a_default(desk: Desk) -> None:
-    """A field that is new in the result has its default in old records; one that is gone is left out."""
-    older = Codec("typed-json", lambda value: value, bytes)
-    desk.handle(desk.operation(returning(b'{"price":"1.5","gone":1}', bytes), codec=older))
-    assert desk.handle(desk.operation(returning(None, Line))).result == Line(Decimal("1.5"))
+class Shipped(pydantic.BaseModel):
+    """A result of Pydantic's with a field that was called ``number``, and says so."""
+
+    order: str = pydantic.Field("", validation_alias=pydantic.AliasChoices("order", "number"))
+    note: str = ""
+
+
+class Renamed(pydantic.BaseModel):
+    """A result of Pydantic's with a field that was called ``number``, and does not say so."""
+
+    order: str = ""
+
+
+@dataclass(frozen=True)
+class Sent:
+    """The same as a dataclass."""
+
+    order: str = ""
+    lines: list[Line] = field(default_factory=list)
+    part: "Sent | None" = None
+
+
+@on_sqlite
+@pytest.mark.parametrize(
+    ("stored", "annotation", "read"),
+    [
+        (b'{"price":"1.5","at":"2026-01-01T12:00:00+02:00","gone":1}', Line, None),
+        (b'{"price":"1.5"}', Line, Line(Decimal("1.5"))),
+        (b'{"number":"o-77"}', Shipped, Shipped(order="o-77")),
+        (
+            b'{"order":"00000000-0000-0000-0000-000000000007","lines":[{"price":"1E+3","at":"2026-01-01T12:00:00+00:00"}'
+            b'],"names":{"a":1.0},"done":true,"note":null}',
+            Everything,
+            Everything(UUID(int=7), [Line(Decimal("1E+3"), datetime(2026, 1, 1, 12, tzinfo=UTC))], {"a": 1.0}),
+        ),
+        (b"5", int, 5),
+        (b'[{"price":"1.5","at":null}]', list[Line], [Line(Decimal("1.5"))]),
+    ],
+    ids=["a field is gone", "a field is new", "a field is renamed and says so", "all types", "no dataclass", "a list"],
+)
+@pytest.mark.parametrize("name", ["typed-json", "pydantic-json"])
+def test_a_record_of_older_code_is_read(desk: Desk, stored: bytes, annotation: Any, read: Any, name: str) -> None:
+    """A new field has its default, one that is gone is left out; bytes and names are those of November 2026."""
+    older: Any = Codec(name, lambda value: value, bytes)
+    desk.handle(desk.operation(returning(stored, bytes), codec=older))
+    read = Line(Decimal("1.5"), datetime(2026, 1, 1, 10, tzinfo=UTC)) if read is None else read
+    assert desk.handle(desk.operation(returning(None, annotation))).result == read
+
+
+@on_sqlite
+@pytest.mark.parametrize(
+    ("stored", "annotation"),
+    [
+        (b'{"number":"o-77"}', Sent),
+        (b'[{"number":"o-77"}]', list[Renamed]),
+        (b'{"order":"o","lines":[{"price":"1","when":null}]}', Sent),
+        (b'{"order":"o","lines":[],"part":{"number":"o-77"}}', Sent),
+    ],
+    ids=["dataclass", "pydantic", "in a list", "in a part"],
+)
+def test_a_field_that_was_renamed_is_not_replayed_as_its_default(desk: Desk, stored: bytes, annotation: Any) -> None:
+    """The answer was "o-77" and not ""; an older codec of the same name reads it."""
+    older: Any = Codec("typed-json", lambda value: value, bytes)
+    desk.handle(desk.operation(returning(stored, bytes), codec=older))
+    with pytest.raises(ResultUnreadableError, match=r"(number|when).*(order|at)") as told:
+        desk.handle(desk.operation(returning(None, annotation)))
+    assert told.value.raw == stored
+    assert desk.handle(desk.operation(returning(None, annotation), older_codecs=[older])).result == stored
 
 
 # The codecs alone --------------------------------------------------------------------------------------------------
@@ -237,7 +416,46 @@ class Derived:
     number: int = field(init=False, default=1)
 
 
-@pytest.mark.parametrize("annotation", [set, object, Derived, complex, list[object], dict[int, str], int | str])
+def test_a_field_that_is_not_given_is_stored_too() -> None:
+    """Types that once had no codec are stored if they come back equal."""
+    codec = typed_json(Derived)
+    assert codec.loads(codec.dumps(Derived())) == Derived()
+
+
+WITHOUT_PYDANTIC = """
+import sys
+sys.modules["pydantic"] = None
+from dataclasses import dataclass
+from projector_dedup.commands import command, typed_json
+for kind in (None, bool, int, float, str, list[str], dict[str, int | None]):
+    typed_json(kind)
+@dataclass
+class Placed:
+    number: int
+@command(name="x")
+def place(order, call) -> Placed: ...
+"""
+
+
+def test_a_dataclass_without_pydantic_names_the_extra() -> None:
+    """As a line to run, when the operation is made; what JSON itself has needs no Pydantic."""
+    run = subprocess.run([sys.executable, "-c", WITHOUT_PYDANTIC], capture_output=True, text=True, check=False)
+    assert "HandlerDefinitionError: x: " in run.stderr
+    assert "pip install 'projector-dedup[commands]'" in run.stderr
+
+
+class Unknown:
+    """A class that says nothing of its fields."""
+
+
+@dataclass
+class Broken:
+    """A result with an annotation that leads nowhere."""
+
+    part: "Nowhere"  # type: ignore[name-defined]  # noqa: F821
+
+
+@pytest.mark.parametrize("annotation", [Unknown, list[Unknown], Balance, Broken, Iterator[int]])
 def test_a_result_without_a_codec_is_refused_at_the_decoration(annotation: Any) -> None:
     """Not when the first customer calls."""
     with pytest.raises(HandlerDefinitionError, match="codec"):

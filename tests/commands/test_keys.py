@@ -14,6 +14,7 @@ from sqlalchemy.orm import Session
 
 from command_rig import Desk, Order, Placed, PlaceOrder, desk_on, place
 from databases import DRIVERS, USUAL, USUAL_ASYNC
+from projector_dedup import Action, HandlerDefinitionError, verdict_of
 from projector_dedup.commands import (
     Call,
     DuplicateCommandError,
@@ -116,10 +117,11 @@ def test_a_uuid_is_the_text_of_it(desk: Desk) -> None:
 
 
 def test_a_scope_may_be_demanded(desk: Desk) -> None:
-    """Whoever has forgotten it is told before anything runs."""
+    """A program that forgets it is refused before anything runs, and no command is rejected for that."""
     operation, commands = desk.operation(), desk.commands(scope="required")
-    with pytest.raises(InvalidKeyError, match="without a scope"):
+    with pytest.raises(HandlerDefinitionError, match="without a scope") as refused:
         desk.handle(operation, commands=commands)
+    assert verdict_of(refused.value).action is Action.RETRY_LATER
     assert not desk.handle(operation, commands=commands, scope="t").replayed
     assert not desk.handle(operation, commands=commands, key=None).replayed
 

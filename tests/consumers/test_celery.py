@@ -43,10 +43,11 @@ class Worker:
         program = SUPPORT / "celery_worker.py"
         self.process = subprocess.Popen([sys.executable, program], env=environment)
 
-    def send(self, number: int, message_id: str | None = None, **event: Any) -> None:
-        """Publish an event."""
+    def send(self, number: int, message_id: str | None = None, limits: Any = None, **event: Any) -> None:
+        """Publish an event, with options of Celery's."""
         body = {"type": "see", "number": number, **event}
-        self.queue.app.send_task(TASK, [body], {"message_id": message_id or f"m{number}"}, queue=self.queue.queue)
+        kwargs = {"message_id": message_id or f"m{number}"}
+        self.queue.app.send_task(TASK, [body], kwargs, queue=self.queue.queue, **(limits or {}))
 
     def seen(self) -> dict[int, tuple[int, int]]:
         """The backend and the process that served each event; 0 is that of the parent."""
@@ -136,6 +137,15 @@ def test_a_worker_that_is_lost_leaves_its_event(worker: Worker, tmp_path: Path) 
     worker.send(2)
     wait_for(lambda: 2 in worker.seen(), "the other event")
     assert 1 not in worker.seen()
+    assert worker.queue.dead() == []
+
+
+def test_an_event_that_is_interrupted_comes_again(worker: Worker, tmp_path: Path) -> None:
+    """By the hard time limit, by the soft one, or by a handler that ends its process: it is applied the next time."""
+    worker.send(1, hangs=str(tmp_path / "hard"), limits={"time_limit": 2})
+    worker.send(2, hangs=str(tmp_path / "soft"), limits={"soft_time_limit": 2})
+    worker.send(3, exits=str(tmp_path / "exit"))
+    wait_for(lambda: set(worker.seen()) == {0, 1, 2, 3} or worker.queue.dead() != [], "the three events", 100)
     assert worker.queue.dead() == []
 
 

@@ -25,6 +25,7 @@ from projector_dedup import (
     on,
     projector,
 )
+from projector_dedup.commands import DuplicateCommandError
 from projector_dedup.extractors import attribute_or_key
 from projector_dedup.integrations.incoming import Incoming, cloudevent, json_event, json_of
 from projector_dedup.integrations.settling import Settled, Settling
@@ -182,6 +183,17 @@ def test_each_message_has_a_verdict_of_its_own(rig: Rig, batch: bool) -> None:
     assert (garbage.acknowledge, garbage.reject) == (False, True)
     assert garbage.reason.startswith("InvalidMessageError: the body of the message is not JSON")
     assert (rig.flown(), rig.markers()) == ({"UA": 200}, 2)
+
+
+@BATCH
+def test_a_command_that_was_done_before_acknowledges_no_event(rig: Rig, batch: bool) -> None:
+    """``convert`` asks for a command and lets its error out: the event was not delivered, so it is a dead letter."""
+
+    def convert(_incoming: Incoming) -> object:
+        raise DuplicateCommandError("done", None)  # type: ignore[arg-type]
+
+    (settled,) = rig.settle(flight(1), batch=batch, convert=convert)
+    assert (settled.acknowledge, settled.reject) == (False, True)
 
 
 @BATCH

@@ -449,6 +449,7 @@ CODES: dict[str, tuple[Any, Failure]] = {
     "first argument, pyodbc": (SimpleNamespace(args=("42S02", "[42S02] no such table")), Failure.NO_TABLE),
     "fields of the protocol, pg8000": (SimpleNamespace(args=({"C": "08006"},)), Failure.TRANSIENT),
     "check constraint": (SimpleNamespace(sqlstate="23514", args=()), Failure.PERMANENT),
+    "internal error": (SimpleNamespace(sqlstate="XX000", args=()), Failure.LATER),
     "syntax": (SimpleNamespace(sqlstate="42000", args=()), Failure.PERMANENT),
     "no code, five letters": (type("DataError", (Exception,), {})("ERROR"), Failure.PERMANENT),
     "no code, a conflict": (type("IntegrityError", (Exception,), {})("no"), Failure.UNIQUE),

@@ -12,10 +12,12 @@ from pathlib import Path
 
 import pytest
 from sqlalchemy import event
+from sqlalchemy.ext.asyncio import AsyncEngine, async_sessionmaker
 from sqlalchemy.orm import Session
 
 from cancellation import assert_others_can_write, cancel_at_every_await
 from databases import DRIVERS, Driver
+from projector_dedup import AsyncUnitOfWork
 from rig import NOTHING, ONCE, Durable, Rig, add, outsides_fixture, rig_on_fixture  # noqa: F401  # fixtures
 
 pytestmark = pytest.mark.slow
@@ -62,6 +64,33 @@ def test_a_cancellation_during_commit_or_rollback_waits_for_the_answer(
 def _fails(session: Session) -> None:
     add(session)
     raise ZeroDivisionError
+
+
+@asynchronous
+def test_a_cancelled_commit_of_the_callers_waits_for_the_answer(driver: Driver, rig_on: RigOn) -> None:
+    """`AsyncUnitOfWork.commit` commits, closes the session, and only then is the task cancelled."""
+    rig = rig_on(driver)
+    engine = rig.engine
+    assert isinstance(engine, AsyncEngine)
+
+    async def commit() -> None:
+        async with AsyncUnitOfWork(async_sessionmaker(engine)) as uow:
+            assert await uow.claim("m-1", "by hand")
+            await uow.session.run_sync(add)
+            await uow.commit()
+
+    async def commit_and_cancel() -> None:
+        task = asyncio.ensure_future(commit())
+        event.listen(rig.sync_engine, "commit", lambda _connection: task.cancel(), once=True)
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    rig.deliver(add, "warm")
+    rig.outside.empty()
+    rig.run(commit_and_cancel())
+    assert rig.durable() == ONCE
+    rig.assert_nothing_is_left()
+    assert rig.connects == 1
 
 
 @asynchronous

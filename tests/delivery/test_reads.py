@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 from sqlalchemy import Engine, create_engine, text, update
+from sqlalchemy.event import listen
 from sqlalchemy.orm import Session, sessionmaker
 
+from databases import Database
 from few_rows import ROWS, Added, Named, Total, engine_of, sent_by, totals
 from projector_dedup import Dispatcher, HandlerDefinitionError, Message, Outcome, on, projector
 
@@ -54,7 +56,7 @@ class NoEntity:
         ({}, "takes a mapping"),
         ([Total], "takes a mapping"),
     ],
-    ids=str,
+    ids=map(str, range(13)),
 )
 def test_what_is_no_declaration_is_refused_where_it_stands(reads: Any, words: str) -> None:
     """Before anything is delivered, with words that say what to write."""
@@ -258,6 +260,38 @@ def test_a_batch_reads_what_all_its_messages_declare_at_once(engine: Engine, way
     assert len([each for each in sent if each.startswith(READ)]) == 1
     assert len([each for each in sent if each.startswith("UPDATE")]) == 1
     assert totals(engine) == [10] * ROWS
+
+
+def test_a_flush_does_not_end_what_one_call_for_all_has_read(engine: Engine) -> None:
+    """A handler that flushes after each of its messages gets the next row without a SELECT."""
+
+    @projector(idempotent=True, name="flushing")
+    @on(Added, reads={Total: "row"}, batch=True)
+    def handler(events: list[Added], session: Session) -> None:
+        for event in events:
+            session.get_one(Total, event.row).amount += 1
+            session.flush()
+
+    with sent_by(engine) as sent:
+        Dispatcher(sessionmaker(engine), handler).deliver_batch([Message(f"m{row}", Added(row)) for row in range(ROWS)])
+    assert len([each for each in sent if each.startswith(READ)]) == 1
+    assert totals(engine) == [1] * ROWS
+
+
+def test_many_rows_are_read_in_parts_in_the_order_of_their_keys(sqlite: Database) -> None:
+    """No SELECT names more keys than a database takes, and the parts are locked in one order, too."""
+    with engine_of(sqlite) as engine:
+        named: list[int] = []
+
+        def note(*given: Any) -> None:
+            if given[2].startswith(READ):
+                named.extend(given[3])
+
+        listen(engine, "before_cursor_execute", note)
+        reads = {Total: lambda event: [event.target, *range(1200, 0, -1), event.source]}
+        Dispatcher(sessionmaker(engine), handler_of(reads)).deliver(Moved(0, 1), message_id="m")
+        assert named == list(range(1201))
+        assert totals(engine) == [-1, 1, 0, 0]
 
 
 def test_an_instance_that_the_handler_brought_along_is_the_one(engine: Engine) -> None:

@@ -39,7 +39,7 @@ from projector_dedup.commands.errors import (
     ResultUnreadableError,
 )
 from projector_dedup.dialects import Failure
-from projector_dedup.verdict import FAILURES, OTHERS, OURS, Answer
+from projector_dedup.verdict import FAILURES, NAMED, OTHERS, OURS, Answer
 from provoked import PROVOKED
 
 RUNBOOK = Path(__file__).parents[2] / "docs" / "runbook.md"
@@ -235,9 +235,14 @@ def test_an_error_that_nobody_knows_decides_for_what_it_was_raised_from() -> Non
     assert verdict_of(inner).error is inner
 
 
-def test_a_duplicate_command_need_not_come_again() -> None:
-    """A consumer that asked to be told of duplicates catches the error itself, and acknowledges."""
-    assert verdict_of(DuplicateCommandError("done", None)).action is Action.REJECT  # type: ignore[arg-type]
+def test_a_duplicate_command_is_acknowledged() -> None:
+    """However often it was delivered; but not an error that was raised behind it, or beside it in a group."""
+    done = DuplicateCommandError("done", None)  # type: ignore[arg-type]
+    assert verdict_of(done, attempts=9, max_attempts=9) == Verdict(Action.ACKNOWLEDGE, 0.0, done)
+    behind = ValueError("no amount")
+    behind.__context__ = done
+    for error in (behind, ExceptionGroup("two", [done, behind]), ExceptionGroup("one", [done])):
+        assert verdict_of(error).action is Action.REJECT
 
 
 @pytest.mark.parametrize(("attempts", "max_attempts"), [(0, None), (-1, 3), (1, 0)])
@@ -258,7 +263,8 @@ def _errors() -> list[type[ProjectorDedupError]]:
 
 
 def _row(names: list[str], answer: Answer) -> str:
-    said = {NOW: "retry now; from the second delivery on, later", LATER: "retry later", REJECT: "reject"}[answer.action]
+    again = "retry now; from the second delivery on, later"
+    said = {NOW: again, LATER: "retry later", REJECT: "reject"}.get(answer.action, answer.action.value)
     limit = ", whatever `max_attempts` says" if answer.unlimited else ""
     return f"| {', '.join(f'`{name}`' for name in names)} | {said}{limit} | {answer.why} |"
 
@@ -280,6 +286,8 @@ def rendered() -> Iterator[str]:
             codes.setdefault(each.means, {})[each.code] = None
     for failure, answer in FAILURES.items():
         yield _row(list(codes[failure]), answer)
+    for path, answer in NAMED.items():
+        yield _row([path], answer)
     for kind, answer in OTHERS.items():
         module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
         yield _row([f"{module}{kind.__name__}"], answer)

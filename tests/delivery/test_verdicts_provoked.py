@@ -28,6 +28,7 @@ from projector_dedup import (
     projector,
     verdict_of,
 )
+from projector_dedup.commands import Call, Commands, DuplicateCommandError, command, make_command_tables
 from projector_dedup.dialects.answers import sqlstate_of
 from projector_dedup.verdict import FAILURES
 from provoked import FIRST, PROVOKED, TABLE, Provoked, prepared
@@ -38,6 +39,7 @@ class Base(DeclarativeBase):
 
 
 tables = make_tables(Base.metadata)
+command_tables = make_command_tables(Base.metadata)
 
 
 def _raised_by(engine: Engine, error: Provoked) -> Exception:
@@ -136,12 +138,13 @@ def usual(database: Database) -> Iterator[Engine]:
 
 
 DELIVERED = [("postgresql", "53100"), ("postgresql", "57014"), ("postgresql", "55P03")]
+DELIVERED += [("postgresql", "26000"), ("mariadb", "1030")]
 DELIVERED += [("mariadb", "1021"), ("mariadb", "1317"), ("mariadb", "1205"), ("sqlite", "SQLITE_FULL")]
 
 
 @pytest.mark.parametrize(("name", "code"), DELIVERED)
 def test_what_passes_is_delivered_later(request: pytest.FixtureRequest, name: str, code: str) -> None:
-    """A full disk, a cancelled statement, a held lock: nothing was applied, and a later delivery applies it."""
+    """A full disk, a held lock, a lost prepared statement: nothing was applied, and a later delivery applies it."""
     error = next(each for each in PROVOKED[name] if each.code == code)
     database: Database = request.getfixturevalue(name)
     engine = create_engine(database.url(), poolclass=NullPool)
@@ -249,6 +252,29 @@ def test_one_handler_is_poison_and_another_is_to_be_retried(usual: Engine) -> No
         dispatcher.deliver("event", message_id="m1")
     assert verdict_of(failed.value).action is Action.REJECT
     assert failed.value.delivery.outcomes == {"handler0": Outcome.FAILED, "handler1": Outcome.APPLIED}
+
+
+def test_a_duplicate_command_that_a_handler_lets_out_is_rejected(sqlite: Database, tmp_path: Path) -> None:
+    """The command is done, but the handler's own writes are rolled back: an acknowledgement would lose them."""
+    elsewhere = create_engine(f"sqlite:///{tmp_path / 'elsewhere.db'}")
+    Base.metadata.create_all(elsewhere)
+    Base.metadata.create_all(engine := create_engine(sqlite.url(), poolclass=NullPool))
+    commands = Commands(sessionmaker(elsewhere), tables=command_tables)
+
+    @command(name="ship")
+    def ship(_order: str, _call: Call) -> None: ...
+
+    def again(_session: Session | None = None) -> None:
+        commands.handle(ship, "order", key="1", raise_on_duplicate=True)
+
+    again()
+    with pytest.raises(DuplicateCommandError) as done:
+        again()
+    assert verdict_of(done.value).action is Action.ACKNOWLEDGE
+    raised = _delivered(engine, again)
+    assert isinstance(raised, DuplicateCommandError)
+    assert verdict_of(raised).action is Action.REJECT
+    elsewhere.dispose()
 
 
 def test_each_message_of_a_batch_has_its_answer(usual: Engine) -> None:

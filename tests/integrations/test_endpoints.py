@@ -52,6 +52,14 @@ def test_a_key_that_is_too_long_with_its_scope_is_400(shop: Shop) -> None:
     assert problem(shop.send(key="x" * 255)) == (400, "key-unusable")
 
 
+@pytest.mark.parametrize("scope", [7, None])
+def test_a_scope_that_the_program_gets_wrong_is_500(shop: Shop, scope: object) -> None:
+    """The client's key is innocent, and somebody is told: a number is no scope, nor is none where one is required."""
+    shop.sells(commands=shop.desk.commands(scope="required"), scope=scope)
+    assert shop.send().status_code == 500
+    assert shop.desk.ran == []
+
+
 def test_a_request_may_come_without_a_key_where_none_is_required(shop: Shop) -> None:
     """It is done each time that it comes."""
     shop.sells(required=False)

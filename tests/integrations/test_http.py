@@ -1,12 +1,22 @@
 """The Idempotency-Key header is read one way, and every error of a command has one answer."""
 
+import asyncio
 import re
+from collections.abc import Callable
+from decimal import Decimal
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import flask
+import httpx
 import pytest
+from sqlalchemy.ext.asyncio import create_async_engine
 
 from projector_dedup import CommitOutcomeUnknown, Defer, InProgress, MissingTableError, RetriesExhaustedError
-from projector_dedup.commands import Handled, InvalidKeyError, KeyReusedError, Rejected
+from projector_dedup.commands import Handled, InvalidKeyError, KeyReusedError, Rejected, UnusableKeyError
+from projector_dedup.commands.fingerprint import digest
+from projector_dedup.commands.record import RecordKey
 from projector_dedup.integrations.http import Answers, IdempotencyKeyError, read_key, replay_headers
 from projector_dedup.outcome import Outcome
 
@@ -72,7 +82,7 @@ def test_an_echoed_key_is_read_as_the_key_that_came(key: str) -> None:
     [
         (IdempotencyKeyError("no", "key-missing"), 400, "key-missing", None),
         (IdempotencyKeyError("no"), 400, "key-malformed", None),
-        (InvalidKeyError("secret"), 400, "key-unusable", None),
+        (UnusableKeyError("secret"), 400, "key-unusable", None),
         (KeyReusedError("secret"), 422, "key-reused", None),
         (InProgress("secret"), 409, "in-progress", "1"),
         (Rejected("late"), 422, "rejected", None),
@@ -98,6 +108,27 @@ def test_an_error_of_the_program_is_not_an_answer() -> None:
         Answers().to(MissingTableError("gone"))
 
 
+@pytest.mark.parametrize("fault", [lambda: RecordKey.of("k", 7), lambda: digest(object()), lambda: digest({1: 2})])
+def test_a_fault_of_the_program_is_not_an_answer(fault: Callable[[], object]) -> None:
+    """A number as scope, or a command without a canonical form: no client can send a better request."""
+    with pytest.raises(InvalidKeyError) as raised:
+        fault()
+    with pytest.raises(InvalidKeyError):
+        Answers().to(raised.value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [float("nan"), Decimal("Infinity"), Decimal("1E+5000"), 10**5000],
+    ids=["nan", "infinite", "exponent", "digits"],
+)
+def test_a_value_that_cannot_be_compared_is_the_clients(value: object) -> None:
+    """Such as NaN, which JSON of some clients has: 400, and another value is taken."""
+    with pytest.raises(UnusableKeyError) as raised:
+        digest({"amount": value})
+    assert Answers().to(raised.value).status == 400
+
+
 def test_a_rejection_says_its_code_and_its_detail() -> None:
     """A text is the problem's detail; anything else stands beside it."""
     answers = Answers(on_rejected={"late": 410}, type_base="https://example.org/")
@@ -118,10 +149,42 @@ def test_an_answer_that_would_mislead_is_refused(wrong: dict[str, object]) -> No
         Answers(**wrong)  # type: ignore[arg-type]
 
 
-def test_every_snippet_of_the_page_compiles() -> None:
-    """No snippet of docs/http.md has a typing error of ours in it."""
-    page = (Path(__file__).parents[2] / "docs" / "http.md").read_text(encoding="utf-8")
-    snippets = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
-    assert len(snippets) == 3
-    for snippet in snippets:
-        compile(snippet, "docs/http.md", "exec")
+def snippets(page: str) -> list[str]:
+    """The Python of a page below docs/."""
+    text = (Path(__file__).parents[2] / "docs" / page).read_text(encoding="utf-8")
+    return re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+
+
+def test_the_page_does_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each endpoint of docs/http.md is done once for each key, on what docs/commands.md defines."""
+    monkeypatch.chdir(tmp_path)  # where docs/commands.md makes its shop.db, with 70 on alice's account
+    user = SimpleNamespace(id="tenant-7")
+    page: dict[str, Any] = {"__name__": "page"}
+    exec(snippets("commands.md")[0], page)
+    fastapi_handles, flask_handles, fastapi_records = snippets("http.md")
+
+    page["app"] = flask.Flask("page")
+    page["app"].before_request(lambda: setattr(flask.g, "user", user))
+    exec(flask_handles, page)
+    client = page["app"].test_client()
+    order = {"customer": "alice", "amount": 30}
+    by_flask = [client.post("/orders", json=order, headers={"Idempotency-Key": "k1"}) for _ in range(2)]
+    assert [(answer.status_code, answer.json["left"]) for answer in by_flask] == [(201, 40)] * 2
+
+    engine = create_async_engine("sqlite+aiosqlite:///shop.db")
+    page |= {"engine": engine, "User": SimpleNamespace, "current_user": lambda: user}
+    page["verified_user_id"] = lambda _request: user.id
+    exec(fastapi_handles, page)
+    exec(fastapi_records, page)
+    page["app"].include_router(page["router"])
+
+    async def ask() -> list[tuple[int, Any]]:
+        transport = httpx.ASGITransport(page["app"])
+        async with httpx.AsyncClient(transport=transport, base_url="http://shop") as client:
+            key = {"Idempotency-Key": "k2"}
+            answers = [await client.post("/orders", json=order, headers=key) for _ in range(2)]
+            answers += [await client.post("/accounts/bob", headers=key) for _ in range(2)]
+        await engine.dispose()
+        return [(answer.status_code, answer.json().get("left")) for answer in answers]
+
+    assert asyncio.run(ask()) == [(201, 10)] * 2 + [(201, None)] * 2

@@ -15,12 +15,21 @@ from databases import Driver
 from http_rig import FRAMEWORK, SERVERS, WEB, Reply, Shop, commits, problem, shop_on
 from projector_dedup import HandlerDefinitionError, RetryPolicy
 from projector_dedup.commands import Rejected
+from projector_dedup.integrations import recorded
 from projector_dedup.integrations.recorded import CODEC, PUBLIC, Answer, Received
 
 
 @pytest.fixture(params=WEB, ids=str)
 def shop(request: pytest.FixtureRequest) -> Iterator[Shop]:
     """A shop on each engine, in FastAPI and in Flask."""
+    with shop_on(request, request.param) as shop:
+        shop.install()
+        yield shop
+
+
+@pytest.fixture(params=[driver for driver in WEB if driver.engine == "sqlite"], ids=str)
+def small(request: pytest.FixtureRequest) -> Iterator[Shop]:
+    """A shop in FastAPI and in Flask on SQLite, for what no engine has a part in."""
     with shop_on(request, request.param) as shop:
         shop.install()
         yield shop
@@ -81,8 +90,11 @@ def test_a_refusal_that_is_returned_is_recorded_with_its_writes(shop: Shop) -> N
     assert len(shop.desk.orders()) == 1
 
 
-@pytest.mark.parametrize("reply", [Reply(409, kind="raised"), Reply(500, {}), Reply(503, {})], ids=str)
-def test_what_is_raised_or_a_server_error_is_rolled_back_and_not_recorded(shop: Shop, reply: Reply) -> None:
+LATER = [Reply(409, kind="raised"), Reply(500, {}), Reply(503, {}), Reply(401, {}), Reply(429, {})]
+
+
+@pytest.mark.parametrize("reply", LATER, ids=lambda reply: f"{reply.kind}-{reply.status}")
+def test_what_is_raised_or_says_later_is_rolled_back_and_not_recorded(shop: Shop, reply: Reply) -> None:
     """The next request with the key is evaluated anew."""
     replies = [reply, Reply(200, {})]
 
@@ -164,6 +176,26 @@ def test_a_key_that_comes_with_another_request_is_422(shop: Shop, other: dict[st
     assert len(shop.desk.orders()) == 1
 
 
+def test_a_form_may_come_with_another_boundary(small: Shop) -> None:
+    """A client that sends an upload again encodes it anew: its parts are compared, each byte by byte."""
+    small.records(sell)
+    parts: list[dict[str, Any]] = [
+        {"data": {"amount": "3"}, "files": {"file": ("a.txt", content)}} for content in (b"x", b"x", b"y")
+    ]
+    first, again, other = (small.send(path="/things", **each) for each in parts)
+    assert (first.status_code, again.content) == (201, first.content)
+    assert first.request.headers["content-type"] != again.request.headers["content-type"]
+    assert problem(other) == (422, "key-reused")
+
+
+@pytest.mark.parametrize("path", ["/things/7%3F8", "/things/7%238", "/things/7%09"])
+def test_the_whole_path_is_compared(small: Shop, path: str) -> None:
+    """A decoded question mark, hash or tab belongs to the path."""
+    small.records(sell, "/things/{n}")
+    assert small.send(path="/things/7").status_code == 201
+    assert problem(small.send(path=path)) == (422, "key-reused")
+
+
 @pytest.mark.parametrize(
     "same",
     [
@@ -194,6 +226,27 @@ def test_scopes_have_keys_of_their_own(shop: Shop) -> None:
     answers = [shop.send(path="/things") for _ in range(4)]
     assert [answer.json()["number"] for answer in answers] == [1, 2, 1, 2]
     assert [key for key, _, _ in shop.desk.records()] == ["3:bobk1", "5:alicek1"]
+
+
+def test_services_on_one_database_are_told_apart_by_name(small: Shop) -> None:
+    """One key at the same path of two services is two requests, and each runs."""
+    payments = Shop(small.desk)
+    small.records(sell, "/confirm", name="orders")
+    payments.records(sell, "/confirm", name="payments")
+    answers = [shop.send(path="/confirm") for shop in (small, payments, payments)]
+    assert [answer.json()["number"] for answer in answers] == [1, 2, 2]
+    assert {operation for _, operation, _ in small.desk.records()} == {"orders", "payments"}
+
+
+def test_a_service_gets_its_name_in_a_rolling_deploy(small: Shop) -> None:
+    """With the name from before in ``formerly``, the older and the newer code find each other's records."""
+    named = Shop(small.desk)
+    small.records(sell)
+    named.records(sell, name="payments", formerly=["http-endpoint"])
+    for key, first, second in (("k1", small, named), ("k2", named, small)):
+        answers = [shop.send(path="/things", key=key) for shop in (first, second)]
+        assert answers[0].content == answers[1].content
+    assert len(small.desk.orders()) == 2
 
 
 @pytest.mark.parametrize("nobody", [None, "", 7], ids=repr)
@@ -289,6 +342,35 @@ def test_concurrent_requests_get_one_answer(shop: Shop) -> None:
     assert (len(shop.desk.orders()), shop.desk.spent()) == (1, 3)
 
 
+@pytest.mark.parametrize("driver", [driver for driver in WEB if driver.engine == "postgresql"], ids=str)
+def test_a_duplicate_waits_for_a_bounded_time(
+    request: pytest.FixtureRequest, driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who sends a slow request again holds no connection for longer than 5 s, without a word in ``Commands``."""
+    assert recorded.CLAIM_TIMEOUT == 5.0
+    monkeypatch.setattr(recorded, "CLAIM_TIMEOUT", 0.3)
+    with shop_on(request, driver) as shop:
+        shop.install()
+        entered, go_on = threading.Event(), threading.Event()
+
+        def slow(asked: Any, session: Session) -> Reply:
+            entered.set()
+            shop.harness.blocking(go_on.wait, 30)
+            return sell(asked, session)
+
+        shop.records(slow)
+        first = shop.harness.start(shop.send, path="/things")
+        assert entered.wait(30)
+        try:
+            busy = shop.harness.start(shop.send, path="/things").result(timeout=10)
+        finally:
+            go_on.set()
+        assert problem(busy) == (409, "in-progress")
+        assert busy.headers["retry-after"] == "1"
+        assert first.result().status_code == 201
+        assert shop.send(path="/things").content == first.result().content
+
+
 # C14 ---------------------------------------------------------------------------------------------------------------
 
 
@@ -365,6 +447,26 @@ def test_a_body_that_is_no_json_is_compared_byte_by_byte(body: bytes) -> None:
     one, other = (Received("POST", "/", [], "application/json", each).fingerprint() for each in (body, body + b" "))
     assert one["body"] != other["body"]
     assert one["body"][0] == "bytes"  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("boundary", "body", "same"),
+    [
+        ("b", b"--b\r\n\r\nx\r\n--b--\r\n", True),
+        ('"b c"', b"--b c\r\n\r\nx\r\n--b c--\r\n", True),
+        ("b", b"--b \t\r\n\r\nx\r\n--b--\r\n", False),  # what stands behind a boundary is compared
+        ("b", b"--b\r\n\r\nx--b--\r\n", False),  # no boundary: it begins no line
+        ("b", b"--b\r\n\r\nx\r\n--bc\r\n", False),  # another one, which begins like it
+        ("b", b"--b\r\n\r\nx\r\n--b\r\n\r\n\r\n--b--\r\n", False),
+        ("b", b"--a\r\n\r\nx\r\n--a--\r\n", False),
+        ("", b"--a\r\n\r\nx\r\n--a--\r\n", False),
+    ],
+)
+def test_only_the_boundary_may_differ(boundary: str, body: bytes, same: bool) -> None:
+    """Whatever else differs in a multipart body makes another request."""
+    usual = Received("POST", "/", [], "multipart/form-data; boundary=a", b"--a\r\n\r\nx\r\n--a--\r\n")
+    other = Received("POST", "/", [], f"multipart/form-data; charset=utf-8; boundary={boundary}", body)
+    assert (usual.fingerprint() == other.fingerprint()) is same
 
 
 def test_both_frameworks_offer_the_same_names() -> None:

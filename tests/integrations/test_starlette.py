@@ -1,9 +1,11 @@
 """Dependencies with yield, background tasks and uploads of recorded endpoints; and Starlette without FastAPI."""
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator
 from typing import Annotated, Any
 
 import fastapi
+import httpx
 import pytest
 from fastapi import BackgroundTasks, Depends, Request, Response, UploadFile
 from fastapi.responses import JSONResponse
@@ -198,6 +200,27 @@ def test_an_endpoint_in_a_thread_is_refused(shop: Shop) -> None:
         recorded_route(object(), scope=lambda _request: "tenant")  # type: ignore[arg-type]
 
 
+def test_a_plain_endpoint_calls_handle_on_a_synchronous_engine(request: pytest.FixtureRequest) -> None:
+    """FastAPI runs a plain def in a thread, with the same dependency, and the same answers to errors."""
+    with shop_on(request, next(driver for driver in WEB if driver.engine == "sqlite" and not driver.is_async)) as shop:
+        commands, operation = shop.desk.commands(), shop.desk.operation()
+        app = fastapi.FastAPI()
+        install(app)
+
+        @app.post("/orders")
+        def endpoint(order: PlaceOrder, key: Annotated[str, Depends(IdempotencyKey())]) -> Any:
+            return commands.handle(operation, order, key=key).result
+
+        async def ask() -> list[int]:
+            async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://shop") as client:
+                key = {"Idempotency-Key": "k1"}
+                answers = [await client.post("/orders", json={"amount": each}, headers=key) for each in (3, 3, 4)]
+                return [answer.status_code for answer in answers]
+
+        assert asyncio.run(ask()) == [200, 200, 422]
+        assert shop.desk.orders() == ["k1"]
+
+
 def test_routers_may_be_nested_and_apps_mounted(shop: Shop) -> None:
     """The whole path is compared: one key in two places is a key that was used before."""
 
@@ -270,6 +293,25 @@ def test_starlette_needs_no_fastapi(shop: Shop) -> None:
     assert [(answer.status_code, answer.json()) for answer in answers] == [(201, {"placed": 3})] * 2
     assert shop.desk.orders() == ["k1"]
     assert shop.send(path="/things", key=None).status_code == 400
+
+
+def test_middleware_sees_what_an_endpoint_sets_in_the_state(shop: Shop) -> None:
+    """The state is of the request, as without a record; for a recorded answer the endpoint does not run."""
+    seen: list[object] = []
+
+    async def endpoint(request: Request) -> dict[str, int]:
+        request.state.placed = 3
+        return {}
+
+    async def look(request: Request, call_next: Any) -> Response:
+        response: Response = await call_next(request)
+        seen.append(getattr(request.state, "placed", None))
+        return response
+
+    shop.app.middleware("http")(look)
+    serve(shop, endpoint)
+    assert [shop.send(path="/things").status_code for _ in range(2)] == [200, 200]
+    assert seen == [3, None]
 
 
 def test_a_client_may_hang_up(shop: Shop) -> None:

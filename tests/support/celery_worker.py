@@ -1,7 +1,9 @@
 """A worker of Celery whose parent has used the database before it forks its children."""
 
 import os
+import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import celery
@@ -47,14 +49,27 @@ class See:
             with open(trace, "a") as file:
                 file.write("killed\n")
             os.kill(os.getpid(), 9)
+        if (trace := event.get("hangs")) and _is_first(trace):
+            threading.Event().wait()  # until a time limit ends it
+        if (trace := event.get("exits")) and _is_first(trace):
+            raise SystemExit
         backend = session.scalar(text("SELECT pg_backend_pid()"))
         time.sleep(event.get("takes", 0))  # so that another child gets the next one
         session.add(Seen(id=event["number"], number=event["number"], backend=backend or 0, process=os.getpid()))
 
 
+def _is_first(trace: str) -> bool:
+    """True for the first delivery, which leaves a trace."""
+    try:
+        Path(trace).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
 engine = create_engine(os.environ["FLIGHTS_DATABASE_URL"])
 app = celery.Celery("seen", broker=os.environ["AMQP_URL"])
-app.conf.update(task_default_queue=QUEUE)
+app.conf.update(task_default_queue=QUEUE, task_acks_on_failure_or_timeout=True, task_acks_on_timeout=True)
 count = delivering_task(
     app,
     TASK,

@@ -10,8 +10,7 @@ not heard. They come from a proxy, so whatever a driver or the library sends has
 can be forgotten. SQLite has no wire: there each call of sqlite3 that does something has two points. The other points
 lie where the library calls something else: the pool, the handler, the log.
 
-The library has no code for this, and no listener of SQLAlchemy's is attached: a listener would change which statements
-a delivery sends (`cacheable.py`), and the points would not be those of production.
+The library has no code for this, and no listener of SQLAlchemy's is attached, so the points are those of production.
 """
 
 import asyncio
@@ -143,7 +142,7 @@ class Scenario:
 
 SCENARIOS = {
     "first message": Scenario((), (1,)),  # of a new engine, on an empty read model
-    "new message": Scenario((1, 2), (3,)),  # where the claim reads a row
+    "new message": Scenario((1, 2), (3,)),
     "redelivery": Scenario((1, 2), (2,)),
     "batch": Scenario((1,), (2, 1, 7), is_batch=True),  # one is a redelivery, one creates its row
     "command": Scenario((1, 2), (3,), is_command=True),

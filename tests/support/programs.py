@@ -559,9 +559,13 @@ SHARED = [
     sets("code", "a", "b", None, "c"),
     sets("note", "abcdef", "abcdefg", None),
     sets("price", *PRICES[:2]),
-    *(sums, selects, deletes, removes, merges, locks, savepoint, swallows, fails),
+    *(of_session(name) for name in ("expire_all", "expunge_all", "flush")),
+    *(sums, sums_unflushed, selects, deletes, removes, merges, locks, savepoint, swallows, fails),
 ]
 """What a message of a shared session may do, so that nobody can tell that it is shared (docs/handlers.md)."""
+
+ORDERED = {"expression", "sets_code", "expire_all", "expunge_all", "refreshes"}
+"""Steps that notice whether a `get` has flushed a change: a unique value that moves, a change that is dropped."""
 
 BY_STATEMENT = [by_text, by_core, by_bulk, by_upsert, by_driver]
 

@@ -59,6 +59,9 @@ PROVOKED = {
         Provoked("42P01", Failure.NO_TABLE, ("SELECT * FROM nothing_of_this_name",)),
         *(_raised(code, LATER) for code in ("53100", "53200", "53400", "58030", "25P04", "28000", "28P01", "3D000")),
         *(_raised(code, NOW) for code in ("40001", "40P01", "53300", "57P03")),
+        Provoked("26000", NOW, ("EXECUTE nothing_of_this_name",)),
+        Provoked("42P05", NOW, ("PREPARE twice AS SELECT 1", "PREPARE twice AS SELECT 1")),
+        *(_raised(code, LATER) for code in ("XX000", "55006")),
     ),
     "mariadb": (
         Provoked("1317", LATER, ("KILL QUERY CONNECTION_ID()",)),
@@ -95,6 +98,8 @@ PROVOKED = {
         ),
         *(_signalled(number, NOW) for number in (1213, 1020, 1040, 1203, 1053, 1206, 1412, 1684, 1047)),
         *(_signalled(number, Failure.READ_ONLY) for number in (1290, 1836)),
+        *(_signalled(number, LATER) for number in (1030, 1034, 1637)),
+        _signalled(1615, NOW),
     ),
     "sqlite": (
         Provoked("SQLITE_BUSY", Failure.LOCK_TIMEOUT, ("PRAGMA busy_timeout = 0", FIRST), "BEGIN IMMEDIATE"),
@@ -107,6 +112,7 @@ PROVOKED = {
         Provoked("SQLITE_CONSTRAINT_PRIMARYKEY", Failure.UNIQUE, (FIRST, FIRST)),
         Provoked("SQLITE_CONSTRAINT_NOTNULL", Failure.NO_TABLE, ("INSERT INTO provoked VALUES (2, NULL, 'two')",)),
         Provoked("SQLITE_CONSTRAINT_CHECK", REJECTED, ("INSERT INTO provoked VALUES (2, -1, 'two')",)),
+        Provoked("SQLITE_NOTADB", LATER, (f"ATTACH '{__file__}' AS other", "SELECT * FROM other.sqlite_master")),
         Provoked("SQLITE_ERROR", Failure.NO_TABLE, ("SELECT * FROM nothing_of_this_name",)),
     ),
 }

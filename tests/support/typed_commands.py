@@ -8,6 +8,7 @@ from sqlalchemy.orm import Session, sessionmaker
 
 from projector_dedup import Outcome
 from projector_dedup.commands import (
+    AsyncBegun,
     AsyncCall,
     AsyncCommand,
     AsyncCommands,
@@ -17,6 +18,7 @@ from projector_dedup.commands import (
     Commands,
     Handled,
     Rejection,
+    abegin_command,
     begin_command,
     command,
 )
@@ -85,12 +87,14 @@ def sync_api(factory: sessionmaker[Session], session: Session, order: Place) -> 
     assert_type(begun, Begun[Placed] | Handled[Placed])
 
 
-async def async_api(factory: async_sessionmaker[AsyncSession], order: Place) -> None:
+async def async_api(factory: async_sessionmaker[AsyncSession], session: AsyncSession, order: Place) -> None:
     """Everything that is awaited."""
     commands = AsyncCommands(factory)
     assert_type(place_later, AsyncCommand[Place, Placed])
     assert_type(await commands.handle(place_later, order, key="k"), Handled[Placed])
     assert_type(await commands.handle(Shop().note_later, order, key="k"), Handled[str])
+    begun = await abegin_command(session, place_later, order, key="k")
+    assert_type(begun, AsyncBegun[Placed] | Handled[Placed])
 
 
 def unused() -> Any:

@@ -18,16 +18,22 @@ _TRANSIENT = {
     1047,  # this node of a cluster is not ready
     1053,  # server shutdown in progress
     1927,  # connection was killed
-    *(2002, 2003, 2006, 2013, 2055),  # no connection, or lost
+    *(1243, 1615),  # a prepared statement is gone, or is outdated
+    *(2002, 2003, 2005, 2006, 2012, 2013, 2026, 2055),  # no connection, or lost
     4031,  # disconnected for inactivity
 }
 _READ_ONLY = {1290, 1836}  # --read-only, or another option that prevents the statement; read-only mode
 _LOCK_TIMEOUT = {_LOCK_WAIT_TIMEOUT, _STATEMENT_TIMEOUT, 3572}  # the last: NOWAIT
 _LATER = {
     *(1021, 1114, 1026, 3),  # disk full, table full, error writing a file
+    *(1016, 1023, 1024, 1028, 1030, 1296, 1297),  # a file cannot be opened or read, the storage engine reports an error
+    *(1034, 1194, 1195, 1712, 1877),  # a corrupted index or table
     *(1037, 1038, 1041),  # out of memory
+    *(1135, 1461, 1637),  # no more threads, prepared statements, concurrent transactions
+    *(1158, 1159, 1160, 1161, 1429),  # the network failed, or a foreign server cannot be reached
+    1815,  # internal error
     *(1317, 3024),  # the statement was killed; it took longer than it may, on MySQL
-    *(1044, 1045, 1129, 1226, 1698),  # login refused, too many errors of the host, over a limit of the user
+    *(1044, 1045, 1129, 1130, 1226, 1698),  # login refused, too many errors of the host, over a limit of the user
 }
 _UNIQUE = {1062, 1169, 1586}
 _NO_TABLE = {

@@ -15,7 +15,9 @@ _TRANSIENT = {
     "57P02",  # crash_shutdown
     "57P03",  # cannot_connect_now
     "53300",  # too_many_connections
-    "25P03",  # idle_in_transaction_session_timeout
+    *("25P03", "57P05"),  # idle_in_transaction_session_timeout, idle_session_timeout
+    *("26000", "42P05"),  # a prepared statement is gone, or is there already: DISCARD ALL, or a pooler, was in between
+    "72000",  # snapshot_too_old
 }
 _LOCK_TIMEOUT = "55P03"
 _UNIQUE = {"23505", "23P01"}  # unique_violation, exclusion_violation
@@ -24,11 +26,14 @@ _NO_TABLE = {
     *("22001", "23502"),  # a column that is too short, that takes no NULL and has no default
 }
 _LATER = {
-    "57014",  # query_canceled, by statement_timeout or by somebody
     "25P04",  # transaction_timeout
     "3D000",  # there is no such database, yet
+    "55006",  # object_in_use
+    "HV00N",  # a foreign server cannot be reached
 }
-_LATER_CLASSES = ("28", "53", "58")  # login refused, no disk, memory or other resource, errors of the system
+# Login refused; no disk, memory or other resource; an operator; errors of the system, of a configuration file, and
+# internal ones, a corrupted index among them.
+_LATER_CLASSES = ("28", "53", "57", "58", "F0", "XX")
 _MAYBE_COMMITTED = {"40003", "57P01", "57P02"}  # a shutdown may come after a local commit, before its answer
 _NOT_SUPPORTED = "0A000"
 

@@ -27,9 +27,10 @@ from ..places import is_in_memory, place_of_sqlite
 from ..shared_connection import refuse_sharing
 from .close import close_ends_transactions
 
-_LATER = (  # a full disk, a file that may not be written or opened, an interrupted statement
+_LATER = (  # a full disk, a file that may not be written or opened, or is corrupted, an interrupted statement
     *("SQLITE_FULL", "SQLITE_READONLY", "SQLITE_CANTOPEN", "SQLITE_PERM"),
     *("SQLITE_IOERR", "SQLITE_NOMEM", "SQLITE_PROTOCOL", "SQLITE_INTERRUPT"),
+    *("SQLITE_CORRUPT", "SQLITE_NOTADB", "SQLITE_INTERNAL", "SQLITE_SCHEMA"),
 )
 
 

@@ -13,25 +13,25 @@ MUTANTS = (
             "            return dialect.claim(another, statement, tables.marker, key, names=len(names))"
         ),
         tests=(
-            "tests/delivery/test_contract.py::TestWithoutReadingAhead::test_a_failing_handler_leaves_neither[postgresql+psycopg-before the write]",
+            "tests/delivery/test_contract.py::TestDefault::test_a_failing_handler_leaves_neither[postgresql+psycopg-before the write]",
         ),
     ),
     Mutant(
         name="marker-committed-before-the-handler",
         breaks="The marker is committed before the handler runs, so a handler that fails is never run again.",
-        where="apply",
+        where="deliver",
         old="attempts.claimed()\n",
         new="attempts.claimed()\n                    uow.commit()\n                    uow._guard.watching = False\n",
         tests=(
-            "tests/delivery/test_contract.py::TestWithoutReadingAhead::test_a_failing_handler_leaves_neither[postgresql+psycopg-before the write]",
+            "tests/delivery/test_contract.py::TestDefault::test_a_failing_handler_leaves_neither[postgresql+psycopg-before the write]",
         ),
     ),
     Mutant(
         name="duplicate-runs-the-handler",
         breaks="A redelivery enters the handler although its claim found the marker.",
         where="Chunk._claim",
-        old="return [0] if new else []",
-        new="return [0]",
+        old="return [0] if uow.claim_first(key, handler.formerly) else []",
+        new="uow.claim_first(key, handler.formerly)\n            return [0]",
         tests=(
             "tests/delivery/test_contract.py::TestDefault::test_a_redelivery_never_enters_the_handler[sqlite+pysqlite]",
         ),
@@ -43,17 +43,7 @@ MUTANTS = (
         old="return insert_and_count(connection, statement, key) == 1",
         new="return insert_and_count(connection, statement, key) <= 1",
         tests=(
-            "tests/delivery/test_contract.py::TestWithoutReadingAhead::test_a_redelivery_never_enters_the_handler[postgresql+psycopg]",
-        ),
-    ),
-    Mutant(
-        name="marker-that-is-there-counts-as-new-with-rows",
-        breaks="A claim that reads rows, and inserted no marker, is new, so every redelivery is applied again.",
-        where="claim",
-        old="    if found is None:\n        return False\n",
-        new="    if found is None:\n        return True\n",
-        tests=(
-            "tests/delivery/test_contract.py::TestDefault::test_a_redelivery_never_enters_the_handler[postgresql+psycopg2]",
+            "tests/delivery/test_contract.py::TestDefault::test_a_redelivery_never_enters_the_handler[postgresql+psycopg]",
         ),
     ),
     Mutant(
@@ -140,9 +130,9 @@ MUTANTS = (
     Mutant(
         name="claim-that-committed-at-once-goes-on",
         breaks="A claim that the driver committed at once is accepted, so the marker stays when the handler fails.",
-        where="watch",
-        old="if guard.claim_transaction.key is not None and status is not Status.OPEN:",
-        new="if guard.claim_transaction.key is not None and status is None:",
+        where="UnitOfWork._watch",
+        old="if guard.key is not None and status is not Status.OPEN:",
+        new="if guard.key is not None and status is None:",
         tests=(
             "tests/delivery/test_claim.py::test_a_listener_that_makes_the_claim_commit_at_once_is_found_out[postgresql+psycopg2-False]",
         ),
@@ -150,7 +140,7 @@ MUTANTS = (
     Mutant(
         name="failed-claim-can-commit",
         breaks="After a claim that failed the session is not watched, so writes can commit without a marker.",
-        where="UnitOfWork.commit",
+        where="UnitOfWork._commit",
         old="if not self._new:",
         new="if self._committed:",
         tests=(
@@ -179,8 +169,8 @@ MUTANTS = (
         name="former-names-are-not-claimed",
         breaks="A renamed handler claims its new name alone, and applies again what it had applied under the old one.",
         where="Chunk._claim",
-        old="uow.claim_message(first, handler.identity, handler.formerly, reads_ahead=self.reads_ahead)",
-        new="uow.claim_message(first, handler.identity, (), reads_ahead=self.reads_ahead)",
+        old="uow.claim_first(key, handler.formerly)",
+        new="uow.claim_first(key)",
         tests=(
             "tests/delivery/test_contract.py::TestDefault::test_what_one_version_applied_the_other_skips[sqlite+pysqlite-old-new]",
         ),

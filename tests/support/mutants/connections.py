@@ -81,8 +81,8 @@ MUTANTS = (
         name="guard-stays-on-the-connection",
         breaks="A unit of work is kept alive by its connection, for the garbage collector to find.",
         where="Guard.release",
-        old="self.session.guard = None",
-        new="pass",
+        old="self.watching, self.session.guard = False, None",
+        new="self.watching = False",
         tests=(
             "tests/delivery/test_unit_of_work.py::test_a_delivery_leaves_nothing_to_the_garbage_collector[postgresql+psycopg]",
         ),

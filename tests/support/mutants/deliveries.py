@@ -26,7 +26,7 @@ MUTANTS = (
     Mutant(
         name="first-failure-ends-the-delivery",
         breaks="The handlers behind one that failed are not tried.",
-        where="Dispatcher.deliver",
+        where="BaseDispatcher._deliver",
         old="results.failed(handler, error)",
         new="results.failed(handler, error)\n                break",
         tests=(

@@ -27,8 +27,8 @@ MUTANTS = (
         name="sql-text-may-commit",
         breaks="A handler that executes the text COMMIT ends the transaction, and is not stopped before.",
         where="Guard.before_statement",
-        old="if command := self.dialect.grammar.transaction_command(sql):",
-        new="if (command := self.dialect.grammar.transaction_command(sql)) and self.driver_was_exposed:",
+        old="if command := grammar.transaction_command(sql):",
+        new="if (command := grammar.transaction_command(sql)) and self.driver_was_exposed:",
         tests=(
             "tests/guards/test_guards.py::test_what_becomes_of_a_misbehaviour[mariadb+pymysql-text 'COMMIT'-returns]",
         ),
@@ -77,8 +77,8 @@ MUTANTS = (
         name="open-savepoint-is-committed-over",
         breaks="A handler that leaves a savepoint open is not told.",
         where="Guard.verify",
-        old="if self.session.in_nested_transaction() or",
-        new="if self.driver_was_exposed and",
+        old="self.session.in_nested_transaction()\n            or",
+        new="self.driver_was_exposed and",
         tests=(
             "tests/guards/test_guards.py::test_what_becomes_of_a_misbehaviour[sqlite+pysqlite-begin_nested left open-returns]",
         ),
@@ -117,8 +117,8 @@ MUTANTS = (
         name="stored-procedure-may-commit",
         breaks="A stored procedure that commits and begins again goes unnoticed, and the message is half applied.",
         where="Guard.before_statement",
-        old="if self.dialect.grammar.hides_commands(sql):",
-        new="if self.driver_was_exposed and self.dialect.grammar.hides_commands(sql):",
+        old="if grammar.hides_commands(sql):",
+        new="if self.driver_was_exposed and grammar.hides_commands(sql):",
         tests=(
             "tests/guards/test_guards.py::test_what_becomes_of_a_misbehaviour[mariadb+pymysql-text 'CALL commits_and_begins()'-returns]",
         ),
@@ -127,8 +127,8 @@ MUTANTS = (
         name="second-statement-of-a-text-fails-unheard",
         breaks="Two statements in one SQL text are sent to MariaDB, whose drivers tell nobody that the second failed.",
         where="Guard.before_statement",
-        old="if self.dialect.grammar.hides_errors(sql):",
-        new="if self.driver_was_exposed and self.dialect.grammar.hides_errors(sql):",
+        old="if grammar.hides_errors(sql):",
+        new="if self.driver_was_exposed and grammar.hides_errors(sql):",
         tests=(
             "tests/delivery/test_silent_losses.py::test_an_error_that_a_driver_tells_nobody_cannot_happen[False-mariadb+pymysql]",
         ),
@@ -147,7 +147,7 @@ MUTANTS = (
         name="transaction-is-not-looked-at-before-commit",
         breaks="What a listener of the user's does right before COMMIT is not looked at.",
         where="GuardedConnection._commit_impl",
-        old="self.guard.verify()",
+        old="guard.verify()",
         new="pass",
         tests=(
             "tests/delivery/test_unit_of_work.py::test_a_listener_that_breaks_the_transaction_at_the_last_moment_is_noticed[postgresql+psycopg]",
@@ -156,15 +156,15 @@ MUTANTS = (
     Mutant(
         name="strict-asks-nothing",
         breaks="strict=True asks the server nothing, so a commit on the driver's own connection goes unseen.",
-        where="commit",
-        old="asks_server = strict or guard.server_check_required",
+        where="UnitOfWork._commit",
+        old="asks_server = self._options.strict or guard.server_check_required",
         new="asks_server = guard.server_check_required",
         tests=("tests/guards/test_guards_unseen.py::test_strict_asks_the_server[postgresql+psycopg-hidden_rollback]",),
     ),
     Mutant(
         name="any-transaction-with-the-marker-is-ours",
         breaks="Before COMMIT the marker is looked for in any transaction, so one that was committed below is ours.",
-        where="ClaimTransaction.is_open",
+        where="Guard._is_open",
         old="if marked:",
         new="if self.key is None and marked:",
         tests=(
@@ -174,9 +174,9 @@ MUTANTS = (
     Mutant(
         name="mark-is-set-twice",
         breaks="A transaction that the handler began below is marked as the claim's when the driver is lent again.",
-        where="Savepoints.mark",
-        old="if _MARK in self._open:",
-        new="if self._claimed is None:",
+        where="Guard.mark",
+        old="if _MARK in self._savepoints:",
+        new="if self.connection is None:",
         tests=(
             "tests/guards/test_guards_unseen.py::test_strict_is_not_deceived_by_lending_the_driver_later[mariadb+pymysql]",
         ),
@@ -184,7 +184,7 @@ MUTANTS = (
     Mutant(
         name="mark-is-lost-with-a-savepoint",
         breaks="The mark of the transaction goes with a savepoint and is not set again, so a good message fails.",
-        where="Savepoints.ended",
+        where="Guard.savepoint_ended",
         old="if _MARK in gone:",
         new="if not gone:",
         tests=(
@@ -194,8 +194,8 @@ MUTANTS = (
     Mutant(
         name="durable-violation-says-rolled-back",
         breaks="The error of a handler that had committed says that everything was rolled back.",
-        where="what_is_durable",
-        old="committed = claimed.is_committed()",
+        where="Guard._what_is_durable",
+        old="committed = self._is_committed()",
         new="committed = False",
         tests=(
             "tests/guards/test_guards.py::test_what_becomes_of_a_misbehaviour[postgresql+psycopg2-driver cursor COMMIT, BEGIN in nested-returns]",
@@ -204,8 +204,8 @@ MUTANTS = (
     Mutant(
         name="failing-handler-hides-its-commit",
         breaks="A handler that committed and then failed raises its own error, as if a redelivery could mend it.",
-        where="close",
-        old="violation = None if committed else guard.made_durable()",
+        where="UnitOfWork._close",
+        old="violation = None if self._committed else guard.made_durable()",
         new="violation = None",
         tests=(
             "tests/guards/test_guards.py::test_what_becomes_of_a_misbehaviour[postgresql+psycopg2-driver cursor COMMIT, BEGIN in nested-fails]",
@@ -255,8 +255,8 @@ MUTANTS = (
         name="unmarked-projector-is-not-watched",
         breaks="A projector without idempotent=True is not watched, so its work is lost or halved unheard.",
         where="UnitOfWork.begin",
-        old="watch(self._begin(bind_of_session(self.session), None), self._options, new=True)",
-        new="guard = self._begin(bind_of_session(self.session), None)\n        guard.watch()\n        guard.watching = False",
+        old="self._watch(self._open(bind_of_session(self.session), None, one=False), new=True)",
+        new="guard = self._open(bind_of_session(self.session), None, one=False)\n        guard.watch()\n        guard.watching, self._new = False, True",
         tests=(
             "tests/guards/test_guards_ordinary.py::test_without_a_marker_the_transaction_is_guarded_too[postgresql+psycopg]",
         ),

@@ -5,14 +5,6 @@ from .mutant import Mutant
 MUTANTS = (
     # What one engine, server or transaction said, and another was believed to say too.
     Mutant(
-        name="catalogue-of-one-engine-serves-another",
-        breaks="What the catalogue of one engine said is believed of another, which has other tables.",
-        where="ReadingAhead.prepare",
-        old="_catalogue.setdefault(engine, {})",
-        new="_catalogue.setdefault(engine, next(iter(_catalogue.values()), {}))",
-        tests=("tests/delivery/test_other_engine.py::test_what_is_kept_is_kept_for_one_engine[sqlite]",),
-    ),
-    Mutant(
         name="mariadb-first-server-speaks-for-all",
         breaks="On MariaDB what the first connection's server said is believed of the server behind every other one.",
         where="switching.switch",
@@ -39,54 +31,12 @@ MUTANTS = (
         tests=("tests/databases/test_pgbouncer.py::test_an_address_that_moves_to_a_pooler[new-postgresql+psycopg]",),
     ),
     Mutant(
-        name="late-trigger-is-overwritten",
-        breaks="What a trigger on the markers writes is overwritten, if it was made after the first message.",
-        where="PostgreSQLRows.claiming",
-        old='f"{_AT_LEVEL} AND {is_alone}"',
-        new="_AT_LEVEL",
-        tests=("tests/read_ahead/test_first_row.py::test_a_trigger_on_the_markers_that_comes_later[postgresql]",),
-    ),
-    Mutant(
         name="declared-row-outlives-a-statement",
-        breaks="A handler gets the row that came with its claim although a statement of its own has changed it since.",
-        where="ClaimedRows.before_statement",
-        old="self._rows.clear()",
+        breaks="A handler gets the row that was read ahead although a statement of its own has changed it since.",
+        where="GuardedSession.before_statement",
+        old="self.kept.clear()",
         new="pass",
-        tests=(
-            "tests/read_ahead/test_reads.py::test_no_message_is_lost_for_its_entity[sqlite-an UPDATE by Core before]",
-        ),
-    ),
-    Mutant(
-        name="another-row-is-taken-for-the-declared-one",
-        breaks="A row whose key only compares equal is given to the handler under the key that it asked for.",
-        where="_by_identity",
-        old="if key == ident and all(",
-        new="if None not in key and all(",
-        tests=("tests/read_ahead/test_first_row.py::test_a_text_that_a_collation_takes_for_another[sqlite]",),
-    ),
-    Mutant(
-        name="missing-row-is-remembered-at-read-committed",
-        breaks="With read_models, a row that a rival adds behind the claim is not found by the handler.",
-        where="claim",
-        old="missing=not locked",
-        new="missing=True",
-        tests=("tests/read_ahead/test_reads.py::test_a_row_that_a_rival_adds_behind_the_claim_is_found[postgresql]",),
-    ),
-    Mutant(
-        name="claimed-row-is-not-known-to-be-locked",
-        breaks="A handler may not write the row that its claim has read under lock.",
-        where="ClaimedRows.get",
-        old="if self._locked:",
-        new="if not self._locked:",
-        tests=("tests/read_ahead/test_first_row.py::test_under_lock_too[postgresql]",),
-    ),
-    Mutant(
-        name="trigger-that-a-claim-waited-for-is-overwritten",
-        breaks="What a trigger on the markers writes is overwritten, if the claim waited while it was made.",
-        where="_INSERTS_ALONE",
-        old=" AND c.xmax = 0",
-        new="",
-        tests=("tests/read_ahead/test_first_row.py::test_a_trigger_for_which_a_claim_has_waited[psycopg2-postgresql]",),
+        tests=("tests/delivery/test_reads.py::test_a_row_that_a_statement_has_changed_is_read_again[sqlite]",),
     ),
     Mutant(
         name="mariadb-tables-of-another-database-are-believed",
@@ -110,9 +60,9 @@ MUTANTS = (
     Mutant(
         name="duplicate-is-rolled-back",
         breaks="A duplicate ends by a ROLLBACK, which waits for no standby.",
-        where="commit_duplicate",
-        old="commits = guard.dialect.commits_duplicates and not external",
-        new="commits = not guard.dialect.commits_duplicates and not external",
+        where="UnitOfWork._end_duplicate",
+        old="commits = guard.dialect.commits_duplicates and self.durable",
+        new="commits = not guard.dialect.commits_duplicates and self.durable",
         tests=("tests/databases/test_standby.py::test_a_duplicate_waits_for_the_standby[alone-postgresql+psycopg2]",),
     ),
     Mutant(
@@ -129,7 +79,7 @@ MUTANTS = (
     Mutant(
         name="level-undoes-what-a-listener-has-set",
         breaks="A listener's SET LOCAL, of the tenant say, is rolled back when the isolation level is chosen.",
-        where="Taking._choose_level",
+        where="_Taking._choose_level",
         old="if not (self.was_open and self._dialect.begins_with_level and self._level in LEVELS):",
         new="if not connection.in_transaction():",
         tests=(
@@ -150,8 +100,8 @@ MUTANTS = (
         name="batch-does-not-look-at-scalar",
         breaks="In a batch a setting made by scalar() of SQL text holds for the messages behind it.",
         where="GuardedConnection.scalar",
-        old="not isinstance(statement, DefaultGenerator)",
-        new="isinstance(statement, Select)",
+        old="if isinstance(statement, DefaultGenerator):",
+        new="if not isinstance(statement, Select):",
         tests=(
             "tests/batches/test_batch_settings.py::test_a_schema_that_a_handler_chooses_is_its_own_messages[by_scalar_of_text-True-postgresql+psycopg2]",
         ),
@@ -179,7 +129,7 @@ MUTANTS = (
     Mutant(
         name="any-transaction-is-taken-for-the-claims",
         breaks="A transaction that a handler began after it had committed the claim's is taken for that, and committed.",
-        where="ClaimTransaction.is_open",
+        where="Guard._is_open",
         old="self.dialect.transaction_id(connection) == self._transaction_id",
         new="self.dialect.transaction_id(connection) is not None",
         tests=(
@@ -189,7 +139,7 @@ MUTANTS = (
     Mutant(
         name="committed-marker-is-looked-for-elsewhere",
         breaks="On MariaDB a commit of the handler's is reported as rolled back, if it uses another database by then.",
-        where="ClaimTransaction.is_committed",
+        where="Guard._is_committed",
         old="if self._place is not None:",
         new='if self._place == "":',
         tests=(
@@ -208,8 +158,8 @@ MUTANTS = (
     Mutant(
         name="refused-rollback-leaks-the-connection",
         breaks="A connection whose server refuses ROLLBACK stays out of its pool for good.",
-        where="_close_session",
-        old="drop(connections)",
+        where="UnitOfWork._close_session",
+        old="drop(self._session.taken if self.durable else ())",
         new="pass",
         tests=(
             "tests/delivery/test_refused_rollback.py::test_the_handlers_error_is_raised_and_no_connection_is_lost[mariadb+pymysql]",
@@ -218,7 +168,7 @@ MUTANTS = (
     Mutant(
         name="read-only-server-stays-in-the-pool",
         breaks="Connections to a server that has become a standby are used again, and no message is applied.",
-        where="close",
+        where="UnitOfWork._close",
         old="guard.must_disconnect = True",
         new="pass",
         tests=("tests/delivery/test_read_only.py::test_deliveries_reach_the_new_primary[postgresql+psycopg2]",),
@@ -277,7 +227,7 @@ MUTANTS = (
     Mutant(
         name="what-a-flush-listener-adds-is-lost",
         breaks="At the end of a message of a batch, what a listener to its flush has added is forgotten unwritten.",
-        where="end_message",
+        where="UnitOfWork.end_message",
         old="if not (session.identity_map.check_modified() or session.new or session.deleted):",
         new="if session.new is not None:",
         tests=(
@@ -287,7 +237,7 @@ MUTANTS = (
     Mutant(
         name="copies-of-an-engine-are-warned-of-again",
         breaks="A level that loses updates is warned of for every message where each session has an engine copy.",
-        where="warn_of_lost_updates",
+        where="_warn_of_lost_updates",
         old="_warned_of.setdefault(connection.dialect, set())",
         new="_warned_of.setdefault(connection.engine, set())  # type: ignore[arg-type]",
         tests=(
@@ -297,7 +247,7 @@ MUTANTS = (
     Mutant(
         name="listener-without-network-is-not-tried-again",
         breaks="An OSError of a listener that is called when the transaction begins is raised at once.",
-        where="UnitOfWork._begin",
+        where="UnitOfWork._open",
         old="refuse_within_handler(bind)\n",
         new="refuse_within_handler(bind)\n        self.dialect = dialect_of(bind)\n",
         tests=("tests/delivery/test_retry.py::test_a_listener_that_cannot_reach_its_directory_is_tried_again",),

@@ -42,8 +42,8 @@ MUTANTS = (
         name="observer-is-told-before-the-commit",
         breaks="A message is observed as applied that a failing COMMIT rolls back.",
         where="Chunk.calls",
-        old="            yield call\n",
-        new="            yield call\n            if self.watch is not None:\n                self.watch.settled(self.outcomes)\n",
+        old="            if several:\n                uow.end_message(keep=shared)\n",
+        new="            if self.watch is not None:\n                self.watch.settled(self.outcomes)\n            if several:\n                uow.end_message(keep=shared)\n",
         tests=(f"{OBSERVER}::test_an_observer_sees_what_is_durable[sqlite+pysqlite]",),
     ),
     Mutant(

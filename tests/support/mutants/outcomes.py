@@ -6,9 +6,9 @@ MUTANTS = (
     Mutant(
         name="unknown-commit-is-applied",
         breaks="A COMMIT whose answer was lost is taken for applied, and the message is acknowledged.",
-        where="commit",
-        old="if guard.commit_was_answered:\n            logger",
-        new="if guard.commit_was_sent:\n            guard.commit_was_answered = True\n            logger",
+        where="UnitOfWork._commit",
+        old="if guard.commit_was_answered:\n                logger",
+        new="if guard.commit_was_sent:\n                guard.commit_was_answered = True\n                logger",
         tests=(
             "tests/delivery/test_commit_outcome.py::test_a_cut_commit_is_asked_for_by_claiming_again[before-2-Outcome.APPLIED-postgresql+psycopg2]",
         ),
@@ -96,7 +96,7 @@ MUTANTS = (
     Mutant(
         name="duplicate-after-unknown-is-not-logged",
         breaks="The log does not tell a duplicate that settles an unknown COMMIT from any other.",
-        where="log_outcomes",
+        where="Chunk.log_settled",
         old="duplicate and attempts.unknown is not None",
         new="duplicate and attempts.number < 0",
         tests=("tests/delivery/test_logging.py::test_a_duplicate_after_an_unknown_commit_says_so[postgresql]",),
@@ -104,9 +104,9 @@ MUTANTS = (
     Mutant(
         name="listener-after-commit-fails-the-message",
         breaks="A listener that fails after the COMMIT makes an applied message an error.",
-        where="commit",
-        old="if guard.commit_was_answered:\n            logger.warning(",
-        new="if guard.commit_was_answered:\n            raise\n            logger.warning(",
+        where="UnitOfWork._commit",
+        old="if guard.commit_was_answered:\n                logger.warning(",
+        new="if guard.commit_was_answered:\n                raise\n                logger.warning(",
         tests=(
             "tests/delivery/test_commit_outcome.py::test_a_listener_that_fails_after_the_commit_does_not_undo_it[postgresql+psycopg]",
         ),
@@ -114,7 +114,7 @@ MUTANTS = (
     Mutant(
         name="cancellation-interrupts-commit",
         breaks="A cancellation during COMMIT does not wait for the database's answer.",
-        where="_to_the_end",
+        where="_shielded",
         old="await asyncio.shield(task)",
         new="await task",
         tests=(
@@ -124,7 +124,7 @@ MUTANTS = (
     Mutant(
         name="cancellation-is-swallowed",
         breaks="A task that was cancelled during COMMIT goes on as if nobody had cancelled it.",
-        where="_to_the_end",
+        where="_shielded",
         old="raise cancelled\n",
         new="return task.result()\n",
         tests=(
@@ -134,9 +134,9 @@ MUTANTS = (
     Mutant(
         name="close-is-interrupted-by-cancellation",
         breaks="A cancellation during ROLLBACK leaves the transaction open in the pool.",
-        where="AsyncUnitOfWork.__aexit__",
-        old="await _to_the_end(self.run(lambda unit: unit.close(error)))",
-        new="await self.run(lambda unit: unit.close(error))",
+        where="UnitOfWork.close",
+        old="self._waiting.to_the_end(partial(self._close, error))",
+        new="self._close(error)",
         tests=(
             "tests/delivery/test_interrupts.py::test_a_cancellation_during_commit_or_rollback_waits_for_the_answer[rollback-durable1-postgresql+psycopg (async)]",
         ),
@@ -149,6 +149,36 @@ MUTANTS = (
         new="pass",
         tests=(
             "tests/delivery/test_commit_outcome.py::test_a_constraint_that_commit_finds_violated_is_the_users_error_on_sqlite[sqlite+pysqlite]",
+        ),
+    ),
+    Mutant(
+        name="awaiting-shields-nothing",
+        breaks="A cancellation reaches COMMIT and ROLLBACK, because nothing runs in a task of its own.",
+        where="Awaiting.to_the_end",
+        old="await_only(_shielded(greenlet_spawn(step)))",
+        new="step()",
+        tests=(
+            "tests/delivery/test_interrupts.py::test_a_cancellation_during_commit_or_rollback_waits_for_the_answer[commit-durable0-postgresql+psycopg (async)]",
+        ),
+    ),
+    Mutant(
+        name="cancellation-interrupts-the-commit-of-a-delivery",
+        breaks="A cancellation of a delivery during COMMIT loses the connection, and nobody knows the outcome.",
+        where="UnitOfWork.commit_and_close",
+        old="self._waiting.to_the_end(self._commit_and_close)",
+        new="self._commit_and_close()",
+        tests=(
+            "tests/delivery/test_interrupts.py::test_a_cancellation_during_commit_or_rollback_waits_for_the_answer[commit-durable0-postgresql+psycopg (async)]",
+        ),
+    ),
+    Mutant(
+        name="cancellation-interrupts-a-commit-by-hand",
+        breaks="A cancellation of AsyncUnitOfWork.commit loses the connection, and nobody knows the outcome.",
+        where="UnitOfWork.commit",
+        old="self._waiting.to_the_end(self._commit)",
+        new="self._commit()",
+        tests=(
+            "tests/delivery/test_interrupts.py::test_a_cancelled_commit_of_the_callers_waits_for_the_answer[postgresql+psycopg (async)]",
         ),
     ),
 )

@@ -6,7 +6,7 @@ MUTANTS = (
     Mutant(
         name="lost-updates-are-not-detected",
         breaks="Units of work run at the server's default level, where one of two messages on one row is lost.",
-        where="usual_level",
+        where="_usual_level",
         old="return detecting if marked else None",
         new="return None",
         tests=(
@@ -100,17 +100,7 @@ MUTANTS = (
         old="state.statement = statement.with_for_update(key_share=True, of=tuple(lockable))",
         new="state.statement = statement",
         tests=(
-            "tests/delivery/test_contract.py::TestWithoutReadingAhead::test_what_two_messages_read_before_either_wrote[postgresql+psycopg-read_models-by_get]",
-        ),
-    ),
-    Mutant(
-        name="declared-rows-are-not-locked",
-        breaks="With read_models, rows that come with the claim are read without a lock, and updates are lost.",
-        where="rows_beside",
-        old="row = found.with_for_update(key_share=True).lateral(",
-        new="row = found.lateral(",
-        tests=(
-            "tests/delivery/test_contract.py::TestDefault::test_what_two_messages_read_before_either_wrote[postgresql+psycopg2-read_models-by_get]",
+            "tests/delivery/test_contract.py::TestDefault::test_what_two_messages_read_before_either_wrote[postgresql+psycopg-read_models-by_get]",
         ),
     ),
     Mutant(
@@ -195,7 +185,7 @@ MUTANTS = (
     Mutant(
         name="chosen-weak-level-is-not-warned-of",
         breaks="A level that the user chose and that loses updates is not warned of.",
-        where="warn_of_lost_updates",
+        where="_warn_of_lost_updates",
         old="if options.warn and",
         new="if not options.warn and",
         tests=("tests/delivery/test_logging.py::test_a_chosen_read_committed_is_warned_of_once[postgresql]",),
