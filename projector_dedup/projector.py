@@ -63,8 +63,8 @@ def projector(
     ``shared_session=True`` runs the messages of a batch as a loop in one session does: rows stay in the session until
     the COMMIT. The session flushes at the end of the batch, at the end of a message that deletes a row, and before the
     first statement that the handler of a later message sends itself, also SQL text, and also if autoflush is off.
-    ``session.get`` of a row that the session has sends nothing, so it does not autoflush. Handlers whose messages change
-    the same rows need far fewer statements.
+    ``session.get`` of a row that the session has sends nothing, so it does not autoflush. Handlers whose messages
+    change the same rows need far fewer statements.
 
     Do not use ``shared_session`` if a handler assigns SQL expressions without a flush: the next message would replace
     the expression, and the update would be lost. Triggers, version counters and mapper events run once for each flush
