@@ -61,14 +61,15 @@ def projector(
     entity's row without a lock then raises ``UnlockedWriteError``. ``isolation`` overrides the isolation level.
 
     ``shared_session=True`` runs the messages of a batch as a loop in one session does: rows stay in the session until
-    the COMMIT. The session flushes at the end of the batch, at the end of a message that deletes a row, and before each
-    statement that a handler sends itself, also SQL text. ``session.get`` of a row that the session has sends nothing,
-    so it does not autoflush. Handlers whose messages change the same rows need far fewer statements.
+    the COMMIT. The session flushes at the end of the batch, at the end of a message that deletes a row, and before the
+    first statement that the handler of a later message sends itself, also SQL text, and also if autoflush is off.
+    ``session.get`` of a row that the session has sends nothing, so it does not autoflush. Handlers whose messages
+    change the same rows need far fewer statements.
 
-    Do not use ``shared_session`` if a handler assigns SQL expressions, expires or expunges instances without a flush,
-    or turns autoflush off: updates of earlier messages would be lost. Triggers, version counters and mapper events run
-    once for each flush (docs/handlers.md). Without ``shared_session`` the session is flushed and emptied after each
-    message, and a handler sees what it would see alone. Raises ``HandlerDefinitionError``.
+    Do not use ``shared_session`` if a handler assigns SQL expressions without a flush: the next message would replace
+    the expression, and the update would be lost. Triggers, version counters and mapper events run once for each flush
+    (docs/handlers.md). Without ``shared_session`` the session is flushed and emptied after each message, and a handler
+    sees what it would see alone. Raises ``HandlerDefinitionError``.
     """
     given: object = read_models
     if not isinstance(given, Sequence) or not all(hasattr(model, "__mapper__") for model in given):

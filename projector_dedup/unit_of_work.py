@@ -273,8 +273,9 @@ class UnitOfWork:
         """End a message of a batch: flush and empty the session, so that the next message reads from the database.
 
         With ``keep`` the session keeps its rows and its unwritten changes. It flushes only if the message has deleted a
-        row: the next message would otherwise get the deleted instance. Raises ``TransactionViolatedError`` if the
-        transaction is not the claim's any more, and ``FlushError`` if a listener adds changes at every flush.
+        row, which the next message would otherwise get, or if rows may be stale: after a savepoint that was rolled
+        back, or after the driver's cursor. Raises ``TransactionViolatedError`` if the transaction is not the claim's
+        any more, and ``FlushError`` if a listener adds changes at every flush.
         """
         session = self._session
         self._begun().verify()
