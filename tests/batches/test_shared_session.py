@@ -163,3 +163,54 @@ def test_a_row_that_is_deleted_by_a_statement_and_added_again(engine: Engine, di
 
     dispatcher.deliver_batch(batch(add, replace, add))
     assert totals(engine) == [0, 51, 0, 0]
+
+
+DROPPING: dict[str, Body] = {
+    "expire": lambda session: session.expire(session.get_one(Total, 1)),
+    "expire_all": lambda session: session.expire_all(),
+    "refresh": lambda session: session.refresh(session.get_one(Total, 1)),
+    "expunge": lambda session: session.expunge(session.get_one(Total, 1)),
+    "expunge_all": lambda session: session.expunge_all(),
+}
+
+
+@pytest.mark.parametrize("how", DROPPING)
+def test_what_drops_changes_is_applied_alone(engine: Engine, dispatcher: Dispatcher, how: str) -> None:
+    """The handler drops its own changes, as it wants, and not those of earlier messages."""
+
+    def drop(session: Session) -> None:
+        add(session)
+        DROPPING[how](session)
+
+    dispatcher.deliver_batch(batch(add, drop, add))
+    assert totals(engine) == [0, 2, 0, 0]
+
+
+def test_a_row_that_was_read_in_a_savepoint_that_was_rolled_back(engine: Engine, dispatcher: Dispatcher) -> None:
+    """Later messages read it again, as the savepoint has left it."""
+
+    def read_and_roll_back(session: Session) -> None:
+        with session.connection().begin_nested() as savepoint:
+            WRITING["core"](session)
+            session.get_one(Total, 1)
+            savepoint.rollback()
+
+    dispatcher.deliver_batch(batch(add, read_and_roll_back, add))
+    assert totals(engine) == [0, 2, 0, 0]
+
+
+def test_statements_see_earlier_messages_without_autoflush(engine: Engine) -> None:
+    """With `no_autoflush` too: SQLAlchemy would not flush, and the sum would lack what earlier messages added."""
+    sums: list[int] = []
+
+    def look(session: Session) -> None:
+        with session.no_autoflush:
+            sums.append(int(session.scalar(select(func.sum(Total.amount))) or 0))
+
+    @projector(idempotent=True, name="unflushed", shared_session=True)
+    @on("call")
+    def call(body: Body, session: Session) -> None:
+        body(session)
+
+    Dispatcher(sessionmaker(engine, autoflush=False), call).deliver_batch(batch(add, look, add, look))
+    assert sums == [1, 2]

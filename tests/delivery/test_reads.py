@@ -85,7 +85,7 @@ def handler_of(reads: Any, **settings: Any) -> Any:
     return move
 
 
-RIGHT = {
+RIGHT: dict[str, Any] = {
     "paths": {Total: ["source", "target"]},
     "a function": {Total: lambda event: {event.source, event.target}},
     "tuples": {Total: lambda event: [(event.target,), event.source]},
@@ -132,7 +132,7 @@ def _raises(_event: object) -> list[int]:
     raise RuntimeError("a bug")
 
 
-NO_KEYS = {
+NO_KEYS: dict[str, Any] = {
     "no such attribute": {Total: "nowhere"},
     "an attribute of a number": {Total: "row.deeper"},
     "None among keys": {Total: lambda event: [event.row, None]},
@@ -251,7 +251,7 @@ def test_a_batch_reads_what_all_its_messages_declare_at_once(engine: Engine, way
 
         @projector(idempotent=True, name="together", shared_session=True)
         @on(Added, reads=reads)
-        def handler(event: Added, session: Session) -> None:  # type: ignore[misc]  # the other way
+        def handler(event: Added, session: Session) -> None:
             session.get_one(Total, 3 - event.row).amount += 1
 
     with sent_by(engine) as sent:

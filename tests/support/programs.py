@@ -553,7 +553,7 @@ FOUND: dict[str, Program] = {
 LATE = [adds_to(Plain), sets("at", NAIVE, None), sets("note", "x", None, "ä€ß"), sets("price", *PRICES[:2])]
 
 
-SHARED = [
+SHARED: list[Step] = [
     *(adds_to(entity) for entity in (Plain, Plain, Simple, Rich, Child)),
     sets("checked", 1, -1, 2),
     sets("code", "a", "b", None, "c"),
@@ -567,7 +567,7 @@ SHARED = [
 ORDERED = {"expression", "sets_code", "expire_all", "expunge_all", "refreshes"}
 """Steps that notice whether a `get` has flushed a change: a unique value that moves, a change that is dropped."""
 
-BY_STATEMENT = [by_text, by_core, by_bulk, by_upsert, by_driver]
+BY_STATEMENT: list[Step] = [by_text, by_core, by_bulk, by_upsert, by_driver]
 
 
 def draw_shared(seed: int) -> Program:
@@ -576,7 +576,7 @@ def draw_shared(seed: int) -> Program:
     return [
         [
             (dice.choice(steps), dice.randrange(ROWS), dice.randrange(8))
-            for steps in [dice.choice([SHARED, SHARED, SHARED, BY_STATEMENT])]
+            for steps in dice.choices([SHARED, BY_STATEMENT], [3, 1])
             for _ in range(dice.randint(1, 3))
         ]
         for _ in range(dice.randint(2, 8))

@@ -165,7 +165,7 @@ MUTANTS = (
     Mutant(
         name="handler-that-failed-at-a-done-command-is-acknowledged",
         breaks="A message whose handler let DuplicateCommandError out is acknowledged, although its writes are rolled back.",
-        where="_delay_after",
+        where="deliver",
         old="error.done = False",
         new="error.done = True",
         tests=(
