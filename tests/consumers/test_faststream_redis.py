@@ -381,7 +381,7 @@ def test_an_asgi_application_serves_as_well(rig: Rig) -> None:
         broker = RedisBroker(rig.address, graceful_timeout=0.1)
         application = AsgiFastStream(broker)
         subscribe(application, broker, rig.stream, GROUP, dispatcher)
-        async with application:
+        async with application.start_lifespan_context():
             await asyncio.wait_for(_become(lambda: rig.owner(number).startswith(b"later-")), 20)
             RULES.clear()
             await asyncio.wait_for(_become(rig.settled(1)), 20)
