@@ -4,12 +4,12 @@ import asyncio
 from collections.abc import Callable
 
 import pytest
-from sqlalchemy import text
+from sqlalchemy import event, text
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
 
 from databases import DRIVERS, Driver
-from projector_dedup import Outcome
+from projector_dedup import Outcome, RetriesExhaustedError, RetryPolicy
 from rig import ONCE, Rig, add, outsides_fixture, rig_on_fixture  # noqa: F401  # fixtures
 
 SERVERS = [driver for driver in DRIVERS if driver.engine != "sqlite"]
@@ -39,6 +39,29 @@ def test_a_connection_that_is_lost_while_the_handler_awaits_something_else(
     assert len(runs) == 2
     assert rig.durable() == ONCE
     rig.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize("where", ["in the pool", "in a transaction"])
+@pytest.mark.parametrize("driver", [driver for driver in SERVERS if driver.engine == "postgresql"], ids=str)
+def test_a_connection_that_the_server_ends_because_it_is_idle_is_named(
+    driver: Driver, where: str, rig_on: Callable[..., Rig]
+) -> None:
+    """The text says that the connection was lost, and not that nobody could be reached; nothing was applied."""
+    rig = rig_on(driver, pool_size=1, max_overflow=0)
+
+    def work(session: Session) -> None:
+        add(session)
+        if where == "in a transaction":
+            rig.outside.kill_others()
+            session.execute(text("SELECT 1"))
+
+    if where == "in the pool":
+        rig.deliver(lambda session: None, "before")
+        event.listen(rig.sync_engine, "engine_connect", lambda connection: connection.exec_driver_sql("SELECT 1"))
+        rig.outside.kill_others()
+    with pytest.raises(RetriesExhaustedError, match="connection was lost after 1 attempts.*idle_in_transaction_session"):
+        rig.deliver(work, retry=RetryPolicy(attempts=1))
+    assert rig.durable().amount == 0
 
 
 @pytest.mark.parametrize("driver", STREAMS, ids=str)
