@@ -90,3 +90,19 @@ def test_every_integration_is_tried() -> None:
     stems = {path.relative_to(INTEGRATIONS).with_suffix("") for path in INTEGRATIONS.rglob("*.py")}
     names = {".".join(stem.parts).removesuffix(".__init__") for stem in stems} - {"__init__"}
     assert names == {*NEEDED, *NO_PACKAGE, *PARTS}
+
+
+def _bounds(requirements: list[object]) -> dict[str, str]:
+    """Return the lowest version of each package, as the requirements say it."""
+    named = [str(each).partition(">=") for each in requirements if ">=" in str(each)]
+    return {name.partition("[")[0].strip().lower(): version.split(",")[0] for name, _, version in named}
+
+
+def test_the_tests_need_no_other_version_than_the_extras() -> None:
+    """The tests install a package at the bound of its extra: a higher one would hide what users meet at the lower."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    extras = _bounds([each for extra in project["project"]["optional-dependencies"].values() for each in extra])
+    dev = _bounds(project["dependency-groups"]["dev"])
+    assert {name: dev[name] for name in dev.keys() & extras.keys()} == {
+        name: extras[name] for name in dev.keys() & extras.keys()
+    }
