@@ -99,9 +99,9 @@ class LockingSession(GuardedSession):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.locked_instances: WeakSet[InstanceState[Any]] = WeakSet()
-        self.inserted: frozenset[Any] = frozenset()  # identity keys: an instance may be loaded anew
+        self.inserted: set[Any] = set()  # identity keys: an instance may be loaded anew
         self.before_savepoint: WeakKeyDictionary[
-            SessionTransaction, tuple[WeakSet[InstanceState[Any]], frozenset[Any]]
+            SessionTransaction, tuple[WeakSet[InstanceState[Any]], set[Any]]
         ] = WeakKeyDictionary()
 
     @property
@@ -165,20 +165,20 @@ def _is_updated(state: InstanceState[Any]) -> bool:
 
 @event.listens_for(LockingSession, "pending_to_persistent")
 def _inserted(session: LockingSession, instance: object) -> None:
-    session.inserted |= {inspect(instance).key}  # no other transaction can change the row before the COMMIT
+    session.inserted.add(inspect(instance).key)  # no other transaction can change the row before the COMMIT
 
 
 @event.listens_for(LockingSession, "after_transaction_create")
 def _savepoint_begins(session: LockingSession, transaction: SessionTransaction) -> None:
     if transaction.nested:
-        session.before_savepoint[transaction] = session.locked_instances.copy(), session.inserted
+        session.before_savepoint[transaction] = session.locked_instances.copy(), session.inserted.copy()
 
 
 @event.listens_for(LockingSession, "after_soft_rollback")
 def _savepoint_is_rolled_back(session: LockingSession, transaction: SessionTransaction) -> None:
     # ROLLBACK TO releases the row locks that were taken since; those from before the savepoint are held still.
     if transaction.nested:
-        locked, inserted = session.before_savepoint.pop(transaction, (WeakSet(), frozenset()))
+        locked, inserted = session.before_savepoint.pop(transaction, (WeakSet(), set()))
         session.locked_instances &= locked
         session.inserted &= inserted
 
