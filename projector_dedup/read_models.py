@@ -100,9 +100,9 @@ class LockingSession(GuardedSession):
         super().__init__(*args, **kwargs)
         self.locked_instances: WeakSet[InstanceState[Any]] = WeakSet()
         self.inserted: set[Any] = set()  # identity keys: an instance may be loaded anew
-        self.before_savepoint: WeakKeyDictionary[
-            SessionTransaction, tuple[WeakSet[InstanceState[Any]], set[Any]]
-        ] = WeakKeyDictionary()
+        self.before_savepoint: WeakKeyDictionary[SessionTransaction, tuple[WeakSet[InstanceState[Any]], set[Any]]] = (
+            WeakKeyDictionary()
+        )
 
     @property
     def locks(self) -> bool:
