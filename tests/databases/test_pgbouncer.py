@@ -282,14 +282,14 @@ def test_numbered_statements_would_be_mixed_up_in_silence(server: Database, pgbo
 def test_statements_of_unique_names_that_are_cached_are_an_error(
     driver: Driver, server: Database, pgbouncer: Bouncer, rig_on: RigOn
 ) -> None:
-    """A statement that the other server connection has never heard of is an error of the handler's or the claim's."""
+    """A statement that the other server connection has never heard of is tried again, and is an error in the end."""
     bouncer = pgbouncer(server.url(), pool_size=2)
     unique = {"statement_cache_size": 0, "prepared_statement_name_func": lambda: f"mine_{uuid.uuid4()}"}
     rig = rig_on(driver, url=bouncer.through(server.url()), connect_args=unique, pool_size=1)
     assert rig.deliver(add).outcome is Outcome.APPLIED
     with plain_client(bouncer, server, autocommit=False) as holder:
         server_process(holder)
-        with pytest.raises(DBAPIError, match="does not exist"):
+        with pytest.raises(RetriesExhaustedError, match="does not exist"):
             rig.deliver(add, "m-2")
     assert rig.durable() == ONCE
     rig.assert_nothing_is_left()
