@@ -143,7 +143,8 @@ class BaseDispatcher(Generic[F]):
         return batch.settled_deliveries()
 
     def _route_all(self, events: Iterable[object]) -> BatchResults:
-        if isinstance(events, (str, bytes, Mapping, Message)):
+        given: object = events
+        if isinstance(given, (str, bytes, Mapping, Message)) or not isinstance(given, Iterable):
             raise RefusedError(
                 f"deliver_batch takes messages, in a list say; this is one {type(events).__name__}: deliver(event)"
             )
@@ -330,5 +331,5 @@ class BatchResults:
 
 def _ids(deliveries: list[Delivery]) -> str:
     failed = [each.message_id for each in deliveries if each.outcome is Outcome.FAILED]
-    names = ["one without a valid id" if each is None else printable(each) for each in failed[:5]]
+    names = ["one whose id is not known" if each is None else printable(each) for each in failed[:5]]
     return ", ".join(names) + (", ..." if len(failed) > 5 else "")
