@@ -73,7 +73,8 @@ async def keep(connection: Client, message: Msg, stream: str, durable: str, reas
     headers = message.headers or {}
     named = {SUBJECT: message.subject, "Nats-Msg-Id": f"{stream}:{number}:{stamp}"}
     if (found := id_beside(headers)) is not None:
-        named[MESSAGE_ID] = found if len(found.encode()) <= MAX_TEXT_BYTES else UNREADABLE  # to be rejected again
+        is_kept = found == found.strip() and len(found.encode()) <= MAX_TEXT_BYTES  # nats-py cuts blanks off
+        named[MESSAGE_ID] = found if is_kept else UNREADABLE  # to be rejected again
     for kept in _shorter_and_shorter(headers, named, reason):
         size = len(message.data) + sum(len(name) + len(value.encode()) + 4 for name, value in kept.items())
         if size + _AROUND <= connection.max_payload:
@@ -81,7 +82,8 @@ async def keep(connection: Client, message: Msg, stream: str, durable: str, reas
                 _dead_subject(stream, durable), message.data, stream=dead_stream(stream, durable), headers=kept
             )
             changed = [name for name in headers if name not in _IDS and kept.get(name) != headers[name]]
-            changed += [name for name, value in headers.items() if UNREADABLE in value and name not in changed]
+            differs = [name for name, value in headers.items() if UNREADABLE in value or value != value.strip()]
+            changed += [name for name in differs if name not in changed]
             if changed:
                 logger.warning(
                     "the dead letter of message %d of stream %s has these headers not, or not as they came: %s",

@@ -313,6 +313,19 @@ class Renamed(pydantic.BaseModel):
     order: str = ""
 
 
+class Drawn(pydantic.BaseModel):
+    """The same, with a default that is another one for each reading."""
+
+    order: str = pydantic.Field(default_factory=lambda: uuid4().hex)
+
+
+class Aliased(pydantic.BaseModel):
+    """Two fields that were renamed, of which one says so."""
+
+    order: str = pydantic.Field("", validation_alias=pydantic.AliasChoices("order", "number"))
+    at: int = 0
+
+
 @dataclass(frozen=True)
 class Sent:
     """The same as a dataclass."""
@@ -357,14 +370,16 @@ def test_a_record_of_older_code_is_read(desk: Desk, stored: bytes, annotation: A
         (b'[{"number":"o-77"}]', list[Renamed]),
         (b'{"order":"o","lines":[{"price":"1","when":null}]}', Sent),
         (b'{"order":"o","lines":[],"part":{"number":"o-77"}}', Sent),
+        (b'{"number":"o-77"}', Drawn),
+        (b'{"number":"o-77","left":70}', Aliased),
     ],
-    ids=["dataclass", "pydantic", "in a list", "in a part"],
+    ids=["dataclass", "pydantic", "in a list", "in a part", "a default that is drawn anew", "beside one that says so"],
 )
 def test_a_field_that_was_renamed_is_not_replayed_as_its_default(desk: Desk, stored: bytes, annotation: Any) -> None:
     """The answer was "o-77" and not ""; an older codec of the same name reads it."""
     older: Any = Codec("typed-json", lambda value: value, bytes)
     desk.handle(desk.operation(returning(stored, bytes), codec=older))
-    with pytest.raises(ResultUnreadableError, match=r"(number|when).*(order|at)") as told:
+    with pytest.raises(ResultUnreadableError, match=r"(number|when|left).*(order|at)") as told:
         desk.handle(desk.operation(returning(None, annotation)))
     assert told.value.raw == stored
     assert desk.handle(desk.operation(returning(None, annotation), older_codecs=[older])).result == stored

@@ -475,6 +475,26 @@ def test_an_id_that_comes_twice_is_rejected(run: Run) -> None:
     run(test)
 
 
+@pytest.mark.parametrize("end", [b"\xc2\xa0", b"\x1f"], ids=["a no-break space", "a separator"])
+def test_a_replayed_id_is_not_taken_for_a_shorter_one(run: Run, end: bytes) -> None:
+    """nats-py cuts blanks off the ends of a header that it publishes: the replay is rejected, and no duplicate."""
+
+    async def test(rig: Rig) -> None:
+        RULES["b"] = "poison"
+        await send(rig.connection, rig.subject.encode(), b"NATS/1.0\r\nNats-Msg-Id: m1\r\n\r\n", payment(1))
+        await send(
+            rig.connection, rig.subject.encode(), b"NATS/1.0\r\nNats-Msg-Id: m1" + end + b"\r\n\r\n", payment(2, "b")
+        )
+        await rig.consume_until(rig.settled)
+        RULES.clear()
+        assert await replay(rig.connection, rig.stream, DURABLE) == 1
+        await rig.consume_until(rig.settled)
+        assert [each.data for each in await rig.letters()] == [payment(2, "b")]
+        assert rig.applied == ({"a": 1}, 1)
+
+    run(test)
+
+
 def test_dead_letters_with_any_text_in_their_headers_are_replayed(run: Run) -> None:
     """The id is the one that was sent, letter by letter."""
 
