@@ -162,13 +162,15 @@ def _of_pydantic(kind: Any) -> Codec[Any]:
         dumped: bytes = adapter.dump_json(value, by_alias=False, round_trip=True, warnings="error", **options)
         return dumped
 
+    def read(data: bytes) -> Any:
+        return adapter.validate_json(data, strict=True, by_alias=True, by_name=True)
+
     def load(data: bytes) -> Any:
-        value = adapter.validate_json(data, strict=True, by_alias=True, by_name=True)
+        value = read(data)
         again = dump(value)
         if again != data:  # the record may be of code whose type had other fields
-            once_more = adapter.validate_json(data, strict=True, by_alias=True, by_name=True)
-            chosen = dump(value, exclude_defaults=True), dump(once_more)
-            _refuse_renamed(_json.loads(data), _json.loads(again), *map(_json.loads, chosen))
+            dumps = data, again, dump(value, exclude_defaults=True), dump(read(data))
+            _refuse_renamed(*map(_json.loads, dumps))
         return value
 
     return Codec("typed-json", dump, load, exact=True)
