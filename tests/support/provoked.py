@@ -97,7 +97,7 @@ PROVOKED = {
             for number in (1021, 3, 1026, 1037, 1038, 1041, 3024, 1044, 1045, 1129, 1226, 1698)
         ),
         *(_signalled(number, NOW) for number in (1213, 1020, 1040, 1203, 1053, 1206, 1412, 1684, 1047)),
-        *(_signalled(number, Failure.READ_ONLY) for number in (1290, 1836)),
+        *(_signalled(number, Failure.READ_ONLY) for number in (1290, 1792, 1836)),
         *(_signalled(number, LATER) for number in (1030, 1034, 1637)),
         _signalled(1615, NOW),
     ),

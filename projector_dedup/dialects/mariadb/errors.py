@@ -22,7 +22,7 @@ _TRANSIENT = {
     *(2002, 2003, 2005, 2006, 2012, 2013, 2026, 2055),  # no connection, or lost
     4031,  # disconnected for inactivity
 }
-_READ_ONLY = {1290, 1836}  # --read-only, or another option that prevents the statement; read-only mode
+_READ_ONLY = {1290, 1792, 1836}  # an option that prevents the statement; tx_read_only; read-only mode
 _LOCK_TIMEOUT = {_LOCK_WAIT_TIMEOUT, _STATEMENT_TIMEOUT, 3572}  # the last: NOWAIT
 _LATER = {
     *(1021, 1114, 1026, 3),  # disk full, table full, error writing a file
