@@ -18,6 +18,7 @@ from projector_dedup.commands import Handled, InvalidKeyError, KeyReusedError, R
 from projector_dedup.commands.fingerprint import digest
 from projector_dedup.commands.record import RecordKey
 from projector_dedup.integrations.http import Answers, IdempotencyKeyError, read_key, replay_headers
+from projector_dedup.integrations.recorded import Received
 from projector_dedup.outcome import Outcome
 
 UUID = "8e03978e-40d5-43e8-bc93-6894a57f9324"
@@ -188,3 +189,13 @@ def test_the_page_does_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         return [(answer.status_code, answer.json().get("left")) for answer in answers]
 
     assert asyncio.run(ask()) == [(201, 10)] * 2 + [(201, None)] * 2
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    ["boundary*=idna''%ff", "boundary*=undefined''ab", "boundary*9=1; boundary*=x", 'charset="\0"; boundary='],
+)
+def test_a_boundary_that_cannot_be_read_is_none(parameters: str) -> None:
+    """The client has written it: its form is compared byte by byte, and nobody is answered 500."""
+    received = Received("POST", "/", [], f"multipart/form-data; {parameters}", b"--x\r\n")
+    assert received.fingerprint() == Received("POST", "/", [], "text/plain", b"--x\r\n").fingerprint()
