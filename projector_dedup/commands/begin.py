@@ -69,7 +69,8 @@ def begin_command(
     runs the whole transaction again.
 
     Nothing watches what else happens in the transaction; that, and retries, are what ``Commands`` adds. Raises what
-    ``claim()`` raises, ``KeyReusedError``, ``InvalidKeyError`` and ``ResultUnreadableError``.
+    ``claim()`` raises, ``KeyReusedError``, ``InvalidKeyError`` and ``ResultUnreadableError``. The caller rolls back
+    upon each: a commit could leave a claim without an answer under the new name of an operation with ``formerly=``.
     """
     checked(operation, asynchronous=False, by="begin_command()", other="abegin_command()")
     asked = _asked(operation, command, key, scope, tables, max_result_bytes)

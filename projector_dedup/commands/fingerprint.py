@@ -104,7 +104,7 @@ def canonical(value: Any, *, types: bool = True) -> Any:
         return value.hex()
     if isinstance(value, (set, frozenset)):
         return sorted((inner(each) for each in value), key=lambda each: json.dumps(each, sort_keys=True))
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, (list, tuple)) and not (types and _is_named_tuple(value)):
         form: Any = [inner(each) for each in value]
     elif _is_model(value):
         form = _of_model(value) if types else {name: inner(each) for name, each in _dumped(value).items()}
@@ -115,13 +115,18 @@ def canonical(value: Any, *, types: bool = True) -> Any:
 
 def _has_class(value: object) -> bool:
     """Return True if the class of ``value`` says what ``value`` is: a dataclass, a model, or a named tuple."""
-    is_named_tuple = isinstance(value, tuple) and hasattr(value, "_fields")
-    return is_named_tuple or dataclasses.is_dataclass(value) or _is_model(value)
+    return _is_named_tuple(value) or dataclasses.is_dataclass(value) or _is_model(value)
+
+
+def _is_named_tuple(value: object) -> bool:
+    return isinstance(value, tuple) and hasattr(value, "_fields")
 
 
 def _name(kind: type[Any]) -> str:
     """Return the name by which a class counts: without its module, so that a class can move."""
-    return str(vars(kind).get("__fingerprint_name__", kind.__name__))  # not inherited: subclasses are other types
+    generic: Any = getattr(kind, "__pydantic_generic_metadata__", {}).get("origin") or kind  # of Box[int] it is Box
+    name = vars(generic).get("__fingerprint_name__", generic.__name__)  # not inherited: subclasses are other types
+    return f"{name}{kind.__name__.removeprefix(generic.__name__)}"
 
 
 def _is_model(value: object) -> bool:
@@ -140,9 +145,30 @@ def _of_model(model: Any) -> Any:
     if not isinstance(dumped, dict):  # the model has a serializer of its own
         return canonical(dumped)
     kind: Any = type(model)
-    held = vars(model)  # to read a field as an attribute warns of it, if it is deprecated
+    held = vars(model) | (model.model_extra or {})  # to read a deprecated field as an attribute warns of it
     always = {name: held[name] for name in _discriminators(kind) if name in held}
-    return {name: _of_field(held.get(name, each), each) for name, each in (always | dumped).items()}
+    unlike = {name: each for name, each in _dumped_defaults(model, dumped).items() if not _is_like_default(model, name)}
+    return {name: _of_field(held.get(name, each), each) for name, each in (always | unlike | dumped).items()}
+
+
+def _dumped_defaults(model: Any, dumped: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields that Pydantic left out of ``dumped`` because Python calls them equal to their default."""
+    full = model.model_dump(by_alias=False)
+    return {name: full[name] for name in type(model).model_fields if name in full and name not in dumped}
+
+
+def _is_like_default(model: Any, name: str) -> bool:
+    field = type(model).model_fields[name]
+    return _is_like(vars(model)[name], field.get_default(call_default_factory=True, validated_data=vars(model)))
+
+
+def _is_like(value: object, default: object) -> bool:
+    """Return True if ``value``, which equals ``default``, has its canonical form too: ``[True]`` and ``[1]`` do not."""
+    try:
+        forms = [json.dumps(canonical(each), sort_keys=True) for each in (value, default)]
+    except InvalidKeyError:  # only Python can compare the two
+        return True
+    return forms[0] == forms[1]
 
 
 def _of_field(value: Any, dumped: Any) -> Any:
@@ -165,7 +191,14 @@ def _members(value: Any, types: bool) -> dict[str, Any]:
         return {
             field.name: getattr(value, field.name)
             for field in dataclasses.fields(value)
-            if field.name in always or not _is_default(getattr(value, field.name), field)
+            if field.name in always or not _is_default(getattr(value, field.name), _default_of(field), types)
+        }
+    if _is_named_tuple(value):
+        defaults = getattr(value, "_field_defaults", {})
+        return {
+            name: each
+            for name, each in zip(value._fields, value, strict=True)
+            if not _is_default(each, defaults.get(name, dataclasses.MISSING), types)
         }
     raise InvalidKeyError(
         f"{type(value).__name__} has no canonical form, so a key that comes again could not be compared; make the "
@@ -193,14 +226,12 @@ def _discriminators(kind: type[Any]) -> frozenset[str]:
     return frozenset(name for name, hint in hints.items() if get_origin(hint) is Literal and len(get_args(hint)) == 1)
 
 
-def _is_default(value: object, field: dataclasses.Field[Any]) -> bool:
-    if field.default is not dataclasses.MISSING:
-        default = field.default
-    elif field.default_factory is not dataclasses.MISSING:
-        default = field.default_factory()
-    else:
-        return False
-    return type(value) is type(default) and value == default
+def _default_of(field: dataclasses.Field[Any]) -> object:
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
+def _is_default(value: object, default: object, types: bool) -> bool:
+    return type(value) is type(default) and value == default and (not types or _is_like(value, default))
 
 
 def _number(value: float) -> int | float:

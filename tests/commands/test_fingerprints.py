@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, make_dataclass
 from datetime import UTC, date, datetime, timedelta, timezone
 from decimal import Decimal
-from typing import Any, Literal, NamedTuple
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import pydantic
 import pytest
@@ -262,6 +262,58 @@ class Out(NamedTuple):
     amount: int
 
 
+class Longer(NamedTuple):
+    """The named tuple ``In`` after two fields were added."""
+
+    __fingerprint_name__ = "In"
+    amount: int
+    note: str = ""
+    tip: int = 0
+
+
+class Open(pydantic.BaseModel, extra="allow"):
+    """A command that takes more than its fields."""
+
+
+@dataclass(frozen=True)
+class Money:
+    """An amount that Python compares without its currency."""
+
+    amount: int
+    currency: str = field(default="EUR", compare=False)
+
+
+@dataclass(frozen=True)
+class Fee:
+    """A dataclass whose defaults are equal to other values."""
+
+    money: Money = Money(1)
+    limits: list[Any] = field(default_factory=lambda: [1])
+
+
+class Charge(pydantic.BaseModel):
+    """The same as a model."""
+
+    money: Money = Money(1)
+    limits: dict[str, Any] = {"limit": 1}
+
+
+T = TypeVar("T")
+
+
+class Box(pydantic.BaseModel, Generic[T]):
+    """A generic model under its former name."""
+
+    __fingerprint_name__ = "Crate"
+    inner: T
+
+
+class Crate(pydantic.BaseModel, Generic[T]):
+    """What it was before."""
+
+    inner: T
+
+
 @dataclass
 class Nested:
     """A command with everything in it."""
@@ -289,6 +341,10 @@ class Nested:
         (Colour.RED, "red"),
         (uuid.UUID(int=1), str(uuid.UUID(int=1))),
         (Nested([PlaceOrder(1)], {"x": None}), Nested([PlaceOrder()], {"x": None})),
+        (In(5), Longer(5)),
+        (Fee(), Fee(Money(1, "EUR"), [1])),
+        (Charge(), Charge(money=Money(1, "EUR"), limits={"limit": 1})),
+        (Box[int](inner=1), Crate[int](inner=1)),
     ],
 )
 def test_equal_commands_have_equal_fingerprints(one: object, other: object) -> None:
@@ -323,6 +379,14 @@ def test_equal_commands_have_equal_fingerprints(one: object, other: object) -> N
         (Paid(Card()), make_dataclass("Paid", [("by", object), ("kind", Literal["due"], "due")])(Card())),
         (In(5), Out(5)),
         (In(5), [5]),
+        (Longer(5, tip=1), Longer(5, note="1")),
+        (Open(by=Card()), Open(by=Debit())),
+        (Open(by=[Deposit("alice", 5)]), Open(by=[Withdraw("alice", 5)])),
+        (Fee(Money(1, "USD")), Fee()),
+        (Fee(limits=[True]), Fee()),
+        (Charge(money=Money(1, "USD")), Charge()),
+        (Charge(limits={"limit": True}), Charge()),
+        (Box[int](inner=1), Box[str](inner="1")),
     ],
 )
 def test_different_commands_have_different_fingerprints(one: object, other: object) -> None:
