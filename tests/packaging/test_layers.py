@@ -39,6 +39,7 @@ DRIVERS = {
 PRIVATE = {
     "_commit_impl": "SQLAlchemy, Connection: COMMIT comes through here, whichever object was told to commit",
     "_for_update_arg": "SQLAlchemy, Select: whether a handler has asked for a lock itself, and for which",
+    "_field_defaults": "Python, named tuples: a documented attribute",
     "_fields": "Python, named tuples: there is no other way to tell one from a tuple",
     "_force_close": "PyMySQL: hangs up without a word to the server, as PyMySQL does when it is interrupted",
     "_id": "nats-py, Subscription: the number under which the server sends the messages of a subscription",

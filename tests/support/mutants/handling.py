@@ -44,7 +44,7 @@ MUTANTS = (
         name="default-makes-another-command",
         breaks="A field that is added with a default turns retries of a rolling deploy into errors.",
         where="_members",
-        old="if field.name in always or not _is_default(getattr(value, field.name), field)",
+        old="if field.name in always or not _is_default(getattr(value, field.name), _default_of(field), types)",
         new="if field.init",
         tests=(
             "tests/commands/test_fingerprints.py::"
