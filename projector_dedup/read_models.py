@@ -109,6 +109,13 @@ class LockingSession(GuardedSession):
         """True if the database locks rows; where writers are serialised, nothing needs a lock."""
         return self.guard is not None and self.guard.dialect.locks_rows
 
+    def before_rollback_to_savepoint(self) -> None:
+        """Forget the locks, if a savepoint of the connection's is rolled back: nobody knows which it has taken."""
+        super().before_rollback_to_savepoint()
+        if not self.in_nested_transaction():  # else the listeners to the session's savepoints know
+            self.locked_instances.clear()
+            self.inserted.clear()
+
     def may_write(self, state: InstanceState[Any]) -> bool:
         """True if nobody can have changed the row since this transaction read it, or the database detects that."""
         if state in self.locked_instances or state.key in self.inserted:
@@ -144,7 +151,7 @@ def _lock_what_is_read(state: ORMExecuteState) -> None:
     if locked:
         for mapper in state.all_mappers:
             _remember_locked_instances(mapper.class_)  # type: ignore[arg-type]  # mypy takes a class for its instance
-        state.update_execution_options(**{_LOCKED: locked})
+    state.update_execution_options(**{_LOCKED: locked})  # also if empty: the SELECT of a relationship inherits options
 
 
 @event.listens_for(LockingSession, "before_flush")
@@ -155,6 +162,18 @@ def _refuse_unlocked_writes(session: LockingSession, _context: UOWTransaction, _
         state = inspect(instance)
         if not session.may_write(state) and (instance in session.deleted or _is_updated(state)):
             raise _unlocked(type(instance), declared=isinstance(instance, session.read_models))
+
+
+@event.listens_for(LockingSession, "after_flush")
+def _refuse_what_the_flush_added(session: LockingSession, context: UOWTransaction) -> None:
+    """Refuse rows that relationships or listeners have brought into the flush, such as a removed child's."""
+    if not session.locks:
+        return
+    for state, (is_deleted, only_listed) in context.states.items():
+        if only_listed or state.key is None or session.may_write(state):  # without a key it was inserted
+            continue
+        if is_deleted or _is_updated(state):
+            raise _unlocked(state.class_, declared=issubclass(state.class_, session.read_models))
 
 
 def _is_updated(state: InstanceState[Any]) -> bool:
@@ -278,5 +297,7 @@ def _remember(state: InstanceState[Any], context: QueryContext | None) -> None:
     session = context.session if context is not None else None
     if isinstance(session, LockingSession) and context is not None:
         locked: frozenset[FromClause] = context.execution_options.get(_LOCKED, frozenset())  # type: ignore[assignment]
-        if not locked.isdisjoint(state.mapper.tables):
+        # A row that came with another entity, by an eager load, is of a JOIN that was added behind the lock.
+        came_along = len(state.load_path) - len(context.compile_state.current_path) > 1
+        if locked.issuperset(state.mapper.tables) and not came_along:
             session.locked_instances.add(state)

@@ -104,6 +104,7 @@ class UnitOfWork:
             self.handlers_session = new_async_session(session_factory, options)
             self._session = self.handlers_session.sync_session
         self.session = self._session
+        self._info, self._autoflush = dict(self._session.info), self._session.autoflush  # each message finds these
         self.dialect: Dialect | None = None  # None until the first connection
         self.durable = True  # False: the transaction belongs to the caller, who has not committed it yet
         self.last: LastStatement | None = None  # a statement that ``commit`` runs after all others
@@ -279,6 +280,9 @@ class UnitOfWork:
         """
         session = self._session
         self._begun().verify()
+        session.info.clear()
+        session.info.update(self._info)
+        session.autoflush = self._autoflush
         if keep:
             stale = session.stale or self._begun().driver_was_exposed
             if session.deleted or stale:

@@ -487,3 +487,20 @@ def test_a_listener_that_always_adds_more_is_an_error(sessions: sessionmaker[Ses
 
 def _total(happened: Added) -> Total:
     return Total(key=happened.keys[0], amount=happened.amount)
+
+
+def test_what_a_handler_puts_into_its_session_is_gone_for_the_next_message(sessions: sessionmaker[Session]) -> None:
+    """A cached row, a switch of autoflush: each message of a batch finds the session that it would find alone."""
+
+    def cached(event: Added, session: Session) -> None:
+        assert session.autoflush
+        session.autoflush = False
+        row = session.info.get("row") or session.get(Total, "cached") or Total(key="cached", amount=0)
+        session.info["row"] = row
+        session.add(row)
+        row.amount += event.amount
+
+    handler = projector(idempotent=True, name="cached")(on(Added)(cached))
+    factory = sessionmaker(sessions.kw["bind"], expire_on_commit=False)
+    Dispatcher(factory, handler).deliver_batch([Message(f"m{number}", Added(("a",), 1)) for number in range(3)])
+    assert amounts(sessions) == {"cached": 3}

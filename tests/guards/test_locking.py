@@ -657,3 +657,67 @@ def test_on_sqlite_nothing_needs_a_lock(sqlite: Database, body: Body) -> None:
     with Session(engine) as session:
         assert session.get_one(Totals, "a").amount == 1
     engine.dispose()
+
+
+class Node(Base):
+    """Declared; it refers to others of its own table, which belong to it."""
+
+    __tablename__ = "node"
+    id: Mapped[int] = mapped_column(primary_key=True)
+    amount: Mapped[int] = mapped_column(default=0)
+    parent_id: Mapped[int | None] = mapped_column(ForeignKey("node.id"))
+    parent: Mapped["Node | None"] = relationship(remote_side="Node.id")
+    children: Mapped[list["Node"]] = relationship(cascade="all, delete-orphan", overlaps="parent")
+
+
+def _parent_by_joinedload(session: Session) -> None:
+    child = session.scalars(select(Node).where(Node.id == 2).options(joinedload(Node.parent))).one()
+    child.parent.amount += 1  # type: ignore[union-attr]
+
+
+def _parent_by_get_with_joinedload(session: Session) -> None:
+    session.get_one(Node, 2, options=[joinedload(Node.parent)]).parent.amount += 1  # type: ignore[union-attr]
+
+
+def _parent_by_selectinload_of_a_locked_read(session: Session) -> None:
+    locked = select(Node).where(Node.id == 2).with_for_update().options(selectinload(Node.parent))
+    session.scalars(locked).one().parent.amount += 1  # type: ignore[union-attr]
+
+
+def _child_that_the_flush_deletes(session: Session) -> None:
+    parent = session.get_one(Node, 1, with_for_update=True)
+    del parent.children[:]
+
+
+def _lock_that_a_savepoint_of_the_connection_took(session: Session) -> None:
+    savepoint = session.connection().begin_nested()
+    node = session.get_one(Node, 1, with_for_update=True)
+    savepoint.rollback()
+    node.amount += 1
+
+
+@pytest.mark.parametrize("read_models", [[Totals], [Node]], ids=["undeclared", "declared"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        _parent_by_joinedload,
+        _parent_by_get_with_joinedload,
+        _parent_by_selectinload_of_a_locked_read,
+        _child_that_the_flush_deletes,
+        _lock_that_a_savepoint_of_the_connection_took,
+    ],
+    ids=lambda body: body.__name__.strip("_"),
+)
+def test_a_row_that_came_with_another_has_no_lock(
+    postgresql_engine: Engine, body: Body, read_models: list[type[Any]]
+) -> None:
+    """An eager load, a cascade of the flush, a savepoint of the connection: none of them locks the row."""
+    with Session(postgresql_engine) as session:
+        session.add(Node(id=1, children=[Node(id=2)]))
+        session.commit()
+    if read_models == [Node] and body in (_parent_by_selectinload_of_a_locked_read, _child_that_the_flush_deletes):
+        pytest.skip("a declared entity is locked by the second SELECT too")
+    with pytest.raises(UnlockedWriteError, match="Node"):
+        _deliver(postgresql_engine, body, read_models=read_models)
+    with Session(postgresql_engine) as session:
+        assert [(node.id, node.amount) for node in session.scalars(select(Node).order_by(Node.id))] == [(1, 0), (2, 0)]
