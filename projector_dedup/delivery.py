@@ -132,7 +132,7 @@ class Chunk:
         With ``@projector(shared_session=True)`` the session keeps its rows for the next messages. With
         ``@on(batch=True)`` one call gets all messages.
         """
-        handler, several = self._handler, len(self.messages) > 1
+        handler, several = self._handler, len(self._new) > 1
         new = [self.messages[index] for index in self._new]
         events = handler.given(new)
         if handler.on.batch:
@@ -140,7 +140,7 @@ class Chunk:
             self._read(uow, new)
             yield lambda: handler.function(list(events), uow.handlers_session)
             return
-        if several and len(new) > 1:
+        if several:
             uow.share()
         shared = handler.projector.shared_session
         if shared:

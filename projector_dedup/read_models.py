@@ -159,9 +159,7 @@ def _refuse_unlocked_writes(session: LockingSession, _context: UOWTransaction, _
     if not session.locks:
         return
     for instance in (*session.dirty, *session.deleted):
-        state = inspect(instance)
-        if not session.may_write(state) and (instance in session.deleted or _is_updated(state)):
-            raise _unlocked(type(instance), declared=isinstance(instance, session.read_models))
+        _refuse_unlocked(session, inspect(instance), is_deleted=instance in session.deleted)
 
 
 @event.listens_for(LockingSession, "after_flush")
@@ -170,10 +168,13 @@ def _refuse_what_the_flush_added(session: LockingSession, context: UOWTransactio
     if not session.locks:
         return
     for state, (is_deleted, only_listed) in context.states.items():
-        if only_listed or state.key is None or session.may_write(state):  # without a key it was inserted
-            continue
-        if is_deleted or _is_updated(state):
-            raise _unlocked(state.class_, declared=issubclass(state.class_, session.read_models))
+        if not only_listed and state.key is not None:  # without a key it was inserted
+            _refuse_unlocked(session, state, is_deleted=is_deleted)
+
+
+def _refuse_unlocked(session: LockingSession, state: InstanceState[Any], *, is_deleted: bool) -> None:
+    if not session.may_write(state) and (is_deleted or _is_updated(state)):
+        raise _unlocked(state.class_, declared=issubclass(state.class_, session.read_models))
 
 
 def _is_updated(state: InstanceState[Any]) -> bool:

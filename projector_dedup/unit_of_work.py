@@ -104,7 +104,6 @@ class UnitOfWork:
             self.handlers_session = new_async_session(session_factory, options)
             self._session = self.handlers_session.sync_session
         self.session = self._session
-        self._info, self._autoflush = dict(self._session.info), self._session.autoflush  # each message finds these
         self.dialect: Dialect | None = None  # None until the first connection
         self.durable = True  # False: the transaction belongs to the caller, who has not committed it yet
         self.last: LastStatement | None = None  # a statement that ``commit`` runs after all others
@@ -267,8 +266,12 @@ class UnitOfWork:
         self._session.keeps_over_flush = True
 
     def share(self) -> None:
-        """Note that several messages share the transaction, so that a setting for it would reach the others."""
+        """Note that several messages share the transaction, so that a setting for it would reach the others.
+
+        Each of them finds ``session.info`` and ``session.autoflush`` as they are now, after the listeners to the begin.
+        """
         self._begun().several = True
+        self._info, self._autoflush = dict(self._session.info), self._session.autoflush
 
     def end_message(self, *, keep: bool = False) -> None:
         """End a message of a batch: flush and empty the session, so that the next message reads from the database.

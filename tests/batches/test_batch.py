@@ -495,12 +495,28 @@ def test_what_a_handler_puts_into_its_session_is_gone_for_the_next_message(sessi
     def cached(event: Added, session: Session) -> None:
         assert session.autoflush
         session.autoflush = False
-        row = session.info.get("row") or session.get(Total, "cached") or Total(key="cached", amount=0)
-        session.info["row"] = row
-        session.add(row)
-        row.amount += event.amount
+        if "row" not in session.info:
+            session.info["row"] = session.get(Total, "cached") or Total(key="cached", amount=0)
+            session.add(session.info["row"])
+        session.info["row"].amount += event.amount
 
     handler = projector(idempotent=True, name="cached")(on(Added)(cached))
     factory = sessionmaker(sessions.kw["bind"], expire_on_commit=False)
     Dispatcher(factory, handler).deliver_batch([Message(f"m{number}", Added(("a",), 1)) for number in range(3)])
     assert amounts(sessions) == {"cached": 3}
+
+
+def test_what_a_listener_puts_into_the_session_is_there_for_each_message(sessions: sessionmaker[Session]) -> None:
+    """A tenant that is chosen when the transaction begins, as applications do."""
+
+    class Chosen(Session):
+        """A Session class of the user's, with a listener to its beginning."""
+
+    event.listen(Chosen, "after_begin", lambda session, _transaction, _connection: session.info.update(tenant="a"))
+    found: list[str] = []
+    handler = projector(idempotent=True, name="chosen")(
+        on(Added)(lambda _event, session: found.append(session.info["tenant"]))
+    )
+    factory = sessionmaker(sessions.kw["bind"], class_=Chosen)
+    Dispatcher(factory, handler).deliver_batch([Message(f"m{number}", Added(("a",), 1)) for number in range(3)])
+    assert found == ["a"] * 3

@@ -126,6 +126,16 @@ MUTANTS = (
         ),
     ),
     Mutant(
+        name="session-info-reaches-the-next-message",
+        breaks="A row that a handler caches in its session is detached for the next message, whose change is lost.",
+        where="UnitOfWork.end_message",
+        old="session.info.clear()",
+        new="pass",
+        tests=(
+            "tests/batches/test_batch.py::test_what_a_handler_puts_into_its_session_is_gone_for_the_next_message[sqlite+pysqlite]",
+        ),
+    ),
+    Mutant(
         name="shared-session-misses-a-deletion",
         breaks="In a shared session, the next message gets the instance that a message has deleted.",
         where="UnitOfWork.end_message",

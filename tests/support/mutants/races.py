@@ -163,6 +163,46 @@ MUTANTS = (
         ),
     ),
     Mutant(
+        name="row-of-an-eager-load-counts-as-locked",
+        breaks="A parent that came by joinedload is written over a rival's update.",
+        where="_remember",
+        old=" and not came_along",
+        new="",
+        tests=(
+            "tests/guards/test_locking.py::test_a_row_that_came_with_another_has_no_lock[parent_by_joinedload-declared]",
+        ),
+    ),
+    Mutant(
+        name="relationship-inherits-a-lock",
+        breaks="A parent that came by selectinload behind a locked read is written over a rival's update.",
+        where="_lock_what_is_read",
+        old="    state.update_execution_options(**{_LOCKED: locked})",
+        new="    if locked:\n        state.update_execution_options(**{_LOCKED: locked})",
+        tests=(
+            "tests/guards/test_locking.py::test_a_row_that_came_with_another_has_no_lock[parent_by_selectinload_of_a_locked_read-undeclared]",
+        ),
+    ),
+    Mutant(
+        name="what-the-flush-adds-is-not-looked-at",
+        breaks="A child that a relationship deletes is deleted over a rival's update.",
+        where="_refuse_what_the_flush_added",
+        old="if not only_listed and state.key is not None:",
+        new="if state.key is session:",
+        tests=(
+            "tests/guards/test_locking.py::test_a_row_that_came_with_another_has_no_lock[child_that_the_flush_deletes-undeclared]",
+        ),
+    ),
+    Mutant(
+        name="savepoint-of-the-connection-keeps-its-locks",
+        breaks="A row whose lock went with a savepoint of the connection is written as if it were locked.",
+        where="LockingSession.before_rollback_to_savepoint",
+        old="if not self.in_nested_transaction():",
+        new="if self.guard is None:",
+        tests=(
+            "tests/guards/test_locking.py::test_a_row_that_came_with_another_has_no_lock[lock_that_a_savepoint_of_the_connection_took-declared]",
+        ),
+    ),
+    Mutant(
         name="a-shared-lock-is-enough",
         breaks="A row that was read FOR SHARE is written, as another message does at the same time.",
         where="_lock",
