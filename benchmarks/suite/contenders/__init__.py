@@ -15,6 +15,7 @@ DEFAULT = "deliver"
 UPSERT, UPSERT_RC = "deliver, Core upsert", "deliver, upsert, R. C."
 READ_MODELS = "deliver, read_models"
 BATCH_100, BATCH_1000 = "deliver_batch, 100", "deliver_batch, 1000"
+SHARED_100, SHARED_1000 = "deliver_batch, 100 shared", "deliver_batch, 1000 shared"
 ROWS_ONCE, ONE_STATEMENT = "batch handler 1000, ORM", "batch handler 1000, 1 SQL"
 ASYNC = {driver: f"AsyncDispatcher, {driver}" for driver in ("psycopg", "asyncpg")}
 BASE_ASYNC = {driver: f"no dedup, async {driver}" for driver in ASYNC}
@@ -32,7 +33,7 @@ def everybody() -> dict[str, Contender]:
         by_hand.NoDedup(BASE),
         library.Deliver("deliver, not idempotent", idempotent=False),
         library.Deliver(DEFAULT),
-        library.Deliver("deliver, nothing declared", declared=False),
+        library.Deliver("deliver, reads", reads=True),
         library.Deliver("deliver, strict", strict=True),
         library.Deliver(READ_MODELS, read_models=[Total]),
         library.Deliver("deliver, claim_timeout", claim_timeout=1.0),
@@ -40,6 +41,8 @@ def everybody() -> dict[str, Contender]:
         library.BareClaim(),
         library.DeliverBatch(BATCH_100, 100),
         library.DeliverBatch(BATCH_1000, 1_000),
+        library.shared(SHARED_100, 100),
+        library.shared(SHARED_1000, 1_000),
         library.rows_once(ROWS_ONCE, 1_000),
         library.one_statement(ONE_STATEMENT, 1_000),
         by_hand.NoDedup(BASE_UPSERT, upsert),

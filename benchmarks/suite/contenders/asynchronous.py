@@ -70,7 +70,7 @@ async def _add(row: int, session: AsyncSession) -> None:
 
 
 @projector(idempotent=True, name=IDENTITY)
-@on(Added, reads={Total: "row"})
+@on(Added)
 async def _handler(event: Added, session: AsyncSession) -> None:
     await _add(event.row, session)
 

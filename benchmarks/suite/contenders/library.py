@@ -68,13 +68,16 @@ class Deliver(ByORM):
         idempotent: bool = True,
         read_models: Sequence[type[Any]] = (),
         listened: bool = False,
-        declared: bool = True,
+        reads: bool = False,
+        shared_session: bool = False,
         **options: Any,
     ) -> None:
         self.name = name
-        decorate = projector(idempotent=idempotent, name=IDENTITY, read_models=read_models)
-        reads: Reads | None = {Total: "row"} if declared and handler is _by_orm else None
-        self._handler = decorate(on(Added, batch=batch, reads=reads)(handler))
+        decorate = projector(
+            idempotent=idempotent, name=IDENTITY, read_models=read_models, shared_session=shared_session
+        )
+        rows: Reads | None = {Total: "row"} if reads else None
+        self._handler = decorate(on(Added, batch=batch, reads=rows)(handler))
         self._listened = listened
         self._options = options
 
@@ -98,8 +101,8 @@ class Deliver(ByORM):
 class DeliverBatch(Deliver):
     """``Dispatcher.deliver_batch``."""
 
-    def __init__(self, name: str, size: int, handler: Callable[..., None] = _by_orm, *, batch: bool = False) -> None:
-        super().__init__(name, handler, batch=batch)
+    def __init__(self, name: str, size: int, handler: Callable[..., None] = _by_orm, **declared: bool) -> None:
+        super().__init__(name, handler, **declared)
         self.batch = size
 
     def messages(self, items: Sequence[Item]) -> Sequence[Any]:
@@ -123,6 +126,11 @@ class BareClaim(ByORM):
         with self.sessions.begin() as session:
             if claim(session, message.id, IDENTITY, tables=TABLES):
                 add(message.row, session)
+
+
+def shared(name: str, size: int) -> DeliverBatch:
+    """A handler of one message, whose messages share the session and declare their rows."""
+    return DeliverBatch(name, size, shared_session=True, reads=True)
 
 
 def rows_once(name: str, size: int) -> DeliverBatch:

@@ -9,7 +9,16 @@ from ..results import Section, rates, standings
 from ..servers import Server, sqlite
 
 KEY = "engines"
-CONTENDERS = (who.BASE, who.DEFAULT, who.BATCH_100, who.BATCH_1000, who.ROWS_ONCE, who.SELECT_INSERT)
+CONTENDERS = (
+    who.BASE,
+    who.DEFAULT,
+    who.BATCH_100,
+    who.BATCH_1000,
+    who.SHARED_100,
+    who.SHARED_1000,
+    who.ROWS_ONCE,
+    who.SELECT_INSERT,
+)
 
 
 def measure(bench: Bench) -> Section:

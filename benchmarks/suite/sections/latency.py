@@ -17,7 +17,8 @@ from ..wire import Wire
 KEY = "latency"
 _DELAY = 0.0005
 _WHO = (
-    who.BASE, who.DEFAULT, who.READ_MODELS, who.UPSERT, who.BATCH_100, who.BATCH_1000, who.ROWS_ONCE, who.ONE_STATEMENT,
+    who.BASE, who.DEFAULT, who.READ_MODELS, who.UPSERT, who.BATCH_100, who.BATCH_1000, who.SHARED_100, who.SHARED_1000,
+    who.ROWS_ONCE, who.ONE_STATEMENT,
     who.BASE_ASYNC["asyncpg"], who.ASYNC["asyncpg"], who.SELECT_INSERT, who.ON_CONFLICT, who.CTE, who.SET_BASED,
     who.PROTEAN, who.EVENTSOURCING,
 )  # fmt: skip

@@ -10,7 +10,8 @@ from ..results import Plot, Section, Table, rates
 KEY = "redeliveries"
 _SHARES = (20, 90)
 _WHO = (
-    who.BASE, who.DEFAULT, who.UPSERT, who.BATCH_100, who.BATCH_1000, who.ONE_STATEMENT, who.SELECT_INSERT,
+    who.BASE, who.DEFAULT, who.UPSERT, who.BATCH_100, who.BATCH_1000, who.SHARED_100, who.SHARED_1000,
+    who.ONE_STATEMENT, who.SELECT_INSERT,
     who.ON_CONFLICT, who.CTE, who.SET_BASED, who.PROTEAN, who.EVENTSOURCING,
 )  # fmt: skip
 
