@@ -16,7 +16,7 @@ from projector_dedup.maintenance.alembic_config import check_alembic, check_inst
 from projector_dedup.maintenance.check import check as findings_of
 from projector_dedup.maintenance.nodes import compare, node_of
 from projector_dedup.maintenance.records import advise_records
-from projector_dedup.maintenance.stats import stats
+from projector_dedup.maintenance.stats import ages, handlers_of
 
 from .app import EXAMPLE, identities_of
 from .errors import Failed
@@ -75,8 +75,9 @@ def check(deployments: Deployments, alembic_config: Path | None, apps: tuple[str
             fatal = sum(finding.fatal for finding in findings)
             tables, found = deployment.tables, None
             if not fatal:
-                found = stats(engine, tables=tables)
-                findings += advise(found, identities, tables=tables)
+                found = ages(engine, tables=tables)
+                unknown = frozenset() if identities is None else handlers_of(engine, tables=tables) - identities
+                findings += advise(found, unknown, tables=tables)
                 if isinstance(tables, CommandTables):
                     findings += advise_records(engine, tables)
             if as_json:

@@ -59,14 +59,6 @@ MUTANTS = (
         hangs=True,
     ),
     Mutant(
-        name="batch-of-a-cleanup-waits-without-a-bound",
-        breaks="On PostgreSQL a batch of a cleanup is no transaction, so the limit of the wait for the table is nobody's.",
-        where="run_with_retries",
-        old="if isolation is None or is_limited(engine)",
-        new="if isolation is None",
-        tests=("tests/maintenance/test_waits.py::test_nothing_is_set_for_others_behind_a_pooler",),
-    ),
-    Mutant(
         name="limit-of-a-command-stays-on-the-connection",
         breaks="Whoever delivers on a connection that maintenance has used gives up a lock after ten seconds.",
         where="_give_back",
