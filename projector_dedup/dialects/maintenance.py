@@ -16,7 +16,6 @@ from sqlalchemy.sql import Executable
 
 from .columns import utc_now
 from .findings import Finding
-from .node import Node
 
 
 class Maintenance(ABC):
@@ -66,13 +65,6 @@ class Maintenance(ABC):
     def findings(self, connection: Connection, marker: Table) -> list[Finding]:
         """Return what is wrong, or could be better, in the settings of this database and of the marker table."""
         return []
-
-    def node(self, connection: Connection) -> Node | None:
-        """Return what distinguishes this server from the others of a cluster in which each takes writes.
-
-        Return None if it is not in such a cluster.
-        """
-        return None
 
     def size(self, connection: Connection, table: Table) -> int | None:
         """Return the bytes of the table with all indexes; None if the database's catalogue does not say it."""

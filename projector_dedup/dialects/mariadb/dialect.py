@@ -23,7 +23,6 @@ from ..findings import Finding
 from ..interface import Dialect
 from ..listeners import listen_once
 from ..migrating import lock_session
-from ..node import Node
 from ..places import place_of_server
 from . import galera
 from .catalog import size
@@ -169,10 +168,6 @@ class MariaDB(Dialect):
     def findings(self, connection: Connection, marker: Table) -> list[Finding]:
         """Return advice about the server's release and its log, and tell whether it is a node of a Galera cluster."""
         return [*snapshot_findings(connection), *galera.findings(connection)]
-
-    def node(self, connection: Connection) -> Node | None:
-        """Return the name and the settings of this node if it is in a Galera cluster, else None."""
-        return galera.node(connection)
 
     def size(self, connection: Connection, table: Table) -> int | None:
         """Return the bytes of the table with all indexes, by InnoDB's statistics."""
