@@ -11,7 +11,7 @@ from sqlalchemy.exc import DBAPIError
 
 from .answers import Failure, Status, modules_of
 from .claims import Key, handler_parameters, key_of, same_key
-from .cleanup import Expired, Route, any_expired, is_expired
+from .cleanup import Expired, any_expired, is_expired
 from .interface import Dialect
 from .last_statement import LastChange, LastStatement
 from .levels import LEVEL_OF_BEGIN, LEVELS, is_as_strict
@@ -29,7 +29,6 @@ __all__ = [
     "Key",
     "LastChange",
     "LastStatement",
-    "Route",
     "Status",
     "any_expired",
     "configure_sqlite",

@@ -1,9 +1,7 @@
-"""Describe a cleanup: which markers are expired, and a route through them. Each dialect has the DELETE."""
+"""Describe a cleanup: which markers are expired, and whether any is left. Each dialect has the DELETE."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cache
@@ -11,7 +9,6 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Select, Table, and_, bindparam, literal_column, select
 from sqlalchemy.dialects import sqlite
-from sqlalchemy.sql import Executable
 
 from .columns import moment
 
@@ -31,19 +28,8 @@ class Expired:
 
     @property
     def bounds(self) -> dict[str, Any]:
-        """Return the parameters of the condition ``is_expired``."""
+        """Return the parameters of the condition ``is_expired``; a DELETE takes ``batch_size`` too."""
         return {"cutoff": self.cutoff} | ({} if self.handler is None else {"handler": self.handler})
-
-
-@dataclass(frozen=True)
-class Route:
-    """Describes one way to delete the expired markers: a statement, its parameters, and a query for what it left."""
-
-    statement: Executable
-    batches: Iterable[Mapping[str, Any]]
-    until_empty: bool  #: the batches are endless: the first that deletes nothing is the last
-    look: Executable  #: gives a row if an expired marker is left; it takes ``Expired.bounds``
-    isolation: str | None = None  #: the level; with AUTOCOMMIT each statement is a transaction
 
 
 def is_expired(marker: Any, *, of_handler: bool) -> ColumnElement[bool]:
@@ -56,13 +42,3 @@ def is_expired(marker: Any, *, of_handler: bool) -> ColumnElement[bool]:
 def any_expired(marker: Table, *, of_handler: bool) -> Select[Any]:
     """Return a SELECT that gives a row if an expired marker is there, even if another cleaner is about to delete it."""
     return select(literal_column("1")).select_from(marker).where(is_expired(marker, of_handler=of_handler)).limit(1)
-
-
-def by_index(statement: Executable, expired: Expired) -> Route:
-    """Return the route by the index: ``statement`` deletes the oldest batch, again and again until nothing is found."""
-    return Route(
-        statement,
-        itertools.repeat({**expired.bounds, "batch_size": expired.batch_size}),
-        until_empty=True,
-        look=any_expired(expired.marker, of_handler=expired.handler is not None),
-    )

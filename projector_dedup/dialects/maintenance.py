@@ -10,14 +10,12 @@ from contextlib import AbstractContextManager, nullcontext
 from datetime import UTC, datetime
 from typing import ClassVar
 
-from sqlalchemy import FromClause, Table, select
+from sqlalchemy import Table, select
 from sqlalchemy.engine import Connection
 from sqlalchemy.sql import Executable
 
-from .cleanup import Expired, Route, by_index
 from .columns import utc_now
 from .findings import Finding
-from .node import Node
 
 
 class Maintenance(ABC):
@@ -46,17 +44,6 @@ class Maintenance(ABC):
         Rows that others have locked are left to them, where the database can do that.
         """
 
-    def cleanup_route(self, connection: Connection, expired: Expired) -> Route:
-        """Return the fastest route through the expired markers.
-
-        It may leave rows that others have locked; ``index_route`` is taken for these afterwards.
-        """
-        return self.index_route(expired)
-
-    def index_route(self, expired: Expired) -> Route:
-        """Return the route by the index on age: the oldest markers first, until no expired marker is found."""
-        return by_index(self.cleanup_statement(expired.marker, of_handler=expired.handler is not None), expired)
-
     def limit_waits(self, connection: Connection, seconds: float) -> str | None:
         """Let no statement of this transaction, which has just begun, wait longer than ``seconds`` for a lock.
 
@@ -79,23 +66,6 @@ class Maintenance(ABC):
         """Return what is wrong, or could be better, in the settings of this database and of the marker table."""
         return []
 
-    def node(self, connection: Connection) -> Node | None:
-        """Return what distinguishes this server from the others of a cluster in which each takes writes.
-
-        Return None if it is not in such a cluster.
-        """
+    def size(self, connection: Connection, table: Table) -> int | None:
+        """Return the bytes of the table with all indexes; None if the database's catalogue does not say it."""
         return None
-
-    def measured(self, connection: Connection, table: Table) -> tuple[int | None, int | None]:
-        """Return about how many rows the table has, and its bytes with all indexes, by the database's catalogue.
-
-        Each is None if the catalogue does not say it.
-        """
-        return None, None
-
-    def sampled(self, connection: Connection, marker: Table, rows: int, of: int) -> FromClause:
-        """Return a sample with ``handler`` and ``processed_at`` of about ``rows`` of the ``of`` markers.
-
-        Return the whole marker table if the database has no way to take a sample.
-        """
-        return marker

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, Table, create_engine
+from sqlalchemy import Engine, create_engine
 from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.schema import CreateIndex, CreateTable
 
@@ -18,7 +18,6 @@ from projector_dedup.commands.tables import default_command_tables
 from projector_dedup.dialects import Dialect, any_expired, dialect_of
 from projector_dedup.dialects.claims import lookup_statement
 from projector_dedup.dialects.mariadb.claim import insert_given, met_by_claim
-from projector_dedup.dialects.postgresql.cleanup import survey, sweeping
 from projector_dedup.tables import default_tables
 
 APPROVED = Path(__file__).parent / "approved"
@@ -64,7 +63,6 @@ def statements(engine: Engine) -> dict[str, Any]:
         "prune one batch of a handler": dialect.cleanup_statement(marker, of_handler=True),
         "is anything left to prune?": any_expired(marker, of_handler=False),
         **_commands(dialect),
-        **(_sweep(marker) if engine.name == "postgresql" else {}),
     }
 
 
@@ -77,13 +75,6 @@ def _commands(dialect: Dialect) -> dict[str, Any]:
         "the same, with a former name": recording(dialect, default_command_tables, "0:k", names, done).statement,
         "recall the outcome of a command": recalling(default_command_tables, "0:k", names[:1]).statement,
         "the same, under its former name": recalling(default_command_tables, "0:k", names).statement,
-    }
-
-
-def _sweep(marker: Table) -> dict[str, Any]:
-    return {
-        "is most of it expired, and how many pages are a batch?": survey(marker),
-        "prune some pages": sweeping(marker, of_handler=False),
     }
 
 

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from math import ceil
 from typing import Any
 
-from sqlalchemy import URL, FromClause, Select, Table, bindparam, select
+from sqlalchemy import URL, Select, Table, bindparam, select
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.compiler import compiles
@@ -23,10 +23,9 @@ from ..findings import Finding
 from ..interface import Dialect
 from ..listeners import listen_once
 from ..migrating import lock_session
-from ..node import Node
 from ..places import place_of_server
 from . import galera
-from .catalog import measured, sampled
+from .catalog import size
 from .claim import given, insert_given, insert_statement, met_by_claim
 from .errors import aborts, classify, commit_refused
 from .snapshots import Opening, server_of, snapshot_findings, switching
@@ -170,17 +169,9 @@ class MariaDB(Dialect):
         """Return advice about the server's release and its log, and tell whether it is a node of a Galera cluster."""
         return [*snapshot_findings(connection), *galera.findings(connection)]
 
-    def node(self, connection: Connection) -> Node | None:
-        """Return the name and the settings of this node if it is in a Galera cluster, else None."""
-        return galera.node(connection)
-
-    def measured(self, connection: Connection, table: Table) -> tuple[int | None, int | None]:
-        """Return about how many rows the table has, and its bytes with all indexes, by InnoDB's statistics."""
-        return measured(connection, table)
-
-    def sampled(self, connection: Connection, marker: Table, rows: int, of: int) -> FromClause:
-        """Return a sample of the markers from slices of the index on ``processed_at``."""
-        return sampled(connection, marker, rows)
+    def size(self, connection: Connection, table: Table) -> int | None:
+        """Return the bytes of the table with all indexes, by InnoDB's statistics."""
+        return size(connection, table)
 
     def limit_waits(self, connection: Connection, seconds: float) -> str | None:
         """Set the session's limits for locks of tables, where the default is a day, and of rows."""

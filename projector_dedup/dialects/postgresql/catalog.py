@@ -1,11 +1,11 @@
-"""Ask PostgreSQL's catalogue for the size of a table, without counting, and for settings that harm the markers."""
+"""Ask PostgreSQL's catalogue for the size of a table, and for settings that harm the markers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
-from sqlalchemy import JSON, ColumnElement, FromClause, Row, Table, column, func, literal_column, select, text
+from sqlalchemy import Row, Table, text
 from sqlalchemy.engine import Connection
 
 from ..findings import Finding, advice
@@ -71,20 +71,9 @@ def _vacuum(name: str, found: Row[Any]) -> Iterator[Finding]:
         )
 
 
-def measured(connection: Connection, table: Table) -> tuple[int | None, int | None]:
-    """Return how many rows the planner expects, and the bytes of the table with all indexes.
-
-    The planner takes into account how many pages the table has today.
-    """
-    name = regclass(connection, table)
-    explain = text("EXPLAIN (FORMAT JSON) SELECT 1 FROM " + name).columns(column("plan", JSON))  # noqa: S608  # quoted
-    plan: Any = connection.execute(explain).scalar_one()
-    size = connection.scalar(text("SELECT pg_total_relation_size(to_regclass(:name))"), {"name": name})
-    return plan[0]["Plan"]["Plan Rows"], size
-
-
-def sampled(table: Table, share: float) -> FromClause:
-    """Return a sample of the markers: a ``share`` of the table's pages, chosen at random."""
-    percent: ColumnElement[float] = literal_column(f"{100 * share:.6f}")
-    page_sample = table.tablesample(func.system(percent))
-    return select(page_sample.c.handler, page_sample.c.processed_at).subquery("sample")
+def size(connection: Connection, table: Table) -> int | None:
+    """Return the bytes of the table with all indexes."""
+    found: int | None = connection.scalar(
+        text("SELECT pg_total_relation_size(to_regclass(:name))"), {"name": regclass(connection, table)}
+    )
+    return found

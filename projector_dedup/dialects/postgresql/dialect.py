@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from typing import Any
 
-from sqlalchemy import URL, FromClause, Table, Update, case, func, literal_column, select
+from sqlalchemy import URL, Table, Update, case, func, literal_column, select
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.engine.interfaces import Dialect as EngineDialect
 from sqlalchemy.exc import DBAPIError
@@ -17,7 +16,6 @@ from ...closing import connected
 from ...transaction_text import OPAQUE, Grammar
 from ..answers import Failure, sqlstate_of
 from ..claims import Key, Parameters, insert_and_count
-from ..cleanup import Expired, Route
 from ..findings import Finding, advice
 from ..interface import Dialect
 from ..listeners import listen_once
@@ -25,7 +23,7 @@ from ..migrating import lock_transaction
 from ..places import place_of_server
 from . import catalog
 from .claim import claim_many, claim_names, insert_statement
-from .cleanup import picking, sweep
+from .cleanup import picking
 from .errors import classify, commit_refused
 from .pooler import asking, refusing
 from .replication import replication
@@ -129,14 +127,6 @@ class PostgreSQL(Dialect):
         """Return a DELETE of the oldest expired markers; it skips rows that another cleaner has locked."""
         return picking(marker, of_handler=of_handler)
 
-    def cleanup_route(self, connection: Connection, expired: Expired) -> Route:
-        """Return a route page after page if most of the table is expired, else the route by the index."""
-        return sweep(connection, expired) or self.index_route(expired)
-
-    def index_route(self, expired: Expired) -> Route:
-        """Return the route by the index, with a transaction for each statement."""
-        return replace(super().index_route(expired), isolation="AUTOCOMMIT")
-
     def findings(self, connection: Connection, marker: Table) -> list[Finding]:
         """Return what is wrong with the table's storage and vacuuming, and what a failover would keep."""
         found = catalog.storage(connection, marker)
@@ -145,13 +135,9 @@ class PostgreSQL(Dialect):
             return found
         return [*found, *replication(connection)]
 
-    def measured(self, connection: Connection, table: Table) -> tuple[int | None, int | None]:
-        """Return about how many rows the planner expects, and the bytes of the table with all indexes."""
-        return catalog.measured(connection, table)
-
-    def sampled(self, connection: Connection, marker: Table, rows: int, of: int) -> FromClause:
-        """Return a random part of the markers, by TABLESAMPLE."""
-        return catalog.sampled(marker, min(1, rows / of))
+    def size(self, connection: Connection, table: Table) -> int | None:
+        """Return the bytes of the table with all indexes."""
+        return catalog.size(connection, table)
 
     def limit_waits(self, connection: Connection, seconds: float) -> str | None:
         """Set ``lock_timeout`` for the transaction: behind a pooler a session's setting would meet somebody else."""
