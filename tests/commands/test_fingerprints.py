@@ -20,7 +20,7 @@ from command_rig import Desk, Placed, PlaceOrder, desk_on, place
 from databases import DRIVERS, USUAL, USUAL_ASYNC
 from projector_dedup.commands import Call, InvalidKeyError, KeyReusedError, default_command_tables, fields
 from projector_dedup.commands.fingerprint import canonical, digest
-from projector_dedup.testing.subject import PATIENCE
+from projector_dedup.testing.kit import PATIENCE
 
 
 @pytest.fixture(
