@@ -24,9 +24,8 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, rela
 from sqlalchemy.util import await_only
 
 from ..dispatcher import AsyncDispatcher, Dispatcher
-from ..marking import on
 from ..outcome import Delivery
-from ..projector import FunctionProjector, projector
+from ..projector import FunctionProjector, on, projector
 from ..reads import Reads
 from ..tables import default_tables
 from ..unit_of_work import AsyncUnitOfWork, UnitOfWork
