@@ -14,10 +14,28 @@ from .asyncio_names import async_sessionmaker
 from .batch import Result, deliver_batch
 from .delivery import Chunk, deliver
 from .errors import BatchFailed, DeliveryFailed, HandlerDefinitionError, RefusedError, UnhandledMessage
-from .extractors import attribute_or_key
-from .handler import Handler, advice_on, check_kind, options_for, refuse_shared_names, warn_of_unused_id
-from .identity import Instance, handlers_of
-from .message import IdExtractor, Message, Route, TypeExtractor, envelope, id_text, known_id, printable, route_of
+from .handler import (
+    Handler,
+    Instance,
+    advice_on,
+    check_kind,
+    handlers_of,
+    options_for,
+    refuse_shared_names,
+    warn_of_unused_id,
+)
+from .message import (
+    IdExtractor,
+    Message,
+    Route,
+    TypeExtractor,
+    attribute_or_key,
+    envelope,
+    id_text,
+    known_id,
+    printable,
+    route_of,
+)
 from .observer import Observer, Observing
 from .options import RetryPolicy, UnitOptions, check_session_factory
 from .outcome import Delivery, Outcome

@@ -8,8 +8,7 @@ from sqlalchemy import inspect
 from sqlalchemy.engine import Connection
 
 from ..commands import CommandTables, default_command_tables
-from ..commands.record import RESULT, Record, recalling, recording
-from ..commands.tables import MAX_CODEC_BYTES
+from ..commands.record import MAX_CODEC_BYTES, RESULT, Record, recalling, recording
 from ..dialects import Dialect
 from ..dialects.findings import Finding
 from ..errors import MissingTableError

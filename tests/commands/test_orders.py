@@ -13,7 +13,7 @@ from command_rig import Desk, Placed, PlaceOrder, desk_on, place
 from databases import DRIVERS, USUAL, USUAL_ASYNC
 from projector_dedup import Outcome
 from projector_dedup.commands import Call, Rejected, Rejection
-from projector_dedup.testing.subject import PATIENCE
+from projector_dedup.testing.kit import PATIENCE
 
 ENDINGS = ("run", "reject", "return a rejection", "fail")
 CODES = {"run": None, "reject": "raised", "return a rejection": "returned"}

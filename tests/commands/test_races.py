@@ -11,7 +11,7 @@ from command_rig import Balance, Desk, Placed, PlaceOrder, desk_on, place
 from databases import DRIVERS
 from projector_dedup import InProgress, Outcome, RetryPolicy
 from projector_dedup.commands import Call, Rejected, Rejection
-from projector_dedup.testing.subject import PATIENCE
+from projector_dedup.testing.kit import PATIENCE
 
 RIVALS = 4
 LEVELS = ("READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE")

@@ -34,8 +34,7 @@ from projector_dedup.maintenance.check import check
 from projector_dedup.maintenance.cleanup import cleanup
 from projector_dedup.tables import default_metadata
 from projector_dedup.testing.contract import ProjectorContract, Subject
-from projector_dedup.testing.harness import Harness
-from projector_dedup.testing.subject import Added, Total, add
+from projector_dedup.testing.kit import Added, Harness, Total, add
 from rig import outsides_fixture, rig_on_fixture  # noqa: F401  # fixtures
 from untried import PG8000, UNTRIED, UntriedDriver, registered
 

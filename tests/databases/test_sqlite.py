@@ -30,8 +30,7 @@ from projector_dedup import (
 )
 from projector_dedup.testing.contract import ConcurrencyContract
 from projector_dedup.testing.convergence import Broker, generate, totals_of
-from projector_dedup.testing.harness import Harness
-from projector_dedup.testing.subject import Added, Subject, Total, add, until_acknowledged
+from projector_dedup.testing.kit import Added, Harness, Subject, Total, add, until_acknowledged
 
 SQLITE = [driver for driver in DRIVERS if driver.engine == "sqlite"]
 HASTY = 0.001  # seconds; a writer that meets another one hears "database is locked" nearly at once

@@ -13,8 +13,7 @@ from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.schema import CreateIndex, CreateTable
 
 import untried  # noqa: F401  # registers its name
-from projector_dedup.commands.record import RESULT, Record, recalling, recording
-from projector_dedup.commands.tables import default_command_tables
+from projector_dedup.commands.record import RESULT, Record, default_command_tables, recalling, recording
 from projector_dedup.dialects import Dialect, any_expired, dialect_of
 from projector_dedup.dialects.claims import lookup_statement
 from projector_dedup.dialects.mariadb.claim import insert_given, met_by_claim

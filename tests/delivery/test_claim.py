@@ -32,8 +32,7 @@ from projector_dedup import (
     projector,
 )
 from projector_dedup.tables import default_metadata, default_tables
-from projector_dedup.testing.harness import Harness
-from projector_dedup.testing.subject import Added, Base, Subject, Total, add
+from projector_dedup.testing.kit import Added, Base, Harness, Subject, Total, add
 
 totals = projector(idempotent=True, name="totals")(on(Added)(add))
 

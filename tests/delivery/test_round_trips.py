@@ -13,7 +13,7 @@ from databases import ENGINES, Driver
 from deliveries import ROWS, WAYS
 from meter import metered
 from projector_dedup.dialects import dialect_of
-from projector_dedup.testing.subject import Total
+from projector_dedup.testing.kit import Total
 from reached import reached
 
 INTENDED = (

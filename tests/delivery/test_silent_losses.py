@@ -29,7 +29,7 @@ from projector_dedup import (
     projector,
 )
 from projector_dedup.tables import default_metadata
-from projector_dedup.testing.subject import Added, Base, add
+from projector_dedup.testing.kit import Added, Base, add
 from rig import NOTHING, ONCE, Rig, Total, outsides_fixture, rig_on_fixture  # noqa: F401  # fixtures
 from rig import add as add_one
 

@@ -16,8 +16,7 @@ from sqlalchemy.orm import Session
 from databases import DRIVERS, Database, Driver
 from projector_dedup import BatchFailed, Dispatcher, Message, Outcome, UnsafeSessionError
 from projector_dedup.tables import default_metadata
-from projector_dedup.testing.harness import Harness
-from projector_dedup.testing.subject import Added, Base, Subject, add
+from projector_dedup.testing.kit import Added, Base, Harness, Subject, add
 
 APPLIED, DUPLICATE = Outcome.APPLIED, Outcome.DUPLICATE
 SCHEMAS = {"a": "public", "b": "tenant_b"}

@@ -10,11 +10,11 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 TIERS: dict[str, set[str]] = {  # a file or package imports its own tier and those above it in this list
-    "words": {"outcome", "errors", "message", "extractors", "reads", "asyncio_names", "transaction_text", "closing"},
+    "words": {"outcome", "errors", "message", "reads", "asyncio_names", "transaction_text", "closing"},
     "databases": {"dialects", "tables"},
     "the transaction": {"options", "guard", "reentry", "preflight", "markers", "read_models", "opening"},
     "delivering": {
-        *("handler", "identity", "marking", "waiting", "retry", "unit_of_work", "delivery", "batch"),
+        *("handler", "waiting", "retry", "unit_of_work", "delivery", "batch"),
         *("observer", "projector", "dispatcher", "verdict"),
     },
     "the public names": {"__init__"},

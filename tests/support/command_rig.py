@@ -21,7 +21,7 @@ from projector_dedup.commands import (
     command,
     default_command_tables,
 )
-from projector_dedup.testing.harness import Harness
+from projector_dedup.testing.kit import Harness
 from reach import reach
 
 START = 1_000_000

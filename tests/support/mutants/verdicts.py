@@ -141,7 +141,7 @@ MUTANTS = (
     Mutant(
         name="forgotten-scope-is-poison",
         breaks="A program that forgets scope= sends every command of its queue to the dead letters.",
-        where="_Settings._asked",
+        where="_Handling._asked",
         old="raise HandlerDefinitionError(  # of the program",
         new="raise InvalidKeyError(  # of the program",
         tests=("tests/commands/test_keys.py::test_a_scope_may_be_demanded[sqlite+pysqlite]",),
