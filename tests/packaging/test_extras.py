@@ -18,7 +18,6 @@ NEEDED = {  # by each integration: the package that is looked for first, and the
     "faststream": ("faststream", "faststream"),
     "faststream.nats": ("faststream", "faststream"),
     "faststream.rabbit": ("faststream", "faststream"),
-    "faststream.redis": ("faststream", "faststream"),
     "flask": ("flask", "flask"),
     "kafka": ("confluent_kafka", "kafka"),
     "nats": ("nats", "nats"),
@@ -31,7 +30,7 @@ NEEDED = {  # by each integration: the package that is looked for first, and the
 NO_PACKAGE = {"extras", "http", "incoming", "measures", "rabbitmq", "recorded", "settling"}
 PARTS = {  # of an integration, which imports them after it has found its package
     *("aio_pika_copies", "faststream.raw", "kafka_clients", "kafka_messages", "kafka_positions", "nats_letters"),
-    *("nats_messages", "redis_group", "starlette_exchange"),
+    *("nats_messages", "starlette_exchange"),
 }
 
 PROGRAM = """
