@@ -14,9 +14,7 @@ from .times import duration, moment_with_zone
 _SLACK = timedelta(days=2)  # a cleanup that was missed once, at a weekend say, is not worth a finding
 
 
-def advise(
-    found: Ages, unknown: Set[str] = frozenset(), *, tables: DedupTables = default_tables
-) -> list[Finding]:
+def advise(found: Ages, unknown: Set[str] = frozenset(), *, tables: DedupTables = default_tables) -> list[Finding]:
     """Return what somebody should do about the ``tables``, judged by the ages of their markers; none of it is fatal.
 
     ``unknown`` are the handlers that have markers (``handlers_of``) without those of every dispatcher on these tables
