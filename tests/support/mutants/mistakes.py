@@ -14,7 +14,7 @@ MUTANTS = (
     Mutant(
         name="redis-field-that-is-read-is-not-named",
         breaks="An entry of a Redis stream without a body is rejected as no JSON, and nobody says which field was read.",
-        where="incoming_of",
+        where="_incoming",
         old="""body_name='field "body" of the entry',""",
         new="",
         tests=("tests/consumers/test_redis.py::test_poison_is_kept_with_its_reason_and_replayed_after_the_mend",),
