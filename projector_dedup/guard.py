@@ -363,7 +363,7 @@ class Guard:
         if self._transaction_id is not None:
             return self.dialect.transaction_id(connection) == self._transaction_id
         if marked:
-            return self.dialect.is_marked(connection, self._tables.marker, self.key)
+            return self.dialect.is_marked(connection)
         if self.key is None:
             return Connection.execute(connection, select(literal_column("1"))).first() is not None
         return marker_exists(connection, self._tables.marker, self.key)

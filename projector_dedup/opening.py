@@ -29,7 +29,6 @@ from .errors import UnsafeSessionError
 from .guard import GuardedSession, guarded_session, kept_on_class
 from .markers import refuse_elsewhere
 from .options import UnitOptions
-from .preflight import try_out, try_within
 from .read_models import LockingSession, locking_session
 
 logger = logging.getLogger("projector_dedup")
@@ -175,8 +174,6 @@ def open_connection(
     if isinstance(bind, Engine):
         connection = _on_engine(session, bind, dialect, options, marked=marked, one=one)
     elif options.external:
-        if marked and dialect.unknown:
-            try_within(bind, dialect, options.tables)
         dialect.begin_around(bind, options.tables.marker if marked else None)
         connection = session.connection(bind_arguments={"bind": bind})
         dialect.refuse_unsafe(connection)
@@ -188,10 +185,8 @@ def open_connection(
             "the session is bound to a Connection, whose transaction is somebody else's to commit; bind the "
             "sessionmaker to the engine (in tests: projector_dedup.testing.external_transaction)"
         )
-    if dialect.remembers_tables or dialect.unknown:
-        moved = forget_if_moved(session, connection)
-        if moved and marked and dialect.unknown and options.claim_timeout is None:  # else it is refused
-            try_within(connection, dialect, options.tables, moved=True)
+    if dialect.remembers_tables:
+        forget_if_moved(session, connection)
     return connection
 
 
@@ -200,8 +195,6 @@ def _on_engine(
 ) -> Connection:
     try:
         begun_by_claims = _admit(engine, dialect)
-        if marked and dialect.unknown:
-            try_out(engine, dialect, options.tables)
         chosen = options.isolation or chosen_level(engine)
         level = options.isolation if chosen is not None else _usual_level(engine, dialect, options, marked=marked)
         with dialect.opening(engine, marked=marked, locking=bool(options.read_models), chosen=chosen is not None):

@@ -30,10 +30,12 @@ class Status(Enum):
 def sqlstate_of(error: Exception) -> str | None:
     """Return the SQLSTATE of an error; None if the server sent nothing, because the connection was lost.
 
-    psycopg2 calls it pgcode.
+    psycopg2 calls it pgcode, and pg8000 has it among the fields of PostgreSQL's protocol.
     """
     for each in _driver_errors(error):
         value = getattr(each, "sqlstate", None) or getattr(each, "pgcode", None)
+        if value is None and isinstance(fields := next(iter(getattr(each, "args", ())), None), dict):
+            value = fields.get("C")
         if isinstance(value, str):
             return value
     return None

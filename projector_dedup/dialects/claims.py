@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from functools import cache
 from typing import Any, TypeVar
 
@@ -85,12 +84,11 @@ def look_then_insert(
     Keys are compared here, letter for letter, because the database may take two ids for one. Raises
     ``UnsafeSessionError`` at READ UNCOMMITTED, and ``OvertakenError`` if another delivery inserted a marker meanwhile.
     """
-    with suppress(NotImplementedError):  # a driver that cannot tell its level was not given one either
-        if connection.get_isolation_level() == "READ UNCOMMITTED":
-            raise UnsafeSessionError(
-                "at READ UNCOMMITTED the marker of a delivery that is rolled back later would be taken for that of a "
-                "duplicate; choose READ COMMITTED or above, or deliver one message at a time"
-            )
+    if connection.get_isolation_level() == "READ UNCOMMITTED":
+        raise UnsafeSessionError(
+            "at READ UNCOMMITTED the marker of a delivery that is rolled back later would be taken for that of a "
+            "duplicate; choose READ COMMITTED or above, or deliver one message at a time"
+        )
     found: set[Key] = set()
     for part in _parts(keys):
         ids = {"message_ids": [each["message_id"] for each in part]}

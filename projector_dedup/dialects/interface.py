@@ -34,12 +34,6 @@ class Dialect(Maintenance, LastStatements):
     locks_rows: ClassVar[bool] = True
     """True if FOR UPDATE locks rows; False where writers take turns, so that no row needs a lock."""
 
-    unknown: ClassVar[bool] = False
-    """True if nobody knows the database: it is tried before the first claim, and asked before every COMMIT."""
-
-    bounds_waits: ClassVar[bool] = True
-    """True if the wait of a claim can be bounded by ``claim_timeout``; if False, a bounded claim is refused."""
-
     locking_isolation: ClassVar[str] = "READ COMMITTED"
     """The isolation level for handlers whose entities in ``read_models`` are locked by FOR UPDATE."""
 
@@ -179,7 +173,7 @@ class Dialect(Maintenance, LastStatements):
         """Leave a savepoint in the transaction of the claim, which ends with it, for ``is_marked`` to find."""
         Connection.exec_driver_sql(connection, "SAVEPOINT projector_dedup")  # past any guard of the connection
 
-    def is_marked(self, connection: Connection, marker: Table, key: Mapping[str, Any] | None) -> bool:
+    def is_marked(self, connection: Connection) -> bool:
         """True if the transaction that is open now is the one that ``mark_transaction`` marked.
 
         Takes a round trip and removes the mark, so it can be asked once.

@@ -152,34 +152,6 @@ MUTANTS = (
         ),
     ),
     Mutant(
-        name="untried-database-accepts-a-marker-twice",
-        breaks="An untried database whose table takes one marker twice is accepted.",
-        where="_Preflight.run",
-        old='not self._dialect.claim(self._connection, self._statement, self._marker, self._key("probe"))',
-        new='self._dialect.claim(self._connection, self._statement, self._marker, self._key("probe")) in (True, False)',
-        tests=(
-            "tests/databases/test_portable.py::test_a_table_that_would_lose_messages_is_refused[PostgreSQL without the index]",
-        ),
-    ),
-    Mutant(
-        name="untried-database-takes-look-alikes-for-one",
-        breaks="An untried database that takes look-alike ids for one is accepted.",
-        where="_Preflight.run",
-        old="self._must(not merged,",
-        new="self._must(True,",
-        tests=(
-            "tests/databases/test_portable.py::test_a_table_that_would_lose_messages_is_refused[an index over the id alone]",
-        ),
-    ),
-    Mutant(
-        name="untried-database-keeps-what-was-rolled-back",
-        breaks="An untried database that keeps what was rolled back is accepted.",
-        where="_Preflight.taken_back",
-        old="self._must(not self._delete_what_is_left(settle), _STAYS)",
-        new="self._delete_what_is_left(settle)",
-        tests=("tests/databases/test_portable.py::test_autocommit_is_refused[untried_sqlite+pysqlite-create_engine]",),
-    ),
-    Mutant(
         name="read-uncommitted-look",
         breaks="At READ UNCOMMITTED a batch takes the marker of a delivery that is rolled back for a duplicate's.",
         where="look_then_insert",

@@ -129,16 +129,6 @@ MUTANTS = (
         ),
     ),
     Mutant(
-        name="portable-internal-error-is-poison",
-        breaks="An internal error of a database that was not tried sends its message to the dead letters.",
-        where="_LATER_CLASSES",
-        old=', "XX")  # resources',
-        new=")  # resources",
-        tests=(
-            "tests/databases/test_portable.py::test_errors_are_told_apart_wherever_the_driver_keeps_their_code[internal error]",
-        ),
-    ),
-    Mutant(
         name="forgotten-scope-is-poison",
         breaks="A program that forgets scope= sends every command of its queue to the dead letters.",
         where="_Handling._asked",
