@@ -307,7 +307,7 @@ class Guard:
 
     def ended_below(self) -> TransactionViolatedError:
         """Return the violation of a transaction that ended on the driver's connection; find out if it committed."""
-        self.must_disconnect = not self.dialect.lives_in_connection(self.connection.engine.url)
+        self.must_disconnect = True
         what = "the handler ended the transaction on the driver's connection, below SQLAlchemy"
         if self.violation is None and (left := self._what_is_durable()) is not None:
             self.violation = TransactionViolatedError(what + left, durable=True)

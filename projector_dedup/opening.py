@@ -9,7 +9,6 @@ transaction, by SQL, if the database can do that (docs/adr/0025-what-is-set-for-
 from __future__ import annotations
 
 import logging
-from inspect import unwrap
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
@@ -300,9 +299,8 @@ class _Taking:
 
     def _refuse(self, error: Exception) -> NoReturn:
         raise UnsafeSessionError(
-            f"{_names_of_listeners(self.engine)} left a transaction open on the connection in which a query has run or "
-            f"failed, so its level can no longer be chosen ({self._level} is needed), and a rollback would undo what "
-            "was set. "
+            "a listener to the engine left a transaction open on the connection in which a query has run or failed, so "
+            f"its level can no longer be chosen ({self._level} is needed), and a rollback would undo what was set. "
             "Let the listener use SET or SET LOCAL, not a query such as SELECT set_config(...), or let it commit; or "
             f"choose the level with the engine: create_engine(..., isolation_level={self._level!r})"
         ) from error
@@ -331,12 +329,3 @@ def _warn_of_lost_updates(connection: Connection, dialect: Dialect, options: Uni
             "writes it by an atomic upsert; leave the level to projector_dedup, or declare read_models=[...]",
             level,
         )
-
-
-def _names_of_listeners(engine: Engine) -> str:
-    """Return the names of the user's functions that are called while a connection is taken from the engine."""
-    events = engine.pool.dispatch.connect, engine.pool.dispatch.checkout, engine.dispatch.engine_connect
-    found = [unwrap(listener) for listeners in events for listener in listeners]
-    ours = ("sqlalchemy.", f"{__package__}.")
-    names = [f"{each.__module__}.{each.__qualname__}" for each in found if hasattr(each, "__qualname__")]
-    return ", ".join(name for name in dict.fromkeys(names) if not name.startswith(ours)) or "a listener"

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
-from sqlalchemy import URL, Table
+from sqlalchemy import Table
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import DBAPIError
+from sqlalchemy.pool import SingletonThreadPool, StaticPool
 from sqlalchemy.sql import Executable
 
-from ..errors import UnsafeSessionError
+from ..errors import UnsafeSessionError, UnsupportedDatabaseError
 from ..transaction_text import Grammar
 from .answers import Failure, Status
 from .claims import Key, Parameters, look_then_insert
 from .last_statement import LastStatements
 from .levels import is_as_strict
 from .maintenance import Maintenance
-from .places import place_of_server
-from .shared_connection import refuse_sharing
 
 
 class Dialect(Maintenance, LastStatements):
@@ -48,17 +47,6 @@ class Dialect(Maintenance, LastStatements):
 
     remembers_tables: ClassVar[bool] = False
     """True if findings about tables are kept for a connection, so that a listener that moves it must be looked for."""
-
-    def place_of(self, url: URL) -> Hashable | None:
-        """Return a key of the database in ``url``, which no other database has; None if ``url`` names none.
-
-        One database may have several keys: host names and arguments are compared as text.
-        """
-        return place_of_server(url)
-
-    def lives_in_connection(self, url: URL) -> bool:
-        """True if the database is gone when its last connection is closed."""
-        return False
 
     # Opening a unit of work -----------------------------------------------------------------------------------------
 
@@ -93,12 +81,21 @@ class Dialect(Maintenance, LastStatements):
 
     def refuse_unsafe(self, connection: Connection) -> None:
         """Raise ``RefusedError`` for an engine on which the promise would not hold. Sends nothing to a server."""
-        refuse_sharing(connection)
+        self.refuse_sharing(connection.engine)
         driver = connection.connection.dbapi_connection
         if driver is not None and connection.dialect.detect_autocommit_setting(driver):
             raise UnsafeSessionError(
                 "the engine is in AUTOCOMMIT: marker and read model would be committed one by one; give the "
                 "dispatcher an engine without it, such as engine.execution_options(isolation_level='REPEATABLE READ')"
+            )
+
+    def refuse_sharing(self, engine: Engine) -> None:
+        """Raise ``UnsupportedDatabaseError`` for a pool that gives one connection to several users at once."""
+        if isinstance(engine.pool, (StaticPool, SingletonThreadPool)):
+            raise UnsupportedDatabaseError(
+                f"the pool of this engine ({type(engine.pool).__name__}) gives several sessions the same connection, "
+                "so one of them would commit or roll back the work of another. Leave out poolclass=. For SQLite use a "
+                "file, such as sqlite:///read_model.db: in memory, SQLAlchemy chooses such a pool"
             )
 
     def refuse_table(self, connection: Connection, table: Table) -> None:

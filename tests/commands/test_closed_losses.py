@@ -17,7 +17,7 @@ from cut_proxy import CutProxy
 from databases import DRIVERS, USUAL, Database, Driver
 from http_rig import Shop
 from misbehaviour import execute_raw
-from projector_dedup import RetriesExhaustedError, RetryPolicy, TransactionViolatedError, UnsafeSessionError
+from projector_dedup import RetriesExhaustedError, RetryPolicy, TransactionViolatedError
 from projector_dedup.commands import Call, Commands, InvalidKeyError, command, default_command_tables
 
 POSTGRESQL = [driver for driver in DRIVERS if driver.engine == "postgresql"]
@@ -280,24 +280,3 @@ def test_a_key_is_taken_as_it_is_or_refused(desk: Desk, key: str) -> None:
     else:
         assert [answer.replayed for answer in answers] == [False, True]
         assert [stored for stored, *_ in desk.records()] == [f"0:{key}"]
-
-
-# A database in memory ------------------------------------------------------------------------------------------------
-
-
-def test_a_session_of_the_handlers_own_in_memory() -> None:
-    """Its engine gives a thread one connection, so it is the command's transaction: refused, and the data stays."""
-    engine = create_engine("sqlite://")
-    with_account(engine)
-
-    def outside(order: PlaceOrder, call: Call) -> Placed:
-        with Session(engine) as session, session.begin():
-            session.get_one(Balance, "alice").amount -= 1
-        return place(order, call)
-
-    commands = Commands(sessionmaker(engine))
-    with pytest.raises((UnsafeSessionError, TransactionViolatedError), match="same connection"):
-        commands.handle(command(name="desk.place")(outside), PlaceOrder(), key="k1")
-    assert counted(engine) == (0, 0, 0)
-    assert not commands.handle(placing, PlaceOrder(), key="k1").replayed
-    assert counted(engine) == (1, 1, 1)

@@ -1,4 +1,4 @@
-"""A database or driver that is not known is refused by name; a dialect of somebody's own is used as the page shows it."""
+"""An unknown database or driver is refused by name; a dialect of somebody else is used as the page shows it."""
 
 import os
 import re
@@ -83,7 +83,7 @@ def test_a_subclass_that_does_not_say_what_its_driver_tells_cannot_be_made(datab
         mine()
 
 
-class _Said(Exception):
+class _SaidError(Exception):
     """The error of a driver that is not known, as PEP 249 and common sense name its SQLSTATE."""
 
     def __init__(self, sqlstate: str | None) -> None:
@@ -103,5 +103,5 @@ def test_an_error_of_a_second_database_that_is_not_known(
     kind: type[DBAPIError], sqlstate: str | None, failure: Failure
 ) -> None:
     """What a handler meets there is told by SQLSTATE, or by PEP 249's class; the driver's own error by nothing."""
-    assert failure_of(kind("insert", {}, _Said(sqlstate))) is failure
-    assert failure_of(_Said(sqlstate)) is None
+    assert failure_of(kind("insert", {}, _SaidError(sqlstate))) is failure
+    assert failure_of(_SaidError(sqlstate)) is None

@@ -45,7 +45,6 @@ PRIVATE = {
     "_id": "nats-py, Subscription: the number under which the server sends the messages of a subscription",
     "_on_connect_isolation_level": "SQLAlchemy, Dialect: create_engine(isolation_level=...) leaves no other trace",
     "_process_msg": "nats-py, Client: messages come through here as bytes, before nats-py fails at their headers",
-    "_proxied": "SQLAlchemy, OptionEngine: the engine of which execution_options() has made a copy",
     "_read_frame": "pika, SelectConnection: where headers are decoded, and a consumer can read those that pika cannot",
     "_rollback_impl": "SQLAlchemy, Connection: ROLLBACK comes through here, as COMMIT through _commit_impl",
 }

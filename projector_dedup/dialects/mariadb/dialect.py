@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from math import ceil
 from typing import Any
 
-from sqlalchemy import URL, Select, Table, bindparam, select
+from sqlalchemy import Select, Table, bindparam, select
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.compiler import compiles
@@ -23,7 +23,6 @@ from ..findings import Finding
 from ..interface import Dialect
 from ..listeners import listen_once
 from ..migrating import lock_session
-from ..places import place_of_server
 from . import galera
 from .catalog import size
 from .claim import given, insert_given, insert_statement, met_by_claim
@@ -62,10 +61,6 @@ class MariaDB(Dialect):
     abort_lasts = True
     remembers_tables = True
     cleanup_isolation = "READ COMMITTED"  # above it, the gap after the last expired marker is where new ones go
-
-    def place_of(self, url: URL) -> Hashable | None:
-        """Return a key of the host, the port and the database; URLs of MariaDB may also begin with ``mysql``."""
-        return place_of_server(url.set(drivername="mysql"), port=3306, names={"unix_socket", "read_default_file"})
 
     def prepare(self, engine: Engine) -> None:
         """Attach a listener that asks each connection how its server refuses lost updates, and sets it up for that."""

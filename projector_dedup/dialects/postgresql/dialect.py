@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from sqlalchemy import URL, Table, Update, case, func, literal_column, select
+from sqlalchemy import Table, Update, case, func, literal_column, select
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.engine.interfaces import Dialect as EngineDialect
 from sqlalchemy.exc import DBAPIError
@@ -20,7 +20,6 @@ from ..findings import Finding, advice
 from ..interface import Dialect
 from ..listeners import listen_once
 from ..migrating import lock_transaction
-from ..places import place_of_server
 from . import catalog
 from .claim import claim_many, claim_names, insert_statement
 from .cleanup import picking
@@ -41,10 +40,6 @@ class PostgreSQL(Dialect):
     keeps_zones = True
     commits_duplicates = True  # for a standby, and for what psycopg has prepared: ``ending.commit_duplicate``
     cleanup_isolation = "READ COMMITTED"  # above it, what another cleaner deleted is a serialization failure
-
-    def place_of(self, url: URL) -> Hashable | None:
-        """Return a key of the host, the port and the database; two schemas of one database have the same key."""
-        return place_of_server(url, port=5432, names={"host", "hostaddr", "port", "dbname", "service"})
 
     def prepare(self, engine: Engine) -> None:
         """Raise ``UnsupportedDatabaseError`` behind a pooler if the driver names prepared statements by number.

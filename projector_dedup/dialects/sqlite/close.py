@@ -19,7 +19,6 @@ from sqlalchemy.engine.interfaces import Dialect as EngineDialect
 from sqlalchemy.pool import QueuePool
 
 from ..listeners import listen_once
-from ..places import is_in_memory
 
 _MANY = 50  # cursors; with more, those that are gone are forgotten
 
@@ -68,7 +67,7 @@ def close_ends_transactions(engine: Engine) -> None:
         return
     checkout = [_checkout] if isinstance(engine.pool, QueuePool) else []
     listen_once(engine, before_others=True, do_connect=[_connect], checkout=checkout)
-    if isinstance(engine.pool, QueuePool) and not is_in_memory(engine.url):
+    if isinstance(engine.pool, QueuePool):
         # Not dispose(): a connection that another task takes meanwhile would return to a pool that nobody closes.
         for _ in range(engine.pool.checkedin()):
             with engine.connect() as connection:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import sqlite3
 from abc import abstractmethod
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
-from sqlalchemy import URL, Select, Table, bindparam, delete, literal_column, select, text
+from sqlalchemy import Select, Table, bindparam, delete, literal_column, select, text
 from sqlalchemy.dialects.sqlite import insert
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.sql import ColumnElement, Executable
 
-from ...errors import UnsafeSessionError
+from ...errors import UnsafeSessionError, UnsupportedDatabaseError
 from ...transaction_text import Grammar
 from ..answers import Failure, Status
 from ..claims import Key, Parameters, handler_parameters, insert_and_count, inserting
@@ -23,8 +23,6 @@ from ..cleanup import is_expired
 from ..findings import Finding, advice
 from ..interface import Dialect
 from ..levels import chosen_level
-from ..places import is_in_memory, place_of_sqlite
-from ..shared_connection import refuse_sharing
 from .close import close_ends_transactions
 
 _LATER = (  # a full disk, a file that may not be written or opened, or is corrupted, an interrupted statement
@@ -32,6 +30,7 @@ _LATER = (  # a full disk, a file that may not be written or opened, or is corru
     *("SQLITE_IOERR", "SQLITE_NOMEM", "SQLITE_PROTOCOL", "SQLITE_INTERRUPT"),
     *("SQLITE_CORRUPT", "SQLITE_NOTADB", "SQLITE_INTERNAL", "SQLITE_SCHEMA"),
 )
+_IN_MEMORY = {"memory", "memdb"}  # values of mode= and vfs= in the URL
 
 
 class SQLite(Dialect):
@@ -43,25 +42,26 @@ class SQLite(Dialect):
     locks_rows = False
     transactional_ddl = True  # once ``migrating`` has begun; sqlite3 itself begins for rows only
 
-    def place_of(self, url: URL) -> Hashable | None:
-        """Return a key of the file, the same for all paths to it; None if each connection has its own database."""
-        return place_of_sqlite(url)
-
-    def lives_in_connection(self, url: URL) -> bool:
-        """True if the database is in memory."""
-        return is_in_memory(url)
-
     def detecting_isolation(self, engine: Engine) -> str | None:
         """Return None: writers take turns, so that no update is lost at any level."""
         return None
 
     def prepare(self, engine: Engine) -> None:
-        """Make closed connections release the write lock, also when a statement was interrupted."""
+        """Make closed connections release the write lock, also when a statement was interrupted.
+
+        Raises ``UnsupportedDatabaseError`` for a database in memory, which is gone when its connection is closed.
+        """
+        path, arguments = engine.url.database or "", engine.url.query
+        if path in ("", "file:") or ":memory:" in path or {arguments.get("mode"), arguments.get("vfs")} & _IN_MEMORY:
+            raise UnsupportedDatabaseError(
+                "SQLite in memory is lost with its connection, and sessions would share one; use a file, such as "
+                "sqlite:///read_model.db, in tests in a temporary folder"
+            )
         close_ends_transactions(engine)
 
     def refuse_unsafe(self, connection: Connection) -> None:
-        """Raise ``RefusedError`` for a connection that several threads share, and for AUTOCOMMIT."""
-        refuse_sharing(connection)
+        """Raise ``RefusedError`` for a connection that several sessions share, and for AUTOCOMMIT."""
+        self.refuse_sharing(connection.engine)
         if chosen_level(connection) == "AUTOCOMMIT" or self.commits_nothing(connection):
             raise UnsafeSessionError(
                 "the engine is in AUTOCOMMIT: marker and read model would be committed one by one; give the "

@@ -215,16 +215,6 @@ MUTANTS = (
         ),
     ),
     Mutant(
-        name="database-in-memory-is-thrown-away",
-        breaks="A handler that ends its transaction on the driver's connection loses the whole database in memory.",
-        where="Guard.ended_below",
-        old="not self.dialect.lives_in_connection(self.connection.engine.url)",
-        new="True",
-        tests=(
-            "tests/delivery/test_in_memory.py::test_a_rollback_on_the_drivers_connection_loses_nothing[queue-usual]",
-        ),
-    ),
-    Mutant(
         name="what-a-flush-listener-adds-is-lost",
         breaks="At the end of a message of a batch, what a listener to its flush has added is forgotten unwritten.",
         where="UnitOfWork.end_message",

@@ -26,10 +26,20 @@ MUTANTS = (
     Mutant(
         name="shared-connection-is-accepted",
         breaks="An engine that gives all threads one connection is accepted, where one commits another's marker.",
-        where="refuse_sharing",
-        old="if isinstance(pool, StaticPool):",
-        new="if connection.closed:",
-        tests=("tests/delivery/test_claim.py::test_a_shared_connection_is_refused",),
+        where="Dialect.refuse_sharing",
+        old="(StaticPool, SingletonThreadPool)",
+        new="SingletonThreadPool",
+        tests=(
+            "tests/delivery/test_silent_losses.py::test_a_connection_that_is_shared_is_refused_everywhere[sqlite-StaticPool]",
+        ),
+    ),
+    Mutant(
+        name="database-in-memory-is-accepted",
+        breaks="A database in memory is accepted, and is lost with the connection that the first delivery closes.",
+        where="SQLite.prepare",
+        old='or ":memory:" in path',
+        new="",
+        tests=("tests/databases/test_sqlite.py::test_a_database_in_memory_is_refused[sqlite:///:memory:-QueuePool]",),
     ),
     Mutant(
         name="somebody-elses-transaction-is-joined",
