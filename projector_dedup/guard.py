@@ -29,9 +29,7 @@ from sqlalchemy.sql.dml import UpdateBase
 from sqlalchemy.sql.elements import ReleaseSavepointClause, RollbackToSavepointClause, SavepointClause
 
 from .closing import roll_back
-from .dialects import Dialect, Failure, LastStatement, Status
-from .dialects.claims import marker_exists
-from .dialects.listeners import info_of
+from .dialects import Dialect, Failure, LastStatement, Status, info_of, marker_exists
 from .errors import TransactionViolatedError, UnsafeSessionError
 from .tables import DedupTables
 from .transaction_text import sql_sent, sql_text

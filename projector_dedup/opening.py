@@ -20,10 +20,17 @@ from sqlalchemy.orm import Session, sessionmaker
 
 from .asyncio_names import AsyncSession, async_sessionmaker
 from .closing import connected
-from .dialects import LEVEL_OF_BEGIN, LEVELS, Dialect, Status, dialect_of, is_as_strict
-from .dialects.answers import sqlstate_of
-from .dialects.levels import chosen_level
-from .dialects.listeners import forget_if_moved
+from .dialects import (
+    LEVEL_OF_BEGIN,
+    LEVELS,
+    Dialect,
+    Status,
+    chosen_level,
+    dialect_of,
+    forget_if_moved,
+    is_as_strict,
+    sqlstate_of,
+)
 from .errors import UnsafeSessionError
 from .guard import GuardedSession, guarded_session, kept_on_class
 from .markers import refuse_elsewhere

@@ -20,9 +20,8 @@ from sqlalchemy import (
 )
 from sqlalchemy.engine import Connection
 from sqlalchemy.exc import DBAPIError
-from sqlalchemy.sql import Executable
 
-from ..errors import OvertakenError, UnsafeSessionError, UnsupportedDatabaseError
+from ..errors import OvertakenError, UnsafeSessionError
 
 Parameters = Mapping[str, Any]
 InsertT = TypeVar("InsertT", bound=Insert)
@@ -59,17 +58,6 @@ def inserting(statement: InsertT, rows: Sequence[Mapping[str, ColumnElement[Any]
 def key_of(parameters: Parameters) -> Key:
     """Return the key of the marker that a claim with these parameters inserts."""
     return parameters["message_id"], parameters["handler"]
-
-
-def insert_and_count(connection: Connection, statement: Executable, parameters: Parameters) -> int:
-    """Execute the INSERT ``statement`` and return how many rows it inserted: a row count costs less than RETURNING.
-
-    Raises ``UnsupportedDatabaseError`` if the driver gives no row count.
-    """
-    count = connection.execute(statement, parameters).rowcount
-    if count < 0:
-        raise UnsupportedDatabaseError("the driver does not say how many rows the claim has inserted")
-    return count
 
 
 def look_then_insert(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Set
 from datetime import timedelta
 
-from ..dialects.findings import Finding, advice
+from ..dialects import Finding, advice
 from ..message import printable
 from ..tables import DedupTables, default_tables
 from .stats import Ages

@@ -9,8 +9,7 @@ from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import DBAPIError
 
 from ..commands import CommandTables
-from ..dialects import Dialect, Failure, dialect_of
-from ..dialects.findings import Finding, advice
+from ..dialects import Dialect, Failure, Finding, advice, dialect_of
 from ..errors import MissingTableError, RefusedError
 from ..markers import insert_marker, marker_key
 from ..message import MAX_MESSAGE_ID_BYTES, printable

@@ -9,8 +9,7 @@ from sqlalchemy.engine import Connection
 
 from ..commands import CommandTables, default_command_tables
 from ..commands.record import MAX_CODEC_BYTES, RESULT, Record, recalling, recording
-from ..dialects import Dialect
-from ..dialects.findings import Finding
+from ..dialects import Dialect, Finding
 from ..errors import MissingTableError
 from ..tables import DedupTables, default_tables, full_name
 

@@ -15,7 +15,8 @@ from sqlalchemy.orm import Session, sessionmaker
 
 from databases import Database
 from projector_dedup import Dispatcher, UnsupportedDatabaseError, claim, on, projector
-from projector_dedup.dialects import _DIALECTS, Failure, MariaDB, PostgreSQL, SQLite, dialect_of, failure_of
+from projector_dedup.dialects import Failure, MariaDB, PostgreSQL, SQLite, dialect_of, failure_of
+from projector_dedup.dialects.dialect import _DIALECTS
 from projector_dedup.maintenance.check import check
 from projector_dedup.testing.kit import Added, add
 

@@ -15,7 +15,7 @@ from sqlalchemy.schema import CreateIndex, CreateTable
 from projector_dedup.commands.record import RESULT, Record, default_command_tables, recalling, recording
 from projector_dedup.dialects import Dialect, any_expired, dialect_of
 from projector_dedup.dialects.claims import lookup_statement
-from projector_dedup.dialects.mariadb.claim import insert_given, met_by_claim
+from projector_dedup.dialects.mariadb import insert_given, met_by_claim
 from projector_dedup.tables import default_tables
 
 APPROVED = Path(__file__).parent / "approved"

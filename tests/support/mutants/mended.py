@@ -176,7 +176,7 @@ MUTANTS = (
     Mutant(
         name="outdated-plan-is-final",
         breaks="On PostgreSQL a message fails after an ALTER TABLE, because a statement had been prepared before.",
-        where="classify",
+        where="PostgreSQL.classify",
         old="routine_of(error) == _REPLANNING",
         new="routine_of(error) is None",
         tests=(

@@ -175,7 +175,7 @@ MUTANTS = (
     Mutant(
         name="no-server-is-poison",
         breaks="Errors of connecting, which have no SQLSTATE with psycopg, send messages to the dead letters.",
-        where="classify",
+        where="PostgreSQL.classify",
         old=" or (not sqlstate and is_operational(error))",
         new="",
         tests=("tests/delivery/test_verdicts_provoked.py::test_a_server_that_is_not_there[postgresql+psycopg]",),

@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
+from weakref import WeakSet, ref
 
-from sqlalchemy import Select, Table, bindparam, delete, literal_column, select, text
+from sqlalchemy import Select, Table, bindparam, delete, event, literal_column, select, text
 from sqlalchemy.dialects.sqlite import insert
 from sqlalchemy.engine import Connection, Engine
+from sqlalchemy.engine.interfaces import Dialect as EngineDialect
 from sqlalchemy.exc import DBAPIError
+from sqlalchemy.pool import QueuePool
 from sqlalchemy.sql import ColumnElement, Executable
 
-from ...errors import UnsafeSessionError, UnsupportedDatabaseError
-from ...transaction_text import Grammar
-from ..answers import Failure, Status
-from ..claims import Key, Parameters, handler_parameters, insert_and_count, inserting
-from ..cleanup import is_expired
-from ..findings import Finding, advice
-from ..interface import Dialect
-from ..levels import chosen_level
-from .close import close_ends_transactions
+from ..asyncio_names import AsyncEngine
+from ..errors import UnsafeSessionError, UnsupportedDatabaseError
+from ..transaction_text import Grammar
+from .claims import Key, Parameters, handler_parameters, inserting
+from .dialect import Dialect, Failure, Status, chosen_level, insert_and_count
+from .listeners import listen_once
+from .maintenance import Finding, advice, is_expired
 
 _LATER = (  # a full disk, a file that may not be written or opened, or is corrupted, an interrupted statement
     *("SQLITE_FULL", "SQLITE_READONLY", "SQLITE_CANTOPEN", "SQLITE_PERM"),
@@ -217,11 +219,6 @@ class SQLite(Dialect):
 
 
 @cache
-def _claim(dialect: SQLite, marker: Table) -> Executable:
-    return dialect.claim_statement(marker, bounded=False)
-
-
-@cache
 def _claim_many(marker: Table) -> Executable:
     values: dict[str, Any] = {name: bindparam(name) for name in ("message_id", "handler", "occurred_at")}
     statement = insert(marker).values(values).on_conflict_do_nothing(index_elements=["message_id", "handler"])
@@ -231,3 +228,133 @@ def _claim_many(marker: Table) -> Executable:
 def _code(error: Exception) -> str:
     code: str = getattr(getattr(error, "orig", error), "sqlite_errorname", "")
     return code
+
+
+# The drivers ---------------------------------------------------------------------------------------------------------
+
+_COMMITS = "projector_dedup_commits"  # in the ``info`` of a physical connection
+
+
+class Pysqlite(SQLite):
+    """SQLite through sqlite3, of Python's own library."""
+
+    drivers = frozenset({"pysqlite"})
+
+    def commits_nothing(self, connection: Connection) -> bool:
+        """True if the connection was made with autocommit=True, which sqlite3 has since Python 3.12."""
+        return getattr(connection.connection.dbapi_connection, "autocommit", None) is True
+
+
+class Aiosqlite(SQLite):
+    """SQLite through aiosqlite, which does not tell with which autocommit a connection was made."""
+
+    drivers = frozenset({"aiosqlite"})
+
+    def commits_nothing(self, connection: Connection) -> bool:
+        """True if ``commit()`` has no effect: tried once for each physical connection, if no transaction is open."""
+        driver = connection.connection.driver_connection
+        if _COMMITS not in connection.info and self.status(driver) is Status.NONE:
+            connection.exec_driver_sql("BEGIN")
+            connection.connection.commit()
+            connection.info[_COMMITS] = self.status(driver) is Status.NONE
+            if not connection.info[_COMMITS]:
+                connection.exec_driver_sql("ROLLBACK")
+        return connection.info.get(_COMMITS) is False
+
+
+# Closing a connection ------------------------------------------------------------------------------------------------
+#
+# Since Python 3.11, ``sqlite3.Connection.close()`` leaves unfinished cursors alone, and SQLite keeps a connection with
+# an unfinished statement alive, locks included, until the cursor dies. An interrupted statement leaves just that:
+# SQLAlchemy invalidates the connection, which closes it, while the exception's traceback holds the cursor. Every writer
+# of the database then waits for the garbage collector (tests/delivery/test_interrupts.py).
+
+_MANY = 50  # cursors; with more, those that are gone are forgotten
+
+
+class _ClosingConnection(sqlite3.Connection):
+    """Finishes its cursors and rolls back before it closes."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._cursors: list[ref[sqlite3.Cursor]] = []
+        super().__init__(*args, **kwargs)
+
+    def cursor(self, *args: Any, **kwargs: Any) -> Any:
+        cursor = super().cursor(*args, **kwargs)
+        if len(self._cursors) > _MANY:
+            self._cursors = [known for known in self._cursors if known() is not None]
+        self._cursors.append(ref(cursor))
+        return cursor
+
+    def close(self) -> None:
+        # An error means: closed already, or called by a thread that may not close it. Then there is nothing to finish.
+        with contextlib.suppress(sqlite3.Error):
+            for known in self._cursors:
+                if (cursor := known()) is not None:
+                    cursor.close()
+            if self.in_transaction:
+                self.rollback()
+        super().close()
+
+
+@cache
+def _closing(connection_class: type[sqlite3.Connection]) -> type[sqlite3.Connection]:
+    if issubclass(connection_class, _ClosingConnection):
+        return connection_class  # older SQLAlchemy hands the same keywords to every connect
+    if connection_class is sqlite3.Connection:
+        return _ClosingConnection
+    return type(f"Closing{connection_class.__name__}", (_ClosingConnection, connection_class), {})
+
+
+# Engines that have no connection older than the listeners; by the dialect, which execution_options() clones share.
+_prepared: WeakSet[EngineDialect] = WeakSet()
+
+
+def close_ends_transactions(engine: Engine) -> None:
+    """Make the engine's connections end their transaction when they close, and have none when they are taken."""
+    if engine.dialect in _prepared:
+        return
+    checkout = [_checkout] if isinstance(engine.pool, QueuePool) else []
+    listen_once(engine, before_others=True, do_connect=[_connect], checkout=checkout)
+    if isinstance(engine.pool, QueuePool):
+        # Not dispose(): a connection that another task takes meanwhile would return to a pool that nobody closes.
+        for _ in range(engine.pool.checkedin()):
+            with engine.connect() as connection:
+                connection.invalidate()
+    _prepared.add(engine.dialect)
+
+
+def _connect(_dialect: EngineDialect, _record: object, _arguments: object, keywords: dict[str, Any]) -> None:
+    if "async_creator_fn" not in keywords:  # the user makes the connection, and its class is the user's choice
+        keywords["factory"] = _closing(keywords.get("factory", sqlite3.Connection))
+
+
+def _checkout(dbapi_connection: Any, _record: object, _proxy: object) -> None:
+    """End a transaction that a refused COMMIT left open: SQLAlchemy returns such a connection to the pool as it is.
+
+    The next transaction on it would commit writes that were reported as failed, perhaps with a marker.
+    """
+    if getattr(dbapi_connection, "driver_connection", dbapi_connection).in_transaction:
+        dbapi_connection.rollback()
+
+
+def configure_sqlite(engine: Engine | AsyncEngine, *, busy_timeout: float = 5.0) -> None:
+    """Set an engine up for several worker processes: call it once, before the engine is first used.
+
+    Write-ahead logging lets readers read while a projector writes; ``busy_timeout`` (seconds) is how long a writer
+    waits for the one before it. Units of work take the write lock before anything else, whether or not this function
+    was called. Other code that reads through the engine does not take the lock, and never waits for it.
+    """
+    sync_engine = engine.sync_engine if isinstance(engine, AsyncEngine) else engine
+
+    @event.listens_for(sync_engine, "connect")
+    def _set_up(dbapi_connection: Any, _record: Any) -> None:
+        cursor = dbapi_connection.cursor()
+        cursor.execute(f"PRAGMA busy_timeout = {int(busy_timeout * 1000)}")
+        begun = getattr(dbapi_connection, "driver_connection", dbapi_connection).in_transaction
+        if begun:  # sqlite3's autocommit=False; the journal mode can be changed between transactions only
+            cursor.execute("COMMIT")
+        cursor.execute("PRAGMA journal_mode = WAL")
+        if begun:
+            cursor.execute("BEGIN")
+        cursor.close()
