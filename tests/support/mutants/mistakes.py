@@ -28,16 +28,6 @@ MUTANTS = (
         tests=("tests/consumers/test_wrong_arguments.py::test_an_address_in_place_of_a_client_is_refused[pika]",),
     ),
     Mutant(
-        name="dict-without-a-type-is-any-event",
-        breaks="Whoever delivers a dictionary is told to register a handler for dict, and not how to give it a type.",
-        where="advice_on",
-        old="if not isinstance(route, type) or not issubclass(route, Mapping):",
-        new="if True:",
-        tests=(
-            "tests/delivery/test_type_extractor.py::test_what_has_no_type_of_its_own_is_told_what_to_write[a dict]",
-        ),
-    ),
-    Mutant(
         name="command-without-parentheses-is-let-through",
         breaks="@command without parentheses makes something of a function that no Commands can handle.",
         where="command",
