@@ -28,7 +28,7 @@ from projector_dedup import (
     verdict_of,
 )
 from projector_dedup.commands import Call, Commands, DuplicateCommandError, command
-from projector_dedup.dialects.answers import sqlstate_of
+from projector_dedup.dialects import sqlstate_of
 from projector_dedup.verdict import FAILURES
 from provoked import FIRST, PROVOKED, Provoked, held, make_provoked
 from rig import tables_on
