@@ -169,7 +169,7 @@ class Consumer:
         if settled.acknowledge:
             self._client.xack(self._stream, self._group, entry.number)
         elif settled.reject:
-            letter = {**entry.fields, _REJECTED_FOR: settled.reason}
+            letter: dict[Any, Any] = {**entry.fields, _REJECTED_FOR: settled.reason}
             self._client.xadd(dead_stream(self._stream, self._group), letter)
             self._client.xack(self._stream, self._group, entry.number)  # behind it: kept twice perhaps, but not lost
         elif self._pending(entry.number, entry.number, 1, self._member):  # else another process settles it by now
