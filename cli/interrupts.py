@@ -1,13 +1,11 @@
-"""Handle Ctrl-C and SIGTERM where a command chooses, so that it can clean up; keep Ctrl-C from child processes."""
+"""Handle Ctrl-C and SIGTERM where a command chooses, so that it can clean up."""
 
 from __future__ import annotations
 
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from multiprocessing.resource_tracker import ensure_running
 from types import FrameType
 
 _ALERT = 0.1  # seconds after which a rest looks for a signal again
@@ -57,21 +55,3 @@ def deferred() -> Iterator[Callable[[], None]]:
                 raise KeyboardInterrupt
 
         yield check
-
-
-@contextmanager
-def not_for_children() -> Iterator[None]:
-    """Keep Ctrl-C from processes that are started in the block: they inherit the blocked signal.
-
-    Ctrl-C goes to every process of a terminal; this one gets it after the block. On Windows nothing is blocked: a
-    process that is still importing when Ctrl-C comes may print a traceback on stderr.
-    """
-    if sys.platform == "win32":
-        yield
-        return
-    ensure_running()  # the tracker that multiprocessing starts with its first process would unblock the signal
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})

@@ -1,4 +1,4 @@
-"""Signs that a command works, on stderr, and only if that is a terminal: a count that grows, or a line."""
+"""Signs that a command works, on stderr, and only if that is a terminal: a count that grows."""
 
 from __future__ import annotations
 
@@ -42,9 +42,3 @@ def counting(verb: str) -> Iterator[Callable[[int], None] | None]:
             status.update(f"{verb} {so_far:,} ...")
 
         yield show
-
-
-def tell(line: str) -> None:
-    """Print a line about what takes a while now, if stderr is a terminal."""
-    if sys.stderr.isatty():
-        click.echo(line, err=True)

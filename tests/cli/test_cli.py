@@ -87,11 +87,6 @@ def test_version() -> None:
         ("forget", "--database-url", "sqlite:///x.db", "payment-1"),
         ("check", "--database-url", "sqlite:///x.db", "--app", "myapp"),
         ("check", "--database-url", "sqlite:///x.db", "--app", "myapp.py:dispatcher.x y"),
-        ("demo", "--embedded-postgres", "--database-url", "sqlite:///x.db"),
-        ("demo", "--workers", "0"),
-        ("demo", "--commands", "--flights", "5"),
-        ("demo", "--commands", "--all"),
-        ("demo", "--orders", "5"),
     ],
     ids=" ".join,
 )

@@ -95,9 +95,9 @@ def test_tables_of_commands_beside_those_of_projectors_are_named(engine: Engine,
 
 @pytest.mark.parametrize("name", sorted(main.commands))
 def test_help_names_the_option(name: str) -> None:
-    """Every command that is about tables has it, with the name that it stands for; the demo's shows commands."""
+    """Every command that is about tables has it, with the name that it stands for."""
     answer = CliRunner().invoke(main, [name, "--help"], terminal_width=80).output
-    assert ("--commands" in answer) is (name in WITH_COMMANDS or name == "demo")
+    assert ("--commands" in answer) is (name in WITH_COMMANDS)
     assert ("processed_command" in answer) is (name in WITH_COMMANDS)
 
 

@@ -107,28 +107,4 @@ MUTANTS = (
         new="if unknown is None:",
         tests=("tests/maintenance/test_check.py::test_handlers_that_the_application_does_not_know",),
     ),
-    Mutant(
-        name="demo-takes-different-answers-for-the-same",
-        breaks="`idempotency demo --commands` says that every caller got the same answer, although they did not.",
-        where="contradicted",
-        old="len(answers) > 1 or",
-        new="",
-        tests=("tests/cli/test_demo.py::test_answers_that_differ_are_seen[two for one order]",),
-    ),
-    Mutant(
-        name="demo-takes-one-answer-for-two-orders",
-        breaks="`idempotency demo --commands` is content if callers of two orders are told the number of one.",
-        where="contradicted",
-        old="any(given[answer] > 1 for answer in answers)",
-        new="False",
-        tests=("tests/cli/test_demo.py::test_answers_that_differ_are_seen[one for two orders]",),
-    ),
-    Mutant(
-        name="demo-orders-claim-nothing",
-        breaks="The command of the demo is called without its key, so that it is run for every request.",
-        where="OrdersTarget.open",
-        old='key=request.key, scope="demo"',
-        new="key=None",
-        tests=("tests/cli/test_demo.py::test_every_caller_is_answered",),
-    ),
 )
