@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
+from types import SimpleNamespace
 from typing import Any
 
 import aio_pika
@@ -22,6 +23,7 @@ from databases import Database
 from payments import RULES, payment
 from projector_dedup.integrations.incoming import cloudevent
 from projector_dedup.integrations.rabbitmq import DELIVERIES, REJECTED_FOR, WITHOUT_ID, dead_letters, queues_beside
+from walk import files_entered
 
 FRAME = 131_072  # bytes, which the server offers
 POISON = "ValueError: this account cannot be read\\nreally"
@@ -364,3 +366,19 @@ def test_nothing_of_the_applications_fails_before_the_dispatcher(rig: Rig, broke
     rig.queue.send(b"{", message_id="p2", content_type="application/json")
     rig.queue.send(b"\xff", message_id="p3", content_type="text/plain")
     rig.consume_until(lambda: rig.settled({"a": 1})() and len(rig.queue.dead()) == 2, broker=broker)
+
+
+MOST = 19  # files of the library
+
+
+@by("pika")
+def test_a_message_enters_few_files(rig: Pika) -> None:
+    """From pika's callback to the acknowledgement, once the engine is known."""
+    consumer: Any = rig.make(payments.dispatcher(rig.engine))
+    channel: Any = SimpleNamespace(basic_ack=lambda _tag: None)
+    for number in range(3):
+        consumer._settle(channel, 1, pika.BasicProperties(message_id=f"p{number}"), payment(number))
+    with files_entered() as entered:
+        consumer._settle(channel, 1, pika.BasicProperties(message_id="measured"), payment(3))
+    assert rig.applied == ({"a": 4}, 4)
+    assert len(entered) <= MOST, " ".join(sorted(entered))
