@@ -249,7 +249,7 @@ MUTANTS = (
         new="_impl_class=None",
         tests=(
             "tests/consumers/test_rabbitmq.py::test_what_aio_pika_cannot_read_ends_its_consumer_which_names_the_remedy"
-            "[aio-pika-last timestamp]",
+            "[last timestamp-aio-pika]",
         ),
     ),
     Mutant(
@@ -270,7 +270,7 @@ MUTANTS = (
         new="pass",
         tests=(
             "tests/consumers/test_rabbitmq.py::test_what_aio_pika_cannot_read_ends_its_consumer_which_names_the_remedy"
-            "[aio-pika-last timestamp]",
+            "[last timestamp-aio-pika]",
         ),
     ),
     Mutant(

@@ -29,7 +29,7 @@ MUTANTS = (
         where="AS_IT_CAME",
         old='"decoder": _decode,',
         new="",
-        tests=(f"{RABBIT}::test_nothing_of_the_applications_fails_before_the_dispatcher[faststream-rabbit-broker0]",),
+        tests=(f"{RABBIT}::test_nothing_of_the_applications_fails_before_the_dispatcher[broker0-faststream-rabbit]",),
     ),
     Mutant(
         name="copy-is-not-confirmed",
