@@ -13,7 +13,7 @@ from databases import DRIVERS, USUAL
 from projector_dedup import Outcome, RetryPolicy
 from projector_dedup.commands import default_command_tables
 from projector_dedup.maintenance.cleanup import prune
-from projector_dedup.maintenance.records import forget_record
+from projector_dedup.maintenance.rows import forget_record
 from projector_dedup.testing.subject import PATIENCE
 
 AT_ONCE = 1e-9  # hours: whatever is committed has expired

@@ -20,7 +20,7 @@ import pytest
 from command_rig import Desk, desk_on
 from databases import DRIVERS, USUAL
 from projector_dedup.commands import default_command_tables
-from projector_dedup.maintenance.rename import rename
+from projector_dedup.maintenance.rows import rename
 
 OLD = """
 @dataclass(frozen=True)

@@ -15,22 +15,14 @@ _NOBODY = "00000000-0000-0000-0000-000000000000"
 def findings(connection: Connection) -> Iterator[Finding]:
     """Yield advice about a log that is not flushed, and a note about a node of a Galera cluster."""
     # The settings of the server, which new sessions begin with: the command has changed some for its own session.
-    found = dict(
-        connection.exec_driver_sql(
-            f"SHOW GLOBAL VARIABLES WHERE variable_name IN ('{_FLUSHED}', 'wsrep_node_name')"
-        ).tuples()
-    )
+    found = _global(connection, "VARIABLES", f"'{_FLUSHED}', 'wsrep_node_name'")
     flushed = found.get(_FLUSHED)
     if flushed in ("0", "2"):
         yield advice(
             f"{_FLUSHED} = {flushed}: a crash of the machine loses messages that were acknowledged just before",
             f"SET GLOBAL {_FLUSHED} = 1, and write it into the server's configuration; in a cluster on every node",
         )
-    status = dict(
-        connection.exec_driver_sql(
-            "SHOW GLOBAL STATUS WHERE variable_name IN ('wsrep_cluster_state_uuid', 'wsrep_cluster_size')"
-        ).tuples()
-    )
+    status = _global(connection, "STATUS", "'wsrep_cluster_state_uuid', 'wsrep_cluster_size'")
     if status.get("wsrep_cluster_state_uuid") not in (None, "", _NOBODY):
         yield note(
             f"this server is {found['wsrep_node_name']} of a Galera cluster that has {status['wsrep_cluster_size']} "
@@ -38,3 +30,8 @@ def findings(connection: Connection) -> Iterator[Finding]:
             "migrate through one node; write a row that is hot through one node; configure all nodes alike "
             "(docs/clusters.md)",
         )
+
+
+def _global(connection: Connection, kind: str, names: str) -> dict[str, str]:
+    rows = connection.exec_driver_sql(f"SHOW GLOBAL {kind} WHERE variable_name IN ({names})")
+    return {str(name): str(value) for name, value in rows}

@@ -75,12 +75,4 @@ MUTANTS = (
             "tests/consumers/test_settling.py::test_an_extractor_that_fails_does_not_stop_the_consumer[sync-single]",
         ),
     ),
-    Mutant(
-        name="piped-demo-is-mute",
-        breaks="The demo whose output goes to a pipe says nothing for a minute, although stderr is a terminal.",
-        where="Report.progress",
-        old="disable=not sys.stderr.isatty()",
-        new="disable=True",
-        tests=("tests/cli/test_demo.py::test_somebody_who_pipes_the_demo_sees_that_it_works",),
-    ),
 )
