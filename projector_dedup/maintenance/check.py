@@ -22,19 +22,19 @@ from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import DBAPIError
 
 from ..commands import CommandTables
-from ..commands.record import RESULT, Record, recalling, recording
+from ..commands.record import MAX_CODEC_BYTES, RESULT, Record, recalling, recording
 from ..commands.runner import MAX_RESULT_BYTES
-from ..commands.tables import MAX_CODEC_BYTES
-from ..dialects import Dialect, Failure, dialect_of
-from ..dialects.findings import Finding, advice
+from ..dialects import Dialect, Failure, Finding, advice, dialect_of
 from ..errors import MissingTableError, RefusedError
 from ..markers import insert_marker, marker_key
-from ..message import printable
-from ..preflight import LOOK_ALIKES, try_out
+from ..message import MAX_MESSAGE_ID_BYTES, printable
 from ..tables import DedupTables, default_tables, full_name
 from .running import connected_to, other_kind
 from .state import SCHEMA_VERSION, duration, moment_with_zone, read_state
 from .stats import Ages
+
+_LONG = "x" * (MAX_MESSAGE_ID_BYTES - 1)
+_LOOK_ALIKES = ("a", "A", "a ", "e", "\N{LATIN SMALL LETTER E WITH ACUTE}", "1", "01", _LONG + "1", _LONG + "2")
 
 _EVERY_BYTE = bytes(range(256))
 _WHOLE = Record(RESULT, "x" * MAX_CODEC_BYTES, _EVERY_BYTE * 256, _EVERY_BYTE[-32:])
@@ -106,10 +106,7 @@ def _check_comparison(connection: Connection, tables: DedupTables) -> list[Findi
         "its columns must compare byte for byte, or messages are lost; " + remedy,
     )
     try:
-        if dialect.unknown:
-            connection.rollback()
-            try_out(connection.engine, dialect, tables)
-        new = [insert_marker(connection, dialect, tables, marker_key(each, handler)) for each in LOOK_ALIKES]
+        new = [insert_marker(connection, dialect, tables, marker_key(each, handler)) for each in _LOOK_ALIKES]
         kept = not all(new) or _keeps(connection, dialect, tables, handler)
     except RefusedError as error:
         return [Finding(str(error), remedy)]
@@ -133,7 +130,7 @@ def _check_comparison(connection: Connection, tables: DedupTables) -> list[Findi
 
 
 def _keeps(connection: Connection, dialect: Dialect, tables: DedupTables, handler: str) -> bool:
-    return not isinstance(tables, CommandTables) or keeps_records(connection, dialect, tables, LOOK_ALIKES[0], handler)
+    return not isinstance(tables, CommandTables) or keeps_records(connection, dialect, tables, _LOOK_ALIKES[0], handler)
 
 
 def verify(engine: Engine, tables: DedupTables = default_tables, *, any_kind: bool = False) -> None:

@@ -13,8 +13,7 @@ from sqlalchemy.exc import DBAPIError
 
 from ..closing import connected
 from ..commands import CommandTables, default_command_tables
-from ..dialects import Dialect, Failure, dialect_of
-from ..dialects.findings import Finding
+from ..dialects import Dialect, Failure, Finding, dialect_of
 from ..errors import MissingTableError, RetriesExhaustedError
 from ..message import printable
 from ..options import RetryPolicy

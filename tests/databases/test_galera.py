@@ -15,12 +15,9 @@ from command import idempotency
 from databases import Database
 from galera import GaleraCluster, GaleraNode, GaleraUnavailableError, galera_cluster
 from projector_dedup import Outcome
-from projector_dedup.dialects import dialect_of
-from projector_dedup.dialects.findings import Finding
+from projector_dedup.dialects import Finding, dialect_of
 from projector_dedup.maintenance.check import check
-from projector_dedup.testing.harness import Harness
-from projector_dedup.testing.races import Held
-from projector_dedup.testing.subject import PATIENCE, Added, Subject, Total, add
+from projector_dedup.testing.kit import PATIENCE, Added, Harness, Held, Subject, Total, add
 from reached import reached
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]

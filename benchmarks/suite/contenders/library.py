@@ -101,7 +101,7 @@ class Deliver(ByORM):
 class DeliverBatch(Deliver):
     """``Dispatcher.deliver_batch``."""
 
-    def __init__(self, name: str, size: int, handler: Callable[..., None] = _by_orm, **declared: bool) -> None:
+    def __init__(self, name: str, size: int, handler: Callable[..., None] = _by_orm, **declared: Any) -> None:
         super().__init__(name, handler, **declared)
         self.batch = size
 

@@ -11,9 +11,8 @@ from pathlib import Path
 from sqlalchemy import URL, make_url, text
 
 from projector_dedup.testing.convergence import generate, totals_of
-from projector_dedup.testing.harness import Harness
+from projector_dedup.testing.kit import Harness, Subject
 from projector_dedup.testing.postgres import PrivatePostgres
-from projector_dedup.testing.subject import Subject
 from standby import Primary, Standby, standby_of
 
 from .load import PATIENCE, Broker, Handler, Ran, working

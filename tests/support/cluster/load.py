@@ -15,8 +15,7 @@ from sqlalchemy.orm import Session
 
 from projector_dedup import BatchFailed, DeliveryFailed, Outcome, ProjectorDedupError
 from projector_dedup.testing.convergence import Messages, totals_of
-from projector_dedup.testing.harness import Harness
-from projector_dedup.testing.subject import Added, add
+from projector_dedup.testing.kit import Added, Harness, add
 
 PATIENCE = 180.0  # seconds for anything that must happen
 REDELIVERED = 0.3  # the share of messages that the broker sends twice, acknowledged or not

@@ -17,8 +17,7 @@ from galera import GaleraCluster, GaleraNode
 from projector_dedup import Outcome
 from projector_dedup.tables import default_tables
 from projector_dedup.testing.convergence import Messages, generate
-from projector_dedup.testing.harness import Harness
-from projector_dedup.testing.subject import Added, Subject, Total
+from projector_dedup.testing.kit import Added, Harness, Subject, Total
 
 from .load import Broker, Deliver, Handler, Ran, working
 

@@ -176,7 +176,7 @@ MUTANTS = (
     Mutant(
         name="check-forgets-the-setting-of-the-role",
         breaks="A role whose COMMIT waits for nobody is told that it waits for the synchronous standby.",
-        where="replication",
+        where="_replication",
         old='settings.names and settings.waits not in ("off", "local")',
         new="settings.names",
         tests=(
@@ -186,7 +186,7 @@ MUTANTS = (
     Mutant(
         name="asynchronous-replication-is-not-told",
         breaks="`idempotency check` says nothing of a standby to which a failover loses acknowledged messages.",
-        where="replication",
+        where="_replication",
         old="elif standbys:",
         new="elif False:",
         tests=("tests/databases/test_replication.py::test_an_asynchronous_standby_is_advice",),
@@ -194,7 +194,7 @@ MUTANTS = (
     Mutant(
         name="log-that-is-not-flushed-is-not-told",
         breaks="`idempotency check` says nothing of a MariaDB that loses acknowledged messages when its machine crashes.",
-        where="findings",
+        where="_log_and_cluster",
         old='if flushed in ("0", "2"):',
         new='if flushed == "0":',
         tests=("tests/databases/test_galera.py::test_a_log_that_is_not_flushed_is_advice",),
