@@ -18,7 +18,7 @@ from private_mariadb import NotInstalledError, private_mariadb
 from projector_dedup import MissingTableError, Outcome, RetriesExhaustedError, RetryPolicy
 from projector_dedup.dialects.postgresql import Psycopg
 from projector_dedup.maintenance.cleanup import cleanup
-from projector_dedup.maintenance.retrying import run_with_retries
+from projector_dedup.maintenance.running import run_with_retries
 from reached import reached
 from rig import Durable, Outside, Rig, add, create_tables, outsides_fixture, rig_on_fixture  # noqa: F401  # fixtures
 
