@@ -7,7 +7,6 @@ import psycopg
 import pytest
 from sqlalchemy import Engine, MetaData, create_engine, make_url
 
-from cluster.failover import either
 from command import idempotency
 from databases import DRIVERS, Driver
 from projector_dedup import Outcome, RetriesExhaustedError, RetryPolicy, make_tables
@@ -17,7 +16,7 @@ from projector_dedup.testing.harness import Harness
 from projector_dedup.testing.postgres import PrivatePostgres
 from projector_dedup.testing.subject import PATIENCE, Base, Subject
 from reached import reached
-from standby import Primary, Standby, own_primary, standby_of
+from standby import Primary, Standby, either, own_primary, standby_of
 
 pytestmark = pytest.mark.slow
 
