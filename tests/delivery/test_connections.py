@@ -27,7 +27,7 @@ from projector_dedup import (
 from projector_dedup.closing import connected
 from projector_dedup.dialects.postgresql import Psycopg
 from projector_dedup.maintenance.cleanup import cleanup
-from projector_dedup.maintenance.retrying import run_with_retries
+from projector_dedup.maintenance.running import run_with_retries
 from reached import reached
 from rig import NOTHING, ONCE, Durable, Outside, Rig, add, create_tables
 

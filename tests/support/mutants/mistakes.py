@@ -17,7 +17,7 @@ MUTANTS = (
         where="_incoming",
         old="""body_name='field "body" of the entry',""",
         new="",
-        tests=("tests/consumers/test_redis.py::test_poison_is_kept_with_its_reason_and_replayed_after_the_mend",),
+        tests=("tests/consumers/test_redis.py::test_a_dead_letter_has_every_field_that_the_entry_had",),
     ),
     Mutant(
         name="address-is-taken-for-a-client",
