@@ -9,10 +9,10 @@ import click
 from sqlalchemy import Engine
 
 from projector_dedup.commands import CommandTables
-from projector_dedup.dialects import Finding
 from projector_dedup.maintenance.advice import advise
 from projector_dedup.maintenance.alembic_config import check_alembic, check_installed_revisions
 from projector_dedup.maintenance.check import check as findings_of
+from projector_dedup.maintenance.databases import Finding
 from projector_dedup.maintenance.records import advise_records
 from projector_dedup.maintenance.stats import ages, handlers_of
 

@@ -8,7 +8,7 @@ from sqlalchemy import Engine, inspect
 
 from projector_dedup import DedupTables
 from projector_dedup.commands import CommandTables
-from projector_dedup.dialects import Finding
+from projector_dedup.maintenance.databases import Finding
 from projector_dedup.maintenance.stats import Ages
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Set
 from datetime import timedelta
 
-from ..dialects import Finding, advice
 from ..message import printable
 from ..tables import DedupTables, default_tables
+from .databases import Finding, advice
 from .stats import Ages
 from .times import duration, moment_with_zone
 

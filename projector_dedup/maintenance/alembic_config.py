@@ -16,8 +16,8 @@ from alembic.config import Config
 from alembic.script import ScriptDirectory
 
 from ..commands import CommandTables
-from ..dialects import Finding, advice
 from ..tables import DedupTables
+from .databases import Finding, advice
 
 _BRANCH = "projector_dedup"
 _LOCATION = "projector_dedup.migrations:versions"

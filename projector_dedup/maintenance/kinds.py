@@ -9,9 +9,10 @@ from sqlalchemy.engine import Connection
 
 from ..commands import CommandTables, default_command_tables
 from ..commands.record import MAX_CODEC_BYTES, RESULT, Record, recalling, recording
-from ..dialects import Dialect, Finding
+from ..dialects import Dialect
 from ..errors import MissingTableError
 from ..tables import DedupTables, default_tables, full_name
+from .databases import Finding
 
 _EVERY_BYTE = bytes(range(256))
 _WHOLE = Record(RESULT, "x" * MAX_CODEC_BYTES, _EVERY_BYTE * 256, _EVERY_BYTE[-32:])

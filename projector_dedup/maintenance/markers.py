@@ -12,10 +12,10 @@ from typing import Any
 from sqlalchemy import Row, delete, select
 from sqlalchemy.engine import Engine
 
-from ..dialects import dialect_of
 from ..message import valid_handler, valid_message_id
 from ..tables import DedupTables, default_tables
 from .connection import connected_to
+from .databases import database_of
 from .kinds import refuse_other_kind
 from .times import in_utc
 
@@ -45,7 +45,7 @@ def find_rows(engine: Engine, message_id: str, tables: DedupTables) -> list[tupl
     marker = tables.marker
     with connected_to(engine, tables) as connection:
         refuse_other_kind(connection, tables)
-        now = dialect_of(engine).now(connection)
+        now = database_of(engine).now(connection)
         statement = select(marker).where(marker.c.message_id == message_id).order_by(marker.c.handler)
         rows = connection.execute(statement).all()
     found = []
@@ -76,12 +76,12 @@ def forget(
     Raises ``InvalidMessageIdError`` for an id that no message can have, ``RefusedError`` for a name that no handler
     can have, ``MissingTableError`` if the tables are missing.
     """
-    marker, dialect = tables.marker, dialect_of(engine)
+    marker, level = tables.marker, database_of(engine).cleanup_isolation
     conditions = [marker.c.message_id == valid_message_id(message_id)]
     if handler is not None:
         conditions.append(marker.c.handler == valid_handler(handler))
-    level = {} if dialect.cleanup_isolation is None else {"isolation_level": dialect.cleanup_isolation}
-    with connected_to(engine, tables) as connection, connection.execution_options(**level).begin():
+    options = {} if level is None else {"isolation_level": level}
+    with connected_to(engine, tables) as connection, connection.execution_options(**options).begin():
         refuse_other_kind(connection, tables)
         there = connection.execute(select(marker.c.handler).where(*conditions).with_for_update()).all()
         connection.execute(delete(marker).where(*conditions))

@@ -14,6 +14,7 @@ from ..dialects import Dialect, Failure
 from ..errors import RetriesExhaustedError
 from ..message import printable
 from ..options import RetryPolicy
+from .databases import database_of
 
 T = TypeVar("T")
 
@@ -35,7 +36,7 @@ def run_with_retries(
 
     Raises ``RetriesExhaustedError`` if the policy is used up; any other error is raised as it is.
     """
-    level = dialect.cleanup_isolation
+    level = database_of(engine).cleanup_isolation
     bind = engine if level is None else engine.execution_options(isolation_level=level)
     deadline, attempt = None, 0
     while True:

@@ -6,7 +6,7 @@ from sqlalchemy import event
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import DBAPIError
 
-from ..dialects import dialect_of
+from .databases import database_of
 
 LOCK_TIMEOUT = 10.0  #: seconds
 _OPTION = "projector_dedup_lock_timeout"  # of a connection: its limit in seconds
@@ -18,7 +18,7 @@ def limited(engine: Engine, lock_timeout: float = LOCK_TIMEOUT) -> Engine:
 
     Give it to the functions of this package, as `idempotency` does: a statement that would wait longer fails, and what
     can be tried again is tried again. The copy shares the pool of ``engine``; a connection that goes back has its usual
-    limit. MariaDB counts whole seconds, and databases that were not tried have no limit.
+    limit. MariaDB counts whole seconds.
 
     Raises ``ValueError`` for a time that is not positive.
     """
@@ -45,7 +45,7 @@ def unlimited(engine: Engine) -> Engine:
 def _limit(connection: Connection) -> None:
     seconds = connection.get_execution_options().get(_OPTION)
     if seconds is not None:
-        connection.info[_USUAL] = dialect_of(connection).limit_waits(connection, seconds)
+        connection.info[_USUAL] = database_of(connection).limit_waits(connection, seconds)
 
 
 def _give_back(connection: Connection) -> None:
