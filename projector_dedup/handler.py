@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -14,7 +14,7 @@ from sqlalchemy.orm import Session
 
 from .asyncio_names import AsyncSession
 from .errors import HandlerDefinitionError
-from .message import Message, Route, TypeExtractor, printable, valid_formerly, valid_handler
+from .message import Message, Route, printable, valid_formerly, valid_handler
 from .options import UnitOptions
 from .reads import DeclaredReads
 
@@ -253,22 +253,6 @@ def warn_of_unused_id(handler: Handler) -> None:
             "@projector(idempotent=True), or give no message_id",
             printable(handler.identity),
         )
-
-
-def advice_on(event: object, route: Route, extractor: TypeExtractor | None = None) -> str:
-    """Return advice for the error message if the event is a list, tuple or dictionary; otherwise an empty text.
-
-    ``route`` is the type that the ``extractor`` found for the event, or its class.
-    """
-    if type(event) in (list, tuple):
-        return f"A {type(event).__name__} is not one message: deliver several by deliver_batch(events)"
-    if not isinstance(route, type) or not issubclass(route, Mapping):
-        return ""
-    if extractor is None:
-        looked, find = "", 'give the Dispatcher type=by_path("type"), which looks into it, or'
-    else:
-        looked, find = ", and the dispatcher's type= has found none in it", "mend the producer or that path, or"
-    return f"A {route.__name__} has no type of its own{looked}: {find} name the type, Message(id, body, type=...)"
 
 
 def check_kind(handler: Handler, *, asynchronous: bool) -> None:

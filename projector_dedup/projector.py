@@ -20,7 +20,6 @@ from .handler import (
     PROJECTOR,
     On,
     Settings,
-    advice_on,
     check_kind,
     handler_of,
     is_pinned,
@@ -170,9 +169,8 @@ class FunctionProjector(Generic[P, R]):
 
     def _chunk(self, event: object, message_id: object) -> Chunk:
         message = envelope(event, message_id, attribute_or_key, needed=self.handler.idempotent)
-        if not self.handler.wants(route := route_of(message)):
-            said = f"{self.handler.identity} does not handle {type(message.body).__name__}. {advice_on(event, route)}"
-            raise UnhandledMessage(said.removesuffix(". "))
+        if not self.handler.wants(route_of(message)):
+            raise UnhandledMessage(f"{self.handler.identity} does not handle {type(message.body).__name__}")
         if message_id is not None and not self.handler.idempotent:
             warn_of_unused_id(self.handler)
         return Chunk(self.handler, [message])

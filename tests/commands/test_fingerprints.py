@@ -2,9 +2,7 @@
 
 import enum
 import math
-import threading
 import uuid
-from collections.abc import Iterator
 from dataclasses import dataclass, field, make_dataclass
 from datetime import UTC, date, datetime, timedelta, timezone
 from decimal import Decimal
@@ -15,20 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from command_rig import Desk, Placed, PlaceOrder, desk_on, place
-from databases import DRIVERS, USUAL, USUAL_ASYNC
+from command_rig import SQLITE, USUAL_ONES, Desk, Held, PlaceOrder, desks
 from projector_dedup.commands import Call, InvalidKeyError, KeyReusedError, fields
 from projector_dedup.commands.fingerprint import canonical, digest
 from projector_dedup.testing.kit import PATIENCE
 
-
-@pytest.fixture(
-    params=[driver for driver in DRIVERS if driver.drivername in {*USUAL.values(), *USUAL_ASYNC.values()}], ids=str
-)
-def desk(request: pytest.FixtureRequest) -> Iterator[Desk]:
-    """A desk on each database, sync and async."""
-    with desk_on(request, request.param) as desk:
-        yield desk
+desk = desks(SQLITE)
+every_desk = desks(USUAL_ONES, "every_desk")
 
 
 def test_another_command_under_the_same_key_is_refused(desk: Desk) -> None:
@@ -43,23 +34,14 @@ def test_another_command_under_the_same_key_is_refused(desk: Desk) -> None:
 
 
 @pytest.mark.parametrize("ends", ["commits", "fails"])
-def test_another_command_waits_for_the_one_in_progress(desk: Desk, ends: str) -> None:
+def test_another_command_waits_for_the_one_in_progress(every_desk: Desk, ends: str) -> None:
     """Nobody can read the first one before it has committed: the other is refused then, or runs if the first failed."""
-    entered, may_end = threading.Event(), threading.Event()
-
-    def held(order: PlaceOrder, call: Call) -> Placed:
-        placed = place(order, call)
-        entered.set()
-        assert desk.harness.blocking(may_end.wait, PATIENCE)
-        if ends == "fails":
-            raise ValueError("a bug")
-        return placed
-
+    desk, held = every_desk, Held(every_desk, raises=ValueError("a bug") if ends == "fails" else None)
     first = desk.harness.start(desk.handle, desk.operation(held), PlaceOrder(30, note="first"))
-    assert entered.wait(PATIENCE)
+    assert held.entered.wait(PATIENCE)
     other = desk.harness.start(desk.handle, desk.operation(), PlaceOrder(31, note="other"))
     desk.harness.waits()
-    may_end.set()
+    held.may_end.set()
     if ends == "commits":
         assert not first.result(PATIENCE).replayed
         with pytest.raises(KeyReusedError):
@@ -114,12 +96,6 @@ class Withdraw:
     amount: int
 
 
-on_sqlite = pytest.mark.parametrize(
-    "desk", [driver for driver in DRIVERS if driver.drivername == USUAL["sqlite"]], ids=str, indirect=True
-)
-
-
-@on_sqlite
 def test_a_command_of_another_type_is_another_command(desk: Desk) -> None:
     """Although its fields are the same: to withdraw is not answered by what was deposited."""
     operation = desk.operation(_move)

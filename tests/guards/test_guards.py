@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from databases import DRIVERS, Driver
+from databases import DRIVERS, USUAL_DRIVERS, Driver
 from endings import Ending, assert_found_out, fails, returns, swallows, writes_on
 from misbehaviour import (
     BELOW,
@@ -17,8 +17,9 @@ from misbehaviour import (
     TEXTS,
     Misbehaviour,
     Verdict,
+    told_apart,
 )
-from rig import NOTHING, ONCE, Durable, Outside, Rig, add, outsides_fixture, rig_on_fixture  # noqa: F401  # fixtures
+from rig import Outside, Rig
 
 ENDINGS = [returns, fails, swallows, writes_on]
 TABLE = [(cases, ENDINGS) for cases in (COMMITS, ROLLBACKS, SAVEPOINTS, SWALLOWED, OTHERS, BELOW)]
@@ -26,12 +27,13 @@ TABLE.append((TEXTS, [returns, swallows]))  # what follows was seen with session
 
 
 def _cases() -> Iterator[Any]:
+    """Everything on one driver of each database; on the others what may depend on the driver, with one ending."""
     for driver in DRIVERS:
+        usual = driver in USUAL_DRIVERS and not driver.is_async
         for cases, endings in TABLE:
-            for case in cases:
+            for case in cases if usual or cases is BELOW else told_apart(cases, driver):
                 if (verdict := case.verdict(driver)) is not None:
-                    # aiomysql and asyncmy are of one descent: the first ending tells them apart, if anything does.
-                    for ending in endings[: 1 if driver.module == "aiomysql" else None]:
+                    for ending in endings if usual or verdict is Verdict.BREAKS else endings[:1]:
                         marks = [] if ending is endings[0] else [pytest.mark.slow]
                         name = f"{driver}-{case}-{ending.__name__}"
                         yield pytest.param(driver, case, verdict, ending, id=name, marks=marks)

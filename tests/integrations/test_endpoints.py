@@ -11,6 +11,7 @@ from databases import Driver
 from http_rig import SERVERS, WEB, Shop, commits, problem, shop_on
 from projector_dedup import RetryPolicy
 from projector_dedup.commands import Call, Rejected
+from walk import files_entered
 
 
 @pytest.fixture(params=WEB, ids=str)
@@ -247,3 +248,18 @@ def test_a_server_that_cannot_be_reached_is_503(cut_shop: Shop, proxy: CutProxy)
     proxy.__exit__(None, None, None)
     cut_shop.sells(commands=commands)
     assert problem(cut_shop.send()) == (503, "try-again")
+
+
+MOST = 22  # files of the library
+
+
+@pytest.mark.parametrize("driver", [driver for driver in WEB if driver.engine == "postgresql"], ids=str)
+def test_a_command_enters_few_files(request: pytest.FixtureRequest, driver: Driver) -> None:
+    """From the request to the answer, once the engine is known."""
+    with shop_on(request, driver) as shop:
+        shop.sells()
+        for key in ("k1", "k2", "k3"):
+            shop.send(key=key)
+        shop.walking = files_entered
+        assert shop.send(key="measured").status_code == 201
+        assert 15 < len(shop.entered) <= MOST, " ".join(sorted(shop.entered))

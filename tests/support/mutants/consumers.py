@@ -102,7 +102,7 @@ MUTANTS = (
         old="settled = self._settling.deliver(incoming_of(body, properties, self._queue))",
         new="channel.basic_ack(tag); settled = self._settling.deliver(incoming_of(body, properties, self._queue))",
         tests=(
-            "tests/consumers/test_rabbitmq.py::test_a_consumer_that_dies_in_a_message_has_not_acknowledged_it[pika]",
+            "tests/consumers/test_every_consumer.py::test_a_consumer_that_dies_in_a_message_has_not_acknowledged_it[pika]",
         ),
     ),
     Mutant(
@@ -112,7 +112,7 @@ MUTANTS = (
         old="settled = await self._settling.adeliver(incoming_of(message.body, message, self._queue))",
         new="await message.ack(); settled = await self._settling.adeliver(incoming_of(message.body, message, self._queue))",
         tests=(
-            "tests/consumers/test_rabbitmq.py::test_a_consumer_that_dies_in_a_message_has_not_acknowledged_it[aio-pika]",
+            "tests/consumers/test_every_consumer.py::test_a_consumer_that_dies_in_a_message_has_not_acknowledged_it[aio-pika]",
         ),
     ),
     Mutant(
@@ -121,7 +121,7 @@ MUTANTS = (
         where="_open",
         old="channel.confirm_delivery()",
         new="pass",
-        tests=("tests/consumers/test_rabbitmq.py::test_a_copy_that_rabbitmq_does_not_take_is_not_acknowledged[pika]",),
+        tests=("tests/consumers/test_rabbitmq.py::test_a_copy_that_rabbitmq_does_not_take_ends_the_consumer[pika]",),
     ),
     Mutant(
         name="aio-pika-overlooks-what-comes-back",
@@ -130,7 +130,7 @@ MUTANTS = (
         old="connection.channel(on_return_raises=True)",
         new="connection.channel()",
         tests=(
-            "tests/consumers/test_rabbitmq.py::test_a_copy_that_rabbitmq_does_not_take_is_not_acknowledged[aio-pika]",
+            "tests/consumers/test_rabbitmq.py::test_a_copy_that_rabbitmq_does_not_take_ends_the_consumer[aio-pika]",
         ),
     ),
     Mutant(
@@ -139,7 +139,7 @@ MUTANTS = (
         where="_encodable",
         old="{**headers, WITHOUT_ID: True}",
         new="headers",
-        tests=("tests/consumers/test_rabbitmq.py::test_an_id_in_the_body_stays_the_only_one[aio-pika]",),
+        tests=("tests/consumers/test_every_consumer.py::test_an_id_in_the_body_stays_the_only_one[aio-pika]",),
     ),
     Mutant(
         name="dead-letters-expire",
@@ -147,9 +147,7 @@ MUTANTS = (
         where="_copied",
         old="copied.expiration, copied.user_id = dict(headers), 2, None, None",
         new="_, copied.user_id = dict(headers), 2, None, None",
-        tests=(
-            "tests/consumers/test_rabbitmq.py::test_poison_is_kept_with_its_reason_and_replayed_after_the_mend[pika]",
-        ),
+        tests=("tests/consumers/test_rabbitmq.py::test_everything_that_the_producer_said_is_in_the_dead_letter[pika]",),
     ),
     Mutant(
         name="copies-go-elsewhere-too",
@@ -157,9 +155,7 @@ MUTANTS = (
         where="_NOT_COPIED",
         old='"CC", ',
         new="",
-        tests=(
-            "tests/consumers/test_rabbitmq.py::test_poison_is_kept_with_its_reason_and_replayed_after_the_mend[pika]",
-        ),
+        tests=("tests/consumers/test_rabbitmq.py::test_everything_that_the_producer_said_is_in_the_dead_letter[pika]",),
     ),
     Mutant(
         name="headers-of-a-copy-exceed-the-frame",
@@ -167,7 +163,7 @@ MUTANTS = (
         where="_fits",
         old="size(headers) <= (frame_max or math.inf)",
         new="size(headers) > 0",
-        tests=("tests/consumers/test_rabbitmq.py::test_garbage_becomes_dead_letters_and_the_consumer_lives_on[pika]",),
+        tests=("tests/consumers/test_rabbitmq.py::test_garbage_in_properties_becomes_dead_letters[pika]",),
     ),
     Mutant(
         name="deliveries-are-not-counted",
@@ -175,7 +171,7 @@ MUTANTS = (
         where="headers_of_copy",
         old="DELIVERIES: _deliveries(headers or {}) + 1",
         new="DELIVERIES: 0",
-        tests=("tests/consumers/test_rabbitmq.py::test_what_comes_before_its_time_waits_outside_of_the_window[pika]",),
+        tests=("tests/consumers/test_rabbitmq.py::test_the_count_is_that_of_the_copies[pika]",),
     ),
     Mutant(
         name="what-is-early-does-not-wait",
@@ -183,7 +179,7 @@ MUTANTS = (
         where="queue_after",
         old="if not settled.delay:",
         new="if settled.delay:",
-        tests=("tests/consumers/test_rabbitmq.py::test_what_comes_before_its_time_waits_outside_of_the_window[pika]",),
+        tests=("tests/consumers/test_rabbitmq.py::test_the_count_is_that_of_the_copies[pika]",),
     ),
     Mutant(
         name="a-wait-exceeds-its-bound",
@@ -241,7 +237,9 @@ MUTANTS = (
         where="_deeper",
         old="if frames else",
         new="if not frames else",
-        tests=("tests/consumers/test_faststream.py::test_a_header_is_copied_or_left_out_however_deeply_it_is_nested",),
+        tests=(
+            "tests/consumers/test_rabbitmq.py::test_a_header_is_copied_or_left_out_however_deeply_it_is_nested[faststream-rabbit]",
+        ),
     ),
     Mutant(
         name="pika-ends-over-a-timestamp",
@@ -251,7 +249,7 @@ MUTANTS = (
         new="_impl_class=None",
         tests=(
             "tests/consumers/test_rabbitmq.py::test_what_aio_pika_cannot_read_ends_its_consumer_which_names_the_remedy"
-            "[last timestamp]",
+            "[last timestamp-aio-pika]",
         ),
     ),
     Mutant(
@@ -272,7 +270,7 @@ MUTANTS = (
         new="pass",
         tests=(
             "tests/consumers/test_rabbitmq.py::test_what_aio_pika_cannot_read_ends_its_consumer_which_names_the_remedy"
-            "[last timestamp]",
+            "[last timestamp-aio-pika]",
         ),
     ),
     Mutant(

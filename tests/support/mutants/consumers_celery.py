@@ -66,4 +66,12 @@ MUTANTS = (
         tests=(f"{TESTS}test_an_event_published_again_is_another_task_and_applied_once",),
         hangs=True,
     ),
+    Mutant(
+        name="celery-task-of-another-application",
+        breaks="Of two applications in one process, one gives its events to the dispatcher of the other.",
+        where="delivering_task",
+        old="shared=False",
+        new="shared=True",
+        tests=("tests/consumers/test_every_consumer.py::test_what_is_applied_or_was_applied_is_acknowledged[celery]",),
+    ),
 )

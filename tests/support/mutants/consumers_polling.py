@@ -2,6 +2,7 @@
 
 from .mutant import Mutant
 
+ALL = "tests/consumers/test_every_consumer.py::"
 NATS, REDIS = "tests/consumers/test_nats.py::", "tests/consumers/test_redis.py::"
 
 MUTANTS = (
@@ -11,7 +12,7 @@ MUTANTS = (
         where="Consumer._open",
         old='id="0"',
         new='id="$"',
-        tests=(f"{REDIS}test_what_was_published_before_the_group_is_applied_once",),
+        tests=(f"{ALL}test_what_is_applied_or_was_applied_is_acknowledged[redis]",),
         hangs=True,
     ),
     Mutant(
@@ -20,7 +21,7 @@ MUTANTS = (
         where="Consumer._settle",
         old="self._client.xadd(dead_stream(self._stream, self._group), letter)",
         new="dict(letter)",
-        tests=(f"{REDIS}test_poison_is_kept_with_its_reason_and_replayed_after_the_mend",),
+        tests=(f"{ALL}test_poison_is_kept_with_its_reason_and_replayed_after_the_mend[redis]",),
     ),
     Mutant(
         name="redis-entry-to-come-again-is-acknowledged",
@@ -46,7 +47,7 @@ MUTANTS = (
         where="Consumer._take",
         old='pending[0]["times_delivered"] + 1',
         new="1",
-        tests=(f"{REDIS}test_a_message_that_is_always_early_is_rejected_in_the_end",),
+        tests=(f"{ALL}test_a_message_that_is_always_early_is_rejected_in_the_end[redis]",),
         hangs=True,
     ),
     Mutant(
@@ -97,7 +98,7 @@ MUTANTS = (
         where="Consumer.open",
         old="max_ack_pending=-1,",
         new="",
-        tests=(f"{NATS}test_messages_before_their_time_come_again_and_hold_nobody_up",),
+        tests=(f"{NATS}test_any_number_of_messages_may_wait",),
         hangs=True,
     ),
     Mutant(
@@ -123,7 +124,7 @@ MUTANTS = (
         where="Consumer._answer",
         old="await message.nak(delay=settled.delay)",
         new="await message.ack()",
-        tests=(f"{NATS}test_messages_before_their_time_come_again_and_hold_nobody_up",),
+        tests=(f"{ALL}test_messages_before_their_time_come_again_and_hold_nobody_up[nats]",),
     ),
     Mutant(
         name="nats-dead-letter-forgets-the-id",
@@ -157,7 +158,7 @@ MUTANTS = (
         where="Pull.open",
         old="_split_at_spaces()",
         new="pass",
-        tests=(f"{NATS}test_whatever_a_client_sends_is_applied_delayed_or_a_dead_letter",),
+        tests=(f"{ALL}test_whatever_a_client_sends_is_applied_delayed_or_a_dead_letter[nats]",),
         hangs=True,
     ),
     Mutant(

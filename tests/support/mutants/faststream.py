@@ -2,8 +2,8 @@
 
 from .mutant import Mutant
 
-TESTS = "tests/consumers/test_faststream.py"
-NATS = "tests/consumers/test_faststream_nats.py"
+ALL = "tests/consumers/test_every_consumer.py"
+RABBIT, NATS = "tests/consumers/test_rabbitmq.py", "tests/consumers/test_nats.py"
 
 MUTANTS = (
     Mutant(
@@ -12,7 +12,7 @@ MUTANTS = (
         where="subscribe.settle",
         old="        settled = await settling",
         new="        await raw.ack()\n        settled = await settling",
-        tests=(f"{TESTS}::test_a_message_is_not_acknowledged_before_the_commit",),
+        tests=(f"{ALL}::test_a_consumer_that_dies_in_a_message_has_not_acknowledged_it[faststream-rabbit]",),
     ),
     Mutant(
         name="faststream-makes-the-id-up",
@@ -21,7 +21,7 @@ MUTANTS = (
         old="incoming_of(raw.body, raw, work.name)",
         new="incoming_of(raw.body, type('', (), {**{n: getattr(raw, n) for n in ('headers', 'type', 'timestamp', "
         "'content_type')}, 'message_id': message.message_id}), work.name)",
-        tests=(f"{TESTS}::test_a_message_without_any_id_is_rejected",),
+        tests=(f"{ALL}::test_garbage_becomes_dead_letters_and_the_consumer_lives_on[faststream-rabbit]",),
     ),
     Mutant(
         name="faststream-decodes-first",
@@ -29,7 +29,7 @@ MUTANTS = (
         where="AS_IT_CAME",
         old='"decoder": _decode,',
         new="",
-        tests=(f"{TESTS}::test_nothing_of_the_applications_fails_before_the_dispatcher",),
+        tests=(f"{RABBIT}::test_nothing_of_the_applications_fails_before_the_dispatcher[broker0-faststream-rabbit]",),
     ),
     Mutant(
         name="copy-is-not-confirmed",
@@ -37,7 +37,7 @@ MUTANTS = (
         where="subscribe",
         old="on_return_raises=True",
         new="on_return_raises=False",
-        tests=(f"{TESTS}::test_a_message_that_cannot_be_copied_is_given_back",),
+        tests=(f"{RABBIT}::test_a_message_that_cannot_be_copied_is_given_back[faststream-rabbit]",),
     ),
     Mutant(
         name="message-that-cannot-be-copied-is-kept",
@@ -45,7 +45,7 @@ MUTANTS = (
         where="subscribe.settle",
         old="await raw.nack(requeue=True)",
         new="pass",
-        tests=(f"{TESTS}::test_a_message_that_cannot_be_copied_is_given_back",),
+        tests=(f"{RABBIT}::test_a_message_that_cannot_be_copied_is_given_back[faststream-rabbit]",),
     ),
     Mutant(
         name="deferred-copy-goes-without-its-count",
@@ -53,7 +53,9 @@ MUTANTS = (
         where="headers_of_copy",
         old="if settled.reject else (ours,):",
         new="if True else (ours,):",
-        tests=(f"{TESTS}::test_headers_that_leave_no_room_for_a_copy_are_left_out_and_named[p1-marked0]",),
+        tests=(
+            f"{RABBIT}::test_headers_that_leave_no_room_for_a_copy_are_left_out_and_named[faststream-rabbit-p1-marked0]",
+        ),
     ),
     Mutant(
         name="faststream-does-not-name-the-remedy",
@@ -61,7 +63,7 @@ MUTANTS = (
         where="subscribe.start",
         old="connection.close_callbacks.add(",
         new="repr(",
-        tests=(f"{TESTS}::test_what_aio_pika_cannot_read_is_logged_with_the_remedy",),
+        tests=(f"{RABBIT}::test_what_aio_pika_cannot_read_is_logged_with_the_remedy[faststream-rabbit]",),
     ),
     Mutant(
         name="nats-is-acknowledged-first",
@@ -69,7 +71,7 @@ MUTANTS = (
         where="Consumer.settle",
         old="            await self._answer(message, await",
         new="            await message.ack()\n            await self._answer(message, await",
-        tests=(f"{NATS}::test_a_message_is_not_acknowledged_before_the_commit[None]",),
+        tests=(f"{ALL}::test_a_consumer_that_dies_in_a_message_has_not_acknowledged_it[faststream-nats]",),
     ),
     Mutant(
         name="faststream-takes-any-durable-consumer",
@@ -101,7 +103,7 @@ MUTANTS = (
         where="subscribe.start",
         old="subscriber.subscription = pull",
         new="subscriber.subscription = None",
-        tests=(f"{NATS}::test_whatever_a_client_sends_is_applied_delayed_or_a_dead_letter[None]",),
+        tests=(f"{ALL}::test_whatever_a_client_sends_is_applied_delayed_or_a_dead_letter[faststream-nats]",),
         hangs=True,
     ),
     Mutant(
@@ -110,7 +112,7 @@ MUTANTS = (
         where="Consumer.settle_batch",
         old="            answers = await",
         new="            for each in messages:\n                await each.ack()\n            answers = await",
-        tests=(f"{NATS}::test_a_message_is_not_acknowledged_before_the_commit[10]",),
+        tests=(f"{ALL}::test_a_consumer_that_dies_in_a_message_has_not_acknowledged_it[faststream-nats-batches]",),
     ),
     Mutant(
         name="faststream-nats-batch-has-one-answer",
@@ -118,7 +120,7 @@ MUTANTS = (
         where="Consumer.settle_batch",
         old="await self._answer(message, settled)",
         new="await self._answer(message, answers[0])",
-        tests=(f"{NATS}::test_poison_and_what_comes_too_early[6]",),
+        tests=(f"{ALL}::test_poison_is_kept_with_its_reason_and_replayed_after_the_mend[faststream-nats-batches]",),
         hangs=True,
     ),
     Mutant(
@@ -135,6 +137,8 @@ MUTANTS = (
         where="copyable",
         old="if (room := room - sizes[name]) >= 0:",
         new="if name in sizes:",
-        tests=(f"{TESTS}::test_headers_that_leave_no_room_for_a_copy_are_left_out_and_named[None-marked1]",),
+        tests=(
+            f"{RABBIT}::test_headers_that_leave_no_room_for_a_copy_are_left_out_and_named[faststream-rabbit-None-marked1]",
+        ),
     ),
 )

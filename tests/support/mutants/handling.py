@@ -135,7 +135,7 @@ MUTANTS = (
         old="if defaults and len(dropped) > len(new) - len(defaults):",
         new="if dropped is None:",
         tests=(
-            "tests/commands/test_codecs.py::test_a_field_that_was_renamed_is_not_replayed_as_its_default[dataclass-sqlite+pysqlite]",
+            "tests/commands/test_codecs.py::test_a_field_that_was_renamed_is_not_replayed_as_its_default[sqlite+pysqlite-dataclass]",
         ),
     ),
     Mutant(
@@ -145,7 +145,7 @@ MUTANTS = (
         old="if defaults and len(dropped) > len(new) - len(defaults):",
         new="if dropped and new:",
         tests=(
-            "tests/commands/test_codecs.py::test_a_record_of_older_code_is_read[a field is renamed and says so-sqlite+pysqlite]",
+            "tests/commands/test_codecs.py::test_a_record_of_older_code_is_read[sqlite+pysqlite-a field is renamed and says so]",
         ),
     ),
     Mutant(
@@ -155,7 +155,7 @@ MUTANTS = (
         old="name in found and read[name] == once_more.get(name)",
         new="name in found",
         tests=(
-            "tests/commands/test_codecs.py::test_a_field_that_was_renamed_is_not_replayed_as_its_default[a default that is drawn anew-sqlite+pysqlite]",
+            "tests/commands/test_codecs.py::test_a_field_that_was_renamed_is_not_replayed_as_its_default[sqlite+pysqlite-a default that is drawn anew]",
         ),
     ),
     Mutant(
@@ -175,7 +175,7 @@ MUTANTS = (
         old="return one == other or one.isoformat() == other.isoformat()",
         new="return one == other",
         tests=(
-            "tests/commands/test_codecs.py::test_a_moment_of_the_hour_that_comes_twice_is_recorded[in a list-sqlite+pysqlite]",
+            "tests/commands/test_codecs.py::test_a_moment_of_the_hour_that_comes_twice_is_recorded[sqlite+pysqlite-in a list]",
         ),
     ),
     Mutant(
@@ -185,7 +185,7 @@ MUTANTS = (
         old="read = codec.loads(data)",
         new="read = codec.loads(data) if codec.exact else value",
         tests=(
-            "tests/commands/test_codecs.py::test_a_codec_that_fails_applies_nothing[reads nothing-sqlite+pysqlite]",
+            "tests/commands/test_codecs.py::test_a_codec_that_fails_applies_nothing[sqlite+pysqlite-reads nothing]",
         ),
     ),
     Mutant(
@@ -194,7 +194,7 @@ MUTANTS = (
         where="Asked._stored",
         old="if not isinstance(stored, (bytes, bytearray, memoryview)):",
         new="if stored is None:",
-        tests=("tests/commands/test_codecs.py::test_a_codec_that_fails_applies_nothing[stores text-sqlite+pysqlite]",),
+        tests=("tests/commands/test_codecs.py::test_a_codec_that_fails_applies_nothing[sqlite+pysqlite-stores text]",),
     ),
     Mutant(
         name="long-names-of-codecs-are-taken",
@@ -211,7 +211,7 @@ MUTANTS = (
         old="if isinstance(value, (Decimal, UUID)):",
         new="if isinstance(value, UUID):",
         tests=(
-            "tests/commands/test_codecs.py::test_the_detail_of_a_rejection_becomes_what_json_has[k1-sqlite+pysqlite]",
+            "tests/commands/test_codecs.py::test_the_detail_of_a_rejection_becomes_what_json_has[sqlite+pysqlite-k1]",
         ),
     ),
     Mutant(
@@ -409,7 +409,7 @@ MUTANTS = (
         old='"42P01"',
         new='"42P0X"',
         tests=(
-            "tests/commands/test_closed_losses.py::test_a_handler_that_chooses_another_schema_for_the_rest[by SQLAlchemy-nothing--postgresql+psycopg2]",
+            "tests/commands/test_closed_losses.py::test_a_handler_that_chooses_another_schema_for_the_rest[postgresql+psycopg2-by SQLAlchemy-nothing-]",
         ),
     ),
     Mutant(
