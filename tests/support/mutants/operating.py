@@ -69,7 +69,7 @@ MUTANTS = (
     Mutant(
         name="limit-is-the-sessions-on-postgresql",
         breaks="Behind PgBouncer the limit of a command is that of other clients, too.",
-        where="PostgreSQL.limit_waits",
+        where="OnPostgreSQL.limit_waits",
         old="SET LOCAL lock_timeout",
         new="SET lock_timeout",
         tests=("tests/maintenance/test_waits.py::test_a_connection_goes_back_with_its_usual_limit[postgresql]",),
