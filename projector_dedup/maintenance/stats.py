@@ -10,10 +10,8 @@ from sqlalchemy.engine import Connection, Engine
 
 from ..dialects import dialect_of
 from ..tables import DedupTables, default_tables
-from .connection import connected_to
-from .kinds import refuse_other_kind
-from .state import State, state_of
-from .times import in_utc
+from .running import connected_to, refuse_other_kind
+from .state import State, in_utc, state_of
 
 DEFAULT_RETENTION_HOURS = 168.0  #: taken where no cleanup has recorded another
 

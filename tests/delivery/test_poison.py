@@ -12,7 +12,7 @@ import pytest
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from databases import DRIVERS, Database, Driver
+from databases import DRIVERS, Database, Driver, each_driver
 from projector_dedup import (
     BatchFailed,
     Delivery,
@@ -175,7 +175,7 @@ def test_a_message_keeps_what_it_was_given() -> None:
     assert message.occurred_at is MOMENTS[3]
 
 
-@pytest.mark.parametrize("driver", DRIVERS, ids=str)
+@each_driver()
 def test_every_moment_that_is_accepted_is_stored(driver: Driver, harness_on: Callable[[Driver], Harness]) -> None:
     """Alone and in a batch, to the microsecond, from the first to the last year, of a subclass too."""
     harness = harness_on(driver)
@@ -190,7 +190,7 @@ def test_every_moment_that_is_accepted_is_stored(driver: Driver, harness_on: Cal
     assert sorted(at.replace(tzinfo=UTC) if at.tzinfo is None else at for at in found) == expected
 
 
-@pytest.mark.parametrize("driver", DRIVERS, ids=str)
+@each_driver()
 def test_the_ends_of_time_are_accepted(driver: Driver, harness_on: Callable[[Driver], Harness]) -> None:
     """The zero time of other languages is not poison."""
     ends = [datetime.min.replace(tzinfo=UTC), datetime.max.replace(tzinfo=UTC)]
@@ -198,7 +198,7 @@ def test_the_ends_of_time_are_accepted(driver: Driver, harness_on: Callable[[Dri
     assert [each.outcome for each in deliveries] == [APPLIED, APPLIED]
 
 
-@pytest.mark.parametrize("driver", DRIVERS, ids=str)
+@each_driver()
 @pytest.mark.parametrize(
     "poison",
     [{"occurred_at": NO_MOMENTS["after the year 9999"]}, {"id": 5}, {"type": ["paid"]}, {"body": OfAnOddClass()}],

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from sqlalchemy import MetaData, create_engine, event
+from sqlalchemy import create_engine, event
 from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session, async_sessionmaker, create_async_engine
 from sqlalchemy.orm import Session, scoped_session, sessionmaker
 
@@ -37,7 +37,6 @@ from projector_dedup import (
     cloudevents,
     hashed,
     kafka,
-    make_tables,
     on,
     projector,
 )
@@ -95,17 +94,6 @@ class InheritsPinned(Pinned):
 def count(event: Paid, session: Session) -> tuple[Paid, Session]:
     """A function that is a projector."""
     return event, session
-
-
-@pytest.fixture
-def factory(sqlite: Any) -> Iterator[sessionmaker[Session]]:
-    """Sessions on a database with the marker table."""
-    engine = create_engine(sqlite.url())
-    metadata = MetaData()
-    make_tables(metadata)
-    metadata.create_all(engine)
-    yield sessionmaker(engine)
-    engine.dispose()
 
 
 def identities(*targets: object) -> list[str]:
@@ -690,18 +678,6 @@ def test_an_external_transaction_within_another_leaves_the_outer_one_open(factor
         with pytest.raises(UnsafeSessionError):
             dispatcher.deliver(Paid("m3"))
         connection.rollback()
-
-
-def test_keyboard_interrupt_passes_through(factory: sessionmaker[Session]) -> None:
-    """It is no handler's failure to be collected with others: nothing after it runs."""
-
-    def interrupted(_event: Paid, _session: Session) -> None:
-        raise KeyboardInterrupt
-
-    later = Totals()
-    with pytest.raises(KeyboardInterrupt):
-        Dispatcher(factory, _named(interrupted), later).deliver(Paid())
-    assert later.seen == []
 
 
 # Where an id is found --------------------------------------------------------------------------------------------

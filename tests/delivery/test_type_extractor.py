@@ -1,13 +1,10 @@
 """Events that are dictionaries: the dispatcher finds their type (``type=``) and id (``message_id=``) in the body."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, MetaData, create_engine
 from sqlalchemy.orm import Session, sessionmaker
 
-from databases import Database
 from projector_dedup import (
     BatchFailed,
     Dispatcher,
@@ -16,7 +13,6 @@ from projector_dedup import (
     Message,
     UnhandledMessage,
     by_path,
-    make_tables,
     on,
     projector,
 )
@@ -39,16 +35,10 @@ class Seen:
         SEEN.append(("dict", event))
 
 
-@pytest.fixture
-def factory(sqlite: Database) -> Iterator[sessionmaker[Session]]:
-    """A session factory on an empty database."""
+@pytest.fixture(autouse=True)
+def _nothing_seen() -> None:
+    """Forget what the test before has seen."""
     SEEN.clear()
-    engine: Engine = create_engine(sqlite.url())
-    metadata = MetaData()
-    make_tables(metadata)
-    metadata.create_all(engine)
-    yield sessionmaker(engine)
-    engine.dispose()
 
 
 SCHEDULED = {"message_id": "m1", "meta": {"type": "flight.scheduled"}}

@@ -4,33 +4,25 @@ from .mutant import Mutant
 
 MUTANTS = (
     Mutant(
-        name="failure-of-one-database-exits-0",
-        breaks="A command that failed on one of several databases exits with 0, and cron tells nobody.",
-        where="Deployments.each",
-        old="if failures:",
-        new="if failures > len(self.texts) * len(self.schemas):",
-        tests=("tests/cli/test_cli.py::test_several_databases_get_a_line_each[postgresql]",),
-    ),
-    Mutant(
         name="failure-exits-0",
         breaks="A command that failed exits with 0, and cron tells nobody.",
-        where="Deployments.each",
-        old="if not self.several:\n                        raise",
-        new="if not self.several:\n                        continue",
+        where="_Group.main",
+        old="code = error.exit_code",
+        new="code = 0",
         tests=("tests/cli/test_cli.py::test_a_missing_table_is_told_with_its_remedy[sqlite-check]",),
     ),
     Mutant(
         name="check-of-wrong-tables-exits-0",
         breaks="`idempotency check` prints the problem and exits with 0, so a deployment goes on.",
-        where="check.look",
-        old="if fatal:",
-        new="if fatal < 0:",
+        where="check",
+        old="if fatal:\n        raise",
+        new="if fatal < 0:\n        raise",
         tests=("tests/cli/test_cli.py::test_a_missing_table_is_told_with_its_remedy[sqlite-check]",),
     ),
     Mutant(
         name="forget-command-takes-every-handler",
         breaks="`idempotency forget --handler` deletes the markers of every handler of the message.",
-        where="Sought.find",
+        where="_Wanted.chosen",
         old="if self.handler in (None, each.handler)]",
         new="if each.handler]",
         tests=("tests/cli/test_markers_commands.py::test_forget_says_what_a_redelivery_will_do[sqlite]",),
@@ -38,9 +30,9 @@ MUTANTS = (
     Mutant(
         name="dry-run-of-cleanup-deletes",
         breaks="`idempotency cleanup --dry-run` deletes.",
-        where="cleanup",
-        old="deployments.each(count if dry_run else clean, on_failure=failed)",
-        new="deployments.each(clean, on_failure=failed)",
+        where="_cleaned",
+        old="if dry_run:",
+        new="if False:",
         tests=("tests/cli/test_cli_cleanup.py::test_a_dry_run_deletes_nothing[sqlite]",),
     ),
     Mutant(

@@ -54,7 +54,7 @@ MUTANTS = (
         old="self._force_close()",
         new="pass",
         tests=(
-            "tests/delivery/test_interrupts.py::test_a_delivery_interrupted_by_a_signal_leaves_nothing_behind[mariadb+pymysql-Exception-True]",
+            "tests/delivery/test_interrupts.py::test_a_delivery_interrupted_by_a_signal_leaves_nothing_behind[mariadb+pymysql-Exception]",
         ),
     ),
     Mutant(

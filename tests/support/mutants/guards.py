@@ -20,7 +20,7 @@ MUTANTS = (
         old="if self.violation is not None:",
         new="if self.driver_was_exposed:",
         tests=(
-            "tests/guards/test_guards.py::test_what_becomes_of_a_misbehaviour[postgresql+psycopg2-session.commit-swallows]",
+            "tests/guards/test_guards.py::test_what_becomes_of_a_misbehaviour[postgresql+psycopg-session.commit-swallows]",
         ),
     ),
     Mutant(
@@ -60,7 +60,7 @@ MUTANTS = (
         old="_LOCK_TABLE_FULL, _LOCK_WAIT_TIMEOUT, _NO_SAVEPOINT)",
         new="_LOCK_TABLE_FULL, _NO_SAVEPOINT)",
         tests=(
-            "tests/guards/test_guards_ordinary.py::test_a_deadlock_is_retried_whatever_the_handler_makes_of_it[and_is_swallowed-times_out-mariadb+pymysql]",
+            "tests/guards/test_guards_ordinary.py::test_a_deadlock_is_retried_whatever_the_handler_makes_of_it[mariadb+pymysql-and_is_swallowed-times_out]",
         ),
     ),
     Mutant(
@@ -70,7 +70,7 @@ MUTANTS = (
         old="if rolled_back:",
         new="if self.driver_was_exposed:",
         tests=(
-            "tests/guards/test_guards_ordinary.py::test_a_deadlock_is_retried_whatever_the_handler_makes_of_it[and_its_savepoint_is_rolled_back-times_out-mariadb+pymysql]",
+            "tests/guards/test_guards_ordinary.py::test_a_deadlock_is_retried_whatever_the_handler_makes_of_it[mariadb+pymysql-and_its_savepoint_is_rolled_back-times_out]",
         ),
     ),
     Mutant(
@@ -208,7 +208,7 @@ MUTANTS = (
         old="violation = None if self._committed else guard.made_durable()",
         new="violation = None",
         tests=(
-            "tests/guards/test_guards.py::test_what_becomes_of_a_misbehaviour[postgresql+psycopg2-driver cursor COMMIT, BEGIN in nested-fails]",
+            "tests/guards/test_guards.py::test_what_becomes_of_a_misbehaviour[postgresql+psycopg-driver cursor COMMIT, BEGIN in nested-fails]",
         ),
     ),
     Mutant(
@@ -238,7 +238,7 @@ MUTANTS = (
         old=r', r"/\*.*?\*/")',
         new=")",
         tests=(
-            "tests/guards/test_guards.py::test_what_becomes_of_a_misbehaviour[postgresql+psycopg2-text '/* done */ COMMIT'-returns]",
+            "tests/guards/test_guards.py::test_what_becomes_of_a_misbehaviour[postgresql+psycopg-text '/* done */ COMMIT'-returns]",
         ),
     ),
     Mutant(
@@ -248,7 +248,7 @@ MUTANTS = (
         old="self.dialect.refuse_table(self.connection, written)",
         new="pass",
         tests=(
-            "tests/guards/test_guards_ordinary.py::test_a_read_model_without_transactions_is_refused[orm_insert-MyISAM-mariadb+pymysql]",
+            "tests/guards/test_guards_ordinary.py::test_a_read_model_without_transactions_is_refused[mariadb+pymysql-orm_insert-MyISAM]",
         ),
     ),
     Mutant(

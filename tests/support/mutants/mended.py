@@ -83,7 +83,7 @@ MUTANTS = (
         old="if not (self.was_open and self._dialect.begins_with_level and self._level in LEVELS):",
         new="if not connection.in_transaction():",
         tests=(
-            "tests/delivery/test_tenants.py::test_what_a_listener_has_set_holds_at_the_level_that_is_asked_for[by_checkout-SET LOCAL-postgresql+psycopg2]",
+            "tests/delivery/test_tenants.py::test_what_a_listener_has_set_holds_at_the_level_that_is_asked_for[postgresql+psycopg2-by_checkout-SET LOCAL]",
         ),
     ),
     Mutant(
@@ -162,7 +162,7 @@ MUTANTS = (
         old="drop(self._session.taken if self.durable else ())",
         new="pass",
         tests=(
-            "tests/delivery/test_refused_rollback.py::test_the_handlers_error_is_raised_and_no_connection_is_lost[mariadb+pymysql]",
+            "tests/delivery/test_connections.py::test_the_handlers_error_is_raised_and_no_connection_is_lost[mariadb+pymysql]",
         ),
     ),
     Mutant(
@@ -171,7 +171,7 @@ MUTANTS = (
         where="UnitOfWork._close",
         old="guard.must_disconnect = True",
         new="pass",
-        tests=("tests/delivery/test_read_only.py::test_deliveries_reach_the_new_primary[postgresql+psycopg2]",),
+        tests=("tests/delivery/test_connections.py::test_deliveries_reach_the_new_primary[postgresql+psycopg2]",),
     ),
     Mutant(
         name="outdated-plan-is-final",
@@ -211,7 +211,7 @@ MUTANTS = (
         old="if handling.forbids(bind, session):",
         new="if session is not None and handling.forbids(bind, session):",
         tests=(
-            "tests/delivery/test_reentry.py::test_a_delivery_inside_a_handler_is_refused[postgresql+psycopg2-other message-marked]",
+            "tests/delivery/test_reentry.py::test_a_delivery_inside_a_handler_is_refused[postgresql+psycopg-other message-marked]",
         ),
     ),
     Mutant(
@@ -228,9 +228,7 @@ MUTANTS = (
         where="_warn_of_lost_updates",
         old="_warned_of.setdefault(connection.dialect, set())",
         new="_warned_of.setdefault(connection.engine, set())  # type: ignore[arg-type]",
-        tests=(
-            "tests/delivery/test_logging.py::test_a_level_is_warned_of_once_for_all_copies_of_an_engine[postgresql]",
-        ),
+        tests=("tests/delivery/test_logging.py::test_a_chosen_read_committed_is_warned_of_once[postgresql]",),
     ),
     Mutant(
         name="listener-without-network-is-not-tried-again",

@@ -90,7 +90,7 @@ MUTANTS = (
         old="return (self._guard.aborted_by if self._guard is not None else None) or error",
         new="return error",
         tests=(
-            "tests/guards/test_guards_ordinary.py::test_a_serialization_failure_is_retried_whatever_the_handler_makes_of_it[is_swallowed-postgresql+psycopg2]",
+            "tests/guards/test_guards_ordinary.py::test_a_serialization_failure_is_retried_whatever_the_handler_makes_of_it[postgresql+psycopg-is_swallowed]",
         ),
     ),
     Mutant(

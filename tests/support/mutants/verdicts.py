@@ -66,9 +66,7 @@ MUTANTS = (
         where="modules_of",
         old='module.rpartition(".")[2] if module.startswith("sqlalchemy.dialects.") else module.partition(".")[0]',
         new='module.partition(".")[0]',
-        tests=(
-            "tests/delivery/test_verdicts_provoked.py::test_an_error_of_a_database[postgresql+asyncpg (async)-12-53100]",
-        ),
+        tests=("tests/delivery/test_verdicts_provoked.py::test_the_errors_of_a_database[postgresql+asyncpg (async)]",),
     ),
     Mutant(
         name="postgresql-full-disk-is-poison",
@@ -108,7 +106,7 @@ MUTANTS = (
         where="_LATER_CLASSES",
         old='"F0", "XX"',
         new='"F0"',
-        tests=("tests/delivery/test_verdicts_provoked.py::test_an_error_of_a_database[postgresql+psycopg2-26-XX000]",),
+        tests=("tests/delivery/test_verdicts_provoked.py::test_the_errors_of_a_database[postgresql+psycopg2]",),
     ),
     Mutant(
         name="mariadb-storage-engine-error-is-poison",
@@ -124,9 +122,7 @@ MUTANTS = (
         where="_LATER",
         old='"SQLITE_NOTADB", ',
         new="",
-        tests=(
-            "tests/delivery/test_verdicts_provoked.py::test_an_error_of_a_database[sqlite+pysqlite-6-SQLITE_NOTADB]",
-        ),
+        tests=("tests/delivery/test_verdicts_provoked.py::test_the_errors_of_a_database[sqlite+pysqlite]",),
     ),
     Mutant(
         name="forgotten-scope-is-poison",
