@@ -9,14 +9,12 @@ import click
 from sqlalchemy import Engine
 
 from projector_dedup.commands import CommandTables
-from projector_dedup.dialects.findings import Finding
-from projector_dedup.dialects.node import Node
+from projector_dedup.dialects import Finding
 from projector_dedup.maintenance.advice import advise
 from projector_dedup.maintenance.alembic_config import check_alembic, check_installed_revisions
 from projector_dedup.maintenance.check import check as findings_of
-from projector_dedup.maintenance.nodes import compare, node_of
 from projector_dedup.maintenance.records import advise_records
-from projector_dedup.maintenance.stats import stats
+from projector_dedup.maintenance.stats import ages, handlers_of
 
 from .app import EXAMPLE, identities_of
 from .errors import Failed
@@ -48,8 +46,7 @@ def check(deployments: Deployments, alembic_config: Path | None, apps: tuple[str
 
     If not, it says what mends them. They are compared with what this version of projector-dedup needs; then storage
     settings, replication, pruning, the declared horizon and, with --app, the handlers are looked at; with --commands,
-    the newest records. The nodes of one Galera cluster are compared, if the URL of each is given. Nothing is changed.
-    Advice and notes alone leave the exit code 0.
+    the newest records. Nothing is changed. Advice and notes alone leave the exit code 0.
 
     \b
     Examples:
@@ -63,20 +60,17 @@ def check(deployments: Deployments, alembic_config: Path | None, apps: tuple[str
     config = alembic_config or Path("alembic.ini")
     of_alembic = check_alembic(config, run=alembic_config is not None) if config.is_file() else []
     of_alembic += check_installed_revisions()
-    nodes: list[Node] = []
 
     with document(wanted=as_json) as add:
 
         def look(deployment: Deployment, engine: Engine) -> None:
             findings = [*findings_of(engine, deployment.tables), *of_alembic]
-            if (node := node_of(engine)) is not None:
-                findings += compare(node, nodes)
-                nodes.append(node)
             fatal = sum(finding.fatal for finding in findings)
             tables, found = deployment.tables, None
             if not fatal:
-                found = stats(engine, tables=tables)
-                findings += advise(found, identities, tables=tables)
+                found = ages(engine, tables=tables)
+                unknown = frozenset() if identities is None else handlers_of(engine, tables=tables) - identities
+                findings += advise(found, unknown, tables=tables)
                 if isinstance(tables, CommandTables):
                     findings += advise_records(engine, tables)
             if as_json:

@@ -8,12 +8,12 @@ from sqlalchemy import Engine, inspect
 
 from projector_dedup import DedupTables
 from projector_dedup.commands import CommandTables
-from projector_dedup.dialects.findings import Finding
-from projector_dedup.maintenance.stats import Stats
+from projector_dedup.dialects import Finding
+from projector_dedup.maintenance.stats import Ages
 
 
-def after_check(findings: Sequence[Finding], found: Stats | None, tables: DedupTables) -> str:
-    """Return what to do after a check; ``found`` is None where the tables could not be counted."""
+def after_check(findings: Sequence[Finding], found: Ages | None, tables: DedupTables) -> str:
+    """Return what to do after a check; ``found`` is None where the tables are not right."""
     if found is None or any(finding.fatal for finding in findings):
         return "Next: solve what is called a problem above, then run this again."
     if not all(finding.informs for finding in findings):
@@ -21,7 +21,7 @@ def after_check(findings: Sequence[Finding], found: Stats | None, tables: DedupT
     return _for_cleanup(found, tables) or "Next: nothing. Run this after each deploy, and alert on exit code 1."
 
 
-def after_stats(found: Stats, tables: DedupTables) -> str:
+def after_stats(found: Ages, tables: DedupTables) -> str:
     """Return what to do after a look at the statistics."""
     command = f"`idempotency check{tables.option}`"
     return _for_cleanup(found, tables) or f"Next: nothing. {command} tells when there is something to do."
@@ -35,7 +35,7 @@ def commands_beside(engine: Engine, tables: DedupTables) -> str:
     return f" The tables of commands are here too: with{CommandTables.option} this looks at those." if there else ""
 
 
-def _for_cleanup(found: Stats, tables: DedupTables) -> str | None:
+def _for_cleanup(found: Ages, tables: DedupTables) -> str | None:
     state, cleanup = found.state, f"`idempotency cleanup{tables.option}`"
     if state.horizon_hours is None:
         return (
@@ -44,4 +44,4 @@ def _for_cleanup(found: Stats, tables: DedupTables) -> str | None:
         )
     if state.cleaned_at is None:
         return f"Next: put {cleanup} into cron (docs/runbook.md: prune from cron)."
-    return f"Next: {cleanup} deletes what has expired." if found.expired else None
+    return f"Next: {cleanup} deletes what has expired." if found.has_expired else None

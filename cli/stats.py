@@ -42,8 +42,7 @@ def show_stats(deployments: Deployments, retention_hours: float | None, watch: f
 
     And how many of them cleanup would delete.
 
-    Of more than a million markers, those of a sample are counted, where the database's catalogue knows how many there
-    are (PostgreSQL, MariaDB): the numbers are marked ~ then, and a handler with few markers may be missing.
+    Every marker is read, which takes some seconds for ten million of them. Deliveries go on meanwhile.
 
     \b
     Examples:
@@ -79,8 +78,8 @@ def _watch(deployments: Deployments, retention_hours: float | None, seconds: flo
             click.echo(deployment)
             _print(found, engine, deployment.tables)
             return
-        about, newest = "~" if found.estimated else "", ago(found.newest, found.at)
-        counted = f"{about}{deployments.rows(found.markers)}, newest {newest}, {about}{found.expired:,} expired"
+        newest = ago(found.newest, found.at)
+        counted = f"{deployments.rows(found.markers)}, newest {newest}, {found.expired:,} expired"
         click.echo(f"{moment_with_zone(found.at)}  {deployment}: {counted}")
         sys.stdout.flush()
 
@@ -95,14 +94,14 @@ def _watch(deployments: Deployments, retention_hours: float | None, seconds: flo
 
 
 def _print(found: Stats, engine: Engine, tables: DedupTables) -> None:
-    about, state = "~" if found.estimated else "", found.state
+    state = found.state
     cleaned = "-" if state.retention_hours is None else f", {state.retention_hours:g} hours kept"
     for name, value in (
-        (f"{tables.noun}s", f"{about}{found.markers:,}"),
+        (f"{tables.noun}s", f"{found.markers:,}"),
         ("on disk", f"{size(found.bytes)}, indexes included"),
         ("oldest", ago(found.oldest, found.at)),
         ("newest", ago(found.newest, found.at)),
-        ("cleanup would delete", f"{about}{found.expired:,}, older than {found.retention_hours:g} hours"),
+        ("cleanup would delete", f"{found.expired:,}, older than {found.retention_hours:g} hours"),
         ("last complete cleanup", "never" if state.cleaned_at is None else ago(state.cleaned_at, found.at) + cleaned),
         ("redelivery horizon", "not declared" if state.horizon_hours is None else f"{state.horizon_hours:g} hours"),
         ("schema version", state.schema_version or "not recorded (fine: idempotency did not make the tables)"),
@@ -113,7 +112,7 @@ def _print(found: Stats, engine: Engine, tables: DedupTables) -> None:
         rows = [
             (
                 printable(each.handler),
-                f"{about}{each.markers:,}",
+                f"{each.markers:,}",
                 moment_without_zone(each.oldest),
                 moment_without_zone(each.newest),
             )
@@ -121,9 +120,4 @@ def _print(found: Stats, engine: Engine, tables: DedupTables) -> None:
         ]
         counted = f"{tables.noun}s"
         table((tables.handler, counted, "oldest (UTC)", "newest (UTC)"), rows, right=(counted,))
-    if found.estimated:
-        click.echo(
-            f"\n~: of a sample; the oldest and newest of a {tables.handler} are too, and one with few {tables.noun}s "
-            "may be missing"
-        )
     click.echo(f"\n{fitted(after_stats(found, tables) + commands_beside(engine, tables), sys.stdout)}")

@@ -24,14 +24,12 @@ from .errors import (
     UnsafeSessionError,
     UnsupportedDatabaseError,
 )
-from .extractors import by_path, cloudevents, hashed, kafka
 from .markers import claim
-from .marking import on
-from .message import Message
+from .message import Message, by_path, cloudevents, hashed, kafka
 from .observer import Observation, Observer
 from .options import RetryPolicy
 from .outcome import Delivery, Outcome
-from .projector import projector
+from .projector import on, projector
 from .tables import DedupTables, ProcessedMessage, make_tables
 from .unit_of_work import AsyncUnitOfWork, UnitOfWork
 from .verdict import Action, Verdict, verdict_of

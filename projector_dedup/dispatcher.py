@@ -14,10 +14,27 @@ from .asyncio_names import async_sessionmaker
 from .batch import Result, deliver_batch
 from .delivery import Chunk, deliver
 from .errors import BatchFailed, DeliveryFailed, HandlerDefinitionError, RefusedError, UnhandledMessage
-from .extractors import attribute_or_key
-from .handler import Handler, advice_on, check_kind, options_for, refuse_shared_names, warn_of_unused_id
-from .identity import Instance, handlers_of
-from .message import IdExtractor, Message, Route, TypeExtractor, envelope, id_text, known_id, printable, route_of
+from .handler import (
+    Handler,
+    Instance,
+    check_kind,
+    handlers_of,
+    options_for,
+    refuse_shared_names,
+    warn_of_unused_id,
+)
+from .message import (
+    IdExtractor,
+    Message,
+    Route,
+    TypeExtractor,
+    attribute_or_key,
+    envelope,
+    id_text,
+    known_id,
+    printable,
+    route_of,
+)
 from .observer import Observer, Observing
 from .options import RetryPolicy, UnitOptions, check_session_factory
 from .outcome import Delivery, Outcome
@@ -102,12 +119,10 @@ class BaseDispatcher(Generic[F]):
             warn_of_unused_id(handlers[0])
         if not handlers and not self._ignore_unhandled:
             name = (route if isinstance(route, str) else f"{route.__module__}.{route.__qualname__}")[:200]
-            advice = advice_on(event, route, self._type) or (
-                "Register one with @on, name the message's type if it has one, Message(id, body, type=...), or say "
-                "unhandled='ignore' if that is meant"
-            )
             raise UnhandledMessage(
-                f"no handler for {printable(name)}; there is one for {self._known_routes()}. {advice}"
+                f"no handler for {printable(name)}; there is one for {self._known_routes()}. Register one with @on, or "
+                "give unhandled='ignore'. A dictionary needs a type: Message(id, body, type=...), or "
+                "Dispatcher(type=by_path('type')). For a list of messages, call deliver_batch"
             )
         return message, handlers, known_id(message, needed=needed)
 

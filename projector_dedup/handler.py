@@ -1,24 +1,27 @@
-"""A handler of one projector: its identity, the messages that it takes, and how it is called."""
+"""The handlers of a projector: the identity of each, the messages that it takes, and how it is called."""
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from itertools import product
+from typing import Any, Never, Protocol, overload
 
 from sqlalchemy.orm import Session
 
 from .asyncio_names import AsyncSession
 from .errors import HandlerDefinitionError
-from .message import Message, Route, TypeExtractor, printable
+from .message import Message, Route, printable, valid_formerly, valid_handler
 from .options import UnitOptions
 from .reads import DeclaredReads
 
 logger = logging.getLogger("projector_dedup")
+
+ON = "__projector_dedup_on__"  #: the attribute in which ``@on`` leaves what it says of a function
+PROJECTOR = "__projector_dedup_projector__"  #: and ``@projector`` what it says of a class
 
 _warned: set[str] = set()
 """Handlers of which the log has warned that they do not use their message ids."""
@@ -94,6 +97,99 @@ class Handler:
         return list(messages) if self.on.envelope else [message.body for message in messages]
 
 
+class Instance(Protocol):
+    """Any object that is no class: a class given by mistake is an error of types.
+
+    Every object has a size. For a class, and for nothing else, the first line would have to hold too.
+    """
+
+    @overload
+    def __sizeof__(self: type[Any]) -> Never: ...  # type: ignore[misc]  # that it never holds is the point
+    @overload
+    def __sizeof__(self) -> int: ...
+
+
+def handlers_of(target: Any) -> list[Handler]:
+    """Return the handlers of a function projector or of an instance of a ``@projector`` class; refuse anything else."""
+    if isinstance(alone := getattr(target, "handler", None), Handler):  # that of a FunctionProjector
+        return [alone]
+    if isinstance(target, type):
+        raise HandlerDefinitionError(f"give the dispatcher an instance, {target.__name__}(), not the class")
+    cls = type(target)
+    settings: Settings | None = getattr(cls, PROJECTOR, None)
+    if settings is None:
+        if isinstance(target, (list, tuple, set, frozenset)):
+            raise HandlerDefinitionError(
+                f"projectors are given one by one, not in a {cls.__name__}: Dispatcher(session_factory, First(), "
+                "Second()), or Dispatcher(session_factory, *projectors)"
+            )
+        raise HandlerDefinitionError(f"{cls.__qualname__} is not a projector; decorate it with @projector(...)")
+    if PROJECTOR not in vars(cls):  # names, and former names, belong to the class they were given to
+        settings = replace(settings, name=None, formerly=())
+    marked: dict[str, On] = {
+        name: _inherited(getattr(function, ON), base, cls)
+        for base in reversed(cls.__mro__)
+        for name, member in vars(base).items()
+        for function in (member, getattr(member, "__func__", None))  # @on may be under @staticmethod or @classmethod
+        if hasattr(function, ON)
+    }
+    if not marked:
+        raise HandlerDefinitionError(f"{cls.__qualname__} has no handler; mark its methods with @on(Event)")
+    owner = settings.name or f"{cls.__module__}.{cls.__qualname__}"
+    owners, pinned = [owner, *settings.formerly], is_pinned(cls, settings)
+    return [
+        handler_of(
+            f"{owner}.{on.name or name}",
+            joined(owners, [on.name or name, *on.former_parts]),
+            getattr(target, name),
+            on,
+            settings,
+            pinned=pinned,
+        )
+        for name, on in marked.items()
+    ]
+
+
+def _inherited(on: On, base: type[Any], cls: type[Any]) -> On:
+    """Return what ``@on`` says of a method, without the former identities if ``cls`` inherits it from a projector."""
+    return replace(on, formerly=on.former_parts) if base is not cls and PROJECTOR in vars(base) else on
+
+
+def joined(owners: Iterable[str], parts: Iterable[str]) -> set[str]:
+    """Return every identity that one of the owners gives to one of the parts."""
+    return {f"{owner}.{part}" for owner, part in product(owners, parts)}
+
+
+def is_pinned(target: Any, settings: Settings) -> bool:
+    """True if a projector has the same identity wherever it runs: it has a name, or is in an imported module."""
+    return settings.name is not None or not (target.__module__ == "__main__" or "<" in target.__qualname__)
+
+
+def handler_of(
+    identity: str, former: set[str], function: Callable[..., Any], on: On, settings: Settings, *, pinned: bool
+) -> Handler:
+    """Return the handler of a function, or raise ``HandlerDefinitionError`` if it would lose or double messages."""
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise HandlerDefinitionError(f"{identity} is a generator: calling it would run nothing; do not yield in it")
+    check_parameters(identity, function)
+    check_session(identity, function)
+    if settings.idempotent and not pinned:
+        raise HandlerDefinitionError(
+            f"{identity} would have another identity when it runs from another place, and messages would be applied "
+            'again; pin it with @projector(idempotent=True, name="...")'
+        )
+    if (settings.formerly or on.formerly) and not settings.idempotent:
+        raise HandlerDefinitionError(
+            f"{identity} has former names, but no markers under any name: formerly=[...] needs "
+            "@projector(idempotent=True)"
+        )
+    former_identities = valid_formerly({*former, *on.former_identities} - {identity}, HandlerDefinitionError)
+    return Handler(valid_handler(identity), function, on, settings, former_identities)
+
+
+# Checks ---------------------------------------------------------------------------------------------------------------
+
+
 def check_parameters(identity: str, function: Callable[..., Any]) -> None:
     """Raise ``HandlerDefinitionError`` for a function that cannot be called with an event and a session."""
     try:
@@ -159,22 +255,6 @@ def warn_of_unused_id(handler: Handler) -> None:
         )
 
 
-def advice_on(event: object, route: Route, extractor: TypeExtractor | None = None) -> str:
-    """Return advice for the error message if the event is a list, tuple or dictionary; otherwise an empty text.
-
-    ``route`` is the type that the ``extractor`` found for the event, or its class.
-    """
-    if type(event) in (list, tuple):
-        return f"A {type(event).__name__} is not one message: deliver several by deliver_batch(events)"
-    if not isinstance(route, type) or not issubclass(route, Mapping):
-        return ""
-    if extractor is None:
-        looked, find = "", 'give the Dispatcher type=by_path("type"), which looks into it, or'
-    else:
-        looked, find = ", and the dispatcher's type= has found none in it", "mend the producer or that path, or"
-    return f"A {route.__name__} has no type of its own{looked}: {find} name the type, Message(id, body, type=...)"
-
-
 def check_kind(handler: Handler, *, asynchronous: bool) -> None:
     """Raise ``HandlerDefinitionError`` for an async handler that nobody would await, and for the reverse."""
     if not handler.is_async and inspect.iscoroutinefunction(inspect.unwrap(handler.function)):
@@ -225,7 +305,7 @@ def refuse_shared_names(one: Handler, other: Handler) -> None:
 def options_for(handler: Handler, options: UnitOptions | None = None) -> UnitOptions:
     """Return the dispatcher's options for one handler; its projector's ``isolation`` and ``read_models`` win."""
     options, own = options or UnitOptions(), handler.projector
-    return dataclasses.replace(
+    return replace(
         options,
         read_models=own.read_models,
         isolation=own.isolation or options.isolation,

@@ -10,7 +10,7 @@ from sqlalchemy import inspect
 from sqlalchemy.orm import Mapper
 
 from .errors import HandlerDefinitionError
-from .extractors import by_path
+from .message import by_path
 
 Key: TypeAlias = tuple[Any, ...]
 KeyPath: TypeAlias = str | tuple[str, ...]

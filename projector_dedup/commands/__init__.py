@@ -1,7 +1,5 @@
 """Commands: done once, and everybody who asks again with the same key gets the recorded answer (docs/commands.md)."""
 
-from .begin import AsyncBegun, Begun, abegin_command, begin_command
-from .call import AsyncCall, Call, derived_id, derived_key
 from .codecs import Codec, json, raw, typed_json
 from .errors import (
     DuplicateCommandError,
@@ -13,10 +11,19 @@ from .errors import (
     UnusableKeyError,
 )
 from .fingerprint import fields
-from .handled import Handled, Rejection
-from .handler import AsyncCommand, Command, command
-from .runner import AsyncCommands, Commands
-from .tables import CommandTables, default_command_tables, make_command_tables
+from .operation import (
+    AsyncCall,
+    AsyncCommand,
+    Call,
+    Command,
+    Handled,
+    Rejection,
+    command,
+    derived_id,
+    derived_key,
+)
+from .record import CommandTables, default_command_tables, make_command_tables
+from .runner import AsyncBegun, AsyncCommands, Begun, Commands, abegin_command, begin_command
 
 __all__ = [
     "AsyncBegun",

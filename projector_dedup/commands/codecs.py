@@ -17,11 +17,10 @@ from uuid import UUID
 
 from ..errors import HandlerDefinitionError
 from .errors import ResultError, ResultUnreadableError
-from .handled import Rejection
 
 R = TypeVar("R")
 
-_UNION = (Union, types.UnionType)
+UNION = (Union, types.UnionType)
 _PYDANTIC = (2, 11)  # since then a field is read by its own name, whatever alias it has
 
 
@@ -93,7 +92,7 @@ def _is_json(kind: Any) -> bool:
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (dict, Mapping):
         return inner[0] is str and _is_json(inner[1])
-    if origin is list or origin in _UNION:
+    if origin is list or origin in UNION:
         return all(_is_json(each) for each in inner)
     return kind in (None, type(None), bool, int, float, str, list, dict, Any)
 
@@ -101,7 +100,7 @@ def _is_json(kind: Any) -> bool:
 def _fits(value: Any, kind: Any) -> bool:
     """Return True if ``value`` is of the type ``kind``, of which ``_is_json`` is true."""
     origin, inner = get_origin(kind), get_args(kind)
-    if origin in _UNION:
+    if origin in UNION:
         return any(_fits(value, each) for each in inner)
     if origin is list:
         return type(value) is list and all(_fits(each, inner[0]) for each in value)
@@ -201,7 +200,7 @@ def _refuse_renamed(stored: Any, read: Any, chosen: Any, once_more: Any) -> None
             _refuse_renamed(stored[name], read[name], found.get(name), once_more.get(name))
 
 
-# Comparing and telling ------------------------------------------------------------------------------------------------
+# Comparing ------------------------------------------------------------------------------------------------
 
 
 def is_same(one: Any, other: Any) -> bool:
@@ -237,22 +236,3 @@ def as_json(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [as_json(each) for each in value]
     return {name: as_json(each) for name, each in value.items()} if isinstance(value, dict) else value
-
-
-def codec_for(annotation: Any, where: str) -> Codec[Any]:
-    """Return the codec for what a handler is annotated to return; raise ``HandlerDefinitionError`` if there is none."""
-    kind = _without_rejection(annotation)
-    if kind is bytes:
-        return raw
-    try:
-        return json if kind is Any else typed_json(kind)
-    except HandlerDefinitionError as error:
-        raise HandlerDefinitionError(f"{where}: {error}") from error.__cause__
-
-
-def _without_rejection(annotation: Any) -> Any:
-    """Return the annotation without the ``Rejection`` that a handler may return instead of a result."""
-    if get_origin(annotation) not in _UNION:
-        return annotation
-    rest = [each for each in get_args(annotation) if each is not Rejection]
-    return Union[tuple(rest)] if rest else type(None)  # noqa: UP007  # made at run time

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import ProjectorDedupError, RefusedError
 
 if TYPE_CHECKING:
-    from .handled import Handled
+    from .operation import Handled
 
 
 class InvalidKeyError(RefusedError, ValueError):

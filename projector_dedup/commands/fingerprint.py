@@ -42,32 +42,17 @@ def fields(*names: str) -> Fingerprint:
 
 
 def whole(command: Any) -> object:
-    """Return the whole command: the fingerprint of operations that choose none."""
+    """Return the command unchanged: the fingerprint then covers every field."""
     return command
 
 
-def fingerprints(command: object) -> tuple[bytes, ...]:
-    """Return the fingerprint that is recorded for a command, and behind it the one that older versions recorded.
+def digest(command: object) -> bytes:
+    """Return 32 bytes that are the same for equal commands, in every process and on every version of Python.
 
     Raises ``InvalidKeyError`` for what has no canonical form.
     """
-    # Until November 2026 names of types did not count. Drop the second one when every record of that time has expired.
-    recorded = digest(command)
     try:
-        older = digest(command, types=False)
-    except InvalidKeyError:  # older versions refused the command, so no record has its fingerprint
-        return (recorded,)
-    return (recorded,) if older == recorded else (recorded, older)
-
-
-def digest(command: object, *, types: bool = True) -> bytes:
-    """Return 32 bytes that are the same for equal commands, in every process and on every version of Python.
-
-    Without ``types`` the names of types do not count. Raises ``InvalidKeyError`` for what has no canonical form.
-    """
-    try:
-        form = canonical(command, types=types)
-        text = json.dumps(form, sort_keys=True, separators=(",", ":"), allow_nan=False)
+        text = json.dumps(canonical(command), sort_keys=True, separators=(",", ":"), allow_nan=False)
     except InvalidKeyError:
         raise
     except (AttributeError, TypeError) as error:
@@ -83,15 +68,14 @@ def digest(command: object, *, types: bool = True) -> bytes:
     return sha256(text.encode()).digest()
 
 
-def canonical(value: Any, *, types: bool = True) -> Any:
+def canonical(value: Any) -> Any:
     """Return ``value`` in a form that JSON has, which is the same for equal values of the same type.
 
     A dataclass, a Pydantic model or a named tuple counts with the name of its class. Fields that equal their default
     are left out: a field that is added to a command with a default changes nothing. A discriminator always counts.
     """
-    inner = partial(canonical, types=types)
     if isinstance(value, Enum):
-        return inner(value.value)
+        return canonical(value.value)
     if isinstance(value, float):
         return _number(value)
     if isinstance(value, _ALONE):
@@ -103,19 +87,17 @@ def canonical(value: Any, *, types: bool = True) -> Any:
     if isinstance(value, (bytes, bytearray)):
         return value.hex()
     if isinstance(value, (set, frozenset)):
-        return sorted((inner(each) for each in value), key=lambda each: json.dumps(each, sort_keys=True))
-    if isinstance(value, (list, tuple)) and not (types and _is_named_tuple(value)):
-        form: Any = [inner(each) for each in value]
-    elif _is_model(value):
-        form = _of_model(value) if types else {name: inner(each) for name, each in _dumped(value).items()}
+        return sorted((canonical(each) for each in value), key=lambda each: json.dumps(each, sort_keys=True))
+    if isinstance(value, (list, tuple)) and not _is_named_tuple(value):
+        form: Any = [canonical(each) for each in value]
+    elif isinstance(value, Mapping):
+        form = {_key(name): canonical(each) for name, each in value.items()}
+    elif _is_model(value) and type(value).__pydantic_root_model__:
+        form = canonical(value.root)
     else:
-        form = {name: inner(each) for name, each in _members(value, types).items()}
-    return {f"{_name(type(value))}()": form} if types and _has_class(value) else form
-
-
-def _has_class(value: object) -> bool:
-    """Return True if the class of ``value`` says what ``value`` is: a dataclass, a model, or a named tuple."""
-    return _is_named_tuple(value) or dataclasses.is_dataclass(value) or _is_model(value)
+        form = {name: canonical(each) for name, each in _members(value).items()}
+    has_class = _is_named_tuple(value) or dataclasses.is_dataclass(value) or _is_model(value)
+    return {f"{_name(type(value))}()": form} if has_class else form
 
 
 def _is_named_tuple(value: object) -> bool:
@@ -133,78 +115,34 @@ def _is_model(value: object) -> bool:
     return hasattr(value, "model_dump") and hasattr(type(value), "model_fields")  # of Pydantic, which is not imported
 
 
-def _dumped(model: Any, **options: Any) -> Any:
-    return model.model_dump(exclude_defaults=True, **options)
-
-
-def _of_model(model: Any) -> Any:
-    """Return the canonical form of a Pydantic model's fields."""
-    if type(model).__pydantic_root_model__:
-        return canonical(model.root)
-    dumped = _dumped(model, by_alias=False)
-    if not isinstance(dumped, dict):  # the model has a serializer of its own
-        return canonical(dumped)
-    kind: Any = type(model)
-    held = vars(model) | (model.model_extra or {})  # to read a deprecated field as an attribute warns of it
-    always = {name: held[name] for name in _discriminators(kind) if name in held}
-    unlike = {name: each for name, each in _dumped_defaults(model, dumped).items() if not _is_like_default(model, name)}
-    return {name: _of_field(held.get(name, each), each) for name, each in (always | unlike | dumped).items()}
-
-
-def _dumped_defaults(model: Any, dumped: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields that Pydantic left out of ``dumped`` because Python calls them equal to their default."""
-    full = model.model_dump(by_alias=False)
-    return {name: full[name] for name in type(model).model_fields if name in full and name not in dumped}
-
-
-def _is_like_default(model: Any, name: str) -> bool:
-    field = type(model).model_fields[name]
-    return _is_like(vars(model)[name], field.get_default(call_default_factory=True, validated_data=vars(model)))
-
-
-def _is_like(value: object, default: object) -> bool:
-    """Return True if ``value``, which equals ``default``, has its canonical form too: ``[True]`` and ``[1]`` do not."""
-    try:
-        forms = [json.dumps(canonical(each), sort_keys=True) for each in (value, default)]
-    except InvalidKeyError:  # only Python can compare the two
-        return True
-    return forms[0] == forms[1]
-
-
-def _of_field(value: Any, dumped: Any) -> Any:
-    """Return the canonical form of what Pydantic has ``dumped`` of ``value``, with the types that a dump leaves out."""
-    if _has_class(value):
-        return canonical(value)
-    if isinstance(value, (list, tuple)) and isinstance(dumped, (list, tuple)) and len(value) == len(dumped):
-        return [_of_field(*each) for each in zip(value, dumped, strict=True)]
-    if isinstance(value, Mapping) and isinstance(dumped, Mapping) and value.keys() == dumped.keys():
-        return {_key(name): _of_field(value[name], dumped[name]) for name in dumped}
-    return canonical(dumped)
-
-
-def _members(value: Any, types: bool) -> dict[str, Any]:
-    if isinstance(value, Mapping):
-        return {_key(name): each for name, each in value.items()}
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        kind: Any = type(value)
-        always = _discriminators(kind) if types else ()
-        return {
-            field.name: getattr(value, field.name)
-            for field in dataclasses.fields(value)
-            if field.name in always or not _is_default(getattr(value, field.name), _default_of(field), types)
+def _members(value: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass, model or named tuple that count: discriminators, and what is no default."""
+    kind: Any = type(value)
+    if _is_model(value):
+        given = vars(value)  # getattr would warn of a deprecated field
+        known = {name: field for name, field in kind.model_fields.items() if name in given and not field.exclude}
+        defaults = {
+            name: field.get_default(call_default_factory=True, validated_data=given) for name, field in known.items()
         }
-    if _is_named_tuple(value):
-        defaults = getattr(value, "_field_defaults", {})
-        return {
-            name: each
-            for name, each in zip(value._fields, value, strict=True)
-            if not _is_default(each, defaults.get(name, dataclasses.MISSING), types)
-        }
-    raise InvalidKeyError(
-        f"{type(value).__name__} has no canonical form, so a key that comes again could not be compared; make the "
-        "command of dataclasses, Pydantic models, mappings, lists, texts, numbers and moments, or give "
-        "@command(fingerprint=...) a function that returns those"
-    )
+        held = {name: given[name] for name in known}
+        held |= value.model_extra or {}
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        held = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        defaults = {field.name: _default_of(field) for field in dataclasses.fields(value)}
+    elif _is_named_tuple(value):
+        held, defaults = dict(zip(value._fields, value, strict=True)), getattr(value, "_field_defaults", {})
+    else:
+        raise InvalidKeyError(
+            f"{kind.__name__} has no canonical form, so a key that comes again could not be compared; make the "
+            "command of dataclasses, Pydantic models, mappings, lists, texts, numbers and moments, or give "
+            "@command(fingerprint=...) a function that returns those"
+        )
+    always = _discriminators(kind)
+    return {
+        name: each
+        for name, each in held.items()
+        if name in always or name not in defaults or not _is_default(each, defaults[name])
+    }
 
 
 def _key(name: object) -> str:
@@ -230,8 +168,15 @@ def _default_of(field: dataclasses.Field[Any]) -> object:
     return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
-def _is_default(value: object, default: object, types: bool) -> bool:
-    return type(value) is type(default) and value == default and (not types or _is_like(value, default))
+def _is_default(value: object, default: object) -> bool:
+    """Return True if ``value`` equals ``default`` and has its canonical form too: ``[True]`` and ``[1]`` do not."""
+    if value != default:
+        return False
+    try:
+        forms = [json.dumps(canonical(each), sort_keys=True) for each in (value, default)]
+    except InvalidKeyError:  # only Python can compare the two
+        return True
+    return forms[0] == forms[1]
 
 
 def _number(value: float) -> int | float:

@@ -1,4 +1,4 @@
-"""Records: the key of a command, the statements that write and read its outcome, and what an outcome says."""
+"""Records: the tables of commands, the key of a record, and the statements that write and read its outcome."""
 
 from __future__ import annotations
 
@@ -6,18 +6,63 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 from uuid import UUID
 
-from sqlalchemy import Row, Select, Table, Update, bindparam, case, select, update
+from sqlalchemy import Column, MetaData, Row, Select, SmallInteger, Table, Update, bindparam, case, select, update
 
 from ..dialects import Dialect, LastChange, LastStatement
+from ..dialects.columns import exact_bytes, exact_text
 from ..errors import InvalidMessageIdError, OvertakenError
 from ..message import MAX_MESSAGE_ID_BYTES, printable, valid_message_id
+from ..tables import DedupTables, make_tables
 from .errors import InvalidKeyError, KeyReusedError, ResultUnreadableError, UnusableKeyError
-from .tables import CommandTables
 
+DEFAULT_NAME = "processed_command"
+MAX_CODEC_BYTES = 64
 RESULT, REJECTED, DEFAULT = 1, 2, 3  #: outcomes: a result, a rejection, a result that is asked for anew each time
+
+
+@dataclass(frozen=True, repr=False)
+class CommandTables(DedupTables):
+    """The record table and the state table of commands, as ``make_command_tables`` returns them.
+
+    A record's key is in the columns of a marker: ``handler`` is the operation, ``message_id`` the scope and the key.
+    """
+
+    maker: ClassVar[str] = "make_command_tables"
+    default_name: ClassVar[str] = DEFAULT_NAME
+    option: ClassVar[str] = " --commands"
+    revisions: ClassVar[tuple[str, ...]] = ("projector_dedup_0002",)
+    noun: ClassVar[str] = "record"
+    handler: ClassVar[str] = "operation"
+
+    @staticmethod
+    def make(metadata: MetaData, name: str, schema: str | None) -> CommandTables:
+        """Return tables of this kind, added to ``metadata``."""
+        return make_command_tables(metadata, name, schema)
+
+
+def make_command_tables(metadata: MetaData, name: str = DEFAULT_NAME, schema: str | None = None) -> CommandTables:
+    """Add the record table ``name`` and the state table ``<name>_state`` to the user's ``metadata``; return both.
+
+    Pass the result as ``tables=`` to ``Commands`` where name or schema differ from the default. One database may have
+    several such pairs, with a retention each.
+
+    Raises ``ValueError`` for an empty name or one of more than 43 bytes: longer names of its indexes would be cut.
+    """
+    tables = make_tables(metadata, name, schema)
+    for column in (
+        Column("fingerprint", exact_bytes(), nullable=True),  # NULL until the command has an outcome
+        Column("outcome", SmallInteger(), nullable=True),
+        Column("codec", exact_text(MAX_CODEC_BYTES), nullable=True),
+        Column("result", exact_bytes(), nullable=True),
+    ):
+        tables.marker.append_column(column)
+    return CommandTables(tables.marker, tables.state)
+
+
+default_command_tables = make_command_tables(MetaData())
 
 
 @dataclass(frozen=True)
@@ -80,8 +125,8 @@ def recalling(tables: CommandTables, stored: str, names: Sequence[str]) -> LastS
     return LastStatement(_recalling(tables.marker, len(names)), {"stored": stored, **_named(names)})
 
 
-def recalled(row: Row[Any] | None, fingerprints: Sequence[bytes], key: RecordKey, operation: str) -> Record:
-    """Return the record that was read. ``fingerprints`` are those of the command; without one nothing is compared.
+def recalled(row: Row[Any] | None, fingerprint: bytes | None, key: RecordKey, operation: str) -> Record:
+    """Return the record that was read. ``fingerprint`` is that of the command; None compares nothing.
 
     Raises ``KeyReusedError`` if it is of another command, ``ResultUnreadableError`` if it was committed without an
     outcome, and ``OvertakenError`` if there is none any more: the unit of work is run again then.
@@ -93,7 +138,7 @@ def recalled(row: Row[Any] | None, fingerprints: Sequence[bytes], key: RecordKey
             f"the key {printable(key.key)[:80]} of {operation} was claimed and committed without an outcome, perhaps "
             "by begin_command() without record(): look whether the command was done, then forget the key"
         )
-    if fingerprints and row.fingerprint is not None and bytes(row.fingerprint) not in fingerprints:
+    if fingerprint is not None and row.fingerprint is not None and bytes(row.fingerprint) != fingerprint:
         raise KeyReusedError(
             f"the key {printable(key.key)[:80]} of {operation} was given to another command before; nothing ran. Give "
             "each command a key of its own, and the same one again only with the same command"

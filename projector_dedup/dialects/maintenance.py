@@ -5,19 +5,76 @@ Nothing of this is used while a message is delivered.
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import ClassVar
+from functools import cache
+from typing import Any, ClassVar
 
-from sqlalchemy import FromClause, Table, select
+from sqlalchemy import ColumnElement, Select, Table, and_, bindparam, func, literal_column, select
+from sqlalchemy.dialects import sqlite
 from sqlalchemy.engine import Connection
 from sqlalchemy.sql import Executable
 
-from .cleanup import Expired, Route, by_index
-from .columns import utc_now
-from .findings import Finding
-from .node import Node
+from ..errors import RetriesExhaustedError
+from .columns import moment, utc_now
+
+# SQLite compares text, and its clock has whole seconds: all markers of a second would be older than a cutoff within it.
+_WHOLE_SECONDS = "%(year)04d-%(month)02d-%(day)02d %(hour)02d:%(minute)02d:%(second)02d"
+_CUTOFF = moment().with_variant(sqlite.DATETIME(storage_format=_WHOLE_SECONDS), "sqlite")  # type: ignore[no-untyped-call]  # SQLAlchemy's
+
+
+@dataclass(frozen=True)
+class Expired:
+    """Says which markers to delete: those that were processed before ``cutoff``, of all handlers or of one."""
+
+    marker: Table
+    cutoff: datetime
+    handler: str | None
+    batch_size: int
+
+    @property
+    def bounds(self) -> dict[str, Any]:
+        """Return the parameters of the condition ``is_expired``; a DELETE takes ``batch_size`` too."""
+        return {"cutoff": self.cutoff} | ({} if self.handler is None else {"handler": self.handler})
+
+
+def is_expired(marker: Any, *, of_handler: bool) -> ColumnElement[bool]:
+    """Return the condition that a row of ``marker``, the table or an alias, is expired by ``Expired.bounds``."""
+    old: ColumnElement[bool] = marker.c.processed_at < bindparam("cutoff", type_=_CUTOFF)
+    return and_(old, marker.c.handler == bindparam("handler")) if of_handler else old
+
+
+@cache
+def any_expired(marker: Table, *, of_handler: bool) -> Select[Any]:
+    """Return a SELECT that gives a row if an expired marker is there, even if another cleaner is about to delete it."""
+    return select(literal_column("1")).select_from(marker).where(is_expired(marker, of_handler=of_handler)).limit(1)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Names a problem and its remedy; ``fatal`` if deliveries fail, or may be lost or doubled, before it is solved.
+
+    ``informs`` if there is nothing to solve: ``problem`` says how the database is set up, ``remedy`` what follows.
+    """
+
+    problem: str
+    remedy: str
+    fatal: bool = True
+    informs: bool = False
+
+
+def advice(problem: str, remedy: str) -> Finding:
+    """Return a finding that is not fatal: nothing is wrong, but it could be better."""
+    return Finding(problem, remedy, fatal=False)
+
+
+def note(fact: str, consequence: str) -> Finding:
+    """Return a finding that asks for nothing: a fact about the database, and what follows from it."""
+    return Finding(fact, consequence, fatal=False, informs=True)
 
 
 class Maintenance(ABC):
@@ -46,17 +103,6 @@ class Maintenance(ABC):
         Rows that others have locked are left to them, where the database can do that.
         """
 
-    def cleanup_route(self, connection: Connection, expired: Expired) -> Route:
-        """Return the fastest route through the expired markers.
-
-        It may leave rows that others have locked; ``index_route`` is taken for these afterwards.
-        """
-        return self.index_route(expired)
-
-    def index_route(self, expired: Expired) -> Route:
-        """Return the route by the index on age: the oldest markers first, until no expired marker is found."""
-        return by_index(self.cleanup_statement(expired.marker, of_handler=expired.handler is not None), expired)
-
     def limit_waits(self, connection: Connection, seconds: float) -> str | None:
         """Let no statement of this transaction, which has just begun, wait longer than ``seconds`` for a lock.
 
@@ -79,23 +125,48 @@ class Maintenance(ABC):
         """Return what is wrong, or could be better, in the settings of this database and of the marker table."""
         return []
 
-    def node(self, connection: Connection) -> Node | None:
-        """Return what distinguishes this server from the others of a cluster in which each takes writes.
-
-        Return None if it is not in such a cluster.
-        """
+    def size(self, connection: Connection, table: Table) -> int | None:
+        """Return the bytes of the table with all indexes; None if the database's catalogue does not say it."""
         return None
 
-    def measured(self, connection: Connection, table: Table) -> tuple[int | None, int | None]:
-        """Return about how many rows the table has, and its bytes with all indexes, by the database's catalogue.
 
-        Each is None if the catalogue does not say it.
-        """
-        return None, None
+# Migrations ----------------------------------------------------------------------------------------------------------
+#
+# A change of a table that has to wait for an open transaction makes every later transaction wait behind it. So the
+# change waits for a moment only, fails with a lock timeout, and is run again by the caller.
 
-    def sampled(self, connection: Connection, marker: Table, rows: int, of: int) -> FromClause:
-        """Return a sample with ``handler`` and ``processed_at`` of about ``rows`` of the ``of`` markers.
+_RIVAL = 60  # seconds that a migration waits for another one, on MariaDB
 
-        Return the whole marker table if the database has no way to take a sample.
-        """
-        return marker
+
+def lock_transaction(connection: Connection, name: str) -> None:
+    """Take a lock on PostgreSQL that the transaction holds, so that it is released behind a pooler too."""
+    # At a stricter level the snapshot would be older than the wait, and not show what the other migration did.
+    connection.exec_driver_sql("SET TRANSACTION ISOLATION LEVEL READ COMMITTED")
+    connection.exec_driver_sql("SET LOCAL lock_timeout = '500ms'")
+    connection.execute(select(func.pg_advisory_xact_lock(func.hashtextextended(f"projector_dedup {name}", 0))))
+
+
+@contextmanager
+def lock_session(connection: Connection, name: str) -> Iterator[None]:
+    """Hold a lock of MariaDB's session while the block runs: a lock of the transaction would end with the first DDL.
+
+    Names of locks belong to the whole server, and have 64 characters at most, so the name is hashed with the database.
+    Raises ``RetriesExhaustedError`` if another migration holds the lock for too long.
+    """
+    database = connection.exec_driver_sql("SELECT database()").scalar_one()
+    lock = f"projector_dedup {hashlib.sha256(f'{database} {name}'.encode()).hexdigest()[:40]}"
+    usual = connection.exec_driver_sql("SELECT @@session.lock_wait_timeout").scalar_one()
+    if connection.scalar(select(func.get_lock(lock, _RIVAL))) != 1:
+        raise RetriesExhaustedError(
+            f"another migration of {name} has been running for {_RIVAL} seconds; nothing was changed; run it again"
+        )
+    try:
+        connection.exec_driver_sql("SET lock_wait_timeout = 1")  # of metadata locks; the default is a day
+        connection.commit()
+        yield
+    finally:
+        if not connection.invalidated:
+            connection.rollback()
+            connection.exec_driver_sql(f"SET lock_wait_timeout = {int(usual)}")
+            connection.scalar(select(func.release_lock(lock)))
+            connection.commit()

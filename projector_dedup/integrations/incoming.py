@@ -11,8 +11,7 @@ from datetime import UTC, datetime
 from typing import Any, NoReturn
 
 from ..errors import InvalidMessageError, InvalidMessageIdError
-from ..extractors import cloudevents
-from ..message import Message, printable
+from ..message import Message, cloudevents, printable
 
 __all__ = ["Convert", "Incoming", "cloudevent", "json_event", "json_of", "moment_of", "text_of"]
 

@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterator, Set
 from datetime import timedelta
 
-from ..dialects.findings import Finding, advice
+from ..dialects import Finding, advice
 from ..message import printable
 from ..tables import DedupTables, default_tables
-from .stats import Stats
+from .stats import Ages
 from .times import duration, moment_with_zone
 
 _SLACK = timedelta(days=2)  # a cleanup that was missed once, at a weekend say, is not worth a finding
 
 
-def advise(found: Stats, identities: Set[str] | None = None, *, tables: DedupTables = default_tables) -> list[Finding]:
-    """Return what somebody should do about the ``tables``, judged by their statistics; none of it is fatal.
+def advise(found: Ages, unknown: Set[str] = frozenset(), *, tables: DedupTables = default_tables) -> list[Finding]:
+    """Return what somebody should do about the ``tables``, judged by the ages of their markers; none of it is fatal.
 
-    ``identities`` are the names of the handlers of every dispatcher on these tables (``Dispatcher.identities``).
-    Markers of other handlers are reported; without ``identities`` names are not looked at.
+    ``unknown`` are the handlers that have markers (``handlers_of``) without those of every dispatcher on these tables
+    (``Dispatcher.identities``).
     """
-    return [
-        *_pruning(found, tables),
-        *_horizon(found, tables),
-        *(() if identities is None else _unknown(found, identities)),
-    ]
+    return [*_pruning(found, tables), *_horizon(found, tables), *_unknown(unknown)]
 
 
-def _pruning(found: Stats, tables: DedupTables) -> Iterator[Finding]:
+def _pruning(found: Ages, tables: DedupTables) -> Iterator[Finding]:
     if found.oldest is None:
         return
     state, age, command = found.state, found.at - found.oldest, f"`idempotency cleanup{tables.option}`"
@@ -48,7 +44,7 @@ def _pruning(found: Stats, tables: DedupTables) -> Iterator[Finding]:
         yield advice(f"the last complete cleanup was {duration(found.at - state.cleaned_at)} ago", clean)
 
 
-def _horizon(found: Stats, tables: DedupTables) -> Iterator[Finding]:
+def _horizon(found: Ages, tables: DedupTables) -> Iterator[Finding]:
     state, horizon = found.state, found.state.horizon_hours
     if horizon is None:
         return
@@ -67,17 +63,12 @@ def _horizon(found: Stats, tables: DedupTables) -> Iterator[Finding]:
         )
 
 
-def _unknown(found: Stats, identities: Set[str]) -> Iterator[Finding]:
-    unknown = sorted({each.handler for each in found.handlers} - identities)
+def _unknown(unknown: Set[str]) -> Iterator[Finding]:
     if unknown:
+        names = [printable(name) for name in sorted(unknown)]
+        more = f" and {len(names) - 10} more" if len(names) > 10 else ""
         yield advice(
-            f"markers of handlers that the application does not know: {_names(unknown)}"
-            + (" (looked for in a sample)" if found.estimated else ""),
+            f"markers of handlers that the application does not know: {', '.join(names[:10])}{more}",
             "if one was renamed, its messages are applied again under the new name: `idempotency rename OLD NEW`, and "
             "formerly=[...] while old code runs; if it was removed, or another application's, this is nothing",
         )
-
-
-def _names(unknown: Iterable[str]) -> str:
-    names = [printable(name) for name in unknown]
-    return ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")

@@ -16,7 +16,7 @@ from alembic.config import Config
 from alembic.script import ScriptDirectory
 
 from ..commands import CommandTables
-from ..dialects.findings import Finding, advice
+from ..dialects import Finding, advice
 from ..tables import DedupTables
 
 _BRANCH = "projector_dedup"

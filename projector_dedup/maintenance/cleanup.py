@@ -7,27 +7,29 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import Any, TypedDict, Unpack
+from typing import Any, TypedDict, TypeVar, Unpack
 
 from sqlalchemy import Select, func, literal_column, select
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import DBAPIError
 
 from ..closing import connected
-from ..dialects import Expired, dialect_of, is_expired
-from ..errors import CleanupInterruptedError
+from ..dialects import Dialect, Expired, Failure, any_expired, dialect_of, is_expired
+from ..errors import CleanupInterruptedError, RetriesExhaustedError, UnsupportedDatabaseError
 from ..message import printable, valid_handler
 from ..options import RetryPolicy
 from ..tables import DedupTables, default_tables
 from .check import verify
-from .cleanup_batches import Batches
 from .horizon import check_hours, refuse_short_retention
+from .retrying import run_with_retries
 from .state import CLEANED_AT, PRUNED_UNTIL, RETENTION, advance_state, moment_text, write_state
 
 logger = logging.getLogger("projector_dedup")
 
 COUNTED = 1_000_000  #: the number of expired markers at which a dry run stops counting
 _ALERT = 0.1  # seconds after which ``stop`` is called again during a pause
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ def prune(
     if not force:
         refuse_short_retention(engine, retention_hours, tables=tables)
     deadline = None if time_budget is None else time.monotonic() + time_budget
-    run = Batches(engine, dialect, retry)
+    run = _Run(engine, dialect, retry)
     now = run.attempt(dialect.now)
     expired = Expired(tables.marker, now - timedelta(hours=retention_hours), handler, batch_size)
 
@@ -162,8 +164,64 @@ def _check_bounds(
         check_hours("pause, in hours,", pause / 3600)
 
 
+class _Run:
+    """One run of a cleanup: it deletes batches, and counts batches and markers."""
+
+    def __init__(self, engine: Engine, dialect: Dialect, retry: RetryPolicy) -> None:
+        self.dialect, self.retry = dialect, retry
+        self.deleted = self.number = 0
+        self._engine = engine
+
+    def attempt(self, act: Callable[[Connection], T]) -> T:
+        """Run ``act`` in a transaction of its own, again while its errors may pass, and return what it returns.
+
+        A batch whose COMMIT was not confirmed may be deleted all the same, and is not counted then.
+
+        Raises ``CleanupInterruptedError`` if the retry policy is used up.
+        """
+        try:
+            return run_with_retries(act, self._engine, self.dialect, self.retry)
+        except RetriesExhaustedError as error:
+            raise CleanupInterruptedError(
+                f"at least {self.deleted:,} markers were deleted, then {error}", self.deleted
+            ) from error.__cause__
+
+    def delete(self, expired: Expired) -> int:
+        """Delete the oldest batch and return the number of its markers.
+
+        Returns 0 also where another transaction held some of them too long; ``left`` finds those later.
+
+        Raises ``UnsupportedDatabaseError`` if the driver does not say how many rows were deleted.
+        """
+        statement = self.dialect.cleanup_statement(expired.marker, of_handler=expired.handler is not None)
+
+        def batch(connection: Connection) -> int:
+            try:
+                return connection.execute(statement, {**expired.bounds, "batch_size": expired.batch_size}).rowcount
+            except DBAPIError as error:
+                if not self.dialect.locks_rows or self.dialect.classify(error) is not Failure.LOCK_TIMEOUT:
+                    raise
+                connection.rollback()
+                return 0
+
+        deleted = self.attempt(batch)
+        if deleted < 0:
+            raise UnsupportedDatabaseError(
+                "a batch was deleted, but the driver does not say how many markers it had, so nobody could tell which "
+                "batch is the last; delete from the table by a statement of your own"
+            )
+        self.deleted += deleted
+        self.number += deleted > 0
+        return deleted
+
+    def left(self, expired: Expired) -> bool:
+        """True if an expired marker is left: a batch leaves out those that another transaction holds."""
+        look = any_expired(expired.marker, of_handler=expired.handler is not None)
+        return self.attempt(lambda connection: connection.execute(look, expired.bounds).first()) is not None
+
+
 def _delete_all(
-    run: Batches,
+    run: _Run,
     expired: Expired,
     ended: Callable[[], str | None],
     *,
@@ -175,30 +233,25 @@ def _delete_all(
 
     Raises ``CleanupInterruptedError`` if an error outlasts the retries.
     """
-    route = run.attempt(lambda connection: run.dialect.cleanup_route(connection, expired))
     held_since: float | None = None
     looked = 0
-    while True:
-        before = run.deleted
-        for parameters in route.batches:
-            if (why := ended()) is not None:
-                return why
-            deleted = run.delete(route, parameters)
-            if deleted:
-                if on_batch is not None:
-                    on_batch(deleted)
-                _rest(pause, stop)
-            elif route.until_empty:
-                break
-        if not run.left(route, expired):
+    while (why := ended()) is None:
+        deleted = run.delete(expired)
+        if deleted:
+            held_since = None
+            if on_batch is not None:
+                on_batch(deleted)
+            _rest(pause, stop)
+            continue
+        if not run.left(expired):
             return None
-        if run.deleted > before or held_since is None:
+        if held_since is None:
             held_since, looked = time.monotonic(), 0
         looked += 1
         if time.monotonic() - held_since > run.retry.within:
             return "somebody else holds expired markers"
         _rest(run.retry.delay(looked), stop)
-        route = run.dialect.index_route(expired)
+    return why
 
 
 def _rest(seconds: float, stop: Callable[[], bool] | None) -> None:
@@ -207,7 +260,7 @@ def _rest(seconds: float, stop: Callable[[], bool] | None) -> None:
         time.sleep(min(left, _ALERT))
 
 
-def _record(run: Batches, tables: DedupTables, cutoff: datetime, retention_hours: float) -> None:
+def _record(run: _Run, tables: DedupTables, cutoff: datetime, retention_hours: float) -> None:
     """Write into the state table that no marker older than ``cutoff`` is kept.
 
     An error is only logged: the run has deleted everything that it was asked to delete.

@@ -8,10 +8,8 @@ from sqlalchemy import inspect
 from sqlalchemy.engine import Connection
 
 from ..commands import CommandTables, default_command_tables
-from ..commands.record import RESULT, Record, recalling, recording
-from ..commands.tables import MAX_CODEC_BYTES
-from ..dialects import Dialect
-from ..dialects.findings import Finding
+from ..commands.record import MAX_CODEC_BYTES, RESULT, Record, recalling, recording
+from ..dialects import Dialect, Finding
 from ..errors import MissingTableError
 from ..tables import DedupTables, default_tables, full_name
 

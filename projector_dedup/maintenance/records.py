@@ -15,8 +15,7 @@ from sqlalchemy.engine import Connection, Engine
 from ..commands import CommandTables, InvalidKeyError, default_command_tables
 from ..commands.record import DEFAULT, REJECTED, RESULT, RecordKey
 from ..commands.runner import MAX_RESULT_BYTES
-from ..dialects import Dialect, dialect_of
-from ..dialects.findings import Finding, advice
+from ..dialects import Dialect, Finding, advice, dialect_of
 from ..message import valid_handler
 from ..options import RetryPolicy
 from .check import verify

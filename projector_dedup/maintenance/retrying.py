@@ -14,7 +14,6 @@ from ..dialects import Dialect, Failure
 from ..errors import RetriesExhaustedError
 from ..message import printable
 from ..options import RetryPolicy
-from .waits import is_limited
 
 T = TypeVar("T")
 
@@ -27,18 +26,16 @@ def run_with_retries(
     dialect: Dialect,
     policy: RetryPolicy,
     passing: Collection[Failure] = PASSING,
-    isolation: str | None = None,
 ) -> T:
     """Run ``step`` in a transaction of its own, commit, and return what ``step`` returned.
 
     After an error of the kinds ``passing``, and when no connection is to be had, ``step`` is run again as often and as
-    long as ``policy`` allows, so it must be safe to run twice. The transaction is at the level ``isolation``; the
-    default is the database's ``cleanup_isolation``, at which a step meets only the rows that it writes. AUTOCOMMIT is
-    not taken on an engine whose waits are ``limited``: a limit holds for a transaction.
+    long as ``policy`` allows, so it must be safe to run twice. The transaction is at the database's
+    ``cleanup_isolation``, at which a step meets only the rows that it writes.
 
     Raises ``RetriesExhaustedError`` if the policy is used up; any other error is raised as it is.
     """
-    level = dialect.cleanup_isolation if isolation is None or is_limited(engine) else isolation
+    level = dialect.cleanup_isolation
     bind = engine if level is None else engine.execution_options(isolation_level=level)
     deadline, attempt = None, 0
     while True:

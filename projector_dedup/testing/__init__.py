@@ -7,11 +7,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol, TypeVar
 
 __all__ = ["external_transaction"]
+
+if "pytest" in sys.modules:  # before the contract is imported, so that pytest explains its asserts
+    parts = ("contract", "convergence", "kit", "races")
+    sys.modules["pytest"].register_assert_rewrite(*(f"{__name__}.{part}" for part in parts))
 
 
 class Permitting(Protocol):

@@ -23,10 +23,10 @@ from typing import Any, Literal
 import pytest
 from sqlalchemy.orm import Session
 
-from ..errors import DeliveryFailed, RetriesExhaustedError
-from .harness import Harness
-from .once import Broken
-from .subject import PATIENCE, Added, Subject, add, until_acknowledged
+from ..errors import BatchFailed, DeliveryFailed, RetriesExhaustedError
+from ..message import Message
+from ..outcome import Outcome
+from .kit import PATIENCE, Added, Broken, Harness, Subject, add, until_acknowledged
 
 Messages = dict[str, Added]
 Death = Literal["before the write", "after the write", "after the commit"]
@@ -91,6 +91,35 @@ class ConvergenceContract:
             consumer.result()
         assert harness.totals() == {key: 2 * amount for key, amount in totals_of(messages).items()}
         assert harness.markers() == sorted((each, name) for each in messages for name in ("one", "two"))
+
+
+class BatchRaceContract:
+    """``deliver_batch`` keeps its promises when rivals deliver the same messages."""
+
+    def test_batches_that_race_converge(self, harness: Harness) -> None:
+        """Rivals deliver the same messages in any order, in batches of any size: the totals are exact."""
+        messages = generate(5, 60)
+
+        def consume(seed: int) -> None:
+            barrier.wait()
+            dice = random.Random(seed)  # noqa: S311
+            stream: list[Any] = [Message(*item) for item in redelivered(messages, dice)]
+            while stream:
+                size = dice.randint(1, 30)
+                batch, stream = stream[:size], stream[size:]
+                try:
+                    harness.run(dispatcher.deliver_batch, batch)
+                except BatchFailed as failed:
+                    pairs = zip(batch, failed.deliveries, strict=True)
+                    stream += [message for message, delivery in pairs if delivery.outcome is Outcome.FAILED]
+
+        dispatcher = harness.dispatcher(harness.handler(**harness.subject.exact))
+        barrier = threading.Barrier(3)
+        consumers = [harness.start(consume, seed) for seed in range(3)]
+        for consumer in consumers:
+            consumer.result()
+        assert harness.totals() == totals_of(messages)
+        assert harness.markers() == sorted((message_id, "totals") for message_id in messages)
 
 
 class KilledContract:

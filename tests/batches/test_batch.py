@@ -35,8 +35,7 @@ from projector_dedup import (
     projector,
 )
 from projector_dedup.tables import default_metadata
-from projector_dedup.testing.harness import Harness
-from projector_dedup.testing.subject import Account, Added, Base, Subject, Total, add
+from projector_dedup.testing.kit import Account, Added, Base, Harness, Subject, Total, add
 
 APPLIED, DUPLICATE, FAILED = Outcome.APPLIED, Outcome.DUPLICATE, Outcome.FAILED
 totals = projector(idempotent=True, name="totals")(on(Added)(add))

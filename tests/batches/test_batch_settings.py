@@ -10,12 +10,9 @@ from sqlalchemy.orm import Session
 
 from databases import DRIVERS, Database, Driver
 from projector_dedup import BatchFailed, Message, Outcome
-from projector_dedup.dialects.mariadb.dialect import MariaDB
-from projector_dedup.dialects.postgresql.dialect import PostgreSQL
-from projector_dedup.dialects.sqlite.dialect import SQLite
+from projector_dedup.dialects import MariaDB, PostgreSQL, SQLite
 from projector_dedup.tables import default_metadata
-from projector_dedup.testing.harness import Harness
-from projector_dedup.testing.subject import Added, Base, Subject, add
+from projector_dedup.testing.kit import Added, Base, Harness, Subject, add
 
 APPLIED, DUPLICATE, FAILED = Outcome.APPLIED, Outcome.DUPLICATE, Outcome.FAILED
 SCHEMAS = {"a": "public", "b": "tenant_b"}

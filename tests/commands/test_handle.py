@@ -1,22 +1,16 @@
 """A command is done once, and everybody who asks again gets the recorded answer; on every driver."""
 
-from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 
 import pytest
 from sqlalchemy.exc import IntegrityError
 
-from command_rig import Balance, Desk, Placed, PlaceOrder, desk_on, place
+from command_rig import Balance, Desk, Placed, PlaceOrder, desks, place
 from databases import DRIVERS
 from projector_dedup import Outcome, RetryPolicy
 from projector_dedup.commands import AsyncCall, Call, Rejected, Rejection
 
-
-@pytest.fixture(params=DRIVERS, ids=str)
-def desk(request: pytest.FixtureRequest) -> Iterator[Desk]:
-    """A desk on each driver in turn."""
-    with desk_on(request, request.param) as desk:
-        yield desk
+desk = desks(DRIVERS)
 
 
 def test_a_command_is_done_once_and_answered_as_often_as_it_is_asked(desk: Desk) -> None:

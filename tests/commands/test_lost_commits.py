@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from command_rig import Desk, desk_on
+from command_rig import Desk, desks
 from cut_proxy import Cut, CutProxy
 from databases import DRIVERS
 from http_rig import Shop
@@ -14,11 +14,7 @@ from projector_dedup import CommitOutcomeUnknown, Outcome, RetryPolicy
 SERVERS = [driver for driver in DRIVERS if driver.engine != "sqlite"]
 
 
-@pytest.fixture(params=SERVERS, ids=str)
-def desk(request: pytest.FixtureRequest) -> Iterator[Desk]:
-    """A desk that is seen from outside of the line that is cut."""
-    with desk_on(request, request.param) as desk:
-        yield desk
+desk = desks(SERVERS)
 
 
 @pytest.fixture

@@ -1,23 +1,17 @@
 """An operation that is renamed: code of both names runs at once, and a command is still done once."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from sqlalchemy.orm import Session
 
-from command_rig import Desk, PlaceOrder, desk_on
+from command_rig import Desk, PlaceOrder, desks
 from databases import DRIVERS
 from projector_dedup import HandlerDefinitionError, RefusedError
 from projector_dedup.commands import AsyncCommands, Call, Commands, Handled, begin_command, command
 from projector_dedup.commands.errors import InvalidKeyError
 
-
-@pytest.fixture(params=DRIVERS, ids=str)
-def desk(request: pytest.FixtureRequest) -> Iterator[Desk]:
-    """A desk on each driver."""
-    with desk_on(request, request.param) as desk:
-        yield desk
+desk = desks(DRIVERS)
 
 
 def test_old_and_new_code_give_each_others_answers(desk: Desk) -> None:

@@ -1,7 +1,6 @@
 """One key has one outcome, in whatever order its callers run, reject, return a rejection, fail, and ask again."""
 
 import threading
-from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
@@ -9,25 +8,16 @@ import pytest
 from sqlalchemy import event
 from sqlalchemy.orm import sessionmaker
 
-from command_rig import Desk, Placed, PlaceOrder, desk_on, place
-from databases import DRIVERS, USUAL, USUAL_ASYNC
+from command_rig import USUAL_ONES, Desk, Placed, PlaceOrder, desks, place
 from projector_dedup import Outcome
 from projector_dedup.commands import Call, Rejected, Rejection
-from projector_dedup.testing.subject import PATIENCE
+from projector_dedup.testing.kit import PATIENCE
 
 ENDINGS = ("run", "reject", "return a rejection", "fail")
 CODES = {"run": None, "reject": "raised", "return a rejection": "returned"}
 """The code of the rejection that everybody is told after each ending."""
-USUAL_ONES = [
-    driver for driver in DRIVERS if driver.drivername == (USUAL_ASYNC if driver.is_async else USUAL)[driver.engine]
-]
 
-
-@pytest.fixture(params=USUAL_ONES, ids=str)
-def desk(request: pytest.FixtureRequest) -> Iterator[Desk]:
-    """A desk on each engine, sync and async."""
-    with desk_on(request, request.param) as desk:
-        yield desk
+desk = desks(USUAL_ONES)
 
 
 class Caller:

@@ -2,30 +2,22 @@
 
 import threading
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from sqlalchemy import create_engine, event
 
-from command_rig import Balance, Desk, PlaceOrder, desk_on
-from databases import DRIVERS, USUAL
+from command_rig import SYNC_ONES, Balance, Desk, Held, PlaceOrder, desks
 from projector_dedup import Outcome, RetryPolicy
 from projector_dedup.commands import default_command_tables
 from projector_dedup.maintenance.cleanup import prune
 from projector_dedup.maintenance.records import forget_record
-from projector_dedup.testing.subject import PATIENCE
+from projector_dedup.testing.kit import PATIENCE
 
 AT_ONCE = 1e-9  # hours: whatever is committed has expired
 
 
-@pytest.fixture(
-    params=[driver for driver in DRIVERS if driver.drivername in USUAL.values() and not driver.is_async], ids=str
-)
-def desk(request: pytest.FixtureRequest) -> Iterator[Desk]:
-    """A desk on each engine."""
-    with desk_on(request, request.param) as desk:
-        yield desk
+desk = desks(SYNC_ONES)
 
 
 def test_two_cleaners_beside_callers(desk: Desk) -> None:
@@ -67,21 +59,15 @@ def test_two_cleaners_beside_callers(desk: Desk) -> None:
 
 def test_a_record_that_is_not_finished_is_never_pruned(desk: Desk) -> None:
     """Nobody sees it before its COMMIT, whatever the retention; then it is there, and is pruned as any other."""
-    entered, may_end = threading.Event(), threading.Event()
-
-    def held(_order: PlaceOrder, _call: Any) -> None:
-        entered.set()
-        assert may_end.wait(PATIENCE)
-
-    operation = desk.operation(held)
-    first = desk.harness.start(desk.handle, operation)
-    assert entered.wait(PATIENCE)
+    held = Held(desk)
+    first = desk.harness.start(desk.handle, desk.operation(held))
+    assert held.entered.wait(PATIENCE)
     if desk.harness.engine.dialect.name == "sqlite":  # one writer: the cleaner waits until the command has ended
-        may_end.set()
+        held.may_end.set()
         first.result(PATIENCE)
     pruned = prune(desk.harness.engine, retention_hours=168, tables=default_command_tables)
     assert pruned.deleted == 0
-    may_end.set()
+    held.may_end.set()
     first.result(PATIENCE)
     assert len(desk.records()) == 1
     desk.age()

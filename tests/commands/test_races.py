@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 
-from command_rig import Balance, Desk, Placed, PlaceOrder, desk_on, place
+from command_rig import USUAL_ONES, Balance, Desk, Held, PlaceOrder, desk_on
 from databases import DRIVERS
 from projector_dedup import InProgress, Outcome, RetryPolicy
-from projector_dedup.commands import Call, Rejected, Rejection
-from projector_dedup.testing.subject import PATIENCE
+from projector_dedup.commands import Rejected
+from projector_dedup.testing.kit import PATIENCE
 
 RIVALS = 4
 LEVELS = ("READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE")
 SUBJECTS = [pytest.param((driver, None), id=f"{driver}") for driver in DRIVERS] + [
     pytest.param((driver, level), id=f"{driver}, {level}")
-    for driver in DRIVERS
+    for driver in USUAL_ONES
     if driver.engine != "sqlite"
     for level in LEVELS
 ]
@@ -29,24 +29,6 @@ def desk(request: pytest.FixtureRequest) -> Iterator[Desk]:
     driver, level = request.param
     with desk_on(request, driver, dispatcher_isolation=level) as desk:
         yield desk
-
-
-class Held:
-    """A handler that is held until it is let go, the first time that it runs; then it ends as it was told."""
-
-    def __init__(self, desk: Desk, end: Any = None) -> None:
-        self.entered, self.may_end = threading.Event(), threading.Event()
-        self._desk, self._end = desk, end
-
-    def __call__(self, order: PlaceOrder, call: Call) -> Placed | Rejection:
-        """Place the order; the first one waits, and then perhaps fails."""
-        placed = place(order, call)
-        if not self.entered.is_set():
-            self.entered.set()
-            assert self._desk.harness.blocking(self.may_end.wait, PATIENCE)
-            if self._end is not None:
-                raise self._end
-        return placed
 
 
 def together(desk: Desk, held: Held, **said: Any) -> tuple[Any, list[Any]]:
@@ -71,7 +53,7 @@ def test_rivals_wait_and_get_the_one_answer(desk: Desk) -> None:
 
 def test_when_the_first_fails_the_next_one_runs(desk: Desk) -> None:
     """Its writes are gone, and the answer is that of the one who committed."""
-    first, rivals = together(desk, Held(desk, end=ValueError("a bug")))
+    first, rivals = together(desk, Held(desk, raises=ValueError("a bug")))
     with pytest.raises(ValueError, match="a bug"):
         first.result(PATIENCE)
     answers = [future.result(PATIENCE) for future in rivals]
@@ -82,7 +64,7 @@ def test_when_the_first_fails_the_next_one_runs(desk: Desk) -> None:
 
 def test_when_the_first_rejects_there_is_one_outcome_all_the_same(desk: Desk) -> None:
     """Between its rollback and its record a rival may run, whose answer is then everybody's."""
-    first, rivals = together(desk, Held(desk, end=Rejected("no")))
+    first, rivals = together(desk, Held(desk, raises=Rejected("no")))
     answers = [future.result(PATIENCE) for future in (first, *rivals)]
     assert len({(answer.value, answer.rejection) for answer in answers}) == 1
     assert Counter(answer.outcome for answer in answers)[Outcome.APPLIED] == 1

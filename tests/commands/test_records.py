@@ -1,12 +1,10 @@
 """The record of a command: written once, with its writes, by nobody but the library; on every driver."""
 
-from collections.abc import Iterator
-
 import pytest
 from sqlalchemy import delete, event, insert, text, update
 from sqlalchemy.exc import DBAPIError
 
-from command_rig import Desk, Placed, PlaceOrder, desk_on, place
+from command_rig import Desk, Placed, PlaceOrder, desks, place
 from databases import DRIVERS
 from projector_dedup import Outcome, TransactionViolatedError
 from projector_dedup.commands import Call, Rejected, default_command_tables
@@ -16,11 +14,7 @@ from projector_dedup.maintenance.stats import stats
 RECORD = default_command_tables.marker
 
 
-@pytest.fixture(params=DRIVERS, ids=str)
-def desk(request: pytest.FixtureRequest) -> Iterator[Desk]:
-    """A desk on each driver."""
-    with desk_on(request, request.param) as desk:
-        yield desk
+desk = desks(DRIVERS)
 
 
 def test_a_finished_record_is_never_written(desk: Desk) -> None:

@@ -9,16 +9,12 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-import pytest
-
-from command_rig import Desk, desk_on
-from databases import DRIVERS, USUAL
+from command_rig import SYNC_ONES, Desk, desks
 from projector_dedup.commands import default_command_tables
 from projector_dedup.maintenance.rename import rename
 
@@ -97,11 +93,7 @@ for line in sys.stdin:
 """
 
 
-@pytest.fixture(params=[driver for driver in DRIVERS if driver.drivername in USUAL.values() and not driver.is_async])
-def desk(request: pytest.FixtureRequest) -> Iterator[Desk]:
-    """A desk on each engine."""
-    with desk_on(request, request.param) as desk:
-        yield desk
+desk = desks(SYNC_ONES)
 
 
 @dataclass
@@ -169,18 +161,3 @@ def test_old_and_new_code_give_one_answer_to_each_key(desk: Desk, tmp_path: Path
     assert {key: answer["left"] for key, answer in answers.items()} == by_new
     assert all(answer["replayed"] for answer in answers.values())
     assert len(desk.orders()) == len(amounts)
-
-
-def test_a_field_that_is_new_makes_no_retry_an_error(desk: Desk, tmp_path: Path) -> None:
-    """Old and new code compare a command in the same way, as long as the new field has its default."""
-    with Server(desk, tmp_path, "old") as old, Server(desk, tmp_path, "new") as new:
-        first = {
-            "k1": old.ask("k1", amount=1),
-            "k2": new.ask("k2", amount=2),
-            "k3": new.ask("k3", amount=3, urgent=True),
-        }
-        assert new.ask("k1", amount=1) == {"left": first["k1"]["left"], "replayed": True}
-        assert old.ask("k2", amount=2) == {"left": first["k2"]["left"], "replayed": True}
-        assert old.ask("k3", amount=3) == {"refused": True}
-        assert new.ask("k1", amount=1, urgent=True) == {"refused": True}
-    assert desk.orders() == ["k1", "k2", "k3"]

@@ -1,26 +1,19 @@
 """A command where the surroundings are hostile: engines, tenants, outer transactions, handlers inside handlers."""
 
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
 from sqlalchemy import Connection, create_engine, event, select
 from sqlalchemy.orm import Session, sessionmaker
 
-from command_rig import START, Balance, Base, Desk, Order, Placed, PlaceOrder, desk_on, place
-from databases import DRIVERS, USUAL, Database
-from projector_dedup import MissingTableError, RetriesExhaustedError, RetryPolicy, UnsafeSessionError, make_tables
+from command_rig import START, SYNC_ONES, Balance, Base, Desk, Order, Placed, PlaceOrder, desks, place
+from databases import Database
+from projector_dedup import MissingTableError, make_tables
 from projector_dedup.commands import Call, Commands, Handled, command, default_command_tables, make_command_tables
 from projector_dedup.testing import external_transaction
 
 placing = command(name="desk.place")(place)
 
 
-@pytest.fixture(params=[driver for driver in DRIVERS if driver.drivername in USUAL.values() and not driver.is_async])
-def desk(request: pytest.FixtureRequest) -> Iterator[Desk]:
-    """A desk on each database."""
-    with desk_on(request, request.param) as desk:
-        yield desk
+desk = desks(SYNC_ONES)
 
 
 def test_a_missing_table_says_how_to_make_it(database: Database) -> None:
@@ -57,42 +50,6 @@ def test_tables_of_markers_are_refused() -> None:
         Commands(sessionmaker(create_engine("sqlite://")), tables=make_tables(Base.metadata))  # type: ignore[arg-type]
 
 
-def test_a_read_model_on_another_engine_is_refused(desk: Desk, tmp_path: Any) -> None:
-    """What the handler writes there could not commit with the record."""
-    other = create_engine(f"sqlite:///{tmp_path / 'other.sqlite3'}")
-    Base.metadata.create_all(other)
-    with Session(other) as session, session.begin():
-        session.add(Balance(customer="alice", amount=START))
-    binds = {Balance: other, Order: other, default_command_tables.marker: desk.harness.engine}
-    for options in ({}, {"read_models": [Balance]}):
-        operation = command(name="desk.place", **options)(place)  # type: ignore[arg-type]
-        with pytest.raises((UnsafeSessionError, Exception), match=r"second database|another engine"):
-            Commands(sessionmaker(binds=binds)).handle(operation, PlaceOrder(), key="k1")
-    assert desk.records() == []
-    other.dispose()
-
-
-def test_tenants_do_not_share_records_unawares(desk: Desk) -> None:
-    """A schema map that moves the read model and not the records is refused."""
-    engine = desk.harness.engine.execution_options(schema_translate_map={"tenant": "public"})
-    with pytest.raises(UnsafeSessionError, match="schema_translate_map"):
-        Commands(sessionmaker(engine)).handle(placing, PlaceOrder(), key="k1")
-    assert desk.records() == []
-
-
-def test_a_command_inside_a_handler_on_its_own_database_is_refused(desk: Desk) -> None:
-    """It could wait for ever for what the outer handler has locked."""
-    inner = desk.commands()
-
-    def outer(order: PlaceOrder, call: Call) -> Placed:
-        inner.handle(placing, order, key="inner")
-        return place(order, call)
-
-    with pytest.raises(UnsafeSessionError, match="inside a handler"):
-        desk.handle(desk.operation(outer, name="desk.outer"))
-    assert (desk.orders(), desk.records()) == ([], [])
-
-
 def test_an_outer_transaction_takes_the_record_with_it(desk: Desk) -> None:
     """In tests whose transaction is rolled back, answers are recorded, and are gone with it."""
     with desk.harness.outer_transaction() as factory:
@@ -104,15 +61,6 @@ def test_an_outer_transaction_takes_the_record_with_it(desk: Desk) -> None:
         (START - 3, True, False),
     ]
     assert (desk.orders(), desk.records()) == ([], [])
-
-
-def test_a_database_that_cannot_be_reached_has_done_nothing() -> None:
-    """The error says so, and that the command may be asked for again."""
-    engine = create_engine("postgresql+psycopg://nobody@127.0.0.1:1/nothing")
-    commands = Commands(sessionmaker(engine), retry=RetryPolicy(attempts=2, base=0))
-    with pytest.raises(RetriesExhaustedError, match="no connection could be had"):
-        commands.handle(placing, PlaceOrder(), key="k1")
-    engine.dispose()
 
 
 def test_a_result_that_a_listener_changes_at_the_last_moment_is_the_recorded_one(desk: Desk) -> None:

@@ -12,7 +12,7 @@ from command_rig import Desk, Order, Placed, PlaceOrder, desk_on
 from databases import DRIVERS, USUAL, USUAL_ASYNC
 from projector_dedup import RetriesExhaustedError, RetryPolicy
 from projector_dedup.commands import Call, Rejected
-from projector_dedup.testing.subject import PATIENCE
+from projector_dedup.testing.kit import PATIENCE
 
 
 class ExpectedVersionError(Exception):

@@ -21,8 +21,7 @@ from projector_dedup import AsyncDispatcher, Defer, Dispatcher, HandlerDefinitio
 from projector_dedup.integrations.faststream.rabbit import subscribe
 from projector_dedup.integrations.pika import replay
 from projector_dedup.integrations.rabbitmq import WITHOUT_ID
-from projector_dedup.testing.harness import Harness
-from projector_dedup.testing.subject import Added, Subject, add
+from projector_dedup.testing.kit import Added, Harness, Subject, add
 from rabbitmq_rig import RabbitMQ, rabbitmq
 
 

@@ -26,7 +26,7 @@ from payments import RULES, payment
 from projector_dedup import HandlerDefinitionError, RefusedError
 from projector_dedup.integrations import nats as plug
 from projector_dedup.integrations.faststream.nats import subscribe
-from projector_dedup.integrations.nats_letters import MESSAGE_ID
+from projector_dedup.integrations.nats import MESSAGE_ID
 from reached import reached
 
 T = TypeVar("T")

@@ -21,9 +21,8 @@ from databases import Database
 from kafka_cluster import MESSAGE_TOO_LARGE, NOT_AUTHORIZED, PRODUCE, UNKNOWN_TOPIC, KafkaCluster, kafka_cluster
 from kafka_garbage import garbage, produce
 from projector_dedup import Defer, Dispatcher, RefusedError, by_path, make_tables, on, projector
-from projector_dedup.integrations import kafka_positions
-from projector_dedup.integrations.kafka import Consumer, begin, replay
-from projector_dedup.integrations.kafka_clients import partitions_of
+from projector_dedup.integrations import kafka as plug
+from projector_dedup.integrations.kafka import Consumer, begin, partitions_of, replay
 
 TIMEOUT = 30.0  # seconds after which something that should happen has not
 
@@ -546,7 +545,7 @@ def test_an_old_dead_letter_is_not_replayed_unasked(rig: Rig, monkeypatch: pytes
     """It may have been replayed by somebody whose position is gone, as the markers are that would tell."""
     rig.publish({"carrier": "AA", "miles": 1}, "m1", topic=rig.dead)
     rig.begin()
-    monkeypatch.setattr(kafka_positions, "KEPT", timedelta(0))
+    monkeypatch.setattr(plug, "KEPT", timedelta(0))
     with pytest.raises(RefusedError, match="since="):
         replay(rig.config, rig.topic)
     assert replay(rig.config, rig.topic, since=datetime.now(UTC) + timedelta(hours=1)) == 0

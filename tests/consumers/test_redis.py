@@ -19,7 +19,6 @@ from own_server import own_redis
 from payments import RULES, payment
 from projector_dedup import RefusedError
 from projector_dedup.integrations.redis import Consumer, replay
-from projector_dedup.integrations.redis_group import Group, at_once
 from redis_rig import GROUP, RedisStream
 
 
@@ -283,17 +282,17 @@ def test_what_another_process_has_taken_over_is_left_to_it(rig: Rig, caplog: pyt
     RULES["b"] = "early"
     numbers = [rig.pay(1, "b"), rig.pay(2, "b")]
     rig.consume_until(lambda: all(rig.owner(each).startswith(b"later-") for each in numbers))
-    slow, quick = (Group(rig.client, rig.stream, GROUP, 60) for _ in range(2))
-    quick.member = "quick"
-    wait_for(lambda: len(at_once(slow.due())) == 2, "the entries to be due")
-    listed = at_once(slow.due())
-    taken = [at_once(quick.take(each)) for each in listed]
+    slow, quick = rig.consumer(), rig.consumer()
+    quick._member = "quick"
+    wait_for(lambda: len(slow._due()) == 2, "the entries to be due")
+    listed = slow._due()
+    taken = [quick._take(each) for each in listed]
     assert [each and each.attempt for each in taken] == [2, 2]
     rig.client.xack(rig.stream, GROUP, numbers[1])
     rig.client.xdel(rig.stream, numbers[1])
     time.sleep(listed[0].idle / 1000 + 0.1)  # it is handled for longer than its delay was
     caplog.clear()
-    assert [at_once(slow.take(each)) for each in listed] == [None, None]
+    assert [slow._take(each) for each in listed] == [None, None]
     assert rig.owner(numbers[0]) == b"quick"
     assert caplog.messages == []
 

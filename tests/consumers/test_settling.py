@@ -26,10 +26,9 @@ from projector_dedup import (
     projector,
 )
 from projector_dedup.commands import DuplicateCommandError
-from projector_dedup.extractors import attribute_or_key
 from projector_dedup.integrations.incoming import Incoming, cloudevent, json_event, json_of
 from projector_dedup.integrations.settling import Settled, Settling
-from projector_dedup.message import IdExtractor
+from projector_dedup.message import IdExtractor, attribute_or_key
 
 
 class Base(DeclarativeBase):

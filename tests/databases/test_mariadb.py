@@ -25,10 +25,8 @@ from projector_dedup import (
 from projector_dedup.maintenance.check import check
 from projector_dedup.tables import default_tables
 from projector_dedup.testing import contract
-from projector_dedup.testing.claims import ClaimContract
-from projector_dedup.testing.harness import Harness
-from projector_dedup.testing.once import LOOK_ALIKES, OnceContract
-from projector_dedup.testing.subject import Added, Subject, add
+from projector_dedup.testing.contract import LOOK_ALIKES, ClaimContract, OnceContract
+from projector_dedup.testing.kit import Added, Harness, Subject, add
 
 MARIADB = [driver for driver in DRIVERS if driver.engine == "mariadb"]
 MARKER = default_tables.marker

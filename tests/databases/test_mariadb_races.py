@@ -13,10 +13,7 @@ from sqlalchemy.orm import Session
 from databases import DRIVERS, Database, Driver
 from projector_dedup import InProgress, Outcome, RetryPolicy
 from projector_dedup.testing import contract
-from projector_dedup.testing.harness import Harness
-from projector_dedup.testing.once import Broken
-from projector_dedup.testing.races import Gate
-from projector_dedup.testing.subject import PATIENCE, Added, Total, add
+from projector_dedup.testing.kit import PATIENCE, Added, Broken, Gate, Harness, Total, add
 
 MARIADB = [driver for driver in DRIVERS if driver.engine == "mariadb"]
 ONE_OF_EACH_KIND = [driver for driver in MARIADB if driver.module in ("pymysql", "asyncmy")]

@@ -12,12 +12,10 @@ from sqlalchemy.orm import Session
 
 from databases import DRIVERS, Database, Driver
 from projector_dedup import Outcome, RetriesExhaustedError, RetryPolicy, TransactionViolatedError
-from projector_dedup.dialects.mariadb import snapshots as mysql_snapshots
+from projector_dedup.dialects import mariadb as mysql_snapshots
 from projector_dedup.testing import contract
-from projector_dedup.testing.harness import Harness
-from projector_dedup.testing.lost_updates import LostUpdateContract
-from projector_dedup.testing.races import RaceContract
-from projector_dedup.testing.subject import Total
+from projector_dedup.testing.kit import Harness, Total
+from projector_dedup.testing.races import LostUpdateContract, RaceContract
 from rig import NOTHING, Rig, add, outsides_fixture, rig_on_fixture  # noqa: F401  # fixtures
 
 MARIADB = [driver for driver in DRIVERS if driver.engine == "mariadb"]

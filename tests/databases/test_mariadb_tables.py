@@ -13,8 +13,7 @@ from projector_dedup import Message, MissingTableError, Outcome, ProcessedMessag
 from projector_dedup.maintenance.check import check, verify
 from projector_dedup.maintenance.cleanup import cleanup
 from projector_dedup.tables import default_metadata, default_tables
-from projector_dedup.testing.harness import Harness
-from projector_dedup.testing.subject import Added, Subject
+from projector_dedup.testing.kit import Added, Harness, Subject
 
 MARIADB = [driver for driver in DRIVERS if driver.engine == "mariadb"]
 MARKER = default_tables.marker

@@ -7,8 +7,7 @@ import pytest
 from command_rig import Balance, desk_on
 from databases import DRIVERS, Database, Driver
 from projector_dedup import Message, Outcome
-from projector_dedup.testing.harness import Harness
-from projector_dedup.testing.subject import Added, Subject, Total
+from projector_dedup.testing.kit import Added, Harness, Subject, Total
 
 OTHERS = {
     "psycopg": ("format",),

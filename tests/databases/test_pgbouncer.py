@@ -25,8 +25,8 @@ from databases import DRIVERS, Database, Driver
 from pgbouncer import UNNAMED, PgBouncer, recipe
 from projector_dedup import CommitOutcomeUnknown, Outcome, RetriesExhaustedError, RetryPolicy, UnsupportedDatabaseError
 from projector_dedup.testing.contract import ProjectorContract, Subject
-from projector_dedup.testing.harness import Harness
-from projector_dedup.testing.lost_updates import LostUpdateContract
+from projector_dedup.testing.kit import Harness
+from projector_dedup.testing.races import LostUpdateContract
 from reach import reach
 from rig import NOTHING, ONCE, Durable, Outside, Rig, add, outsides_fixture, rig_on_fixture  # noqa: F401  # fixtures
 

@@ -31,7 +31,7 @@ from projector_dedup import (
 )
 from projector_dedup.dialects import dialect_of
 from projector_dedup.tables import default_metadata
-from projector_dedup.testing.subject import Added, Base, Total
+from projector_dedup.testing.kit import Added, Base, Total
 
 TOGETHER, APART = 4, 5
 """Round trips of a new message."""

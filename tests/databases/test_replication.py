@@ -10,11 +10,10 @@ from sqlalchemy import Engine, MetaData, create_engine, make_url
 from command import idempotency
 from databases import DRIVERS, Driver
 from projector_dedup import Outcome, RetriesExhaustedError, RetryPolicy, make_tables
-from projector_dedup.dialects.findings import Finding
+from projector_dedup.dialects import Finding
 from projector_dedup.maintenance.check import check
-from projector_dedup.testing.harness import Harness
+from projector_dedup.testing.kit import PATIENCE, Base, Harness, Subject
 from projector_dedup.testing.postgres import PrivatePostgres
-from projector_dedup.testing.subject import PATIENCE, Base, Subject
 from reached import reached
 from standby import Primary, Standby, either, own_primary, standby_of
 

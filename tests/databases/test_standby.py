@@ -31,8 +31,7 @@ from projector_dedup import (
 )
 from projector_dedup.commands import default_command_tables
 from projector_dedup.tables import default_tables
-from projector_dedup.testing.harness import Harness
-from projector_dedup.testing.subject import PATIENCE, Added, Subject, Total
+from projector_dedup.testing.kit import PATIENCE, Added, Harness, Subject, Total
 from reached import reached
 from standby import Primary, Standby, own_primary, standby_of
 

@@ -10,7 +10,6 @@ from sqlalchemy import URL, Connection, Engine, create_engine, event, select, te
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_async_engine
 from sqlalchemy.orm import Session, make_transient_to_detached, scoped_session, sessionmaker
-from sqlalchemy.pool import StaticPool
 
 from databases import Database
 from projector_dedup import (
@@ -26,14 +25,12 @@ from projector_dedup import (
     TransactionViolatedError,
     UnitOfWork,
     UnsafeSessionError,
-    UnsupportedDatabaseError,
     claim,
     on,
     projector,
 )
 from projector_dedup.tables import default_metadata, default_tables
-from projector_dedup.testing.harness import Harness
-from projector_dedup.testing.subject import Added, Base, Subject, Total, add
+from projector_dedup.testing.kit import Added, Base, Harness, Subject, Total, add
 
 totals = projector(idempotent=True, name="totals")(on(Added)(add))
 
@@ -304,15 +301,6 @@ def test_a_handler_that_does_nothing_but_commit_below_is_found_out(harness: Harn
         Dispatcher(harness.factory, handler).deliver(Added(), message_id="m1")
     assert found.value.durable
     assert harness.markers() == [("m1", "totals")]
-
-
-def test_a_shared_connection_is_refused() -> None:
-    """SQLite's StaticPool lends one connection to everybody, whose transactions would mix."""
-    engine = create_engine("sqlite://", poolclass=StaticPool, connect_args={"check_same_thread": False})
-    default_metadata.create_all(engine)
-    with pytest.raises(UnsupportedDatabaseError, match="StaticPool"):
-        Dispatcher(sessionmaker(engine), totals).deliver(Added(), message_id="m1")
-    engine.dispose()
 
 
 async def _never(_event: Added, _session: AsyncSession) -> None:

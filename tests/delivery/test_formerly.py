@@ -24,10 +24,8 @@ from projector_dedup import (
     projector,
 )
 from projector_dedup.tables import default_tables
-from projector_dedup.testing.formerly import NEW, OLD, deployed
-from projector_dedup.testing.harness import Harness
-from projector_dedup.testing.races import Held
-from projector_dedup.testing.subject import Added, Subject, Total, add
+from projector_dedup.testing.contract import NEW, OLD, deployed
+from projector_dedup.testing.kit import Added, Harness, Held, Subject, Total, add
 
 FACTORY = sessionmaker(create_engine("sqlite://"))  # nothing connects where a definition is refused
 HERE = __name__

@@ -32,8 +32,7 @@ from projector_dedup import (
     on,
     projector,
 )
-from projector_dedup.testing.harness import Harness
-from projector_dedup.testing.subject import Added, Subject, add
+from projector_dedup.testing.kit import Added, Harness, Subject, add
 from reach import reach
 
 SIX = [driver for driver in DRIVERS if driver.drivername in (USUAL_ASYNC if driver.is_async else USUAL).values()]

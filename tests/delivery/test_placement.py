@@ -39,8 +39,7 @@ from projector_dedup import (
 )
 from projector_dedup.maintenance.check import check, verify
 from projector_dedup.maintenance.cleanup import cleanup
-from projector_dedup.testing.harness import Harness
-from projector_dedup.testing.subject import Added, Subject
+from projector_dedup.testing.kit import Added, Harness, Subject
 
 Body = Callable[[Any, Session], Any]
 

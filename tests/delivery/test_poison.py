@@ -24,8 +24,7 @@ from projector_dedup import (
     UnitOfWork,
 )
 from projector_dedup.tables import default_tables
-from projector_dedup.testing.harness import Harness
-from projector_dedup.testing.subject import Added, Subject
+from projector_dedup.testing.kit import Added, Harness, Subject
 
 MARKER = default_tables.marker
 APPLIED, FAILED = Outcome.APPLIED, Outcome.FAILED

@@ -17,8 +17,7 @@ from databases import Database
 from projector_dedup import configure_sqlite
 from projector_dedup.maintenance.rename import Renamed, rename
 from projector_dedup.testing.convergence import DEATHS, Messages, Task, generate, redelivered, totals_of
-from projector_dedup.testing.harness import Harness
-from projector_dedup.testing.subject import Subject
+from projector_dedup.testing.kit import Harness, Subject
 
 OLD, NEW = "billing.Totals.add", "accounts.AccountTotals.book"
 
@@ -32,7 +31,7 @@ CODE = {
 PROJECTOR = """
 from worker import die
 from projector_dedup import on, projector
-from projector_dedup.testing.subject import Added, add
+from projector_dedup.testing.kit import Added, add
 
 
 @projector({settings})
@@ -56,7 +55,7 @@ from sqlalchemy import create_engine
 from sqlalchemy.orm import sessionmaker
 
 from projector_dedup import Dispatcher, RetriesExhaustedError, configure_sqlite
-from projector_dedup.testing.subject import Added
+from projector_dedup.testing.kit import Added
 
 task = {}
 

@@ -10,7 +10,7 @@ import pytest
 from sqlalchemy import Engine, create_engine, event, select, text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session, sessionmaker
-from sqlalchemy.pool import StaticPool
+from sqlalchemy.pool import Pool, SingletonThreadPool, StaticPool
 
 from databases import DRIVERS, Database, Driver
 from misbehaviour import swallow
@@ -25,11 +25,12 @@ from projector_dedup import (
     UnitOfWork,
     UnsafeSessionError,
     UnsupportedDatabaseError,
+    claim,
     on,
     projector,
 )
 from projector_dedup.tables import default_metadata
-from projector_dedup.testing.subject import Added, Base, add
+from projector_dedup.testing.kit import Added, Base, add
 from rig import NOTHING, ONCE, Rig, Total, outsides_fixture, rig_on_fixture  # noqa: F401  # fixtures
 from rig import add as add_one
 
@@ -201,10 +202,13 @@ def test_nothing_commits_after_a_claim_that_was_in_progress(engine: Engine) -> N
                 uow.commit()
 
 
-def test_a_connection_that_is_shared_is_refused_everywhere(database: Database) -> None:
-    """One thread's COMMIT would commit another's marker."""
-    engine = create_engine(database.url(), poolclass=StaticPool)
+@pytest.mark.parametrize("pool", [StaticPool, SingletonThreadPool])
+def test_a_connection_that_is_shared_is_refused_everywhere(database: Database, pool: type[Pool]) -> None:
+    """One session's COMMIT would commit another's marker, whoever claims."""
+    engine = create_engine(database.url(), poolclass=pool)
     default_metadata.create_all(engine)
-    with pytest.raises(UnsupportedDatabaseError, match="StaticPool"):
+    with pytest.raises(UnsupportedDatabaseError, match=pool.__name__):
         Dispatcher(sessionmaker(engine), totals).deliver(Added(), message_id="m1")
+    with Session(engine) as session, pytest.raises(UnsupportedDatabaseError, match=pool.__name__):
+        claim(session, "m1", "totals")
     engine.dispose()

@@ -95,33 +95,17 @@ def test_a_type_that_nobody_wants_is_told_in_short(factory: sessionmaker[Session
         dispatcher.deliver({"message_id": "m1", "type": "x" * 1_000_000})
 
 
-DICT = "no handler for builtins.dict; there is one for flight. A dict has no type of its own"
-PATH = (
-    """: give the Dispatcher type=by_path("type"), which looks into it, or name the type, Message(id, body, type=...)"""
-)
-MENDED = (
-    ", and the dispatcher's type= has found none in it: mend the producer or that path, or name the type, "
-    "Message(id, body, type=...)"
-)
-SEVERAL = "no handler for builtins.{0}; there is one for flight. A {0} is not one message: deliver several by "
-
-
 @pytest.mark.parametrize(
-    ("event", "options", "says"),
+    ("event", "name"),
     [
-        ({"message_id": "m1"}, {}, DICT + PATH),
-        (Message("m1", {}), {}, DICT + PATH),
-        ({"message_id": "m1"}, {"type": by_path("type")}, DICT + MENDED),
-        ([{"message_id": "m1"}], {}, SEVERAL.format("list") + "deliver_batch(events)"),
-        (({"message_id": "m1"},), {}, SEVERAL.format("tuple") + "deliver_batch(events)"),
-        (Message("m1", {}, type="ship"), {}, "no handler for ship; there is one for flight. Register one with @on, "),
-        ("m1", {}, "no handler for builtins.str; there is one for flight. Register one with @on, "),
+        ({"message_id": "m1"}, "builtins.dict"),
+        (Message("m1", {}), "builtins.dict"),
+        ([{"message_id": "m1"}], "builtins.list"),
+        (Message("m1", {}, type="ship"), "ship"),
     ],
-    ids=["a dict", "in an envelope", "a dict in which type= finds none", "a list", "a tuple", "a name", "a text"],
+    ids=["a dict", "in an envelope", "a list", "a name"],
 )
-def test_what_has_no_type_of_its_own_is_told_what_to_write(
-    factory: sessionmaker[Session], event: object, options: dict[str, Any], says: str
-) -> None:
+def test_what_nobody_handles_is_told_what_to_write(factory: sessionmaker[Session], event: object, name: str) -> None:
     """A dict needs a type beside it or from its body; a list is a batch."""
 
     @projector(idempotent=True, name="flights")
@@ -129,14 +113,12 @@ def test_what_has_no_type_of_its_own_is_told_what_to_write(
     def flights(event: Any, _session: Session) -> None:
         SEEN.append(("flight", event))
 
-    with pytest.raises(UnhandledMessage) as raised:
-        Dispatcher(factory, flights, **options).deliver(event)
-    assert str(raised.value).startswith(says)
-    if not options:
-        with pytest.raises(UnhandledMessage) as raised:
-            flights.deliver(event, session_factory=factory)
-        assert str(raised.value).startswith("flights does not handle ")
-        assert str(raised.value).partition(". A ")[2] == says.partition(". A ")[2]
+    with pytest.raises(UnhandledMessage, match=rf"no handler for {name}; there is one for flight\. Register") as raised:
+        Dispatcher(factory, flights).deliver(event)
+    assert "Message(id, body, type=...), or Dispatcher(type=by_path('type'))" in str(raised.value)
+    assert "call deliver_batch" in str(raised.value)
+    with pytest.raises(UnhandledMessage, match="flights does not handle "):
+        flights.deliver(event, session_factory=factory)
     assert SEEN == []
 
 

@@ -29,7 +29,7 @@ from projector_dedup import (
     verdict_of,
 )
 from projector_dedup.commands import Call, Commands, DuplicateCommandError, command, make_command_tables
-from projector_dedup.dialects.answers import sqlstate_of
+from projector_dedup.dialects import sqlstate_of
 from projector_dedup.verdict import FAILURES
 from provoked import FIRST, PROVOKED, TABLE, Provoked, prepared
 

@@ -15,8 +15,7 @@ from databases import DRIVERS, Database, Driver
 from misbehaviour import driver_of, execute_raw
 from projector_dedup import Outcome, TransactionViolatedError
 from projector_dedup.tables import default_metadata
-from projector_dedup.testing.harness import Harness
-from projector_dedup.testing.subject import Added, Base, Subject, add
+from projector_dedup.testing.kit import Added, Base, Harness, Subject, add
 
 APPLIED = Outcome.APPLIED
 on_drivers_of = {

@@ -40,8 +40,7 @@ from command_rig import Desk, Placed, PlaceOrder, desk_on, place
 from cut_proxy import CutProxy
 from databases import DRIVERS, USUAL, USUAL_ASYNC
 from projector_dedup.commands import Call
-from projector_dedup.testing.harness import Harness
-from projector_dedup.testing.subject import PATIENCE
+from projector_dedup.testing.kit import PATIENCE, Harness
 
 OURS = [driver for driver in DRIVERS if driver.drivername == (USUAL_ASYNC if driver.is_async else USUAL)[driver.engine]]
 BROKEN: set[type[Faulty]] = set()

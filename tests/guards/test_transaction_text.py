@@ -7,8 +7,7 @@ import pymysql
 import pytest
 
 from databases import Database, mariadb_connection
-from projector_dedup.dialects.mariadb.dialect import MariaDB
-from projector_dedup.dialects.postgresql.dialect import PostgreSQL
+from projector_dedup.dialects import MariaDB, PostgreSQL
 from projector_dedup.transaction_text import Grammar
 
 transaction_command = PostgreSQL.grammar.transaction_command

@@ -21,8 +21,7 @@ from databases import DRIVERS, USUAL, USUAL_ASYNC, Database
 from projector_dedup import BatchFailed, Message, RetryPolicy, UnhandledMessage
 from projector_dedup.integrations.opentelemetry import OpenTelemetryObserver
 from projector_dedup.integrations.prometheus import PrometheusObserver
-from projector_dedup.testing.harness import Harness
-from projector_dedup.testing.subject import Added, Subject, add
+from projector_dedup.testing.kit import Added, Harness, Subject, add
 from reach import reach
 
 SIX = [driver for driver in DRIVERS if driver.drivername in (USUAL_ASYNC if driver.is_async else USUAL).values()]

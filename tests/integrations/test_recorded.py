@@ -15,8 +15,8 @@ from databases import Driver
 from http_rig import FRAMEWORK, SERVERS, WEB, Reply, Shop, commits, problem, shop_on
 from projector_dedup import HandlerDefinitionError, RetryPolicy
 from projector_dedup.commands import Rejected
-from projector_dedup.integrations import recorded
-from projector_dedup.integrations.recorded import CODEC, PUBLIC, Answer, Received
+from projector_dedup.integrations import http as plug
+from projector_dedup.integrations.http import CLAIM_TIMEOUT, CODEC, PUBLIC, Answer, Received
 
 
 @pytest.fixture(params=WEB, ids=str)
@@ -347,8 +347,8 @@ def test_a_duplicate_waits_for_a_bounded_time(
     request: pytest.FixtureRequest, driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who sends a slow request again holds no connection for longer than 5 s, without a word in ``Commands``."""
-    assert recorded.CLAIM_TIMEOUT == 5.0
-    monkeypatch.setattr(recorded, "CLAIM_TIMEOUT", 0.3)
+    assert CLAIM_TIMEOUT == 5.0
+    monkeypatch.setattr(plug, "CLAIM_TIMEOUT", 0.3)
     with shop_on(request, driver) as shop:
         shop.install()
         entered, go_on = threading.Event(), threading.Event()

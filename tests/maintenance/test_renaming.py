@@ -17,10 +17,8 @@ from projector_dedup import MissingTableError, Outcome, RefusedError, UnitOfWork
 from projector_dedup.maintenance.cleanup import cleanup
 from projector_dedup.maintenance.rename import Renamed, rename
 from projector_dedup.tables import default_tables
-from projector_dedup.testing.formerly import NEW, OLD, deployed
-from projector_dedup.testing.harness import Harness
-from projector_dedup.testing.races import Held
-from projector_dedup.testing.subject import PATIENCE, Added, Subject, add
+from projector_dedup.testing.contract import NEW, OLD, deployed
+from projector_dedup.testing.kit import PATIENCE, Added, Harness, Held, Subject, add
 
 MARKER = default_tables.marker
 MONDAY = datetime(2026, 3, 2, 7, 8, 9, 123456, tzinfo=UTC)

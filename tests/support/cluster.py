@@ -33,8 +33,7 @@ from galera import GaleraCluster, GaleraNode, GaleraUnavailableError, galera_clu
 from projector_dedup import BatchFailed, DeliveryFailed, Outcome, ProjectorDedupError
 from projector_dedup.tables import default_tables
 from projector_dedup.testing.convergence import Messages, generate, totals_of
-from projector_dedup.testing.harness import Harness
-from projector_dedup.testing.subject import Added, Subject, Total, add
+from projector_dedup.testing.kit import Added, Harness, Subject, Total, add
 from standby import Primary, either, standby_of
 
 PATIENCE = 180.0  # seconds for anything that must happen

@@ -1,7 +1,8 @@
 """A desk that takes orders: one account, one order for each command, on any driver, by sync or async alike."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -11,7 +12,7 @@ import pytest
 from sqlalchemy import MetaData, String, delete, insert, select
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
-from databases import DRIVERS
+from databases import DRIVERS, USUAL, USUAL_ASYNC
 from projector_dedup.commands import (
     AsyncCall,
     AsyncCommands,
@@ -21,7 +22,7 @@ from projector_dedup.commands import (
     command,
     default_command_tables,
 )
-from projector_dedup.testing.harness import Harness
+from projector_dedup.testing.kit import PATIENCE, Harness
 from reach import reach
 
 START = 1_000_000
@@ -193,4 +194,39 @@ def desk_on(request: pytest.FixtureRequest, driver: Any, **subject: Any) -> Iter
         yield desk
 
 
-ALL = pytest.mark.parametrize("desk", DRIVERS, ids=str, indirect=True)
+USUAL_ONES = [each for each in DRIVERS if each.drivername == (USUAL_ASYNC if each.is_async else USUAL)[each.engine]]
+"""One driver of each database, sync and async."""
+
+SYNC_ONES = [driver for driver in USUAL_ONES if not driver.is_async]
+SQLITE = [driver for driver in SYNC_ONES if driver.engine == "sqlite"]
+
+
+def desks(drivers: Sequence[Any], name: str = "desk") -> Any:
+    """Return a fixture: a desk on each of the drivers in turn."""
+
+    @pytest.fixture(params=drivers, ids=str, name=name)
+    def desk(request: pytest.FixtureRequest) -> Iterator[Desk]:
+        with desk_on(request, request.param) as desk:
+            yield desk
+
+    return desk
+
+
+class Held:
+    """A handler that places the order, and is held before it ends, the first time that it is entered."""
+
+    def __init__(
+        self, desk: Desk, body: Callable[[Any, Call], Any] = place, *, raises: Exception | None = None
+    ) -> None:
+        self.entered, self.may_end = threading.Event(), threading.Event()
+        self._desk, self._body, self._raises = desk, body, raises
+
+    def __call__(self, order: PlaceOrder, call: Call) -> Any:
+        """Do the work; the first one waits, and then perhaps fails."""
+        done = self._body(order, call)
+        if not self.entered.is_set():
+            self.entered.set()
+            assert self._desk.harness.blocking(self.may_end.wait, PATIENCE)
+            if self._raises is not None:
+                raise self._raises
+        return done

@@ -20,8 +20,7 @@ from projector_dedup.commands import (
     default_command_tables,
 )
 from projector_dedup.reads import Reads
-from projector_dedup.testing.harness import DECLARED, Harness
-from projector_dedup.testing.subject import Added, Total, add
+from projector_dedup.testing.kit import DECLARED, Added, Harness, Total, add
 
 ROWS = [f"row {number}" for number in range(10)]
 

@@ -11,8 +11,7 @@ from typing import Any
 from sqlalchemy import URL, event
 
 from cut_proxy import CutProxy
-from projector_dedup.testing.harness import Harness
-from projector_dedup.testing.subject import Subject
+from projector_dedup.testing.kit import Harness, Subject
 
 WARM = 8
 """Deliveries after which drivers have prepared their statements (psycopg after five uses)."""
@@ -73,7 +72,7 @@ def metered(url: URL) -> Iterator[Meter]:
             yield Meter(harness, executed)
     else:
         with (
-            CutProxy(url.set(drivername=url.drivername.removeprefix("untried_"))) as proxy,
+            CutProxy(url) as proxy,
             Harness(Subject(proxy.through(url))) as harness,
         ):
             yield Meter(harness, proxy.trips)

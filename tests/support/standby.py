@@ -19,8 +19,8 @@ import psycopg
 from sqlalchemy import URL, make_url
 
 from databases import Database
+from projector_dedup.testing.kit import PATIENCE
 from projector_dedup.testing.postgres import PrivatePostgres
-from projector_dedup.testing.subject import PATIENCE
 from reached import reached
 
 NOBODY = "nobody"

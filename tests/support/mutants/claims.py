@@ -191,12 +191,4 @@ MUTANTS = (
         new='names = [key["handler"], *formerly]',
         tests=("tests/delivery/test_formerly.py::test_any_marker_of_any_name_makes_a_duplicate[postgresql+psycopg-0]",),
     ),
-    Mutant(
-        name="portable-any-violation-is-a-duplicate",
-        breaks="On an untried database every violated constraint of the marker's INSERT is taken for a duplicate.",
-        where="Portable.claim",
-        old="if any(_is_there(connection, marker, row) for row in rows):",
-        new="if rows:",
-        tests=("tests/databases/test_portable.py::test_another_violation_is_no_duplicate",),
-    ),
 )

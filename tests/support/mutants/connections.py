@@ -90,9 +90,9 @@ MUTANTS = (
     Mutant(
         name="stale-prepared-statement-fails-the-claim",
         breaks="With psycopg 3 a prepared claim that the server has forgotten fails the message.",
-        where="_Together._begin_and_execute",
-        old="if error.sqlstate not in _STALE:",
-        new="if error.sqlstate:",
+        where="_Together._execute",
+        old="error.sqlstate not in _STALE:",
+        new="error.sqlstate:",
         tests=("tests/databases/test_psycopg_claim.py::test_a_statement_that_was_forgotten_is_prepared_again",),
     ),
     Mutant(

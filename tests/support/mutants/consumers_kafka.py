@@ -24,7 +24,7 @@ MUTANTS = (
     Mutant(
         name="kafka-copy-is-not-confirmed",
         breaks="A copy that no broker took counts as made, and its original is passed over.",
-        where="Copies.put",
+        where="put_copy",
         old="if (error := outcome[0]) is not None:",
         new="if (error := outcome[0]) is not None and not error.str():",
         tests=(f"{TESTS}test_an_offset_waits_for_its_copy[dead]",),

@@ -56,7 +56,7 @@ MUTANTS = (
     Mutant(
         name="mariadb-lock-wait-timeout-rolls-nothing-back",
         breaks="On MariaDB a swallowed lock wait timeout is thought harmless, though the server may have rolled back.",
-        where="aborts",
+        where="MariaDB.aborts",
         old="_LOCK_TABLE_FULL, _LOCK_WAIT_TIMEOUT, _NO_SAVEPOINT)",
         new="_LOCK_TABLE_FULL, _NO_SAVEPOINT)",
         tests=(

@@ -176,7 +176,7 @@ MUTANTS = (
     Mutant(
         name="outdated-plan-is-final",
         breaks="On PostgreSQL a message fails after an ALTER TABLE, because a statement had been prepared before.",
-        where="classify",
+        where="PostgreSQL.classify",
         old="routine_of(error) == _REPLANNING",
         new="routine_of(error) is None",
         tests=(
@@ -212,16 +212,6 @@ MUTANTS = (
         new="if session is not None and handling.forbids(bind, session):",
         tests=(
             "tests/delivery/test_reentry.py::test_a_delivery_inside_a_handler_is_refused[postgresql+psycopg2-other message-marked]",
-        ),
-    ),
-    Mutant(
-        name="database-in-memory-is-thrown-away",
-        breaks="A handler that ends its transaction on the driver's connection loses the whole database in memory.",
-        where="Guard.ended_below",
-        old="not self.dialect.lives_in_connection(self.connection.engine.url)",
-        new="True",
-        tests=(
-            "tests/delivery/test_in_memory.py::test_a_rollback_on_the_drivers_connection_loses_nothing[queue-usual]",
         ),
     ),
     Mutant(

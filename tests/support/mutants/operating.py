@@ -59,14 +59,6 @@ MUTANTS = (
         hangs=True,
     ),
     Mutant(
-        name="batch-of-a-cleanup-waits-without-a-bound",
-        breaks="On PostgreSQL a batch of a cleanup is no transaction, so the limit of the wait for the table is nobody's.",
-        where="run_with_retries",
-        old="if isolation is None or is_limited(engine)",
-        new="if isolation is None",
-        tests=("tests/maintenance/test_waits.py::test_nothing_is_set_for_others_behind_a_pooler",),
-    ),
-    Mutant(
         name="limit-of-a-command-stays-on-the-connection",
         breaks="Whoever delivers on a connection that maintenance has used gives up a lock after ten seconds.",
         where="_give_back",
@@ -217,7 +209,7 @@ MUTANTS = (
     Mutant(
         name="check-forgets-the-setting-of-the-role",
         breaks="A role whose COMMIT waits for nobody is told that it waits for the synchronous standby.",
-        where="replication",
+        where="_replication",
         old='settings.names and settings.waits not in ("off", "local")',
         new="settings.names",
         tests=(
@@ -227,42 +219,15 @@ MUTANTS = (
     Mutant(
         name="asynchronous-replication-is-not-told",
         breaks="`idempotency check` says nothing of a standby to which a failover loses acknowledged messages.",
-        where="replication",
+        where="_replication",
         old="elif standbys:",
         new="elif False:",
         tests=("tests/databases/test_replication.py::test_an_asynchronous_standby_is_advice",),
     ),
     Mutant(
-        name="nodes-of-a-cluster-are-not-compared",
-        breaks="`idempotency check` calls a cluster ready whose nodes handle one message in different ways.",
-        where="check",
-        old="findings += compare(node, nodes)",
-        new="pass",
-        tests=("tests/databases/test_galera.py::test_nodes_that_differ_are_a_problem_until_that_is_mended[sql_mode]",),
-    ),
-    Mutant(
-        name="nodes-are-compared-by-the-sessions-settings",
-        breaks="The nodes of a cluster are compared by settings that the command has just changed for itself.",
-        where="_global",
-        old="SHOW GLOBAL",
-        new="SHOW SESSION",
-        tests=(
-            "tests/databases/test_galera.py::"
-            "test_nodes_that_differ_are_a_problem_until_that_is_mended[innodb_lock_wait_timeout]",
-        ),
-    ),
-    Mutant(
-        name="nodes-of-other-clusters-are-compared",
-        breaks="Two clusters that are set up in different ways, each for its own purpose, are a problem.",
-        where="compare",
-        old="if each.cluster == node.cluster",
-        new="if each is not node",
-        tests=("tests/databases/test_galera.py::test_clusters_are_not_compared_with_each_other",),
-    ),
-    Mutant(
         name="log-that-is-not-flushed-is-not-told",
         breaks="`idempotency check` says nothing of a MariaDB that loses acknowledged messages when its machine crashes.",
-        where="findings",
+        where="_log_and_cluster",
         old='if flushed in ("0", "2"):',
         new='if flushed == "0":',
         tests=("tests/databases/test_galera.py::test_a_log_that_is_not_flushed_is_advice",),

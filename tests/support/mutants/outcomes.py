@@ -36,9 +36,9 @@ MUTANTS = (
     Mutant(
         name="postgresql-lost-commit-is-refused",
         breaks="On PostgreSQL the loss of the connection during COMMIT means that nothing was applied.",
-        where="commit_refused",
-        old="sqlstate is not None\n        and not error.connection_invalidated\n        and",
-        new="sqlstate is None\n        or",
+        where="PostgreSQL.commit_refused",
+        old="sqlstate is not None\n            and not error.connection_invalidated\n            and",
+        new="sqlstate is None\n            or",
         tests=(
             "tests/delivery/test_commit_outcome.py::test_a_cut_that_no_retry_could_ask_about_is_unknown[after-durable1-postgresql+psycopg2]",
         ),
@@ -56,7 +56,7 @@ MUTANTS = (
     Mutant(
         name="mariadb-unsent-commit-is-unknown",
         breaks="A COMMIT that mysqlclient did not send is called unknown.",
-        where="commit_refused",
+        where="MariaDB.commit_refused",
         old="return number == _OUT_OF_SYNC or ",
         new="return ",
         tests=(

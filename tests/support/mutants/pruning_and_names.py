@@ -29,7 +29,7 @@ MUTANTS = (
         where="is_expired",
         old='return and_(old, marker.c.handler == bindparam("handler")) if of_handler else old',
         new="return old",
-        tests=("tests/maintenance/test_cleaners.py::test_one_handlers_markers_go_alone[postgresql-100]",),
+        tests=("tests/maintenance/test_cleaners.py::test_one_handlers_markers_go_alone[postgresql]",),
     ),
     Mutant(
         name="prune-below-the-horizon",
@@ -68,23 +68,13 @@ MUTANTS = (
         tests=("tests/maintenance/test_horizon.py::test_what_was_pruned_once_stays_known[sqlite+pysqlite]",),
     ),
     Mutant(
-        name="held-markers-are-taken-for-done",
-        breaks="Cleanup says that nothing expired is left although somebody holds markers of a page.",
-        where="Batches.delete",
-        old="self._held = True",
-        new="pass",
-        tests=(
-            "tests/maintenance/test_cleaners.py::test_what_another_transaction_holds_is_not_taken_for_done[postgresql-20000]",
-        ),
-    ),
-    Mutant(
         name="empty-batch-is-the-end",
         breaks="Cleanup takes a batch that another cleaner holds for the end, and says that nothing is left.",
-        where="Batches.left",
-        old="if not route.until_empty and not self._held:",
-        new="if not self._held:",
+        where="_delete_all",
+        old="if not run.left(expired):",
+        new="if True:",
         tests=(
-            "tests/maintenance/test_cleaners.py::test_what_another_transaction_holds_is_not_taken_for_done[postgresql-200]",
+            "tests/maintenance/test_cleaners.py::test_what_another_transaction_holds_is_not_taken_for_done[postgresql]",
         ),
     ),
     Mutant(

@@ -26,10 +26,20 @@ MUTANTS = (
     Mutant(
         name="shared-connection-is-accepted",
         breaks="An engine that gives all threads one connection is accepted, where one commits another's marker.",
-        where="refuse_sharing",
-        old="if isinstance(pool, StaticPool):",
-        new="if connection.closed:",
-        tests=("tests/delivery/test_claim.py::test_a_shared_connection_is_refused",),
+        where="Dialect.refuse_sharing",
+        old="(StaticPool, SingletonThreadPool)",
+        new="SingletonThreadPool",
+        tests=(
+            "tests/delivery/test_silent_losses.py::test_a_connection_that_is_shared_is_refused_everywhere[sqlite-StaticPool]",
+        ),
+    ),
+    Mutant(
+        name="database-in-memory-is-accepted",
+        breaks="A database in memory is accepted, and is lost with the connection that the first delivery closes.",
+        where="SQLite.prepare",
+        old='or ":memory:" in path',
+        new="",
+        tests=("tests/databases/test_sqlite.py::test_a_database_in_memory_is_refused[sqlite:///:memory:-QueuePool]",),
     ),
     Mutant(
         name="somebody-elses-transaction-is-joined",
@@ -150,34 +160,6 @@ MUTANTS = (
         tests=(
             "tests/databases/test_mariadb.py::test_a_table_that_is_not_ours_is_named[mariadb+pymysql-ALTER TABLE processed_message DROP PRIMARY KEY]",
         ),
-    ),
-    Mutant(
-        name="untried-database-accepts-a-marker-twice",
-        breaks="An untried database whose table takes one marker twice is accepted.",
-        where="_Preflight.run",
-        old='not self._dialect.claim(self._connection, self._statement, self._marker, self._key("probe"))',
-        new='self._dialect.claim(self._connection, self._statement, self._marker, self._key("probe")) in (True, False)',
-        tests=(
-            "tests/databases/test_portable.py::test_a_table_that_would_lose_messages_is_refused[PostgreSQL without the index]",
-        ),
-    ),
-    Mutant(
-        name="untried-database-takes-look-alikes-for-one",
-        breaks="An untried database that takes look-alike ids for one is accepted.",
-        where="_Preflight.run",
-        old="self._must(not merged,",
-        new="self._must(True,",
-        tests=(
-            "tests/databases/test_portable.py::test_a_table_that_would_lose_messages_is_refused[an index over the id alone]",
-        ),
-    ),
-    Mutant(
-        name="untried-database-keeps-what-was-rolled-back",
-        breaks="An untried database that keeps what was rolled back is accepted.",
-        where="_Preflight.taken_back",
-        old="self._must(not self._delete_what_is_left(settle), _STAYS)",
-        new="self._delete_what_is_left(settle)",
-        tests=("tests/databases/test_portable.py::test_autocommit_is_refused[untried_sqlite+pysqlite-create_engine]",),
     ),
     Mutant(
         name="read-uncommitted-look",

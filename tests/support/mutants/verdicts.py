@@ -129,19 +129,9 @@ MUTANTS = (
         ),
     ),
     Mutant(
-        name="portable-internal-error-is-poison",
-        breaks="An internal error of a database that was not tried sends its message to the dead letters.",
-        where="_LATER_CLASSES",
-        old=', "XX")  # resources',
-        new=")  # resources",
-        tests=(
-            "tests/databases/test_portable.py::test_errors_are_told_apart_wherever_the_driver_keeps_their_code[internal error]",
-        ),
-    ),
-    Mutant(
         name="forgotten-scope-is-poison",
         breaks="A program that forgets scope= sends every command of its queue to the dead letters.",
-        where="_Settings._asked",
+        where="_Handling._asked",
         old="raise HandlerDefinitionError(  # of the program",
         new="raise InvalidKeyError(  # of the program",
         tests=("tests/commands/test_keys.py::test_a_scope_may_be_demanded[sqlite+pysqlite]",),
@@ -185,7 +175,7 @@ MUTANTS = (
     Mutant(
         name="no-server-is-poison",
         breaks="Errors of connecting, which have no SQLSTATE with psycopg, send messages to the dead letters.",
-        where="classify",
+        where="PostgreSQL.classify",
         old=" or (not sqlstate and is_operational(error))",
         new="",
         tests=("tests/delivery/test_verdicts_provoked.py::test_a_server_that_is_not_there[postgresql+psycopg]",),

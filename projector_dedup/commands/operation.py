@@ -1,4 +1,4 @@
-"""``@command``, and the operation that it makes of a function: identity, codec, fingerprint, and how it is called."""
+"""Operations, which ``@command`` makes of functions: what each is given (``Call``), and a caller gets (``Handled``)."""
 
 from __future__ import annotations
 
@@ -6,26 +6,138 @@ import inspect
 import typing
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, Never, TypeVar, overload
+from datetime import datetime
+from hashlib import sha256
+from typing import Any, Generic, Literal, Never, TypeVar, Union, cast, get_args, get_origin, overload
+from uuid import UUID, uuid5
 
+from sqlalchemy.orm import Session
+
+from ..asyncio_names import AsyncSession
 from ..errors import HandlerDefinitionError
 from ..message import valid_formerly, valid_handler
-from .call import AsyncCall, Call
-from .codecs import Codec, codec_for
+from ..outcome import Outcome
+from .codecs import UNION, Codec, json, raw, typed_json
+from .errors import InvalidKeyError, Rejected
 from .fingerprint import Fingerprint, whole
-from .handled import Rejection
-from .tables import MAX_CODEC_BYTES
+from .record import MAX_CODEC_BYTES
 
 C = TypeVar("C")
 R = TypeVar("R")
+S = TypeVar("S")
+
+_NAMESPACE = UUID("6f1b9a52-43c1-5f0e-9d5c-2a7c1f6d3b84")  # of this library: any would do, but never another
+_READABLE = 200  # bytes; longer names are hashed
+
+
+def derived_key(*parts: str) -> str:
+    """Return a key that follows from ``parts``, such as a step's name and an event's id, and from no other parts.
+
+    The same parts give the same key in every process: a saga that is run again asks for the same commands. A long one
+    is hashed.
+    """
+    if not parts or not all(isinstance(part, str) for part in parts):
+        raise InvalidKeyError("derived_key takes texts, as in derived_key('ship', event_id)")
+    joined = "".join(f"{len(part)}:{part}" for part in parts)
+    encoded = joined.encode("utf-8", "surrogatepass")
+    return joined if len(encoded) <= _READABLE else f"sha256:{sha256(encoded).hexdigest()}"
+
+
+def derived_id(*parts: str) -> UUID:
+    """Return a UUID (version 5) that follows from ``parts``, and from no other parts."""
+    return uuid5(_NAMESPACE, derived_key(*parts))
+
+
+@dataclass(frozen=True)
+class _Call(Generic[S]):
+    session: S
+    key: str | None
+    scope: str | None = None
+    operation: str = ""
+
+    def derived_id(self, *parts: str) -> UUID:
+        """Return an id for something that this command makes: the same whenever the same command runs again.
+
+        A retry that comes after its record was deleted meets that primary key, instead of making a second one.
+        Raises ``InvalidKeyError`` if the command was given without a key.
+        """
+        return derived_id(*self._parts("id"), *parts)
+
+    def key_for(self, name: str) -> str:
+        """Return the key under which another system, ``name``, is asked on behalf of this command.
+
+        Raises ``InvalidKeyError`` if the command was given without a key.
+        """
+        return str(derived_id(*self._parts("key"), name))
+
+    def _parts(self, kind: str) -> tuple[str, ...]:
+        if self.key is None:
+            raise InvalidKeyError("the command has no key, so nothing can be derived from it; give key=")
+        return kind, self.scope or "", self.operation, self.key
+
+
+@dataclass(frozen=True)
+class Call(_Call[Session]):
+    """Holds what a handler is given beside the command: the transaction's ``session``, and the caller's ``key``.
+
+    The handler must not commit. A test makes one by hand: ``Call(session, key="k")``.
+    """
+
+
+@dataclass(frozen=True)
+class AsyncCall(_Call[AsyncSession]):
+    """Holds what an ``async def`` handler is given beside the command. See ``Call``."""
+
+
+# What a caller gets -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """A refusal that a handler returns instead of a result: recorded together with the handler's writes.
+
+    ``detail`` is what JSON can say. A handler whose writes are to be rolled back raises ``Rejected`` instead.
+    """
+
+    code: str
+    detail: Any = None
+
+
+@dataclass(frozen=True)
+class Handled(Generic[R]):
+    """The result of ``Commands.handle``, which returns only if an outcome is recorded, and raises otherwise.
+
+    ``outcome`` is ``APPLIED`` for the caller whose command ran, ``DUPLICATE`` for all who asked again. ``rejection`` is
+    None if the command has a result. ``recorded_at`` is when the record was begun, by the database's clock; only those
+    who asked again know it, so it is None for the first. ``durable`` is False only inside
+    ``testing.external_transaction``.
+    """
+
+    outcome: Outcome
+    value: R | None
+    rejection: Rejection | None = None
+    recorded_at: datetime | None = None
+    durable: bool = True
+
+    @property
+    def replayed(self) -> bool:
+        """True if the command was handled before, and this is the recorded answer."""
+        return self.outcome is Outcome.DUPLICATE
+
+    @property
+    def result(self) -> R:
+        """The recorded result. Raises ``Rejected`` if the recorded answer is a rejection."""
+        if self.rejection is not None:
+            raise Rejected(self.rejection.code, self.rejection.detail, replayed=self.replayed)
+        return cast(R, self.value)
+
+
+# @command ---------------------------------------------------------------------------------------------------------
 
 NO_RESULT: Codec[Any] = Codec("none", lambda _: b"", lambda _: None)
 """The codec of operations with ``default=``, whose records have no result."""
 
-_RENAMED_CODECS = {"pydantic-json": "typed-json"}
-"""Names that this library stored until November 2026, and the codec that reads what is stored under them."""
-
-_METHOD = 3  # positional arguments: the object, the command, the call
+_FUNCTION, _METHOD = 2, 3  # positional arguments: the command and the call, and before them perhaps the object
 
 
 @dataclass(frozen=True)
@@ -53,7 +165,7 @@ class Operation(Generic[C, R]):
         self.settings = settings
         self.identity = settings.name or f"{function.__module__}.{function.__qualname__}"
         self.names = (self.identity, *(name for name in settings.formerly if name != self.identity))
-        self.is_method = _check_parameters(self.identity, function)
+        self.is_method = _takes_an_object(self.identity, function)
         _check_default(self.identity, settings.default, asynchronous=self.asynchronous)
         self.codec = settings.codec or (NO_RESULT if settings.default else _codec_of(self.identity, function))
         self.__name__ = function.__name__
@@ -69,8 +181,7 @@ class Operation(Generic[C, R]):
 
     def codecs_called(self, name: str) -> list[Codec[Any]]:
         """Return the codecs that read what a codec of this name has stored; none if this code does not have them."""
-        names = {name, _RENAMED_CODECS.get(name, name)}
-        return [each for each in (self.codec, *self.settings.older_codecs) if each.name in names]
+        return [each for each in (self.codec, *self.settings.older_codecs) if each.name == name]
 
 
 class Command(Operation[C, R]):
@@ -79,11 +190,11 @@ class Command(Operation[C, R]):
     asynchronous = False
 
     def __get__(self, instance: object, owner: type[Any] | None = None) -> Command[C, R]:
-        return typing.cast("Command[C, R]", self.bound_to(instance))
+        return cast("Command[C, R]", self.bound_to(instance))
 
     def __call__(self, command: C, call: Call) -> R | Rejection:
         """Call the function as it was written: nothing is claimed, and nothing recorded."""
-        return typing.cast("R | Rejection", self.function(command, call))
+        return cast("R | Rejection", self.function(command, call))
 
 
 class AsyncCommand(Operation[C, R]):
@@ -92,11 +203,11 @@ class AsyncCommand(Operation[C, R]):
     asynchronous = True
 
     def __get__(self, instance: object, owner: type[Any] | None = None) -> AsyncCommand[C, R]:
-        return typing.cast("AsyncCommand[C, R]", self.bound_to(instance))
+        return cast("AsyncCommand[C, R]", self.bound_to(instance))
 
     async def __call__(self, command: C, call: AsyncCall) -> R | Rejection:
         """Call the function as it was written: nothing is claimed, and nothing recorded."""
-        return typing.cast("R | Rejection", await self.function(command, call))
+        return cast("R | Rejection", await self.function(command, call))
 
 
 class _Decorator:
@@ -220,10 +331,13 @@ def _check_codec_name(name: object) -> None:
     )
 
 
-def _check_parameters(identity: str, function: Callable[..., Any]) -> bool:
-    """Return True for a method; raise ``HandlerDefinitionError`` for a function that cannot be called so."""
+def _takes_an_object(identity: str, function: Callable[..., Any]) -> bool:
+    """Return True for a method, called with (self, command, call), and False for a function, (command, call).
+
+    Raises ``HandlerDefinitionError`` for a function that takes other arguments.
+    """
     signature = inspect.signature(function)
-    for arguments in (_METHOD - 1, _METHOD):
+    for arguments in (_FUNCTION, _METHOD):
         try:
             signature.bind(*[None] * arguments)
         except TypeError:
@@ -245,4 +359,18 @@ def _codec_of(identity: str, function: Callable[..., Any]) -> Codec[Any]:
             f"{identity} does not say what it returns, so nobody knows how to record it: annotate its result, as in "
             "-> None, or give @command(codec=...)"
         )
-    return codec_for(hints["return"], identity)
+    kind = _without_rejection(hints["return"])
+    if kind is bytes:
+        return raw
+    try:
+        return json if kind is Any else typed_json(kind)
+    except HandlerDefinitionError as error:
+        raise HandlerDefinitionError(f"{identity}: {error}") from error.__cause__
+
+
+def _without_rejection(annotation: Any) -> Any:
+    """Return the annotation without the ``Rejection`` that a handler may return instead of a result."""
+    if get_origin(annotation) not in UNION:
+        return annotation
+    rest = [each for each in get_args(annotation) if each is not Rejection]
+    return Union[tuple(rest)] if rest else type(None)  # noqa: UP007  # made at run time

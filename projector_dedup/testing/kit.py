@@ -1,4 +1,4 @@
-"""The harness of the contract: deliver, look from another connection, and hold a rival, by sync or async alike.
+"""The kit of the contract: the database under test, a read model, the harness that reaches both, gates for races.
 
 A test is written once, in synchronous style. For an asynchronous driver the dispatcher runs on an event loop in a
 thread of its own, and the handler is an ``async def`` that runs the same body through ``AsyncSession.run_sync``.
@@ -7,28 +7,130 @@ thread of its own, and the handler is an ``async def`` that runs the same body t
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ParamSpec, Self, TypeVar
 
-from sqlalchemy import create_engine, event, select, text
+from sqlalchemy import URL, ForeignKey, String, create_engine, event, select, text
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
-from sqlalchemy.orm import Session, sessionmaker
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, relationship, sessionmaker
 from sqlalchemy.util import await_only
 
 from ..dispatcher import AsyncDispatcher, Dispatcher
-from ..marking import on
 from ..outcome import Delivery
-from ..projector import FunctionProjector, projector
+from ..projector import FunctionProjector, on, projector
 from ..reads import Reads
 from ..tables import default_tables
 from ..unit_of_work import AsyncUnitOfWork, UnitOfWork
-from .subject import PATIENCE, Added, Base, Subject, Total, add
+
+PATIENCE = 30.0
+"""Seconds to wait for something that must happen, before the test fails."""
+
+
+class Base(DeclarativeBase):
+    """The base of the entities in the contract's read model."""
+
+
+class Total(Base):
+    """A sum, which stays wrong for good once a message counts twice or not at all."""
+
+    __tablename__ = "contract_total"
+    key: Mapped[str] = mapped_column(String(20), primary_key=True)
+    amount: Mapped[int] = mapped_column(default=0)
+
+
+class Account(Base):
+    """A row that has a relationship to a total, so that handlers can reach the total through it."""
+
+    __tablename__ = "contract_account"
+    key: Mapped[str] = mapped_column(String(20), primary_key=True)
+    total_key: Mapped[str] = mapped_column(String(20), ForeignKey(Total.key))
+    total: Mapped[Total] = relationship()
+
+
+@dataclass(frozen=True)
+class Added:
+    """An event: add ``amount`` to each of ``keys``."""
+
+    keys: tuple[str, ...] = ("a",)
+    amount: int = 1
+
+
+def add(happened: Added, session: Session) -> None:
+    """A handler of ordinary ORM code: read each total, create it if missing, add."""
+    for key in happened.keys:
+        total = session.get(Total, key)
+        if total is None:
+            total = Total(key=key, amount=0)
+            session.add(total)
+        total.amount += happened.amount
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The database that the contract is run against: its URL and driver, and where an isolation level is set, if any.
+
+    The database must be empty. The driver of ``url`` decides between sync and async; psycopg, which does both, is
+    ``psycopg_async`` for async.
+    """
+
+    url: URL
+    engine_isolation: str | None = None  #: create_engine(isolation_level=...)
+    option_isolation: str | None = None  #: engine.execution_options(isolation_level=...)
+    dispatcher_isolation: str | None = None  #: Dispatcher(isolation=...)
+    engine_arguments: Mapping[str, Any] = field(default_factory=dict)
+    prepare: Callable[[Any], None] | None = None  #: called with the new engine, as configure_sqlite is
+    one_writer: bool = False  #: True if a database unknown to the library lets only one transaction write at a time
+
+    @property
+    def loses_updates(self) -> bool:
+        """True if READ COMMITTED was chosen, where invariant I6 needs ``read_models`` or atomic upserts."""
+        chosen = self.dispatcher_isolation or self.option_isolation or self.engine_isolation
+        return chosen == "READ COMMITTED"
+
+    @property
+    def has_snapshots(self) -> bool:
+        """True if transactions of the test's own see the database as it was when they began."""
+        return (self.option_isolation or self.engine_isolation) in ("REPEATABLE READ", "SERIALIZABLE")
+
+    @property
+    def exact(self) -> dict[str, Any]:
+        """The arguments of ``@projector`` with which totals are exact on this subject."""
+        return {"read_models": [Total]} if self.loses_updates else {}
+
+
+def until_acknowledged(deliver: Callable[[], Delivery], *passing: type[Exception], times: int = 200) -> Delivery:
+    """Deliver again after every error of the kinds ``passing``, as a broker would, and return the first delivery."""
+    for _ in range(times):
+        with contextlib.suppress(*passing):
+            return deliver()
+    raise AssertionError(f"still not acknowledged after {times} deliveries")
+
+
+class Broken(Exception):  # noqa: N818  # as InProgress is
+    """An error that a handler raises by itself."""
+
+
+class Interruption(BaseException):
+    """An interruption that is no Exception, as KeyboardInterrupt is, which would end an event loop."""
+
+
+def broken(_happened: Added, session: Session) -> None:
+    """A handler that writes, then fails."""
+    add(_happened, session)
+    session.flush()
+    raise Broken
+
+
+# The harness ----------------------------------------------------------------------------------------------------------
+
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -245,3 +347,53 @@ class Harness:
 
 def _on_connection(function: Callable[..., None], session: Session) -> None:
     function(session.connection())
+
+
+# Gates ----------------------------------------------------------------------------------------------------------------
+
+
+class Gate:
+    """A place in a handler where it stops: the test sees that it has come, and opens the gate."""
+
+    def __init__(self, harness: Harness) -> None:
+        self._harness = harness
+        self._arrived = threading.Semaphore(0)
+        self._open = threading.Event()
+
+    def stop(self) -> None:
+        """Report that the handler has come, and wait until the gate is open; called in the handler."""
+        self._arrived.release()
+        self._harness.blocking(self._wait)
+
+    def _wait(self) -> None:
+        assert self._open.wait(PATIENCE), "nobody opened the gate"
+
+    def arrival(self, instead: Callable[[], bool] = lambda: False) -> None:
+        """Wait until one more handler has come, or ``instead()`` is True; called in the test."""
+        deadline = time.monotonic() + PATIENCE
+        while not self._arrived.acquire(timeout=0.02) and not instead():
+            assert time.monotonic() < deadline, "nobody came to the gate"
+
+    def open(self) -> None:
+        """Open the gate for every handler, now and later; called in the test."""
+        self._open.set()
+
+
+class Held:
+    """A handler whose first run stops at a gate before it returns, and then fails if ``fails``."""
+
+    def __init__(self, harness: Harness, *, fails: bool = False) -> None:
+        self.gate = Gate(harness)
+        self.runs = 0
+        self._fails = fails
+
+    def __call__(self, happened: Added, session: Session) -> None:
+        """Write, and stop at the gate in the first run."""
+        self.runs += 1
+        first = self.runs == 1
+        add(happened, session)
+        session.flush()
+        if first:
+            self.gate.stop()
+            if self._fails:
+                raise Broken

@@ -2,36 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
 from abc import abstractmethod
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
+from weakref import WeakSet, ref
 
-from sqlalchemy import URL, Select, Table, bindparam, delete, literal_column, select, text
+from sqlalchemy import Select, Table, bindparam, delete, event, literal_column, select, text
 from sqlalchemy.dialects.sqlite import insert
 from sqlalchemy.engine import Connection, Engine
+from sqlalchemy.engine.interfaces import Dialect as EngineDialect
 from sqlalchemy.exc import DBAPIError
+from sqlalchemy.pool import QueuePool
 from sqlalchemy.sql import ColumnElement, Executable
 
-from ...errors import UnsafeSessionError
-from ...transaction_text import Grammar
-from ..answers import Failure, Status
-from ..claims import Key, Parameters, handler_parameters, insert_and_count, inserting
-from ..cleanup import is_expired
-from ..findings import Finding, advice
-from ..interface import Dialect
-from ..levels import chosen_level
-from ..places import is_in_memory, place_of_sqlite
-from ..shared_connection import refuse_sharing
-from .close import close_ends_transactions
+from ..asyncio_names import AsyncEngine
+from ..errors import UnsafeSessionError, UnsupportedDatabaseError
+from ..transaction_text import Grammar
+from .claims import Key, Parameters, handler_parameters, inserting
+from .dialect import Dialect, Failure, Status, chosen_level, insert_and_count
+from .listeners import listen_once
+from .maintenance import Finding, advice, is_expired
 
 _LATER = (  # a full disk, a file that may not be written or opened, or is corrupted, an interrupted statement
     *("SQLITE_FULL", "SQLITE_READONLY", "SQLITE_CANTOPEN", "SQLITE_PERM"),
     *("SQLITE_IOERR", "SQLITE_NOMEM", "SQLITE_PROTOCOL", "SQLITE_INTERRUPT"),
     *("SQLITE_CORRUPT", "SQLITE_NOTADB", "SQLITE_INTERNAL", "SQLITE_SCHEMA"),
 )
+_IN_MEMORY = {"memory", "memdb"}  # values of mode= and vfs= in the URL
 
 
 class SQLite(Dialect):
@@ -43,25 +44,26 @@ class SQLite(Dialect):
     locks_rows = False
     transactional_ddl = True  # once ``migrating`` has begun; sqlite3 itself begins for rows only
 
-    def place_of(self, url: URL) -> Hashable | None:
-        """Return a key of the file, the same for all paths to it; None if each connection has its own database."""
-        return place_of_sqlite(url)
-
-    def lives_in_connection(self, url: URL) -> bool:
-        """True if the database is in memory."""
-        return is_in_memory(url)
-
     def detecting_isolation(self, engine: Engine) -> str | None:
         """Return None: writers take turns, so that no update is lost at any level."""
         return None
 
     def prepare(self, engine: Engine) -> None:
-        """Make closed connections release the write lock, also when a statement was interrupted."""
+        """Make closed connections release the write lock, also when a statement was interrupted.
+
+        Raises ``UnsupportedDatabaseError`` for a database in memory, which is gone when its connection is closed.
+        """
+        path, arguments = engine.url.database or "", engine.url.query
+        if path in ("", "file:") or ":memory:" in path or {arguments.get("mode"), arguments.get("vfs")} & _IN_MEMORY:
+            raise UnsupportedDatabaseError(
+                "SQLite in memory is lost with its connection, and sessions would share one; use a file, such as "
+                "sqlite:///read_model.db, in tests in a temporary folder"
+            )
         close_ends_transactions(engine)
 
     def refuse_unsafe(self, connection: Connection) -> None:
-        """Raise ``RefusedError`` for a connection that several threads share, and for AUTOCOMMIT."""
-        refuse_sharing(connection)
+        """Raise ``RefusedError`` for a connection that several sessions share, and for AUTOCOMMIT."""
+        self.refuse_sharing(connection.engine)
         if chosen_level(connection) == "AUTOCOMMIT" or self.commits_nothing(connection):
             raise UnsafeSessionError(
                 "the engine is in AUTOCOMMIT: marker and read model would be committed one by one; give the "
@@ -166,17 +168,19 @@ class SQLite(Dialect):
             advice(f"the journal mode is {mode}", "call projector_dedup.configure_sqlite(engine) once, at start-up")
         ]
 
-    def measured(self, connection: Connection, table: Table) -> tuple[int | None, int | None]:
-        """Return None for the rows, and the bytes with all indexes if SQLite was built with dbstat, else None."""
+    def size(self, connection: Connection, table: Table) -> int | None:
+        """Return the bytes of the table with all indexes; None if SQLite was built without dbstat."""
         if connection.exec_driver_sql("SELECT 1 FROM pragma_module_list WHERE name = 'dbstat'").first() is None:
-            return None, None
+            return None
         schema = {"schema": connection.schema_for_object(table) or "main"}
         indexes = connection.execute(
             text("SELECT name FROM pragma_index_list(:name, :schema)"), {"name": table.name, **schema}
         )
         names = [table.name, *indexes.scalars()]
         pages = text("SELECT sum(pgsize) FROM dbstat(:schema, 1) WHERE name IN :names")
-        return None, connection.scalar(pages.bindparams(bindparam("names", expanding=True)), {"names": names, **schema})
+        names_of = pages.bindparams(bindparam("names", expanding=True))
+        found: int | None = connection.scalar(names_of, {"names": names, **schema})
+        return found
 
     def limit_waits(self, connection: Connection, seconds: float) -> str | None:
         """Set the busy timeout of the connection."""
@@ -215,11 +219,6 @@ class SQLite(Dialect):
 
 
 @cache
-def _claim(dialect: SQLite, marker: Table) -> Executable:
-    return dialect.claim_statement(marker, bounded=False)
-
-
-@cache
 def _claim_many(marker: Table) -> Executable:
     values: dict[str, Any] = {name: bindparam(name) for name in ("message_id", "handler", "occurred_at")}
     statement = insert(marker).values(values).on_conflict_do_nothing(index_elements=["message_id", "handler"])
@@ -229,3 +228,133 @@ def _claim_many(marker: Table) -> Executable:
 def _code(error: Exception) -> str:
     code: str = getattr(getattr(error, "orig", error), "sqlite_errorname", "")
     return code
+
+
+# The drivers ---------------------------------------------------------------------------------------------------------
+
+_COMMITS = "projector_dedup_commits"  # in the ``info`` of a physical connection
+
+
+class Pysqlite(SQLite):
+    """SQLite through sqlite3, of Python's own library."""
+
+    drivers = frozenset({"pysqlite"})
+
+    def commits_nothing(self, connection: Connection) -> bool:
+        """True if the connection was made with autocommit=True, which sqlite3 has since Python 3.12."""
+        return getattr(connection.connection.dbapi_connection, "autocommit", None) is True
+
+
+class Aiosqlite(SQLite):
+    """SQLite through aiosqlite, which does not tell with which autocommit a connection was made."""
+
+    drivers = frozenset({"aiosqlite"})
+
+    def commits_nothing(self, connection: Connection) -> bool:
+        """True if ``commit()`` has no effect: tried once for each physical connection, if no transaction is open."""
+        driver = connection.connection.driver_connection
+        if _COMMITS not in connection.info and self.status(driver) is Status.NONE:
+            connection.exec_driver_sql("BEGIN")
+            connection.connection.commit()
+            connection.info[_COMMITS] = self.status(driver) is Status.NONE
+            if not connection.info[_COMMITS]:
+                connection.exec_driver_sql("ROLLBACK")
+        return connection.info.get(_COMMITS) is False
+
+
+# Closing a connection ------------------------------------------------------------------------------------------------
+#
+# Since Python 3.11, ``sqlite3.Connection.close()`` leaves unfinished cursors alone, and SQLite keeps a connection with
+# an unfinished statement alive, locks included, until the cursor dies. An interrupted statement leaves just that:
+# SQLAlchemy invalidates the connection, which closes it, while the exception's traceback holds the cursor. Every writer
+# of the database then waits for the garbage collector (tests/delivery/test_interrupts.py).
+
+_MANY = 50  # cursors; with more, those that are gone are forgotten
+
+
+class _ClosingConnection(sqlite3.Connection):
+    """Finishes its cursors and rolls back before it closes."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._cursors: list[ref[sqlite3.Cursor]] = []
+        super().__init__(*args, **kwargs)
+
+    def cursor(self, *args: Any, **kwargs: Any) -> Any:
+        cursor = super().cursor(*args, **kwargs)
+        if len(self._cursors) > _MANY:
+            self._cursors = [known for known in self._cursors if known() is not None]
+        self._cursors.append(ref(cursor))
+        return cursor
+
+    def close(self) -> None:
+        # An error means: closed already, or called by a thread that may not close it. Then there is nothing to finish.
+        with contextlib.suppress(sqlite3.Error):
+            for known in self._cursors:
+                if (cursor := known()) is not None:
+                    cursor.close()
+            if self.in_transaction:
+                self.rollback()
+        super().close()
+
+
+@cache
+def _closing(connection_class: type[sqlite3.Connection]) -> type[sqlite3.Connection]:
+    if issubclass(connection_class, _ClosingConnection):
+        return connection_class  # older SQLAlchemy hands the same keywords to every connect
+    if connection_class is sqlite3.Connection:
+        return _ClosingConnection
+    return type(f"Closing{connection_class.__name__}", (_ClosingConnection, connection_class), {})
+
+
+# Engines that have no connection older than the listeners; by the dialect, which execution_options() clones share.
+_prepared: WeakSet[EngineDialect] = WeakSet()
+
+
+def close_ends_transactions(engine: Engine) -> None:
+    """Make the engine's connections end their transaction when they close, and have none when they are taken."""
+    if engine.dialect in _prepared:
+        return
+    checkout = [_checkout] if isinstance(engine.pool, QueuePool) else []
+    listen_once(engine, before_others=True, do_connect=[_connect], checkout=checkout)
+    if isinstance(engine.pool, QueuePool):
+        # Not dispose(): a connection that another task takes meanwhile would return to a pool that nobody closes.
+        for _ in range(engine.pool.checkedin()):
+            with engine.connect() as connection:
+                connection.invalidate()
+    _prepared.add(engine.dialect)
+
+
+def _connect(_dialect: EngineDialect, _record: object, _arguments: object, keywords: dict[str, Any]) -> None:
+    if "async_creator_fn" not in keywords:  # the user makes the connection, and its class is the user's choice
+        keywords["factory"] = _closing(keywords.get("factory", sqlite3.Connection))
+
+
+def _checkout(dbapi_connection: Any, _record: object, _proxy: object) -> None:
+    """End a transaction that a refused COMMIT left open: SQLAlchemy returns such a connection to the pool as it is.
+
+    The next transaction on it would commit writes that were reported as failed, perhaps with a marker.
+    """
+    if getattr(dbapi_connection, "driver_connection", dbapi_connection).in_transaction:
+        dbapi_connection.rollback()
+
+
+def configure_sqlite(engine: Engine | AsyncEngine, *, busy_timeout: float = 5.0) -> None:
+    """Set an engine up for several worker processes: call it once, before the engine is first used.
+
+    Write-ahead logging lets readers read while a projector writes; ``busy_timeout`` (seconds) is how long a writer
+    waits for the one before it. Units of work take the write lock before anything else, whether or not this function
+    was called. Other code that reads through the engine does not take the lock, and never waits for it.
+    """
+    sync_engine = engine.sync_engine if isinstance(engine, AsyncEngine) else engine
+
+    @event.listens_for(sync_engine, "connect")
+    def _set_up(dbapi_connection: Any, _record: Any) -> None:
+        cursor = dbapi_connection.cursor()
+        cursor.execute(f"PRAGMA busy_timeout = {int(busy_timeout * 1000)}")
+        begun = getattr(dbapi_connection, "driver_connection", dbapi_connection).in_transaction
+        if begun:  # sqlite3's autocommit=False; the journal mode can be changed between transactions only
+            cursor.execute("COMMIT")
+        cursor.execute("PRAGMA journal_mode = WAL")
+        if begun:
+            cursor.execute("BEGIN")
+        cursor.close()

@@ -9,19 +9,20 @@ The last statement of a transaction takes COMMIT along in the same way: if it fa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+import re
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache, partial
+from functools import cache, lru_cache, partial
+from itertools import count
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from psycopg import AsyncCursor, Cursor, IsolationLevel, Pipeline, errors, pq
+from psycopg import AsyncCursor, Binary, Cursor, IsolationLevel, OperationalError, Pipeline, errors, pq
 from psycopg.adapt import AdaptersMap
-from psycopg.pq.abc import PGresult
+from psycopg.pq.abc import PGconn, PGresult
 from psycopg.waiting import Ready, Wait
 
-from ...errors import UnsafeSessionError
-from .psycopg_pipeline import as_text, numbered, replies_to
+from ..errors import UnsafeSessionError
 
 Driver = Any  # psycopg.Connection or AsyncConnection
 
@@ -150,30 +151,19 @@ class _Together:
     def _execute(self, sql: str, parameters: Mapping[str, Any]) -> Generator[Wait, Ready, None]:
         statement, names = numbered(sql)
         values = [as_text(parameters[name]) for name in names]
-        if self._begin:
-            yield from self._begin_and_execute(statement, values)
-        else:
-            yield from self._execute_and_commit(statement, values)
-
-    def _execute_and_commit(self, statement: bytes, values: list[bytes | None]) -> Generator[Wait, Ready, None]:
-        # Nothing is prepared: what cannot be run any more would fail the transaction, which has run the user's code.
-        replies = yield from replies_to(self.connection.pgconn, (), statement, values, None, (self._commit,))
-        failed = next((reply for reply in replies if reply.status == _FAILED), None)
-        if failed is not None:
-            raise errors.error_from_result(failed)
-        self.pgresult = replies[-2]
-
-    def _begin_and_execute(self, statement: bytes, values: list[bytes | None]) -> Generator[Wait, Ready, None]:
-        prepared = _prepared.setdefault(self.connection, {})
+        # With COMMIT nothing is prepared: what cannot be run any more would fail the transaction, which has run the
+        # user's code.
+        prepared = _prepared.setdefault(self.connection, {}) if self._begin else None
+        after = (self._commit,) if self._commit else ()
         error = errors.Error()
-        for before in ((self._begin,), (b"ROLLBACK", self._begin)):
-            replies = yield from replies_to(self.connection.pgconn, before, statement, values, prepared)
+        for before in ((self._begin,), (b"ROLLBACK", self._begin)) if self._begin else ((),):
+            replies = yield from replies_to(self.connection.pgconn, before, statement, values, prepared, after)
             failed = next((reply for reply in replies if reply.status == _FAILED), None)
             if failed is None:
-                self.pgresult = replies[-1]
+                self.pgresult = replies[-1 - len(after)]
                 return
             error = errors.error_from_result(failed)
-            if error.sqlstate not in _STALE:
+            if prepared is None or error.sqlstate not in _STALE:
                 break
             prepared.clear()
         raise error
@@ -210,3 +200,80 @@ class AsyncCursorTogether(_Together, AsyncCursor[Any]):
 
 
 _CURSORS: dict[Any, Any] = {Cursor: CursorTogether, AsyncCursor: AsyncCursorTogether}
+
+
+# One message to the server -------------------------------------------------------------------------------------------
+
+Replies = Generator[Wait, Ready, list[PGresult]]
+
+_OK = pq.ConnStatus.OK
+_DONE, _SYNC = pq.ExecStatus.COMMAND_OK, pq.ExecStatus.PIPELINE_SYNC
+_READ, _READ_OR_WRITE = Wait.R, Wait.RW
+_PREPARED_AT_MOST = 16  # for each connection: schemas, and listeners that add comments, change the text of a claim
+
+_numbers = count()
+
+
+def replies_to(
+    pgconn: PGconn,
+    before: Sequence[bytes],
+    statement: bytes,
+    values: list[bytes | None],
+    prepared: dict[bytes, bytes] | None,
+    after: Sequence[bytes] = (),
+) -> Replies:
+    """Send the ``statement`` between other commands in a pipeline, wait once, and return the answers.
+
+    Of commands after one that fails, the server runs none. The statement is looked up in what is ``prepared``, or put
+    there, unless that is None. An interruption half-way leaves the connection busy, as it does for any statement.
+    """
+    pgconn.enter_pipeline_mode()
+    for command in before:
+        pgconn.send_query_params(command, None)
+    name = None if prepared is None else prepared.get(statement)
+    if new := name is None:
+        room = prepared is not None and len(prepared) < _PREPARED_AT_MOST
+        name = b"projector_dedup_%d" % next(_numbers) if room else b""
+        pgconn.send_prepare(name, statement)  # behind BEGIN: it takes a snapshot, after which no level can be set
+    pgconn.send_query_prepared(name, values)
+    for command in after:
+        pgconn.send_query_params(command, None)
+    pgconn.pipeline_sync()
+    while pgconn.flush():
+        if (yield _READ_OR_WRITE) & Ready.R:
+            pgconn.consume_input()
+    replies: list[PGresult] = []
+    while not replies or replies[-1].status != _SYNC:
+        while pgconn.is_busy():
+            if (yield _READ):
+                pgconn.consume_input()
+        if (reply := pgconn.get_result()) is not None:
+            replies.append(reply)
+        elif pgconn.status != _OK:
+            raise OperationalError("the connection was lost")
+    pgconn.exit_pipeline_mode()
+    if prepared is not None and new and name and replies[len(before)].status == _DONE:
+        prepared[statement] = name
+    return replies[:-1]
+
+
+def as_text(value: Any) -> bytes | None:
+    """Return a parameter as libpq sends it: text; of bytes, which SQLAlchemy has wrapped, their digits."""
+    if isinstance(value, Binary):
+        return b"\\x" + bytes(value.obj).hex().encode()
+    return None if value is None else str(value).encode()
+
+
+@lru_cache(256)
+def numbered(sql: str) -> tuple[bytes, list[str]]:
+    """Return the statement as libpq takes it, with ``$1`` for ``%(name)s``, and the names in their order."""
+    names: list[str] = []
+
+    def number(found: re.Match[str]) -> str:
+        if found[1] is None:
+            return "%"
+        if found[1] not in names:
+            names.append(found[1])
+        return f"${names.index(found[1]) + 1}"
+
+    return re.sub(r"%%|%\((\w+)\)s", number, sql).encode(), names
