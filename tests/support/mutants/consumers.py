@@ -92,7 +92,7 @@ MUTANTS = (
         old="route_of(event, self._type)",
         new="route_of(event)",
         tests=(
-            "tests/delivery/test_type_extractor.py::test_the_type_is_that_of_the_message_else_that_in_the_body_else_the_class",
+            "tests/delivery/test_projector.py::test_the_type_is_that_of_the_message_else_that_in_the_body_else_the_class",
         ),
     ),
     Mutant(
