@@ -49,7 +49,7 @@ MUTANTS = (
     Mutant(
         name="sqlite-marker-that-is-there-counts-as-new",
         breaks="On SQLite a claim that inserted no row is new, so every redelivery is applied again.",
-        where="SQLite.claim",
+        where="Dialect.claim",
         old="return insert_and_count(connection, statement, key) == names",
         new="return insert_and_count(connection, statement, key) <= names",
         tests=(
