@@ -46,7 +46,9 @@ class Adapter:
     """The example that consumes such a queue."""
     drivername: ClassVar[str] = "postgresql+psycopg"
     options: ClassVar[Mapping[str, Any]] = {}
-    """Arguments of the consumer that have a message come again soon."""
+    """Arguments of the consumer."""
+    soon: ClassVar[Mapping[str, Any]] = {}
+    """Arguments with which the messages of a consumer that died come again soon."""
     is_awaited: ClassVar[bool] = False
     """True if it takes an ``AsyncDispatcher``."""
     few: ClassVar[Mapping[str, Any]] = {}
@@ -123,7 +125,7 @@ class Adapter:
     def consume_until(self, condition: Callable[[], object], **options: Any) -> None:
         """Consume until something is so, then stop; a consumer that ends before fails the test."""
         with self.consuming(**options) as thread:
-            wait_for(lambda: condition() or not thread.is_alive(), "what the test waits for", 40)
+            wait_for(lambda: condition() or not thread.is_alive(), "what the test waits for", 90)
             ended = not thread.is_alive()
         assert not ended, "the consumer has ended as if it were told to"
 
@@ -131,7 +133,7 @@ class Adapter:
         """Consume until the consumer fails by itself, and return why; or until something is so."""
         try:
             with self.consuming(**options) as thread:
-                wait_for(lambda: condition() or not thread.is_alive(), "the consumer to fail", 40)
+                wait_for(lambda: condition() or not thread.is_alive(), "the consumer to fail", 90)
         except BaseException as error:  # noqa: BLE001  # whatever it is
             return error
         return None
@@ -270,7 +272,7 @@ async def _serve(broker: Any, started: Started) -> None:
 class _OnNats(_Awaited):
     """A consumer of a stream of NATS JetStream."""
 
-    options: ClassVar[Mapping[str, Any]] = {"ack_wait": 1.5}
+    soon: ClassVar[Mapping[str, Any]] = {"ack_wait": 1.5}
 
     def __init__(self, database: Database, queue: JetStream) -> None:
         super().__init__(database)
@@ -341,14 +343,14 @@ class FastStreamNatsBatches(FastStreamNats):
     """NATS JetStream, by FastStream, many messages in one transaction."""
 
     program = "with_faststream_nats_batches.py"
-    options: ClassVar[Mapping[str, Any]] = {**FastStreamNats.options, "batch": 6}
+    options: ClassVar[Mapping[str, Any]] = {"batch": 6}
 
 
 class Redis(_Plain):
     """A stream of Redis."""
 
     program = "with_redis.py"
-    options: ClassVar[Mapping[str, Any]] = {"abandoned_after": 0.3}
+    soon: ClassVar[Mapping[str, Any]] = {"abandoned_after": 0.3}
 
     def __init__(self, database: Database, queue: RedisStream) -> None:
         super().__init__(database)
