@@ -179,14 +179,6 @@ def test_a_session_without_an_engine_is_refused(harness: Harness) -> None:
             claim(session, "m1", "h")
 
 
-def test_binds_per_table_on_one_engine_are_fine(harness: Harness) -> None:
-    """What decides is that the marker and the read model have one engine."""
-    sessions = sessionmaker(binds={Base: harness.engine, default_tables.marker: harness.engine})
-    outcomes = [Dispatcher(sessions, totals).deliver(Added(), message_id="m1").outcome for _ in range(2)]
-    assert outcomes == [Outcome.APPLIED, Outcome.DUPLICATE]
-    assert harness.totals() == {"a": 1}
-
-
 def test_claim_works_in_a_scoped_session(harness: Harness) -> None:
     """The caller's live session is refused by the dispatcher, not by `claim`, which is made for it."""
     scoped = scoped_session(sessionmaker(harness.engine))
