@@ -315,7 +315,7 @@ class Nats(_OnNats):
 
     async def consume(self, dispatcher: AsyncDispatcher, started: Started, **options: Any) -> None:
         """Consume in this event loop."""
-        async with await nats.connect(self.queue.url) as connection:
+        async with await nats.connect(self.queue.url, reconnect_time_wait=0.1) as connection:
             await super().consume(dispatcher, started, connection=connection, **options)
 
 
