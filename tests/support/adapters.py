@@ -125,7 +125,7 @@ class Adapter:
     def consume_until(self, condition: Callable[[], object], **options: Any) -> None:
         """Consume until something is so, then stop; a consumer that ends before fails the test."""
         with self.consuming(**options) as thread:
-            wait_for(lambda: condition() or not thread.is_alive(), "what the test waits for", 90)
+            wait_for(lambda: condition() or not thread.is_alive(), "what the test waits for", 40)
             ended = not thread.is_alive()
         assert not ended, "the consumer has ended as if it were told to"
 
@@ -133,7 +133,7 @@ class Adapter:
         """Consume until the consumer fails by itself, and return why; or until something is so."""
         try:
             with self.consuming(**options) as thread:
-                wait_for(lambda: condition() or not thread.is_alive(), "the consumer to fail", 90)
+                wait_for(lambda: condition() or not thread.is_alive(), "the consumer to fail", 40)
         except BaseException as error:  # noqa: BLE001  # whatever it is
             return error
         return None
