@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 from alembic.config import Config
 from alembic.script import ScriptDirectory
-from sqlalchemy import URL, Engine, MetaData, create_engine, func, inspect, select, text
+from sqlalchemy import Engine, MetaData, create_engine, func, inspect, select, text
 from sqlalchemy.orm import Session, sessionmaker
 from sqlalchemy.schema import CreateIndex, CreateTable
 
 import projector_dedup.maintenance.schema
 from alembic_project import another_schema, run_python
 from databases import Database
+from marked import one_of_each_engine  # noqa: F401  # a fixture
 from projector_dedup import (
     DedupTables,
     Dispatcher,
@@ -66,12 +67,6 @@ def upgrade():
 @on(dict)
 def handler(event: object, session: object) -> None:
     """Do nothing."""
-
-
-@pytest.fixture(name="sync_url")
-def one_url_of_each_engine(database: Database) -> URL:
-    """What Alembic does, and processes that it runs in, do not depend on the driver."""
-    return database.url()
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from sqlalchemy.schema import CreateIndex, CreateTable
 
 from databases import Database
 from forked import run_module
+from marked import one_of_each_engine  # noqa: F401  # a fixture
 from projector_dedup import Dispatcher, Outcome, make_tables, on, projector
 from projector_dedup.maintenance.check import check
 from projector_dedup.tables import default_metadata, default_tables

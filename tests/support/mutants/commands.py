@@ -33,7 +33,7 @@ MUTANTS = (
         where="_cleaned",
         old="if dry_run:",
         new="if False:",
-        tests=("tests/cli/test_cli_cleanup.py::test_a_dry_run_deletes_nothing[sqlite]",),
+        tests=("tests/maintenance/test_cleanup.py::test_a_dry_run_deletes_nothing[sqlite]",),
     ),
     Mutant(
         name="check-misses-the-unique-index",
@@ -42,7 +42,7 @@ MUTANTS = (
         old="if set(actual) != set(expected) and set(expected) not in unique:",
         new="if set(actual) != set(expected) and not expected:",
         tests=(
-            "tests/maintenance/test_schema.py::test_check_says_what_is_wrong[sqlite+pysqlite-ddl2-has no unique index over (message_id, handler)]",
+            "tests/maintenance/test_schema.py::test_check_says_what_is_wrong[sqlite-ddl2-has no unique index over (message_id, handler)]",
         ),
     ),
     Mutant(

@@ -112,7 +112,7 @@ MUTANTS = (
         where="_cleaned",
         old="if not found and handler is not None and not has_markers(engine, handler, tables=tables):",
         new="if False:",
-        tests=("tests/cli/test_cli_cleanup.py::test_a_handler_that_nobody_knows_is_refused[sqlite-]",),
+        tests=("tests/maintenance/test_cleanup.py::test_a_handler_that_nobody_knows_is_refused[sqlite-]",),
     ),
     Mutant(
         name="lines-are-cut-by-the-terminal",

@@ -9,9 +9,7 @@ MUTANTS = (
         where="prune",
         old="now - timedelta(hours=retention_hours)",
         new="now - timedelta(minutes=retention_hours)",
-        tests=(
-            "tests/maintenance/test_retention.py::test_only_markers_older_than_the_retention_are_deleted[sqlite+pysqlite]",
-        ),
+        tests=("tests/maintenance/test_cleanup.py::test_only_markers_older_than_the_retention_are_deleted[sqlite]",),
     ),
     Mutant(
         name="prune-deletes-what-is-young",
@@ -19,9 +17,7 @@ MUTANTS = (
         where="is_expired",
         old='marker.c.processed_at < bindparam("cutoff", type_=_CUTOFF)',
         new='marker.c.processed_at > bindparam("cutoff", type_=_CUTOFF)',
-        tests=(
-            "tests/maintenance/test_retention.py::test_only_markers_older_than_the_retention_are_deleted[sqlite+pysqlite]",
-        ),
+        tests=("tests/maintenance/test_cleanup.py::test_only_markers_older_than_the_retention_are_deleted[sqlite]",),
     ),
     Mutant(
         name="prune-of-one-handler-takes-all",
@@ -29,7 +25,7 @@ MUTANTS = (
         where="is_expired",
         old='return and_(old, marker.c.handler == bindparam("handler")) if of_handler else old',
         new="return old",
-        tests=("tests/maintenance/test_cleaners.py::test_one_handlers_markers_go_alone[postgresql]",),
+        tests=("tests/maintenance/test_cleanup.py::test_one_handlers_markers_go_alone[postgresql]",),
     ),
     Mutant(
         name="prune-below-the-horizon",
@@ -37,7 +33,7 @@ MUTANTS = (
         where="refuse_short_retention",
         old="if horizon is not None and retention_hours < horizon:",
         new="if horizon is not None and retention_hours < 0:",
-        tests=("tests/maintenance/test_horizon.py::test_a_shorter_retention_is_refused[sqlite+pysqlite]",),
+        tests=("tests/maintenance/test_cleanup.py::test_a_shorter_retention_is_refused[sqlite]",),
     ),
     Mutant(
         name="prune-by-one-handler-is-called-complete",
@@ -45,9 +41,7 @@ MUTANTS = (
         where="prune",
         old="if left is None and handler is None:",
         new="if left is None:",
-        tests=(
-            "tests/maintenance/test_horizon.py::test_a_run_that_left_markers_claims_nothing[sqlite+pysqlite-bounds0]",
-        ),
+        tests=("tests/maintenance/test_cleanup.py::test_a_run_that_left_markers_claims_nothing[sqlite-bounds0]",),
     ),
     Mutant(
         name="unfinished-prune-is-called-complete",
@@ -55,9 +49,7 @@ MUTANTS = (
         where="prune",
         old="if left is None and handler is None:",
         new="if handler is None:",
-        tests=(
-            "tests/maintenance/test_horizon.py::test_a_run_that_left_markers_claims_nothing[sqlite+pysqlite-bounds1]",
-        ),
+        tests=("tests/maintenance/test_cleanup.py::test_a_run_that_left_markers_claims_nothing[sqlite-bounds1]",),
     ),
     Mutant(
         name="pruned-until-goes-back",
@@ -65,7 +57,7 @@ MUTANTS = (
         where="_advancing",
         old='& (state.c.value < bindparam("the_value"))',
         new='& (state.c.value != bindparam("the_value"))',
-        tests=("tests/maintenance/test_horizon.py::test_what_was_pruned_once_stays_known[sqlite+pysqlite]",),
+        tests=("tests/maintenance/test_cleanup.py::test_what_was_pruned_once_stays_known[sqlite]",),
     ),
     Mutant(
         name="empty-batch-is-the-end",
@@ -74,7 +66,7 @@ MUTANTS = (
         old="if not run.left(expired):",
         new="if True:",
         tests=(
-            "tests/maintenance/test_cleaners.py::test_what_another_transaction_holds_is_not_taken_for_done[postgresql]",
+            "tests/maintenance/test_cleanup.py::test_what_another_transaction_holds_is_not_taken_for_done[postgresql]",
         ),
     ),
     Mutant(
@@ -83,7 +75,7 @@ MUTANTS = (
         where="picking",
         old='literal_column("ctid") == batch, is_expired(marker, of_handler=of_handler)',
         new='literal_column("ctid") == batch',
-        tests=("tests/maintenance/test_cleaners.py::test_a_partitioned_table_loses_nothing_that_is_young",),
+        tests=("tests/maintenance/test_cleanup.py::test_a_partitioned_table_loses_nothing_that_is_young",),
     ),
     Mutant(
         name="batch-size-is-not-kept",
@@ -91,7 +83,7 @@ MUTANTS = (
         where="prune.ended",
         old="run.number >= max_batches",
         new="run.number > max_batches",
-        tests=("tests/maintenance/test_cleaners.py::test_a_run_ends_at_its_bounds_and_says_so[sqlite]",),
+        tests=("tests/maintenance/test_cleanup.py::test_a_run_ends_at_its_bounds_and_says_so[sqlite]",),
     ),
     Mutant(
         name="rename-removes-what-has-no-twin",
@@ -99,7 +91,7 @@ MUTANTS = (
         where="_Batch._removing",
         old="return delete(self._marker).where(self._marker.c.handler == self._old, seen)",
         new="return delete(self._marker).where(self._marker.c.handler == self._old, seen | ~seen)",
-        tests=("tests/maintenance/test_renaming.py::test_the_old_markers_can_be_removed[postgresql+psycopg2-2]",),
+        tests=("tests/maintenance/test_renaming.py::test_the_old_markers_can_be_removed[postgresql-2]",),
     ),
     Mutant(
         name="rename-makes-markers-young",
@@ -107,9 +99,7 @@ MUTANTS = (
         where="_Batch._copying",
         old="else source.c[each] for each in columns",
         new='else literal_column("CURRENT_TIMESTAMP") if each == "processed_at" else source.c[each] for each in columns',
-        tests=(
-            "tests/maintenance/test_renaming.py::test_every_marker_gets_a_twin_with_its_times[postgresql+psycopg2-1]",
-        ),
+        tests=("tests/maintenance/test_renaming.py::test_every_marker_gets_a_twin_with_its_times[postgresql-1]",),
     ),
     Mutant(
         name="rename-copies-no-answers",
@@ -133,7 +123,7 @@ MUTANTS = (
         where="_Batch._looking",
         old=".order_by(source.c.message_id)",
         new=".order_by(source.c.message_id.desc())",
-        tests=("tests/maintenance/test_renaming.py::test_every_marker_gets_a_twin_with_its_times[sqlite+pysqlite-1]",),
+        tests=("tests/maintenance/test_renaming.py::test_every_marker_gets_a_twin_with_its_times[sqlite-1]",),
     ),
     Mutant(
         name="dry-run-of-rename-writes",
@@ -141,7 +131,7 @@ MUTANTS = (
         where="_Batch.run",
         old="if not self._dry_run:\n            if already",
         new="if found:\n            if already",
-        tests=("tests/maintenance/test_renaming.py::test_a_dry_run_says_the_same_and_writes_nothing[sqlite+pysqlite]",),
+        tests=("tests/maintenance/test_renaming.py::test_a_dry_run_says_the_same_and_writes_nothing[sqlite]",),
     ),
     Mutant(
         name="forget-takes-other-messages",
@@ -158,7 +148,7 @@ MUTANTS = (
         old="except IntegrityError:  # somebody else was first\n                pass",
         new="except IntegrityError:  # somebody else was first\n                continue",
         tests=(
-            "tests/maintenance/test_state.py::test_the_last_writer_of_a_key_wins_though_another_was_first_to_make_it[postgresql+psycopg]",
+            "tests/maintenance/test_state.py::test_the_last_writer_of_a_key_wins_though_another_was_first_to_make_it[postgresql]",
         ),
     ),
 )
