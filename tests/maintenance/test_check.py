@@ -14,8 +14,8 @@ from databases import Database
 from marked import metadata, one_of_each_engine, tables, url_of  # noqa: F401  # a fixture
 from projector_dedup import AsyncDispatcher, Dispatcher, on, projector
 from projector_dedup.asyncio_names import async_sessionmaker
-from projector_dedup.dialects import Finding
 from projector_dedup.maintenance.check import advise, check, verify
+from projector_dedup.maintenance.databases import Finding
 from projector_dedup.maintenance.state import CLEANED_AT, REDELIVERY_HORIZON, RETENTION, State, duration, write_state
 from projector_dedup.maintenance.stats import Ages
 

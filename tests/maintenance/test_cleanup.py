@@ -39,6 +39,7 @@ from projector_dedup.maintenance.cleanup import (
     prune,
     redelivery_horizon,
 )
+from projector_dedup.maintenance.databases import database_of
 from projector_dedup.maintenance.state import CLEANED_AT, PRUNED_UNTIL, RETENTION, read_state
 from pruning import uncommitted_batch
 
@@ -114,7 +115,7 @@ def test_the_index_serves_the_search_for_old_markers(engine: Engine) -> None:
     fill(engine, [1000.0] * 20 + [0.0] * 5000)
     _analyze(engine)
     explain = "EXPLAIN QUERY PLAN " if engine.dialect.name == "sqlite" else "EXPLAIN "
-    statement: Any = dialect_of(engine).cleanup_statement(tables.marker)
+    statement: Any = database_of(engine).cleanup_statement(tables.marker)
     compiled = statement.compile(engine, compile_kwargs={"render_postcompile": True})
     given = compiled.construct_params({"cutoff": datetime.now(UTC) - timedelta(hours=1), "batch_size": 100})
     arguments = tuple(given[name] for name in compiled.positiontup) if compiled.positional else given

@@ -25,8 +25,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from projector_dedup.testing.harness import Harness
-from projector_dedup.testing.subject import Added, Subject, Total, add
 from sqlalchemy import NullPool, Row, Select, create_engine, delete, make_url, select, text
 from sqlalchemy.dialects.mysql import insert
 from sqlalchemy.orm import Session
@@ -35,6 +33,7 @@ from galera import GaleraCluster, GaleraNode, GaleraUnavailableError, galera_clu
 from projector_dedup import BatchFailed, DeliveryFailed, Outcome, ProjectorDedupError
 from projector_dedup.tables import default_tables
 from projector_dedup.testing.convergence import Messages, generate, totals_of
+from projector_dedup.testing.kit import Added, Harness, Subject, Total, add
 from standby import Primary, either, standby_of
 
 PATIENCE = 180.0  # seconds for anything that must happen
