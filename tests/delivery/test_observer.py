@@ -197,6 +197,25 @@ def test_a_commit_whose_answer_was_lost(request: pytest.FixtureRequest, engine: 
     ]
 
 
+@pytest.mark.parametrize("batch", [False, True])
+def test_a_redelivery_whose_commit_was_interrupted_was_applied_before(
+    postgresql: Database, notes: Notes, batch: bool
+) -> None:
+    """This delivery applied only what its own COMMIT may have written: an older duplicate does not count as applied."""
+    url = postgresql.url()
+    with CutProxy(url) as proxy, Harness(Subject(proxy.through(url))) as harness:
+        harness.create_tables()
+        harness.deliver(harness.dispatcher())
+        dispatcher = harness.dispatcher(observer=notes)
+        proxy.cut_commit("after")
+        if batch:
+            dispatcher.deliver_batch([Message("m1", Added()), Message("m2", Added())])
+        else:
+            harness.deliver(dispatcher)
+    settled = [told for told in notes.told("after_unknown_commit") if told[0] != "retried"]
+    assert settled == [("duplicate", "m1", False), ("duplicate", "m2", True)][: 1 + batch]
+
+
 def test_each_handler_is_observed(harness: Harness, notes: Notes) -> None:
     """One that fails beside one that applies: an observation for each."""
     poison = ValueError("poison")
