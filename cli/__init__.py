@@ -1,1 +1,1 @@
-"""The command `idempotency`: a demo on real data, and commands that make, check and clean up the tables."""
+"""The command `idempotency`: commands that make, check and clean up the tables."""

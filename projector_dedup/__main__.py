@@ -2,5 +2,5 @@
 
 from projector_dedup.cli.main import main
 
-if __name__ == "__main__":  # the demo's worker processes import this module too
+if __name__ == "__main__":
     main(prog_name="python -m projector_dedup")

@@ -29,9 +29,7 @@ from sqlalchemy.sql.dml import UpdateBase
 from sqlalchemy.sql.elements import ReleaseSavepointClause, RollbackToSavepointClause, SavepointClause
 
 from .closing import roll_back
-from .dialects import Dialect, Failure, LastStatement, Status
-from .dialects.claims import marker_exists
-from .dialects.listeners import info_of
+from .dialects import Dialect, Failure, LastStatement, Status, info_of, marker_exists
 from .errors import TransactionViolatedError, UnsafeSessionError
 from .tables import DedupTables
 from .transaction_text import sql_sent, sql_text
@@ -307,7 +305,7 @@ class Guard:
 
     def ended_below(self) -> TransactionViolatedError:
         """Return the violation of a transaction that ended on the driver's connection; find out if it committed."""
-        self.must_disconnect = not self.dialect.lives_in_connection(self.connection.engine.url)
+        self.must_disconnect = True
         what = "the handler ended the transaction on the driver's connection, below SQLAlchemy"
         if self.violation is None and (left := self._what_is_durable()) is not None:
             self.violation = TransactionViolatedError(what + left, durable=True)
@@ -363,7 +361,7 @@ class Guard:
         if self._transaction_id is not None:
             return self.dialect.transaction_id(connection) == self._transaction_id
         if marked:
-            return self.dialect.is_marked(connection, self._tables.marker, self.key)
+            return self.dialect.is_marked(connection)
         if self.key is None:
             return Connection.execute(connection, select(literal_column("1"))).first() is not None
         return marker_exists(connection, self._tables.marker, self.key)

@@ -9,7 +9,6 @@ transaction, by SQL, if the database can do that (docs/adr/0025-what-is-set-for-
 from __future__ import annotations
 
 import logging
-from inspect import unwrap
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
@@ -21,15 +20,21 @@ from sqlalchemy.orm import Session, sessionmaker
 
 from .asyncio_names import AsyncSession, async_sessionmaker
 from .closing import connected
-from .dialects import LEVEL_OF_BEGIN, LEVELS, Dialect, Status, dialect_of, is_as_strict
-from .dialects.answers import sqlstate_of
-from .dialects.levels import chosen_level
-from .dialects.listeners import forget_if_moved
+from .dialects import (
+    LEVEL_OF_BEGIN,
+    LEVELS,
+    Dialect,
+    Status,
+    chosen_level,
+    dialect_of,
+    forget_if_moved,
+    is_as_strict,
+    sqlstate_of,
+)
 from .errors import UnsafeSessionError
 from .guard import GuardedSession, guarded_session, kept_on_class
 from .markers import refuse_elsewhere
 from .options import UnitOptions
-from .preflight import try_out, try_within
 from .read_models import LockingSession, locking_session
 
 logger = logging.getLogger("projector_dedup")
@@ -175,8 +180,6 @@ def open_connection(
     if isinstance(bind, Engine):
         connection = _on_engine(session, bind, dialect, options, marked=marked, one=one)
     elif options.external:
-        if marked and dialect.unknown:
-            try_within(bind, dialect, options.tables)
         dialect.begin_around(bind, options.tables.marker if marked else None)
         connection = session.connection(bind_arguments={"bind": bind})
         dialect.refuse_unsafe(connection)
@@ -188,10 +191,8 @@ def open_connection(
             "the session is bound to a Connection, whose transaction is somebody else's to commit; bind the "
             "sessionmaker to the engine (in tests: projector_dedup.testing.external_transaction)"
         )
-    if dialect.remembers_tables or dialect.unknown:
-        moved = forget_if_moved(session, connection)
-        if moved and marked and dialect.unknown and options.claim_timeout is None:  # else it is refused
-            try_within(connection, dialect, options.tables, moved=True)
+    if dialect.remembers_tables:
+        forget_if_moved(session, connection)
     return connection
 
 
@@ -200,8 +201,6 @@ def _on_engine(
 ) -> Connection:
     try:
         begun_by_claims = _admit(engine, dialect)
-        if marked and dialect.unknown:
-            try_out(engine, dialect, options.tables)
         chosen = options.isolation or chosen_level(engine)
         level = options.isolation if chosen is not None else _usual_level(engine, dialect, options, marked=marked)
         with dialect.opening(engine, marked=marked, locking=bool(options.read_models), chosen=chosen is not None):
@@ -307,9 +306,8 @@ class _Taking:
 
     def _refuse(self, error: Exception) -> NoReturn:
         raise UnsafeSessionError(
-            f"{_names_of_listeners(self.engine)} left a transaction open on the connection in which a query has run or "
-            f"failed, so its level can no longer be chosen ({self._level} is needed), and a rollback would undo what "
-            "was set. "
+            "a listener to the engine left a transaction open on the connection in which a query has run or failed, so "
+            f"its level can no longer be chosen ({self._level} is needed), and a rollback would undo what was set. "
             "Let the listener use SET or SET LOCAL, not a query such as SELECT set_config(...), or let it commit; or "
             f"choose the level with the engine: create_engine(..., isolation_level={self._level!r})"
         ) from error
@@ -338,12 +336,3 @@ def _warn_of_lost_updates(connection: Connection, dialect: Dialect, options: Uni
             "writes it by an atomic upsert; leave the level to projector_dedup, or declare read_models=[...]",
             level,
         )
-
-
-def _names_of_listeners(engine: Engine) -> str:
-    """Return the names of the user's functions that are called while a connection is taken from the engine."""
-    events = engine.pool.dispatch.connect, engine.pool.dispatch.checkout, engine.dispatch.engine_connect
-    found = [unwrap(listener) for listeners in events for listener in listeners]
-    ours = ("sqlalchemy.", f"{__package__}.")
-    names = [f"{each.__module__}.{each.__qualname__}" for each in found if hasattr(each, "__qualname__")]
-    return ", ".join(name for name in dict.fromkeys(names) if not name.startswith(ours)) or "a listener"

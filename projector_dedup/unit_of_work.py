@@ -224,8 +224,6 @@ class UnitOfWork:
             raise UnsafeSessionError(COMMITTED_AT_ONCE)
         if self._options.strict:
             guard.mark()
-        if guard.dialect.unknown:  # its driver does not report the status of the transaction
-            guard.require_server_check()
         self._new = True  # only from now on there is something to commit
 
     def _end_duplicate(self, guard: Guard, recall: LastStatement | None) -> None:

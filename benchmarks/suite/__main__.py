@@ -11,8 +11,7 @@ import traceback
 from pathlib import Path
 
 from . import machine, report
-from .bench import Bench
-from .harness import progress
+from .harness import Bench, progress
 from .results import Run
 from .sections import SECTIONS
 from .servers import Server, postgresql

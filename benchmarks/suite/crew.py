@@ -12,8 +12,7 @@ from typing import Any, NamedTuple, Self
 from sqlalchemy import make_url
 
 from .contenders import on_engine
-from .harness import Entry
-from .messages import Item
+from .harness import Entry, Item
 
 _WARM = 4
 

@@ -1,13 +1,15 @@
-"""Contenders take turns in rounds; what they did is checked against what they were given."""
+"""Contenders take messages, some of them again, in turns; what they did is checked against what they were given."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import hashlib
 import random
 import statistics
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil
@@ -15,8 +17,50 @@ from typing import Any, ClassVar, NamedTuple
 
 from sqlalchemy import URL
 
-from .messages import Item, Stream
 from .servers import Place, Server
+
+ROWS = 100
+_REMEMBERED = 2_000
+
+
+class Item(NamedTuple):
+    """One message: add one to ``row``. ``number`` is its position in its stream, for who tracks positions."""
+
+    id: str
+    row: int
+    number: int
+
+
+class Stream:
+    """The messages of one contender. ``redelivered`` is the share of those that had been delivered before.
+
+    Rows follow each other, so that the messages at hand at any time change different ones; ``scattered``: in no order.
+    """
+
+    def __init__(self, name: str, redelivered: float = 0.0, rows: int = ROWS, *, scattered: bool = False) -> None:
+        self.new = 0
+        self._name = name
+        self._redelivered = redelivered
+        self._rows = rows
+        self._scattered = scattered
+        self._random = random.Random(name)
+        self._sent: list[Item] = []
+
+    def take(self, count: int) -> list[Item]:
+        """The next ``count`` messages."""
+        return [self._next() for _ in range(count)]
+
+    def _next(self) -> Item:
+        if self._sent and self._random.random() < self._redelivered:
+            return self._random.choice(self._sent)
+        digest = hashlib.md5(f"{self._name}-{self.new}".encode(), usedforsecurity=False).digest()
+        row = int.from_bytes(digest[:4]) if self._scattered else self.new
+        item = Item(str(uuid.UUID(bytes=digest)), row % self._rows, self.new + 1)
+        if self._redelivered:
+            slot = self.new % _REMEMBERED
+            self._sent[slot : slot + 1] = [item]
+        self.new += 1
+        return item
 
 
 class Contender:
@@ -196,3 +240,25 @@ def progress(line: str) -> None:
         print(f"\r\033[K{line[:79]}", end="", file=sys.stderr, flush=True)
     elif line:
         print(line, file=sys.stderr, flush=True)
+
+
+@dataclass(frozen=True)
+class Bench:
+    """``quick`` tries everything out in about two minutes; its figures mean nothing."""
+
+    postgresql: Server
+    mariadb: Server | None = None
+    quick: bool = False
+
+    @property
+    def seconds(self) -> float:
+        """How long a turn takes, about."""
+        return 0.01 if self.quick else 0.06
+
+    def rounds(self, full: int) -> int:
+        """How many of them."""
+        return 1 if self.quick else full
+
+    def size(self, full: int) -> int:
+        """How many messages, markers, ..."""
+        return full // 100 if self.quick else full

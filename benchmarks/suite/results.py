@@ -121,6 +121,6 @@ def standings(entries: list[Entry], base: Entry) -> Table:
     )
 
 
-def rates(entries: list[Entry], suffix: str = "") -> dict[str, list[float]]:
+def rounds_of(entries: list[Entry], suffix: str = "") -> dict[str, list[float]]:
     """For ``Section.rounds``."""
     return {entry.contender.name + suffix: [turn.rate for turn in entry.turns] for entry in entries}

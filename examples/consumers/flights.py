@@ -9,14 +9,17 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
-from projector_dedup.cli.demo.flights import read_flights
 from sqlalchemy import Engine, String, create_engine
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_async_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
 
 from projector_dedup import AsyncDispatcher, Defer, Dispatcher, by_path, make_tables, on, projector
+
+sys.path.append(str(Path(__file__).parents[1]))
+from demo.flights import read_flights  # the demo, in the folder beside this one, reads the same data
 
 Event = Mapping[str, Any]
 

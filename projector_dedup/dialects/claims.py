@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from functools import cache
 from typing import Any, TypeVar
 
@@ -21,9 +20,8 @@ from sqlalchemy import (
 )
 from sqlalchemy.engine import Connection
 from sqlalchemy.exc import DBAPIError
-from sqlalchemy.sql import Executable
 
-from ..errors import OvertakenError, UnsafeSessionError, UnsupportedDatabaseError
+from ..errors import OvertakenError, UnsafeSessionError
 
 Parameters = Mapping[str, Any]
 InsertT = TypeVar("InsertT", bound=Insert)
@@ -62,17 +60,6 @@ def key_of(parameters: Parameters) -> Key:
     return parameters["message_id"], parameters["handler"]
 
 
-def insert_and_count(connection: Connection, statement: Executable, parameters: Parameters) -> int:
-    """Execute the INSERT ``statement`` and return how many rows it inserted: a row count costs less than RETURNING.
-
-    Raises ``UnsupportedDatabaseError`` if the driver gives no row count.
-    """
-    count = connection.execute(statement, parameters).rowcount
-    if count < 0:
-        raise UnsupportedDatabaseError("the driver does not say how many rows the claim has inserted")
-    return count
-
-
 def look_then_insert(
     connection: Connection,
     marker: Table,
@@ -85,12 +72,11 @@ def look_then_insert(
     Keys are compared here, letter for letter, because the database may take two ids for one. Raises
     ``UnsafeSessionError`` at READ UNCOMMITTED, and ``OvertakenError`` if another delivery inserted a marker meanwhile.
     """
-    with suppress(NotImplementedError):  # a driver that cannot tell its level was not given one either
-        if connection.get_isolation_level() == "READ UNCOMMITTED":
-            raise UnsafeSessionError(
-                "at READ UNCOMMITTED the marker of a delivery that is rolled back later would be taken for that of a "
-                "duplicate; choose READ COMMITTED or above, or deliver one message at a time"
-            )
+    if connection.get_isolation_level() == "READ UNCOMMITTED":
+        raise UnsafeSessionError(
+            "at READ UNCOMMITTED the marker of a delivery that is rolled back later would be taken for that of a "
+            "duplicate; choose READ COMMITTED or above, or deliver one message at a time"
+        )
     found: set[Key] = set()
     for part in _parts(keys):
         ids = {"message_ids": [each["message_id"] for each in part]}

@@ -53,17 +53,15 @@ def info_of(connection: Connection) -> dict[Any, Any]:
     return driver.info
 
 
-def forget_if_moved(session: Session, connection: Connection) -> bool:
-    """Return True if a listener of the user's may choose a database or a schema for each transaction.
+def forget_if_moved(session: Session, connection: Connection) -> None:
+    """Forget what was found of tables on this connection if a listener of the user's may have chosen another database.
 
-    In that case also forget what was found of tables on this connection.
+    Such a listener may choose one for each transaction.
     """
     begins = session.dispatch.after_begin, session.dispatch.after_transaction_create
     pool, engine = connection.engine.pool.dispatch, connection.dispatch
-    moved = are_of_others((*begins, pool.checkout, engine.engine_connect, engine.begin))
-    if moved:
+    if are_of_others((*begins, pool.checkout, engine.engine_connect, engine.begin)):
         info_of(connection).pop(TABLES, None)
-    return moved
 
 
 def hears_of_statements(connection: Connection) -> bool:

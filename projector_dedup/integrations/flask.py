@@ -17,8 +17,24 @@ with needs("flask"):
 
 from ..commands import Call, Commands, ResultError
 from ..errors import HandlerDefinitionError, UnsafeSessionError
-from .http import ANSWERED, KEY_HEADER, PROBLEM_JSON, Answers, read_key, replay_headers
-from .recorded import NAME, PUBLIC, Answer, Public, Received, Recording, Unrecorded, as_operation, bounded, check_scope
+from .http import (
+    ANSWERED,
+    KEY_HEADER,
+    NAME,
+    PROBLEM_JSON,
+    PUBLIC,
+    Answer,
+    Answers,
+    Public,
+    Received,
+    Recording,
+    Unrecorded,
+    as_operation,
+    bounded,
+    check_scope,
+    read_key,
+    replay_headers,
+)
 
 __all__ = [
     "PUBLIC",

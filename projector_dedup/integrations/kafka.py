@@ -2,35 +2,73 @@
 
 from __future__ import annotations
 
-import logging
+import re
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime, timedelta
+from operator import methodcaller
+from typing import Any, Literal, TypeAlias
 
 from .extras import needs
 
 with needs("kafka"):
+    from confluent_kafka import TIMESTAMP_CREATE_TIME, KafkaError, KafkaException, Message, Producer, TopicPartition
     from confluent_kafka import Consumer as Client
-    from confluent_kafka import KafkaError, KafkaException, TopicPartition
 
 from ..dispatcher import Dispatcher
 from ..errors import RefusedError
 from ..verdict import Action
-from .incoming import Convert, json_event
-from .kafka_clients import Copies, aside, new_consumer, new_producer, partitions_of
-from .kafka_messages import Headers, Received, milliseconds_from_now
-from .kafka_positions import begin, replay
-from .settling import Settled, Settling, expect
+from .incoming import Convert, Incoming, json_event
+from .settling import Settled, Settling, expect, logger
 
 __all__ = ["Consumer", "begin", "replay"]
-
-logger = logging.getLogger("projector_dedup.consumers")
 
 WAIT = 1.0
 """Seconds for which one poll waits: after that the consumer looks whether it was stopped, and what has become due."""
 PASSING = frozenset({"_TRANSPORT", "_ALL_BROKERS_DOWN", "_RESOLVE", "_TIMED_OUT", "_MAX_POLL_EXCEEDED"})
 """Errors that librdkafka reports while it goes on by itself."""
+CONSUMER = {
+    "enable.auto.commit": True,  # of the offsets that were stored; also when partitions are handed over
+    "enable.auto.offset.store": False,  # the loop stores an offset after its message was settled
+    "auto.offset.reset": "error",  # a group that has lost its position says so, instead of skipping or repeating
+}
+PRODUCER = {
+    "enable.idempotence": True,  # and with it acks=all: a copy that is confirmed survives the loss of a broker
+    "linger.ms": 0,  # somebody waits for each copy
+    "delivery.timeout.ms": 30_000,  # and must poll again before the group gives its partitions away
+    "message.max.bytes": 1_000_000_000,  # the brokers' own limit decides
+    "compression.type": "lz4",  # a message that came compressed may be too big without
+}
+OF_CONSUMERS = (
+    *("group.", "session.", "heartbeat.", "max.poll.", "auto.", "enable.auto.", "enable.partition.", "fetch."),
+    *("queued.", "isolation.", "partition.assignment.", "check.crcs", "on_commit", "allow.auto.create.topics"),
+)
+"""Beginnings of the settings that a producer does not know; librdkafka warns of each that it is given."""
+
+TIMEOUT = 30.0
+"""Seconds after which a question to the cluster is given up."""
+KEPT = timedelta(hours=168)
+"""The time for which markers are kept, if nobody says otherwise: what is older may have been replayed before."""
+
+ATTEMPT = "projector-dedup-attempt"
+"""The number that the next delivery of a copy has."""
+NOT_BEFORE = "projector-dedup-not-before"
+"""The moment before which a copy is not delivered, in milliseconds since 1970."""
+OCCURRED = "projector-dedup-timestamp"
+"""The timestamp of the original: a copy has its own, since its topic keeps it for a time from then on."""
+CAME_FROM = "projector-dedup-origin"
+"""The topic, partition and offset of the message that was copied first."""
+REASON = "projector-dedup-reason"
+"""The error, in short, for which a message was rejected."""
+LEFT_OUT = "projector-dedup-left-out"
+"""The parts of the message that a copy is without. The id may be among them, so such a copy is rejected again."""
+OURS = frozenset({ATTEMPT, NOT_BEFORE, OCCURRED, CAME_FROM, REASON, LEFT_OUT})
+_NO_TEXT = b"\xff"  # an id that nobody can read: the message is rejected
+_get_headers = methodcaller("headers")  # CPython 3.11 does not see that a quickened message.headers() has failed
+_LARGEST = 1 << 64  # a number beyond it cannot be one that this library has written
+
+Headers: TypeAlias = list[tuple[str, str | bytes | None]]
 
 
 class Consumer:
@@ -70,7 +108,6 @@ class Consumer:
         self._copied = set(self._retry.values())
         self._client = new_consumer(config)
         self._producer = new_producer(config)
-        self._copies = Copies(self._producer)
         self._waiting: dict[tuple[str, int], deque[Received]] = {}
         self._looked = 0.0
         self._stopped = False
@@ -192,7 +229,7 @@ class Consumer:
     def _put(self, received: Received, topic: str, headers: Headers, *, value: bool = True) -> bool:
         """Put a copy into a topic. Return False if the cluster takes no message so large."""
         try:
-            self._copies.put(received.message, topic, headers, value=value)
+            put_copy(self._producer, received.message, topic, headers, value=value)
         except KafkaException as error:
             if error.args[0].code() != KafkaError.MSG_SIZE_TOO_LARGE:
                 raise
@@ -209,3 +246,263 @@ class Consumer:
         if error.fatal() or not (error.retriable() or error.name() in PASSING):
             raise KafkaException(error)
         logger.warning("Kafka: %s; the consumer goes on by itself", error.str())
+
+
+# Positions that somebody sets by hand: of a new group, and of dead letters that are replayed -------------------------
+
+
+def begin(config: Mapping[str, Any], topics: Sequence[str], *, at: Literal["earliest", "latest"] = "earliest") -> int:
+    """Give a group its first positions, where it has none, and return the number of partitions that got one.
+
+    Run it once for a new group, and for new partitions, while no consumer of the group runs. A consumer does not do it
+    by itself: the positions that are missing may be lost ones, with messages older than the markers behind them. ``at``
+    is the first message that each topic still has, or the next one that is published.
+    """
+    client, producer = new_consumer(config), new_producer(config)
+    try:
+        first: list[TopicPartition] = []
+        for topic in topics:
+            for each, earliest in ((topic, at == "earliest"), (aside(topic, config, "retry"), True)):
+                for place in _committed(client, each, partitions_of(producer, each)):
+                    if place.offset < 0:
+                        bounds = client.get_watermark_offsets(place, timeout=TIMEOUT)
+                        first.append(TopicPartition(each, place.partition, bounds[0 if earliest else 1]))
+        if first:
+            _commit(client, first)
+        return len(first)
+    finally:
+        client.close()
+
+
+def replay(config: Mapping[str, Any], topic: str, *, since: datetime | None = None) -> int:
+    """Publish the dead letters of a group's topic for the group again, and return their number.
+
+    Each is published once: ``<group>.replay`` keeps the position. Where that is missing, dead letters from before
+    ``since`` are left out; without ``since`` it raises ``RefusedError`` if there are any from before the last 168
+    hours: they may have been replayed, and their markers be gone.
+    """
+    dead, retry = aside(topic, config, "dead"), aside(topic, config, "retry")
+    client = new_consumer({**config, "group.id": f"{config.get('group.id')}.replay", "enable.partition.eof": True})
+    producer = new_producer(config)
+    try:
+        places = _committed(client, dead, partitions_of(producer, dead))
+        unknown = {place.partition for place in places if place.offset < 0}
+        oldest = datetime.now(UTC) - KEPT if since is None else since
+        published = 0
+        for message in _until_the_end(client, places):
+            received = Received(message, copied=True)
+            if received.partition in unknown and message.timestamp()[1] < oldest.timestamp() * 1000:
+                if since is None:
+                    raise RefusedError(
+                        f"{received.origin} is older than the markers that are kept, and nobody knows whether it was "
+                        "replayed before: say since="
+                    )
+                continue
+            put_copy(producer, message, retry, received.copy_headers(attempt=1))
+            _commit(client, [TopicPartition(dead, received.partition, received.offset + 1)])
+            published += 1
+        return published
+    finally:
+        client.close()
+
+
+def _until_the_end(client: Client, places: Sequence[TopicPartition]) -> Iterator[Message]:
+    """Yield the messages from each place to what is the end of its partition now."""
+    ends: dict[int | None, int] = {}
+    for place in places:
+        low, high = client.get_watermark_offsets(place, timeout=TIMEOUT)
+        place.offset = max(place.offset, low)
+        if place.offset < high:
+            ends[place.partition] = high
+    client.assign([place for place in places if place.partition in ends])
+    while ends:
+        message = client.poll(TIMEOUT)
+        if message is None:
+            raise TimeoutError(f"nothing comes from {places[0].topic}; run it again")
+        if (error := message.error()) is None:
+            _, partition, offset = place_of(message)
+            if offset < ends.get(partition, 0):
+                yield message
+            done = offset + 1 >= ends.get(partition, 0)
+        elif error.name() == "_PARTITION_EOF":
+            done = True
+        else:
+            raise KafkaException(error)
+        if done:
+            ends.pop(message.partition(), None)
+
+
+def _committed(client: Client, topic: str, partitions: Sequence[int]) -> list[TopicPartition]:
+    """Return the positions of the client's group; the offset of one that is missing is negative."""
+    found = client.committed([TopicPartition(topic, each) for each in partitions], timeout=TIMEOUT)
+    return _checked(found)
+
+
+def _commit(client: Client, positions: list[TopicPartition]) -> None:
+    _checked(client.commit(offsets=positions, asynchronous=False) or [])
+
+
+def _checked(places: list[TopicPartition]) -> list[TopicPartition]:
+    for place in places:
+        if place.error is not None:
+            raise KafkaException(place.error)
+    return places
+
+
+# Messages: what is handed on, and what is written into the headers of copies -----------------------------------------
+
+
+class Received:
+    """One message from a topic. The headers of a copy are believed only if ``copied`` says that the topic is ours."""
+
+    def __init__(self, message: Message, *, copied: bool) -> None:
+        self.message = message
+        self.topic, self.partition, self.offset = place_of(message)
+        found = _headers(message)
+        self._all: Headers = found or []
+        ours = dict(self._all) if copied else {}
+        if found is None:
+            ours[LEFT_OUT] = "headers"
+            logger.warning(
+                "a header of %s has a name that is not UTF-8, so confluent-kafka gives none of its headers", self.origin
+            )
+        self._ours = {name: value for name, value in ours.items() if name in OURS}
+        self.attempt = max(_number(self._ours.get(ATTEMPT), 1), 1)
+        self.due = _number(self._ours.get(NOT_BEFORE), 0) / 1000
+        """The time, as ``time.time()`` tells it, before which the message is not delivered."""
+
+    @property
+    def origin(self) -> str:
+        """The place of the message, for log lines: topic, partition, offset."""
+        return f"{self.topic} [{self.partition}] at offset {self.offset}"
+
+    def incoming(self, id_header: str, attempt: int) -> Incoming:
+        """Return the message for a converter. A header that came twice is a list, which no converter takes for text."""
+        found: dict[str, object] = {}
+        for name, value in self._all:
+            if name not in OURS:
+                found[name] = [found[name], value] if name in found else value
+        return Incoming(
+            self.message.value() or b"",
+            message_id=_NO_TEXT if LEFT_OUT in self._ours else found.get(id_header),
+            type=found.get("type"),
+            occurred_at=self._occurred_at(),
+            content_type=found.get("content-type"),
+            headers=found,
+            attempt=attempt,
+            origin=self.origin,
+        )
+
+    def copy_headers(self, *, left_out: str = "", **added: str | int | None) -> Headers:
+        """Return the headers for a copy: those of the message, where its original was, and the added ones of ours.
+
+        ``attempt``, ``not_before`` and ``reason`` are the names that can be added. A copy of which something is
+        ``left_out`` has none of the headers of the message.
+        """
+        kept = {name: value for name, value in self._ours.items() if name in (OCCURRED, CAME_FROM, LEFT_OUT)}
+        if left_out:
+            kept[LEFT_OUT] = left_out
+        kept.setdefault(CAME_FROM, self.origin)
+        if (occurred_at := self._occurred_at()) is not None:
+            kept[OCCURRED] = str(round(occurred_at * 1000))
+        for name, value in added.items():
+            kept[f"projector-dedup-{name.replace('_', '-')}"] = None if value is None else str(value)
+        return [(name, value) for name, value in self._all if name not in OURS and not left_out] + list(kept.items())
+
+    def _occurred_at(self) -> float | None:
+        """Return the seconds since 1970 that the producer of the original gave it; None if it gave none."""
+        if OCCURRED in self._ours:
+            return _number(self._ours[OCCURRED], 0) / 1000
+        kind, milliseconds = self.message.timestamp()
+        return milliseconds / 1000 if kind == TIMESTAMP_CREATE_TIME else None
+
+
+def place_of(message: Message) -> tuple[str, int, int]:
+    """Return the topic, the partition and the offset of a message that was consumed."""
+    topic, partition, offset = message.topic(), message.partition(), message.offset()
+    if topic is None or partition is None or offset is None:
+        raise ValueError("a message that was consumed has a topic, a partition and an offset")
+    return topic, partition, offset
+
+
+def milliseconds_from_now(seconds: float) -> int:
+    """Return the moment so many seconds from now, in milliseconds since 1970."""
+    return round((time.time() + seconds) * 1000)
+
+
+def _headers(message: Message) -> Headers | None:
+    """Return the headers of a message; None if confluent-kafka cannot read them."""
+    try:
+        found = _get_headers(message) or []
+    except (SystemError, UnicodeDecodeError):  # the former is what CPython makes of the latter, raised beside a result
+        return None
+    return list(found.items() if isinstance(found, Mapping) else found)
+
+
+def _number(value: str | bytes | None, default: int) -> int:
+    """Return the number in a header; the default if there is none, because somebody else has written the header."""
+    try:
+        found = int(value or b"")
+    except ValueError:
+        return default
+    return found if abs(found) < _LARGEST else default
+
+
+# Clients: configured so that an offset is committed after its message was settled ------------------------------------
+
+
+def new_consumer(config: Mapping[str, Any]) -> Client:
+    """Return a consumer with the user's settings and ours. Raises ``ValueError`` for one that contradicts ours."""
+    for name, value in CONSUMER.items():
+        if name in config and str(config[name]).lower() != str(value).lower():
+            raise ValueError(f"{name} is {str(value).lower()} here: else messages could be lost; leave it out")
+    if not config.get("group.id"):
+        raise ValueError('the configuration needs a "group.id": under it the group keeps its position')
+    return Client({**config, **CONSUMER})
+
+
+def new_producer(config: Mapping[str, Any]) -> Producer:
+    """Return a producer for the same cluster, whose confirmed messages are as durable as its topics."""
+    shared = {name: value for name, value in config.items() if not name.startswith(OF_CONSUMERS)}
+    return Producer({**shared, **PRODUCER})
+
+
+def aside(topic: str, config: Mapping[str, Any], kind: Literal["retry", "dead"]) -> str:
+    """Return the topic in which a group puts messages of ``topic`` aside. Raises ``ValueError`` if it cannot be one."""
+    name = f"{topic}.{config.get('group.id')}.{kind}"
+    if len(name) > 249 or re.search(r"[^a-zA-Z0-9._-]", name):
+        raise ValueError(f"{name!r} cannot be the name of a topic: choose another group.id")
+    return name
+
+
+def partitions_of(client: Client | Producer, topic: str) -> list[int]:
+    """Return the partitions of a topic. Raises ``RefusedError`` if there is no such topic.
+
+    A cluster that creates topics by itself creates it, if a producer asks.
+    """
+    found = client.list_topics(topic, timeout=TIMEOUT).topics[topic]
+    if found.error is not None and found.error.code() != KafkaError.UNKNOWN_TOPIC_OR_PART:
+        raise KafkaException(found.error)
+    if not found.partitions:
+        raise RefusedError(f"there is no topic {topic}, which this group needs: create it")
+    return sorted(found.partitions)
+
+
+def put_copy(producer: Producer, message: Message, topic: str, headers: Headers, *, value: bool = True) -> None:
+    """Copy a message into another topic; return when all replicas in sync have the copy.
+
+    Raises ``KafkaException`` or ``TimeoutError`` otherwise. A copy without its ``value`` is without its key, too.
+    """
+    outcome: list[KafkaError | None] = []
+    producer.produce(
+        topic,
+        message.value() if value else None,
+        message.key() if value else None,
+        headers=headers,
+        on_delivery=lambda error, _message: outcome.append(error),
+    )
+    producer.flush(2 * TIMEOUT)  # the producer's own limit comes before
+    if not outcome:
+        raise TimeoutError(f"nobody has confirmed a copy in {topic}; the original is delivered again")
+    if (error := outcome[0]) is not None:
+        raise KafkaException(error)

@@ -19,6 +19,7 @@ with needs("pika"):
 from ..dispatcher import Dispatcher
 from .incoming import Convert, json_event
 from .rabbitmq import (
+    AROUND,
     CANCELLED,
     Headers,
     Size,
@@ -36,7 +37,6 @@ __all__ = ["Consumer", "replay"]
 
 _LOOKS_UP_EVERY = 0.5  # seconds in which `stop` is heard, where no message comes
 _PARAMETERS = 'parameters are those of pika, as in pika.URLParameters("amqp://...")'
-_AROUND = 20  # bytes of a frame around its properties: its own beginning and end, and the length of the body
 _UNREADABLE = (ValueError, OverflowError, OSError, RecursionError)  # of pika, for a year above 9999, or deep nesting
 _READABLE_TYPES = {ord("T"): ord("l"), ord("F"): ord("x"), ord("A"): ord("x")}  # types of AMQP of the same length
 
@@ -151,7 +151,7 @@ def _copied(properties: BasicProperties, headers: Headers) -> BasicProperties:
 
 def _size_of(properties: BasicProperties) -> Size:
     """Return the function that measures a copy with given headers."""
-    return lambda headers: sum(map(len, _copied(properties, headers).encode())) + _AROUND
+    return lambda headers: sum(map(len, _copied(properties, headers).encode())) + AROUND
 
 
 class _Connection(SelectConnection):  # type: ignore[misc]  # pika has no types

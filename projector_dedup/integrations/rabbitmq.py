@@ -23,13 +23,10 @@ REJECTED_FOR = "x-rejected-for"
 WITHOUT_ID = "x-without-message-id"
 """The header of a copy whose message had no id: aio-pika gives each message that it publishes one, drawn by lot."""
 
-CANCELLED = "RabbitMQ has ended the consumer of queue {queue}: was the queue deleted? Start it again"
+AROUND = 20
+"""Bytes of a frame around the properties of a message: its own beginning and end, and the length of the body."""
 
-UNREADABLE = (
-    "aio-pika cannot read a message of queue {queue}, or of another queue on this connection, and closes the "
-    "connection at each delivery of it: run pika's consumer, projector_dedup.integrations.pika, on the queue until it "
-    "has settled the message, then start this consumer again"
-)
+CANCELLED = "RabbitMQ has ended the consumer of queue {queue}: was the queue deleted? Start it again"
 
 Headers = Mapping[str, Any]
 

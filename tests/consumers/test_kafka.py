@@ -21,9 +21,8 @@ from databases import Database
 from kafka_cluster import MESSAGE_TOO_LARGE, NOT_AUTHORIZED, PRODUCE, UNKNOWN_TOPIC, KafkaCluster, kafka_cluster
 from kafka_garbage import garbage, produce
 from projector_dedup import Defer, Dispatcher, RefusedError, by_path, make_tables, on, projector
-from projector_dedup.integrations import kafka_positions
-from projector_dedup.integrations.kafka import Consumer, begin, replay
-from projector_dedup.integrations.kafka_clients import partitions_of
+from projector_dedup.integrations import kafka as plug
+from projector_dedup.integrations.kafka import Consumer, begin, partitions_of, replay
 
 TIMEOUT = 30.0  # seconds after which something that should happen has not
 
@@ -224,27 +223,6 @@ def test_offsets_are_committed_when_messages_are_applied(rig: Rig) -> None:
     assert rig.begin() == 4
     rig.consume_until(lambda: rig.miles() == {"UA": 6})
     assert rig.committed(rig.topic) == [3, 3]
-
-
-def test_an_event_published_again_is_applied_once(rig: Rig) -> None:
-    """Its offset is another, its id is not: an offset is no id."""
-    for _ in range(3):
-        rig.publish({"carrier": "UA", "miles": 5}, "m1", partition=0)
-        rig.publish({"carrier": "UA", "miles": 5, "message_id": "m2"}, None, partition=1)
-    rig.begin()
-    rig.publish({"carrier": "AA", "miles": 1}, "last")
-    rig.consume_until(lambda: "AA" in rig.miles() and len(rig.projector.seen) == 3)
-    assert rig.miles() == {"UA": 10, "AA": 1}
-
-
-def test_an_event_without_an_id_is_rejected(rig: Rig) -> None:
-    """No id is made of the offset: the event goes to the dead letters, where its id can be asked for."""
-    rig.publish({"carrier": "UA", "miles": 5})
-    rig.begin()
-    rig.consume_until(lambda: rig.committed(rig.topic)[0] >= 0 and len(rig.messages(rig.dead)) == 1)
-    (dead,) = rig.messages(rig.dead)
-    assert headers_of(dead)["projector-dedup-reason"].startswith(b"InvalidMessageIdError: the message has no id")
-    assert rig.miles() == {}
 
 
 def test_poison_is_put_aside_with_its_reason(rig: Rig) -> None:
@@ -546,7 +524,7 @@ def test_an_old_dead_letter_is_not_replayed_unasked(rig: Rig, monkeypatch: pytes
     """It may have been replayed by somebody whose position is gone, as the markers are that would tell."""
     rig.publish({"carrier": "AA", "miles": 1}, "m1", topic=rig.dead)
     rig.begin()
-    monkeypatch.setattr(kafka_positions, "KEPT", timedelta(0))
+    monkeypatch.setattr(plug, "KEPT", timedelta(0))
     with pytest.raises(RefusedError, match="since="):
         replay(rig.config, rig.topic)
     assert replay(rig.config, rig.topic, since=datetime.now(UTC) + timedelta(hours=1)) == 0

@@ -1,4 +1,4 @@
-"""A Galera cluster, where every node takes writes: messages meet on different nodes, and `check` compares the nodes."""
+"""A Galera cluster, where every node takes writes: messages meet on different nodes."""
 
 import contextlib
 import threading
@@ -15,24 +15,12 @@ from command import idempotency
 from databases import Database
 from galera import GaleraCluster, GaleraNode, GaleraUnavailableError, galera_cluster
 from projector_dedup import Outcome
-from projector_dedup.dialects import dialect_of
-from projector_dedup.dialects.findings import Finding
-from projector_dedup.dialects.node import Node
 from projector_dedup.maintenance.check import check
-from projector_dedup.maintenance.nodes import compare
+from projector_dedup.maintenance.databases import Finding, database_of
 from projector_dedup.testing.kit import PATIENCE, Added, Harness, Held, Subject, Total, add
 from reached import reached
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
-
-DIFFERENT = {
-    "innodb_lock_wait_timeout": (50, 90),  # both more than the command allows its own session
-    "innodb_snapshot_isolation": ("OFF", "ON"),
-    "sql_mode": ("'STRICT_TRANS_TABLES'", "''"),
-    "tx_isolation": ("'REPEATABLE-READ'", "'READ-COMMITTED'"),
-    "wsrep_sync_wait": (0, 7),
-}
-"""Settings that may be changed while a server runs; the value of both nodes, and another one."""
 
 
 @pytest.fixture(scope="module")
@@ -186,7 +174,7 @@ def test_migrations_through_two_nodes_do_not_wait_for_each_other(harnesses: list
     with contextlib.ExitStack() as stack:
         for harness in harnesses:
             connection = stack.enter_context(harness.engine.connect())
-            stack.enter_context(dialect_of(harness.engine).migrating(connection, "processed_message"))
+            stack.enter_context(database_of(harness.engine).migrating(connection, "processed_message"))
 
 
 @pytest.mark.usefixtures("harnesses")
@@ -215,39 +203,6 @@ def test_a_node_is_told_to_be_one(engine: Engine) -> None:
     (found,) = about(check(engine), "Galera")
     assert found.informs
     assert found.problem == "this server is node-1 of a Galera cluster that has 2 nodes now"
-
-
-@pytest.mark.usefixtures("harnesses")
-def test_nodes_that_are_set_alike_are_ready(cluster: GaleraCluster) -> None:
-    """Both URLs, exit code 0."""
-    done = idempotency("check", *(part for node in cluster.nodes for part in ("--database-url", url_of(node))))
-    assert (done.returncode, "problem" in done.stdout) == (0, False), done.stdout
-    assert done.stdout.count("of a Galera cluster that has 2 nodes now") == 2
-
-
-@pytest.mark.usefixtures("harnesses")
-@pytest.mark.parametrize("name", DIFFERENT)
-def test_nodes_that_differ_are_a_problem_until_that_is_mended(cluster: GaleraCluster, name: str) -> None:
-    """Exit code 1 for whatever changes what a delivery does; either node may come first."""
-    first, second = cluster.nodes
-    usual, other = DIFFERENT[name]
-    for each in cluster.nodes:
-        each.execute(f"SET GLOBAL {name} = {usual}")
-    shown = name.replace("tx_", "transaction_")
-    second.execute(f"SET GLOBAL {name} = {other}")
-    try:
-        for order in (cluster.nodes, cluster.nodes[::-1]):
-            done = idempotency("check", *(part for node in order for part in ("--database-url", url_of(node))))
-            assert done.returncode == 1
-            assert done.stdout.count("problem:") == 1
-            assert f"problem: the nodes of one cluster differ in {shown}: " in done.stdout
-            assert f"{str(other).strip(chr(39))!r} on {second.name}" in done.stdout
-        done = idempotency("check", "--database-url", url_of(second))
-        assert done.returncode == 0, "one node alone has nothing to be compared with"
-    finally:
-        second.execute(f"SET GLOBAL {name} = {usual}")
-    done = idempotency("check", "--database-url", url_of(first), "--database-url", url_of(second))
-    assert done.returncode == 0, done.stdout
 
 
 def test_a_log_that_is_not_flushed_is_advice(cluster: GaleraCluster, engine: Engine) -> None:
@@ -282,12 +237,3 @@ def database_of_mariadb(mariadb: Database) -> Iterator[Engine]:
     engine = create_engine(mariadb.url())
     yield engine
     engine.dispose()
-
-
-def test_clusters_are_not_compared_with_each_other() -> None:
-    """Only nodes of one cluster must be alike, and a node that was given twice is like itself."""
-    first, second = (Node(cluster, "node-1", {"sql_mode": mode}) for cluster, mode in (("a", ""), ("b", "ANSI")))
-    assert list(compare(first, [second])) == []
-    assert list(compare(first, [second, first])) == []
-    (found,) = compare(first, [second, Node("a", "node-2", {"sql_mode": "ANSI"})])
-    assert found.fatal

@@ -12,7 +12,7 @@ from sqlalchemy.orm import Session
 
 from databases import DRIVERS, Database, Driver
 from projector_dedup import Outcome, RetriesExhaustedError, RetryPolicy, TransactionViolatedError
-from projector_dedup.dialects.mariadb import snapshots as mysql_snapshots
+from projector_dedup.dialects import mariadb as mysql_snapshots
 from projector_dedup.testing import contract
 from projector_dedup.testing.kit import Harness, Total
 from projector_dedup.testing.races import LostUpdateContract, RaceContract

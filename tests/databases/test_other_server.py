@@ -26,7 +26,7 @@ from projector_dedup import (
     on,
     projector,
 )
-from projector_dedup.dialects.mariadb import snapshots as mysql_snapshots
+from projector_dedup.dialects import mariadb as mysql_snapshots
 from rig import Durable, Rig, Total, add, outsides_fixture, rig_on_fixture  # noqa: F401  # fixtures
 
 MARIADB = [driver for driver in DRIVERS if driver.engine == "mariadb"]

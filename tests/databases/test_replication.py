@@ -7,16 +7,15 @@ import psycopg
 import pytest
 from sqlalchemy import Engine, MetaData, create_engine, make_url
 
-from cluster.failover import either
 from command import idempotency
 from databases import DRIVERS, Driver
 from projector_dedup import Outcome, RetriesExhaustedError, RetryPolicy, make_tables
-from projector_dedup.dialects.findings import Finding
 from projector_dedup.maintenance.check import check
+from projector_dedup.maintenance.databases import Finding
 from projector_dedup.testing.kit import PATIENCE, Base, Harness, Subject
 from projector_dedup.testing.postgres import PrivatePostgres
 from reached import reached
-from standby import Primary, Standby, own_primary, standby_of
+from standby import Primary, Standby, either, own_primary, standby_of
 
 pytestmark = pytest.mark.slow
 

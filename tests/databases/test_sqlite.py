@@ -13,20 +13,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import URL, event, text
+from sqlalchemy import URL, create_engine, event, text
 from sqlalchemy.exc import OperationalError
-from sqlalchemy.orm import Session
+from sqlalchemy.orm import Session, sessionmaker
+from sqlalchemy.pool import Pool, QueuePool, SingletonThreadPool
 
 from databases import DRIVERS, Database, Driver
 from projector_dedup import (
     CommitOutcomeUnknown,
+    Dispatcher,
     Outcome,
     RetriesExhaustedError,
     RetryPolicy,
     TransactionViolatedError,
     UnsafeSessionError,
+    UnsupportedDatabaseError,
     claim,
     configure_sqlite,
+    on,
+    projector,
 )
 from projector_dedup.testing.contract import ConcurrencyContract
 from projector_dedup.testing.convergence import Broker, generate, totals_of
@@ -291,3 +296,25 @@ if sys.version_info >= (3, 12):
                 with pytest.raises(UnsafeSessionError, match="AUTOCOMMIT"):
                     committing.transact(lambda session: claim(session, "m1", "totals"))
             assert (harness.totals(), harness.markers()) == ({}, [])
+
+
+IN_MEMORY = (
+    "sqlite://",
+    "sqlite:///:memory:",
+    "sqlite:///file:named?mode=memory&cache=shared&uri=true",
+    "sqlite:///file::memory:?cache=shared&uri=true",
+    "sqlite:///file:/kept?vfs=memdb&uri=true",
+)
+
+
+@pytest.mark.filterwarnings("ignore:.*pool.*:sqlalchemy.exc.SADeprecationWarning")
+@pytest.mark.parametrize("pool", [SingletonThreadPool, QueuePool])
+@pytest.mark.parametrize("url", IN_MEMORY)
+def test_a_database_in_memory_is_refused(url: str, pool: type[Pool]) -> None:
+    """Its sessions would share a connection, or it would be lost with one; the text names a file as the remedy."""
+    engine = create_engine(url, poolclass=pool)
+    with pytest.raises(UnsupportedDatabaseError, match="use a file, such as"):
+        Dispatcher(sessionmaker(engine), projector(idempotent=True, name="totals")(on(Added)(add))).deliver(
+            Added(), message_id="m1"
+        )
+    engine.dispose()

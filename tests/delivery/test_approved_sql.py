@@ -8,16 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, Table, create_engine
+from sqlalchemy import Engine, create_engine
 from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.schema import CreateIndex, CreateTable
 
-import untried  # noqa: F401  # registers its name
 from projector_dedup.commands.record import RESULT, Record, default_command_tables, recalling, recording
-from projector_dedup.dialects import Dialect, any_expired, dialect_of
+from projector_dedup.dialects import Dialect, dialect_of
 from projector_dedup.dialects.claims import lookup_statement
-from projector_dedup.dialects.mariadb.claim import insert_given, met_by_claim
-from projector_dedup.dialects.postgresql.cleanup import survey, sweeping
+from projector_dedup.dialects.mariadb import insert_given, met_by_claim
+from projector_dedup.maintenance.databases import any_expired, database_of
 from projector_dedup.tables import default_tables
 
 APPROVED = Path(__file__).parent / "approved"
@@ -28,7 +27,6 @@ ENGINES = {
     "mariadb-pymysql": create_engine("mariadb+pymysql://"),
     "mariadb-asyncmy": create_async_engine("mariadb+asyncmy://").sync_engine,
     "sqlite-pysqlite": create_engine("sqlite://"),
-    "untried": create_engine("untried_sqlite+pysqlite://"),
 }
 
 
@@ -41,13 +39,9 @@ def statements(engine: Engine) -> dict[str, Any]:
         **{f"its index {index.name}": CreateIndex(index) for index in marker.indexes},
         "the state table": CreateTable(state),
         "claim": dialect.claim_statement(marker, bounded=False),
-        **(
-            {"claim, with claim_timeout": dialect.claim_statement(marker, bounded=True)} if dialect.bounds_waits else {}
-        ),
+        "claim, with claim_timeout": dialect.claim_statement(marker, bounded=True),
         "claim, with a former name": dialect.claim_statement(marker, bounded=False, names=2),
-        **(
-            {"claim, with both": dialect.claim_statement(marker, bounded=True, names=2)} if dialect.bounds_waits else {}
-        ),
+        "claim, with both": dialect.claim_statement(marker, bounded=True, names=2),
         **(
             {
                 "claim of several": insert_given(marker, bounded=False),
@@ -59,11 +53,10 @@ def statements(engine: Engine) -> dict[str, Any]:
         **({"which of them did the claim meet?": met_by_claim(marker, 2)} if engine.name == "mariadb" else {}),
         **({"was it this marker that the claim met?": met_by_claim(marker)} if engine.name == "mariadb" else {}),
         "is the marker there? (for the text of an error)": lookup_statement(marker),
-        "prune one batch": dialect.cleanup_statement(marker),
-        "prune one batch of a handler": dialect.cleanup_statement(marker, of_handler=True),
+        "prune one batch": database_of(engine).cleanup_statement(marker),
+        "prune one batch of a handler": database_of(engine).cleanup_statement(marker, of_handler=True),
         "is anything left to prune?": any_expired(marker, of_handler=False),
         **_commands(dialect),
-        **(_sweep(marker) if engine.name == "postgresql" else {}),
     }
 
 
@@ -76,13 +69,6 @@ def _commands(dialect: Dialect) -> dict[str, Any]:
         "the same, with a former name": recording(dialect, default_command_tables, "0:k", names, done).statement,
         "recall the outcome of a command": recalling(default_command_tables, "0:k", names[:1]).statement,
         "the same, under its former name": recalling(default_command_tables, "0:k", names).statement,
-    }
-
-
-def _sweep(marker: Table) -> dict[str, Any]:
-    return {
-        "is most of it expired, and how many pages are a batch?": survey(marker),
-        "prune some pages": sweeping(marker, of_handler=False),
     }
 
 
@@ -111,7 +97,7 @@ def test_nothing_is_approved_that_nobody_sends() -> None:
     assert {path.stem for path in APPROVED.iterdir()} == set(ENGINES)
 
 
-@pytest.mark.parametrize("name", [name for name in ENGINES if not name.startswith(("mariadb", "untried"))])
+@pytest.mark.parametrize("name", [name for name in ENGINES if not name.startswith("mariadb")])
 def test_a_claim_names_the_columns_of_its_conflict(name: str) -> None:
     """An ON CONFLICT without columns would swallow every other violation, and accept a table without the index."""
     engine = ENGINES[name]

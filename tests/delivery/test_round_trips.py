@@ -12,7 +12,6 @@ from costs import COUNTED, PATH, column, rendered, written
 from databases import ENGINES, Driver
 from deliveries import ROWS, WAYS
 from meter import metered
-from projector_dedup.dialects import dialect_of
 from projector_dedup.testing.kit import Total
 from reached import reached
 
@@ -32,9 +31,7 @@ def test_a_delivery_costs_what_is_written_down(request: pytest.FixtureRequest, d
         harness = meter.harness
         harness.create_tables()
         harness.transact(lambda session: session.add_all([Total(key=key, amount=0) for key in ROWS]))
-        unbounded = not dialect_of(harness.engine).bounds_waits
-        ways = {name: way for name, way in WAYS.items() if not (name.endswith("claim_timeout") and unbounded)}
-        found = {name: meter.cost_of(way(harness, name)) for name, way in ways.items()}
+        found = {name: meter.cost_of(way(harness, name)) for name, way in WAYS.items()}
     cells = {name: str(cost) for name, cost in found.items()}
     if os.environ.get("APPROVE"):
         PATH.write_text(rendered({**written(), column(driver): cells}, list(WAYS)))

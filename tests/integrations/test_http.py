@@ -17,8 +17,7 @@ from projector_dedup import CommitOutcomeUnknown, Defer, InProgress, MissingTabl
 from projector_dedup.commands import Handled, InvalidKeyError, KeyReusedError, Rejected, UnusableKeyError
 from projector_dedup.commands.fingerprint import digest
 from projector_dedup.commands.record import RecordKey
-from projector_dedup.integrations.http import Answers, IdempotencyKeyError, read_key, replay_headers
-from projector_dedup.integrations.recorded import Received
+from projector_dedup.integrations.http import Answers, IdempotencyKeyError, Received, read_key, replay_headers
 from projector_dedup.outcome import Outcome
 
 UUID = "8e03978e-40d5-43e8-bc93-6894a57f9324"

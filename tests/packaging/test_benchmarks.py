@@ -1,27 +1,25 @@
 """The benchmark suite in its smallest form: what it says of a contender's read model is true."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from suite import contenders, targets
-from suite.contenders.by_hand import NoDedup
-from suite.harness import Contender, Entry, Quartiles, enter, race
-from suite.messages import Item
+from suite.contenders.orm import Given, NoDedup
+from suite.harness import Contender, Entry, Item, Quartiles, enter, race
 from suite.report import markdown, on_terminal
-from suite.results import Plot, Run, Section, rates, standings
-from suite.sections.engines import CONTENDERS
+from suite.results import Plot, Run, Section, rounds_of, standings
+from suite.sections.races import ON_ENGINES
 from suite.servers import Server
 
 
 class Forgetful(NoDedup):
     """Acknowledges one message in ten without applying it."""
 
-    def one(self, message: Item) -> None:
-        """Unless it is the tenth."""
-        if message.number % 10:
-            super().one(message)
+    def messages(self, items: Sequence[Item]) -> Sequence[Given]:
+        """All but every tenth."""
+        return super().messages([item for item in items if item.number % 10])
 
 
 @pytest.fixture
@@ -43,7 +41,7 @@ def run(server: Server, *those: Contender, redelivered: float = 0.0) -> list[Ent
 def test_every_contender_is_right_when_every_message_is_new(server: Server) -> None:
     """With one worker and no redelivery nobody loses anything, and the table says so."""
     everybody = contenders.on_engine("sqlite")
-    names = [name for name in CONTENDERS if everybody[name].batch <= 100]  # larger ones take seconds
+    names = [name for name in ON_ENGINES if everybody[name].batch <= 100]  # larger ones take seconds
     entries = run(server, *(everybody[name] for name in names))
     assert [str(entry.totals()) for entry in entries] == [f"{entry.stream.new:,} right" for entry in entries]
     assert all(len(entry.turns) == 2 for entry in entries)
@@ -90,7 +88,7 @@ def test_a_run_survives_being_written_and_read(server: Server) -> None:
     entries = run(server, contenders.on_engine("sqlite")[contenders.BASE])
     bars = [("a", Quartiles(1.0, 2.0, 3.0))]
     section = Section("rates", "Rates", "Text.", [standings(entries, entries[0])], [Plot("a", "A", "rate", bars)])
-    section.rounds = rates(entries)
+    section.rounds = rounds_of(entries)
     told = Run({"date": "today"}, quick=True, sections=[section], failed={"wire": "it broke"})
     again = Run.from_json(told.to_json())
     assert again == told

@@ -3,10 +3,9 @@
 from pathlib import Path
 
 from databases import DRIVERS, ENGINES, Driver
-from untried import UNTRIED
 
 PATH = Path(__file__).parents[1] / "delivery" / "costs.md"
-COUNTED = (*DRIVERS, UNTRIED[0])
+COUNTED = DRIVERS
 HEAD = """\
 # What a delivery costs: statements / round trips
 
@@ -25,8 +24,7 @@ Cells = dict[str, str]  # way to deliver -> "statements / round trips"
 
 def column(driver: Driver) -> str:
     """Return the heading of a driver's column in the table."""
-    untried = "untried " if driver in UNTRIED else ""
-    return f"{untried}{driver.drivername.partition('+')[2]}{' (async)' if driver.is_async else ''}"
+    return f"{driver.drivername.partition('+')[2]}{' (async)' if driver.is_async else ''}"
 
 
 def written() -> dict[str, Cells]:

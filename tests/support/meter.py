@@ -72,7 +72,7 @@ def metered(url: URL) -> Iterator[Meter]:
             yield Meter(harness, executed)
     else:
         with (
-            CutProxy(url.set(drivername=url.drivername.removeprefix("untried_"))) as proxy,
+            CutProxy(url) as proxy,
             Harness(Subject(proxy.through(url))) as harness,
         ):
             yield Meter(harness, proxy.trips)

@@ -158,7 +158,7 @@ reached = Reached()
 
 def _cell(item: pytest.Function) -> tuple[str, str]:
     subject: Any = item.funcargs["subject"]
-    name = subject.url.get_backend_name().removeprefix("untried_")
+    name = subject.url.get_backend_name()
     driver = subject.url.get_dialect()
     database = ", ".join(filter(None, [NAMES.get(name, name), getattr(item.cls, "note", "")]))
     row = f"{database} | {driver.driver.removesuffix('_async')}{' (async)' if driver.is_async else ''}"

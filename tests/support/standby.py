@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import psycopg
-from sqlalchemy import make_url
+from sqlalchemy import URL, make_url
 
 from databases import Database
 from projector_dedup.testing.kit import PATIENCE
@@ -192,3 +192,9 @@ def standby_of(primary: Primary) -> Iterator[Standby]:
         Standby(Path(folder) / "data", primary) as standby,
     ):
         yield standby
+
+
+def either(*servers: PrivatePostgres, driver: str = "psycopg") -> URL:
+    """The URL of several servers, which leads to the one that takes writes: docs/clusters.md has it."""
+    hosts = "&".join(f"host=127.0.0.1:{make_url(server.url).port}" for server in servers)
+    return make_url(f"postgresql+{driver}://postgres@/postgres?{hosts}&target_session_attrs=read-write")

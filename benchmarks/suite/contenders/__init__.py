@@ -6,8 +6,7 @@ from importlib import import_module
 
 from ..harness import Contender
 from ..servers import DRIVERS
-from . import by_hand, library
-from .model import Total, upsert
+from . import orm
 
 BASE = "no dedup, ORM"
 BASE_UPSERT = "no dedup, Core upsert"
@@ -19,7 +18,7 @@ SHARED_100, SHARED_1000 = "deliver_batch, 100 shared", "deliver_batch, 1000 shar
 ROWS_ONCE, ONE_STATEMENT = "batch handler 1000, ORM", "batch handler 1000, 1 SQL"
 ASYNC = {driver: f"AsyncDispatcher, {driver}" for driver in ("psycopg", "asyncpg")}
 BASE_ASYNC = {driver: f"no dedup, async {driver}" for driver in ASYNC}
-SELECT_INSERT, ON_CONFLICT = by_hand.SelectThenInsert.name, by_hand.InsertOnConflict.name
+SELECT_INSERT, ON_CONFLICT = orm.SelectThenInsert.name, orm.InsertOnConflict.name
 CTE, SET_BASED = "psycopg, one CTE", "psycopg, set of 1000"
 PROTEAN, EVENTSOURCING = "Protean, idempotent", "eventsourcing, tracking"
 
@@ -29,27 +28,27 @@ MISSING: dict[str, str] = {}  # who could not be imported, and why
 
 def everybody() -> dict[str, Contender]:
     """Every contender that can be imported here."""
+    shared = {"shared_session": True}
     found: list[Contender] = [
-        by_hand.NoDedup(BASE),
-        library.Deliver("deliver, not idempotent", idempotent=False),
-        library.Deliver(DEFAULT),
-        library.Deliver("deliver, reads", reads=True),
-        library.Deliver("deliver, strict", strict=True),
-        library.Deliver(READ_MODELS, read_models=[Total]),
-        library.Deliver("deliver, claim_timeout", claim_timeout=1.0),
-        library.Deliver("deliver, engine events", listened=True),
-        library.BareClaim(),
-        library.DeliverBatch(BATCH_100, 100),
-        library.DeliverBatch(BATCH_1000, 1_000),
-        library.shared(SHARED_100, 100),
-        library.shared(SHARED_1000, 1_000),
-        library.rows_once(ROWS_ONCE, 1_000),
-        library.one_statement(ONE_STATEMENT, 1_000),
-        by_hand.NoDedup(BASE_UPSERT, upsert),
-        library.core_upsert(UPSERT),
-        library.core_upsert(UPSERT_RC, "READ COMMITTED"),
-        by_hand.SelectThenInsert(),
-        by_hand.InsertOnConflict(),
+        orm.NoDedup(BASE),
+        orm.Deliver("deliver, not idempotent", declared={"idempotent": False}),
+        orm.Deliver(DEFAULT),
+        orm.Deliver("deliver, reads", reads=True),
+        orm.Deliver("deliver, strict", strict=True),
+        orm.Deliver(READ_MODELS, declared={"read_models": [orm.Total]}),
+        orm.Deliver("deliver, claim_timeout", claim_timeout=1.0),
+        orm.BareClaim(),
+        orm.Deliver(BATCH_100, size=100),
+        orm.Deliver(BATCH_1000, size=1_000),
+        orm.Deliver(SHARED_100, size=100, reads=True, declared=shared),
+        orm.Deliver(SHARED_1000, size=1_000, reads=True, declared=shared),
+        orm.Deliver(ROWS_ONCE, orm.rows_once, size=1_000, batch=True),
+        orm.Deliver(ONE_STATEMENT, orm.one_statement, size=1_000, batch=True),
+        orm.NoDedup(BASE_UPSERT, orm.upsert),
+        orm.Deliver(UPSERT, orm.upsert),
+        orm.Deliver(UPSERT_RC, orm.upsert, isolation="READ COMMITTED"),
+        orm.SelectThenInsert(),
+        orm.InsertOnConflict(),
     ]
     for module in _NEED_MORE:
         try:

@@ -11,11 +11,9 @@ from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker
 
 from projector_dedup import AsyncDispatcher, on, projector
 
-from ..harness import Contender
-from ..messages import Item
+from ..harness import Contender, Item
 from ..servers import Place
-from .library import IDENTITY, Added
-from .model import TABLES, Total, create_tables
+from .orm import IDENTITY, TABLES, Added, Given, Total, create_tables, events
 
 TASKS = 32
 
@@ -39,6 +37,10 @@ class AsyncPlain(Contender):
         self.engine: AsyncEngine = create_async_engine(url, pool_size=TASKS)
         self.sessions = async_sessionmaker(self.engine)
 
+    def messages(self, items: Sequence[Item]) -> Sequence[Any]:
+        """Events, and their ids beside them."""
+        return events(items)
+
     def disconnect(self) -> None:
         """Close both."""
         self._loop.run_until_complete(self.engine.dispose())
@@ -59,20 +61,15 @@ class AsyncPlain(Contender):
             for _ in range(TASKS):
                 group.create_task(work())
 
-    async def one(self, message: Any) -> None:
+    async def one(self, message: Given) -> None:
         """BEGIN, the change, COMMIT."""
         async with self.sessions.begin() as session:
-            await _add(message.row, session)
+            await add(message[0], session)
 
 
-async def _add(row: int, session: AsyncSession) -> None:
-    (await session.get_one(Total, row)).amount += 1
-
-
-@projector(idempotent=True, name=IDENTITY)
-@on(Added)
-async def _handler(event: Added, session: AsyncSession) -> None:
-    await _add(event.row, session)
+async def add(event: Added, session: AsyncSession) -> None:
+    """What people write."""
+    (await session.get_one(Total, event.row)).amount += 1
 
 
 class AsyncDeliver(AsyncPlain):
@@ -83,13 +80,11 @@ class AsyncDeliver(AsyncPlain):
     def connect(self, url: URL) -> None:
         """And a dispatcher that the tasks share."""
         super().connect(url)
-        self._dispatcher = AsyncDispatcher(self.sessions, _handler, tables=TABLES)
+        self._dispatcher = AsyncDispatcher(
+            self.sessions, projector(idempotent=True, name=IDENTITY)(on(Added)(add)), tables=TABLES
+        )
 
-    def messages(self, items: Sequence[Item]) -> Sequence[Any]:
-        """Events, and their ids beside them."""
-        return [(Added(item.row), item.id) for item in items]
-
-    async def one(self, message: Any) -> None:
+    async def one(self, message: Given) -> None:
         """That it returns means that it may be acknowledged."""
         await self._dispatcher.deliver(message[0], message_id=message[1])
 

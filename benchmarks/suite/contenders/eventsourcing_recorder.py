@@ -14,8 +14,7 @@ from eventsourcing.postgres import PostgresDatastore, PostgresTrackingRecorder
 from psycopg.sql import SQL
 from sqlalchemy import URL
 
-from ..harness import Contender
-from ..messages import ROWS, Item
+from ..harness import ROWS, Contender, Item
 from ..servers import Place
 
 

@@ -18,8 +18,7 @@ from protean.utils.globals import current_domain
 from sqlalchemy import URL
 from sqlalchemy.exc import SAWarning
 
-from ..harness import Contender
-from ..messages import ROWS, Item
+from ..harness import ROWS, Contender, Item
 from ..servers import Place
 
 # There is one domain for each database, and their models are namesakes.
@@ -38,7 +37,7 @@ class Protean(Contender):
     def create(self, place: Place) -> None:
         """Its own tables, its own index, and the rows."""
         self.connect(place.url)
-        self._domain.setup_database()
+        self.domain.setup_database()
         self.disconnect()
         place.run(f"INSERT INTO total (id, amount) SELECT n, 0 FROM generate_series(0, {ROWS - 1}) n")
 
@@ -46,14 +45,14 @@ class Protean(Contender):
         """The context in which its engine would handle a message. Its domain is made once for each URL."""
         if url not in self._made:
             self._made[url] = _domain(url)
-        self._domain, self._added, self._projector = self._made[url]
-        self._context = self._domain.domain_context()
+        self.domain, self._added, self._projector = self._made[url]
+        self._context = self.domain.domain_context()
         self._context.__enter__()
 
     def disconnect(self) -> None:
         """Close its connections; its pool opens new ones."""
         self._context.__exit__(None, None, None)
-        self._domain.providers["default"]._engine.dispose()
+        self.domain.providers["default"]._engine.dispose()
 
     def messages(self, items: Sequence[Item]) -> Sequence[Any]:
         """Its events, with the id in their headers."""

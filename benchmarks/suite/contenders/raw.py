@@ -8,11 +8,9 @@ from typing import Any
 import psycopg
 from sqlalchemy import URL
 
-from ..harness import Contender
-from ..messages import Item
+from ..harness import Contender, Item
 from ..servers import Place
-from .library import IDENTITY
-from .model import TABLES, create_tables
+from .orm import IDENTITY, TABLES, create_tables
 
 _CLAIM = (
     "INSERT INTO processed_message (message_id, handler) VALUES (%s, %s) ON CONFLICT (message_id, handler) DO NOTHING"

@@ -1,10 +1,22 @@
-"""What is measured; a section is a module with a ``KEY`` and ``measure(bench)``."""
+"""What is measured, by the name that the command line has for it."""
 
 from __future__ import annotations
 
-from . import engines, latency, memory, pruning, rates, redeliveries, storage, table_size, trips, workers
+from collections.abc import Callable
 
-SECTIONS = {
-    section.KEY: section.measure
-    for section in (rates, redeliveries, trips, latency, workers, storage, table_size, memory, pruning, engines)
+from ..harness import Bench
+from ..results import Section
+from . import counts, growth, pruning, races, workers
+
+SECTIONS: dict[str, Callable[[Bench], Section]] = {
+    "rates": races.rates,
+    "redeliveries": races.redeliveries,
+    "trips": counts.trips,
+    "latency": races.latency,
+    "workers": workers.workers,
+    "storage": counts.storage,
+    "table-size": growth.table_size,
+    "memory": growth.memory,
+    "prune": pruning.prune,
+    "engines": races.engines,
 }

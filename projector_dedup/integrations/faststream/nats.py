@@ -9,10 +9,9 @@ from nats.js.api import AckPolicy, ConsumerConfig
 
 from ...dispatcher import AsyncDispatcher
 from ..incoming import Convert, json_event
-from ..nats import Consumer
-from ..nats_messages import Pull
+from ..nats import Consumer, Pull
 from ..settling import Settling
-from .raw import AS_IT_CAME
+from . import AS_IT_CAME
 
 __all__ = ["subscribe"]
 

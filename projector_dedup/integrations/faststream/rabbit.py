@@ -10,11 +10,11 @@ from faststream.rabbit import Channel, RabbitBroker, RabbitQueue
 
 from ...dispatcher import AsyncDispatcher
 from ...message import printable
-from ..aio_pika_copies import copy, unreadable
+from ..aio_pika import copy, unreadable
 from ..incoming import Convert, json_event
 from ..rabbitmq import incoming_of, new_settling, queues_beside
 from ..settling import logger
-from .raw import AS_IT_CAME
+from . import AS_IT_CAME
 
 if TYPE_CHECKING:
     from aio_pika.abc import AbstractIncomingMessage

@@ -99,20 +99,3 @@ SELECT processed_command.fingerprint, processed_command.outcome, processed_comma
 FROM processed_command
 WHERE processed_command.message_id = $1::VARCHAR COLLATE "C" AND processed_command.handler IN ($2::VARCHAR COLLATE "C", $3::VARCHAR COLLATE "C") ORDER BY CASE WHEN (processed_command.outcome IS NULL) THEN $4::INTEGER ELSE $5::INTEGER END
  LIMIT $6::INTEGER
-
--- is most of it expired, and how many pages are a batch?
-SELECT pg_relation_size(tableoid) / current_setting('block_size')::bigint AS pages, (SELECT pg_class.reltuples / CAST(nullif(pg_class.relpages, $1::INTEGER) AS NUMERIC) AS anon_1
-FROM pg_class
-WHERE pg_class.oid = tableoid) AS planned, EXISTS (SELECT *
-FROM pg_inherits
-WHERE pg_inherits.inhrelid = tableoid) AS is_a_part, (SELECT avg(anon_2.bytes) AS avg_1
-FROM (SELECT pg_column_size(markers) AS bytes
-FROM processed_message AS markers
- LIMIT $2::INTEGER) AS anon_2) AS bytes, (SELECT min(processed_message.processed_at) AS min_1
-FROM processed_message) AS oldest, (SELECT max(processed_message.processed_at) AS max_1
-FROM processed_message) AS newest
-FROM processed_message
- LIMIT $3::INTEGER
-
--- prune some pages
-DELETE FROM processed_message WHERE (SELECT concat(set_config('lock_timeout', '100ms', true), set_config('synchronous_commit', 'off', true))) IS NOT NULL AND ctid >= ($1::VARCHAR :: tid) AND ctid < ($2::VARCHAR :: tid) AND processed_message.processed_at < $3::TIMESTAMP WITH TIME ZONE

@@ -99,20 +99,3 @@ SELECT processed_command.fingerprint, processed_command.outcome, processed_comma
 FROM processed_command
 WHERE processed_command.message_id = %(stored)s::VARCHAR COLLATE "C" AND processed_command.handler IN (%(name_0)s::VARCHAR COLLATE "C", %(name_1)s::VARCHAR COLLATE "C") ORDER BY CASE WHEN (processed_command.outcome IS NULL) THEN %(param_1)s::INTEGER ELSE %(param_2)s::INTEGER END
  LIMIT %(param_3)s::INTEGER
-
--- is most of it expired, and how many pages are a batch?
-SELECT pg_relation_size(tableoid) / current_setting('block_size')::bigint AS pages, (SELECT pg_class.reltuples / CAST(nullif(pg_class.relpages, %(nullif_1)s::INTEGER) AS NUMERIC) AS anon_1
-FROM pg_class
-WHERE pg_class.oid = tableoid) AS planned, EXISTS (SELECT *
-FROM pg_inherits
-WHERE pg_inherits.inhrelid = tableoid) AS is_a_part, (SELECT avg(anon_2.bytes) AS avg_1
-FROM (SELECT pg_column_size(markers) AS bytes
-FROM processed_message AS markers
- LIMIT %(param_1)s::INTEGER) AS anon_2) AS bytes, (SELECT min(processed_message.processed_at) AS min_1
-FROM processed_message) AS oldest, (SELECT max(processed_message.processed_at) AS max_1
-FROM processed_message) AS newest
-FROM processed_message
- LIMIT %(param_2)s::INTEGER
-
--- prune some pages
-DELETE FROM processed_message WHERE (SELECT concat(set_config('lock_timeout', '100ms', true), set_config('synchronous_commit', 'off', true))) IS NOT NULL AND ctid >= (%(begin)s::VARCHAR :: tid) AND ctid < (%(end)s::VARCHAR :: tid) AND processed_message.processed_at < %(cutoff)s::TIMESTAMP WITH TIME ZONE

@@ -1,0 +1,580 @@
+"""Use MariaDB and MySQL: a claim is a plain INSERT, as every form of INSERT that cannot fail there loses messages."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, NamedTuple
+
+from sqlalchemy import BINARY, ColumnElement, Select, Table, and_, bindparam, cast, or_, select, text
+from sqlalchemy.engine import Connection, Engine
+from sqlalchemy.engine.interfaces import Dialect as EngineDialect
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.ext.compiler import compiles
+from sqlalchemy.sql import Executable, Insert
+from sqlalchemy.sql.compiler import SQLCompiler
+
+from ..errors import MissingTableError, UnsafeSessionError, UnsupportedDatabaseError
+from ..message import MAX_HANDLER_BYTES, MAX_MESSAGE_ID_BYTES
+from ..transaction_text import COMMANDS, Grammar
+from .claims import Parameters, handler_parameters, inserting
+from .columns import in_utc, utc_now
+from .dialect import Dialect, Failure, Status, is_as_strict
+from .listeners import TABLES, are_of_others, ask, info_of, listen_once
+
+# The meaning of errors, by number (MariaDB documentation, "MariaDB Error Code Reference") ----------------------------
+
+_DEADLOCK, _RECORD_CHANGED, _LOCK_WAIT_TIMEOUT, _STATEMENT_TIMEOUT, _NO_SAVEPOINT = 1213, 1020, 1205, 1969, 1305
+_LOCK_TABLE_FULL = 1206
+_TRANSIENT = {
+    _DEADLOCK,
+    _LOCK_TABLE_FULL,
+    _RECORD_CHANGED,  # since this transaction's snapshot was taken
+    *(1412, 1684),  # somebody has changed the table since the snapshot, or is about to
+    1040,  # too many connections
+    1203,  # too many connections of this user
+    1047,  # this node of a cluster is not ready
+    1053,  # server shutdown in progress
+    1927,  # connection was killed
+    *(1243, 1615),  # a prepared statement is gone, or is outdated
+    *(2002, 2003, 2005, 2006, 2012, 2013, 2026, 2055),  # no connection, or lost
+    4031,  # disconnected for inactivity
+}
+_READ_ONLY = {1290, 1792, 1836}  # an option that prevents the statement; tx_read_only; read-only mode
+_LOCK_TIMEOUT = {_LOCK_WAIT_TIMEOUT, _STATEMENT_TIMEOUT, 3572}  # the last: NOWAIT
+_LATER = {
+    *(1021, 1114, 1026, 3),  # disk full, table full, error writing a file
+    *(1016, 1023, 1024, 1028, 1030, 1296, 1297),  # a file cannot be opened or read, the storage engine reports an error
+    *(1034, 1194, 1195, 1712, 1877),  # a corrupted index or table
+    *(1037, 1038, 1041),  # out of memory
+    *(1135, 1461, 1637),  # no more threads, prepared statements, concurrent transactions
+    *(1158, 1159, 1160, 1161, 1429),  # the network failed, or a foreign server cannot be reached
+    1815,  # internal error
+    *(1317, 3024),  # the statement was killed; it took longer than it may, on MySQL
+    *(1044, 1045, 1129, 1130, 1226, 1698),  # login refused, too many errors of the host, over a limit of the user
+}
+_UNIQUE = {1062, 1169, 1586}
+_NO_TABLE = {
+    *(1049, 1054, 1146),  # unknown database, column, table
+    *(1048, 1364, 1406),  # a column that takes no NULL, has no default, is too short
+}
+
+_OUT_OF_SYNC = 2014  # a result of mysqlclient's was left unread: the command was not sent
+
+
+def _number(error: Exception) -> int | None:
+    original = getattr(error, "orig", error)
+    if type(original).__module__.partition(".")[0] not in ("pymysql", "MySQLdb", "asyncmy", "aiomysql"):
+        return None
+    number = original.args[0] if original.args else None
+    return number if isinstance(number, int) else None
+
+
+class MariaDB(Dialect):
+    """Uses MariaDB 10.6 and later, through the driver of a subclass; MySQL 8 should work, and was not tried."""
+
+    names = frozenset({"mysql", "mariadb"})
+    grammar = Grammar(
+        opaque=(
+            r"'(?:[^'\\]|\\.|'')*'",
+            r'"(?:[^"\\]|\\.|"")*"',
+            r"`(?:[^`]|``)*`",
+            r"(?:\#|--(?=\s|\Z))[^\n]*",
+            r"/\*M?!\d*",  # what follows is executed
+            r"/\*.*?\*/",
+            r"\bSET\s+STATEMENT\b[^;]*?\bFOR\b",  # what follows is the statement
+        ),
+        commands=(
+            *COMMANDS,
+            # The implicit commits (MariaDB documentation, "SQL statements that cause an implicit commit")
+            r"(?:CREATE|DROP)(?!\s+(?:OR\s+REPLACE\s+)?TEMPORARY\s+TABLE\b)",
+            r"ALTER|TRUNCATE|RENAME|GRANT|REVOKE|FLUSH|RESET|OPTIMIZE|REPAIR|INSTALL|UNINSTALL|BACKUP|SHUTDOWN|XA",
+            r"(?:ANALYZE|CHECK)\s+(?:\w+\s+)?TABLES?|(?:CACHE|LOAD)\s+INDEX|(?:UN)?LOCK\s+TABLES?|CHANGE\s+MASTER",
+            r"(?:START|STOP)\s+(?:ALL\s+)?(?:SLAVES?|REPLICA)",
+            r"SET\b[^;]*?(?:(?<![@\w])|@@(?:\w+\.)?)(?:autocommit|PASSWORD|DEFAULT\s+ROLE)",
+        ),
+        hidden="CALL|EXECUTE|REPEAT|USE",  # the last hides where the marker is
+        settings="(?!)",  # SET LOCAL is of the session, and SET TRANSACTION is refused within one
+        one_at_a_time=True,
+    )
+    abort_lasts = True
+    remembers_tables = True
+
+    def prepare(self, engine: Engine) -> None:
+        """Attach a listener that asks each connection how its server refuses lost updates, and sets it up for that."""
+        listen_once(engine, checkout=[switching(engine.dialect)])
+
+    def detecting_isolation(self, engine: Engine) -> str | None:
+        """Return None: ``opening`` chooses the level for each connection, as servers behind one address may differ."""
+        return None
+
+    def detects_lost_updates(self, connection: Connection, level: str | None) -> bool:
+        """True if the server of this connection refuses lost updates at ``level``, by default the level it has now.
+
+        With innodb_snapshot_isolation a stale write gets error 1020; without, only reads that lock keep rivals out.
+        """
+        server = server_of(connection)
+        return server is None or server.detects_lost_updates(level)
+
+    @staticmethod
+    def is_dependable(connection: Connection) -> bool:
+        """True if the server of this connection refuses every stale write under innodb_snapshot_isolation."""
+        pooled: Any = connection.connection
+        return _asked(connection.dialect, pooled.dbapi_connection, pooled.driver_connection).is_dependable
+
+    def opening(
+        self, engine: Engine, *, marked: bool, locking: bool = False, chosen: bool = False
+    ) -> AbstractContextManager[None]:
+        """Return a block in which a connection gets the settings of a unit of work; later users get theirs back."""
+        level = (marked or locking) and not chosen
+        return Opening(engine, snapshots=marked, level=level, locking=self.locking_isolation if locking else None)
+
+    def refuse_table(self, connection: Connection, table: Table) -> None:
+        """Raise ``UnsafeSessionError`` for a table of a storage engine without transactions, such as MyISAM or Aria."""
+        refuse_unfit(connection, table, marker=False)
+
+    def refuse_marker(self, connection: Connection, marker: Table) -> None:
+        """Raise ``UnsafeSessionError`` without transactions, and ``MissingTableError`` without the unique index.
+
+        A claim would not notice: a plain INSERT names no index that must be there.
+        """
+        refuse_unfit(connection, marker, marker=True)
+
+    def claim_statement(self, marker: Table, *, bounded: bool, names: int = 1) -> Executable:
+        """Return a plain INSERT.
+
+        IGNORE would truncate values and swallow errors; ON DUPLICATE KEY UPDATE would not tell a duplicate from a new
+        row.
+        """
+        rows = [marker_row(marker, handler) for handler in handler_parameters(names)]
+        return inserting((_BoundedInsert if bounded else Insert)(marker), rows)
+
+    def claim(
+        self, connection: Connection, statement: Executable, marker: Table, key: Mapping[str, Any], *, names: int = 1
+    ) -> bool:
+        """Run the INSERT; return True if it succeeds, False if it fails and the marker is there.
+
+        A failed INSERT has locked the marker that it met. If there is no marker, something else was violated, and the
+        ``DBAPIError`` is raised.
+        """
+        try:
+            connection.execute(statement, key)
+        except DBAPIError as error:
+            self._raise_unless_there(connection, marker, key, error, names)
+            return False
+        return True
+
+    def _raise_unless_there(
+        self, connection: Connection, marker: Table, key: Parameters, error: DBAPIError, names: int = 1
+    ) -> None:
+        """Raise ``error``, unless it means that the marker of ``key`` is there.
+
+        Raises ``MissingTableError`` if another marker is there which the table takes for the same.
+        """
+        clashed = self.classify(error) is Failure.UNIQUE
+        found = connection.execute(met_by_claim(marker, names), key).scalar() if clashed else None
+        if found is None:
+            raise error
+        if not found:
+            raise MissingTableError(
+                f"{marker.fullname} takes different message ids for one, or handlers: its columns do not compare "
+                "byte for byte, and messages would be lost; `idempotency check` says what is wrong"
+            ) from error
+
+    def insert_many(self, connection: Connection, marker: Table, keys: list[Parameters]) -> None:
+        """Insert the markers of ``keys`` in one statement."""
+        connection.execute(insert_given(marker, bounded="wait_ms" in keys[0]), given(keys))
+
+    def place(self, connection: Connection) -> str | None:
+        """Return the current database, which a handler may change by USE."""
+        place: str | None = Connection.exec_driver_sql(connection, "SELECT database()").scalar()  # past any guard
+        return place
+
+    def aborts(self, error: DBAPIError) -> bool:
+        """True if the server rolled back, or perhaps did (after a lock wait), and goes on in another transaction."""
+        return _number(error) in (_DEADLOCK, _RECORD_CHANGED, _LOCK_TABLE_FULL, _LOCK_WAIT_TIMEOUT, _NO_SAVEPOINT)
+
+    def classify(self, error: Exception) -> Failure:
+        """Return what the error means by the server's error number: drivers differ in SQLSTATEs, or have none."""
+        number = _number(error)
+        if number in _READ_ONLY:
+            return Failure.READ_ONLY
+        if number in _LOCK_TIMEOUT:
+            return Failure.LOCK_TIMEOUT
+        if number == _OUT_OF_SYNC:
+            return Failure.PERMANENT  # SQLAlchemy takes the connection for lost
+        if getattr(error, "connection_invalidated", False) or number in _TRANSIENT:
+            return Failure.TRANSIENT
+        if number in _UNIQUE:
+            return Failure.UNIQUE
+        if number in _LATER:
+            return Failure.LATER
+        return Failure.NO_TABLE if number in _NO_TABLE else Failure.PERMANENT
+
+    def commit_refused(self, error: DBAPIError) -> bool:
+        """True if a cluster refused the COMMIT with a deadlock, or mysqlclient did not send it; else it is in doubt."""
+        number = _number(error)
+        return number == _OUT_OF_SYNC or (number == _DEADLOCK and not error.connection_invalidated)
+
+
+# The drivers ---------------------------------------------------------------------------------------------------------
+
+
+class PyMySQL(MariaDB):
+    """Uses MariaDB through PyMySQL, whose connections are changed to close when they are interrupted."""
+
+    drivers = frozenset({"pymysql"})
+
+    def prepare(self, engine: Engine) -> None:
+        """Attach the listener of ``MariaDB.prepare``, behind one that changes PyMySQL's connections (``careful``)."""
+        listen_once(engine, checkout=[careful, switching(engine.dialect)])
+
+    def status(self, driver_connection: Any) -> Status:
+        """Return OPEN or NONE by the server's last answer, or BUSY for a closed connection."""
+        if not driver_connection.open:
+            return Status.BUSY
+        return Status.OPEN if driver_connection.server_status & IN_TRANSACTION else Status.NONE
+
+
+class MySQLClient(MariaDB):
+    """Uses MariaDB through mysqlclient, which does not tell the flags of the server's answers."""
+
+    drivers = frozenset({"mysqldb"})
+    modules = frozenset({"MySQLdb"})
+
+    def status(self, driver_connection: Any) -> Status:
+        """Return OPEN, which here means that the driver cannot tell, or BUSY for a closed connection."""
+        return Status.OPEN if driver_connection.open else Status.BUSY
+
+
+class Asyncmy(MariaDB):
+    """Uses MariaDB through asyncmy."""
+
+    drivers = frozenset({"asyncmy"})
+
+    def status(self, driver_connection: Any) -> Status:
+        """Return OPEN or NONE by the server's last answer, or BUSY for a closed connection."""
+        if not driver_connection.connected:
+            return Status.BUSY
+        return Status.OPEN if driver_connection.get_transaction_status() else Status.NONE
+
+
+class Aiomysql(MariaDB):
+    """Uses MariaDB through aiomysql."""
+
+    drivers = frozenset({"aiomysql"})
+
+    def status(self, driver_connection: Any) -> Status:
+        """Return OPEN or NONE by the server's last answer, or BUSY for a closed connection."""
+        if driver_connection.closed:
+            return Status.BUSY
+        return Status.OPEN if driver_connection.get_transaction_status() else Status.NONE
+
+
+# PyMySQL takes whatever comes next on the line for the answer to its last command. When a signal handler raises after
+# the command was sent, SQLAlchemy discards the connection, but not for every exception and not wherever it talks to the
+# database; then each later statement gets the answer to the one before it (tests/delivery/test_interrupts.py).
+#
+# Whenever a connection goes back to its pool, SQLAlchemy sends ROLLBACK. Right behind the end of a transaction that is
+# a round trip for nothing. psycopg knows that, PyMySQL does not (docs/adr/0019-what-a-message-costs.md).
+
+IN_TRANSACTION = 1  # SERVER_STATUS_IN_TRANS of the client-server protocol
+
+
+def careful(dbapi_connection: Any, _record: object, _proxy: object) -> None:
+    """Change the class of a PyMySQL connection to the careful one. This is a listener to ``checkout``."""
+    connection_class: Any = type(dbapi_connection)
+    dbapi_connection.__class__ = _careful(connection_class)
+
+
+@cache
+def _careful(connection_class: Any) -> Any:
+    if hasattr(connection_class, "_to_its_answer"):
+        return connection_class
+
+    class Careful(connection_class):  # type: ignore[misc]  # of a driver that is perhaps not installed
+        _ended = False  # the transaction, by the last command that was sent
+
+        def query(self, *args: Any, **kwargs: Any) -> Any:
+            self._ended = False
+            return self._to_its_answer(super().query, *args, **kwargs)
+
+        def commit(self) -> None:
+            self._to_its_answer(super().commit)
+            self._ended = True
+
+        def rollback(self) -> None:
+            if self._ended and self.open and not self.server_status & IN_TRANSACTION:
+                return
+            self._to_its_answer(super().rollback)
+            self._ended = True
+
+        def ping(self, *args: Any, **kwargs: Any) -> Any:
+            return self._to_its_answer(super().ping, *args, **kwargs)
+
+        def _to_its_answer(self, talk: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            try:
+                return talk(*args, **kwargs)
+            except self.Error:  # an answer, or the loss of the connection
+                raise
+            except BaseException:
+                self._force_close()  # as PyMySQL itself does when it is interrupted while it reads; close() would talk
+                raise
+
+    return Careful
+
+
+# The claim -----------------------------------------------------------------------------------------------------------
+
+
+def marker_row(marker: Table, handler: str = "handler") -> dict[str, ColumnElement[Any]]:
+    """Return the values that a claim inserts, by column; ``handler`` is the name of the handler's parameter."""
+    return {
+        "message_id": bindparam("message_id", type_=marker.c.message_id.type),
+        "handler": bindparam(handler, type_=marker.c.handler.type),
+        "occurred_at": bindparam("occurred_at", type_=marker.c.occurred_at.type),
+        "processed_at": utc_now(),
+    }
+
+
+_GIVEN = text(
+    f"""
+    SELECT unhex(message_id), unhex(handler), utc_timestamp(6), occurred_at
+    FROM json_table(convert(unhex(:given) USING utf8mb4), '$[*]' COLUMNS (
+        message_id VARCHAR({2 * MAX_MESSAGE_ID_BYTES}) CHARACTER SET utf8mb4 PATH '$[0]',
+        handler VARCHAR({2 * MAX_HANDLER_BYTES}) CHARACTER SET utf8mb4 PATH '$[1]',
+        occurred_at DATETIME(6) PATH '$[2]'
+    )) AS given"""  # noqa: S608  # two numbers of our own
+)
+
+
+@cache
+def insert_given(marker: Table, *, bounded: bool) -> Insert:
+    """Return an INSERT of the rows of ``given``, in their order; if one is there, it fails and inserts none.
+
+    It is one statement for any number of rows. VALUES of many rows would be sent row by row by the drivers, or compiled
+    anew by SQLAlchemy.
+    """
+    insert = (_BoundedInsert if bounded else Insert)(marker)
+    return insert.from_select(["message_id", "handler", "processed_at", "occurred_at"], _GIVEN.columns())
+
+
+def given(keys: Sequence[Parameters]) -> dict[str, str]:
+    """Return the parameters of ``insert_given``: JSON in hexadecimal digits, as are its texts (see ``columns``)."""
+    rows = [
+        (key["message_id"].encode().hex(), key["handler"].encode().hex(), in_utc(key["occurred_at"])) for key in keys
+    ]
+    bounds = {name: value for name, value in keys[0].items() if name == "wait_ms"}
+    return {"given": json.dumps(rows, default=str).encode().hex(), **bounds}
+
+
+@cache
+def met_by_claim(marker: Table, names: int = 1) -> Select[Any]:
+    """Return a SELECT that says whether the row with which a claim collided has the same ids, byte for byte.
+
+    It gives no row if there is none. Of several it reads the first only: the claim has not locked those after it, and a
+    rival may hold them.
+    """
+    message_id, handler = marker.c.message_id, marker.c.handler
+    asked = bindparam("message_id", type_=message_id.type)
+    claimed = [bindparam(name, type_=handler.type) for name in handler_parameters(names)]
+    same = and_(cast(message_id, BINARY()) == asked, or_(*(cast(handler, BINARY()) == name for name in claimed)))
+    found = select(same).where(message_id == asked, or_(*(handler == name for name in claimed)))
+    first = found if names == 1 else found.order_by(handler).limit(1)
+    return first.with_for_update(read=True)
+
+
+class _BoundedInsert(Insert):
+    """Fails if the INSERT takes longer than ``:wait_ms``; innodb_lock_wait_timeout knows whole seconds only."""
+
+    inherit_cache = True
+
+
+@compiles(_BoundedInsert)
+def _set_statement(element: _BoundedInsert, compiler: SQLCompiler, **options: Any) -> str:
+    if not getattr(compiler.dialect, "is_mariadb", False):
+        raise UnsupportedDatabaseError("claim_timeout needs MariaDB: MySQL cannot bound the wait of one statement")
+    wait = compiler.process(bindparam("wait_ms"), **options)
+    insert = compiler.visit_insert(element, **options)  # type: ignore[no-untyped-call]  # SQLAlchemy's
+    # The second setting allows a longer wait than the server's own limit for locks.
+    return (
+        f"SET STATEMENT max_statement_time = {wait} / 1000, innodb_lock_wait_timeout = {wait} div 1000 + 2 FOR {insert}"
+    )
+
+
+# The settings of a session -------------------------------------------------------------------------------------------
+#
+# The settings are innodb_snapshot_isolation, if the server can be relied on to keep it, and an isolation level. Both
+# are variables of the session, so they stay with a pooled connection. They are changed when a connection is taken from
+# the pool by code that needs other settings: if only projectors use an engine, that is one round trip for each
+# connection, not for each message.
+#
+# Each physical connection is asked for itself: behind one address there may be another server tomorrow (docs/adr/0023).
+
+SETTING = "innodb_snapshot_isolation"
+DEPENDABLE = {(10, 6): 27, (10, 11): 18, (11, 4): 12, (11, 8): 8, (12, 3): 3}
+"""The releases, by series, that are the first to refuse *every* stale write. One in 150,000 slipped through before
+(https://jira.mariadb.org/browse/MDEV-39263); every later series has always been without the defect."""
+
+_LEVELS = ("transaction_isolation", "tx_isolation")  # two names of one variable, the newer one first
+_ASKED = "projector_dedup_server"  # in the ``info`` of a physical connection
+
+
+class Wanted(NamedTuple):
+    """Says which settings a unit of work needs on its connection."""
+
+    snapshots: bool  #: the server's refusal of stale writes
+    level: bool  #: a level under which no update is lost; else it is the user's, who has chosen one or needs none
+    locking: str | None  #: the level that is enough where what changes is read under lock
+    heard: bool  #: others listen for connections that are taken from the pool, and may change them too
+
+
+_NOTHING = Wanted(snapshots=False, level=False, locking=None, heard=False)
+_wanted: ContextVar[Wanted] = ContextVar("projector_dedup_wanted", default=_NOTHING)
+
+
+@dataclass(frozen=True)
+class Server:
+    """Holds what the server of one physical connection said, and the settings that the session has now."""
+
+    session: int  #: the server's number for it; a driver that connects anew by itself (``ping``) gets another
+    is_dependable: bool
+    level_variable: str
+    snapshots: str | None  #: the setting as other users of the engine have it; None on a server without it
+    level: str  #: the isolation level as other users of the engine have it
+    now: tuple[str | None, str | None]  #: both as they are now; the level is None if others may have set another since
+
+    @property
+    def detecting_level(self) -> str:
+        """Return the weakest level at which the server refuses a lost update."""
+        return "REPEATABLE READ" if self.is_dependable else "SERIALIZABLE"
+
+    def detects_lost_updates(self, level: str | None) -> bool:
+        """True if the server refuses a lost update at ``level``, or at the level that the session has now."""
+        snapshots, now = self.now
+        detecting = self.detecting_level if snapshots == "ON" else "SERIALIZABLE"
+        level = level or now
+        return level is not None and is_as_strict(level, detecting)
+
+    def settings_for(self, wanted: Wanted) -> tuple[str | None, str | None]:
+        """Return the two settings for what is ``wanted``: those that were found, where they are strict enough."""
+        snapshots = "ON" if wanted.snapshots and self.snapshots is not None else self.snapshots
+        if not wanted.level:
+            return snapshots, None if self.now[1] is None else self.level
+        if is_as_strict(self.level, self.detecting_level):
+            return snapshots, self.level
+        return snapshots, wanted.locking or self.detecting_level
+
+
+class Opening:
+    """Makes connections that are taken from the pool in the block get the settings of a unit of work."""
+
+    def __init__(self, engine: Engine, *, snapshots: bool, level: bool, locking: str | None) -> None:
+        self._is_wanted = Wanted(snapshots, level, locking, are_of_others([engine.pool.dispatch.checkout]))
+
+    def __enter__(self) -> None:
+        self._token = _wanted.set(self._is_wanted)
+
+    def __exit__(self, *_error: object) -> None:
+        _wanted.reset(self._token)
+
+
+def server_of(connection: Connection) -> Server | None:
+    """Return what the server of this connection said; None if no unit of work has asked it."""
+    found: Server | None = info_of(connection).get(_ASKED)
+    return found
+
+
+def switching(dialect: EngineDialect) -> Callable[[Any, Any, object], None]:
+    """Return a listener to ``checkout`` that gives the connection the settings that are wanted in this context."""
+
+    def switch(dbapi_connection: Any, record: Any, _proxy: object) -> None:
+        wanted = _wanted.get()
+        server: Server | None = record.info.get(_ASKED)
+        if server is None or server.session != record.driver_connection.thread_id():
+            if not (wanted.snapshots or wanted.level):
+                return
+            server = _asked(dialect, dbapi_connection, record.driver_connection)
+        snapshots, level = settings = server.settings_for(wanted)
+        overruled = wanted.heard and wanted.level and level != server.level
+        if settings != server.now or overruled:
+            values = {SETTING: snapshots, server.level_variable: level and f"'{level.replace(' ', '-')}'"}
+            assigned = [f"SESSION {name} = {value}" for name, value in values.items() if value is not None]
+            ask(dialect, dbapi_connection, f"SET {', '.join(assigned)}")
+            if wanted.heard:
+                dbapi_connection.commit()  # a transaction that a listener has begun would keep its level
+        if not wanted.level and server.level != dialect.default_isolation_level:
+            level = None  # SQLAlchemy resets the level to its default behind everybody who chooses one
+        record.info[_ASKED] = replace(server, now=(snapshots, level))
+
+    return switch
+
+
+def _asked(dialect: EngineDialect, dbapi_connection: Any, driver: Any) -> Server:
+    names = "', '".join(("version", SETTING, *_LEVELS))
+    found = dict(ask(dialect, dbapi_connection, f"SHOW SESSION VARIABLES WHERE variable_name IN ('{names}')"))
+    level_variable = next(name for name in _LEVELS if name in found)
+    snapshots, level = found.get(SETTING), found[level_variable].replace("-", " ")
+    is_dependable = snapshots is not None and _is_dependable(found["version"])
+    return Server(driver.thread_id(), is_dependable, level_variable, snapshots, level, now=(snapshots, level))
+
+
+def _is_dependable(version: str) -> bool:
+    numbers = re.search(r"(\d+)\.(\d+)\.(\d+)", version.removeprefix("5.5.5-"))  # proxies add it for old clients
+    if numbers is None:
+        return False
+    *series, release = map(int, numbers.groups())
+    return tuple(series) > max(DEPENDABLE) or release >= DEPENDABLE.get((series[0], series[1]), sys.maxsize)
+
+
+# Tables --------------------------------------------------------------------------------------------------------------
+#
+# The catalogue is asked once per table and physical connection, since another connection may lead to another server;
+# and once per unit of work if a listener may have chosen another database meanwhile (docs/adr/0023).
+
+_QUERY = text(
+    """
+    SELECT e.engine, e.transactions = 'YES' AS has_transactions, EXISTS (
+        SELECT 1 FROM information_schema.statistics s
+        WHERE s.table_schema = coalesce(:schema, database()) AND s.table_name = :name AND s.non_unique = 0
+        GROUP BY s.index_name
+        HAVING count(*) = 2 AND sum(s.column_name IN ('message_id', 'handler') AND s.sub_part IS NULL) = 2
+    ) AS is_unique
+    FROM information_schema.tables t JOIN information_schema.engines e ON e.engine = t.engine
+    WHERE t.table_schema = coalesce(:schema, database()) AND t.table_name = :name
+    """
+)
+
+
+def refuse_unfit(connection: Connection, table: Table, *, marker: bool) -> None:
+    """Raise ``UnsafeSessionError`` for a table without transactions.
+
+    With ``marker``, also raise ``MissingTableError`` if a plain INSERT could insert one marker twice. A table that is
+    not there, or is a view, is left to the statement that was about to run.
+    """
+    known = info_of(connection).setdefault(TABLES, set())  # schema, name, whether as a marker table
+    place = connection.schema_for_object(table), table.name, marker
+    if place in known:
+        return
+    found = Connection.execute(connection, _QUERY, {"schema": place[0], "name": place[1]}).first()
+    if found is None:
+        return
+    name = ".".join(part for part in place[:2] if part)
+    if not found.has_transactions:
+        raise UnsafeSessionError(
+            f"the table {name} is in the storage engine {found.engine}, which has no transactions: what "
+            f"is written there stays when the marker is rolled back; ALTER TABLE {name} ENGINE=InnoDB"
+        )
+    if marker and not found.is_unique:
+        raise MissingTableError(
+            f"the table {name} is not the one this version expects: without a unique index over "
+            "(message_id, handler), and nothing else, a duplicate would be applied; `idempotency check` says what is "
+            "wrong"
+        )
+    known.add(place)
