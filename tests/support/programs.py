@@ -436,7 +436,7 @@ ORDERED = {
     *("sums_unflushed", "adds_to_Triggering"),
 }
 """Steps that notice whether a `get` has flushed a change: a unique value that moves, a change that is dropped, a sum
-without autoflush, a trigger. Of thousands of programs one or two differ by a statement of Core's, for the same reason."""
+without autoflush, a trigger. A statement of Core may notice it too: one program of a hundred or two."""
 
 BY_STATEMENT: list[Step] = [by_text, by_core, by_bulk, by_upsert, by_driver]
 
