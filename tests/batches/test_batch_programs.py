@@ -9,7 +9,7 @@ from sqlalchemy.orm import Session
 import programs
 from databases import DRIVERS, USUAL, Driver
 from projector_dedup import BatchFailed, Message, Outcome, RetryPolicy
-from projector_dedup.reads import Reads
+from projector_dedup.read_models import Reads
 from projector_dedup.testing.kit import Added, Harness
 from reach import reach
 
