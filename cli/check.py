@@ -1,27 +1,30 @@
-"""`idempotency check`: tell whether the tables exist, are right, and are looked after."""
+"""`idempotency check`: tell whether the tables exist, are right, and are looked after; and what to do next."""
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from importlib import import_module
+from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 import click
-from sqlalchemy import Engine
+from sqlalchemy import Engine, inspect
 
+from projector_dedup import AsyncDispatcher, DedupTables, Dispatcher
 from projector_dedup.commands import CommandTables
-from projector_dedup.dialects import Finding
-from projector_dedup.maintenance.advice import advise
-from projector_dedup.maintenance.alembic_config import check_alembic, check_installed_revisions
+from projector_dedup.maintenance.check import advise, advise_records, check_alembic, check_installed_revisions
 from projector_dedup.maintenance.check import check as findings_of
-from projector_dedup.maintenance.records import advise_records
-from projector_dedup.maintenance.stats import ages, handlers_of
+from projector_dedup.maintenance.databases import Finding
+from projector_dedup.maintenance.stats import Ages, ages, handlers_of
 
-from .app import EXAMPLE, identities_of
-from .errors import Failed
-from .next_step import after_check, commands_beside
-from .options import EXIT_CODES, Deployment, Deployments, database_options
-from .output import as_object, coloured, document, json_option
-from .wrapping import fitted
+from .options import EXIT_CODES, Deployment, database_options
+from .output import Failed, coloured, fitted, json_option, print_json, reason, say
+
+_EXAMPLE = "myapp.consumer:dispatcher"
 
 
 @click.command(epilog=EXIT_CODES)
@@ -37,11 +40,11 @@ from .wrapping import fitted
     "apps",
     multiple=True,
     metavar="MODULE:DISPATCHER",
-    help=f"A dispatcher of the application, or a function without arguments that returns one: {EXAMPLE}. Tells which "
+    help=f"A dispatcher of the application, or a function without arguments that returns one: {_EXAMPLE}. Tells which "
     "handlers in the table it does not know. Give it for every dispatcher on these tables.",
 )
 @json_option
-def check(deployments: Deployments, alembic_config: Path | None, apps: tuple[str, ...], as_json: bool) -> None:
+def check(deployment: Deployment, alembic_config: Path | None, apps: tuple[str, ...], as_json: bool) -> None:
     """Tell whether the tables are right and looked after.
 
     If not, it says what mends them. They are compared with what this version of projector-dedup needs; then storage
@@ -54,48 +57,122 @@ def check(deployments: Deployments, alembic_config: Path | None, apps: tuple[str
       idempotency check --app myapp.consumer:dispatcher
       idempotency check --commands
     """
-    if apps and deployments.of_commands:
+    if apps and deployment.of_commands:
         raise click.UsageError("--app tells which handlers a dispatcher knows; it says nothing of --commands")
-    identities = identities_of(apps, debug=deployments.debug)
+    identities = _identities_of(apps)
     config = alembic_config or Path("alembic.ini")
-    of_alembic = check_alembic(config, run=alembic_config is not None) if config.is_file() else []
-    of_alembic += check_installed_revisions()
-
-    with document(wanted=as_json) as add:
-
-        def look(deployment: Deployment, engine: Engine) -> None:
-            findings = [*findings_of(engine, deployment.tables), *of_alembic]
-            fatal = sum(finding.fatal for finding in findings)
-            tables, found = deployment.tables, None
+    tables, found = deployment.tables, None
+    with deployment.opened() as engine:
+        findings = findings_of(engine, tables)
+        findings += check_alembic(config, run=alembic_config is not None) if config.is_file() else []
+        findings += check_installed_revisions()
+        fatal = sum(finding.fatal for finding in findings)
+        if not fatal:
+            found = ages(engine, tables=tables)
+            unknown = handlers_of(engine, tables=tables) - identities if apps else frozenset()
+            findings += advise(found, unknown, tables=tables)
+            findings += advise_records(engine, tables) if isinstance(tables, CommandTables) else []
+        if as_json:
+            answer = {"ready": not fatal, "findings": [asdict(finding) for finding in findings]}
+            print_json({**deployment.place, **answer})
+        else:
+            _print(findings)
             if not fatal:
-                found = ages(engine, tables=tables)
-                unknown = frozenset() if identities is None else handlers_of(engine, tables=tables) - identities
-                findings += advise(found, unknown, tables=tables)
-                if isinstance(tables, CommandTables):
-                    findings += advise_records(engine, tables)
-            if as_json:
-                add(deployment, {"ready": not fatal, "findings": [as_object(finding) for finding in findings]})
-            else:
-                _print(findings, f"{deployment}: " if deployments.several else "")
-                if not fatal:
-                    click.echo(fitted(f"{deployment}: {tables.marker.name} is ready.", sys.stdout))
-                deployments.say(deployment, after_check(findings, found, tables) + commands_beside(engine, tables))
-            if fatal:
-                raise Failed(f"{deployment} is not ready: {fatal} problem{'s' if fatal > 1 else ''}, see above")
-
-        deployments.each(look)
+                say(f"{deployment}: {tables.marker.name} is ready.")
+            say(after_check(findings, found, tables) + commands_beside(engine, tables))
+    if fatal:
+        raise Failed(f"{deployment} is not ready: {fatal} problem{'s' if fatal > 1 else ''}, see above")
 
 
-def _kind(finding: Finding) -> tuple[str, str]:
-    """Return the word for a finding, and its colour."""
-    if finding.informs:
-        return "note", "cyan"
-    return ("problem", "red") if finding.fatal else ("advice", "yellow")
-
-
-def _print(findings: list[Finding], prefix: str) -> None:
+def _print(findings: list[Finding]) -> None:
     for finding in findings:
-        kind, colour = _kind(finding)
-        told = fitted(f"{prefix}{kind}: {finding.problem}", sys.stdout, "  ")
-        click.echo(told.replace(f"{kind}:", f"{coloured(kind, colour)}:", 1))
-        click.echo(fitted(f"    {finding.remedy}", sys.stdout, "    "))
+        kind, colour = ("note", "cyan") if finding.informs else ("advice", "yellow")
+        if finding.fatal:
+            kind, colour = "problem", "red"
+        told = fitted(f"{kind}: {finding.problem}", sys.stdout, "  ")
+        click.echo(coloured(kind, colour) + told.removeprefix(kind))
+        say(f"    {finding.remedy}", "    ")
+
+
+# What to do next --------------------------------------------------------------------------------------------------
+
+
+def after_check(findings: Sequence[Finding], found: Ages | None, tables: DedupTables) -> str:
+    """Return what to do after a check; ``found`` is None where the tables are not right."""
+    if found is None:
+        return "Next: solve what is called a problem above, then run this again."
+    if not all(finding.informs for finding in findings):
+        return "Next: follow the advice above; deliveries may go on meanwhile."
+    return _for_cleanup(found, tables) or "Next: nothing. Run this after each deploy, and alert on exit code 1."
+
+
+def after_stats(found: Ages, tables: DedupTables) -> str:
+    """Return what to do after a look at the statistics."""
+    command = f"`idempotency check{tables.option}`"
+    return _for_cleanup(found, tables) or f"Next: nothing. {command} tells when there is something to do."
+
+
+def commands_beside(engine: Engine, tables: DedupTables) -> str:
+    """Return a sentence on how to look at the tables of commands, if they are beside ``tables`` and not meant."""
+    if isinstance(tables, CommandTables):
+        return ""
+    there = inspect(engine).has_table(CommandTables.default_name, tables.marker.schema)
+    return f" The tables of commands are here too: with{CommandTables.option} this looks at those." if there else ""
+
+
+def _for_cleanup(found: Ages, tables: DedupTables) -> str | None:
+    state, cleanup = found.state, f"`idempotency cleanup{tables.option}`"
+    if state.horizon_hours is None:
+        return (
+            f"Next: declare how late a message may come again, by `idempotency horizon{tables.option} HOURS`: cleanup "
+            "then keeps what it must."
+        )
+    if state.cleaned_at is None:
+        return f"Next: put {cleanup} into cron (docs/runbook.md: prune from cron)."
+    return f"Next: {cleanup} deletes what has expired." if found.has_expired else None
+
+
+# --app ------------------------------------------------------------------------------------------------------------
+
+
+def _identities_of(places: tuple[str, ...]) -> frozenset[str]:
+    """Import the dispatchers and return the identities of all their handlers.
+
+    Puts the current folder on ``sys.path``. Raises `click.BadParameter` for a place that is not ``module:name``, and
+    `Failed` if it cannot be imported, or is no dispatcher.
+    """
+    for place in places:
+        module, _, name = place.partition(":")
+        if not all(part.isidentifier() for part in [*module.split("."), *name.split(".")]):
+            raise click.BadParameter(f"{place!r} is not MODULE:DISPATCHER, such as {_EXAMPLE}", param_hint="--app")
+    if places and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # as `python -m` does, and the script of an installed command does not
+    return frozenset().union(*(_dispatcher(place).identities for place in places))
+
+
+def _dispatcher(place: str) -> Dispatcher | AsyncDispatcher:
+    module, _, name = place.partition(":")
+    doing = "to import it"
+    try:
+        imported = import_module(module)
+        doing = "to find it"
+        found: Any = attrgetter(name)(imported)
+        doing = "to call it"
+        if callable(found) and not isinstance(found, (Dispatcher, AsyncDispatcher)):
+            found = found()
+    except Exception as error:  # whatever the user's module does
+        if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
+            raise Failed(
+                f"--app {place}: there is no module {error.name}; run the command where the application is imported "
+                "from, with the application's own Python"
+            ) from error
+        raise Failed(
+            f"--app {place}: {doing} failed with {type(error).__name__}: {reason(error)} (--debug shows where)"
+        ) from error
+    if not isinstance(found, (Dispatcher, AsyncDispatcher)):
+        kind = type(found).__name__
+        raise Failed(
+            f"--app {place} is {'an' if kind[0] in 'AEIOUaeiou' else 'a'} {kind}; name a Dispatcher, an "
+            "AsyncDispatcher, or a function without arguments that returns one"
+        )
+    return found

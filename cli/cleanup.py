@@ -1,28 +1,32 @@
-"""`idempotency cleanup`: delete the markers of messages that were processed long ago."""
+"""`idempotency cleanup` and `horizon`: delete the markers of messages that cannot come again any more."""
 
 from __future__ import annotations
 
 import math
 import time
+from typing import Any
 
 import click
-from sqlalchemy import Engine
 
-from projector_dedup.maintenance.cleanup import COUNTED, count_expired, prune
-from projector_dedup.maintenance.horizon import MAX_HOURS, refuse_short_retention
-from projector_dedup.maintenance.markers import has_markers
-from projector_dedup.maintenance.stats import stats
+from projector_dedup.maintenance.check import verify
+from projector_dedup.maintenance.cleanup import (
+    COUNTED,
+    MAX_HOURS,
+    count_expired,
+    declare_horizon,
+    prune,
+    redelivery_horizon,
+    refuse_short_retention,
+)
+from projector_dedup.maintenance.rows import has_markers
 from projector_dedup.message import printable
 
-from .errors import Failed
-from .interrupts import noted
-from .log import log_json
-from .options import EXIT_CODES, Deployment, Deployments, database_options
-from .progress import counting
+from .options import EXIT_CODES, Deployment, database_options
+from .output import Failed, confirmed, counting, explained, log_json, noted, say
 
 
 def _finite(_context: click.Context, _parameter: click.Parameter, value: float | None) -> float | None:
-    if value is not None and not math.isfinite(value):
+    if value is not None and not math.isfinite(value):  # click finds NaN in every range
         raise click.BadParameter("it must be a finite number")
     return value
 
@@ -43,14 +47,14 @@ def _finite(_context: click.Context, _parameter: click.Parameter, value: float |
     type=click.IntRange(min=1),
     default=5000,
     show_default=True,
-    help="Markers deleted in one transaction, about. Smaller batches hold locks for a shorter time.",
+    help="Markers deleted in one transaction. Smaller batches hold locks for a shorter time.",
 )
 @click.option("--max-batches", type=click.IntRange(min=1), help="Stop after so many batches.")
 @click.option(
     "--time-budget",
     type=click.FloatRange(min=0, min_open=True, max=MAX_HOURS),
     callback=_finite,
-    help="Stop after so many seconds, for each database.",
+    help="Stop after so many seconds.",
 )
 @click.option(
     "--pause",
@@ -67,19 +71,8 @@ def _finite(_context: click.Context, _parameter: click.Parameter, value: float |
 )
 @click.option("--dry-run", is_flag=True, help=f"Delete nothing: count, up to {COUNTED:,}.")
 @click.option("--force", is_flag=True, help="Prune even below the declared redelivery horizon.")
-@click.option("--log-json", "as_json", is_flag=True, help="A JSON object a line on stdout instead of text.")
-def cleanup(
-    deployments: Deployments,
-    retention_hours: float,
-    batch_size: int,
-    max_batches: int | None,
-    time_budget: float | None,
-    pause: float,
-    handler: str | None,
-    dry_run: bool,
-    force: bool,
-    as_json: bool,
-) -> None:
+@click.option("--log-json", "as_json", is_flag=True, help="A line with a JSON object on stdout instead of text.")
+def cleanup(deployment: Deployment, as_json: bool, **options: Any) -> None:
     """Delete the markers of messages that were processed long ago. Meant for cron.
 
     Every batch commits by itself, so a run may be interrupted at any time and run again; several may run at once.
@@ -92,70 +85,73 @@ def cleanup(
       idempotency cleanup --dry-run
       idempotency cleanup --commands --operation shop.place-order
     """
-    of = f" of {printable(handler)}" if handler else ""
-    known = 0  # databases that have a marker of the handler
-    age = f"older than {retention_hours:g} hours"
-
-    def refuse_unknown(deployment: Deployment, engine: Engine, found: int) -> None:
-        nonlocal known
-        if found or handler is None or has_markers(engine, handler, tables=deployment.tables):
-            known += 1
-        elif not deployments.several:
-            raise Failed(_unknown(deployment, engine, handler))
-
-    def count(deployment: Deployment, engine: Engine) -> None:
-        if not force:
-            refuse_short_retention(engine, retention_hours, tables=deployment.tables)
-        found = count_expired(engine, retention_hours=retention_hours, tables=deployment.tables, handler=handler)
-        refuse_unknown(deployment, engine, found)
+    try:
+        line, facts = _cleaned(deployment, **options)
+    except Exception as error:
         if as_json:
-            log_json("cleanup", deployment=str(deployment), dry_run=True, expired=found, counted_all=found < COUNTED)
-        else:
+            log_json("cleanup", deployment=str(deployment), error=explained(error))
+        raise
+    if as_json:
+        log_json("cleanup", deployment=str(deployment), **facts)
+    else:
+        say(line)
+
+
+def _cleaned(deployment: Deployment, *, dry_run: bool, **bounds: Any) -> tuple[str, dict[str, Any]]:
+    """Delete, or in a dry run count, and return what was done: in a line for people, and as facts for machines."""
+    handler, hours, tables = bounds["handler"], bounds["retention_hours"], deployment.tables
+    what = f"{'' if handler is None else f' of {printable(handler)}'} older than {hours:g} hours"
+    with deployment.opened() as engine:
+        if dry_run:
+            if not bounds["force"]:
+                refuse_short_retention(engine, hours, tables=tables)
+            found = count_expired(engine, retention_hours=hours, tables=tables, handler=handler)
             at_least = "at least " if found >= COUNTED else ""
-            line = f"Would delete {at_least}{deployments.rows(found)}{of} {age}."
-            deployments.say(deployment, line)
-
-    def failed(url: str, failure: Failed) -> None:
-        if as_json:
-            log_json("cleanup", deployment=url, error=failure.message)
-
-    with noted() as interrupted:
-
-        def clean(deployment: Deployment, engine: Engine) -> None:
+            line = f"Would delete {at_least}{deployment.rows(found)}{what}."
+            facts: dict[str, Any] = {"dry_run": True, "expired": found, "counted_all": found < COUNTED}
+        else:
             began = time.monotonic()
-            with counting("Deleted") as progress:
-                done = prune(
-                    engine,
-                    retention_hours=retention_hours,
-                    batch_size=batch_size,
-                    tables=deployment.tables,
-                    on_batch=progress,
-                    max_batches=max_batches,
-                    time_budget=time_budget,
-                    pause=pause,
-                    handler=handler,
-                    force=force,
-                    stop=interrupted,
-                )
-            refuse_unknown(deployment, engine, done.deleted)
-            if as_json:
-                seconds = round(time.monotonic() - began, 3)
-                facts = {"deleted": done.deleted, "complete": done.complete, "seconds": seconds}
-                log_json("cleanup", deployment=str(deployment), **facts)
-                return
-            line = f"Deleted {deployments.rows(done.deleted)}{of} {age}"
-            deployments.say(deployment, f"{line}." if done.complete else f"{line}; {done.left}: more may be left.")
-
-        deployments.each(count if dry_run else clean, on_failure=failed)
-    if not known:
-        raise Failed(f"no {deployments.kind.noun}{of} in any of these databases")
+            with noted() as interrupted, counting("Deleted") as progress:
+                done = prune(engine, tables=tables, on_batch=progress, stop=interrupted, **bounds)
+            found, seconds = done.deleted, round(time.monotonic() - began, 3)
+            rest = "." if done.complete else f"; {done.left}: more may be left."
+            line = f"Deleted {deployment.rows(found)}{what}{rest}"
+            facts = {"deleted": found, "complete": done.complete, "seconds": seconds}
+        if not found and handler is not None and not has_markers(engine, handler, tables=tables):
+            raise Failed(
+                f"no {tables.noun} of {printable(handler)} in {deployment}: look at the spelling; `idempotency "
+                f"stats{tables.option}` has the names"
+            )
+    return line, facts
 
 
-def _unknown(deployment: Deployment, engine: Engine, handler: str) -> str:
-    """Return that a handler has no marker, and which handlers have some: the name is taken for a typing error."""
+@click.command(epilog=EXIT_CODES)
+@database_options
+@click.argument("hours", required=False, type=click.FloatRange(min=0, min_open=True, max=MAX_HOURS), callback=_finite)
+@click.option("--yes", is_flag=True, help="Lower it without asking.")
+def horizon(deployment: Deployment, hours: float | None, yes: bool) -> None:
+    """Show the redelivery horizon, or declare it.
+
+    It is the longest time after which a message may come again: the broker's retention, the dead-letter queue and a
+    replay by hand, added up. Once declared, `cleanup` refuses a shorter retention, from whichever machine it is run.
+    To raise it is always safe; before it is lowered, this asks.
+
+    \b
+    Examples:
+      idempotency horizon
+      idempotency horizon 336
+    """
     tables = deployment.tables
-    names = [printable(each.handler) for each in stats(engine, tables=tables).handlers]
-    some = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
-    return f"no {tables.noun} of {printable(handler)} in {deployment}: look at the spelling; " + (
-        f"the {tables.handler}s that have some are {some}" if names else "the table is empty"
-    )
+    with deployment.opened() as engine:
+        verify(engine, tables)
+        known = redelivery_horizon(engine, tables=tables)
+        if hours is not None:
+            if known is not None and hours < known and not yes:
+                question = (
+                    f"{deployment}: messages may be redelivered for {known:g} hours. Forget them after {hours:g}?"
+                )
+                if not confirmed(question):
+                    raise Failed(f"the horizon stays at {known:g} hours; --yes lowers it without asking")
+            declare_horizon(engine, hours, tables=tables)
+            known = hours
+    say("No redelivery horizon is declared." if known is None else f"The redelivery horizon is {known:g} hours.")

@@ -13,22 +13,22 @@ from typing import Any
 import click
 import sqlalchemy
 
-from .check import check
-from .cleanup import cleanup
-from .errors import without_secrets
-from .forget import forget
-from .horizon import horizon
-from .migrate import migrate
-from .options import EXIT_CODES
-from .rename import rename
-from .schema import schema
-from .show import show
-from .stats import show_stats
-from .wrapping import fitted
+try:
+    from .check import check
+    from .cleanup import cleanup, horizon
+    from .options import EXIT_CODES
+    from .output import Failed, fitted, without_secrets
+    from .rows import forget, rename, show
+    from .schema import migrate, schema
+    from .stats import show_stats
+except ModuleNotFoundError as error:
+    if not str(error.name).startswith("rich"):
+        raise
+    sys.exit("Error: rich, which draws its tables, is not installed; run: pip install 'projector-dedup[cli]'")
 
 
 class _Group(click.Group):
-    """A group of commands that never prints a password, neither in its own errors nor in those of click."""
+    """A group of commands whose errors take no traceback, and never have a password in them."""
 
     def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, **extra: Any) -> Any:  # type: ignore[override]  # click's has two more arguments, which we pass on
         try:
@@ -36,7 +36,8 @@ class _Group(click.Group):
         except click.ClickException as error:
             text = io.StringIO()
             error.show(text)
-            click.echo(fitted(without_secrets(text.getvalue()), sys.stderr), nl=False, err=True)
+            said = text.getvalue() if isinstance(error, Failed) else without_secrets(text.getvalue())
+            click.echo(fitted(said, sys.stderr), nl=False, err=True)
             code = error.exit_code
         except click.Abort:
             click.echo("Interrupted.", err=True)

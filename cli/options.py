@@ -1,23 +1,24 @@
-"""The options that name databases and tables, and the loop that runs a command on each of these deployments."""
+"""The options that name a database and its tables, and the engine that a command gets on them."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
+from pathlib import Path
 from typing import Any
 
 import click
-from sqlalchemy import URL, Engine, MetaData
+from sqlalchemy import URL, Engine, MetaData, create_engine, make_url
+from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
 
 from projector_dedup import DedupTables
 from projector_dedup.commands import CommandTables
-from projector_dedup.maintenance.waits import LOCK_TIMEOUT, limited
+from projector_dedup.dialects import Failure, dialect_of
+from projector_dedup.maintenance.running import LOCK_TIMEOUT, limited
 
-from .connect import open_engine, parse, shown, shown_or_number
-from .errors import Failed, is_lock_timeout, one_line, reason
-from .wrapping import fitted
+from .output import Failed, one_line, reason
 
 EXIT_CODES = """\b
 Exit codes:
@@ -27,6 +28,28 @@ Exit codes:
 
 debug_option = click.option("--debug", is_flag=True, help="Show the traceback of a failure.")
 
+_EXAMPLE = (
+    "postgresql+psycopg://user@host:5432/database, mariadb+pymysql://user@host:3306/database or sqlite:///file.db"
+)
+_CONNECT_TIMEOUT = 10  # seconds; a host that drops packets would otherwise hold the command for minutes
+
+# The command is synchronous: in place of an async driver, or of none, it takes the sync driver that is tested.
+_DRIVERS = {
+    "postgres": "postgresql+psycopg",
+    "postgresql": "postgresql+psycopg",
+    "postgresql+asyncpg": "postgresql+psycopg",
+    "postgresql+psycopg_async": "postgresql+psycopg",
+    "sqlite": "sqlite+pysqlite",
+    "sqlite+aiosqlite": "sqlite+pysqlite",
+    "mysql": "mysql+pymysql",
+    "mysql+aiomysql": "mysql+pymysql",
+    "mysql+asyncmy": "mysql+pymysql",
+    "mariadb": "mariadb+pymysql",
+    "mariadb+aiomysql": "mariadb+pymysql",
+    "mariadb+asyncmy": "mariadb+pymysql",
+}
+_EXTRAS = {"psycopg": "postgresql", "psycopg2": "psycopg2", "pymysql": "pymysql", "mysqldb": "mysqlclient"}
+
 
 @dataclass(frozen=True)
 class Deployment:
@@ -34,6 +57,7 @@ class Deployment:
 
     url: URL
     tables: DedupTables
+    lock_timeout: float
 
     def __str__(self) -> str:
         marker = self.tables.marker.fullname
@@ -41,96 +65,148 @@ class Deployment:
 
     @property
     def database(self) -> str:
-        """The database's URL as text for printing, without any password."""
-        return shown(self.url)
+        """The database's URL as text for printing: without its password, and without parameters, which may be one."""
+        return self.url.set(query={}).render_as_string(hide_password=True)
 
-
-@dataclass(frozen=True)
-class Deployments:
-    """Every deployment that one run of a command is about: each of the databases, with each of the schemas."""
-
-    texts: tuple[str, ...]
-    schemas: tuple[str | None, ...]
-    kind: type[DedupTables]
-    table: str
-    lock_timeout: float
-    debug: bool
+    @property
+    def place(self) -> dict[str, str]:
+        """The database and the table, for JSON."""
+        return {"database": self.database, "table": self.tables.marker.fullname}
 
     @property
     def of_commands(self) -> bool:
         """True if the tables are those of commands, not of projectors."""
-        return self.kind is CommandTables
+        return isinstance(self.tables, CommandTables)
 
     def rows(self, number: int) -> str:
         """Return the number with the word for a row of the tables: "1 marker", "2,000 records"."""
-        return f"{number:,} {self.kind.noun}{'' if number == 1 else 's'}"
+        return f"{number:,} {self.tables.noun}{'' if number == 1 else 's'}"
 
-    @property
-    def several(self) -> bool:
-        """True if there is more than one deployment, so that each line must name its own."""
-        return len(self.texts) * len(self.schemas) > 1
+    @contextmanager
+    def opened(self, *, create: bool = False) -> Iterator[Engine]:
+        """Connect once, and yield an engine on the database, whose waits for locks are limited.
 
-    def say(self, deployment: Deployment, line: str) -> None:
-        """Print a line about one deployment, with its name before it if there are several."""
-        click.echo(fitted(f"{deployment}: {line}" if self.several else line, sys.stdout))
-
-    def each(
-        self,
-        act: Callable[[Deployment, Engine], None],
-        *,
-        create: bool = False,
-        on_failure: Callable[[str, Failed], None] | None = None,
-    ) -> None:
-        """Run ``act`` on each deployment, one after the other, with an engine that is disposed of afterwards.
-
-        ``create`` lets SQLite make the file. ``on_failure`` is called with each failure and the URL that it is about,
-        or the number of a URL that cannot be read.
-
-        Raises `Failed` at once if there is only one deployment. Of several, each failure is printed in a line, the
-        others are run, and `Failed` is raised in the end.
+        A file of SQLite that does not exist is created if ``create``; otherwise it is taken for a mistyped path.
+        Raises `Failed`, with the remedy, if no connection can be had, or if a lock was waited for too long.
         """
-        failures = 0
-        for number, text in enumerate(self.texts, 1):
-            for schema in self.schemas:
-                try:
-                    with one_line(debug=self.debug):
-                        self._act(act, text, schema, create)
-                except Failed as failed:
-                    if on_failure is not None:
-                        on_failure(shown_or_number(text, number), failed)
-                    if not self.several:
-                        raise
-                    failed.show()
-                    failures += 1
-        if failures:
-            raise Failed(f"{failures} of {len(self.texts) * len(self.schemas)} failed, see above")
-
-    def _act(self, act: Callable[[Deployment, Engine], None], text: str, schema: str | None, create: bool) -> None:
-        deployment = Deployment(parse(text), self.kind.make(MetaData(), self.table, schema))
-        engine = open_engine(deployment.url, create=create, lock_timeout=self.lock_timeout)
+        engine = self._engine(create)
         try:
-            act(deployment, limited(engine, self.lock_timeout))
+            self._connect(engine)
+            yield limited(engine, self.lock_timeout)
         except Exception as error:
-            if is_lock_timeout(engine, error):
-                raise Failed(
-                    f"{reason(error)}: another transaction held {deployment.tables.marker.fullname} for more than "
-                    f"{self.lock_timeout:g} seconds; end the one that is open for long, or wait longer with "
-                    "--lock-timeout (docs/runbook.md: a table is locked)"
-                ) from error
-            raise
+            if not _is_lock_timeout(engine, error):
+                raise
+            raise Failed(
+                f"{reason(error)}: another transaction held {self.tables.marker.fullname} for more than "
+                f"{self.lock_timeout:g} seconds; end the one that is open for long, or wait longer with "
+                "--lock-timeout (docs/runbook.md: a table is locked)"
+            ) from error
         finally:
             engine.dispose()
 
+    def _engine(self, create: bool) -> Engine:
+        url, driver = self.url, self.url.drivername.partition("+")[2]
+        if url.get_backend_name() == "sqlite":
+            _refuse_no_file(url, create)
+        arguments: dict[str, Any] = {"prepare_threshold": None} if driver == "psycopg" else {}  # fits a PgBouncer too
+        if driver in _EXTRAS and "connect_timeout" not in url.query:
+            arguments["connect_timeout"] = _CONNECT_TIMEOUT
+        if driver == "pysqlite":  # the journal mode of the file stays as its owner chose it
+            arguments["timeout"] = self.lock_timeout  # seconds to wait for a writer
+        try:
+            return create_engine(url, connect_args=arguments)
+        except NoSuchModuleError:
+            raise Failed(
+                f"{url.drivername} is not a database this command knows; write the URL like {_EXAMPLE}"
+            ) from None
+        except ImportError as error:
+            remedy = "pip install it, or name another in the URL"
+            if driver in _EXTRAS:
+                remedy = f"pip install 'projector-dedup[{_EXTRAS[driver]}]'"
+            raise Failed(f"the driver of {url.drivername} is not installed: {remedy}") from error
+        except (ArgumentError, TypeError, ValueError) as error:
+            raise Failed(f"the database URL {self.database} is not accepted: {reason(error)}") from error
+
+    def _connect(self, engine: Engine) -> None:
+        sqlite = engine.dialect.name == "sqlite"
+        try:
+            with engine.connect() as connection:
+                if sqlite:
+                    connection.exec_driver_sql("PRAGMA schema_version")  # SQLite does not open the file before
+        except (DBAPIError, OSError) as error:
+            if _is_lock_timeout(engine, error):
+                raise
+            raise Failed(
+                f"no connection to {self.database}: {reason(error)}; does the server run, and are host, port, user, "
+                "password and database right?"
+                if not sqlite
+                else f"cannot open {self.database}: {reason(error)}; is it an SQLite file in a folder that may be "
+                "written to?"
+            ) from error
+
+
+def parse(text: str) -> URL:
+    """Return the URL, with a synchronous driver in place of an asynchronous one or of none.
+
+    Raises `Failed`, without quoting the text, if it is no URL of a database.
+    """
+    try:
+        url = make_url(text.strip())
+    except (ArgumentError, ValueError):  # their texts quote the URL, password and all
+        raise Failed(f"the database URL cannot be read; write it like {_EXAMPLE}") from None
+    if "@" in (url.host or ""):
+        raise Failed("the database URL has more than one @; write the one in the password as %40")
+    if "@" in (url.database or "") and url.get_backend_name() != "sqlite":
+        raise Failed("the database URL has a / before its @; write one in the user's name as %2F, and an @ as %40")
+    if url.get_backend_name() in ("mysql", "mariadb") and not url.database:
+        raise Failed(f"the database URL names no database; write it like {_EXAMPLE}")
+    url = url.set(drivername=_DRIVERS.get(url.drivername, url.drivername))
+    if url.drivername == "postgresql+psycopg" and "ssl" in url.query:  # asyncpg's name for sslmode
+        url = url.difference_update_query(["ssl"]).update_query_dict({"sslmode": url.query["ssl"]})
+    return url
+
+
+def _refuse_no_file(url: URL, create: bool) -> None:
+    name = url.database or ":memory:"
+    if ":memory:" in name or "mode=memory" in name:
+        raise Failed(
+            "an SQLite database in memory would be new and empty for this command; give a file, as in sqlite:///file.db"
+        )
+    if not create and not name.startswith("file:") and not Path(name).is_file():
+        raise Failed(f"there is no file {name}; three slashes begin a relative path, four an absolute one")
+
+
+def _is_lock_timeout(engine: Engine, error: Exception) -> bool:
+    """True if the error, or the one that caused it, says that a lock was waited for too long."""
+    found: BaseException | None = error
+    while found is not None and not isinstance(found, DBAPIError):
+        found = found.__cause__
+    return found is not None and dialect_of(engine).classify(found) is Failure.LOCK_TIMEOUT
+
+
+def _only_one(_context: click.Context, _parameter: click.Parameter, given: tuple[str, ...]) -> str | None:
+    if len(given) > 1:  # else click would take the last one, and say nothing
+        raise click.BadParameter("give one; for several, run the command once for each")
+    return given[0] if given else None
+
 
 def table_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options that say which tables are meant: ``command`` gets their ``kind`` and the name ``table``."""
+    """Add the options that say which tables are meant: ``command``, which has --debug, gets them as ``tables``."""
 
     @wraps(command)
-    def run(commands: bool, table: str | None, **rest: Any) -> Any:
+    def run(commands: bool, table: str | None, schema: str | None, **rest: Any) -> Any:
         kind = CommandTables if commands else DedupTables
-        return command(kind=kind, table=kind.default_name if table is None else table, **rest)
+        with one_line(debug=rest["debug"]):
+            tables = kind.make(MetaData(), table or kind.default_name, schema)
+        return command(tables=tables, **rest)
 
     for option in (
+        click.option(
+            "--schema",
+            multiple=True,
+            callback=_only_one,
+            help="The schema of the table.  [default: the connection's own]",
+        ),
         click.option(
             "--table",
             help=f"The name of the table.  [default: {DedupTables.default_name}; with{CommandTables.option} "
@@ -145,19 +221,12 @@ def table_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def database_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options that name databases to ``command``, which is called with ``deployments`` as first argument."""
+    """Add the options that name a database to ``command``, which is called with a ``Deployment`` as first argument."""
 
     @wraps(command)
-    def run(
-        database_url: tuple[str, ...],
-        schema: tuple[str, ...],
-        kind: type[DedupTables],
-        table: str,
-        lock_timeout: float,
-        debug: bool,
-        **rest: Any,
-    ) -> Any:
-        return command(Deployments(database_url, schema or (None,), kind, table, lock_timeout, debug), **rest)
+    def run(database_url: str, tables: DedupTables, lock_timeout: float, debug: bool, **rest: Any) -> Any:
+        with one_line(debug=debug):
+            return command(Deployment(parse(database_url), tables, lock_timeout), **rest)
 
     options: tuple[Callable[[Any], Any], ...] = (
         debug_option,
@@ -168,11 +237,6 @@ def database_options(command: Callable[..., Any]) -> Callable[..., Any]:
             show_default=True,
             help="Seconds that a statement waits for a lock that another transaction holds. On MariaDB whole ones.",
         ),
-        click.option(
-            "--schema",
-            multiple=True,
-            help="The schema of the table; may be given several times.  [default: the connection's own]",
-        ),
         table_options,
         click.option(
             "--database-url",
@@ -180,9 +244,9 @@ def database_options(command: Callable[..., Any]) -> Callable[..., Any]:
             show_envvar=True,
             required=True,
             multiple=True,
-            help="The database of the read model, as SQLAlchemy writes it; may be given several times. Async drivers "
-            "are replaced by their sync twin. Other users of a machine can see arguments: prefer the variable for a "
-            "URL with a password (several: separated by spaces).",
+            callback=_only_one,
+            help="The database of the read model, as SQLAlchemy writes it. Async drivers are replaced by their sync "
+            "twin. Other users of a machine can see arguments: prefer the variable for a URL with a password.",
         ),
     )
     for option in options:

@@ -1,59 +1,111 @@
-"""Print the results of commands: tables and colours on a terminal, plain columns in a pipe, JSON for machines."""
+"""How the command talks: tables, JSON, progress, questions, Ctrl-C, and errors of one line that say what to do."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
+import signal
 import sys
+import textwrap
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from datetime import datetime, timedelta
-from typing import Any
+from types import FrameType
+from typing import IO, Any
 
 import click
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
-from projector_dedup.maintenance.times import duration, moment_with_zone
+from projector_dedup import ProjectorDedupError
+from projector_dedup.maintenance.state import duration, moment_with_zone
 
-from .options import Deployment
+_WIDTH = 80  # columns of a terminal that does not tell how wide it is
+_IN_A_PIPE = 10_000  # columns: a row stays one line
+_INSISTING = 3  # signals after which the user is taken not to want to wait
 
-json_option = click.option(
-    "--json",
-    "as_json",
-    is_flag=True,
-    help="Print one JSON document: a list with an object for each database that answered. What failed is on stderr.",
-)
+# A text of click, a driver or an application may hold a URL, and a URL may hold a password with any character in it.
+_SECRET = re.compile(r"\S*://.*|((?:password|passwd|passphrase)\s*[=:]).*", re.IGNORECASE)
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
+
+
+class Failed(click.ClickException):
+    """The command could not do what it was asked; the text says what to do."""
+
+    exit_code = 1
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        """Print the text on stderr, or to ``file``."""
+        stream = file or sys.stderr
+        click.echo(fitted(f"Error: {self.message}", stream), file=stream)
+
+
+def without_secrets(text: str) -> str:
+    """Return a text that is not ours with `***` in place of each URL or password, and of what follows in its line."""
+    return _SECRET.sub(lambda found: f"{found[1] or ''}***", text)
+
+
+def reason(error: BaseException) -> str:
+    """Return the first line of an error's text; of a database error, the driver's own without SQLAlchemy's words."""
+    if isinstance(error, (ProjectorDedupError, click.ClickException)):
+        return str(error).partition("\n")[0]
+    if isinstance(error, DBAPIError) and error.orig is not None:
+        error = error.orig
+        if len(error.args) == 2 and isinstance(error.args[0], int):  # MariaDB's drivers: its number, then its words
+            return without_secrets(str(error.args[1]))
+    lines = str(error).strip().splitlines()
+    return without_secrets(lines[0].strip()) if lines else type(error).__name__
+
+
+def explained(error: Exception) -> str:
+    """Return in one line what went wrong, and where to look."""
+    if isinstance(error, (ProjectorDedupError, ValueError, click.ClickException)):
+        return reason(error)
+    if isinstance(error, DBAPIError):
+        return f"the database refused: {reason(error)} (--debug shows the statement)"
+    if isinstance(error, (SQLAlchemyError, OSError)):
+        return f"{reason(error)} (--debug shows where)"
+    return f"unexpected {type(error).__name__}: {reason(error)}; please report it, with the output of --debug"
 
 
 @contextmanager
-def document(*, wanted: bool) -> Iterator[Callable[[Deployment, dict[str, Any]], None]]:
-    """Yield a function that adds an object about one deployment to a JSON document.
-
-    If ``wanted``, the document is printed after the block, also where the block failed.
-    """
-    found: list[dict[str, Any]] = []
+def one_line(*, debug: bool) -> Iterator[None]:
+    """Turn every error of the block into `Failed`, whose text is one line; ``debug`` prints the traceback before."""
     try:
-        yield lambda deployment, values: found.append({**_place(deployment), **values})
-    finally:
-        if wanted:
-            click.echo(json.dumps(found, default=_plain, indent=2, ensure_ascii=False))
+        yield
+    except (click.Abort, BrokenPipeError):  # nobody answers, or nobody reads any more
+        raise
+    except Exception as error:  # nothing is above this but the command itself: one line, exit code 1
+        if debug:
+            print(without_secrets("".join(traceback.format_exception(error))), end="", file=sys.stderr)
+        if isinstance(error, click.ClickException):
+            raise
+        raise Failed(explained(error)) from None
 
 
-def _place(deployment: Deployment) -> dict[str, Any]:
-    return {"database": deployment.database, "table": deployment.tables.marker.fullname}
+def fitted(text: str, stream: IO[Any], indent: str = "") -> str:
+    """Return the text for ``stream``: a terminal gets lines that break between words and go on after ``indent``."""
+    if not stream.isatty():
+        return text
+    width = shutil.get_terminal_size((_WIDTH, 24)).columns
+    return "\n".join(
+        textwrap.fill(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+        if len(line) > width
+        else line
+        for line in text.split("\n")
+    )
 
 
-def as_object(value: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass by name, for JSON."""
-    return asdict(value)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, datetime):
-        return value.isoformat()
-    if isinstance(value, timedelta):
-        return value.total_seconds()
-    raise TypeError(f"{type(value).__name__} has no place in the JSON of a command")
+def say(text: str, indent: str = "") -> None:
+    """Print a text for people on stdout."""
+    click.echo(fitted(text, sys.stdout, indent))
 
 
 def coloured(text: str, colour: str) -> str:
@@ -65,33 +117,36 @@ def coloured(text: str, colour: str) -> str:
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] = ()) -> None:
-    """Print a table, by rich on a terminal if it is installed; the columns named in ``right`` are aligned right."""
-    if sys.stdout.isatty() and _by_rich(headers, rows, right):
-        return
-    widths = [max(len(cell) for cell in column) for column in zip(headers, *rows, strict=True)]
-    for line in (headers, *rows):
-        cells = [
-            cell.rjust(width) if header in right else cell.ljust(width)
-            for cell, width, header in zip(line, widths, headers, strict=True)
-        ]
-        click.echo("  ".join(cells).rstrip())
-
-
-def _by_rich(headers: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str]) -> bool:
-    try:
-        from rich.box import SIMPLE_HEAD
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
-    except ImportError:
-        return False
-    drawn = Table(box=SIMPLE_HEAD, padding=0, pad_edge=False)
+    """Print a table; in a pipe, plain columns. The columns named in ``right`` are aligned right."""
+    console = Console(highlight=False)
+    if sys.stdout.isatty():
+        drawn = Table(box=SIMPLE_HEAD, padding=0, pad_edge=False)
+    else:
+        console.width = _IN_A_PIPE
+        drawn = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for header in headers:
         drawn.add_column(header, justify="right" if header in right else "left", overflow="fold")
     for row in rows:
         drawn.add_row(*(Text(cell) for cell in row))
-    Console(highlight=False).print(drawn)
-    return True
+    console.print(drawn)
+
+
+def print_json(values: dict[str, Any]) -> None:
+    """Print an object as JSON: moments in ISO 8601, spans of time in seconds."""
+    click.echo(json.dumps(values, default=_plain, indent=2, ensure_ascii=False))
+
+
+def log_json(event: str, **facts: Any) -> None:
+    """Print a JSON object in one line, for a log: ``event`` first, then ``facts`` in the order given."""
+    click.echo(json.dumps({"event": event, **facts}))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, datetime):
+        return value.isoformat()
+    if isinstance(value, timedelta):
+        return value.total_seconds()
+    raise TypeError(f"{type(value).__name__} has no place in the JSON of a command")
 
 
 def ago(at: datetime | None, now: datetime) -> str:
@@ -107,3 +162,75 @@ def size(number: int | None) -> str:
     while value >= 1000 and len(units) > 1:
         value, units = value / 1000, units[1:]
     return f"{value:.{0 if units[0] == 'bytes' else 1}f} {units[0]}"
+
+
+def capital(text: str) -> str:
+    """Return the text with its first letter in upper case."""
+    return text[0].upper() + text[1:]
+
+
+@contextmanager
+def counting(verb: str) -> Iterator[Callable[[int], None]]:
+    """Yield a function that adds to a count such as "Deleted 5,000 ...", which only a terminal shows."""
+    so_far = 0
+    with Console(stderr=True, highlight=False).status(f"{verb} 0 ...") as status:
+
+        def add(more: int) -> None:
+            nonlocal so_far
+            so_far += more
+            status.update(f"{verb} {so_far:,} ...")
+
+        yield add
+
+
+def want_terminal() -> None:
+    """Raise `click.UsageError` if there is no terminal on which somebody could answer."""
+    if not sys.stdin.isatty():
+        raise click.UsageError("there is no terminal to ask on: say --yes")
+
+
+def confirmed(question: str) -> bool:
+    """Ask ``question`` on the terminal and return True if the answer is yes; no answer means no.
+
+    Raises `click.UsageError` if there is no terminal.
+    """
+    want_terminal()
+    return click.confirm(question, default=False, err=True)
+
+
+@contextmanager
+def noted() -> Iterator[Callable[[], bool]]:
+    """Only note Ctrl-C and SIGTERM during the block; yield a function that returns True if one came.
+
+    The third one raises `KeyboardInterrupt` at once.
+    """
+    count = 0
+
+    def note(_signal: int, _frame: FrameType | None) -> None:
+        nonlocal count
+        count += 1
+        if count >= _INSISTING:
+            raise KeyboardInterrupt
+
+    usual = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: count > 0
+    finally:
+        for number, handler in usual.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def between_batches(verb: str) -> Iterator[Callable[[int], None]]:
+    """Yield what a run calls after each batch: it adds to the count, and ends the run if Ctrl-C or SIGTERM came.
+
+    An exception at any other place, in a driver's callback say, could be swallowed.
+    """
+    with noted() as interrupted, counting(verb) as add:
+
+        def after(more: int) -> None:
+            add(more)
+            if interrupted():
+                raise KeyboardInterrupt
+
+        yield after

@@ -1,15 +1,47 @@
-"""`idempotency schema`: print the SQL that makes the tables, for those who run it themselves."""
+"""`idempotency migrate` and `schema`: make the tables, or print the SQL that makes them."""
 
 from __future__ import annotations
 
 import click
-from sqlalchemy import MetaData
 
 from projector_dedup import DedupTables
-from projector_dedup.maintenance.ddl import ddl
+from projector_dedup.maintenance.schema import Migrated, ddl, planned
+from projector_dedup.maintenance.schema import migrate as bring_up_to_date
 
-from .errors import one_line
-from .options import EXIT_CODES, debug_option, table_options
+from .options import EXIT_CODES, Deployment, database_options, debug_option, table_options
+from .output import one_line, say
+
+
+@click.command(epilog=EXIT_CODES)
+@database_options
+@click.option("--dry-run", is_flag=True, help="Print the SQL that would run, and change nothing.")
+def migrate(deployment: Deployment, dry_run: bool) -> None:
+    """Make the tables, or bring them to the schema of this version. For those without Alembic.
+
+    Tables that are there and right are adopted; those that are wrong are left as they are, and told. May be run at
+    any time, and by several at once. On SQLite it creates the file.
+
+    \b
+    Examples:
+      idempotency migrate --database-url postgresql+psycopg://owner@db.example/orders
+      idempotency migrate --table inbox --schema billing --dry-run
+      idempotency migrate --commands
+    """
+    tables = deployment.tables
+    with deployment.opened(create=not dry_run) as engine:
+        if dry_run:
+            say(planned(engine, tables).strip() or f"-- {tables.marker.fullname}: nothing to do")
+        else:
+            say(f"{tables.marker.fullname} {_told(bring_up_to_date(engine, tables))}.")
+
+
+def _told(done: Migrated) -> str:
+    if done.before is None:
+        return f"was created at version {done.after}"
+    adopted = "was there and right: adopted, and " if done.adopted else ""
+    if done.before < done.after:
+        return f"{adopted}went from version {done.before} to {done.after}"
+    return f"{adopted}is at version {done.after}"
 
 
 @click.command(epilog=EXIT_CODES)
@@ -21,9 +53,8 @@ from .options import EXIT_CODES, debug_option, table_options
     help="The database that is to run it.",
 )
 @table_options
-@click.option("--schema", help="The schema of the table.  [default: that of whoever runs it]")
 @debug_option
-def schema(dialect: str, kind: type[DedupTables], table: str, schema: str | None, debug: bool) -> None:
+def schema(dialect: str, tables: DedupTables, debug: bool) -> None:
     """Print the SQL that makes the tables. Needs no database.
 
     `idempotency migrate` adopts tables that were made by it.
@@ -35,4 +66,4 @@ def schema(dialect: str, kind: type[DedupTables], table: str, schema: str | None
       idempotency schema --commands
     """
     with one_line(debug=debug):
-        click.echo(ddl(dialect, kind.make(MetaData(), table, schema)), nl=False)
+        click.echo(ddl(dialect, tables), nl=False)

@@ -4,7 +4,9 @@
 `database`               the test runs once for each engine
 `sync_url`, `async_url`  the test runs once for each driver of that kind
 `engine`                 the same, as a SQLAlchemy Engine that is disposed of in the end
+`factory`                sessions on an SQLite database that has the marker table
 `pgbouncer`              starts a PgBouncer before a database
+`rig_on`, `outsides`     makes a `Rig` on a driver; the databases behind it, seen from outside
 """
 
 import contextlib
@@ -18,6 +20,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 from sqlalchemy import URL, Engine, create_engine
+from sqlalchemy.orm import Session, sessionmaker
 
 from closing import PLAIN, Closing, is_plain
 from databases import (
@@ -34,8 +37,10 @@ from databases import (
     sqlite_database,
 )
 from pgbouncer import PgBouncer
+from projector_dedup.tables import default_metadata
 from projector_dedup.testing import contract  # noqa: F401  # before any of its parts: pytest explains their asserts
 from reached import reached
+from rig import outsides_fixture, rig_on_fixture  # noqa: F401  # fixtures
 
 settings.register_profile("untimed", deadline=None)  # how long an example takes is the machine's affair
 settings.load_profile("untimed")
@@ -141,6 +146,15 @@ def engine(sync_url: URL) -> Iterator[Engine]:
     """A SQLAlchemy Engine on an empty database, for each synchronous driver in turn."""
     engine = create_engine(sync_url)
     yield engine
+    engine.dispose()
+
+
+@pytest.fixture
+def factory(sqlite: Database) -> Iterator[sessionmaker[Session]]:
+    """Sessions on an SQLite database that has the marker table."""
+    engine = create_engine(sqlite.url())
+    default_metadata.create_all(engine)
+    yield sessionmaker(engine)
     engine.dispose()
 
 

@@ -93,6 +93,7 @@ def delivering_task(
         acks_on_failure_or_timeout=False,
         max_retries=None,
         ignore_result=True,
+        shared=False,  # else each other application of this process has it too, under the name of a task of its own
         typing=False,
         Request=f"{__name__}:SettledRequest",
         Strategy=f"{__name__}:strategy",

@@ -1,24 +1,52 @@
-"""Compare the tables of a database with those that this version needs, and say how to mend what is wrong."""
+"""Compare the tables of a database with those that this version needs, and say what should be mended, and how.
+
+``check`` looks at the tables and the database, ``advise`` at what nobody looks after, and ``check_alembic`` at an
+``alembic.ini`` that loses our revisions.
+"""
 
 from __future__ import annotations
 
+import configparser
 import secrets
+import warnings
+from collections.abc import Iterator, Set
+from datetime import timedelta
+from importlib.resources import files
+from os import PathLike
+from pathlib import Path
 
-from sqlalchemy import Table, inspect
+from alembic.config import Config
+from alembic.script import ScriptDirectory
+from sqlalchemy import Table, func, inspect, select
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import DBAPIError
 
 from ..commands import CommandTables
-from ..dialects import Dialect, Failure, Finding, advice, dialect_of
+from ..commands.record import MAX_CODEC_BYTES, RESULT, Record, recalling, recording
+from ..commands.runner import MAX_RESULT_BYTES
+from ..dialects import Dialect, Failure, dialect_of
 from ..errors import MissingTableError, RefusedError
 from ..markers import insert_marker, marker_key
 from ..message import MAX_MESSAGE_ID_BYTES, printable
 from ..tables import DedupTables, default_tables, full_name
-from .kinds import keeps_records, other_kind
-from .state import SCHEMA_VERSION, read_state
+from .databases import Finding, advice, database_of
+from .running import connected_to, other_kind
+from .state import SCHEMA_VERSION, duration, moment_with_zone, read_state
+from .stats import Ages
 
 _LONG = "x" * (MAX_MESSAGE_ID_BYTES - 1)
-LOOK_ALIKES = ("a", "A", "a ", "e", "\N{LATIN SMALL LETTER E WITH ACUTE}", "1", "01", _LONG + "1", _LONG + "2")
+_LOOK_ALIKES = ("a", "A", "a ", "e", "\N{LATIN SMALL LETTER E WITH ACUTE}", "1", "01", _LONG + "1", _LONG + "2")
+
+_EVERY_BYTE = bytes(range(256))
+_WHOLE = Record(RESULT, "x" * MAX_CODEC_BYTES, _EVERY_BYTE * 256, _EVERY_BYTE[-32:])
+"""A record that fills its columns: a result of 64 KiB with every byte, which no text column gives back."""
+
+_SLACK = timedelta(days=2)  # a cleanup that was missed once, at a weekend say, is not worth a finding
+_NEWEST = 1_000  # records that are looked at for advice
+_NEAR = 0.9  # of the largest result, from which on there is advice
+
+_BRANCH = "projector_dedup"
+_LOCATION = "projector_dedup.migrations:versions"
 
 
 def check(engine: Engine, tables: DedupTables = default_tables) -> list[Finding]:
@@ -27,7 +55,7 @@ def check(engine: Engine, tables: DedupTables = default_tables) -> list[Finding]
     To try the tables out, markers are inserted and rolled back again. Settings of the database are looked at too.
     """
     with engine.connect() as connection:
-        return _check_tables(connection, tables) + dialect_of(engine).findings(connection, tables.marker)
+        return _check_tables(connection, tables) + database_of(engine).findings(connection, tables.marker)
 
 
 def _check_tables(connection: Connection, tables: DedupTables, *, any_kind: bool = False) -> list[Finding]:
@@ -79,7 +107,7 @@ def _check_comparison(connection: Connection, tables: DedupTables) -> list[Findi
         "its columns must compare byte for byte, or messages are lost; " + remedy,
     )
     try:
-        new = [insert_marker(connection, dialect, tables, marker_key(each, handler)) for each in LOOK_ALIKES]
+        new = [insert_marker(connection, dialect, tables, marker_key(each, handler)) for each in _LOOK_ALIKES]
         kept = not all(new) or _keeps(connection, dialect, tables, handler)
     except RefusedError as error:
         return [Finding(str(error), remedy)]
@@ -103,7 +131,7 @@ def _check_comparison(connection: Connection, tables: DedupTables) -> list[Findi
 
 
 def _keeps(connection: Connection, dialect: Dialect, tables: DedupTables, handler: str) -> bool:
-    return not isinstance(tables, CommandTables) or keeps_records(connection, dialect, tables, LOOK_ALIKES[0], handler)
+    return not isinstance(tables, CommandTables) or keeps_records(connection, dialect, tables, _LOOK_ALIKES[0], handler)
 
 
 def verify(engine: Engine, tables: DedupTables = default_tables, *, any_kind: bool = False) -> None:
@@ -142,7 +170,7 @@ def check_table(connection: Connection, table: Table, tables: DedupTables, *, an
                 )
             )
         kind = found["type"]
-        if dialect_of(connection).keeps_zones and getattr(kind, "timezone", True) is False:
+        if database_of(connection).keeps_zones and getattr(kind, "timezone", True) is False:
             findings.append(
                 Finding(
                     f"{name}.{column.name} has no time zone",
@@ -174,3 +202,197 @@ def check_table(connection: Connection, table: Table, tables: DedupTables, *, an
         if not any(one["column_names"][:1] == [first] for one in inspector.get_indexes(table.name, schema=schema)):
             findings.append(advice(f"{name} has no index on {first}", "create it, or cleanup reads the whole table"))
     return findings
+
+
+def keeps_records(connection: Connection, dialect: Dialect, tables: CommandTables, stored: str, operation: str) -> bool:
+    """Write a record that fills its columns into a row that is there, and return True if it is read back as it was."""
+    recording(dialect, tables, stored, (operation,), _WHOLE).run(connection)
+    recall = recalling(tables, stored, (operation,))
+    recall.run(connection)
+    row = recall.row
+    if row is None or not all(isinstance(each, (bytes, memoryview)) for each in (row.fingerprint, row.result)):
+        return False
+    found = Record(row.outcome, row.codec, bytes(row.result), bytes(row.fingerprint))
+    return found == _WHOLE
+
+
+# What nobody looks after ------------------------------------------------------------------------------------------
+
+
+def advise(found: Ages, unknown: Set[str] = frozenset(), *, tables: DedupTables = default_tables) -> list[Finding]:
+    """Return what somebody should do about the ``tables``, judged by the ages of their markers; none of it is fatal.
+
+    ``unknown`` are the handlers that have markers (``handlers_of``) without those of every dispatcher on these tables
+    (``Dispatcher.identities``).
+    """
+    return [*_pruning(found, tables), *_horizon(found, tables), *_unknown(unknown)]
+
+
+def _pruning(found: Ages, tables: DedupTables) -> Iterator[Finding]:
+    if found.oldest is None:
+        return
+    state, age, command = found.state, found.at - found.oldest, f"`idempotency cleanup{tables.option}`"
+    clean = f"run {command} from cron, or look why it fails there"
+    if state.cleaned_at is None:
+        if age > timedelta(hours=found.retention_hours):
+            yield advice(
+                f"the oldest {tables.noun} is {duration(age)} old, and no complete cleanup was ever recorded",
+                f"put {command} into cron, or the table grows for ever",
+            )
+    elif age > timedelta(hours=found.retention_hours) + _SLACK:
+        yield advice(
+            f"the oldest {tables.noun} is {duration(age)} old, though {found.retention_hours:g} hours are kept; the "
+            f"last complete cleanup was {duration(found.at - state.cleaned_at)} ago",
+            clean,
+        )
+    elif found.at - state.cleaned_at > max(_SLACK, timedelta(hours=2 * found.retention_hours)):
+        yield advice(f"the last complete cleanup was {duration(found.at - state.cleaned_at)} ago", clean)
+
+
+def _horizon(found: Ages, tables: DedupTables) -> Iterator[Finding]:
+    state, horizon = found.state, found.state.horizon_hours
+    if horizon is None:
+        return
+    if state.retention_hours is not None and state.retention_hours < horizon:
+        yield advice(
+            f"the last cleanup kept {state.retention_hours:g} hours of {tables.noun}s, but a message may return after "
+            f"{horizon:g} (the declared horizon): it would be applied again",
+            f"run cleanup with --retention-hours {horizon:g} or more, without --force; or declare the horizon that is "
+            "true, with `idempotency horizon`",
+        )
+    elif state.pruned_until is not None and state.pruned_until > found.at - timedelta(hours=horizon):
+        yield advice(
+            f"{tables.noun}s up to {moment_with_zone(state.pruned_until)} are deleted, but a message may return after "
+            f"{horizon:g} hours (the declared horizon); one whose {tables.noun} is deleted would be applied again",
+            "replay no message from before that moment",
+        )
+
+
+def _unknown(unknown: Set[str]) -> Iterator[Finding]:
+    if unknown:
+        names = [printable(name) for name in sorted(unknown)]
+        more = f" and {len(names) - 10} more" if len(names) > 10 else ""
+        yield advice(
+            f"markers of handlers that the application does not know: {', '.join(names[:10])}{more}",
+            "if one was renamed, its messages are applied again under the new name: `idempotency rename OLD NEW`, and "
+            "formerly=[...] while old code runs; if it was removed, or another application's, this is nothing",
+        )
+
+
+def advise_records(engine: Engine, tables: CommandTables) -> list[Finding]:
+    """Return what somebody should do about the newest records of ``tables``; none of it is fatal."""
+    record = tables.marker
+    newest = (
+        select(record.c.outcome, func.length(record.c.result).label("bytes"))
+        .order_by(record.c.processed_at.desc())
+        .limit(_NEWEST)
+    )
+    with connected_to(engine, tables) as connection:
+        rows = connection.execute(newest).all()
+    sizes = [row.bytes for row in rows if row.bytes is not None and row.bytes > _NEAR * MAX_RESULT_BYTES]
+    open_ = sum(row.outcome is None for row in rows)
+    found = []
+    if sizes:
+        found.append(
+            advice(
+                f"of the newest {len(rows):,} records, {len(sizes):,} have results near the limit of "
+                f"{MAX_RESULT_BYTES:,} bytes, the largest of {max(sizes):,}",
+                "a larger one is refused, and its command is not done: return an id of what was made, or give "
+                "Commands(max_result_bytes=...)",
+            )
+        )
+    if open_:
+        found.append(
+            advice(
+                f"of the newest {len(rows):,} records, {open_:,} have no outcome",
+                "begin_command() was committed without record(), so that nobody who asks again gets an answer; "
+                "`idempotency forget --commands` frees their keys",
+            )
+        )
+    return found
+
+
+# Alembic ----------------------------------------------------------------------------------------------------------
+
+
+def check_alembic(config_path: str | PathLike[str], *, run: bool = False) -> list[Finding]:
+    """Return what is wrong with an ``alembic.ini``; nothing if its ``version_locations`` do not name this package.
+
+    Alembic leaves out locations that it cannot find, and ``alembic upgrade heads`` exits with 0 all the same. The file
+    is only read, which takes Alembic 1.16. With ``run`` the revisions that it leads to are imported, as Alembic does:
+    that runs the code of whoever wrote them. No database is asked.
+    """
+    path = Path(config_path)
+    remedy = "run this where `alembic heads` works"
+    try:
+        config = Config(path)
+        if _BRANCH not in (config.get_main_option("version_locations") or ""):
+            return []
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # Alembic itself tells its user what the file lacks
+            if _imported(config) if run else _named(config):
+                return []
+    except (configparser.Error, OSError, UnicodeDecodeError) as error:
+        problem = f"{path} could not be read: {' '.join(str(error).split())}"
+        remedy = (
+            "Alembic cannot read it either; each option stands once in its section: where a block was pasted below "
+            "what `alembic init` wrote, remove the older line, such as a second path_separator"
+        )
+    except Exception as error:  # noqa: BLE001  # the user's own revisions may raise anything
+        reason = (str(error).strip().splitlines() or [""])[0]
+        problem = f"{path} names {_BRANCH}, but its revisions could not be read: {type(error).__name__}: {reason}"
+    else:
+        return [
+            Finding(
+                f"{path} names {_BRANCH} in version_locations, but Alembic does not find it there, and says nothing",
+                f"write {_LOCATION} on a line of its own, with `path_separator = newline` (Alembic before 1.16: "
+                "version_path_separator): any other splits it at its colon, or leaves several locations together; "
+                f"`alembic heads` must show ({_BRANCH})",
+            )
+        ]
+    return [advice(problem, remedy)]
+
+
+def _imported(config: Config) -> bool:
+    """Import all revisions, and return True if our branch is among them."""
+    revisions = ScriptDirectory.from_config(config).walk_revisions()
+    return any(_BRANCH in revision.branch_labels for revision in revisions)
+
+
+def _named(config: Config) -> bool:
+    """True if one of the locations, as Alembic splits them, is our folder: by our package, or by its path.
+
+    True also for Alembic before 1.16, which splits them only when it imports what they lead to.
+    """
+    split = getattr(config, "get_version_locations_list", None)
+    ours = _installed_versions()
+    return split is None or any(each == _LOCATION or Path(each).resolve() == ours for each in split())
+
+
+def _installed_versions() -> Path:
+    return Path(str(files(_LOCATION.partition(":")[0]).joinpath("versions"))).resolve()
+
+
+def check_installed_revisions() -> list[Finding]:
+    """Return that somebody else's revisions lie in the folder of ours; nothing if there are none.
+
+    Alembic writes the first revision of a project there if the project has none, and nobody says where it belongs.
+    """
+    versions = _installed_versions()
+    numbers = {each.rpartition("_")[2] for each in (*DedupTables.revisions, *CommandTables.revisions)}
+    theirs = sorted(
+        file.name
+        for file in versions.glob("*.py")
+        if file.name != "__init__.py" and not file.name.startswith(tuple(f"{number}_processed_" for number in numbers))
+    )
+    if not theirs:
+        return []
+    return [
+        advice(
+            f"{', '.join(theirs)} in {versions} is not ours: Alembic wrote a revision of yours into the installed "
+            "package",
+            "move it into the folder of your own revisions, before the next installation deletes it; from then on "
+            "`alembic revision --head <your branch>@head`, and for the first one of a project `--head base "
+            "--version-path <your folder>`",
+        )
+    ]

@@ -1,8 +1,12 @@
-"""`idempotency cleanup`: delete the markers that are older than the retention, a batch at a time."""
+"""Delete the markers that are older than the retention, a batch at a time; keep those of messages that may return.
+
+The redelivery horizon says how late a message may come again. It is declared once and kept beside the markers.
+"""
 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,18 +18,33 @@ from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import DBAPIError
 
 from ..closing import connected
-from ..dialects import Dialect, Expired, Failure, any_expired, dialect_of, is_expired
-from ..errors import CleanupInterruptedError, RetriesExhaustedError, UnsupportedDatabaseError
+from ..dialects import Dialect, Failure, dialect_of
+from ..errors import (
+    CleanupInterruptedError,
+    RetentionTooShortError,
+    RetriesExhaustedError,
+    UnsupportedDatabaseError,
+)
 from ..message import printable, valid_handler
 from ..options import RetryPolicy
 from ..tables import DedupTables, default_tables
 from .check import verify
-from .horizon import check_hours, refuse_short_retention
-from .retrying import run_with_retries
-from .state import CLEANED_AT, PRUNED_UNTIL, RETENTION, advance_state, moment_text, write_state
+from .databases import Expired, any_expired, database_of, is_expired
+from .running import connected_to, run_with_retries
+from .state import (
+    CLEANED_AT,
+    PRUNED_UNTIL,
+    REDELIVERY_HORIZON,
+    RETENTION,
+    advance_state,
+    moment_text,
+    read_state,
+    write_state,
+)
 
 logger = logging.getLogger("projector_dedup")
 
+MAX_HOURS = 24 * 366 * 100  #: a century
 COUNTED = 1_000_000  #: the number of expired markers at which a dry run stops counting
 _ALERT = 0.1  # seconds after which ``stop`` is called again during a pause
 
@@ -110,7 +129,7 @@ def prune(
         refuse_short_retention(engine, retention_hours, tables=tables)
     deadline = None if time_budget is None else time.monotonic() + time_budget
     run = _Run(engine, dialect, retry)
-    now = run.attempt(dialect.now)
+    now = run.attempt(database_of(engine).now)
     expired = Expired(tables.marker, now - timedelta(hours=retention_hours), handler, batch_size)
 
     def ended() -> str | None:
@@ -142,9 +161,9 @@ def count_expired(
     """
     check_hours("retention_hours", retention_hours)
     verify(engine, tables, any_kind=True)
-    dialect = dialect_of(engine)
     with connected(engine) as connection:
-        expired = Expired(tables.marker, dialect.now(connection) - timedelta(hours=retention_hours), handler, up_to)
+        now = database_of(connection).now(connection)
+        expired = Expired(tables.marker, now - timedelta(hours=retention_hours), handler, up_to)
         some: Select[Any] = select(literal_column("1").label("one")).select_from(tables.marker).limit(up_to)
         some = some.where(is_expired(tables.marker, of_handler=handler is not None))
         statement = select(func.count()).select_from(some.subquery("expired"))
@@ -193,7 +212,7 @@ class _Run:
 
         Raises ``UnsupportedDatabaseError`` if the driver does not say how many rows were deleted.
         """
-        statement = self.dialect.cleanup_statement(expired.marker, of_handler=expired.handler is not None)
+        statement = database_of(self._engine).cleanup_statement(expired.marker, of_handler=expired.handler is not None)
 
         def batch(connection: Connection) -> int:
             try:
@@ -267,7 +286,7 @@ def _record(run: _Run, tables: DedupTables, cutoff: datetime, retention_hours: f
     """
 
     def write(connection: Connection) -> None:
-        now = moment_text(run.dialect.now(connection))
+        now = moment_text(database_of(connection).now(connection))
         write_state(connection, tables, {RETENTION: repr(float(retention_hours)), CLEANED_AT: now})
         advance_state(connection, tables, PRUNED_UNTIL, moment_text(cutoff))
 
@@ -279,4 +298,50 @@ def _record(run: _Run, tables: DedupTables, cutoff: datetime, retention_hours: f
             "%s; grant SELECT, INSERT, UPDATE and DELETE on it",
             tables.state.fullname,
             printable(str(getattr(error, "orig", error)))[:300],
+        )
+
+
+# The redelivery horizon -------------------------------------------------------------------------------------------
+
+
+def check_hours(name: str, hours: float) -> None:
+    """Raise ``ValueError`` unless ``hours`` is more than 0 and at most a century; ``name`` is for the text."""
+    if not (math.isfinite(hours) and 0 < hours <= MAX_HOURS):
+        raise ValueError(f"{name} must be positive and at most {MAX_HOURS} (a century), not {hours:g}")
+
+
+def declare_horizon(engine: Engine, hours: float | None, *, tables: DedupTables = default_tables) -> None:
+    """Declare that a message may come again up to ``hours`` after it was first processed; None deletes the horizon.
+
+    Add up what can bring a message back: the broker's retention, the dead-letter queue, a replay by hand. The horizon
+    is written into the database, so ``cleanup`` keeps to it on whichever machine it is run.
+
+    Raises ``ValueError`` for hours that are not positive or more than a century, ``MissingTableError`` for a missing
+    table.
+    """
+    if hours is not None:
+        check_hours("the redelivery horizon", hours)
+    verify(engine, tables)
+    with engine.begin() as connection:
+        write_state(connection, tables, {REDELIVERY_HORIZON: None if hours is None else repr(float(hours))})
+
+
+def redelivery_horizon(engine: Engine, *, tables: DedupTables = default_tables) -> float | None:
+    """Return the declared horizon in hours; None if none was declared.
+
+    Raises ``MissingTableError`` if the state table is missing.
+    """
+    with connected_to(engine, tables) as connection:
+        declared = read_state(connection, tables).get(REDELIVERY_HORIZON)
+    return None if declared is None else float(declared)
+
+
+def refuse_short_retention(engine: Engine, retention_hours: float, *, tables: DedupTables = default_tables) -> None:
+    """Raise ``RetentionTooShortError`` if ``retention_hours`` is below the declared horizon."""
+    horizon = redelivery_horizon(engine, tables=tables)
+    if horizon is not None and retention_hours < horizon:
+        raise RetentionTooShortError(
+            f"a retention of {retention_hours:g} hours is shorter than the redelivery horizon of {horizon:g} hours: a "
+            f"message that comes again in between would be applied again; keep the {tables.noun}s for at least "
+            f"{horizon:g} hours, or declare a shorter horizon (`idempotency horizon`), or insist (force=True, --force)"
         )

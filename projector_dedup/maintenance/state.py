@@ -1,10 +1,10 @@
-"""The state table: a value for each key, such as the schema version, the declared horizon, the last cleanup."""
+"""The state table: a value for each key, such as the schema version or the last cleanup; moments and spans as text."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from functools import cache
 from typing import Any
 
@@ -13,8 +13,7 @@ from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import IntegrityError
 
 from ..tables import DedupTables, default_tables
-from .connection import connected_to
-from .times import in_utc
+from .running import connected_to
 
 SCHEMA_VERSION = "schema_version"  #: of the tables, where `idempotency migrate`, its SQL or our revisions made them
 REDELIVERY_HORIZON = "redelivery_horizon_hours"  #: as declared: how long after its first delivery a message may return
@@ -94,6 +93,35 @@ def advance_state(connection: Connection, tables: DedupTables, key: str, value: 
 def moment_text(moment: datetime) -> str:
     """Return the text of a moment for the state table: in UTC, always of the same form, so that texts sort by time."""
     return moment.astimezone(UTC).isoformat(timespec="microseconds")
+
+
+# Moments and spans of time ----------------------------------------------------------------------------------------
+
+
+def in_utc(moment: datetime) -> datetime:
+    """Return a moment that a database gave, in UTC. One without a time zone is taken for UTC: all are stored so."""
+    return moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment.astimezone(UTC)
+
+
+def duration(span: timedelta) -> str:
+    """Return a span of time in minutes, hours or days, such as "3 hours".
+
+    A negative span is "0 minutes": two clocks may differ by a second.
+    """
+    minutes = max(0, span.total_seconds() / 60)
+    length, unit = (1, "minute") if minutes < 60 else (60, "hour") if minutes < 48 * 60 else (24 * 60, "day")
+    number = round(minutes / length)
+    return f"{number} {unit}{'' if number == 1 else 's'}"
+
+
+def moment_with_zone(at: datetime) -> str:
+    """Return a moment, which is in UTC, to the second: "2026-01-31 23:59:59 UTC"."""
+    return f"{moment_without_zone(at)} UTC"
+
+
+def moment_without_zone(at: datetime) -> str:
+    """Return a moment to the second, for a column whose heading names the time zone: "2026-01-31 23:59:59"."""
+    return f"{at:%Y-%m-%d %H:%M:%S}"
 
 
 def _hours(text: str | None) -> float | None:

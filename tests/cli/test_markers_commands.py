@@ -10,8 +10,8 @@ from sqlalchemy.orm import sessionmaker
 from command import idempotency, on_a_terminal
 from databases import Database
 from projector_dedup import Dispatcher, InvalidMessageIdError, MissingTableError, Outcome, make_tables, on, projector
-from projector_dedup.maintenance.horizon import declare_horizon
-from projector_dedup.maintenance.markers import find, forget
+from projector_dedup.maintenance.cleanup import declare_horizon
+from projector_dedup.maintenance.rows import find, forget
 from projector_dedup.maintenance.state import PRUNED_UNTIL, write_state
 
 metadata = MetaData()
@@ -137,7 +137,7 @@ def test_show_prints_json(engine: Engine) -> None:
     """With the id as it is."""
     at = fill(engine, (ODD, "a.add"))
     done = idempotency("show", ODD, "--json", PROJECTOR_DEDUP_DATABASE_URL=url_of(engine))
-    (one,) = json.loads(done.stdout)
+    one = json.loads(done.stdout)
     (marker,) = one["markers"]
     assert (one["message_id"], marker["handler"], marker["processed_at"]) == (ODD, "a.add", at.isoformat())
 
@@ -204,27 +204,6 @@ def test_forget_without_a_terminal_wants_yes(sqlite: Database) -> None:
     assert "--yes" in done.stderr
     assert left(engine) == {("1", "a.add")}
     engine.dispose()
-
-
-def test_a_message_in_one_of_several_databases_is_found(tmp_path: object) -> None:
-    """A line for each; exit code 1 only if it is in none."""
-    engines = [create_engine(f"sqlite+pysqlite:///{tmp_path}/{name}.db") for name in ("one", "two")]
-    fill(engines[0], ("1", "a.add"))
-    fill(engines[1], ("2", "a.add"))
-    urls = " ".join(map(url_of, engines))
-    shown = idempotency("show", "2", PROJECTOR_DEDUP_DATABASE_URL=urls)
-    assert (shown.returncode, shown.stderr) == (0, "")
-    first, second, *_ = shown.stdout.splitlines()
-    assert first == f"{engines[0].url}: no marker"
-    assert second == f"{engines[1].url}: Message 2:"
-    for command in (["show"], ["forget", "--yes"]):
-        nowhere = idempotency(*command, "3", PROJECTOR_DEDUP_DATABASE_URL=urls)
-        assert nowhere.returncode == 1
-        assert nowhere.stderr == "Error: no marker of message 3 in any of these databases\n"
-    assert idempotency("forget", "--yes", "2", PROJECTOR_DEDUP_DATABASE_URL=urls).returncode == 0
-    assert [left(engine) for engine in engines] == [{("1", "a.add")}, set()]
-    for engine in engines:
-        engine.dispose()
 
 
 def test_forget_does_not_promise_what_another_name_prevents(engine: Engine) -> None:

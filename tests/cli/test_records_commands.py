@@ -15,7 +15,7 @@ from command import idempotency, on_a_terminal
 from databases import Database
 from projector_dedup.commands import Begun, Call, Commands, Rejected, begin_command, command, raw
 from projector_dedup.commands import default_command_tables as tables
-from projector_dedup.maintenance.migrate import migrate
+from projector_dedup.maintenance.schema import migrate
 from projector_dedup.maintenance.state import PRUNED_UNTIL, write_state
 from projector_dedup.tables import default_tables
 
@@ -211,7 +211,7 @@ def test_show_tells_what_was_answered(engine: Engine) -> None:
     assert said.startswith("Key poor:\n")
     assert ask(engine, "show", "bytes", "--result")[1].endswith("Stored by shop.picture:\nff01\n")
 
-    (one,) = json.loads(ask(engine, "show", "k", "--scope", "tenant", "--json", "--result")[1])
+    one = json.loads(ask(engine, "show", "k", "--scope", "tenant", "--json", "--result")[1])
     assert (one["key"], one["scope"], one["table"]) == ("k", "tenant", "processed_command")
     assert [(each["operation"], each["state"], each["bytes"] is None) for each in one["records"]] == [
         ("shop.cancel", "result not stored", True),
@@ -313,30 +313,3 @@ def test_a_wrong_command_line(arguments: list[str], words: str) -> None:
     answer = CliRunner().invoke(main, [*arguments, "--database-url", "sqlite:////no/such.db"])
     assert answer.exit_code == 2
     assert words in " ".join(answer.output.split())
-
-
-def test_a_key_in_one_of_several_databases_is_found(tmp_path: object) -> None:
-    """A line for each; exit code 1 only if it is in none."""
-    engines = [create_engine(f"sqlite+pysqlite:///{tmp_path}/{name}.db") for name in ("one", "two")]
-    for engine in engines:
-        migrate(engine, tables)
-    handle(engines[1], place, "k", "s")
-    urls = " ".join(engine.url.render_as_string() for engine in engines)
-
-    def said(*arguments: str) -> tuple[int, str]:
-        done = idempotency(*arguments, "--commands", PROJECTOR_DEDUP_DATABASE_URL=urls)
-        return done.returncode, done.stdout + done.stderr
-
-    code, text = said("show", "k", "--scope", "s")
-    assert (code, text.splitlines()[0]) == (0, f"{engines[0].url}: no record")
-    assert said("show", "k") == (
-        1,
-        "".join(f"{engine.url}: no record\n" for engine in engines)
-        + "Error: no record of key k in any of these databases\n",
-    )
-    assert said("forget", "--scope", "s", "--yes")[0] == 0
-    assert [left(engine) for engine in engines] == [[], []]
-    code, text = said("forget", "--scope", "s", "--yes")
-    assert (code, "no record of scope s in any of these databases" in text) == (1, True)
-    for engine in engines:
-        engine.dispose()

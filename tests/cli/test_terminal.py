@@ -1,20 +1,15 @@
-"""The command on a terminal: lines break between words, statistics are drawn anew; the last line says what is next."""
+"""The command on a terminal: lines break between words; the last line says what is next."""
 
-import os
-import pty
 import re
-import signal
-import subprocess
 from datetime import UTC, datetime, timedelta
 
 import pytest
 from sqlalchemy import URL, Engine, MetaData, create_engine, insert
 
-from command import COMMAND, idempotency, on_a_terminal, surroundings
+from command import idempotency, on_a_terminal
 from databases import Database
 from projector_dedup import make_tables
-from projector_dedup.maintenance.cleanup import cleanup
-from projector_dedup.maintenance.horizon import declare_horizon
+from projector_dedup.maintenance.cleanup import cleanup, declare_horizon
 
 pytestmark = pytest.mark.slow
 
@@ -86,56 +81,3 @@ def test_long_lines_break_between_words(sqlite: Database) -> None:
         assert [line for line in seen.splitlines() if len(line) > 80 and not words & set(line.split())] == []
         assert len(piped.stderr.splitlines()) == 1
         assert len(seen.splitlines()) > 2
-
-
-def _watching(url: str, *, stdout: int, **environment: str) -> subprocess.Popen[bytes]:
-    surrounded = surroundings(PYTHONUNBUFFERED="1", **environment)
-    command = [*COMMAND, "stats", "--watch", "0.1", "--database-url", url]
-    return subprocess.Popen(command, env=surrounded, stdout=stdout, stderr=subprocess.PIPE)
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=str)
-def test_a_watch_in_a_pipe_says_a_line_for_each_look(number: signal.Signals, engine: Engine) -> None:
-    """A marker that is written meanwhile is counted by a later look; a signal ends it, exit code 0."""
-    metadata.create_all(engine)
-    url = engine.url.render_as_string(hide_password=False)
-    with _watching(url, stdout=subprocess.PIPE) as watching:
-        assert watching.stdout is not None
-        assert watching.stderr is not None
-        assert b": 0 markers, newest -, 0 expired\n" in watching.stdout.readline()
-        _mark(engine, "1", hours=200)
-        for line in watching.stdout:
-            if b": 1 marker, newest " in line:
-                break
-        assert line.endswith(b"ago), 1 expired\n")
-        watching.send_signal(number)
-        watching.stdout.read()
-        assert (watching.wait(), watching.stderr.read()) == (0, b"")
-
-
-def test_a_watch_on_a_terminal_draws_anew(sqlite: Database) -> None:
-    """The screen is cleared before each look, and shows all that `stats` shows."""
-    engine = create_engine(sqlite.url())
-    metadata.create_all(engine)
-    ours, its = pty.openpty()
-    with _watching(sqlite.url().render_as_string(), stdout=its, TERM="xterm-256color", COLUMNS="80") as watching:
-        os.close(its)
-        seen = b""
-        while seen.count(b"Ctrl-C ends.") < 2:
-            seen += os.read(ours, 4096)
-        watching.send_signal(signal.SIGINT)
-        assert watching.wait() == 0
-    os.close(ours)
-    engine.dispose()
-    before, first, second = seen.split(b"\x1b[2J")[:3]
-    assert before == b""
-    for look in (first, second):
-        assert b"cleanup would delete" in look
-        assert b"Next: " in look
-
-
-def test_a_watch_has_no_end_and_json_has_one() -> None:
-    """Both at once are a wrong command line."""
-    done = idempotency("stats", "--watch", "--json", "--database-url", "sqlite:///x.db")
-    assert done.returncode == 2
-    assert "exclude each other" in done.stderr

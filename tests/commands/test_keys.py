@@ -25,7 +25,7 @@ from projector_dedup.commands import (
     derived_key,
 )
 from projector_dedup.commands.record import RecordKey
-from projector_dedup.maintenance.records import forget_record
+from projector_dedup.maintenance.rows import forget_record
 from projector_dedup.testing.kit import PATIENCE
 
 TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=20)

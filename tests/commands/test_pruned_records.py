@@ -11,7 +11,7 @@ from command_rig import SYNC_ONES, Balance, Desk, Held, PlaceOrder, desks
 from projector_dedup import Outcome, RetryPolicy
 from projector_dedup.commands import default_command_tables
 from projector_dedup.maintenance.cleanup import prune
-from projector_dedup.maintenance.records import forget_record
+from projector_dedup.maintenance.rows import forget_record
 from projector_dedup.testing.kit import PATIENCE
 
 AT_ONCE = 1e-9  # hours: whatever is committed has expired

@@ -16,7 +16,7 @@ from typing import Any, Self
 
 from command_rig import SYNC_ONES, Desk, desks
 from projector_dedup.commands import default_command_tables
-from projector_dedup.maintenance.rename import rename
+from projector_dedup.maintenance.rows import rename
 
 OLD = """
 @dataclass(frozen=True)

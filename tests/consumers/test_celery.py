@@ -11,7 +11,7 @@ import pytest
 from sqlalchemy import create_engine, inspect, text
 
 from celery_rig import TASK, CeleryQueue, celery_queue
-from consumer_rig import prove, wait_for
+from consumer_rig import wait_for
 from databases import Database
 
 ROOT = Path(__file__).parents[2]
@@ -23,13 +23,6 @@ def queue() -> Iterator[CeleryQueue]:
     """A queue of the test's own."""
     with celery_queue() as opened:
         yield opened
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_killed_workers_are_exact(queue: CeleryQueue, postgresql: Database) -> None:
-    """Two workers, 22 of them killed, poison, garbage, messages before their time: the read model equals the file."""
-    prove("with_celery.py", queue, postgresql, {"AMQP_URL": queue.url, "QUEUE": queue.queue})
 
 
 class Worker:
@@ -179,9 +172,3 @@ assert backend() == before
 """
     url = postgresql.url().render_as_string(hide_password=False)
     subprocess.run([sys.executable, "-c", code, url], check=True)
-
-
-def test_the_page_has_the_example() -> None:
-    """Verbatim: what is read is what is tested."""
-    program = (ROOT / "examples/consumers/with_celery.py").read_text(encoding="utf-8")
-    assert f"```python\n{program}```" in (ROOT / "docs/consumers/celery.md").read_text(encoding="utf-8")

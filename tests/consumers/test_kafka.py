@@ -225,27 +225,6 @@ def test_offsets_are_committed_when_messages_are_applied(rig: Rig) -> None:
     assert rig.committed(rig.topic) == [3, 3]
 
 
-def test_an_event_published_again_is_applied_once(rig: Rig) -> None:
-    """Its offset is another, its id is not: an offset is no id."""
-    for _ in range(3):
-        rig.publish({"carrier": "UA", "miles": 5}, "m1", partition=0)
-        rig.publish({"carrier": "UA", "miles": 5, "message_id": "m2"}, None, partition=1)
-    rig.begin()
-    rig.publish({"carrier": "AA", "miles": 1}, "last")
-    rig.consume_until(lambda: "AA" in rig.miles() and len(rig.projector.seen) == 3)
-    assert rig.miles() == {"UA": 10, "AA": 1}
-
-
-def test_an_event_without_an_id_is_rejected(rig: Rig) -> None:
-    """No id is made of the offset: the event goes to the dead letters, where its id can be asked for."""
-    rig.publish({"carrier": "UA", "miles": 5})
-    rig.begin()
-    rig.consume_until(lambda: rig.committed(rig.topic)[0] >= 0 and len(rig.messages(rig.dead)) == 1)
-    (dead,) = rig.messages(rig.dead)
-    assert headers_of(dead)["projector-dedup-reason"].startswith(b"InvalidMessageIdError: the message has no id")
-    assert rig.miles() == {}
-
-
 def test_poison_is_put_aside_with_its_reason(rig: Rig) -> None:
     """Key, body and headers are those of the message, which stays where it was; others are applied."""
     rig.publish({"carrier": "UA", "miles": 5, "poison": True}, "m1", headers={"trace": "t", "empty": None})

@@ -1,27 +1,30 @@
-"""A NATS JetStream stream is consumed: acknowledged after the commit, delayed, rejected to the dead letters."""
+"""NATS JetStream, by nats-py and FastStream: settings that lose messages, and headers that can be published again.
+
+What every consumer promises is in `test_every_consumer.py`.
+"""
 
 import asyncio
 import contextlib
-import logging
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
 import nats
 import pytest
+from faststream import FastStream
 from nats.aio.client import Client
-from nats.js import JetStreamContext
 from nats.js.api import AckPolicy, ConsumerConfig
 from nats.js.errors import NotFoundError
 from sqlalchemy import create_engine
 
+import nats_rig
 import payments
+from adapters import adapter
 from brokers import broker
-from consumer_rig import Sent, prove
 from databases import Database
-from nats_garbage import garbage, send
+from nats_garbage import send
 from own_server import OwnServer
 from payments import RULES, payment
 from projector_dedup import RefusedError
@@ -29,76 +32,6 @@ from projector_dedup.integrations.nats import Consumer, dead_stream, replay
 from reached import reached
 
 DURABLE = "balances"
-GROUP = "airlines"
-
-
-class Flights:
-    """The stream of the killed consumers, from outside: each step connects anew."""
-
-    def __init__(self) -> None:
-        self.url = broker("nats")
-        self.stream = f"flights-{uuid.uuid4().hex}"
-
-    def _do(self, step: Callable[[JetStreamContext, Client], Coroutine[Any, Any, Any]]) -> Any:
-        async def main() -> Any:
-            connection = await nats.connect(self.url)
-            try:
-                return await step(connection.jetstream(), connection)
-            finally:
-                await connection.close()
-
-        return asyncio.run(main())
-
-    def open(self) -> None:
-        """Make the stream."""
-        self._do(lambda streams, _: streams.add_stream(name=self.stream, subjects=[f"{self.stream}.>"]))
-
-    def publish(self, messages: Sequence[Sent]) -> None:
-        """Publish, and return when the server has it all; an id that is published twice is stored twice."""
-
-        async def step(streams: JetStreamContext, _: Client) -> None:
-            for each in messages:
-                headers = {"x-message-id": each.id} if each.id else None
-                await streams.publish(f"{self.stream}.made", each.body, headers=headers)
-
-        self._do(step)
-
-    def dead(self) -> list[Sent]:
-        """Return the dead letters, as they were sent."""
-
-        async def step(streams: JetStreamContext, _: Client) -> list[Sent]:
-            dead = dead_stream(self.stream, GROUP)
-            try:
-                state = (await streams.stream_info(dead)).state
-            except NotFoundError:
-                return []
-            letters = []
-            for number in range(state.first_seq, state.last_seq + 1):
-                with contextlib.suppress(NotFoundError):
-                    letters.append(await streams.get_msg(dead, number))
-            return [Sent((each.headers or {}).get("x-message-id"), each.data or b"") for each in letters]
-
-        found: list[Sent] = self._do(step)
-        return found
-
-    def replay(self) -> int:
-        """Publish the dead letters again, by the library."""
-        return int(self._do(lambda _, connection: replay(connection, self.stream, GROUP)))
-
-    def left(self) -> int:
-        """Return how many messages were not delivered yet, or not acknowledged."""
-        found = self._do(lambda streams, _: streams.consumer_info(self.stream, GROUP))
-        return int(found.num_pending) + int(found.num_ack_pending)
-
-    def close(self) -> None:
-        """Delete the streams."""
-        for name in (self.stream, dead_stream(self.stream, GROUP)):
-
-            async def step(streams: JetStreamContext, _: Client, name: str = name) -> None:
-                with contextlib.suppress(NotFoundError):
-                    await streams.delete_stream(name)
-
-            self._do(step)
 
 
 class Rig:
@@ -188,36 +121,11 @@ def run(postgresql: Database) -> "Run":
     return start
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_killed_consumers_are_exact(postgresql: Database) -> None:
-    """Two processes, 22 of them killed, poison, garbage, messages before their time: the read model equals the file."""
-    flights = Flights()
-    flights.open()
-    try:
-        settings = {"NATS_URL": flights.url, "STREAM": flights.stream}
-        prove("with_nats.py", flights, postgresql, settings, "postgresql+psycopg_async")
-    finally:
-        flights.close()
-
-
 class Run(Protocol):
     """Runs a test on the server of this run, or on another one."""
 
     def __call__(self, test: Callable[[Rig], Coroutine[Any, Any, None]], address: str | None = None) -> None:
         """Run it in an event loop."""
-
-
-def test_what_was_published_before_the_consumer_is_applied_once(run: Run) -> None:
-    """A durable begins with the first message; one that was published twice is a duplicate."""
-
-    async def test(rig: Rig) -> None:
-        for number in (1, 2, 1):
-            await rig.publish(number)
-        await rig.consume_until(rig.settled)
-        assert rig.applied == ({"a": 2}, 2)
-
-    run(test)
 
 
 @pytest.mark.parametrize("in_flight", [1, 4])
@@ -252,29 +160,6 @@ def test_poison_is_kept_with_its_reason_and_replayed_after_the_mend(run: Run, in
     run(test)
 
 
-def test_messages_before_their_time_come_again_and_hold_nobody_up(run: Run) -> None:
-    """What they wait for is behind them, so no number of waiting messages may be a limit (by default 1,000)."""
-
-    async def test(rig: Rig) -> None:
-        RULES["b"] = "early"
-        early = 60
-        for number in range(early):
-            await rig.publish(number, "b")
-        await rig.publish(early)
-
-        async def opened() -> bool:
-            return rig.applied[1] == 1
-
-        await rig.consume_until(opened, in_flight=4)
-        assert rig.applied == ({"a": 1}, 1)
-        assert (await rig.streams.consumer_info(rig.stream, DURABLE)).config.max_ack_pending == -1
-        RULES.clear()
-        await rig.consume_until(rig.settled, in_flight=4)
-        assert rig.applied == ({"a": 1, "b": early}, early + 1)
-
-    run(test)
-
-
 def test_a_server_that_is_killed_and_started_again_loses_nothing(run: Run, tmp_path: Path) -> None:
     """The client connects again by itself, and the consumer goes on."""
     server = OwnServer("nats", "nats-server", tmp_path, "-a", "127.0.0.1", "-p", "{port}", "-js", "-sd", "{folder}")
@@ -301,21 +186,6 @@ def test_a_server_that_is_killed_and_started_again_loses_nothing(run: Run, tmp_p
         run(test, f"nats://127.0.0.1:{server.port}")
     finally:
         server.kill()
-
-
-def test_a_message_that_is_always_early_is_rejected_in_the_end(run: Run, caplog: pytest.LogCaptureFixture) -> None:
-    """The server counts its deliveries, ``max_attempts`` is their limit, and ``max_delay`` that of its waits."""
-    caplog.set_level(logging.INFO, "projector_dedup.consumers")
-
-    async def test(rig: Rig) -> None:
-        RULES["b"] = "early"
-        await rig.publish(1, "b")
-        await rig.consume_until(rig.settled, max_attempts=2, max_delay=0.2)
-        (letter,) = await rig.letters()
-        assert letter.headers["x-rejected-for"] == "Defer: the account is not open yet"
-
-    run(test)
-    assert "is to come again in 0.2 s after delivery 1: Defer" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -384,35 +254,6 @@ def test_a_message_that_looks_like_an_answer_of_the_server_is_applied(run: Run, 
         await rig.publish(2)
         await rig.consume_until(rig.settled)
         assert rig.applied == ({"a": 2}, 2)
-
-    run(test)
-
-
-def test_whatever_a_client_sends_is_applied_delayed_or_a_dead_letter(
-    run: Run, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Headers and subjects that no client writes stop nobody: what is behind them is applied."""
-
-    caplog.set_level(logging.INFO, "projector_dedup.consumers")
-
-    async def test(rig: Rig) -> None:
-        RULES.update(b="poison", c="early")
-        for end, block, body in garbage(seed=20130101, count=60):
-            await send(rig.connection, rig.stream.encode() + b"." + end, block, body)
-        await rig.publish(1_000, "behind")
-        sent = (await rig.streams.stream_info(rig.stream)).state.messages
-        assert sent > 40  # the server itself refuses some
-
-        async def done() -> bool:
-            if "behind" in rig.applied[0] and "is to come again in 0.2 s" in caplog.text:
-                RULES.pop("c", None)
-            return await rig.settled()
-
-        rig.subject = f"{rig.stream}.>"
-        await rig.consume_until(done, max_delay=0.2)
-        balances, markers = rig.applied
-        assert set(balances) == {"a", "behind", "c"}
-        assert markers + len(await rig.letters()) == sent
 
     run(test)
 
@@ -613,3 +454,66 @@ def test_a_batch_whose_dead_letter_cannot_be_kept_settles_the_others(run: Run) -
         await engine.dispose()
 
     run(test)
+
+
+def test_any_number_of_messages_may_wait(run: Run) -> None:
+    """What they wait for is behind them, so the durable consumer that is made has no limit (by default 1,000)."""
+
+    async def test(rig: Rig) -> None:
+        await rig.publish(1)
+        await rig.consume_until(rig.settled)
+        assert (await rig.streams.consumer_info(rig.stream, DURABLE)).config.max_ack_pending == -1
+
+    run(test)
+
+
+# FastStream ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_batch_is_one_transaction(postgresql: Database) -> None:
+    """Messages that are there together are applied together; one after the other they take a transaction each."""
+    with adapter("faststream-nats-batches", postgresql) as rig:
+        rig.pay(*((number, "a") for number in range(5)))
+        rig.consume_until(rig.settled({"a": 5}), batch=5)
+        assert payments.transactions(rig.engine) == 1
+        rig.pay(*((number, "a") for number in range(5, 10)))
+        rig.consume_until(rig.settled({"a": 10}), batch=None)
+        assert payments.transactions(rig.engine) == 6
+
+
+@pytest.mark.parametrize("batch", [None, 10])
+@pytest.mark.parametrize(
+    ("setting", "flaw"),
+    [({"max_deliver": 1}, "max_deliver"), ({"max_ack_pending": 5}, "max_ack_pending")],
+    ids=["drops", "stands still"],
+)
+def test_a_consumer_that_would_lose_messages_ends_the_application(
+    postgresql: Database, setting: dict[str, Any], flaw: str, batch: int | None
+) -> None:
+    """FastStream would take the durable consumer as it is. Nothing is fetched, which ``max_deliver=1`` would lose."""
+    with adapter("faststream-nats", postgresql) as rig:
+        queue = rig.queue
+        config = ConsumerConfig(
+            durable_name=nats_rig.DURABLE,
+            filter_subject=queue.subject,
+            ack_policy=AckPolicy.EXPLICIT,
+            ack_wait=1.0,
+            **setting,
+        )
+        queue.ask(lambda streams: streams.add_consumer(queue.stream, config))
+        rig.pay((1, "a"), (2, "a"), (3, "a"))
+
+        async def run() -> None:
+            dispatcher, engine = payments.async_dispatcher(postgresql.async_url)
+            broker = rig.make(dispatcher, batch=batch)
+            try:
+                await asyncio.wait_for(FastStream(broker).run(), 30)
+            finally:
+                await broker.stop()
+                await engine.dispose()
+
+        with pytest.raises(RefusedError, match=f"the consumer {nats_rig.DURABLE} .* cannot be used.*{flaw}"):
+            asyncio.run(run())
+        found = queue.ask(lambda streams: streams.consumer_info(queue.stream, nats_rig.DURABLE))
+        assert (found.delivered.consumer_seq, found.num_pending) == (0, 3)
+        assert rig.applied == ({}, 0)

@@ -215,7 +215,7 @@ def test_a_delivery_cancelled_at_any_await_leaves_nothing_behind(
     def through(driver: Driver, **options: Any) -> Rig:
         return rig_on(driver, url=url, **recipe(driver), **options)
 
-    cancel_at_every_await(through(driver, learns=True), late=False, warm=True)
+    cancel_at_every_await(through(driver), late=False, warm=True)
 
 
 # The command ---------------------------------------------------------------------------------------------------------
@@ -315,7 +315,7 @@ def test_an_address_that_moves_to_a_pooler(
 
     Also where the message may be one more redelivery, and is looked for without a transaction.
     """
-    rig, bouncer = rig_on(driver, learns=True), pgbouncer(server.url(), pool_size=2)
+    rig, bouncer = rig_on(driver), pgbouncer(server.url(), pool_size=2)
     for message_id in ["m-1", *["m-1"] * 3 * known]:
         rig.deliver(add, message_id)
     moved = bouncer.through(server.url())

@@ -1,6 +1,7 @@
 """What the claim is on each database, beside the contract: its cost, its errors, and the sessions that it refuses."""
 
 import asyncio
+import contextlib
 import sqlite3
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,10 +15,8 @@ from sqlalchemy.orm import Session, make_transient_to_detached, scoped_session, 
 from databases import Database
 from projector_dedup import (
     AsyncDispatcher,
-    BatchFailed,
     Dispatcher,
     InProgress,
-    Message,
     MissingTableError,
     Outcome,
     RetriesExhaustedError,
@@ -180,14 +179,6 @@ def test_a_session_without_an_engine_is_refused(harness: Harness) -> None:
             claim(session, "m1", "h")
 
 
-def test_binds_per_table_on_one_engine_are_fine(harness: Harness) -> None:
-    """What decides is that the marker and the read model have one engine."""
-    sessions = sessionmaker(binds={Base: harness.engine, default_tables.marker: harness.engine})
-    outcomes = [Dispatcher(sessions, totals).deliver(Added(), message_id="m1").outcome for _ in range(2)]
-    assert outcomes == [Outcome.APPLIED, Outcome.DUPLICATE]
-    assert harness.totals() == {"a": 1}
-
-
 def test_claim_works_in_a_scoped_session(harness: Harness) -> None:
     """The caller's live session is refused by the dispatcher, not by `claim`, which is made for it."""
     scoped = scoped_session(sessionmaker(harness.engine))
@@ -243,6 +234,10 @@ def test_a_session_that_was_used_before_the_claim_is_refused(harness: Harness) -
                 uow.claim("m1", "h")
     with UnitOfWork(harness.factory) as uow, pytest.raises(UnsafeSessionError, match="nothing was claimed"):
         uow.commit()
+    with UnitOfWork(harness.factory) as uow:
+        assert uow.claim("m1", "h")
+        with pytest.raises(UnsafeSessionError, match="first statement"):
+            uow.claim("m2", "h")
     assert nothing_durable(harness)
 
 
@@ -253,6 +248,8 @@ def test_after_a_claim_that_failed_nothing_can_be_committed(harness: Harness) ->
     with UnitOfWork(harness.factory) as uow:
         with pytest.raises(MissingTableError):
             uow.claim("m1", "h")
+        with contextlib.suppress(Exception):
+            add(Added(), uow.session)
         with pytest.raises(TransactionViolatedError, match=r"session\.commit"):
             uow.session.commit()
         with pytest.raises(UnsafeSessionError, match="claim failed"):
@@ -446,23 +443,6 @@ def test_a_connection_that_is_closed_holds_no_lock_though_a_cursor_is_alive_on_s
     other.execute("BEGIN IMMEDIATE")
     other.close()
     del unfinished
-    engine.dispose()
-
-
-def test_a_marker_table_without_its_key_is_refused_on_sqlite(sqlite: Database) -> None:
-    """The claim names the columns of the index: without one it is an error, where every redelivery would be new."""
-    engine = create_engine(sqlite.url())
-    Base.metadata.create_all(engine)
-    with engine.begin() as connection:
-        columns = "message_id TEXT, handler TEXT, processed_at TEXT DEFAULT CURRENT_TIMESTAMP, occurred_at TEXT"
-        connection.execute(text(f"CREATE TABLE processed_message ({columns})"))
-    dispatcher = Dispatcher(sessionmaker(engine), totals)
-    with pytest.raises(MissingTableError):
-        dispatcher.deliver(Added(), message_id="m1")
-    with pytest.raises(BatchFailed) as raised:
-        dispatcher.deliver_batch([Message("m1", Added()), Message("m2", Added())])
-    assert [type(error) for error in raised.value.exceptions] == [MissingTableError]
-    assert list(engine.connect().execute(select(Total.amount))) == []
     engine.dispose()
 
 

@@ -14,18 +14,11 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from cut_proxy import Cut, CutProxy
-from databases import DRIVERS, Driver
+from databases import SERVERS, Driver, each_driver
 from projector_dedup import CommitOutcomeUnknown, Outcome, RetryPolicy
 from projector_dedup.dialects import Status, dialect_of
-from rig import NOTHING, ONCE, Durable, Outside, Rig, add, outsides_fixture, rig_on_fixture  # noqa: F401  # fixtures
+from rig import NOTHING, ONCE, Durable, Outside, Rig, add
 
-POSTGRESQL = [driver for driver in DRIVERS if driver.engine == "postgresql"]
-SQLITE = [driver for driver in DRIVERS if driver.engine == "sqlite"]
-SERVERS = [driver for driver in DRIVERS if driver.engine != "sqlite"]
-on_postgresql = pytest.mark.parametrize("driver", POSTGRESQL, ids=str)
-on_sqlite = pytest.mark.parametrize("driver", SQLITE, ids=str)
-on_servers = pytest.mark.parametrize("driver", SERVERS, ids=str)
-every_driver = pytest.mark.parametrize("driver", DRIVERS, ids=str)
 RigOn = Callable[..., Rig]
 
 
@@ -60,7 +53,7 @@ class Counting:
 # The line is cut at COMMIT -----------------------------------------------------------------------------------------
 
 
-@on_servers
+@each_driver(*SERVERS)
 @pytest.mark.parametrize(
     ("cut", "entered", "outcome"), [("before", 2, Outcome.APPLIED), ("after", 1, Outcome.DUPLICATE)]
 )
@@ -86,7 +79,7 @@ def test_a_cut_commit_is_asked_for_by_claiming_again(
     rig.assert_nothing_is_left()
 
 
-@on_servers
+@each_driver(*SERVERS)
 @pytest.mark.parametrize("cuts", [["before", "after"], ["before", "before", "after"], ["before", "before"]])
 def test_several_cuts_in_a_row_end_exactly_once(
     driver: Driver, cuts: list[Cut], proxy: CutProxy, rig_on: RigOn
@@ -102,7 +95,7 @@ def test_several_cuts_in_a_row_end_exactly_once(
     rig.assert_nothing_is_left()
 
 
-@on_servers
+@each_driver(*SERVERS)
 @pytest.mark.parametrize(("cut", "durable"), [("before", NOTHING), ("after", ONCE)])
 def test_a_cut_that_no_retry_could_ask_about_is_unknown(
     driver: Driver, cut: Cut, durable: Durable, proxy: CutProxy, rig_on: RigOn
@@ -118,7 +111,7 @@ def test_a_cut_that_no_retry_could_ask_about_is_unknown(
     assert rig.durable() == ONCE
 
 
-@on_servers
+@each_driver(*SERVERS)
 def test_every_commit_cut_is_unknown(driver: Driver, proxy: CutProxy, rig_on: RigOn) -> None:
     """As long as COMMITs are lost there is no answer, and a handler that ran three times counts not at all, or once."""
     rig, handler = through(proxy, driver, rig_on), Counting()
@@ -131,7 +124,7 @@ def test_every_commit_cut_is_unknown(driver: Driver, proxy: CutProxy, rig_on: Ri
     assert rig.durable() == ONCE
 
 
-@on_servers
+@each_driver(*SERVERS)
 def test_a_server_that_cannot_be_reached_after_the_cut_is_unknown(
     driver: Driver, proxy: CutProxy, rig_on: RigOn
 ) -> None:
@@ -148,7 +141,7 @@ def test_a_server_that_cannot_be_reached_after_the_cut_is_unknown(
     assert rig.durable() == ONCE
 
 
-@on_servers
+@each_driver(*SERVERS)
 def test_after_a_cut_a_free_claim_makes_the_outcome_known(driver: Driver, proxy: CutProxy, rig_on: RigOn) -> None:
     """The commit had not happened, so what the handler raises the next time reaches the caller, and is not unknown."""
     rig, good = through(proxy, driver, rig_on), Counting()
@@ -165,7 +158,7 @@ def test_after_a_cut_a_free_claim_makes_the_outcome_known(driver: Driver, proxy:
     assert rig.durable() == NOTHING
 
 
-@on_servers
+@each_driver(*SERVERS)
 @pytest.mark.parametrize(("cut", "amount"), [("before", 0), ("after", 1)])
 def test_without_a_marker_there_is_nobody_to_ask(
     driver: Driver, cut: Cut, amount: int, proxy: CutProxy, rig_on: RigOn
@@ -186,7 +179,7 @@ def test_without_a_marker_there_is_nobody_to_ask(
 with_and_without_a_level = pytest.mark.parametrize("isolation", [None, "SERIALIZABLE"], ids=["no level", "a level"])
 
 
-@on_servers
+@each_driver(*SERVERS)
 @with_and_without_a_level
 def test_a_connection_that_died_in_the_pool_is_replaced(driver: Driver, isolation: str | None, rig_on: RigOn) -> None:
     """The claim finds out, or what sets the isolation level before it, and runs again on a new connection."""
@@ -198,7 +191,7 @@ def test_a_connection_that_died_in_the_pool_is_replaced(driver: Driver, isolatio
     rig.assert_nothing_is_left()
 
 
-@on_servers
+@each_driver(*SERVERS)
 @with_and_without_a_level
 def test_a_connection_that_was_closed_in_the_pool_is_replaced(
     driver: Driver, isolation: str | None, rig_on: RigOn
@@ -217,7 +210,7 @@ def test_a_connection_that_was_closed_in_the_pool_is_replaced(
     rig.assert_nothing_is_left()
 
 
-@on_servers
+@each_driver(*SERVERS)
 @pytest.mark.parametrize("afterwards", ["the handler goes on", "the handler returns"])
 def test_a_backend_killed_in_the_handler_is_retried(driver: Driver, afterwards: str, rig_on: RigOn) -> None:
     """The whole unit runs again, whether a statement or only the COMMIT finds out; a lost COMMIT is asked for."""
@@ -251,7 +244,7 @@ def deferred(outsides: dict[str, Outside | str]) -> Iterator[None]:
     outside.execute("drop table deferred")
 
 
-@on_postgresql
+@each_driver("postgresql")
 @pytest.mark.usefixtures("deferred")
 def test_a_constraint_that_commit_finds_violated_is_the_users_error(driver: Driver, rig_on: RigOn) -> None:
     """COMMIT was refused, so nothing is unknown: the marker is gone, the error is the handler's, no reconnect."""
@@ -269,7 +262,7 @@ def test_a_constraint_that_commit_finds_violated_is_the_users_error(driver: Driv
     assert rig.connects == 1
 
 
-@on_sqlite
+@each_driver("sqlite")
 def test_a_constraint_that_commit_finds_violated_is_the_users_error_on_sqlite(driver: Driver, rig_on: RigOn) -> None:
     """The same for a deferred foreign key, after which SQLite keeps the transaction open: it is rolled back."""
     rig = rig_on(driver)
@@ -289,7 +282,7 @@ def test_a_constraint_that_commit_finds_violated_is_the_users_error_on_sqlite(dr
     assert rig.connects == 1
 
 
-@on_postgresql
+@each_driver("postgresql")
 def test_a_serialization_failure_of_commit_is_retried(driver: Driver, rig_on: RigOn) -> None:
     """At SERIALIZABLE, 40001 may come from COMMIT: it means rolled back, and the whole unit runs again."""
     rig = rig_on(driver, isolation_level="SERIALIZABLE")
@@ -323,7 +316,7 @@ def test_a_serialization_failure_of_commit_is_retried(driver: Driver, rig_on: Ri
     assert rig.connects == 1
 
 
-@on_sqlite
+@each_driver("sqlite")
 def test_a_reader_in_the_way_of_commit_is_waited_out_by_retries(driver: Driver, rig_on: RigOn) -> None:
     """Without WAL a reader's shared lock makes COMMIT fail with BUSY: rolled back, and run again."""
     rig = rig_on(driver, connect_args={"timeout": 0.05})
@@ -348,7 +341,7 @@ def test_a_reader_in_the_way_of_commit_is_waited_out_by_retries(driver: Driver, 
 # What is not the database's doing --------------------------------------------------------------------------------
 
 
-@every_driver
+@each_driver()
 def test_a_listener_that_fails_after_the_commit_does_not_undo_it(
     driver: Driver, rig_on: RigOn, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -368,7 +361,7 @@ def test_a_listener_that_fails_after_the_commit_does_not_undo_it(
     rig.assert_nothing_is_left()
 
 
-@every_driver
+@each_driver()
 def test_a_listener_that_fails_before_the_commit_is_an_ordinary_error(driver: Driver, rig_on: RigOn) -> None:
     """COMMIT was not sent, so nothing is unknown."""
     rig = rig_on(driver)

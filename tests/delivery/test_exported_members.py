@@ -3,7 +3,6 @@
 import inspect
 import types
 
-import pytest
 from sqlalchemy import MetaData
 
 import projector_dedup
@@ -25,20 +24,14 @@ def test_all_is_complete() -> None:
     assert public - {"annotations"} == {name for name in projector_dedup.__all__ if not name.startswith("__")}
 
 
-@pytest.mark.parametrize("name", [name for name in projector_dedup.__all__ if not name.startswith("__")])
-def test_every_exported_member_says_what_it_promises(name: str) -> None:
+def test_every_exported_member_says_what_it_promises() -> None:
     """A class or function has a docstring of its own, neither inherited nor made by dataclass."""
-    member = getattr(projector_dedup, name)
-    if inspect.isclass(member) or inspect.isfunction(member):
-        doc = (member.__dict__.get("__doc__") if inspect.isclass(member) else member.__doc__) or ""
-        assert doc.strip(), f"{name} has no docstring"
-        assert not doc.startswith(f"{name}("), f"{name} has only the docstring that dataclass makes"
-
-
-@pytest.mark.parametrize("name", projector_dedup.__all__)
-def test_exported_members_exist(name: str) -> None:
-    """`from projector_dedup import *` works."""
-    assert hasattr(projector_dedup, name)
+    for name in projector_dedup.__all__:
+        member = getattr(projector_dedup, name)
+        if inspect.isclass(member) or inspect.isfunction(member):
+            doc = (member.__dict__.get("__doc__") if inspect.isclass(member) else member.__doc__) or ""
+            assert doc.strip(), f"{name} has no docstring"
+            assert not doc.startswith(f"{name}("), f"{name} has only the docstring that dataclass makes"
 
 
 def test_completion_shows_the_public_names() -> None:

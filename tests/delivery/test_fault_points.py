@@ -19,11 +19,11 @@ from typing import Any, Self
 import pytest
 
 import costs
-from databases import DRIVERS, USUAL, USUAL_ASYNC, Driver
+from databases import DRIVERS, SERVERS, USUAL_DRIVERS, Driver, each_driver
 from fault_points import SCENARIOS, Fault, Point, RaisedError, Scenario, Told, Worker, number_of, totals_of
 from projector_dedup import BatchFailed, CommitOutcomeUnknown, Outcome
 from reached import reached
-from rig import Outside, outsides_fixture  # noqa: F401  # a fixture
+from rig import Outside
 
 pytestmark = pytest.mark.slow
 
@@ -166,17 +166,19 @@ def look(scenario: Scenario, told: Told | None, marked: set[int], committed: boo
 
 
 def walks() -> Iterator[Any]:
-    """Drivers, faults and scenarios. The usual drivers meet all; the others what their own code has to deal with."""
+    """Drivers, faults and scenarios. The usual drivers meet all; the others what their own code has to deal with.
+
+    What SQLAlchemy does with a new engine is the same for all of a database, whatever is raised there; a killed process
+    is the same whichever driver it had.
+    """
     for driver in DRIVERS:
-        faults, scenarios = [Fault.CANCEL if driver.is_async else Fault.RAISE, Fault.CUT], list(SCENARIOS)
-        if driver.drivername in (USUAL_ASYNC if driver.is_async else USUAL).values():
-            faults += [Fault.RAISE if driver.is_async else Fault.INTERRUPT, Fault.KILL]
-        else:
-            scenarios.remove("first message")  # SQLAlchemy's greeting is half of it, and the same for all of an engine
-        for fault, name in product(faults, scenarios):
-            if fault is Fault.INTERRUPT and name == "first message":
-                continue  # what SQLAlchemy and the library do there does not depend on what is raised
-            yield pytest.param(driver, fault, name, id=f"{driver}-{fault.name.lower()}-{name}")
+        faults = [Fault.CANCEL if driver.is_async else Fault.RAISE, Fault.CUT]
+        usual = driver in USUAL_DRIVERS
+        if usual:
+            faults += [Fault.RAISE] if driver.is_async else [Fault.INTERRUPT, Fault.KILL]
+        for fault, name in product(faults, SCENARIOS):
+            if (usual and fault is not Fault.INTERRUPT) or name in ("new message", "batch", "command"):
+                yield pytest.param(driver, fault, name, id=f"{driver}-{fault.name.lower()}-{name}")
 
 
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")  # the child starts threads, and uses no others
@@ -219,7 +221,7 @@ def has_committed(scenario: Scenario, points: list[Point], at: int, fault: Fault
 # What is walked ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("driver", DRIVERS, ids=str)
+@each_driver()
 def test_the_points_are_those_written_down(driver: Driver, outside: Outside) -> None:
     """A statement that is new, gone or elsewhere is seen in review."""
     found = {f"{driver}: {name}": lines_of(points_of(driver, outside, SCENARIOS[name])) for name in SCENARIOS}
@@ -234,7 +236,7 @@ def test_the_list_has_every_driver_and_scenario() -> None:
     assert PATH.read_text() == rendered(written())
 
 
-@pytest.mark.parametrize("driver", [driver for driver in DRIVERS if driver.engine != "sqlite"], ids=str)
+@each_driver(*SERVERS)
 def test_deliveries_go_the_way_that_is_measured(driver: Driver) -> None:
     """They take the round trips of tests/delivery/costs.md; the handler here has one SELECT and one UPDATE more."""
     for name, way, more in (("new message", "new message, reads", 2), ("redelivery", "redelivery, reads", 0)):

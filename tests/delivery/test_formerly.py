@@ -1,7 +1,7 @@
 """`formerly=[...]`: which names a handler has had, what is refused, and what a claim of several names is."""
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -213,32 +213,6 @@ def harness(sync_url: URL) -> Iterator[Harness]:
     with Harness(Subject(sync_url)) as harness:
         harness.create_tables()
         yield harness
-
-
-@pytest.fixture(params=["deliver", "Dispatcher"])
-def deliver(request: pytest.FixtureRequest, harness: Harness) -> Callable[..., Outcome]:
-    """A function projector's own `deliver`, or a dispatcher's."""
-
-    def by(version: str) -> Outcome:
-        target = projector(idempotent=True, name=version, formerly=[OLD] if version == NEW else [])(on(Added)(add))
-        if request.param == "deliver":
-            return target.deliver(Added(), message_id="m1", session_factory=harness.factory).outcome
-        return Dispatcher(harness.factory, target).deliver(Added(), message_id="m1").outcome
-
-    return by
-
-
-@pytest.mark.parametrize(("first", "second"), [(OLD, NEW), (NEW, OLD)])
-def test_a_message_is_applied_under_one_name(
-    harness: Harness, deliver: Callable[..., Outcome], first: str, second: str
-) -> None:
-    """Whichever version comes first."""
-    assert [deliver(each) for each in (first, second, first)] == [
-        Outcome.APPLIED,
-        Outcome.DUPLICATE,
-        Outcome.DUPLICATE,
-    ]
-    assert harness.totals() == {"a": 1}
 
 
 @pytest.mark.parametrize("known", [0, 1, 2, 3])

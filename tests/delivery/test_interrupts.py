@@ -16,17 +16,16 @@ from sqlalchemy.ext.asyncio import AsyncEngine, async_sessionmaker
 from sqlalchemy.orm import Session
 
 from cancellation import assert_others_can_write, cancel_at_every_await
-from databases import DRIVERS, Driver
+from databases import DRIVERS, USUAL_DRIVERS, Driver, each_driver
 from projector_dedup import AsyncUnitOfWork
-from rig import NOTHING, ONCE, Durable, Rig, add, outsides_fixture, rig_on_fixture  # noqa: F401  # fixtures
+from rig import NOTHING, ONCE, Durable, Rig, add
 
 pytestmark = pytest.mark.slow
 
 RigOn = Callable[..., Rig]
-asynchronous = pytest.mark.parametrize("driver", [driver for driver in DRIVERS if driver.is_async], ids=str)
 
 
-@asynchronous
+@each_driver(is_async=True)
 @pytest.mark.filterwarnings("ignore:<psycopg.AsyncServerCursor:ResourceWarning")  # the stream that was cut off
 @pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
 @pytest.mark.parametrize("warm", [True, False], ids=["warm", "cold"])
@@ -34,10 +33,10 @@ def test_a_delivery_cancelled_at_any_await_leaves_nothing_behind(
     driver: Driver, late: bool, warm: bool, rig_on: RigOn
 ) -> None:
     """Whichever await is cancelled: either all is durable or nothing, no lock is held, and a redelivery is exact."""
-    cancel_at_every_await(rig_on(driver, learns=warm), late=late, warm=warm)
+    cancel_at_every_await(rig_on(driver), late=late, warm=warm)
 
 
-@asynchronous
+@each_driver(is_async=True)
 @pytest.mark.parametrize(("ends_by", "durable"), [("commit", ONCE), ("rollback", NOTHING)])
 def test_a_cancellation_during_commit_or_rollback_waits_for_the_answer(
     driver: Driver, ends_by: str, durable: Durable, rig_on: RigOn
@@ -66,7 +65,7 @@ def _fails(session: Session) -> None:
     raise ZeroDivisionError
 
 
-@asynchronous
+@each_driver(is_async=True)
 def test_a_cancelled_commit_of_the_callers_waits_for_the_answer(driver: Driver, rig_on: RigOn) -> None:
     """`AsyncUnitOfWork.commit` commits, closes the session, and only then is the task cancelled."""
     rig = rig_on(driver)
@@ -94,10 +93,10 @@ def test_a_cancelled_commit_of_the_callers_waits_for_the_answer(driver: Driver, 
     assert rig.connects == 1
 
 
-@asynchronous
+@each_driver(is_async=True)
 def test_many_deliveries_cancelled_at_once_leave_nothing_behind(driver: Driver, rig_on: RigOn) -> None:
     """Deliveries that wait for each other's rows are cancelled in the midst; what was not durable is redelivered."""
-    rig = rig_on(driver, learns=True)
+    rig = rig_on(driver)
     ids = [f"m-{number}" for number in range(12)]
 
     async def deliver_and_cancel(steps: int) -> None:
@@ -119,13 +118,15 @@ def test_many_deliveries_cancelled_at_once_leave_nothing_behind(driver: Driver, 
 
 
 @pytest.mark.parametrize(
-    ("kind", "learns"),
-    [("KeyboardInterrupt", False), ("KeyboardInterrupt", True), ("Exception", True), ("BaseException", False)],
+    ("driver", "kind"),
+    [
+        pytest.param(driver, kind, id=f"{driver}-{kind}")
+        for driver in DRIVERS
+        if not driver.is_async
+        for kind in ("KeyboardInterrupt", "Exception", "BaseException")[: 3 if driver in USUAL_DRIVERS else 1]
+    ],
 )
-@pytest.mark.parametrize("driver", [driver for driver in DRIVERS if not driver.is_async], ids=str)
-def test_a_delivery_interrupted_by_a_signal_leaves_nothing_behind(
-    driver: Driver, kind: str, learns: bool, rig_on: RigOn
-) -> None:
+def test_a_delivery_interrupted_by_a_signal_leaves_nothing_behind(driver: Driver, kind: str, rig_on: RigOn) -> None:
     """Ctrl-C, or a SIGTERM that raises, at many points of a delivery: nothing is held, and each message counts once."""
     rig = rig_on(driver)
     worker = subprocess.run(
@@ -135,7 +136,6 @@ def test_a_delivery_interrupted_by_a_signal_leaves_nothing_behind(
             driver.drivername,
             rig.outside.database.url(driver.drivername).render_as_string(hide_password=False),
             kind,
-            "learns" if learns else "",
         ],
         capture_output=True,
         text=True,

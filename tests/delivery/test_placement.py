@@ -23,7 +23,7 @@ from sqlalchemy import (
 from sqlalchemy.ext.asyncio import async_sessionmaker
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
 
-from databases import DRIVERS, Database, Driver
+from databases import USUAL_DRIVERS, Database, Driver, each_driver
 from projector_dedup import (
     DedupTables,
     Dispatcher,
@@ -179,9 +179,9 @@ def add_schemas(engine: Engine, folder: Path) -> tuple[str, str]:
     return f"{database}_a", f"{database}_b"  # where a schema is a database, its name must be nobody else's
 
 
-@pytest.fixture(params=DRIVERS, ids=str)
+@pytest.fixture(params=USUAL_DRIVERS, ids=str)
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
-    """Every driver, sync and async."""
+    """A synchronous and an asynchronous driver of each database."""
     driver: Driver = request.param
     if not driver.installed:
         pytest.skip(f"{driver.module} is not installed")
@@ -580,7 +580,7 @@ def test_binds_of_an_async_session_are_held_to_the_same(place: Place) -> None:
 # What is one database's own ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("driver", [d for d in DRIVERS if d.engine == "postgresql"], ids=str)
+@each_driver("postgresql")
 def test_the_search_path_leads_both_to_its_first_schema(driver: Driver, postgresql: Database) -> None:
     """Two schemas in one PostgreSQL database, told apart by the connections' search_path alone."""
     url = postgresql.url(driver.drivername)
@@ -603,26 +603,6 @@ def test_the_search_path_leads_both_to_its_first_schema(driver: Driver, postgres
             assert place.durable(schema) == (["m1"], 1)
             if not driver.is_async:
                 assert not [finding for finding in check(harness.engine, TABLES) if finding.fatal]
-
-
-def test_a_search_path_that_is_set_as_the_transaction_begins_leads_the_claim(postgresql: Database) -> None:
-    """The recipe with SET LOCAL in a listener: the claim comes after it."""
-    engine = create_engine(postgresql.url())
-    with engine.begin() as connection:
-        connection.execute(text("create schema one"))
-    Base.metadata.create_all(engine.execution_options(schema_translate_map={None: "one"}))
-    sessions = sessionmaker(engine)
-
-    @event.listens_for(sessions, "after_begin")
-    def _begin(_session: Session, _transaction: object, connection: Any) -> None:
-        connection.execute(text("set local search_path to one"))
-
-    handler = projector(idempotent=True, name="totals")(on(dict)(add()))
-    dispatcher = Dispatcher(sessions, handler, tables=TABLES)
-    outcomes = [dispatcher.deliver({}, message_id="m1").outcome for _ in range(2)]
-    assert outcomes == [Outcome.APPLIED, Outcome.DUPLICATE]
-    assert durable(engine.execution_options(schema_translate_map={None: "one"})) == (["m1"], 1)
-    engine.dispose()
 
 
 def test_check_warns_of_attached_files_that_do_not_commit_as_one(sqlite: Database, tmp_path: Path) -> None:

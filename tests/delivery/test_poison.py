@@ -9,10 +9,10 @@ from typing import Any
 from zoneinfo import ZoneInfo
 
 import pytest
-from sqlalchemy import select
+from sqlalchemy import delete, select
 from sqlalchemy.orm import Session
 
-from databases import DRIVERS, Database, Driver
+from databases import DRIVERS, Database, Driver, each_driver
 from projector_dedup import (
     BatchFailed,
     Delivery,
@@ -91,6 +91,7 @@ NO_MOMENTS: dict[str, object] = {
     "after the year 9999": datetime(9999, 12, 31, 23, 59, 59, tzinfo=offset(hours=-5)),
     "before the year 1": datetime(1, 1, 1, tzinfo=offset(hours=1)),
 }
+ENDS_OF_TIME = [datetime.min.replace(tzinfo=UTC), datetime.max.replace(tzinfo=UTC)]
 MOMENTS = [
     datetime.min.replace(tzinfo=UTC) + timedelta(microseconds=1),
     datetime(1, 1, 1, 5, tzinfo=offset(hours=4)),
@@ -175,10 +176,15 @@ def test_a_message_keeps_what_it_was_given() -> None:
     assert message.occurred_at is MOMENTS[3]
 
 
-@pytest.mark.parametrize("driver", DRIVERS, ids=str)
+@each_driver()
 def test_every_moment_that_is_accepted_is_stored(driver: Driver, harness_on: Callable[[Driver], Harness]) -> None:
     """Alone and in a batch, to the microsecond, from the first to the last year, of a subclass too."""
     harness = harness_on(driver)
+    ends = [Message(str(at), Added(), occurred_at=at) for at in ENDS_OF_TIME]
+    assert [each.outcome for each in of(harness, ends)] == [APPLIED] * 2, (
+        "the zero time of other languages is no poison"
+    )
+    harness.transact(lambda session: session.execute(delete(MARKER)))
     moments = [*MOMENTS, Hostile(2026, 1, 2, 3, 4, 5, 6, UTC)]
     plain = [*MOMENTS, datetime(2026, 1, 2, 3, 4, 5, 6, UTC)]
     expected = sorted(moment.astimezone(UTC) for moment in plain * 2)
@@ -190,15 +196,7 @@ def test_every_moment_that_is_accepted_is_stored(driver: Driver, harness_on: Cal
     assert sorted(at.replace(tzinfo=UTC) if at.tzinfo is None else at for at in found) == expected
 
 
-@pytest.mark.parametrize("driver", DRIVERS, ids=str)
-def test_the_ends_of_time_are_accepted(driver: Driver, harness_on: Callable[[Driver], Harness]) -> None:
-    """The zero time of other languages is not poison."""
-    ends = [datetime.min.replace(tzinfo=UTC), datetime.max.replace(tzinfo=UTC)]
-    deliveries = of(harness_on(driver), [Message(str(at), Added(), occurred_at=at) for at in ends])
-    assert [each.outcome for each in deliveries] == [APPLIED, APPLIED]
-
-
-@pytest.mark.parametrize("driver", DRIVERS, ids=str)
+@each_driver()
 @pytest.mark.parametrize(
     "poison",
     [{"occurred_at": NO_MOMENTS["after the year 9999"]}, {"id": 5}, {"type": ["paid"]}, {"body": OfAnOddClass()}],

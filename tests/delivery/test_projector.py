@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from sqlalchemy import MetaData, create_engine, event
+from sqlalchemy import create_engine, event
 from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session, async_sessionmaker, create_async_engine
 from sqlalchemy.orm import Session, scoped_session, sessionmaker
 
@@ -26,6 +26,7 @@ from projector_dedup import (
     DeliveryFailed,
     Dispatcher,
     HandlerDefinitionError,
+    InvalidMessageError,
     InvalidMessageIdError,
     Message,
     Outcome,
@@ -37,7 +38,6 @@ from projector_dedup import (
     cloudevents,
     hashed,
     kafka,
-    make_tables,
     on,
     projector,
 )
@@ -95,17 +95,6 @@ class InheritsPinned(Pinned):
 def count(event: Paid, session: Session) -> tuple[Paid, Session]:
     """A function that is a projector."""
     return event, session
-
-
-@pytest.fixture
-def factory(sqlite: Any) -> Iterator[sessionmaker[Session]]:
-    """Sessions on a database with the marker table."""
-    engine = create_engine(sqlite.url())
-    metadata = MetaData()
-    make_tables(metadata)
-    metadata.create_all(engine)
-    yield sessionmaker(engine)
-    engine.dispose()
 
 
 def identities(*targets: object) -> list[str]:
@@ -692,18 +681,6 @@ def test_an_external_transaction_within_another_leaves_the_outer_one_open(factor
         connection.rollback()
 
 
-def test_keyboard_interrupt_passes_through(factory: sessionmaker[Session]) -> None:
-    """It is no handler's failure to be collected with others: nothing after it runs."""
-
-    def interrupted(_event: Paid, _session: Session) -> None:
-        raise KeyboardInterrupt
-
-    later = Totals()
-    with pytest.raises(KeyboardInterrupt):
-        Dispatcher(factory, _named(interrupted), later).deliver(Paid())
-    assert later.seen == []
-
-
 # Where an id is found --------------------------------------------------------------------------------------------
 
 NAMED = SimpleNamespace(message_id="m1", headers={"id": "h1"}, source="s", id="1", topic="t", partition=0, offset=7)
@@ -782,3 +759,118 @@ def test_an_event_without_a_time_zone_is_refused() -> None:
     """A naive time would be stored as some other moment."""
     with pytest.raises(RefusedError, match="time zone"):
         Message("m1", {}, occurred_at=datetime(2026, 1, 2))  # noqa: DTZ001  # that is the mistake
+
+
+# Events that are dictionaries: the dispatcher finds their type (``type=``) and id (``message_id=``) in the body ------
+
+SEEN: list[tuple[str, Any]] = []
+
+
+@projector(idempotent=True, name="seen")
+class Seen:
+    """Writes down what comes."""
+
+    @on("flight.scheduled")
+    def scheduled(self, event: Any, _session: Session) -> None:
+        """Note an event by its name."""
+        SEEN.append(("flight.scheduled", event))
+
+    @on(dict)
+    def other(self, event: Any, _session: Session) -> None:
+        """Note any other dictionary."""
+        SEEN.append(("dict", event))
+
+
+@pytest.fixture(autouse=True)
+def _nothing_seen() -> None:
+    """Forget what the test before has seen."""
+    SEEN.clear()
+
+
+SCHEDULED = {"message_id": "m1", "meta": {"type": "flight.scheduled"}}
+
+
+@pytest.mark.parametrize(
+    ("event", "handler"),
+    [
+        (SCHEDULED, "flight.scheduled"),
+        (Message("m1", SCHEDULED), "flight.scheduled"),
+        (Message(None, SCHEDULED), "flight.scheduled"),
+        (Message("m1", SCHEDULED, type=dict), "dict"),
+        (Message("m1", {}, type="flight.scheduled"), "flight.scheduled"),
+        ({"message_id": "m1"}, "dict"),
+        (Message("m1", {"meta": None}), "dict"),
+    ],
+    ids=["in the body", "in an envelope", "id in the body", "told", "told, not in the body", "nowhere", "None"],
+)
+def test_the_type_is_that_of_the_message_else_that_in_the_body_else_the_class(
+    factory: sessionmaker[Session], event: Any, handler: str
+) -> None:
+    """A type that a message was given wins over the extractor's, and that one over the class of the body."""
+    dispatcher = Dispatcher(factory, Seen(), type=by_path("meta.type"))
+    deliveries = [dispatcher.deliver(event), *dispatcher.deliver_batch([event])]
+    assert [name for name, _ in SEEN] == [handler]
+    assert [each.message_id for each in deliveries] == ["m1", "m1"]
+
+
+@pytest.mark.parametrize("kind", [5, ["flight.scheduled"], {"a": 1}, b"flight.scheduled"])
+def test_what_is_no_type_is_refused(factory: sessionmaker[Session], kind: object) -> None:
+    """A number is not taken for its text, and nothing is applied."""
+    dispatcher = Dispatcher(factory, Seen(), type=by_path("type"))
+    with pytest.raises(InvalidMessageError, match="the type of a message is a class or a name"):
+        dispatcher.deliver({"message_id": "m1", "type": kind})
+    with pytest.raises(BatchFailed):
+        dispatcher.deliver_batch([{"message_id": "m1", "type": kind}])
+    assert SEEN == []
+
+
+def test_a_type_that_nobody_wants_is_told_in_short(factory: sessionmaker[Session]) -> None:
+    """A producer's megabyte does not become a log's."""
+    dispatcher = Dispatcher(factory, Seen(), type=by_path("type"))
+    with pytest.raises(UnhandledMessage, match=r"no handler for x{200}; there is one for "):
+        dispatcher.deliver({"message_id": "m1", "type": "x" * 1_000_000})
+
+
+@pytest.mark.parametrize(
+    ("event", "name"),
+    [
+        ({"message_id": "m1"}, "builtins.dict"),
+        (Message("m1", {}), "builtins.dict"),
+        ([{"message_id": "m1"}], "builtins.list"),
+        (Message("m1", {}, type="ship"), "ship"),
+    ],
+    ids=["a dict", "in an envelope", "a list", "a name"],
+)
+def test_what_nobody_handles_is_told_what_to_write(factory: sessionmaker[Session], event: object, name: str) -> None:
+    """A dict needs a type beside it or from its body; a list is a batch."""
+
+    @projector(idempotent=True, name="flights")
+    @on("flight")
+    def flights(event: Any, _session: Session) -> None:
+        SEEN.append(("flight", event))
+
+    with pytest.raises(UnhandledMessage, match=rf"no handler for {name}; there is one for flight\. Register") as raised:
+        Dispatcher(factory, flights).deliver(event)
+    assert "Message(id, body, type=...), or Dispatcher(type=by_path('type'))" in str(raised.value)
+    assert "call deliver_batch" in str(raised.value)
+    with pytest.raises(UnhandledMessage, match="flights does not handle "):
+        flights.deliver(event, session_factory=factory)
+    assert SEEN == []
+
+
+def test_a_message_without_an_id_is_refused_as_ever(factory: sessionmaker[Session]) -> None:
+    """Neither the envelope nor the body has one."""
+    with pytest.raises(InvalidMessageIdError, match="has no id"):
+        Dispatcher(factory, Seen()).deliver(Message(None, {}))
+
+
+def test_an_id_in_bytes_is_refused_with_the_right_advice() -> None:
+    """The text of ``str(b"7")`` would be another id."""
+    with pytest.raises(InvalidMessageIdError, match=r"give value\.decode\(\), and not str\(value\)"):
+        Message(b"7", {})
+
+
+def test_an_extractor_of_types_is_a_function(factory: sessionmaker[Session]) -> None:
+    """A path is no function."""
+    with pytest.raises(ValueError, match="message_id and type take an extractor"):
+        Dispatcher(factory, Seen(), type="meta.type")  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker
 from sqlalchemy.orm import Session, sessionmaker
 from sqlalchemy.pool import NullPool
 
-from databases import DRIVERS, Driver
+from databases import DRIVERS, SERVERS, Driver, each_driver
 from projector_dedup import (
     AsyncDispatcher,
     AsyncUnitOfWork,
@@ -39,8 +39,6 @@ from rig import (
     Rig,
     add,
     create_tables,
-    outsides_fixture,  # noqa: F401  # fixture
-    rig_on_fixture,  # noqa: F401  # fixture
 )
 
 RigOn = Callable[..., Rig]
@@ -49,8 +47,6 @@ REFUSED = "inside a handler"
 BOUNDS = {"postgresql": "set lock_timeout = '500ms'", "mariadb": "set innodb_lock_wait_timeout = 1"}
 
 SYNC = [driver for driver in DRIVERS if not driver.is_async]
-SEVERAL_WRITERS = [driver for driver in SYNC if driver.engine != "sqlite"]
-ASYNC = [driver for driver in DRIVERS if driver.is_async]
 
 
 def bound_waits(rig: Rig) -> Rig:
@@ -128,7 +124,7 @@ def added(message_id: str) -> Message:
 
 @pytest.mark.parametrize("idempotent", [True, False], ids=["marked", "unmarked"])
 @pytest.mark.parametrize("message_id", ["m-1", "m-2"], ids=["same message", "other message"])
-@pytest.mark.parametrize("driver", DRIVERS, ids=str)
+@each_driver(usual=True)
 def test_a_delivery_inside_a_handler_is_refused(
     driver: Driver, message_id: str, idempotent: bool, rig_on: RigOn
 ) -> None:
@@ -153,7 +149,7 @@ def test_a_delivery_inside_a_handler_is_refused(
     assert rig.durable() == ONCE
 
 
-@pytest.mark.parametrize("driver", DRIVERS, ids=str)
+@each_driver(usual=True)
 def test_the_refusal_is_not_retried(driver: Driver, rig_on: RigOn) -> None:
     """A handler that delivers will do so again: it runs once, however many attempts the policy has."""
     rig, calls = bound_waits(rig_on(driver)), []
@@ -171,17 +167,7 @@ def test_the_refusal_is_not_retried(driver: Driver, rig_on: RigOn) -> None:
     assert len(calls) == 1
 
 
-@pytest.mark.parametrize("driver", DRIVERS, ids=str)
-def test_another_engine_on_the_same_database_is_refused(driver: Driver, rig_on: RigOn) -> None:
-    """Engines are compared by what their URLs say: another pool or query string is no other database."""
-    rig = bound_waits(rig_on(driver))
-    dispatcher = dispatcher_on(other_factory(rig))
-    with pytest.raises(UnsafeSessionError, match=REFUSED):
-        deliver_with(rig, lambda: dispatcher.deliver(added("m-2")))
-    assert rig.durable() == NOTHING
-
-
-@pytest.mark.parametrize("driver", DRIVERS, ids=str)
+@each_driver(usual=True)
 def test_a_batch_inside_a_handler_is_refused(driver: Driver, rig_on: RigOn) -> None:
     """``deliver_batch`` reports every message of the inner batch as refused."""
     rig = bound_waits(rig_on(driver))
@@ -193,7 +179,7 @@ def test_a_batch_inside_a_handler_is_refused(driver: Driver, rig_on: RigOn) -> N
     assert rig.durable() == NOTHING
 
 
-@pytest.mark.parametrize("driver", DRIVERS, ids=str)
+@each_driver(usual=True)
 def test_a_delivery_by_a_handler_of_a_batch_is_refused(driver: Driver, rig_on: RigOn) -> None:
     """The message whose handler delivers fails, and the others of its batch are applied."""
     rig = bound_waits(rig_on(driver))
@@ -223,11 +209,13 @@ def test_a_delivery_by_a_handler_of_a_batch_is_refused(driver: Driver, rig_on: R
     assert rig.durable() == Durable(4, 4)
 
 
-@pytest.mark.parametrize("driver", DRIVERS, ids=str)
-def test_a_unit_of_work_inside_a_handler_is_refused(driver: Driver, rig_on: RigOn) -> None:
-    """A unit of work by hand is a transaction of its own, as a delivery is."""
-    rig = bound_waits(rig_on(driver))
-    factory = other_factory(rig)
+def by_another_dispatcher(factory: Any) -> Any:
+    """On another engine: another pool or query string is no other database."""
+    return dispatcher_on(factory).deliver(added("m-2"))
+
+
+def by_a_unit_of_work(factory: Any) -> Any:
+    """By hand, which is a transaction of its own, as a delivery is."""
 
     def direct() -> None:
         with UnitOfWork(factory) as uow:
@@ -237,34 +225,35 @@ def test_a_unit_of_work_inside_a_handler_is_refused(driver: Driver, rig_on: RigO
         async with AsyncUnitOfWork(factory) as uow:
             await uow.claim("m-1", "totals")
 
-    with pytest.raises(UnsafeSessionError, match=REFUSED):
-        deliver_with(rig, awaited if driver.is_async else direct)
-    assert rig.durable() == NOTHING
+    return awaited() if isinstance(factory, async_sessionmaker) else direct()
 
 
-@pytest.mark.parametrize("driver", DRIVERS, ids=str)
-def test_a_function_projector_delivers_inside_no_handler(driver: Driver, rig_on: RigOn) -> None:
-    """``FunctionProjector.deliver`` and ``adeliver`` are refused as a dispatcher's are."""
-    rig = bound_waits(rig_on(driver))
+def by_a_function_projector(factory: Any) -> Any:
+    """``FunctionProjector.deliver`` and ``adeliver``."""
 
-    @projector(idempotent=True, name="function")
-    @on("added")
-    def direct(_event: object, session: Session) -> None:
-        add(session)
-
-    @projector(idempotent=True, name="function")
-    @on("added")
     async def awaited(_event: object, session: AsyncSession) -> None:
         await session.run_sync(add)
 
+    is_async = isinstance(factory, async_sessionmaker)
+    function: Any = awaited if is_async else lambda _event, session: add(session)
+    target = projector(idempotent=True, name="function")(on("added")(function))
+    return (target.adeliver if is_async else target.deliver)(added("m-2"), session_factory=factory)
+
+
+@pytest.mark.parametrize("deliver", [by_another_dispatcher, by_a_unit_of_work, by_a_function_projector])
+@each_driver(usual=True)
+def test_every_way_to_deliver_inside_a_handler_is_refused(
+    driver: Driver, deliver: Callable[[Any], Any], rig_on: RigOn
+) -> None:
+    """Whoever delivers on the handler's database, and nothing of either is durable."""
+    rig = bound_waits(rig_on(driver))
     factory = other_factory(rig)
-    deliver: Any = awaited.adeliver if driver.is_async else direct.deliver
     with pytest.raises(UnsafeSessionError, match=REFUSED):
-        deliver_with(rig, lambda: deliver(added("m-2"), session_factory=factory))
+        deliver_with(rig, lambda: deliver(factory))
     assert rig.durable() == NOTHING
 
 
-@pytest.mark.parametrize("driver", DRIVERS, ids=str)
+@each_driver(usual=True)
 def test_a_claim_on_the_handlers_own_session_is_no_reentry(driver: Driver, rig_on: RigOn) -> None:
     """Its marker is one more row of the handler's transaction."""
     rig = rig_on(driver)
@@ -277,7 +266,7 @@ def test_a_claim_on_the_handlers_own_session_is_no_reentry(driver: Driver, rig_o
     assert rig.durable() == Durable(2, 1)
 
 
-@pytest.mark.parametrize("driver", SYNC, ids=str)
+@each_driver(is_async=False, usual=True)
 def test_a_claim_on_another_session_inside_a_handler_is_refused(driver: Driver, rig_on: RigOn) -> None:
     """Such a marker would commit without the handler's, and could wait for it."""
     rig = bound_waits(rig_on(driver))
@@ -292,7 +281,7 @@ def test_a_claim_on_another_session_inside_a_handler_is_refused(driver: Driver, 
     assert rig.durable() == NOTHING
 
 
-@pytest.mark.parametrize("driver", SYNC, ids=str)
+@each_driver(is_async=False, usual=True)
 def test_a_refusal_that_the_handler_swallows_leaves_its_own_work_whole(driver: Driver, rig_on: RigOn) -> None:
     """The inner delivery did nothing and said so; the handler's transaction was not touched, so it may go on."""
     rig = bound_waits(rig_on(driver))
@@ -309,7 +298,7 @@ def test_a_refusal_that_the_handler_swallows_leaves_its_own_work_whole(driver: D
 # What is no re-entry ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("driver", DRIVERS, ids=str)
+@each_driver(usual=True)
 def test_a_delivery_after_the_handler_is_none(driver: Driver, rig_on: RigOn) -> None:
     """A handler that has returned, or failed, is forgotten, also by one and the same task."""
     rig = rig_on(driver)
@@ -338,7 +327,7 @@ def fails(session: Session) -> None:
     raise ZeroDivisionError
 
 
-@pytest.mark.parametrize("driver", SYNC, ids=str)
+@each_driver(is_async=False, usual=True)
 def test_several_handlers_of_one_event_do_not_deliver_inside_each_other(driver: Driver, rig_on: RigOn) -> None:
     """A dispatcher calls them one after the other."""
     rig = rig_on(driver)
@@ -346,7 +335,7 @@ def test_several_handlers_of_one_event_do_not_deliver_inside_each_other(driver: 
     assert rig.durable() == Durable(3, 3)
 
 
-@pytest.mark.parametrize("driver", SYNC, ids=str)
+@each_driver(is_async=False, usual=True)
 def test_several_refused_handlers_are_reported_together(driver: Driver, rig_on: RigOn) -> None:
     """An inner event with two handlers fails with ``DeliveryFailed``, and so does the outer delivery."""
     rig = bound_waits(rig_on(driver))
@@ -357,7 +346,7 @@ def test_several_refused_handlers_are_reported_together(driver: Driver, rig_on: 
     assert rig.durable() == NOTHING
 
 
-@pytest.mark.parametrize("driver", SYNC, ids=str)
+@each_driver(is_async=False, usual=True)
 def test_a_delivery_by_a_listener_that_hears_of_the_commit_is_none(driver: Driver, rig_on: RigOn) -> None:
     """After COMMIT no lock is held, so ``after_commit`` may deliver what the handler has collected."""
     rig = bound_waits(rig_on(driver))
@@ -367,7 +356,7 @@ def test_a_delivery_by_a_listener_that_hears_of_the_commit_is_none(driver: Drive
     assert rig.durable() == Durable(2, 2)
 
 
-@pytest.mark.parametrize("driver", SYNC, ids=str)
+@each_driver(is_async=False, usual=True)
 def test_a_delivery_by_a_listener_before_the_commit_is_refused(driver: Driver, rig_on: RigOn) -> None:
     """The handler's locks are still held in ``before_commit``."""
     rig = bound_waits(rig_on(driver))
@@ -379,7 +368,7 @@ def test_a_delivery_by_a_listener_before_the_commit_is_refused(driver: Driver, r
     rig.assert_nothing_is_left()
 
 
-@pytest.mark.parametrize("driver", DRIVERS, ids=str)
+@each_driver(usual=True)
 def test_a_delivery_on_another_database_is_none(driver: Driver, rig_on: RigOn, tmp_path: Any) -> None:
     """A second database has locks of its own; but whoever comes back from there to the first is refused."""
     rig = bound_waits(rig_on(driver))
@@ -411,7 +400,7 @@ def test_a_delivery_on_another_database_is_none(driver: Driver, rig_on: RigOn, t
     assert rig.durable() == NOTHING
 
 
-@pytest.mark.parametrize("driver", SEVERAL_WRITERS, ids=str)
+@each_driver(*SERVERS, is_async=False)
 def test_units_of_work_side_by_side_are_none(driver: Driver, rig_on: RigOn) -> None:
     """Outside of handlers, a caller may hold two in one thread."""
     factory = sessionmaker((rig := rig_on(driver)).sync_engine)
@@ -426,7 +415,7 @@ def test_units_of_work_side_by_side_are_none(driver: Driver, rig_on: RigOn) -> N
 # Tasks and threads ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("driver", ASYNC, ids=str)
+@each_driver(is_async=True, usual=True)
 def test_a_task_of_the_handler_is_refused_while_the_handler_runs(driver: Driver, rig_on: RigOn) -> None:
     """To await it would be to wait for oneself."""
     rig = bound_waits(rig_on(driver))
@@ -436,7 +425,7 @@ def test_a_task_of_the_handler_is_refused_while_the_handler_runs(driver: Driver,
     assert rig.durable() == NOTHING
 
 
-@pytest.mark.parametrize("driver", ASYNC, ids=str)
+@each_driver(is_async=True, usual=True)
 def test_a_task_that_outlives_the_handler_may_deliver(driver: Driver, rig_on: RigOn) -> None:
     """Its context is a copy of the handler's, in which the handler has ended."""
     rig = bound_waits(rig_on(driver))
@@ -462,7 +451,7 @@ def test_a_task_that_outlives_the_handler_may_deliver(driver: Driver, rig_on: Ri
     assert rig.durable() == Durable(2, 2)
 
 
-@pytest.mark.parametrize("driver", SYNC, ids=str)
+@each_driver(is_async=False, usual=True)
 def test_a_thread_that_was_given_the_context_is_refused(driver: Driver, rig_on: RigOn) -> None:
     """``asyncio.to_thread`` copies the context: a synchronous delivery in it is inside the handler."""
     rig = bound_waits(rig_on(driver))
@@ -472,7 +461,7 @@ def test_a_thread_that_was_given_the_context_is_refused(driver: Driver, rig_on: 
     assert rig.durable() == NOTHING
 
 
-@pytest.mark.parametrize("driver", SEVERAL_WRITERS, ids=str)
+@each_driver(*SERVERS, is_async=False)
 def test_a_thread_of_its_own_is_not_seen(driver: Driver, rig_on: RigOn) -> None:
     """It has a context of its own, and may deliver what waits for nothing of the handler's (docs/handlers.md)."""
     rig = bound_waits(rig_on(driver))
@@ -487,7 +476,7 @@ def test_a_thread_of_its_own_is_not_seen(driver: Driver, rig_on: RigOn) -> None:
     assert rig.durable() == Durable(2, 1)
 
 
-@pytest.mark.parametrize("driver", ASYNC, ids=str)
+@each_driver(is_async=True, usual=True)
 def test_tasks_side_by_side_do_not_see_each_others_handlers(driver: Driver, rig_on: RigOn) -> None:
     """Deliveries of different tasks overlap as ever."""
     rig = rig_on(driver)
@@ -509,7 +498,7 @@ def test_a_delivery_that_is_closed_in_another_context_disturbs_nobody() -> None:
 # An outer transaction ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("driver", DRIVERS, ids=str)
+@each_driver(usual=True)
 def test_a_test_in_an_outer_transaction_is_told_too(driver: Driver, rig_on: RigOn) -> None:
     """What would wait for ever in production is refused where one connection would let it pass."""
     rig = rig_on(driver)

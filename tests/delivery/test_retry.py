@@ -6,37 +6,23 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from sqlalchemy import Engine, String, create_engine, event, func, insert, select, text
+from sqlalchemy import Engine, create_engine, event, func, insert, select, text
 from sqlalchemy.exc import DBAPIError, IntegrityError
-from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
+from sqlalchemy.orm import Session, sessionmaker
+from sqlalchemy.orm.exc import StaleDataError
 
-from databases import DRIVERS, Database, Driver
+from databases import Database, Driver, each_driver
 from projector_dedup import (
     CommitOutcomeUnknown,
     Dispatcher,
     Outcome,
     RetriesExhaustedError,
     RetryPolicy,
-    make_tables,
     on,
     projector,
 )
-from rig import NOTHING, TOTAL, Rig, outsides_fixture, rig_on_fixture  # noqa: F401  # fixtures
+from rig import NOTHING, ONCE, TOTAL, Durable, Rig, Total, add, state, tables_on
 
-
-class Base(DeclarativeBase):
-    """The read model of these tests."""
-
-
-class Total(Base):
-    """A row."""
-
-    __tablename__ = "total"
-    id: Mapped[str] = mapped_column(String(20), primary_key=True)
-    amount: Mapped[int]
-
-
-tables = make_tables(Base.metadata)
 Body = Callable[[Session], object]
 
 
@@ -44,8 +30,7 @@ Body = Callable[[Session], object]
 def server(request: pytest.FixtureRequest) -> Iterator[Engine]:
     """A database server with the tables in it."""
     database: Database = request.getfixturevalue(request.param)
-    engine = create_engine(database.url())
-    Base.metadata.create_all(engine)
+    engine = tables_on(create_engine(database.url()))
     yield engine
     engine.dispose()
 
@@ -81,26 +66,12 @@ def _dispatcher(engine: Engine, body: Body, *, idempotent: bool = True, retry: R
     return Dispatcher(sessionmaker(engine), handler, retry=retry)
 
 
-def _add(session: Session) -> None:
-    total = session.get(Total, "a")
-    if total is None:
-        total = Total(id="a", amount=0)
-        session.add(total)
-    total.amount += 1
-
-
-def _state(engine: Engine) -> tuple[int, int]:
-    with Session(engine) as session:
-        markers = session.scalar(select(func.count()).select_from(tables.marker)) or 0
-        return markers, session.scalar(select(func.sum(Total.amount))) or 0
-
-
 def test_a_slow_winner_does_not_cost_the_loser_its_retries(server: Engine) -> None:
     """The time for retries starts at the first failure: a loser that waited longer than that is still a duplicate."""
     entered, finish = threading.Event(), threading.Event()
 
     def slow(session: Session) -> None:
-        _add(session)
+        add(session)
         session.flush()
         entered.set()
         assert finish.wait(20)
@@ -120,7 +91,7 @@ def test_a_slow_winner_does_not_cost_the_loser_its_retries(server: Engine) -> No
     for thread in threads:
         thread.join(20)
     assert sorted(outcome.value for outcome in outcomes) == ["applied", "duplicate"]
-    assert _state(server) == (1, 1)
+    assert state(server) == ONCE
 
 
 def test_different_unique_violations_are_different_rivals(server: Engine) -> None:
@@ -133,34 +104,34 @@ def test_different_unique_violations_are_different_rivals(server: Engine) -> Non
     def meets_a_rival_each_time(session: Session) -> None:
         runs.append(1)
         number = len(runs)
-        session.add(Total(id=f"row-{number}", amount=1))
+        session.add(Total(account=f"row-{number}", amount=1))
         session.flush()
         if number <= 4:
             session.execute(text(f"INSERT INTO total VALUES ('row-{number}', 1)"))
 
     assert _dispatcher(server, meets_a_rival_each_time).deliver("e", message_id="1").outcome is Outcome.APPLIED
     assert len(runs) == 5
-    assert _state(server) == (1, 1)
+    assert state(server) == ONCE
 
 
 def test_the_same_unique_violation_is_the_users_error(engine: Engine) -> None:
     """It is tried again twice, then the user's own IntegrityError surfaces, and nothing is applied."""
-    Base.metadata.create_all(engine)
+    tables_on(engine)
     runs: list[int] = []
 
     def bug(session: Session) -> None:
         runs.append(1)
-        session.add_all([Total(id="same", amount=1)])
+        session.add_all([Total(account="same", amount=1)])
         session.flush()
         session.execute(text("INSERT INTO total VALUES ('same', 1)"))
 
     with pytest.raises(IntegrityError):
         _dispatcher(engine, bug).deliver("e", message_id="1")
     assert len(runs) == 3
-    assert _state(engine) == (0, 0)
+    assert state(engine) == NOTHING
 
 
-@pytest.mark.parametrize("driver", DRIVERS, ids=str)
+@each_driver()
 def test_a_violation_is_the_same_whatever_else_was_written(driver: Driver, rig_on: Callable[..., Rig]) -> None:
     """A bug that writes another value each time, the time of day say, is a bug all the same: three runs, no more."""
     rig = rig_on(driver)
@@ -191,7 +162,7 @@ def test_a_violation_that_comes_too_late_to_be_tried_again_is_no_bug_yet(server:
     with pytest.raises(RetriesExhaustedError) as exhausted:
         _dispatcher(server, conflicts_then_violates, retry=policy).deliver("e", message_id="1")
     assert isinstance(exhausted.value.__cause__, IntegrityError)
-    assert _state(server) == (0, 0)
+    assert state(server) == NOTHING
 
 
 def test_a_violation_that_may_not_be_tried_again_is_the_users_error(server: Engine) -> None:
@@ -212,7 +183,7 @@ def test_those_who_waited_for_a_winner_that_fails_settle_it_among_themselves(ser
     def body(session: Session) -> None:
         first = not entered.is_set()
         entered.set()
-        _add(session)
+        add(session)
         session.flush()
         if first:
             assert fail.wait(30)
@@ -229,31 +200,31 @@ def test_those_who_waited_for_a_winner_that_fails_settle_it_among_themselves(ser
         assert isinstance(winner.exception(), ZeroDivisionError)
         outcomes = [other.result().outcome for other in others]
     assert sorted(outcome.value for outcome in outcomes) == ["applied"] + ["duplicate"] * (waiters - 1)
-    assert _state(server) == (1, 1)
+    assert state(server) == ONCE
 
 
 def test_a_lock_wait_of_the_handler_is_tried_again(mariadb: Database) -> None:
     """MariaDB's own bound (1205) undoes one statement only; the unit of work runs again whole, and is no InProgress."""
     engine = create_engine(mariadb.url(), connect_args={"init_command": "SET innodb_lock_wait_timeout = 1"})
-    Base.metadata.create_all(engine)
+    tables_on(engine)
     with Session(engine) as session:
-        _add(session)
+        add(session)
         session.commit()
     holder = Session(engine)
-    holder.execute(select(Total).where(Total.id == "a").with_for_update()).all()
+    holder.execute(select(Total).where(Total.account == "a").with_for_update()).all()
     runs: list[int] = []
 
     def body(session: Session) -> None:
         runs.append(1)
-        session.add(Total(id=f"b{len(runs)}", amount=1))
+        session.add(Total(account=f"b{len(runs)}", amount=1))
         session.flush()
         if len(runs) == 2:
             holder.rollback()
-        _add(session)
+        add(session)
 
     assert _dispatcher(engine, body).deliver("e", message_id="1").outcome is Outcome.APPLIED
     assert len(runs) == 2
-    assert _state(engine) == (1, 3)
+    assert state(engine) == Durable(1, 3)
     holder.close()
     engine.dispose()
 
@@ -272,20 +243,21 @@ def test_retries_are_bounded_by_their_number(server: Engine) -> None:
     assert len(runs) == 4
     assert isinstance(exhausted.value.__cause__, DBAPIError)
     assert "conflict" in str(exhausted.value.__cause__) or "1213" in str(exhausted.value.__cause__)
-    assert _state(server) == (0, 0)
+    assert state(server) == NOTHING
 
 
-def test_a_policy_of_many_attempts_does_not_overflow(server: Engine) -> None:
+def test_a_policy_of_many_attempts_does_not_overflow(factory: sessionmaker[Session]) -> None:
     """The backoff doubles only so far."""
-    runs: list[int] = []
+    attempts = iter(range(10_000))
 
-    def conflict(session: Session) -> None:
-        runs.append(1)
-        if len(runs) < 1_100:
-            _conflict(session)
+    @projector(idempotent=True, name="retry")
+    @on(str)
+    def handler(_event: str, _session: Session) -> None:
+        if next(attempts) < 1_100:
+            raise StaleDataError("somebody was faster")
 
-    policy = RetryPolicy(attempts=2_000, within=100, cap=0)
-    assert _dispatcher(server, conflict, retry=policy).deliver("e", message_id="1").outcome is Outcome.APPLIED
+    dispatcher = Dispatcher(factory, handler, retry=RetryPolicy(attempts=2_000, within=100, cap=0))
+    assert dispatcher.deliver("e", message_id="1").outcome is Outcome.APPLIED
 
 
 @pytest.mark.parametrize("policy", [{"attempts": 0}, {"within": -1}, {"base": -1}])
@@ -306,7 +278,7 @@ def test_an_unknown_outcome_of_another_delivery_is_not_ours(server: Engine) -> N
     with pytest.raises(CommitOutcomeUnknown, match="elsewhere"):
         _dispatcher(server, inner_unknown).deliver("e", message_id="1")
     assert len(runs) == 1
-    assert _state(server) == (0, 0)
+    assert state(server) == NOTHING
 
 
 @pytest.mark.parametrize("error", [ConnectionResetError("lookup"), TimeoutError("lookup")], ids=repr)
@@ -323,8 +295,10 @@ def test_a_listener_that_cannot_reach_its_directory_is_tried_again(server: Engin
             raise error
 
     event.listen(Choosing, "after_begin", choose)
-    handler = projector(idempotent=True, name="h")(on(str)(lambda _, session: session.add(Total(id="a", amount=1))))
-    dispatcher = Dispatcher(sessionmaker(server, class_=Choosing), handler, tables=tables)
+    handler = projector(idempotent=True, name="h")(
+        on(str)(lambda _, session: session.add(Total(account="a", amount=1)))
+    )
+    dispatcher = Dispatcher(sessionmaker(server, class_=Choosing), handler)
     assert dispatcher.deliver("it", message_id="m1").outcome is Outcome.APPLIED
     assert len(begun) == 2
     with Session(server) as session:

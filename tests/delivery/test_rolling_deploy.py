@@ -15,7 +15,7 @@ import pytest
 
 from databases import Database
 from projector_dedup import configure_sqlite
-from projector_dedup.maintenance.rename import Renamed, rename
+from projector_dedup.maintenance.rows import Renamed, rename
 from projector_dedup.testing.convergence import DEATHS, Messages, Task, generate, redelivered, totals_of
 from projector_dedup.testing.kit import Harness, Subject
 

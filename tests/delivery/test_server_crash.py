@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import make_url
 
-from databases import DRIVERS, Database, Driver
+from databases import Database, Driver, each_driver
 from projector_dedup import CommitOutcomeUnknown, RetriesExhaustedError, RetryPolicy
 from projector_dedup.testing.postgres import PrivatePostgres
 from rig import Durable, Outside, Rig, add, create_tables
@@ -94,7 +94,7 @@ class Deliveries:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("driver", [driver for driver in DRIVERS if driver.engine == "postgresql"], ids=str)
+@each_driver("postgresql")
 def test_a_crash_of_the_server_loses_and_doubles_nothing(
     driver: Driver, server: PrivatePostgres, database: Database
 ) -> None:

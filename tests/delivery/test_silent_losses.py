@@ -8,17 +8,15 @@ from typing import Any
 
 import pytest
 from sqlalchemy import Engine, create_engine, event, select, text
-from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session, sessionmaker
 from sqlalchemy.pool import Pool, SingletonThreadPool, StaticPool
 
-from databases import DRIVERS, Database, Driver
+from databases import SERVERS, Database, Driver, each_driver
 from misbehaviour import swallow
 from projector_dedup import (
     Dispatcher,
     InProgress,
     Message,
-    MissingTableError,
     Outcome,
     RetriesExhaustedError,
     TransactionViolatedError,
@@ -31,16 +29,15 @@ from projector_dedup import (
 )
 from projector_dedup.tables import default_metadata
 from projector_dedup.testing.kit import Added, Base, add
-from rig import NOTHING, ONCE, Rig, Total, outsides_fixture, rig_on_fixture  # noqa: F401  # fixtures
+from rig import NOTHING, ONCE, Rig, Total
 from rig import add as add_one
 
-MARIADB = [driver for driver in DRIVERS if driver.engine == "mariadb"]
 RigOn = Callable[..., Rig]
 
 totals = projector(idempotent=True, name="totals")(on(Added)(add))
 
 
-@pytest.mark.parametrize("driver", MARIADB, ids=str)
+@each_driver("mariadb")
 @pytest.mark.parametrize("swallows", [False, True])
 def test_an_error_that_a_driver_tells_nobody_cannot_happen(driver: Driver, swallows: bool, rig_on: RigOn) -> None:
     """The second statement of one text may fail, or roll everything back, in silence: such texts are refused."""
@@ -63,7 +60,7 @@ def test_an_error_that_a_driver_tells_nobody_cannot_happen(driver: Driver, swall
         assert rig.durable() == NOTHING
 
 
-@pytest.mark.parametrize("driver", [driver for driver in MARIADB if not driver.is_async], ids=str)
+@each_driver("mariadb", is_async=False)
 def test_a_deadlock_while_a_result_is_streamed_is_not_forgotten(driver: Driver, rig_on: RigOn) -> None:
     """The fetch rolls the transaction back and a rival applies the message: what is written then does not commit."""
     rig, rival = rig_on(driver), rig_on(driver)
@@ -105,7 +102,7 @@ def _waits_for_all(connection: Any, rig: Rig) -> None:
     connection.execute(text("update total set amount = 0 where account >= 'r' order by account desc"))
 
 
-@pytest.mark.parametrize("driver", MARIADB, ids=str)
+@each_driver("mariadb")
 @pytest.mark.parametrize("number", [1206, 1213, 1020])
 def test_an_error_by_which_the_server_rolls_back_is_remembered(driver: Driver, number: int, rig_on: RigOn) -> None:
     """A full lock table, 1206, too: swallowed, it is a reason to run the whole unit again, never `APPLIED`."""
@@ -120,7 +117,7 @@ def test_an_error_by_which_the_server_rolls_back_is_remembered(driver: Driver, n
     assert rig.durable() == NOTHING
 
 
-@pytest.mark.parametrize("driver", [driver for driver in MARIADB if not driver.is_async], ids=str)
+@each_driver("mariadb", is_async=False)
 def test_a_level_that_a_listener_sets_is_not_taken_for_the_servers(driver: Driver, rig_on: RigOn) -> None:
     """READ COMMITTED set on connecting, after SQLAlchemy has asked for the level, would lose updates."""
     rig = rig_on(driver)
@@ -136,7 +133,7 @@ def test_a_level_that_a_listener_sets_is_not_taken_for_the_servers(driver: Drive
     assert found == ["REPEATABLE-READ"]
 
 
-@pytest.mark.parametrize("driver", [each for each in DRIVERS if not each.is_async and each.engine != "sqlite"], ids=str)
+@each_driver(*SERVERS, is_async=False)
 @pytest.mark.parametrize(
     ("engine_level", "level", "sufficient"),
     [
@@ -172,20 +169,6 @@ def test_a_connection_that_a_listener_takes_before_its_level_is_set_is_refused(
             dispatcher.deliver(Message("m-1", None, type="added"))
     assert rig.durable() == (ONCE if sufficient else NOTHING)
     rig.assert_nothing_is_left()
-
-
-def test_nothing_commits_after_a_claim_that_failed(engine: Engine) -> None:
-    """Whoever swallows the claim's error and writes cannot commit without a marker."""
-    Base.metadata.create_all(engine)
-    with UnitOfWork(sessionmaker(engine)) as uow:
-        with pytest.raises(MissingTableError):
-            uow.claim("m1", "h")
-        swallow(add, Added(), uow.session)
-        for commits in (uow.commit, uow.session.commit):
-            with pytest.raises((UnsafeSessionError, TransactionViolatedError, DBAPIError)):
-                commits()
-    with engine.connect() as connection:
-        assert connection.scalar(text("select count(*) from contract_total")) == 0
 
 
 def test_nothing_commits_after_a_claim_that_was_in_progress(engine: Engine) -> None:

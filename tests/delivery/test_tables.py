@@ -10,6 +10,7 @@ from sqlalchemy.orm import Session, sessionmaker
 
 from databases import Database
 from projector_dedup import (
+    BatchFailed,
     DedupTables,
     Dispatcher,
     Message,
@@ -62,25 +63,6 @@ def test_tables_may_be_called_otherwise(engine: Engine) -> None:
         assert session.execute(select(tables.marker.c.message_id, tables.marker.c.handler)).all() == [("m1", "h")]
 
 
-def test_tables_may_live_in_a_schema(postgresql: Database) -> None:
-    """With names of constraints and index that do not collide with those of another schema."""
-    engine = create_engine(postgresql.url())
-    with engine.begin() as connection:
-        connection.execute(text("create schema one; create schema two"))
-    for schema in ("one", "two"):
-        dispatcher = Dispatcher(sessionmaker(engine), handler, tables=created(engine, schema=schema))
-        outcomes = [dispatcher.deliver({}, message_id="m1").outcome for _ in range(2)]
-        assert outcomes == [Outcome.APPLIED, Outcome.DUPLICATE]
-    engine.dispose()
-
-
-def test_two_deployments_may_share_a_schema(engine: Engine) -> None:
-    """Constraint and index names carry the table's name."""
-    for name in ("one", "two"):
-        dispatcher = Dispatcher(sessionmaker(engine), handler, tables=created(engine, name))
-        assert dispatcher.deliver({}, message_id="m1").outcome is Outcome.APPLIED
-
-
 def test_a_missing_table_is_named(engine: Engine) -> None:
     """With its schema if it has one, and the commands that make it."""
     with pytest.raises(MissingTableError, match=r"processed_message is missing.*make_tables.*idempotency check"):
@@ -110,6 +92,9 @@ def test_a_table_that_cannot_tell_duplicates_is_refused(engine: Engine, columns:
         connection.execute(text(f"create table processed_message (processed_at timestamp, {columns})"))
     with pytest.raises(MissingTableError, match="not the one"):
         handler.deliver({}, message_id="m1", session_factory=sessionmaker(engine))
+    with pytest.raises(BatchFailed) as raised:
+        Dispatcher(sessionmaker(engine), handler).deliver_batch([Message("m1", {}), Message("m2", {})])
+    assert [type(error) for error in raised.value.exceptions] == [MissingTableError]
     with engine.connect() as connection:
         assert connection.scalar(text("select count(*) from processed_message")) == 0
 

@@ -13,7 +13,7 @@ import pytest
 from sqlalchemy import Engine, create_engine, event, text
 from sqlalchemy.orm import Session
 
-from databases import DRIVERS, Database, Driver
+from databases import Database, Driver, each_driver, spread
 from projector_dedup import BatchFailed, Dispatcher, Message, Outcome, UnsafeSessionError
 from projector_dedup.tables import default_metadata
 from projector_dedup.testing.kit import Added, Base, Harness, Subject, add
@@ -22,8 +22,6 @@ APPLIED, DUPLICATE = Outcome.APPLIED, Outcome.DUPLICATE
 SCHEMAS = {"a": "public", "b": "tenant_b"}
 AMOUNTS = {"a": 1, "b": 10}
 
-POSTGRESQL = [driver for driver in DRIVERS if driver.engine == "postgresql"]
-every_driver = pytest.mark.parametrize("driver", POSTGRESQL, ids=str)
 
 SETTINGS = {
     "SET": "SET search_path TO {}",
@@ -158,9 +156,8 @@ def deliver_everything(tenants: Tenants) -> None:
             assert tenants.deliver_batch(*batch) == {expected}
 
 
-@every_driver
 @pytest.mark.parametrize("setting", ["SET LOCAL", "set_config, local"])
-@pytest.mark.parametrize("listen", LISTENERS)
+@spread("listen", LISTENERS, "postgresql")
 def test_what_a_listener_has_set_holds_at_a_level_of_the_engine(
     postgresql: Database, driver: Driver, listen: Callable[..., None], setting: str
 ) -> None:
@@ -171,9 +168,8 @@ def test_what_a_listener_has_set_holds_at_a_level_of_the_engine(
         assert tenants.found() == tenants.expected()
 
 
-@every_driver
 @pytest.mark.parametrize("setting", ["SET", "SET LOCAL"])
-@pytest.mark.parametrize("listen", LISTENERS)
+@spread("listen", LISTENERS, "postgresql")
 def test_what_a_listener_has_set_holds_at_the_level_that_is_asked_for(
     postgresql: Database, driver: Driver, listen: Callable[..., None], setting: str
 ) -> None:
@@ -191,9 +187,8 @@ def test_what_a_listener_has_set_holds_at_the_level_that_is_asked_for(
     assert levels == {"repeatable read"}
 
 
-@every_driver
 @pytest.mark.parametrize("setting", ["set_config", "set_config, local"])
-@pytest.mark.parametrize("listen", [by_begin, by_after_begin])
+@spread("listen", [by_begin, by_after_begin], "postgresql")
 def test_what_a_query_has_set_holds_where_the_level_is_asked_for_before(
     postgresql: Database, driver: Driver, listen: Callable[..., None], setting: str
 ) -> None:
@@ -204,9 +199,8 @@ def test_what_a_query_has_set_holds_where_the_level_is_asked_for_before(
         assert tenants.found() == tenants.expected()
 
 
-@every_driver
 @pytest.mark.parametrize("setting", ["set_config", "set_config, local"])
-@pytest.mark.parametrize("listen", BEFORE_THE_LEVEL)
+@spread("listen", BEFORE_THE_LEVEL, "postgresql")
 def test_a_listener_that_runs_a_query_is_refused(
     postgresql: Database, driver: Driver, listen: Callable[..., None], setting: str
 ) -> None:
@@ -223,8 +217,7 @@ def test_a_listener_that_runs_a_query_is_refused(
         assert tenants.harness.engine.pool.checkedout() == 0  # type: ignore[union-attr]  # a QueuePool
 
 
-@every_driver
-@pytest.mark.parametrize("listen", BEFORE_THE_LEVEL)
+@spread("listen", BEFORE_THE_LEVEL, "postgresql")
 def test_a_listener_that_sets_now_and_then_is_heard_whenever_it_does(
     postgresql: Database, driver: Driver, listen: Callable[..., None]
 ) -> None:
@@ -236,7 +229,7 @@ def test_a_listener_that_sets_now_and_then_is_heard_whenever_it_does(
         assert tenants.found() == tenants.expected()
 
 
-@every_driver
+@each_driver("postgresql")
 @pytest.mark.parametrize("isolation", [None, "SERIALIZABLE"])
 def test_rows_of_a_tenant_by_a_variable_are_that_tenants(
     postgresql: Database, driver: Driver, isolation: str | None
@@ -296,7 +289,7 @@ def second_database(mariadb: Database) -> Iterator[str]:
     owner.dispose()
 
 
-@pytest.mark.parametrize("driver", [driver for driver in DRIVERS if driver.engine == "mariadb"], ids=str)
+@each_driver("mariadb")
 @pytest.mark.parametrize("isolation", [None, "SERIALIZABLE"])
 @pytest.mark.parametrize("listen", [by_checkout, by_cursor_of_engine_connect])
 def test_on_mariadb_asking_for_a_level_undoes_nothing(

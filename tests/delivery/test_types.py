@@ -13,28 +13,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 APIS = [str(ROOT / "tests" / "support" / name) for name in ("typed_api.py", "typed_commands.py")]
-
-
-def test_mypy_agrees_with_every_assert_type() -> None:
-    """Decorators keep the types of what they decorate; `deliver` and `handle` return what they say."""
-    run = subprocess.run(
-        [sys.executable, "-m", "mypy", "--strict", *APIS], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert run.returncode == 0, run.stdout
-
-
-def test_pyright_agrees_as_well() -> None:
-    """The same file, read by the checker that most editors use; the library's own types are complete for it."""
-    run = subprocess.run(
-        [sys.executable, "-m", "basedpyright", "--outputjson", "--pythonpath", sys.executable, *APIS],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    errors = [entry for entry in json.loads(run.stdout)["generalDiagnostics"] if entry["severity"] == "error"]
-    assert not errors, errors
-
+"""What is right: `make types` has mypy read it."""
 
 WRONG = """
 from sqlalchemy.ext.asyncio import async_sessionmaker
@@ -158,53 +137,33 @@ def _mistakes_at(lines: list[int]) -> dict[int, str]:
 ALL_MISTAKES = {
     number: line.partition("  # ")[2] for number, line in enumerate(MISTAKES.split("\n"), 1) if "  # " in line
 }
+WRONG_COMMANDS = [number for number, line in enumerate(WRONG.split("\n"), 1) if ".handle(" in line]
+
+
+def _run(*arguments: str) -> str:
+    environment = {**os.environ, "MYPYPATH": str(ROOT / "tests" / "support")}
+    command = [sys.executable, "-m", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env=environment).stdout
 
 
 def test_mypy_sees_every_mistake(tmp_path: Path) -> None:
-    """And nothing else: each in its own line, without naming a private class."""
+    """And nothing else: each in its own line, without naming a private class; commands of another type or kind too."""
     (tmp_path / "mistakes.py").write_text(MISTAKES)
-    run = subprocess.run(
-        [sys.executable, "-m", "mypy", "--strict", "--no-error-summary", str(tmp_path / "mistakes.py")],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    lines = [int(line) for line in re.findall(r"mistakes\.py:(\d+): error", run.stdout)]
-    assert _mistakes_at(lines) == ALL_MISTAKES, run.stdout
-    assert not re.search(r"\b_[A-Z][a-z]", run.stdout), run.stdout
+    (tmp_path / "wrong.py").write_text(WRONG)
+    said = _run("mypy", "--strict", "--no-error-summary", str(tmp_path / "mistakes.py"), str(tmp_path / "wrong.py"))
+    lines = {
+        name: [int(line) for line in re.findall(rf"{name}\.py:(\d+): error", said)] for name in ("mistakes", "wrong")
+    }
+    assert _mistakes_at(lines["mistakes"]) == ALL_MISTAKES, said
+    assert sorted(set(lines["wrong"])) == WRONG_COMMANDS, said
+    assert not re.search(r"\b_[A-Z][a-z]", said), said
 
 
-def test_pyright_sees_every_mistake_too(tmp_path: Path) -> None:
-    """In the same lines."""
+def test_pyright_sees_every_mistake_and_no_other(tmp_path: Path) -> None:
+    """The checker that most editors use agrees with every assert_type; the library's own types are complete for it."""
     (tmp_path / "mistakes.py").write_text(MISTAKES)
-    run = subprocess.run(
-        [
-            *(sys.executable, "-m", "basedpyright", "--outputjson", "--pythonpath", sys.executable),
-            str(tmp_path / "mistakes.py"),
-        ],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    errors = [entry for entry in json.loads(run.stdout)["generalDiagnostics"] if entry["severity"] == "error"]
+    said = _run(*("basedpyright", "--outputjson", "--pythonpath", sys.executable), str(tmp_path / "mistakes.py"), *APIS)
+    errors = [entry for entry in json.loads(said)["generalDiagnostics"] if entry["severity"] == "error"]
+    assert {Path(entry["file"]).name for entry in errors} == {"mistakes.py"}, errors
     assert _mistakes_at([entry["range"]["start"]["line"] + 1 for entry in errors]) == ALL_MISTAKES, errors
     assert not re.search(r"\b_[A-Z][a-z]", " ".join(entry["message"] for entry in errors)), errors
-
-
-def test_a_command_of_another_type_is_an_error(tmp_path: Path) -> None:
-    """So is an operation of the other kind, sync for async or the reverse."""
-    (tmp_path / "wrong.py").write_text(WRONG)
-    lines = [number for number, line in enumerate(WRONG.split("\n"), 1) if ".handle(" in line]
-    environment = {**os.environ, "MYPYPATH": str(ROOT / "tests" / "support")}
-    run = subprocess.run(
-        [sys.executable, "-m", "mypy", "--strict", "--no-error-summary", str(tmp_path / "wrong.py")],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment,
-    )
-    found = re.findall(r"wrong\.py:(\d+): error", run.stdout)
-    assert sorted({int(line) for line in found}) == lines, run.stdout

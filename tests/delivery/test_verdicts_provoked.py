@@ -9,9 +9,9 @@ import pytest
 from sqlalchemy import URL, Engine, NullPool, QueuePool, create_engine, text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import create_async_engine
-from sqlalchemy.orm import DeclarativeBase, Session, sessionmaker
+from sqlalchemy.orm import Session, sessionmaker
 
-from databases import DRIVERS, Database, Driver
+from databases import DRIVERS, Database, Driver, each_driver
 from projector_dedup import (
     Action,
     BatchFailed,
@@ -23,48 +23,27 @@ from projector_dedup import (
     Outcome,
     RetriesExhaustedError,
     RetryPolicy,
-    make_tables,
     on,
     projector,
     verdict_of,
 )
-from projector_dedup.commands import Call, Commands, DuplicateCommandError, command, make_command_tables
+from projector_dedup.commands import Call, Commands, DuplicateCommandError, command
 from projector_dedup.dialects import sqlstate_of
 from projector_dedup.verdict import FAILURES
-from provoked import FIRST, PROVOKED, TABLE, Provoked, prepared
+from provoked import FIRST, PROVOKED, Provoked, held, make_provoked
+from rig import tables_on
 
 
-class Base(DeclarativeBase):
-    """The marker table's."""
-
-
-tables = make_tables(Base.metadata)
-command_tables = make_command_tables(Base.metadata)
-
-
-def _raised_by(engine: Engine, error: Provoked) -> Exception:
-    with engine.connect() as connection:
-        try:
-            error.run(connection)
-        except Exception as raised:  # noqa: BLE001  # drivers raise what they like
-            return raised
-    raise AssertionError(f"{error} was not raised")
-
-
-async def _raised_under_asyncio(url: URL, error: Provoked) -> Exception:
-    engine = create_async_engine(url, poolclass=NullPool)
-    async with engine.connect() as connection:
-        try:
+def _raise(url: URL, driver: Driver, error: Provoked) -> None:
+    async def awaited() -> None:
+        async with create_async_engine(url, poolclass=NullPool).connect() as connection:
             await connection.run_sync(error.run)
-        except Exception as raised:  # noqa: BLE001  # drivers raise what they like
-            return raised
-    raise AssertionError(f"{error} was not raised")
 
-
-def _cases() -> Iterator[Any]:
-    for driver in DRIVERS:
-        for number, error in enumerate(PROVOKED[driver.engine]):
-            yield pytest.param(driver, error, id=f"{driver}-{number}-{error}")
+    if driver.is_async:
+        asyncio.run(awaited())
+        return
+    with create_engine(url, poolclass=NullPool).connect() as connection:
+        error.run(connection)
 
 
 def _code(engine: str, error: Any) -> str | None:
@@ -74,27 +53,28 @@ def _code(engine: str, error: Any) -> str | None:
     return sqlstate_of(error) if engine == "postgresql" else str(error.args[0])
 
 
-@pytest.mark.parametrize(("driver", "error"), list(_cases()))
-def test_an_error_of_a_database(request: pytest.FixtureRequest, driver: Driver, error: Provoked) -> None:
-    """SQLAlchemy's error has the answer of the table, and so has the driver's own, below it."""
+@each_driver()
+def test_the_errors_of_a_database(request: pytest.FixtureRequest, driver: Driver) -> None:
+    """Of each error SQLAlchemy's has the answer of the table, and so has the driver's own, below it."""
     database: Database = request.getfixturevalue(driver.engine)
-    url = database.url(driver.drivername)
-    with prepared(database.url(), error):
-        if driver.is_async:
-            raised = asyncio.run(_raised_under_asyncio(url, error))
-        else:
-            raised = _raised_by(create_engine(url, poolclass=NullPool), error)
-    assert isinstance(raised, DBAPIError)
-    assert verdict_of(raised).action is FAILURES[error.means].action
-    assert verdict_of(raised).error is raised
-    if not raised.connection_invalidated:
+    url, wrong = database.url(driver.drivername), []
+    make_provoked(database.url())
+    for error in PROVOKED[driver.engine]:
+        with held(database.url(), error), pytest.raises(DBAPIError) as info:
+            _raise(url, driver, error)
+        raised = info.value
         original: BaseException | None = raised.orig
-        assert original is not None
-        if driver.module == "asyncpg":  # SQLAlchemy has put an error of its own in between
+        if driver.module == "asyncpg" and original is not None:  # SQLAlchemy has put an error of its own in between
             original = original.__cause__
+        found = [verdict_of(raised).action, verdict_of(raised).error is raised]
+        expected: list[Any] = [FAILURES[error.means].action, True]
+        if not raised.connection_invalidated:
             assert original is not None
-        assert _code(driver.engine, original) == error.code
-        assert verdict_of(original).action is FAILURES[error.means].action
+            found += [_code(driver.engine, original), verdict_of(original).action]
+            expected += [error.code, FAILURES[error.means].action]
+        if found != expected:
+            wrong.append(f"{error}: {found}, not {expected}")
+    assert wrong == []
 
 
 # Through a delivery ---------------------------------------------------------------------------------------------------
@@ -112,7 +92,7 @@ def _dispatcher(engine: Engine, *bodies: Body) -> Dispatcher:
         return handle
 
     handlers = [handler(f"handler{number}", body) for number, body in enumerate(bodies)]
-    return Dispatcher(sessionmaker(engine), *handlers, tables=tables, retry=RetryPolicy(attempts=1))
+    return Dispatcher(sessionmaker(engine), *handlers, retry=RetryPolicy(attempts=1))
 
 
 def _delivered(engine: Engine, *bodies: Body) -> Exception:
@@ -131,8 +111,7 @@ def _applies(engine: Engine) -> bool:
 @pytest.fixture
 def usual(database: Database) -> Iterator[Engine]:
     """An engine of each database, with the tables in it."""
-    engine = create_engine(database.url())
-    Base.metadata.create_all(engine)
+    engine = tables_on(create_engine(database.url()))
     yield engine
     engine.dispose()
 
@@ -147,9 +126,9 @@ def test_what_passes_is_delivered_later(request: pytest.FixtureRequest, name: st
     """A full disk, a held lock, a lost prepared statement: nothing was applied, and a later delivery applies it."""
     error = next(each for each in PROVOKED[name] if each.code == code)
     database: Database = request.getfixturevalue(name)
-    engine = create_engine(database.url(), poolclass=NullPool)
-    Base.metadata.create_all(engine)
-    with prepared(database.url(), error):
+    engine = tables_on(create_engine(database.url(), poolclass=NullPool))
+    make_provoked(database.url())
+    with held(database.url(), error):
         raised = _delivered(engine, lambda session: error.run(session.connection()))
     assert verdict_of(raised).action is Action.RETRY_LATER
     assert _applies(engine)
@@ -157,8 +136,7 @@ def test_what_passes_is_delivered_later(request: pytest.FixtureRequest, name: st
 
 def test_a_wrapped_error_is_seen(postgresql: Database) -> None:
     """A handler that makes an error of its own of a database's does not turn it into poison."""
-    engine = create_engine(postgresql.url(), poolclass=NullPool)
-    Base.metadata.create_all(engine)
+    engine = tables_on(create_engine(postgresql.url(), poolclass=NullPool))
 
     def body(session: Session) -> None:
         try:
@@ -174,8 +152,8 @@ def test_a_wrapped_error_is_seen(postgresql: Database) -> None:
 
 def test_poison_is_rejected(usual: Engine) -> None:
     """A handler's own error, and rows that the database refuses again and again, also after the library's retries."""
+    make_provoked(usual.url)
     with usual.begin() as connection:
-        connection.exec_driver_sql(TABLE)
         connection.exec_driver_sql(FIRST)
 
     def raises(_session: Session) -> None:
@@ -201,7 +179,7 @@ def test_a_missing_table_is_not_the_messages_fault(database: Database) -> None:
     raised = _delivered(engine, lambda _session: None)
     assert isinstance(raised, MissingTableError)
     assert verdict_of(raised).action is Action.RETRY_LATER
-    Base.metadata.create_all(engine)
+    tables_on(engine)
     assert _applies(engine)
 
 
@@ -256,10 +234,9 @@ def test_one_handler_is_poison_and_another_is_to_be_retried(usual: Engine) -> No
 
 def test_a_duplicate_command_that_a_handler_lets_out_is_rejected(sqlite: Database, tmp_path: Path) -> None:
     """The command is done, but the handler's own writes are rolled back: an acknowledgement would lose them."""
-    elsewhere = create_engine(f"sqlite:///{tmp_path / 'elsewhere.db'}")
-    Base.metadata.create_all(elsewhere)
-    Base.metadata.create_all(engine := create_engine(sqlite.url(), poolclass=NullPool))
-    commands = Commands(sessionmaker(elsewhere), tables=command_tables)
+    elsewhere = tables_on(create_engine(f"sqlite:///{tmp_path / 'elsewhere.db'}"))
+    engine = tables_on(create_engine(sqlite.url(), poolclass=NullPool))
+    commands = Commands(sessionmaker(elsewhere))
 
     @command(name="ship")
     def ship(_order: str, _call: Call) -> None: ...
@@ -288,7 +265,7 @@ def test_each_message_of_a_batch_has_its_answer(usual: Engine) -> None:
         if body == "early":
             raise Defer("before its time")
 
-    dispatcher = Dispatcher(sessionmaker(usual), handle, tables=tables)
+    dispatcher = Dispatcher(sessionmaker(usual), handle)
     bodies = ("good", "poison", "early", "good")
     with pytest.raises(BatchFailed) as failed:
         dispatcher.deliver_batch([Message(f"m{number}", body) for number, body in enumerate(bodies)])

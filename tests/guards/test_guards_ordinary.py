@@ -11,20 +11,12 @@ from sqlalchemy.dialects import mysql
 from sqlalchemy.exc import DBAPIError, IntegrityError, InvalidRequestError, ResourceClosedError
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
-from databases import DRIVERS, Driver, mariadb_connection
+from databases import SERVERS, Driver, each_driver, mariadb_connection, spread
 from misbehaviour import bad_flush, execute_raw, fail, swallow
 from projector_dedup import Defer, Outcome, TransactionViolatedError, UnsafeSessionError
 from projector_dedup.guard import GuardedSession
-from rig import NOTHING, ONCE, Durable, Rig, add, outsides_fixture, rig_on_fixture  # noqa: F401  # fixtures
+from rig import NOTHING, ONCE, Durable, Rig, add
 
-every_driver = pytest.mark.parametrize("driver", DRIVERS, ids=str)
-on_postgresql = pytest.mark.parametrize(
-    "driver", [driver for driver in DRIVERS if driver.engine == "postgresql"], ids=str
-)
-detecting_conflicts = pytest.mark.parametrize(
-    "driver", [driver for driver in DRIVERS if driver.engine != "sqlite"], ids=str
-)
-on_mariadb = pytest.mark.parametrize("driver", [driver for driver in DRIVERS if driver.engine == "mariadb"], ids=str)
 RigOn = Callable[[Driver], Rig]
 
 
@@ -60,23 +52,22 @@ def rolls_back_and_raises(session: Session) -> None:
         raise
 
 
-@every_driver
-@pytest.mark.parametrize(
-    ("handler", "expected"),
-    [
-        (raises_value_error, ValueError),
-        (raises_integrity_error, IntegrityError),
-        (raises_integrity_error_in_flush, IntegrityError),
-        (raises_defer, Defer),
-        (rolls_back_and_raises, IntegrityError),
-    ],
-)
+ERRORS: dict[Callable[[Session], None], type[Exception]] = {
+    rolls_back_and_raises: IntegrityError,
+    raises_value_error: ValueError,
+    raises_integrity_error: IntegrityError,
+    raises_integrity_error_in_flush: IntegrityError,
+    raises_defer: Defer,
+}
+
+
+@spread("handler", list(ERRORS))
 def test_a_handlers_own_error_is_what_the_caller_gets(
-    driver: Driver, handler: Callable[[Session], None], expected: type[Exception], rig_on: RigOn
+    driver: Driver, handler: Callable[[Session], None], rig_on: RigOn
 ) -> None:
     """It surfaces as it is, nothing is durable, the connection is kept, and a redelivery applies."""
     rig = rig_on(driver)
-    with pytest.raises(expected):
+    with pytest.raises(ERRORS[handler]):
         rig.deliver(handler)
     assert rig.durable() == NOTHING
     rig.assert_nothing_is_left()
@@ -137,18 +128,13 @@ def is_made_another(session: Session) -> None:
         raise ValueError("could not add") from error
 
 
-@detecting_conflicts
-@pytest.mark.parametrize(
-    "then",
-    [
-        surfaces,
-        is_swallowed,
-        is_swallowed_and_so_is_the_next,
-        is_swallowed_by_the_flush,
-        is_swallowed_and_rolled_back,
-        is_made_another,
-    ],
-)
+MADE_OF_A_CONFLICT = [
+    is_swallowed_and_so_is_the_next, surfaces, is_swallowed, is_swallowed_by_the_flush, is_swallowed_and_rolled_back,
+    is_made_another,
+]  # fmt: skip
+
+
+@spread("then", MADE_OF_A_CONFLICT, *SERVERS)
 def test_a_serialization_failure_is_retried_whatever_the_handler_makes_of_it(
     driver: Driver, then: Callable[[Session], None], rig_on: RigOn
 ) -> None:
@@ -167,7 +153,7 @@ CONFLICT_AT_500 = """
     end $$"""
 
 
-@on_postgresql
+@each_driver("postgresql")
 def test_a_serialization_failure_of_a_streamed_result_is_retried(driver: Driver, rig_on: RigOn) -> None:
     """It comes while rows are fetched, past the guard; from asyncpg as the driver's own error, which is not wrapped."""
     rig = rig_on(driver)
@@ -193,7 +179,7 @@ def test_a_serialization_failure_of_a_streamed_result_is_retried(driver: Driver,
     rig.assert_nothing_is_left()
 
 
-@on_postgresql
+@each_driver("postgresql")
 def test_a_serialization_failure_of_the_drivers_cursor_is_retried(driver: Driver, rig_on: RigOn) -> None:
     """The driver's own error is known by its SQLSTATE too."""
     rig = rig_on(driver)
@@ -309,22 +295,14 @@ def _nested(do: Callable[[Session], object], session: Session) -> None:
         do(session)
 
 
-@on_mariadb
+MADE_OF_A_DEADLOCK = [
+    and_more_is_written_below, and_surfaces, and_is_swallowed, and_more_is_written, and_more_is_written_in_a_savepoint,
+    and_is_swallowed_in_a_savepoint, and_its_savepoint_is_rolled_back, and_it_is_rolled_back, and_it_is_made_another,
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("collide", [Rival.deadlocks, Rival.times_out])
-@pytest.mark.parametrize(
-    "then",
-    [
-        and_surfaces,
-        and_is_swallowed,
-        and_more_is_written,
-        and_more_is_written_in_a_savepoint,
-        and_more_is_written_below,
-        and_is_swallowed_in_a_savepoint,
-        and_its_savepoint_is_rolled_back,
-        and_it_is_rolled_back,
-        and_it_is_made_another,
-    ],
-)
+@spread("then", MADE_OF_A_DEADLOCK, "mariadb")
 def test_a_deadlock_is_retried_whatever_the_handler_makes_of_it(
     driver: Driver,
     collide: Callable[[Rival, Session], None],
@@ -352,7 +330,7 @@ def test_a_deadlock_is_retried_whatever_the_handler_makes_of_it(
     rig.assert_nothing_is_left()
 
 
-@detecting_conflicts
+@each_driver(*SERVERS)
 @pytest.mark.parametrize("idempotent", [True, False])
 def test_a_connection_that_was_killed_and_swallowed_is_retried(driver: Driver, idempotent: bool, rig_on: RigOn) -> None:
     """The handler goes on writing, and none of it is kept: the whole unit runs again, and counts once."""
@@ -398,7 +376,7 @@ def leaves_a_stream_and_takes_the_driver(session: Session) -> object:
     return result
 
 
-@on_mariadb
+@each_driver("mariadb")
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize(
     "leave", [leaves_a_stream, leaves_a_stream_in_a_savepoint, leaves_a_stream_and_takes_the_driver]
@@ -429,7 +407,7 @@ def test_a_result_that_is_left_unread_is_thrown_away_or_an_error_at_once(
     rig.assert_nothing_is_left()
 
 
-@pytest.mark.parametrize("driver", [driver for driver in DRIVERS if driver.module == "MySQLdb"], ids=str)
+@each_driver(module="MySQLdb")
 def test_a_commit_that_mysqlclient_does_not_send_is_no_unknown_outcome(driver: Driver, rig_on: RigOn) -> None:
     """The second result of a statement that was two was left unread, so COMMIT was not sent: nothing is applied."""
     rig = rig_on(driver)
@@ -513,23 +491,14 @@ def query_delete(session: Session) -> None:
     session.query(Kept).delete()
 
 
-@on_mariadb
+WRITES = [
+    orm_insert, orm_update, orm_delete, flushed_at_commit, bulk_insert, core_insert, core_upsert, insert_from_select,
+    core_update, query_delete,
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("storage", ["MyISAM", "Aria"])
-@pytest.mark.parametrize(
-    "write",
-    [
-        orm_insert,
-        orm_update,
-        orm_delete,
-        flushed_at_commit,
-        bulk_insert,
-        core_insert,
-        core_upsert,
-        insert_from_select,
-        core_update,
-        query_delete,
-    ],
-)
+@spread("write", WRITES, "mariadb")
 def test_a_read_model_without_transactions_is_refused(
     driver: Driver, storage: str, write: Callable[[Session], None], rig_on: RigOn
 ) -> None:
@@ -558,10 +527,7 @@ def test_a_read_model_without_transactions_is_refused(
     rig.assert_nothing_is_left()
 
 
-@every_driver
-@pytest.mark.parametrize(
-    "handler", [add, raises_integrity_error, raises_integrity_error_in_flush, rolls_back_and_raises]
-)
+@spread("handler", [rolls_back_and_raises, add, raises_integrity_error, raises_integrity_error_in_flush])
 def test_nothing_is_marked_unless_the_driver_is_lent(
     driver: Driver, handler: Callable[[Session], None], rig_on: RigOn
 ) -> None:
@@ -574,7 +540,7 @@ def test_nothing_is_marked_unless_the_driver_is_lent(
     assert not [sql for sql in sent if "SAVEPOINT" in sql]
 
 
-@every_driver
+@each_driver(usual=True)
 @pytest.mark.parametrize("strict", [False, True], ids=["usual", "strict"])
 @pytest.mark.parametrize("name", ["info", "connection"])
 def test_a_listener_to_statements_may_look_at_the_connection(
@@ -590,7 +556,7 @@ def test_a_listener_to_statements_may_look_at_the_connection(
     rig.assert_nothing_is_left()
 
 
-@every_driver
+@each_driver(usual=True)
 def test_a_swallowed_flush_error_names_the_remedy(driver: Driver, rig_on: RigOn) -> None:
     """It comes out as a violation that says what to write, not as SQLAlchemy's PendingRollbackError."""
     rig = rig_on(driver)
@@ -603,7 +569,7 @@ def test_a_swallowed_flush_error_names_the_remedy(driver: Driver, rig_on: RigOn)
         rig.deliver(handler)
 
 
-@every_driver
+@each_driver(usual=True)
 def test_a_prevented_commit_is_remembered_to_the_end(driver: Driver, rig_on: RigOn) -> None:
     """After it was swallowed no statement runs any more, and the last word is the first violation."""
     rig = rig_on(driver)
@@ -624,7 +590,7 @@ def test_a_prevented_commit_is_remembered_to_the_end(driver: Driver, rig_on: Rig
     rig.assert_nothing_is_left()
 
 
-@every_driver
+@each_driver(usual=True)
 def test_a_session_kept_after_its_message_is_dead(driver: Driver, rig_on: RigOn) -> None:
     """Whoever stores the session, or its connection, and uses it later gets an error, and writes nothing."""
     rig = rig_on(driver)
@@ -648,7 +614,7 @@ def test_a_session_kept_after_its_message_is_dead(driver: Driver, rig_on: RigOn)
     rig.assert_nothing_is_left()
 
 
-@every_driver
+@each_driver()
 def test_a_connection_kept_after_its_message_is_closed(driver: Driver, rig_on: RigOn) -> None:
     """The connection is an ordinary, closed one again."""
     rig = rig_on(driver)
@@ -667,7 +633,7 @@ def test_a_connection_kept_after_its_message_is_closed(driver: Driver, rig_on: R
     rig.assert_nothing_is_left()
 
 
-@every_driver
+@each_driver()
 def test_a_lost_connection_that_was_swallowed_is_retried(driver: Driver, rig_on: RigOn) -> None:
     """The whole unit runs again on a new connection, and counts once."""
     rig = rig_on(driver)
@@ -684,7 +650,7 @@ def test_a_lost_connection_that_was_swallowed_is_retried(driver: Driver, rig_on:
     rig.assert_nothing_is_left()
 
 
-@every_driver
+@each_driver()
 def test_without_a_marker_the_transaction_is_guarded_too(driver: Driver, rig_on: RigOn) -> None:
     """A projector that is not idempotent gets invariant I4; what it committed below is never called rolled back."""
     rig = rig_on(driver)
@@ -709,7 +675,7 @@ def test_without_a_marker_the_transaction_is_guarded_too(driver: Driver, rig_on:
     rig.assert_nothing_is_left()
 
 
-@pytest.mark.parametrize("driver", [driver for driver in DRIVERS if not driver.is_async], ids=str)
+@each_driver(is_async=False)
 def test_a_detached_connection_still_commits(driver: Driver, rig_on: RigOn) -> None:
     """It has left the pool, and marker and writes are in it all the same."""
     rig = rig_on(driver)
@@ -723,7 +689,7 @@ def test_a_detached_connection_still_commits(driver: Driver, rig_on: RigOn) -> N
     rig.assert_nothing_is_left()
 
 
-@every_driver
+@each_driver(usual=True)
 def test_a_sessionmaker_that_is_dropped_is_forgotten(driver: Driver, rig_on: RigOn) -> None:
     """Whoever makes a sessionmaker for every message leaves no class behind for each of them."""
     rig = rig_on(driver)

@@ -10,10 +10,10 @@ import pytest
 from sqlalchemy import literal_column, select, text
 from sqlalchemy.orm import Session
 
-from databases import DRIVERS, Driver
+from databases import DRIVERS, SERVERS, Driver, each_driver
 from misbehaviour import execute_raw
-from projector_dedup import Outcome, TransactionViolatedError
-from rig import NOTHING, ONCE, Durable, Rig, Total, add, outsides_fixture, rig_on_fixture  # noqa: F401  # fixtures
+from projector_dedup import Outcome, RetryPolicy, TransactionViolatedError
+from rig import NOTHING, ONCE, Durable, Rig, Total, add
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ def test_strict_is_not_deceived_by_lending_the_driver_later(driver: Driver, rig_
     rig.assert_nothing_is_left()
 
 
-@pytest.mark.parametrize("driver", [driver for driver in DRIVERS if driver.engine == "mariadb"], ids=str)
+@each_driver("mariadb")
 def test_sql_text_into_a_table_without_transactions_is_not_looked_into(
     driver: Driver, rig_on: Callable[[Driver], Rig]
 ) -> None:
@@ -168,7 +168,7 @@ def test_sql_text_into_a_table_without_transactions_is_not_looked_into(
     assert rig.outside.execute("select count(*) from kept") == [(1,)]
 
 
-@pytest.mark.parametrize("driver", [driver for driver in DRIVERS if driver.engine != "sqlite"], ids=str)
+@each_driver(*SERVERS)
 def test_a_session_of_the_handlers_own_is_its_own(driver: Driver, rig_on: Callable[[Driver], Rig]) -> None:
     """What a handler writes through a second session commits by itself: a failure does not take it back."""
     rig = rig_on(driver)
@@ -185,7 +185,7 @@ def test_a_session_of_the_handlers_own_is_its_own(driver: Driver, rig_on: Callab
     assert rig.durable() == Durable(0, 5)
 
 
-@pytest.mark.parametrize("driver", [driver for driver in DRIVERS if driver.engine == "sqlite"], ids=str)
+@each_driver("sqlite")
 def test_a_session_of_the_handlers_own_waits_for_itself_on_sqlite(
     driver: Driver, rig_on: Callable[[Driver], Rig]
 ) -> None:
@@ -198,6 +198,6 @@ def test_a_session_of_the_handlers_own_waits_for_itself_on_sqlite(
             second.commit()
 
     with pytest.raises(Exception, match=r"locked|failing"):
-        rig.deliver(handler)
+        rig.deliver(handler, retry=RetryPolicy(attempts=1))
     assert rig.durable() == Durable(0, 0)
     rig.assert_nothing_is_left()

@@ -11,8 +11,7 @@ from sqlalchemy.orm import sessionmaker
 from alembic_project import OURS, Project, another_schema, run_python
 from databases import Database
 from projector_dedup import Dispatcher, Outcome, make_tables, on, projector
-from projector_dedup.maintenance.alembic_config import check_alembic
-from projector_dedup.maintenance.check import check
+from projector_dedup.maintenance.check import check, check_alembic
 
 
 @projector(idempotent=True, name="h")

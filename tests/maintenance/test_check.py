@@ -13,12 +13,10 @@ from command import idempotency, on_a_terminal
 from databases import Database
 from projector_dedup import AsyncDispatcher, Dispatcher, make_tables, on, projector
 from projector_dedup.asyncio_names import async_sessionmaker
-from projector_dedup.dialects import Finding
-from projector_dedup.maintenance.advice import advise
-from projector_dedup.maintenance.check import check, verify
-from projector_dedup.maintenance.state import CLEANED_AT, REDELIVERY_HORIZON, RETENTION, State, write_state
+from projector_dedup.maintenance.check import advise, check, verify
+from projector_dedup.maintenance.databases import Finding
+from projector_dedup.maintenance.state import CLEANED_AT, REDELIVERY_HORIZON, RETENTION, State, duration, write_state
 from projector_dedup.maintenance.stats import Ages
-from projector_dedup.maintenance.times import duration
 
 metadata = MetaData()
 tables = make_tables(metadata)
@@ -104,7 +102,7 @@ def test_a_table_that_is_sound_is_left_alone(engine: Engine) -> None:
     metadata.create_all(engine)
     done = idempotency("check", "--json", PROJECTOR_DEDUP_DATABASE_URL=url_of(engine))
     assert (done.returncode, done.stderr) == (0, "")
-    (one,) = json.loads(done.stdout)
+    one = json.loads(done.stdout)
     assert one["ready"]
     assert not [finding for finding in one["findings"] if finding["fatal"] or "marker" in finding["problem"]]
 
@@ -309,28 +307,11 @@ def test_json_has_the_problems_too(sqlite: Database) -> None:
     run(engine, "CREATE TABLE processed_message (message_id TEXT, handler TEXT)")
     done = idempotency("check", "--json", "--database-url", url_of(engine))
     assert done.returncode == 1
-    (one,) = json.loads(done.stdout)
+    one = json.loads(done.stdout)
     assert not one["ready"]
     assert {"problem", "remedy", "fatal", "informs"} == set(one["findings"][0])
     assert "is not ready" in done.stderr
     engine.dispose()
-
-
-def test_several_databases_say_whose_a_finding_is(tmp_path: Path) -> None:
-    """Each line begins with its database, and the one that is not ready makes the exit code."""
-    urls = [f"sqlite+pysqlite:///{tmp_path}/{name}.db" for name in ("one", "two")]
-    for url, statement in zip(urls, ("SELECT 1", "DROP TABLE processed_message_state"), strict=True):
-        engine = create_engine(url)
-        metadata.create_all(engine)
-        run(engine, statement)
-        engine.dispose()
-    done = idempotency("check", PROJECTOR_DEDUP_DATABASE_URL=" ".join(urls))
-    assert done.returncode == 1
-    assert f"{urls[0]}: processed_message is ready.\n" in done.stdout
-    assert f"{urls[1]}: problem: the table processed_message_state is missing\n" in done.stdout
-    first, last = done.stderr.splitlines()
-    assert first == f"Error: {urls[1]} is not ready: 1 problem, see above"
-    assert last == "Error: 1 of 2 failed, see above"
 
 
 @pytest.mark.parametrize(

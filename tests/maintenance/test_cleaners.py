@@ -163,7 +163,7 @@ def test_a_claim_that_meets_its_own_pruning_waits_for_it(engine: Engine, commits
         claimed.set()
         return new
 
-    with ThreadPoolExecutor(1) as threads, uncommitted_batch(engine, tables, 50) as connection:
+    with ThreadPoolExecutor(1) as threads, uncommitted_batch(engine, tables, 500) as connection:
         redelivery = threads.submit(redelivered)
         assert not claimed.wait(0.3)  # a claim that did not wait would be through by far
         (connection.commit if commits else connection.rollback)()

@@ -24,19 +24,16 @@ from projector_dedup.commands import (
     default_command_tables,
     make_command_tables,
 )
-from projector_dedup.maintenance.advice import advise
-from projector_dedup.maintenance.check import check, verify
+from projector_dedup.maintenance.check import advise, advise_records, check, verify
 from projector_dedup.maintenance.cleanup import count_expired, prune
-from projector_dedup.maintenance.ddl import ddl
-from projector_dedup.maintenance.migrate import Migrated, migrate, planned
-from projector_dedup.maintenance.records import (
-    advise_records,
+from projector_dedup.maintenance.rows import (
     count_scope,
     find_records,
     forget_record,
     forget_scope,
+    rename,
 )
-from projector_dedup.maintenance.rename import rename
+from projector_dedup.maintenance.schema import Migrated, ddl, migrate, planned
 from projector_dedup.maintenance.state import read_state
 from projector_dedup.maintenance.stats import stats
 from projector_dedup.tables import default_tables

@@ -10,8 +10,7 @@ from sqlalchemy import URL, Engine, MetaData, create_engine, insert, select, tex
 
 from databases import Database
 from projector_dedup import MissingTableError, RetentionTooShortError, make_tables
-from projector_dedup.maintenance.cleanup import cleanup, prune
-from projector_dedup.maintenance.horizon import declare_horizon, redelivery_horizon
+from projector_dedup.maintenance.cleanup import cleanup, declare_horizon, prune, redelivery_horizon
 from projector_dedup.maintenance.state import CLEANED_AT, PRUNED_UNTIL, RETENTION, read_state
 
 metadata = MetaData()

@@ -17,7 +17,7 @@ from sqlalchemy import URL, Engine, MetaData, create_engine, func, inspect, sele
 from sqlalchemy.orm import Session, sessionmaker
 from sqlalchemy.schema import CreateIndex, CreateTable
 
-import projector_dedup.maintenance.migrate
+import projector_dedup.maintenance.schema
 from alembic_project import another_schema, run_python
 from databases import Database
 from projector_dedup import (
@@ -34,8 +34,7 @@ from projector_dedup import (
 )
 from projector_dedup.commands import CommandTables
 from projector_dedup.maintenance.check import check
-from projector_dedup.maintenance.ddl import ddl
-from projector_dedup.maintenance.migrate import Migrated, migrate, planned
+from projector_dedup.maintenance.schema import Migrated, ddl, migrate, planned
 from projector_dedup.maintenance.state import read_state, write_state
 from projector_dedup.tables import default_tables
 
@@ -89,7 +88,7 @@ def next_version(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     folder = tmp_path / "migrations"
     shutil.copytree(ROOT / "migrations", folder, ignore=shutil.ignore_patterns("__pycache__"))
     (folder / "versions" / "0003_next.py").write_text(NEXT)
-    monkeypatch.setattr(projector_dedup.maintenance.migrate, "files", lambda _package: folder)
+    monkeypatch.setattr(projector_dedup.maintenance.schema, "files", lambda _package: folder)
     monkeypatch.setattr(DedupTables, "revisions", (*DedupTables.revisions, "projector_dedup_0003"))
 
 
@@ -242,7 +241,7 @@ def test_the_newest_revision_is_that_of_one_kind_of_tables() -> None:
 
 BEGIN_TOGETHER = """
 import sys
-from projector_dedup.maintenance.migrate import migrate
+from projector_dedup.maintenance.schema import migrate
 from sqlalchemy import create_engine
 engine = create_engine(sys.argv[1])
 print("ready", flush=True)
@@ -301,7 +300,7 @@ def test_a_change_gives_way_to_writers(engine: Engine, monkeypatch: pytest.Monke
         resume.wait(60)
         pause(seconds / 10)
 
-    monkeypatch.setattr("projector_dedup.maintenance.migrate.time.sleep", sleep)
+    monkeypatch.setattr("projector_dedup.maintenance.schema.time.sleep", sleep)
     with Session(engine) as holder, ThreadPoolExecutor(1) as threads:
         claim(holder, "held", "h")
         running = threads.submit(migrate, engine)
@@ -323,7 +322,7 @@ def test_a_table_that_is_never_let_go_is_an_error(engine: Engine, monkeypatch: p
     """It says what to do, and the table is as it was."""
     if engine.dialect.name == "sqlite":
         pytest.skip("one writer at a time")
-    monkeypatch.setattr(projector_dedup.maintenance.migrate, "_PATIENCE", 0.0)
+    monkeypatch.setattr(projector_dedup.maintenance.schema, "_PATIENCE", 0.0)
     with Session(engine) as holder:
         claim(holder, "held", "h")
         with pytest.raises(RetriesExhaustedError, match="another transaction holds it; look for one that is open"):

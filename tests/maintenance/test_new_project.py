@@ -14,8 +14,7 @@ from sqlalchemy import create_engine, inspect, select
 from alembic_project import run_python
 from databases import Database
 from projector_dedup import ProcessedMessage
-from projector_dedup.maintenance.alembic_config import check_alembic, check_installed_revisions
-from projector_dedup.maintenance.check import check
+from projector_dedup.maintenance.check import check, check_alembic, check_installed_revisions
 
 pytestmark = pytest.mark.slow
 
@@ -123,7 +122,7 @@ def test_a_revision_of_theirs_in_our_package_is_told(tmp_path: Path, monkeypatch
     """By its name and where it lies; our own revisions are not."""
     for file in OURS.glob("*.py"):
         (tmp_path / file.name).write_bytes(file.read_bytes())
-    monkeypatch.setattr("projector_dedup.maintenance.alembic_config._installed_versions", lambda: tmp_path)
+    monkeypatch.setattr("projector_dedup.maintenance.check._installed_versions", lambda: tmp_path)
     assert check_installed_revisions() == []
     (tmp_path / "1c9213d5b8ad_first.py").touch()
     (finding,) = check_installed_revisions()

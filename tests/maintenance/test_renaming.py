@@ -15,7 +15,7 @@ from sqlalchemy.exc import DBAPIError
 from databases import Database
 from projector_dedup import MissingTableError, Outcome, RefusedError, UnitOfWork
 from projector_dedup.maintenance.cleanup import cleanup
-from projector_dedup.maintenance.rename import Renamed, rename
+from projector_dedup.maintenance.rows import Renamed, rename
 from projector_dedup.tables import default_tables
 from projector_dedup.testing.contract import NEW, OLD, deployed
 from projector_dedup.testing.kit import PATIENCE, Added, Harness, Held, Subject, add
@@ -300,13 +300,13 @@ def test_the_command_asks_before_it_removes(harness: Harness, monkeypatch: pytes
     """No is no; a dry run does not ask; where nobody can be asked, it is not done."""
     write(harness, ("m1", OLD))
     assert run(harness, OLD, NEW, "--remove-old").exit_code == 2
-    monkeypatch.setattr("projector_dedup.cli.rename.confirmed", lambda _question: False)
+    monkeypatch.setattr("projector_dedup.cli.rows.confirmed", lambda _question: False)
     refused = run(harness, OLD, NEW, "--remove-old")
     assert (refused.exit_code, "nothing was renamed" in refused.stderr) == (1, True)
     assert harness.markers() == [("m1", OLD)]
     assert run(harness, OLD, NEW, "--remove-old", "--dry-run").exit_code == 0
     assert harness.markers() == [("m1", OLD)]
-    monkeypatch.setattr("projector_dedup.cli.rename.confirmed", lambda _question: True)
+    monkeypatch.setattr("projector_dedup.cli.rows.confirmed", lambda _question: True)
     assert run(harness, OLD, NEW, "--remove-old").exit_code == 0
     assert harness.markers() == [("m1", NEW)]
 
@@ -318,16 +318,6 @@ def test_the_command_fails_in_one_line(harness: Harness) -> None:
         assert failed.exit_code == 1
         assert says in failed.stderr
         assert len(failed.stderr.splitlines()) == 1
-
-
-def test_several_databases_get_a_line_each(harness: Harness) -> None:
-    """The worst of them decides the exit code."""
-    write(harness, ("m1", OLD))
-    done = run(harness, OLD, NEW, "--database-url", "sqlite:///not_there.db")
-    assert done.exit_code == 1
-    assert "Copied 1 marker of old" in done.stdout
-    assert "1 of 2 failed" in done.stderr
-    assert harness.markers() == [("m1", NEW), ("m1", OLD)]
 
 
 def test_help_answers() -> None:

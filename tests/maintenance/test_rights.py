@@ -13,8 +13,7 @@ from databases import USUAL
 from projector_dedup import Dispatcher, Outcome, on, projector
 from projector_dedup.maintenance.check import check
 from projector_dedup.maintenance.cleanup import cleanup
-from projector_dedup.maintenance.ddl import ddl
-from projector_dedup.maintenance.migrate import migrate
+from projector_dedup.maintenance.schema import ddl, migrate
 
 
 @projector(idempotent=True, name="h")

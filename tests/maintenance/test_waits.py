@@ -13,8 +13,8 @@ from databases import Database
 from projector_dedup import CleanupInterruptedError, RetryPolicy, make_tables
 from projector_dedup.dialects import Failure, dialect_of
 from projector_dedup.maintenance.cleanup import prune
+from projector_dedup.maintenance.running import limited
 from projector_dedup.maintenance.stats import stats
-from projector_dedup.maintenance.waits import limited
 
 metadata = MetaData()
 tables = make_tables(metadata)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mutants.catalogue import GROUPS, MUTANTS
+from mutants.catalogue import GROUPS, MUTANTS, read
 from mutants.choosing import picked
 from mutants.mutant import Library, Mutant, NotApplicableError
 from mutants.running import ROOT, Copy, Runner, Verdict
@@ -76,7 +76,7 @@ def runner(library: Path) -> Iterator[Runner]:
         (_mutant("answer", "return 42", "return 40 + 2"), Verdict.SURVIVED, "the test that is missing"),
         (_mutant("other", "1", "2"), Verdict.KILLED, ""),
         (_mutant("answer", "42", "forty_two"), Verdict.NOT_APPLICABLE, "NameError"),
-        (_mutant("answer", "42", "41", tests=("tests/test_gone.py",)), Verdict.NOT_APPLICABLE, "correct tests="),
+        (_mutant("answer", "42", "41", tests=("tests/test_gone.py",)), Verdict.NOT_APPLICABLE, "correct `tests`"),
         (_mutant("answer", "42", "41", tests=("tests/test_red.py",)), Verdict.NOT_APPLICABLE, "fail without it too"),
         (_mutant("answer", "42", "41", tests=("tests/test_skipped.py",)), Verdict.NOT_RUN, "skipped"),
     ],
@@ -108,6 +108,30 @@ def test_a_mutant_has_one_place_or_says_what_to_do(library: Path, mutant: Mutant
     with pytest.raises(NotApplicableError) as raised:
         Library(library).mutated(mutant)
     assert re.search(says, str(raised.value).replace("\n", " "))
+
+
+CATALOGUE = """
+# group: A promise.
+# A comment.
+example: It breaks.
+    where answer
+    old   if 1: \\s
+    old
+    old       return 42
+    tests tests/test_it.py::test_here[a]
+    tests tests/test_it.py::test_in_a_program
+    hangs
+"""
+
+
+def test_a_mutant_is_read_from_lines_of_words() -> None:
+    """Several lines are one text, an indentation and a space at the end are kept, and what is left out is empty."""
+    old, tests = "if 1: \n\n    return 42", ("tests/test_it.py::test_here[a]", "tests/test_it.py::test_in_a_program")
+    expected = Mutant("example", "It breaks.", "answer", old, "", tests, hangs=True)
+    assert read(CATALOGUE) == {"group": (expected,)}
+    for line in ("    where answer\n", "# group: A promise.\n", "    tests tests/test_it.py::test_here[a]\n    tests "):
+        with pytest.raises(ValueError, match=r"^catalogue.txt, (from )?line \d"):
+            read(CATALOGUE.replace(line, "    other " if "tests" in line else ""))
 
 
 def test_every_mutant_has_its_place_in_the_library() -> None:

@@ -81,12 +81,6 @@ def test_the_wheel_has_every_source_file(installed: Path) -> None:
     assert {path.relative_to(installed) for path in installed.rglob("projector_dedup/**/*.py")} == wanted
 
 
-@pytest.mark.parametrize("file", ["py.typed", "migrations/script.py.mako"])
-def test_the_wheel_has_what_is_not_python(installed: Path, file: str) -> None:
-    """Types are seen by the users' type checkers, and Alembic finds its template."""
-    assert (installed / "projector_dedup" / file).is_file()
-
-
 def test_the_wheel_has_nothing_else(installed: Path) -> None:
     """No tests, no benchmarks, no settings of a machine: one package, its licence, and what pip writes about it."""
     files = {path.relative_to(installed) for path in installed.rglob("*") if path.is_file()}
@@ -127,35 +121,31 @@ def test_importing_the_library_does_not_need_the_extras(installed: Path) -> None
     assert {name for name in loaded if name.startswith(ours)} == set()
 
 
-def test_reading_http_needs_no_framework(installed: Path) -> None:
-    """`projector_dedup.integrations.http` is for every framework that has no module of its own here."""
-    loaded = _python(installed, "-c", "import projector_dedup.integrations.http, sys; print(*sys.modules)").split()
-    assert {"fastapi", "flask", "starlette", "werkzeug"} & set(loaded) == set()
+def test_http_and_settling_need_no_framework_and_no_client_of_a_broker(installed: Path) -> None:
+    """They are for every framework, and every broker, that has no module of its own here."""
+    both = "projector_dedup.integrations.http, projector_dedup.integrations.settling"
+    loaded = _python(installed, "-c", f"import {both}, sys; print(*sys.modules)").split()
+    clients = {"pika", "aio_pika", "nats", "redis", "confluent_kafka", "celery", "faststream"}
+    assert {"fastapi", "flask", "starlette", "werkzeug", *clients} & set(loaded) == set()
 
 
-def test_settling_needs_no_client_of_a_broker(installed: Path) -> None:
-    """`projector_dedup.integrations.settling` is for every broker that has no module of its own here."""
-    loaded = _python(installed, "-c", "import projector_dedup.integrations.settling, sys; print(*sys.modules)").split()
-    assert {"pika", "aio_pika", "nats", "redis", "confluent_kafka", "celery", "faststream"} & set(loaded) == set()
-
-
-def test_the_wheel_brings_the_revisions(installed: Path, database: Database, tmp_path: Path) -> None:
+def test_the_wheel_brings_the_revisions(installed: Path, sqlite: Database, tmp_path: Path) -> None:
     """The user's `alembic upgrade heads` finds them in the wheel, and `downgrade` takes them back."""
-    project = Project(tmp_path, database, partial(_run, installed))
+    project = Project(tmp_path, sqlite, partial(_run, installed))
     project.configure(locations=OURS)
     project.model("make_tables(metadata)")
     located = _python(installed, "-c", "import projector_dedup.migrations as m; print(m.__file__)")
     assert Path(located.strip()).is_relative_to(installed)
     project.alembic("upgrade", "heads")
-    engine = create_engine(database.url())
+    engine = create_engine(sqlite.url())
     assert not [finding for finding in check(engine) if finding.fatal]
     project.alembic("downgrade", "projector_dedup@base")
     assert inspect(engine).get_table_names() == ["alembic_version"]
     engine.dispose()
 
 
-def test_the_wheel_migrates(installed: Path, database: Database) -> None:
+def test_the_wheel_migrates(installed: Path, sqlite: Database) -> None:
     """`idempotency migrate`, away from the checkout, makes tables on which its `check` is content."""
-    url = database.url().render_as_string(hide_password=False)
+    url = sqlite.url().render_as_string(hide_password=False)
     for command, said in (("migrate", "created at version 1"), ("migrate", "is at version 1"), ("check", "is ready")):
         assert said in _python(installed, "-m", "projector_dedup", command, "--database-url", url)

@@ -46,16 +46,17 @@ def _said(names: set[str]) -> dict[str, str]:
     return {place: words for place, words in said.items() if len(words) > 3}  # else it is made elsewhere
 
 
-@pytest.mark.parametrize("name", [name for name in vars(errors) if isinstance(vars(errors)[name], type)])
-def test_every_error_is_in_the_runbook(name: str) -> None:
+def test_every_error_is_in_the_runbook() -> None:
     """By the name of its class."""
-    assert vars(errors)[name].__module__ != errors.__name__ or f"`{name}`" in RUNBOOK
+    classes = [each for each in vars(errors).values() if isinstance(each, type)]
+    ours = [each.__name__ for each in classes if each.__module__ == errors.__name__]
+    assert len(ours) > 10
+    assert [name for name in ours if f"`{name}`" not in RUNBOOK] == []
 
 
-@pytest.mark.parametrize("name", sorted(main.commands))
-def test_every_command_is_in_the_runbook(name: str) -> None:
+def test_every_command_is_in_the_runbook() -> None:
     """As it is typed."""
-    assert f"`idempotency {name}" in RUNBOOK
+    assert [name for name in sorted(main.commands) if f"`idempotency {name}" not in RUNBOOK] == []
 
 
 @pytest.mark.parametrize(

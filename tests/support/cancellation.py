@@ -70,7 +70,7 @@ def assert_others_can_write(rig: Rig) -> None:
 
 def cancel_at_every_await(rig: Rig, *, late: bool, warm: bool) -> None:
     """Cancel a delivery at its first await, then one at its second, and so on, until one gets through."""
-    rig.deliver(add, "learned")
+    rig.deliver(add, "first")
     for nth in range(500):
         if not warm:
             rig.run(rig.engine.dispose())

@@ -57,16 +57,21 @@ class CeleryQueue:
 
     def dead(self) -> list[Sent]:
         """The dead letters, as they were sent."""
-        found = []
-        for message in self.dead_messages():
-            try:
-                (event,), kwargs, _ = message.payload
-            except kombu.exceptions.DecodeError:
-                raw = message.body.encode() if isinstance(message.body, str) else bytes(message.body)
-                found.append(Sent(message.headers["sent"], raw))
-            else:
-                found.append(Sent(kwargs["message_id"], json.dumps(event).encode()))
-        return found
+        return [_sent(each) for each in self.dead_messages()]
+
+    def letters(self) -> dict[bytes, str]:
+        """The body of each dead letter, and why it is one."""
+        return {_sent(each).body: each.headers[plug.REASON] for each in self.dead_messages()}
+
+    def new_app(self) -> celery.Celery:
+        """An application for a worker in this process."""
+        app = celery.Celery("worker", broker=self.url, set_as_current=False)
+        app.conf.update(
+            broker_transport_options={"confirm_publish": True},
+            task_default_queue=self.queue,
+            worker_hijack_root_logger=False,
+        )
+        return app
 
     def replay(self) -> int:
         """Publish the dead letters again, by the library."""
@@ -90,6 +95,15 @@ class CeleryQueue:
         with contextlib.closing(self._connection.channel()) as channel:
             queue(channel).queue_declare()
         return queue
+
+
+def _sent(message: Any) -> Sent:
+    try:
+        (event,), kwargs, _ = message.payload
+    except kombu.exceptions.DecodeError:
+        raw = message.body.encode() if isinstance(message.body, str) else bytes(message.body)
+        return Sent(message.headers["sent"], raw)
+    return Sent(kwargs["message_id"], json.dumps(event).encode())
 
 
 @contextlib.contextmanager

@@ -51,6 +51,9 @@ class Broker(Protocol):
     def dead(self) -> list[Sent]:
         """The dead letters that are there, which stay there."""
 
+    def letters(self) -> dict[bytes, str]:
+        """The body of each dead letter, and why it is one."""
+
     def replay(self) -> int:
         """Publish the dead letters again, by the library; how many there were."""
 
@@ -233,7 +236,7 @@ def _are(found: Sequence[Sent], wanted: Sequence[Sent]) -> bool:
     return {*found} == {*wanted}
 
 
-def wait_for(condition: Callable[[], bool], what: str, seconds: float = 120) -> None:
+def wait_for(condition: Callable[[], object], what: str, seconds: float = 120) -> None:
     """Wait until something is so; the test fails if it does not become so."""
     deadline = time.monotonic() + seconds
     while not condition():

@@ -12,7 +12,7 @@ import importlib.util
 import os
 import secrets
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,9 +65,42 @@ DRIVERS = (
     Driver("sqlite+pysqlite", "sqlite3"),
     Driver("sqlite+aiosqlite", "aiosqlite", is_async=True),
 )
+SERVERS = ("postgresql", "mariadb")
 ENGINES = tuple(dict.fromkeys(driver.engine for driver in DRIVERS))
 USUAL = {"postgresql": "postgresql+psycopg", "mariadb": "mariadb+pymysql", "sqlite": "sqlite+pysqlite"}
 USUAL_ASYNC = {"postgresql": "postgresql+asyncpg", "mariadb": "mariadb+asyncmy", "sqlite": "sqlite+aiosqlite"}
+USUAL_DRIVERS = [each for each in DRIVERS if each.drivername == (USUAL_ASYNC if each.is_async else USUAL)[each.engine]]
+
+
+def each_driver(
+    *engines: str, is_async: bool | None = None, module: str | None = None, usual: bool = False
+) -> pytest.MarkDecorator:
+    """Run a test, as its ``driver``, on every driver of these engines, by default of all; perhaps of one kind only.
+
+    ``usual`` is for what does not depend on the driver: one of each kind will do for each engine.
+    """
+    chosen = [
+        driver
+        for driver in (USUAL_DRIVERS if usual else DRIVERS)
+        if driver.engine in (engines or ENGINES)
+        and is_async in (None, driver.is_async)
+        and module in (None, driver.module)
+    ]
+    return pytest.mark.parametrize("driver", chosen, ids=str)
+
+
+def spread(name: str, cases: Sequence[Any], *engines: str) -> pytest.MarkDecorator:
+    """Run a test of what does not depend on the driver: every case on the usual driver of each engine, else the first.
+
+    Its arguments are ``driver``, and a function of `cases` as ``name``.
+    """
+    chosen = [
+        pytest.param(driver, case, id=f"{driver}-{case.__name__}")
+        for driver in DRIVERS
+        if driver.engine in (engines or ENGINES)
+        for case in (cases if driver in USUAL_DRIVERS and not driver.is_async else cases[:1])
+    ]
+    return pytest.mark.parametrize(("driver", name), chosen)
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,8 @@ class Shop:
         self.harness = desk.harness
         self.asynchronous = desk.harness.asynchronous
         self.heard: list[str] = []
+        self.walking: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+        self.entered: set[str] = set()  # files of the library, if ``walking`` notes them
         self._engines: list[Any] = []
         self.app: Any = fastapi.FastAPI() if self.asynchronous else flask.Flask("shop")
 
@@ -147,14 +149,17 @@ class Shop:
             self.heard.append(message["type"])
             await send(message)
 
-        await self.app(scope, receive, heard)
+        with self.walking() as self.entered:
+            await self.app(scope, receive, heard)
 
     def _heard_wsgi(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Any:
         def heard(*arguments: Any) -> Any:
             self.heard.append("http.response.start")
             return start_response(*arguments)
 
-        for part in self.app(environ, heard):
+        with self.walking() as self.entered:
+            parts = self.app(environ, heard)
+        for part in parts:
             self.heard.append("http.response.body")
             yield part
 

@@ -42,7 +42,7 @@ def timed(rig: Rig, message_id: str) -> float:
     return time.perf_counter() - begun
 
 
-def main(drivername: str, url: str, kind: str, learns: str) -> None:
+def main(drivername: str, url: str, kind: str) -> None:
     """Interrupt, look, redeliver."""
     interruption = KINDS[kind]
     armed = False
@@ -58,7 +58,7 @@ def main(drivername: str, url: str, kind: str, learns: str) -> None:
     signal.signal(signal.SIGALRM, raise_it)
     driver = next(driver for driver in DRIVERS if driver.drivername == drivername and not driver.is_async)
     outside = Outside(Database(driver.engine, make_url(url)))
-    with Rig(driver, outside, learns=bool(learns), pool_size=MESSAGES) as rig:
+    with Rig(driver, outside, pool_size=MESSAGES) as rig:
         # Of one that was slow by chance, all timers would come too late.
         takes = min(timed(rig, f"warm-{number}") for number in range(6))
         outside.empty()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from confluent_kafka import Consumer, Message, Producer, TopicPartition
@@ -46,9 +47,20 @@ class Kafka:
             self._producer.produce(self.topic, each.body, headers=headers)
         assert self._producer.flush(TIMEOUT) == 0
 
+    @property
+    def settings(self) -> dict[str, str]:
+        """The environment of the example."""
+        return {"KAFKA": json.dumps(self.config), "TOPIC": self.topic}
+
     def dead(self) -> list[Sent]:
         """The dead letters that were not replayed."""
-        found: list[Sent] = []
+        return [_sent(each) for each in self._dead()]
+
+    def letters(self) -> dict[bytes, str]:
+        """The body of each of them, and why it is one."""
+        return {each.value() or b"": _headers(each)["projector-dedup-reason"].decode() for each in self._dead()}
+
+    def _dead(self) -> Iterator[Message]:
         for place in self._positions(self._reader, self.dead_letters):
             low, high = self._reader.get_watermark_offsets(place, timeout=TIMEOUT)
             place.offset = max(place.offset, low)
@@ -57,8 +69,7 @@ class Kafka:
                 message = self._reader.poll(TIMEOUT)
                 assert message is not None
                 assert message.error() is None
-                found.append(_sent(message))
-        return found
+                yield message
 
     def replay(self) -> int:
         """Publish the dead letters again, by the library."""
@@ -82,8 +93,11 @@ class Kafka:
         return client.committed([TopicPartition(topic, each) for each in range(PARTITIONS)], timeout=TIMEOUT)
 
 
-def _sent(message: Message) -> Sent:
+def _headers(message: Message) -> dict[str, Any]:
     headers = message.headers()
-    found = dict(headers) if headers else {}
-    message_id = found.get("message_id")
+    return dict(headers) if headers else {}
+
+
+def _sent(message: Message) -> Sent:
+    message_id = _headers(message).get("message_id")
     return Sent(message_id.decode() if isinstance(message_id, bytes) else message_id, message.value() or b"")

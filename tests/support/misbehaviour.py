@@ -6,7 +6,7 @@ Each is a function of the `Session` (some, of the `AsyncSession`), called in a h
 
 import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import Enum
 from typing import Any, cast
 
@@ -65,8 +65,24 @@ class Misbehaviour:
         """Return the verdict on `driver`; None if it is not run there."""
         return self._elsewhere.get(driver.module, self._elsewhere.get(driver.engine, self._usual))
 
+    def tells_apart(self, driver: Driver) -> bool:
+        """Return True if the verdict on ``driver`` is not that on every driver of its database."""
+        return driver.module in self._elsewhere
+
     def __str__(self) -> str:
         return self.name
+
+
+def told_apart(cases: Iterable[Misbehaviour], driver: Driver) -> list[Misbehaviour]:
+    """Return those of cases whose verdict names the driver's module, and one case of each other verdict.
+
+    A run of all cases on all drivers found no other that depends on the driver.
+    """
+    chosen: list[Misbehaviour] = []
+    for case in cases:
+        if case.tells_apart(driver) or case.verdict(driver) not in {other.verdict(driver) for other in chosen}:
+            chosen.append(case)
+    return chosen
 
 
 def driver_of(session: Session) -> Any:

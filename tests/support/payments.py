@@ -1,6 +1,7 @@
 """Payments for the tests of consumers: a read model, a projector that adds up, and the messages that it gets."""
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 from sqlalchemy import URL, Engine, func, select, text
@@ -24,8 +25,8 @@ class Balance(Base):
 
 make_tables(Base.metadata)
 
-RULES: dict[str, str] = {}
-"""Accounts whose payments fail: ``early`` (``Defer``) or ``poison``. Tests fill it, and mend by taking them out."""
+RULES: dict[str, str | Callable[[], object]] = {}
+"""Accounts whose payments fail: ``early`` (``Defer``), ``poison``, or by a function. Tests mend by taking them out."""
 
 
 def _add(event: Any, session: Session) -> None:
@@ -34,6 +35,8 @@ def _add(event: Any, session: Session) -> None:
             raise Defer("the account is not open yet")
         case "poison":
             raise ValueError("this account cannot be read\nreally")
+        case rule if callable(rule):
+            rule()
     found = session.get(Balance, event["account"])
     if found is None:
         session.add(Balance(account=event["account"], amount=event["amount"]))
@@ -84,6 +87,12 @@ def applied(engine: Engine) -> tuple[dict[str, int], int]:
         balances = {each.account: each.amount for each in session.scalars(select(Balance))}
         markers = session.scalar(select(func.count()).select_from(Base.metadata.tables["processed_message"]))
         return balances, markers or 0
+
+
+def markers(engine: Engine) -> set[str]:
+    """Return the ids of the messages that were applied."""
+    with engine.connect() as connection:
+        return set(connection.scalars(select(Base.metadata.tables["processed_message"].c.message_id)))
 
 
 def transactions(engine: Engine) -> int:

@@ -119,13 +119,17 @@ PROVOKED = {
 """By the name of the engine."""
 
 
-@contextmanager
-def prepared(url: URL, error: Provoked) -> Iterator[None]:
-    """Make the table of the statements, and hold open what `error` wants to be run elsewhere."""
+def make_provoked(url: URL) -> None:
+    """Make the table of the statements."""
     engine = create_engine(url, poolclass=NullPool)
     with engine.begin() as connection:
         connection.exec_driver_sql(TABLE)
-    with engine.connect() as connection:
+
+
+@contextmanager
+def held(url: URL, error: Provoked) -> Iterator[None]:
+    """Hold open what `error` wants to be run elsewhere."""
+    with create_engine(url, poolclass=NullPool).connect() as connection:
         if error.elsewhere:
             connection.exec_driver_sql(error.elsewhere)
         yield

@@ -12,7 +12,7 @@ from amqp_fields import Raw
 from brokers import broker
 from consumer_rig import Sent
 from projector_dedup.integrations import pika as plug
-from projector_dedup.integrations.rabbitmq import WITHOUT_ID, dead_letters, queues_beside
+from projector_dedup.integrations.rabbitmq import REJECTED_FOR, WITHOUT_ID, dead_letters, queues_beside
 from reached import reached
 
 
@@ -68,6 +68,10 @@ class RabbitMQ:
             Sent(None if WITHOUT_ID in properties.headers else properties.message_id, body)
             for properties, body in self.dead_letters()
         ]
+
+    def letters(self) -> dict[bytes, str]:
+        """The body of each dead letter, and why it is one; nothing where its headers leave no room for that."""
+        return {body: (properties.headers or {}).get(REJECTED_FOR, "") for properties, body in self.dead_letters()}
 
     def replay(self) -> int:
         """Publish the dead letters again, by the library."""

@@ -15,7 +15,7 @@ from typing import Any, Self, cast
 
 import psycopg
 import pytest
-from sqlalchemy import URL, Engine, String, create_engine, event
+from sqlalchemy import URL, Engine, String, create_engine, event, func, select
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
 
@@ -29,7 +29,7 @@ from databases import (
 )
 from projector_dedup import AsyncDispatcher, Delivery, Dispatcher, Message, RetryPolicy, on, projector
 from projector_dedup.commands import default_command_tables
-from projector_dedup.tables import default_metadata
+from projector_dedup.tables import default_metadata, default_tables
 
 Handler = Callable[[Session], object] | Callable[[AsyncSession], Awaitable[object]]
 
@@ -159,29 +159,32 @@ def _added(message_id: str) -> Message:
     return Message(message_id, {"account": "a"}, type="added")
 
 
+def tables_on(engine: Engine) -> Engine:
+    """Create the marker table, the record table and the read model; return the engine."""
+    for metadata in (default_metadata, default_command_tables.marker.metadata, Base.metadata):
+        metadata.create_all(engine)
+    return engine
+
+
 def create_tables(url: URL) -> None:
-    """The marker table, the record table and the read model."""
-    engine = create_engine(url)
-    default_metadata.create_all(engine)
-    default_command_tables.marker.metadata.create_all(engine)
-    Base.metadata.create_all(engine)
-    engine.dispose()
+    """The same, in the database of a URL."""
+    tables_on(create_engine(url)).dispose()
+
+
+def state(engine: Engine) -> Durable:
+    """Return what is durable, as another session of an engine sees it."""
+    with Session(engine) as session:
+        markers = session.scalar(select(func.count()).select_from(default_tables.marker)) or 0
+        return Durable(markers, session.scalar(select(func.sum(Total.amount))) or 0)
 
 
 class Rig:
-    """A dispatcher's surroundings on one driver: deliver with it, then ask what came of it.
+    """A dispatcher's surroundings on one driver: deliver with it, then ask what came of it."""
 
-    One that ``learns`` keeps its dispatcher, of a policy each: from the second message on, a claim reads a row too.
-    """
-
-    def __init__(
-        self, driver: Driver, outside: Outside, *, url: URL | None = None, learns: bool = False, **options: Any
-    ) -> None:
+    def __init__(self, driver: Driver, outside: Outside, *, url: URL | None = None, **options: Any) -> None:
         self.driver = driver
         self.outside = outside
         self.connects = 0
-        self._learns = learns
-        self._dispatchers: dict[Any, tuple[Any, list[Handler]]] = {}
         self._runner = asyncio.Runner() if driver.is_async else None
         url = (url or outside.database.url()).set(drivername=driver.drivername)
         if driver.engine == "sqlite":
@@ -199,57 +202,30 @@ class Rig:
     def _connected(self, *_: object) -> None:
         self.connects += 1
 
-    def deliver(
-        self,
-        handler: Handler,
-        message_id: str = "m-1",
-        *,
-        idempotent: bool = True,
-        strict: bool = False,
-        isolation: str | None = None,
-        retry: RetryPolicy = QUICK,
-    ) -> Delivery:
-        """Deliver one message to `handler`."""
-        options: Any = {"idempotent": idempotent, "strict": strict, "isolation": isolation, "retry": retry}
+    def deliver(self, handler: Handler, message_id: str = "m-1", **options: Any) -> Delivery:
+        """Deliver one message to `handler`; the options are those of projector and dispatcher, idempotent and quick."""
         if isinstance(self.engine, AsyncEngine):
             return cast(Delivery, self.run(self.adeliver(handler, message_id, **options)))
         return cast(Delivery, self._dispatcher(handler, **options).deliver(_added(message_id)))
 
-    async def adeliver(
-        self,
-        handler: Handler,
-        message_id: str = "m-1",
-        *,
-        idempotent: bool = True,
-        strict: bool = False,
-        isolation: str | None = None,
-        retry: RetryPolicy = QUICK,
-    ) -> Delivery:
+    async def adeliver(self, handler: Handler, message_id: str = "m-1", **options: Any) -> Delivery:
         """The same, inside the event loop."""
         assert isinstance(self.engine, AsyncEngine)
-        options = {"idempotent": idempotent, "strict": strict, "isolation": isolation, "retry": retry}
         return cast(Delivery, await self._dispatcher(handler, **options).deliver(_added(message_id)))
 
-    def _dispatcher(self, handler: Handler, **options: Any) -> Any:
-        key = tuple(options.values())
-        if not self._learns or key not in self._dispatchers:
-            self._dispatchers[key] = self._new_dispatcher(body := [handler], **options), body
-        dispatcher, body = self._dispatchers[key]
-        body[0] = handler
-        return dispatcher
-
-    def _new_dispatcher(self, body: list[Handler], *, idempotent: bool, **options: Any) -> Any:
+    def _dispatcher(self, handler: Any, *, idempotent: bool = True, retry: RetryPolicy = QUICK, **options: Any) -> Any:
         async def run_awaited(_event: object, session: AsyncSession) -> None:
-            handler: Any = body[0]
             await (handler(session) if inspect.iscoroutinefunction(handler) else session.run_sync(handler))
 
         def run(_event: object, session: Session) -> None:
-            body[0](session)  # type: ignore[arg-type]  # an async handler is for an async driver
+            handler(session)
 
         declared = projector(idempotent=idempotent, name=HANDLER)
         if isinstance(self.engine, AsyncEngine):
-            return AsyncDispatcher(async_sessionmaker(self.engine), declared(on("added")(run_awaited)), **options)
-        return Dispatcher(sessionmaker(self.engine), declared(on("added")(run)), **options)
+            return AsyncDispatcher(
+                async_sessionmaker(self.engine), declared(on("added")(run_awaited)), retry=retry, **options
+            )
+        return Dispatcher(sessionmaker(self.engine), declared(on("added")(run)), retry=retry, **options)
 
     def run(self, work: Any) -> Any:
         """Run a coroutine in the loop that this rig's connections live in."""
@@ -277,7 +253,7 @@ class Rig:
             self.engine.dispose()
 
 
-# Fixtures, for test modules that import them ----------------------------------------------------------------------
+# Fixtures, which conftest.py imports ------------------------------------------------------------------------------
 
 
 @pytest.fixture(name="outsides", scope="module")

@@ -1,58 +1,48 @@
-"""All mutants, by the promise or the part of the library that they break. A new module is added to `GROUPS`."""
+"""All mutants, by the promise or the part of the library that they break: `catalogue.txt`, read and checked."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from pathlib import Path
 
-from . import (
-    batches,
-    claims,
-    commands,
-    connections,
-    consumers,
-    consumers_celery,
-    consumers_kafka,
-    consumers_polling,
-    deliveries,
-    faststream,
-    guards,
-    handling,
-    http,
-    ids,
-    mended,
-    mistakes,
-    observing,
-    operating,
-    outcomes,
-    pruning_and_names,
-    races,
-    refusals,
-    verdicts,
-)
 from .mutant import Mutant
 
-GROUPS: Mapping[str, tuple[Mutant, ...]] = {
-    "claims": claims.MUTANTS,
-    "guards": guards.MUTANTS,
-    "outcomes": outcomes.MUTANTS,
-    "races": races.MUTANTS,
-    "ids": ids.MUTANTS,
-    "refusals": refusals.MUTANTS,
-    "deliveries": deliveries.MUTANTS,
-    "batches": batches.MUTANTS,
-    "connections": connections.MUTANTS,
-    "pruning-and-names": pruning_and_names.MUTANTS,
-    "commands": commands.MUTANTS,
-    "handling": handling.MUTANTS,
-    "http": http.MUTANTS,
-    "observing": observing.MUTANTS,
-    "faststream": faststream.MUTANTS,
-    "consumers": consumers.MUTANTS,
-    "operating": operating.MUTANTS,
-    "consumers-polling": consumers_polling.MUTANTS,
-    "consumers-kafka": (*consumers_kafka.MUTANTS, *consumers_celery.MUTANTS),
-    "mended": mended.MUTANTS,
-    "verdicts": verdicts.MUTANTS,
-    "mistakes": mistakes.MUTANTS,
-}
+_GROUP = re.compile(r"# ([a-z-]+): ")
+_HEADER = re.compile(r"([a-z0-9-]+): (.+)")
+
+
+def _mutant(header: str, fields: list[str], line: int) -> Mutant:
+    """Return the mutant of a header and the fields below it, the first of which is on this line."""
+    found: dict[str, list[str]] = {"where": [], "old": [], "new": [], "tests": [], "hangs": []}
+    for field in fields:
+        word, text = field[4:10].strip(), field[10:]
+        if word not in found:
+            raise ValueError(f"catalogue.txt, from line {line}: {field!r} is no field of a mutant")
+        found[word].append(text.removesuffix(r"\s") if text.endswith(r" \s") else text)
+    named = _HEADER.fullmatch(header)
+    if named is None or len(found["where"]) != 1 or not found["old"] or not found["tests"]:
+        raise ValueError(f"catalogue.txt, from line {line}: a mutant has a name, what it breaks, where, old and tests")
+    old, new = ("\n".join(found[each]) for each in ("old", "new"))
+    return Mutant(named[1], named[2], found["where"][0], old, new, tuple(found["tests"]), bool(found["hangs"]))
+
+
+def read(text: str) -> dict[str, tuple[Mutant, ...]]:
+    """Return the mutants of a catalogue by the name of their group; raise `ValueError` with the line of a mistake."""
+    groups: dict[str, list[Mutant]] = {}
+    group: list[Mutant] | None = None
+    lines = text.splitlines()
+    for number, line in enumerate(lines):
+        if begins := _GROUP.match(line):
+            group = groups.setdefault(begins[1], [])
+        elif line and not line.startswith(("#", " ")):
+            below = lines[number + 1 :]
+            end = next((place for place, each in enumerate(below) if not each.startswith(" ")), len(below))
+            if group is None:
+                raise ValueError(f"catalogue.txt, line {number + 1}: a mutant stands before the first group")
+            group.append(_mutant(line, below[:end], number + 2))
+    return {name: tuple(mutants) for name, mutants in groups.items()}
+
+
+GROUPS: Mapping[str, tuple[Mutant, ...]] = read((Path(__file__).parent / "catalogue.txt").read_text(encoding="utf-8"))
 MUTANTS: tuple[Mutant, ...] = tuple(mutant for mutants in GROUPS.values() for mutant in mutants)

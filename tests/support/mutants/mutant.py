@@ -77,7 +77,7 @@ class Library:
         times = sum(each.text.count(mutant.old) for each in places)
         if times > 1:
             raise NotApplicableError(
-                f"{mutant.where} contains the text {mutant.old!r} {times} times: add what stands beside it to old="
+                f"{mutant.where} contains the text {mutant.old!r} {times} times: add what stands beside it to `old`"
             )
         (place,) = places
         lines = self._sources[place.path].splitlines(keepends=True)
@@ -86,7 +86,7 @@ class Library:
         try:
             ast.parse(text)
         except SyntaxError as error:
-            raise NotApplicableError(f"with new= put in, {place.path.name} is not Python any more: {error}") from None
+            raise NotApplicableError(f"with `new` put in, {place.path.name} is not Python any more: {error}") from None
         return place.path, text
 
     def _advice(self, mutant: Mutant) -> str:
@@ -96,10 +96,10 @@ class Library:
         if not innermost:
             return (
                 "Its text is nowhere else either. Find the code that keeps this promise now, and write its name and "
-                "text into where= and old=; remove the mutant only if the promise is gone"
+                "text behind `where` and `old`; remove the mutant only if the promise is gone"
             )
         names = ", ".join(f"{each.name} in {each.path.relative_to(self.root)}" for each in innermost[:3])
-        return f"Its text is in {names}: write the right name into where="
+        return f"Its text is in {names}: write the right name behind `where`"
 
 
 def _definitions(path: Path, source: str) -> Iterator[Definition]:

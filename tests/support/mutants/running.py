@@ -185,7 +185,7 @@ class Runner:
             elif run.code == 1:
                 self._red[tests] = f"its tests fail without it too:\n{_end_of(run.output)}"
             else:
-                self._red[tests] = f"pytest cannot run its tests, correct tests=:\n{_end_of(run.output)}"
+                self._red[tests] = f"pytest cannot run its tests, correct `tests`:\n{_end_of(run.output)}"
         return self._red[tests]
 
 
@@ -193,18 +193,18 @@ def _verdict(mutant: Mutant, run: _Run) -> tuple[Verdict, str]:
     if run.code is None or _HUNG.search(run.output):
         if mutant.hangs:
             return Verdict.KILLED, ""
-        return Verdict.NOT_APPLICABLE, "a test did not end; if that is how it is noticed, say hangs=True"
+        return Verdict.NOT_APPLICABLE, "a test did not end; if that is how it is noticed, say `hangs`"
     if run.code not in (0, 1):
         return Verdict.NOT_APPLICABLE, f"pytest ended with exit code {run.code}:\n{_end_of(run.output)}"
     if run.code == 1:
         if misfit := _MISFITS.search(run.output):
-            return Verdict.NOT_APPLICABLE, f"new= does not fit the code around it any more: {misfit[0]}"
+            return Verdict.NOT_APPLICABLE, f"`new` does not fit the code around it any more: {misfit[0]}"
         if not run.failed:
             return Verdict.NOT_APPLICABLE, f"no test failed, a fixture did:\n{_end_of(run.output)}"
         return Verdict.KILLED, ""
     if run.skipped:
         return Verdict.NOT_RUN, f"{run.skipped} of its tests were skipped:\n{_end_of(run.output)}"
-    return Verdict.SURVIVED, "write the test that is missing, or name the one that is there in tests="
+    return Verdict.SURVIVED, "write the test that is missing, or name the one that is there behind `tests`"
 
 
 def _end_of(output: str) -> str:

@@ -1,10 +1,15 @@
-"""The proxy tells the truth about round trips, and cuts exactly where it says."""
+"""The tools of the tests keep their promises: databases, commands in a fork, the proxy that counts and cuts."""
 
 import asyncio
 import importlib.util
+import os
 import re
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import psycopg
 import pytest
@@ -14,7 +19,129 @@ from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.pool import NullPool
 
 from cut_proxy import Cut, CutProxy
-from databases import DRIVERS, Database
+from databases import DRIVERS, Database, empty
+from forked import PRELOADED, run_module
+from projector_dedup.testing.postgres import PrivatePostgres
+
+
+@pytest.mark.parametrize("_turn", ["first", "second"])
+def test_every_test_finds_its_database_empty(engine: Engine, _turn: str) -> None:
+    """A table that one test leaves behind, even under an open transaction, is not there for the next."""
+    connection = engine.connect()
+    connection.execute(text("create table leftover (n integer)"))
+    connection.commit()
+    connection.execute(text("insert into leftover values (1)"))
+    assert connection.scalar(text("select count(*) from leftover")) == 1
+    connection.close()
+
+
+def test_async_drivers_reach_their_database(async_url: URL) -> None:
+    """Every asynchronous driver that is installed executes a statement."""
+
+    async def one() -> object:
+        async with create_async_engine(async_url, poolclass=NullPool).connect() as connection:
+            return await connection.scalar(text("select 1"))
+
+    assert asyncio.run(one()) == 1
+
+
+def test_a_database_refuses_the_driver_of_another_engine(database: Database) -> None:
+    """A test cannot believe that it ran on PostgreSQL while it ran on SQLite."""
+    with pytest.raises(ValueError, match="does not reach"):
+        database.url("mysql+pymysql")
+
+
+def test_an_open_transaction_does_not_keep_the_next_test_waiting(postgresql: Database) -> None:
+    """Emptying the database cuts off whoever holds a lock in it."""
+    holder = psycopg.connect(postgresql.dsn)
+    holder.execute("create table held (n integer)")
+    empty(postgresql)
+    with pytest.raises(psycopg.OperationalError):
+        holder.execute("select 1")
+    holder.close()
+
+
+def test_an_engine_that_is_required_and_not_reached_is_a_failure() -> None:
+    """In CI a run that silently left out PostgreSQL does not pass."""
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", __file__, "-k", "finds_its_database_empty and sqlite"],
+        check=False,
+        env={**os.environ, "PROJECTOR_DEDUP_TEST_REQUIRE": "postgresql,sqlite,pgbouncer"},
+        capture_output=True,
+        text=True,
+    )
+    assert "2 passed" in run.stdout
+    for part in ("postgresql+psycopg", "pgbouncer"):
+        assert f"REQUIRED, but not tested: {part} (no test asked for it)" in run.stdout
+    assert run.returncode == 1
+
+
+def test_a_private_server_survives_a_crash_on_its_port() -> None:
+    """What was committed before a crash is there after it, under the same URL; what was not is gone."""
+    with (
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,  # pytest's own is closed to other users
+        PrivatePostgres(Path(folder) / "data") as server,
+    ):
+        url = server.url
+        before = psycopg.connect(url)
+        before.execute("create table survivor (n integer)")
+        before.commit()
+        before.execute("insert into survivor values (1)")
+        server.restart()
+        with pytest.raises(psycopg.OperationalError):
+            before.commit()
+        before.close()
+        with psycopg.connect(url) as after:
+            assert after.execute("select count(*) from survivor").fetchone() == (0,)
+
+
+# A command in a fork is what it would be in a Python of its own ------------------------------------------------------
+
+LOOKS = """
+import atexit, os, signal, sys
+atexit.register(print, "the end")
+print(sys.argv[1:], __name__, os.getcwd(), sys.path[0], os.environ["MINE"], "é", sys.stdin.read(), sys.stdout.isatty())
+print(sorted(name for name in sys.modules if name.startswith(("projector_dedup", "psycopg"))), sys.dont_write_bytecode)
+print("alas", file=sys.stderr)
+"""
+ENDS = {
+    "returns": "",
+    "exits": "sys.exit(3)",
+    "exits with words": "sys.exit('no')",
+    "is killed": "sys.stdout.flush(); os.kill(os.getpid(), signal.SIGKILL)",
+    "is interrupted": "signal.raise_signal(signal.SIGINT)",
+}
+
+
+@pytest.mark.parametrize("safe_path", [True, False], ids=["-P", ""])
+@pytest.mark.parametrize("end", ENDS)
+def test_it_sees_and_says_the_same(end: str, safe_path: bool, tmp_path: Path) -> None:
+    """Arguments, folder, path, environment, streams, what is imported, what it says last, and its exit code."""
+    (tmp_path / "looks").mkdir()
+    (tmp_path / "looks" / "__main__.py").write_text(LOOKS + ENDS[end])
+    environment = {**os.environ, "MINE": "a b", "PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
+    flags = ["-P"] if safe_path else []
+    alone = subprocess.run(
+        [sys.executable, *flags, "-m", "looks", "x", "y z"],
+        env=environment,
+        cwd=tmp_path,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    forked = run_module("looks", "x", "y z", safe_path=safe_path, env=environment, cwd=tmp_path)
+    assert (forked.returncode, forked.stdout) == (alone.returncode, alone.stdout)
+    assert forked.stderr.splitlines()[:1] == alone.stderr.splitlines()[:1] == ["alas"]
+    assert forked.stderr.splitlines()[-1:] == alone.stderr.splitlines()[-1:]
+
+
+def test_nothing_of_ours_is_imported_before() -> None:
+    """Else a command could lack an import, and no test would see it."""
+    assert not [name for name in PRELOADED if name.startswith("projector_dedup")]
+
+
+# The proxy tells the truth about round trips, and cuts exactly where it says ----------------------------------------
 
 INSERT = text("insert into counted values (:n)")
 
@@ -81,11 +208,6 @@ def with_asyncpg(url: URL) -> None:
     asyncio.run(insert())
 
 
-def missing(module: str) -> pytest.MarkDecorator:
-    """Skip a client whose module is not installed."""
-    return pytest.mark.skipif(not importlib.util.find_spec(module), reason=f"{module} is not installed")
-
-
 def with_mariadb_driver(module: str) -> Callable[[URL], None]:
     """COMMIT as COM_QUERY, which every driver sends."""
     driver = next(driver for driver in DRIVERS if driver.engine == "mariadb" and driver.module == module)
@@ -110,20 +232,11 @@ CLIENTS = [
     pytest.param("postgresql", client, id=client.__name__)
     for client in (with_psycopg, with_psycopg_pipeline, with_asyncpg)
 ] + [
-    pytest.param("mariadb", with_mariadb_driver(module), id=module, marks=missing(module))
+    pytest.param("mariadb", with_mariadb_driver(module), id=module)
     for module in ("pymysql", "MySQLdb", "asyncmy", "aiomysql")
+    if importlib.util.find_spec(module)
 ]
 with_each_client = pytest.mark.parametrize(("engine", "client"), CLIENTS)
-
-
-@with_each_client
-def test_uncut_it_is_only_a_wire(engine: str, client: Client, request: pytest.FixtureRequest) -> None:
-    """Without an order to cut, what is committed through the proxy is committed."""
-    database: Database = request.getfixturevalue(engine)
-    with before(database) as proxy:
-        client(proxy.through(database.url()))
-        assert rows(database) == [1]
-        assert proxy.cuts == 0
 
 
 @with_each_client
@@ -145,7 +258,7 @@ def test_commit_is_cut_before_or_after_it_happens(
 
 @with_each_client
 def test_it_stops_before_and_after_a_trip(engine: str, client: Client, request: pytest.FixtureRequest) -> None:
-    """At the first stop the server has not seen COMMIT, at the second it has committed; the client waits meanwhile."""
+    """At the first stop the server has not seen COMMIT, at the second it has committed; uncut it is only a wire."""
     database: Database = request.getfixturevalue(engine)
     seen: list[tuple[Cut, int]] = []
     outside = create_engine(database.url(), poolclass=NullPool)
@@ -158,6 +271,8 @@ def test_it_stops_before_and_after_a_trip(engine: str, client: Client, request: 
     with before(database) as proxy:
         proxy.at_trip = look
         client(proxy.through(database.url()))
+        assert rows(database) == [1]
+        assert proxy.cuts == 0
     assert seen == [("before", 0), ("after", 1)]
 
 
@@ -194,17 +309,14 @@ def test_a_rollback_is_not_a_commit(through: Engine, proxy: CutProxy) -> None:
     assert proxy.cuts == 0
 
 
-def test_a_plain_transaction_takes_three_trips(through: Engine, proxy: CutProxy) -> None:
-    """BEGIN, one statement, COMMIT: each waits for its answer, however many messages it is made of."""
+def test_what_waits_for_one_answer_is_one_trip(through: Engine, proxy: CutProxy) -> None:
+    """BEGIN, one statement, COMMIT are three, of however many messages; two statements in one simple Query are one."""
     with through.begin() as connection:
         connection.execute(INSERT, {"n": 1})
     statement = "insert into counted values ($1)"
     assert [trip[0] for trip in proxy.trips] == ["Query: BEGIN", f"Parse: {statement}", "Query: COMMIT"]
     assert proxy.trips[1][-2:] == [f"Execute: {statement}", "Sync"]
-
-
-def test_statements_sent_as_one_message_take_one_trip(through: Engine, proxy: CutProxy) -> None:
-    """Two statements in one simple Query are one trip."""
+    proxy.trips.clear()
     with through.connect() as connection:
         connection.exec_driver_sql("select 1; select 2")
     assert proxy.trips == [["Query: BEGIN"], ["Query: select 1; select 2"], ["Query: ROLLBACK"]]
@@ -218,22 +330,3 @@ def test_a_pipeline_takes_one_trip_for_what_it_sends_together(proxy: CutProxy, p
             connection.execute("select %s::integer", [1])
     assert len(proxy.trips) == 1
     assert proxy.trips[0].count("Sync") == 1
-
-
-def test_asyncpg_pays_a_trip_to_prepare(proxy: CutProxy, postgresql: Database) -> None:
-    """asyncpg asks for the types of a new statement before it executes it: a trip that ends with Flush."""
-
-    async def twice() -> tuple[int, int]:
-        engine = create_async_engine(proxy.through(postgresql.async_url))
-        async with engine.connect():
-            proxy.trips.clear()
-        counts = []
-        for n in (1, 2):
-            proxy.trips.clear()
-            async with engine.begin() as connection:
-                await connection.execute(INSERT, {"n": n})
-            counts.append(len(proxy.trips))
-        await engine.dispose()
-        return counts[0], counts[1]
-
-    assert asyncio.run(twice()) == (4, 3)

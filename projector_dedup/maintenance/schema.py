@@ -1,10 +1,10 @@
-"""`idempotency migrate`: run the library's own Alembic revisions on tables that no other migrations own."""
+"""Make the tables: ``migrate`` runs the library's own Alembic revisions, ``ddl`` prints the SQL."""
 
 from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib.resources import files
@@ -15,22 +15,24 @@ from typing import Any
 from alembic import command
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
-from sqlalchemy import MetaData, Table, inspect
+from sqlalchemy import Dialect, MetaData, Table, insert, inspect, make_url
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import DBAPIError
+from sqlalchemy.schema import CreateIndex, CreateTable, ExecutableDDLElement
 
 from ..dialects import Failure, dialect_of
 from ..errors import MissingTableError, RetriesExhaustedError
 from ..tables import DedupTables, default_tables
 from .check import check, check_table
-from .ddl import creating, version_row
+from .running import unlimited
 from .state import SCHEMA_VERSION, read_state, write_state
-from .waits import unlimited
 
 _PATIENCE = 60.0  # seconds during which a change that had to wait for other transactions is tried again
 _PAUSE = 1.0  # seconds between two tries at most, half as long on average: writers that queued get through
 
 _one_at_a_time = Lock()  # env.py and revisions import `alembic.context` and `alembic.op`: globals of the process
+
+_RIGHTS = "SELECT, INSERT, UPDATE, DELETE"
 
 
 @dataclass(frozen=True)
@@ -192,3 +194,36 @@ class _Owner:
 
     def _revision(self, version: int) -> str:
         return self._tables.revisions[version - 1]
+
+
+# The tables as SQL ------------------------------------------------------------------------------------------------
+
+
+def ddl(database: str, tables: DedupTables = default_tables) -> str:
+    """Return the SQL that makes the tables on ``database``: "postgresql", "mariadb", "mysql" or "sqlite".
+
+    Each statement ends with ";". The last lines are comments: the GRANT statements for the application's user.
+
+    Raises ``sqlalchemy.exc.NoSuchModuleError`` for a database that SQLAlchemy does not know.
+    """
+    dialect_class: Any = make_url(f"{database}://").get_dialect()
+    dialect: Dialect = dialect_class(paramstyle="named")  # a driver's own would double each % of a name
+    both = (tables.marker, tables.state)
+    statements = [*creating(both, dialect), version_row(tables, dialect)]
+    names = [dialect.identifier_preparer.format_table(table) for table in both]
+    grants = [f"-- GRANT {_RIGHTS} ON {name} TO <application user>;" for name in names]
+    told = "-- Whoever delivers, checks and cleans up needs no more rights than these, where there are users:"
+    return "\n".join([*(f"{statement};\n" for statement in statements), told, *grants, ""])
+
+
+def creating(tables: Sequence[Table], dialect: Dialect) -> list[str]:
+    """Return the statements that create ``tables``, then those that create their indexes, without ";"."""
+    elements: list[ExecutableDDLElement] = [CreateTable(table) for table in tables]
+    elements += [CreateIndex(index) for table in tables for index in table.indexes]
+    return [str(element.compile(dialect=dialect)).strip() for element in elements]
+
+
+def version_row(tables: DedupTables, dialect: Dialect) -> str:
+    """Return the INSERT that writes this version of the schema into the state table, without ";"."""
+    row = insert(tables.state).values(key=SCHEMA_VERSION, value=str(tables.version))
+    return str(row.compile(dialect=dialect, compile_kwargs={"literal_binds": True}))

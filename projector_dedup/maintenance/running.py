@@ -1,0 +1,181 @@
+"""How maintenance runs: on which tables, how long it waits for locks, and which steps it tries again."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+from sqlalchemy import event, inspect
+from sqlalchemy.engine import Connection, Engine
+from sqlalchemy.exc import DBAPIError
+
+from ..closing import connected
+from ..commands import CommandTables, default_command_tables
+from ..dialects import Dialect, Failure, dialect_of
+from ..errors import MissingTableError, RetriesExhaustedError
+from ..message import printable
+from ..options import RetryPolicy
+from ..tables import DedupTables, default_tables, full_name
+from .databases import Finding, database_of
+
+T = TypeVar("T")
+
+PASSING = (Failure.TRANSIENT, Failure.READ_ONLY, Failure.LOCK_TIMEOUT)  #: kinds of errors after which to try again
+LOCK_TIMEOUT = 10.0  #: seconds
+_OPTION = "projector_dedup_lock_timeout"  # of a connection: its limit in seconds
+_USUAL = "projector_dedup_usual_limit"  # in the info of a connection: the statement that brings its own limit back
+
+_OF_COMMANDS = {each.name for each in default_command_tables.marker.columns} - {
+    each.name for each in default_tables.marker.columns
+}
+
+
+# Which tables -----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def connected_to(engine: Engine, tables: DedupTables) -> Iterator[Connection]:
+    """Yield a connection of ``engine``. What the block does not commit is rolled back.
+
+    Raises ``MissingTableError`` where a statement of the block finds no table; any other error is raised as it is.
+    """
+    dialect = dialect_of(engine)
+    dialect.prepare(engine)
+    with engine.connect() as connection:
+        try:
+            yield connection
+        except DBAPIError as error:
+            if dialect.classify(error) is Failure.NO_TABLE:
+                raise MissingTableError(tables.missing(connection)) from error
+            raise
+
+
+def other_kind(
+    connection: Connection, tables: DedupTables, columns: Collection[str], *, any_kind: bool = False
+) -> Finding | None:
+    """Return that the table with these ``columns`` is of the other kind than ``tables``; None if it is not.
+
+    With ``any_kind``, a table of commands passes for one of projectors: it has every column of those.
+    """
+    wanted, found = isinstance(tables, CommandTables), _OF_COMMANDS & set(columns)
+    name = full_name(tables.marker, connection)
+    if wanted and not found and {"message_id", "handler"} <= set(columns):
+        return Finding(
+            f"{name} is a table of projectors, not of commands",
+            f"name a table that {tables.maker}() makes, such as {tables.default_name}; or, if it is the projectors' "
+            f"that is meant, leave out{tables.option}",
+        )
+    if not wanted and not any_kind and found == _OF_COMMANDS:
+        return Finding(
+            f"{name} is a table of commands, not of projectors",
+            f"say{CommandTables.option}, and {CommandTables.maker}() in Python; or name a table that {tables.maker}() "
+            "makes",
+        )
+    return None
+
+
+def refuse_other_kind(connection: Connection, tables: DedupTables, *, any_kind: bool = False) -> None:
+    """Raise ``MissingTableError`` if the table is there, and ``other_kind`` finds it to be another than ``tables``."""
+    schema, inspector = connection.schema_for_object(tables.marker), inspect(connection)
+    if not inspector.has_table(tables.marker.name, schema=schema):
+        return
+    columns = [column["name"] for column in inspector.get_columns(tables.marker.name, schema=schema)]
+    finding = other_kind(connection, tables, columns, any_kind=any_kind)
+    if finding is not None:
+        raise MissingTableError(f"{finding.problem}; {finding.remedy}")
+
+
+# How long it waits ------------------------------------------------------------------------------------------------
+
+
+def limited(engine: Engine, lock_timeout: float = LOCK_TIMEOUT) -> Engine:
+    """Return a copy of ``engine`` whose transactions wait at most ``lock_timeout`` seconds for any one lock.
+
+    Give it to the functions of this package, as `idempotency` does: a statement that would wait longer fails, and what
+    can be tried again is tried again. The copy shares the pool of ``engine``; a connection that goes back has its usual
+    limit. MariaDB counts whole seconds.
+
+    Raises ``ValueError`` for a time that is not positive.
+    """
+    if not lock_timeout > 0:
+        raise ValueError(f"lock_timeout is in seconds and must be positive, not {lock_timeout:g}")
+    copy = engine.execution_options(**{_OPTION: lock_timeout})
+    if not is_limited(engine):
+        event.listen(copy, "begin", _limit)
+        event.listen(copy, "commit", _give_back)
+        event.listen(copy, "rollback", _give_back)
+    return copy
+
+
+def is_limited(engine: Engine) -> bool:
+    """True if the engine is a copy that ``limited`` made, or a copy of one."""
+    return engine.get_execution_options().get(_OPTION) is not None
+
+
+def unlimited(engine: Engine) -> Engine:
+    """Return a copy of the engine without the limit, for a migration, which has a shorter one."""
+    return engine.execution_options(**{_OPTION: None})
+
+
+def _limit(connection: Connection) -> None:
+    seconds = connection.get_execution_options().get(_OPTION)
+    if seconds is not None:
+        connection.info[_USUAL] = database_of(connection).limit_waits(connection, seconds)
+
+
+def _give_back(connection: Connection) -> None:
+    if connection.invalidated or (usual := connection.info.pop(_USUAL, None)) is None:
+        return
+    try:
+        connection.exec_driver_sql(usual)
+    except DBAPIError:  # of a connection that is lost; the error that ends the transaction is the one to raise
+        connection.invalidate()
+
+
+# What is tried again ----------------------------------------------------------------------------------------------
+
+
+def run_with_retries(
+    step: Callable[[Connection], T],
+    engine: Engine,
+    dialect: Dialect,
+    policy: RetryPolicy,
+    passing: Collection[Failure] = PASSING,
+) -> T:
+    """Run ``step`` in a transaction of its own, commit, and return what ``step`` returned.
+
+    After an error of the kinds ``passing``, and when no connection is to be had, ``step`` is run again as often and as
+    long as ``policy`` allows, so it must be safe to run twice. The transaction is at the database's
+    ``cleanup_isolation``, at which a step meets only the rows that it writes.
+
+    Raises ``RetriesExhaustedError`` if the policy is used up; any other error is raised as it is.
+    """
+    level = database_of(engine).cleanup_isolation
+    bind = engine if level is None else engine.execution_options(isolation_level=level)
+    deadline, attempt = None, 0
+    while True:
+        attempt, reached = attempt + 1, False
+        try:
+            with connected(bind) as connection:
+                reached = True
+                try:
+                    result = step(connection)
+                    connection.commit()
+                except DBAPIError as error:
+                    if dialect.classify(error) is Failure.READ_ONLY:
+                        connection.invalidate()  # else its pool would stay with a server that is no primary
+                    raise
+                return result
+        except (DBAPIError, OSError) as error:
+            if reached and dialect.classify(error) not in passing:
+                raise
+            now, delay = time.monotonic(), policy.delay(attempt)
+            deadline = deadline or now + policy.within
+            if attempt >= policy.attempts or now + delay > deadline:
+                words = printable(str(getattr(error, "orig", None) or error))[:300]
+                raise RetriesExhaustedError(
+                    f"{attempt} attempts failed ({words}); try again when that has passed"
+                ) from error
+        time.sleep(delay)

@@ -1,0 +1,231 @@
+"""One contract for all consumers: acknowledged after the commit, delayed, rejected with a reason, replayed."""
+
+import logging
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+import payments
+from adapters import CLIENTS, KAFKA, Adapter, adapter
+from consumer_rig import Sent, prove, wait_for
+from databases import Database
+from kafka_cluster import KafkaCluster, kafka_cluster
+from payments import RULES, payment
+from projector_dedup import Defer, HandlerDefinitionError
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:\\s*The 'queue' task attribute:DeprecationWarning"
+)  # of Celery, for 6.0
+
+ALL = (*CLIENTS, KAFKA)
+REASON = "ValueError: this account cannot be read\\nreally"
+
+
+class KilledError(BaseException):
+    """Ends a consumer in the midst of a message."""
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KafkaCluster]:
+    """A cluster for all tests of this file; each has topics of its own."""
+    with kafka_cluster(tmp_path_factory.mktemp("kafka")) as found:
+        yield found
+
+
+@pytest.fixture(params=ALL)
+def consumer(request: pytest.FixtureRequest, postgresql: Database) -> Iterator[Adapter]:
+    """A queue of the test's own, and a consumer of it, by each client in turn."""
+    cluster = request.getfixturevalue("cluster") if request.param == KAFKA else None
+    with adapter(request.param, postgresql, cluster) as made:
+        yield made
+
+
+def but(*clients: str) -> pytest.MarkDecorator:
+    """Try all clients but these; whoever leaves one out says why."""
+    return pytest.mark.parametrize("consumer", [each for each in ALL if each not in clients], indirect=True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_killed_consumers_are_exact(consumer: Adapter) -> None:
+    """Two processes, 22 of them killed, poison, garbage, messages before their time: the read model equals the file."""
+    prove(consumer.program, consumer.queue, consumer.database, consumer.settings, consumer.drivername)
+
+
+def test_what_is_applied_or_was_applied_is_acknowledged(consumer: Adapter) -> None:
+    """From the first message on, which came before the consumer; one that was published twice is a duplicate."""
+    consumer.pay((1, "a"), (2, "a"), (1, "a"))
+    consumer.consume_until(consumer.settled({"a": 2}))
+    consumer.pay((2, "a"), (3, "a"))
+    consumer.consume_until(consumer.settled({"a": 3}))
+    assert consumer.queue.left() == 0
+    assert consumer.queue.dead() == []
+
+
+# Celery's worker is a thread here: test_celery.py kills the process of one.
+@but("celery")
+def test_a_consumer_that_dies_in_a_message_has_not_acknowledged_it(consumer: Adapter) -> None:
+    """The broker delivers the message again."""
+    called: list[object] = []
+
+    def die() -> None:
+        called.append(None)
+        raise KilledError
+
+    RULES["a"] = die
+    consumer.pay((1, "a"))
+    consumer.failure(lambda: called != [])
+    wait_for(lambda: consumer.queue.left() == 1, "the message to be there again", 20)
+    assert consumer.applied == ({}, 0)
+    RULES.clear()
+    consumer.consume_until(consumer.settled({"a": 1}))
+
+
+def test_messages_before_their_time_come_again_and_hold_nobody_up(
+    consumer: Adapter, caplog: pytest.LogCaptureFixture
+) -> None:
+    """However many they are: more than are in flight at a time."""
+    caplog.set_level(logging.INFO, "projector_dedup.consumers")
+    RULES["b"] = "early"
+    consumer.pay(*((number, "b") for number in range(6)), (6, "a"))
+
+    def applied_when_it_is_time() -> bool:
+        if consumer.applied == ({"a": 1}, 1):
+            RULES.clear()
+        return consumer.settled({"a": 1, "b": 6})()
+
+    consumer.consume_until(applied_when_it_is_time, max_delay=0.2, **consumer.few)
+    assert caplog.text.count("is to come again in") >= 6
+    assert consumer.queue.dead() == []
+
+
+def test_a_message_that_is_always_early_is_rejected_in_the_end(
+    consumer: Adapter, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its deliveries are counted, ``max_attempts`` is their limit, and ``max_delay`` that of its waits."""
+    caplog.set_level(logging.INFO, "projector_dedup.consumers")
+    RULES["b"] = "early"
+    consumer.pay((1, "b"))
+    consumer.consume_until(lambda: len(consumer.queue.dead()) == 1, max_attempts=2, max_delay=0.2)
+    assert consumer.queue.letters() == {payment(1, "b"): "Defer: the account is not open yet"}
+    assert re.search(r"is to come again in (0\.2|1\.0) s after delivery 1: Defer", caplog.text)
+    assert "is rejected at delivery 2: Defer" in caplog.text
+    assert consumer.applied == ({}, 0)
+    assert consumer.queue.left() == 0
+
+
+def test_poison_is_kept_with_its_reason_and_replayed_after_the_mend(consumer: Adapter) -> None:
+    """Others are applied meanwhile; the message is applied once, however often it comes after that."""
+    RULES["b"] = "poison"
+    consumer.pay((1, "a"), (2, "b"), (3, "a"))
+    consumer.consume_until(lambda: consumer.settled({"a": 2})() and len(consumer.queue.dead()) == 1)
+    assert consumer.queue.dead() == [Sent("p2", payment(2, "b"))]
+    assert consumer.queue.letters() == {payment(2, "b"): REASON}
+    RULES.clear()
+    assert consumer.queue.replay() == 1
+    consumer.pay((2, "b"))
+    consumer.consume_until(consumer.settled({"a": 2, "b": 1}))
+    assert consumer.queue.dead() == []
+    assert consumer.queue.replay() == 0
+
+
+def test_an_id_in_the_body_stays_the_only_one(consumer: Adapter) -> None:
+    """Through a delay, the dead letters and a replay: aio-pika gives each copy without an id one of its own."""
+    called: list[object] = []
+
+    def fail() -> None:
+        called.append(None)
+        if len(called) <= 2:
+            raise Defer("not yet")
+        raise ValueError("poison")
+
+    RULES["b"] = fail
+    sent = [Sent(None, payment(1, "b"))] * 2
+    consumer.queue.publish(sent)
+    consumer.consume_until(lambda: len(consumer.queue.dead()) == 2, max_delay=0.2)
+    assert consumer.queue.dead() == sent
+    RULES.clear()
+    assert consumer.queue.replay() == 2
+    consumer.consume_until(consumer.settled({"b": 1}))
+    assert payments.markers(consumer.engine) == {"p1"}
+
+
+NO_JSON = ("InvalidMessageError: the ", "DecodeError: ")  # by this library, and by Celery
+GARBAGE: dict[Sent, str | tuple[str, ...]] = {
+    Sent("no JSON", b"{"): NO_JSON,
+    Sent("no text", b"\xff\xfe"): NO_JSON,
+    Sent("no object", b"[1, 2]"): "",
+    Sent("a type that is none", b'{"type": 5}'): "InvalidMessageError",
+    Sent("a type that nobody wants", b'{"type": "unheard of"}'): "UnhandledMessage",
+    Sent("no account", b'{"type": "payment"}'): "KeyError: 'account'",
+    Sent(None, b'{"type": "payment", "account": "a", "amount": 1}'): "InvalidMessageIdError: the message has no id",
+}
+"""What is no payment, and how the reason begins for which it is rejected. No client makes an id up."""
+
+
+def test_garbage_becomes_dead_letters_and_the_consumer_lives_on(consumer: Adapter) -> None:
+    """Nothing of it is applied, and what is behind it is."""
+    consumer.queue.publish([*GARBAGE])
+    consumer.pay((1, "a"))
+    consumer.consume_until(lambda: consumer.settled({"a": 1})() and len(consumer.queue.dead()) == len(GARBAGE))
+    assert {*consumer.queue.dead()} == {*GARBAGE}
+    reasons = consumer.queue.letters()
+    assert {each: reasons[each.body] for each in GARBAGE if not reasons[each.body].startswith(GARBAGE[each])} == {}
+
+
+# Celery declares the queue of its dead letters for each of them; test_kafka.py has the topics of Kafka.
+@but("celery", KAFKA)
+def test_a_message_that_cannot_be_kept_is_not_acknowledged(consumer: Adapter) -> None:
+    """Somebody has deleted the dead letters: the poison comes again until it can be one."""
+    called: list[object] = []
+
+    def fail() -> None:
+        called.append(None)
+        if len(called) == 1:
+            with ThreadPoolExecutor(1) as other:  # an event loop may run in this thread
+                other.submit(consumer.lose_letters).result()
+        raise ValueError("poison")
+
+    RULES["b"] = fail
+    consumer.pay((1, "b"))
+    consumer.failure(lambda: len(called) > 1)
+    wait_for(lambda: consumer.queue.left() == 1, "the message to be there again", 20)
+    consumer.mend_letters()
+    consumer.consume_until(lambda: len(consumer.queue.dead()) == 1)
+    assert consumer.queue.letters() == {payment(1, "b"): "ValueError: poison"}
+    assert consumer.queue.left() == 0
+
+
+# What Celery cannot read is in test_celery.py, and what Kafka's producer would not send in test_kafka.py.
+@but("celery", KAFKA)
+def test_whatever_a_client_sends_is_applied_delayed_or_a_dead_letter(
+    consumer: Adapter, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Headers, fields and subjects that no client writes stop nobody: what is behind them is applied."""
+    caplog.set_level(logging.INFO, "projector_dedup.consumers")
+    RULES.update(b="poison", c="early")
+    sent = consumer.send_strange() + 1
+    consumer.pay((1_000, "behind"))
+
+    def all_settled() -> bool:
+        if "behind" in consumer.applied[0] and "is to come again" in caplog.text:
+            RULES.pop("c", None)
+        return consumer.applied[1] + len(consumer.queue.dead()) == sent and consumer.queue.left() == 0
+
+    consumer.consume_until(all_settled, max_delay=0.2, **consumer.few)
+    assert set(consumer.applied[0]) == {"a", "behind", "c"}
+
+
+def test_what_a_consumer_does_not_take_is_refused_when_it_is_made(consumer: Adapter) -> None:
+    """A dispatcher whose answers nobody would await, or that is awaited for nothing; limits that are none."""
+    plain: Any = payments.dispatcher(consumer.engine)
+    awaited: Any = payments.async_dispatcher(consumer.database.async_url)[0]
+    takes = "AsyncDispatcher" if consumer.is_awaited else "Dispatcher"
+    with pytest.raises(HandlerDefinitionError, match=f"takes {takes}, not"):
+        consumer.make(plain if consumer.is_awaited else awaited)
+    for wrong in ({"max_attempts": 0}, {"max_delay": 0}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            consumer.make(awaited if consumer.is_awaited else plain, **wrong)
