@@ -16,9 +16,9 @@ from sqlalchemy import Engine, inspect
 
 from projector_dedup import AsyncDispatcher, DedupTables, Dispatcher
 from projector_dedup.commands import CommandTables
-from projector_dedup.dialects import Finding
 from projector_dedup.maintenance.check import advise, advise_records, check_alembic, check_installed_revisions
 from projector_dedup.maintenance.check import check as findings_of
+from projector_dedup.maintenance.databases import Finding
 from projector_dedup.maintenance.stats import Ages, ages, handlers_of
 
 from .options import EXIT_CODES, Deployment, database_options

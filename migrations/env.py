@@ -13,7 +13,7 @@ from projector_dedup.migrations.table_sets import OPTION
 from sqlalchemy import create_engine, pool
 from sqlalchemy.engine import Connection
 
-from projector_dedup.dialects import dialect_of
+from projector_dedup.maintenance.databases import database_of
 from projector_dedup.tables import default_tables
 
 URL = "PROJECTOR_DEDUP_DATABASE_URL"
@@ -36,9 +36,9 @@ def _url() -> str:
 
 
 def _run(connection: Connection) -> None:
-    dialect = dialect_of(connection)
-    context.configure(connection=connection, transactional_ddl=dialect.transactional_ddl, **settings)
-    with context.begin_transaction(), dialect.migrating(connection, tables.marker.fullname):
+    database = database_of(connection)
+    context.configure(connection=connection, transactional_ddl=database.transactional_ddl, **settings)
+    with context.begin_transaction(), database.migrating(connection, tables.marker.fullname):
         if "adopt" in attributes:
             attributes["adopt"](context.get_context())
         context.run_migrations()

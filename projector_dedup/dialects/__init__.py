@@ -1,4 +1,4 @@
-"""Say what each database does differently when a message is claimed and committed; no other package names one."""
+"""Say what each database does differently when a message is claimed and committed: a file for each database."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from .dialect import (
     sqlstate_of,
 )
 from .listeners import forget_if_moved, info_of
-from .maintenance import Expired, Finding, advice, any_expired, is_expired
 from .mariadb import Aiomysql, Asyncmy, MariaDB, MySQLClient, PyMySQL
 from .postgresql import Asyncpg, PostgreSQL, Psycopg, Psycopg2
 from .sqlite import Aiosqlite, Pysqlite, SQLite, configure_sqlite
@@ -28,9 +27,7 @@ __all__ = [
     "LEVELS",
     "LEVEL_OF_BEGIN",
     "Dialect",
-    "Expired",
     "Failure",
-    "Finding",
     "Key",
     "LastChange",
     "LastStatement",
@@ -38,8 +35,6 @@ __all__ = [
     "PostgreSQL",
     "SQLite",
     "Status",
-    "advice",
-    "any_expired",
     "chosen_level",
     "configure_sqlite",
     "dialect_of",
@@ -48,7 +43,6 @@ __all__ = [
     "handler_parameters",
     "info_of",
     "is_as_strict",
-    "is_expired",
     "key_of",
     "marker_exists",
     "register",

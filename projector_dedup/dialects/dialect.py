@@ -5,7 +5,7 @@ Each database has a file beside this one, with a subclass of ``Dialect``, and a 
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
@@ -20,7 +20,6 @@ from sqlalchemy.sql import Executable
 from ..errors import TransactionViolatedError, UnsafeSessionError, UnsupportedDatabaseError
 from ..transaction_text import Grammar
 from .claims import Key, Parameters, look_then_insert
-from .maintenance import Maintenance
 
 LEVELS = ("READ UNCOMMITTED", "READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE")
 LEVEL_OF_BEGIN = "projector_dedup_level"  #: the execution option with the level, where the claim sends BEGIN
@@ -163,7 +162,7 @@ class LastChange(LastStatement):
 # The dialect ---------------------------------------------------------------------------------------------------------
 
 
-class Dialect(Maintenance):
+class Dialect(ABC):
     """Says how a database does what a unit of work needs. It holds no state: one instance serves every engine."""
 
     names: ClassVar[frozenset[str]]  #: SQLAlchemy's names of the database

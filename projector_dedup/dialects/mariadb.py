@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cache
-from math import ceil
 from typing import Any, NamedTuple
 
 from sqlalchemy import BINARY, ColumnElement, Select, Table, and_, bindparam, cast, or_, select, text
@@ -18,7 +17,7 @@ from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.engine.interfaces import Dialect as EngineDialect
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.compiler import compiles
-from sqlalchemy.sql import Delete, Executable, Insert
+from sqlalchemy.sql import Executable, Insert
 from sqlalchemy.sql.compiler import SQLCompiler
 
 from ..errors import MissingTableError, UnsafeSessionError, UnsupportedDatabaseError
@@ -28,7 +27,6 @@ from .claims import Parameters, handler_parameters, inserting
 from .columns import in_utc, utc_now
 from .dialect import Dialect, Failure, Status, is_as_strict
 from .listeners import TABLES, are_of_others, ask, info_of, listen_once
-from .maintenance import Finding, advice, is_expired, lock_session, note
 
 # The meaning of errors, by number (MariaDB documentation, "MariaDB Error Code Reference") ----------------------------
 
@@ -107,7 +105,6 @@ class MariaDB(Dialect):
     )
     abort_lasts = True
     remembers_tables = True
-    cleanup_isolation = "READ COMMITTED"  # above it, the gap after the last expired marker is where new ones go
 
     def prepare(self, engine: Engine) -> None:
         """Attach a listener that asks each connection how its server refuses lost updates, and sets it up for that."""
@@ -124,6 +121,12 @@ class MariaDB(Dialect):
         """
         server = server_of(connection)
         return server is None or server.detects_lost_updates(level)
+
+    @staticmethod
+    def is_dependable(connection: Connection) -> bool:
+        """True if the server of this connection refuses every stale write under innodb_snapshot_isolation."""
+        pooled: Any = connection.connection
+        return _asked(connection.dialect, pooled.dbapi_connection, pooled.driver_connection).is_dependable
 
     def opening(
         self, engine: Engine, *, marked: bool, locking: bool = False, chosen: bool = False
@@ -192,45 +195,6 @@ class MariaDB(Dialect):
         """Return the current database, which a handler may change by USE."""
         place: str | None = Connection.exec_driver_sql(connection, "SELECT database()").scalar()  # past any guard
         return place
-
-    def cleanup_statement(self, marker: Table, *, of_handler: bool = False) -> Executable:
-        """Return a DELETE by a join: it locks only the rows it deletes, and skips rows that another cleaner locked."""
-        oldest: Select[Any] = (
-            select(*marker.primary_key)
-            .where(is_expired(marker, of_handler=of_handler))
-            .order_by(marker.c.processed_at)
-            .limit(bindparam("batch_size"))
-            .with_for_update(skip_locked=True)
-        )
-        batch = oldest.subquery("batch")
-        return _HastyDelete(marker).where(
-            marker.c.message_id == batch.c.message_id,
-            marker.c.handler == batch.c.handler,
-        )
-
-    def findings(self, connection: Connection, marker: Table) -> list[Finding]:
-        """Return advice about the server's release and its log, and tell whether it is a node of a Galera cluster."""
-        return [*_snapshot_findings(connection), *_log_and_cluster(connection)]
-
-    def size(self, connection: Connection, table: Table) -> int | None:
-        """Return the bytes of the table with all indexes, by InnoDB's statistics."""
-        return _size(connection, table)
-
-    def limit_waits(self, connection: Connection, seconds: float) -> str | None:
-        """Set the session's limits for locks of tables, where the default is a day, and of rows."""
-        names = ("lock_wait_timeout", "innodb_lock_wait_timeout")
-        found = connection.exec_driver_sql(f"SELECT {', '.join(f'@@session.{name}' for name in names)}").one()
-        limits = [min(int(usual), max(1, ceil(seconds))) for usual in found]
-        setting, usual = (
-            ", ".join(f"{name} = {int(value)}" for name, value in zip(names, values, strict=True))
-            for values in (limits, found)
-        )
-        connection.exec_driver_sql(f"SET {setting}")
-        return f"SET {usual}"
-
-    def migrating(self, connection: Connection, name: str) -> AbstractContextManager[None]:
-        """Return a block that holds a named lock."""
-        return lock_session(connection, name)
 
     def aborts(self, error: DBAPIError) -> bool:
         """True if the server rolled back, or perhaps did (after a lock wait), and goes on in another transaction."""
@@ -614,76 +578,3 @@ def refuse_unfit(connection: Connection, table: Table, *, marker: bool) -> None:
             "wrong"
         )
     known.add(place)
-
-
-# Maintenance ---------------------------------------------------------------------------------------------------------
-
-
-class _HastyDelete(Delete):
-    """Waits for a lock at most a second: in a small table the planner makes a DELETE read rows that others hold."""
-
-    inherit_cache = True
-
-
-@compiles(_HastyDelete)
-def _hurry(element: _HastyDelete, compiler: SQLCompiler, **options: Any) -> str:
-    statement: str = compiler.visit_delete(element, **options)  # type: ignore[no-untyped-call]  # SQLAlchemy's
-    mariadb = getattr(compiler.dialect, "is_mariadb", False)
-    return f"SET STATEMENT innodb_lock_wait_timeout = 1 FOR {statement}" if mariadb else statement
-
-
-_SIZE = text(
-    """
-    SELECT data_length + index_length FROM information_schema.tables
-    WHERE table_schema = coalesce(:schema, database()) AND table_name = :name
-    """
-)
-
-
-def _size(connection: Connection, table: Table) -> int | None:
-    """Return the bytes of the table with all indexes, as InnoDB estimates them; None if it does not know."""
-    place = {"schema": connection.schema_for_object(table), "name": table.name}
-    found = connection.scalar(_SIZE, place)
-    return None if found is None else int(found)
-
-
-def _snapshot_findings(connection: Connection) -> list[Finding]:
-    """Return advice to upgrade a server on which projectors wait for each other more than on later releases."""
-    pooled: Any = connection.connection
-    if _asked(connection.dialect, pooled.dbapi_connection, pooled.driver_connection).is_dependable:
-        return []
-    return [
-        advice(
-            "this server cannot be relied on to refuse lost updates at REPEATABLE READ, so projectors run at "
-            "SERIALIZABLE, where every read locks",
-            "upgrade to MariaDB 10.6.27, 10.11.18, 11.4.12, 11.8.8, 12.3.3 or later",
-        )
-    ]
-
-
-_FLUSHED = "innodb_flush_log_at_trx_commit"
-_NOBODY = "00000000-0000-0000-0000-000000000000"
-
-
-def _log_and_cluster(connection: Connection) -> Iterator[Finding]:
-    """Yield advice about a log that is not flushed, and a note about a node of a Galera cluster."""
-    # The settings of the server, which new sessions begin with: the command has changed some for its own session.
-    found = _global(connection, f"VARIABLES WHERE variable_name IN ('{_FLUSHED}', 'wsrep_node_name')")
-    flushed = found.get(_FLUSHED)
-    if flushed in ("0", "2"):
-        yield advice(
-            f"{_FLUSHED} = {flushed}: a crash of the machine loses messages that were acknowledged just before",
-            f"SET GLOBAL {_FLUSHED} = 1, and write it into the server's configuration; in a cluster on every node",
-        )
-    status = _global(connection, "STATUS WHERE variable_name IN ('wsrep_cluster_state_uuid', 'wsrep_cluster_size')")
-    if status.get("wsrep_cluster_state_uuid") not in (None, "", _NOBODY):
-        yield note(
-            f"this server is {found['wsrep_node_name']} of a Galera cluster that has {status['wsrep_cluster_size']} "
-            "nodes now",
-            "migrate through one node; write a row that is hot through one node; configure all nodes alike "
-            "(docs/clusters.md)",
-        )
-
-
-def _global(connection: Connection, which: str) -> dict[str, str]:
-    return {str(name): str(value) for name, value in connection.exec_driver_sql(f"SHOW GLOBAL {which}")}

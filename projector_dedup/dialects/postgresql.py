@@ -15,8 +15,6 @@ from sqlalchemy import (
     ColumnElement,
     DateTime,
     Delete,
-    Row,
-    Select,
     Subquery,
     Table,
     Text,
@@ -45,7 +43,6 @@ from ..transaction_text import OPAQUE, Grammar
 from .claims import Key, Parameters, handler_parameters, key_of
 from .dialect import LEVEL_OF_BEGIN, Dialect, Failure, Status, insert_and_count, is_operational, routine_of, sqlstate_of
 from .listeners import ask, hears_of_statements, listen_once
-from .maintenance import Finding, advice, is_expired, lock_transaction, note
 
 # The meaning of errors, by SQLSTATE (PostgreSQL documentation, appendix A) -------------------------------------------
 
@@ -95,9 +92,7 @@ class PostgreSQL(Dialect):
         opaque=(r"(?<![a-z0-9_])e'(?:[^'\\]|\\.|'')*'", *OPAQUE[:2], r"\$(\w*)\$.*?\$\1\$", *OPAQUE[2:])
     )
     begins_with_level = True
-    keeps_zones = True
     commits_duplicates = True  # for a standby, and for what psycopg has prepared (``UnitOfWork``)
-    cleanup_isolation = "READ COMMITTED"  # above it, what another cleaner deleted is a serialization failure
 
     def prepare(self, engine: Engine) -> None:
         """Raise ``UnsupportedDatabaseError`` behind a pooler if the driver names prepared statements by number.
@@ -198,32 +193,6 @@ class PostgreSQL(Dialect):
             "SELECT count(*) FROM pg_catalog.pg_class WHERE relname = :name AND relkind IN ('r', 'p', 'v', 'f')"
         )
         return bool(Connection.execute(connection, found, {"name": table.name}).scalar_one() <= 1)  # past any guard
-
-    def cleanup_statement(self, marker: Table, *, of_handler: bool = False) -> Executable:
-        """Return a DELETE of the oldest expired markers; it skips rows that another cleaner has locked."""
-        return picking(marker, of_handler=of_handler)
-
-    def findings(self, connection: Connection, marker: Table) -> list[Finding]:
-        """Return what is wrong with the table's storage and vacuuming, and what a failover would keep."""
-        found = _storage(connection, marker)
-        if connection.exec_driver_sql("SELECT pg_is_in_recovery()").scalar_one():
-            found.append(advice("this server is a standby: it cannot store markers", "give the URL of the primary"))
-            return found
-        return [*found, *_replication(connection)]
-
-    def size(self, connection: Connection, table: Table) -> int | None:
-        """Return the bytes of the table with all indexes."""
-        return _size(connection, table)
-
-    def limit_waits(self, connection: Connection, seconds: float) -> str | None:
-        """Set ``lock_timeout`` for the transaction: behind a pooler a session's setting would meet somebody else."""
-        connection.exec_driver_sql(f"SET LOCAL lock_timeout = {max(1, round(seconds * 1000))}")
-        return None
-
-    def migrating(self, connection: Connection, name: str) -> AbstractContextManager[None]:
-        """Take an advisory lock for the migration, and return a block without further effect."""
-        lock_transaction(connection, name)
-        return nullcontext()
 
     def aborts(self, error: DBAPIError) -> bool:
         """True if the server sent the error: any such error aborts the transaction."""
@@ -555,169 +524,4 @@ def numbered_behind_pooler(connect_args: str) -> UnsupportedDatabaseError:
         "this engine reaches PostgreSQL through a pooler, such as PgBouncer, and prepares statements under "
         "names that other clients of the pooler give to statements of theirs: it could run one of those. "
         f"Give create_engine(connect_args={connect_args})"
-    )
-
-
-# Maintenance ---------------------------------------------------------------------------------------------------------
-
-
-def _in_a_hurry() -> ColumnElement[bool]:
-    """Return a condition that is always true, and is evaluated once, before anything is read.
-
-    It sets for this transaction a short lock timeout, since a cleanup comes back to rows that others hold for longer;
-    and a COMMIT that does not wait for the disk, since the next cleanup deletes what a crash restores.
-    """
-    settings = "concat(set_config('lock_timeout', '100ms', true), set_config('synchronous_commit', 'off', true))"
-    return select(literal_column(settings, type_=Text())).scalar_subquery().is_not(None)
-
-
-@cache
-def picking(marker: Table, *, of_handler: bool) -> Delete:
-    """Return a DELETE of the oldest expired markers; it skips rows that another cleaner has locked.
-
-    It finds them by physical address, which takes no second index lookup.
-    """
-    oldest: Select[Any] = (
-        select(literal_column("ctid"))
-        .select_from(marker)
-        .where(is_expired(marker, of_handler=of_handler))
-        .order_by(marker.c.processed_at)
-        .limit(bindparam("batch_size"))
-        .with_for_update(skip_locked=True)
-    )
-    batch = func.any(func.array(oldest.scalar_subquery()))
-    # An address is unique in one partition only: a row of another partition with this address may be young.
-    return delete(marker).where(
-        _in_a_hurry(), literal_column("ctid") == batch, is_expired(marker, of_handler=of_handler)
-    )
-
-
-_BIG = 1_000_000  # rows; autovacuum comes when a fifth of them is dead
-
-_STORAGE = text(
-    """
-    SELECT relpersistence = 'u' AS unlogged, reltuples > :big AS big, current_setting('autovacuum') AS autovacuum,
-        (SELECT option_value FROM pg_options_to_table(reloptions) WHERE option_name = 'autovacuum_enabled') AS enabled,
-        coalesce(
-            (SELECT option_value FROM pg_options_to_table(reloptions)
-                WHERE option_name = 'autovacuum_vacuum_scale_factor'),
-            current_setting('autovacuum_vacuum_scale_factor')
-        )::float AS scale_factor
-    FROM pg_class WHERE oid = to_regclass(:name) AND relkind IN ('r', 'p')
-    """
-)
-
-
-def _regclass(connection: Connection, table: Table) -> str:
-    """Return the table's name, quoted, as the server's functions take it."""
-    quote, schema = connection.dialect.identifier_preparer.quote, connection.schema_for_object(table)
-    return ".".join(quote(part) for part in (schema, table.name) if part)
-
-
-def _storage(connection: Connection, table: Table) -> list[Finding]:
-    """Return findings about how the marker table is stored and vacuumed."""
-    name = _regclass(connection, table)
-    found = connection.execute(_STORAGE, {"name": name, "big": _BIG}).first()
-    return [] if found is None else [*_persistence(name, found), *_vacuum(name, found)]
-
-
-def _persistence(name: str, found: Row[Any]) -> list[Finding]:
-    if not found.unlogged:
-        return []
-    return [
-        Finding(
-            f"{name} is UNLOGGED: a crash of the server empties it, while the read model stays",
-            f"every redelivery after that would be applied again; ALTER TABLE {name} SET LOGGED",
-        )
-    ]
-
-
-def _vacuum(name: str, found: Row[Any]) -> Iterator[Finding]:
-    stays = "what cleanup deletes keeps its space, and slows cleanup down"
-    if found.autovacuum == "off":
-        yield advice(f"autovacuum is off on this server: {stays}", "turn it on, or VACUUM after each cleanup")
-    if found.enabled in ("false", "off", "no", "0"):
-        remedy = f"ALTER TABLE {name} RESET (autovacuum_enabled)"
-        yield advice(f"autovacuum is off for {name}: {stays}", remedy)
-    if found.big and found.scale_factor > 0.05:
-        yield advice(
-            f"{name} is big, and autovacuum waits until {found.scale_factor:.0%} of it is dead",
-            f"ALTER TABLE {name} SET (autovacuum_vacuum_scale_factor = 0.02)",
-        )
-
-
-def _size(connection: Connection, table: Table) -> int | None:
-    """Return the bytes of the table with all indexes."""
-    found: int | None = connection.scalar(
-        text("SELECT pg_total_relation_size(to_regclass(:name))"), {"name": _regclass(connection, table)}
-    )
-    return found
-
-
-# A COMMIT that has waited for a synchronous standby is still there after a failover to it. One that has not may be lost
-# by a failover, although its message was acknowledged (docs/clusters.md).
-
-_SYNCHRONOUS = ("sync", "quorum")
-
-_REPLICATION = text(
-    "SELECT current_setting('synchronous_standby_names') AS names, current_setting('synchronous_commit') AS waits, "
-    "current_user AS role"
-)
-
-# A subscriber of logical replication (Debezium, say) is no server to fail over to. A role without pg_read_all_stats
-# sees that somebody is sent the log, and NULL in place of who.
-_STANDBYS = text(
-    """
-    SELECT application_name AS name, sync_state FROM pg_stat_replication
-    WHERE pid NOT IN
-        (SELECT active_pid FROM pg_replication_slots WHERE slot_type = 'logical' AND active_pid IS NOT NULL)
-    ORDER BY name
-    """
-)
-
-
-def _replication(connection: Connection) -> Iterator[Finding]:
-    """Yield findings about the standby servers of a primary: what a failover keeps, and what it loses."""
-    settings = connection.execute(_REPLICATION).one()
-    standbys = connection.execute(_STANDBYS).all()
-    if settings.waits == "off":
-        yield advice(
-            f"synchronous_commit is off for {settings.role}: a crash loses messages that were acknowledged just before",
-            "set it to on for the role that delivers: ALTER ROLE ... SET synchronous_commit = on",
-        )
-    if settings.names and settings.waits not in ("off", "local"):
-        yield _waited_for(standbys, settings.role)
-    elif standbys:
-        reason = (
-            "synchronous_standby_names is empty" if not settings.names else f"synchronous_commit = {settings.waits}"
-        )
-        yield advice(
-            f"replication is asynchronous ({reason}): a failover loses messages that were acknowledged just before",
-            "name the standby in synchronous_standby_names; until then, deliver the last minutes again from an archive "
-            "after each failover (docs/clusters.md)",
-        )
-    else:
-        yield note(
-            "no standby streams from this server, as far as it says",
-            "what is acknowledged survives a crash of the server, and not the loss of its disk (docs/clusters.md)",
-        )
-
-
-def _waited_for(standbys: Sequence[Row[Any]], role: str) -> Finding:
-    synchronous = [each.name for each in standbys if each.sync_state in _SYNCHRONOUS]
-    if synchronous:
-        others = [each.name for each in standbys if each.sync_state not in _SYNCHRONOUS]
-        never = f"; never fail over to {', '.join(others)}, which is asynchronous" if others else ""
-        return note(
-            f"each COMMIT waits for a synchronous standby: {', '.join(synchronous)}",
-            f"what was acknowledged is there after a failover to the one that has received most{never}",
-        )
-    if any(each.sync_state is None for each in standbys):
-        return note(
-            f"each COMMIT waits for a synchronous standby, and {role} may not see which of {len(standbys)} it is",
-            f"GRANT pg_read_all_stats TO {role} shows it; fail over to no other (docs/clusters.md)",
-        )
-    return advice(
-        "synchronous_standby_names asks for a standby that does not stream: each COMMIT waits until it comes",
-        "bring it back, or take it out of synchronous_standby_names; do not cancel what waits (docs/runbook.md)",
     )

@@ -6,12 +6,11 @@ import contextlib
 import sqlite3
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 from weakref import WeakSet, ref
 
-from sqlalchemy import Select, Table, bindparam, delete, event, literal_column, select, text
+from sqlalchemy import Table, bindparam, event
 from sqlalchemy.dialects.sqlite import insert
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.engine.interfaces import Dialect as EngineDialect
@@ -25,7 +24,6 @@ from ..transaction_text import Grammar
 from .claims import Key, Parameters, handler_parameters, inserting
 from .dialect import Dialect, Failure, Status, chosen_level, insert_and_count
 from .listeners import listen_once
-from .maintenance import Finding, advice, is_expired
 
 _LATER = (  # a full disk, a file that may not be written or opened, or is corrupted, an interrupted statement
     *("SQLITE_FULL", "SQLITE_READONLY", "SQLITE_CANTOPEN", "SQLITE_PERM"),
@@ -42,7 +40,6 @@ class SQLite(Dialect):
     modules = frozenset({"sqlite3"})
     grammar = Grammar(settings=r"\bdefer_foreign_keys\b")
     locks_rows = False
-    transactional_ddl = True  # once ``migrating`` has begun; sqlite3 itself begins for rows only
 
     def detecting_isolation(self, engine: Engine) -> str | None:
         """Return None: writers take turns, so that no update is lost at any level."""
@@ -135,63 +132,6 @@ class SQLite(Dialect):
             found = f"SELECT count(*) FROM {quote(file)}.sqlite_master WHERE name = ? COLLATE NOCASE"  # noqa: S608  # quoted
             namesakes += Connection.exec_driver_sql(connection, found, (table.name,)).scalar_one()
         return namesakes <= 1
-
-    def cleanup_statement(self, marker: Table, *, of_handler: bool = False) -> Executable:
-        """Return a DELETE of the oldest expired markers, by rowid."""
-        oldest: Select[Any] = (
-            select(literal_column("rowid"))
-            .select_from(marker)
-            .where(is_expired(marker, of_handler=of_handler))
-            .order_by(marker.c.processed_at)
-            .limit(bindparam("batch_size"))
-        )
-        return delete(marker).where(literal_column("rowid").in_(oldest))
-
-    def findings(self, connection: Connection, marker: Table) -> list[Finding]:
-        """Return advice about the journal mode.
-
-        Without write-ahead logging a reader makes writers wait at COMMIT; with it, several files do not commit as one.
-        """
-        mode = connection.exec_driver_sql("PRAGMA journal_mode").scalar_one()
-        files = [file for _, _, file in connection.exec_driver_sql("PRAGMA database_list") if file]
-        if mode == "wal" and len(files) > 1:  # https://www.sqlite.org/lang_attach.html
-            return [
-                advice(
-                    "databases are attached, and under write-ahead logging a COMMIT that a crash interrupts is atomic "
-                    "in each file only",
-                    "keep the markers in the file of the read model: make_tables(metadata, schema=...)",
-                )
-            ]
-        if mode in ("wal", "memory"):
-            return []
-        return [
-            advice(f"the journal mode is {mode}", "call projector_dedup.configure_sqlite(engine) once, at start-up")
-        ]
-
-    def size(self, connection: Connection, table: Table) -> int | None:
-        """Return the bytes of the table with all indexes; None if SQLite was built without dbstat."""
-        if connection.exec_driver_sql("SELECT 1 FROM pragma_module_list WHERE name = 'dbstat'").first() is None:
-            return None
-        schema = {"schema": connection.schema_for_object(table) or "main"}
-        indexes = connection.execute(
-            text("SELECT name FROM pragma_index_list(:name, :schema)"), {"name": table.name, **schema}
-        )
-        names = [table.name, *indexes.scalars()]
-        pages = text("SELECT sum(pgsize) FROM dbstat(:schema, 1) WHERE name IN :names")
-        names_of = pages.bindparams(bindparam("names", expanding=True))
-        found: int | None = connection.scalar(names_of, {"names": names, **schema})
-        return found
-
-    def limit_waits(self, connection: Connection, seconds: float) -> str | None:
-        """Set the busy timeout of the connection."""
-        usual = connection.exec_driver_sql("PRAGMA busy_timeout").scalar_one()
-        connection.exec_driver_sql(f"PRAGMA busy_timeout = {round(seconds * 1000)}")
-        return f"PRAGMA busy_timeout = {usual}"
-
-    def migrating(self, connection: Connection, name: str) -> AbstractContextManager[None]:
-        """Take the write lock, which also makes DDL part of the transaction; return a block without further effect."""
-        self.begin(connection, None, None)
-        return nullcontext()
 
     def status(self, driver_connection: Any) -> Status:
         """Return OPEN or NONE as SQLite's library says, or BUSY for a closed connection; the file is not read."""

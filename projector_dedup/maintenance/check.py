@@ -24,11 +24,12 @@ from sqlalchemy.exc import DBAPIError
 from ..commands import CommandTables
 from ..commands.record import MAX_CODEC_BYTES, RESULT, Record, recalling, recording
 from ..commands.runner import MAX_RESULT_BYTES
-from ..dialects import Dialect, Failure, Finding, advice, dialect_of
+from ..dialects import Dialect, Failure, dialect_of
 from ..errors import MissingTableError, RefusedError
 from ..markers import insert_marker, marker_key
 from ..message import MAX_MESSAGE_ID_BYTES, printable
 from ..tables import DedupTables, default_tables, full_name
+from .databases import Finding, advice, database_of
 from .running import connected_to, other_kind
 from .state import SCHEMA_VERSION, duration, moment_with_zone, read_state
 from .stats import Ages
@@ -54,7 +55,7 @@ def check(engine: Engine, tables: DedupTables = default_tables) -> list[Finding]
     To try the tables out, markers are inserted and rolled back again. Settings of the database are looked at too.
     """
     with engine.connect() as connection:
-        return _check_tables(connection, tables) + dialect_of(engine).findings(connection, tables.marker)
+        return _check_tables(connection, tables) + database_of(engine).findings(connection, tables.marker)
 
 
 def _check_tables(connection: Connection, tables: DedupTables, *, any_kind: bool = False) -> list[Finding]:
@@ -169,7 +170,7 @@ def check_table(connection: Connection, table: Table, tables: DedupTables, *, an
                 )
             )
         kind = found["type"]
-        if dialect_of(connection).keeps_zones and getattr(kind, "timezone", True) is False:
+        if database_of(connection).keeps_zones and getattr(kind, "timezone", True) is False:
             findings.append(
                 Finding(
                     f"{name}.{column.name} has no time zone",

@@ -18,7 +18,7 @@ from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import DBAPIError
 
 from ..closing import connected
-from ..dialects import Dialect, Expired, Failure, any_expired, dialect_of, is_expired
+from ..dialects import Dialect, Failure, dialect_of
 from ..errors import (
     CleanupInterruptedError,
     RetentionTooShortError,
@@ -29,6 +29,7 @@ from ..message import printable, valid_handler
 from ..options import RetryPolicy
 from ..tables import DedupTables, default_tables
 from .check import verify
+from .databases import Expired, any_expired, database_of, is_expired
 from .running import connected_to, run_with_retries
 from .state import (
     CLEANED_AT,
@@ -128,7 +129,7 @@ def prune(
         refuse_short_retention(engine, retention_hours, tables=tables)
     deadline = None if time_budget is None else time.monotonic() + time_budget
     run = _Run(engine, dialect, retry)
-    now = run.attempt(dialect.now)
+    now = run.attempt(database_of(engine).now)
     expired = Expired(tables.marker, now - timedelta(hours=retention_hours), handler, batch_size)
 
     def ended() -> str | None:
@@ -160,9 +161,9 @@ def count_expired(
     """
     check_hours("retention_hours", retention_hours)
     verify(engine, tables, any_kind=True)
-    dialect = dialect_of(engine)
     with connected(engine) as connection:
-        expired = Expired(tables.marker, dialect.now(connection) - timedelta(hours=retention_hours), handler, up_to)
+        now = database_of(connection).now(connection)
+        expired = Expired(tables.marker, now - timedelta(hours=retention_hours), handler, up_to)
         some: Select[Any] = select(literal_column("1").label("one")).select_from(tables.marker).limit(up_to)
         some = some.where(is_expired(tables.marker, of_handler=handler is not None))
         statement = select(func.count()).select_from(some.subquery("expired"))
@@ -211,7 +212,7 @@ class _Run:
 
         Raises ``UnsupportedDatabaseError`` if the driver does not say how many rows were deleted.
         """
-        statement = self.dialect.cleanup_statement(expired.marker, of_handler=expired.handler is not None)
+        statement = database_of(self._engine).cleanup_statement(expired.marker, of_handler=expired.handler is not None)
 
         def batch(connection: Connection) -> int:
             try:
@@ -285,7 +286,7 @@ def _record(run: _Run, tables: DedupTables, cutoff: datetime, retention_hours: f
     """
 
     def write(connection: Connection) -> None:
-        now = moment_text(run.dialect.now(connection))
+        now = moment_text(database_of(connection).now(connection))
         write_state(connection, tables, {RETENTION: repr(float(retention_hours)), CLEANED_AT: now})
         advance_state(connection, tables, PRUNED_UNTIL, moment_text(cutoff))
 

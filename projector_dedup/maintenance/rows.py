@@ -22,6 +22,7 @@ from ..message import printable, valid_handler, valid_message_id
 from ..options import RetryPolicy
 from ..tables import DedupTables, default_tables
 from .check import verify
+from .databases import database_of
 from .running import PASSING, connected_to, refuse_other_kind, run_with_retries
 from .state import in_utc
 
@@ -58,7 +59,7 @@ def find_rows(engine: Engine, message_id: str, tables: DedupTables) -> list[tupl
     marker = tables.marker
     with connected_to(engine, tables) as connection:
         refuse_other_kind(connection, tables)
-        now = dialect_of(engine).now(connection)
+        now = database_of(engine).now(connection)
         statement = select(marker).where(marker.c.message_id == message_id).order_by(marker.c.handler)
         rows = connection.execute(statement).all()
     found = []
@@ -89,12 +90,12 @@ def forget(
     Raises ``InvalidMessageIdError`` for an id that no message can have, ``RefusedError`` for a name that no handler
     can have, ``MissingTableError`` if the tables are missing.
     """
-    marker, dialect = tables.marker, dialect_of(engine)
+    marker, level = tables.marker, database_of(engine).cleanup_isolation
     conditions = [marker.c.message_id == valid_message_id(message_id)]
     if handler is not None:
         conditions.append(marker.c.handler == valid_handler(handler))
-    level = {} if dialect.cleanup_isolation is None else {"isolation_level": dialect.cleanup_isolation}
-    with connected_to(engine, tables) as connection, connection.execution_options(**level).begin():
+    options = {} if level is None else {"isolation_level": level}
+    with connected_to(engine, tables) as connection, connection.execution_options(**options).begin():
         refuse_other_kind(connection, tables)
         there = connection.execute(select(marker.c.handler).where(*conditions).with_for_update()).all()
         connection.execute(delete(marker).where(*conditions))

@@ -13,11 +13,12 @@ from sqlalchemy.exc import DBAPIError
 
 from ..closing import connected
 from ..commands import CommandTables, default_command_tables
-from ..dialects import Dialect, Failure, Finding, dialect_of
+from ..dialects import Dialect, Failure, dialect_of
 from ..errors import MissingTableError, RetriesExhaustedError
 from ..message import printable
 from ..options import RetryPolicy
 from ..tables import DedupTables, default_tables, full_name
+from .databases import Finding, database_of
 
 T = TypeVar("T")
 
@@ -94,7 +95,7 @@ def limited(engine: Engine, lock_timeout: float = LOCK_TIMEOUT) -> Engine:
 
     Give it to the functions of this package, as `idempotency` does: a statement that would wait longer fails, and what
     can be tried again is tried again. The copy shares the pool of ``engine``; a connection that goes back has its usual
-    limit. MariaDB counts whole seconds, and databases that were not tried have no limit.
+    limit. MariaDB counts whole seconds.
 
     Raises ``ValueError`` for a time that is not positive.
     """
@@ -121,7 +122,7 @@ def unlimited(engine: Engine) -> Engine:
 def _limit(connection: Connection) -> None:
     seconds = connection.get_execution_options().get(_OPTION)
     if seconds is not None:
-        connection.info[_USUAL] = dialect_of(connection).limit_waits(connection, seconds)
+        connection.info[_USUAL] = database_of(connection).limit_waits(connection, seconds)
 
 
 def _give_back(connection: Connection) -> None:
@@ -151,7 +152,7 @@ def run_with_retries(
 
     Raises ``RetriesExhaustedError`` if the policy is used up; any other error is raised as it is.
     """
-    level = dialect.cleanup_isolation
+    level = database_of(engine).cleanup_isolation
     bind = engine if level is None else engine.execution_options(isolation_level=level)
     deadline, attempt = None, 0
     while True:

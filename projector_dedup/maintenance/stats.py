@@ -8,8 +8,8 @@ from datetime import datetime, timedelta
 from sqlalchemy import case, func, select
 from sqlalchemy.engine import Connection, Engine
 
-from ..dialects import dialect_of
 from ..tables import DedupTables, default_tables
+from .databases import database_of
 from .running import connected_to, refuse_other_kind
 from .state import State, in_utc, state_of
 
@@ -66,7 +66,7 @@ def stats(engine: Engine, *, tables: DedupTables = default_tables, retention_hou
 
     Raises ``MissingTableError`` if the tables are missing.
     """
-    dialect, marker = dialect_of(engine), tables.marker
+    marker = tables.marker
     with connected_to(engine, tables) as connection:
         refuse_other_kind(connection, tables, any_kind=True)
         found = _ages(connection, tables, retention_hours)
@@ -81,7 +81,7 @@ def stats(engine: Engine, *, tables: DedupTables = default_tables, retention_hou
                 func.sum(case((at < expires, 1), else_=0)).label("expired"),
             ).group_by(marker.c.handler)
         ).all()
-        size = dialect.size(connection, marker)
+        size = database_of(connection).size(connection, marker)
     handlers = [HandlerStats(row.handler, row.markers, in_utc(row.oldest), in_utc(row.newest)) for row in rows]
     return Stats(
         **vars(found),
@@ -111,7 +111,7 @@ def handlers_of(engine: Engine, *, tables: DedupTables = default_tables) -> froz
 
 
 def _ages(connection: Connection, tables: DedupTables, retention_hours: float | None) -> Ages:
-    now, state, at = dialect_of(connection).now(connection), state_of(connection, tables), tables.marker.c.processed_at
+    now, state, at = database_of(connection).now(connection), state_of(connection, tables), tables.marker.c.processed_at
     ends = [connection.scalar(select(end(at))) for end in (func.min, func.max)]  # two reads of the index
     oldest, newest = (None if end is None else in_utc(end) for end in ends)
     return Ages(now, oldest, newest, retention_hours or state.retention_hours or DEFAULT_RETENTION_HOURS, state)

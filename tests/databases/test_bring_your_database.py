@@ -5,11 +5,12 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, create_engine
+from sqlalchemy import Engine, create_engine, insert, select
 from sqlalchemy.exc import DBAPIError, IntegrityError, OperationalError
 from sqlalchemy.orm import Session, sessionmaker
 
@@ -18,6 +19,8 @@ from projector_dedup import Dispatcher, UnsupportedDatabaseError, claim, on, pro
 from projector_dedup.dialects import Failure, MariaDB, PostgreSQL, SQLite, dialect_of, failure_of
 from projector_dedup.dialects.dialect import _DIALECTS
 from projector_dedup.maintenance.check import check
+from projector_dedup.maintenance.databases import Database as Maintained
+from projector_dedup.tables import default_metadata, default_tables
 from projector_dedup.testing.kit import Added, add
 
 ROOT = Path(__file__).parents[2]
@@ -82,6 +85,24 @@ def test_a_subclass_that_does_not_say_what_its_driver_tells_cannot_be_made(datab
     mine = type("Mine", (database,), {"drivers": frozenset({"mine"})})
     with pytest.raises(TypeError, match="abstract"):
         mine()
+
+
+def test_cleanup_deletes_batches_on_a_database_of_somebodys_own(database: Database) -> None:
+    """The statement of a database that is none of ours runs on each of ours: the oldest go first, the young stay."""
+    engine, marker = create_engine(database.url()), default_tables.marker
+    default_metadata.create_all(engine)
+    now = datetime.now(UTC)
+    rows = [
+        {"message_id": f"m{hours}", "handler": "h", "processed_at": now - timedelta(hours=hours)} for hours in range(5)
+    ]
+    statement = Maintained().cleanup_statement(marker)
+    with engine.begin() as connection:
+        connection.execute(insert(marker), rows)
+        bounds = {"cutoff": now - timedelta(hours=1, minutes=30), "batch_size": 2}
+        for left in (["m0", "m1", "m2"], ["m0", "m1"], ["m0", "m1"]):
+            connection.execute(statement, bounds)
+            assert sorted(connection.scalars(select(marker.c.message_id))) == left
+    engine.dispose()
 
 
 class _SaidError(Exception):

@@ -15,8 +15,8 @@ from command import idempotency
 from databases import Database
 from galera import GaleraCluster, GaleraNode, GaleraUnavailableError, galera_cluster
 from projector_dedup import Outcome
-from projector_dedup.dialects import Finding, dialect_of
 from projector_dedup.maintenance.check import check
+from projector_dedup.maintenance.databases import Finding, database_of
 from projector_dedup.testing.kit import PATIENCE, Added, Harness, Held, Subject, Total, add
 from reached import reached
 
@@ -174,7 +174,7 @@ def test_migrations_through_two_nodes_do_not_wait_for_each_other(harnesses: list
     with contextlib.ExitStack() as stack:
         for harness in harnesses:
             connection = stack.enter_context(harness.engine.connect())
-            stack.enter_context(dialect_of(harness.engine).migrating(connection, "processed_message"))
+            stack.enter_context(database_of(harness.engine).migrating(connection, "processed_message"))
 
 
 @pytest.mark.usefixtures("harnesses")

@@ -10,8 +10,8 @@ from sqlalchemy import Engine, MetaData, create_engine, make_url
 from command import idempotency
 from databases import DRIVERS, Driver
 from projector_dedup import Outcome, RetriesExhaustedError, RetryPolicy, make_tables
-from projector_dedup.dialects import Finding
 from projector_dedup.maintenance.check import check
+from projector_dedup.maintenance.databases import Finding
 from projector_dedup.testing.kit import PATIENCE, Base, Harness, Subject
 from projector_dedup.testing.postgres import PrivatePostgres
 from reached import reached

@@ -13,9 +13,10 @@ from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.schema import CreateIndex, CreateTable
 
 from projector_dedup.commands.record import RESULT, Record, default_command_tables, recalling, recording
-from projector_dedup.dialects import Dialect, any_expired, dialect_of
+from projector_dedup.dialects import Dialect, dialect_of
 from projector_dedup.dialects.claims import lookup_statement
 from projector_dedup.dialects.mariadb import insert_given, met_by_claim
+from projector_dedup.maintenance.databases import any_expired, database_of
 from projector_dedup.tables import default_tables
 
 APPROVED = Path(__file__).parent / "approved"
@@ -52,8 +53,8 @@ def statements(engine: Engine) -> dict[str, Any]:
         **({"which of them did the claim meet?": met_by_claim(marker, 2)} if engine.name == "mariadb" else {}),
         **({"was it this marker that the claim met?": met_by_claim(marker)} if engine.name == "mariadb" else {}),
         "is the marker there? (for the text of an error)": lookup_statement(marker),
-        "prune one batch": dialect.cleanup_statement(marker),
-        "prune one batch of a handler": dialect.cleanup_statement(marker, of_handler=True),
+        "prune one batch": database_of(engine).cleanup_statement(marker),
+        "prune one batch of a handler": database_of(engine).cleanup_statement(marker, of_handler=True),
         "is anything left to prune?": any_expired(marker, of_handler=False),
         **_commands(dialect),
     }

@@ -22,6 +22,14 @@ def shop(request: pytest.FixtureRequest) -> Iterator[Shop]:
         yield shop
 
 
+@pytest.fixture(params=[driver for driver in WEB if driver.engine == "sqlite"], ids=str)
+def small(request: pytest.FixtureRequest) -> Iterator[Shop]:
+    """A shop in FastAPI and in Flask on SQLite, for what no engine has a part in."""
+    with shop_on(request, request.param) as shop:
+        shop.install()
+        yield shop
+
+
 def test_a_request_is_done_once_and_answered_as_often_as_it_comes(shop: Shop) -> None:
     """The second answer says that it is a recorded one, and is otherwise the first."""
     shop.sells()
@@ -40,34 +48,34 @@ def test_a_request_is_done_once_and_answered_as_often_as_it_comes(shop: Shop) ->
     [(None, "key-missing"), ("a b", "key-malformed"), ("x" * 256, "key-malformed"), (["a", "a"], "key-malformed")],
     ids=["none", "malformed", "long", "twice"],
 )
-def test_a_key_that_cannot_be_read_is_400(shop: Shop, key: str | list[str] | None, kind: str) -> None:
+def test_a_key_that_cannot_be_read_is_400(small: Shop, key: str | list[str] | None, kind: str) -> None:
     """Nothing ran."""
-    shop.sells()
-    assert problem(shop.send(key=key)) == (400, kind)
-    assert shop.desk.ran == []
+    small.sells()
+    assert problem(small.send(key=key)) == (400, kind)
+    assert small.desk.ran == []
 
 
-def test_a_key_that_is_too_long_with_its_scope_is_400(shop: Shop) -> None:
+def test_a_key_that_is_too_long_with_its_scope_is_400(small: Shop) -> None:
     """Both together have the room of a message id."""
-    shop.sells(scope="s" * 300)
-    assert problem(shop.send(key="x" * 255)) == (400, "key-unusable")
+    small.sells(scope="s" * 300)
+    assert problem(small.send(key="x" * 255)) == (400, "key-unusable")
 
 
 @pytest.mark.parametrize("scope", [7, None])
-def test_a_scope_that_the_program_gets_wrong_is_500(shop: Shop, scope: object) -> None:
+def test_a_scope_that_the_program_gets_wrong_is_500(small: Shop, scope: object) -> None:
     """The client's key is innocent, and somebody is told: a number is no scope, nor is none where one is required."""
-    shop.sells(commands=shop.desk.commands(scope="required"), scope=scope)
-    assert shop.send().status_code == 500
-    assert shop.desk.ran == []
+    small.sells(commands=small.desk.commands(scope="required"), scope=scope)
+    assert small.send().status_code == 500
+    assert small.desk.ran == []
 
 
-def test_a_request_may_come_without_a_key_where_none_is_required(shop: Shop) -> None:
+def test_a_request_may_come_without_a_key_where_none_is_required(small: Shop) -> None:
     """It is done each time that it comes."""
-    shop.sells(required=False)
-    answers = [shop.send(key=None) for _ in range(2)]
+    small.sells(required=False)
+    answers = [small.send(key=None) for _ in range(2)]
     assert [answer.json()["number"] for answer in answers] == [1, 2]
     assert all("idempotency-key" not in answer.headers for answer in answers)
-    assert shop.desk.records() == []
+    assert small.desk.records() == []
 
 
 def test_a_key_that_comes_with_another_request_is_422(shop: Shop) -> None:
@@ -158,11 +166,11 @@ def test_a_rejection_is_an_answer_that_is_recorded(shop: Shop) -> None:
     assert (len(shop.desk.ran), shop.desk.orders()) == (2, [])
 
 
-def test_a_duplicate_that_the_endpoint_did_not_want_is_409(shop: Shop) -> None:
+def test_a_duplicate_that_the_endpoint_did_not_want_is_409(small: Shop) -> None:
     """``raise_on_duplicate=True`` is for endpoints that do not give the answer twice."""
-    shop.sells(raise_on_duplicate=True)
-    assert shop.send().status_code == 201
-    assert problem(shop.send()) == (409, "duplicate")
+    small.sells(raise_on_duplicate=True)
+    assert small.send().status_code == 201
+    assert problem(small.send()) == (409, "duplicate")
 
 
 def test_a_bug_is_the_frameworks_500_and_leaves_the_key_free(shop: Shop) -> None:

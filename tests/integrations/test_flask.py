@@ -16,12 +16,12 @@ from http_rig import WEB, Shop, problem, shop_on
 from projector_dedup import HandlerDefinitionError, UnsafeSessionError
 from projector_dedup.integrations.flask import endpoint_session, install, recorded_endpoint
 
-SYNC = [driver for driver in WEB if not driver.is_async]
+SYNC = [driver for driver in WEB if driver.engine == "sqlite" and not driver.is_async]  # the engine has no part in it
 
 
 @pytest.fixture(params=SYNC, ids=str)
 def shop(request: pytest.FixtureRequest) -> Iterator[Shop]:
-    """A shop in Flask on each engine."""
+    """A shop in Flask."""
     with shop_on(request, request.param) as shop:
         shop.install()
         yield shop

@@ -61,14 +61,14 @@ def test_an_answer_is_recorded_as_it_is(shop: Shop) -> None:
     assert [operation for _, operation, _ in shop.desk.records()] == ["http-endpoint"] * 2
 
 
-def test_only_headers_that_describe_the_body_are_recorded(shop: Shop) -> None:
+def test_only_headers_that_describe_the_body_are_recorded(small: Shop) -> None:
     """Others are of the first answer alone: a cookie above all, which may be somebody's session."""
     headers = (
         *(("ETag", '"v1"'), ("Link", "<a>; rel=a"), ("Link", "<b>; rel=b"), ("Content-Language", "de")),
         *(("Set-Cookie", "session=secret"), ("X-Chosen", "1"), ("X-Other", "2")),
     )
-    shop.records(lambda _asked, _session: Reply(200, {}, headers), headers=["x-chosen"])
-    first, again = (shop.send(path="/things") for _ in range(2))
+    small.records(lambda _asked, _session: Reply(200, {}, headers), headers=["x-chosen"])
+    first, again = (small.send(path="/things") for _ in range(2))
     for name in ("etag", "content-language", "x-chosen"):
         assert again.headers[name] == first.headers[name]
     assert again.headers.get_list("link") == ["<a>; rel=a", "<b>; rel=b"]
@@ -76,25 +76,25 @@ def test_only_headers_that_describe_the_body_are_recorded(shop: Shop) -> None:
     assert {"set-cookie", "x-other"} & set(again.headers) == set()
 
 
-def test_a_refusal_that_is_returned_is_recorded_with_its_writes(shop: Shop) -> None:
+def test_a_refusal_that_is_returned_is_recorded_with_its_writes(small: Shop) -> None:
     """What an endpoint returns below 500 is its answer."""
 
     def refuse(asked: Any, session: Session) -> Reply:
         sell(asked, session)
         return Reply(409, {"why": "late"})
 
-    shop.records(refuse)
-    first, again = (shop.send(path="/things") for _ in range(2))
+    small.records(refuse)
+    first, again = (small.send(path="/things") for _ in range(2))
     assert (first.status_code, first.content) == (again.status_code, again.content) == (409, first.content)
     assert again.headers["idempotent-replayed"] == "true"
-    assert len(shop.desk.orders()) == 1
+    assert len(small.desk.orders()) == 1
 
 
 LATER = [Reply(409, kind="raised"), Reply(500, {}), Reply(503, {}), Reply(401, {}), Reply(429, {})]
 
 
 @pytest.mark.parametrize("reply", LATER, ids=lambda reply: f"{reply.kind}-{reply.status}")
-def test_what_is_raised_or_says_later_is_rolled_back_and_not_recorded(shop: Shop, reply: Reply) -> None:
+def test_what_is_raised_or_says_later_is_rolled_back_and_not_recorded(small: Shop, reply: Reply) -> None:
     """The next request with the key is evaluated anew."""
     replies = [reply, Reply(200, {})]
 
@@ -102,13 +102,13 @@ def test_what_is_raised_or_says_later_is_rolled_back_and_not_recorded(shop: Shop
         sell(asked, session)
         return replies.pop(0)
 
-    shop.records(stumble)
-    assert shop.send(path="/things").status_code == reply.status
-    assert (shop.desk.orders(), shop.desk.records()) == ([], [])
-    again = shop.send(path="/things")
+    small.records(stumble)
+    assert small.send(path="/things").status_code == reply.status
+    assert (small.desk.orders(), small.desk.records()) == ([], [])
+    again = small.send(path="/things")
     assert again.status_code == 200
     assert "idempotent-replayed" not in again.headers
-    assert len(shop.desk.orders()) == 1
+    assert len(small.desk.orders()) == 1
 
 
 def test_a_rejection_is_recorded_without_writes(shop: Shop) -> None:
@@ -126,29 +126,29 @@ def test_a_rejection_is_recorded_without_writes(shop: Shop) -> None:
 
 
 @pytest.mark.parametrize("kind", ["stream", "file"])
-def test_an_answer_that_is_sent_in_pieces_is_refused(shop: Shop, kind: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_answer_that_is_sent_in_pieces_is_refused(small: Shop, kind: Any, caplog: pytest.LogCaptureFixture) -> None:
     """It cannot be recorded before it is sent, so nothing is applied."""
 
     def stream(asked: Any, session: Session) -> Reply:
         sell(asked, session)
         return Reply(200, kind=kind)
 
-    shop.records(stream)
-    assert shop.send(path="/things").status_code == 500
-    assert "piece by piece" in caplog.text or shop.asynchronous  # which leaves it to the server to log
-    assert (shop.desk.orders(), shop.desk.records()) == ([], [])
+    small.records(stream)
+    assert small.send(path="/things").status_code == 500
+    assert "piece by piece" in caplog.text or small.asynchronous  # which leaves it to the server to log
+    assert (small.desk.orders(), small.desk.records()) == ([], [])
 
 
-def test_an_answer_that_is_too_large_is_refused(shop: Shop) -> None:
+def test_an_answer_that_is_too_large_is_refused(small: Shop) -> None:
     """Nothing is cut, and nothing is applied."""
 
     def talk(asked: Any, session: Session) -> Reply:
         sell(asked, session)
         return Reply(200, "x" * 1_000)
 
-    shop.records(talk, commands=shop.desk.commands(max_result_bytes=1_000))
-    assert shop.send(path="/things").status_code == 500
-    assert (shop.desk.orders(), shop.desk.records()) == ([], [])
+    small.records(talk, commands=small.desk.commands(max_result_bytes=1_000))
+    assert small.send(path="/things").status_code == 500
+    assert (small.desk.orders(), small.desk.records()) == ([], [])
 
 
 @pytest.mark.parametrize(
@@ -166,14 +166,14 @@ def test_an_answer_that_is_too_large_is_refused(shop: Shop) -> None:
     ],
     ids=str,
 )
-def test_a_key_that_comes_with_another_request_is_422(shop: Shop, other: dict[str, Any]) -> None:
+def test_a_key_that_comes_with_another_request_is_422(small: Shop, other: dict[str, Any]) -> None:
     """Method, route, path, query and body are compared, and nothing runs."""
-    shop.records(sell, "/things/{n}")
-    shop.records(sell, "/other")
+    small.records(sell, "/things/{n}")
+    small.records(sell, "/other")
     request: dict[str, Any] = {"method": "POST", "path": "/things/7", "params": {"a": "1", "b": "2"}}
-    assert shop.send(**request).status_code == 201
-    assert problem(shop.send(**{**request, **other})) == (422, "key-reused")
-    assert len(shop.desk.orders()) == 1
+    assert small.send(**request).status_code == 201
+    assert problem(small.send(**{**request, **other})) == (422, "key-reused")
+    assert len(small.desk.orders()) == 1
 
 
 def test_a_form_may_come_with_another_boundary(small: Shop) -> None:
@@ -205,27 +205,27 @@ def test_the_whole_path_is_compared(small: Shop, path: str) -> None:
     ],
     ids=str,
 )
-def test_the_same_request_in_other_words_is_the_same(shop: Shop, same: dict[str, Any]) -> None:
+def test_the_same_request_in_other_words_is_the_same(small: Shop, same: dict[str, Any]) -> None:
     """JSON is compared as a value, the query in any order of its names, and headers not at all."""
-    shop.records(sell)
+    small.records(sell)
     request: dict[str, Any] = {
         "path": "/things",
         "content": b'{"amount":3,"note":"x"}',
         "params": [("a", "1"), ("a", "0"), ("b", "2")],
         "headers": {"Content-Type": "application/json"},
     }
-    first, again = shop.send(**request), shop.send(**{**request, **same})
+    first, again = small.send(**request), small.send(**{**request, **same})
     assert (again.status_code, again.content) == (201, first.content)
     assert again.headers["idempotent-replayed"] == "true"
 
 
-def test_scopes_have_keys_of_their_own(shop: Shop) -> None:
+def test_scopes_have_keys_of_their_own(small: Shop) -> None:
     """Two users may send one key, and neither sees the other's answer."""
     users = itertools.cycle(["alice", "bob"])
-    shop.records(sell, scope=(lambda _request: next(users)) if shop.asynchronous else (lambda: next(users)))
-    answers = [shop.send(path="/things") for _ in range(4)]
+    small.records(sell, scope=(lambda _request: next(users)) if small.asynchronous else (lambda: next(users)))
+    answers = [small.send(path="/things") for _ in range(4)]
     assert [answer.json()["number"] for answer in answers] == [1, 2, 1, 2]
-    assert [key for key, _, _ in shop.desk.records()] == ["3:bobk1", "5:alicek1"]
+    assert [key for key, _, _ in small.desk.records()] == ["3:bobk1", "5:alicek1"]
 
 
 def test_services_on_one_database_are_told_apart_by_name(small: Shop) -> None:
@@ -250,24 +250,24 @@ def test_a_service_gets_its_name_in_a_rolling_deploy(small: Shop) -> None:
 
 
 @pytest.mark.parametrize("nobody", [None, "", 7], ids=repr)
-def test_a_scope_that_names_nobody_is_a_fault_of_the_program(shop: Shop, nobody: object) -> None:
+def test_a_scope_that_names_nobody_is_a_fault_of_the_program(small: Shop, nobody: object) -> None:
     """Strangers would share their answers: 500, and nothing runs."""
-    shop.records(sell, scope=(lambda _request: nobody) if shop.asynchronous else (lambda: nobody))
-    assert shop.send(path="/things").status_code == 500
-    assert shop.desk.orders() == []
+    small.records(sell, scope=(lambda _request: nobody) if small.asynchronous else (lambda: nobody))
+    assert small.send(path="/things").status_code == 500
+    assert small.desk.orders() == []
 
 
-def test_a_shared_scope_is_written_out(shop: Shop) -> None:
+def test_a_shared_scope_is_written_out(small: Shop) -> None:
     """There is no default; PUBLIC says that anybody may see any answer."""
     with pytest.raises(TypeError, match="scope"):
-        FRAMEWORK[shop.asynchronous].recorded_endpoint(shop.desk.commands())
+        FRAMEWORK[small.asynchronous].recorded_endpoint(small.desk.commands())
     with pytest.raises(HandlerDefinitionError, match="PUBLIC"):
-        shop.records(sell, scope=None)
-    shop.records(sell, "/public", scope=PUBLIC)
-    assert [shop.send(path="/public").json()["number"] for _ in range(2)] == [1, 1]
+        small.records(sell, scope=None)
+    small.records(sell, "/public", scope=PUBLIC)
+    assert [small.send(path="/public").json()["number"] for _ in range(2)] == [1, 1]
 
 
-def test_wrong_arguments_are_found_when_the_endpoint_is_defined(shop: Shop) -> None:
+def test_wrong_arguments_are_found_when_the_endpoint_is_defined(small: Shop) -> None:
     """Not when the first request comes."""
     arguments: list[dict[str, Any]] = [
         {"headers": ["Set-Cookie"]},
@@ -277,28 +277,28 @@ def test_wrong_arguments_are_found_when_the_endpoint_is_defined(shop: Shop) -> N
     ]
     for wrong in arguments:
         with pytest.raises(HandlerDefinitionError):
-            shop.records(sell, **wrong)
+            small.records(sell, **wrong)
 
 
-def test_methods_that_change_nothing_are_never_recorded(shop: Shop) -> None:
+def test_methods_that_change_nothing_are_never_recorded(small: Shop) -> None:
     """GET needs no key, and has no session of the unit of work; PUT is recorded if asked."""
-    shop.records(lambda _asked, _session: Reply(200, {}), "/plain")
-    shop.records(sell, "/put", methods=["PUT"])
-    assert shop.send("GET", "/plain", key=None).status_code == 500  # the endpoint asks for a session that is not there
-    assert shop.send("PUT", "/plain", key=None).status_code == 500
-    assert [shop.send("PUT", "/put", json={"amount": 1}).json()["number"] for _ in range(2)] == [1, 1]
+    small.records(lambda _asked, _session: Reply(200, {}), "/plain")
+    small.records(sell, "/put", methods=["PUT"])
+    assert small.send("GET", "/plain", key=None).status_code == 500  # the endpoint asks for a session that is not there
+    assert small.send("PUT", "/plain", key=None).status_code == 500
+    assert [small.send("PUT", "/put", json={"amount": 1}).json()["number"] for _ in range(2)] == [1, 1]
 
 
-def test_a_key_is_required_unless_it_is_not(shop: Shop) -> None:
+def test_a_key_is_required_unless_it_is_not(small: Shop) -> None:
     """Without a key the endpoint runs in a transaction of the same kind, and nothing is recorded."""
-    shop.records(sell)
-    shop.records(sell, "/optional", required=False)
-    assert problem(shop.send(path="/things", key=None)) == (400, "key-missing")
-    assert [shop.send(path="/optional", key=None).json()["number"] for _ in range(2)] == [1, 2]
-    assert shop.desk.records() == []
+    small.records(sell)
+    small.records(sell, "/optional", required=False)
+    assert problem(small.send(path="/things", key=None)) == (400, "key-missing")
+    assert [small.send(path="/optional", key=None).json()["number"] for _ in range(2)] == [1, 2]
+    assert small.desk.records() == []
 
 
-def test_an_endpoint_must_not_commit(shop: Shop) -> None:
+def test_an_endpoint_must_not_commit(small: Shop) -> None:
     """The commit is the unit of work's, with the record in it."""
 
     def commit(asked: Any, session: Session) -> Reply:
@@ -306,8 +306,8 @@ def test_an_endpoint_must_not_commit(shop: Shop) -> None:
         session.commit()
         return Reply()
 
-    shop.records(commit)
-    assert shop.send(path="/things").status_code == 500
+    small.records(commit)
+    assert small.send(path="/things").status_code == 500
 
 
 def test_an_endpoint_runs_again_after_a_conflict(shop: Shop) -> None:

@@ -13,8 +13,8 @@ from command import idempotency, on_a_terminal
 from databases import Database
 from projector_dedup import AsyncDispatcher, Dispatcher, make_tables, on, projector
 from projector_dedup.asyncio_names import async_sessionmaker
-from projector_dedup.dialects import Finding
 from projector_dedup.maintenance.check import advise, check, verify
+from projector_dedup.maintenance.databases import Finding
 from projector_dedup.maintenance.state import CLEANED_AT, REDELIVERY_HORIZON, RETENTION, State, duration, write_state
 from projector_dedup.maintenance.stats import Ages
 

@@ -14,6 +14,7 @@ from sqlalchemy.orm import Session
 from projector_dedup import MissingTableError, claim, make_tables
 from projector_dedup.dialects import dialect_of
 from projector_dedup.maintenance.cleanup import cleanup
+from projector_dedup.maintenance.databases import database_of
 from pruning import uncommitted_batch
 
 metadata = MetaData()
@@ -95,7 +96,7 @@ def _analyze(engine: Engine) -> None:
 
 def _plan(engine: Engine) -> str:
     explain = "EXPLAIN QUERY PLAN " if engine.dialect.name == "sqlite" else "EXPLAIN "
-    statement: Any = dialect_of(engine).cleanup_statement(tables.marker)
+    statement: Any = database_of(engine).cleanup_statement(tables.marker)
     bounds = {"cutoff": datetime.now(UTC) - timedelta(hours=1), "batch_size": 100}
     options = {"render_postcompile": True}
     compiled = statement.compile(engine, compile_kwargs=options)

@@ -8,15 +8,15 @@ from sqlalchemy import Engine
 from sqlalchemy.engine import Connection
 
 from projector_dedup import DedupTables
-from projector_dedup.dialects import Expired, dialect_of
+from projector_dedup.maintenance.databases import Expired, database_of
 
 
 @contextmanager
 def uncommitted_batch(engine: Engine, tables: DedupTables, batch_size: int) -> Iterator[Connection]:
     """The statement of a cleanup; the block ends its transaction."""
-    dialect = dialect_of(engine)
+    database = database_of(engine)
     expired = Expired(tables.marker, datetime.now(UTC) - timedelta(hours=168), None, batch_size)
-    with engine.execution_options(isolation_level=dialect.cleanup_isolation).connect() as connection:
+    with engine.execution_options(isolation_level=database.cleanup_isolation).connect() as connection:
         bounds = {**expired.bounds, "batch_size": batch_size}
-        assert connection.execute(dialect.cleanup_statement(tables.marker), bounds).rowcount > 0
+        assert connection.execute(database.cleanup_statement(tables.marker), bounds).rowcount > 0
         yield connection
