@@ -6,8 +6,9 @@ locks its rows (FOR NO KEY UPDATE), and the transaction runs at READ COMMITTED, 
 lock sees what the other message wrote.
 
 At READ COMMITTED the database refuses nothing. So there, a flush refuses to write *any* row that this unit of work has
-neither read under lock nor inserted itself, whether its entity is declared or not. An entity with a version counter is
-exempt: its UPDATE finds the conflict. A SELECT of a declared entity that cannot lock is refused as well. The library
+neither read under lock nor inserted itself, whether its entity is declared or not. An undeclared entity with a
+version counter is exempt: its UPDATE finds the conflict. A declared entity must be locked at every level. A SELECT of a
+declared entity that cannot lock is refused as well. The library
 does not detect textual SQL, nor a value that a handler reads and writes back by an UPDATE statement of its own.
 """
 
@@ -135,14 +136,16 @@ def read_ahead(session: Session, reads: DeclaredReads, events: Sequence[Any], ha
     """Read the rows that the handler of ``events`` declares, by one SELECT for each entity; return the instances.
 
     As long as the caller keeps the result, the rows are in the session's identity map, and ``session.get`` sends
-    nothing. A single key is left to the handler's own ``session.get``. Keys are read in their order, so that two
-    messages that lock the same rows of an entity lock them in the same order.
+    nothing. A single key is left to the handler's own ``session.get``. Keys are read in sorted order, so that two
+    messages lock the same rows of an entity in the same order.
     """
     found: list[Any] = []
     for entity in reads.entities:
         keys = _keys(reads, entity, events, handler)
+        if len(keys) < 2:
+            continue
         columns: Any = inspect(entity).primary_key
-        for start in range(0, len(keys) if len(keys) > 1 else 0, _AT_ONCE):
+        for start in range(0, len(keys), _AT_ONCE):
             part = keys[start : start + _AT_ONCE]
             chosen = columns[0].in_([key[0] for key in part]) if len(columns) == 1 else tuple_(*columns).in_(part)
             found += session.scalars(select(entity).where(chosen).order_by(*columns)).unique().all()
@@ -200,7 +203,7 @@ class LockingSession(GuardedSession):
             self.inserted.clear()
 
     def may_write(self, state: InstanceState[Any]) -> bool:
-        """True if nobody can have changed the row since this transaction read it, or the database detects that."""
+        """True if this transaction locked or inserted the row, or if it is undeclared and conflicts are detected."""
         if state in self.locked_instances or state.key in self.inserted:
             return True
         if issubclass(state.class_, self.read_models):

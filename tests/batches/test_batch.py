@@ -188,14 +188,16 @@ def test_a_commit_of_the_handlers_own_is_told_of_every_message(postgresql: Datab
                 session.flush()
                 session.connection().connection.driver_connection.commit()  # type: ignore[union-attr]  # it is there
 
+        dispatcher = harness.dispatcher(harness.handler(body))
+        dispatcher.deliver_batch(numbered(4))
         with pytest.raises(BatchFailed) as failed:
-            harness.dispatcher(harness.handler(body)).deliver_batch(numbered(1, 2, 3))
-        assert outcomes(failed.value.deliveries) == [FAILED] * 3
+            dispatcher.deliver_batch(numbered(1, 2, 3, 4, 1))
+        assert outcomes(failed.value.deliveries) == [FAILED] * 5
         (violation,) = failed.value.exceptions
         assert isinstance(violation, TransactionViolatedError)
         assert violation.durable
-        assert "(m3)" in violation.__notes__[0]
-        assert harness.totals() == {"a": 3}
+        assert "no handler got the messages: m3. Forget" in violation.__notes__[0]  # m4 and m1 were applied
+        assert harness.totals() == {"a": 7}
 
 
 def test_a_message_that_is_held_fails_alone(engine: Engine, sessions: sessionmaker[Session]) -> None:
