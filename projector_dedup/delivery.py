@@ -1,7 +1,8 @@
 """Deliver a message: claim it, run the handler, commit, and retry after a transient error.
 
-``deliver`` is the core of this library. It uses ``unit_of_work`` (claim and commit), ``guard`` (what a handler must not
-do), ``retry`` (which errors are retried) and ``waiting`` (threads or asyncio).
+``deliver`` is the core of this library. It uses ``unit_of_work`` (claim and commit), ``retry`` (which errors are
+retried) and ``waiting`` (threads or asyncio). The unit of work uses ``opening`` (session and isolation level),
+``markers`` (the claim) and ``guard`` (what a handler must not do).
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from .waiting import Waiting
 logger = logging.getLogger("projector_dedup")
 
 
-_PASSING = (Failure.TRANSIENT, Failure.READ_ONLY, Failure.LOCK_TIMEOUT)
+_RETRYABLE = (Failure.TRANSIENT, Failure.READ_ONLY, Failure.LOCK_TIMEOUT)
 
 
 class UnreadableError(Exception):
-    """Raised if the declared rows cannot be read. ``deliver`` then runs the work again, without reading them."""
+    """Raised if the declared rows cannot be read. ``deliver`` then retries without reading them."""
 
 
 class Work(Protocol):
@@ -44,7 +45,10 @@ class Work(Protocol):
     connected: bool  #: set at each failure: False if no connection could be opened
 
     def claim(self, uow: UnitOfWork) -> bool:
-        """Begin the transaction with the claim; return True if something is new, so that the handler must run."""
+        """Begin the transaction, with a claim if the work is marked. Return True if the handler must run.
+
+        If it returns False, everything is a duplicate, and the transaction has ended.
+        """
 
     def calls(self, uow: UnitOfWork) -> Iterator[Callable[[], Any]]:
         """Yield the calls of the handler, on the session of the claim."""
@@ -57,17 +61,21 @@ class Work(Protocol):
 
 
 def deliver(work: Work, factory: Any, options: UnitOptions, policy: RetryPolicy, waiting: Waiting) -> bool:
-    """Apply ``work`` once, with retries. Return True if the result is durable, or raise the error that remains."""
+    """Apply ``work`` once, with retries, or raise the final error.
+
+    Return True if the result is durable. It is False only inside ``testing.external_transaction``.
+    """
     attempts = Attempts(policy, marked=work.marked)
     while True:
         uow = UnitOfWork.opened(factory, options, waiting)
         try:
             with uow:
-                if work.claim(uow):  # 1 claim first: a concurrent delivery waits here
+                # 1 Claim first: a concurrent delivery waits here. False: a duplicate, whose transaction has ended.
+                if work.claim(uow):
                     attempts.claimed()
                     with Handling(uow.session):
                         for call in work.calls(uow):  # 2 the handler, on the same session
-                            waiting.handler(work.identity, call)
+                            waiting.call_handler(work.identity, call)
                         uow.commit_and_close()  # 3 marker and writes, together
             if logger.isEnabledFor(logging.INFO):
                 work.log_settled(attempts)
@@ -90,9 +98,12 @@ class Chunk:
         self.identity, self.marked = handler.identity, handler.idempotent
         self.messages = messages
         self.outcomes: list[Outcome] = []
-        self.at: int | None = None  # index of the message whose handler runs; None while one call handles all
+        self.at: int | None = (
+            None  # index of the message whose handler runs; None while no handler, or one for all messages, runs
+        )
         self.connected = True
         self.claimed = False  # the database has answered the last claim
+        self.in_doubt: set[int] = set()  # indexes of the messages that a COMMIT without an answer may have applied
         self.watch = None if observing is None else observing.watch(handler, messages)
         self._handler = handler
         self._new: list[int] = []  # indexes of the new messages
@@ -103,7 +114,7 @@ class Chunk:
 
         If a message is in the chunk twice, the handler gets the first one.
         """
-        self.at, self.claimed = None, False
+        self.at, self.claimed, self._new = None, False, []
         self._new = self._claim(uow)
         self.claimed = True
         self.outcomes = [Outcome.DUPLICATE] * len(self.messages)
@@ -119,7 +130,7 @@ class Chunk:
             return list(range(len(self.messages)))
         if len(self.messages) == 1:
             key = valid_key(first.id, handler.identity, first.occurred_at)
-            return [0] if uow.claim_first(key, handler.formerly) else []
+            return [0] if uow.claim_key(key, handler.formerly) else []
         keys = ((message.id, message.occurred_at) for message in self.messages)
         found = uow.claim_many(keys, handler.identity, formerly=handler.formerly)
         firsts = {valid_message_id(message.id): index for index, message in reversed([*enumerate(self.messages)])}
@@ -157,15 +168,15 @@ class Chunk:
     def _read(self, uow: UnitOfWork, messages: Sequence[Message]) -> None:
         """Read the rows that the handler declares, and keep them in the session.
 
-        A wrong declaration must not make the message fail. So if the SELECT fails, ``UnreadableError`` runs the work
-        again without it. Transient errors are raised as they are, and retried as usual.
+        A wrong declaration must not make the message fail. So if the SELECT fails, ``UnreadableError`` makes
+        ``deliver`` retry without it. Transient errors are raised as they are, and retried as usual.
         """
         if self._reads is None:
             return
         try:
             uow.read(self._reads, [each.body for each in messages], self.identity)
         except Exception as error:
-            if isinstance(error, DBAPIError) and uow.dialect is not None and uow.dialect.classify(error) in _PASSING:
+            if isinstance(error, DBAPIError) and uow.dialect is not None and uow.dialect.classify(error) in _RETRYABLE:
                 raise
             self._reads = None
             warn_of_reads(printable(self.identity), f"reads={{...}} failed ({type(error).__name__})")
@@ -173,12 +184,12 @@ class Chunk:
 
     def log_settled(self, attempts: Attempts) -> None:
         """Log the outcome of each message: at INFO if it is a duplicate, else at DEBUG."""
-        for message, outcome in zip(self.messages, self.outcomes, strict=True):
+        for index, (message, outcome) in enumerate(zip(self.messages, self.outcomes, strict=True)):
             duplicate = outcome is Outcome.DUPLICATE
             level = logging.INFO if duplicate else logging.DEBUG
             if not logger.isEnabledFor(level):  # escaping the texts below takes time for every message
                 continue
-            after_unknown = duplicate and attempts.unknown is not None
+            after_unknown = duplicate and attempts.unknown is not None and index in self.in_doubt
             logger.log(
                 level,
                 "%s%s: message %s, handler %s",
@@ -191,6 +202,8 @@ class Chunk:
 
     def log_retry(self, error: Exception, attempts: Attempts) -> None:
         """Log a retry of the messages and its cause at INFO, and report it to the observer."""
+        if attempts.unknown is error:
+            self.in_doubt = set(self._new)
         others = f" and {len(self.messages) - 1} more" if len(self.messages) > 1 else ""
         logger.info(
             "retry after %s: message %s%s, handler %s",

@@ -73,7 +73,7 @@ class BaseDispatcher(Generic[F]):
         self._ignore_unhandled = unhandled == "ignore"
         self._policy = retry or RetryPolicy()
         self._observing = None if observer is None else Observing(observer, partial(route_of, extractor=type))
-        self._found = self._route if self._observing is None else self._observing.routing(self._route)
+        self._resolve = self._route if self._observing is None else self._observing.routing(self._route)
         shared = UnitOptions(tables, claim_timeout, isolation, strict=strict)
         self._handlers: dict[str, Handler] = {}
         self._options: dict[str, UnitOptions] = {}
@@ -131,7 +131,7 @@ class BaseDispatcher(Generic[F]):
         return ", ".join(printable(name[:80]) for name in names[:5]) + (", ..." if len(names) > 5 else "")
 
     def _deliver(self, event: object, message_id: object) -> Delivery:
-        message, handlers, known = self._found(event, message_id)
+        message, handlers, known = self._resolve(event, message_id)
         results = Results(known, handlers)
         for handler in handlers:
             chunk = Chunk(handler, [message], self._observing)
@@ -139,7 +139,7 @@ class BaseDispatcher(Generic[F]):
                 durable = deliver(chunk, self._factory, self._options[handler.identity], self._policy, self._waiting)
                 results.settled(handler, chunk.outcomes[0], durable)
                 if chunk.watch is not None:
-                    chunk.watch.settled(chunk.outcomes)
+                    chunk.watch.settled(chunk.outcomes, chunk.in_doubt)
             except Exception as error:  # noqa: BLE001  # kept, and raised after every handler was tried
                 results.failed(handler, error)
                 if chunk.watch is not None:
@@ -166,7 +166,7 @@ class BaseDispatcher(Generic[F]):
         batch = BatchResults()
         for event in events:
             try:
-                batch.routed(*self._found(event, None))
+                batch.routed(*self._resolve(event, None))
             except Exception as error:  # noqa: BLE001  # it concerns this message alone: its extractor failed, for example
                 batch.not_routed(id_text(event) if isinstance(event, Message) else None, error)
         return batch
@@ -183,8 +183,8 @@ class Dispatcher(BaseDispatcher[sessionmaker[Any]]):
     ``unhandled="ignore"`` a message that no handler takes is ``SKIPPED`` and raises nothing. ``tables`` is the result
     of ``make_tables``. ``retry`` limits the number of attempts and their time. ``claim_timeout`` is the longest wait,
     in seconds, for another delivery of the same message; after it, ``InProgress`` is raised. ``isolation`` overrides
-    the isolation level. ``strict=True`` asks the database before COMMIT, for one or two round trips, whether the marker
-    is in this transaction. ``observer`` receives the outcome of each message; see ``Observer``.
+    the isolation level. ``strict=True`` asks the server, for two round trips, whether the transaction is
+    still that of the claim. ``observer`` receives the outcome of each message; see ``Observer``.
 
     Raises ``HandlerDefinitionError`` for projectors that cannot be delivered to, ``UnsafeSessionError`` for a session
     factory of another kind, ``ValueError`` for any other wrong argument.
@@ -198,9 +198,9 @@ class Dispatcher(BaseDispatcher[sessionmaker[Any]]):
         ``message_id`` overrides the dispatcher's extractor. If several handlers take the message, all of them run, in
         the order of registration.
 
-        The error of a single handler is raised as it is. The errors of several handlers are raised together as
-        ``DeliveryFailed``. Raises ``UnhandledMessage`` if no handler takes the message, and ``InvalidMessageError`` if
-        it has no usable id or type.
+        If only one handler takes the message, its error is raised as it is. If several handlers take the message and
+        any of them fails, ``DeliveryFailed`` is raised. Raises ``UnhandledMessage`` if no handler takes the message,
+        and ``InvalidMessageError`` if the message has no usable id or type.
         """
         return self._deliver(event, message_id)
 

@@ -1,4 +1,4 @@
-"""Invariant I4: the transaction that commits is the one that holds the marker.
+"""Detect and prevent a handler that ends the transaction of its claim: the marker must commit with its writes.
 
 A handler gets a real Session, so it can do what it must not: commit, roll back, close, or swallow the error that
 aborted the transaction. Every statement of a session goes through its ``Connection``. So while a handler has the
@@ -6,10 +6,10 @@ session, the class of that one connection is ``GuardedConnection``, which report
 ROLLBACK to the unit of work's ``Guard``.
 
 The guard *prevents* a violation that it sees in advance, by raising before anything is sent. It *detects* other
-violations before COMMIT, by asking the driver, which costs no round trip. It asks the server only if the handler took
-the driver's own connection, called a stored procedure or streamed a result, because no driver reports what happens
-there. The guard remembers the first violation, also if the handler swallows the exception: such a unit of work never
-commits.
+violations before COMMIT, by asking the driver, which costs no round trip. It asks the server if the handler took the
+driver's own connection, streamed a result or, on MariaDB, called a stored procedure, because no driver reports what
+happens there; and with ``strict=True``. The guard remembers the first violation, also if the handler swallows the
+exception: such a unit of work never commits.
 """
 
 from __future__ import annotations
@@ -108,8 +108,8 @@ class Guard:
         self.key = key  # of the marker; None: nothing is claimed
         self.violation: TransactionViolatedError | None = None
         self.aborted_by: DBAPIError | None = None  # the error after which the server accepts no statement
-        self.watching = False  # a handler has the session
-        self.several = False  # messages share the transaction
+        self.watching = False  # True: statements, COMMIT and ROLLBACK are checked, because a handler has the session
+        self.several = False  # True: several messages share the transaction
         self.server_check_required = False
         self.driver_was_exposed = False  # to the handler, which may have committed there
         self.must_disconnect = False  # the state of the driver is unknown
@@ -122,7 +122,7 @@ class Guard:
         self._transaction = connection.get_transaction()
         self._outer_savepoint = connection.get_nested_transaction()  # only inside an external transaction
         self._savepoints: list[str] = []  # the open ones in their order, with the mark at its place
-        self._marked = False  # a savepoint marks the transaction, until the server is asked
+        self._marked = False  # True: a savepoint, or the transaction id, tells the transaction from a later one
         self._transaction_id: str | None = None  # the server's number of the transaction, if it has numbers
         self._place: str | None = None  # the database of the claim, once a handler may have chosen another one
 
@@ -151,7 +151,7 @@ class Guard:
             raise self.violate("the handler swallowed the loss of the database connection") from self.aborted_by
         same = self.session.get_transaction() is self._session_transaction
         if not same or self.connection.get_transaction() is not self._transaction:
-            self._rolled_back()
+            self._raise_rolled_back()
         if (
             self.session.in_nested_transaction()
             or self.connection.get_nested_transaction() is not self._outer_savepoint
@@ -201,7 +201,7 @@ class Guard:
         if self.violation is not None:
             raise self.violation
         if self.connection.get_transaction() is not self._transaction:
-            self._rolled_back()
+            self._raise_rolled_back()
         if self.aborted_by is not None and not mends:
             self._refuse_aborted()
         if sql is not None:
@@ -210,8 +210,8 @@ class Guard:
                 raise self.violate(f"the handler ran {command}, which begins or ends a transaction")
             if grammar.hides_errors(sql):
                 raise UnsafeSessionError(
-                    "several statements in one SQL text: the drivers of this database tell nobody when the second "
-                    "fails, or rolls everything back; execute them one by one"
+                    "several statements in one SQL text: the drivers of this database do not report an error of the "
+                    "second statement; execute the statements one by one"
                 )
             if grammar.hides_commands(sql):
                 self.driver_exposed()
@@ -248,7 +248,7 @@ class Guard:
             self.mark()  # it is still the same transaction: the savepoint could not have ended in another
 
     def driver_exposed(self) -> None:
-        """Note that a handler gets the driver's own connection, where nobody sees it end the transaction."""
+        """Note that a handler gets the driver's own connection. The guard cannot see a COMMIT there."""
         self.session.before_statement(writes=True)
         if self.watching and not self.driver_was_exposed:
             self.driver_was_exposed = True  # set first: a listener to the next statement may ask for the driver
@@ -277,7 +277,7 @@ class Guard:
         """Raise if the session of a handler has begun a transaction on a second connection."""
         if connection is not self.connection and self.watching and not self.commit_was_answered:
             if self.session.get_transaction() is not self._session_transaction:
-                self._rolled_back()
+                self._raise_rolled_back()
             raise self.violate(
                 "the session went to a second database connection (another bind, or another engine on the same "
                 "database): marker and read model must be on one"
@@ -298,8 +298,8 @@ class Guard:
         """Refuse what would reach other messages, such as a setting. The batch then applies this message alone."""
         self.violation = self.violation or TransactionViolatedError(
             "the handler set something for its transaction, or dropped changes of its session, which several messages "
-            "share; everything was rolled back, and the message is tried again in a transaction of its own. Let the "
-            "error pass"
+            "share; everything was rolled back, and the library applies the message again in a transaction of its own. "
+            "Do not catch this error"
         )
         raise self.violation
 
@@ -312,7 +312,7 @@ class Guard:
         return self.violate(what)
 
     def made_durable(self) -> TransactionViolatedError | None:
-        """Return the violation of a handler that committed and then failed: its error must not say "rolled back"."""
+        """Return the violation of a handler that committed and then failed: its writes were not rolled back."""
         if self.violation is None and self.watching and self._may_be_committed_below():
             with suppress(DBAPIError):  # the server cannot be asked any more; the handler's own error is raised
                 self.ended_below()
@@ -322,7 +322,7 @@ class Guard:
         if self.aborted_by is not None and self.dialect.abort_lasts:
             raise self._swallowed() from self.aborted_by
 
-    def _rolled_back(self) -> NoReturn:
+    def _raise_rolled_back(self) -> NoReturn:
         if self.aborted_by is not None:
             raise self._swallowed() from self.aborted_by
         raise self.violate(
@@ -372,7 +372,8 @@ class Guard:
             return None
         connection, marker = self._where_claimed(), self._tables.marker
         if self.dialect.status(self.driver) in (Status.OPEN, Status.ABORTED):
-            self.dialect.abandon(connection)  # the transaction that is open now is not the claim's, and must not commit
+            # The transaction that is open now is not the claim's, and must not commit.
+            Connection.exec_driver_sql(connection, "ROLLBACK")
         if self._transaction_id is not None:
             return self.dialect.has_committed(connection, self._transaction_id)
         try:
@@ -411,15 +412,15 @@ class Guard:
             )
         if committed is None and self.key is None:
             return (
-                ". If by a commit, what it had written by then is COMMITTED, and without a marker a redelivery writes "
-                "it again: look at the read model first"
+                ". If this was a commit, what the handler had written is COMMITTED, and without a marker a redelivery "
+                "writes it again: look at the read model first"
             )
         if committed is None:
             return (
-                ". If by a commit, the marker and what it had written by then are COMMITTED, and a redelivery will be "
-                "skipped as a duplicate. Which it was cannot be told, because several tables have the marker's name, "
-                "or it cannot be read any more, after what the handler chose (a schema, a database, a role): look for "
-                "the marker where it was claimed, and at the read model"
+                ". If this was a commit, the marker and what the handler had written are COMMITTED, and a redelivery "
+                "will be skipped as a duplicate. Which it was is unknown, because several tables have its name, or "
+                "the marker cannot be read after what the handler chose (a schema, a database, a role). Look for the "
+                "marker where it was claimed, and at the read model"
             )
         return None
 

@@ -16,7 +16,7 @@ from .asyncio_names import AsyncSession
 from .errors import HandlerDefinitionError
 from .message import Message, Route, printable, valid_formerly, valid_handler
 from .options import UnitOptions
-from .reads import DeclaredReads
+from .read_models import DeclaredReads
 
 logger = logging.getLogger("projector_dedup")
 

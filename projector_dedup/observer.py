@@ -6,7 +6,7 @@ import inspect
 import logging
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Literal, Protocol
@@ -162,14 +162,13 @@ class Watch:
         self._attempts: Attempts | None = None  # if there was more than one
         self._began = time.monotonic()
 
-    def settled(self, outcomes: Sequence[Outcome]) -> None:
-        """Tell of an outcome for each of the messages, in their order."""
-        after_unknown = self._attempts is not None and self._attempts.unknown is not None
-        for message, outcome in zip(self._messages, outcomes, strict=True):
+    def settled(self, outcomes: Sequence[Outcome], in_doubt: Container[int]) -> None:
+        """Report the outcome of each message. A COMMIT without an answer may have applied those ``in_doubt``."""
+        unknown = self._attempts is not None and self._attempts.unknown is not None
+        for index, (message, outcome) in enumerate(zip(self._messages, outcomes, strict=True)):
             duplicate = outcome is Outcome.DUPLICATE
-            self._tell(
-                "duplicate" if duplicate else "applied", message, after_unknown_commit=duplicate and after_unknown
-            )
+            applied_here = duplicate and unknown and index in in_doubt
+            self._tell("duplicate" if duplicate else "applied", message, after_unknown_commit=applied_here)
 
     def failed(self, error: Exception, messages: Sequence[Message] | None = None) -> None:
         """Tell that messages have failed for good: all, or those that are given."""

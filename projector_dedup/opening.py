@@ -82,7 +82,7 @@ class SharedSession(GuardedSession):
         """True if several messages use the session, and not only one."""
         return self.guard is not None and self.guard.several
 
-    # These methods drop changes that were not flushed: of the handler, as it wants, but of earlier messages, too.
+    # These methods drop changes that were not flushed. They would also drop unflushed changes of earlier messages.
 
     def expire(self, instance: object, attribute_names: Any = None) -> None:
         """Expire the instance; apply the message alone if that may drop changes of earlier messages."""
@@ -315,7 +315,7 @@ class _Taking:
 
 def _usual_level(engine: Engine, dialect: Dialect, options: UnitOptions, *, marked: bool) -> str | None:
     """Return the level to set if the user has chosen none. None keeps the engine's (docs/adr/0003)."""
-    detecting = dialect.detecting_isolation(engine)
+    detecting = dialect.detecting_isolation
     if detecting is None:
         return None
     default: str | None = engine.dialect.default_isolation_level

@@ -1,4 +1,4 @@
-"""The unit of work: a session, one claim in it, and the only commit. It rolls back unless committed.
+"""The unit of work: one transaction, one claim in it, and the only COMMIT of a handler's writes.
 
 ``UnitOfWork`` is written once. ``AsyncUnitOfWork`` runs the same methods in a greenlet (see ``waiting``).
 """
@@ -37,8 +37,7 @@ from .markers import (
 from .message import valid_formerly
 from .opening import new_async_session, new_session, open_connection
 from .options import UnitOptions, check_session_factory
-from .read_models import read_ahead
-from .reads import DeclaredReads
+from .read_models import DeclaredReads, read_ahead
 from .reentry import refuse_within_handler
 from .tables import DedupTables, default_tables
 from .waiting import AWAITING, BLOCKING, Waiting
@@ -50,8 +49,14 @@ T = TypeVar("T")
 _FLUSHES = 100  # SQLAlchemy's own COMMIT tries as often
 
 _INTERRUPTED = (
-    "interrupted during COMMIT, by the loss of the connection or otherwise: the message may be applied or not. Do not "
-    "acknowledge it; a redelivery finds out"
+    "the COMMIT was interrupted, for example because the connection was lost: the message may be applied or not. Do "
+    "not acknowledge it; "
+)
+_REDELIVERY_TELLS = "a redelivery finds the marker if it was applied"
+_NO_MARKER_TELLS = "without a marker, a redelivery applies it again: look at the read model first"
+_DUPLICATE = (
+    "the message was applied before, and the COMMIT that waits for the synchronous standby was interrupted. Do not "
+    "acknowledge it; a redelivery waits again"
 )
 
 
@@ -66,7 +71,7 @@ class UnitOfWork:
                 uow.commit()
 
     Leaving the block without ``commit()`` rolls everything back, the marker too. A unit of work does not retry;
-    ``Dispatcher`` does. The options are those of ``UnitOptions``.
+    ``Dispatcher`` does. ``claim_timeout`` is in seconds.
     """
 
     session: Session
@@ -90,7 +95,7 @@ class UnitOfWork:
 
     @classmethod
     def opened(cls, session_factory: Any, options: UnitOptions, waiting: Waiting) -> Self:
-        """Return a unit of work without checking factory and options: the caller has, once for many messages."""
+        """Return a unit of work without checking factory and options: the caller has checked them once for all."""
         self = cls.__new__(cls)
         self._prepare(session_factory, options, waiting)
         return self
@@ -134,7 +139,7 @@ class UnitOfWork:
         ``InProgress`` after ``claim_timeout``, and ``CommitOutcomeUnknown`` for a duplicate whose marker a synchronous
         standby may not have.
         """
-        new = self.claim_first(valid_key(message_id, handler, occurred_at), formerly)
+        new = self.claim_key(valid_key(message_id, handler, occurred_at), formerly)
         self._read_on()
         return new
 
@@ -165,10 +170,13 @@ class UnitOfWork:
         self._read_on()
         return set(new)
 
-    def claim_first(
+    def claim_key(
         self, key: dict[str, Any], formerly: Collection[str] = (), *, recall: LastStatement | None = None
     ) -> bool:
-        """Claim by a valid ``key``, as ``claim`` does. For a duplicate, run ``recall`` as the last statement."""
+        """Claim by a ``key`` that was checked, as ``claim`` does.
+
+        For a duplicate, run ``recall`` as the last statement: it reads what a command has recorded.
+        """
         names, tables, wait = valid_formerly(formerly), self._options.tables, self._options.claim_timeout
         return self._claim(
             key,
@@ -241,11 +249,11 @@ class UnitOfWork:
         try:
             guard.connection.commit()
         except (DBAPIError, OSError) as error:
-            raise CommitOutcomeUnknown(_INTERRUPTED) from error
+            raise CommitOutcomeUnknown(_DUPLICATE) from error
 
     def _read_on(self) -> None:
-        """After the COMMIT of a duplicate, begin a transaction in which the caller may read. Nobody commits it."""
-        guard = self._begun()
+        """After the COMMIT of a duplicate, begin a transaction for the caller to read in. It is never committed."""
+        guard = self._required_guard()
         if self._new or not (self.durable and guard.commit_was_answered):
             return
         guard.release()
@@ -266,9 +274,9 @@ class UnitOfWork:
     def share(self) -> None:
         """Note that several messages share the transaction, so that a setting for it would reach the others.
 
-        Each of them finds ``session.info`` and ``session.autoflush`` as they are now, after the listeners to the begin.
+        Save ``session.info`` and ``session.autoflush``; ``end_message`` restores them for the next message.
         """
-        self._begun().several = True
+        self._required_guard().several = True
         self._info, self._autoflush = dict(self._session.info), self._session.autoflush
 
     def end_message(self, *, keep: bool = False) -> None:
@@ -280,12 +288,12 @@ class UnitOfWork:
         any more, and ``FlushError`` if a listener adds changes at every flush.
         """
         session = self._session
-        self._begun().verify()
+        self._required_guard().verify()
         session.info.clear()
         session.info.update(self._info)
         session.autoflush = self._autoflush
         if keep:
-            stale = session.stale or self._begun().driver_was_exposed
+            stale = session.stale or self._required_guard().driver_was_exposed
             if session.deleted or stale:
                 session.flush()
             if stale:
@@ -327,7 +335,7 @@ class UnitOfWork:
         self._close(None)
 
     def _commit(self) -> None:
-        guard = self._begun()
+        guard = self._required_guard()
         if self._committed:
             raise UnsafeSessionError("this unit of work has committed; the next message needs one of its own")
         if not self._new:
@@ -350,7 +358,8 @@ class UnitOfWork:
             elif not guard.commit_was_sent or _was_refused(guard, error):
                 raise
             else:
-                raise CommitOutcomeUnknown(_INTERRUPTED) from error
+                tells = _REDELIVERY_TELLS if guard.key is not None else _NO_MARKER_TELLS
+                raise CommitOutcomeUnknown(_INTERRUPTED + tells) from error
         if self.durable and not guard.commit_was_answered:
             raise guard.violate("the session's commit() sent no COMMIT; a Session class that overrides it, perhaps")
         self._committed = True
@@ -424,7 +433,7 @@ class UnitOfWork:
             return error
         return (self._guard.aborted_by if self._guard is not None else None) or error
 
-    def _begun(self) -> Guard:
+    def _required_guard(self) -> Guard:
         if self._guard is None:
             raise UnsafeSessionError("nothing was claimed in this unit of work; claim() comes before commit()")
         return self._guard

@@ -143,6 +143,7 @@ class Once:
         self.record: Record | None = None  # None as long as nothing has run, and without a key
         self.returned: Any = None  # by the handler, if it ran
         self.replayed = False
+        self.in_doubt = False  # True: a COMMIT without an answer may have recorded the command
 
     @property
     def is_answered_anew(self) -> bool:
@@ -158,7 +159,7 @@ class Once:
             return True
         stored, names = asked.key.stored, asked.operation.names
         recall = recalling(asked.tables, stored, names)
-        if uow.claim_first(marker_key(stored, self.identity), names[1:], recall=recall):
+        if uow.claim_key(marker_key(stored, self.identity), names[1:], recall=recall):
             return True
         self.record, self.replayed = recalled(recall.row, asked.fingerprint, asked.key, self.identity), True
         return False
@@ -192,13 +193,15 @@ class Once:
         """Log the outcome: at INFO if the command was handled before, else at DEBUG."""
         outcome, level = (Outcome.DUPLICATE, logging.INFO) if self.replayed else (Outcome.APPLIED, logging.DEBUG)
         if logger.isEnabledFor(level):
-            after_unknown = self.replayed and attempts.unknown is not None
+            after_unknown = self.replayed and self.in_doubt and attempts.unknown is not None
             told = f"{outcome.value}{' (after_unknown_commit)' if after_unknown else ''}"
             extra = self._extra(outcome.value, attempts) | {"after_unknown_commit": after_unknown}
             logger.log(level, "%s: %s", told, self._told(), extra=extra)
 
     def log_retry(self, error: Exception, attempts: Attempts) -> None:
         """Log at INFO that the command is tried again, and after which error."""
+        if attempts.unknown is error:
+            self.in_doubt = self.record is not None
         extra = self._extra("retry", attempts)
         logger.info("retry after %s: %s", type(error).__name__, self._told(), extra=extra)
 

@@ -14,15 +14,10 @@ from sqlalchemy import URL, Engine, MetaData, create_engine, func, insert, selec
 import projector_dedup
 from command import idempotency
 from databases import Database
+from marked import one_of_each_engine  # noqa: F401  # a fixture
 
 SECRET = "s3cret"
 DAY = 24
-
-
-@pytest.fixture(name="sync_url")
-def one_url_of_each_engine(database: Database) -> URL:
-    """What these tests are about does not depend on the driver."""
-    return database.url()
 
 
 def assert_failed_in_one_line(done: subprocess.CompletedProcess[str], *words: str) -> None:

@@ -4,26 +4,19 @@ import json
 from datetime import UTC, datetime, timedelta
 
 import pytest
-from sqlalchemy import URL, Engine, MetaData, create_engine, insert, select
+from sqlalchemy import Engine, create_engine, insert, select
 from sqlalchemy.orm import sessionmaker
 
 from command import idempotency, on_a_terminal
 from databases import Database
-from projector_dedup import Dispatcher, InvalidMessageIdError, MissingTableError, Outcome, make_tables, on, projector
+from marked import metadata, one_of_each_engine, tables, url_of  # noqa: F401  # a fixture
+from projector_dedup import Dispatcher, InvalidMessageIdError, MissingTableError, Outcome, on, projector
 from projector_dedup.maintenance.cleanup import declare_horizon
 from projector_dedup.maintenance.rows import find, forget
 from projector_dedup.maintenance.state import PRUNED_UNTIL, write_state
 
-metadata = MetaData()
-tables = make_tables(metadata)
 ODD = "pay\nment 1\u202e"
 HOUR = timedelta(hours=1)
-
-
-@pytest.fixture(name="sync_url")
-def one_url_of_each_engine(database: Database) -> URL:
-    """Each test starts processes, and what they do does not depend on the driver."""
-    return database.url()
 
 
 def fill(engine: Engine, *keys: tuple[str, str]) -> datetime:
@@ -48,11 +41,6 @@ def left(engine: Engine) -> set[tuple[str, str]]:
         rows = connection.execute(select(tables.marker.c.message_id, tables.marker.c.handler)).all()
     other.dispose()
     return {(row.message_id, row.handler) for row in rows}
-
-
-def url_of(engine: Engine) -> str:
-    """Its URL, password and all."""
-    return engine.url.render_as_string(hide_password=False)
 
 
 def test_find_gives_the_markers_of_that_message_only(engine: Engine) -> None:

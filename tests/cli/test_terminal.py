@@ -1,32 +1,16 @@
 """The command on a terminal: lines break between words; the last line says what is next."""
 
 import re
-from datetime import UTC, datetime, timedelta
 
 import pytest
-from sqlalchemy import URL, Engine, MetaData, create_engine, insert
+from sqlalchemy import Engine, create_engine
 
 from command import idempotency, on_a_terminal
 from databases import Database
-from projector_dedup import make_tables
+from marked import fill, metadata, one_of_each_engine, tables, url_of  # noqa: F401  # a fixture
 from projector_dedup.maintenance.cleanup import cleanup, declare_horizon
 
 pytestmark = pytest.mark.slow
-
-metadata = MetaData()
-tables = make_tables(metadata)
-
-
-@pytest.fixture(name="sync_url")
-def one_url_of_each_engine(database: Database) -> URL:
-    """What these tests are about does not depend on the driver."""
-    return database.url()
-
-
-def _mark(engine: Engine, message_id: str, hours: float = 0) -> None:
-    at = datetime.now(UTC) - timedelta(hours=hours)
-    with engine.begin() as connection:
-        connection.execute(insert(tables.marker), {"message_id": message_id, "handler": "h", "processed_at": at})
 
 
 def _next(*command: str) -> str:
@@ -53,10 +37,10 @@ def test_what_is_next(sqlite: Database) -> None:
     cleanup(engine)
     assert "nothing. Run this after each deploy" in _next("check", "--database-url", url)
     assert "nothing. `idempotency check`" in _next("stats", "--database-url", url)
-    _mark(engine, "1", hours=169)
+    fill(engine, [169])
     for command in ("check", "stats"):
         assert "`idempotency cleanup` deletes what has expired" in _next(command, "--database-url", url)
-    _mark(engine, "2", hours=1000)
+    fill(engine, {"another": [1000]})
     assert "follow the advice above" in _next("check", "--database-url", url)
     engine.dispose()
 
@@ -64,7 +48,7 @@ def test_what_is_next(sqlite: Database) -> None:
 def test_statistics_of_tables_that_a_migration_of_ones_own_made(engine: Engine) -> None:
     """That no schema version is recorded is nothing wrong, and the line says so."""
     metadata.create_all(engine)
-    done = idempotency("stats", "--database-url", engine.url.render_as_string(hide_password=False))
+    done = idempotency("stats", "--database-url", url_of(engine))
     assert re.search(r"schema version +not recorded \(fine: idempotency did not make the tables\)", done.stdout)
 
 

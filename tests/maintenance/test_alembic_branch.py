@@ -1,38 +1,17 @@
 """Our revisions as a labelled branch beside the user's own history; a configuration that loses them is found."""
 
-from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
 
 import pytest
-from sqlalchemy import Engine, MetaData, create_engine, inspect, select
-from sqlalchemy.orm import sessionmaker
+from sqlalchemy import Engine, MetaData, create_engine, inspect
 
-from alembic_project import OURS, Project, another_schema, run_python
+from alembic_project import OURS, Project, run_python
 from databases import Database
-from projector_dedup import Dispatcher, Outcome, make_tables, on, projector
-from projector_dedup.maintenance.check import check, check_alembic
-
-
-@projector(idempotent=True, name="h")
-@on(dict)
-def handler(event: object, session: object) -> None:
-    """Do nothing."""
-
-
-@pytest.fixture
-def engine(database: Database) -> Iterator[Engine]:
-    """An engine on each empty database."""
-    engine = create_engine(database.url())
-    yield engine
-    engine.dispose()
-
-
-@pytest.fixture
-def schema(database: Database) -> Iterator[str | None]:
-    """A second schema, where there is such a thing."""
-    with another_schema(database) as name:
-        yield name
+from marked import one_of_each_engine  # noqa: F401  # a fixture
+from owning import TWICE, fatal, second_schema, state_of, twice  # noqa: F401  # second_schema is a fixture
+from projector_dedup import make_tables
+from projector_dedup.maintenance.check import check_alembic
 
 
 def test_the_branch_lives_beside_the_users_history(
@@ -55,12 +34,9 @@ def test_the_branch_lives_beside_the_users_history(
     assert "No new upgrade operations" in project.alembic("check")
     ours = [make_tables(MetaData(), name, place) for place, name in wanted]
     for tables in ours:
-        assert not [finding for finding in check(engine, tables) if finding.fatal]
-        dispatcher = Dispatcher(sessionmaker(engine), handler, tables=tables)
-        outcomes = [dispatcher.deliver({}, message_id="m1").outcome for _ in range(2)]
-        assert outcomes == [Outcome.APPLIED, Outcome.DUPLICATE]
-        with engine.connect() as connection:
-            assert connection.execute(select(tables.state)).all() == [("schema_version", "1")]
+        assert fatal(engine, tables) == []
+        assert twice(engine, tables) == TWICE
+        assert state_of(engine, tables) == {"schema_version": "1"}
 
     project.model(
         *(f"make_tables(metadata, {name!r}, {place!r})" for place, name in wanted), column=", Column('more', Text)"
@@ -76,7 +52,7 @@ def test_the_branch_lives_beside_the_users_history(
     assert sorted(inspect(engine).get_table_names()) == ["alembic_version", "of_the_user"]
     assert {column["name"] for column in inspect(engine).get_columns("of_the_user")} == {"id", "more"}
     project.alembic("upgrade", "heads")
-    assert not [finding for tables in ours for finding in check(engine, tables) if finding.fatal]
+    assert [fatal(engine, tables) for tables in ours] == [[]] * 3
 
 
 @pytest.mark.parametrize("run", [False, True], ids=["read", "imported"])

@@ -6,32 +6,20 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
-from sqlalchemy import URL, Engine, MetaData, create_engine, insert, text
+from sqlalchemy import Engine, create_engine, insert, text
 from sqlalchemy.orm import sessionmaker
 
 from command import idempotency, on_a_terminal
 from databases import Database
-from projector_dedup import AsyncDispatcher, Dispatcher, make_tables, on, projector
+from marked import metadata, one_of_each_engine, tables, url_of  # noqa: F401  # a fixture
+from projector_dedup import AsyncDispatcher, Dispatcher, on, projector
 from projector_dedup.asyncio_names import async_sessionmaker
 from projector_dedup.maintenance.check import advise, check, verify
 from projector_dedup.maintenance.databases import Finding
 from projector_dedup.maintenance.state import CLEANED_AT, REDELIVERY_HORIZON, RETENTION, State, duration, write_state
 from projector_dedup.maintenance.stats import Ages
 
-metadata = MetaData()
-tables = make_tables(metadata)
 NOW = datetime(2026, 5, 1, 12, tzinfo=UTC)
-
-
-@pytest.fixture(name="sync_url")
-def one_url_of_each_engine(database: Database) -> URL:
-    """Each test starts processes, and what they do does not depend on the driver."""
-    return database.url()
-
-
-def url_of(engine: Engine) -> str:
-    """Its URL, password and all."""
-    return engine.url.render_as_string(hide_password=False)
 
 
 # Storage ---------------------------------------------------------------------------------------------------------

@@ -1,18 +1,26 @@
 """The tables of commands: three ways to own them, what `check` finds wrong with them, and their records in bulk."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from alembic.autogenerate import compare_metadata
-from alembic.migration import MigrationContext
 from sqlalchemy import Engine, MetaData, create_engine, inspect, select, text, update
 from sqlalchemy.orm import Session, sessionmaker
-from sqlalchemy.schema import CreateIndex, CreateTable
 
-from alembic_project import OURS, Project, another_schema
+from alembic_project import OURS, Project
 from databases import Database
-from projector_dedup import DedupTables, MissingTableError, Outcome, make_tables
+from marked import one_of_each_engine  # noqa: F401  # a fixture
+from owning import (  # noqa: F401  # second_schema is a fixture
+    TWICE,
+    described,
+    fatal,
+    place,
+    run_script,
+    second_schema,
+    state_of,
+    twice,
+)
+from projector_dedup import MissingTableError, Outcome, make_tables
 from projector_dedup.commands import (
     Begun,
     Call,
@@ -24,7 +32,7 @@ from projector_dedup.commands import (
     default_command_tables,
     make_command_tables,
 )
-from projector_dedup.maintenance.check import advise, advise_records, check, verify
+from projector_dedup.maintenance.check import advise, advise_records, verify
 from projector_dedup.maintenance.cleanup import count_expired, prune
 from projector_dedup.maintenance.rows import (
     count_scope,
@@ -34,18 +42,10 @@ from projector_dedup.maintenance.rows import (
     rename,
 )
 from projector_dedup.maintenance.schema import Migrated, ddl, migrate, planned
-from projector_dedup.maintenance.state import read_state
 from projector_dedup.maintenance.stats import stats
 from projector_dedup.tables import default_tables
 
 LAST_SIGN = "\U0010ffff"
-
-
-@command(name="shop.place")
-def place(asked: dict[str, int], call: Call) -> int:
-    """Answer what was asked."""
-    assert call.key is not None
-    return asked["amount"]
 
 
 @command(name="shop.cancel")
@@ -53,60 +53,6 @@ def cancel(asked: dict[str, int], call: Call) -> str:
     """Answer as long a text as is asked for."""
     assert call.key is not None
     return "x" * asked["amount"]
-
-
-@pytest.fixture
-def engine(database: Database) -> Iterator[Engine]:
-    """An engine on each empty database."""
-    engine = create_engine(database.url())
-    yield engine
-    engine.dispose()
-
-
-@pytest.fixture
-def schema(database: Database) -> Iterator[str | None]:
-    """A second schema, where there is such a thing."""
-    with another_schema(database) as name:
-        yield name
-
-
-def handled(engine: Engine, tables: CommandTables = default_command_tables) -> list[tuple[Outcome, int]]:
-    """The outcome and the result of one command that is asked for twice."""
-    commands = Commands(sessionmaker(engine), tables=tables)
-    answers = [commands.handle(place, {"amount": 3}, key="é ", scope="s") for _ in range(2)]
-    return [(answer.outcome, answer.result) for answer in answers]
-
-
-TWICE = [(Outcome.APPLIED, 3), (Outcome.DUPLICATE, 3)]
-
-
-def fatal(engine: Engine, tables: DedupTables = default_command_tables) -> list[str]:
-    """The problems that `check` calls fatal."""
-    return [finding.problem for finding in check(engine, tables) if finding.fatal]
-
-
-def described(engine: Engine, tables: DedupTables) -> list[str]:
-    """The DDL of the two tables, as the database itself tells what it has."""
-    found, both = MetaData(), (tables.marker, tables.state)
-    found.reflect(engine, schema=tables.marker.schema, only=[table.name for table in both])
-    mirrored = [found.tables[table.fullname] for table in both]
-    indexes = [str(CreateIndex(index).compile(engine)) for table in mirrored for index in table.indexes]
-    return [*(str(CreateTable(table).compile(engine)) for table in mirrored), *indexes]
-
-
-def run(engine: Engine, script: str) -> None:
-    """The statements of a script, in a transaction."""
-    lines = "\n".join(line for line in script.splitlines() if not line.startswith("--"))
-    with engine.begin() as connection:
-        for statement in lines.split(";"):
-            if statement.strip() and statement.strip() not in ("BEGIN", "COMMIT"):
-                connection.exec_driver_sql(statement.replace("%", "%%"))
-
-
-def state_of(engine: Engine, tables: DedupTables) -> dict[str, str]:
-    """The state table, as another connection reads it."""
-    with engine.connect() as connection:
-        return read_state(connection, tables)
 
 
 def revision_of(engine: Engine, name: str) -> str:
@@ -127,66 +73,12 @@ def keys_of(engine: Engine, tables: CommandTables = default_command_tables) -> l
 # Migrated --------------------------------------------------------------------------------------------------------
 
 
-def test_migrate_makes_the_tables_that_create_all_makes(engine: Engine, schema: str | None) -> None:
-    """Once, of any name, in any schema, and without a table of projectors; autogenerate finds nothing to change."""
-    for name, place_ in (("processed_command", None), ("orders", schema), ("t" * 43, None)):
-        tables = make_command_tables(MetaData(), name, place_)
-        assert migrate(engine, tables) == Migrated(before=None, after=1)
-        assert migrate(engine, tables) == Migrated(before=1, after=1)
-        assert planned(engine, tables) == ""
-        assert fatal(engine, tables) == []
-        assert handled(engine, tables) == TWICE
-        assert state_of(engine, tables) == {"schema_version": "1"}
-        made = described(engine, tables)
-        if name == "processed_command":  # the only table as yet
-            with engine.connect() as connection:
-                context = MigrationContext.configure(connection, opts={"compare_server_default": True})
-                differences = compare_metadata(context, tables.marker.metadata)
-            assert [each for each in differences if each[0] != "remove_table"] == []
-        tables.marker.metadata.drop_all(engine)
-        tables.marker.metadata.create_all(engine)
-        assert described(engine, tables) == made
-    assert "processed_message" not in inspect(engine).get_table_names()
-    assert revision_of(engine, "processed_command") == "projector_dedup_0002"
-
-
-@pytest.mark.parametrize("way", ["create_all", "schema", "died half way"])
-def test_tables_that_are_there_and_right_are_adopted(engine: Engine, way: str) -> None:
-    """With their records; where a run died between the two tables, the one that is missing is made."""
-    if way == "create_all":
-        default_command_tables.marker.metadata.create_all(engine)
-    elif way == "schema":
-        run(engine, ddl(engine.dialect.name, default_command_tables))
-    else:
-        default_command_tables.marker.create(engine)
-    if way != "died half way":
-        assert handled(engine) == TWICE
-    assert "CREATE TABLE processed_command (" not in planned(engine, default_command_tables)
-    assert migrate(engine, default_command_tables) == Migrated(before=1, after=1, adopted=True)
-    assert migrate(engine, default_command_tables) == Migrated(before=1, after=1)
-    assert state_of(engine, default_command_tables) == {"schema_version": "1"}
-    assert revision_of(engine, "processed_command") == "projector_dedup_0002"
-    assert fatal(engine) == []
-    if way != "died half way":
-        assert handled(engine) == [TWICE[1]] * 2
-
-
 def test_a_run_that_died_before_the_first_table_is_finished(engine: Engine) -> None:
     """Where DDL commits, the version table may say 0001, which makes no table of commands, and be all there is."""
-    run(engine, "CREATE TABLE processed_command_alembic_version (version_num VARCHAR(32) NOT NULL PRIMARY KEY)")
-    run(engine, "INSERT INTO processed_command_alembic_version VALUES ('projector_dedup_0001')")
+    run_script(engine, "CREATE TABLE processed_command_alembic_version (version_num VARCHAR(32) NOT NULL PRIMARY KEY)")
+    run_script(engine, "INSERT INTO processed_command_alembic_version VALUES ('projector_dedup_0001')")
     assert migrate(engine, default_command_tables) == Migrated(before=None, after=1)
-    assert handled(engine) == TWICE
-
-
-def test_what_is_planned_is_what_happens(engine: Engine) -> None:
-    """The SQL of a dry run, sent by hand, leaves nothing for `migrate` to do."""
-    script = planned(engine, default_command_tables)
-    assert inspect(engine).get_table_names() == []
-    run(engine, script)
-    assert planned(engine, default_command_tables) == ""
-    assert migrate(engine, default_command_tables) == Migrated(before=1, after=1)
-    assert fatal(engine) == []
+    assert twice(engine, default_command_tables) == TWICE
 
 
 def test_tables_of_projectors_stay_at_their_revision(engine: Engine) -> None:
@@ -203,7 +95,7 @@ def test_tables_of_projectors_stay_at_their_revision(engine: Engine) -> None:
 def test_tables_of_projectors_at_a_later_revision_are_up_to_date(engine: Engine) -> None:
     """`alembic upgrade head` in a checkout leads them past their own last revision."""
     migrate(engine)
-    run(engine, "UPDATE processed_message_alembic_version SET version_num = 'projector_dedup_0002'")
+    run_script(engine, "UPDATE processed_message_alembic_version SET version_num = 'projector_dedup_0002'")
     assert planned(engine) == ""
     assert migrate(engine) == Migrated(before=1, after=1)
 
@@ -219,8 +111,8 @@ def test_autogenerate_adds_the_tables_to_a_history(database: Database, engine: E
     assert "projector_dedup" not in project.autogenerate()
     project.alembic("upgrade", "head")
     assert "No new upgrade operations" in project.alembic("check")
-    assert fatal(engine) == []
-    assert handled(engine) == TWICE
+    assert fatal(engine, default_command_tables) == []
+    assert twice(engine, default_command_tables) == TWICE
 
 
 def test_our_revisions_in_the_users_environment(
@@ -254,7 +146,7 @@ def test_our_revisions_in_the_users_environment(
     assert "No new upgrade operations" in project.alembic("check")
     for tables in (default_command_tables, make_command_tables(MetaData(), "orders", schema)):
         assert fatal(engine, tables) == []
-        assert handled(engine, tables) == TWICE
+        assert twice(engine, tables) == TWICE
         assert state_of(engine, tables) == {"schema_version": "1"}
     project.alembic("downgrade", "projector_dedup_0001")
     assert "processed_command" not in inspect(engine).get_table_names()
@@ -268,7 +160,7 @@ def test_a_project_of_commands_alone(database: Database, engine: Engine, tmp_pat
     project.model()
     project.alembic("upgrade", "heads")
     assert "processed_message" not in inspect(engine).get_table_names()
-    assert handled(engine) == TWICE
+    assert twice(engine, default_command_tables) == TWICE
 
 
 # Checked ---------------------------------------------------------------------------------------------------------
@@ -287,8 +179,8 @@ def test_what_is_missing_is_told_with_the_right_remedy(engine: Engine) -> None:
 def test_a_column_that_is_missing_is_found(engine: Engine, column: str) -> None:
     """Each of the four that records have beside those of markers."""
     default_command_tables.marker.metadata.create_all(engine)
-    run(engine, f"ALTER TABLE processed_command DROP COLUMN {column}")
-    assert fatal(engine) == [f"processed_command has no column {column}"]
+    run_script(engine, f"ALTER TABLE processed_command DROP COLUMN {column}")
+    assert fatal(engine, default_command_tables) == [f"processed_command has no column {column}"]
     with pytest.raises(MissingTableError, match=rf"has no column {column}; .*make_command_tables\(\)"):
         verify(engine, default_command_tables)
 
@@ -314,8 +206,8 @@ def test_a_column_that_changes_what_it_keeps_is_found(engine: Engine, column: st
     tables = make_command_tables(MetaData())
     script = ddl(engine.dialect.name, tables)
     line = next(each for each in script.splitlines() if each.strip().startswith(f"{column} "))
-    run(engine, script.replace(line, f"{column} {kind},"))
-    (problem,) = fatal(engine)
+    run_script(engine, script.replace(line, f"{column} {kind},"))
+    (problem,) = fatal(engine, default_command_tables)
     assert problem.startswith(("processed_command", "no record could be inserted to try processed_command"))
     assert keys_of(engine) == []
 
@@ -323,7 +215,7 @@ def test_a_column_that_changes_what_it_keeps_is_found(engine: Engine, column: st
 def test_the_trial_leaves_no_record(engine: Engine) -> None:
     """Nor anything else that another connection could see."""
     migrate(engine, default_command_tables)
-    assert fatal(engine) == []
+    assert fatal(engine, default_command_tables) == []
     assert keys_of(engine) == []
 
 
@@ -331,7 +223,7 @@ def test_either_kind_is_told_from_the_other(engine: Engine) -> None:
     """By check, migrate, rename, stats, find and forget; a cleanup needs no more columns than markers have."""
     default_tables.marker.metadata.create_all(engine)
     default_command_tables.marker.metadata.create_all(engine)
-    assert handled(engine) == TWICE
+    assert twice(engine, default_command_tables) == TWICE
     as_markers, as_records = (
         make_tables(MetaData(), "processed_command"),
         make_command_tables(MetaData(), "processed_message"),
@@ -368,7 +260,7 @@ def test_either_kind_is_told_from_the_other(engine: Engine) -> None:
 def test_advice_about_records(engine: Engine) -> None:
     """Results near the limit, and records that begin_command left without an outcome; a sound table has neither."""
     default_command_tables.marker.metadata.create_all(engine)
-    assert handled(engine) == TWICE
+    assert twice(engine, default_command_tables) == TWICE
     assert advise_records(engine, default_command_tables) == []
     Commands(sessionmaker(engine)).handle(cancel, {"amount": 59_500}, key="big")
     with Session(engine) as session:
@@ -384,7 +276,7 @@ def test_advice_about_records(engine: Engine) -> None:
 def test_advice_speaks_of_records(engine: Engine) -> None:
     """What is said of markers is said of records, with the option that is needed."""
     default_command_tables.marker.metadata.create_all(engine)
-    handled(engine)
+    twice(engine, default_command_tables)
     with engine.begin() as connection:
         connection.execute(update(default_command_tables.marker).values(processed_at=text("'2020-01-01 00:00:00'")))
     found = stats(engine, tables=default_command_tables)

@@ -4,38 +4,47 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier, Event
 from typing import Any
 
 import pytest
+from alembic.autogenerate import compare_metadata
 from alembic.config import Config
+from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import URL, Engine, MetaData, create_engine, func, inspect, select, text
-from sqlalchemy.orm import Session, sessionmaker
-from sqlalchemy.schema import CreateIndex, CreateTable
+from sqlalchemy import Engine, MetaData, create_engine, func, inspect, select, text
+from sqlalchemy.orm import Session
 
 import projector_dedup.maintenance.schema
-from alembic_project import another_schema, run_python
+from alembic_project import run_python
 from databases import Database
+from marked import one_of_each_engine  # noqa: F401  # a fixture
+from owning import (  # noqa: F401  # second_schema is a fixture
+    TWICE,
+    deliver,
+    described,
+    fatal,
+    run_script,
+    second_schema,
+    state_of,
+    twice,
+)
 from projector_dedup import (
     DedupTables,
-    Dispatcher,
     MissingTableError,
     Outcome,
     RetriesExhaustedError,
     UnsafeSessionError,
     claim,
     make_tables,
-    on,
-    projector,
 )
-from projector_dedup.commands import CommandTables
+from projector_dedup.commands import CommandTables, default_command_tables, make_command_tables
 from projector_dedup.maintenance.check import check
 from projector_dedup.maintenance.schema import Migrated, ddl, migrate, planned
-from projector_dedup.maintenance.state import read_state, write_state
+from projector_dedup.maintenance.state import write_state
 from projector_dedup.tables import default_tables
 
 ROOT = Path(__file__).parents[2]
@@ -62,29 +71,10 @@ def upgrade():
 '''
 
 
-@projector(idempotent=True, name="h")
-@on(dict)
-def handler(event: object, session: object) -> None:
-    """Do nothing."""
-
-
-@pytest.fixture(name="sync_url")
-def one_url_of_each_engine(database: Database) -> URL:
-    """What Alembic does, and processes that it runs in, do not depend on the driver."""
-    return database.url()
-
-
-@pytest.fixture
-def schema(engine: Engine) -> Iterator[str | None]:
-    """A second schema, where there is such a thing."""
-    with another_schema(Database(engine.url.get_backend_name(), engine.url)) as name:
-        yield name
-
-
 @pytest.fixture
 def next_version(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The library as a later version, whose schema has one column more, on tables of this one."""
-    run(engine, ddl(engine.dialect.name))
+    run_script(engine, ddl(engine.dialect.name))
     folder = tmp_path / "migrations"
     shutil.copytree(ROOT / "migrations", folder, ignore=shutil.ignore_patterns("__pycache__"))
     (folder / "versions" / "0003_next.py").write_text(NEXT)
@@ -92,57 +82,26 @@ def next_version(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(DedupTables, "revisions", (*DedupTables.revisions, "projector_dedup_0003"))
 
 
-def fatal(engine: Engine, tables: DedupTables = default_tables) -> list[str]:
-    """What `check` thinks must be mended."""
-    return [finding.problem for finding in check(engine, tables) if finding.fatal]
-
-
-def state_of(engine: Engine, tables: DedupTables = default_tables) -> dict[str, str]:
-    """As another connection reads it."""
-    with engine.connect() as connection:
-        return read_state(connection, tables)
-
-
-def deliver(engine: Engine, message_id: str, tables: DedupTables = default_tables) -> Outcome:
-    """One message."""
-    return Dispatcher(sessionmaker(engine), handler, tables=tables).deliver({}, message_id=message_id).outcome
-
-
-def described(engine: Engine, tables: DedupTables) -> list[str]:
-    """The DDL of the two tables, as the database itself tells what it has."""
-    found = MetaData()
-    both = (tables.marker, tables.state)
-    found.reflect(engine, schema=tables.marker.schema, only=[table.name for table in both])
-    mirrored = [found.tables[table.fullname] for table in both]
-    indexes = [str(CreateIndex(index).compile(engine)) for table in mirrored for index in table.indexes]
-    return [*(str(CreateTable(table).compile(engine)) for table in mirrored), *indexes]
-
-
-def run(engine: Engine, script: str) -> None:
-    """The statements of a script, as a driver without SQLAlchemy sends them."""
-    connection = engine.raw_connection()
-    cursor = connection.cursor()
-    lines = [line for line in script.splitlines() if not line.startswith("--")]
-    for statement in "\n".join(lines).split(";"):
-        if statement.strip() and statement.strip() not in ("BEGIN", "COMMIT"):
-            cursor.execute(statement)
-    cursor.close()  # SQLite commits nothing while a RETURNING is unread
-    connection.commit()
-    connection.close()
-
-
 # Made, adopted, refused ------------------------------------------------------------------------------------------
 
 
-def test_the_tables_are_made_once(engine: Engine, schema: str | None) -> None:
+@pytest.mark.parametrize("make", [make_tables, make_command_tables])
+def test_the_tables_are_made_once(engine: Engine, schema: str | None, make: Callable[..., DedupTables]) -> None:
     """Of any name, in any schema, side by side, as `create_all` makes them; a second run leaves everything as it is."""
-    for name, place in (("processed_message", None), ("inbox", None), ("inbox2", schema), ("t" * 43, schema)):
-        tables = make_tables(MetaData(), name, place)
+    default = make(MetaData()).marker.name
+    for name, place in ((default, None), ("inbox", None), ("inbox2", schema), ("t" * 43, schema)):
+        tables = make(MetaData(), name, place)
         assert migrate(engine, tables) == Migrated(before=None, after=SCHEMA)
+        if name == default:  # the only table as yet
+            with engine.connect() as connection:
+                context = MigrationContext.configure(connection, opts={"compare_server_default": True})
+                differences = compare_metadata(context, tables.marker.metadata)
+            assert [each for each in differences if each[0] != "remove_table"] == []
         made = described(engine, tables)
-        assert deliver(engine, "m1", tables) is Outcome.APPLIED
+        assert twice(engine, tables) == TWICE
         assert migrate(engine, tables) == Migrated(before=SCHEMA, after=SCHEMA)
-        assert deliver(engine, "m1", tables) is Outcome.DUPLICATE
+        assert planned(engine, tables) == ""
+        assert set(twice(engine, tables)) == {Outcome.DUPLICATE}
         assert fatal(engine, tables) == []
         assert state_of(engine, tables) == {"schema_version": str(SCHEMA)}
         tables.marker.metadata.drop_all(engine)
@@ -161,22 +120,28 @@ def test_an_engine_that_moves_schemas_is_followed(engine: Engine, schema: str | 
     assert deliver(moved, "m1") is Outcome.APPLIED
 
 
-@pytest.mark.parametrize("way", ["create_all", "schema"])
-def test_tables_that_are_there_and_right_are_adopted(engine: Engine, way: str) -> None:
-    """With what is in them; from then on their version is known."""
-    if way == "schema":
-        run(engine, ddl(engine.dialect.name))
-        assert fatal(engine) == []
+@pytest.mark.parametrize("tables", [default_tables, default_command_tables], ids=["markers", "records"])
+@pytest.mark.parametrize("way", ["create_all", "schema", "died half way"])
+def test_tables_that_are_there_and_right_are_adopted(engine: Engine, way: str, tables: DedupTables) -> None:
+    """With what is in them; where a run died between the two tables, the one that is missing is made."""
+    if way == "create_all":
+        tables.marker.metadata.create_all(engine)
+    elif way == "schema":
+        run_script(engine, ddl(engine.dialect.name, tables))
+        assert fatal(engine, tables) == []
     else:
-        default_tables.marker.metadata.create_all(engine)
-    deliver(engine, "m1")
-    dry = planned(engine)
-    assert "INSERT INTO processed_message_alembic_version" in dry
-    assert "CREATE TABLE processed_message (" not in dry
-    assert migrate(engine) == Migrated(before=SCHEMA, after=SCHEMA, adopted=True)
-    assert migrate(engine) == Migrated(before=SCHEMA, after=SCHEMA)
-    assert state_of(engine) == {"schema_version": str(SCHEMA)}
-    assert deliver(engine, "m1") is Outcome.DUPLICATE
+        tables.marker.create(engine)
+    if way != "died half way":
+        assert twice(engine, tables) == TWICE
+    dry = planned(engine, tables)
+    assert f"INSERT INTO {tables.marker.name}_alembic_version" in dry
+    assert f"CREATE TABLE {tables.marker.name} (" not in dry
+    assert migrate(engine, tables) == Migrated(before=SCHEMA, after=SCHEMA, adopted=True)
+    assert migrate(engine, tables) == Migrated(before=SCHEMA, after=SCHEMA)
+    assert state_of(engine, tables) == {"schema_version": str(SCHEMA)}
+    assert fatal(engine, tables) == []
+    if way != "died half way":
+        assert set(twice(engine, tables)) == {Outcome.DUPLICATE}
 
 
 def test_tables_that_are_wrong_are_left_alone(engine: Engine) -> None:
@@ -187,13 +152,6 @@ def test_tables_that_are_wrong_are_left_alone(engine: Engine) -> None:
         with pytest.raises(MissingTableError, match=r"has no column handler; nothing was changed; alter"):
             attempt(engine)
     assert inspect(engine).get_table_names() == ["processed_message"]
-
-
-def test_a_run_that_died_half_way_is_finished(engine: Engine) -> None:
-    """Where DDL commits, the marker table may be there alone; the next run makes the other one."""
-    default_tables.marker.create(engine)
-    assert migrate(engine) == Migrated(before=SCHEMA, after=SCHEMA, adopted=True)
-    assert fatal(engine) == []
 
 
 def test_tables_that_were_dropped_behind_its_back_are_not_called_ready(engine: Engine) -> None:
@@ -216,14 +174,15 @@ def test_autocommit_is_refused(engine: Engine) -> None:
         migrate(engine.execution_options(isolation_level="AUTOCOMMIT"))
 
 
-def test_what_is_planned_is_what_happens(engine: Engine) -> None:
+@pytest.mark.parametrize("tables", [default_tables, default_command_tables], ids=["markers", "records"])
+def test_what_is_planned_is_what_happens(engine: Engine, tables: DedupTables) -> None:
     """The SQL of a dry run, sent by hand, leaves nothing for `migrate` to do."""
-    script = planned(engine)
+    script = planned(engine, tables)
     assert inspect(engine).get_table_names() == []
-    run(engine, script)
-    assert planned(engine) == ""
-    assert migrate(engine) == Migrated(before=SCHEMA, after=SCHEMA)
-    assert fatal(engine) == []
+    run_script(engine, script)
+    assert planned(engine, tables) == ""
+    assert migrate(engine, tables) == Migrated(before=SCHEMA, after=SCHEMA)
+    assert fatal(engine, tables) == []
 
 
 def test_the_newest_revision_is_that_of_one_kind_of_tables() -> None:
@@ -416,7 +375,7 @@ def test_the_command_schema_prints_what_makes_the_tables(database: Database) -> 
     assert done.returncode == 0, done.stderr
     assert "-- GRANT SELECT, INSERT, UPDATE, DELETE ON inbox_state TO" in done.stdout
     engine = create_engine(database.url())
-    run(engine, done.stdout)
+    run_script(engine, done.stdout)
     assert fatal(engine, make_tables(MetaData(), "inbox")) == []
     assert state_of(engine, make_tables(MetaData(), "inbox")) == {"schema_version": "1"}
     engine.dispose()

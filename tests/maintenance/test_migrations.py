@@ -2,22 +2,19 @@
 
 import os
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.config import Config
 from alembic.migration import MigrationContext
-from sqlalchemy import Engine, MetaData, create_engine, inspect, select
-from sqlalchemy.orm import sessionmaker
-from sqlalchemy.schema import CreateIndex, CreateTable
+from sqlalchemy import Engine, MetaData, inspect
 
 from databases import Database
 from forked import run_module
-from projector_dedup import Dispatcher, Outcome, make_tables, on, projector
-from projector_dedup.maintenance.check import check
+from marked import one_of_each_engine  # noqa: F401  # a fixture
+from owning import TWICE, described, fatal, run_script, state_of, twice
+from projector_dedup import make_tables
 from projector_dedup.tables import default_metadata, default_tables
 
 ROOT = Path(__file__).parents[2]
@@ -40,42 +37,23 @@ engine.dispose()
 """
 
 
-@pytest.fixture(name="engine")
-def engine_fixture(database: Database) -> Iterator[Engine]:
-    """An engine on each empty database."""
-    engine = create_engine(database.url())
-    yield engine
-    engine.dispose()
-
-
 def _alembic(database: Database, *arguments: str) -> subprocess.CompletedProcess[str]:
     url = database.url().render_as_string(hide_password=False)
     return run_module("alembic", *arguments, cwd=ROOT, env={**os.environ, "PROJECTOR_DEDUP_DATABASE_URL": url})
 
 
-def _described(engine: Engine) -> list[str]:
-    """The DDL of the two tables, as the database itself tells what it has: types, collations, defaults, options."""
-    found = MetaData()
-    found.reflect(engine)
-    tables = [found.tables[table.name] for table in default_metadata.sorted_tables]
-    indexes = [str(CreateIndex(index).compile(engine)) for table in tables for index in table.indexes]
-    return [*(str(CreateTable(table).compile(engine)) for table in tables), *indexes]
-
-
 def test_the_migration_yields_what_make_tables_does(database: Database, engine: Engine) -> None:
     """After `alembic upgrade head` the database describes its tables in the words that it has for `create_all`'s."""
     default_metadata.create_all(engine)
-    expected = _described(engine)
+    expected = described(engine)
     default_metadata.drop_all(engine)
     upgrade = _alembic(database, "upgrade", "head")
     assert upgrade.returncode == 0, upgrade.stderr
-    assert _described(engine) == expected
+    assert described(engine) == expected
     compared = _alembic(database, "check")
     assert "No new upgrade operations detected" in compared.stdout + compared.stderr
-    assert not [finding for finding in check(engine) if finding.fatal]
-    state = default_tables.state
-    with engine.connect() as connection:
-        assert connection.execute(select(state.c.key, state.c.value)).all() == [("schema_version", "1")]
+    assert fatal(engine) == []
+    assert state_of(engine) == {"schema_version": "1"}
 
 
 def test_the_migration_can_be_taken_back(database: Database, engine: Engine) -> None:
@@ -89,19 +67,13 @@ def test_the_migration_can_be_taken_back(database: Database, engine: Engine) -> 
 def test_the_migration_can_be_written_to_a_file(database: Database, engine: Engine) -> None:
     """`alembic upgrade head --sql` needs no database, and its statements create what the migration does."""
     default_metadata.create_all(engine)
-    expected = _described(engine)
+    expected = described(engine)
     default_metadata.drop_all(engine)
     written = _alembic(database, "upgrade", "head", "--sql")
     assert written.returncode == 0, written.stderr
-    without_comments = "\n".join(line for line in written.stdout.splitlines() if not line.startswith("--"))
-    with engine.begin() as connection:
-        for statement in without_comments.split(";"):
-            if statement.strip() and statement.strip() not in ("BEGIN", "COMMIT"):
-                connection.exec_driver_sql(statement.replace("%", "%%"))
-    assert _described(engine) == expected
-    state = default_tables.state
-    with engine.connect() as connection:
-        assert connection.execute(select(state.c.key, state.c.value)).all() == [("schema_version", "1")]
+    run_script(engine, written.stdout)
+    assert described(engine) == expected
+    assert state_of(engine) == {"schema_version": "1"}
 
 
 def test_the_migration_without_a_database_says_what_to_set() -> None:
@@ -113,16 +85,10 @@ def test_the_migration_without_a_database_says_what_to_set() -> None:
     assert "Traceback" not in run.stderr
 
 
-@projector(idempotent=True, name="h")
-@on(dict)
-def handler(event: object, session: object) -> None:
-    """Do nothing."""
-
-
 def test_the_users_own_migration_runs_unedited(database: Database, engine: Engine, tmp_path: Path) -> None:
     """`revision --autogenerate` on the user's metadata renders it; then neither a second one nor `check` finds more."""
     default_metadata.create_all(engine)
-    expected = _described(engine)
+    expected = described(engine)
     default_metadata.drop_all(engine)
     config = Config(tmp_path / "alembic.ini")
     command.init(config, str(tmp_path / "scripts"))
@@ -134,10 +100,9 @@ def test_the_users_own_migration_runs_unedited(database: Database, engine: Engin
     command.upgrade(config, "head")
     command.check(config)
 
-    assert _described(engine) == expected
-    assert not [finding for finding in check(engine) if finding.fatal]
-    dispatcher = Dispatcher(sessionmaker(engine), handler)
-    assert [dispatcher.deliver({}, message_id="é ").outcome for _ in range(2)] == [Outcome.APPLIED, Outcome.DUPLICATE]
+    assert described(engine) == expected
+    assert fatal(engine) == []
+    assert twice(engine, default_tables) == TWICE
     assert "projector_dedup" not in next((tmp_path / "scripts" / "versions").glob("*.py")).read_text()
 
     metadata = MetaData()

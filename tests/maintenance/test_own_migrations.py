@@ -1,43 +1,15 @@
 """The tables in the user's own MetaData: what Alembic writes for them runs unedited, and nothing is ever dropped."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from sqlalchemy import Engine, MetaData, create_engine, func, inspect, select
-from sqlalchemy.orm import sessionmaker
+from sqlalchemy import Engine, MetaData, func, inspect, select
 
-from alembic_project import Project, another_schema
+from alembic_project import Project
 from databases import Database
-from projector_dedup import DedupTables, Dispatcher, Outcome, make_tables, on, projector
-from projector_dedup.maintenance.check import check
-
-
-@projector(idempotent=True, name="h")
-@on(dict)
-def handler(event: object, session: object) -> None:
-    """Do nothing."""
-
-
-@pytest.fixture
-def engine(database: Database) -> Iterator[Engine]:
-    """An engine on each empty database."""
-    engine = create_engine(database.url())
-    yield engine
-    engine.dispose()
-
-
-@pytest.fixture
-def schema(database: Database) -> Iterator[str | None]:
-    """A second schema, where there is such a thing."""
-    with another_schema(database) as name:
-        yield name
-
-
-def delivered_twice(engine: Engine, tables: DedupTables) -> list[Outcome]:
-    """The same message."""
-    dispatcher = Dispatcher(sessionmaker(engine), handler, tables=tables)
-    return [dispatcher.deliver({}, message_id="é ").outcome for _ in range(2)]
+from marked import one_of_each_engine  # noqa: F401  # a fixture
+from owning import TWICE, fatal, second_schema, twice  # noqa: F401  # second_schema is a fixture
+from projector_dedup import make_tables
 
 
 def test_autogenerate_adds_the_tables_to_a_history(
@@ -58,12 +30,12 @@ def test_autogenerate_adds_the_tables_to_a_history(
         assert "drop" not in written.partition("def downgrade")[0]
         project.alembic("upgrade", "head")
         assert "No new upgrade operations" in project.alembic("check")
-        assert delivered_twice(engine, ours[count - 1]) == [Outcome.APPLIED, Outcome.DUPLICATE]
+        assert twice(engine, ours[count - 1]) == TWICE
     again = project.autogenerate()
     assert again.count("pass") == 2
     project.alembic("upgrade", "head")
     for tables in ours:
-        assert not [finding for finding in check(engine, tables) if finding.fatal]
+        assert fatal(engine, tables) == []
     with engine.connect() as connection:
         kept = [connection.scalar(select(func.count()).select_from(tables.marker)) for tables in ours]
     assert kept == [1, 0, 1]
@@ -82,6 +54,6 @@ def test_a_name_is_as_long_as_every_database_takes(engine: Engine, length: int, 
         return
     tables = make_tables(MetaData(), name)
     tables.marker.metadata.create_all(engine)
-    assert not [finding for finding in check(engine, tables) if finding.fatal]
+    assert fatal(engine, tables) == []
     assert set(inspect(engine).get_table_names()) == {name, f"{name}_state"}
-    assert delivered_twice(engine, tables) == [Outcome.APPLIED, Outcome.DUPLICATE]
+    assert twice(engine, tables) == TWICE

@@ -13,6 +13,7 @@ from sqlalchemy import URL, create_engine, event, insert, select, text
 from sqlalchemy.exc import DBAPIError
 
 from databases import Database
+from marked import one_of_each_engine  # noqa: F401  # a fixture
 from projector_dedup import MissingTableError, Outcome, RefusedError, UnitOfWork
 from projector_dedup.maintenance.cleanup import cleanup
 from projector_dedup.maintenance.rows import Renamed, rename

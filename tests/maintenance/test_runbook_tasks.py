@@ -16,6 +16,7 @@ from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import Session, sessionmaker
 
 from databases import Database
+from marked import one_of_each_engine  # noqa: F401  # a fixture
 from projector_dedup import Dispatcher, Outcome, configure_sqlite, make_tables, on, projector
 
 ROOT = Path(__file__).parents[2]

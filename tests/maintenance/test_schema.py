@@ -4,6 +4,7 @@ import pytest
 from sqlalchemy import Engine, MetaData, create_engine, inspect, text
 
 from databases import Database
+from marked import one_of_each_engine  # noqa: F401  # a fixture
 from projector_dedup import MissingTableError, make_tables
 from projector_dedup.maintenance.check import check, verify
 from projector_dedup.tables import default_metadata as metadata

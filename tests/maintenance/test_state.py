@@ -3,13 +3,10 @@
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 
-from sqlalchemy import Engine, MetaData, event
+from sqlalchemy import Engine, event
 
-from projector_dedup import make_tables
+from marked import metadata, one_of_each_engine, tables  # noqa: F401  # a fixture
 from projector_dedup.maintenance.state import read_state, write_state
-
-metadata = MetaData()
-tables = make_tables(metadata)
 
 
 def test_a_value_is_set_changed_and_forgotten(engine: Engine) -> None:

@@ -1,7 +1,6 @@
 """`stats` tells what is in the marker table."""
 
 import json
-import random
 import re
 from datetime import UTC, datetime, timedelta
 
@@ -10,6 +9,7 @@ from sqlalchemy import Engine, MetaData, create_engine, insert, text
 
 from command import idempotency, on_a_terminal
 from databases import Database
+from marked import fill, metadata, one_of_each_engine, tables, url_of  # noqa: F401  # a fixture
 from projector_dedup import MissingTableError, make_tables
 from projector_dedup.maintenance.state import (
     CLEANED_AT,
@@ -21,27 +21,7 @@ from projector_dedup.maintenance.state import (
 )
 from projector_dedup.maintenance.stats import stats
 
-metadata = MetaData()
-tables = make_tables(metadata)
-elsewhere = make_tables(MetaData(), name="inbox", schema="reading")
-
 CLOSE = timedelta(minutes=2)  # between this machine's clock and the database's
-
-
-def fill(engine: Engine, ages_in_hours: dict[str, list[float]]) -> datetime:
-    """Markers of these ages, by handler; when that was."""
-    metadata.create_all(engine)
-    now = datetime.now(UTC)
-    rows = [
-        {"message_id": f"{handler}-{n}", "handler": handler, "processed_at": now - timedelta(hours=age)}
-        for handler, ages in ages_in_hours.items()
-        for n, age in enumerate(ages)
-    ]
-    random.Random(2013).shuffle(rows)  # no page of the table is like another
-    with engine.begin() as connection:
-        if rows:
-            connection.execute(insert(tables.marker), rows)
-    return now
 
 
 def analyze(engine: Engine) -> None:
@@ -110,11 +90,10 @@ def test_the_size_is_that_of_table_and_indexes(engine: Engine) -> None:
 def test_a_table_of_another_name_and_schema(postgresql: Database) -> None:
     """Also one whose names have to be quoted, or are moved by a schema_translate_map."""
     engine = create_engine(postgresql.url())
-    metadata = MetaData()
-    quoted = make_tables(metadata, name="In box", schema="Reading")
+    quoted = make_tables(reading := MetaData(), name="In box", schema="Reading")
     with engine.begin() as connection:
         connection.execute(text('CREATE SCHEMA "Reading"'))
-        metadata.create_all(connection)
+        reading.create_all(connection)
         connection.execute(insert(quoted.marker), [{"message_id": str(n), "handler": "h"} for n in range(2000)])
     analyze(engine)
     found = stats(engine, tables=quoted)
@@ -136,7 +115,7 @@ def test_a_missing_table_is_named(engine: Engine) -> None:
 
 def test_the_command_prints_plain_columns_in_a_pipe(engine: Engine) -> None:
     """Numbers with commas, moments in UTC, names with control characters escaped."""
-    fill(engine, {"a.add": [1.0] * 1200, "b\n.add": [1, 200]})
+    fill(engine, {"a.add": [1.0] * 1200, "b\n.add": [1.0, 200]})
     done = idempotency("stats", PROJECTOR_DEDUP_DATABASE_URL=engine.url.render_as_string(hide_password=False))
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()

@@ -2,22 +2,20 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime, timedelta
 
 import pytest
-from sqlalchemy import Connection, Engine, MetaData, create_engine, event, func, insert, select, text
+from sqlalchemy import Connection, Engine, create_engine, event, text
 from sqlalchemy.exc import DBAPIError
 
 from command import idempotency
 from databases import Database
-from projector_dedup import CleanupInterruptedError, RetryPolicy, make_tables
+from marked import fill, left, metadata, url_of
+from projector_dedup import CleanupInterruptedError, RetryPolicy
 from projector_dedup.dialects import Failure, dialect_of
 from projector_dedup.maintenance.cleanup import prune
 from projector_dedup.maintenance.running import limited
 from projector_dedup.maintenance.stats import stats
 
-metadata = MetaData()
-tables = make_tables(metadata)
 LIMITS = {
     "postgresql": "SELECT setting FROM pg_settings WHERE name = 'lock_timeout'",
     "mariadb": "SELECT concat(@@lock_wait_timeout, ' ', @@innodb_lock_wait_timeout)",
@@ -29,11 +27,7 @@ LIMITS = {
 def engine(database: Database) -> Iterator[Engine]:
     """An engine on a database with the tables and three old markers."""
     engine = create_engine(database.url())
-    metadata.create_all(engine)
-    old = datetime.now(UTC) - timedelta(hours=1000)
-    with engine.begin() as connection:
-        rows = [{"message_id": str(number), "handler": "h", "processed_at": old} for number in range(3)]
-        connection.execute(insert(tables.marker), rows)
+    fill(engine, [1000] * 3)
     yield engine
     engine.dispose()
 
@@ -55,11 +49,6 @@ def held(engine: Engine) -> Iterator[None]:
                 connection.exec_driver_sql(release)
 
 
-def _left(engine: Engine) -> int:
-    with engine.connect() as connection:
-        return connection.scalar(select(func.count()).select_from(tables.marker)) or 0
-
-
 @pytest.mark.parametrize(
     "command",
     [["check"], ["stats"], ["cleanup"], ["cleanup", "--dry-run"], ["show", "0"], ["forget", "0", "--yes"]],
@@ -67,14 +56,14 @@ def _left(engine: Engine) -> int:
 )
 def test_a_command_ends_though_somebody_holds_the_table(command: list[str], engine: Engine) -> None:
     """Exit code 1 and one line with the table and what to do, while the lock is still held; nothing is deleted."""
-    url = engine.url.render_as_string(hide_password=False)
+    url = url_of(engine)
     with held(engine):
         done = idempotency(*command, "--database-url", url, "--lock-timeout", "0.2")
     assert done.returncode == 1, done.stdout
     assert len(done.stderr.splitlines()) == 1
     assert "another transaction held processed_message for more than 0.2 seconds" in done.stderr
     assert "--lock-timeout" in done.stderr
-    assert _left(engine) == 3
+    assert len(left(engine)) == 3
     assert idempotency(*command, "--database-url", url, "--lock-timeout", "0.2").returncode == 0
 
 
@@ -92,7 +81,7 @@ def test_a_batch_gives_up_a_lock_that_comes_during_the_run(engine: Engine) -> No
         deleted = error.deleted
     holding.__exit__(None, None, None)
     assert deleted == 2
-    assert _left(engine) == 1
+    assert len(left(engine)) == 1
 
 
 def test_a_connection_goes_back_with_its_usual_limit(engine: Engine) -> None:

@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 TIERS: dict[str, set[str]] = {  # a file or package imports its own tier and those above it in this list
-    "words": {"outcome", "errors", "message", "reads", "asyncio_names", "transaction_text", "closing"},
+    "words": {"outcome", "errors", "message", "asyncio_names", "transaction_text", "closing"},
     "databases": {"dialects", "tables"},
     "the transaction": {"options", "guard", "reentry", "markers", "read_models", "opening"},
     "delivering": {
