@@ -98,9 +98,9 @@ class Handler:
 
 
 class Instance(Protocol):
-    """Any object that is no class: a class given by mistake is an error of types.
+    """Any object except a class.
 
-    Every object has a size. For a class, and for nothing else, the first line would have to hold too.
+    Type checkers reject a class that is given by mistake: its ``__sizeof__`` matches the overload that returns ``Never``.
     """
 
     @overload

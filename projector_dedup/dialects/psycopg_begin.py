@@ -1,4 +1,4 @@
-"""Send BEGIN and the claim in one message to the server, by psycopg 3's own interface to libpq (docs/adr/0019).
+"""Send BEGIN with the claim, and COMMIT with the last statement, in one round trip of psycopg 3 (docs/adr/0019).
 
 psycopg sends BEGIN by itself before the first statement, and waits for the answer: a round trip for every message. A
 pipeline of libpq waits once for both. SQLAlchemy sees a cursor that executes the claim, so echo, events and errors are
