@@ -100,7 +100,7 @@ class Handler:
 class Instance(Protocol):
     """Any object except a class.
 
-    Type checkers reject a class that is given by mistake: its ``__sizeof__`` matches the overload that returns ``Never``.
+    Type checkers reject a class given by mistake: its ``__sizeof__`` matches the overload that returns ``Never``.
     """
 
     @overload

@@ -183,7 +183,7 @@ class Dialect(ABC):
     """True if statements still succeed after the server rolled back, so that the error has to be remembered."""
 
     begins_with_level: ClassVar[bool] = False
-    """True if the driver sends the level with BEGIN: a level then costs no round trip, and ends with the transaction."""
+    """True if the driver sends the level with BEGIN: it costs no round trip then, and ends with the transaction."""
 
     commits_duplicates: ClassVar[bool] = False
     """True if the transaction of a claim that found a duplicate must end by COMMIT, not by ROLLBACK."""
@@ -254,7 +254,7 @@ class Dialect(ABC):
         """
 
     def begin_around(self, connection: Connection, marker: Table | None) -> None:
-        """Send BEGIN before the savepoint of an external transaction: the savepoint would otherwise be the transaction."""
+        """Send BEGIN before the savepoint of an external transaction, which would otherwise be the transaction."""
         self.begin(connection, marker, None)
 
     # The marker -----------------------------------------------------------------------------------------------------

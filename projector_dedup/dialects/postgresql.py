@@ -396,8 +396,8 @@ def _insert_many(marker: Table, lists: tuple[str, ...], bounded: bool) -> Execut
 def _before(*, bounded: bool) -> Subquery:
     """Return a subquery that runs before the INSERT, in the statement of the claim.
 
-    It writes a message to the log, so that the COMMIT of a duplicate waits for the standby, too (docs/adr/0024). If ``bounded``, it also
-    bounds the claim's wait for locks; the bound holds for the handler's lock waits too (docs/adr/0006).
+    It writes a message to the log, so that the COMMIT of a duplicate waits for the standby, too (docs/adr/0024). If
+    ``bounded``, it also bounds the claim's wait for locks, and the handler's (docs/adr/0006).
     """
     columns: list[ColumnElement[Any]] = [WRITTEN_FOR_STANDBY.label("standby")]
     if bounded:
