@@ -98,9 +98,9 @@ class Handler:
 
 
 class Instance(Protocol):
-    """Any object that is no class: a class given by mistake is an error of types.
+    """Any object except a class.
 
-    Every object has a size. For a class, and for nothing else, the first line would have to hold too.
+    Type checkers reject a class given by mistake: its ``__sizeof__`` matches the overload that returns ``Never``.
     """
 
     @overload
@@ -118,12 +118,10 @@ def handlers_of(target: Any) -> list[Handler]:
     cls = type(target)
     settings: Settings | None = getattr(cls, PROJECTOR, None)
     if settings is None:
-        if isinstance(target, (list, tuple, set, frozenset)):
-            raise HandlerDefinitionError(
-                f"projectors are given one by one, not in a {cls.__name__}: Dispatcher(session_factory, First(), "
-                "Second()), or Dispatcher(session_factory, *projectors)"
-            )
-        raise HandlerDefinitionError(f"{cls.__qualname__} is not a projector; decorate it with @projector(...)")
+        raise HandlerDefinitionError(
+            f"{cls.__qualname__} is not a projector; decorate it with @projector(...), and give several one by one: "
+            "Dispatcher(session_factory, First(), Second()), or Dispatcher(session_factory, *projectors)"
+        )
     if PROJECTOR not in vars(cls):  # names, and former names, belong to the class they were given to
         settings = replace(settings, name=None, formerly=())
     marked: dict[str, On] = {

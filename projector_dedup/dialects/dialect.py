@@ -1,4 +1,4 @@
-"""Define what delivery asks of a database, and the answers; the defaults are what the SQL standard and PEP 249 expect.
+"""Define what a delivery asks of a database, with the answers of the SQL standard and PEP 249 as defaults.
 
 Each database has a file beside this one, with a subclass of ``Dialect``, and a subclass of that for each driver.
 """
@@ -44,7 +44,7 @@ def chosen_level(source: Engine | Connection) -> str | None:
 class Failure(Enum):
     """Says what a database error means for the unit of work that met it."""
 
-    TRANSIENT = "transient"  #: no bug, it passes: run the whole unit of work again
+    TRANSIENT = "transient"  #: no bug; it passes: retry the whole unit of work
     READ_ONLY = "read only"  #: transient, but not on this connection: another server has become the primary
     LOCK_TIMEOUT = "lock timeout"  #: transient, but on a claim with claim_timeout it means InProgress
     UNIQUE = "unique"  #: a rival may have created the row: run again, a few times
@@ -87,7 +87,7 @@ def routine_of(error: Exception) -> str | None:
 
 
 def is_operational(error: Exception) -> bool:
-    """True if an error is an ``OperationalError`` of PEP 249, which the program hardly is to blame for."""
+    """True if an error is an ``OperationalError`` of PEP 249, for which the program is rarely to blame."""
     original = getattr(error, "orig", error)
     return any(each.__name__ == "OperationalError" for each in type(original).__mro__)
 
@@ -183,13 +183,13 @@ class Dialect(ABC):
     """True if statements still succeed after the server rolled back, so that the error has to be remembered."""
 
     begins_with_level: ClassVar[bool] = False
-    """True if the driver sends the level with BEGIN: to choose it costs no round trip and ends with the transaction."""
+    """True if the driver sends the level with BEGIN: it costs no round trip then, and ends with the transaction."""
 
     commits_duplicates: ClassVar[bool] = False
-    """True if the transaction of a claim that found a duplicate had better end by COMMIT than by ROLLBACK."""
+    """True if the transaction of a claim that found a duplicate must end by COMMIT, not by ROLLBACK."""
 
     remembers_tables: ClassVar[bool] = False
-    """True if findings about tables are kept for a connection, so that a listener that moves it must be looked for."""
+    """True if findings about tables are kept for a connection, so that a listener may switch its database unnoticed."""
 
     # Opening a unit of work -----------------------------------------------------------------------------------------
 
@@ -254,7 +254,7 @@ class Dialect(ABC):
         """
 
     def begin_around(self, connection: Connection, marker: Table | None) -> None:
-        """Run what must come before a savepoint that the claim is in: BEGIN, or that would be the transaction."""
+        """Send BEGIN before the savepoint of an external transaction, which would otherwise be the transaction."""
         self.begin(connection, marker, None)
 
     # The marker -----------------------------------------------------------------------------------------------------
@@ -323,11 +323,11 @@ class Dialect(ABC):
         return True
 
     def place(self, connection: Connection) -> str | None:
-        """Return the schema of tables that name none, if a handler may change it; None if not, or if it is several."""
+        """Return the current default schema; None if a handler cannot change it, or if there are several."""
         return None
 
     def is_only(self, connection: Connection, table: Table) -> bool:
-        """True if the name of ``table`` leads to no other one, whatever schema, database or role was chosen since."""
+        """True if no other table has the name of ``table``, whatever schema, database or role the handler chose."""
         return True
 
     # The last statement of a transaction -----------------------------------------------------------------------------
@@ -335,7 +335,7 @@ class Dialect(ABC):
     def changing(self, update: Update, rows: int) -> Executable:
         """Return the statement for a ``LastChange`` of so many ``rows``.
 
-        Where COMMIT may go along, it fails if it changes another number of rows.
+        If COMMIT can be sent with the statement, the statement fails if it changes another number of rows.
         """
         return update
 

@@ -102,7 +102,7 @@ class PostgreSQL(Dialect):
         """
         listen_once(engine, before_others=True, checkout=[refusing(engine.dialect, self.refuse_pooler)])
         with asking(), connected(engine):
-            pass  # for those that have no units of work: a command
+            pass  # for code that opens no unit of work, such as the command line
 
     def refuse_pooler(self, dialect: EngineDialect, dbapi_connection: Any, driver_connection: Any) -> None:
         """Raise ``UnsupportedDatabaseError`` if a pooler would mix up the driver's prepared statements.
@@ -368,7 +368,7 @@ def claim_names(connection: Connection, marker: Table, message_id: str, new: Seq
 
 
 def _take_back(connection: Connection, marker: Table, keys: Sequence[Key]) -> None:
-    """Delete markers that a duplicate got under its other names: its transaction commits, and must leave none."""
+    """Delete markers that a duplicate got under its other names: its transaction commits, and must leave no marker."""
     if keys:
         message_ids, handlers = zip(*keys, strict=True)
         connection.execute(_delete(marker), {"message_ids": list(message_ids), "handlers": list(handlers)})
@@ -396,8 +396,8 @@ def _insert_many(marker: Table, lists: tuple[str, ...], bounded: bool) -> Execut
 def _before(*, bounded: bool) -> Subquery:
     """Return a subquery that runs before the INSERT, in the statement of the claim.
 
-    It writes for the standby, because a duplicate must wait for that as well (docs/adr/0024). If ``bounded``, it also
-    bounds the claim's wait for locks; the bound holds for the handler's lock waits too (docs/adr/0006).
+    It writes a message to the log, so that the COMMIT of a duplicate waits for the standby, too (docs/adr/0024). If
+    ``bounded``, it also bounds the claim's wait for locks, and the handler's (docs/adr/0006).
     """
     columns: list[ColumnElement[Any]] = [WRITTEN_FOR_STANDBY.label("standby")]
     if bounded:
@@ -440,23 +440,23 @@ def confirming(
     *,
     routine_of: Callable[[Any], str | None],
 ) -> Iterator[None]:
-    """Raise ``TimeoutError`` if the COMMIT in the block did not wait for the standby, as the server warns.
+    """Raise ``TimeoutError`` if the COMMIT in the block did not wait for the standby; the server then sends a warning.
 
     The server answers such a COMMIT as any other, and adds a warning. ``add`` and ``remove`` tell the driver who is to
     be called with warnings; ``routine_of`` returns the function of the server that a warning comes from.
     """
     ended: list[object] = []
 
-    def hear(*arguments: Any) -> None:
+    def keep_warning(*arguments: Any) -> None:
         warning = arguments[-1]  # asyncpg gives the connection first
         if routine_of(warning) == _WAITED:
             ended.append(warning)
 
-    add(hear)
+    add(keep_warning)
     try:
         yield
     finally:
-        remove(hear)
+        remove(keep_warning)
     if ended:
         raise TimeoutError("the server committed, and was told not to wait until its synchronous standby has that too")
 
@@ -505,7 +505,7 @@ def refusing(
 def ask_backend(dialect: EngineDialect, dbapi_connection: Any, *, begun: bool) -> tuple[int, bool]:
     """Return the number of the server process that answers, and True if it keeps a statement that asyncpg numbered.
 
-    A pooler tells its clients the number of a process that it has made up, so the driver knows another one then.
+    A pooler tells its clients a made-up process number. So behind a pooler the two numbers differ.
     Unless a transaction had ``begun`` before, the one of this question is rolled back.
     """
     sql = f"{_BACKEND_AND_NUMBERED} -- {uuid4()}"  # another text each time: a statement from a cache shows nothing
