@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-__all__ = ["AsyncEngine", "AsyncSession", "async_scoped_session", "async_sessionmaker"]
+__all__ = ["AsyncEngine", "AsyncSession", "async_sessionmaker"]
 
 if TYPE_CHECKING:
-    from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_scoped_session, async_sessionmaker
+    from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker
 else:
     try:
-        from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_scoped_session, async_sessionmaker
+        from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker
     except ImportError:
         S = TypeVar("S")
 
@@ -20,8 +20,5 @@ else:
         class AsyncSession:
             """Stand-in for SQLAlchemy's ``AsyncSession``."""
 
-        class async_scoped_session(Generic[S]):  # noqa: N801  # SQLAlchemy's name
-            """Stand-in for SQLAlchemy's ``async_scoped_session``."""
-
-        class async_sessionmaker(Generic[S]):  # noqa: N801
+        class async_sessionmaker(Generic[S]):  # noqa: N801  # SQLAlchemy's name
             """Stand-in for SQLAlchemy's ``async_sessionmaker``."""

@@ -30,7 +30,7 @@ is to be delivered again, and when, or rejected.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
     from .outcome import Delivery
@@ -150,33 +150,42 @@ class CleanupInterruptedError(ProjectorDedupError):
         return type(self), (*self.args, self.deleted), vars(self)
 
 
-class DeliveryFailed(ProjectorDedupError, ExceptionGroup[Exception]):
+class _Failures(ProjectorDedupError, ExceptionGroup[Exception]):
+    """Several failures, and what they were failures of, which every part of the group keeps."""
+
+    def __new__(cls, message: str, exceptions: Sequence[Exception], of: Any) -> Self:
+        """Create the group and keep ``of``: ``ExceptionGroup`` takes its arguments here."""
+        self = super().__new__(cls, message, exceptions)
+        self._of = of
+        return self
+
+    def __init__(self, message: str, exceptions: Sequence[Exception], of: Any) -> None:
+        super().__init__(message, exceptions)
+        self._of = of
+
+    def __reduce__(self) -> tuple[Any, ...]:  # an exception is made again from its args, which lack ``of``
+        return type(self), (self.message, list(self.exceptions), self._of), vars(self)
+
+    def derive(self, excs: Sequence[Exception]) -> Self:  # type: ignore[override]  # narrower on purpose
+        """Return a part of the group, as ``split`` and ``except*`` ask for one."""
+        return type(self)(self.message, excs, self._of)
+
+
+class DeliveryFailed(_Failures):
     """Some handlers of one message failed. ``delivery`` has every outcome, ``exceptions`` has the failures.
 
     A redelivery skips the handlers that have applied the message. ``verdict_of`` retries if any of the failures is to
     be retried.
     """
 
-    delivery: Delivery
-
-    def __new__(cls, message: str, exceptions: Sequence[Exception], delivery: Delivery) -> DeliveryFailed:
-        """Create the group and keep the ``delivery``: ``ExceptionGroup`` takes its arguments here."""
-        self = super().__new__(cls, message, exceptions)
-        self.delivery = delivery
-        return self
-
-    def __init__(self, message: str, exceptions: Sequence[Exception], delivery: Delivery) -> None:  # noqa: ARG002
-        super().__init__(message, exceptions)
-
-    def __reduce__(self) -> tuple[Any, ...]:  # an exception is made again from its args, which lack the delivery
-        return DeliveryFailed, (self.message, list(self.exceptions), self.delivery), vars(self)
-
-    def derive(self, excs: Sequence[Exception]) -> DeliveryFailed:  # type: ignore[override]  # narrower on purpose
-        """Return a part of the group, as ``split`` and ``except*`` ask for one; it keeps the delivery."""
-        return DeliveryFailed(self.message, excs, self.delivery)
+    @property
+    def delivery(self) -> Delivery:
+        """The delivery with every outcome, failures included."""
+        delivery: Delivery = self._of
+        return delivery
 
 
-class BatchFailed(ProjectorDedupError, ExceptionGroup[Exception]):
+class BatchFailed(_Failures):
     """Some messages of a batch failed. ``deliveries`` has one for each message, in the order of the input.
 
     Acknowledge those whose ``outcome`` is not ``FAILED``, and ask ``verdict_of(delivery.error)`` of each other; after a
@@ -184,20 +193,8 @@ class BatchFailed(ProjectorDedupError, ExceptionGroup[Exception]):
     that failed together share one.
     """
 
-    deliveries: list[Delivery]
-
-    def __new__(cls, message: str, exceptions: Sequence[Exception], deliveries: list[Delivery]) -> BatchFailed:
-        """Create the group and keep the ``deliveries``: ``ExceptionGroup`` takes its arguments here."""
-        self = super().__new__(cls, message, exceptions)
-        self.deliveries = deliveries
-        return self
-
-    def __init__(self, message: str, exceptions: Sequence[Exception], deliveries: list[Delivery]) -> None:  # noqa: ARG002
-        super().__init__(message, exceptions)
-
-    def __reduce__(self) -> tuple[Any, ...]:  # an exception is made again from its args, which lack the deliveries
-        return BatchFailed, (self.message, list(self.exceptions), self.deliveries), vars(self)
-
-    def derive(self, excs: Sequence[Exception]) -> BatchFailed:  # type: ignore[override]  # narrower on purpose
-        """Return a part of the group, as ``split`` and ``except*`` ask for one; it keeps the deliveries."""
-        return BatchFailed(self.message, excs, self.deliveries)
+    @property
+    def deliveries(self) -> list[Delivery]:
+        """The delivery of each message, in the order of the input."""
+        deliveries: list[Delivery] = self._of
+        return deliveries

@@ -372,7 +372,8 @@ class Guard:
             return None
         connection, marker = self._where_claimed(), self._tables.marker
         if self.dialect.status(self.driver) in (Status.OPEN, Status.ABORTED):
-            self.dialect.abandon(connection)  # the transaction that is open now is not the claim's, and must not commit
+            # The transaction that is open now is not the claim's, and must not commit.
+            Connection.exec_driver_sql(connection, "ROLLBACK")
         if self._transaction_id is not None:
             return self.dialect.has_committed(connection, self._transaction_id)
         try:

@@ -16,7 +16,7 @@ from .asyncio_names import AsyncSession
 from .errors import HandlerDefinitionError
 from .message import Message, Route, printable, valid_formerly, valid_handler
 from .options import UnitOptions
-from .reads import DeclaredReads
+from .read_models import DeclaredReads
 
 logger = logging.getLogger("projector_dedup")
 
@@ -118,12 +118,10 @@ def handlers_of(target: Any) -> list[Handler]:
     cls = type(target)
     settings: Settings | None = getattr(cls, PROJECTOR, None)
     if settings is None:
-        if isinstance(target, (list, tuple, set, frozenset)):
-            raise HandlerDefinitionError(
-                f"projectors are given one by one, not in a {cls.__name__}: Dispatcher(session_factory, First(), "
-                "Second()), or Dispatcher(session_factory, *projectors)"
-            )
-        raise HandlerDefinitionError(f"{cls.__qualname__} is not a projector; decorate it with @projector(...)")
+        raise HandlerDefinitionError(
+            f"{cls.__qualname__} is not a projector; decorate it with @projector(...), and give several one by one: "
+            "Dispatcher(session_factory, First(), Second()), or Dispatcher(session_factory, *projectors)"
+        )
     if PROJECTOR not in vars(cls):  # names, and former names, belong to the class they were given to
         settings = replace(settings, name=None, formerly=())
     marked: dict[str, On] = {

@@ -67,13 +67,10 @@ def valid_message_id(value: object) -> str:
             "the message has no id, so a redelivery could not be recognised; pass message_id=, give the event a "
             "message_id, or give the dispatcher an extractor (message_id=by_path(...))"
         )
-    if isinstance(value, (bytes, bytearray, memoryview)):
-        raise InvalidMessageIdError(
-            "a message id is text, not bytes; give value.decode(), and not str(value), which is another text"
-        )
     if not isinstance(value, str):
         raise InvalidMessageIdError(
-            f"a message id is text, not {type(value).__name__}; convert it where its format is known, as in str(...)"
+            f"a message id is text, not {type(value).__name__}; convert it where its format is known: bytes by "
+            "value.decode(), a number by str(value)"
         )
     return _bounded(str.__str__(value), "a message id", MAX_MESSAGE_ID_BYTES, InvalidMessageIdError)
 

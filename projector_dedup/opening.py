@@ -315,7 +315,7 @@ class _Taking:
 
 def _usual_level(engine: Engine, dialect: Dialect, options: UnitOptions, *, marked: bool) -> str | None:
     """Return the level to set if the user has chosen none. None keeps the engine's (docs/adr/0003)."""
-    detecting = dialect.detecting_isolation(engine)
+    detecting = dialect.detecting_isolation
     if detecting is None:
         return None
     default: str | None = engine.dialect.default_isolation_level

@@ -6,9 +6,9 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy.orm import Session, scoped_session, sessionmaker
+from sqlalchemy.orm import sessionmaker
 
-from .asyncio_names import AsyncSession, async_scoped_session, async_sessionmaker
+from .asyncio_names import async_sessionmaker
 from .errors import UnsafeSessionError
 from .tables import DedupTables, default_tables
 
@@ -82,12 +82,7 @@ def check_session_factory(factory: object, *, asynchronous: bool) -> None:
                 f"plain {name} and put what it does into the class_ or the arguments of the {name}"
             )
         return
-    if isinstance(factory, (scoped_session, async_scoped_session, Session, AsyncSession)):
-        raise UnsafeSessionError(
-            f"{type(factory).__name__} is the caller's live session; give the {name} that makes sessions: every "
-            "attempt needs a new one (a scoped_session has it as .session_factory)"
-        )
-    if isinstance(factory, (sessionmaker, async_sessionmaker)):
-        pair = "AsyncDispatcher with async_sessionmaker, Dispatcher with sessionmaker"
-        raise UnsafeSessionError(f"{type(factory).__name__} does not fit here; use {pair}")
-    raise UnsafeSessionError(f"expected a {name}, such as {name}(engine); got {type(factory).__name__}")
+    raise UnsafeSessionError(
+        f"{type(factory).__name__} is no {name}: give {name}(engine) or the like, because every attempt needs "
+        "a new session. AsyncDispatcher takes an async_sessionmaker, Dispatcher a sessionmaker"
+    )

@@ -31,7 +31,7 @@ from .handler import (
 from .message import Message, Route, attribute_or_key, envelope, known_id, route_of, valid_formerly
 from .options import RetryPolicy, UnitOptions, check_session_factory
 from .outcome import Delivery
-from .reads import DeclaredReads, Reads
+from .read_models import DeclaredReads, Reads
 from .waiting import AWAITING, BLOCKING, Waiting
 
 C = TypeVar("C", bound=type[Any])

@@ -37,8 +37,7 @@ from .markers import (
 from .message import valid_formerly
 from .opening import new_async_session, new_session, open_connection
 from .options import UnitOptions, check_session_factory
-from .read_models import read_ahead
-from .reads import DeclaredReads
+from .read_models import DeclaredReads, read_ahead
 from .reentry import refuse_within_handler
 from .tables import DedupTables, default_tables
 from .waiting import AWAITING, BLOCKING, Waiting

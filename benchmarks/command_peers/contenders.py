@@ -1,4 +1,8 @@
-"""Those who are compared: no library, ours, and the peers, each with its own tables in a database of its own."""
+"""Those who are compared: no library, ours, and the peers, each with its own tables in a database of its own.
+
+Everybody does the same work: read one of 100 rows, add one to it, and answer with about 200 bytes. Functions are called
+with psycopg. HTTP is a FastAPI endpoint with asyncpg, called through ASGI, without a socket and without a client.
+"""
 
 from __future__ import annotations
 
@@ -7,26 +11,86 @@ import json
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import Depends, FastAPI, Response
-from pydantic import BaseModel
-from sqlalchemy import URL, Engine, create_engine
-from sqlalchemy.ext.asyncio import AsyncEngine, async_sessionmaker, create_async_engine
-from sqlalchemy.orm import sessionmaker
+from sqlalchemy import URL, MetaData, create_engine, insert
+from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_async_engine
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
 
-from projector_dedup.commands import AsyncCall, AsyncCommands, Call, Commands, command
+from projector_dedup.commands import AsyncCall, AsyncCommands, Call, Commands, command, make_command_tables
 from projector_dedup.integrations.starlette import IdempotencyKey, install, replay_headers
 from suite.servers import Place
-
-from . import model
-from .model import Add, Added
 
 Asked = Sequence[tuple[str, int]]
 """Keys, and the row that each is about."""
 
+ROWS = 100
+NOTE = "x" * 180
 LEASE = 1  # seconds, where a peer has one: the crash section waits for it
+OF_THE_HANDLER = "of the handler"  # in the info of its session, so that the crash section knows whose commit it sees
+
+
+class Base(DeclarativeBase):
+    """The tables, the records' too."""
+
+    metadata = MetaData()
+
+
+RECORDS = make_command_tables(Base.metadata)
+
+
+class Total(Base):
+    """A row that is added to."""
+
+    __tablename__ = "total"
+    id: Mapped[int] = mapped_column(primary_key=True)
+    amount: Mapped[int]
+
+
+@dataclass(frozen=True)
+class Add:
+    """The command, and the body of its request."""
+
+    row: int
+
+
+@dataclass(frozen=True)
+class Added:
+    """The answer."""
+
+    amount: int
+    note: str
+
+
+def add(row: int, session: Session) -> Added:
+    """Do the work."""
+    session.info[OF_THE_HANDLER] = True
+    total = session.get_one(Total, row)
+    total.amount += 1
+    return Added(total.amount, NOTE)
+
+
+async def async_add(row: int, session: AsyncSession) -> Added:
+    """Do the work with asyncio."""
+    return await session.run_sync(lambda sync_session: add(row, sync_session))
+
+
+@command(name="bench.add")
+def _add(asked: Add, call: Call) -> Added:
+    return add(asked.row, call.session)
+
+
+@command(name="bench.add-async")
+async def _async_add(asked: Add, call: AsyncCall) -> Added:
+    return await async_add(asked.row, call.session)
+
+
+def plain_url(url: URL, driver: str = "postgresql") -> str:
+    """Return the URL with its password, for a driver, or as those write it who use no SQLAlchemy."""
+    return url.set(drivername=driver).render_as_string(hide_password=False)
 
 
 class Contender:
@@ -34,13 +98,18 @@ class Contender:
 
     name: str
     with_redis = False
-    with_http = False
 
     def create(self, place: Place) -> None:
-        """Make tables of its own, once."""
+        """Make the tables and the rows, and what it needs itself; once."""
+        engine = create_engine(place.url)
+        Base.metadata.create_all(engine)
+        with engine.begin() as connection:
+            connection.execute(insert(Total), [{"id": row, "amount": 0} for row in range(ROWS)])
+        engine.dispose()
 
     def connect(self, url: URL, redis: str | None) -> None:
         """Open connections; ``url`` names no driver."""
+        raise NotImplementedError
 
     def ask(self, asked: Asked) -> list[Any]:
         """Answer each command; raise if one was refused."""
@@ -48,30 +117,25 @@ class Contender:
 
     def disconnect(self) -> None:
         """Close everything."""
+        raise NotImplementedError
 
 
-def by(driver: str, url: URL) -> URL:
-    """Return the URL for a driver."""
-    return url.set(drivername=driver)
+# Functions ------------------------------------------------------------------------------------------------------------
 
 
-def plain_url(url: URL) -> str:
-    """Return the URL as those write it who use no SQLAlchemy."""
-    return by("postgresql", url).render_as_string(hide_password=False)
+class Plain(Contender):
+    """The handler in `session.begin()`: keys are ignored."""
 
-
-# Functions, with psycopg -----------------------------------------------------------------------------------------
-
-
-class _Sync(Contender):
-    engine: Engine
+    name = "no library"
 
     def connect(self, url: URL, redis: str | None) -> None:
-        self.engine = create_engine(by("postgresql+psycopg", url))
+        self.engine = create_engine(plain_url(url, "postgresql+psycopg"))
         self.factory = sessionmaker(self.engine)
 
     def one(self, key: str, row: int) -> Any:
-        raise NotImplementedError
+        """Answer one command."""
+        with self.factory.begin() as session:
+            return add(row, session)
 
     def ask(self, asked: Asked) -> list[Any]:
         return [self.one(key, row) for key, row in asked]
@@ -80,35 +144,20 @@ class _Sync(Contender):
         self.engine.dispose()
 
 
-class Plain(_Sync):
-    """The handler in `session.begin()`: keys are ignored."""
-
-    name = "no library"
-
-    def one(self, key: str, row: int) -> Added:
-        with self.factory.begin() as session:
-            return model.add(row, session)
-
-
-@command(name="bench.add")
-def _add(asked: Add, call: Call) -> Added:
-    return model.add(asked.row, call.session)
-
-
-class Ours(_Sync):
+class Ours(Plain):
     """`Commands.handle` with its defaults."""
 
     name = "Commands"
 
     def connect(self, url: URL, redis: str | None) -> None:
         super().connect(url, redis)
-        self.commands = Commands(self.factory, tables=model.RECORDS)
+        self.commands = Commands(self.factory, tables=RECORDS)
 
-    def one(self, key: str, row: int) -> Added:
+    def one(self, key: str, row: int) -> Any:
         return self.commands.handle(_add, Add(row), key=key, scope="tenant").result
 
 
-class TwoStores(_Sync):
+class TwoStores(Plain):
     """The answer is put into Redis after the handler's commit, as tutorials have it."""
 
     name = "answers in Redis"
@@ -124,30 +173,30 @@ class TwoStores(_Sync):
         kept = self.cache.get(f"answer:{self.engine.url.database}:{key}")
         if kept is not None:
             return json.loads(kept)
-        with self.factory.begin() as session:
-            answer = vars(model.add(row, session))
+        answer = vars(super().one(key, row))
         self.cache.set(f"answer:{self.engine.url.database}:{key}", json.dumps(answer), ex=3600)
         return answer
 
 
-class Dbos(_Sync):
+class Dbos(Plain):
     """A workflow whose id is the key, with one transaction of a datasource in it."""
 
     name = "DBOS"
 
     def create(self, place: Place) -> None:
+        super().create(place)
         self.connect(place.url, None)
         self.disconnect()
 
     def connect(self, url: URL, redis: str | None) -> None:
         from dbos import DBOS, SetWorkflowID, SQLAlchemyDatasource
 
-        database = by("postgresql+psycopg", url).render_as_string(hide_password=False)
+        database = plain_url(url, "postgresql+psycopg")
         DBOS(config={"name": "bench", "system_database_url": database, "log_level": "CRITICAL"})
         self.datasource = SQLAlchemyDatasource.create(database)
 
         def adding(row: int) -> dict[str, Any]:
-            return vars(model.add(row, self.datasource.sql_session()))
+            return vars(add(row, self.datasource.sql_session()))
 
         transaction = self.datasource.transaction(adding, isolation_level="REPEATABLE READ")
 
@@ -167,19 +216,27 @@ class Dbos(_Sync):
         self.datasource.engine.dispose()
 
 
-# Functions, with asyncpg -----------------------------------------------------------------------------------------
+# HTTP -----------------------------------------------------------------------------------------------------------------
 
 
-class _Async(Contender):
-    engine: AsyncEngine
+class HttpPlain(Contender):
+    """The endpoint alone: keys are ignored."""
+
+    name = "no library, HTTP"
 
     def connect(self, url: URL, redis: str | None) -> None:
-        self.runner = asyncio.Runner()
-        self.engine = create_async_engine(by("postgresql+asyncpg", url))
+        self.runner, self.app = asyncio.Runner(), FastAPI()
+        self.engine = create_async_engine(plain_url(url, "postgresql+asyncpg"))
         self.factory = async_sessionmaker(self.engine)
+        self.mount(url, redis)
 
-    async def one(self, key: str, row: int) -> Any:
-        raise NotImplementedError
+    def mount(self, url: URL, redis: str | None) -> None:
+        """Add the endpoint, and what makes it idempotent."""
+
+        @self.app.post("/add")
+        async def adding(body: Add) -> dict[str, Any]:
+            async with self.factory.begin() as session:
+                return vars(await async_add(body.row, session))
 
     def ask(self, asked: Asked) -> list[Any]:
         async def all_of_them() -> list[Any]:
@@ -187,7 +244,15 @@ class _Async(Contender):
 
         return self.runner.run(all_of_them())
 
+    async def one(self, key: str, row: int) -> Any:
+        """Send one request."""
+        status, body = await post(self.app, key, json.dumps({"row": row}).encode())
+        if status != 200:
+            raise RuntimeError(f"{self.name} answered {status}: {body.decode()}")
+        return json.loads(body)
+
     async def close(self) -> None:
+        """Close what asyncio has open."""
         await self.engine.dispose()
 
     def disconnect(self) -> None:
@@ -195,145 +260,42 @@ class _Async(Contender):
         self.runner.close()
 
 
-class AsyncPlain(_Async):
-    """The handler in `session.begin()`."""
-
-    name = "no library, async"
-
-    async def one(self, key: str, row: int) -> Added:
-        async with self.factory.begin() as session:
-            return await model.async_add(row, session)
-
-
-@command(name="bench.add-async")
-async def _async_add(asked: Add, call: AsyncCall) -> Added:
-    return await model.async_add(asked.row, call.session)
-
-
-class AsyncOurs(_Async):
-    """`AsyncCommands.handle` with its defaults."""
-
-    name = "AsyncCommands"
-
-    def connect(self, url: URL, redis: str | None) -> None:
-        super().connect(url, redis)
-        self.commands = AsyncCommands(self.factory, tables=model.RECORDS)
-
-    async def one(self, key: str, row: int) -> Added:
-        return (await self.commands.handle(_async_add, Add(row), key=key, scope="tenant")).result
-
-
-class Idemkit(_Async):
-    """idemkit's `@idempotent` with its PostgreSQL backend."""
-
-    name = "idemkit"
-
-    def create(self, place: Place) -> None:
-        _init_idemkit(place)
-
-    def connect(self, url: URL, redis: str | None) -> None:
-        from idemkit import MethodConfig, idempotent
-
-        super().connect(url, redis)
-        self.backend = _idemkit_backend(url, redis if self.with_redis else None)
-        config = MethodConfig(
-            key_fields=["key"], scope=lambda _arguments: "tenant", lease_ttl_seconds=LEASE, expires_after_seconds=3600
-        )
-
-        async def adding(*, key: str, row: int) -> dict[str, Any]:
-            async with self.factory.begin() as session:
-                return vars(await model.async_add(row, session))
-
-        self.adding = idempotent(backend=self.backend, config=config)(adding)
-
-    async def one(self, key: str, row: int) -> Any:
-        return await self.adding(key=key, row=row)
-
-    async def close(self) -> None:
-        await self.backend.aclose()
-        await super().close()
-
-
-def _init_idemkit(place: Place) -> None:
-    command = [str(Path(sys.executable).parent / "idemkit"), "init-pg", plain_url(place.url)]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-
-
-def _idemkit_backend(url: URL, redis: str | None) -> Any:
-    from idemkit import PostgresBackend, RedisBackend
-
-    if redis:
-        return RedisBackend.from_url(redis, namespace=str(url.database))
-    return PostgresBackend.from_url(plain_url(url), min_size=1)
-
-
-# HTTP: the same endpoint, called by ASGI without a socket -----------------------------------------------------------
-
-
-class Body(BaseModel):
-    """The body of a request."""
-
-    row: int
-
-
-class _Http(_Async):
-    with_http = True
-    app: FastAPI
-
-    def connect(self, url: URL, redis: str | None) -> None:
-        super().connect(url, redis)
-        self.app = FastAPI()
-        self.mount(url, redis)
-
-    def mount(self, url: URL, redis: str | None) -> None:
-        """Add the endpoint, and what makes it idempotent."""
-
-        @self.app.post("/add")
-        async def adding(body: Body) -> dict[str, Any]:
-            async with self.factory.begin() as session:
-                return vars(await model.async_add(body.row, session))
-
-    async def one(self, key: str, row: int) -> Any:
-        status, body = await post(self.app, key, json.dumps({"row": row}).encode())
-        if status != 200:
-            raise RuntimeError(f"{self.name} answered {status}: {body.decode()}")
-        return json.loads(body)
-
-
-class HttpPlain(_Http):
-    """The endpoint alone: keys are ignored."""
-
-    name = "no library, HTTP"
-
-
-class HttpOurs(_Http):
+class HttpOurs(HttpPlain):
     """An endpoint that handles a command, as docs/http.md has it."""
 
     name = "AsyncCommands, HTTP"
 
     def mount(self, url: URL, redis: str | None) -> None:
-        commands = AsyncCommands(self.factory, tables=model.RECORDS, scope="required")
+        commands = AsyncCommands(self.factory, tables=RECORDS, scope="required")
         install(self.app)
 
         @self.app.post("/add")
-        async def adding(body: Body, response: Response, key: Annotated[str, Depends(IdempotencyKey())]) -> Any:
-            done = await commands.handle(_async_add, Add(body.row), key=key, scope="tenant")
+        async def adding(body: Add, response: Response, key: Annotated[str, Depends(IdempotencyKey())]) -> Any:
+            done = await commands.handle(_async_add, body, key=key, scope="tenant")
             response.headers.update(replay_headers(done, key))
             return vars(done.result)
 
 
-class HttpIdemkit(_Http):
+class HttpIdemkit(HttpPlain):
     """idemkit's middleware with its PostgreSQL backend."""
 
     name = "idemkit, HTTP"
 
     def create(self, place: Place) -> None:
-        _init_idemkit(place)
+        super().create(place)
+        idemkit = Path(sys.executable).parent / "idemkit"
+        subprocess.run([idemkit, "init-pg", plain_url(place.url)], check=True, stdout=subprocess.DEVNULL)
+
+    def backend_of(self, url: URL, redis: str | None) -> Any:
+        """Return where the answers are kept."""
+        from idemkit import PostgresBackend
+
+        return PostgresBackend.from_url(plain_url(url), min_size=1)
 
     def mount(self, url: URL, redis: str | None) -> None:
         from idemkit import HttpConfig, IdempotencyMiddleware
 
-        self.backend = _idemkit_backend(url, redis if self.with_redis else None)
+        self.backend = self.backend_of(url, redis)
         config = HttpConfig(scope=lambda _request: "tenant", lease_ttl_seconds=LEASE, expires_after_seconds=3600)
         self.app.add_middleware(IdempotencyMiddleware, backend=self.backend, config=config)
         super().mount(url, redis)
@@ -349,11 +311,13 @@ class HttpIdemkitRedis(HttpIdemkit):
     name = "idemkit in Redis, HTTP"
     with_redis = True
 
-    def create(self, place: Place) -> None:
-        """Make nothing: Redis has no tables."""
+    def backend_of(self, url: URL, redis: str | None) -> Any:
+        from idemkit import RedisBackend
+
+        return RedisBackend.from_url(redis, namespace=str(url.database))
 
 
-class HttpFastidempotent(_Http):
+class HttpFastidempotent(HttpPlain):
     """fastidempotent's middleware with its PostgreSQL backend."""
 
     name = "fastidempotent, HTTP"
@@ -362,7 +326,7 @@ class HttpFastidempotent(_Http):
         from fastidempotent import IdempotencyConfig, IdempotencyMiddleware
         from fastidempotent.backends.postgres import PostgresBackend
 
-        self.backend = PostgresBackend(by("postgresql+asyncpg", url).render_as_string(hide_password=False))
+        self.backend = PostgresBackend(plain_url(url, "postgresql+asyncpg"))
         self.runner.run(self.backend.init())
         config = IdempotencyConfig(lock_timeout=LEASE)
         self.app.add_middleware(IdempotencyMiddleware, backend=self.backend, config=config)
@@ -391,15 +355,14 @@ async def post(app: Callable[..., Awaitable[None]], key: str, body: bytes) -> tu
         "client": ("bench", 1),
         "state": {},
     }
-    sent = False
+    requests = iter([{"type": "http.request", "body": body, "more_body": False}])
     status, parts = 0, []
 
     async def receive() -> dict[str, Any]:
-        nonlocal sent
-        if sent:
-            await asyncio.Event().wait()  # the client stays
-        sent = True
-        return {"type": "http.request", "body": body, "more_body": False}
+        for request in requests:
+            return request
+        await asyncio.Event().wait()  # the client stays
+        raise AssertionError
 
     async def send(message: dict[str, Any]) -> None:
         nonlocal status
@@ -412,9 +375,8 @@ async def post(app: Callable[..., Awaitable[None]], key: str, body: bytes) -> tu
     return status, b"".join(parts)
 
 
-GROUPS: dict[str, tuple[type[Contender], tuple[type[Contender], ...]]] = {
-    "HTTP, asyncpg": (HttpOurs, (HttpPlain, HttpIdemkit, HttpFastidempotent, HttpIdemkitRedis)),
-    "functions, asyncpg": (AsyncOurs, (AsyncPlain, Idemkit)),
-    "functions, psycopg": (Ours, (Plain, Dbos, TwoStores)),
+GROUPS: dict[str, tuple[type[Contender], ...]] = {
+    "HTTP, asyncpg": (HttpOurs, HttpPlain, HttpIdemkit, HttpFastidempotent, HttpIdemkitRedis),
+    "functions, psycopg": (Ours, Plain, Dbos, TwoStores),
 }
 """Ours, and those beside it, by what is measured."""

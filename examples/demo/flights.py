@@ -32,12 +32,12 @@ class Totals(NamedTuple):
 def read_flights(limit: int | None = None) -> list[FlightScheduled]:
     """Return the first ``limit`` flights of the file, which begins on 1 January; all of them if it is None."""
     with zipfile.ZipFile(_data_file()) as archive, archive.open("flights.csv") as raw:
-        rows = csv.DictReader(io.TextIOWrapper(raw, encoding="utf-8", newline=""))
+        rows = csv.reader(io.TextIOWrapper(raw, encoding="utf-8", newline=""))
+        columns = ("time_hour", "carrier", "flight", "origin", "distance")
+        time, carrier, flight, origin, miles = map(next(rows).index, columns)
         return [
             FlightScheduled(
-                f"flight:{row['time_hour']}:{row['carrier']}:{row['flight']}:{row['origin']}",
-                row["carrier"],
-                int(row["distance"]),
+                f"flight:{row[time]}:{row[carrier]}:{row[flight]}:{row[origin]}", row[carrier], int(row[miles])
             )
             for row in islice(rows, limit)
         ]

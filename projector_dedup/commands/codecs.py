@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json as _json
 import math
-import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import date, datetime, time
 from decimal import Decimal
 from enum import Enum
 from itertools import zip_longest
-from typing import Any, Generic, TypeVar, Union, get_args, get_origin
+from typing import Any, Generic, TypeVar
 from uuid import UUID
 
 from ..errors import HandlerDefinitionError
@@ -20,7 +19,6 @@ from .errors import ResultError, ResultUnreadableError
 
 R = TypeVar("R")
 
-UNION = (Union, types.UnionType)
 _PYDANTIC = (2, 11)  # since then a field is read by its own name, whatever alias it has
 
 
@@ -74,63 +72,6 @@ raw: Codec[bytes] = Codec("raw", _bytes, bytes, exact=True)
 """Bytes as they are."""
 
 
-def typed_json(kind: Any) -> Codec[Any]:
-    """Return a codec that stores values of the type ``kind`` as JSON, and gives back values of that type.
-
-    ``kind`` is made of None, bool, int, float, str, lists, and mappings with texts for keys; with the extra
-    ``projector-dedup[commands]`` it is any type that a ``TypeAdapter`` of Pydantic's can write and validate. Raises
-    ``HandlerDefinitionError`` for any other type.
-    """
-    return _of_json_itself(kind) if _is_json(kind) else _of_pydantic(kind)
-
-
-# Types that JSON has itself -------------------------------------------------------------------------------------------
-
-
-def _is_json(kind: Any) -> bool:
-    """Return True if ``kind`` is made of types that JSON has itself."""
-    origin, inner = get_origin(kind), get_args(kind)
-    if origin in (dict, Mapping):
-        return inner[0] is str and _is_json(inner[1])
-    if origin is list or origin in UNION:
-        return all(_is_json(each) for each in inner)
-    return kind in (None, type(None), bool, int, float, str, list, dict, Any)
-
-
-def _fits(value: Any, kind: Any) -> bool:
-    """Return True if ``value`` is of the type ``kind``, of which ``_is_json`` is true."""
-    origin, inner = get_origin(kind), get_args(kind)
-    if origin in UNION:
-        return any(_fits(value, each) for each in inner)
-    if origin is list:
-        return type(value) is list and all(_fits(each, inner[0]) for each in value)
-    if origin in (dict, Mapping):
-        return type(value) is dict and all(_fits(each, inner[1]) for each in value.values())
-    if kind in (list, dict, Any):
-        return True
-    if kind is float:
-        return type(value) in (int, float)
-    return type(value) is (type(None) if kind is None else kind)
-
-
-def _of_json_itself(kind: Any) -> Codec[Any]:
-    def check(value: Any) -> Any:
-        if not _fits(value, kind):
-            raise ResultError(f"the result, or a part of it, is not what its annotation {kind} says; return that type")
-        return value
-
-    def dump(value: Any) -> bytes:
-        return json.dumps(check(value))
-
-    def load(data: bytes) -> Any:
-        return check(_json.loads(data))
-
-    return Codec("typed-json", dump, load, exact=True)
-
-
-# Types that Pydantic knows --------------------------------------------------------------------------------------------
-
-
 def _type_adapter() -> Any:
     """Return Pydantic's class ``TypeAdapter``; None if Pydantic is not installed, or too old."""
     try:
@@ -140,7 +81,12 @@ def _type_adapter() -> Any:
     return TypeAdapter if tuple(int(part) for part in VERSION.split(".")[:2]) >= _PYDANTIC else None
 
 
-def _of_pydantic(kind: Any) -> Codec[Any]:
+def typed_json(kind: Any) -> Codec[Any]:
+    """Return a codec that stores values of the type ``kind`` as JSON, and gives back values of that type.
+
+    ``kind`` is any type that a ``TypeAdapter`` of Pydantic's can write and validate. Raises ``HandlerDefinitionError``
+    for any other type, and if the extra ``projector-dedup[commands]`` is not installed.
+    """
     type_adapter = _type_adapter()
     if type_adapter is None:
         raise HandlerDefinitionError(
@@ -212,7 +158,7 @@ def is_same(one: Any, other: Any) -> bool:
     if isinstance(one, datetime) and isinstance(other, datetime):
         return one == other or one.isoformat() == other.isoformat()
     if type(one) is not type(other):
-        return bool(one == other)
+        return bool(one == other) and bool not in (type(one), type(other))  # True is no 1
     if isinstance(one, (list, tuple)):
         return len(one) == len(other) and all(is_same(*each) for each in zip(one, other, strict=True))
     if isinstance(one, dict):

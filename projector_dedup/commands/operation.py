@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from hashlib import sha256
+from types import UnionType
 from typing import Any, Generic, Literal, Never, TypeVar, Union, cast, get_args, get_origin, overload
 from uuid import UUID, uuid5
 
@@ -17,7 +18,7 @@ from ..asyncio_names import AsyncSession
 from ..errors import HandlerDefinitionError
 from ..message import valid_formerly, valid_handler
 from ..outcome import Outcome
-from .codecs import UNION, Codec, json, raw, typed_json
+from .codecs import Codec, json, raw, typed_json
 from .errors import InvalidKeyError, Rejected
 from .fingerprint import Fingerprint, whole
 from .record import MAX_CODEC_BYTES
@@ -363,14 +364,14 @@ def _codec_of(identity: str, function: Callable[..., Any]) -> Codec[Any]:
     if kind is bytes:
         return raw
     try:
-        return json if kind is Any else typed_json(kind)
+        return json if kind in (Any, type(None)) else typed_json(kind)
     except HandlerDefinitionError as error:
         raise HandlerDefinitionError(f"{identity}: {error}") from error.__cause__
 
 
 def _without_rejection(annotation: Any) -> Any:
     """Return the annotation without the ``Rejection`` that a handler may return instead of a result."""
-    if get_origin(annotation) not in UNION:
+    if get_origin(annotation) not in (Union, UnionType):
         return annotation
     rest = [each for each in get_args(annotation) if each is not Rejection]
     return Union[tuple(rest)] if rest else type(None)  # noqa: UP007  # made at run time

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .claims import Key, handler_parameters, key_of, marker_exists, same_key
+from .claims import handler_parameters, key_of, marker_exists
 from .dialect import (
     LEVEL_OF_BEGIN,
     LEVELS,
@@ -28,7 +28,6 @@ __all__ = [
     "LEVEL_OF_BEGIN",
     "Dialect",
     "Failure",
-    "Key",
     "LastChange",
     "LastStatement",
     "MariaDB",
@@ -46,7 +45,6 @@ __all__ = [
     "key_of",
     "marker_exists",
     "register",
-    "same_key",
     "sqlstate_of",
 ]
 

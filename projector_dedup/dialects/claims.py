@@ -12,7 +12,6 @@ from sqlalchemy import (
     Insert,
     Select,
     Table,
-    and_,
     bindparam,
     literal_column,
     select,
@@ -29,12 +28,6 @@ Key = tuple[str, str]
 """The message id and the handler, which identify a marker."""
 
 _AT_ONCE = 500  # every database takes so many values in one IN (...)
-
-
-@cache
-def same_key(marker: Table) -> ColumnElement[bool]:
-    """Return the condition that a row is the marker of ``:message_id`` and ``:handler``."""
-    return and_(marker.c.message_id == bindparam("message_id"), marker.c.handler == bindparam("handler"))
 
 
 def handler_parameters(names: int) -> list[str]:
@@ -113,4 +106,5 @@ def marker_exists(connection: Connection, marker: Table, key: Parameters) -> boo
 @cache
 def lookup_statement(marker: Table) -> Select[Any]:
     """Return a SELECT that gives a row if the marker of ``:message_id`` and ``:handler`` is there."""
-    return select(literal_column("1")).select_from(marker).where(same_key(marker))
+    same = (marker.c.message_id == bindparam("message_id"), marker.c.handler == bindparam("handler"))
+    return select(literal_column("1")).select_from(marker).where(*same)

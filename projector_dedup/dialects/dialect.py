@@ -173,6 +173,9 @@ class Dialect(ABC):
     locks_rows: ClassVar[bool] = True
     """True if FOR UPDATE locks rows; False where writers take turns, so that no row needs a lock."""
 
+    detecting_isolation: ClassVar[str | None] = None
+    """The weakest level at which the database refuses lost updates; None if ``opening`` chooses or no level matters."""
+
     locking_isolation: ClassVar[str] = "READ COMMITTED"
     """The isolation level for handlers whose entities in ``read_models`` are locked by FOR UPDATE."""
 
@@ -196,13 +199,9 @@ class Dialect(ABC):
         Called once for each engine, and again if the first call was interrupted.
         """
 
-    @abstractmethod
-    def detecting_isolation(self, engine: Engine) -> str | None:
-        """Return the weakest level at which the database refuses lost updates; None if no level is to be chosen."""
-
     def detects_lost_updates(self, connection: Connection, level: str | None) -> bool:
         """True if no update is lost on this connection at ``level``; None stands for the one that ``opening`` sets."""
-        detecting = self.detecting_isolation(connection.engine)
+        detecting = self.detecting_isolation
         return detecting is None or (level is not None and is_as_strict(level, detecting))
 
     def opening(
@@ -271,11 +270,11 @@ class Dialect(ABC):
     def claim(
         self, connection: Connection, statement: Executable, marker: Table, key: Mapping[str, Any], *, names: int = 1
     ) -> bool:
-        """Run the claim, and return True if every marker is new, False if one of them was there.
+        """Run the claim, and return True if its row count says that every marker is new, False if one was there.
 
         Raises ``DBAPIError`` for anything else.
         """
-        return len(connection.execute(statement, key).all()) == names
+        return insert_and_count(connection, statement, key) == names
 
     def claim_many(self, connection: Connection, marker: Table, keys: Sequence[Parameters]) -> set[Key]:
         """Claim several markers and return the keys of the new ones.
@@ -330,10 +329,6 @@ class Dialect(ABC):
     def is_only(self, connection: Connection, table: Table) -> bool:
         """True if the name of ``table`` leads to no other one, whatever schema, database or role was chosen since."""
         return True
-
-    def abandon(self, connection: Connection) -> None:
-        """Roll back whatever transaction is open after that of the claim has ended; do nothing if none is."""
-        Connection.exec_driver_sql(connection, "ROLLBACK")
 
     # The last statement of a transaction -----------------------------------------------------------------------------
 

@@ -110,10 +110,6 @@ class MariaDB(Dialect):
         """Attach a listener that asks each connection how its server refuses lost updates, and sets it up for that."""
         listen_once(engine, checkout=[switching(engine.dialect)])
 
-    def detecting_isolation(self, engine: Engine) -> str | None:
-        """Return None: ``opening`` chooses the level for each connection, as servers behind one address may differ."""
-        return None
-
     def detects_lost_updates(self, connection: Connection, level: str | None) -> bool:
         """True if the server of this connection refuses lost updates at ``level``, by default the level it has now.
 

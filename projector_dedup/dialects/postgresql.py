@@ -91,6 +91,7 @@ class PostgreSQL(Dialect):
         # strings with backslash escapes, and dollar quotes
         opaque=(r"(?<![a-z0-9_])e'(?:[^'\\]|\\.|'')*'", *OPAQUE[:2], r"\$(\w*)\$.*?\$\1\$", *OPAQUE[2:])
     )
+    detecting_isolation = "REPEATABLE READ"  # there the second writer of a row gets 40001
     begins_with_level = True
     commits_duplicates = True  # for a standby, and for what psycopg has prepared (``UnitOfWork``)
 
@@ -114,10 +115,6 @@ class PostgreSQL(Dialect):
     ) -> AbstractContextManager[None]:
         """Return a block in which each new connection of the pool is asked whether it leads through a pooler."""
         return asking()
-
-    def detecting_isolation(self, engine: Engine) -> str | None:
-        """Return REPEATABLE READ, where the second writer of a row gets 40001."""
-        return "REPEATABLE READ"
 
     def claim_statement(self, marker: Table, *, bounded: bool, names: int = 1) -> Executable:
         """Return an INSERT that skips markers that are there: an error for such a marker would abort the transaction.

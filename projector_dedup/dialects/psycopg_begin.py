@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 
 from psycopg import AsyncCursor, Binary, Cursor, IsolationLevel, OperationalError, Pipeline, errors, pq
 from psycopg.adapt import AdaptersMap
-from psycopg.pq.abc import PGconn, PGresult
+from psycopg.pq.abc import PGresult
 from psycopg.waiting import Ready, Wait
 
 from ..errors import UnsafeSessionError
@@ -37,6 +37,12 @@ _STALE = {  # the errors of a statement that was prepared and cannot be run any 
     "0A000",  # feature_not_supported: a column of its result has another type now
 }
 
+_OK = pq.ConnStatus.OK
+_DONE, _SYNC = pq.ExecStatus.COMMAND_OK, pq.ExecStatus.PIPELINE_SYNC
+_READ, _READ_OR_WRITE = Wait.R, Wait.RW
+_PREPARED_AT_MOST = 16  # for each connection: schemas, and listeners that add comments, change the text of a claim
+
+_numbers = count()
 _prepared: WeakKeyDictionary[Driver, dict[bytes, bytes]] = WeakKeyDictionary()
 
 
@@ -121,6 +127,7 @@ class _Together:
         super().__init__(connection, **options)  # type: ignore[call-arg]  # psycopg's cursor is the next base class
         self._begin = begin
         self._commit = commit
+        self._prepared = _prepared.setdefault(connection, {}) if begin else None
 
     @property
     def rowcount(self) -> int:
@@ -151,22 +158,58 @@ class _Together:
     def _execute(self, sql: str, parameters: Mapping[str, Any]) -> Generator[Wait, Ready, None]:
         statement, names = numbered(sql)
         values = [as_text(parameters[name]) for name in names]
-        # With COMMIT nothing is prepared: what cannot be run any more would fail the transaction, which has run the
-        # user's code.
-        prepared = _prepared.setdefault(self.connection, {}) if self._begin else None
         after = (self._commit,) if self._commit else ()
         error = errors.Error()
         for before in ((self._begin,), (b"ROLLBACK", self._begin)) if self._begin else ((),):
-            replies = yield from replies_to(self.connection.pgconn, before, statement, values, prepared, after)
+            replies = yield from self._send(before, statement, values, after)
             failed = next((reply for reply in replies if reply.status == _FAILED), None)
             if failed is None:
                 self.pgresult = replies[-1 - len(after)]
                 return
             error = errors.error_from_result(failed)
-            if prepared is None or error.sqlstate not in _STALE:
+            if self._prepared is None or error.sqlstate not in _STALE:
                 break
-            prepared.clear()
+            self._prepared.clear()
         raise error
+
+    def _send(
+        self, before: Sequence[bytes], statement: bytes, values: list[bytes | None], after: Sequence[bytes]
+    ) -> Generator[Wait, Ready, list[PGresult]]:
+        """Send the ``statement`` between other commands in a pipeline, wait once, and return the answers.
+
+        Of commands after one that fails, the server runs none. Only a statement that comes with BEGIN is prepared: one
+        that comes with COMMIT, and cannot be run any more, would fail a transaction that has run the user's code. An
+        interruption half-way leaves the connection busy, as it does for any statement.
+        """
+        pgconn, prepared = self.connection.pgconn, self._prepared
+        pgconn.enter_pipeline_mode()
+        for command in before:
+            pgconn.send_query_params(command, None)
+        name = None if prepared is None else prepared.get(statement)
+        if new := name is None:
+            room = prepared is not None and len(prepared) < _PREPARED_AT_MOST
+            name = b"projector_dedup_%d" % next(_numbers) if room else b""
+            pgconn.send_prepare(name, statement)  # behind BEGIN: it takes a snapshot, after which no level can be set
+        pgconn.send_query_prepared(name, values)
+        for command in after:
+            pgconn.send_query_params(command, None)
+        pgconn.pipeline_sync()
+        while pgconn.flush():
+            if (yield _READ_OR_WRITE) & Ready.R:
+                pgconn.consume_input()
+        replies: list[PGresult] = []
+        while not replies or replies[-1].status != _SYNC:
+            while pgconn.is_busy():
+                if (yield _READ):
+                    pgconn.consume_input()
+            if (reply := pgconn.get_result()) is not None:
+                replies.append(reply)
+            elif pgconn.status != _OK:
+                raise OperationalError("the connection was lost")
+        pgconn.exit_pipeline_mode()
+        if prepared is not None and new and name and replies[len(before)].status == _DONE:
+            prepared[statement] = name
+        return replies[:-1]
 
 
 class CursorTogether(_Together, Cursor[Any]):
@@ -200,61 +243,6 @@ class AsyncCursorTogether(_Together, AsyncCursor[Any]):
 
 
 _CURSORS: dict[Any, Any] = {Cursor: CursorTogether, AsyncCursor: AsyncCursorTogether}
-
-
-# One message to the server -------------------------------------------------------------------------------------------
-
-Replies = Generator[Wait, Ready, list[PGresult]]
-
-_OK = pq.ConnStatus.OK
-_DONE, _SYNC = pq.ExecStatus.COMMAND_OK, pq.ExecStatus.PIPELINE_SYNC
-_READ, _READ_OR_WRITE = Wait.R, Wait.RW
-_PREPARED_AT_MOST = 16  # for each connection: schemas, and listeners that add comments, change the text of a claim
-
-_numbers = count()
-
-
-def replies_to(
-    pgconn: PGconn,
-    before: Sequence[bytes],
-    statement: bytes,
-    values: list[bytes | None],
-    prepared: dict[bytes, bytes] | None,
-    after: Sequence[bytes] = (),
-) -> Replies:
-    """Send the ``statement`` between other commands in a pipeline, wait once, and return the answers.
-
-    Of commands after one that fails, the server runs none. The statement is looked up in what is ``prepared``, or put
-    there, unless that is None. An interruption half-way leaves the connection busy, as it does for any statement.
-    """
-    pgconn.enter_pipeline_mode()
-    for command in before:
-        pgconn.send_query_params(command, None)
-    name = None if prepared is None else prepared.get(statement)
-    if new := name is None:
-        room = prepared is not None and len(prepared) < _PREPARED_AT_MOST
-        name = b"projector_dedup_%d" % next(_numbers) if room else b""
-        pgconn.send_prepare(name, statement)  # behind BEGIN: it takes a snapshot, after which no level can be set
-    pgconn.send_query_prepared(name, values)
-    for command in after:
-        pgconn.send_query_params(command, None)
-    pgconn.pipeline_sync()
-    while pgconn.flush():
-        if (yield _READ_OR_WRITE) & Ready.R:
-            pgconn.consume_input()
-    replies: list[PGresult] = []
-    while not replies or replies[-1].status != _SYNC:
-        while pgconn.is_busy():
-            if (yield _READ):
-                pgconn.consume_input()
-        if (reply := pgconn.get_result()) is not None:
-            replies.append(reply)
-        elif pgconn.status != _OK:
-            raise OperationalError("the connection was lost")
-    pgconn.exit_pipeline_mode()
-    if prepared is not None and new and name and replies[len(before)].status == _DONE:
-        prepared[statement] = name
-    return replies[:-1]
 
 
 def as_text(value: Any) -> bytes | None:

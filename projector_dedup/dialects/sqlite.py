@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sqlite3
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 from weakref import WeakSet, ref
@@ -22,7 +22,7 @@ from ..asyncio_names import AsyncEngine
 from ..errors import UnsafeSessionError, UnsupportedDatabaseError
 from ..transaction_text import Grammar
 from .claims import Key, Parameters, handler_parameters, inserting
-from .dialect import Dialect, Failure, Status, chosen_level, insert_and_count
+from .dialect import Dialect, Failure, Status, chosen_level
 from .listeners import listen_once
 
 _LATER = (  # a full disk, a file that may not be written or opened, or is corrupted, an interrupted statement
@@ -40,10 +40,6 @@ class SQLite(Dialect):
     modules = frozenset({"sqlite3"})
     grammar = Grammar(settings=r"\bdefer_foreign_keys\b")
     locks_rows = False
-
-    def detecting_isolation(self, engine: Engine) -> str | None:
-        """Return None: writers take turns, so that no update is lost at any level."""
-        return None
 
     def prepare(self, engine: Engine) -> None:
         """Make closed connections release the write lock, also when a statement was interrupted.
@@ -114,12 +110,6 @@ class SQLite(Dialect):
         return statement.on_conflict_do_nothing(index_elements=["message_id", "handler"]).execution_options(
             preserve_rowcount=True
         )
-
-    def claim(
-        self, connection: Connection, statement: Executable, marker: Table, key: Mapping[str, Any], *, names: int = 1
-    ) -> bool:
-        """Run the claim, and return True if the row count says that every marker is new."""
-        return insert_and_count(connection, statement, key) == names
 
     def claim_many(self, connection: Connection, marker: Table, keys: Sequence[Parameters]) -> set[Key]:
         """Claim several markers by INSERTs that return the new ones, and return their keys."""

@@ -26,7 +26,7 @@ from sqlalchemy.util import await_only
 from ..dispatcher import AsyncDispatcher, Dispatcher
 from ..outcome import Delivery
 from ..projector import FunctionProjector, on, projector
-from ..reads import Reads
+from ..read_models import Reads
 from ..tables import default_tables
 from ..unit_of_work import AsyncUnitOfWork, UnitOfWork
 

@@ -1,14 +1,14 @@
 """`deliver_batch` where something goes wrong, and what its session does not do for every message.
 
-What holds on every driver is in the contract (`projector_dedup/testing/batches.py`).
+What holds on every driver is in the contract (`projector_dedup/testing/contract.py`); what handlers do with their
+session is drawn by lot (`test_batch_programs.py`).
 """
 
-from collections.abc import Callable
 from typing import Any
 from uuid import uuid4
 
 import pytest
-from sqlalchemy import Engine, create_engine, delete, event, select, text, update
+from sqlalchemy import Engine, create_engine, event
 from sqlalchemy.orm import Session, sessionmaker
 from sqlalchemy.orm.exc import FlushError, StaleDataError
 
@@ -35,7 +35,7 @@ from projector_dedup import (
     projector,
 )
 from projector_dedup.tables import default_metadata
-from projector_dedup.testing.kit import Account, Added, Base, Harness, Subject, Total, add
+from projector_dedup.testing.kit import Added, Base, Harness, Subject, Total, add
 
 APPLIED, DUPLICATE, FAILED = Outcome.APPLIED, Outcome.DUPLICATE, Outcome.FAILED
 totals = projector(idempotent=True, name="totals")(on(Added)(add))
@@ -218,64 +218,6 @@ def test_a_message_that_is_held_fails_alone(engine: Engine, sessions: sessionmak
 # The session of a batch --------------------------------------------------------------------------------------------
 
 
-Body = Callable[[Session, int], object]
-
-
-def expression(session: Session, number: int) -> None:
-    """SQLAlchemy's idiom for an atomic update."""
-    session.get_one(Total, "a").amount = Total.amount + number
-
-
-def text_and_attribute(session: Session, number: int) -> None:
-    """By turns; text does not flush."""
-    if number % 2:
-        session.get_one(Total, "a").amount += number
-    else:
-        session.execute(text("update contract_total set amount = amount + :n where amount >= 1"), {"n": number})
-
-
-def running_balance(session: Session, number: int) -> None:
-    """A row for each balance, of a row that somebody holds and that is changed behind the session's back."""
-    HELD.append(session.get_one(Total, "a"))
-    balance = HELD[-1].amount + number
-    session.execute(update(Total).where(Total.key == "a").values(amount=balance), {}, **UNSYNCHRONISED)
-    session.add(Total(key=f"then {balance}", amount=number))
-
-
-def expires(session: Session, number: int) -> None:
-    """What is not written yet would be discarded."""
-    session.expire_all()
-    session.get_one(Total, "a").amount += number
-
-
-def expunges(session: Session, number: int) -> None:
-    """The same."""
-    session.expunge_all()
-    session.get_one(Total, "a").amount += number
-
-
-def find_or_add(session: Session, number: int) -> None:
-    """By a query."""
-    with session.no_autoflush:
-        found = session.scalars(select(Total).where(Total.key == "b")).one_or_none()
-    if found is None:
-        found = Total(key="b", amount=0)
-        session.add(found)
-    found.amount += number
-
-
-def relationship(session: Session, number: int) -> None:
-    """Changed by one message, read as a column by the next."""
-    account = session.get_one(Account, "x")
-    session.get_one(Total, account.total_key).amount += number
-    other = "z" if account.total_key == "a" else "a"
-    account.total = session.get_one(Total, other)
-
-
-HELD: list[Total] = []
-UNSYNCHRONISED: dict[str, Any] = {"execution_options": {"synchronize_session": False}}
-
-
 def test_a_server_that_is_down_is_down_for_all(postgresql: Database) -> None:
     """Fewer messages would wait as long for it, one after the other, longer than a broker does."""
     url = postgresql.url().set(port=9)  # nobody listens there
@@ -286,32 +228,6 @@ def test_a_server_that_is_down_is_down_for_all(postgresql: Database) -> None:
         dispatcher.deliver_batch(numbered(*range(9)))
     assert [type(error) for error in failed.value.exceptions] == [RetriesExhaustedError]
     assert len(connects) == 3
-
-
-@pytest.mark.parametrize(
-    "body", [expression, text_and_attribute, running_balance, expires, expunges, find_or_add, relationship]
-)
-def test_a_batch_does_what_its_messages_do_one_by_one(sessions: sessionmaker[Session], body: Body) -> None:
-    """Whatever a handler does with its session, the next one of the batch finds the database as after a COMMIT."""
-
-    @projector(idempotent=True, name="looking")
-    @on(int)
-    def handler(number: int, session: Session) -> None:
-        body(session, number)
-
-    dispatcher = Dispatcher(sessions, handler)
-    found: list[dict[str, int]] = []
-    for deliver in (dispatcher.deliver_batch, lambda batch: [dispatcher.deliver(each) for each in batch]):
-        with sessions.begin() as session:
-            session.execute(delete(Account))
-            session.execute(delete(Total))
-            session.add_all([Total(key="a", amount=1), Total(key="z", amount=0)])
-            session.flush()
-            session.add(Account(key="x", total_key="a"))
-        batch = [Message(f"{body.__name__}-{len(found)}-{number}", number) for number in (1, 2, 3, 4)]
-        assert outcomes(deliver(batch)) == [APPLIED] * 4
-        found.append(amounts(sessions))
-    assert found[0] == found[1]
 
 
 def test_what_concerns_one_message_is_not_taken_for_all(sessions: sessionmaker[Session]) -> None:
@@ -377,56 +293,6 @@ def test_batches_with_a_bound_warn_of_nothing(postgresql: Database) -> None:
         dispatcher = harness.dispatcher(harness.handler(body, batch=True), claim_timeout=1.0)
         dispatcher.deliver_batch(numbered(1, 2, 3))
     assert calls == [3]
-
-
-@pytest.fixture
-def deliver(sessions: sessionmaker[Session]) -> Callable[..., None]:
-    """Delivers functions of a session as the messages of one batch, on rows a and b."""
-    with sessions.begin() as session:
-        session.add_all([Total(key="a", amount=1), Total(key="b", amount=2)])
-        session.flush()
-        session.add(Account(key="x", total_key="a"))
-
-    @projector(idempotent=True, name="looking")
-    @on("look")
-    def look(body: Any, session: Session) -> None:
-        body(session)
-
-    def deliver(*bodies: Any) -> None:
-        Dispatcher(sessions, look).deliver_batch([Message(f"{n}", body, "look") for n, body in enumerate(bodies)])
-
-    return deliver
-
-
-def test_what_was_not_flushed_is_seen_all_the_same(deliver: Callable[..., None]) -> None:
-    """A changed key, a new row, a deleted one, a query: as if every message had been committed."""
-    seen: list[Any] = []
-
-    def rename(session: Session) -> None:
-        session.get_one(Total, "b").key = "c"
-
-    def create(session: Session) -> None:
-        session.add(Total(key="d", amount=4))
-
-    def delete(session: Session) -> None:
-        session.delete(session.get_one(Total, "d"))
-
-    def change(session: Session) -> None:
-        session.get_one(Total, "a").amount = 100
-
-    def look(session: Session) -> None:
-        rows = [session.get(Total, key) for key in "bcd"]
-        large = session.query(Total).filter(Total.amount > 50).count()
-        seen.append(([row and row.amount for row in rows], large, session.get_one(Account, "x").total.amount))
-
-    deliver(look, rename, look, create, look, delete, look, change, look)
-    assert seen == [
-        ([2, None, None], 0, 1),
-        ([None, 2, None], 0, 1),
-        ([None, 2, 4], 0, 1),
-        ([None, 2, None], 0, 1),
-        ([None, 2, None], 1, 100),
-    ]
 
 
 # COMMIT ------------------------------------------------------------------------------------------------------------

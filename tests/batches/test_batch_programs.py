@@ -9,11 +9,12 @@ from sqlalchemy.orm import Session
 import programs
 from databases import DRIVERS, USUAL, Driver
 from projector_dedup import BatchFailed, Message, Outcome, RetryPolicy
-from projector_dedup.reads import Reads
+from projector_dedup.read_models import Reads
 from projector_dedup.testing.kit import Added, Harness
 from reach import reach
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # programs do what SQLAlchemy warns of
+pytestmark = pytest.mark.filterwarnings("ignore")  # programs do what SQLAlchemy warns of
+slow = pytest.mark.slow
 
 MAIN = ("postgresql+psycopg", "postgresql+asyncpg", "mariadb+pymysql", "mariadb+asyncmy", "sqlite+pysqlite")
 
@@ -116,7 +117,10 @@ def checked(
             check(harness, name, program, SHARED if name.startswith("shared") else WAYS)
 
 
-@pytest.mark.parametrize("driver", DRIVERS, ids=str)
+EACH = [each if each.module == "aiosqlite" else pytest.param(each, marks=slow) for each in DRIVERS]
+
+
+@pytest.mark.parametrize("driver", EACH, ids=str)
 def test_whatever_handlers_do_nobody_can_tell_how_rows_were_read(
     request: pytest.FixtureRequest, driver: Driver
 ) -> None:
@@ -128,6 +132,7 @@ def test_whatever_handlers_do_nobody_can_tell_how_rows_were_read(
     checked(request, driver, {f"{seed}": programs.draw(seed) for seed in range(60, 60 + number)})
 
 
+@slow
 @pytest.mark.parametrize("engine", ["postgresql", "mariadb"])
 @pytest.mark.parametrize("isolation", ["READ COMMITTED", "SERIALIZABLE"])
 def test_nor_at_another_level(request: pytest.FixtureRequest, engine: str, isolation: str) -> None:
@@ -137,6 +142,7 @@ def test_nor_at_another_level(request: pytest.FixtureRequest, engine: str, isola
     checked(request, driver, drawn, dispatcher_isolation=isolation)
 
 
+@slow
 @pytest.mark.parametrize("driver", [each for each in DRIVERS if each.drivername in MAIN], ids=str)
 def test_a_shared_session_leaves_what_the_messages_leave_one_by_one(
     request: pytest.FixtureRequest, driver: Driver

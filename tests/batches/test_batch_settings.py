@@ -99,8 +99,15 @@ SCALARS = [by_scalar, by_scalar_of_text, by_scalar_of_function]
 WAYS = [by_text, by_driver_text, by_query, by_core, *SCALARS, by_block, by_map, swallowed]
 
 
-@pytest.mark.parametrize("driver", POSTGRESQL, ids=str)
-@pytest.mark.parametrize(("choose", "idempotent"), [*((way, True) for way in WAYS), (by_text, False)])
+@pytest.mark.parametrize(
+    ("driver", "choose", "idempotent"),
+    [
+        *((driver, by_text, True) for driver in POSTGRESQL),
+        *((driver, way, True) for driver in POSTGRESQL for way in WAYS[1:] if driver.module == "psycopg2"),
+        (POSTGRESQL[0], by_text, False),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
 def test_a_schema_that_a_handler_chooses_is_its_own_messages(
     postgresql: Database, schemas: Engine, driver: Driver, choose: Callable[[Session], None], idempotent: bool
 ) -> None:

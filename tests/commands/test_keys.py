@@ -91,13 +91,6 @@ def test_a_tenant_does_not_see_the_answer_of_another(desk: Desk) -> None:
     assert not other.replayed
 
 
-def test_an_operation_does_not_see_the_records_of_another(desk: Desk) -> None:
-    """A key belongs to one operation."""
-    assert not desk.handle(desk.operation(name="desk.one")).replayed
-    assert not desk.handle(desk.operation(name="desk.two")).replayed
-    assert len(desk.orders()) == 2
-
-
 def test_a_uuid_is_the_text_of_it(desk: Desk) -> None:
     """Whoever parses the key and whoever does not ask for the same command."""
     operation, key = desk.operation(), uuid4()

@@ -3,25 +3,27 @@
 import asyncio
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from sqlalchemy import create_engine, func, select, text
+from sqlalchemy import create_engine, text
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_async_engine
-from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
+from sqlalchemy.orm import sessionmaker
+from sqlalchemy.util import await_only
 
+import payments
 from databases import Database
 from incoming_garbage import ATTRIBUTES, BODIES, HEADERS
+from payments import RULES, AsyncPayments, Payments
 from projector_dedup import (
     AsyncDispatcher,
     Defer,
     Dispatcher,
     HandlerDefinitionError,
     by_path,
-    make_tables,
     on,
     projector,
 )
@@ -31,21 +33,6 @@ from projector_dedup.integrations.settling import Settled, Settling
 from projector_dedup.message import IdExtractor, attribute_or_key
 
 
-class Base(DeclarativeBase):
-    """The read model, with the marker table beside it."""
-
-
-class Flown(Base):
-    """The row of a carrier."""
-
-    __tablename__ = "flown"
-    carrier: Mapped[str] = mapped_column(primary_key=True)
-    miles: Mapped[int]
-
-
-make_tables(Base.metadata)
-
-
 class UnprintableError(Exception):
     """An error whose own text fails."""
 
@@ -53,44 +40,25 @@ class UnprintableError(Exception):
         raise ValueError("no text")
 
 
-def add(event: Any, session: Session) -> None:
-    """Count, or fail as the message says."""
-    match event:
-        case {"fails": "defer"}:
-            raise Defer("not before noon")
-        case {"fails": "poison"}:
-            raise KeyError("carrier")
-        case {"fails": "unprintable"}:
-            raise UnprintableError
-    flown = session.get(Flown, event["carrier"])
-    if flown is None:
-        session.add(Flown(carrier=event["carrier"], miles=event["miles"]))
-    else:
-        flown.miles += event["miles"]
+def raises(error: Exception) -> Callable[[], object]:
+    """A rule that raises."""
+
+    def rule() -> None:
+        raise error
+
+    return rule
 
 
-@projector(idempotent=True, name="flown")
-class Miles:
-    """Add up."""
-
-    @on("flight")
-    def add(self, event: Any, session: Session) -> None:
-        """Add the miles of one flight."""
-        add(event, session)
-
-
-@projector(idempotent=True, name="flown")
-class AsyncMiles:
-    """Add up, awaited."""
-
-    @on("flight")
-    async def add(self, event: Any, session: AsyncSession) -> None:
-        """Add the miles of one flight."""
-        if event.get("fails") == "cancelled":
-            other = asyncio.create_task(asyncio.sleep(9))
-            other.cancel()
-            await other
-        await session.run_sync(lambda inner: add(event, inner))
+@pytest.fixture(autouse=True)
+def _rules() -> Iterator[None]:
+    """Accounts whose payments fail."""
+    RULES.update(
+        defer=raises(Defer("not before noon")),
+        poison=raises(KeyError("carrier")),
+        unprintable=raises(UnprintableError()),
+    )
+    yield
+    RULES.clear()
 
 
 class Rig:
@@ -98,7 +66,7 @@ class Rig:
 
     def __init__(self, database: Database, *, asynchronous: bool) -> None:
         self.engine = create_engine(database.url())
-        Base.metadata.create_all(self.engine)
+        payments.dispatcher(self.engine)  # makes the tables
         self.asynchronous = asynchronous
         self.url = database.async_url
 
@@ -109,7 +77,7 @@ class Rig:
         if self.asynchronous:
             return asyncio.run(self._asettle(incoming, batch, extractor, **options))
         factory = sessionmaker(self.engine)
-        settling = Settling(Dispatcher(factory, Miles(), type=by_path("type"), message_id=extractor), **options)
+        settling = Settling(Dispatcher(factory, Payments(), type=by_path("type"), message_id=extractor), **options)
         return settling.deliver_batch(incoming) if batch else [settling.deliver(each) for each in incoming]
 
     async def _asettle(
@@ -117,7 +85,7 @@ class Rig:
     ) -> list[Settled]:
         engine = create_async_engine(self.url)
         factory = async_sessionmaker(engine)
-        dispatcher = AsyncDispatcher(factory, AsyncMiles(), type=by_path("type"), message_id=extractor)
+        dispatcher = AsyncDispatcher(factory, AsyncPayments(), type=by_path("type"), message_id=extractor)
         settling = Settling(dispatcher, asynchronous=True, **options)
         try:
             if batch:
@@ -126,15 +94,10 @@ class Rig:
         finally:
             await engine.dispose()
 
-    def flown(self) -> dict[str, int]:
-        """The read model, from another connection."""
-        with Session(self.engine) as session:
-            return {each.carrier: each.miles for each in session.scalars(select(Flown))}
-
-    def markers(self) -> int:
-        """How many messages are marked as applied."""
-        with Session(self.engine) as session:
-            return session.scalar(select(func.count()).select_from(Base.metadata.tables["processed_message"])) or 0
+    @property
+    def applied(self) -> tuple[dict[str, int], int]:
+        """The balances, and the number of markers, from another connection."""
+        return payments.applied(self.engine)
 
 
 @pytest.fixture(params=[False, True], ids=["sync", "async"])
@@ -145,10 +108,10 @@ def rig(sqlite: Database, request: pytest.FixtureRequest) -> Iterator[Rig]:
     rig.engine.dispose()
 
 
-def flight(number: int = 1, *, fails: str | None = None, **more: Any) -> Incoming:
-    """A flight of 100 miles, as JSON, with its id beside it."""
-    body = {"type": "flight", "carrier": "UA", "miles": 100, **({"fails": fails} if fails else {})}
-    return Incoming(json.dumps(body).encode(), **{"message_id": f"m{number}", "origin": "queue flights", **more})
+def paid(number: int = 1, account: str = "UA", **more: Any) -> Incoming:
+    """A payment of 100, as JSON, with its id beside it."""
+    body = {"type": "payment", "account": account, "amount": 100}
+    return Incoming(json.dumps(body).encode(), **{"message_id": f"m{number}", "origin": "queue payments", **more})
 
 
 BATCH = pytest.mark.parametrize("batch", [False, True], ids=["single", "batch"])
@@ -158,21 +121,21 @@ BATCH = pytest.mark.parametrize("batch", [False, True], ids=["single", "batch"])
 def test_a_message_is_acknowledged_when_it_is_applied_or_was_applied(rig: Rig, batch: bool) -> None:
     """The type is found in the body; a redelivery is acknowledged and counts nothing."""
     for _ in range(2):
-        settled = rig.settle(flight(1), flight(2), batch=batch)
+        settled = rig.settle(paid(1), paid(2), batch=batch)
         assert settled == [Settled(), Settled()]
         assert all(each.acknowledge and not each.reject for each in settled)
-    assert (rig.flown(), rig.markers()) == ({"UA": 200}, 2)
+    assert rig.applied == ({"UA": 200}, 2)
 
 
 @BATCH
 def test_each_message_has_a_verdict_of_its_own(rig: Rig, batch: bool) -> None:
     """One that is too early, one that is poison and one that is garbage take no other with them."""
     early, good, poison, garbage, last = rig.settle(
-        flight(1, fails="defer"),
-        flight(2),
-        flight(3, fails="poison"),
+        paid(1, account="defer"),
+        paid(2),
+        paid(3, account="poison"),
         Incoming(b"{", "m4"),
-        flight(5),
+        paid(5),
         batch=batch,
     )
     assert good.acknowledge
@@ -181,7 +144,7 @@ def test_each_message_has_a_verdict_of_its_own(rig: Rig, batch: bool) -> None:
     assert (poison.acknowledge, poison.reject, poison.reason) == (False, True, "KeyError: 'carrier'")
     assert (garbage.acknowledge, garbage.reject) == (False, True)
     assert garbage.reason.startswith("InvalidMessageError: the body of the message is not JSON")
-    assert (rig.flown(), rig.markers()) == ({"UA": 200}, 2)
+    assert rig.applied == ({"UA": 200}, 2)
 
 
 @BATCH
@@ -191,14 +154,14 @@ def test_a_command_that_was_done_before_acknowledges_no_event(rig: Rig, batch: b
     def convert(_incoming: Incoming) -> object:
         raise DuplicateCommandError("done", None)  # type: ignore[arg-type]
 
-    (settled,) = rig.settle(flight(1), batch=batch, convert=convert)
+    (settled,) = rig.settle(paid(1), batch=batch, convert=convert)
     assert (settled.acknowledge, settled.reject) == (False, True)
 
 
 @BATCH
 def test_the_delay_grows_with_the_brokers_count(rig: Rig, batch: bool) -> None:
     """``Incoming.attempt`` is what the broker counted, and ``max_attempts`` its end."""
-    deliveries = [flight(1, fails="defer", attempt=attempt) for attempt in (1, 2, 3, 4, 9)]
+    deliveries = [paid(1, account="defer", attempt=attempt) for attempt in (1, 2, 3, 4, 9)]
     assert [rig.settle(each, batch=batch)[0].delay for each in deliveries] == [1.0, 5.0, 30.0, 300.0, 300.0]
     rejected = [rig.settle(each, batch=batch, max_attempts=4)[0].reject for each in deliveries]
     assert rejected == [False, False, False, True, True]
@@ -208,7 +171,7 @@ def test_the_delay_grows_with_the_brokers_count(rig: Rig, batch: bool) -> None:
 def test_no_delay_is_longer_than_its_bound(rig: Rig, batch: bool, caplog: pytest.LogCaptureFixture) -> None:
     """The log names the delay that the message gets."""
     caplog.set_level(logging.INFO, "projector_dedup.consumers")
-    deliveries = [flight(1, fails="defer", attempt=attempt) for attempt in (1, 2, 9)]
+    deliveries = [paid(1, account="defer", attempt=attempt) for attempt in (1, 2, 9)]
     assert [rig.settle(each, batch=batch, max_delay=2.5)[0].delay for each in deliveries] == [1.0, 2.5, 2.5]
     assert [line.split(" in ")[1].split(" after")[0] for line in caplog.messages] == ["1.0 s", "2.5 s", "2.5 s"]
 
@@ -219,7 +182,7 @@ def test_a_broker_that_knows_certain_delays_gets_the_longest_within_the_bound(
 ) -> None:
     """Or the shortest; the log names it too."""
     caplog.set_level(logging.INFO, "projector_dedup.consumers")
-    late = flight(1, fails="defer", attempt=9)
+    late = paid(1, account="defer", attempt=9)
     assert rig.settle(late, max_delay=bound, delays=(1.0, 5.0, 30.0, 300.0))[0].delay == longest
     assert f"is to come again in {longest} s" in caplog.text
 
@@ -229,12 +192,12 @@ def test_a_lost_database_is_no_reason_to_reject(rig: Rig, batch: bool) -> None:
     """The message is innocent, and comes again after a delay."""
     with rig.engine.begin() as connection:
         connection.execute(text("ALTER TABLE processed_message RENAME TO elsewhere"))
-    (settled,) = rig.settle(flight(), batch=batch)
+    (settled,) = rig.settle(paid(), batch=batch)
     assert (settled.acknowledge, settled.reject, settled.delay) == (False, False, 1.0)
     with rig.engine.begin() as connection:
         connection.execute(text("ALTER TABLE elsewhere RENAME TO processed_message"))
-    assert rig.settle(flight(), batch=batch) == [Settled()]
-    assert rig.flown() == {"UA": 100}
+    assert rig.settle(paid(), batch=batch) == [Settled()]
+    assert rig.applied[0] == {"UA": 100}
 
 
 @BATCH
@@ -247,9 +210,9 @@ def test_a_converter_that_fails_is_answered_too(rig: Rig, batch: bool) -> None:
     def wrong(_incoming: Incoming) -> object:
         raise KeyError("miles")
 
-    assert not rig.settle(flight(), batch=batch, convert=down)[0].reject
-    assert rig.settle(flight(), batch=batch, convert=wrong)[0].reject
-    assert (rig.flown(), rig.markers()) == ({}, 0)
+    assert not rig.settle(paid(), batch=batch, convert=down)[0].reject
+    assert rig.settle(paid(), batch=batch, convert=wrong)[0].reject
+    assert rig.applied == ({}, 0)
 
 
 @BATCH
@@ -265,14 +228,14 @@ def test_something_that_was_cancelled_in_a_handler_delays_its_message(sqlite: Da
 
     async def settle(*, told_to_end: bool) -> Settled:
         engine = create_async_engine(rig.url)
-        settling = Settling(AsyncDispatcher(async_sessionmaker(engine), AsyncMiles()), asynchronous=True)
+        settling = Settling(AsyncDispatcher(async_sessionmaker(engine), AsyncPayments()), asynchronous=True)
         settling._dispatcher = Cancelling()
         if told_to_end:
             task = asyncio.current_task()
             assert task is not None
             task.cancel()
         try:
-            return (await settling.adeliver_batch([flight()]))[0] if batch else await settling.adeliver(flight())
+            return (await settling.adeliver_batch([paid()]))[0] if batch else await settling.adeliver(paid())
         finally:
             await engine.dispose()
 
@@ -286,12 +249,19 @@ def test_something_that_was_cancelled_in_a_handler_delays_its_message(sqlite: Da
 def test_a_handler_that_is_cancelled_by_itself_keeps_no_other_from_being_applied(sqlite: Database) -> None:
     """It has awaited a task that somebody cancelled, in each delivery: it alone comes again."""
     rig = Rig(sqlite, asynchronous=True)
+
+    async def wait_for_a_task_that_is_cancelled() -> None:
+        other = asyncio.create_task(asyncio.sleep(9))
+        other.cancel()
+        await other
+
+    RULES["cancelled"] = lambda: await_only(wait_for_a_task_that_is_cancelled())
     for attempt in (1, 2):
-        flights = [flight(number, attempt=attempt, fails="cancelled" if number == 2 else None) for number in (1, 2, 3)]
-        settled = rig.settle(*flights, batch=True)
+        batch = [paid(number, attempt=attempt, account="cancelled" if number == 2 else "UA") for number in (1, 2, 3)]
+        settled = rig.settle(*batch, batch=True)
         assert [each.acknowledge for each in settled] == [True, False, True]
         assert not settled[1].reject
-        assert (rig.flown(), rig.markers()) == ({"UA": 200}, 2)
+        assert rig.applied == ({"UA": 200}, 2)
     rig.engine.dispose()
 
 
@@ -303,10 +273,10 @@ def test_a_batch_that_fails_without_a_word_of_whose_fault_is_delivered_one_by_on
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(AsyncDispatcher if rig.asynchronous else Dispatcher, "deliver_batch", fail)
-        settled = rig.settle(flight(1), Incoming(b"{", "m2"), flight(3, fails="poison"), flight(4), batch=True)
+        settled = rig.settle(paid(1), Incoming(b"{", "m2"), paid(3, account="poison"), paid(4), batch=True)
     assert [each.acknowledge for each in settled] == [True, False, False, True]
     assert settled[2].reason == "KeyError: 'carrier'"
-    assert (rig.flown(), rig.markers()) == ({"UA": 200}, 2)
+    assert rig.applied == ({"UA": 200}, 2)
 
 
 def test_a_batch_whose_consumer_is_told_to_end_is_not_delivered_again(sqlite: Database) -> None:
@@ -314,18 +284,18 @@ def test_a_batch_whose_consumer_is_told_to_end_is_not_delivered_again(sqlite: Da
     rig = Rig(sqlite, asynchronous=True)
     begun: list[str] = []
 
-    @projector(idempotent=True, name="flown")
+    @projector(idempotent=True, name="payments")
     class Waiting:
-        @on("flight")
+        @on("payment")
         async def add(self, event: Any, _session: AsyncSession) -> None:
-            begun.append(event["carrier"])
+            begun.append(event["account"])
             await asyncio.Event().wait()
 
     async def main() -> None:
         engine = create_async_engine(rig.url)
         dispatcher = AsyncDispatcher(async_sessionmaker(engine), Waiting(), type=by_path("type"))
         settling = Settling(dispatcher, asynchronous=True)
-        task = asyncio.create_task(settling.adeliver_batch([flight(1), flight(2)]))
+        task = asyncio.create_task(settling.adeliver_batch([paid(1), paid(2)]))
         while not begun:  # noqa: ASYNC110  # a handler tells nobody
             await asyncio.sleep(0.01)
         task.cancel()
@@ -336,14 +306,14 @@ def test_a_batch_whose_consumer_is_told_to_end_is_not_delivered_again(sqlite: Da
 
     asyncio.run(main())
     assert begun == ["UA"]
-    assert (rig.flown(), rig.markers()) == ({}, 0)
+    assert rig.applied == ({}, 0)
     rig.engine.dispose()
 
 
 @BATCH
 def test_an_error_whose_text_fails_does_not_stop_the_consumer(rig: Rig, batch: bool) -> None:
     """The class of the error is told."""
-    (settled,) = rig.settle(flight(fails="unprintable"), batch=batch)
+    (settled,) = rig.settle(paid(account="unprintable"), batch=batch)
     assert (settled.reject, settled.reason) == (True, "UnprintableError: (its text cannot be had)")
 
 
@@ -351,33 +321,35 @@ def test_every_answer_but_yes_is_logged(rig: Rig, caplog: pytest.LogCaptureFixtu
     """With the id, the place and the number of the delivery; a control character forges no line."""
     caplog.set_level(logging.INFO, "projector_dedup.consumers")
     rig.settle(
-        flight(1), flight(2, fails="defer", attempt=2), flight(3, fails="poison", message_id="m\n3"),
-        flight(4, fails="poison", message_id=b"m\xff4"),
+        paid(1), paid(2, account="defer", attempt=2), paid(3, account="poison", message_id="m\n3"),
+        paid(4, account="poison", message_id=b"m\xff4"),
         Incoming(b"{"),
     )  # fmt: skip
     lines = [(each.levelname, each.getMessage()) for each in caplog.records if each.name.endswith("consumers")]
     assert lines[:2] == [
-        ("INFO", "message m2 from queue flights is to come again in 5.0 s after delivery 2: Defer: not before noon"),
-        ("ERROR", "message m\\n3 from queue flights is rejected at delivery 1: KeyError: 'carrier'"),
+        ("INFO", "message m2 from queue payments is to come again in 5.0 s after delivery 2: Defer: not before noon"),
+        ("ERROR", "message m\\n3 from queue payments is rejected at delivery 1: KeyError: 'carrier'"),
     ]
-    assert lines[2][1].startswith("message m\\xff4 from queue flights is rejected at delivery 1: InvalidMessageIdError")
+    assert lines[2][1].startswith(
+        "message m\\xff4 from queue payments is rejected at delivery 1: InvalidMessageIdError"
+    )
     assert lines[3][1].startswith("message (without an id) from a queue is rejected")
 
 
 @BATCH
 def test_an_id_in_the_body_is_logged(rig: Rig, caplog: pytest.LogCaptureFixture, batch: bool) -> None:
     """Where the dispatcher finds it: for whoever looks for the message. What is no id is no reason to fail."""
-    with_id = {"type": "flight", "carrier": "UA", "miles": 100, "fails": "poison"}
+    with_id = {"type": "payment", "account": "poison", "amount": 100}
     ids = ["m5", "m\n6", "x" * 200, 7, None]
     bodies = [json.dumps({**with_id, "message_id": each}).encode() for each in ids]
-    settled = rig.settle(*(Incoming(body, origin="queue flights") for body in bodies), batch=batch)
+    settled = rig.settle(*(Incoming(body, origin="queue payments") for body in bodies), batch=batch)
     assert [each.reject for each in settled] == [True] * 5
     lines = [each.getMessage() for each in caplog.records if each.name.endswith("consumers")]
-    named = [line.partition(" from queue flights is rejected")[0] for line in lines]
+    named = [line.partition(" from queue payments is rejected")[0] for line in lines]
     assert sorted(named) == sorted(
         ["message m5", "message m\\n6", f"message {'x' * 80}", "message (without an id)", "message (without an id)"]
     )
-    assert (rig.flown(), rig.markers()) == ({}, 0)
+    assert rig.applied == ({}, 0)
 
 
 @BATCH
@@ -389,15 +361,15 @@ def test_an_extractor_that_fails_does_not_stop_the_consumer(
     def fails(_event: Any) -> object:
         raise KeyError("meta")
 
-    (settled,) = rig.settle(flight(message_id=None), batch=batch, extractor=fails)
+    (settled,) = rig.settle(paid(message_id=None), batch=batch, extractor=fails)
     assert (settled.reject, settled.reason) == (True, "KeyError: 'meta'")
     (line,) = [each.getMessage() for each in caplog.records if each.name.endswith("consumers")]
-    assert line == "message (without an id) from queue flights is rejected at delivery 1: KeyError: 'meta'"
+    assert line == "message (without an id) from queue payments is rejected at delivery 1: KeyError: 'meta'"
 
 
 def test_the_reason_is_short_and_printable(rig: Rig) -> None:
     """Brokers limit what fits into a header."""
-    (settled,) = rig.settle(flight(message_id="m", type="a\0b" * 100))
+    (settled,) = rig.settle(paid(message_id="m", type="a\0b" * 100))
     assert settled.reject
     assert settled.reason.isprintable()
     (settled,) = rig.settle(Incoming(json.dumps({"type": "\n" * 100_000}).encode(), "m"))
@@ -409,7 +381,7 @@ def test_the_reason_is_short_and_printable(rig: Rig) -> None:
 def test_a_settling_takes_the_dispatcher_of_its_kind(sqlite: Database) -> None:
     """Mistaken at start-up, and not at the first message."""
     rig = Rig(sqlite, asynchronous=False)
-    dispatcher = Dispatcher(sessionmaker(rig.engine), Miles())
+    dispatcher = Dispatcher(sessionmaker(rig.engine), Payments())
     with pytest.raises(HandlerDefinitionError, match="takes AsyncDispatcher, not Dispatcher"):
         Settling(dispatcher, asynchronous=True)
     with pytest.raises(HandlerDefinitionError, match="takes Dispatcher, not sessionmaker"):
@@ -426,7 +398,7 @@ def test_a_settling_takes_the_dispatcher_of_its_kind(sqlite: Database) -> None:
 
 
 EVENTS = st.dictionaries(
-    st.sampled_from([*ATTRIBUTES, "carrier", "miles", "message_id"]), st.one_of(st.text(), st.integers())
+    st.sampled_from([*ATTRIBUTES, "account", "amount", "message_id"]), st.one_of(st.text(), st.integers())
 )
 
 
@@ -454,18 +426,18 @@ def test_garbage_applies_nothing_and_takes_nothing_with_it(
     """Whatever comes, the message behind it is applied, and nothing else is."""
     rig = Rig(sqlite, asynchronous=False)
     good = {
-        json_event: flight(0, type="flight"),
-        json_of: Incoming(b'{"message_id": "m0", "type": "flight", "carrier": "UA", "miles": 100}'),
+        json_event: paid(0, type="payment"),
+        json_of: Incoming(b'{"message_id": "m0", "type": "payment", "account": "UA", "amount": 100}'),
         cloudevent: Incoming(
-            b'{"carrier": "UA", "miles": 100}',
-            headers={"ce_specversion": "1.0", "ce_id": "0", "ce_source": "s", "ce_type": "flight"},
+            b'{"account": "UA", "amount": 100}',
+            headers={"ce_specversion": "1.0", "ce_id": "0", "ce_source": "s", "ce_type": "payment"},
         ),
     }[convert]
     settled = rig.settle(*garbage, good, batch=batch, convert=convert)
     assert [each.acknowledge for each in settled] == [False] * len(garbage) + [True]
     assert all(each.reject for each in settled[:-1])
-    assert (rig.flown(), rig.markers()) == ({"UA": 100}, 1)
+    assert rig.applied == ({"UA": 100}, 1)
     with rig.engine.begin() as connection:
-        connection.execute(text("DELETE FROM flown"))
+        connection.execute(text("DELETE FROM balance"))
         connection.execute(text("DELETE FROM processed_message"))
     rig.engine.dispose()

@@ -1,32 +1,43 @@
-"""MariaDB's ways to lose a message: two ids that are one, and an INSERT that does not say what it did."""
+"""MariaDB: ids that it might take for one, INSERTs that do not say what they did, moments, and messages that meet.
 
+Deadlocks and lock timeouts are routine there, and cost a retry, never a message.
+"""
+
+import threading
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from datetime import datetime, timedelta, timezone
+from datetime import UTC, datetime, timedelta, timezone
 from typing import Any
+from zoneinfo import ZoneInfo
 
 import pytest
-from sqlalchemy import create_engine, delete, func, insert, literal, select, text, update
+from sqlalchemy import Engine, create_engine, delete, event, func, insert, literal, select, text, update
 from sqlalchemy.exc import DBAPIError, IntegrityError
 from sqlalchemy.orm import Session, sessionmaker
 
 from databases import DRIVERS, Database, Driver, mariadb_connection
 from projector_dedup import (
     Dispatcher,
+    InProgress,
     Message,
     MissingTableError,
     Outcome,
     ProcessedMessage,
+    RetryPolicy,
     UnsafeSessionError,
     claim,
     on,
     projector,
 )
-from projector_dedup.maintenance.check import check
-from projector_dedup.tables import default_tables
-from projector_dedup.testing import contract
-from projector_dedup.testing.contract import LOOK_ALIKES, ClaimContract, OnceContract
-from projector_dedup.testing.kit import Added, Harness, Subject, add
+from projector_dedup.maintenance.check import check, verify
+from projector_dedup.maintenance.cleanup import cleanup
+from projector_dedup.tables import default_metadata, default_tables
+from projector_dedup.testing.contract import LOOK_ALIKES, ClaimContract, OnceContract, ProjectorContract
+from projector_dedup.testing.kit import PATIENCE, Added, Broken, Gate, Harness, Subject, Total, add
+
+MARIADB = [driver for driver in DRIVERS if driver.engine == "mariadb"]
 
 MARIADB = [driver for driver in DRIVERS if driver.engine == "mariadb"]
 MARKER = default_tables.marker
@@ -57,7 +68,13 @@ SETTINGS = {  # database's collation, connection's character set, SQL mode
 
 
 def subject(
-    mariadb: Database, driver: Driver, *, collation: str | None = None, charset: str | None = None, **session: Any
+    mariadb: Database,
+    driver: Driver,
+    *,
+    collation: str | None = None,
+    charset: str | None = None,
+    isolation: str | None = None,
+    **session: Any,
 ) -> Subject:
     """The database through a driver, with its own collation, and a connection and a session of another kind."""
     if collation:
@@ -66,7 +83,7 @@ def subject(
     url = mariadb.url(driver.drivername).update_query_dict({"charset": charset} if charset else {})
     assignments = ", ".join(f"SESSION {name} = {value!r}" for name, value in session.items() if value is not None)
     arguments = {"connect_args": {"init_command": f"SET {assignments}"}} if assignments else {}
-    return Subject(url, engine_arguments=arguments)
+    return Subject(url, dispatcher_isolation=isolation, engine_arguments=arguments)
 
 
 @pytest.fixture(name="harness", params=MARIADB, ids=str)
@@ -351,7 +368,7 @@ def test_our_tables_are_innodb_whatever_the_servers_default_is(mariadb: Database
         assert (harness.totals(), harness.markers()) == ({}, [])
 
 
-class TestCalledMySQL(contract.ProjectorContract):
+class TestCalledMySQL(ProjectorContract):
     """`mysql+pymysql://` is what most URLs of MariaDB say."""
 
     note = "as mysql+..."
@@ -360,3 +377,349 @@ class TestCalledMySQL(contract.ProjectorContract):
     def subject(self, mariadb: Database) -> Subject:
         """By that name."""
         return Subject(mariadb.url().set(drivername="mysql+pymysql"))
+
+
+# Moments ---------------------------------------------------------------------------------------------------------
+
+BERLIN = ZoneInfo("Europe/Berlin")
+MOMENTS = [
+    datetime(2026, 1, 2, 3, 4, 5, 678901, tzinfo=timezone(timedelta(hours=5, minutes=30))),
+    datetime(2026, 1, 1, 21, 34, 5, 678902, tzinfo=UTC),
+    datetime(2026, 10, 25, 2, 30, tzinfo=BERLIN),  # this hour comes twice
+    datetime(2026, 10, 25, 2, 30, tzinfo=BERLIN, fold=1),
+    datetime(2026, 3, 29, 1, 59, 59, 999999, tzinfo=BERLIN),  # the next is left out
+    datetime(2026, 3, 29, 3, 0, tzinfo=BERLIN),
+]
+
+
+@pytest.fixture(params=[(driver, zone) for driver in MARIADB for zone in ("+05:00", "-11:00")], ids=str)
+def far_from_utc(request: pytest.FixtureRequest, mariadb: Database) -> Iterator[Harness]:
+    """Through each driver, on connections of another time zone."""
+    driver, zone = request.param
+    with Harness(subject(mariadb, driver, time_zone=zone)) as harness:
+        harness.create_tables()
+        yield harness
+
+
+def test_occurred_at_is_the_same_moment(far_from_utc: Harness) -> None:
+    """Given in any zone, it is kept in UTC to the microsecond; hours that daylight saving repeats stay two."""
+    dispatcher = far_from_utc.dispatcher()
+    for number, moment in enumerate(MOMENTS):
+        message = Message(f"m{number}", Added(), occurred_at=moment)
+        assert far_from_utc.run(dispatcher.deliver, message).outcome is Outcome.APPLIED
+    query = select(MARKER.c.occurred_at).order_by(MARKER.c.message_id)
+    stored = far_from_utc.transact(lambda session: list(session.scalars(query)))
+    assert [moment.replace(tzinfo=UTC) for moment in stored] == [moment.astimezone(UTC) for moment in MOMENTS]
+    assert len(set(stored)) == len(MOMENTS)
+
+
+def test_queries_take_moments_of_any_zone(far_from_utc: Harness) -> None:
+    """A driver drops the zone; the column's type does not let it come so far, in Core, ORM and literals."""
+
+    def body(session: Session) -> None:
+        for number, moment in enumerate(MOMENTS):
+            session.execute(insert(MARKER).values(message_id=f"m{number}", handler="h", occurred_at=moment))
+            same = moment.astimezone(timezone(timedelta(hours=-8)))
+            query = select(ProcessedMessage.message_id).where(ProcessedMessage.occurred_at == same)
+            assert session.scalars(query).all() == [f"m{number}"]
+            literally = str(query.compile(session.connection(), compile_kwargs={"literal_binds": True}))
+            assert session.connection().exec_driver_sql(literally).scalars().one() == f"m{number}".encode()
+        first = session.get_one(ProcessedMessage, ("m0", "h"))
+        first.occurred_at = MOMENTS[3]
+        session.flush()
+        session.expire(first)
+        assert first.occurred_at == MOMENTS[3].astimezone(UTC).replace(tzinfo=None)
+
+    far_from_utc.transact(body)
+
+
+def test_processed_at_is_utc_to_the_microsecond(far_from_utc: Harness) -> None:
+    """That of a claim and that of the column's default, by the database's clock."""
+    names = [f"m{number}" for number in range(10)]
+    far_from_utc.transact(lambda session: [claim(session, name, "h") for name in names])
+    far_from_utc.transact(lambda session: session.execute(insert(MARKER), {"message_id": "default", "handler": "h"}))
+    query = select(MARKER.c.processed_at)
+    moments = far_from_utc.transact(lambda session: list(session.scalars(query)))
+    now = far_from_utc.transact(lambda session: session.scalars(text("select utc_timestamp(6)")).one())
+    assert len(moments) == 11
+    assert all(timedelta(0) <= now - moment < timedelta(minutes=1) for moment in moments)
+    assert any(moment.microsecond % 1000 for moment in moments)
+
+
+@pytest.mark.parametrize("zone", ["+05:00", "-11:00", "SYSTEM"])
+def test_retention_counts_right_in_any_zone(mariadb: Database, zone: str) -> None:
+    """Neither a marker of this moment nor one of an hour ago is older than two, and one of three hours ago is."""
+    engine = create_engine(mariadb.url(), connect_args={"init_command": f"SET time_zone = '{zone}'"})
+    default_metadata.create_all(engine)
+    now = datetime.now(UTC)
+    with Session(engine) as session:
+        assert claim(session, "now", "h")
+        for hours in (1, 3):
+            at = now - timedelta(hours=hours)
+            session.execute(insert(MARKER).values(message_id=f"{hours} h", handler="h", processed_at=at))
+        session.commit()
+    assert cleanup(engine, retention_hours=2) == 1
+    with engine.connect() as connection:
+        assert set(connection.scalars(select(MARKER.c.message_id))) == {"now", "1 h"}
+    assert cleanup(engine, retention_hours=0.5) == 1
+    engine.dispose()
+
+
+# check ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(name="engine", params=[driver for driver in MARIADB if not driver.is_async], ids=str)
+def engine_fixture(request: pytest.FixtureRequest, mariadb: Database) -> Iterator[Engine]:
+    """The tables of `make_tables`, through each synchronous driver."""
+    engine = create_engine(mariadb.url(request.param.drivername))
+    default_metadata.create_all(engine)
+    yield engine
+    engine.dispose()
+
+
+def test_check_finds_nothing_in_our_tables(engine: Engine) -> None:
+    """Nothing at all, whatever database they were created in, and it leaves nothing behind."""
+    assert check(engine) == []
+    with engine.connect() as connection:
+        assert connection.scalar(select(func.count()).select_from(MARKER)) == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "problem", "remedy"),
+    [
+        (
+            "MODIFY message_id VARCHAR(512) COLLATE utf8mb4_general_ci NOT NULL",
+            "takes different message ids for one",
+            "make_tables",
+        ),
+        (
+            "MODIFY message_id VARCHAR(512) COLLATE utf8mb4_bin NOT NULL",
+            "takes different message ids for one",
+            "make_tables",
+        ),
+        ("MODIFY message_id VARBINARY(511) NOT NULL", r"message_id takes 511 characters or bytes, not 512", "cut"),
+        ("MODIFY handler VARBINARY(64) NOT NULL", r"handler takes 64 characters or bytes, not 255", "make_tables"),
+        ("ADD UNIQUE cut (message_id(511), handler)", "takes different message ids for one", "byte for byte"),
+        ("ADD tenant INT NOT NULL", "not the one this version expects", "make_tables"),
+        (
+            "MODIFY message_id VARBINARY(512) NOT NULL, ENGINE=Aria",
+            "storage engine Aria, which has no transactions.*ENGINE=InnoDB",
+            "make_tables",
+        ),
+        ("DROP PRIMARY KEY", r"has no unique index over \(message_id, handler\)", "a duplicate would be applied"),
+    ],
+)
+def test_check_finds_what_loses_messages(engine: Engine, change: str, problem: str, remedy: str) -> None:
+    """Fatal, with what is wrong and what mends it; `verify` raises it, so `cleanup` does not run either."""
+    with engine.begin() as connection:
+        connection.execute(text(f"ALTER TABLE processed_message {change}"))
+    (finding,) = check(engine)
+    assert finding.fatal
+    with pytest.raises(MissingTableError, match=problem) as failure:
+        verify(engine)
+    assert remedy in str(failure.value)
+    with pytest.raises(MissingTableError, match=problem):
+        cleanup(engine)
+    with engine.connect() as connection:
+        assert connection.scalar(text("SELECT count(*) FROM processed_message")) == 0
+
+
+def test_check_advises_an_index(engine: Engine) -> None:
+    """Without that on `processed_at` nothing is lost, but cleanup reads the whole table."""
+    with engine.begin() as connection:
+        connection.execute(text("DROP INDEX ix_processed_message_processed_at ON processed_message"))
+    (finding,) = check(engine)
+    assert (finding.problem, finding.fatal) == ("processed_message has no index on processed_at", False)
+
+
+# Messages that meet -----------------------------------------------------------------------------------------------
+
+ONE_OF_EACH_KIND = [driver for driver in MARIADB if driver.module in ("pymysql", "asyncmy")]
+PATIENT = RetryPolicy(attempts=100, within=PATIENCE)
+
+WAYS: dict[str, tuple[str | None, dict[str, Any]]] = {  # the dispatcher's isolation, what the projector declares
+    "by default": (None, {}),
+    "read_models": (None, {"read_models": [Total]}),
+    "REPEATABLE READ": ("REPEATABLE READ", {}),
+    "read_models at REPEATABLE READ": ("REPEATABLE READ", {"read_models": [Total]}),
+    "read_models at READ COMMITTED": ("READ COMMITTED", {"read_models": [Total]}),
+    "SERIALIZABLE": ("SERIALIZABLE", {}),
+    "read_models at SERIALIZABLE": ("SERIALIZABLE", {"read_models": [Total]}),
+}
+
+
+class Seen:
+    """The errors that the server sent, by number, and when each came."""
+
+    def __init__(self, harness: Harness) -> None:
+        self.numbers: Counter[int] = Counter()
+        self._came = threading.Condition()
+        event.listen(harness.engine, "handle_error", self._error)
+
+    def _error(self, context: Any) -> None:
+        with self._came:
+            self.numbers[context.original_exception.args[0]] += 1
+            self._came.notify_all()
+
+    def wait_for(self, number: int) -> None:
+        """Until there was one."""
+        with self._came:
+            assert self._came.wait_for(lambda: self.numbers[number], PATIENCE)
+
+
+@pytest.fixture(params=ONE_OF_EACH_KIND, ids=str)
+def of_each_kind(request: pytest.FixtureRequest, mariadb: Database) -> Iterator[Harness]:
+    """One synchronous driver, one asynchronous."""
+    with Harness(subject(mariadb, request.param)) as harness:
+        harness.create_tables()
+        yield harness
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("driver", ONE_OF_EACH_KIND, ids=str)
+def test_the_rollback_storm(mariadb: Database, driver: Driver, way: str) -> None:
+    """When the winner rolls back, several of those who wait get a deadlock (1213): one applies, the rest skip."""
+    isolation, settings = WAYS[way]
+    rivals = 6
+    with Harness(subject(mariadb, driver, isolation=isolation)) as harness:
+        harness.create_tables()
+        seen, gate, runs = Seen(harness), Gate(harness), []
+
+        def body(happened: Added, session: Session) -> None:
+            runs.append(happened)
+            add(happened, session)
+            session.flush()
+            if len(runs) == 1:
+                gate.stop()
+                raise Broken
+
+        dispatcher = harness.dispatcher(harness.handler(body, **settings), retry=PATIENT)
+        winner = harness.start(harness.deliver, dispatcher)
+        gate.arrival()
+        losers = [harness.start(harness.deliver, dispatcher) for _ in range(rivals)]
+        harness.waits(rivals)
+        gate.open()
+        assert isinstance(winner.exception(), Broken)
+        outcomes = Counter(loser.result().outcome for loser in losers)
+        assert outcomes == {Outcome.APPLIED: 1, Outcome.DUPLICATE: rivals - 1}
+        assert (harness.totals(), harness.markers()) == ({"a": 1}, [("m1", "totals")])
+        assert seen.numbers[1213] > 0, "this was no storm"
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("driver", ONE_OF_EACH_KIND, ids=str)
+def test_neighbouring_rows_are_both_created(mariadb: Database, driver: Driver, way: str) -> None:
+    """Both messages look for a row that is not there, in one gap, before either inserts; both count."""
+    isolation, settings = WAYS[way]
+    with Harness(subject(mariadb, driver, isolation=isolation)) as harness:
+        harness.create_tables()
+        harness.transact(lambda session: session.add_all([Total(key="a", amount=0), Total(key="z", amount=0)]))
+        gate = Gate(harness)
+
+        def body(happened: Added, session: Session) -> None:
+            assert session.get(Total, happened.keys[0]) is None
+            gate.stop()
+            session.add(Total(key=happened.keys[0], amount=happened.amount))
+
+        dispatcher = harness.dispatcher(harness.handler(body, **settings), retry=PATIENT)
+        keys = ("m1", "m2", "m3")
+        deliveries = []
+        for key in keys:
+            deliveries.append(delivery := harness.start(harness.deliver, dispatcher, Added((key,)), key))
+            gate.arrival(delivery.done)
+        gate.open()
+        assert [delivery.result().outcome for delivery in deliveries] == [Outcome.APPLIED] * len(keys)
+        assert harness.totals() == {"a": 0, "z": 0, "m1": 1, "m2": 1, "m3": 1}
+        assert harness.markers() == [(key, "totals") for key in keys]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("driver", MARIADB, ids=str)
+def test_the_servers_own_lock_timeout_is_no_duplicate(mariadb: Database, driver: Driver, fails: bool) -> None:
+    """1205 on a claim, after `innodb_lock_wait_timeout`, is retried until the winner's end says what is true."""
+    with Harness(subject(mariadb, driver, innodb_lock_wait_timeout=1)) as harness:
+        harness.create_tables()
+        seen, gate = Seen(harness), Gate(harness)
+
+        def body(happened: Added, session: Session) -> None:
+            add(happened, session)
+            session.flush()
+            gate.stop()
+            if fails and not seen.numbers[-1]:
+                seen.numbers[-1] += 1
+                raise Broken
+
+        dispatcher = harness.dispatcher(harness.handler(body), retry=PATIENT)
+        winner = harness.start(harness.deliver, dispatcher)
+        gate.arrival()
+        loser = harness.start(harness.deliver, dispatcher)
+        seen.wait_for(1205)
+        gate.open()
+        assert isinstance(winner.exception(), Broken) is fails
+        assert loser.result().outcome is (Outcome.APPLIED if fails else Outcome.DUPLICATE)
+        assert (harness.totals(), harness.markers()) == ({"a": 1}, [("m1", "totals")])
+
+
+@pytest.mark.parametrize("bound", [0.25, 2.5])
+@pytest.mark.parametrize("driver", MARIADB, ids=str)
+def test_claim_timeout_is_precise(mariadb: Database, driver: Driver, bound: float) -> None:
+    """It is ended by its own bound (1969), which knows milliseconds; the server's own for locks is 1 s here (1205)."""
+    with Harness(subject(mariadb, driver, innodb_lock_wait_timeout=1)) as harness:
+        harness.create_tables()
+        gate = Gate(harness)
+
+        def body(happened: Added, session: Session) -> None:
+            add(happened, session)
+            gate.stop()
+
+        handler = harness.handler(body)
+        winner = harness.start(harness.deliver, harness.dispatcher(handler))
+        gate.arrival()
+        hasty = harness.dispatcher(handler, claim_timeout=bound)
+        began = time.monotonic()
+        with pytest.raises(InProgress, match=f"{bound} s") as refused:
+            harness.deliver(hasty)
+        assert time.monotonic() - began >= bound
+        cause: Any = refused.value.__cause__
+        assert cause.orig.args[0] == 1969
+        gate.open()
+        assert winner.result().outcome is Outcome.APPLIED
+        assert harness.deliver(hasty).outcome is Outcome.DUPLICATE
+
+
+def test_claim_timeout_ends_with_the_claim(of_each_kind: Harness) -> None:
+    """What the handler runs may take longer, and the session's variables are as they were."""
+    variables = "select @@max_statement_time, @@innodb_lock_wait_timeout"
+    before = of_each_kind.transact(lambda session: tuple(session.execute(text(variables)).one()))
+    found: list[Any] = []
+
+    def body(happened: Added, session: Session) -> None:
+        found.append(tuple(session.execute(text(variables)).one()))
+        found.append(session.scalar(select(func.sleep(0.3))))
+        add(happened, session)
+
+    dispatcher = of_each_kind.dispatcher(of_each_kind.handler(body), claim_timeout=0.1)
+    assert of_each_kind.deliver(dispatcher).outcome is Outcome.APPLIED
+    assert found == [before, 0]
+
+
+def test_the_handlers_own_locks_wait_as_long_as_the_server_does(of_each_kind: Harness) -> None:
+    """A row that somebody holds for longer than `claim_timeout` is waited for: the bound is the claim's alone."""
+    of_each_kind.transact(lambda session: session.add(Total(key="a", amount=5)))
+    gate = Gate(of_each_kind)
+
+    def hold(session: Session) -> None:
+        session.get(Total, "a", with_for_update=True)
+        gate.stop()
+
+    holder = of_each_kind.start(of_each_kind.transact, hold)
+    gate.arrival()
+    dispatcher = of_each_kind.dispatcher(of_each_kind.handler(read_models=[Total]), claim_timeout=0.1)
+    delivery = of_each_kind.start(of_each_kind.deliver, dispatcher)
+    of_each_kind.waits()
+    time.sleep(0.3)  # not to win a race: for the bound to pass
+    assert not delivery.done()
+    gate.open()
+    holder.result()
+    assert delivery.result().outcome is Outcome.APPLIED
+    assert of_each_kind.totals() == {"a": 6}

@@ -11,6 +11,7 @@ from sqlalchemy import URL, Connection, Engine, create_engine, event, select, te
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_async_engine
 from sqlalchemy.orm import Session, make_transient_to_detached, scoped_session, sessionmaker
+from sqlalchemy.pool import Pool, SingletonThreadPool, StaticPool
 
 from databases import Database
 from projector_dedup import (
@@ -24,6 +25,7 @@ from projector_dedup import (
     TransactionViolatedError,
     UnitOfWork,
     UnsafeSessionError,
+    UnsupportedDatabaseError,
     claim,
     on,
     projector,
@@ -302,6 +304,18 @@ def test_a_handler_that_does_nothing_but_commit_below_is_found_out(harness: Harn
 
 async def _never(_event: Added, _session: AsyncSession) -> None:
     raise AssertionError("entered")
+
+
+@pytest.mark.parametrize("pool", [StaticPool, SingletonThreadPool])
+def test_a_connection_that_is_shared_is_refused_everywhere(database: Database, pool: type[Pool]) -> None:
+    """One session's COMMIT would commit another's marker, whoever claims."""
+    engine = create_engine(database.url(), poolclass=pool)
+    default_metadata.create_all(engine)
+    with pytest.raises(UnsupportedDatabaseError, match=pool.__name__):
+        Dispatcher(sessionmaker(engine), totals).deliver(Added(), message_id="m1")
+    with Session(engine) as session, pytest.raises(UnsupportedDatabaseError, match=pool.__name__):
+        claim(session, "m1", "totals")
+    engine.dispose()
 
 
 # PostgreSQL ------------------------------------------------------------------------------------------------------

@@ -18,11 +18,16 @@ from databases import DRIVERS, SERVERS, Database, Driver, each_driver, mariadb_d
 from private_mariadb import NotInstalledError, private_mariadb
 from projector_dedup import (
     CleanupInterruptedError,
+    Dispatcher,
+    Message,
     MissingTableError,
     Outcome,
     RetriesExhaustedError,
     RetryPolicy,
     UnitOfWork,
+    UnsafeSessionError,
+    on,
+    projector,
 )
 from projector_dedup.closing import connected
 from projector_dedup.dialects.postgresql import Psycopg
@@ -481,3 +486,60 @@ def test_whatever_the_pool_a_message_is_applied_once(rig_on: RigOn, driver: Driv
     outcomes = [rig.deliver(add, "m1").outcome for _ in range(3)]
     assert outcomes == [Outcome.APPLIED, Outcome.DUPLICATE, Outcome.DUPLICATE]
     assert rig.durable() == ONCE
+
+
+# A level that a listener sets, or is in the way of --------------------------------------------------------------------
+
+
+@each_driver("mariadb", is_async=False)
+def test_a_level_that_a_listener_sets_is_not_taken_for_the_servers(driver: Driver, rig_on: RigOn) -> None:
+    """READ COMMITTED set on connecting, after SQLAlchemy has asked for the level, would lose updates."""
+    rig = rig_on(driver)
+
+    @event.listens_for(rig.sync_engine, "connect")
+    def _set(dbapi_connection: Any, _record: object) -> None:
+        cursor = dbapi_connection.cursor()
+        cursor.execute("SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED")
+        cursor.close()
+
+    found: list[str] = []
+    rig.deliver(lambda session: found.append(session.execute(text("select @@tx_isolation")).scalar_one()))
+    assert found == ["REPEATABLE-READ"]
+
+
+@each_driver(*SERVERS, is_async=False)
+@pytest.mark.parametrize(
+    ("engine_level", "level", "sufficient"),
+    [
+        (None, "SERIALIZABLE", False),
+        ("READ COMMITTED", "REPEATABLE READ", False),
+        ("SERIALIZABLE", "REPEATABLE READ", True),
+        ("REPEATABLE READ", "REPEATABLE READ", True),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Connection is already established")
+def test_a_connection_that_a_listener_takes_before_its_level_is_set_is_refused(
+    driver: Driver, engine_level: str | None, level: str, sufficient: bool, rig_on: RigOn
+) -> None:
+    """Unless its level will do. SQLAlchemy only warns, and goes on at READ COMMITTED, say, which loses updates."""
+    rig = rig_on(driver, **({} if engine_level is None else {"isolation_level": engine_level}))
+    sessions = sessionmaker(rig.sync_engine)
+
+    @event.listens_for(sessions, "after_transaction_create")
+    def take(session: Session, transaction: Any) -> None:
+        if transaction.parent is None:
+            session.connection()
+
+    @projector(idempotent=True, name="totals")
+    @on("added")
+    def handler(_event: None, session: Session) -> None:
+        add(session)
+
+    dispatcher = Dispatcher(sessions, handler, isolation=level)
+    if sufficient:
+        assert dispatcher.deliver(Message("m-1", None, type="added")).outcome is Outcome.APPLIED
+    else:
+        with pytest.raises(UnsafeSessionError, match="after_begin"):
+            dispatcher.deliver(Message("m-1", None, type="added"))
+    assert rig.durable() == (ONCE if sufficient else NOTHING)
+    rig.assert_nothing_is_left()

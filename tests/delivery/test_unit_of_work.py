@@ -10,6 +10,7 @@ from sqlalchemy.orm import Session, sessionmaker
 
 from projector_dedup import (
     Dispatcher,
+    InProgress,
     Message,
     Outcome,
     TransactionViolatedError,
@@ -148,3 +149,15 @@ def test_a_delivery_leaves_nothing_to_the_garbage_collector(factory: sessionmake
         assert gc.collect() < 30
     finally:
         gc.enable()
+
+
+def test_nothing_commits_after_a_claim_that_was_in_progress(engine: Engine) -> None:
+    """Where a rival held the claim too long, there would be no marker."""
+    sessions = sessionmaker(tables_on(engine))
+    with UnitOfWork(sessions) as rival:
+        assert rival.claim("m1", "h")
+        with UnitOfWork(sessions, claim_timeout=0.1) as uow:
+            with pytest.raises(InProgress):
+                uow.claim("m1", "h")
+            with pytest.raises(UnsafeSessionError):
+                uow.commit()

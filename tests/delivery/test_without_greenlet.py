@@ -35,4 +35,4 @@ def test_the_synchronous_half_works_without_greenlet(tmp_path: object) -> None:
     assert run.stderr == ""
     outcomes, refusal = run.stdout.splitlines()
     assert outcomes == "applied duplicate"
-    assert "AsyncDispatcher with async_sessionmaker" in refusal
+    assert "AsyncDispatcher takes an async_sessionmaker" in refusal

@@ -3,19 +3,22 @@
 import contextlib
 import gc
 import threading
+import time
 from collections.abc import Callable
+from contextvars import Context
+from typing import Any
 
 import pytest
-from sqlalchemy import event, insert, literal_column, select, text, update
+from sqlalchemy import create_engine, event, insert, literal_column, select, text, update
 from sqlalchemy.dialects import mysql
 from sqlalchemy.exc import DBAPIError, IntegrityError, InvalidRequestError, ResourceClosedError
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
 from databases import SERVERS, Driver, each_driver, mariadb_connection, spread
 from misbehaviour import bad_flush, execute_raw, fail, swallow
-from projector_dedup import Defer, Outcome, TransactionViolatedError, UnsafeSessionError
+from projector_dedup import Defer, Outcome, RetriesExhaustedError, TransactionViolatedError, UnsafeSessionError
 from projector_dedup.guard import GuardedSession
-from rig import NOTHING, ONCE, Durable, Rig, add
+from rig import NOTHING, ONCE, Durable, Rig, Total, add
 
 RigOn = Callable[[Driver], Rig]
 
@@ -703,3 +706,86 @@ def test_a_sessionmaker_that_is_dropped_is_forgotten(driver: Driver, rig_on: Rig
     for number in range(20):
         rig.deliver(add, f"m-{number}")
     assert classes() <= before + 1
+
+
+# Errors of which the handler is not told -----------------------------------------------------------------------------
+
+
+@each_driver("mariadb")
+@pytest.mark.parametrize("swallows", [False, True])
+def test_an_error_that_a_driver_tells_nobody_cannot_happen(driver: Driver, swallows: bool, rig_on: RigOn) -> None:
+    """The second statement of one text may fail, or roll everything back, in silence: such texts are refused."""
+    rig = rig_on(driver)
+
+    def handler(session: Session) -> None:
+        add(session)
+        both = text("update total set amount = amount + 1; insert into total values ('a', 5)")
+        if swallows:
+            swallow(session.execute, both)
+        else:
+            session.execute(both)
+
+    if swallows:
+        assert rig.deliver(handler).outcome is Outcome.APPLIED
+        assert rig.durable() == ONCE
+    else:
+        with pytest.raises(UnsafeSessionError, match="one by one"):
+            rig.deliver(handler)
+        assert rig.durable() == NOTHING
+
+
+@each_driver("mariadb", is_async=False)
+def test_a_deadlock_while_a_result_is_streamed_is_not_forgotten(driver: Driver, rig_on: RigOn) -> None:
+    """The fetch rolls the transaction back and a rival applies the message: what is written then does not commit."""
+    rig, rival = rig_on(driver), rig_on(driver)
+    rig.outside.execute("insert into total values " + ", ".join(f"('r{n:04}', 0)" for n in range(2000)))
+    other = create_engine(rig.sync_engine.url)
+    failed: list[Exception] = []
+
+    def handler(session: Session) -> None:
+        if failed:
+            return
+        with other.connect() as connection:
+            # Much to roll back: of the two, the server will choose the other, whose fetch is told.
+            connection.execute(text("update total set amount = 7 where account > 'r1000'"))
+            stream = select(Total.account).where(Total.account > "r").order_by(Total.account).with_for_update()
+            blocked = threading.Thread(target=swallow, args=(_waits_for_all, connection, rig))
+            blocked.start()
+            result = session.execute(stream, execution_options={"stream_results": True, "yield_per": 1})
+            try:
+                result.all()
+            except Exception as error:  # noqa: BLE001  # the disease
+                failed.append(error)
+            blocked.join()
+            connection.rollback()
+        if failed:
+            Context().run(rival.deliver, add)  # as another worker: a handler may not deliver
+            session.execute(text("update total set amount = amount + 10 where account = 'a'"))
+
+    with pytest.raises(TransactionViolatedError):
+        rig.deliver(handler)
+    assert failed
+    assert rig.durable() == ONCE
+    other.dispose()
+
+
+def _waits_for_all(connection: Any, rig: Rig) -> None:
+    """Once somebody waits for what it holds."""
+    while not rig.outside.execute("select 1 from information_schema.innodb_trx where trx_state = 'LOCK WAIT'"):
+        time.sleep(0.15)  # the catalogue is a copy that is not made anew more often
+    connection.execute(text("update total set amount = 0 where account >= 'r' order by account desc"))
+
+
+@each_driver("mariadb")
+@pytest.mark.parametrize("number", [1206, 1213, 1020])
+def test_an_error_by_which_the_server_rolls_back_is_remembered(driver: Driver, number: int, rig_on: RigOn) -> None:
+    """A full lock table, 1206, too: swallowed, it is a reason to run the whole unit again, never `APPLIED`."""
+    rig = rig_on(driver)
+
+    def handler(session: Session) -> None:
+        add(session)
+        swallow(session.execute, text(f"signal sqlstate 'HY000' set mysql_errno = {number}, message_text = 'x'"))
+
+    with pytest.raises(RetriesExhaustedError):
+        rig.deliver(handler)
+    assert rig.durable() == NOTHING

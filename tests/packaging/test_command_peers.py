@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 from sqlalchemy import URL
 
-from command_peers import contenders, crashes, races
+from command_peers import __main__ as measuring
+from command_peers import contenders
+from command_peers.__main__ import Entry, crashes, rates
 from databases import Database
 from suite.servers import Server
 
@@ -45,31 +47,31 @@ def server(postgresql: Database) -> Iterator[Server]:
 
 @pytest.mark.parametrize(
     ("kind", "twice"),
-    [(contenders.Ours, 0), (contenders.AsyncOurs, 0), (AnswersInAFile, 3)],
-    ids=["commands", "async", "file"],
+    [(contenders.Ours, 0), (contenders.HttpOurs, 0), (AnswersInAFile, 3)],
+    ids=["commands", "http", "file"],
 )
 def test_what_is_done_twice_is_counted(
     server: Server, tmp_path: Path, kind: type[contenders.Contender], twice: int
 ) -> None:
     """A worker that dies between the two stores does its command again; ours has one store, and does not."""
-    entry = races.entered(kind, server)
+    entry = Entry.of(kind, server)
     vars(entry.contender)["folder"] = tmp_path
-    found = crashes.crashes(entry, None, 3)
+    found = crashes(entry, 3)
     assert (found.killed, found.twice, found.unanswered) == (3, twice, 0)
 
 
 def test_a_worker_that_was_not_killed_is_not_counted_as_killed(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever never commits is not killed after the commit, and whoever is never answered is told."""
-    monkeypatch.setattr(crashes, "_PATIENCE", 0)
-    found = crashes.crashes(races.entered(Stubborn, server), None, 1)
+    monkeypatch.setattr(measuring, "PATIENCE", 0)
+    found = crashes(Entry.of(Stubborn, server), 1)
     assert (found.killed, found.twice, found.unanswered) == (0, -1, 1)
 
 
 def test_no_library_does_again_what_is_asked_again(server: Server) -> None:
     """Totals are read from the rows, and held against the keys that were given."""
-    entries = [races.entered(kind, server) for kind in (contenders.Ours, contenders.Plain)]
-    found = races.rates(entries, None, rounds=3, each=20, known=90)
-    assert [len(rates) for rates in found.values()] == [3, 3]
+    entries = [Entry.of(kind, server) for kind in (contenders.Ours, contenders.Plain)]
+    found = rates(entries, rounds=3, each=20, known=90)
+    assert [len(each) for each in found] == [3, 3]
     ours, plain = (entry.total() for entry in entries)
     assert ours == "right"
     assert plain.startswith("+")

@@ -46,7 +46,9 @@ class Adapter:
     """The example that consumes such a queue."""
     drivername: ClassVar[str] = "postgresql+psycopg"
     options: ClassVar[Mapping[str, Any]] = {}
-    """Arguments of the consumer that have a message come again soon."""
+    """Arguments of the consumer."""
+    soon: ClassVar[Mapping[str, Any]] = {}
+    """Arguments with which the messages of a consumer that died come again soon."""
     is_awaited: ClassVar[bool] = False
     """True if it takes an ``AsyncDispatcher``."""
     few: ClassVar[Mapping[str, Any]] = {}
@@ -270,7 +272,7 @@ async def _serve(broker: Any, started: Started) -> None:
 class _OnNats(_Awaited):
     """A consumer of a stream of NATS JetStream."""
 
-    options: ClassVar[Mapping[str, Any]] = {"ack_wait": 1.5}
+    soon: ClassVar[Mapping[str, Any]] = {"ack_wait": 1.5}
 
     def __init__(self, database: Database, queue: JetStream) -> None:
         super().__init__(database)
@@ -313,7 +315,7 @@ class Nats(_OnNats):
 
     async def consume(self, dispatcher: AsyncDispatcher, started: Started, **options: Any) -> None:
         """Consume in this event loop."""
-        async with await nats.connect(self.queue.url) as connection:
+        async with await nats.connect(self.queue.url, reconnect_time_wait=0.1) as connection:
             await super().consume(dispatcher, started, connection=connection, **options)
 
 
@@ -341,14 +343,14 @@ class FastStreamNatsBatches(FastStreamNats):
     """NATS JetStream, by FastStream, many messages in one transaction."""
 
     program = "with_faststream_nats_batches.py"
-    options: ClassVar[Mapping[str, Any]] = {**FastStreamNats.options, "batch": 6}
+    options: ClassVar[Mapping[str, Any]] = {"batch": 6}
 
 
 class Redis(_Plain):
     """A stream of Redis."""
 
     program = "with_redis.py"
-    options: ClassVar[Mapping[str, Any]] = {"abandoned_after": 0.3}
+    soon: ClassVar[Mapping[str, Any]] = {"abandoned_after": 0.3}
 
     def __init__(self, database: Database, queue: RedisStream) -> None:
         super().__init__(database)

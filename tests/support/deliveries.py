@@ -19,7 +19,7 @@ from projector_dedup.commands import (
     command,
     default_command_tables,
 )
-from projector_dedup.reads import Reads
+from projector_dedup.read_models import Reads
 from projector_dedup.testing.kit import DECLARED, Added, Harness, Total, add
 
 ROWS = [f"row {number}" for number in range(10)]

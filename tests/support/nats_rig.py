@@ -13,6 +13,7 @@ from nats.js.errors import NotFoundError
 
 from brokers import broker
 from consumer_rig import Sent
+from nats_garbage import send
 from projector_dedup.integrations.nats import MESSAGE_ID, REJECTED_FOR, dead_stream, replay
 from reached import reached
 
@@ -49,9 +50,26 @@ class JetStream:
 
         self.ask(publish)
 
+    def post(self, body: bytes, **headers: str) -> None:
+        """Publish one message with any headers that nats-py takes."""
+        self.ask(lambda streams: streams.publish(self.subject, body, headers=headers or None))
+
+    def send(self, block: bytes, body: bytes, subject: str = "") -> None:
+        """Publish one message with its headers in octets."""
+
+        async def run() -> None:
+            async with await nats.connect(self.url) as connection:
+                await send(connection, (subject or self.subject).encode(), block, body)
+
+        asyncio.run(run())
+
+    def dead_messages(self) -> list[RawStreamMsg]:
+        """The dead letters, with their headers."""
+        return self.ask(self._letters)
+
     def dead(self) -> list[Sent]:
         """The dead letters, as they were sent."""
-        found = self.ask(self._letters)
+        found = self.dead_messages()
         return [Sent((each.headers or {}).get(MESSAGE_ID), each.data or b"") for each in found]
 
     async def _letters(self, streams: JetStreamContext) -> list[RawStreamMsg]:

@@ -431,8 +431,12 @@ SHARED: list[Step] = [
 ]
 """What a message of a shared session may do, so that nobody can tell that it is shared (docs/handlers.md)."""
 
-ORDERED = {"expression", "sets_code", "expire_all", "expunge_all", "refreshes"}
-"""Steps that notice whether a `get` has flushed a change: a unique value that moves, a change that is dropped."""
+ORDERED = {
+    *("expression", "sets_code", "expire_all", "expunge_all", "refreshes"),
+    *("sums_unflushed", "adds_to_Triggering"),
+}
+"""Steps that notice whether a `get` has flushed a change: a unique value that moves, a change that is dropped, a sum
+without autoflush, a trigger. A statement of Core may notice it too: one program of a hundred or two."""
 
 BY_STATEMENT: list[Step] = [by_text, by_core, by_bulk, by_upsert, by_driver]
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import multiprocessing
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, NamedTuple
+
+from sqlalchemy import make_url
 
 from .. import contenders as who
-from ..crew import Crew, Done
-from ..harness import ROWS, Bench, Quartiles, enter, progress
+from ..harness import ROWS, Bench, Entry, Item, Quartiles, enter, progress
 from ..results import Plot, Section, Table
 
 _WORKERS = (1, 2, 4, 8)
@@ -20,11 +26,24 @@ Cell = tuple[str, str, int]
 """Contender, read model, workers."""
 
 
+_WARM = 4  # messages that each worker delivers before the clock runs
+_barriers: dict[int, Any] = {}  # in a worker: where so many of them wait until all have connected
+
+
+class _Done(NamedTuple):
+    """What some workers did together."""
+
+    messages: int
+    seconds: float
+    raised: int
+    """Deliveries that raised, and came again as a broker would bring them."""
+
+
 @dataclass
 class _Found:
     """What became of the turns of one cell."""
 
-    turns: list[Done] = field(default_factory=list)
+    turns: list[_Done] = field(default_factory=list)
     found: int = 0
     expected: int = 0
 
@@ -49,7 +68,9 @@ def workers(bench: Bench) -> Section:
     everybody = who.on_engine("postgresql")
     names = [name for name in _WHO if name in everybody]
     cells = {(name, kind, count): _Found() for kind in _READ_MODELS for count in _WORKERS for name in names}
-    with Crew(max(_WORKERS)) as crew:
+    context = multiprocessing.get_context("spawn")
+    barriers = {count: context.Barrier(count) for count in _WORKERS}
+    with ProcessPoolExecutor(max(_WORKERS), context, _begin, (barriers,)) as processes:
         entries = {
             (name, kind): enter(bench.postgresql, everybody[name], kind, rows=rows, scattered=True)
             for name in names
@@ -61,7 +82,7 @@ def workers(bench: Bench) -> Section:
                 entry = entries[name, kind]
                 rate = cell.rates[-1] if cell.turns else 50 * count
                 expected, total = entry.stream.new, entry.place.total()
-                cell.turns.append(crew.deliver(entry, count, max(8, round(rate * 8 * bench.seconds / count))))
+                cell.turns.append(_deliver(processes, entry, count, max(8, round(rate * 8 * bench.seconds / count))))
                 cell.expected += entry.stream.new - expected
                 cell.found += entry.place.total() - total
     progress("")
@@ -96,6 +117,52 @@ def workers(bench: Bench) -> Section:
         axis = f"rate ÷ {who.BASE}, 1 worker"
         section.plots.append(Plot(f"workers-{rows}", f"Workers on {kind}", axis, [], lines, "workers"))
     return section
+
+
+def _deliver(processes: ProcessPoolExecutor, entry: Entry, count: int, each: int) -> _Done:
+    """Have ``each`` messages delivered by each of so many workers, who begin together."""
+    place = entry.place.by(entry.contender.drivers[entry.place.engine]).render_as_string(hide_password=False)
+    name, stream = entry.contender.name, entry.stream
+    running = [processes.submit(_work, name, place, stream.take(_WARM + each), count) for _ in range(count)]
+    began, ended, raised = zip(*(worker.result() for worker in running), strict=True)
+    return _Done(count * each, max(ended) - min(began), sum(raised))
+
+
+_mine = cache(who.on_engine)  # in a worker: everybody, made once
+
+
+def _begin(barriers: dict[int, Any]) -> None:
+    _mine("postgresql")  # takes seconds
+    _barriers.update(barriers)
+
+
+def _work(name: str, url: str, items: Sequence[Item], count: int) -> tuple[float, float, int]:
+    """Run in a worker: return when it began and ended, by the clock of the machine, and the deliveries that raised."""
+    contender = _mine("postgresql")[name]
+    contender.connect(make_url(url))
+    messages = [contender.messages([item]) for item in items]
+    _one_by_one(contender.deliver, messages[:_WARM])
+    _barriers[count].wait(60)
+    began = time.monotonic()
+    raised = _one_by_one(contender.deliver, messages[_WARM:])
+    ended = time.monotonic()
+    contender.disconnect()
+    return began, ended, raised
+
+
+def _one_by_one(deliver: Callable[[Any], None], messages: Sequence[Any]) -> int:
+    """Deliver messages; what raises is delivered again, until it does not. Return how often that was."""
+    raised = 0
+    for message in messages:
+        while True:
+            try:
+                deliver(message)
+                break
+            except Exception:  # as a consumer would: not acknowledged, so it comes again
+                raised += 1
+                if raised > 100 * len(messages):
+                    raise
+    return raised
 
 
 def _label(name: str, kind: str, count: int) -> str:
