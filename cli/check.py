@@ -78,7 +78,7 @@ def check(deployment: Deployment, alembic_config: Path | None, apps: tuple[str, 
         else:
             _print(findings)
             if not fatal:
-                say(f"{deployment}: {tables.marker.name} is ready.")
+                say(f"{deployment}: {tables.marker.name} is {coloured('ready', 'green')}.")
             say(after_check(findings, found, tables) + commands_beside(engine, tables))
     if fatal:
         raise Failed(f"{deployment} is not ready: {fatal} problem{'s' if fatal > 1 else ''}, see above")

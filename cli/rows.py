@@ -63,35 +63,18 @@ def _handler_option(words: str) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class _Wanted:
-    """The rows that a command is about: the markers of one message, or the records of one key in one scope.
-
-    Raises `click.UsageError` if no row could be found by them.
-    """
+    """The rows that a command is about: the markers of one message, or the records of one key in one scope."""
 
     deployment: Deployment
     given: str
     scope: str | None
     handler: str | None
-
-    def __post_init__(self) -> None:
-        if self.scope is not None and not self.deployment.of_commands:
-            raise click.UsageError("--scope is that of a key: say --commands, too")
-        try:
-            self.stored  # noqa: B018  # it raises
-        except RefusedError as error:
-            raise click.UsageError(str(error)) from None
+    stored: str  #: the id as the table has it
 
     def __str__(self) -> str:
         if not self.deployment.of_commands:
             return f"message {printable(self.given)}"
         return f"key {printable(self.given)}" + ("" if self.scope is None else f" in scope {printable(self.scope)}")
-
-    @property
-    def stored(self) -> str:
-        """The id as the table has it."""
-        if self.deployment.of_commands:
-            return RecordKey.of(self.given, self.scope).stored
-        return valid_message_id(self.given)
 
     def found(self, engine: Engine) -> Sequence[Marker]:
         """Return the rows of every handler."""
@@ -125,6 +108,17 @@ class _Wanted:
         )
 
 
+def _wanted(deployment: Deployment, given: str, scope: str | None, handler: str | None) -> _Wanted:
+    """Return what the arguments of a command ask for. Raises `click.UsageError` if no row could be found by them."""
+    if scope is not None and not deployment.of_commands:
+        raise click.UsageError("--scope is that of a key: say --commands, too")
+    try:
+        stored = RecordKey.of(given, scope).stored if deployment.of_commands else valid_message_id(given)
+    except RefusedError as error:
+        raise click.UsageError(str(error)) from None
+    return _Wanted(deployment, given, scope, handler, stored)
+
+
 @click.command(epilog=EXIT_CODES)
 @database_options
 @click.argument("message_id", metavar="ID")
@@ -148,7 +142,7 @@ def show(
     """
     if results and not deployment.of_commands:
         raise click.UsageError("--result is that of a command: say --commands, too")
-    wanted = _Wanted(deployment, message_id, scope, handler)
+    wanted = _wanted(deployment, message_id, scope, handler)
     with deployment.opened() as engine:
         found = wanted.chosen(engine)
     if as_json:
@@ -261,7 +255,7 @@ def forget(deployment: Deployment, message_id: str | None, handler: str | None, 
       idempotency forget req-abc --commands --operation shop.place --scope tenant-7
       idempotency forget --commands --scope tenant-7
     """
-    wanted = None if message_id is None else _Wanted(deployment, message_id, scope, handler)
+    wanted = None if message_id is None else _wanted(deployment, message_id, scope, handler)
     if wanted is None and (not deployment.of_commands or scope is None):
         raise click.UsageError("give the ID that is to be forgotten; or --commands and --scope, for all of a scope")
     if wanted is not None and deployment.of_commands and handler is None:

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from projector_dedup.cli.main import main
 from projector_dedup.cli.options import parse
 from projector_dedup.cli.output import without_secrets
-from sqlalchemy import URL, Engine, MetaData, create_engine, func, insert, select, text
+from sqlalchemy import URL, Engine, MetaData, create_engine, text
 
 import projector_dedup
 from command import idempotency
@@ -17,7 +17,6 @@ from databases import Database
 from marked import one_of_each_engine  # noqa: F401  # a fixture
 
 SECRET = "s3cret"
-DAY = 24
 
 
 def assert_failed_in_one_line(done: subprocess.CompletedProcess[str], *words: str) -> None:
@@ -140,29 +139,6 @@ def test_another_schema(postgresql: Database) -> None:
     url = postgresql.url().render_as_string(hide_password=False)
     assert idempotency("check", "--database-url", url, "--schema", "reading").returncode == 0
     assert idempotency("check", "--database-url", url).returncode == 1
-
-
-# cleanup ---------------------------------------------------------------------------------------------------------
-
-
-def test_cleanup_deletes_what_is_older_than_the_retention(engine: Engine, url: str) -> None:
-    """Markers older than `--retention-hours` go, in several batches, and the younger ones stay."""
-    marker = projector_dedup.ProcessedMessage.__table__  # type: ignore[attr-defined]  # mapped imperatively
-    now = {
-        "sqlite": "datetime('now', '-%d hours')",
-        "postgresql": "now() - interval '%d hours'",
-        "mariadb": "utc_timestamp(6) - interval %d hour",
-    }[engine.dialect.name]
-    with engine.begin() as connection:
-        for number in range(10):
-            age = 2 * DAY if number < 7 else 0
-            values = {"message_id": f"message-{number}", "handler": "totals.add", "processed_at": text(now % age)}
-            connection.execute(insert(marker).values(values))
-    done = idempotency("cleanup", "--database-url", url, "--retention-hours", str(DAY), "--batch-size", "3")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == "Deleted 7 markers older than 24 hours.\n"
-    with engine.connect() as connection:
-        assert connection.scalar(select(func.count()).select_from(marker)) == 3
 
 
 # Failures --------------------------------------------------------------------------------------------------------

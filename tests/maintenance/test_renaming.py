@@ -321,14 +321,6 @@ def test_the_command_fails_in_one_line(harness: Harness) -> None:
         assert len(failed.stderr.splitlines()) == 1
 
 
-def test_help_answers() -> None:
-    """An example, the exit codes, and what is dangerous."""
-    answer = CliRunner().invoke(main, ["rename", "--help"])
-    assert answer.exit_code == 0
-    for word in ("Example", "Exit codes:", "--dry-run", "rolled back"):
-        assert word in answer.output
-
-
 @pytest.mark.parametrize(
     "arguments", [(), (OLD,), (OLD, NEW, "--batch-size", "0"), (OLD, NEW, "--batch-size", "10001")]
 )

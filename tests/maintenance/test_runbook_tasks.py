@@ -5,18 +5,17 @@ import logging
 import re
 import subprocess
 import sys
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
 import pytest
-from sqlalchemy import Column, Engine, Integer, MetaData, Table, create_engine, func, insert, select, update
+from sqlalchemy import Column, Integer, MetaData, Table, create_engine, insert, select, update
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import Session, sessionmaker
 
 from databases import Database
-from marked import one_of_each_engine  # noqa: F401  # a fixture
+from marked import fill, left
 from projector_dedup import Dispatcher, Outcome, configure_sqlite, make_tables, on, projector
 
 ROOT = Path(__file__).parents[2]
@@ -39,26 +38,10 @@ def _block(section: str, language: str) -> str:
     return found[1]
 
 
-def _fill(engine: Engine, old: int, young: int) -> None:
-    metadata.create_all(engine)
-    now = datetime.now(UTC)
-    rows = [
-        {"message_id": str(number), "handler": "h", "processed_at": now - timedelta(hours=400 if number < old else 0)}
-        for number in range(old + young)
-    ]
-    with engine.begin() as connection:
-        connection.execute(insert(tables.marker), rows)
-
-
-def _left(engine: Engine) -> int:
-    with engine.connect() as connection:
-        return connection.scalar(select(func.count()).select_from(tables.marker)) or 0
-
-
 def test_the_line_of_the_crontab_works_as_cron_runs_it(database: Database, tmp_path: Path) -> None:
     """With cron's PATH and nothing else in the environment, the command alone deletes what is old."""
     engine = create_engine(database.url())
-    _fill(engine, old=5, young=2)
+    fill(engine, [400] * 5 + [0] * 2)
     fields = re.fullmatch(r"(?:[\d*]+ +){5}app +(.*)\n", _block("Prune from cron", "text"))
     assert fields is not None
     assert "%" not in fields[1]
@@ -75,7 +58,7 @@ def test_the_line_of_the_crontab_works_as_cron_runs_it(database: Database, tmp_p
     done = subprocess.run(cron, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout)["deleted"] == 5
-    assert _left(engine) == 2
+    assert len(left(engine)) == 2
     engine.dispose()
 
 
@@ -105,12 +88,12 @@ def _keep_pruned() -> Any:
 def test_a_worker_prunes_by_a_timer_of_its_own(database: Database, caplog: pytest.LogCaptureFixture) -> None:
     """A round that fails is logged, and the next one deletes what is old; the young markers stay."""
     engine = create_engine(database.url())
-    rounds = Rounds(lambda: None, lambda: _fill(engine, old=5, young=2))
+    rounds = Rounds(lambda: None, lambda: fill(engine, [400] * 5 + [0] * 2))
     with caplog.at_level(logging.ERROR, "worker"):
         _keep_pruned()(engine, rounds)
     (record,) = caplog.records
     assert "is missing" in str(record.exc_info and record.exc_info[1])
-    assert _left(engine) == 2
+    assert len(left(engine)) == 2
     engine.dispose()
 
 
