@@ -360,13 +360,10 @@ def _imported(config: Config) -> bool:
 
 
 def _named(config: Config) -> bool:
-    """True if one of the locations, as Alembic splits them, is our folder: by our package, or by its path.
-
-    True also for Alembic before 1.16, which splits them only when it imports what they lead to.
-    """
-    split = getattr(config, "get_version_locations_list", None)
+    """True if one of the locations, as Alembic splits them, is our folder: by our package, or by its path."""
     ours = _installed_versions()
-    return split is None or any(each == _LOCATION or Path(each).resolve() == ours for each in split())
+    locations = config.get_version_locations_list() or ()
+    return any(each == _LOCATION or Path(each).resolve() == ours for each in locations)
 
 
 def _installed_versions() -> Path:
