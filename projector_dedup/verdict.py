@@ -147,7 +147,7 @@ def _decided(error: BaseException) -> tuple[Answer, BaseException]:
             alone = outer is each  # and not the cause of an error, which then decides for all that it was raised from
             waiting += [(inner, inner if alone else outer, cause) for inner in reversed(each.exceptions)]
             continue
-        answer = _own_answer(each)
+        answer = _answer_without_cause(each)
         if answer.action is ACKNOWLEDGE and not (each is error and getattr(each, "done", False)):
             answer = unknown  # a handler, or an error around this one, has failed although the command was done
         if answer is unknown and cause is not None and id(cause) not in seen:
@@ -166,8 +166,8 @@ def _cause(error: BaseException) -> Exception | None:
     return cause if isinstance(cause, Exception) else None
 
 
-def _own_answer(error: BaseException) -> Answer:
-    """Return the answer to an error, whatever it was raised from."""
+def _answer_without_cause(error: BaseException) -> Answer:
+    """Return retry, reject or acknowledge for the error alone, without its ``__cause__``."""
     if isinstance(error, Exception) and (failure := failure_of(error)) is not None:
         return FAILURES[failure]
     for each in type(error).__mro__:
