@@ -184,7 +184,7 @@ def test_a_session_without_an_engine_is_refused(harness: Harness) -> None:
 def test_claim_works_in_a_scoped_session(harness: Harness) -> None:
     """The caller's live session is refused by the dispatcher, not by `claim`, which is made for it."""
     scoped = scoped_session(sessionmaker(harness.engine))
-    with pytest.raises(UnsafeSessionError, match="session_factory"):
+    with pytest.raises(UnsafeSessionError, match="scoped_session is no sessionmaker"):
         Dispatcher(scoped, totals)  # type: ignore[arg-type]
     assert claim(scoped(), "m1", "h")
     scoped.commit()
