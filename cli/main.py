@@ -36,7 +36,10 @@ class _Group(click.Group):
         except click.ClickException as error:
             text = io.StringIO()
             error.show(text)
-            said = text.getvalue() if isinstance(error, Failed) else without_secrets(text.getvalue())
+            is_ours = isinstance(
+                error, (Failed, click.exceptions.NoArgsIsHelpError)
+            )  # it quotes nothing that was given
+            said = text.getvalue() if is_ours else without_secrets(text.getvalue())
             click.echo(fitted(said, sys.stderr), nl=False, err=True)
             code = error.exit_code
         except click.Abort:

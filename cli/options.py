@@ -115,15 +115,13 @@ class Deployment:
             arguments["timeout"] = self.lock_timeout  # seconds to wait for a writer
         try:
             return create_engine(url, connect_args=arguments)
-        except NoSuchModuleError:
+        except (NoSuchModuleError, ImportError) as error:
+            if driver in _EXTRAS and isinstance(error, ImportError):
+                remedy = f"pip install 'projector-dedup[{_EXTRAS[driver]}]'"
+                raise Failed(f"the driver of {url.drivername} is not installed: {remedy}") from error
             raise Failed(
                 f"{url.drivername} is not a database this command knows; write the URL like {_EXAMPLE}"
             ) from None
-        except ImportError as error:
-            remedy = "pip install it, or name another in the URL"
-            if driver in _EXTRAS:
-                remedy = f"pip install 'projector-dedup[{_EXTRAS[driver]}]'"
-            raise Failed(f"the driver of {url.drivername} is not installed: {remedy}") from error
         except (ArgumentError, TypeError, ValueError) as error:
             raise Failed(f"the database URL {self.database} is not accepted: {reason(error)}") from error
 
@@ -154,8 +152,8 @@ def parse(text: str) -> URL:
         url = make_url(text.strip())
     except (ArgumentError, ValueError):  # their texts quote the URL, password and all
         raise Failed(f"the database URL cannot be read; write it like {_EXAMPLE}") from None
-    if "@" in (url.host or ""):
-        raise Failed("the database URL has more than one @; write the one in the password as %40")
+    if "@" in (url.host or "") or "@" in text.partition("?")[2]:
+        raise Failed("the database URL has more than one @; write the one in the password as %40, and a ? as %3F")
     if "@" in (url.database or "") and url.get_backend_name() != "sqlite":
         raise Failed("the database URL has a / before its @; write one in the user's name as %2F, and an @ as %40")
     if url.get_backend_name() in ("mysql", "mariadb") and not url.database:
@@ -182,6 +180,14 @@ def _is_lock_timeout(engine: Engine, error: Exception) -> bool:
     while found is not None and not isinstance(found, DBAPIError):
         found = found.__cause__
     return found is not None and dialect_of(engine).classify(found) is Failure.LOCK_TIMEOUT
+
+
+class _OneText(click.types.StringParamType):
+    """A text that may have blanks. An option that may be repeated would take them, in a variable, for separators."""
+
+    def split_envvar_value(self, rv: str) -> list[str]:
+        """Return the whole value of the variable."""
+        return [rv]
 
 
 def _only_one(_context: click.Context, _parameter: click.Parameter, given: tuple[str, ...]) -> str | None:
@@ -243,6 +249,7 @@ def database_options(command: Callable[..., Any]) -> Callable[..., Any]:
             envvar="PROJECTOR_DEDUP_DATABASE_URL",
             show_envvar=True,
             required=True,
+            type=_OneText(),
             multiple=True,
             callback=_only_one,
             help="The database of the read model, as SQLAlchemy writes it. Async drivers are replaced by their sync "

@@ -31,7 +31,7 @@ _IN_A_PIPE = 10_000  # columns: a row stays one line
 _INSISTING = 3  # signals after which the user is taken not to want to wait
 
 # A text of click, a driver or an application may hold a URL, and a URL may hold a password with any character in it.
-_SECRET = re.compile(r"\S*://.*|((?:password|passwd|passphrase)\s*[=:]).*", re.IGNORECASE)
+_SECRET = re.compile(r"\S*://.*|((?:password|passwd|passphrase)\s*[=:])(?!\s*(?:YES|NO)\)).*", re.IGNORECASE)
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
 

@@ -105,9 +105,13 @@ def _is_named_tuple(value: object) -> bool:
 
 
 def _name(kind: type[Any]) -> str:
-    """Return the name by which a class counts: without its module, so that a class can move."""
+    """Return the name by which a class counts: without its module, so that a class can move.
+
+    The name of a nested class begins with that of the outer class.
+    """
     generic: Any = getattr(kind, "__pydantic_generic_metadata__", {}).get("origin") or kind  # of Box[int] it is Box
-    name = vars(generic).get("__fingerprint_name__", generic.__name__)  # not inherited: subclasses are other types
+    qualified = generic.__qualname__.rpartition("<locals>.")[2]
+    name = vars(generic).get("__fingerprint_name__", qualified)  # not inherited: subclasses are other types
     return f"{name}{kind.__name__.removeprefix(generic.__name__)}"
 
 

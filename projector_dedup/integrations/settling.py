@@ -246,8 +246,9 @@ def _is_cancelled() -> bool:
 
 
 def _reason(error: BaseException) -> str:
+    """Return the error's class, text and notes: a note says what to do before the message is delivered again."""
     try:
-        text = str(error)
+        text = "; ".join([str(error), *getattr(error, "__notes__", ())])
     except Exception:  # noqa: BLE001  # somebody's own __str__ must not stop the consumer
         text = "(its text cannot be had)"
     return printable(f"{type(error).__name__}: {text}"[:MAX_REASON])

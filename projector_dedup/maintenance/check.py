@@ -10,7 +10,7 @@ import configparser
 import secrets
 import warnings
 from collections.abc import Iterator, Set
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from importlib.resources import files
 from os import PathLike
 from pathlib import Path
@@ -103,12 +103,15 @@ def _check_comparison(connection: Connection, tables: DedupTables) -> list[Findi
     dialect, remedy = dialect_of(connection), tables.mending(connection)
     handler = f"idempotency check {secrets.token_hex(8)}"  # of its own: two checks at once do not wait
     merges = Finding(
-        f"{full_name(tables.marker, connection)} takes different message ids for one",
+        f"{full_name(tables.marker, connection)} takes different message ids for one, or different handlers",
         "its columns must compare byte for byte, or messages are lost; " + remedy,
     )
     try:
-        new = [insert_marker(connection, dialect, tables, marker_key(each, handler)) for each in _LOOK_ALIKES]
+        keys = [marker_key(each, handler) for each in _LOOK_ALIKES]
+        keys += [marker_key(_LOOK_ALIKES[0], each) for each in (handler.upper(), handler + " ")]
+        new = [insert_marker(connection, dialect, tables, key) for key in keys]
         kept = not all(new) or _keeps(connection, dialect, tables, handler)
+        late = _is_late(connection, tables.marker, handler)
     except RefusedError as error:
         return [Finding(str(error), remedy)]
     except DBAPIError as error:
@@ -126,8 +129,22 @@ def _check_comparison(connection: Connection, tables: DedupTables) -> list[Findi
         connection.rollback()
     if not all(new):
         return [merges]
+    if late:
+        wrong = f"{full_name(tables.marker, connection)}.processed_at is not the time at which a row is inserted"
+        return [Finding(wrong, "cleanup would delete new rows; mend the default of the column; " + remedy)]
     problem = f"{full_name(tables.marker, connection)} does not give back a record as it was written"
     return [] if kept else [Finding(problem, "results would be cut or changed; " + remedy)]
+
+
+def _is_late(connection: Connection, marker: Table, handler: str) -> bool:
+    """True if a row that was just inserted has another time than the database's clock, by a minute or more."""
+    found: datetime | None = connection.scalar(
+        select(marker.c.processed_at).where(marker.c.handler == handler).limit(1)
+    )
+    if found is None:
+        return False
+    inserted = found.replace(tzinfo=UTC) if found.tzinfo is None else found
+    return abs(database_of(connection).now(connection) - inserted) > timedelta(minutes=1)
 
 
 def _keeps(connection: Connection, dialect: Dialect, tables: DedupTables, handler: str) -> bool:

@@ -101,6 +101,14 @@ def test_check_of_a_ready_database(url: str) -> None:
     assert "processed_message is ready" in done.stdout
 
 
+def test_the_variable_is_one_url_whatever_it_has(tmp_path: Path) -> None:
+    """Blanks do not separate two URLs."""
+    folder = tmp_path / "my data"
+    folder.mkdir()
+    done = idempotency("migrate", PROJECTOR_DEDUP_DATABASE_URL=f"sqlite:///{folder}/x.db")
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize(
     "command", [["check"], ["cleanup"], ["stats"], ["show", "x"], ["forget", "x", "--yes"]], ids=" ".join
 )
@@ -150,6 +158,7 @@ def test_another_schema(postgresql: Database) -> None:
         (f"postgresql://app:{SECRET}@127.0.0.1:1/orders", ["no connection", "app:***@127.0.0.1:1/orders"]),
         (f"postgresql://app:{SECRET}@127.0.0.1:port/orders", ["cannot be read", "postgresql+psycopg://"]),
         (f"postgresql://app:{SECRET}@1@127.0.0.1/orders", ["more than one @", "%40"]),
+        (f"postgresql://app:1@{SECRET}?x@127.0.0.1/orders", ["more than one @", "%3F"]),
         (f"postgresql://127.0.0.1:1/orders?password={SECRET}", ["no connection", "127.0.0.1:1/orders: "]),
         (f"postgresql://127.0.0.1:1/orders?pasword={SECRET}&sslmode=require", ["pasword"]),
         (f"mariadb://127.0.0.1:1/orders?pasword={SECRET}", ["pasword"]),
@@ -158,7 +167,7 @@ def test_another_schema(postgresql: Database) -> None:
         (f"no url at all {SECRET}", ["cannot be read"]),
         (f"nosuchdb://app:{SECRET}@127.0.0.1/orders", ["nosuchdb is not a database"]),
         (f"oracle+nosuchdriver://app:{SECRET}@127.0.0.1/orders", ["oracle+nosuchdriver is not a database"]),
-        (f"mssql+pymssql://app:{SECRET}@127.0.0.1/orders", ["driver of mssql+pymssql is not installed"]),
+        (f"mssql+pymssql://app:{SECRET}@127.0.0.1/orders", ["mssql+pymssql is not a database", "postgresql+psycopg"]),
         (f"mariadb://app:{SECRET}@127.0.0.1:1/orders", ["no connection", "app:***@127.0.0.1:1/orders: Can't connect"]),
         (f"mysql+asyncmy://app:{SECRET}@127.0.0.1:1/orders", ["no connection", "mysql+pymysql"]),
         (f"mariadb://app:{SECRET}@127.0.0.1", ["names no database", "mariadb+pymysql://"]),
@@ -169,6 +178,7 @@ def test_another_schema(postgresql: Database) -> None:
         "no-server",
         "port",
         "two-@",
+        "@-and-?",
         "password-parameter",
         "misspelt-parameter",
         "misspelt-parameter-mariadb",

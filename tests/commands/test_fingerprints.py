@@ -22,6 +22,26 @@ desk = desks(SQLITE)
 every_desk = desks(USUAL_ONES, "every_desk")
 
 
+class Orders:
+    """Its commands are nested."""
+
+    @dataclass
+    class Create:
+        """Of the same name as the other's."""
+
+        number: int
+
+
+class Refunds:
+    """Its commands are nested, too."""
+
+    @dataclass
+    class Create:
+        """Of the same name as the other's."""
+
+        number: int
+
+
 def test_another_command_under_the_same_key_is_refused(desk: Desk) -> None:
     """Nothing runs, and nothing of the record is told."""
     operation = desk.operation()
@@ -351,6 +371,7 @@ def test_equal_commands_have_equal_fingerprints(one: object, other: object) -> N
         (Charge(money=Money(1, "USD")), Charge()),
         (Charge(limits={"limit": True}), Charge()),
         (Box[int](inner=1), Box[str](inner="1")),
+        (Orders.Create(5), Refunds.Create(5)),
     ],
 )
 def test_different_commands_have_different_fingerprints(one: object, other: object) -> None:

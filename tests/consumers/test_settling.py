@@ -279,6 +279,16 @@ def test_a_batch_that_fails_without_a_word_of_whose_fault_is_delivered_one_by_on
     assert rig.applied == ({"UA": 200}, 2)
 
 
+@BATCH
+def test_what_a_note_of_an_error_says_to_do_is_in_the_reason(rig: Rig, batch: bool) -> None:
+    """Dead letters and logs are all that an operator has: markers to forget, of a batch whose handler committed."""
+    error = KeyError("carrier")
+    error.add_note("Forget these markers")
+    RULES["noted"] = raises(error)
+    (settled,) = rig.settle(paid(1, account="noted"), batch=batch)
+    assert settled.reason == "KeyError: 'carrier'; Forget these markers"
+
+
 def test_a_batch_whose_consumer_is_told_to_end_is_not_delivered_again(sqlite: Database) -> None:
     """Neither at once nor one by one: it ends while the first handler of the batch runs, which runs once."""
     rig = Rig(sqlite, asynchronous=True)

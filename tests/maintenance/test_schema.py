@@ -52,19 +52,28 @@ def test_check_says_what_is_wrong(engine: Engine, ddl: str, problem: str) -> Non
         verify(engine)
 
 
-def test_check_finds_a_collation_that_merges_ids(sqlite: Database) -> None:
-    """A table that takes "a" and "A" for one would lose messages: `check` tries it, and leaves nothing behind."""
+@pytest.mark.parametrize(
+    ("ids", "names", "default", "problem"),
+    [
+        ("TEXT COLLATE NOCASE", "TEXT", "CURRENT_TIMESTAMP", "takes different message ids for one"),
+        ("TEXT", "TEXT COLLATE NOCASE", "CURRENT_TIMESTAMP", "or different handlers"),
+        ("TEXT UNIQUE", "TEXT", "CURRENT_TIMESTAMP", "or different handlers"),
+        ("TEXT", "TEXT", "(datetime('now', '-3 days'))", "processed_at is not the time"),
+    ],
+)
+def test_check_tries_the_table_out(sqlite: Database, ids: str, names: str, default: str, problem: str) -> None:
+    """A table that takes "a" and "A" for one, or whose rows are old at once, would lose or double messages."""
     engine = create_engine(sqlite.url())
     with engine.begin() as connection:
         connection.execute(
             text(
-                "CREATE TABLE processed_message (message_id TEXT COLLATE NOCASE, handler TEXT, "
-                "processed_at TIMESTAMP DEFAULT CURRENT_TIMESTAMP, occurred_at TIMESTAMP, "
+                f"CREATE TABLE processed_message (message_id {ids}, handler {names}, "
+                f"processed_at TIMESTAMP DEFAULT {default}, occurred_at TIMESTAMP, "
                 "PRIMARY KEY (message_id, handler))"
             )
         )
         connection.execute(text("CREATE TABLE processed_message_state (key TEXT PRIMARY KEY, value TEXT)"))
-    assert any("takes different message ids for one" in finding.problem for finding in check(engine) if finding.fatal)
+    assert any(problem in finding.problem for finding in check(engine) if finding.fatal)
     with engine.connect() as connection:
         assert connection.scalar(text("SELECT count(*) FROM processed_message")) == 0
     engine.dispose()
