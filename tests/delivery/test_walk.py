@@ -1,34 +1,67 @@
 """How many files of the library one message enters: whoever wants to follow it has to open no more."""
 
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass
 
 import pytest
+from sqlalchemy import Engine, create_engine
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
 
 from databases import Database
-from projector_dedup.testing.kit import Added, Harness, Subject, Total
+from projector_dedup import Dispatcher, make_tables, on, projector
 from walk import files_entered
 
-BOTH = Added(("a", "b"))
 MOST = {"new message": 15, "new message, reads": 17}
 
 
+class Base(DeclarativeBase):
+    """A read model of its own: no other test has declared its entity in read_models, which listens to it for good."""
+
+
+class Walked(Base):
+    """A row."""
+
+    __tablename__ = "walked"
+
+    key: Mapped[str] = mapped_column(primary_key=True)
+    amount: Mapped[int]
+
+
+TABLES = make_tables(Base.metadata)
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Two rows change."""
+
+    keys: tuple[str, ...] = ("a", "b")
+
+
+def move(moved: Moved, session: Session) -> None:
+    """Add 1 to each row."""
+    for key in moved.keys:
+        session.get_one(Walked, key).amount += 1
+
+
 @pytest.fixture
-def harness(postgresql: Database) -> Iterator[Harness]:
+def engine(postgresql: Database) -> Iterator[Engine]:
     """PostgreSQL by psycopg."""
-    with Harness(Subject(postgresql.url("postgresql+psycopg"))) as harness:
-        harness.create_tables()
-        harness.transact(lambda session: session.add_all([Total(key=key, amount=0) for key in "ab"]))
-        yield harness
+    engine = create_engine(postgresql.url("postgresql+psycopg"))
+    Base.metadata.create_all(engine)
+    with Session(engine) as session, session.begin():
+        session.add_all([Walked(key=key, amount=0) for key in "ab"])
+    yield engine
+    engine.dispose()
 
 
 @pytest.mark.parametrize("way", MOST)
-def test_a_message_enters_few_files(harness: Harness, way: str) -> None:
+def test_a_message_enters_few_files(engine: Engine, way: str) -> None:
     """Counted on a warm dispatcher: what is found out once for an engine is not counted."""
-    settings: dict[str, Any] = {} if way.endswith("reads") else {"reads": None}
-    dispatcher = harness.dispatcher(harness.handler(**settings))
+    reads = {Walked: lambda moved: moved.keys} if way.endswith("reads") else None
+    handler = projector(idempotent=True, name="walked")(on(Moved, reads=reads)(move))
+    dispatcher = Dispatcher(sessionmaker(engine), handler, tables=TABLES)
     for number in range(3):
-        harness.deliver(dispatcher, BOTH, f"warm-{number}")
+        dispatcher.deliver(Moved(), message_id=f"warm-{number}")
     with files_entered() as entered:
-        harness.deliver(dispatcher, BOTH, "measured")
-    assert len(entered) <= MOST[way], " ".join(sorted(entered))
+        dispatcher.deliver(Moved(), message_id="measured")
+    assert 10 < len(entered) <= MOST[way], " ".join(sorted(entered))
