@@ -31,13 +31,13 @@ MAX_PROMISE = 1_560  # lines of those
 MAX_WITH_GUARD = 2_150  # and of ``guard``
 
 MAX_ROOMS = {  # lines of a package, and of the files at the root together
-    "root": 5_300,
-    "dialects": 2_500,
-    "commands": 1_700,
+    "root": 5_350,
+    "dialects": 2_550,
+    "commands": 1_750,
     "integrations": 3_700,
-    "maintenance": 2_400,
+    "maintenance": 2_450,
     "testing": 1_600,
-    "cli": 1_450,
+    "cli": 1_500,
     "migrations": 250,
 }
 MAX_FILES = 80  # of `projector_dedup`, without the command and the migrations
