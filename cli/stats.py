@@ -49,7 +49,7 @@ def show_stats(deployment: Deployment, retention_hours: float | None, as_json: b
 
 def _print(found: Stats, tables: DedupTables) -> None:
     state = found.state
-    cleaned = "-" if state.retention_hours is None else f", {state.retention_hours:g} hours kept"
+    cleaned = "-" if state.retention_hours is None else f", keeps {state.retention_hours:g} h"
     for name, value in (
         (f"{tables.noun}s", f"{found.markers:,}"),
         ("on disk", f"{size(found.bytes)}, indexes included"),

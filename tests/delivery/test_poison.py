@@ -22,6 +22,7 @@ from projector_dedup import (
     Outcome,
     RefusedError,
     UnitOfWork,
+    UnsafeSessionError,
 )
 from projector_dedup.tables import default_tables
 from projector_dedup.testing.kit import Added, Harness, Subject
@@ -239,6 +240,15 @@ def test_a_unit_of_work_refuses_what_is_no_moment(bad: Any, harness_on: Callable
         uow.claim("m", "totals", occurred_at=bad)
     with pytest.raises(InvalidMessageError, match="occurred_at"), UnitOfWork(harness.factory) as uow:
         uow.claim_many([("m1", None), ("m2", bad)], "totals")
+    assert harness.markers() == []
+
+
+@pytest.mark.parametrize("bad", ["m1", "ab", ("m1",)])
+def test_ids_without_a_moment_are_no_pairs(bad: Any, harness_on: Callable[[Driver], Harness]) -> None:
+    """Two letters are no pair either."""
+    harness = harness_on(DRIVERS[-2])
+    with pytest.raises(UnsafeSessionError, match="takes pairs"), UnitOfWork(harness.factory) as uow:
+        uow.claim_many([bad], "totals")
     assert harness.markers() == []
 
 

@@ -67,6 +67,7 @@ class CeleryQueue:
         """An application for a worker in this process."""
         app = celery.Celery("worker", broker=self.url, set_as_current=False)
         app.conf.update(
+            broker_connection_retry_on_startup=True,  # without it Celery 5.4 warns, which is an error here
             broker_transport_options={"confirm_publish": True},
             task_default_queue=self.queue,
             worker_hijack_root_logger=False,
