@@ -95,6 +95,12 @@ def any_expired(marker: Table, *, of_handler: bool) -> Select[Any]:
     return select(literal_column("1")).select_from(marker).where(is_expired(marker, of_handler=of_handler)).limit(1)
 
 
+def oldest_expired(marker: Any, *columns: ColumnElement[Any], of_handler: bool) -> Select[Any]:
+    """Return a SELECT of the ``columns`` of the oldest ``:batch_size`` expired rows of the table, or of its alias."""
+    expired = select(*columns).select_from(marker).where(is_expired(marker, of_handler=of_handler))
+    return expired.order_by(marker.c.processed_at).limit(bindparam("batch_size"))
+
+
 class Database:
     """Answers what maintenance asks of a database. The defaults suit a database of which only the dialect is known."""
 
@@ -120,8 +126,7 @@ class Database:
         Rows that others have locked are left to them, where the database can do that.
         """
         old = marker.alias()
-        keys = select(old.c.message_id, old.c.handler).where(is_expired(old, of_handler=of_handler))
-        batch = keys.order_by(old.c.processed_at).limit(bindparam("batch_size")).subquery("batch")
+        batch = oldest_expired(old, old.c.message_id, old.c.handler, of_handler=of_handler).subquery("batch")
         same = (batch.c.message_id == marker.c.message_id, batch.c.handler == marker.c.handler)
         return delete(marker).where(select(literal_column("1")).select_from(batch).where(*same).exists())
 
@@ -210,14 +215,7 @@ def picking(marker: Table, *, of_handler: bool) -> Delete:
 
     It finds them by physical address, which takes no second index lookup.
     """
-    oldest: Select[Any] = (
-        select(literal_column("ctid"))
-        .select_from(marker)
-        .where(is_expired(marker, of_handler=of_handler))
-        .order_by(marker.c.processed_at)
-        .limit(bindparam("batch_size"))
-        .with_for_update(skip_locked=True)
-    )
+    oldest = oldest_expired(marker, literal_column("ctid"), of_handler=of_handler).with_for_update(skip_locked=True)
     batch = func.any(func.array(oldest.scalar_subquery()))
     # An address is unique in one partition only: a row of another partition with this address may be young.
     return delete(marker).where(
@@ -360,14 +358,8 @@ class OnMariaDB(Database):
 
     def cleanup_statement(self, marker: Table, *, of_handler: bool = False) -> Executable:
         """Return a DELETE by a join: it locks only the rows it deletes, and skips rows that another cleaner locked."""
-        oldest: Select[Any] = (
-            select(*marker.primary_key)
-            .where(is_expired(marker, of_handler=of_handler))
-            .order_by(marker.c.processed_at)
-            .limit(bindparam("batch_size"))
-            .with_for_update(skip_locked=True)
-        )
-        batch = oldest.subquery("batch")
+        oldest = oldest_expired(marker, *marker.primary_key, of_handler=of_handler)
+        batch = oldest.with_for_update(skip_locked=True).subquery("batch")
         return _HastyDelete(marker).where(
             marker.c.message_id == batch.c.message_id,
             marker.c.handler == batch.c.handler,
@@ -493,13 +485,7 @@ class OnSQLite(Database):
 
     def cleanup_statement(self, marker: Table, *, of_handler: bool = False) -> Executable:
         """Return a DELETE of the oldest expired markers, by rowid."""
-        oldest: Select[Any] = (
-            select(literal_column("rowid"))
-            .select_from(marker)
-            .where(is_expired(marker, of_handler=of_handler))
-            .order_by(marker.c.processed_at)
-            .limit(bindparam("batch_size"))
-        )
+        oldest = oldest_expired(marker, literal_column("rowid"), of_handler=of_handler)
         return delete(marker).where(literal_column("rowid").in_(oldest))
 
     def findings(self, connection: Connection, marker: Table) -> list[Finding]:
