@@ -57,7 +57,7 @@ class Work(Protocol):
         """Log the outcome. Called only if the log level is INFO or below."""
 
     def log_retry(self, error: Exception, attempts: Attempts) -> None:
-        """Log a retry after ``error``."""
+        """Log a retry after ``error``, and note what is in doubt if a COMMIT got no answer."""
 
 
 def deliver(work: Work, factory: Any, options: UnitOptions, policy: RetryPolicy, waiting: Waiting) -> bool:
@@ -98,9 +98,8 @@ class Chunk:
         self.identity, self.marked = handler.identity, handler.idempotent
         self.messages = messages
         self.outcomes: list[Outcome] = []
-        self.at: int | None = (
-            None  # index of the message whose handler runs; None while no handler, or one for all messages, runs
-        )
+        #: index of the message whose handler runs; None while no handler, or one for all messages, runs
+        self.at: int | None = None
         self.connected = True
         self.claimed = False  # the database has answered the last claim
         self.in_doubt: set[int] = set()  # indexes of the messages that a COMMIT without an answer may have applied
@@ -116,6 +115,8 @@ class Chunk:
         """
         self.at, self.claimed, self._new = None, False, []
         self._new = self._claim(uow)
+        if self._new:
+            self.in_doubt = set()  # the claim was free: that COMMIT did not happen
         self.claimed = True
         self.outcomes = [Outcome.DUPLICATE] * len(self.messages)
         for index in self._new:
@@ -189,7 +190,7 @@ class Chunk:
             level = logging.INFO if duplicate else logging.DEBUG
             if not logger.isEnabledFor(level):  # escaping the texts below takes time for every message
                 continue
-            after_unknown = duplicate and attempts.unknown is not None and index in self.in_doubt
+            after_unknown = duplicate and index in self.in_doubt
             logger.log(
                 level,
                 "%s%s: message %s, handler %s",
@@ -201,7 +202,7 @@ class Chunk:
             )
 
     def log_retry(self, error: Exception, attempts: Attempts) -> None:
-        """Log a retry of the messages and its cause at INFO, and report it to the observer."""
+        """Log a retry of the messages and its cause at INFO, report it to the observer, and note what is in doubt."""
         if attempts.unknown is error:
             self.in_doubt = set(self._new)
         others = f" and {len(self.messages) - 1} more" if len(self.messages) > 1 else ""

@@ -164,11 +164,10 @@ class Watch:
 
     def settled(self, outcomes: Sequence[Outcome], in_doubt: Container[int]) -> None:
         """Report the outcome of each message. A COMMIT without an answer may have applied those ``in_doubt``."""
-        unknown = self._attempts is not None and self._attempts.unknown is not None
         for index, (message, outcome) in enumerate(zip(self._messages, outcomes, strict=True)):
             duplicate = outcome is Outcome.DUPLICATE
-            applied_here = duplicate and unknown and index in in_doubt
-            self._tell("duplicate" if duplicate else "applied", message, after_unknown_commit=applied_here)
+            after_unknown = duplicate and index in in_doubt
+            self._tell("duplicate" if duplicate else "applied", message, after_unknown_commit=after_unknown)
 
     def failed(self, error: Exception, messages: Sequence[Message] | None = None) -> None:
         """Tell that messages have failed for good: all, or those that are given."""

@@ -160,6 +160,7 @@ class Once:
         stored, names = asked.key.stored, asked.operation.names
         recall = recalling(asked.tables, stored, names)
         if uow.claim_key(marker_key(stored, self.identity), names[1:], recall=recall):
+            self.in_doubt = False  # the claim was free: that COMMIT did not happen
             return True
         self.record, self.replayed = recalled(recall.row, asked.fingerprint, asked.key, self.identity), True
         return False
@@ -193,13 +194,13 @@ class Once:
         """Log the outcome: at INFO if the command was handled before, else at DEBUG."""
         outcome, level = (Outcome.DUPLICATE, logging.INFO) if self.replayed else (Outcome.APPLIED, logging.DEBUG)
         if logger.isEnabledFor(level):
-            after_unknown = self.replayed and self.in_doubt and attempts.unknown is not None
+            after_unknown = self.replayed and self.in_doubt
             told = f"{outcome.value}{' (after_unknown_commit)' if after_unknown else ''}"
             extra = self._extra(outcome.value, attempts) | {"after_unknown_commit": after_unknown}
             logger.log(level, "%s: %s", told, self._told(), extra=extra)
 
     def log_retry(self, error: Exception, attempts: Attempts) -> None:
-        """Log at INFO that the command is tried again, and after which error."""
+        """Log at INFO that the command is tried again, and after which error; note whether its outcome is in doubt."""
         if attempts.unknown is error:
             self.in_doubt = self.record is not None
         extra = self._extra("retry", attempts)

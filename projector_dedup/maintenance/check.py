@@ -96,9 +96,10 @@ def _check_version(connection: Connection, tables: DedupTables) -> list[Finding]
 
 
 def _check_comparison(connection: Connection, tables: DedupTables) -> list[Finding]:
-    """Insert markers of ids that look alike, and roll them back: a table that takes two for one would lose messages.
+    """Insert markers of ids and handlers that look alike, and roll them back.
 
-    In a table of commands one of them becomes a whole record, which must be read back as it was written.
+    A table that takes two for one would lose messages. One that gives a row another time would lose young markers to a
+    cleanup. In a table of commands one of them becomes a whole record, which must be read back as it was written.
     """
     dialect, remedy = dialect_of(connection), tables.mending(connection)
     handler = f"idempotency check {secrets.token_hex(8)}"  # of its own: two checks at once do not wait
