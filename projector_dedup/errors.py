@@ -92,8 +92,15 @@ class Defer(ProjectorDedupError):
 class InProgress(ProjectorDedupError):
     """Another transaction held the claim longer than ``claim_timeout``; it may yet commit or roll back.
 
-    Do not acknowledge; let the broker redeliver.
+    Do not acknowledge; let the broker redeliver. ``retry_after`` (seconds) is given for an effect: its lease ends then.
     """
+
+    def __init__(self, message: str = "", retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+    def __reduce__(self) -> tuple[Any, ...]:  # an exception is made again from its args, which lack the seconds
+        return type(self), (*self.args, self.retry_after), vars(self)
 
 
 class OvertakenError(ProjectorDedupError):

@@ -185,6 +185,10 @@ class UnitOfWork:
             recall=recall,
         )
 
+    def claim_by(self, key: dict[str, Any], claims: Callable[[Connection, Dialect], bool]) -> bool:
+        """Claim a row by statements of the caller's; ``claims`` returns False if there is nothing to commit."""
+        return self._claim(key, lambda guard: claims(guard.connection, guard.dialect))
+
     def begin(self) -> None:
         """Open the transaction without a claim, for a handler that is not idempotent (invariant I9)."""
         self._watch(self._open(bind_of_session(self.session), None, one=False), new=True)

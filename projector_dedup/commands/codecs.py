@@ -14,7 +14,7 @@ from itertools import zip_longest
 from typing import Any, Generic, TypeVar
 from uuid import UUID
 
-from ..errors import HandlerDefinitionError
+from ..errors import HandlerDefinitionError, ProjectorDedupError
 from .errors import ResultError, ResultUnreadableError
 
 R = TypeVar("R")
@@ -144,6 +144,31 @@ def _refuse_renamed(stored: Any, read: Any, chosen: Any, once_more: Any) -> None
             )
         for name in stored.keys() & read.keys():
             _refuse_renamed(stored[name], read[name], found.get(name), once_more.get(name))
+
+
+def encoded(codec: Codec[Any], value: Any, max_bytes: int, whose: str) -> bytes:
+    """Return ``value`` as the codec stores it. Raise ``ResultError`` if it cannot be stored and read again."""
+    try:
+        stored = codec.dumps(value)
+        if not isinstance(stored, (bytes, bytearray, memoryview)):
+            raise ResultError(f"dumps of the codec {codec.name} returned {type(stored).__name__}, and not bytes")
+        data = bytes(stored)
+        read = codec.loads(data)  # also of a codec that is not exact: what nobody can read is not committed
+        same = not codec.exact or is_same(read, value)
+    except ProjectorDedupError as error:
+        raise ResultError(f"{whose}: {error}") from error
+    except Exception as error:
+        raise ResultError(
+            f"{whose} is {type(value).__name__}, which the codec {codec.name} cannot store and read again "
+            f"({type(error).__name__})"
+        ) from error
+    if not same:
+        raise ResultError(
+            f"{whose} is {type(value).__name__}, and the codec {codec.name} reads another value than it stored"
+        )
+    if len(data) > max_bytes:
+        raise ResultError(f"{whose} takes {len(data)} bytes, and {max_bytes} are allowed")
+    return data
 
 
 # Comparing ------------------------------------------------------------------------------------------------

@@ -168,7 +168,7 @@ class Operation(Generic[C, R]):
         self.names = (self.identity, *(name for name in settings.formerly if name != self.identity))
         self.is_method = _takes_an_object(self.identity, function)
         _check_default(self.identity, settings.default, asynchronous=self.asynchronous)
-        self.codec = settings.codec or (NO_RESULT if settings.default else _codec_of(self.identity, function))
+        self.codec = settings.codec or (NO_RESULT if settings.default else codec_of(self.identity, function))
         self.__name__ = function.__name__
         self.__doc__ = function.__doc__
 
@@ -347,7 +347,8 @@ def _takes_an_object(identity: str, function: Callable[..., Any]) -> bool:
     raise HandlerDefinitionError(f"{identity} is called with two arguments, (command, call), and takes {signature}")
 
 
-def _codec_of(identity: str, function: Callable[..., Any]) -> Codec[Any]:
+def codec_of(identity: str, function: Callable[..., Any]) -> Codec[Any]:
+    """Return the codec for what ``function`` returns, by its annotation. Raises ``HandlerDefinitionError``."""
     try:
         hints = typing.get_type_hints(function)
     except Exception as error:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from datetime import UTC
 from typing import Any
 
-from sqlalchemy import BindParameter, ColumnElement, DateTime, Dialect, LargeBinary, String, Text, func
+from sqlalchemy import BigInteger, BindParameter, ColumnElement, DateTime, Dialect, LargeBinary, String, Text, func
 from sqlalchemy.dialects import mysql
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.compiler import SQLCompiler
@@ -122,6 +122,28 @@ def _current_timestamp(_element: utc_now, _compiler: SQLCompiler, **_: Any) -> s
 @compiles(utc_now, "mysql", "mariadb")
 def _utc_timestamp(_element: utc_now, _compiler: SQLCompiler, **_: Any) -> str:
     return "(utc_timestamp(6))"  # CURRENT_TIMESTAMP would be in the time zone of the session
+
+
+class now_ms(FunctionElement[int]):  # noqa: N801  # as func.now() is
+    """Gives the time of the database's clock in milliseconds since 1970, not that of the transaction's beginning."""
+
+    type = BigInteger()
+    inherit_cache = True
+
+
+@compiles(now_ms, "postgresql")
+def _ms_of_postgresql(_element: now_ms, _compiler: SQLCompiler, **_: Any) -> str:
+    return "CAST(extract(epoch FROM clock_timestamp()) * 1000 AS BIGINT)"
+
+
+@compiles(now_ms, "mysql", "mariadb")
+def _ms_of_mariadb(_element: now_ms, _compiler: SQLCompiler, **_: Any) -> str:
+    return "(timestampdiff(MICROSECOND, '1970-01-01', utc_timestamp(6)) DIV 1000)"
+
+
+@compiles(now_ms, "sqlite")
+def _ms_of_sqlite(_element: now_ms, _compiler: SQLCompiler, **_: Any) -> str:
+    return "CAST(round((julianday('now') - 2440587.5) * 86400000) AS INTEGER)"
 
 
 TABLE_OPTIONS: dict[str, Any] = {

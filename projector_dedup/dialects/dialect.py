@@ -294,6 +294,16 @@ class Dialect(ABC):
         """Insert the markers of ``keys`` for ``claim_many``, all or none, in the order given."""
         connection.execute(self.claim_statement(marker, bounded="wait_ms" in keys[0]), keys)
 
+    def insert_new(self, connection: Connection, table: Table, values: Mapping[str, Any]) -> bool:
+        """Insert a row into a table of ours; return False if a row with its message id and handler is there."""
+        try:
+            connection.execute(table.insert().values(values))
+        except DBAPIError as error:
+            if self.classify(error) is Failure.UNIQUE:
+                return False
+            raise
+        return True
+
     def transaction_id(self, connection: Connection) -> str | None:
         """Return an id that no other transaction ever has.
 

@@ -139,6 +139,11 @@ class PostgreSQL(Dialect):
         statement = statement.on_conflict_do_nothing(index_elements=_CONFLICT).execution_options(preserve_rowcount=True)
         return statement if names == 1 else statement.returning(marker.c.handler)
 
+    def insert_new(self, connection: Connection, table: Table, values: Mapping[str, Any]) -> bool:
+        """Insert a row, and return False if its key is there: an error would abort the transaction."""
+        statement = insert(table).values(values).on_conflict_do_nothing(index_elements=_CONFLICT)
+        return insert_and_count(connection, statement.execution_options(preserve_rowcount=True), {}) == 1
+
     def claim(
         self, connection: Connection, statement: Executable, marker: Table, key: Mapping[str, Any], *, names: int = 1
     ) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sqlite3
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 from weakref import WeakSet, ref
@@ -22,7 +22,7 @@ from ..asyncio_names import AsyncEngine
 from ..errors import UnsafeSessionError, UnsupportedDatabaseError
 from ..transaction_text import Grammar
 from .claims import Key, Parameters, handler_parameters, inserting
-from .dialect import Dialect, Failure, Status, chosen_level
+from .dialect import Dialect, Failure, Status, chosen_level, insert_and_count
 from .listeners import listen_once
 
 _LATER = (  # a full disk, a file that may not be written or opened, or is corrupted, an interrupted statement
@@ -110,6 +110,11 @@ class SQLite(Dialect):
         return statement.on_conflict_do_nothing(index_elements=["message_id", "handler"]).execution_options(
             preserve_rowcount=True
         )
+
+    def insert_new(self, connection: Connection, table: Table, values: Mapping[str, Any]) -> bool:
+        """Insert a row, and return False if its key is there: an error would abort the transaction."""
+        statement = insert(table).values(values).on_conflict_do_nothing(index_elements=["message_id", "handler"])
+        return insert_and_count(connection, statement.execution_options(preserve_rowcount=True), {}) == 1
 
     def claim_many(self, connection: Connection, marker: Table, keys: Sequence[Parameters]) -> set[Key]:
         """Claim several markers by INSERTs that return the new ones, and return their keys."""

@@ -1,0 +1,88 @@
+"""``arm`` asks for an effect by a row in the caller's transaction; ``settle`` or ``run`` drives it after the COMMIT."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from sqlalchemy.orm import Session, scoped_session
+
+from ..asyncio_names import AsyncSession
+from ..commands.codecs import encoded
+from ..commands.errors import KeyReusedError
+from ..commands.fingerprint import digest
+from ..commands.record import RecordKey
+from ..dialects import dialect_of
+from ..errors import HandlerDefinitionError, OvertakenError, UnsafeSessionError
+from ..markers import bind_of_marker, raise_missing
+from ..message import printable
+from .definition import AsyncEffect, Effect, _Definition
+from .record import EffectTables, NewRow, default_effect_tables, new_token, read
+
+I = TypeVar("I")  # noqa: E741
+MAX_REQUEST_BYTES = 64 * 1024
+
+
+def arm(
+    session: Session,
+    effect: Effect[I, Any] | AsyncEffect[I, Any],
+    request: I,
+    *,
+    key: object,
+    scope: object = None,
+    tables: EffectTables = default_effect_tables,
+) -> None:
+    """Ask for the effect, in the transaction of ``session``: it is driven after the COMMIT, and never if it rolls back.
+
+    Nothing is sent here. ``key`` (a text or a UUID) says which effect it is: arming again with the same key and request
+    changes nothing. ``scope`` says whose key it is. ``request`` takes at most 64 KiB.
+
+    Raises ``KeyReusedError`` if the key was armed with another request, ``InvalidKeyError``, ``ResultError`` for a
+    request that cannot be stored, and ``MissingTableError``.
+    """
+    given: object = session
+    if isinstance(given, scoped_session):
+        session = given()
+    elif not isinstance(given, Session):
+        raise UnsafeSessionError(
+            f"arm() takes a Session, not {type(given).__name__}; with an AsyncSession: await aarm()"
+        )
+    new = new_row(effect, request, key, scope)
+    connection = session.connection(bind_arguments={"bind": bind_of_marker(session, tables)})
+    dialect, table = dialect_of(connection), tables.marker
+    with raise_missing(connection, dialect, tables):
+        if dialect.insert_new(connection, table, new.values(armed=True, token=new_token())):
+            return
+    found = read(connection, table, new.key.stored, new.identity)
+    if found is None:
+        raise OvertakenError("the row of the effect is not visible yet; run the transaction again")
+    refuse_other_request(found.fingerprint, new)
+
+
+async def aarm(
+    session: AsyncSession,
+    effect: Effect[I, Any] | AsyncEffect[I, Any],
+    request: I,
+    *,
+    key: object,
+    scope: object = None,
+    tables: EffectTables = default_effect_tables,
+) -> None:
+    """Ask for the effect, in the transaction of an ``AsyncSession``. See ``arm``."""
+    await session.run_sync(arm, effect, request, key=key, scope=scope, tables=tables)
+
+
+def new_row(effect: _Definition[Any, Any], request: object, key: object, scope: object) -> NewRow:
+    """Return the row for an effect with this request."""
+    if not isinstance(effect, _Definition):
+        raise HandlerDefinitionError(f"{effect!r} is no effect; give a function under @effect(...)")
+    data = encoded(effect.request_codec, request, MAX_REQUEST_BYTES, f"the request of {effect.identity}")
+    return NewRow(effect.identity, RecordKey.of(key, scope), data, digest(request))
+
+
+def refuse_other_request(fingerprint: bytes, new: NewRow) -> None:
+    """Raise ``KeyReusedError`` if the row with this ``fingerprint`` was made for another request."""
+    if fingerprint != new.fingerprint:
+        raise KeyReusedError(
+            f"the key {printable(new.key.key)[:80]} of {new.identity} was given to another request before; nothing was "
+            "sent. Give each effect a key of its own, and the same one again only with the same request"
+        )

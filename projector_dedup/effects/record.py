@@ -1,0 +1,324 @@
+"""Rows: the table of effects, and the statements that make, take, release and finish a row.
+
+Every change of a row says which token the row must have, and so does nothing if somebody else was faster. Taking a row
+gives it a new token. Times are milliseconds since 1970 of the database's clock (docs/adr/0041-effects.md).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+from uuid import uuid4
+
+from sqlalchemy import (
+    BigInteger,
+    Boolean,
+    Column,
+    Index,
+    Integer,
+    MetaData,
+    SmallInteger,
+    Table,
+    Text,
+    delete,
+    select,
+    update,
+)
+from sqlalchemy.engine import Connection
+
+from ..commands.operation import derived_id
+from ..commands.record import MAX_CODEC_BYTES, RESULT, RecordKey
+from ..dialects.columns import exact_bytes, exact_text, now_ms, utc_now
+from ..message import printable
+from ..tables import DedupTables, make_tables
+
+DEFAULT_NAME = "external_effect"
+DONE = RESULT  #: the outcomes of effects are numbered like those of commands
+ATTEMPT, ASKED, PERSON = "attempt", "ask", "person"  #: who has decided an outcome
+MAX_ERROR = 500  # characters of an error's text that are kept
+
+
+@dataclass(frozen=True, repr=False)
+class EffectTables(DedupTables):
+    """The table of effects and its state table, as ``make_effect_tables`` returns them.
+
+    A row's key is in the columns of a marker: ``handler`` is the name of the effect, ``message_id`` scope and key.
+    ``processed_at`` is NULL until the outcome is recorded.
+    """
+
+    maker: ClassVar[str] = "make_effect_tables"
+    default_name: ClassVar[str] = DEFAULT_NAME
+    option: ClassVar[str] = " --effects"
+    revisions: ClassVar[tuple[str, ...]] = ("projector_dedup_0003",)
+    noun: ClassVar[str] = "effect"
+    handler: ClassVar[str] = "effect"
+
+    @staticmethod
+    def make(metadata: MetaData, name: str, schema: str | None) -> EffectTables:
+        """Return tables of this kind, added to ``metadata``."""
+        return make_effect_tables(metadata, name, schema)
+
+
+def make_effect_tables(metadata: MetaData, name: str = DEFAULT_NAME, schema: str | None = None) -> EffectTables:
+    """Add the table of effects ``name`` and the state table ``<name>_state`` to the user's ``metadata``; return both.
+
+    Pass the result as ``tables=`` to ``Effects`` and ``arm`` where name or schema differ from the default.
+
+    Raises ``ValueError`` for an empty name or one of more than 43 bytes: longer names of its indexes would be cut.
+    """
+    tables = make_tables(metadata, name, schema)
+    finished = tables.marker.c.processed_at
+    finished.nullable, finished.server_default = True, None  # an unfinished row has no age, so it cannot be pruned
+    for column in (
+        Column("fingerprint", exact_bytes(), nullable=False),  # of the request
+        Column("request", exact_bytes(), nullable=False),
+        Column("provider_key", exact_text(36), nullable=False),
+        Column("armed", Boolean(), nullable=False),  # False: made by run(), and nobody asked for it to be driven
+        Column("armed_at", BigInteger(), nullable=False),
+        Column("attempt", Integer(), nullable=False),  # how many have begun
+        Column("token", exact_text(32), nullable=False),
+        Column("lease_until", BigInteger(), nullable=True),  # NULL: nobody is at work
+        Column("first_sent_at", BigInteger(), nullable=True),  # NULL: surely nothing was sent
+        Column("ended_at", BigInteger(), nullable=True),  # when the last attempt ended
+        Column("next_at", BigInteger(), nullable=True),  # when settle looks at it; NULL: never
+        Column("stopped_at", BigInteger(), nullable=True),  # when its policy ended: a person decides
+        Column("decision", Text(), nullable=True),  # of a person, as JSON, until it is recorded
+        Column("evidence_attempt", Integer(), nullable=True),
+        Column("evidence_outcome", SmallInteger(), nullable=True),
+        Column("evidence", exact_bytes(), nullable=True),  # what an attempt returned, and could not record
+        Column("error", Text(), nullable=True),  # of the last attempt or ask
+        Column("outcome", SmallInteger(), nullable=True),
+        Column("decided_by", exact_text(10), nullable=True),
+        Column("codec", exact_text(MAX_CODEC_BYTES), nullable=True),
+        Column("result", exact_bytes(), nullable=True),
+    ):
+        tables.marker.append_column(column)
+    Index(f"ix_{name}_next_at", tables.marker.c.next_at)
+    return EffectTables(tables.marker, tables.state)
+
+
+default_effect_tables = make_effect_tables(MetaData())
+
+
+@dataclass(frozen=True)
+class NewRow:
+    """What is known of an effect before it has a row."""
+
+    identity: str
+    key: RecordKey
+    request: bytes
+    fingerprint: bytes
+
+    def values(self, *, armed: bool, token: str, lease: int | None = None) -> dict[str, Any]:
+        """Return the values of the row: armed, or taken at once for an attempt of ``lease`` milliseconds."""
+        now = now_ms()
+        taken = {"attempt": 0, "next_at": now}
+        if lease is not None:
+            taken = {"attempt": 1, "lease_until": now + lease, "next_at": now + lease, "first_sent_at": now}
+        return {
+            "message_id": self.key.stored,
+            "handler": self.identity,
+            "fingerprint": self.fingerprint,
+            "request": self.request,
+            "provider_key": self.provider_key,
+            "armed": armed,
+            "armed_at": now,
+            "token": token,
+            **taken,
+        }
+
+    @property
+    def provider_key(self) -> str:
+        """The key for the provider. It is stored, so that a row keeps it when the effect is renamed."""
+        return str(derived_id("effect", self.key.scope or "", self.identity, self.key.key))
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A row as it was read, and the database's time then."""
+
+    message_id: str
+    handler: str
+    fingerprint: bytes
+    request: bytes
+    provider_key: str
+    armed: bool
+    armed_at: int
+    attempt: int
+    token: str
+    lease_until: int | None
+    first_sent_at: int | None
+    ended_at: int | None
+    decision: str | None
+    evidence_attempt: int | None
+    evidence_outcome: int | None
+    evidence: bytes | None
+    outcome: int | None
+    decided_by: str | None
+    result: bytes | None
+    now: int
+
+    @classmethod
+    def of_new(cls, new: NewRow, token: str) -> Seen:
+        """Return the row that was made for an attempt at once; its times are unknown, and count as 0."""
+        made: tuple[Any, ...] = (new.key.stored, new.identity, new.fingerprint, new.request, new.provider_key)
+        unknown: dict[str, Any] = dict.fromkeys(_SEEN[len(made) :])
+        return cls(*made, **unknown | {"armed": False, "armed_at": 0, "attempt": 1, "token": token, "now": 0})
+
+    @property
+    def last_ended_at(self) -> int:
+        """When the last attempt ended: that of a killed process ends with its lease."""
+        return self.ended_at or self.lease_until or self.armed_at
+
+
+_SEEN = tuple(name for name in Seen.__dataclass_fields__ if name != "now")
+
+
+def new_token() -> str:
+    """Return a token that no other change of any row has."""
+    return uuid4().hex
+
+
+def read(connection: Connection, table: Table, message_id: str, handler: str) -> Seen | None:
+    """Return the row of this key; None if there is none."""
+    found = connection.execute(_select(table).where(*_is(table, message_id, handler))).one_or_none()
+    return None if found is None else _seen(found)
+
+
+def due(connection: Connection, table: Table, names: list[str], until: int | None, limit: int) -> list[Seen]:
+    """Return the rows of these effects that are due, oldest first. They are not locked."""
+    until_then = now_ms() if until is None else until
+    wanted = table.c.handler.in_(names) & (table.c.next_at <= until_then)
+    rows = connection.execute(_select(table).where(wanted).order_by(table.c.next_at).limit(limit)).all()
+    return [_seen(row) for row in rows]
+
+
+def take(connection: Connection, table: Table, row: Seen, token: str, lease: int, *, latest: int | None) -> bool:
+    """Take the row for another attempt; return False if somebody was faster, or if it is later than ``latest``."""
+    now = now_ms()
+    conditions = [_is_as(table, row, row.token)]
+    if latest is not None:
+        conditions.append(now <= latest)
+    values = {
+        "attempt": row.attempt + 1,
+        "token": token,
+        "lease_until": now + lease,
+        "next_at": now + lease,
+        "first_sent_at": now if row.first_sent_at is None else row.first_sent_at,
+        "ended_at": None,
+    }
+    return _changed(connection, update(table).where(*conditions).values(values))
+
+
+def take_to_ask(connection: Connection, table: Table, row: Seen, token: str, lease: int) -> bool:
+    """Take the row to ask the provider: no attempt begins, and the end of the last one stays."""
+    now = now_ms()
+    values = {"token": token, "lease_until": now + lease, "next_at": now + lease, "ended_at": row.last_ended_at}
+    return _changed(connection, update(table).where(_is_as(table, row, row.token)).values(values))
+
+
+def release(
+    connection: Connection,
+    table: Table,
+    row: Seen,
+    held: str,
+    next_in: int | None,
+    *,
+    over: bool = False,
+    **values: Any,
+) -> bool:
+    """Give the row back without an outcome, with other ``values``; ``settle`` looks at it in ``next_in`` ms, or never.
+
+    ``held`` is the token that it must have. Does nothing if it was taken over, or has an outcome; or evidence, unless
+    ``over``.
+    """
+    conditions = [_is_as(table, row, held), table.c.outcome.is_(None)]
+    if not over:
+        conditions.append(table.c.evidence.is_(None))
+    next_at = None if next_in is None else now_ms() + next_in
+    given = {"lease_until": None, "next_at": next_at, **values}
+    return _changed(connection, update(table).where(*conditions).values(given))
+
+
+def remove(connection: Connection, table: Table, row: Seen, token: str) -> bool:
+    """Delete a row that ``run`` made, and of which nothing was sent: nobody asked for it to be driven."""
+    unfinished = (table.c.outcome.is_(None), table.c.evidence.is_(None), table.c.armed.is_(False))
+    return _changed(connection, delete(table).where(_is_as(table, row, token), *unfinished))
+
+
+def finish(
+    connection: Connection, table: Table, row: Seen, token: str, outcome: int, data: bytes, by: str, *, over: bool
+) -> bool:
+    """Record the outcome. ``over``: also over evidence. An outcome is never written again."""
+    conditions = [_is_as(table, row, token), table.c.outcome.is_(None)]
+    if not over:
+        conditions.append(table.c.evidence.is_(None))
+    values = {
+        "outcome": outcome,
+        "result": data,
+        "decided_by": by,
+        "processed_at": utc_now(),
+        "lease_until": None,
+        "next_at": None,
+        "stopped_at": None,
+        "error": None,
+    }
+    return _changed(connection, update(table).where(*conditions).values(values))
+
+
+def keep(
+    connection: Connection,
+    table: Table,
+    row: Seen,
+    token: str,
+    next_in: int,
+    outcome: int,
+    data: bytes,
+    attempt: int,
+    **values: Any,
+) -> bool:
+    """Keep what the ``attempt`` with this ``token`` was told, which could not be recorded."""
+    evidence: dict[str, Any] = {"evidence_outcome": outcome, "evidence": data, "evidence_attempt": attempt}
+    return release(connection, table, row, token, next_in, **evidence, **values)
+
+
+def keep_beside(
+    connection: Connection, table: Table, row: Seen, token: str, outcome: int, data: bytes, attempt: int
+) -> bool:
+    """Keep what an ``attempt`` was told after its row had been taken over; the first evidence stays."""
+    late = (*_is(table, row.message_id, row.handler), table.c.token != token, table.c.evidence.is_(None))
+    evidence = {"evidence_outcome": outcome, "evidence": data, "evidence_attempt": attempt}
+    return _changed(connection, update(table).where(*late).values(evidence))
+
+
+def shown(error: BaseException) -> str:
+    """Return the text of an error as it is stored: short, in printable characters. Never raises."""
+    try:
+        text = str(error)
+    except Exception:  # noqa: BLE001  # a __str__ of the user's
+        text = ""
+    return printable(f"{type(error).__name__}: {text[:MAX_ERROR]}")[:MAX_ERROR]
+
+
+def _seen(found: Any) -> Seen:
+    values = found._asdict()
+    for name in ("fingerprint", "request", "evidence", "result"):
+        values[name] = None if values[name] is None else bytes(values[name])
+    return Seen(**values)
+
+
+def _select(table: Table) -> Any:
+    return select(*(table.c[name] for name in _SEEN), now_ms().label("now"))
+
+
+def _is(table: Table, message_id: str, handler: str) -> tuple[Any, Any]:
+    return table.c.message_id == message_id, table.c.handler == handler
+
+
+def _is_as(table: Table, row: Seen, token: str) -> Any:
+    mine, name = _is(table, row.message_id, row.handler)
+    return mine & name & (table.c.token == token)
+
+
+def _changed(connection: Connection, statement: Any) -> bool:
+    return connection.execute(statement).rowcount == 1
