@@ -16,7 +16,14 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
 from databases import SERVERS, Driver, each_driver, mariadb_connection, spread
 from misbehaviour import bad_flush, execute_raw, fail, swallow
-from projector_dedup import Defer, Outcome, RetriesExhaustedError, TransactionViolatedError, UnsafeSessionError
+from projector_dedup import (
+    Defer,
+    Outcome,
+    RetriesExhaustedError,
+    RetryPolicy,
+    TransactionViolatedError,
+    UnsafeSessionError,
+)
 from projector_dedup.guard import GuardedSession
 from rig import NOTHING, ONCE, Durable, Rig, Total, add
 
@@ -787,5 +794,5 @@ def test_an_error_by_which_the_server_rolls_back_is_remembered(driver: Driver, n
         swallow(session.execute, text(f"signal sqlstate 'HY000' set mysql_errno = {number}, message_text = 'x'"))
 
     with pytest.raises(RetriesExhaustedError):
-        rig.deliver(handler)
+        rig.deliver(handler, retry=RetryPolicy(attempts=2, base=0))
     assert rig.durable() == NOTHING
