@@ -34,7 +34,7 @@ from projector_dedup import (
 from projector_dedup.maintenance.check import check, verify
 from projector_dedup.maintenance.cleanup import cleanup
 from projector_dedup.tables import default_metadata, default_tables
-from projector_dedup.testing.contract import LOOK_ALIKES, ClaimContract, OnceContract, ProjectorContract
+from projector_dedup.testing.contract import LOOK_ALIKES, ClaimContract, ConcurrencyContract, OnceContract
 from projector_dedup.testing.kit import PATIENCE, Added, Broken, Gate, Harness, Subject, Total, add
 
 MARIADB = [driver for driver in DRIVERS if driver.engine == "mariadb"]
@@ -373,7 +373,7 @@ def test_our_tables_are_innodb_whatever_the_servers_default_is(mariadb: Database
         assert (harness.totals(), harness.markers()) == ({}, [])
 
 
-class TestCalledMySQL(ProjectorContract):
+class TestCalledMySQL(ConcurrencyContract):
     """`mysql+pymysql://` is what most URLs of MariaDB say."""
 
     note = "as mysql+..."

@@ -24,7 +24,7 @@ from cut_proxy import Cut, CutProxy
 from databases import DRIVERS, USUAL_DRIVERS, Database, Driver
 from pgbouncer import UNNAMED, PgBouncer, recipe
 from projector_dedup import CommitOutcomeUnknown, Outcome, RetriesExhaustedError, RetryPolicy, UnsupportedDatabaseError
-from projector_dedup.testing.contract import ProjectorContract, Subject
+from projector_dedup.testing.contract import ConcurrencyContract, Subject
 from projector_dedup.testing.kit import Harness
 from projector_dedup.testing.races import LostUpdateContract
 from reach import reach
@@ -70,8 +70,8 @@ def behind(request: pytest.FixtureRequest, driver: Driver, pool_size: int) -> Su
     return Subject(bouncer.through(direct.url), engine_arguments=recipe(driver))
 
 
-class TestThroughPgBouncer(ProjectorContract):
-    """Everything, with more clients than server connections."""
+class TestThroughPgBouncer(ConcurrencyContract):
+    """All that meets, with more clients than server connections."""
 
     note = "PgBouncer"
 
