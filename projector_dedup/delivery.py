@@ -11,6 +11,9 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
+from sqlalchemy.exc import DBAPIError
+
+from .dialects import Failure
 from .errors import ProjectorDedupError
 from .handler import Handler
 from .markers import valid_key
@@ -18,12 +21,20 @@ from .message import Message, id_text, printable, valid_message_id
 from .observer import Observing, Watch
 from .options import RetryPolicy, UnitOptions
 from .outcome import Outcome
+from .read_models import warn_of_reads
 from .reentry import Handling
 from .retry import Attempts
 from .unit_of_work import UnitOfWork
 from .waiting import Waiting
 
 logger = logging.getLogger("projector_dedup")
+
+
+_RETRYABLE = (Failure.TRANSIENT, Failure.READ_ONLY, Failure.LOCK_TIMEOUT)
+
+
+class UnreadableError(Exception):
+    """Raised if the declared rows cannot be read. ``deliver`` then retries without reading them."""
 
 
 class Work(Protocol):
@@ -69,6 +80,8 @@ def deliver(work: Work, factory: Any, options: UnitOptions, policy: RetryPolicy,
             if logger.isEnabledFor(logging.INFO):
                 work.log_settled(attempts)
             return uow.durable
+        except UnreadableError:
+            continue  # not counted as an attempt: the work does not read these rows again
         except Exception as error:  # noqa: BLE001  # delay_after raises it, unless a retry is due
             work.connected = uow.dialect is not None
             if isinstance(error, ProjectorDedupError) and hasattr(error, "done"):
@@ -93,6 +106,7 @@ class Chunk:
         self.watch = None if observing is None else Watch(observing, handler, messages)
         self._handler = handler
         self._new: list[int] = []  # indexes of the new messages
+        self._reads = handler.on.reads  # None also if the declared rows cannot be read
 
     def claim(self, uow: UnitOfWork) -> bool:
         """Begin with the claim, if the handler is idempotent; return True if any message is new.
@@ -153,9 +167,21 @@ class Chunk:
         self.at = None
 
     def _read(self, uow: UnitOfWork, messages: Sequence[Message]) -> None:
-        """Read the rows that the handler declares, and keep them in the session."""
-        if (reads := self._handler.on.reads) is not None:
-            uow.read(reads, [each.body for each in messages], self.identity)
+        """Read the rows that the handler declares, and keep them in the session.
+
+        A wrong declaration must not make the message fail. So if the SELECT fails, ``UnreadableError`` makes
+        ``deliver`` retry without it. Transient errors are raised as they are, and retried as usual.
+        """
+        if self._reads is None:
+            return
+        try:
+            uow.read(self._reads, [each.body for each in messages], self.identity)
+        except Exception as error:
+            if isinstance(error, DBAPIError) and uow.dialect is not None and uow.dialect.classify(error) in _RETRYABLE:
+                raise
+            self._reads = None
+            warn_of_reads(printable(self.identity), f"reads={{...}} failed ({type(error).__name__})")
+            raise UnreadableError from error
 
     def log_settled(self, attempts: Attempts) -> None:
         """Log the outcome of each message: at INFO if it is a duplicate, else at DEBUG."""

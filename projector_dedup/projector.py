@@ -266,9 +266,9 @@ def on(
 
     ``session.get`` of a row that was read this way sends nothing, **and so it does not autoflush** the handler's
     earlier changes. Call ``session.flush()`` first if the database must have them, for example because a trigger
-    changes the row. The session keeps the rows until a statement is sent that is not a SELECT. A key that is None
-    declares no row. A delivery raises ``HandlerDefinitionError`` if the function fails, and the database's error if the
-    rows cannot be read. Raises ``HandlerDefinitionError`` for a wrong argument.
+    changes the row. The session keeps the rows until a statement is sent that is not a SELECT. If a declaration finds
+    no key, the library logs a warning once for each handler and ignores the declaration. Raises
+    ``HandlerDefinitionError`` for a wrong argument.
     """
     if not events or not all(isinstance(event, (type, str)) for event in events):
         raise HandlerDefinitionError("@on takes the events it handles: classes or names, as in @on(PaymentReceived)")

@@ -14,6 +14,7 @@ does not detect textual SQL, nor a value that a handler reads and writes back by
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from inspect import iscoroutinefunction
@@ -37,10 +38,14 @@ from sqlalchemy.sql.util import find_tables, surface_selectables_only
 
 from .errors import HandlerDefinitionError, UnlockedWriteError
 from .guard import GuardedSession
-from .message import by_path, printable
+from .message import by_path
+
+logger = logging.getLogger("projector_dedup")
 
 _LOCKED = "projector_dedup_locked_tables"
 _AT_ONCE = 500  # keys in one SELECT
+
+_warned: set[str] = set()
 
 
 # The declaration, @on(..., reads={...}) -------------------------------------------------------------------------------
@@ -71,12 +76,12 @@ class DeclaredReads:
         """The declared entities in the order of their names, whatever order the declaration has."""
         return self._finders.keys()
 
-    def keys_of(self, entity: type[Any], event: Any) -> Iterable[Key]:
-        """Return the keys of the rows of ``entity`` that the handler of ``event`` will ask for.
+    def keys_of(self, entity: type[Any], event: Any) -> list[Key]:
+        """Return the keys of the rows of ``entity`` that the handler of ``event`` will ask for, each once.
 
         A key can have any type, or be None. Raises what the event or the user's function raises.
         """
-        return self._finders[entity](event)
+        return list(dict.fromkeys(self._finders[entity](event)))
 
 
 def _finder(entity: Any, declared: object) -> Callable[[Any], Iterable[Key]]:
@@ -132,8 +137,7 @@ def read_ahead(session: Session, reads: DeclaredReads, events: Sequence[Any], ha
 
     As long as the caller keeps the result, the rows are in the session's identity map, and ``session.get`` sends
     nothing. A single key is left to the handler's own ``session.get``. Keys are read in sorted order, so that two
-    messages lock the same rows of an entity in the same order. Raises ``HandlerDefinitionError`` if the declaration
-    finds no keys in an event.
+    messages lock the same rows of an entity in the same order.
     """
     found: list[Any] = []
     for entity in reads.entities:
@@ -148,16 +152,24 @@ def read_ahead(session: Session, reads: DeclaredReads, events: Sequence[Any], ha
     return found
 
 
-def _keys(reads: DeclaredReads, entity: type[Any], events: Sequence[Any], handler: str) -> list[Key]:
-    """Return the keys, sorted, without those that have a None: no row has such a key."""
+def _keys(reads: DeclaredReads, entity: Any, events: Sequence[Any], handler: str) -> list[tuple[Any, ...]]:
+    """Return the keys, sorted. If the declaration is wrong, return none, and log a warning once for each handler."""
     try:
-        keys = {key for each in events for key in reads.keys_of(entity, each)}
-        return sorted(key for key in keys if None not in key)
-    except Exception as error:
-        raise HandlerDefinitionError(
-            f"{printable(handler)}: reads={{{entity.__name__}: ...}} finds no keys in the event "
-            f"({type(error).__name__}); correct the path or the function, or leave {entity.__name__} out of reads"
-        ) from error
+        keys = {key: None for each in events for key in reads.keys_of(entity, each)}
+        if not any(part is None for key in keys for part in key):
+            return sorted(keys)
+        what = "found None: correct the path, or give a function that returns [] without a row"
+    except Exception as error:  # noqa: BLE001  # raised by the event or the user's function; a wrong declaration is ignored
+        what = f"found no keys ({type(error).__name__})"
+    warn_of_reads(handler, f"reads={{{entity.__name__}: ...}} {what}")
+    return []
+
+
+def warn_of_reads(handler: str, what: str) -> None:
+    """Log once for each handler that its declaration is ignored, so that it sends a SELECT for each row."""
+    if handler not in _warned:
+        _warned.add(handler)
+        logger.warning("handler %s: %s; its rows are read when the handler asks for them", handler, what)
 
 
 # Rows that are locked -------------------------------------------------------------------------------------------------
