@@ -20,6 +20,8 @@ from celery_rig import TASK, CeleryQueue, celery_queue
 from consumer_rig import Broker, Sent, wait_for
 from databases import Database
 from kafka_cluster import KafkaCluster
+from kafka_garbage import garbage as kafka_garbage
+from kafka_garbage import produce
 from kafka_rig import Kafka
 from nats_garbage import garbage, send
 from nats_rig import DURABLE, JetStream, jet_stream
@@ -150,9 +152,9 @@ class _Plain(Adapter):
         """A consumer with a dispatcher of its own, which is not run."""
         return self.make(payments.dispatcher(self.engine), **options)
 
-    def run(self, started: Started, **options: Any) -> None:
-        """Consume in this thread."""
-        consumer = self.consumer(**options)
+    def run(self, started: Started, *, consumer: Any = None, **options: Any) -> None:
+        """Consume in this thread, by the given consumer if there is one."""
+        consumer = consumer or self.consumer(**options)
         started(consumer.stop)
         consumer.run()
 
@@ -382,6 +384,7 @@ class KafkaTopic(_Plain):
     """A topic of Kafka."""
 
     program = "with_kafka.py"
+    options: ClassVar[Mapping[str, Any]] = {"max_delay": 0.2}
 
     def __init__(self, database: Database, queue: Kafka) -> None:
         super().__init__(database)
@@ -395,6 +398,12 @@ class KafkaTopic(_Plain):
     def make(self, dispatcher: Any, **options: Any) -> kafka.Consumer:
         """Make a consumer."""
         return kafka.Consumer(self.queue.config, [self.queue.topic], dispatcher, **options)
+
+    def send_strange(self, topic: str = "") -> int:
+        """Publish headers, values and timestamps that no client writes."""
+        messages = list(kafka_garbage(seed=20130101, count=50))
+        produce(self.queue.config["bootstrap.servers"], topic or self.queue.topic, messages)
+        return len(messages)
 
 
 class Celery(Adapter):
