@@ -87,7 +87,6 @@ class Subject:
     dispatcher_isolation: str | None = None  #: Dispatcher(isolation=...)
     engine_arguments: Mapping[str, Any] = field(default_factory=dict)
     prepare: Callable[[Any], None] | None = None  #: called with the new engine, as configure_sqlite is
-    one_writer: bool = False  #: True if a database unknown to the library lets only one transaction write at a time
 
     @property
     def loses_updates(self) -> bool:
