@@ -10,12 +10,10 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import pydantic
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from command_rig import SQLITE, USUAL_ONES, Desk, Held, PlaceOrder, desks
 from projector_dedup.commands import Call, InvalidKeyError, KeyReusedError, fields
-from projector_dedup.commands.fingerprint import canonical, digest
+from projector_dedup.commands.fingerprint import digest
 from projector_dedup.testing.kit import PATIENCE
 
 desk = desks(SQLITE)
@@ -404,22 +402,3 @@ def test_what_cannot_be_compared_is_refused(value: object) -> None:
     """By an error of ours, for which a client is not told that the server is at fault."""
     with pytest.raises(InvalidKeyError):
         digest(value)
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
-    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
-    max_leaves=10,
-)
-
-
-@given(JSON, JSON)
-def test_fingerprints_are_equal_for_equal_values_only(one: Any, other: Any) -> None:
-    """By the canonical form, whose text is hashed."""
-    assert (digest(one) == digest(other)) == (repr(_sorted(canonical(one))) == repr(_sorted(canonical(other))))
-
-
-def _sorted(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _sorted(value[name]) for name in sorted(value)}
-    return [_sorted(each) for each in value] if isinstance(value, list) else value
