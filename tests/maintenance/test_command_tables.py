@@ -33,7 +33,7 @@ from projector_dedup.commands import (
     make_command_tables,
 )
 from projector_dedup.maintenance.check import advise, advise_records, verify
-from projector_dedup.maintenance.cleanup import count_expired, prune
+from projector_dedup.maintenance.cleanup import prune
 from projector_dedup.maintenance.rows import (
     count_scope,
     find_records,
@@ -249,7 +249,6 @@ def test_either_kind_is_told_from_the_other(engine: Engine) -> None:
     for refused in refusals:
         with pytest.raises(MissingTableError, match=r"of projectors, not of commands; .*leave out --commands"):
             refused()
-    assert count_expired(engine, tables=as_markers) == 0
     assert stats(engine, tables=as_markers).markers == 1
     with engine.begin() as connection:
         connection.execute(update(as_markers.marker).values(processed_at=text("'2020-01-01 00:00:00'")))
