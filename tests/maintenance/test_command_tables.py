@@ -41,7 +41,7 @@ from projector_dedup.maintenance.rows import (
     forget_scope,
     rename,
 )
-from projector_dedup.maintenance.schema import Migrated, ddl, migrate, planned
+from projector_dedup.maintenance.schema import Migrated, ddl, migrate
 from projector_dedup.maintenance.stats import stats
 from projector_dedup.tables import default_tables
 
@@ -96,7 +96,6 @@ def test_tables_of_projectors_at_a_later_revision_are_up_to_date(engine: Engine)
     """`alembic upgrade head` in a checkout leads them past their own last revision."""
     migrate(engine)
     run_script(engine, "UPDATE processed_message_alembic_version SET version_num = 'projector_dedup_0002'")
-    assert planned(engine) == ""
     assert migrate(engine) == Migrated(before=1, after=1)
 
 
