@@ -42,7 +42,7 @@ def check(deployment: Deployment, apps: tuple[str, ...], as_json: bool) -> None:
 
     If not, it says what mends them. They are compared with what this version of projector-dedup needs; then storage
     settings, replication, pruning, the declared horizon and, with --app, the handlers are looked at; with --commands,
-    the newest records. Nothing is changed. Advice and notes alone leave the exit code 0.
+    the newest records. Nothing is changed. Advice alone leaves the exit code 0.
 
     \b
     Examples:
@@ -76,9 +76,7 @@ def check(deployment: Deployment, apps: tuple[str, ...], as_json: bool) -> None:
 
 def _print(findings: list[Finding]) -> None:
     for finding in findings:
-        kind, colour = ("note", "cyan") if finding.informs else ("advice", "yellow")
-        if finding.fatal:
-            kind, colour = "problem", "red"
+        kind, colour = ("problem", "red") if finding.fatal else ("advice", "yellow")
         told = fitted(f"{kind}: {finding.problem}", sys.stdout, "  ")
         click.echo(coloured(kind, colour) + told.removeprefix(kind))
         say(f"    {finding.remedy}", "    ")
@@ -91,7 +89,7 @@ def after_check(findings: Sequence[Finding], found: Ages | None, tables: DedupTa
     """Return what to do after a check; ``found`` is None where the tables are not right."""
     if found is None:
         return "Next: solve what is called a problem above, then run this again."
-    if not all(finding.informs for finding in findings):
+    if findings:
         return "Next: follow the advice above; deliveries may go on meanwhile."
     return _for_cleanup(found, tables) or "Next: nothing. Run this after each deploy, and alert on exit code 1."
 
