@@ -15,7 +15,7 @@ from sqlalchemy import Engine, inspect
 
 from projector_dedup import AsyncDispatcher, DedupTables, Dispatcher
 from projector_dedup.commands import CommandTables
-from projector_dedup.maintenance.check import advise, advise_records, check_installed_revisions
+from projector_dedup.maintenance.check import advise, check_installed_revisions
 from projector_dedup.maintenance.check import check as findings_of
 from projector_dedup.maintenance.databases import Finding
 from projector_dedup.maintenance.stats import Ages, ages, handlers_of
@@ -41,8 +41,8 @@ def check(deployment: Deployment, apps: tuple[str, ...], as_json: bool) -> None:
     """Tell whether the tables are right and looked after.
 
     If not, it says what mends them. They are compared with what this version of projector-dedup needs; then storage
-    settings, replication, pruning, the declared horizon and, with --app, the handlers are looked at; with --commands,
-    the newest records. Nothing is changed. Advice alone leaves the exit code 0.
+    settings, replication, pruning, the declared horizon and, with --app, the handlers are looked at. Nothing is
+    changed. Advice alone leaves the exit code 0.
 
     \b
     Examples:
@@ -61,7 +61,6 @@ def check(deployment: Deployment, apps: tuple[str, ...], as_json: bool) -> None:
             found = ages(engine, tables=tables)
             unknown = handlers_of(engine, tables=tables) - identities if apps else frozenset()
             findings += advise(found, unknown, tables=tables)
-            findings += advise_records(engine, tables) if isinstance(tables, CommandTables) else []
         if as_json:
             answer = {"ready": not fatal, "findings": [asdict(finding) for finding in findings]}
             print_json({**deployment.place, **answer})

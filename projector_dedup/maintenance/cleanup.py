@@ -119,7 +119,7 @@ def prune(
     """
     _check_bounds(retention_hours, batch_size, max_batches, time_budget, pause)
     handler = None if handler is None else valid_handler(handler)
-    verify(engine, tables, any_kind=True)
+    verify(engine, tables)
     dialect = dialect_of(engine)
     dialect.prepare(engine)
     if not force:

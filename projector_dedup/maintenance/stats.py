@@ -68,7 +68,7 @@ def stats(engine: Engine, *, tables: DedupTables = default_tables, retention_hou
     """
     marker = tables.marker
     with connected_to(engine, tables) as connection:
-        refuse_other_kind(connection, tables, any_kind=True)
+        refuse_other_kind(connection, tables)
         found = _ages(connection, tables, retention_hours)
         expires = found.at - timedelta(hours=found.retention_hours)
         at = marker.c.processed_at
