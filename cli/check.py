@@ -6,8 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from importlib import import_module
-from operator import attrgetter
+from pkgutil import resolve_name
 from typing import Any
 
 import click
@@ -125,41 +124,26 @@ def _for_cleanup(found: Ages, tables: DedupTables) -> str | None:
 def _identities_of(places: tuple[str, ...]) -> frozenset[str]:
     """Import the dispatchers and return the identities of all their handlers.
 
-    Puts the current folder on ``sys.path``. Raises `click.BadParameter` for a place that is not ``module:name``, and
-    `Failed` if it cannot be imported, or is no dispatcher.
+    Puts the current folder on ``sys.path``. Raises `Failed` for a place that cannot be imported, or is no dispatcher.
     """
-    for place in places:
-        module, _, name = place.partition(":")
-        if not all(part.isidentifier() for part in [*module.split("."), *name.split(".")]):
-            raise click.BadParameter(f"{place!r} is not MODULE:DISPATCHER, such as {_EXAMPLE}", param_hint="--app")
     if places and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as `python -m` does, and the script of an installed command does not
     return frozenset().union(*(_dispatcher(place).identities for place in places))
 
 
 def _dispatcher(place: str) -> Dispatcher | AsyncDispatcher:
-    module, _, name = place.partition(":")
-    doing = "to import it"
     try:
-        imported = import_module(module)
-        doing = "to find it"
-        found: Any = attrgetter(name)(imported)
-        doing = "to call it"
+        found: Any = resolve_name(place)
         if callable(found) and not isinstance(found, (Dispatcher, AsyncDispatcher)):
             found = found()
     except Exception as error:  # whatever the user's module does
-        if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
-            raise Failed(
-                f"--app {place}: there is no module {error.name}; run the command where the application is imported "
-                "from, with the application's own Python"
-            ) from error
         raise Failed(
-            f"--app {place}: {doing} failed with {type(error).__name__}: {reason(error)} (--debug shows where)"
+            f"--app {place} cannot be had: {type(error).__name__}: {reason(error)}; write it like {_EXAMPLE}, and run "
+            "the command where the application is imported from, with its own Python (--debug shows where it failed)"
         ) from error
     if not isinstance(found, (Dispatcher, AsyncDispatcher)):
-        kind = type(found).__name__
         raise Failed(
-            f"--app {place} is {'an' if kind[0] in 'AEIOUaeiou' else 'a'} {kind}; name a Dispatcher, an "
-            "AsyncDispatcher, or a function without arguments that returns one"
+            f"--app {place} is of type {type(found).__name__}; name a Dispatcher, an AsyncDispatcher, or a function "
+            "without arguments that returns one"
         )
     return found

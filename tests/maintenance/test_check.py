@@ -237,13 +237,14 @@ def test_check_asks_the_application(place: str, app: str, engine: Engine) -> Non
 @pytest.mark.parametrize(
     ("place", "words"),
     [
-        ("shop.nothing:dispatcher", ["there is no module shop.nothing", "the application's own Python"]),
-        ("nothing.at.all:dispatcher", ["there is no module nothing"]),
-        ("shop.broken:dispatcher", ["to import it failed", "no_such_dependency"]),
-        ("shop.consumer:dispatchr", ["to find it failed", "dispatchr"]),
-        ("shop.consumer:number", ["is an int", "Dispatcher"]),
-        ("shop.consumer:fails", ["to call it failed", "RuntimeError: no settings"]),
-        ("shop.consumer:needs", ["to call it failed", "settings"]),
+        ("shop.nothing:dispatcher", ["No module named 'shop.nothing'", "with its own Python"]),
+        ("shop.broken:dispatcher", ["no_such_dependency"]),
+        ("shop.consumer:dispatchr", ["AttributeError", "dispatchr"]),
+        ("shop.consumer:number", ["is of type int", "Dispatcher"]),
+        ("shop.consumer", ["is of type module", "Dispatcher"]),
+        ("shop.consumer:dispatcher.x y", ["ValueError", "write it like myapp.consumer:dispatcher"]),
+        ("shop.consumer:fails", ["RuntimeError: no settings"]),
+        ("shop.consumer:needs", ["TypeError", "settings"]),
     ],
 )
 def test_an_application_that_cannot_be_asked(place: str, words: list[str], app: str, sqlite: Database) -> None:
