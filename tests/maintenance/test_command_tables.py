@@ -33,7 +33,6 @@ from projector_dedup.commands import (
 from projector_dedup.maintenance.check import advise, verify
 from projector_dedup.maintenance.cleanup import prune
 from projector_dedup.maintenance.rows import (
-    count_scope,
     find_records,
     forget_record,
     forget_scope,
@@ -299,9 +298,6 @@ def test_a_scope_is_forgotten_exactly(engine: Engine) -> None:
     with engine.begin() as connection:
         connection.execute(default_command_tables.marker.insert(), rows)
     left = {(row["message_id"], row["handler"]) for row in rows}
-    assert count_scope(engine, "a") == {"o1": 7, "o2": 7}
-    assert count_scope(engine, "a", operation="o2") == {"o2": 7}
-    assert count_scope(engine, "nobody") == {}
     batches: list[int] = []
     assert forget_scope(engine, "a", operation="o2", batch_size=3, on_batch=batches.append) == 7
     assert max(batches) <= 3
