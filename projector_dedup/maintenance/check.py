@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Iterator, Set
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from importlib.resources import files
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from ..errors import MissingTableError, RefusedError
 from ..markers import insert_marker, marker_key
 from ..message import MAX_MESSAGE_ID_BYTES, printable
 from ..tables import DedupTables, default_tables, full_name
-from .databases import Finding, advice, database_of
+from .databases import Finding, advice, database_of, in_utc
 from .running import other_kind
 from .state import SCHEMA_VERSION, duration, moment_with_zone, read_state
 from .stats import Ages
@@ -131,10 +131,8 @@ def _is_late(connection: Connection, marker: Table, handler: str) -> bool:
     found: datetime | None = connection.scalar(
         select(marker.c.processed_at).where(marker.c.handler == handler).limit(1)
     )
-    if found is None:
-        return False
-    inserted = found.replace(tzinfo=UTC) if found.tzinfo is None else found
-    return abs(database_of(connection).now(connection) - inserted) > timedelta(minutes=1)
+    now = database_of(connection).now(connection)
+    return found is not None and abs(now - in_utc(found)) > timedelta(minutes=1)
 
 
 def _keeps(connection: Connection, dialect: Dialect, tables: DedupTables, handler: str) -> bool:

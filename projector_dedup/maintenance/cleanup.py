@@ -27,7 +27,7 @@ from ..message import printable, valid_handler
 from ..options import RetryPolicy
 from ..tables import DedupTables, default_tables
 from .check import verify
-from .databases import Expired, any_expired, database_of
+from .databases import Expired, database_of
 from .running import connected_to, run_with_retries
 from .state import (
     CLEANED_AT,
@@ -186,11 +186,11 @@ class _Run:
 
         Raises ``UnsupportedDatabaseError`` if the driver does not say how many rows were deleted.
         """
-        statement = database_of(self._engine).cleanup_statement(expired.marker, of_handler=expired.handler is not None)
+        statement = database_of(self._engine).cleanup_statement(expired)
 
         def batch(connection: Connection) -> int:
             try:
-                return connection.execute(statement, {**expired.bounds, "batch_size": expired.batch_size}).rowcount
+                return connection.execute(statement).rowcount
             except DBAPIError as error:
                 if not self.dialect.locks_rows or self.dialect.classify(error) is not Failure.LOCK_TIMEOUT:
                     raise
@@ -209,8 +209,7 @@ class _Run:
 
     def left(self, expired: Expired) -> bool:
         """True if an expired marker is left: a batch leaves out those that another transaction holds."""
-        look = any_expired(expired.marker, of_handler=expired.handler is not None)
-        return self.attempt(lambda connection: connection.execute(look, expired.bounds).first()) is not None
+        return self.attempt(lambda connection: connection.execute(expired.any()).first()) is not None
 
 
 def _delete_all(

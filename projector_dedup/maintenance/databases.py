@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import cache
 from math import ceil
 from typing import Any, ClassVar
 
@@ -67,28 +66,26 @@ class Expired:
     handler: str | None
     batch_size: int
 
-    @property
-    def bounds(self) -> dict[str, Any]:
-        """Return the parameters of the condition ``is_expired``; a DELETE takes ``batch_size`` too."""
-        return {"cutoff": self.cutoff} | ({} if self.handler is None else {"handler": self.handler})
+    def among(self, rows: Any) -> ColumnElement[bool]:
+        """Return the condition that a row of ``rows``, the marker table or an alias of it, is expired."""
+        old: ColumnElement[bool] = rows.c.processed_at < bindparam("cutoff", self.cutoff, type_=_CUTOFF)
+        if self.handler is None:
+            return old
+        return and_(old, rows.c.handler == bindparam("handler", self.handler, type_=rows.c.handler.type))
+
+    def oldest(self, rows: Any, *columns: ColumnElement[Any]) -> Select[Any]:
+        """Return a SELECT of the ``columns`` of the oldest ``batch_size`` expired rows of the table, or of an alias."""
+        expired = select(*columns).select_from(rows).where(self.among(rows)).order_by(rows.c.processed_at)
+        return expired.limit(bindparam("batch_size", self.batch_size))
+
+    def any(self) -> Select[Any]:
+        """Return a SELECT that gives a row if an expired marker is there, even if another cleaner is deleting it."""
+        return select(literal_column("1")).select_from(self.marker).where(self.among(self.marker)).limit(1)
 
 
-def is_expired(marker: Any, *, of_handler: bool) -> ColumnElement[bool]:
-    """Return the condition that a row of ``marker``, the table or an alias, is expired by ``Expired.bounds``."""
-    old: ColumnElement[bool] = marker.c.processed_at < bindparam("cutoff", type_=_CUTOFF)
-    return and_(old, marker.c.handler == bindparam("handler")) if of_handler else old
-
-
-@cache
-def any_expired(marker: Table, *, of_handler: bool) -> Select[Any]:
-    """Return a SELECT that gives a row if an expired marker is there, even if another cleaner is about to delete it."""
-    return select(literal_column("1")).select_from(marker).where(is_expired(marker, of_handler=of_handler)).limit(1)
-
-
-def oldest_expired(marker: Any, *columns: ColumnElement[Any], of_handler: bool) -> Select[Any]:
-    """Return a SELECT of the ``columns`` of the oldest ``:batch_size`` expired rows of the table, or of its alias."""
-    expired = select(*columns).select_from(marker).where(is_expired(marker, of_handler=of_handler))
-    return expired.order_by(marker.c.processed_at).limit(bindparam("batch_size"))
+def in_utc(moment: datetime) -> datetime:
+    """Return a moment that a database gave, in UTC. One without a time zone is taken for UTC: all are stored so."""
+    return moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment.astimezone(UTC)
 
 
 class Database:
@@ -107,16 +104,15 @@ class Database:
 
     def now(self, connection: Connection) -> datetime:
         """Return the current time in UTC, by the clock that claims take their time from."""
-        found: datetime = connection.execute(select(utc_now())).scalar_one()
-        return found.replace(tzinfo=UTC) if found.tzinfo is None else found.astimezone(UTC)
+        return in_utc(connection.execute(select(utc_now())).scalar_one())
 
-    def cleanup_statement(self, marker: Table, *, of_handler: bool = False) -> Executable:
-        """Return a DELETE of the oldest ``:batch_size`` markers before ``:cutoff``, of ``:handler`` if ``of_handler``.
+    def cleanup_statement(self, expired: Expired) -> Executable:
+        """Return a DELETE of the oldest batch of expired markers.
 
         Rows that others have locked are left to them, where the database can do that.
         """
-        old = marker.alias()
-        batch = oldest_expired(old, old.c.message_id, old.c.handler, of_handler=of_handler).subquery("batch")
+        marker, old = expired.marker, expired.marker.alias()
+        batch = expired.oldest(old, old.c.message_id, old.c.handler).subquery("batch")
         same = (batch.c.message_id == marker.c.message_id, batch.c.handler == marker.c.handler)
         return delete(marker).where(select(literal_column("1")).select_from(batch).where(*same).exists())
 
@@ -157,9 +153,20 @@ class OnPostgreSQL(Database):
     cleanup_isolation = "READ COMMITTED"  # above it, what another cleaner deleted is a serialization failure
     keeps_zones = True
 
-    def cleanup_statement(self, marker: Table, *, of_handler: bool = False) -> Executable:
-        """Return a DELETE of the oldest expired markers; it skips rows that another cleaner has locked."""
-        return picking(marker, of_handler=of_handler)
+    def cleanup_statement(self, expired: Expired) -> Executable:
+        """Return a DELETE of the oldest expired markers; it skips rows that another cleaner has locked.
+
+        It finds them by physical address, which takes no second index lookup.
+        """
+        oldest = expired.oldest(expired.marker, literal_column("ctid")).with_for_update(skip_locked=True)
+        batch = func.any(func.array(oldest.scalar_subquery()))
+        # This condition is true, and is evaluated once, before anything is read. It gives the transaction a short lock
+        # timeout, since a cleanup comes back to rows that others hold for longer; and a COMMIT that does not wait for
+        # the disk, since the next cleanup deletes what a crash restores.
+        settings = "concat(set_config('lock_timeout', '100ms', true), set_config('synchronous_commit', 'off', true))"
+        in_a_hurry = select(literal_column(settings, type_=Text())).scalar_subquery().is_not(None)
+        # An address is unique in one partition only: a row of another partition with this address may be young.
+        return delete(expired.marker).where(in_a_hurry, literal_column("ctid") == batch, expired.among(expired.marker))
 
     def findings(self, connection: Connection, marker: Table) -> list[Finding]:
         """Return what a crash of the server, or a failover, would lose."""
@@ -183,30 +190,6 @@ class OnPostgreSQL(Database):
         connection.exec_driver_sql("SET LOCAL lock_timeout = '500ms'")
         connection.execute(select(func.pg_advisory_xact_lock(func.hashtextextended(f"projector_dedup {name}", 0))))
         return nullcontext()
-
-
-def _in_a_hurry() -> ColumnElement[bool]:
-    """Return a condition that is always true, and is evaluated once, before anything is read.
-
-    It sets for this transaction a short lock timeout, since a cleanup comes back to rows that others hold for longer;
-    and a COMMIT that does not wait for the disk, since the next cleanup deletes what a crash restores.
-    """
-    settings = "concat(set_config('lock_timeout', '100ms', true), set_config('synchronous_commit', 'off', true))"
-    return select(literal_column(settings, type_=Text())).scalar_subquery().is_not(None)
-
-
-@cache
-def picking(marker: Table, *, of_handler: bool) -> Delete:
-    """Return a DELETE of the oldest expired markers; it skips rows that another cleaner has locked.
-
-    It finds them by physical address, which takes no second index lookup.
-    """
-    oldest = oldest_expired(marker, literal_column("ctid"), of_handler=of_handler).with_for_update(skip_locked=True)
-    batch = func.any(func.array(oldest.scalar_subquery()))
-    # An address is unique in one partition only: a row of another partition with this address may be young.
-    return delete(marker).where(
-        _in_a_hurry(), literal_column("ctid") == batch, is_expired(marker, of_handler=of_handler)
-    )
 
 
 def _regclass(connection: Connection, table: Table) -> str:
@@ -268,10 +251,10 @@ class OnMariaDB(Database):
 
     cleanup_isolation = "READ COMMITTED"  # above it, the gap after the last expired marker is where new ones go
 
-    def cleanup_statement(self, marker: Table, *, of_handler: bool = False) -> Executable:
+    def cleanup_statement(self, expired: Expired) -> Executable:
         """Return a DELETE by a join: it locks only the rows it deletes, and skips rows that another cleaner locked."""
-        oldest = oldest_expired(marker, *marker.primary_key, of_handler=of_handler)
-        batch = oldest.with_for_update(skip_locked=True).subquery("batch")
+        marker = expired.marker
+        batch = expired.oldest(marker, *marker.primary_key).with_for_update(skip_locked=True).subquery("batch")
         return _HastyDelete(marker).where(
             marker.c.message_id == batch.c.message_id,
             marker.c.handler == batch.c.handler,
@@ -373,10 +356,10 @@ class OnSQLite(Database):
 
     transactional_ddl = True  # once ``migrating`` has begun; sqlite3 itself begins for rows only
 
-    def cleanup_statement(self, marker: Table, *, of_handler: bool = False) -> Executable:
+    def cleanup_statement(self, expired: Expired) -> Executable:
         """Return a DELETE of the oldest expired markers, by rowid."""
-        oldest = oldest_expired(marker, literal_column("rowid"), of_handler=of_handler)
-        return delete(marker).where(literal_column("rowid").in_(oldest))
+        rowid: ColumnElement[Any] = literal_column("rowid")
+        return delete(expired.marker).where(rowid.in_(expired.oldest(expired.marker, rowid)))
 
     def findings(self, connection: Connection, marker: Table) -> list[Finding]:
         """Return advice about the journal mode.

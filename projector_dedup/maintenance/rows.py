@@ -20,9 +20,8 @@ from ..message import printable, valid_handler, valid_message_id
 from ..options import RetryPolicy
 from ..tables import DedupTables, default_tables
 from .check import verify
-from .databases import database_of
+from .databases import database_of, in_utc
 from .running import PASSING, connected_to, refuse_other_kind, run_with_retries
-from .state import in_utc
 
 MAX_BATCH_SIZE = 10_000
 

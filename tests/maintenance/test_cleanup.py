@@ -38,7 +38,7 @@ from projector_dedup.maintenance.cleanup import (
     prune,
     redelivery_horizon,
 )
-from projector_dedup.maintenance.databases import database_of
+from projector_dedup.maintenance.databases import Expired, database_of
 from projector_dedup.maintenance.state import CLEANED_AT, PRUNED_UNTIL, RETENTION, read_state
 from pruning import uncommitted_batch
 
@@ -111,9 +111,10 @@ def test_the_index_serves_the_search_for_old_markers(engine: Engine) -> None:
     fill(engine, [1000.0] * 20 + [0.0] * 5000)
     _analyze(engine)
     explain = "EXPLAIN QUERY PLAN " if engine.dialect.name == "sqlite" else "EXPLAIN "
-    statement: Any = database_of(engine).cleanup_statement(tables.marker)
+    expired = Expired(tables.marker, datetime.now(UTC) - timedelta(hours=1), None, 100)
+    statement: Any = database_of(engine).cleanup_statement(expired)
     compiled = statement.compile(engine, compile_kwargs={"render_postcompile": True})
-    given = compiled.construct_params({"cutoff": datetime.now(UTC) - timedelta(hours=1), "batch_size": 100})
+    given = compiled.params
     arguments = tuple(given[name] for name in compiled.positiontup) if compiled.positional else given
     sql = str(compiled).removeprefix("SET STATEMENT innodb_lock_wait_timeout = 1 FOR ")  # EXPLAIN takes no SET
     with engine.connect() as connection:
