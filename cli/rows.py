@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -19,7 +18,6 @@ from projector_dedup.maintenance.rows import (
     Marker,
     Renamed,
     StoredRecord,
-    count_scope,
     find,
     find_records,
     forget_scope,
@@ -41,8 +39,6 @@ from .output import (
     table,
     want_terminal,
 )
-
-_COUNTED = 100_000  # records of a scope at which counting stops, before the question
 
 
 def _valid_scope(_context: click.Context, _parameter: click.Parameter, value: str | None) -> str | None:
@@ -289,21 +285,13 @@ def _forget_scope(deployment: Deployment, engine: Engine, scope: str, operation:
     tables = deployment.tables
     assert isinstance(tables, CommandTables)  # noqa: S101  # --commands made them
     of = f"scope {printable(scope)}" + ("" if operation is None else f", operation {printable(operation)}")
-    nothing = Failed(f"no record of {of} in {deployment}")
-    if not yes:
-        counted: Counter[str] = count_scope(engine, scope, operation=operation, tables=tables, up_to=_COUNTED)
-        if not counted:
-            raise nothing
-        at_least = "at least " if counted.total() >= _COUNTED else ""
-        say(f"{capital(of)} has {at_least}{deployment.rows(counted.total())}:")
-        rows = [(printable(name), f"{number:,}") for name, number in sorted(counted.items())]
-        table((tables.handler, "records"), rows, right=("records",))
-        if not confirmed("Delete these records? The commands will be handled again when they are asked for again"):
-            raise Failed(f"nothing was deleted in {deployment}")
+    question = f"Delete all records of {of}? Their commands will be handled again when they are asked for again"
+    if not yes and not confirmed(question):
+        raise Failed(f"nothing was deleted in {deployment}")
     with between_batches("Deleted") as after:
         deleted = forget_scope(engine, scope, operation=operation, tables=tables, on_batch=after)
     if not deleted:
-        raise nothing
+        raise Failed(f"no record of {of} in {deployment}")
     say(f"Deleted {deployment.rows(deleted)} of {of}.")
 
 
@@ -312,57 +300,25 @@ def _forget_scope(deployment: Deployment, engine: Engine, scope: str, operation:
 @click.argument("old")
 @click.argument("new")
 @click.option(
-    "--remove-old",
-    is_flag=True,
-    help="Delete the markers of OLD as well, as soon as they are copied. Only when no code of the old name will run "
-    "again, a deploy that is rolled back included; else let cleanup delete them in its time.",
-)
-@click.option(
     "--batch-size",
     type=click.IntRange(1, MAX_BATCH_SIZE),
     default=1000,
     show_default=True,
     help="Markers copied in one transaction. Smaller batches hold locks for a shorter time.",
 )
-@click.option("--dry-run", is_flag=True, help="Count; write nothing.")
-@click.option("--yes", is_flag=True, help="Do not ask before --remove-old.")
-def rename(
-    deployment: Deployment, old: str, new: str, remove_old: bool, batch_size: int, dry_run: bool, yes: bool
-) -> None:
+def rename(deployment: Deployment, old: str, new: str, batch_size: int) -> None:
     """Copy the markers of the handler OLD to the name NEW, so that `formerly` can go from the code.
 
     Run it when every process knows the new name. Deliveries and cleanup may go on meanwhile. Every batch commits by
-    itself, so a run may be interrupted at any time and run again.
+    itself, so a run may be interrupted at any time and run again. The markers of OLD stay until cleanup deletes them.
 
     \b
-    Examples:
-      idempotency rename billing.projections.Totals.add account-totals.add --dry-run
+    Example:
       idempotency rename billing.projections.Totals.add account-totals.add
     """
-    tables, so_far = deployment.tables, 0
-    question = f"Will no code of the name {old} run again? Its {tables.noun}s will be deleted"
-    if remove_old and not dry_run and not yes and not confirmed(question):
-        raise Failed("nothing was renamed")
     with deployment.opened() as engine, between_batches("Copied") as after:
-
-        def progress(renamed: Renamed) -> None:
-            nonlocal so_far
-            more, so_far = renamed.copied - so_far, renamed.copied
-            after(more)
-
-        done = rename_markers(
-            engine,
-            old,
-            new,
-            tables=tables,
-            batch_size=batch_size,
-            remove_old=remove_old,
-            dry_run=dry_run,
-            on_batch=progress,
-        )
+        done = rename_markers(engine, old, new, tables=deployment.tables, batch_size=batch_size, on_batch=after)
     if done == Renamed():
         say(f"Nothing is left under {old}.")
-        return
-    would = ("Would have copied", "Would have removed") if dry_run else ("Copied", "Removed")
-    line = f"{would[0]} {deployment.rows(done.copied)} of {old} to {new}; {done.already:,} had one already."
-    say(f"{line} {would[1]} {deployment.rows(done.removed)} of {old}." if done.removed else line)
+    else:
+        say(f"Copied {deployment.rows(done.copied)} of {old} to {new}; {done.already:,} had one already.")

@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from functools import partial
 from itertools import takewhile
 from typing import Any
 
 from sqlalchemy import Row, Select, Table, bindparam, delete, exists, literal, literal_column, or_, select
 from sqlalchemy.engine import Connection, Engine
-from sqlalchemy.sql import Delete, Insert
+from sqlalchemy.sql import Insert
 
 from ..commands import CommandTables, InvalidKeyError, default_command_tables
 from ..commands.record import REJECTED, RESULT, RecordKey
-from ..dialects import Dialect, Failure, dialect_of
+from ..dialects import Failure, dialect_of
 from ..errors import RefusedError
 from ..message import printable, valid_handler, valid_message_id
 from ..options import RetryPolicy
 from ..tables import DedupTables, default_tables
 from .check import verify
-from .databases import database_of
+from .databases import database_of, in_utc
 from .running import PASSING, connected_to, refuse_other_kind, run_with_retries
-from .state import in_utc
 
 MAX_BATCH_SIZE = 10_000
 
@@ -161,27 +158,6 @@ def forget_record(
     return forget(engine, RecordKey.of(key, scope).stored, handler=operation, tables=tables)
 
 
-def count_scope(
-    engine: Engine,
-    scope: object,
-    *,
-    operation: str | None = None,
-    tables: CommandTables = default_command_tables,
-    up_to: int = 100_000,
-) -> Counter[str]:
-    """Return how many records each operation has in a scope; counting ends when there are ``up_to`` or more.
-
-    Raises ``InvalidKeyError`` for a scope that no command can have, and ``MissingTableError`` as ``find_records`` does.
-    """
-    of, counted = _Scope(tables.marker, scope, operation, 10_000), Counter[str]()
-    verify(engine, tables)
-    with connected_to(engine, tables) as connection:
-        while (page := of.page(connection)) and counted.total() < up_to:
-            counted.update(row.handler for row in of.chosen(page))
-            of.go_on(page)
-    return counted
-
-
 def forget_scope(
     engine: Engine,
     scope: object,
@@ -200,64 +176,42 @@ def forget_scope(
     Raises ``InvalidKeyError`` for a scope that no command can have, ``MissingTableError`` as ``find_records`` does, and
     ``RetriesExhaustedError`` for an error that did not pass.
     """
-    of, deleted = _Scope(tables.marker, scope, operation, batch_size), 0
+    if scope is None:
+        raise InvalidKeyError("say whose records are meant: a scope is a text or a UUID, such as a tenant")
+    operation = None if operation is None else valid_handler(operation)
+    record, prefix = tables.marker, RecordKey.of("x", scope).stored.removesuffix("x")
     verify(engine, tables)
     dialect = dialect_of(engine)
     dialect.prepare(engine)
+    look, after = _next_rows(record, batch_size), {"message_id": prefix, "handler": ""}
+
+    def batch(connection: Connection) -> tuple[Sequence[Row[Any]], int]:
+        dialect.begin(connection, None, None)
+        # The keys of a scope are neighbours in the primary key, and begin with the scope and its length, which no key
+        # of another scope does: "1:a" is not "2:ab". Nothing behind the first that does not begin so is taken, so that
+        # no other scope's is touched, however the database compares texts.
+        page = list(takewhile(lambda row: row.message_id.startswith(prefix), connection.execute(look, after)))
+        these = [row for row in page if operation in (None, row.handler)]
+        number = 0
+        for name in {row.handler for row in these}:
+            ids = [row.message_id for row in these if row.handler == name]
+            one_operation = (record.c.handler == name) & record.c.message_id.in_(ids)
+            number += connection.execute(delete(record).where(one_operation)).rowcount
+        return page, number
+
+    deleted = 0
     while True:
-        page, number = run_with_retries(partial(of.delete_page, dialect), engine, dialect, RetryPolicy())
+        page, number = run_with_retries(batch, engine, dialect, RetryPolicy())
         if not page:
             return deleted
-        of.go_on(page)
+        after = {"message_id": page[-1].message_id, "handler": page[-1].handler}
         deleted += number
         if on_batch is not None and number:
             on_batch(number)
 
 
-class _Scope:
-    """The records of one scope, a page at a time, in the order of the primary key, in which they are neighbours.
-
-    Their stored keys begin with the scope and its length, which no key of another scope does: "1:a" is not "2:ab". Of
-    each page only the rows that begin so are taken, and none behind the first that does not, so that no other scope's
-    is touched, however the database compares texts.
-    """
-
-    def __init__(self, record: Table, scope: object, operation: str | None, size: int) -> None:
-        if scope is None:
-            raise InvalidKeyError("say whose records are meant: a scope is a text or a UUID, such as a tenant")
-        self._prefix = RecordKey.of("x", scope).stored.removesuffix("x")
-        self._record = record
-        self._operation = None if operation is None else valid_handler(operation)
-        self._after = {"message_id": self._prefix, "handler": ""}
-        self._statement = _page(record, size)
-
-    def page(self, connection: Connection) -> Sequence[Row[Any]]:
-        """Return the next rows of the scope; none at its end."""
-        rows = connection.execute(self._statement, self._after).all()
-        return list(takewhile(lambda row: row.message_id.startswith(self._prefix), rows))
-
-    def chosen(self, page: Sequence[Row[Any]]) -> Iterator[Row[Any]]:
-        """Yield the rows of the operation that was asked for."""
-        return (row for row in page if self._operation in (None, row.handler))
-
-    def go_on(self, page: Sequence[Row[Any]]) -> None:
-        """Begin the next page behind this one."""
-        self._after = {"message_id": page[-1].message_id, "handler": page[-1].handler}
-
-    def delete_page(self, dialect: Dialect, connection: Connection) -> tuple[Sequence[Row[Any]], int]:
-        """Delete the chosen rows of the next page; return the page, and how many were deleted."""
-        dialect.begin(connection, None, None)
-        record, page, deleted = self._record, self.page(connection), 0
-        by_operation: dict[str, list[str]] = {}
-        for row in self.chosen(page):
-            by_operation.setdefault(row.handler, []).append(row.message_id)
-        for operation, ids in by_operation.items():
-            these = (record.c.handler == operation) & record.c.message_id.in_(ids)
-            deleted += connection.execute(delete(record).where(these)).rowcount
-        return page, deleted
-
-
-def _page(record: Table, size: int) -> Select[Any]:
+def _next_rows(record: Table, size: int) -> Select[Any]:
+    """Return a SELECT of the rows behind ``:message_id`` and ``:handler``, in the order of the primary key."""
     message_id, handler = (bindparam(column.name, type_=column.type) for column in record.primary_key)
     behind = or_(record.c.message_id > message_id, record.c.handler > handler)
     return (
@@ -273,14 +227,10 @@ def _page(record: Table, size: int) -> Select[Any]:
 
 @dataclass(frozen=True)
 class Renamed:
-    """The number of markers of the old name that were copied, that the new name had already, that were removed."""
+    """The number of markers of the old name that were copied, and of those that the new name had already."""
 
     copied: int = 0
     already: int = 0
-    removed: int = 0
-
-    def __add__(self, other: Renamed) -> Renamed:
-        return Renamed(self.copied + other.copied, self.already + other.already, self.removed + other.removed)
 
 
 def rename(
@@ -290,19 +240,17 @@ def rename(
     *,
     tables: DedupTables = default_tables,
     batch_size: int = 1_000,
-    remove_old: bool = False,
-    dry_run: bool = False,
-    on_batch: Callable[[Renamed], None] | None = None,
+    on_batch: Callable[[int], None] | None = None,
 ) -> Renamed:
     """Copy every marker of the handler ``old`` to the name ``new``, with the same times, and return how many.
 
     Afterwards ``formerly=["..."]`` can be removed from the code. Run it when every process knows the new name: until
     then, code of the old name goes on writing markers that have no copy. The markers of ``old`` stay until cleanup
-    deletes them, so that a deploy can be rolled back; ``remove_old`` removes them in the same transactions.
+    deletes them, so that a deploy can be rolled back.
 
     Every batch of at most ``batch_size`` markers is a short transaction. ``on_batch`` is called after each with the
-    sum so far, and may raise to end the run. A run that was interrupted can be run again. ``dry_run`` writes nothing.
-    A batch that a deadlock or a lost connection undid is tried again, for some seconds.
+    number of copies that it made, and may raise to end the run. A run that was interrupted can be run again. A batch
+    that a deadlock or a lost connection undid is tried again, for some seconds.
 
     Raises ``RefusedError`` for a name that no handler can have, and if neither name has a marker, perhaps because one
     is misspelt; ``ValueError`` if both names are the same, or ``batch_size`` is out of range; ``MissingTableError``
@@ -315,82 +263,53 @@ def rename(
     verify(engine, tables)
     dialect = dialect_of(engine)
     dialect.prepare(engine)
-    batch = _Batch(tables.marker, old, new, batch_size, remove_old=remove_old, dry_run=dry_run)
-    policy = RetryPolicy()
-    total, last = Renamed(), ""  # the empty text is before every id
-    while True:
-        renamed, last = run_with_retries(partial(batch.run, dialect, last), engine, dialect, policy, _PASSING)
-        if renamed == Renamed():
-            break
-        total += renamed
+    look, copy = _next_markers(tables.marker, old, new, batch_size), _copies(tables.marker, old, new)
+    copied = already = 0
+    last = ""  # the empty text is before every id
+
+    def batch(connection: Connection) -> Sequence[Row[Any]]:
+        dialect.begin(connection, None, None)
+        found = connection.execute(look, {"after": last}).all()
+        if any(row.twin is None for row in found):
+            connection.execute(copy, {"after": last, "last": found[-1].message_id})
+        return found
+
+    while found := run_with_retries(batch, engine, dialect, RetryPolicy(), _PASSING):
+        last, new_copies = found[-1].message_id, sum(row.twin is None for row in found)
+        copied, already = copied + new_copies, already + len(found) - new_copies
         if on_batch is not None:
-            on_batch(total)
-    if total == Renamed() and not run_with_retries(batch.new_is_known, engine, dialect, policy):
+            on_batch(new_copies)
+    if copied == already == 0 and not has_markers(engine, new, tables=tables):
         raise RefusedError(
             f"neither {printable(old)} nor {printable(new)} has a {tables.noun} in {tables.marker.fullname}: look at "
             "the spelling of the names, and at the table's name and schema"
         )
-    return total
+    return Renamed(copied, already)
 
 
-class _Batch:
-    """The statements of one run; each batch begins behind the id with which the batch before it ended."""
+def _next_markers(marker: Table, old: str, new: str, batch_size: int) -> Select[Any]:
+    """Return a SELECT of the next markers of ``old`` behind the id ``:after``; ``twin`` is NULL for those to copy."""
+    source, twin = marker.alias("source"), marker.alias("twin")
+    same = (twin.c.message_id == source.c.message_id) & (twin.c.handler == new)
+    return (
+        select(source.c.message_id, twin.c.handler.label("twin"))
+        .select_from(source.outerjoin(twin, same))
+        .where(source.c.handler == old, source.c.message_id > bindparam("after"))
+        .order_by(source.c.message_id)
+        .limit(batch_size)
+    )
 
-    def __init__(self, marker: Table, old: str, new: str, batch_size: int, *, remove_old: bool, dry_run: bool) -> None:
-        self._marker, self._old, self._new = marker, old, new
-        self._remove_old, self._dry_run = remove_old, dry_run
-        self._look, self._copy, self._remove = self._looking(batch_size), self._copying(), self._removing()
 
-    def run(self, dialect: Dialect, after: str, connection: Connection) -> tuple[Renamed, str]:
-        """Copy, or in a dry run only count, the batch that follows the id ``after``.
-
-        Returns the counts and the last id of the batch; nothing and ``after`` if no marker follows.
-        """
-        if not self._dry_run:
-            dialect.begin(connection, None, None)
-        found = connection.execute(self._look, {"after": after}).all()
-        if not found:
-            return Renamed(), after
-        ids, already = [row.message_id for row in found], sum(row.twin is not None for row in found)
-        if not self._dry_run:
-            if already < len(found):
-                connection.execute(self._copy, {"after": after, "last": ids[-1]})
-            if self._remove_old:
-                connection.execute(self._remove, {"ids": ids})
-        return Renamed(len(found) - already, already, len(found) if self._remove_old else 0), ids[-1]
-
-    def new_is_known(self, connection: Connection) -> bool:
-        """True if the new name has a marker."""
-        known = select(self._marker.c.message_id).where(self._marker.c.handler == self._new).limit(1)
-        return connection.execute(known).first() is not None
-
-    def _looking(self, batch_size: int) -> Select[tuple[str, str | None]]:
-        source, twin = self._marker.alias("source"), self._marker.alias("twin")
-        same = (twin.c.message_id == source.c.message_id) & (twin.c.handler == self._new)
-        return (
-            select(source.c.message_id, twin.c.handler.label("twin"))
-            .select_from(source.outerjoin(twin, same))
-            .where(source.c.handler == self._old, source.c.message_id > bindparam("after"))
-            .order_by(source.c.message_id)
-            .limit(batch_size)
-        )
-
-    def _copying(self) -> Insert:
-        source, twin = self._marker.alias("source"), self._marker.alias("twin")
-        name = literal(self._new, self._marker.c.handler.type).label("handler")
-        columns = [column.name for column in self._marker.columns]
-        copies = select(*(name if each == "handler" else source.c[each] for each in columns)).where(
-            source.c.handler == self._old,
-            source.c.message_id > bindparam("after"),
-            source.c.message_id <= bindparam("last"),
-            ~exists(literal_column("1"))
-            .select_from(twin)
-            .where(twin.c.message_id == source.c.message_id, twin.c.handler == self._new)
-            .correlate(source),
-        )
-        return self._marker.insert().from_select(columns, copies)
-
-    def _removing(self) -> Delete:
-        # Only markers that this batch has read, which have a copy by now: old code may have written others since.
-        seen = self._marker.c.message_id.in_(bindparam("ids", expanding=True))
-        return delete(self._marker).where(self._marker.c.handler == self._old, seen)
+def _copies(marker: Table, old: str, new: str) -> Insert:
+    """Return an INSERT of a copy of each marker of ``old`` behind ``:after`` and up to ``:last`` that has none."""
+    source, twin = marker.alias("source"), marker.alias("twin")
+    columns = {column.name: source.c[column.name] for column in marker.columns}
+    values = columns | {"handler": literal(new, marker.c.handler.type).label("handler")}
+    has_twin = exists(literal_column("1")).select_from(twin).correlate(source)
+    these = select(*values.values()).where(
+        source.c.handler == old,
+        source.c.message_id > bindparam("after"),
+        source.c.message_id <= bindparam("last"),
+        ~has_twin.where(twin.c.message_id == source.c.message_id, twin.c.handler == new),
+    )
+    return marker.insert().from_select(list(values), these)

@@ -78,8 +78,6 @@ def test_version() -> None:
         ("show", "--database-url", "sqlite:///x.db", ""),
         ("forget", "--database-url", "sqlite:///x.db", "x" * 513, "--yes"),
         ("forget", "--database-url", "sqlite:///x.db", "payment-1"),
-        ("check", "--database-url", "sqlite:///x.db", "--app", "myapp"),
-        ("check", "--database-url", "sqlite:///x.db", "--app", "myapp.py:dispatcher.x y"),
         ("cleanup", "--database-url", "sqlite:///x.db", "--database-url", "sqlite:///y.db"),
         ("check", "--database-url", "sqlite:///x.db", "--schema", "a", "--schema", "b"),
     ],

@@ -203,7 +203,7 @@ def test_forget_does_not_promise_what_another_name_prevents(engine: Engine) -> N
     assert left(engine) == {("1", "old.add")}
 
 
-@pytest.mark.parametrize("arguments", [("forget", "1"), ("horizon", "1"), ("rename", "h", "i", "--remove-old")])
+@pytest.mark.parametrize("arguments", [("forget", "1"), ("horizon", "1")])
 def test_a_question_wants_somebody_to_ask(sqlite: Database, arguments: tuple[str, ...]) -> None:
     """In a pipe the command line has to answer; at a terminal, nobody's answer is no bug of ours."""
     engine = create_engine(sqlite.url())
@@ -222,7 +222,7 @@ def test_no_command_changes_the_journal_of_a_file(sqlite: Database) -> None:
     """That is its owner's to choose; `check` advises."""
     engine = create_engine(sqlite.url())
     fill(engine, ("1", "h"))
-    for arguments in (["check"], ["stats"], ["show", "1"], ["cleanup"], ["migrate", "--dry-run"]):
+    for arguments in (["check"], ["stats"], ["show", "1"], ["cleanup"], ["migrate"]):
         done = idempotency(*arguments, "--database-url", url_of(engine))
         assert done.returncode == 0
     with engine.connect() as connection:
