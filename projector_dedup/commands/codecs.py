@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from datetime import date, datetime, time
 from decimal import Decimal
 from enum import Enum
+from itertools import zip_longest
 from typing import Any, Generic, TypeVar
 from uuid import UUID
 
@@ -102,40 +103,47 @@ def typed_json(kind: Any) -> Codec[Any]:
             "models, or give @command(codec=...)"
         ) from error
 
-    def dump(value: Any) -> bytes:
-        dumped: bytes = adapter.dump_json(value, by_alias=False, round_trip=True, warnings="error")
+    def dump(value: Any, **options: Any) -> bytes:
+        dumped: bytes = adapter.dump_json(value, by_alias=False, round_trip=True, warnings="error", **options)
         return dumped
 
+    def read(data: bytes) -> Any:
+        return adapter.validate_json(data, strict=True, by_alias=True, by_name=True)
+
     def load(data: bytes) -> Any:
-        value = adapter.validate_json(data, strict=True, by_alias=True, by_name=True)
+        value = read(data)
         again = dump(value)
         if again != data:  # the record may be of code whose type had other fields
-            _refuse_renamed(_json.loads(data), _json.loads(again))
+            dumps = data, again, dump(value, exclude_defaults=True), dump(read(data))
+            _refuse_renamed(*map(_json.loads, dumps))
         return value
 
     return Codec("typed-json", dump, load, exact=True)
 
 
-def _refuse_renamed(stored: Any, read: Any) -> None:
+def _refuse_renamed(stored: Any, read: Any, chosen: Any, once_more: Any) -> None:
     """Raise ``ResultUnreadableError`` if a field of the record was dropped, and another took its default instead.
 
-    ``stored`` is the record's JSON, and ``read`` is the JSON of what was read. A new field that has the value of a
-    dropped one was read from that, by an alias; every other new field counts as a default.
+    ``stored`` is the record's JSON. ``read`` is the JSON of what was read, ``chosen`` the same without defaults, and
+    ``once_more`` what a second reading gave. A field that is read from another name, by an alias or a validator, was
+    renamed with care: it is in ``chosen``, and the same once more, which a default that is drawn anew is not.
     """
-    if isinstance(stored, list) and isinstance(read, list):
-        for each in zip(stored, read, strict=False):  # a list that was read from a set may be shorter
+    if isinstance(stored, list) and isinstance(read, list) and isinstance(once_more, list):
+        for each in zip_longest(stored, read, chosen if isinstance(chosen, list) else [], once_more):
             _refuse_renamed(*each)
-    if isinstance(stored, dict) and isinstance(read, dict):
+    if isinstance(stored, dict) and isinstance(read, dict) and isinstance(once_more, dict):
+        found = chosen if isinstance(chosen, dict) else {}
         dropped, new = sorted(stored.keys() - read.keys()), sorted(read.keys() - stored.keys())
         kept = [stored[name] for name in dropped if stored[name] is not None]
-        defaults = [name for name in new if read[name] not in kept]
+        is_chosen = {name: name in found and read[name] == once_more.get(name) for name in new}
+        defaults = [name for name in new if not is_chosen[name] and read[name] not in kept]
         if defaults and len(dropped) > len(new) - len(defaults):
             raise ResultUnreadableError(
                 f"the record has {', '.join(dropped)}, which its type does not have, and lacks {', '.join(defaults)}: "
                 "was a field renamed? Then read it by its former name too"
             )
         for name in stored.keys() & read.keys():
-            _refuse_renamed(stored[name], read[name])
+            _refuse_renamed(stored[name], read[name], found.get(name), once_more.get(name))
 
 
 # Comparing ------------------------------------------------------------------------------------------------

@@ -135,6 +135,9 @@ class Handled(Generic[R]):
 
 # @command ---------------------------------------------------------------------------------------------------------
 
+NO_RESULT: Codec[Any] = Codec("none", lambda _: b"", lambda _: None)
+"""The codec of operations with ``default=``, whose records have no result."""
+
 _FUNCTION, _METHOD = 2, 3  # positional arguments: the command and the call, and before them perhaps the object
 
 
@@ -147,6 +150,7 @@ class Settings:
     codec: Codec[Any] | None
     older_codecs: tuple[Codec[Any], ...]
     fingerprint: Fingerprint | None
+    default: Callable[..., Any] | None
     key_required: bool
     read_models: tuple[type[Any], ...]
     isolation: str | None
@@ -163,7 +167,8 @@ class Operation(Generic[C, R]):
         self.identity = settings.name or f"{function.__module__}.{function.__qualname__}"
         self.names = (self.identity, *(name for name in settings.formerly if name != self.identity))
         self.is_method = _takes_an_object(self.identity, function)
-        self.codec = settings.codec or _codec_of(self.identity, function)
+        _check_default(self.identity, settings.default, asynchronous=self.asynchronous)
+        self.codec = settings.codec or (NO_RESULT if settings.default else _codec_of(self.identity, function))
         self.__name__ = function.__name__
         self.__doc__ = function.__doc__
 
@@ -244,6 +249,7 @@ def command(
     codec: Codec[Any] | None = None,
     older_codecs: Sequence[Codec[Any]] = (),
     fingerprint: Fingerprint | None = whole,
+    default: Callable[..., Any] | None = None,
     key: Literal["required", "optional"] = "optional",
     read_models: Sequence[type[Any]] = (),
     isolation: str | None = None,
@@ -256,8 +262,10 @@ def command(
 
     ``name`` pins the operation, which else is ``module.function``; ``formerly`` lists its names from before, so that
     code of both names may run at once. ``codec`` says how results are stored; without one the annotation of what the
-    function returns does. ``older_codecs`` read what codecs of their names have stored. ``fingerprint`` returns
-    what must be the same when a key comes again: the whole command if it is not given; None compares nothing.
+    function returns does. ``older_codecs`` read what codecs of
+    their names have stored. ``fingerprint`` returns what must be the same when a key
+    comes again: the whole command if it is not given; None compares nothing. With ``default``, a function like the
+    operation itself, no result is stored, and who asks again gets what ``default`` returns from the present state.
     ``key="required"`` refuses calls without a key. ``read_models`` and ``isolation`` are those of ``@projector``.
 
     Raises ``HandlerDefinitionError`` for a wrong argument, and for a result that no codec can store.
@@ -281,7 +289,9 @@ def command(
     former = valid_formerly(formerly, HandlerDefinitionError)
     required = key == "required"
     return _Decorator(
-        Settings(name, former, codec, tuple(older_codecs), fingerprint, required, tuple(read_models), isolation)
+        Settings(
+            name, former, codec, tuple(older_codecs), fingerprint, default, required, tuple(read_models), isolation
+        )
     )
 
 
@@ -295,6 +305,22 @@ def checked(operation: Any, *, asynchronous: bool, by: str, other: str) -> Opera
     if operation.is_method:
         raise HandlerDefinitionError(f"{operation.identity} is a method: give it as one of an object")
     return operation
+
+
+def _check_default(identity: str, default: Any, *, asynchronous: bool) -> None:
+    if default is None:
+        return
+    try:
+        inspect.signature(default).bind(None, None)
+    except (TypeError, ValueError) as error:
+        raise HandlerDefinitionError(
+            f"default= of {identity} is called with (command, call), also where the operation is a method ({error}); "
+            "give a function that takes both"
+        ) from error
+    awaited = inspect.iscoroutinefunction(default) or inspect.iscoroutinefunction(type(default).__call__)
+    if awaited != asynchronous:
+        needed = "an async def" if asynchronous else "a plain def"
+        raise HandlerDefinitionError(f"{identity} is {needed}, and its default= is not; make default= {needed}, too")
 
 
 def _check_codec_name(name: object) -> None:

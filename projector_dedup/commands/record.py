@@ -20,7 +20,7 @@ from .errors import InvalidKeyError, KeyReusedError, ResultUnreadableError, Unus
 
 DEFAULT_NAME = "processed_command"
 MAX_CODEC_BYTES = 64
-RESULT, REJECTED = 1, 2  #: outcomes
+RESULT, REJECTED, DEFAULT = 1, 2, 3  #: outcomes: a result, a rejection, a result that is asked for anew each time
 
 
 @dataclass(frozen=True, repr=False)

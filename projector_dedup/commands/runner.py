@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, Literal, Self, TypeVar
 
 from sqlalchemy.orm import Session, sessionmaker
-from sqlalchemy.util import greenlet_spawn
+from sqlalchemy.util import await_only, greenlet_spawn
 
 from ..asyncio_names import AsyncSession, async_sessionmaker
 from ..delivery import deliver
@@ -31,8 +31,9 @@ from ..waiting import AWAITING, BLOCKING
 from .codecs import Codec, as_json, is_same, json
 from .errors import DuplicateCommandError, InvalidKeyError, Rejected, ResultError, ResultUnreadableError
 from .fingerprint import digest
-from .operation import AsyncCall, AsyncCommand, Call, Command, Handled, Operation, Rejection, checked
+from .operation import NO_RESULT, AsyncCall, AsyncCommand, Call, Command, Handled, Operation, Rejection, checked
 from .record import (
+    DEFAULT,
     REJECTED,
     RESULT,
     CommandTables,
@@ -80,11 +81,20 @@ class Asked:
         key, scope = (None, None) if self.key is None else (self.key.key, self.key.scope)
         return (AsyncCall if self.operation.asynchronous else Call)(session, key, scope, self.operation.identity)
 
+    def present(self, call: Any) -> Any:
+        """Return what the operation's ``default`` says now; of an ``async def``, a coroutine that does."""
+        default = self.operation.settings.default
+        assert default is not None  # noqa: S101  # else a result was recorded
+        returned = default(self.command, call)
+        check_result(f"default= of {self.operation.identity}", returned, asynchronous=self.operation.asynchronous)
+        return returned
+
     def record_of(self, returned: Any) -> Record:
         """Return the record of what the handler returned, or raise ``ResultError`` if it cannot be stored."""
         if isinstance(returned, Rejection):
-            rejection = as_json({"code": returned.code, "detail": returned.detail})
-            return Record(REJECTED, json.name, self._stored(json, rejection), self.fingerprint)
+            return self.rejected(returned)
+        if self.operation.settings.default is not None:
+            return Record(DEFAULT, NO_RESULT.name, None, self.fingerprint)
         codec = self.operation.codec
         return Record(RESULT, codec.name, self._stored(codec, returned), self.fingerprint)
 
@@ -130,6 +140,11 @@ class Once:
         self.replayed = False
         self.in_doubt = False  # True: a COMMIT without an answer may have recorded the command
 
+    @property
+    def is_answered_anew(self) -> bool:
+        """True if the command was handled before, and its operation's ``default`` makes the answer."""
+        return self.replayed and self.record is not None and self.record.outcome == DEFAULT
+
     def claim(self, uow: UnitOfWork) -> bool:
         """Begin with the claim, and return True if the command must run; else keep the record that is there."""
         self._uow, self.record, self.replayed = uow, None, False
@@ -147,15 +162,14 @@ class Once:
 
     def calls(self, uow: UnitOfWork) -> Iterator[Callable[[], Any]]:
         """Yield the one call of the handler, which records what it returns."""
-        asked, call = self.asked, self.asked.call(uow.handlers_session)
+        call = self.asked.call(uow.handlers_session)
+        yield (lambda: self._awaited(call)) if self.asked.operation.asynchronous else (lambda: self._called(call))
 
-        def called() -> None:
-            self._take(asked.operation.function(asked.command, call))
+    def _called(self, call: Any) -> None:
+        self._take(self.asked.operation.function(self.asked.command, call))
 
-        async def awaited() -> None:
-            self._take(await asked.operation.function(asked.command, call))
-
-        yield awaited if asked.operation.asynchronous else called
+    async def _awaited(self, call: Any) -> None:
+        self._take(await self.asked.operation.function(self.asked.command, call))
 
     def _take(self, returned: Any) -> None:
         check_result(self.identity, returned, asynchronous=False)
@@ -211,6 +225,26 @@ class Refused(Once):
         yield from ()
 
 
+class Present(Once):
+    """The present answer to a command that was handled before, by its operation's ``default``; nothing is claimed."""
+
+    def __init__(self, asked: Asked) -> None:
+        super().__init__(asked)
+        self.marked = False
+
+    def claim(self, uow: UnitOfWork) -> bool:
+        """Open a transaction, and claim nothing."""
+        self._uow = uow
+        uow.begin()
+        return True
+
+    def _called(self, call: Any) -> None:
+        self.returned = self.asked.present(call)
+
+    async def _awaited(self, call: Any) -> None:
+        self.returned = await self.asked.present(call)
+
+
 # The answer of a record -----------------------------------------------------------------------------------------------
 
 
@@ -220,12 +254,12 @@ def handled(work: Once, *, durable: bool) -> Handled[Any]:
     Raises ``ResultUnreadableError`` for a record that this code cannot read.
     """
     outcome, record = (Outcome.DUPLICATE if work.replayed else Outcome.APPLIED), work.record
-    if record is None:
+    if record is None or record.outcome == DEFAULT:
         returned = work.returned
         if isinstance(returned, Rejection):
             told = Rejection(as_json(returned.code), as_json(returned.detail))  # as if it had been recorded
             return Handled(outcome, None, told, durable=durable)
-        return Handled(outcome, returned, durable=durable)
+        return Handled(outcome, returned, recorded_at=record.recorded_at if record else None, durable=durable)
     value = _read(work.asked.operation, record)
     if record.outcome == REJECTED:
         return Handled(outcome, None, Rejection(value["code"], value["detail"]), record.recorded_at, durable)
@@ -331,6 +365,10 @@ class _Handling:
         except Rejected as rejected:
             work = Refused(asked, rejected)
             durable = self._deliver(work, options)
+        if work.is_answered_anew:
+            present = Present(asked)
+            self._deliver(present, options)
+            work.returned = present.returned
         answer = handled(work, durable=durable)
         if raise_on_duplicate and work.replayed:
             told = "" if asked.key is None else printable(asked.key.key)
@@ -446,8 +484,9 @@ def begin_command(
     """Claim a command in a transaction that the caller owns and commits.
 
     Returns ``Begun`` if it is new: do what it asks for, ``begun.record(result)``, and commit. Returns the recorded
-    answer if it was handled before: commit then, too. A concurrent caller with the same key waits; at REPEATABLE READ
-    and above the loser gets a serialization failure, upon which the caller runs the whole transaction again.
+    answer if it was handled before, or what the operation's ``default`` returns: commit then, too. A concurrent caller
+    with the same key waits; at REPEATABLE READ and above the loser gets a serialization failure, upon which the caller
+    runs the whole transaction again.
 
     Nothing watches what else happens in the transaction; that, and retries, are what ``Commands`` adds. Raises what
     ``claim()`` raises, ``KeyReusedError``, ``InvalidKeyError`` and ``ResultUnreadableError``. The caller rolls back
@@ -455,7 +494,7 @@ def begin_command(
     """
     checked(operation, asynchronous=False, by="begin_command()", other="abegin_command()")
     asked = _asked(operation, command, key, scope, tables, max_result_bytes)
-    answer = _begin(session, asked)
+    answer = _begin(session, asked, session)
     return Begun(asked.call(session), asked) if answer is None else answer
 
 
@@ -476,7 +515,7 @@ async def abegin_command(
     """
     checked(operation, asynchronous=True, by="abegin_command()", other="begin_command()")
     asked = _asked(operation, command, key, scope, tables, max_result_bytes)
-    answer = await session.run_sync(_begin, asked)
+    answer = await session.run_sync(_begin, asked, session)
     return AsyncBegun(asked.call(session), asked) if answer is None else answer
 
 
@@ -488,8 +527,8 @@ def _asked(
     return Asked.of(operation, command, RecordKey.of(key, scope), tables, limit)
 
 
-def _begin(session: Session, asked: Asked) -> Handled[Any] | None:
-    """Claim the command; return None if it is new, else the recorded answer."""
+def _begin(session: Session, asked: Asked, callers: Session | AsyncSession) -> Handled[Any] | None:
+    """Claim the command; return None if it is new, else the recorded answer. ``callers`` is for ``default``."""
     key, names = asked.key, asked.operation.names
     assert key is not None  # noqa: S101  # _asked() takes no command without
     if claim(session, key.stored, asked.operation.identity, formerly=names[1:], tables=asked.tables):
@@ -501,6 +540,9 @@ def _begin(session: Session, asked: Asked) -> Handled[Any] | None:
     work.record, work.replayed = recalled(recall.row, asked.fingerprint, key, asked.operation.identity), True
     if len(names) > 1:  # the caller commits what the claim inserted under other names
         recording_other_names(asked.tables, key.stored, names, work.record).run(connection)
+    if work.is_answered_anew:
+        present = asked.present(asked.call(callers))
+        work.returned = await_only(present) if asked.operation.asynchronous else present
     return handled(work, durable=False)
 
 

@@ -13,7 +13,7 @@ from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.sql import Insert
 
 from ..commands import CommandTables, InvalidKeyError, default_command_tables
-from ..commands.record import REJECTED, RESULT, RecordKey
+from ..commands.record import DEFAULT, REJECTED, RESULT, RecordKey
 from ..dialects import Failure, dialect_of
 from ..errors import RefusedError
 from ..message import printable, valid_handler, valid_message_id
@@ -27,7 +27,7 @@ MAX_BATCH_SIZE = 10_000
 
 _PASSING = (*PASSING, Failure.UNIQUE)  # UNIQUE: a delivery wrote one of the copies meanwhile
 
-STATES = {RESULT: "result", REJECTED: "rejected", None: "no outcome"}
+STATES = {RESULT: "result", REJECTED: "rejected", DEFAULT: "result not stored", None: "no outcome"}
 """The words for each outcome of a record. One without was committed by ``begin_command`` without ``record``."""
 
 

@@ -32,11 +32,10 @@ def place(asked: dict[str, int], call: Call) -> dict[str, Any]:
     return ANSWER
 
 
-@command(name="shop.cancel")
-def cancel(asked: dict[str, int], call: Call) -> None:
-    """Answer nothing."""
-    assert asked
-    assert call.key is not None
+@command(name="shop.cancel", default=lambda _asked, _call: "cancelled")
+def cancel(asked: dict[str, int], call: Call) -> str:
+    """Answer nothing that is stored."""
+    return f"{asked}{call.key}"
 
 
 @command(name="shop.picture", codec=raw)
@@ -187,7 +186,7 @@ def test_show_tells_what_was_answered(engine: Engine) -> None:
     title, header, *rows = said.splitlines()
     assert title == "Key k in scope tenant:"
     assert header.split() == ["operation", "state", "recorded", "(UTC)", "bytes", "codec"]
-    assert rows[0].startswith("shop.cancel  result  ")
+    assert rows[0].startswith("shop.cancel  result not stored  ")
     assert rows[1].startswith("shop.place   result  ")
     assert rows[1].endswith(
         f"  {len(json.dumps(ANSWER, ensure_ascii=False, separators=(',', ':')).encode())}  typed-json"
@@ -196,7 +195,7 @@ def test_show_tells_what_was_answered(engine: Engine) -> None:
     said = ask(engine, "show", "k", "--scope", "tenant", "--operation", "shop.place", "--result")[1]
     assert "shop.cancel" not in said
     assert said.endswith('Stored by shop.place:\n{\n  "order": 7,\n  "note": "grün\\u202e"\n}\n')
-    assert "Stored by shop.cancel:\nnull\n" in ask(engine, "show", "k", "--scope", "tenant", "--result")[1]
+    assert "Stored by shop.cancel:\nnothing\n" in ask(engine, "show", "k", "--scope", "tenant", "--result")[1]
     said = ask(engine, "show", "poor", "--result")[1]
     assert "  rejected  " in said
     assert '"code": "insufficient_funds"' in said
@@ -205,9 +204,9 @@ def test_show_tells_what_was_answered(engine: Engine) -> None:
 
     one = json.loads(ask(engine, "show", "k", "--scope", "tenant", "--json", "--result")[1])
     assert (one["key"], one["scope"], one["table"]) == ("k", "tenant", "processed_command")
-    assert [(each["operation"], each["state"]) for each in one["records"]] == [
-        ("shop.cancel", "result"),
-        ("shop.place", "result"),
+    assert [(each["operation"], each["state"], each["bytes"] is None) for each in one["records"]] == [
+        ("shop.cancel", "result not stored", True),
+        ("shop.place", "result", False),
     ]
     assert one["records"][1]["result"] == ANSWER
 

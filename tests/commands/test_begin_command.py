@@ -120,38 +120,71 @@ def test_another_command_and_no_key_are_refused(desk: Engine) -> None:
             ask(session, PlaceOrder(2), key=None)
 
 
+def _left(order: PlaceOrder, call: Call) -> int:
+    return call.session.get_one(Balance, order.customer).amount
+
+
+@command(name="desk.now", default=_left)
+def now(order: PlaceOrder, call: Call) -> int:
+    """Place an order whose answer is what is left now."""
+    return place(order, call).left
+
+
+def test_who_asks_again_gets_the_present_answer(sqlite: Database) -> None:
+    """An operation with ``default=`` stores no result: the caller's transaction sees how things stand."""
+    engine = create_engine(sqlite.url())
+    create_tables(engine)
+    answers = []
+    for key in ("k1", "k2", "k1"):
+        with Session(engine) as session:
+            begun = begin_command(session, now, PlaceOrder(3), key=key)
+            if isinstance(begun, Begun):
+                begun = begun.record(now(PlaceOrder(3), begun.call))
+            answers.append((begun.result, begun.replayed))
+            session.commit()
+    assert answers == [(START - 3, False), (START - 6, False), (START - 6, True)]
+    engine.dispose()
+
+
 async def _placing_later(order: PlaceOrder, call: AsyncCall) -> Placed:
     return await call.session.run_sync(lambda session: place(order, Call(session, call.key)))
 
 
+async def _left_later(order: PlaceOrder, call: AsyncCall) -> Placed:
+    return Placed(0, (await call.session.get_one(Balance, order.customer)).amount)
+
+
 placing_later = command(name="desk.place")(_placing_later)
+now_later = command(name="desk.now", default=_left_later)(_placing_later)
 
 
 @projector(idempotent=True, name="desk.manager")
 class Manager:
     """A process manager: each event leads to one command, and two events may lead to the same."""
 
-    def __init__(self) -> None:
+    def __init__(self, operation: Any) -> None:
+        self.operation = operation
         self.answers: list[Placed] = []
 
     @on("paid")
     async def paid(self, event: str, session: AsyncSession) -> None:
         """Issue the command in the transaction of the event."""
         order = PlaceOrder(3)
-        begun = await abegin_command(session, placing_later, order, key=derived_key("ship", event))
+        begun = await abegin_command(session, self.operation, order, key=derived_key("ship", event))
         if isinstance(begun, AsyncBegun):
-            begun = await begun.record(await placing_later(order, begun.call))
+            begun = await begun.record(await self.operation(order, begun.call))
         self.answers.append(begun.result)
 
 
-def test_an_async_process_manager_issues_a_command_once(async_url: URL) -> None:
+@pytest.mark.parametrize("operation", [placing_later, now_later], ids=["result", "default"])
+def test_an_async_process_manager_issues_a_command_once(async_url: URL, operation: Any) -> None:
     """In the transaction of its event, with the record; another event that leads to it gets the answer."""
 
     async def main() -> None:
         engine = create_async_engine(async_url)
         async with engine.connect() as connection:
             await connection.run_sync(lambda sync: create_tables(sync.engine))
-        manager = Manager()
+        manager = Manager(operation)
         dispatcher = AsyncDispatcher(async_sessionmaker(engine), manager)
         for message_id in ("m1", "m1", "m2"):
             await dispatcher.deliver(Message(message_id, "o-77", "paid"))

@@ -1,7 +1,5 @@
 """A command is done once, and everybody who asks again gets the recorded answer; on every driver."""
 
-import copy
-import pickle
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -10,14 +8,7 @@ from sqlalchemy.exc import IntegrityError
 from command_rig import Balance, Desk, Placed, PlaceOrder, desks, place
 from databases import DRIVERS
 from projector_dedup import Outcome, RetryPolicy
-from projector_dedup.commands import (
-    Call,
-    DuplicateCommandError,
-    Handled,
-    Rejected,
-    Rejection,
-    ResultUnreadableError,
-)
+from projector_dedup.commands import AsyncCall, Call, Rejected, Rejection
 
 desk = desks(DRIVERS)
 
@@ -95,6 +86,23 @@ def test_without_a_key_nothing_is_recorded(desk: Desk) -> None:
     assert (len(desk.orders()), desk.records()) == (2, [])
 
 
+def test_the_present_answers_where_no_result_is_stored(desk: Desk) -> None:
+    """An operation with a default runs once, and later callers see how things stand now."""
+    operation = desk.operation(name="desk.default", default=_present_async if desk.harness.asynchronous else _present)
+    answers = [desk.handle(operation, PlaceOrder(7), key=key) for key in ("k1", "k2", "k1")]
+    assert [answer.result for answer in answers] == [Placed(1, 999_993), Placed(2, 999_986), Placed(0, 999_986)]
+    assert desk.ran == ["k1", "k2"]
+    assert [outcome for _, _, outcome in desk.records()] == [3, 3]
+
+
+def _present(order: PlaceOrder, call: Call) -> Placed:
+    return Placed(0, call.session.get_one(Balance, order.customer).amount)
+
+
+async def _present_async(order: PlaceOrder, call: AsyncCall) -> Placed:
+    return Placed(0, (await call.session.get_one(Balance, order.customer)).amount)
+
+
 def test_a_record_says_when(desk: Desk) -> None:
     """By the database's clock, in whatever zone the server is."""
     operation = desk.operation()
@@ -121,18 +129,3 @@ def test_a_rejection_that_hides_a_database_error_is_tried_again_first(desk: Desk
     aborts = desk.harness.engine.dialect.name == "postgresql"
     assert len(desk.ran) == (1 + RetryPolicy().unique_violations if aborts else 1)
     assert desk.records() == [("0:k1", "desk.place", 2)]
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        Rejected("no", {"missing": 5}, replayed=True),
-        ResultUnreadableError("why", b"raw"),
-        DuplicateCommandError("why", Handled(Outcome.DUPLICATE, 5)),
-    ],
-    ids=lambda error: type(error).__name__,
-)
-def test_an_error_can_be_pickled_and_copied(error: Exception) -> None:
-    """A worker in another process hands its errors over whole."""
-    for other in (pickle.loads(pickle.dumps(error)), copy.copy(error), copy.deepcopy(error)):
-        assert (type(other), str(other), vars(other)) == (type(error), str(error), vars(error))

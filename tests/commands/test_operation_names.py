@@ -96,6 +96,31 @@ def test_wrong_settings_are_refused(settings: dict[str, object]) -> None:
         command(**settings)(sync_one)  # type: ignore[arg-type]
 
 
+class Awaited:
+    """An object that is called like an ``async def``."""
+
+    async def __call__(self, order: PlaceOrder, call: Call) -> None:
+        """Do nothing."""
+
+
+@pytest.mark.parametrize(
+    ("function", "default", "told"),
+    [
+        (sync_one, async_one, "plain def"),
+        (sync_one, Awaited(), "plain def"),
+        (async_one, sync_one, "async def"),
+        (sync_one, lambda _self, _order, _call: None, r"\(command, call\)"),
+        (sync_one, "present", r"\(command, call\)"),
+        (sync_one, max, r"\(command, call\)"),
+    ],
+    ids=["async for sync", "async object for sync", "sync for async", "a method", "no function", "a builtin"],
+)
+def test_a_default_that_does_not_fit_is_refused(function: Any, default: Any, told: str) -> None:
+    """At the decoration, and not when the first caller asks again."""
+    with pytest.raises(HandlerDefinitionError, match=told):
+        command(name="x", default=default)(function)
+
+
 @pytest.mark.parametrize("misplaced", [sync_one, "accounts.credit"], ids=["no parentheses", "a name without name="])
 def test_a_decorator_that_is_written_wrongly_says_how_to_write_it(misplaced: Any) -> None:
     """Type checkers say so, too."""
