@@ -92,7 +92,8 @@ class Asked:
     def record_of(self, returned: Any) -> Record:
         """Return the record of what the handler returned, or raise ``ResultError`` if it cannot be stored."""
         if isinstance(returned, Rejection):
-            return self.rejected(returned)
+            rejection = as_json({"code": returned.code, "detail": returned.detail})
+            return Record(REJECTED, json.name, self._stored(json, rejection), self.fingerprint)
         if self.operation.settings.default is not None:
             return Record(DEFAULT, NO_RESULT.name, None, self.fingerprint)
         codec = self.operation.codec
