@@ -10,10 +10,13 @@ import click
 
 from projector_dedup.maintenance.check import verify
 from projector_dedup.maintenance.cleanup import (
+    COUNTED,
     MAX_HOURS,
+    count_expired,
     declare_horizon,
     prune,
     redelivery_horizon,
+    refuse_short_retention,
 )
 from projector_dedup.maintenance.rows import has_markers
 from projector_dedup.message import printable
@@ -66,6 +69,7 @@ def _finite(_context: click.Context, _parameter: click.Parameter, value: float |
     "--operation",
     help="Delete the markers of this handler, or the records of this operation, only. A name that has none is refused.",
 )
+@click.option("--dry-run", is_flag=True, help=f"Delete nothing: count, up to {COUNTED:,}.")
 @click.option("--force", is_flag=True, help="Prune even below the declared redelivery horizon.")
 @click.option("--log-json", "as_json", is_flag=True, help="A line with a JSON object on stdout instead of text.")
 def cleanup(deployment: Deployment, as_json: bool, **options: Any) -> None:
@@ -78,6 +82,7 @@ def cleanup(deployment: Deployment, as_json: bool, **options: Any) -> None:
     Examples:
       idempotency cleanup --database-url postgresql+psycopg://app@db.example/orders
       idempotency cleanup --retention-hours 720 --batch-size 1000 --time-budget 600
+      idempotency cleanup --dry-run
       idempotency cleanup --commands --operation shop.place-order
     """
     try:
@@ -92,23 +97,32 @@ def cleanup(deployment: Deployment, as_json: bool, **options: Any) -> None:
         say(line)
 
 
-def _cleaned(deployment: Deployment, **bounds: Any) -> tuple[str, dict[str, Any]]:
-    """Delete, and return what was done: in a line for people, and as facts for machines."""
+def _cleaned(deployment: Deployment, *, dry_run: bool, **bounds: Any) -> tuple[str, dict[str, Any]]:
+    """Delete, or in a dry run count, and return what was done: in a line for people, and as facts for machines."""
     handler, hours, tables = bounds["handler"], bounds["retention_hours"], deployment.tables
     what = f"{'' if handler is None else f' of {printable(handler)}'} older than {hours:g} hours"
     with deployment.opened() as engine:
-        began = time.monotonic()
-        with noted() as interrupted, counting("Deleted") as progress:
-            done = prune(engine, tables=tables, on_batch=progress, stop=interrupted, **bounds)
-        seconds = round(time.monotonic() - began, 3)
-        if not done.deleted and handler is not None and not has_markers(engine, handler, tables=tables):
+        if dry_run:
+            if not bounds["force"]:
+                refuse_short_retention(engine, hours, tables=tables)
+            found = count_expired(engine, retention_hours=hours, tables=tables, handler=handler)
+            at_least = "at least " if found >= COUNTED else ""
+            line = f"Would delete {at_least}{deployment.rows(found)}{what}."
+            facts: dict[str, Any] = {"dry_run": True, "expired": found, "counted_all": found < COUNTED}
+        else:
+            began = time.monotonic()
+            with noted() as interrupted, counting("Deleted") as progress:
+                done = prune(engine, tables=tables, on_batch=progress, stop=interrupted, **bounds)
+            found, seconds = done.deleted, round(time.monotonic() - began, 3)
+            rest = "." if done.complete else f"; {done.left}: more may be left."
+            line = f"Deleted {deployment.rows(found)}{what}{rest}"
+            facts = {"deleted": found, "complete": done.complete, "seconds": seconds}
+        if not found and handler is not None and not has_markers(engine, handler, tables=tables):
             raise Failed(
                 f"no {tables.noun} of {printable(handler)} in {deployment}: look at the spelling; `idempotency "
                 f"stats{tables.option}` has the names"
             )
-    rest = "." if done.complete else f"; {done.left}: more may be left."
-    facts = {"deleted": done.deleted, "complete": done.complete, "seconds": seconds}
-    return f"Deleted {deployment.rows(done.deleted)}{what}{rest}", facts
+    return line, facts
 
 
 @click.command(epilog=EXIT_CODES)

@@ -11,11 +11,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import TypedDict, TypeVar, Unpack
+from typing import Any, TypedDict, TypeVar, Unpack
 
+from sqlalchemy import Select, func, literal_column, select
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import DBAPIError
 
+from ..closing import connected
 from ..dialects import Dialect, Failure, dialect_of
 from ..errors import (
     CleanupInterruptedError,
@@ -27,7 +29,7 @@ from ..message import printable, valid_handler
 from ..options import RetryPolicy
 from ..tables import DedupTables, default_tables
 from .check import verify
-from .databases import Expired, database_of
+from .databases import Expired, any_expired, database_of, is_expired
 from .running import connected_to, run_with_retries
 from .state import (
     CLEANED_AT,
@@ -43,6 +45,7 @@ from .state import (
 logger = logging.getLogger("projector_dedup")
 
 MAX_HOURS = 24 * 366 * 100  #: a century
+COUNTED = 1_000_000  #: the number of expired markers at which a dry run stops counting
 _ALERT = 0.1  # seconds after which ``stop`` is called again during a pause
 
 T = TypeVar("T")
@@ -142,6 +145,29 @@ def prune(
     if left is None and handler is None:
         _record(run, tables, expired.cutoff, retention_hours)
     return Pruned(run.deleted, left)
+
+
+def count_expired(
+    engine: Engine,
+    *,
+    retention_hours: float = 168,
+    tables: DedupTables = default_tables,
+    handler: str | None = None,
+    up_to: int = COUNTED,
+) -> int:
+    """Return how many markers ``prune`` would delete now; a result of ``up_to`` means that many or more.
+
+    Raises ``ValueError`` for a retention out of range, ``MissingTableError`` for a missing table.
+    """
+    check_hours("retention_hours", retention_hours)
+    verify(engine, tables, any_kind=True)
+    with connected(engine) as connection:
+        now = database_of(connection).now(connection)
+        expired = Expired(tables.marker, now - timedelta(hours=retention_hours), handler, up_to)
+        some: Select[Any] = select(literal_column("1").label("one")).select_from(tables.marker).limit(up_to)
+        some = some.where(is_expired(tables.marker, of_handler=handler is not None))
+        statement = select(func.count()).select_from(some.subquery("expired"))
+        return connection.execute(statement, expired.bounds).scalar_one()
 
 
 def _check_bounds(

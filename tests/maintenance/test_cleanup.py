@@ -34,6 +34,7 @@ from projector_dedup.dialects import dialect_of
 from projector_dedup.maintenance.cleanup import (
     Pruned,
     cleanup,
+    count_expired,
     declare_horizon,
     prune,
     redelivery_horizon,
@@ -70,6 +71,8 @@ def locks_rows(engine: Engine) -> None:
 def test_only_markers_older_than_the_retention_are_deleted(engine: Engine) -> None:
     """The default keeps a week: 167 hours stay, 169 go. The clock is the database's, whatever this machine's zone."""
     fill(engine, [0, 1, 167, 169, 1000])
+    assert count_expired(engine) == 2
+    assert count_expired(engine, up_to=1) == 1
     assert cleanup(engine) == 2
     assert left(engine) == ["0", "1", "2"]
     with engine.begin() as connection:
@@ -95,6 +98,7 @@ def test_every_batch_is_a_transaction_of_its_own(driver: Driver, request: pytest
 def test_one_handlers_markers_go_alone(engine: Engine) -> None:
     """And those of others stay, as old as they are."""
     fill(engine, {"one": [1000] * 100, "other": [1000] * 50})
+    assert count_expired(engine, handler="one") == 100
     assert cleanup(engine, handler="one", batch_size=30) == 100
     assert len(left(engine)) == 50
 
@@ -446,6 +450,13 @@ main()
 # The command --------------------------------------------------------------------------------------------------------
 
 
+def test_a_dry_run_deletes_nothing(engine: Engine) -> None:
+    """It says how many would go."""
+    fill(engine, [1000] * 7)
+    assert run(engine, "cleanup", "--dry-run") == (0, "Would delete 7 markers older than 168 hours.\n", "")
+    assert len(left(engine)) == 7
+
+
 def test_a_handlers_markers_and_bounds(engine: Engine) -> None:
     """What was left out is said."""
     fill(engine, [1000] * 7)
@@ -456,10 +467,11 @@ def test_a_handlers_markers_and_bounds(engine: Engine) -> None:
     assert said.startswith("Deleted 4 markers older than 168 hours; 2 batches were all")
 
 
-def test_a_handler_that_nobody_knows_is_refused(engine: Engine) -> None:
+@pytest.mark.parametrize("dry_run", [False, True], ids=["", "--dry-run"])
+def test_a_handler_that_nobody_knows_is_refused(dry_run: bool, engine: Engine) -> None:
     """A misspelt name deletes nothing and says so, with the command that has the names."""
     fill(engine, [1000] * 7)
-    code, said, wrong = run(engine, "cleanup", "--handler", "H")
+    code, said, wrong = run(engine, "cleanup", "--handler", "H", *(["--dry-run"] if dry_run else []))
     assert (code, said) == (1, "")
     assert "no marker of H in " in wrong
     assert "look at the spelling; `idempotency stats` has the names" in wrong

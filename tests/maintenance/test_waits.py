@@ -51,7 +51,7 @@ def held(engine: Engine) -> Iterator[None]:
 
 @pytest.mark.parametrize(
     "command",
-    [["check"], ["stats"], ["cleanup"], ["show", "0"], ["forget", "0", "--yes"]],
+    [["check"], ["stats"], ["cleanup"], ["cleanup", "--dry-run"], ["show", "0"], ["forget", "0", "--yes"]],
     ids=" ".join,
 )
 def test_a_command_ends_though_somebody_holds_the_table(command: list[str], engine: Engine) -> None:
