@@ -300,25 +300,57 @@ def _forget_scope(deployment: Deployment, engine: Engine, scope: str, operation:
 @click.argument("old")
 @click.argument("new")
 @click.option(
+    "--remove-old",
+    is_flag=True,
+    help="Delete the markers of OLD as well, as soon as they are copied. Only when no code of the old name will run "
+    "again, a deploy that is rolled back included; else let cleanup delete them in its time.",
+)
+@click.option(
     "--batch-size",
     type=click.IntRange(1, MAX_BATCH_SIZE),
     default=1000,
     show_default=True,
     help="Markers copied in one transaction. Smaller batches hold locks for a shorter time.",
 )
-def rename(deployment: Deployment, old: str, new: str, batch_size: int) -> None:
+@click.option("--dry-run", is_flag=True, help="Count; write nothing.")
+@click.option("--yes", is_flag=True, help="Do not ask before --remove-old.")
+def rename(
+    deployment: Deployment, old: str, new: str, remove_old: bool, batch_size: int, dry_run: bool, yes: bool
+) -> None:
     """Copy the markers of the handler OLD to the name NEW, so that `formerly` can go from the code.
 
     Run it when every process knows the new name. Deliveries and cleanup may go on meanwhile. Every batch commits by
-    itself, so a run may be interrupted at any time and run again. The markers of OLD stay until cleanup deletes them.
+    itself, so a run may be interrupted at any time and run again.
 
     \b
-    Example:
+    Examples:
+      idempotency rename billing.projections.Totals.add account-totals.add --dry-run
       idempotency rename billing.projections.Totals.add account-totals.add
     """
+    tables, so_far = deployment.tables, 0
+    question = f"Will no code of the name {old} run again? Its {tables.noun}s will be deleted"
+    if remove_old and not dry_run and not yes and not confirmed(question):
+        raise Failed("nothing was renamed")
     with deployment.opened() as engine, between_batches("Copied") as after:
-        done = rename_markers(engine, old, new, tables=deployment.tables, batch_size=batch_size, on_batch=after)
+
+        def progress(renamed: Renamed) -> None:
+            nonlocal so_far
+            more, so_far = renamed.copied - so_far, renamed.copied
+            after(more)
+
+        done = rename_markers(
+            engine,
+            old,
+            new,
+            tables=tables,
+            batch_size=batch_size,
+            remove_old=remove_old,
+            dry_run=dry_run,
+            on_batch=progress,
+        )
     if done == Renamed():
         say(f"Nothing is left under {old}.")
-    else:
-        say(f"Copied {deployment.rows(done.copied)} of {old} to {new}; {done.already:,} had one already.")
+        return
+    would = ("Would have copied", "Would have removed") if dry_run else ("Copied", "Removed")
+    line = f"{would[0]} {deployment.rows(done.copied)} of {old} to {new}; {done.already:,} had one already."
+    say(f"{line} {would[1]} {deployment.rows(done.removed)} of {old}." if done.removed else line)

@@ -203,7 +203,7 @@ def test_forget_does_not_promise_what_another_name_prevents(engine: Engine) -> N
     assert left(engine) == {("1", "old.add")}
 
 
-@pytest.mark.parametrize("arguments", [("forget", "1"), ("horizon", "1")])
+@pytest.mark.parametrize("arguments", [("forget", "1"), ("horizon", "1"), ("rename", "h", "i", "--remove-old")])
 def test_a_question_wants_somebody_to_ask(sqlite: Database, arguments: tuple[str, ...]) -> None:
     """In a pipe the command line has to answer; at a terminal, nobody's answer is no bug of ours."""
     engine = create_engine(sqlite.url())

@@ -84,6 +84,28 @@ def test_every_marker_gets_a_twin_with_its_times(harness: Harness, batch_size: i
     assert rename(harness.engine, OLD, NEW, batch_size=batch_size) == Renamed(already=9)
 
 
+@pytest.mark.parametrize("batch_size", [2, 1000])
+def test_the_old_markers_can_be_removed(harness: Harness, batch_size: int) -> None:
+    """`remove_old`: what was seen is gone, and nothing else; a second run finds nothing left."""
+    written = ids(*range(5))
+    write(harness, *((each, OLD) for each in written), (written[1], NEW), ("other", "another"))
+    moments = times(harness, OLD)
+    assert rename(harness.engine, OLD, NEW, batch_size=batch_size, remove_old=True) == Renamed(4, 1, 5)
+    assert harness.markers() == sorted([*((each, NEW) for each in written), ("other", "another")])
+    assert {each: moments[each] for each in moments if each != written[1]} == {
+        each: moment for each, moment in times(harness, NEW).items() if each != written[1]
+    }
+    assert rename(harness.engine, OLD, NEW, remove_old=True) == Renamed()
+
+
+def test_a_dry_run_says_the_same_and_writes_nothing(harness: Harness) -> None:
+    """Also of what would be removed."""
+    write(harness, *((each, OLD) for each in ids(*range(5))), ("a0", NEW))
+    before = harness.markers()
+    assert rename(harness.engine, OLD, NEW, remove_old=True, dry_run=True, batch_size=2) == Renamed(4, 1, 5)
+    assert harness.markers() == before
+
+
 def test_names_that_are_wrong_are_refused(harness: Harness) -> None:
     """A name of no marker is a typing error, perhaps: it must not look like success."""
     write(harness, ("m1", OLD))
@@ -106,21 +128,21 @@ def test_names_that_are_wrong_are_refused(harness: Harness) -> None:
 def test_a_run_that_was_interrupted_goes_on(harness: Harness) -> None:
     """Every batch had committed, when `on_batch` was told of it; the next run does the rest."""
     write(harness, *((each, OLD) for each in ids(*range(5))))
-    told: list[int] = []
+    told: list[Renamed] = []
 
-    def interrupt(copied: int) -> None:
-        told.append(copied)
-        if sum(told) == 4:
+    def interrupt(renamed: Renamed) -> None:
+        told.append(renamed)
+        if renamed.copied == 4:
             assert len(times(harness, NEW)) == 4
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         rename(harness.engine, OLD, NEW, batch_size=2, on_batch=interrupt)
-    assert told == [2, 2]
+    assert told == [Renamed(2), Renamed(4)]
     assert rename(harness.engine, OLD, NEW, batch_size=2) == Renamed(1, 4)
 
 
-@pytest.mark.parametrize("statement", ["SELECT", "INSERT"])
+@pytest.mark.parametrize("statement", ["SELECT", "INSERT", "DELETE"])
 def test_a_lost_connection_costs_one_batch_that_is_run_again(on_server: Harness, statement: str) -> None:
     """Wherever it is lost, twice; and what fails for another reason is raised at once."""
     harness = on_server
@@ -133,10 +155,10 @@ def test_a_lost_connection_costs_one_batch_that_is_run_again(on_server: Harness,
             kill(harness, connection)
 
     event.listen(harness.engine, "before_cursor_execute", lose)
-    rename(harness.engine, OLD, NEW, batch_size=2)
+    rename(harness.engine, OLD, NEW, batch_size=2, remove_old=True)
     event.remove(harness.engine, "before_cursor_execute", lose)
     assert next(lost, None) is None
-    assert harness.markers() == sorted((each, name) for each in ids(*range(5)) for name in (OLD, NEW))
+    assert harness.markers() == sorted((each, NEW) for each in ids(*range(5)))
     with harness.engine.begin() as connection:
         connection.execute(text("ALTER TABLE processed_message DROP COLUMN occurred_at"))
     with pytest.raises((DBAPIError, MissingTableError)):
@@ -201,6 +223,22 @@ def test_a_marker_that_a_delivery_writes_meanwhile_is_no_error(on_server: Harnes
     assert renaming.result() == Renamed(1, 1)
 
 
+def test_what_the_old_code_writes_meanwhile_is_not_removed(on_server: Harness) -> None:
+    """It has no twin: without its marker the message would be applied again."""
+    harness = on_server
+    write(harness, ("m1", OLD), ("m3", OLD))
+    late = iter(["m2"])
+
+    def deliver(_connection: Any, _cursor: Any, sql: str, *_: Any) -> None:
+        if sql.startswith("DELETE") and (message_id := next(late, None)):
+            harness.start(harness.deliver, deployed(harness, OLD), message_id=message_id).result()
+
+    event.listen(harness.engine, "before_cursor_execute", deliver)
+    rename(harness.engine, OLD, NEW, remove_old=True)
+    assert harness.markers() == [("m1", NEW), ("m2", OLD), ("m3", NEW)]
+    assert rename(harness.engine, OLD, NEW, remove_old=True) == Renamed(1, 0, 1)
+
+
 def test_nothing_is_applied_twice_beside_deliveries_and_cleanup(harness: Harness) -> None:
     """New code that names the old one delivers everything again while its markers are renamed, and pruned ones go."""
     messages = [f"m{number}" for number in range(120)]
@@ -219,7 +257,7 @@ def test_nothing_is_applied_twice_beside_deliveries_and_cleanup(harness: Harness
     def rename_meanwhile() -> None:
         begin.wait()
         for _ in range(3):
-            rename(harness.engine, OLD, NEW, batch_size=10)
+            rename(harness.engine, OLD, NEW, batch_size=10, remove_old=True)
 
     def prune() -> None:
         begin.wait()
@@ -233,7 +271,7 @@ def test_nothing_is_applied_twice_beside_deliveries_and_cleanup(harness: Harness
     outcomes = {harness.deliver(without, Added((each,)), each).outcome for each in messages}
     assert outcomes == {Outcome.DUPLICATE}
     assert harness.totals() == dict.fromkeys(messages, 1)
-    assert {message_id for message_id, name in harness.markers() if name == NEW} == set(messages)
+    assert {message_id for message_id, _ in harness.markers()} == set(messages)
 
 
 # The command -----------------------------------------------------------------------------------------------------
@@ -248,10 +286,30 @@ def run(harness: Harness, *arguments: str) -> Any:
 def test_the_command_says_what_it_did(harness: Harness) -> None:
     """One line on stdout, nothing on stderr, as cron wants it."""
     write(harness, *((each, OLD) for each in ids(*range(3))), ("a0", NEW))
-    done = run(harness, OLD, NEW, "--batch-size", "1")
+    done = run(harness, OLD, NEW, "--dry-run")
     assert (done.exit_code, done.stderr) == (0, "")
-    assert done.stdout == "Copied 2 markers of old to new; 1 had one already.\n"
-    assert run(harness, "gone", NEW).stdout == "Nothing is left under gone.\n"
+    assert done.stdout == "Would have copied 2 markers of old to new; 1 had one already.\n"
+    assert run(harness, OLD, NEW, "--batch-size", "1").stdout == "Copied 2 markers of old to new; 1 had one already.\n"
+    done = run(harness, OLD, NEW, "--remove-old", "--yes")
+    assert done.stdout == "Copied 0 markers of old to new; 3 had one already. Removed 3 markers of old.\n"
+    assert harness.markers() == sorted((each, NEW) for each in ids(*range(3)))
+    done = run(harness, OLD, NEW)
+    assert (done.exit_code, done.stdout) == (0, "Nothing is left under old.\n")
+
+
+def test_the_command_asks_before_it_removes(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No is no; a dry run does not ask; where nobody can be asked, it is not done."""
+    write(harness, ("m1", OLD))
+    assert run(harness, OLD, NEW, "--remove-old").exit_code == 2
+    monkeypatch.setattr("projector_dedup.cli.rows.confirmed", lambda _question: False)
+    refused = run(harness, OLD, NEW, "--remove-old")
+    assert (refused.exit_code, "nothing was renamed" in refused.stderr) == (1, True)
+    assert harness.markers() == [("m1", OLD)]
+    assert run(harness, OLD, NEW, "--remove-old", "--dry-run").exit_code == 0
+    assert harness.markers() == [("m1", OLD)]
+    monkeypatch.setattr("projector_dedup.cli.rows.confirmed", lambda _question: True)
+    assert run(harness, OLD, NEW, "--remove-old").exit_code == 0
+    assert harness.markers() == [("m1", NEW)]
 
 
 def test_the_command_fails_in_one_line(harness: Harness) -> None:
