@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
@@ -14,7 +15,7 @@ from sqlalchemy import Engine, inspect
 
 from projector_dedup import AsyncDispatcher, DedupTables, Dispatcher
 from projector_dedup.commands import CommandTables
-from projector_dedup.maintenance.check import advise, check_installed_revisions
+from projector_dedup.maintenance.check import advise, check_alembic, check_installed_revisions
 from projector_dedup.maintenance.check import check as findings_of
 from projector_dedup.maintenance.databases import Finding
 from projector_dedup.maintenance.stats import Ages, ages, handlers_of
@@ -28,6 +29,12 @@ _EXAMPLE = "myapp.consumer:dispatcher"
 @click.command(epilog=EXIT_CODES)
 @database_options
 @click.option(
+    "--alembic-config",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Does this alembic.ini lead to our revisions, if it names them? All revisions that it names are imported, as "
+    "Alembic does.  [default: read alembic.ini, if it is there, and import nothing]",
+)
+@click.option(
     "--app",
     "apps",
     multiple=True,
@@ -36,7 +43,7 @@ _EXAMPLE = "myapp.consumer:dispatcher"
     "handlers in the table it does not know. Give it for every dispatcher on these tables.",
 )
 @json_option
-def check(deployment: Deployment, apps: tuple[str, ...], as_json: bool) -> None:
+def check(deployment: Deployment, alembic_config: Path | None, apps: tuple[str, ...], as_json: bool) -> None:
     """Tell whether the tables are right and looked after.
 
     If not, it says what mends them. They are compared with what this version of projector-dedup needs; then storage
@@ -52,9 +59,12 @@ def check(deployment: Deployment, apps: tuple[str, ...], as_json: bool) -> None:
     if apps and deployment.of_commands:
         raise click.UsageError("--app tells which handlers a dispatcher knows; it says nothing of --commands")
     identities = _identities_of(apps)
+    config = alembic_config or Path("alembic.ini")
     tables, found = deployment.tables, None
     with deployment.opened() as engine:
-        findings = findings_of(engine, tables) + check_installed_revisions()
+        findings = findings_of(engine, tables)
+        findings += check_alembic(config, run=alembic_config is not None) if config.is_file() else []
+        findings += check_installed_revisions()
         fatal = sum(finding.fatal for finding in findings)
         if not fatal:
             found = ages(engine, tables=tables)

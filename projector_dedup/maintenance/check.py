@@ -1,17 +1,22 @@
 """Compare the tables of a database with those that this version needs, and say what should be mended, and how.
 
-``check`` looks at the tables and the database, ``advise`` at what nobody looks after.
+``check`` looks at the tables and the database, ``advise`` at what nobody looks after, and ``check_alembic`` at an
+``alembic.ini`` that loses our revisions.
 """
 
 from __future__ import annotations
 
-import re
+import configparser
 import secrets
+import warnings
 from collections.abc import Iterator, Set
 from datetime import datetime, timedelta
 from importlib.resources import files
+from os import PathLike
 from pathlib import Path
 
+from alembic.config import Config
+from alembic.script import ScriptDirectory
 from sqlalchemy import Table, inspect, select
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import DBAPIError
@@ -37,7 +42,8 @@ _WHOLE = Record(RESULT, "x" * MAX_CODEC_BYTES, _EVERY_BYTE * 256, _EVERY_BYTE[-3
 
 _SLACK = timedelta(days=2)  # a cleanup that was missed once, at a weekend say, is not worth a finding
 
-_OUR_REVISION = re.compile(r"\d{4}_processed_\w+\.py|__init__\.py")
+_BRANCH = "projector_dedup"
+_LOCATION = "projector_dedup.migrations:versions"
 
 
 def check(engine: Engine, tables: DedupTables = default_tables) -> list[Finding]:
@@ -286,13 +292,73 @@ def _unknown(unknown: Set[str]) -> Iterator[Finding]:
 # Alembic ----------------------------------------------------------------------------------------------------------
 
 
+def check_alembic(config_path: str | PathLike[str], *, run: bool = False) -> list[Finding]:
+    """Return what is wrong with an ``alembic.ini``; nothing if its ``version_locations`` do not name this package.
+
+    Alembic leaves out locations that it cannot find, and ``alembic upgrade heads`` exits with 0 all the same. The file
+    is only read, which takes Alembic 1.16. With ``run`` the revisions that it leads to are imported, as Alembic does:
+    that runs the code of whoever wrote them. No database is asked.
+    """
+    path = Path(config_path)
+    remedy = "run this where `alembic heads` works"
+    try:
+        config = Config(path)
+        if _BRANCH not in (config.get_main_option("version_locations") or ""):
+            return []
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # Alembic itself tells its user what the file lacks
+            if _imported(config) if run else _named(config):
+                return []
+    except (configparser.Error, OSError, UnicodeDecodeError) as error:
+        problem = f"{path} could not be read: {' '.join(str(error).split())}"
+        remedy = (
+            "Alembic cannot read it either; each option stands once in its section: where a block was pasted below "
+            "what `alembic init` wrote, remove the older line, such as a second path_separator"
+        )
+    except Exception as error:  # noqa: BLE001  # the user's own revisions may raise anything
+        reason = (str(error).strip().splitlines() or [""])[0]
+        problem = f"{path} names {_BRANCH}, but its revisions could not be read: {type(error).__name__}: {reason}"
+    else:
+        return [
+            Finding(
+                f"{path} names {_BRANCH} in version_locations, but Alembic does not find it there, and says nothing",
+                f"write {_LOCATION} on a line of its own, with `path_separator = newline` (Alembic before 1.16: "
+                "version_path_separator): any other splits it at its colon, or leaves several locations together; "
+                f"`alembic heads` must show ({_BRANCH})",
+            )
+        ]
+    return [advice(problem, remedy)]
+
+
+def _imported(config: Config) -> bool:
+    """Import all revisions, and return True if our branch is among them."""
+    revisions = ScriptDirectory.from_config(config).walk_revisions()
+    return any(_BRANCH in revision.branch_labels for revision in revisions)
+
+
+def _named(config: Config) -> bool:
+    """True if one of the locations, as Alembic splits them, is our folder: by our package, or by its path."""
+    ours = _installed_versions()
+    locations = config.get_version_locations_list() or ()
+    return any(each == _LOCATION or Path(each).resolve() == ours for each in locations)
+
+
+def _installed_versions() -> Path:
+    return Path(str(files(_LOCATION.partition(":")[0]).joinpath("versions"))).resolve()
+
+
 def check_installed_revisions() -> list[Finding]:
     """Return that somebody else's revisions lie in the folder of ours; nothing if there are none.
 
     Alembic writes the first revision of a project there if the project has none, and nobody says where it belongs.
     """
-    versions = Path(str(files("projector_dedup.migrations.versions")))
-    theirs = sorted(file.name for file in versions.glob("*.py") if not _OUR_REVISION.fullmatch(file.name))
+    versions = _installed_versions()
+    numbers = {each.rpartition("_")[2] for each in (*DedupTables.revisions, *CommandTables.revisions)}
+    theirs = sorted(
+        file.name
+        for file in versions.glob("*.py")
+        if file.name != "__init__.py" and not file.name.startswith(tuple(f"{number}_processed_" for number in numbers))
+    )
     if not theirs:
         return []
     return [

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from functools import partial
 from itertools import takewhile
 from typing import Any
 
@@ -14,7 +15,7 @@ from sqlalchemy.sql import Delete, Insert
 
 from ..commands import CommandTables, InvalidKeyError, default_command_tables
 from ..commands.record import DEFAULT, REJECTED, RESULT, RecordKey
-from ..dialects import Failure, dialect_of
+from ..dialects import Dialect, Failure, dialect_of
 from ..errors import RefusedError
 from ..message import printable, valid_handler, valid_message_id
 from ..options import RetryPolicy

@@ -11,9 +11,10 @@ import projector_dedup.migrations.versions
 import pytest
 from sqlalchemy import create_engine, inspect, select
 
+from alembic_project import run_python
 from databases import Database
 from projector_dedup import ProcessedMessage
-from projector_dedup.maintenance.check import check, check_installed_revisions
+from projector_dedup.maintenance.check import check, check_alembic, check_installed_revisions
 
 pytestmark = pytest.mark.slow
 
@@ -90,7 +91,7 @@ def test_the_recipe_works_in_an_empty_project(database: Database, tmp_path: Path
     assert "No new upgrade operations" in project.run("alembic check\n")
     assert len(list((tmp_path / "migrations" / "versions").glob("*.py"))) == 2
     assert sorted(each.name for each in OURS.glob("*.py")) == ours
-    assert check_installed_revisions() == []
+    assert check_alembic(project.ini) == check_alembic(project.ini, run=True) == check_installed_revisions() == []
     engine = create_engine(database.url())
     assert not [finding for finding in check(engine) if finding.fatal]
     assert {column["name"] for column in inspect(engine).get_columns("account_totals")} == {"id", "more"}
@@ -99,11 +100,29 @@ def test_the_recipe_works_in_an_empty_project(database: Database, tmp_path: Path
     engine.dispose()
 
 
+def test_a_block_pasted_below_the_line_of_alembic_init(sqlite: Database, tmp_path: Path) -> None:
+    """A second `path_separator` is told in one line with its remedy; the command goes on, without a traceback."""
+    (_, init), (_, ini), *_ = _recipe()
+    project = NewProject(tmp_path, sqlite)
+    project.run(init)
+    _replaced(project.ini, "path_separator = os", f"path_separator = os\n{ini.rstrip()}")
+    (finding,) = check_alembic(project.ini)
+    assert not finding.fatal
+    assert "option 'path_separator' in section 'alembic' already exists" in finding.problem
+    assert "remove the older line" in finding.remedy
+    url = sqlite.url().render_as_string()
+    run_python("-m", "projector_dedup", "migrate", "--database-url", url)
+    done = run_python("-m", "projector_dedup", "check", "--database-url", url, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "alembic.ini could not be read: " in done.stdout
+    assert "Traceback" not in done.stdout
+
+
 def test_a_revision_of_theirs_in_our_package_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By its name and where it lies; our own revisions are not."""
     for file in OURS.glob("*.py"):
         (tmp_path / file.name).write_bytes(file.read_bytes())
-    monkeypatch.setattr("projector_dedup.maintenance.check.files", lambda _package: tmp_path)
+    monkeypatch.setattr("projector_dedup.maintenance.check._installed_versions", lambda: tmp_path)
     assert check_installed_revisions() == []
     (tmp_path / "1c9213d5b8ad_first.py").touch()
     (finding,) = check_installed_revisions()
