@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -193,36 +192,6 @@ class Settling:
                 value = None
         text = value.decode(errors="backslashreplace") if isinstance(value, bytes) else value
         return printable(text[:80]) if isinstance(text, str) else "(without an id)"
-
-
-def copyable(
-    headers: Mapping[str, Any], size: Callable[[Mapping[str, Any]], int], room: float, origin: str
-) -> dict[str, Any]:
-    """Return the headers that a copy of a message can carry, and log the names of the others.
-
-    Another client may send a header that this one cannot encode, or more headers than a copy has room for. A consumer
-    that failed over the copy would get the message again for ever, so it makes the copy without these headers.
-
-    ``size`` returns the bytes of a copy with these headers, and raises for a header that the client cannot encode.
-    ``room`` is the limit of these bytes: the largest headers are left out first. ``origin`` says where the message was
-    taken from, for the log.
-    """
-    empty = size({})
-    sizes: dict[str, int] = {}
-    for name, value in headers.items():
-        with contextlib.suppress(Exception):  # clients raise TypeError, OverflowError, struct.error, RecursionError
-            sizes[name] = size({name: value}) - empty
-    room -= empty
-    kept = set()
-    for name in sorted(sizes, key=sizes.__getitem__):
-        if (room := room - sizes[name]) >= 0:
-            kept.add(name)
-    if left_out := [name for name in headers if name not in kept]:
-        logger.warning(
-            "a message from %s is copied without %d of its headers, which cannot be encoded or have no room: %s",
-            *(printable(origin), len(left_out), named_in_log(left_out)),
-        )
-    return {name: value for name, value in headers.items() if name in kept}
 
 
 def named_in_log(headers: Sequence[object]) -> str:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import nats
 import pika
+import pytest
 from celery.worker import state
 from faststream.nats import NatsBroker
 from faststream.rabbit import RabbitBroker
@@ -457,6 +458,8 @@ CLIENTS: Mapping[str, tuple[type[Any], Callable[[], contextlib.AbstractContextMa
 }
 """By name, the adapter of a client, and the queue that it is given; Kafka's has a cluster."""
 KAFKA = "kafka"
+POLLS = ((of_nats, "_POLL"), (redis, "_POLL"), (kafka, "WAIT"), (of_pika, "_LOOKS_UP_EVERY"))
+"""The seconds that a consumer waits for a message before it looks whether it was stopped."""
 
 
 @contextlib.contextmanager
@@ -464,6 +467,9 @@ def adapter(client: str, database: Database, cluster: KafkaCluster | None = None
     """The adapter of a client on a queue of its own, with a read model in which nothing is; no account fails."""
     RULES.clear()
     with contextlib.ExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        for module, name in POLLS:
+            patch.setattr(module, name, 0.2)
         if client == KAFKA:
             assert cluster is not None
             made: Adapter = KafkaTopic(database, stack.enter_context(contextlib.closing(Kafka(cluster))))
