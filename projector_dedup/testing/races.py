@@ -135,7 +135,7 @@ def _by_creating(session: Session, pause: Callable[[], None]) -> None:
     total.amount += 1
 
 
-MESSAGES = 40
+MESSAGES = 24
 SHAPES = [_by_get, _by_select, _by_joinedload, _by_relationship, _by_column, _by_row, _by_creating]
 DEALS: dict[str, Callable[[int], tuple[str, ...]]] = {
     "one hot row": lambda _: ("a",),
