@@ -13,6 +13,7 @@ from sqlalchemy.orm import Session, sessionmaker
 
 from command import idempotency, on_a_terminal
 from databases import Database
+from marked import on_one_database
 from projector_dedup.commands import Begun, Call, Commands, Rejected, begin_command, command, raw
 from projector_dedup.commands import default_command_tables as tables
 from projector_dedup.maintenance.schema import migrate
@@ -130,6 +131,7 @@ def test_tables_are_made_checked_and_counted(database: Database) -> None:
     engine.dispose()
 
 
+@on_one_database
 def test_schema_prints_the_tables(database: Database) -> None:
     """Of the name that was given, or processed_command."""
     for options, name in (([], "processed_command"), (["--table", "orders"], "orders")):
@@ -143,6 +145,7 @@ def test_schema_prints_the_tables(database: Database) -> None:
     [["check"], ["migrate"], ["show", "k"], ["forget", "k", "--yes"], ["stats"], ["horizon"], ["rename", "a", "b"]],
     ids=" ".join,
 )
+@on_one_database
 def test_the_wrong_kind_of_tables_is_told(arguments: list[str], engine: Engine) -> None:
     """In both directions, by the option to say or to leave out; nothing is changed."""
     default_tables.marker.metadata.create_all(engine)
@@ -160,6 +163,7 @@ def test_the_wrong_kind_of_tables_is_told(arguments: list[str], engine: Engine) 
     assert left(engine) == [("0:k", "shop.place")]
 
 
+@on_one_database
 def test_a_record_without_an_outcome_is_shown_as_one(engine: Engine) -> None:
     """It answers nobody. --app is of projectors."""
     with Session(engine) as session:
@@ -172,6 +176,7 @@ def test_a_record_without_an_outcome_is_shown_as_one(engine: Engine) -> None:
 # Records ---------------------------------------------------------------------------------------------------------
 
 
+@on_one_database
 def test_show_tells_what_was_answered(engine: Engine) -> None:
     """State, moment, size and codec of each operation; with --result what is stored, which cannot forge a line."""
     for operation, key, scope, amount in (
@@ -211,6 +216,7 @@ def test_show_tells_what_was_answered(engine: Engine) -> None:
     assert one["records"][1]["result"] == ANSWER
 
 
+@on_one_database
 def test_a_key_that_is_not_there(engine: Engine) -> None:
     """Exit code 1, and why that may be: pruned, another scope, another operation."""
     handle(engine, place, "k", "tenant")
@@ -232,6 +238,7 @@ def test_a_key_that_is_not_there(engine: Engine) -> None:
     assert left(engine) == [("6:tenantk", "shop.place")]
 
 
+@on_one_database
 def test_forget_frees_a_key(engine: Engine) -> None:
     """Of one operation in one scope, which must be said; the command is handled again then."""
     for scope in ("a", "ab", None):
@@ -251,6 +258,7 @@ def test_forget_frees_a_key(engine: Engine) -> None:
     assert len(left(engine)) == 4
 
 
+@on_one_database
 def test_forget_of_a_scope(engine: Engine) -> None:
     """All of a tenant's records, those of one operation if it is said, and none of a tenant whose name begins so."""
     for scope in ("a", "ab", None):

@@ -11,7 +11,7 @@ from sqlalchemy.orm import sessionmaker
 
 from command import idempotency, on_a_terminal
 from databases import Database
-from marked import metadata, one_of_each_engine, tables, url_of  # noqa: F401  # a fixture
+from marked import metadata, on_one_database, one_of_each_engine, tables, url_of  # noqa: F401  # a fixture
 from projector_dedup import AsyncDispatcher, Dispatcher, on, projector
 from projector_dedup.asyncio_names import async_sessionmaker
 from projector_dedup.maintenance.check import advise, check, verify
@@ -222,6 +222,7 @@ def app(tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize("place", ["shop.consumer:dispatcher", "shop.consumer:make", "shop.consumer:Shop.dispatcher"])
+@on_one_database
 def test_check_asks_the_application(place: str, app: str, engine: Engine) -> None:
     """A module of the current directory; a dispatcher, or a function that makes one."""
     metadata.create_all(engine)

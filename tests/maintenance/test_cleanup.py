@@ -22,7 +22,7 @@ from sqlalchemy import Connection, Engine, create_engine, delete, event, text
 from sqlalchemy.orm import Session
 
 from databases import DRIVERS, Database, Driver
-from marked import fill, left, metadata, one_of_each_engine, tables, url_of  # noqa: F401  # a fixture
+from marked import fill, left, metadata, on_one_database, one_of_each_engine, tables, url_of  # noqa: F401  # a fixture
 from projector_dedup import (
     CleanupInterruptedError,
     MissingTableError,
@@ -416,6 +416,7 @@ def test_a_bound_that_cannot_be_meant_is_refused(bound: str, values: tuple[Any, 
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=str)
+@on_one_database
 def test_a_signal_ends_the_run_after_the_batch(number: signal.Signals, engine: Engine) -> None:
     """Exit code 0, and a count that is true; it is sent to a real process that rests for a day between batches."""
     fill(engine, [1000] * 30)
@@ -450,6 +451,7 @@ main()
 # The command --------------------------------------------------------------------------------------------------------
 
 
+@on_one_database
 def test_a_dry_run_deletes_nothing(engine: Engine) -> None:
     """It says how many would go."""
     fill(engine, [1000] * 7)
@@ -457,6 +459,7 @@ def test_a_dry_run_deletes_nothing(engine: Engine) -> None:
     assert len(left(engine)) == 7
 
 
+@on_one_database
 def test_a_handlers_markers_and_bounds(engine: Engine) -> None:
     """What was left out is said."""
     fill(engine, [1000] * 7)
@@ -467,6 +470,7 @@ def test_a_handlers_markers_and_bounds(engine: Engine) -> None:
     assert said.startswith("Deleted 4 markers older than 168 hours; 2 batches were all")
 
 
+@on_one_database
 @pytest.mark.parametrize("dry_run", [False, True], ids=["", "--dry-run"])
 def test_a_handler_that_nobody_knows_is_refused(dry_run: bool, engine: Engine) -> None:
     """A misspelt name deletes nothing and says so, with the command that has the names."""
@@ -478,6 +482,7 @@ def test_a_handler_that_nobody_knows_is_refused(dry_run: bool, engine: Engine) -
     assert len(left(engine)) == 7
 
 
+@on_one_database
 def test_a_line_of_json(engine: Engine) -> None:
     """Also for a run that failed, without its password; the exit code tells as well."""
     fill(engine, [1000] * 7)
@@ -583,6 +588,7 @@ def test_a_user_who_may_not_write_the_state_can_prune(postgresql: Database, capl
     owner.dispose()
 
 
+@on_one_database
 def test_the_command_declares_and_shows_the_horizon(engine: Engine) -> None:
     """Raised it is at once, lowered with --yes only; cleanup then refuses what is below, without --force."""
     fill(engine, [400])
