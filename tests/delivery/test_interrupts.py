@@ -120,11 +120,13 @@ def test_many_deliveries_cancelled_at_once_leave_nothing_behind(driver: Driver, 
 
 @pytest.mark.parametrize(
     ("driver", "kind"),
-    zip(
-        [driver for driver in USUAL_DRIVERS if not driver.is_async],
-        ["KeyboardInterrupt", "Exception", "BaseException"],
-        strict=True,
-    ),
+    [
+        *zip(
+            [driver for driver in USUAL_DRIVERS if not driver.is_async],
+            ["KeyboardInterrupt", "Exception", "BaseException"],
+            strict=True,
+        )
+    ],
     ids=str,
 )
 def test_a_delivery_interrupted_by_a_signal_leaves_nothing_behind(driver: Driver, kind: str, rig_on: RigOn) -> None:

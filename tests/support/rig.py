@@ -242,6 +242,21 @@ class Rig:
         """Run a function that gets by `done` what has to be awaited."""
         return self.run(greenlet_spawn(work)) if self.driver.is_async else work()
 
+    def fill(self, size: int, use: Callable[[Any], object] = lambda _connection: None) -> None:
+        """Have the pool open so many connections, and use each."""
+
+        def opened() -> None:
+            connections = [done(self.engine.connect()) for _ in range(size)]
+            for connection in connections:
+                use(connection)
+                done(connection.close())
+
+        self.in_one_task(opened)
+
+    def dispose(self) -> None:
+        """Have the pool close its connections."""
+        self.in_one_task(lambda: done(self.engine.dispose()))
+
     @property
     def factory(self) -> Any:
         """Sessions on the engine."""
