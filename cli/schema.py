@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from projector_dedup import DedupTables
-from projector_dedup.maintenance.schema import Migrated, ddl, planned
+from projector_dedup.maintenance.schema import Migrated, ddl
 from projector_dedup.maintenance.schema import migrate as bring_up_to_date
 
 from .options import EXIT_CODES, Deployment, database_options, debug_option, table_options
@@ -14,8 +14,7 @@ from .output import one_line, say
 
 @click.command(epilog=EXIT_CODES)
 @database_options
-@click.option("--dry-run", is_flag=True, help="Print the SQL that would run, and change nothing.")
-def migrate(deployment: Deployment, dry_run: bool) -> None:
+def migrate(deployment: Deployment) -> None:
     """Make the tables, or bring them to the schema of this version. For those without Alembic.
 
     Tables that are there and right are adopted; those that are wrong are left as they are, and told. May be run at
@@ -24,15 +23,12 @@ def migrate(deployment: Deployment, dry_run: bool) -> None:
     \b
     Examples:
       idempotency migrate --database-url postgresql+psycopg://owner@db.example/orders
-      idempotency migrate --table inbox --schema billing --dry-run
+      idempotency migrate --table inbox --schema billing
       idempotency migrate --commands
     """
     tables = deployment.tables
-    with deployment.opened(create=not dry_run) as engine:
-        if dry_run:
-            say(planned(engine, tables).strip() or f"-- {tables.marker.fullname}: nothing to do")
-        else:
-            say(f"{tables.marker.fullname} {_told(bring_up_to_date(engine, tables))}.")
+    with deployment.opened(create=True) as engine:
+        say(f"{tables.marker.fullname} {_told(bring_up_to_date(engine, tables))}.")
 
 
 def _told(done: Migrated) -> str:

@@ -29,7 +29,7 @@ settings: dict[str, Any] = {
 
 
 def _url() -> str:
-    url: str | None = attributes.get("url") or os.environ.get(URL)
+    url = os.environ.get(URL)
     if not url:
         raise SystemExit(f"no database: set {URL}, for example to postgresql+psycopg://user@host/database")
     return url

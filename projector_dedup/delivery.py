@@ -18,7 +18,7 @@ from .errors import ProjectorDedupError
 from .handler import Handler
 from .markers import valid_key
 from .message import Message, id_text, printable, valid_message_id
-from .observer import Observing
+from .observer import Observing, Watch
 from .options import RetryPolicy, UnitOptions
 from .outcome import Outcome
 from .read_models import warn_of_reads
@@ -103,7 +103,7 @@ class Chunk:
         self.connected = True
         self.claimed = False  # the database has answered the last claim
         self.in_doubt: set[int] = set()  # indexes of the messages that a COMMIT without an answer may have applied
-        self.watch = None if observing is None else observing.watch(handler, messages)
+        self.watch = None if observing is None else Watch(observing, handler, messages)
         self._handler = handler
         self._new: list[int] = []  # indexes of the new messages
         self._reads = handler.on.reads  # None also if the declared rows cannot be read

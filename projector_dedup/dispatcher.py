@@ -19,7 +19,6 @@ from .handler import (
     Instance,
     check_kind,
     handlers_of,
-    options_for,
     refuse_shared_names,
     warn_of_unused_id,
 )
@@ -73,7 +72,6 @@ class BaseDispatcher(Generic[F]):
         self._ignore_unhandled = unhandled == "ignore"
         self._policy = retry or RetryPolicy()
         self._observing = None if observer is None else Observing(observer, partial(route_of, extractor=type))
-        self._resolve = self._route if self._observing is None else self._observing.routing(self._route)
         shared = UnitOptions(tables, claim_timeout, isolation, strict=strict)
         self._handlers: dict[str, Handler] = {}
         self._options: dict[str, UnitOptions] = {}
@@ -87,7 +85,13 @@ class BaseDispatcher(Generic[F]):
             for other in self._handlers.values():
                 refuse_shared_names(handler, other)
             self._handlers[handler.identity] = handler
-            self._options[handler.identity] = options_for(handler, shared)
+            own = handler.projector
+            self._options[handler.identity] = dataclasses.replace(
+                shared,
+                read_models=own.read_models,
+                isolation=own.isolation or isolation,
+                shared_session=own.shared_session,
+            )
         if not self._handlers:
             raise HandlerDefinitionError("a dispatcher without projectors handles nothing: give it some")
         routes = {route for handler in self._handlers.values() for route in handler.on.routes}
@@ -109,6 +113,18 @@ class BaseDispatcher(Generic[F]):
         for identity, options in self._options.items():
             self._options[identity] = dataclasses.replace(options, external=permitted)
         return before
+
+    def _resolve(self, event: object, message_id: object) -> tuple[Message, list[Handler], str | None]:
+        """Return the message, its handlers and its id; report to the observer a message that goes to no handler."""
+        try:
+            message, handlers, known = self._route(event, message_id)
+        except Exception as error:
+            if self._observing is not None:
+                self._observing.tell("failed", event, error=error)
+            raise
+        if not handlers and self._observing is not None:
+            self._observing.tell("skipped", message)
+        return message, handlers, known
 
     def _route(self, event: object, message_id: object) -> tuple[Message, list[Handler], str | None]:
         route = route_of(event, self._type)
@@ -132,16 +148,16 @@ class BaseDispatcher(Generic[F]):
 
     def _deliver(self, event: object, message_id: object) -> Delivery:
         message, handlers, known = self._resolve(event, message_id)
-        results = Results(known, handlers)
+        results = Results(known, alone=len(handlers) == 1)
         for handler in handlers:
             chunk = Chunk(handler, [message], self._observing)
             try:
                 durable = deliver(chunk, self._factory, self._options[handler.identity], self._policy, self._waiting)
-                results.settled(handler, chunk.outcomes[0], durable)
+                results.settled(handler.identity, chunk.outcomes[0], durable)
                 if chunk.watch is not None:
                     chunk.watch.settled(chunk.outcomes, chunk.in_doubt)
             except Exception as error:  # noqa: BLE001  # kept, and raised after every handler was tried
-                results.failed(handler, error)
+                results.failed(handler.identity, error)
                 if chunk.watch is not None:
                     chunk.watch.failed(error)
         return results.settled_delivery()
@@ -245,31 +261,21 @@ class AsyncDispatcher(BaseDispatcher[async_sessionmaker[Any]]):
 class Results:
     """The outcomes of one message, noted handler by handler."""
 
-    __slots__ = ("_alone", "_durable", "_errors", "_message_id", "_outcomes")
-
-    def __init__(self, message_id: str | None, handlers: list[Handler]) -> None:
+    def __init__(self, message_id: str | None, *, alone: bool) -> None:
         self._message_id = message_id
-        self._alone = len(handlers) == 1
+        self._alone = alone  # True: the error of the only handler is raised as it is
         self._outcomes: dict[str, Outcome] = {}
         self._errors: dict[str, Exception] = {}
         self._durable = True
 
-    @classmethod
-    def not_routed(cls, message_id: str | None, error: Exception) -> Results:
-        """Return the results of a message for which no handler was tried."""
-        results = cls(message_id, [])
-        results._alone = True
-        results._outcomes["(not routed)"], results._errors["(not routed)"] = Outcome.FAILED, error
-        return results
-
-    def settled(self, handler: Handler, outcome: Outcome, durable: bool) -> None:
+    def settled(self, identity: str, outcome: Outcome, durable: bool) -> None:
         """Note that a handler has applied the message, or found that it was applied."""
-        self._outcomes[handler.identity] = outcome
+        self._outcomes[identity] = outcome
         self._durable = self._durable and durable
 
-    def failed(self, handler: Handler, error: Exception) -> None:
+    def failed(self, identity: str, error: Exception) -> None:
         """Note that a handler has failed; the error is raised after every other handler was tried."""
-        self._outcomes[handler.identity], self._errors[handler.identity] = Outcome.FAILED, error
+        self._outcomes[identity], self._errors[identity] = Outcome.FAILED, error
 
     def delivery(self) -> Delivery:
         """Return every outcome that was noted, failures included."""
@@ -304,14 +310,16 @@ class BatchResults:
 
     def routed(self, message: Message, handlers: list[Handler], known: str | None) -> None:
         """Note the next message of the input, and the handlers that take it."""
-        results = Results(known, handlers)
+        results = Results(known, alone=len(handlers) == 1)
         self._all.append(results)
         for handler in handlers:
             self._wanted.setdefault(handler.identity, []).append((results, message))
 
     def not_routed(self, message_id: str | None, error: Exception) -> None:
         """Note the next message of the input, and the error for which it goes to no handler."""
-        self._all.append(Results.not_routed(message_id, error))
+        results = Results(message_id, alone=True)
+        results.failed("(not routed)", error)
+        self._all.append(results)
 
     def messages_for(self, handler: Handler) -> list[Message]:
         """Return the messages that a handler takes, in the order of the input."""
@@ -321,9 +329,9 @@ class BatchResults:
         """Note an outcome or an error for each of ``messages_for(handler)``, in their order."""
         for (results, _), result in zip(self._wanted[handler.identity], became, strict=True):
             if isinstance(result, Exception):
-                results.failed(handler, result)
+                results.failed(handler.identity, result)
             else:
-                results.settled(handler, result, durable)
+                results.settled(handler.identity, result, durable)
 
     def settled_deliveries(self) -> list[Delivery]:
         """Return the delivery of each message, in the order of the input; raise ``BatchFailed`` if any has failed."""

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from functools import cache, wraps
-from typing import Any, ClassVar, Concatenate, NoReturn, ParamSpec, TypeVar
+from functools import cache
+from typing import Any, ClassVar, NoReturn
 
 from sqlalchemy import Select, Table, event, literal_column, select
 from sqlalchemy.engine import Connection
@@ -33,10 +33,6 @@ from .dialects import Dialect, Failure, LastStatement, Status, info_of, marker_e
 from .errors import TransactionViolatedError, UnsafeSessionError
 from .tables import DedupTables
 from .transaction_text import sql_sent, sql_text
-
-C = TypeVar("C", bound=type[Session])
-P = ParamSpec("P")
-T = TypeVar("T")
 
 _SAVEPOINTS = (SavepointClause, RollbackToSavepointClause, ReleaseSavepointClause)
 _MARK = "the mark"  # among the names of savepoints
@@ -548,31 +544,6 @@ def _guarded(connection_class: type[Connection]) -> type[Connection]:
         return GuardedConnection
     bases = (GuardedConnection, connection_class)
     return type(f"Guarded{connection_class.__name__}", bases, {"unguarded": connection_class})
-
-
-def kept_on_class(make: Callable[Concatenate[C, P], T]) -> Callable[Concatenate[C, P], T]:
-    """Cache the results of a function of a class on that class, so that they are forgotten with it.
-
-    Every ``sessionmaker`` makes a class. ``functools.cache`` would keep all of them until the program ends.
-    """
-    attribute = f"_projector_dedup_{make.__name__}"
-
-    @wraps(make)
-    def find(target: C, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        if attribute not in vars(target):
-            setattr(target, attribute, {})
-        kept: dict[tuple[Any, ...], T] = vars(target)[attribute]
-        if args not in kept:
-            kept[args] = make(target, *args, **kwargs)
-        return kept[args]
-
-    return find
-
-
-@kept_on_class
-def guarded_session(session_class: type[Session]) -> type[GuardedSession]:
-    """Return a subclass of the user's Session class that reports to the guard."""
-    return type(f"Guarded{session_class.__name__}", (GuardedSession, session_class), {})
 
 
 # Once for all subclasses: SQLAlchemy keeps every listener that was ever registered, also when its class is gone.

@@ -15,7 +15,6 @@ from sqlalchemy.orm import Session
 from .asyncio_names import AsyncSession
 from .errors import HandlerDefinitionError
 from .message import Message, Route, printable, valid_formerly, valid_handler
-from .options import UnitOptions
 from .read_models import DeclaredReads
 
 logger = logging.getLogger("projector_dedup")
@@ -297,15 +296,4 @@ def refuse_shared_names(one: Handler, other: Handler) -> None:
     raise HandlerDefinitionError(
         f"{one.identity} and {other.identity} both claim messages as {min(shared)}, so that each would skip what the "
         "other applied; name it in the formerly=[...] of the one that goes on with its read model"
-    )
-
-
-def options_for(handler: Handler, options: UnitOptions | None = None) -> UnitOptions:
-    """Return the dispatcher's options for one handler; its projector's ``isolation`` and ``read_models`` win."""
-    options, own = options or UnitOptions(), handler.projector
-    return replace(
-        options,
-        read_models=own.read_models,
-        isolation=own.isolation or options.isolation,
-        shared_session=own.shared_session,
     )

@@ -81,27 +81,6 @@ class Observing:
         self._observed, self._route_of = observed, route_of
         self._said = False
 
-    def watch(self, handler: Handler, messages: Sequence[Message]) -> Watch:
-        """Return the watch over an attempt to apply ``messages``, which begins now."""
-        return Watch(self, handler, messages)
-
-    def routing(
-        self, route: Callable[[object, object], tuple[Message, list[Handler], str | None]]
-    ) -> Callable[[object, object], tuple[Message, list[Handler], str | None]]:
-        """Return ``route``, which finds a message's handlers, so that a message that goes to none is observed too."""
-
-        def observed(event: object, message_id: object) -> tuple[Message, list[Handler], str | None]:
-            try:
-                found = route(event, message_id)
-            except Exception as error:
-                self.tell("failed", event, error=error)
-                raise
-            if not found[1]:
-                self.tell("skipped", found[0])
-            return found
-
-        return observed
-
     def tell(
         self,
         outcome: Observed,

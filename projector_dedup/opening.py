@@ -32,7 +32,7 @@ from .dialects import (
     sqlstate_of,
 )
 from .errors import UnsafeSessionError
-from .guard import GuardedSession, guarded_session, kept_on_class
+from .guard import GuardedSession
 from .markers import refuse_elsewhere
 from .options import UnitOptions
 from .read_models import LockingSession, locking_session
@@ -46,6 +46,9 @@ _begun_by_claims: WeakKeyDictionary[Engine, bool] = WeakKeyDictionary()
 
 _warned_of: WeakKeyDictionary[EngineDialect, set[str]] = WeakKeyDictionary()
 """The isolation levels of which the log has warned that they lose updates, for an engine and its copies."""
+
+
+_SUBCLASSES = "_projector_dedup_subclasses"  # the attribute of a Session class that has its private subclasses
 
 
 # The session ----------------------------------------------------------------------------------------------------------
@@ -121,11 +124,6 @@ def _keep(session: SharedSession, instance: object) -> None:
         session.kept.append(instance)
 
 
-@kept_on_class
-def _shared_session(session_class: type[Session]) -> type[SharedSession]:
-    return type(f"Shared{session_class.__name__}", (SharedSession, session_class), {})
-
-
 def new_session(factory: sessionmaker[Session], options: UnitOptions) -> GuardedSession:
     """Return a session like the factory's, of a private class that the guard listens to."""
     return _private_class(factory.class_, options)(**_private_arguments(factory.kw, options))
@@ -142,10 +140,19 @@ def new_async_session(factory: async_sessionmaker[AsyncSession], options: UnitOp
 
 
 def _private_class(session_class: type[Session], options: UnitOptions) -> type[GuardedSession]:
-    private = guarded_session(session_class)
-    if options.shared_session:
-        private = _shared_session(private)
-    return locking_session(private, options.read_models) if options.read_models else private
+    """Return a subclass of the user's Session class, with what the ``options`` ask of a session.
+
+    Every ``sessionmaker`` makes a class. So its subclasses are kept on that class, and are forgotten with it.
+    """
+    if _SUBCLASSES not in vars(session_class):
+        setattr(session_class, _SUBCLASSES, {})
+    kept: dict[object, type[GuardedSession]] = vars(session_class)[_SUBCLASSES]
+    wanted = options.shared_session, options.read_models
+    if wanted not in kept:
+        base = SharedSession if options.shared_session else GuardedSession
+        private = type(f"{base.__name__}Of{session_class.__name__}", (base, session_class), {})
+        kept[wanted] = locking_session(private, options.read_models) if options.read_models else private
+    return kept[wanted]
 
 
 def _private_arguments(arguments: dict[str, Any], options: UnitOptions) -> dict[str, Any]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, TypeVar
 
 
 class Outcome(Enum):
@@ -15,31 +14,6 @@ class Outcome(Enum):
     DUPLICATE = "duplicate"  #: the handler had applied this message before; it was not entered
     SKIPPED = "skipped"  #: no handler wanted the message, and ``unhandled="ignore"`` permits that
     FAILED = "failed"  #: only inside ``DeliveryFailed.delivery`` and ``BatchFailed.deliveries``
-
-
-T = TypeVar("T")
-
-
-class _ReadOnly(Mapping[str, T]):
-    __slots__ = ("_by_handler",)
-
-    def __init__(self, by_handler: Mapping[str, T]) -> None:
-        self._by_handler = dict(by_handler)
-
-    def __getitem__(self, handler: str) -> T:
-        return self._by_handler[handler]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._by_handler)
-
-    def __len__(self) -> int:
-        return len(self._by_handler)
-
-    def __repr__(self) -> str:
-        return repr(self._by_handler)
-
-    def __deepcopy__(self, _memo: object) -> dict[str, T]:  # dataclasses.asdict() calls it
-        return dict(self._by_handler)
 
 
 @dataclass(frozen=True)
@@ -58,15 +32,8 @@ class Delivery:
     durable: bool = True
     errors: Mapping[str, Exception] = field(default_factory=dict, compare=False, repr=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "outcomes", _ReadOnly(self.outcomes))
-        object.__setattr__(self, "errors", _ReadOnly(self.errors))
-
     def __hash__(self) -> int:
         return hash((self.message_id, frozenset(self.outcomes.items()), self.durable))
-
-    def __reduce__(self) -> tuple[Any, ...]:  # with a plain dict: unpickling makes it read-only again
-        return Delivery, (self.message_id, dict(self.outcomes), self.durable, dict(self.errors))
 
     @property
     def error(self) -> Exception | None:

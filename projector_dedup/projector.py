@@ -10,29 +10,14 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, Generic, Literal, ParamSpec, Protocol, TypedDict, TypeVar, Unpack, overload
 
 from sqlalchemy.orm import Session, sessionmaker
-from sqlalchemy.util import greenlet_spawn
 
 from .asyncio_names import AsyncSession, async_sessionmaker
-from .delivery import Chunk, deliver
-from .errors import HandlerDefinitionError, UnhandledMessage
-from .handler import (
-    ON,
-    PROJECTOR,
-    On,
-    Settings,
-    check_kind,
-    handler_of,
-    is_pinned,
-    joined,
-    options_for,
-    refuse_second_of_one_name,
-    warn_of_unused_id,
-)
-from .message import Message, Route, attribute_or_key, envelope, known_id, route_of, valid_formerly
-from .options import RetryPolicy, UnitOptions, check_session_factory
+from .dispatcher import AsyncDispatcher, Dispatcher
+from .errors import HandlerDefinitionError
+from .handler import ON, PROJECTOR, On, Settings, handler_of, is_pinned, joined, refuse_second_of_one_name
+from .message import Message, Route, valid_formerly
 from .outcome import Delivery
 from .read_models import DeclaredReads, Reads
-from .waiting import AWAITING, BLOCKING, Waiting
 
 C = TypeVar("C", bound=type[Any])
 E = TypeVar("E")
@@ -140,10 +125,6 @@ class FunctionProjector(Generic[P, R]):
         former = {*settings.formerly, *joined([owner], marked.former_parts)}
         self.handler = handler_of(identity, former, function, marked, settings, pinned=is_pinned(function, settings))
 
-    @functools.cached_property
-    def _options(self) -> UnitOptions:
-        return options_for(self.handler)
-
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Call the function itself, without a claim, in the transaction that the caller has."""
         return self._function(*args, **kwargs)
@@ -153,32 +134,13 @@ class FunctionProjector(Generic[P, R]):
 
         ``message_id`` overrides the event's own id. Raises what ``Dispatcher.deliver`` raises with one handler.
         """
-        check_session_factory(session_factory, asynchronous=False)
-        check_kind(self.handler, asynchronous=False)
-        chunk = self._chunk(event, message_id)
-        return self._deliver(chunk, session_factory, BLOCKING)
+        return Dispatcher(session_factory, self).deliver(event, message_id=message_id)
 
     async def adeliver(
         self, event: object, *, message_id: object = None, session_factory: async_sessionmaker[Any]
     ) -> Delivery:
         """Apply the event once, by an ``async def`` function. Returns and raises what ``deliver`` does."""
-        check_session_factory(session_factory, asynchronous=True)
-        check_kind(self.handler, asynchronous=True)
-        chunk = self._chunk(event, message_id)
-        return await greenlet_spawn(self._deliver, chunk, session_factory, AWAITING)
-
-    def _chunk(self, event: object, message_id: object) -> Chunk:
-        message = envelope(event, message_id, attribute_or_key, needed=self.handler.idempotent)
-        if not self.handler.wants(route_of(message)):
-            raise UnhandledMessage(f"{self.handler.identity} does not handle {type(message.body).__name__}")
-        if message_id is not None and not self.handler.idempotent:
-            warn_of_unused_id(self.handler)
-        return Chunk(self.handler, [message])
-
-    def _deliver(self, chunk: Chunk, session_factory: Any, waiting: Waiting) -> Delivery:
-        durable = deliver(chunk, session_factory, self._options, RetryPolicy(), waiting)
-        known = known_id(chunk.messages[0], needed=self.handler.idempotent)
-        return Delivery(known, {self.handler.identity: chunk.outcomes[0]}, durable)
+        return await AsyncDispatcher(session_factory, self).deliver(event, message_id=message_id)
 
 
 # @on ------------------------------------------------------------------------------------------------------------------

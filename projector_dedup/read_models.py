@@ -37,7 +37,7 @@ from sqlalchemy.sql.expression import Alias, FromClause
 from sqlalchemy.sql.util import find_tables, surface_selectables_only
 
 from .errors import HandlerDefinitionError, UnlockedWriteError
-from .guard import GuardedSession, kept_on_class
+from .guard import GuardedSession
 from .message import by_path
 
 logger = logging.getLogger("projector_dedup")
@@ -211,7 +211,6 @@ class LockingSession(GuardedSession):
         return self.conflicts_are_found or state.mapper.version_id_col is not None
 
 
-@kept_on_class
 def locking_session(session_class: type[GuardedSession], read_models: tuple[type[Any], ...]) -> type[LockingSession]:
     """Return a subclass of the guarded session class, which reads ``read_models`` under lock."""
     declared = frozenset(table for model in read_models for table in inspect(model).tables)

@@ -1,4 +1,4 @@
-"""Fixtures that give every test a database; `closing.py` reports what was not tested.
+"""Fixtures that give every test a database; `reached.py` reports what was not tested.
 
 `postgresql`, `mariadb`, `sqlite`   an empty `Database` of that engine
 `database`               the test runs once for each engine
@@ -22,7 +22,6 @@ from hypothesis import settings
 from sqlalchemy import URL, Engine, create_engine
 from sqlalchemy.orm import Session, sessionmaker
 
-from closing import PLAIN, Closing, is_plain
 from databases import (
     DRIVERS,
     ENGINES,
@@ -39,7 +38,7 @@ from databases import (
 from pgbouncer import PgBouncer
 from projector_dedup.tables import default_metadata
 from projector_dedup.testing import contract  # noqa: F401  # before any of its parts: pytest explains their asserts
-from reached import reached
+from reached import PLAIN, is_plain, reached
 from rig import outsides_fixture, rig_on_fixture  # noqa: F401  # fixtures
 
 settings.register_profile("untimed", deadline=None)  # how long an example takes is the machine's affair
@@ -52,8 +51,6 @@ def pytest_configure(config: pytest.Config) -> None:
     It reads them for each connection, to verify nobody with them: 20 ms of a processor, half of what a test took.
     """
     config.pluginmanager.register(reached)
-    if not hasattr(config, "workerinput"):
-        config.pluginmanager.register(Closing(config))
     os.environ["SSL_CERT_FILE"] = os.devnull
 
 

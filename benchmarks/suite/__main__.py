@@ -22,10 +22,6 @@ HOME = Path(__file__).parents[1]  # benchmarks/
 def main() -> int:
     """0 if every section ran."""
     options = _options()
-    if options.redraw:
-        folder = options.results or HOME
-        _write(_read(folder), folder)
-        return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the server that came along is stopped, databases dropped
     began = time.monotonic()
     with contextlib.ExitStack() as stack:
@@ -37,10 +33,8 @@ def main() -> int:
             progress(f"== {key} ({time.monotonic() - began:.0f} s)")
             _measure(key, bench, run)
     run.machine["took"] = f"{(time.monotonic() - began) / 60:.0f} minutes"
-    print(report.targets_on_terminal(run))
-    if options.keep:
-        run.keep(_read(options.results or HOME))
-    if options.results or options.keep or not (options.sections or options.quick):
+    print("\n".join(report.target_lines(run)))
+    if options.results or not (options.sections or options.quick):
         _write(run, options.results or HOME)
     return 1 if run.failed else 0
 
@@ -54,8 +48,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--results", metavar="FOLDER", type=Path, help="write RESULTS.md, results.json and plots there; a full run does"
     )
-    parser.add_argument("--keep", action="store_true", help="write there too, and keep the sections that are not named")
-    parser.add_argument("--redraw", action="store_true", help="write them again from results.json, without measuring")
     options = parser.parse_args()
     if unknown := set(options.sections) - set(SECTIONS):
         parser.error(f"there is no section {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}")
@@ -69,13 +61,8 @@ def _measure(key: str, bench: Bench, run: Run) -> None:
         traceback.print_exc()
         run.failed[key] = f"{type(error).__name__}: {error}".splitlines()[0]
         return
-    section.date = run.machine["date"]
     run.sections.append(section)
-    print(report.on_terminal(section), flush=True)
-
-
-def _read(folder: Path) -> Run:
-    return Run.from_json((folder / "results" / "results.json").read_text(encoding="utf-8"))
+    print("\n".join(report.section_lines(section, Path("results"))), flush=True)
 
 
 def _write(run: Run, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""A run as text: aligned columns for a terminal, and RESULTS.md."""
+"""A run as text: RESULTS.md, and each part of it on the terminal."""
 
 from __future__ import annotations
 
@@ -8,33 +8,6 @@ from pathlib import Path
 
 from . import targets
 from .results import Run, Section, Table
-
-WIDTH = 80
-
-
-def on_terminal(section: Section) -> str:
-    """A section, at 80 columns."""
-    parts = [f"\n{section.title}\n{'=' * len(section.title)}", textwrap.fill(section.text, WIDTH)]
-    parts += [_columns(table) for table in section.tables]
-    return "\n\n".join(parts)
-
-
-def targets_on_terminal(run: Run) -> str:
-    """What was promised."""
-    return "\nTargets\n=======\n\n" + _columns(targets.table(run))
-
-
-def _columns(table: Table) -> str:
-    lines = [table.columns, *table.rows]
-    widths = [max(len(line[at]) for line in lines) for at in range(len(table.columns))]
-    text = "\n".join(
-        "  ".join(
-            cell.rjust(width) if at else cell.ljust(width)
-            for at, (cell, width) in enumerate(zip(line, widths, strict=True))
-        )
-        for line in lines
-    )
-    return f"{table.title}\n\n{text}" if table.title else text
 
 
 def markdown(run: Run, pictures: Path) -> str:
@@ -54,24 +27,31 @@ def _lines(run: Run, pictures: Path) -> Iterator[str]:
     for name, why in run.failed.items():
         yield f"**`{name}` failed**: {why}"
         yield ""
+    yield from target_lines(run)
+    for section in run.sections:
+        yield from section_lines(section, pictures)
+
+
+def target_lines(run: Run) -> Iterator[str]:
+    """What was promised."""
     yield "## Targets"
     yield ""
     yield "Set before anything was measured: PostgreSQL, psycopg 3, defaults, every guard on. `met` is by the median."
     yield ""
     yield from _table(targets.table(run))
-    for section in run.sections:
-        yield f"## {section.title}"
+
+
+def section_lines(section: Section, pictures: Path) -> Iterator[str]:
+    """One section."""
+    yield f"## {section.title}"
+    yield ""
+    yield from textwrap.wrap(section.text, 120)
+    yield ""
+    for table in section.tables:
+        yield from _table(table)
+    for plot in section.plots:
+        yield f"![{plot.title}]({(pictures / plot.file).as_posix()}.svg)"
         yield ""
-        yield from textwrap.wrap(section.text, 120)
-        yield ""
-        if section.date not in ("", run.machine.get("date")):
-            yield f"Measured before the others, on {section.date}."
-            yield ""
-        for table in section.tables:
-            yield from _table(table)
-        for plot in section.plots:
-            yield f"![{plot.title}]({(pictures / plot.file).as_posix()}.svg)"
-            yield ""
 
 
 def _table(table: Table) -> Iterator[str]:

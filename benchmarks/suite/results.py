@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass, field
-from typing import Any
 
 from .harness import Entry, Quartiles, quartiles
 
@@ -47,8 +46,6 @@ class Section:
     plots: list[Plot] = field(default_factory=list)
     rounds: dict[str, list[float]] = field(default_factory=dict)
     """By label: a rate, or whatever was counted, in each round."""
-    date: str = ""
-    """Of the run that found it."""
 
     def ratio(self, label: str, base: str) -> Quartiles | None:
         """Of two labels, round by round; None where one of them was not there."""
@@ -72,36 +69,9 @@ class Run:
     sections: list[Section] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
 
-    def keep(self, before: Run) -> None:
-        """Take those sections of an earlier run that this one has not, in its order."""
-        ours = {section.key: section for section in self.sections}
-        theirs = [ours.pop(section.key, section) for section in before.sections]
-        for section in before.sections:
-            section.date = section.date or before.machine["date"]
-        self.sections = [*theirs, *ours.values()]
-
     def to_json(self) -> str:
         """For ``results.json``."""
         return json.dumps(dataclasses.asdict(self), indent=1, ensure_ascii=False) + "\n"
-
-    @classmethod
-    def from_json(cls, text: str) -> Run:
-        """What ``to_json`` wrote."""
-        given: dict[str, Any] = json.loads(text)
-        sections = [
-            Section(
-                **{
-                    **section,
-                    "tables": [Table(**table) for table in section["tables"]],
-                    "plots": [
-                        Plot(**{**plot, "bars": [(label, Quartiles(*values)) for label, values in plot["bars"]]})
-                        for plot in section["plots"]
-                    ],
-                }
-            )
-            for section in given.pop("sections")
-        ]
-        return cls(**given, sections=sections)
 
 
 def standings(entries: list[Entry], base: Entry) -> Table:

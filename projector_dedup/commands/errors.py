@@ -57,9 +57,6 @@ class ResultUnreadableError(RefusedError):
         super().__init__(message)
         self.raw = raw
 
-    def __reduce__(self) -> tuple[Any, ...]:  # an exception is made again from its args, which lack the bytes
-        return type(self), (*self.args, self.raw), vars(self)
-
 
 class DuplicateCommandError(ProjectorDedupError):
     """The command was handled before; ``original`` is what ``handle`` would have returned.
@@ -73,7 +70,7 @@ class DuplicateCommandError(ProjectorDedupError):
         self.original = original
         self.done = True
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[Any, ...]:  # an exception is made again from its args, which lack the original
         return type(self), (*self.args, self.original), vars(self)
 
 
@@ -89,10 +86,3 @@ class Rejected(ProjectorDedupError):
         self.code = code
         self.detail = detail
         self.replayed = replayed
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _rejected, (type(self), self.code, self.detail, self.replayed), vars(self)
-
-
-def _rejected(cls: type[Rejected], code: str, detail: Any, replayed: bool) -> Rejected:
-    return cls(code, detail, replayed=replayed)

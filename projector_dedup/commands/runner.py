@@ -92,16 +92,12 @@ class Asked:
     def record_of(self, returned: Any) -> Record:
         """Return the record of what the handler returned, or raise ``ResultError`` if it cannot be stored."""
         if isinstance(returned, Rejection):
-            return self.rejected(returned)
+            rejection = as_json({"code": returned.code, "detail": returned.detail})
+            return Record(REJECTED, json.name, self._stored(json, rejection), self.fingerprint)
         if self.operation.settings.default is not None:
             return Record(DEFAULT, NO_RESULT.name, None, self.fingerprint)
         codec = self.operation.codec
         return Record(RESULT, codec.name, self._stored(codec, returned), self.fingerprint)
-
-    def rejected(self, rejection: Rejection) -> Record:
-        """Return the record of a rejection, or raise ``ResultError`` if its detail cannot be stored."""
-        data = self._stored(json, as_json({"code": rejection.code, "detail": rejection.detail}))
-        return Record(REJECTED, json.name, data, self.fingerprint)
 
     def _stored(self, codec: Codec[Any], value: Any) -> bytes:
         try:
@@ -226,9 +222,7 @@ class Refused(Once):
 
     def calls(self, uow: UnitOfWork) -> Iterator[Callable[[], Any]]:  # noqa: ARG002  # as Once
         """Record the rejection, and yield no call: the handler has run before."""
-        self.returned = self._rejection
-        if self.asked.key is not None:
-            self._record(self.asked.rejected(self._rejection))
+        self._take(self._rejection)
         yield from ()
 
 

@@ -10,7 +10,7 @@ The last statement of a transaction takes COMMIT along in the same way: if it fa
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, lru_cache, partial
 from itertools import count
@@ -18,7 +18,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from psycopg import AsyncCursor, Binary, Cursor, IsolationLevel, OperationalError, Pipeline, errors, pq
-from psycopg.adapt import AdaptersMap
+from psycopg.adapt import AdaptersMap, Transformer
 from psycopg.pq.abc import PGresult
 from psycopg.waiting import Ready, Wait
 
@@ -31,7 +31,6 @@ _FAILED = pq.ExecStatus.FATAL_ERROR
 
 _LEVELS = {level.name.replace("_", " "): level for level in IsolationLevel}  # as SQLAlchemy calls them
 _BEGIN = {level: f"BEGIN ISOLATION LEVEL {name}".encode() for name, level in _LEVELS.items()}
-_UNKNOWN = 0  # psycopg reads a type without a reader of its own as this one
 _STALE = {  # the errors of a statement that was prepared and cannot be run any more
     "26000",  # invalid_sql_statement_name: psycopg sends DEALLOCATE ALL after a ROLLBACK, to a savepoint too
     "0A000",  # feature_not_supported: a column of its result has another type now
@@ -142,18 +141,9 @@ class _Together:
         result, fetched, self._fetched = self.pgresult, self._fetched, True
         if result is None or fetched:
             return []
-        load = [self._loader(result.ftype(place), pq.Format(result.fformat(place))) for place in range(result.nfields)]
-        return [
-            tuple(
-                None if (value := result.get_value(row, place)) is None else load[place](value)
-                for place in range(result.nfields)
-            )
-            for row in range(result.ntuples)
-        ]
-
-    def _loader(self, oid: int, form: pq.Format) -> Callable[[bytes], Any]:
-        loader: Any = self.adapters.get_loader(oid, form) or self.adapters.get_loader(_UNKNOWN, form)
-        return loader(oid, self).load  # type: ignore[no-any-return]  # its class is psycopg's or the user's
+        transformer = Transformer.from_context(self)
+        transformer.set_pgresult(result)
+        return transformer.load_rows(0, result.ntuples, tuple)
 
     def _execute(self, sql: str, parameters: Mapping[str, Any]) -> Generator[Wait, Ready, None]:
         statement, names = numbered(sql)

@@ -25,7 +25,6 @@ from .rabbitmq import (
     Size,
     dead_letters,
     headers_of_copy,
-    headers_of_replay,
     incoming_of,
     new_settling,
     queue_after,
@@ -134,7 +133,7 @@ async def replay(url: str, queue: str) -> int:
             message = await dead.get(fail=False)
             if message is None:
                 return number
-            await copy_back(message, queue)
+            await copy(message, queue, None)
             await message.ack()
         return waiting
 
@@ -154,19 +153,18 @@ async def _open(channel: AbstractChannel, queue: str) -> AbstractChannel:
 # Copies, which are published on the channel by which the message came, and confirmed ---------------------------------
 
 
-async def copy(message: AbstractIncomingMessage, work: str, settled: Settled) -> None:
-    """Copy a message into the queue beside ``work`` in which it waits, or stays; return when RabbitMQ has it there.
+async def copy(message: AbstractIncomingMessage, work: str, settled: Settled | None) -> None:
+    """Copy a message into the queue in which it waits, or stays; return when RabbitMQ has it there.
 
-    The channel must confirm, and raise for what comes back. Raises what the channel raises.
+    ``settled`` is None for a dead letter, which goes back into ``work``. The channel must confirm, and raise for what
+    comes back. Raises what the channel raises.
     """
-    headers = headers_of_copy(_encodable(message), settled, _size_of(message), _frame_max(message), work)
-    await _publish(message, queue_after(work, settled), headers)
-
-
-async def copy_back(message: AbstractIncomingMessage, work: str) -> None:
-    """Publish a dead letter in its work queue again; return when RabbitMQ has it there."""
-    headers = headers_of_replay(_encodable(message), _size_of(message), _frame_max(message), work)
-    await _publish(message, work, headers)
+    channel: Underlay = message.channel
+    frame_max = channel.connection.connection_tune.frame_max
+    headers = headers_of_copy(_encodable(message), settled, _size_of(message), frame_max, work)
+    await channel.basic_publish(
+        message.body, routing_key=queue_after(work, settled), properties=_properties(message, headers), mandatory=True
+    )
 
 
 def unreadable(error: object, work: str) -> str:
@@ -179,12 +177,6 @@ def unreadable(error: object, work: str) -> str:
     what_to_do = _UNREADABLE.format(queue=printable(work))
     logger.error(what_to_do)
     return what_to_do
-
-
-async def _publish(message: AbstractIncomingMessage, queue: str, headers: Headers) -> None:
-    channel: Underlay = message.channel
-    properties = _properties(message, headers)
-    await channel.basic_publish(message.body, routing_key=queue, properties=properties, mandatory=True)
 
 
 def _encodable(message: AbstractIncomingMessage) -> Headers:
@@ -211,10 +203,5 @@ def _size_of(message: AbstractIncomingMessage) -> Size:
 
 
 def _deeper(measure: Callable[[], int], frames: int = 30) -> int:
-    """Measure deeper in the stack than ``_publish`` encodes: what is nested too deeply for that fails here."""
+    """Measure deeper in the stack than ``copy`` encodes: what is nested too deeply for that fails here."""
     return _deeper(measure, frames - 1) if frames else measure()
-
-
-def _frame_max(message: AbstractIncomingMessage) -> int:
-    channel: Underlay = message.channel
-    return channel.connection.connection_tune.frame_max

@@ -112,7 +112,7 @@ def recorded_endpoint(
     """
     if not isinstance(commands, Commands):
         raise HandlerDefinitionError(f"recorded endpoints are handled by Commands, not {commands!r}")
-    recording = Recording.of(scope, required, methods, headers)
+    recording = Recording(scope, required, methods, headers)
     operation = as_operation(_attempt, name, formerly)
 
     def decorate(view: Callable[P, ResponseReturnValue]) -> Callable[P, ResponseReturnValue]:

@@ -306,32 +306,27 @@ class Unrecorded(Exception):  # noqa: N818  # it carries an answer through the u
         self.response = response
 
 
-@dataclass(frozen=True)
 class Recording:
-    """How the answers of endpoints are recorded; the arguments of ``recorded_route`` and ``recorded_endpoint``."""
+    """How the answers of endpoints are recorded: the checked arguments of ``recorded_route`` and ``recorded_endpoint``.
 
-    scope: Callable[..., Any] | Public
-    required: bool
-    methods: frozenset[str]
-    headers: frozenset[str]
+    Raises ``HandlerDefinitionError`` for an argument that is wrong.
+    """
 
-    @classmethod
-    def of(
-        cls, scope: Callable[..., Any] | Public, required: bool, methods: Collection[str], headers: Collection[str]
-    ) -> Recording:
-        """Return the checked arguments. Raises ``HandlerDefinitionError``."""
+    def __init__(
+        self, scope: Callable[..., Any] | Public, required: bool, methods: Collection[str], headers: Collection[str]
+    ) -> None:
         if scope is not PUBLIC and not callable(scope):
             raise HandlerDefinitionError(
                 "scope is a function that returns whose key it is, such as the verified user's id; PUBLIC if any "
                 "caller may see any other's answers"
             )
-        chosen = frozenset(method.upper() for method in methods)
-        if not chosen or chosen & {"GET", "HEAD", "OPTIONS", "TRACE"}:
+        self.scope, self.required = scope, required
+        self.methods = frozenset(method.upper() for method in methods)
+        if not self.methods or self.methods & {"GET", "HEAD", "OPTIONS", "TRACE"}:
             raise HandlerDefinitionError("methods are such that change something: POST, PATCH, PUT, DELETE")
-        kept = frozenset(name.lower() for name in headers)
-        if kept & NEVER_KEPT:
-            raise HandlerDefinitionError(f"these headers are never recorded: {', '.join(sorted(kept & NEVER_KEPT))}")
-        return cls(scope, required, chosen, kept | {name.lower() for name in KEPT})
+        self.headers = frozenset(name.lower() for name in (*headers, *KEPT))
+        if never := self.headers & NEVER_KEPT:
+            raise HandlerDefinitionError(f"these headers are never recorded: {', '.join(sorted(never))}")
 
     def answer(self, response: Any, status: int, headers: Iterable[tuple[str, str]], body: bytes | None) -> Answer:
         """Return the part of a response that is recorded; ``body`` is None if it is not there as a whole.

@@ -62,7 +62,7 @@ CAME_FROM = "projector-dedup-origin"
 REASON = "projector-dedup-reason"
 """The error, in short, for which a message was rejected."""
 LEFT_OUT = "projector-dedup-left-out"
-"""The parts of the message that a copy is without. The id may be among them, so such a copy is rejected again."""
+"""Marks a copy without the headers of its message. The id may be among them, so such a copy is rejected again."""
 OURS = frozenset({ATTEMPT, NOT_BEFORE, OCCURRED, CAME_FROM, REASON, LEFT_OUT})
 _NO_TEXT = b"\xff"  # an id that nobody can read: the message is rejected
 _get_headers = methodcaller("headers")  # CPython 3.11 does not see that a quickened message.headers() has failed
@@ -115,8 +115,9 @@ class Consumer:
     def run(self) -> None:
         """Consume until ``stop`` is called. Commits what is settled, and leaves the group, however it ends.
 
-        Raises ``RefusedError`` where the group has no position, or a topic is missing, and ``KafkaException`` for an
-        error that does not pass by itself: let the process end, and be started again.
+        Raises ``RefusedError`` where the group has no position, a topic is missing, or a topic does not take a copy
+        because of its size. Raises ``KafkaException`` for an error that does not pass by itself: let the process end,
+        and be started again.
         """
         try:
             for topic in {*self._retry, *self._dead.values()}:
@@ -197,44 +198,27 @@ class Consumer:
                 raise
 
     def _put_aside(self, received: Received, settled: Settled, attempt: int) -> None:
-        """Put a copy into the retry topic, or into that of the dead letters, where its message is rejected.
+        """Put a copy into the retry topic, or into that of the dead letters if the message is rejected.
 
-        A message that is too large for the retry topic becomes a dead letter, which is made without what makes it too
-        large. Raises ``KafkaException`` for every other copy that the cluster does not take.
+        Raises ``RefusedError`` for a copy that is too large for its topic, and ``KafkaException`` for every other copy
+        that the cluster does not take. The message is then delivered again when the consumer is started again.
         """
-        if not settled.reject:
-            headers = received.copy_headers(attempt=attempt + 1, not_before=milliseconds_from_now(settled.delay))
-            if self._put(received, self._retry[received.topic], headers):
-                return
-            logger.error(
-                "%s cannot come again and becomes a dead letter, because its copy is too large: give the topic %s a "
-                "larger max.message.bytes",
-                *(received.origin, self._retry[received.topic]),
-            )
-        dead = self._dead[received.topic]
-        headers = received.copy_headers(attempt=attempt, reason=settled.reason)
-        if self._put(received, dead, headers):
-            return
-        for left_out in ("headers", "headers, key and value"):
-            headers = received.copy_headers(attempt=attempt, reason=settled.reason, left_out=left_out)
-            if self._put(received, dead, headers, value="value" not in left_out):
-                logger.error(
-                    "the dead letter of %s is without its %s, because it is too large: give the topic %s a larger "
-                    "max.message.bytes",
-                    *(received.origin, left_out, dead),
-                )
-                return
-        raise KafkaException(KafkaError(KafkaError.MSG_SIZE_TOO_LARGE))
-
-    def _put(self, received: Received, topic: str, headers: Headers, *, value: bool = True) -> bool:
-        """Put a copy into a topic. Return False if the cluster takes no message so large."""
+        if settled.reject:
+            topic = self._dead[received.topic]
+            headers = received.copy_headers(attempt=attempt, reason=settled.reason)
+        else:
+            topic = self._retry[received.topic]
+            not_before = round((time.time() + settled.delay) * 1000)
+            headers = received.copy_headers(attempt=attempt + 1, not_before=not_before)
         try:
-            put_copy(self._producer, received.message, topic, headers, value=value)
+            put_copy(self._producer, received.message, topic, headers)
         except KafkaException as error:
             if error.args[0].code() != KafkaError.MSG_SIZE_TOO_LARGE:
                 raise
-            return False
-        return True
+            raise RefusedError(
+                f"the copy of {received.origin} is too large for the topic {topic}: give that topic a larger "
+                "max.message.bytes, and start the consumer again"
+            ) from error
 
     def _troubled(self, error: KafkaError) -> None:
         """Log an error that passes. Raises for any other."""
@@ -393,21 +377,18 @@ class Received:
             origin=self.origin,
         )
 
-    def copy_headers(self, *, left_out: str = "", **added: str | int | None) -> Headers:
+    def copy_headers(self, **added: str | int) -> Headers:
         """Return the headers for a copy: those of the message, where its original was, and the added ones of ours.
 
-        ``attempt``, ``not_before`` and ``reason`` are the names that can be added. A copy of which something is
-        ``left_out`` has none of the headers of the message.
+        ``attempt``, ``not_before`` and ``reason`` are the names that can be added.
         """
         kept = {name: value for name, value in self._ours.items() if name in (OCCURRED, CAME_FROM, LEFT_OUT)}
-        if left_out:
-            kept[LEFT_OUT] = left_out
         kept.setdefault(CAME_FROM, self.origin)
         if (occurred_at := self._occurred_at()) is not None:
             kept[OCCURRED] = str(round(occurred_at * 1000))
         for name, value in added.items():
-            kept[f"projector-dedup-{name.replace('_', '-')}"] = None if value is None else str(value)
-        return [(name, value) for name, value in self._all if name not in OURS and not left_out] + list(kept.items())
+            kept[f"projector-dedup-{name.replace('_', '-')}"] = str(value)
+        return [(name, value) for name, value in self._all if name not in OURS] + list(kept.items())
 
     def _occurred_at(self) -> float | None:
         """Return the seconds since 1970 that the producer of the original gave it; None if it gave none."""
@@ -423,11 +404,6 @@ def place_of(message: Message) -> tuple[str, int, int]:
     if topic is None or partition is None or offset is None:
         raise ValueError("a message that was consumed has a topic, a partition and an offset")
     return topic, partition, offset
-
-
-def milliseconds_from_now(seconds: float) -> int:
-    """Return the moment so many seconds from now, in milliseconds since 1970."""
-    return round((time.time() + seconds) * 1000)
 
 
 def _headers(message: Message) -> Headers | None:
@@ -488,16 +464,16 @@ def partitions_of(client: Client | Producer, topic: str) -> list[int]:
     return sorted(found.partitions)
 
 
-def put_copy(producer: Producer, message: Message, topic: str, headers: Headers, *, value: bool = True) -> None:
+def put_copy(producer: Producer, message: Message, topic: str, headers: Headers) -> None:
     """Copy a message into another topic; return when all replicas in sync have the copy.
 
-    Raises ``KafkaException`` or ``TimeoutError`` otherwise. A copy without its ``value`` is without its key, too.
+    Raises ``KafkaException`` or ``TimeoutError`` otherwise.
     """
     outcome: list[KafkaError | None] = []
     producer.produce(
         topic,
-        message.value() if value else None,
-        message.key() if value else None,
+        message.value(),
+        message.key(),
         headers=headers,
         on_delivery=lambda error, _message: outcome.append(error),
     )

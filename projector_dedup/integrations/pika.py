@@ -25,13 +25,12 @@ from .rabbitmq import (
     Size,
     dead_letters,
     headers_of_copy,
-    headers_of_replay,
     incoming_of,
     new_settling,
     queue_after,
     queues_beside,
 )
-from .settling import expect
+from .settling import Settled, expect
 
 __all__ = ["Consumer", "replay"]
 
@@ -95,10 +94,7 @@ class Consumer:
     def _settle(self, channel: BlockingChannel, tag: int, properties: BasicProperties, body: bytes) -> None:
         settled = self._settling.deliver(incoming_of(body, properties, self._queue))
         if not settled.acknowledge:
-            copied = headers_of_copy(
-                properties.headers, settled, _size_of(properties), self._parameters.frame_max, self._queue
-            )
-            _publish(channel, queue_after(self._queue, settled), _copied(properties, copied), body)
+            _copy(channel, properties, body, self._queue, settled, self._parameters.frame_max)
         channel.basic_ack(tag)
 
 
@@ -116,8 +112,7 @@ def replay(parameters: Parameters, queue: str) -> int:
             method, properties, body = channel.basic_get(dead_letters(queue))
             if method is None:
                 return number
-            copied = headers_of_replay(properties.headers, _size_of(properties), parameters.frame_max, queue)
-            _publish(channel, queue, _copied(properties, copied), body)
+            _copy(channel, properties, body, queue, None, parameters.frame_max)
             channel.basic_ack(method.delivery_tag)
         return int(waiting)
 
@@ -137,9 +132,20 @@ def _open(connection: BlockingConnection, queue: str) -> BlockingChannel:
     return channel
 
 
-def _publish(channel: BlockingChannel, queue: str, properties: BasicProperties, body: bytes) -> None:
-    """Publish, and wait until RabbitMQ has it. Raises pika's error if it has not."""
-    channel.basic_publish("", queue, body, properties, mandatory=True)
+def _copy(
+    channel: BlockingChannel,
+    properties: BasicProperties,
+    body: bytes,
+    work: str,
+    settled: Settled | None,
+    frame_max: int,
+) -> None:
+    """Copy a message into the queue in which it waits, or stays; return when RabbitMQ has it there.
+
+    ``settled`` is None for a dead letter, which goes back into ``work``. Raises pika's error if RabbitMQ has no copy.
+    """
+    headers = headers_of_copy(properties.headers, settled, _size_of(properties), frame_max, work)
+    channel.basic_publish("", queue_after(work, settled), body, _copied(properties, headers), mandatory=True)
 
 
 def _copied(properties: BasicProperties, headers: Headers) -> BasicProperties:

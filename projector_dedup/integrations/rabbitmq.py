@@ -7,14 +7,16 @@ two, a crash leaves the message twice and never not at all.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..dispatcher import AsyncDispatcher, Dispatcher
+from ..message import printable
 from ..verdict import DELAYS
 from .incoming import Convert, Incoming
-from .settling import Settled, Settling, copyable
+from .settling import Settled, Settling, logger, named_in_log
 
 DELIVERIES = "x-deliveries"
 """The header in which copies carry the number of deliveries before them."""
@@ -67,13 +69,13 @@ def new_settling(
     )
 
 
-def queue_after(queue: str, settled: Settled) -> str:
-    """Return the queue into which a message is copied that was not applied."""
+def queue_after(queue: str, settled: Settled | None) -> str:
+    """Return the queue into which a message is copied; ``settled`` is None for a dead letter that goes back."""
+    if settled is None:
+        return queue
     if settled.reject:
         return dead_letters(queue)
-    if not settled.delay:
-        return queue
-    return _wait(queue, settled.delay)
+    return _wait(queue, settled.delay) if settled.delay else queue
 
 
 def incoming_of(body: bytes, properties: Any, queue: str) -> Incoming:
@@ -95,48 +97,53 @@ Size = Callable[[Headers], int]
 """A function that returns the bytes of a frame with these headers, and raises if the client cannot encode them."""
 
 
-def headers_of_copy(headers: Headers | None, settled: Settled, size: Size, frame_max: int, queue: str) -> Headers:
+def headers_of_copy(
+    headers: Headers | None, settled: Settled | None, size: Size, frame_max: int, queue: str
+) -> dict[str, Any]:
     """Return the headers of a copy: those of the message, the count of its deliveries, and why it was rejected.
 
-    Headers must fit into one frame of the connection, or RabbitMQ closes it; a ``frame_max`` of 0 sets no limit. Those
-    of the message fill the frame alone where somebody wants to harm, or where they came by AMQP 1.0. A dead letter then
-    goes without the reason and the count, which are in the log; else the copy goes without the largest headers.
+    ``settled`` is None for a dead letter that is published again, as if for the first time.
+
+    Another client may send a header that this one cannot encode. Headers must also fit into one frame of the
+    connection, or RabbitMQ closes it; a ``frame_max`` of 0 sets no limit. A consumer that failed over the copy would
+    get the message again for ever, so it makes the copy without these headers, and logs their names: first of a dead
+    letter the reason and the count, which are in the log, and then the largest.
     """
-    theirs = _kept(headers)
-    count = {DELIVERIES: _deliveries(headers or {}) + 1}  # without it, max_attempts would never be reached
-    ours = {**count, REJECTED_FOR: settled.reason} if settled.reject else count
-    for added in (ours, count, {}) if settled.reject else (ours,):
-        if _fits({**theirs, **added}, size, frame_max):
-            return {**theirs, **added}
-    shortest = ours if _fits(ours, size, frame_max) else count
-    return _without_what_hinders(theirs, shortest, size, frame_max, queue)
+    theirs = {name: value for name, value in (headers or {}).items() if name not in _NOT_COPIED}
+    needed = {WITHOUT_ID: True} if WITHOUT_ID in theirs else {}  # it decides on the id
+    ours: dict[str, Any] = {}
+    if settled is not None:
+        ours = {DELIVERIES: _deliveries(headers or {}) + 1}
+        if settled.reject:
+            ours[REJECTED_FOR] = settled.reason
+        else:
+            needed |= ours  # without it, max_attempts would never be reached
+    everything, room = {**theirs, **ours, **needed}, frame_max or math.inf
+    if _fits(everything, size, room):
+        return everything
+    alone = size(needed)
+    sizes: dict[str, int] = {}
+    for name in everything.keys() - needed.keys():
+        with contextlib.suppress(Exception):  # clients raise TypeError, OverflowError, struct.error, RecursionError
+            sizes[name] = size({**needed, name: everything[name]}) - alone
+    room -= alone
+    kept = {*needed}
+    for name in sorted(sizes, key=lambda each: (each in ours, sizes[each])):
+        if (room := room - sizes[name]) >= 0:
+            kept.add(name)
+    left_out = [name for name in everything if name not in kept]
+    logger.warning(
+        "a message from queue %s is copied without %d of its headers, which cannot be encoded or have no room: %s",
+        *(printable(queue), len(left_out), named_in_log(left_out)),
+    )
+    return {name: value for name, value in everything.items() if name in kept}
 
 
-def headers_of_replay(headers: Headers | None, size: Size, frame_max: int, queue: str) -> Headers:
-    """Return the headers with which a dead letter is published again, as if for the first time."""
-    theirs = _kept(headers)
-    return theirs if _fits(theirs, size, frame_max) else _without_what_hinders(theirs, {}, size, frame_max, queue)
-
-
-def _fits(headers: Headers, size: Size, frame_max: int) -> bool:
+def _fits(headers: Headers, size: Size, room: float) -> bool:
     try:
-        return size(headers) <= (frame_max or math.inf)
+        return size(headers) <= room
     except Exception:  # noqa: BLE001  # a client raises what it likes for what it cannot encode
         return False
-
-
-def _without_what_hinders(theirs: Headers, ours: Headers, size: Size, frame_max: int, queue: str) -> Headers:
-    if WITHOUT_ID in theirs:
-        ours = {**ours, WITHOUT_ID: True}  # it decides on the id: it is not left out, whatever its value
-    others = {name: value for name, value in theirs.items() if name not in ours}
-    return {
-        **copyable(others, lambda each: size({**each, **ours}), frame_max or math.inf, f"queue {queue}"),
-        **ours,
-    }
-
-
-def _kept(headers: Headers | None) -> dict[str, Any]:
-    return {name: value for name, value in (headers or {}).items() if name not in _NOT_COPIED}
 
 
 def _deliveries(headers: Headers) -> int:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+
+from sqlalchemy.util import await_only, greenlet_spawn
 
 from ..dispatcher import AsyncDispatcher, Dispatcher
 from ..errors import BatchFailed, Defer, HandlerDefinitionError, InProgress, ProjectorDedupError
@@ -84,6 +85,7 @@ class Settling:
         if not max_delay > 0:
             raise ValueError(f"max_delay is a number of seconds above 0, not {max_delay}")
         self._dispatcher: Any = dispatcher
+        self._asynchronous = asynchronous
         self._convert = convert
         self._max_attempts = max_attempts
         within = [each for each in delays if each <= max_delay] or delays[:1]
@@ -94,24 +96,16 @@ class Settling:
         event = None
         try:
             event = self._convert(incoming)
-            self._dispatcher.deliver(event)
-        except Exception as error:  # noqa: BLE001  # the verdict tells the consumer what becomes of the message
-            return self._failed(incoming, event, error)
+            self._wait(self._dispatcher.deliver(event))
+        except (Exception, asyncio.CancelledError) as error:
+            if self._ends_this_task(error):
+                raise
+            return self._failed(incoming, event, error)  # the verdict tells the consumer what becomes of the message
         return Settled()
 
     async def adeliver(self, incoming: Incoming) -> Settled:
         """``deliver``, awaited."""
-        event = None
-        try:
-            event = self._convert(incoming)
-            await self._dispatcher.deliver(event)
-        except asyncio.CancelledError as error:
-            if _is_cancelled():
-                raise
-            return self._failed(incoming, event, error)  # of something that the handler awaited
-        except Exception as error:  # noqa: BLE001  # as above
-            return self._failed(incoming, event, error)
-        return Settled()
+        return await greenlet_spawn(self.deliver, incoming)
 
     def deliver_batch(self, incoming: Sequence[Incoming]) -> list[Settled]:
         """Deliver many messages in one transaction; return an answer to each, in their order. Never raises.
@@ -121,28 +115,31 @@ class Settling:
         settled, events = self._converted(incoming)
         if events:
             try:
-                self._dispatcher.deliver_batch(list(events.values()))
+                self._wait(self._dispatcher.deliver_batch(list(events.values())))
             except BatchFailed as error:
                 self._batch_failed(incoming, settled, events, error)
-            except Exception:  # noqa: BLE001  # the one whose it is meets it again alone
-                for position in events:
+            except (Exception, asyncio.CancelledError) as error:
+                if self._ends_this_task(error):
+                    raise
+                for position in events:  # the one whose it is meets it again alone
                     settled[position] = self.deliver(incoming[position])
         return settled
 
     async def adeliver_batch(self, incoming: Sequence[Incoming]) -> list[Settled]:
         """``deliver_batch``, awaited."""
-        settled, events = self._converted(incoming)
-        if events:
-            try:
-                await self._dispatcher.deliver_batch(list(events.values()))
-            except BatchFailed as error:
-                self._batch_failed(incoming, settled, events, error)
-            except (Exception, asyncio.CancelledError) as error:  # as above
-                if isinstance(error, asyncio.CancelledError) and _is_cancelled():
-                    raise
-                for position in events:
-                    settled[position] = await self.adeliver(incoming[position])
-        return settled
+        return await greenlet_spawn(self.deliver_batch, incoming)
+
+    def _wait(self, returned: Any) -> None:
+        """Wait for the end of a delivery; an ``AsyncDispatcher`` has returned a coroutine."""
+        if self._asynchronous:
+            await_only(returned)
+
+    def _ends_this_task(self, error: BaseException) -> bool:
+        """Return True if somebody has cancelled the task that runs now, and not only what the handler awaited."""
+        if not isinstance(error, asyncio.CancelledError):
+            return False
+        task = asyncio.current_task() if self._asynchronous else None
+        return task is None or task.cancelling() > 0
 
     def _converted(self, incoming: Sequence[Incoming]) -> tuple[list[Settled], dict[int, object]]:
         """Return an answer for each message, and the events of those that could be converted, by their position."""
@@ -197,36 +194,6 @@ class Settling:
         return printable(text[:80]) if isinstance(text, str) else "(without an id)"
 
 
-def copyable(
-    headers: Mapping[str, Any], size: Callable[[Mapping[str, Any]], int], room: float, origin: str
-) -> dict[str, Any]:
-    """Return the headers that a copy of a message can carry, and log the names of the others.
-
-    Another client may send a header that this one cannot encode, or more headers than a copy has room for. A consumer
-    that failed over the copy would get the message again for ever, so it makes the copy without these headers.
-
-    ``size`` returns the bytes of a copy with these headers, and raises for a header that the client cannot encode.
-    ``room`` is the limit of these bytes: the largest headers are left out first. ``origin`` says where the message was
-    taken from, for the log.
-    """
-    empty = size({})
-    sizes: dict[str, int] = {}
-    for name, value in headers.items():
-        with contextlib.suppress(Exception):  # clients raise TypeError, OverflowError, struct.error, RecursionError
-            sizes[name] = size({name: value}) - empty
-    room -= empty
-    kept = set()
-    for name in sorted(sizes, key=sizes.__getitem__):
-        if (room := room - sizes[name]) >= 0:
-            kept.add(name)
-    if left_out := [name for name in headers if name not in kept]:
-        logger.warning(
-            "a message from %s is copied without %d of its headers, which cannot be encoded or have no room: %s",
-            *(printable(origin), len(left_out), named_in_log(left_out)),
-        )
-    return {name: value for name, value in headers.items() if name in kept}
-
-
 def named_in_log(headers: Sequence[object]) -> str:
     """Return the names of the first ``MAX_NAMES`` headers, as one log line has room for them."""
     return ", ".join(printable(str(name)[:80]) for name in headers[:MAX_NAMES])
@@ -237,12 +204,6 @@ def expect(kind: type | tuple[type, ...], value: object, said: str) -> None:
     if not isinstance(value, kind):
         given = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
         raise TypeError(f"{said}, not {given}")
-
-
-def _is_cancelled() -> bool:
-    """Return True if the task that runs now was told to end."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
 
 
 def _reason(error: BaseException) -> str:

@@ -129,7 +129,7 @@ def recorded_route(
     with needs("fastapi"):
         from fastapi.routing import APIRoute
 
-    around = _recorder(acommands, Recording.of(scope, required, methods, headers), name, formerly)
+    around = _recorder(acommands, Recording(scope, required, methods, headers), name, formerly)
 
     class RecordedRoute(APIRoute):
         """A route whose answers are recorded."""
@@ -153,7 +153,7 @@ def recorded_endpoint(
     formerly: Collection[str] = (),
 ) -> Callable[[Endpoint], Endpoint]:
     """Return a decorator for endpoints of Starlette, ``async def endpoint(request)``. See ``recorded_route``."""
-    around = _recorder(acommands, Recording.of(scope, required, methods, headers), name, formerly)
+    around = _recorder(acommands, Recording(scope, required, methods, headers), name, formerly)
 
     def decorate(endpoint: Endpoint) -> Endpoint:
         _check_async(endpoint)

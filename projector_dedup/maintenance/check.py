@@ -10,27 +10,26 @@ import configparser
 import secrets
 import warnings
 from collections.abc import Iterator, Set
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from importlib.resources import files
 from os import PathLike
 from pathlib import Path
 
 from alembic.config import Config
 from alembic.script import ScriptDirectory
-from sqlalchemy import Table, func, inspect, select
+from sqlalchemy import Table, inspect, select
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import DBAPIError
 
 from ..commands import CommandTables
 from ..commands.record import MAX_CODEC_BYTES, RESULT, Record, recalling, recording
-from ..commands.runner import MAX_RESULT_BYTES
 from ..dialects import Dialect, Failure, dialect_of
 from ..errors import MissingTableError, RefusedError
 from ..markers import insert_marker, marker_key
 from ..message import MAX_MESSAGE_ID_BYTES, printable
 from ..tables import DedupTables, default_tables, full_name
-from .databases import Finding, advice, database_of
-from .running import connected_to, other_kind
+from .databases import Finding, advice, database_of, in_utc
+from .running import other_kind
 from .state import SCHEMA_VERSION, duration, moment_with_zone, read_state
 from .stats import Ages
 
@@ -42,8 +41,6 @@ _WHOLE = Record(RESULT, "x" * MAX_CODEC_BYTES, _EVERY_BYTE * 256, _EVERY_BYTE[-3
 """A record that fills its columns: a result of 64 KiB with every byte, which no text column gives back."""
 
 _SLACK = timedelta(days=2)  # a cleanup that was missed once, at a weekend say, is not worth a finding
-_NEWEST = 1_000  # records that are looked at for advice
-_NEAR = 0.9  # of the largest result, from which on there is advice
 
 _BRANCH = "projector_dedup"
 _LOCATION = "projector_dedup.migrations:versions"
@@ -58,11 +55,9 @@ def check(engine: Engine, tables: DedupTables = default_tables) -> list[Finding]
         return _check_tables(connection, tables) + database_of(engine).findings(connection, tables.marker)
 
 
-def _check_tables(connection: Connection, tables: DedupTables, *, any_kind: bool = False) -> list[Finding]:
+def _check_tables(connection: Connection, tables: DedupTables) -> list[Finding]:
     findings = [
-        finding
-        for table in (tables.marker, tables.state)
-        for finding in check_table(connection, table, tables, any_kind=any_kind)
+        finding for table in (tables.marker, tables.state) for finding in check_table(connection, table, tables)
     ]
     if not any(finding.fatal for finding in findings):
         findings += _check_version(connection, tables)
@@ -142,37 +137,34 @@ def _is_late(connection: Connection, marker: Table, handler: str) -> bool:
     found: datetime | None = connection.scalar(
         select(marker.c.processed_at).where(marker.c.handler == handler).limit(1)
     )
-    if found is None:
-        return False
-    inserted = found.replace(tzinfo=UTC) if found.tzinfo is None else found
-    return abs(database_of(connection).now(connection) - inserted) > timedelta(minutes=1)
+    now = database_of(connection).now(connection)
+    return found is not None and abs(now - in_utc(found)) > timedelta(minutes=1)
 
 
 def _keeps(connection: Connection, dialect: Dialect, tables: DedupTables, handler: str) -> bool:
     return not isinstance(tables, CommandTables) or keeps_records(connection, dialect, tables, _LOOK_ALIKES[0], handler)
 
 
-def verify(engine: Engine, tables: DedupTables = default_tables, *, any_kind: bool = False) -> None:
+def verify(engine: Engine, tables: DedupTables = default_tables) -> None:
     """Raise ``MissingTableError`` for the first fatal finding about the tables; return if there is none.
 
-    To try the tables out, markers are inserted and rolled back again. Settings of the database are not looked at. With
-    ``any_kind``, a table of commands passes for one of projectors, which has fewer columns.
+    To try the tables out, markers are inserted and rolled back again. Settings of the database are not looked at.
     """
     with engine.connect() as connection:
-        findings = _check_tables(connection, tables, any_kind=any_kind)
+        findings = _check_tables(connection, tables)
     for finding in findings:
         if finding.fatal:
             raise MissingTableError(f"{finding.problem}; {finding.remedy}")
 
 
-def check_table(connection: Connection, table: Table, tables: DedupTables, *, any_kind: bool = False) -> list[Finding]:
+def check_table(connection: Connection, table: Table, tables: DedupTables) -> list[Finding]:
     """Return what is wrong with the structure of ``table``, which is one of ``tables``; nothing is written."""
     inspector, schema, name = inspect(connection), connection.schema_for_object(table), full_name(table, connection)
     if not inspector.has_table(table.name, schema=schema):
         return [Finding(f"the table {name} is missing", tables.remedy(connection))]
     findings, remedy = [], tables.mending(connection)
     present = {column["name"]: column for column in inspector.get_columns(table.name, schema=schema)}
-    other = other_kind(connection, tables, present, any_kind=any_kind) if table is tables.marker else None
+    other = other_kind(connection, tables, present) if table is tables.marker else None
     if other is not None:
         return [other]
     for column in table.columns:
@@ -295,39 +287,6 @@ def _unknown(unknown: Set[str]) -> Iterator[Finding]:
             "if one was renamed, its messages are applied again under the new name: `idempotency rename OLD NEW`, and "
             "formerly=[...] while old code runs; if it was removed, or another application's, this is nothing",
         )
-
-
-def advise_records(engine: Engine, tables: CommandTables) -> list[Finding]:
-    """Return what somebody should do about the newest records of ``tables``; none of it is fatal."""
-    record = tables.marker
-    newest = (
-        select(record.c.outcome, func.length(record.c.result).label("bytes"))
-        .order_by(record.c.processed_at.desc())
-        .limit(_NEWEST)
-    )
-    with connected_to(engine, tables) as connection:
-        rows = connection.execute(newest).all()
-    sizes = [row.bytes for row in rows if row.bytes is not None and row.bytes > _NEAR * MAX_RESULT_BYTES]
-    open_ = sum(row.outcome is None for row in rows)
-    found = []
-    if sizes:
-        found.append(
-            advice(
-                f"of the newest {len(rows):,} records, {len(sizes):,} have results near the limit of "
-                f"{MAX_RESULT_BYTES:,} bytes, the largest of {max(sizes):,}",
-                "a larger one is refused, and its command is not done: return an id of what was made, or give "
-                "Commands(max_result_bytes=...)",
-            )
-        )
-    if open_:
-        found.append(
-            advice(
-                f"of the newest {len(rows):,} records, {open_:,} have no outcome",
-                "begin_command() was committed without record(), so that nobody who asks again gets an answer; "
-                "`idempotency forget --commands` frees their keys",
-            )
-        )
-    return found
 
 
 # Alembic ----------------------------------------------------------------------------------------------------------

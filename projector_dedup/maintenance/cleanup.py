@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import Any, TypedDict, TypeVar, Unpack
+from typing import TypedDict, TypeVar, Unpack
 
-from sqlalchemy import Select, func, literal_column, select
+from sqlalchemy import func, literal_column, select
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import DBAPIError
 
@@ -29,7 +29,7 @@ from ..message import printable, valid_handler
 from ..options import RetryPolicy
 from ..tables import DedupTables, default_tables
 from .check import verify
-from .databases import Expired, any_expired, database_of, is_expired
+from .databases import Expired, database_of
 from .running import connected_to, run_with_retries
 from .state import (
     CLEANED_AT,
@@ -122,7 +122,7 @@ def prune(
     """
     _check_bounds(retention_hours, batch_size, max_batches, time_budget, pause)
     handler = None if handler is None else valid_handler(handler)
-    verify(engine, tables, any_kind=True)
+    verify(engine, tables)
     dialect = dialect_of(engine)
     dialect.prepare(engine)
     if not force:
@@ -160,14 +160,12 @@ def count_expired(
     Raises ``ValueError`` for a retention out of range, ``MissingTableError`` for a missing table.
     """
     check_hours("retention_hours", retention_hours)
-    verify(engine, tables, any_kind=True)
+    verify(engine, tables)
     with connected(engine) as connection:
         now = database_of(connection).now(connection)
         expired = Expired(tables.marker, now - timedelta(hours=retention_hours), handler, up_to)
-        some: Select[Any] = select(literal_column("1").label("one")).select_from(tables.marker).limit(up_to)
-        some = some.where(is_expired(tables.marker, of_handler=handler is not None))
-        statement = select(func.count()).select_from(some.subquery("expired"))
-        return connection.execute(statement, expired.bounds).scalar_one()
+        statement = select(func.count()).select_from(expired.oldest(tables.marker, literal_column("1")).subquery())
+        return connection.execute(statement).scalar_one()
 
 
 def _check_bounds(
@@ -212,11 +210,11 @@ class _Run:
 
         Raises ``UnsupportedDatabaseError`` if the driver does not say how many rows were deleted.
         """
-        statement = database_of(self._engine).cleanup_statement(expired.marker, of_handler=expired.handler is not None)
+        statement = database_of(self._engine).cleanup_statement(expired)
 
         def batch(connection: Connection) -> int:
             try:
-                return connection.execute(statement, {**expired.bounds, "batch_size": expired.batch_size}).rowcount
+                return connection.execute(statement).rowcount
             except DBAPIError as error:
                 if not self.dialect.locks_rows or self.dialect.classify(error) is not Failure.LOCK_TIMEOUT:
                     raise
@@ -235,8 +233,7 @@ class _Run:
 
     def left(self, expired: Expired) -> bool:
         """True if an expired marker is left: a batch leaves out those that another transaction holds."""
-        look = any_expired(expired.marker, of_handler=expired.handler is not None)
-        return self.attempt(lambda connection: connection.execute(look, expired.bounds).first()) is not None
+        return self.attempt(lambda connection: connection.execute(expired.any()).first()) is not None
 
 
 def _delete_all(

@@ -6,18 +6,16 @@ Nothing of this is used while a message is delivered.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import cache
 from math import ceil
 from typing import Any, ClassVar
 
 from sqlalchemy import (
     ColumnElement,
     Delete,
-    Row,
     Select,
     Table,
     Text,
@@ -42,25 +40,16 @@ from ..errors import RetriesExhaustedError
 
 @dataclass(frozen=True)
 class Finding:
-    """Names a problem and its remedy; ``fatal`` if deliveries fail, or may be lost or doubled, before it is solved.
-
-    ``informs`` if there is nothing to solve: ``problem`` says how the database is set up, ``remedy`` what follows.
-    """
+    """Names a problem and its remedy; ``fatal`` if deliveries fail, or may be lost or doubled, before it is solved."""
 
     problem: str
     remedy: str
     fatal: bool = True
-    informs: bool = False
 
 
 def advice(problem: str, remedy: str) -> Finding:
     """Return a finding that is not fatal: nothing is wrong, but it could be better."""
     return Finding(problem, remedy, fatal=False)
-
-
-def note(fact: str, consequence: str) -> Finding:
-    """Return a finding that asks for nothing: a fact about the database, and what follows from it."""
-    return Finding(fact, consequence, fatal=False, informs=True)
 
 
 # SQLite compares text, and its clock has whole seconds: all markers of a second would be older than a cutoff within it.
@@ -77,28 +66,26 @@ class Expired:
     handler: str | None
     batch_size: int
 
-    @property
-    def bounds(self) -> dict[str, Any]:
-        """Return the parameters of the condition ``is_expired``; a DELETE takes ``batch_size`` too."""
-        return {"cutoff": self.cutoff} | ({} if self.handler is None else {"handler": self.handler})
+    def among(self, rows: Any) -> ColumnElement[bool]:
+        """Return the condition that a row of ``rows``, the marker table or an alias of it, is expired."""
+        old: ColumnElement[bool] = rows.c.processed_at < bindparam("cutoff", self.cutoff, type_=_CUTOFF)
+        if self.handler is None:
+            return old
+        return and_(old, rows.c.handler == bindparam("handler", self.handler, type_=rows.c.handler.type))
+
+    def oldest(self, rows: Any, *columns: ColumnElement[Any]) -> Select[Any]:
+        """Return a SELECT of the ``columns`` of the oldest ``batch_size`` expired rows of the table, or of an alias."""
+        expired = select(*columns).select_from(rows).where(self.among(rows)).order_by(rows.c.processed_at)
+        return expired.limit(bindparam("batch_size", self.batch_size))
+
+    def any(self) -> Select[Any]:
+        """Return a SELECT that gives a row if an expired marker is there, even if another cleaner is deleting it."""
+        return select(literal_column("1")).select_from(self.marker).where(self.among(self.marker)).limit(1)
 
 
-def is_expired(marker: Any, *, of_handler: bool) -> ColumnElement[bool]:
-    """Return the condition that a row of ``marker``, the table or an alias, is expired by ``Expired.bounds``."""
-    old: ColumnElement[bool] = marker.c.processed_at < bindparam("cutoff", type_=_CUTOFF)
-    return and_(old, marker.c.handler == bindparam("handler")) if of_handler else old
-
-
-@cache
-def any_expired(marker: Table, *, of_handler: bool) -> Select[Any]:
-    """Return a SELECT that gives a row if an expired marker is there, even if another cleaner is about to delete it."""
-    return select(literal_column("1")).select_from(marker).where(is_expired(marker, of_handler=of_handler)).limit(1)
-
-
-def oldest_expired(marker: Any, *columns: ColumnElement[Any], of_handler: bool) -> Select[Any]:
-    """Return a SELECT of the ``columns`` of the oldest ``:batch_size`` expired rows of the table, or of its alias."""
-    expired = select(*columns).select_from(marker).where(is_expired(marker, of_handler=of_handler))
-    return expired.order_by(marker.c.processed_at).limit(bindparam("batch_size"))
+def in_utc(moment: datetime) -> datetime:
+    """Return a moment that a database gave, in UTC. One without a time zone is taken for UTC: all are stored so."""
+    return moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment.astimezone(UTC)
 
 
 class Database:
@@ -117,16 +104,15 @@ class Database:
 
     def now(self, connection: Connection) -> datetime:
         """Return the current time in UTC, by the clock that claims take their time from."""
-        found: datetime = connection.execute(select(utc_now())).scalar_one()
-        return found.replace(tzinfo=UTC) if found.tzinfo is None else found.astimezone(UTC)
+        return in_utc(connection.execute(select(utc_now())).scalar_one())
 
-    def cleanup_statement(self, marker: Table, *, of_handler: bool = False) -> Executable:
-        """Return a DELETE of the oldest ``:batch_size`` markers before ``:cutoff``, of ``:handler`` if ``of_handler``.
+    def cleanup_statement(self, expired: Expired) -> Executable:
+        """Return a DELETE of the oldest batch of expired markers.
 
         Rows that others have locked are left to them, where the database can do that.
         """
-        old = marker.alias()
-        batch = oldest_expired(old, old.c.message_id, old.c.handler, of_handler=of_handler).subquery("batch")
+        marker, old = expired.marker, expired.marker.alias()
+        batch = expired.oldest(old, old.c.message_id, old.c.handler).subquery("batch")
         same = (batch.c.message_id == marker.c.message_id, batch.c.handler == marker.c.handler)
         return delete(marker).where(select(literal_column("1")).select_from(batch).where(*same).exists())
 
@@ -167,17 +153,24 @@ class OnPostgreSQL(Database):
     cleanup_isolation = "READ COMMITTED"  # above it, what another cleaner deleted is a serialization failure
     keeps_zones = True
 
-    def cleanup_statement(self, marker: Table, *, of_handler: bool = False) -> Executable:
-        """Return a DELETE of the oldest expired markers; it skips rows that another cleaner has locked."""
-        return picking(marker, of_handler=of_handler)
+    def cleanup_statement(self, expired: Expired) -> Executable:
+        """Return a DELETE of the oldest expired markers; it skips rows that another cleaner has locked.
+
+        It finds them by physical address, which takes no second index lookup.
+        """
+        oldest = expired.oldest(expired.marker, literal_column("ctid")).with_for_update(skip_locked=True)
+        batch = func.any(func.array(oldest.scalar_subquery()))
+        # This condition is true, and is evaluated once, before anything is read. It gives the transaction a short lock
+        # timeout, since a cleanup comes back to rows that others hold for longer; and a COMMIT that does not wait for
+        # the disk, since the next cleanup deletes what a crash restores.
+        settings = "concat(set_config('lock_timeout', '100ms', true), set_config('synchronous_commit', 'off', true))"
+        in_a_hurry = select(literal_column(settings, type_=Text())).scalar_subquery().is_not(None)
+        # An address is unique in one partition only: a row of another partition with this address may be young.
+        return delete(expired.marker).where(in_a_hurry, literal_column("ctid") == batch, expired.among(expired.marker))
 
     def findings(self, connection: Connection, marker: Table) -> list[Finding]:
-        """Return what is wrong with the table's storage and vacuuming, and what a failover would keep."""
-        found = _storage(connection, marker)
-        if connection.exec_driver_sql("SELECT pg_is_in_recovery()").scalar_one():
-            found.append(advice("this server is a standby: it cannot store markers", "give the URL of the primary"))
-            return found
-        return [*found, *_replication(connection)]
+        """Return what a crash of the server, or a failover, would lose."""
+        return [*_persistence(connection, marker), *_replication(connection)]
 
     def size(self, connection: Connection, table: Table) -> int | None:
         """Return the bytes of the table with all indexes."""
@@ -199,151 +192,53 @@ class OnPostgreSQL(Database):
         return nullcontext()
 
 
-def _in_a_hurry() -> ColumnElement[bool]:
-    """Return a condition that is always true, and is evaluated once, before anything is read.
-
-    It sets for this transaction a short lock timeout, since a cleanup comes back to rows that others hold for longer;
-    and a COMMIT that does not wait for the disk, since the next cleanup deletes what a crash restores.
-    """
-    settings = "concat(set_config('lock_timeout', '100ms', true), set_config('synchronous_commit', 'off', true))"
-    return select(literal_column(settings, type_=Text())).scalar_subquery().is_not(None)
-
-
-@cache
-def picking(marker: Table, *, of_handler: bool) -> Delete:
-    """Return a DELETE of the oldest expired markers; it skips rows that another cleaner has locked.
-
-    It finds them by physical address, which takes no second index lookup.
-    """
-    oldest = oldest_expired(marker, literal_column("ctid"), of_handler=of_handler).with_for_update(skip_locked=True)
-    batch = func.any(func.array(oldest.scalar_subquery()))
-    # An address is unique in one partition only: a row of another partition with this address may be young.
-    return delete(marker).where(
-        _in_a_hurry(), literal_column("ctid") == batch, is_expired(marker, of_handler=of_handler)
-    )
-
-
-_BIG = 1_000_000  # rows; autovacuum comes when a fifth of them is dead
-
-_STORAGE = text(
-    """
-    SELECT relpersistence = 'u' AS unlogged, reltuples > :big AS big, current_setting('autovacuum') AS autovacuum,
-        (SELECT option_value FROM pg_options_to_table(reloptions) WHERE option_name = 'autovacuum_enabled') AS enabled,
-        coalesce(
-            (SELECT option_value FROM pg_options_to_table(reloptions)
-                WHERE option_name = 'autovacuum_vacuum_scale_factor'),
-            current_setting('autovacuum_vacuum_scale_factor')
-        )::float AS scale_factor
-    FROM pg_class WHERE oid = to_regclass(:name) AND relkind IN ('r', 'p')
-    """
-)
-
-
 def _regclass(connection: Connection, table: Table) -> str:
     """Return the table's name, quoted, as the server's functions take it."""
     quote, schema = connection.dialect.identifier_preparer.quote, connection.schema_for_object(table)
     return ".".join(quote(part) for part in (schema, table.name) if part)
 
 
-def _storage(connection: Connection, table: Table) -> list[Finding]:
-    """Return findings about how the marker table is stored and vacuumed."""
+def _persistence(connection: Connection, table: Table) -> Iterator[Finding]:
     name = _regclass(connection, table)
-    found = connection.execute(_STORAGE, {"name": name, "big": _BIG}).first()
-    return [] if found is None else [*_persistence(name, found), *_vacuum(name, found)]
-
-
-def _persistence(name: str, found: Row[Any]) -> list[Finding]:
-    if not found.unlogged:
-        return []
-    return [
-        Finding(
+    unlogged = text("SELECT relpersistence = 'u' FROM pg_class WHERE oid = to_regclass(:name)")
+    if connection.scalar(unlogged, {"name": name}):
+        yield Finding(
             f"{name} is UNLOGGED: a crash of the server empties it, while the read model stays",
             f"every redelivery after that would be applied again; ALTER TABLE {name} SET LOGGED",
-        )
-    ]
-
-
-def _vacuum(name: str, found: Row[Any]) -> Iterator[Finding]:
-    stays = "what cleanup deletes keeps its space, and slows cleanup down"
-    if found.autovacuum == "off":
-        yield advice(f"autovacuum is off on this server: {stays}", "turn it on, or VACUUM after each cleanup")
-    if found.enabled in ("false", "off", "no", "0"):
-        remedy = f"ALTER TABLE {name} RESET (autovacuum_enabled)"
-        yield advice(f"autovacuum is off for {name}: {stays}", remedy)
-    if found.big and found.scale_factor > 0.05:
-        yield advice(
-            f"{name} is big, and autovacuum waits until {found.scale_factor:.0%} of it is dead",
-            f"ALTER TABLE {name} SET (autovacuum_vacuum_scale_factor = 0.02)",
         )
 
 
 # A COMMIT that has waited for a synchronous standby is still there after a failover to it. One that has not may be lost
 # by a failover, although its message was acknowledged (docs/clusters.md).
 
-_SYNCHRONOUS = ("sync", "quorum")
-
+# A subscriber of logical replication (Debezium, say) is no server to fail over to.
 _REPLICATION = text(
-    "SELECT current_setting('synchronous_standby_names') AS names, current_setting('synchronous_commit') AS waits, "
-    "current_user AS role"
-)
-
-# A subscriber of logical replication (Debezium, say) is no server to fail over to. A role without pg_read_all_stats
-# sees that somebody is sent the log, and NULL in place of who.
-_STANDBYS = text(
     """
-    SELECT application_name AS name, sync_state FROM pg_stat_replication
-    WHERE pid NOT IN
-        (SELECT active_pid FROM pg_replication_slots WHERE slot_type = 'logical' AND active_pid IS NOT NULL)
-    ORDER BY name
+    SELECT current_user AS role, current_setting('synchronous_commit') AS waits,
+        current_setting('synchronous_standby_names') AS names,
+        EXISTS (
+            SELECT FROM pg_stat_replication WHERE pid NOT IN
+                (SELECT active_pid FROM pg_replication_slots WHERE slot_type = 'logical' AND active_pid IS NOT NULL)
+        ) AS has_standby
     """
 )
 
 
 def _replication(connection: Connection) -> Iterator[Finding]:
-    """Yield findings about the standby servers of a primary: what a failover keeps, and what it loses."""
-    settings = connection.execute(_REPLICATION).one()
-    standbys = connection.execute(_STANDBYS).all()
-    if settings.waits == "off":
+    """Yield advice if a crash or a failover loses messages that were acknowledged."""
+    found = connection.execute(_REPLICATION).one()
+    if found.waits == "off":
         yield advice(
-            f"synchronous_commit is off for {settings.role}: a crash loses messages that were acknowledged just before",
+            f"synchronous_commit is off for {found.role}: a crash loses messages that were acknowledged just before",
             "set it to on for the role that delivers: ALTER ROLE ... SET synchronous_commit = on",
         )
-    if settings.names and settings.waits not in ("off", "local"):
-        yield _waited_for(standbys, settings.role)
-    elif standbys:
-        reason = (
-            "synchronous_standby_names is empty" if not settings.names else f"synchronous_commit = {settings.waits}"
-        )
+    if found.has_standby and (not found.names or found.waits in ("off", "local")):
+        reason = f"synchronous_commit = {found.waits}" if found.names else "synchronous_standby_names is empty"
         yield advice(
             f"replication is asynchronous ({reason}): a failover loses messages that were acknowledged just before",
             "name the standby in synchronous_standby_names; until then, deliver the last minutes again from an archive "
             "after each failover (docs/clusters.md)",
         )
-    else:
-        yield note(
-            "no standby streams from this server, as far as it says",
-            "what is acknowledged survives a crash of the server, and not the loss of its disk (docs/clusters.md)",
-        )
-
-
-def _waited_for(standbys: Sequence[Row[Any]], role: str) -> Finding:
-    synchronous = [each.name for each in standbys if each.sync_state in _SYNCHRONOUS]
-    if synchronous:
-        others = [each.name for each in standbys if each.sync_state not in _SYNCHRONOUS]
-        never = f"; never fail over to {', '.join(others)}, which is asynchronous" if others else ""
-        return note(
-            f"each COMMIT waits for a synchronous standby: {', '.join(synchronous)}",
-            f"what was acknowledged is there after a failover to the one that has received most{never}",
-        )
-    if any(each.sync_state is None for each in standbys):
-        return note(
-            f"each COMMIT waits for a synchronous standby, and {role} may not see which of {len(standbys)} it is",
-            f"GRANT pg_read_all_stats TO {role} shows it; fail over to no other (docs/clusters.md)",
-        )
-    return advice(
-        "synchronous_standby_names asks for a standby that does not stream: each COMMIT waits until it comes",
-        "bring it back, or take it out of synchronous_standby_names; do not cancel what waits (docs/runbook.md)",
-    )
 
 
 # MariaDB -------------------------------------------------------------------------------------------------------------
@@ -356,18 +251,37 @@ class OnMariaDB(Database):
 
     cleanup_isolation = "READ COMMITTED"  # above it, the gap after the last expired marker is where new ones go
 
-    def cleanup_statement(self, marker: Table, *, of_handler: bool = False) -> Executable:
+    def cleanup_statement(self, expired: Expired) -> Executable:
         """Return a DELETE by a join: it locks only the rows it deletes, and skips rows that another cleaner locked."""
-        oldest = oldest_expired(marker, *marker.primary_key, of_handler=of_handler)
-        batch = oldest.with_for_update(skip_locked=True).subquery("batch")
+        marker = expired.marker
+        batch = expired.oldest(marker, *marker.primary_key).with_for_update(skip_locked=True).subquery("batch")
         return _HastyDelete(marker).where(
             marker.c.message_id == batch.c.message_id,
             marker.c.handler == batch.c.handler,
         )
 
     def findings(self, connection: Connection, marker: Table) -> list[Finding]:
-        """Return advice about the server's release and its log, and tell whether it is a node of a Galera cluster."""
-        return [*_snapshot_findings(connection), *_log_and_cluster(connection)]
+        """Return advice about the server's release and about a log that is not flushed."""
+        found = []
+        if not MariaDB.is_dependable(connection):
+            found.append(
+                advice(
+                    "this server cannot be relied on to refuse lost updates at REPEATABLE READ, so projectors run at "
+                    "SERIALIZABLE, where every read locks",
+                    "upgrade to MariaDB 10.6.27, 10.11.18, 11.4.12, 11.8.8, 12.3.3 or later",
+                )
+            )
+        flushed = connection.exec_driver_sql("SELECT @@global.innodb_flush_log_at_trx_commit").scalar_one()
+        if flushed != 1:
+            setting = "innodb_flush_log_at_trx_commit"
+            found.append(
+                advice(
+                    f"{setting} = {flushed}: a crash of the machine loses messages that were acknowledged just before",
+                    f"SET GLOBAL {setting} = 1, and write it into the server's configuration, in a cluster on every "
+                    "node",
+                )
+            )
+        return found
 
     def size(self, connection: Connection, table: Table) -> int | None:
         """Return the bytes of the table with all indexes, as InnoDB estimates them; None if it does not know."""
@@ -434,47 +348,6 @@ _SIZE = text(
 )
 
 
-_FLUSHED = "innodb_flush_log_at_trx_commit"
-_NOBODY = "00000000-0000-0000-0000-000000000000"
-
-
-def _log_and_cluster(connection: Connection) -> Iterator[Finding]:
-    """Yield advice about a log that is not flushed, and a note about a node of a Galera cluster."""
-    # The settings of the server, which new sessions begin with: the command has changed some for its own session.
-    found = _global(connection, f"VARIABLES WHERE variable_name IN ('{_FLUSHED}', 'wsrep_node_name')")
-    flushed = found.get(_FLUSHED)
-    if flushed in ("0", "2"):
-        yield advice(
-            f"{_FLUSHED} = {flushed}: a crash of the machine loses messages that were acknowledged just before",
-            f"SET GLOBAL {_FLUSHED} = 1, and write it into the server's configuration; in a cluster on every node",
-        )
-    status = _global(connection, "STATUS WHERE variable_name IN ('wsrep_cluster_state_uuid', 'wsrep_cluster_size')")
-    if status.get("wsrep_cluster_state_uuid") not in (None, "", _NOBODY):
-        yield note(
-            f"this server is {found['wsrep_node_name']} of a Galera cluster that has {status['wsrep_cluster_size']} "
-            "nodes now",
-            "migrate through one node; write a row that is hot through one node; configure all nodes alike "
-            "(docs/clusters.md)",
-        )
-
-
-def _global(connection: Connection, which: str) -> dict[str, str]:
-    return {str(name): str(value) for name, value in connection.exec_driver_sql(f"SHOW GLOBAL {which}")}
-
-
-def _snapshot_findings(connection: Connection) -> list[Finding]:
-    """Return advice to upgrade a server on which projectors wait for each other more than on later releases."""
-    if MariaDB.is_dependable(connection):
-        return []
-    return [
-        advice(
-            "this server cannot be relied on to refuse lost updates at REPEATABLE READ, so projectors run at "
-            "SERIALIZABLE, where every read locks",
-            "upgrade to MariaDB 10.6.27, 10.11.18, 11.4.12, 11.8.8, 12.3.3 or later",
-        )
-    ]
-
-
 # SQLite --------------------------------------------------------------------------------------------------------------
 
 
@@ -483,10 +356,10 @@ class OnSQLite(Database):
 
     transactional_ddl = True  # once ``migrating`` has begun; sqlite3 itself begins for rows only
 
-    def cleanup_statement(self, marker: Table, *, of_handler: bool = False) -> Executable:
+    def cleanup_statement(self, expired: Expired) -> Executable:
         """Return a DELETE of the oldest expired markers, by rowid."""
-        oldest = oldest_expired(marker, literal_column("rowid"), of_handler=of_handler)
-        return delete(marker).where(literal_column("rowid").in_(oldest))
+        rowid: ColumnElement[Any] = literal_column("rowid")
+        return delete(expired.marker).where(rowid.in_(expired.oldest(expired.marker, rowid)))
 
     def findings(self, connection: Connection, marker: Table) -> list[Finding]:
         """Return advice about the journal mode.

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import partial
@@ -22,9 +21,8 @@ from ..message import printable, valid_handler, valid_message_id
 from ..options import RetryPolicy
 from ..tables import DedupTables, default_tables
 from .check import verify
-from .databases import database_of
+from .databases import database_of, in_utc
 from .running import PASSING, connected_to, refuse_other_kind, run_with_retries
-from .state import in_utc
 
 MAX_BATCH_SIZE = 10_000
 
@@ -161,27 +159,6 @@ def forget_record(
     return forget(engine, RecordKey.of(key, scope).stored, handler=operation, tables=tables)
 
 
-def count_scope(
-    engine: Engine,
-    scope: object,
-    *,
-    operation: str | None = None,
-    tables: CommandTables = default_command_tables,
-    up_to: int = 100_000,
-) -> Counter[str]:
-    """Return how many records each operation has in a scope; counting ends when there are ``up_to`` or more.
-
-    Raises ``InvalidKeyError`` for a scope that no command can have, and ``MissingTableError`` as ``find_records`` does.
-    """
-    of, counted = _Scope(tables.marker, scope, operation, 10_000), Counter[str]()
-    verify(engine, tables)
-    with connected_to(engine, tables) as connection:
-        while (page := of.page(connection)) and counted.total() < up_to:
-            counted.update(row.handler for row in of.chosen(page))
-            of.go_on(page)
-    return counted
-
-
 def forget_scope(
     engine: Engine,
     scope: object,
@@ -200,64 +177,42 @@ def forget_scope(
     Raises ``InvalidKeyError`` for a scope that no command can have, ``MissingTableError`` as ``find_records`` does, and
     ``RetriesExhaustedError`` for an error that did not pass.
     """
-    of, deleted = _Scope(tables.marker, scope, operation, batch_size), 0
+    if scope is None:
+        raise InvalidKeyError("say whose records are meant: a scope is a text or a UUID, such as a tenant")
+    operation = None if operation is None else valid_handler(operation)
+    record, prefix = tables.marker, RecordKey.of("x", scope).stored.removesuffix("x")
     verify(engine, tables)
     dialect = dialect_of(engine)
     dialect.prepare(engine)
+    look, after = _next_rows(record, batch_size), {"message_id": prefix, "handler": ""}
+
+    def batch(connection: Connection) -> tuple[Sequence[Row[Any]], int]:
+        dialect.begin(connection, None, None)
+        # The keys of a scope are neighbours in the primary key, and begin with the scope and its length, which no key
+        # of another scope does: "1:a" is not "2:ab". Nothing behind the first that does not begin so is taken, so that
+        # no other scope's is touched, however the database compares texts.
+        page = list(takewhile(lambda row: row.message_id.startswith(prefix), connection.execute(look, after)))
+        these = [row for row in page if operation in (None, row.handler)]
+        number = 0
+        for name in {row.handler for row in these}:
+            ids = [row.message_id for row in these if row.handler == name]
+            one_operation = (record.c.handler == name) & record.c.message_id.in_(ids)
+            number += connection.execute(delete(record).where(one_operation)).rowcount
+        return page, number
+
+    deleted = 0
     while True:
-        page, number = run_with_retries(partial(of.delete_page, dialect), engine, dialect, RetryPolicy())
+        page, number = run_with_retries(batch, engine, dialect, RetryPolicy())
         if not page:
             return deleted
-        of.go_on(page)
+        after = {"message_id": page[-1].message_id, "handler": page[-1].handler}
         deleted += number
         if on_batch is not None and number:
             on_batch(number)
 
 
-class _Scope:
-    """The records of one scope, a page at a time, in the order of the primary key, in which they are neighbours.
-
-    Their stored keys begin with the scope and its length, which no key of another scope does: "1:a" is not "2:ab". Of
-    each page only the rows that begin so are taken, and none behind the first that does not, so that no other scope's
-    is touched, however the database compares texts.
-    """
-
-    def __init__(self, record: Table, scope: object, operation: str | None, size: int) -> None:
-        if scope is None:
-            raise InvalidKeyError("say whose records are meant: a scope is a text or a UUID, such as a tenant")
-        self._prefix = RecordKey.of("x", scope).stored.removesuffix("x")
-        self._record = record
-        self._operation = None if operation is None else valid_handler(operation)
-        self._after = {"message_id": self._prefix, "handler": ""}
-        self._statement = _page(record, size)
-
-    def page(self, connection: Connection) -> Sequence[Row[Any]]:
-        """Return the next rows of the scope; none at its end."""
-        rows = connection.execute(self._statement, self._after).all()
-        return list(takewhile(lambda row: row.message_id.startswith(self._prefix), rows))
-
-    def chosen(self, page: Sequence[Row[Any]]) -> Iterator[Row[Any]]:
-        """Yield the rows of the operation that was asked for."""
-        return (row for row in page if self._operation in (None, row.handler))
-
-    def go_on(self, page: Sequence[Row[Any]]) -> None:
-        """Begin the next page behind this one."""
-        self._after = {"message_id": page[-1].message_id, "handler": page[-1].handler}
-
-    def delete_page(self, dialect: Dialect, connection: Connection) -> tuple[Sequence[Row[Any]], int]:
-        """Delete the chosen rows of the next page; return the page, and how many were deleted."""
-        dialect.begin(connection, None, None)
-        record, page, deleted = self._record, self.page(connection), 0
-        by_operation: dict[str, list[str]] = {}
-        for row in self.chosen(page):
-            by_operation.setdefault(row.handler, []).append(row.message_id)
-        for operation, ids in by_operation.items():
-            these = (record.c.handler == operation) & record.c.message_id.in_(ids)
-            deleted += connection.execute(delete(record).where(these)).rowcount
-        return page, deleted
-
-
-def _page(record: Table, size: int) -> Select[Any]:
+def _next_rows(record: Table, size: int) -> Select[Any]:
+    """Return a SELECT of the rows behind ``:message_id`` and ``:handler``, in the order of the primary key."""
     message_id, handler = (bindparam(column.name, type_=column.type) for column in record.primary_key)
     behind = or_(record.c.message_id > message_id, record.c.handler > handler)
     return (

@@ -52,13 +52,8 @@ def connected_to(engine: Engine, tables: DedupTables) -> Iterator[Connection]:
             raise
 
 
-def other_kind(
-    connection: Connection, tables: DedupTables, columns: Collection[str], *, any_kind: bool = False
-) -> Finding | None:
-    """Return that the table with these ``columns`` is of the other kind than ``tables``; None if it is not.
-
-    With ``any_kind``, a table of commands passes for one of projectors: it has every column of those.
-    """
+def other_kind(connection: Connection, tables: DedupTables, columns: Collection[str]) -> Finding | None:
+    """Return that the table with these ``columns`` is of the other kind than ``tables``; None if it is not."""
     wanted, found = isinstance(tables, CommandTables), _OF_COMMANDS & set(columns)
     name = full_name(tables.marker, connection)
     if wanted and not found and {"message_id", "handler"} <= set(columns):
@@ -67,7 +62,7 @@ def other_kind(
             f"name a table that {tables.maker}() makes, such as {tables.default_name}; or, if it is the projectors' "
             f"that is meant, leave out{tables.option}",
         )
-    if not wanted and not any_kind and found == _OF_COMMANDS:
+    if not wanted and found == _OF_COMMANDS:
         return Finding(
             f"{name} is a table of commands, not of projectors",
             f"say{CommandTables.option}, and {CommandTables.maker}() in Python; or name a table that {tables.maker}() "
@@ -76,13 +71,13 @@ def other_kind(
     return None
 
 
-def refuse_other_kind(connection: Connection, tables: DedupTables, *, any_kind: bool = False) -> None:
+def refuse_other_kind(connection: Connection, tables: DedupTables) -> None:
     """Raise ``MissingTableError`` if the table is there, and ``other_kind`` finds it to be another than ``tables``."""
     schema, inspector = connection.schema_for_object(tables.marker), inspect(connection)
     if not inspector.has_table(tables.marker.name, schema=schema):
         return
     columns = [column["name"] for column in inspector.get_columns(tables.marker.name, schema=schema)]
-    finding = other_kind(connection, tables, columns, any_kind=any_kind)
+    finding = other_kind(connection, tables, columns)
     if finding is not None:
         raise MissingTableError(f"{finding.problem}; {finding.remedy}")
 

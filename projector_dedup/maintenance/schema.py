@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib.resources import files
-from io import StringIO
 from threading import Lock
 from typing import Any
 
@@ -18,7 +17,7 @@ from alembic.runtime.migration import MigrationContext
 from sqlalchemy import Dialect, MetaData, Table, insert, inspect, make_url
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import DBAPIError
-from sqlalchemy.schema import CreateIndex, CreateTable, ExecutableDDLElement
+from sqlalchemy.schema import CreateIndex, CreateTable
 
 from ..dialects import Failure, dialect_of
 from ..errors import MissingTableError, RetriesExhaustedError
@@ -72,15 +71,6 @@ def migrate(engine: Engine, tables: DedupTables = default_tables) -> Migrated:
         time.sleep(random.uniform(0, _PAUSE))  # noqa: S311  # no secret
 
 
-def planned(engine: Engine, tables: DedupTables = default_tables) -> str:
-    """Return the SQL that ``migrate`` would run now; an empty text if there is nothing to do.
-
-    Raises ``MissingTableError`` and ``UnsafeSessionError`` as ``migrate`` does.
-    """
-    with _one_at_a_time:
-        return _Owner(engine, tables).planned()
-
-
 class _Owner:
     """One run of Alembic on one table set, in the schema to which the engine's ``schema_translate_map`` leads."""
 
@@ -93,8 +83,7 @@ class _Owner:
         self._tables = tables.make(MetaData(), tables.marker.name, schema)
         self._before: int | None = None
         self._adopted = False
-        self._output = StringIO()
-        self._config = Config(output_buffer=self._output)
+        self._config = Config()
         self._config.set_main_option("script_location", str(files("projector_dedup.migrations")).replace("%", "%%"))
         self._config.attributes["projector_dedup_tables"] = self._tables
         self._refuse_wrong(checking)
@@ -102,28 +91,9 @@ class _Owner:
     def migrate(self) -> Migrated:
         with self._engine.connect() as connection:
             self._config.attributes.update(connection=connection, adopt=self._adopt)
-            command.upgrade(self._config, self._newest)
+            command.upgrade(self._config, self._tables.revisions[-1])  # later ones are of other kinds
         with self._engine.connect() as connection:
             return Migrated(self._before, self._version(connection) or self._tables.version, self._adopted)
-
-    def planned(self) -> str:
-        self._config.attributes["url"] = self._engine.url
-        with self._engine.connect() as connection:
-            version, present = self._version(connection), self._present(connection)
-            if version == self._tables.version:
-                return ""
-            if version is not None:
-                command.upgrade(self._config, f"{self._revision(version)}:{self._newest}", sql=True)
-            elif not present:
-                command.upgrade(self._config, self._newest, sql=True)
-            else:
-                known = read_state(connection, self._tables) if self._tables.state in present else {}
-                missing = [table for table in (self._tables.marker, self._tables.state) if table not in present]
-                self._output.writelines(f"{each};\n\n" for each in creating(missing, connection.dialect))
-                command.stamp(self._config, self._newest, sql=True)
-                if SCHEMA_VERSION not in known:
-                    self._output.write(f"{version_row(self._tables, connection.dialect)};\n")
-        return self._output.getvalue()
 
     def _refuse_wrong(self, engine: Engine) -> None:
         """Raise ``MissingTableError`` for a schema that does not exist, and for tables that ``check`` finds wrong.
@@ -175,7 +145,7 @@ class _Owner:
             self._before = int(state.get(SCHEMA_VERSION, self._tables.version))
             write_state(connection, self._tables, {SCHEMA_VERSION: str(self._before)})
             assert context.script is not None  # noqa: S101
-            context.stamp(context.script, self._revision(self._before))
+            context.stamp(context.script, self._tables.revisions[self._before - 1])
             self._adopted = True
 
     def _version(self, connection: Connection) -> int | None:
@@ -186,14 +156,6 @@ class _Owner:
         }
         revision = MigrationContext.configure(connection, opts=options).get_current_revision()
         return sum(each <= (revision or "") for each in self._tables.revisions) or None
-
-    @property
-    def _newest(self) -> str:
-        """The revision to which ``migrate`` leads: later ones change tables of other kinds only."""
-        return self._tables.revisions[-1]
-
-    def _revision(self, version: int) -> str:
-        return self._tables.revisions[version - 1]
 
 
 # The tables as SQL ------------------------------------------------------------------------------------------------
@@ -209,21 +171,13 @@ def ddl(database: str, tables: DedupTables = default_tables) -> str:
     dialect_class: Any = make_url(f"{database}://").get_dialect()
     dialect: Dialect = dialect_class(paramstyle="named")  # a driver's own would double each % of a name
     both = (tables.marker, tables.state)
-    statements = [*creating(both, dialect), version_row(tables, dialect)]
+    version = insert(tables.state).values(key=SCHEMA_VERSION, value=str(tables.version))
+    statements = [
+        *(CreateTable(table).compile(dialect=dialect) for table in both),
+        *(CreateIndex(index).compile(dialect=dialect) for table in both for index in table.indexes),
+        version.compile(dialect=dialect, compile_kwargs={"literal_binds": True}),
+    ]
     names = [dialect.identifier_preparer.format_table(table) for table in both]
     grants = [f"-- GRANT {_RIGHTS} ON {name} TO <application user>;" for name in names]
     told = "-- Whoever delivers, checks and cleans up needs no more rights than these, where there are users:"
-    return "\n".join([*(f"{statement};\n" for statement in statements), told, *grants, ""])
-
-
-def creating(tables: Sequence[Table], dialect: Dialect) -> list[str]:
-    """Return the statements that create ``tables``, then those that create their indexes, without ";"."""
-    elements: list[ExecutableDDLElement] = [CreateTable(table) for table in tables]
-    elements += [CreateIndex(index) for table in tables for index in table.indexes]
-    return [str(element.compile(dialect=dialect)).strip() for element in elements]
-
-
-def version_row(tables: DedupTables, dialect: Dialect) -> str:
-    """Return the INSERT that writes this version of the schema into the state table, without ";"."""
-    row = insert(tables.state).values(key=SCHEMA_VERSION, value=str(tables.version))
-    return str(row.compile(dialect=dialect, compile_kwargs={"literal_binds": True}))
+    return "\n".join([*(f"{str(statement).strip()};\n" for statement in statements), told, *grants, ""])

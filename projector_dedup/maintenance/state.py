@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from functools import cache
-from typing import Any
 
-from sqlalchemy import Executable, Select, Table, bindparam, select
+from sqlalchemy import select
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import IntegrityError
 
 from ..tables import DedupTables, default_tables
+from .databases import in_utc
 from .running import connected_to
 
 SCHEMA_VERSION = "schema_version"  #: of the tables, where `idempotency migrate`, its SQL or our revisions made them
@@ -56,7 +55,7 @@ def pruned_until(engine: Engine, *, tables: DedupTables = default_tables) -> dat
 
 def read_state(connection: Connection, tables: DedupTables) -> dict[str, str]:
     """Return every key of the state table with its value as text; a key that was never written is missing."""
-    return {row.key: row.value for row in connection.execute(_everything(tables.state))}
+    return {row.key: row.value for row in connection.execute(select(tables.state.c.key, tables.state.c.value))}
 
 
 def write_state(connection: Connection, tables: DedupTables, values: Mapping[str, str | None]) -> None:
@@ -64,20 +63,19 @@ def write_state(connection: Connection, tables: DedupTables, values: Mapping[str
 
     The last writer of a key wins.
     """
-    known = read_state(connection, tables)
+    known, state = read_state(connection, tables), tables.state
     for key, value in values.items():
-        row = {"the_key": key, "the_value": value}
         if value is None:
-            connection.execute(_forgetting(tables.state), row)
+            connection.execute(state.delete().where(state.c.key == key))
             continue
         if key not in known:  # else an UPDATE that finds nothing would lock the gap, on MariaDB
             try:
                 with connection.begin_nested():
-                    connection.execute(tables.state.insert(), {"key": key, "value": value})
+                    connection.execute(state.insert(), {"key": key, "value": value})
                 continue
             except IntegrityError:  # somebody else was first
                 pass
-        connection.execute(_changing(tables.state), row)
+        connection.execute(state.update().where(state.c.key == key).values(value=value))
 
 
 def advance_state(connection: Connection, tables: DedupTables, key: str, value: str) -> None:
@@ -87,7 +85,8 @@ def advance_state(connection: Connection, tables: DedupTables, key: str, value: 
     """
     if key not in read_state(connection, tables):
         write_state(connection, tables, {key: value})
-    connection.execute(_advancing(tables.state), {"the_key": key, "the_value": value})
+    state = tables.state
+    connection.execute(state.update().where(state.c.key == key, state.c.value < value).values(value=value))
 
 
 def moment_text(moment: datetime) -> str:
@@ -96,11 +95,6 @@ def moment_text(moment: datetime) -> str:
 
 
 # Moments and spans of time ----------------------------------------------------------------------------------------
-
-
-def in_utc(moment: datetime) -> datetime:
-    """Return a moment that a database gave, in UTC. One without a time zone is taken for UTC: all are stored so."""
-    return moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment.astimezone(UTC)
 
 
 def duration(span: timedelta) -> str:
@@ -136,24 +130,3 @@ def _moment(text: str | None) -> datetime | None:
         return None if text is None else in_utc(datetime.fromisoformat(text))
     except ValueError:
         return None
-
-
-@cache
-def _everything(state: Table) -> Select[Any]:
-    return select(state.c.key, state.c.value)
-
-
-@cache
-def _changing(state: Table) -> Executable:
-    return state.update().where(state.c.key == bindparam("the_key")).values(value=bindparam("the_value"))
-
-
-@cache
-def _advancing(state: Table) -> Executable:
-    earlier = (state.c.key == bindparam("the_key")) & (state.c.value < bindparam("the_value"))
-    return state.update().where(earlier).values(value=bindparam("the_value"))
-
-
-@cache
-def _forgetting(state: Table) -> Executable:
-    return state.delete().where(state.c.key == bindparam("the_key"))

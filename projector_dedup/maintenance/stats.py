@@ -9,9 +9,9 @@ from sqlalchemy import case, func, select
 from sqlalchemy.engine import Connection, Engine
 
 from ..tables import DedupTables, default_tables
-from .databases import database_of
+from .databases import database_of, in_utc
 from .running import connected_to, refuse_other_kind
-from .state import State, in_utc, state_of
+from .state import State, state_of
 
 DEFAULT_RETENTION_HOURS = 168.0  #: taken where no cleanup has recorded another
 
@@ -68,7 +68,7 @@ def stats(engine: Engine, *, tables: DedupTables = default_tables, retention_hou
     """
     marker = tables.marker
     with connected_to(engine, tables) as connection:
-        refuse_other_kind(connection, tables, any_kind=True)
+        refuse_other_kind(connection, tables)
         found = _ages(connection, tables, retention_hours)
         expires = found.at - timedelta(hours=found.retention_hours)
         at = marker.c.processed_at

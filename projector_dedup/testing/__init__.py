@@ -10,7 +10,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from ..commands import AsyncCommands, Commands
+    from ..dispatcher import AsyncDispatcher, Dispatcher
 
 __all__ = ["external_transaction"]
 
@@ -19,14 +23,7 @@ if "pytest" in sys.modules:  # before the contract is imported, so that pytest e
     sys.modules["pytest"].register_assert_rewrite(*(f"{__name__}.{part}" for part in parts))
 
 
-class Permitting(Protocol):
-    """A dispatcher, or ``Commands``: opens units of work, perhaps in a transaction of somebody else's."""
-
-    def permit_external_transaction(self, permitted: bool) -> bool:
-        """Permit or forbid an outer transaction; return the setting before."""
-
-
-D = TypeVar("D", bound=Permitting)
+D = TypeVar("D", bound="Dispatcher | AsyncDispatcher | Commands | AsyncCommands")
 
 
 @contextmanager

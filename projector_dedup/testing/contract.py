@@ -60,30 +60,12 @@ ISOLATION: Mapping[str, Mapping[str, str]] = {
 LOOK_ALIKES = (
     *("a", "A", "á", "a\u0301", "à", "ä", "ae", "æ", "a ", " a", "a\t", "a\n", "a\u200b", "a\u00a0", "\uff41"),
     *("1", "01", "1.0", "1e0", "+1", "\u0661", "1e3", "1000", "0x1", "true", "True", "t"),
-    *(
-        "\U0001f600",
-        "\U0001f601",
-        "ß",
-        "ss",
-        "SS",
-        "\u0131",
-        "i",
-        "I",
-        "\u0130",
-        "K",
-        "\u212a",
-        "null",
-        "NULL",
-        "None",
-        " ",
-    ),
+    *("\U0001f600", "\U0001f601", "ß", "ss", "SS", "\u0131", "i", "I", "\u0130", "K", "\u212a"),
+    *("null", "NULL", "None", " "),
     *("a'b", "a''b", "a%b", "a%%b", "a_b", "a\\", "a\\\\", "a\\n", ":a", ":b", "?", "%s", "$1"),
     *("x" * 511 + "1", "x" * 511 + "2", "x" * 255, "x" * 256, "€" * 170 + "a", "€" * 170 + "b"),
-    *(
-        "0b1a2c3d-1111-4111-8111-111111111111",
-        "0B1A2C3D-1111-4111-8111-111111111111",
-        "0b1a2c3d111141118111111111111111",
-    ),
+    *("0b1a2c3d-1111-4111-8111-111111111111", "0B1A2C3D-1111-4111-8111-111111111111"),
+    "0b1a2c3d111141118111111111111111",
 )
 
 
@@ -154,11 +136,11 @@ class OnceContract:
         lower, upper = (harness.dispatcher(harness.handler(name=name)) for name in ("totals", "Totals"))
         for message_id in LOOK_ALIKES:
             assert harness.deliver(lower, message_id=message_id).outcome is Outcome.APPLIED
-            assert harness.deliver(upper, message_id=message_id).outcome is Outcome.APPLIED
-        for message_id in LOOK_ALIKES:
-            assert harness.deliver(lower, message_id=message_id).outcome is Outcome.DUPLICATE
-        assert harness.totals() == {"a": 2 * len(LOOK_ALIKES)}
-        assert harness.markers() == sorted((each, name) for each in LOOK_ALIKES for name in ("totals", "Totals"))
+        assert harness.deliver(upper, message_id="a").outcome is Outcome.APPLIED
+        again = harness.run(lower.deliver_batch, [Message(message_id, Added()) for message_id in LOOK_ALIKES])
+        assert {delivery.outcome for delivery in again} == {Outcome.DUPLICATE}
+        assert harness.totals() == {"a": len(LOOK_ALIKES) + 1}
+        assert harness.markers() == sorted([*((each, "totals") for each in LOOK_ALIKES), ("a", "Totals")])
 
     def test_what_is_no_id_is_refused(self, harness: Harness) -> None:
         """I8: without an id that every database can tell from every other, no handler runs."""

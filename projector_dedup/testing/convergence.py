@@ -127,10 +127,9 @@ class KilledContract:
 
     def test_processes_converge_though_they_are_killed(self, harness: Harness) -> None:
         """Workers die by SIGKILL before the write, after it, and between commit and acknowledgement."""
-        messages = generate(3, 60)
+        messages = generate(3, 30)
         stream = redelivered(messages, random.Random(3))  # noqa: S311
-        deaths = [(index, death) for index, death in zip((10, 30, 50), DEATHS, strict=True)]
-        broker = Broker(harness.subject, stream, dict(deaths))
+        broker = Broker(harness.subject, stream, dict(zip((5, 15, 25), DEATHS, strict=True)))
         broker.run(workers=3)
         assert broker.killed == len(DEATHS)
         assert harness.totals() == totals_of(messages)

@@ -87,7 +87,6 @@ class Subject:
     dispatcher_isolation: str | None = None  #: Dispatcher(isolation=...)
     engine_arguments: Mapping[str, Any] = field(default_factory=dict)
     prepare: Callable[[Any], None] | None = None  #: called with the new engine, as configure_sqlite is
-    one_writer: bool = False  #: True if a database unknown to the library lets only one transaction write at a time
 
     @property
     def loses_updates(self) -> bool:
@@ -234,16 +233,14 @@ class Harness:
         )
         return delivery
 
-    def unit_of_work(
-        self, message_id: str, body: Callable[[Session], None], *, commit: bool = True, handler: str = "totals"
-    ) -> bool:
+    def unit_of_work(self, message_id: str, body: Callable[[Session], None], *, commit: bool = True) -> bool:
         """Claim by a unit of work, run ``body`` if the message is new, and ``commit``; return True if it was new."""
 
         isolation = self.subject.dispatcher_isolation
 
         async def awaited() -> bool:
             async with AsyncUnitOfWork(self.factory, isolation=isolation) as uow:
-                if new := await uow.claim(message_id, handler):
+                if new := await uow.claim(message_id, "totals"):
                     await uow.session.run_sync(body)
                     if commit:
                         await uow.commit()
@@ -251,7 +248,7 @@ class Harness:
 
         def direct() -> bool:
             with UnitOfWork(self.factory, isolation=isolation) as uow:
-                if new := uow.claim(message_id, handler):
+                if new := uow.claim(message_id, "totals"):
                     body(uow.session)
                     if commit:
                         uow.commit()

@@ -72,7 +72,7 @@ class RaceContract:
 
     def test_different_handlers_of_one_message_do_not_wait(self, harness: Harness) -> None:
         """Each handler has its own claim; where the database locks rows, a rival of another name goes on at once."""
-        if harness.subject.one_writer or not dialect_of(harness.engine).locks_rows:
+        if not dialect_of(harness.engine).locks_rows:
             pytest.skip("writers are serialised: everybody waits for the first")
         for key in "ab":  # a row that does not exist yet may be locked with its neighbours
             harness.transact(partial(add, Added((key,), 0)))
@@ -135,7 +135,7 @@ def _by_creating(session: Session, pause: Callable[[], None]) -> None:
     total.amount += 1
 
 
-MESSAGES = 40
+MESSAGES = 24
 SHAPES = [_by_get, _by_select, _by_joinedload, _by_relationship, _by_column, _by_row, _by_creating]
 DEALS: dict[str, Callable[[int], tuple[str, ...]]] = {
     "one hot row": lambda _: ("a",),

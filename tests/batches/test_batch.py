@@ -14,6 +14,7 @@ from sqlalchemy.orm.exc import FlushError, StaleDataError
 
 from cut_proxy import Cut, CutProxy
 from databases import Database
+from marked import one_of_each_engine  # noqa: F401  # a fixture
 from projector_dedup import (
     BatchFailed,
     CommitOutcomeUnknown,
@@ -53,7 +54,7 @@ def outcomes(deliveries: list[Delivery]) -> list[Outcome]:
 
 @pytest.fixture
 def sessions(engine: Engine) -> sessionmaker[Session]:
-    """The tables, on every engine and synchronous driver."""
+    """The tables, on each database."""
     for metadata in (default_metadata, Base.metadata):
         metadata.create_all(engine)
     return sessionmaker(engine)

@@ -9,12 +9,12 @@ from click.testing import CliRunner
 from projector_dedup.cli.main import main
 from projector_dedup.cli.options import parse
 from projector_dedup.cli.output import without_secrets
-from sqlalchemy import URL, Engine, MetaData, create_engine, text
+from sqlalchemy import URL, MetaData, create_engine, text
 
 import projector_dedup
 from command import idempotency
 from databases import Database
-from marked import one_of_each_engine  # noqa: F401  # a fixture
+from marked import on_one_database, one_of_each_engine  # noqa: F401  # a fixture
 
 SECRET = "s3cret"
 
@@ -78,8 +78,6 @@ def test_version() -> None:
         ("show", "--database-url", "sqlite:///x.db", ""),
         ("forget", "--database-url", "sqlite:///x.db", "x" * 513, "--yes"),
         ("forget", "--database-url", "sqlite:///x.db", "payment-1"),
-        ("check", "--database-url", "sqlite:///x.db", "--app", "myapp"),
-        ("check", "--database-url", "sqlite:///x.db", "--app", "myapp.py:dispatcher.x y"),
         ("cleanup", "--database-url", "sqlite:///x.db", "--database-url", "sqlite:///y.db"),
         ("check", "--database-url", "sqlite:///x.db", "--schema", "a", "--schema", "b"),
     ],
@@ -112,6 +110,7 @@ def test_the_variable_is_one_url_whatever_it_has(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "command", [["check"], ["cleanup"], ["stats"], ["show", "x"], ["forget", "x", "--yes"]], ids=" ".join
 )
+@on_one_database
 def test_a_missing_table_is_told_with_its_remedy(command: list[str], sync_url: URL) -> None:
     """Without the tables every command fails, names the table, and says how to create it."""
     done = idempotency(*command, "--database-url", sync_url.render_as_string(hide_password=False))
@@ -125,28 +124,19 @@ def test_a_missing_table_is_told_with_its_remedy(command: list[str], sync_url: U
     assert "idempotency schema" in done.stdout + done.stderr
 
 
-def test_another_table_name(engine: Engine) -> None:
-    """`--table` looks at the table of that name only."""
-    metadata = MetaData()
-    projector_dedup.make_tables(metadata, "orders_seen")
-    metadata.create_all(engine)
-    url = engine.url.render_as_string(hide_password=False)
-    assert idempotency("check", "--database-url", url, "--table", "orders_seen").returncode == 0
-    assert idempotency("check", "--database-url", url).returncode == 1
-
-
-def test_another_schema(postgresql: Database) -> None:
-    """`--schema` looks at the table in that schema only."""
+def test_another_table_and_another_schema(postgresql: Database) -> None:
+    """`--table` and `--schema` look at the table of that name, in that schema, only."""
     engine = create_engine(postgresql.url())
     metadata = MetaData()
-    projector_dedup.make_tables(metadata, schema="reading")
+    projector_dedup.make_tables(metadata, "orders_seen", schema="reading")
     with engine.begin() as connection:
         connection.execute(text("CREATE SCHEMA reading"))
         metadata.create_all(connection)
     engine.dispose()
-    url = postgresql.url().render_as_string(hide_password=False)
-    assert idempotency("check", "--database-url", url, "--schema", "reading").returncode == 0
-    assert idempotency("check", "--database-url", url).returncode == 1
+    command = ["check", "--database-url", postgresql.url().render_as_string(hide_password=False)]
+    table, schema = ["--table", "orders_seen"], ["--schema", "reading"]
+    assert idempotency(*command, *table, *schema).returncode == 0
+    assert [idempotency(*command, *options).returncode for options in (table, schema)] == [1, 1]
 
 
 # Failures --------------------------------------------------------------------------------------------------------

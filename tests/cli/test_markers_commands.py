@@ -9,7 +9,7 @@ from sqlalchemy.orm import sessionmaker
 
 from command import idempotency, on_a_terminal
 from databases import Database
-from marked import metadata, one_of_each_engine, tables, url_of  # noqa: F401  # a fixture
+from marked import metadata, on_one_database, one_of_each_engine, tables, url_of  # noqa: F401  # a fixture
 from projector_dedup import Dispatcher, InvalidMessageIdError, MissingTableError, Outcome, on, projector
 from projector_dedup.maintenance.cleanup import declare_horizon
 from projector_dedup.maintenance.rows import find, forget
@@ -107,6 +107,7 @@ def test_what_is_no_id_and_a_missing_table(function: object, engine: Engine) -> 
 # The commands ----------------------------------------------------------------------------------------------------
 
 
+@on_one_database
 def test_show_prints_a_line_for_each_handler(engine: Engine) -> None:
     """Ids and names with control characters are escaped: they must not forge a line."""
     at = fill(engine, (ODD, "a\t.add"), (ODD, "b.add"))
@@ -121,6 +122,7 @@ def test_show_prints_a_line_for_each_handler(engine: Engine) -> None:
         assert all(moment in row for moment in moments)
 
 
+@on_one_database
 def test_show_prints_json(engine: Engine) -> None:
     """With the id as it is."""
     at = fill(engine, (ODD, "a.add"))
@@ -131,6 +133,7 @@ def test_show_prints_json(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("command", [["show"], ["forget", "--yes"]], ids=" ".join)
+@on_one_database
 def test_a_message_that_is_not_there(command: list[str], engine: Engine) -> None:
     """Exit code 1, and why that may be; since when markers are gone, if that is known."""
     fill(engine, ("1", "a.add"))
@@ -145,6 +148,7 @@ def test_a_message_that_is_not_there(command: list[str], engine: Engine) -> None
     assert left(engine) == {("1", "a.add")}
 
 
+@on_one_database
 def test_forget_says_what_a_redelivery_will_do(engine: Engine) -> None:
     """It shows what it deletes, and whom a redelivery will reach."""
     fill(engine, ("1", "a.add"), ("1", "b.add"), ("2", "a.add"))
@@ -194,6 +198,7 @@ def test_forget_without_a_terminal_wants_yes(sqlite: Database) -> None:
     engine.dispose()
 
 
+@on_one_database
 def test_forget_does_not_promise_what_another_name_prevents(engine: Engine) -> None:
     """A handler that has a former name is a duplicate under that as well."""
     fill(engine, ("1", "new.add"), ("1", "old.add"))
@@ -222,7 +227,7 @@ def test_no_command_changes_the_journal_of_a_file(sqlite: Database) -> None:
     """That is its owner's to choose; `check` advises."""
     engine = create_engine(sqlite.url())
     fill(engine, ("1", "h"))
-    for arguments in (["check"], ["stats"], ["show", "1"], ["cleanup"], ["migrate", "--dry-run"]):
+    for arguments in (["check"], ["stats"], ["show", "1"], ["cleanup"], ["migrate"]):
         done = idempotency(*arguments, "--database-url", url_of(engine))
         assert done.returncode == 0
     with engine.connect() as connection:

@@ -14,8 +14,6 @@ from zoneinfo import ZoneInfo
 
 import pydantic
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from command_rig import SQLITE, USUAL_ONES, Balance, Desk, PlaceOrder, desks, place
 from projector_dedup import HandlerDefinitionError
@@ -28,7 +26,6 @@ from projector_dedup.commands import (
     ResultUnreadableError,
     command,
     json,
-    typed_json,
 )
 
 desk = desks(SQLITE)
@@ -366,52 +363,7 @@ def test_a_field_that_was_renamed_is_not_replayed_as_its_default(desk: Desk, sto
     assert desk.handle(desk.operation(returning(None, annotation), older_codecs=[older])).result == stored
 
 
-# The codecs alone --------------------------------------------------------------------------------------------------
-
-VALUES = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats(allow_nan=False, allow_infinity=False)
-    | st.text(st.characters(codec="utf-8")),
-    lambda inner: st.lists(inner) | st.dictionaries(st.text(st.characters(codec="utf-8")), inner),
-)
-
-
-@given(VALUES)
-def test_json_gives_back_what_it_took(value: Any) -> None:
-    """Equal, and of the same types all the way down."""
-    assert repr(json.loads(json.dumps(value))) == repr(value)
-
-
-@given(
-    st.builds(
-        Everything,
-        st.uuids(),
-        st.lists(st.builds(Line, st.decimals(allow_nan=False, allow_infinity=False), st.none())),
-        st.dictionaries(st.text(st.characters(codec="utf-8")), st.floats(allow_nan=False, allow_infinity=False)),
-        st.booleans(),
-        st.none() | st.text(st.characters(codec="utf-8")),
-    )
-)
-def test_dataclasses_come_back_as_they_were(value: Everything) -> None:
-    """Equal, and of the same types all the way down."""
-    codec = typed_json(Everything)
-    assert repr(codec.loads(codec.dumps(value))) == repr(value)
-
-
-@dataclass
-class Derived:
-    """A result whose field cannot be given."""
-
-    number: int = field(init=False, default=1)
-
-
-def test_a_field_that_is_not_given_is_stored_too() -> None:
-    """Types that once had no codec are stored if they come back equal."""
-    codec = typed_json(Derived)
-    assert codec.loads(codec.dumps(Derived())) == Derived()
-
+# When an operation is made ------------------------------------------------------------------------------------------
 
 WITHOUT_PYDANTIC = """
 import sys

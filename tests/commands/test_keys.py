@@ -6,27 +6,18 @@ from uuid import UUID, uuid4
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sqlalchemy import create_engine, delete, select, text
-from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
-from command_rig import USUAL_ONES, Desk, Held, Order, Placed, PlaceOrder, desks, place
-from databases import USUAL
+from command_rig import USUAL_ONES, Desk, Placed, PlaceOrder, desks, place
 from projector_dedup import Action, HandlerDefinitionError, verdict_of
 from projector_dedup.commands import (
     Call,
     DuplicateCommandError,
     InvalidKeyError,
-    KeyReusedError,
-    Rejected,
-    Rejection,
-    default_command_tables,
     derived_id,
     derived_key,
 )
 from projector_dedup.commands.record import RecordKey
-from projector_dedup.maintenance.rows import forget_record
-from projector_dedup.testing.kit import PATIENCE
 
 TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=20)
 
@@ -115,19 +106,7 @@ def test_a_key_may_be_demanded(desk: Desk) -> None:
     assert desk.ran == []
 
 
-# A token that is unique within one operation: the two cases of the text, and its extensions --------------------------
-
-
-def test_a_token_with_another_order_is_a_resubmission(desk: Desk) -> None:
-    """Token 11111 has placed o12345: o54321 with it is refused, and nowhere."""
-    operation = desk.operation()
-    desk.handle(operation, PlaceOrder(note="o12345"), key="11111")
-    with pytest.raises(KeyReusedError, match="another command"):
-        desk.handle(operation, PlaceOrder(note="o54321"), key="11111")
-    assert desk.orders() == ["o12345"]
-
-
-def test_a_token_alone_may_make_a_resubmission(desk: Desk) -> None:
+def test_a_key_alone_may_make_a_duplicate(desk: Desk) -> None:
     """Where the order is not compared, asking again can be an error that has the first answer."""
     operation = desk.operation(fingerprint=None)
     first = desk.handle(operation, PlaceOrder(note="o12345"), key="11111", raise_on_duplicate=True)
@@ -137,95 +116,11 @@ def test_a_token_alone_may_make_a_resubmission(desk: Desk) -> None:
     assert desk.orders() == ["o12345"]
 
 
-def test_another_token_places_another_order_and_is_recorded_with_it(desk: Desk) -> None:
-    """Token 22222 places o54321."""
-    operation = desk.operation()
-    desk.handle(operation, PlaceOrder(note="o12345"), key="11111")
-    desk.handle(operation, PlaceOrder(note="o54321"), key="22222")
-    assert desk.orders() == ["o12345", "o54321"]
-    assert [key for key, *_ in desk.records()] == ["0:11111", "0:22222"]
-
-
-def unique_orders(desk: Desk) -> None:
-    """Let the database refuse a second order of one id."""
-    desk.harness.transact(
-        lambda session: session.execute(text("CREATE UNIQUE INDEX one_of_each_id ON desk_order (note)"))
-    )
-
-
-def place_unless_there(order: PlaceOrder, call: Call) -> Placed:
-    """Place an order, or say that there is one of its id."""
-    if call.session.scalar(select(Order.number).where(Order.note == order.note)) is not None:
-        raise Rejected("order_exists", order.note)
-    return place(order, call)
-
-
-def test_the_id_of_an_order_is_unique_as_well(desk: Desk) -> None:
-    """Another token with the id of an order that was placed is rejected; whoever asks again is told the same."""
-    unique_orders(desk)
-    operation = desk.operation(place_unless_there)
-    desk.handle(operation, PlaceOrder(note="o12345"), key="11111")
-    answers = [desk.handle(operation, PlaceOrder(note="o12345"), key="33333") for _ in range(2)]
-    assert [answer.rejection for answer in answers] == [Rejection("order_exists", "o12345")] * 2
-    assert [answer.replayed for answer in answers] == [False, True]
-    assert desk.handle(operation, PlaceOrder(note="o12345"), key="11111").result.number == 1
-    assert desk.orders() == ["o12345"]
-
-
-def test_two_tokens_for_one_order_at_once_place_it_once(desk: Desk) -> None:
-    """Neither has seen an order of that id; the index refuses the second, which then sees it, and is rejected."""
-    unique_orders(desk)
-    held = Held(desk, place_unless_there)
-    first = desk.harness.start(desk.handle, desk.operation(held), PlaceOrder(note="o12345"), key="11111")
-    assert held.entered.wait(PATIENCE)
-    rival = desk.operation(place_unless_there)
-    second = desk.harness.start(desk.handle, rival, PlaceOrder(note="o12345"), key="33333")
-    desk.harness.waits()
-    held.may_end.set()
-    assert first.result(PATIENCE).rejection is None
-    assert second.result(PATIENCE).rejection == Rejection("order_exists", "o12345")
-    assert desk.orders() == ["o12345"]
-
-
-def test_a_token_may_be_used_again_once_its_order_was_placed(desk: Desk) -> None:
-    """If it is forgotten then: what it comes with is a new command, and the order that was placed stays."""
-    operation = desk.operation(place_unless_there)
-    desk.handle(operation, PlaceOrder(note="o12345"), key="11111", scope="t")
-    with pytest.raises(KeyReusedError):
-        desk.handle(operation, PlaceOrder(note="o54321"), key="11111", scope="t")
-    engine = create_engine(desk.harness.subject.url.set(drivername=USUAL[desk.harness.engine.dialect.name]))
-    for expected in (1, 0):
-        assert forget_record(engine, "11111", operation="desk.place", scope="t") == expected
-    engine.dispose()
-    assert not desk.handle(operation, PlaceOrder(note="o54321"), key="11111", scope="t").replayed
-    assert desk.orders() == ["o12345", "o54321"]
-    assert [key for key, *_ in desk.records()] == ["1:t11111"]
-
-
-def test_a_token_in_another_operation_is_new(desk: Desk) -> None:
-    """It is unique within its operation, and no further."""
+def test_a_key_in_another_operation_is_new(desk: Desk) -> None:
+    """A key is unique within its operation, and no further."""
     for name in ("desk.place", "desk.return"):
         assert not desk.handle(desk.operation(name=name), PlaceOrder(note=name), key="11111").replayed
     assert desk.orders() == ["desk.place", "desk.return"]
-
-
-def test_submitted_twice_and_consumed_twice_is_placed_once(desk: Desk) -> None:
-    """To submit is an operation of its own, whose result is the position; under one name nothing would ever run."""
-    queue: list[PlaceOrder] = []
-
-    def submit(order: PlaceOrder, _call: Call) -> int:
-        queue.append(order)
-        return len(queue)
-
-    submission, run = desk.operation(submit, name="desk.place.submit"), desk.operation()
-    positions = [desk.handle(submission, PlaceOrder(3), key="11111").result for _ in range(2)]
-    answers = [desk.handle(run, order, key="11111") for order in queue * 2]
-    assert (positions, len(queue)) == ([1, 1], 1)
-    assert [answer.replayed for answer in answers] == [False, True]
-    assert (desk.orders(), desk.spent()) == (["11111"], 3)
-    under_one_name = desk.operation(name="desk.place.submit", codec=submission.codec)
-    assert desk.handle(under_one_name, PlaceOrder(3), key="11111").replayed  # the submission's record: it does not run
-    assert len(desk.orders()) == 1
 
 
 # Names that follow from a key ---------------------------------------------------------------------------------------
@@ -260,22 +155,6 @@ def test_nothing_is_derived_without_a_key() -> None:
     """It would be another thing in each run."""
     with pytest.raises(InvalidKeyError, match="no key"):
         Call(Session(), None).derived_id("order")
-
-
-def test_an_id_that_is_derived_is_a_net_below_the_retention(desk: Desk) -> None:
-    """A retry that comes after its record was pruned meets the row of its first run, and places no second order."""
-
-    def derive(order: PlaceOrder, call: Call) -> Placed:
-        call.session.add(Order(number=call.derived_id("order").int % 2**31, note="derived", amount=order.amount))
-        return Placed(0, 0)
-
-    operation = desk.operation(derive)
-    desk.handle(operation)
-    desk.harness.transact(lambda session: session.execute(delete(default_command_tables.marker)))
-    with pytest.raises(IntegrityError):
-        desk.handle(operation)
-    assert not desk.handle(operation, key="k2").replayed
-    assert desk.orders() == ["derived", "derived"]
 
 
 def test_a_handler_derives_the_same_in_every_retry(desk: Desk) -> None:

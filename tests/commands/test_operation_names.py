@@ -5,13 +5,15 @@ from typing import Any
 import pytest
 from sqlalchemy.orm import Session
 
-from command_rig import Desk, PlaceOrder, desks
+from command_rig import SQLITE, USUAL_ONES, Desk, PlaceOrder, desks
 from databases import DRIVERS
 from projector_dedup import HandlerDefinitionError, RefusedError
 from projector_dedup.commands import AsyncCommands, Call, Commands, Handled, begin_command, command
 from projector_dedup.commands.errors import InvalidKeyError
 
 desk = desks(DRIVERS)
+on_sqlite = desks(SQLITE, "on_sqlite")
+usual = desks([driver for driver in USUAL_ONES if driver.engine == "sqlite"], "usual")
 
 
 def test_old_and_new_code_give_each_others_answers(desk: Desk) -> None:
@@ -66,25 +68,23 @@ class Shop:
         return f"{self.prefix} {order.note} {call.key}"
 
 
-def test_a_method_is_an_operation_of_its_object(desk: Desk) -> None:
+def test_a_method_is_an_operation_of_its_object(on_sqlite: Desk) -> None:
     """It is handled as one of an object, and called as it was written."""
-    if desk.harness.asynchronous:
-        pytest.skip("the method is a plain def")
     shop = Shop("from")
     assert shop.note(PlaceOrder(note="me"), Call(Session(), key="k")) == "from me k"
-    assert desk.handle(shop.note, PlaceOrder(note="me")).result == "from me k1"
+    assert on_sqlite.handle(shop.note, PlaceOrder(note="me")).result == "from me k1"
     with pytest.raises(HandlerDefinitionError, match="a method"):
-        desk.handle(Shop.note, PlaceOrder(note="me"))
+        on_sqlite.handle(Shop.note, PlaceOrder(note="me"))
 
 
-def test_an_operation_goes_to_the_commands_of_its_kind(desk: Desk) -> None:
+def test_an_operation_goes_to_the_commands_of_its_kind(usual: Desk) -> None:
     """A coroutine that nobody awaits would be a command that nobody does."""
     declared: Any = command(name="x")
-    wrong = declared(sync_one if desk.harness.asynchronous else async_one)
+    wrong = declared(sync_one if usual.harness.asynchronous else async_one)
     with pytest.raises(HandlerDefinitionError, match="handle it through"):
-        desk.handle(wrong)
+        usual.handle(wrong)
     with pytest.raises(HandlerDefinitionError, match="@command"):
-        desk.handle(sync_one)
+        usual.handle(sync_one)
 
 
 @pytest.mark.parametrize(

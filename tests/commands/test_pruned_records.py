@@ -36,7 +36,7 @@ def test_two_cleaners_beside_callers(desk: Desk) -> None:
 
     def ask() -> list[tuple[str, Any]]:
         answers = []
-        for _ in range(12):
+        for _ in range(6):
             for number in numbers:
                 key = f"k{number}"
                 answers.append((key, desk.handle(operation, PlaceOrder(number + 1), key=key, commands=patient)))

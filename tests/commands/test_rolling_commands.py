@@ -90,7 +90,7 @@ for line in sys.stdin:
 """
 
 
-desk = desks(SYNC_ONES)
+desk = desks([driver for driver in SYNC_ONES if driver.engine == "postgresql"])  # on the others: test_operation_names
 
 
 @dataclass
@@ -139,17 +139,18 @@ def test_old_and_new_code_give_one_answer_to_each_key(desk: Desk, tmp_path: Path
     """One order for each key, and one answer; the newest code, which knows one name, gives the same after `rename`."""
     amounts = {f"k{number}": number % 7 + 1 for number in range(20)}
 
-    def serve(version: str, seed: int) -> tuple[dict[str, int], int]:
+    def serve(version: str, seed: int, death: str) -> tuple[dict[str, int], int]:
         keys = random.Random(seed).sample(sorted(amounts), len(amounts))
-        deaths = {keys[number]: death for number, death in ((3, "in the handler"), (9, "behind the commit"))}
         with Server(desk, tmp_path, version) as server:
-            found = {key: server.ask(key, deaths.get(key), amount=amounts[key])["left"] for key in keys}
+            found = {
+                key: server.ask(key, death if key == keys[3] else None, amount=amounts[key])["left"] for key in keys
+            }
         return found, server.deaths
 
     with ThreadPoolExecutor(2) as both:
-        (by_old, died), (by_new, _) = both.map(serve, ("old", "new"), (1, 2))
+        (by_old, died), (by_new, _) = both.map(serve, ("old", "new"), (1, 2), ("behind the commit", "in the handler"))
     assert by_old == by_new
-    assert died >= 1  # behind the commit at the least: the other one had perhaps no handler to die in
+    assert died == 1  # the other one had perhaps no handler to die in
     assert (desk.orders(), desk.spent()) == (sorted(amounts), sum(amounts.values()))
 
     rename(desk.harness.engine, "shop.place", "orders.place", tables=default_command_tables)

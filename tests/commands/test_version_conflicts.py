@@ -11,7 +11,7 @@ from sqlalchemy.orm import Session
 from command_rig import Desk, Order, Placed, PlaceOrder, desk_on
 from databases import DRIVERS, USUAL, USUAL_ASYNC
 from projector_dedup import RetriesExhaustedError, RetryPolicy
-from projector_dedup.commands import Call, Rejected
+from projector_dedup.commands import Call
 from projector_dedup.testing.kit import PATIENCE
 
 
@@ -91,25 +91,6 @@ def test_an_error_that_stays_is_told_in_the_end(desk: Desk) -> None:
     with pytest.raises(RetriesExhaustedError, match="ExpectedVersionError: 7"):
         desk.handle(desk.operation(conflict), commands=commands)
     assert (len(desk.ran), desk.records()) == (3, [])
-
-
-def test_a_version_that_the_client_named_is_a_rejection(desk: Desk) -> None:
-    """To run again cannot help it: whoever asks again is told the same, also when the version would fit by now."""
-
-    def append(order: PlaceOrder, call: Call) -> Placed:
-        if (version := latest(call.session)) != order.amount:
-            raise Rejected("version_conflict", {"version": version})
-        call.session.add(Order(note=str(call.key), amount=version + 1))
-        return Placed(version + 1, 0)
-
-    operation = desk.operation(append)
-    assert desk.handle(operation, PlaceOrder(amount=1), key="k1").rejection is not None
-    assert desk.handle(operation, PlaceOrder(amount=0), key="k2").result.number == 1
-    again = desk.handle(operation, PlaceOrder(amount=1), key="k1")
-    assert again.replayed
-    assert again.rejection is not None
-    assert (again.rejection.code, again.rejection.detail) == ("version_conflict", {"version": 0})
-    assert desk.orders() == ["k2"]
 
 
 @pytest.mark.parametrize("also", [[ValueError], (ValueError(),), ("ValueError",), (KeyboardInterrupt,)])

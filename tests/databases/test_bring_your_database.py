@@ -20,6 +20,7 @@ from projector_dedup.dialects import Failure, MariaDB, PostgreSQL, SQLite, diale
 from projector_dedup.dialects.dialect import _DIALECTS
 from projector_dedup.maintenance.check import check
 from projector_dedup.maintenance.databases import Database as Maintained
+from projector_dedup.maintenance.databases import Expired
 from projector_dedup.tables import default_metadata, default_tables
 from projector_dedup.testing.kit import Added, add
 
@@ -95,12 +96,11 @@ def test_cleanup_deletes_batches_on_a_database_of_somebodys_own(database: Databa
     rows = [
         {"message_id": f"m{hours}", "handler": "h", "processed_at": now - timedelta(hours=hours)} for hours in range(5)
     ]
-    statement = Maintained().cleanup_statement(marker)
+    statement = Maintained().cleanup_statement(Expired(marker, now - timedelta(hours=1, minutes=30), None, 2))
     with engine.begin() as connection:
         connection.execute(insert(marker), rows)
-        bounds = {"cutoff": now - timedelta(hours=1, minutes=30), "batch_size": 2}
         for left in (["m0", "m1", "m2"], ["m0", "m1"], ["m0", "m1"]):
-            connection.execute(statement, bounds)
+            connection.execute(statement)
             assert sorted(connection.scalars(select(marker.c.message_id))) == left
     engine.dispose()
 

@@ -17,7 +17,7 @@ from sqlalchemy import Engine, create_engine, delete, event, func, insert, liter
 from sqlalchemy.exc import DBAPIError, IntegrityError
 from sqlalchemy.orm import Session, sessionmaker
 
-from databases import DRIVERS, Database, Driver, mariadb_connection
+from databases import DRIVERS, USUAL_DRIVERS, Database, Driver, mariadb_connection
 from projector_dedup import (
     Dispatcher,
     InProgress,
@@ -34,12 +34,12 @@ from projector_dedup import (
 from projector_dedup.maintenance.check import check, verify
 from projector_dedup.maintenance.cleanup import cleanup
 from projector_dedup.tables import default_metadata, default_tables
-from projector_dedup.testing.contract import LOOK_ALIKES, ClaimContract, OnceContract, ProjectorContract
+from projector_dedup.testing.contract import LOOK_ALIKES, ClaimContract, ConcurrencyContract, OnceContract
 from projector_dedup.testing.kit import PATIENCE, Added, Broken, Gate, Harness, Subject, Total, add
 
 MARIADB = [driver for driver in DRIVERS if driver.engine == "mariadb"]
-
-MARIADB = [driver for driver in DRIVERS if driver.engine == "mariadb"]
+ONE_OF_EACH_KIND = [driver for driver in MARIADB if driver in USUAL_DRIVERS]
+USUAL = ONE_OF_EACH_KIND[0]
 MARKER = default_tables.marker
 
 IDS = (
@@ -65,6 +65,8 @@ SETTINGS = {  # database's collation, connection's character set, SQL mode
     "no backslash escapes, latin1": ("utf8mb4_general_ci", "latin1", "NO_BACKSLASH_ESCAPES,PAD_CHAR_TO_FULL_LENGTH"),
     "gbk": ("gbk_chinese_ci", "gbk", ""),
 }
+ESCAPED = ("no backslash escapes, latin1", "gbk")
+"""What a driver that writes values into the text itself may get wrong."""
 
 
 def subject(
@@ -94,6 +96,14 @@ def harness_fixture(request: pytest.FixtureRequest, mariadb: Database) -> Iterat
         yield harness
 
 
+@pytest.fixture
+def usual(mariadb: Database) -> Iterator[Harness]:
+    """The same, for what the server does whichever driver asks."""
+    with Harness(subject(mariadb, USUAL)) as harness:
+        harness.create_tables()
+        yield harness
+
+
 def run(harness: Harness, *statements: str) -> None:
     """Each in a transaction of its own."""
     for statement in statements:
@@ -103,21 +113,38 @@ def run(harness: Harness, *statements: str) -> None:
 # I7 ------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("driver", MARIADB, ids=str)
+@pytest.mark.parametrize(
+    ("driver", "setting"),
+    [(driver, setting) for driver in MARIADB for setting in (SETTINGS if driver is USUAL else ESCAPED)],
+    ids=str,
+)
 def test_keys_compare_byte_for_byte(mariadb: Database, driver: Driver, setting: str) -> None:
-    """Whatever the database, the connection and the SQL mode are: two ids are two, and come back as they were."""
+    """Whatever the database, the connection and the SQL mode are: two ids are two, and come back as they were.
+
+    One by one, and many at once by another statement, with and without a bound.
+    """
     assert len(set(IDS)) == len(IDS)
     assert max(len(message_id.encode()) for message_id in IDS) == 512
     collation, charset, mode = SETTINGS[setting]
+    at = datetime(2026, 1, 2, 3, 4, 5, 678901, tzinfo=timezone(timedelta(hours=2)))
+    batch = [Message(each, Added(), occurred_at=at if len(each) > 1 else None) for each in IDS]
+    names, many = ("h", "H", "h ", "h'", "h\\"), ("ö'", "ソ\\")
     with Harness(subject(mariadb, driver, collation=collation, charset=charset, sql_mode=mode)) as harness:
         harness.create_tables()
-        assert harness.transact(lambda session: [claim(session, each, "h") for each in IDS]) == [True] * len(IDS)
-        assert harness.transact(lambda session: [claim(session, each, "h") for each in IDS]) == [False] * len(IDS)
-        assert harness.transact(lambda session: [claim(session, "m", each) for each in ("h", "H", "h ", "h'", "h\\")])
-        assert harness.markers() == sorted(
-            [*((i, "h") for i in IDS), *(("m", h) for h in ("h", "H", "h ", "h'", "h\\"))]
-        )
+        for name, options in zip(many, ({}, {"claim_timeout": 1.0}), strict=True):
+            handler = harness.handler(lambda *_: None, name, batch=True)
+            dispatcher = harness.dispatcher(handler, **options)
+            for expected in (Outcome.APPLIED, Outcome.DUPLICATE):
+                assert {each.outcome for each in harness.run(dispatcher.deliver_batch, batch)} == {expected}
+        moments = select(func.coalesce(MARKER.c.occurred_at, "none"), func.count()).group_by(MARKER.c.occurred_at)
+        stored = {str(moment): count for moment, count in harness.transact(lambda each: each.execute(moments).all())}
+        short = sum(len(each) == 1 for each in IDS)
+        assert stored == {"none": 2 * short, "2026-01-02 01:04:05.678901": 2 * (len(IDS) - short)}
+        for new in (True, False):
+            assert harness.transact(lambda session: [claim(session, each, "h") for each in IDS]) == [new] * len(IDS)
+        assert harness.transact(lambda session: [claim(session, "m", each) for each in names])
+        expected_markers = [(each, name) for each in IDS for name in ("h", *many)] + [("m", name) for name in names]
+        assert harness.markers() == sorted(expected_markers)
 
 
 @pytest.mark.parametrize("first", MARIADB, ids=str)
@@ -131,31 +158,10 @@ def test_an_id_is_the_same_through_every_driver_and_connection(mariadb: Database
             assert not any(harness.transact(lambda session: [claim(session, each, "h") for each in IDS]))
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("driver", MARIADB, ids=str)
-def test_keys_of_a_batch_compare_byte_for_byte(mariadb: Database, driver: Driver, setting: str) -> None:
-    """Many are claimed by another statement; what it stores is the same, with and without a bound."""
-    collation, charset, mode = SETTINGS[setting]
-    at = datetime(2026, 1, 2, 3, 4, 5, 678901, tzinfo=timezone(timedelta(hours=2)))
-    batch = [Message(each, Added(), occurred_at=at if len(each) > 1 else None) for each in IDS]
-    with Harness(subject(mariadb, driver, collation=collation, charset=charset, sql_mode=mode)) as harness:
-        harness.create_tables()
-        for name, options in (("h'", {}), ("ソ\\", {"claim_timeout": 1.0})):
-            handler = harness.handler(lambda *_: None, name, batch=True)
-            dispatcher = harness.dispatcher(handler, **options)
-            for expected in (Outcome.APPLIED, Outcome.DUPLICATE):
-                assert {each.outcome for each in harness.run(dispatcher.deliver_batch, batch)} == {expected}
-        assert harness.markers() == sorted((message_id, name) for message_id in IDS for name in ("h'", "ソ\\"))
-        moments = select(func.coalesce(MARKER.c.occurred_at, "none"), func.count()).group_by(MARKER.c.occurred_at)
-        stored = {str(moment): count for moment, count in harness.transact(lambda each: each.execute(moments).all())}
-        short = sum(len(each) == 1 for each in IDS)
-        assert stored == {"none": 2 * short, "2026-01-02 01:04:05.678901": 2 * (len(IDS) - short)}
-
-
 class TestNotStrict(OnceContract, ClaimContract):
     """The contract where the server would rather change a value than refuse it, on a connection of few letters."""
 
-    @pytest.fixture(params=MARIADB, ids=str)
+    @pytest.fixture(params=ONE_OF_EACH_KIND, ids=str)
     def harness(self, request: pytest.FixtureRequest, mariadb: Database) -> Iterator[Harness]:
         """Not the server's own settings, any of them."""
         given = subject(
@@ -167,7 +173,7 @@ class TestNotStrict(OnceContract, ClaimContract):
 
 
 @pytest.mark.parametrize("charset", ["latin1", "utf8mb4", "gbk"])
-@pytest.mark.parametrize("driver", MARIADB, ids=str)
+@pytest.mark.parametrize("driver", ONE_OF_EACH_KIND, ids=str)
 def test_the_marker_is_text_to_queries(mariadb: Database, driver: Driver, charset: str) -> None:
     """Core and ORM take and give `str`, though the columns are VARBINARY: the user need not know."""
     ids = ["a", "A", "é€\U0001f600'\\", "ソ'"]
@@ -243,19 +249,19 @@ def test_a_violation_elsewhere_is_no_duplicate(harness: Harness) -> None:
     assert (harness.totals(), harness.markers()) == ({"a": 2}, [("m1", "totals"), ("m3", "totals")])
 
 
-def test_a_trigger_that_refuses_is_heard(harness: Harness) -> None:
+def test_a_trigger_that_refuses_is_heard(usual: Harness) -> None:
     """SIGNAL, a foreign key and a CHECK are errors of the claim: none is swallowed, as IGNORE would."""
     run(
-        harness,
+        usual,
         "CREATE TRIGGER refuses BEFORE INSERT ON processed_message FOR EACH ROW "
         "IF NEW.message_id = 'no' THEN SIGNAL SQLSTATE '45000' SET MESSAGE_TEXT = 'refused'; END IF",
         "ALTER TABLE processed_message ADD CHECK (message_id <> 'check')",
     )
     for message_id in ("no", "check"):
         with pytest.raises(DBAPIError):
-            harness.deliver(harness.dispatcher(), message_id=message_id)
-    assert harness.deliver(harness.dispatcher(), message_id="yes").outcome is Outcome.APPLIED
-    assert (harness.totals(), harness.markers()) == ({"a": 1}, [("yes", "totals")])
+            usual.deliver(usual.dispatcher(), message_id=message_id)
+    assert usual.deliver(usual.dispatcher(), message_id="yes").outcome is Outcome.APPLIED
+    assert (usual.totals(), usual.markers()) == ({"a": 1}, [("yes", "totals")])
 
 
 @pytest.mark.parametrize(
@@ -271,24 +277,24 @@ def test_a_trigger_that_refuses_is_heard(harness: Harness) -> None:
         "ALTER TABLE processed_message DROP PRIMARY KEY, ADD UNIQUE (message_id(100), handler(100))",
     ],
 )
-def test_a_table_that_is_not_ours_is_named(harness: Harness, change: str) -> None:
+def test_a_table_that_is_not_ours_is_named(usual: Harness, change: str) -> None:
     """Missing, without a column, with one that has no default or is too short, without the index: it is said."""
-    run(harness, change)
+    run(usual, change)
     with pytest.raises(MissingTableError, match="idempotency check"):
-        harness.deliver(harness.dispatcher(), message_id="long enough")
-    assert harness.totals() == {}
+        usual.deliver(usual.dispatcher(), message_id="long enough")
+    assert usual.totals() == {}
 
 
 @pytest.mark.parametrize("column", ["VARCHAR(512) COLLATE utf8mb4_general_ci", "VARCHAR(512) COLLATE utf8mb4_bin"])
-def test_a_collation_that_merges_ids_loses_no_message(harness: Harness, column: str) -> None:
+def test_a_collation_that_merges_ids_loses_no_message(usual: Harness, column: str) -> None:
     """In a table that somebody else made, an id that looks like another's is an error, never a duplicate."""
-    run(harness, f"ALTER TABLE processed_message MODIFY message_id {column} NOT NULL")
-    assert harness.deliver(harness.dispatcher(), message_id="é").outcome is Outcome.APPLIED
-    assert harness.deliver(harness.dispatcher(), message_id="é").outcome is Outcome.DUPLICATE
+    run(usual, f"ALTER TABLE processed_message MODIFY message_id {column} NOT NULL")
+    assert usual.deliver(usual.dispatcher(), message_id="é").outcome is Outcome.APPLIED
+    assert usual.deliver(usual.dispatcher(), message_id="é").outcome is Outcome.DUPLICATE
     with pytest.raises(MissingTableError, match=r"takes different message ids for one.*idempotency check"):
-        harness.deliver(harness.dispatcher(), message_id="é ")
-    assert harness.totals() == {"a": 1}
-    assert any("takes different message ids for one" in finding.problem for finding in check_of(harness))
+        usual.deliver(usual.dispatcher(), message_id="é ")
+    assert usual.totals() == {"a": 1}
+    assert any("takes different message ids for one" in finding.problem for finding in check_of(usual))
 
 
 def test_a_column_that_cuts_ids_loses_no_message(mariadb: Database) -> None:
@@ -304,9 +310,9 @@ def test_a_column_that_cuts_ids_loses_no_message(mariadb: Database) -> None:
         assert any(finding.fatal for finding in check_of(harness))
 
 
-def test_a_rollback_is_spared_only_where_there_is_nothing_to_roll_back(harness: Harness) -> None:
+def test_a_rollback_is_spared_only_where_there_is_nothing_to_roll_back(usual: Harness) -> None:
     """Right behind a COMMIT, as the pool sends it; whoever shares the engine rolls back what there is."""
-    engine = create_engine(harness.subject.url.set(drivername="mariadb+pymysql"), pool_size=1, max_overflow=0)
+    engine = create_engine(usual.subject.url.set(drivername="mariadb+pymysql"), pool_size=1, max_overflow=0)
     handler = projector(idempotent=True, name="totals")(on(Added)(add))
     Dispatcher(sessionmaker(engine), handler).deliver(Added(), message_id="m1")
     write = "UPDATE contract_total SET amount = amount + 10"
@@ -327,7 +333,7 @@ def test_a_rollback_is_spared_only_where_there_is_nothing_to_roll_back(harness: 
         assert sent(driver.begin) == before + 2
         assert sent(lambda: cursor.execute("SELECT 1")) == before + 3  # perhaps for nothing: nobody looks into it
     engine.dispose()
-    assert harness.totals() == {"a": 1}
+    assert usual.totals() == {"a": 1}
 
 
 def check_of(harness: Harness) -> list[Any]:
@@ -340,22 +346,21 @@ def check_of(harness: Harness) -> list[Any]:
 
 
 @pytest.mark.parametrize("storage", ["MyISAM", "Aria", "MEMORY"])
-def test_a_marker_table_without_transactions_is_refused(harness: Harness, storage: str) -> None:
+def test_a_marker_table_without_transactions_is_refused(usual: Harness, storage: str) -> None:
     """Before anything is written; a table in such an engine would keep the marker of a message that failed."""
     short = "MODIFY message_id VARBINARY(255) NOT NULL, MODIFY handler VARBINARY(100) NOT NULL"
-    run(harness, f"ALTER TABLE processed_message {short}, ENGINE={storage}")
+    run(usual, f"ALTER TABLE processed_message {short}, ENGINE={storage}")
     for _ in range(2):
         with pytest.raises(UnsafeSessionError, match=f"{storage}.*ENGINE=InnoDB"):
-            harness.deliver(harness.dispatcher())
+            usual.deliver(usual.dispatcher())
         with pytest.raises(UnsafeSessionError, match=storage):
-            harness.transact(lambda session: claim(session, "m1", "h"))
-    assert (harness.totals(), harness.markers()) == ({}, [])
+            usual.transact(lambda session: claim(session, "m1", "h"))
+    assert (usual.totals(), usual.markers()) == ({}, [])
 
 
-@pytest.mark.parametrize("driver", MARIADB, ids=str)
-def test_our_tables_are_innodb_whatever_the_servers_default_is(mariadb: Database, driver: Driver) -> None:
+def test_our_tables_are_innodb_whatever_the_servers_default_is(mariadb: Database) -> None:
     """`make_tables` says so; a read model that leaves it to a default of MyISAM is refused before it is written."""
-    given = subject(mariadb, driver, default_storage_engine="MyISAM")
+    given = subject(mariadb, USUAL, default_storage_engine="MyISAM")
     with Harness(given) as harness:
         harness.create_tables()
         engines = harness.transact(
@@ -368,7 +373,7 @@ def test_our_tables_are_innodb_whatever_the_servers_default_is(mariadb: Database
         assert (harness.totals(), harness.markers()) == ({}, [])
 
 
-class TestCalledMySQL(ProjectorContract):
+class TestCalledMySQL(ConcurrencyContract):
     """`mysql+pymysql://` is what most URLs of MariaDB say."""
 
     note = "as mysql+..."
@@ -392,7 +397,7 @@ MOMENTS = [
 ]
 
 
-@pytest.fixture(params=[(driver, zone) for driver in MARIADB for zone in ("+05:00", "-11:00")], ids=str)
+@pytest.fixture(params=[*zip(MARIADB, ("+05:00", "-11:00") * 2, strict=True)], ids=str)
 def far_from_utc(request: pytest.FixtureRequest, mariadb: Database) -> Iterator[Harness]:
     """Through each driver, on connections of another time zone."""
     driver, zone = request.param
@@ -468,10 +473,10 @@ def test_retention_counts_right_in_any_zone(mariadb: Database, zone: str) -> Non
 # check ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(name="engine", params=[driver for driver in MARIADB if not driver.is_async], ids=str)
-def engine_fixture(request: pytest.FixtureRequest, mariadb: Database) -> Iterator[Engine]:
-    """The tables of `make_tables`, through each synchronous driver."""
-    engine = create_engine(mariadb.url(request.param.drivername))
+@pytest.fixture(name="engine")
+def engine_fixture(mariadb: Database) -> Iterator[Engine]:
+    """The tables of `make_tables`."""
+    engine = create_engine(mariadb.url())
     default_metadata.create_all(engine)
     yield engine
     engine.dispose()
@@ -534,7 +539,6 @@ def test_check_advises_an_index(engine: Engine) -> None:
 
 # Messages that meet -----------------------------------------------------------------------------------------------
 
-ONE_OF_EACH_KIND = [driver for driver in MARIADB if driver.module in ("pymysql", "asyncmy")]
 PATIENT = RetryPolicy(attempts=100, within=PATIENCE)
 
 WAYS: dict[str, tuple[str | None, dict[str, Any]]] = {  # the dispatcher's isolation, what the projector declares
@@ -546,6 +550,14 @@ WAYS: dict[str, tuple[str | None, dict[str, Any]]] = {  # the dispatcher's isola
     "SERIALIZABLE": ("SERIALIZABLE", {}),
     "read_models at SERIALIZABLE": ("SERIALIZABLE", {"read_models": [Total]}),
 }
+
+
+each_way = pytest.mark.parametrize(
+    ("driver", "way"),
+    [(driver, way) for driver in ONE_OF_EACH_KIND for way in (WAYS if driver is USUAL else ["by default"])],
+    ids=str,
+)
+"""All ways on one driver: the library does the same with the other."""
 
 
 class Seen:
@@ -575,8 +587,7 @@ def of_each_kind(request: pytest.FixtureRequest, mariadb: Database) -> Iterator[
         yield harness
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("driver", ONE_OF_EACH_KIND, ids=str)
+@each_way
 def test_the_rollback_storm(mariadb: Database, driver: Driver, way: str) -> None:
     """When the winner rolls back, several of those who wait get a deadlock (1213): one applies, the rest skip."""
     isolation, settings = WAYS[way]
@@ -606,8 +617,7 @@ def test_the_rollback_storm(mariadb: Database, driver: Driver, way: str) -> None
         assert seen.numbers[1213] > 0, "this was no storm"
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("driver", ONE_OF_EACH_KIND, ids=str)
+@each_way
 def test_neighbouring_rows_are_both_created(mariadb: Database, driver: Driver, way: str) -> None:
     """Both messages look for a row that is not there, in one gap, before either inserts; both count."""
     isolation, settings = WAYS[way]
@@ -634,7 +644,7 @@ def test_neighbouring_rows_are_both_created(mariadb: Database, driver: Driver, w
 
 
 @pytest.mark.parametrize("fails", [False, True])
-@pytest.mark.parametrize("driver", MARIADB, ids=str)
+@pytest.mark.parametrize("driver", ONE_OF_EACH_KIND, ids=str)
 def test_the_servers_own_lock_timeout_is_no_duplicate(mariadb: Database, driver: Driver, fails: bool) -> None:
     """1205 on a claim, after `innodb_lock_wait_timeout`, is retried until the winner's end says what is true."""
     with Harness(subject(mariadb, driver, innodb_lock_wait_timeout=1)) as harness:
@@ -660,8 +670,7 @@ def test_the_servers_own_lock_timeout_is_no_duplicate(mariadb: Database, driver:
         assert (harness.totals(), harness.markers()) == ({"a": 1}, [("m1", "totals")])
 
 
-@pytest.mark.parametrize("bound", [0.25, 2.5])
-@pytest.mark.parametrize("driver", MARIADB, ids=str)
+@pytest.mark.parametrize(("driver", "bound"), [*((driver, 0.25) for driver in MARIADB), (USUAL, 1.5)], ids=str)
 def test_claim_timeout_is_precise(mariadb: Database, driver: Driver, bound: float) -> None:
     """It is ended by its own bound (1969), which knows milliseconds; the server's own for locks is 1 s here (1205)."""
     with Harness(subject(mariadb, driver, innodb_lock_wait_timeout=1)) as harness:

@@ -17,7 +17,7 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker
 from sqlalchemy.orm import Session, sessionmaker
 
-from databases import DRIVERS, Database, Driver
+from databases import DRIVERS, USUAL_DRIVERS, Database, Driver
 from projector_dedup import (
     AsyncDispatcher,
     Delivery,
@@ -53,7 +53,9 @@ POOLS: dict[str, tuple[dict[str, Any], str]] = {  # and what its sessions begin 
 }
 RigOn = Callable[..., Rig]
 
-pytestmark = pytest.mark.parametrize("driver", MARIADB, ids=str)
+every_driver = pytest.mark.parametrize("driver", MARIADB, ids=str)
+usual_drivers = pytest.mark.parametrize("driver", [each for each in MARIADB if each in USUAL_DRIVERS], ids=str)
+"""Statements that the library sends are the same through each driver."""
 
 
 def begin_with(rig: Rig, *commands: str) -> None:
@@ -119,7 +121,11 @@ class Handler:
         return [level for _, level in self.found]
 
 
-@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize(
+    ("pool", "driver"),
+    [(pool, each) for each in MARIADB for pool in (POOLS if each in USUAL_DRIVERS else ["a pool of one"])],
+    ids=str,
+)
 def test_the_settings_are_the_projectors_alone(rig_on: RigOn, driver: Driver, pool: str) -> None:
     """On in every delivery; the user's own before, between and after, also where both take the same connection."""
     arguments, begins = POOLS[pool]
@@ -139,6 +145,7 @@ def test_the_settings_are_the_projectors_alone(rig_on: RigOn, driver: Driver, po
     assert rig.durable().amount == 6
 
 
+@usual_drivers
 @pytest.mark.parametrize("level", ["REPEATABLE READ", "SERIALIZABLE"])
 def test_they_are_set_once_for_each_connection(
     rig_on: RigOn, driver: Driver, level: str, monkeypatch: pytest.MonkeyPatch
@@ -159,6 +166,7 @@ def test_they_are_set_once_for_each_connection(
     assert counts == [counts[0]] * 5
 
 
+@usual_drivers
 def test_after_a_failure(rig_on: RigOn, driver: Driver) -> None:
     """A handler that raises, a user's statement that fails: the next on that connection has the setting as it was."""
     rig, handler = rig_on(driver, **ONE), Handler()
@@ -180,6 +188,7 @@ def test_after_a_failure(rig_on: RigOn, driver: Driver) -> None:
     assert rig.connects == 1
 
 
+@usual_drivers
 def test_after_an_invalidation(rig_on: RigOn, driver: Driver) -> None:
     """A connection that replaces an invalidated one, or one of a disposed pool, is a new one in this too."""
     rig, handler = rig_on(driver, **ONE), Handler()
@@ -203,6 +212,7 @@ def test_after_an_invalidation(rig_on: RigOn, driver: Driver) -> None:
     assert len(set(handler.connections)) == 3
 
 
+@every_driver
 def test_a_dead_connection_is_replaced(rig_on: RigOn, driver: Driver) -> None:
     """The switch is the first statement on a pooled connection: if it has died there, it is not the delivery's loss."""
     rig, handler = rig_on(driver, **ONE), Handler()
@@ -219,6 +229,7 @@ def test_a_dead_connection_is_replaced(rig_on: RigOn, driver: Driver) -> None:
     rig.assert_nothing_is_left()
 
 
+@usual_drivers
 def test_a_refused_switch_is_heard(rig_on: RigOn, driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the server does not let itself be set, its own words say so, and nothing is applied."""
     rig, handler = rig_on(driver, poolclass=NullPool), Handler()
@@ -229,6 +240,7 @@ def test_a_refused_switch_is_heard(rig_on: RigOn, driver: Driver, monkeypatch: p
     assert (handler.settings, rig.durable()) == ([], NOTHING)
 
 
+@usual_drivers
 def test_clones_of_an_engine_share_it(rig_on: RigOn, driver: Driver) -> None:
     """`engine.execution_options()` is the same pool: the user's clone has the setting off, the projector's on."""
     rig, handler = rig_on(driver, **ONE), Handler()
@@ -243,6 +255,7 @@ def test_clones_of_an_engine_share_it(rig_on: RigOn, driver: Driver) -> None:
     assert rig.connects == 1
 
 
+@usual_drivers
 def test_a_session_that_has_it_keeps_it(rig_on: RigOn, driver: Driver) -> None:
     """Where the server, or the user, has it on already, nothing is switched: on for the user too."""
     rig, handler = rig_on(driver), Handler()
@@ -255,6 +268,7 @@ def test_a_session_that_has_it_keeps_it(rig_on: RigOn, driver: Driver) -> None:
     assert handler.settings == [1] * 4
 
 
+@usual_drivers
 def test_a_handlers_own_second_connection_is_the_users(rig_on: RigOn, driver: Driver) -> None:
     """Whatever else is taken from the pool while a projector runs is as the user left it."""
     rig, handler = rig_on(driver), Handler()
@@ -270,6 +284,7 @@ def test_a_handlers_own_second_connection_is_the_users(rig_on: RigOn, driver: Dr
     assert (handler.settings, found) == ([1], [0])
 
 
+@usual_drivers
 def test_it_needs_no_privilege(rig_on: RigOn, driver: Driver) -> None:
     """A user who may read and write their own tables and nothing else can have it."""
     rig = rig_on(driver)
@@ -318,6 +333,7 @@ def race(rig: Rig) -> int:
     return runs
 
 
+@usual_drivers
 @pytest.mark.parametrize(
     ("first", "later"),
     [(ON, OFF), (USUAL, WEAK), (STRONG, USUAL), (STRONG, WEAK), (f"{ON}, SESSION tx_isolation = 'SERIALIZABLE'", OFF)],
@@ -335,6 +351,7 @@ def test_two_messages_on_one_row_both_count(rig_on: RigOn, driver: Driver, first
     assert runs == 2, "the second writer was refused"
 
 
+@usual_drivers
 def test_a_driver_that_connects_anew_by_itself_is_asked_again(rig_on: RigOn, driver: Driver) -> None:
     """A listener of the user's lets PyMySQL reconnect: the pool has the same connection, the server another session."""
     rig, handler = rig_on(driver), Handler()
@@ -351,6 +368,7 @@ def test_a_driver_that_connects_anew_by_itself_is_asked_again(rig_on: RigOn, dri
     assert rig.durable() == Durable(3, 3)
 
 
+@usual_drivers
 def test_a_server_that_is_not_dependable_behind_the_same_address(
     rig_on: RigOn, driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -369,6 +387,7 @@ def test_a_server_that_is_not_dependable_behind_the_same_address(
     assert rig.durable() == Durable(3, 3)
 
 
+@usual_drivers
 def test_who_chooses_a_level_leaves_none_behind(rig_on: RigOn, driver: Driver) -> None:
     """SQLAlchemy resets a chosen level to that of the engine's first connection, which may be weaker."""
     rig, handler = rig_on(driver, pool_size=2, max_overflow=0), Handler()
@@ -382,6 +401,7 @@ def test_who_chooses_a_level_leaves_none_behind(rig_on: RigOn, driver: Driver) -
     assert handler.levels == ["REPEATABLE READ", "SERIALIZABLE", "REPEATABLE READ"]
 
 
+@usual_drivers
 def test_a_listener_that_sets_the_level_is_overruled(rig_on: RigOn, driver: Driver) -> None:
     """Nobody chose it for projectors: each unit of work gets its own level, whatever comes from the pool."""
     rig, handler = rig_on(driver, **ONE), Handler()
@@ -399,6 +419,7 @@ def test_a_listener_that_sets_the_level_is_overruled(rig_on: RigOn, driver: Driv
     assert handler.levels == ["REPEATABLE READ"] * 3
 
 
+@usual_drivers
 @pytest.mark.parametrize(
     "server", [("DEPENDABLE", {(13, 0): 0}), ("SETTING", "innodb_no_such_setting")], ids=["old", "without"]
 )
@@ -424,6 +445,7 @@ def older_fixture(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mariadb, "SETTING", "innodb_no_such_setting")
 
 
+@usual_drivers
 @pytest.mark.usefixtures("older")
 class TestWithoutSnapshotIsolation(RaceContract, LostUpdateContract):
     """The same races, and none is lost, where every read locks."""
@@ -507,6 +529,7 @@ def delivering(rig: Rig, session_class: Any) -> Callable[[str], Delivery]:
     return lambda message_id: dispatcher.deliver(Message(message_id, {}, type="added"))
 
 
+@usual_drivers
 @pytest.mark.parametrize("hook", ["checkout", "engine_connect", "begin", "after_begin"])
 def test_a_tenant_without_the_key_is_refused(rig_on: RigOn, driver: Driver, hook: str) -> None:
     """A listener chooses the database: the marker table of one says nothing of another's, on the same connection."""
@@ -523,6 +546,7 @@ def test_a_tenant_without_the_key_is_refused(rig_on: RigOn, driver: Driver, hook
         assert deliver("m1").outcome is Outcome.DUPLICATE
 
 
+@usual_drivers
 def test_a_server_without_the_key_behind_the_same_address(rig_on: RigOn, driver: Driver) -> None:
     """Each physical connection is asked for its marker table; here the next one leads to another database."""
     rig = rig_on(driver, pool_size=2, max_overflow=0)

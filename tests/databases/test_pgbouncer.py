@@ -16,21 +16,21 @@ from click.testing import CliRunner
 from projector_dedup.cli.main import main
 from sqlalchemy import event, text
 from sqlalchemy.exc import DBAPIError
-from sqlalchemy.ext.asyncio import AsyncEngine
 from sqlalchemy.orm import Session
 
 from cancellation import cancel_at_every_await
 from cut_proxy import Cut, CutProxy
-from databases import DRIVERS, Database, Driver
+from databases import DRIVERS, USUAL_DRIVERS, Database, Driver
 from pgbouncer import UNNAMED, PgBouncer, recipe
 from projector_dedup import CommitOutcomeUnknown, Outcome, RetriesExhaustedError, RetryPolicy, UnsupportedDatabaseError
-from projector_dedup.testing.contract import ProjectorContract, Subject
+from projector_dedup.testing.contract import ConcurrencyContract, Subject
 from projector_dedup.testing.kit import Harness
 from projector_dedup.testing.races import LostUpdateContract
 from reach import reach
 from rig import NOTHING, ONCE, Durable, Outside, Rig, add, outsides_fixture, rig_on_fixture  # noqa: F401  # fixtures
 
 POSTGRESQL = [driver for driver in DRIVERS if driver.engine == "postgresql"]
+USUAL = [driver for driver in POSTGRESQL if driver in USUAL_DRIVERS]
 NAMING = [driver for driver in POSTGRESQL if recipe(driver)]
 on_postgresql = pytest.mark.parametrize("driver", POSTGRESQL, ids=str)
 Bouncer = Callable[..., PgBouncer]
@@ -70,12 +70,12 @@ def behind(request: pytest.FixtureRequest, driver: Driver, pool_size: int) -> Su
     return Subject(bouncer.through(direct.url), engine_arguments=recipe(driver))
 
 
-class TestThroughPgBouncer(ProjectorContract):
-    """Everything, with more clients than server connections."""
+class TestThroughPgBouncer(ConcurrencyContract):
+    """All that meets, with more clients than server connections."""
 
     note = "PgBouncer"
 
-    @pytest.fixture(params=POSTGRESQL, ids=str)
+    @pytest.fixture(params=USUAL, ids=str)
     def subject(self, request: pytest.FixtureRequest) -> Subject:
         """The contract needs a winner, five rivals that wait for it, and somebody who looks: seven connections."""
         return behind(request, request.param, 7)
@@ -85,7 +85,7 @@ class TestThroughPgBouncer(ProjectorContract):
 class TestFewServerConnections(LostUpdateContract):
     """I6 with eight workers on three server connections, which change hands with every transaction."""
 
-    @pytest.fixture(params=POSTGRESQL, ids=str)
+    @pytest.fixture(params=USUAL, ids=str)
     def harness(self, request: pytest.FixtureRequest) -> Iterator[Harness]:
         """Two who meet on a row, and somebody who looks."""
         with Harness(behind(request, request.param, 3)) as harness:
@@ -324,10 +324,7 @@ def test_an_address_that_moves_to_a_pooler(
     def _connect(_dialect: Any, _record: Any, _arguments: Any, parameters: dict[str, Any]) -> None:
         parameters.update(host=moved.host, port=moved.port)
 
-    if isinstance(rig.engine, AsyncEngine):
-        rig.run(rig.engine.dispose())
-    else:
-        rig.engine.dispose()
+    rig.dispose()
     for message_id in ("m-1" if known else "m-2", "m-3"):
         with pytest.raises(UnsupportedDatabaseError, match="through a pooler"):
             rig.deliver(add, message_id)

@@ -4,6 +4,8 @@ After an intended change: `APPROVE=1 python -m pytest tests/delivery/test_approv
 """
 
 import os
+from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from projector_dedup.commands.record import RESULT, Record, default_command_tabl
 from projector_dedup.dialects import Dialect, dialect_of
 from projector_dedup.dialects.claims import lookup_statement
 from projector_dedup.dialects.mariadb import insert_given, met_by_claim
-from projector_dedup.maintenance.databases import any_expired, database_of
+from projector_dedup.maintenance.databases import Expired, database_of
 from projector_dedup.tables import default_tables
 
 APPROVED = Path(__file__).parent / "approved"
@@ -34,6 +36,7 @@ def statements(engine: Engine) -> dict[str, Any]:
     """Everything that the library ever sends, by what it is for."""
     dialect: Dialect = dialect_of(engine)
     marker, state = default_tables.marker, default_tables.state
+    expired = Expired(marker, datetime(2026, 3, 2, tzinfo=UTC), None, 100)
     return {
         "the marker table": CreateTable(marker),
         **{f"its index {index.name}": CreateIndex(index) for index in marker.indexes},
@@ -53,9 +56,9 @@ def statements(engine: Engine) -> dict[str, Any]:
         **({"which of them did the claim meet?": met_by_claim(marker, 2)} if engine.name == "mariadb" else {}),
         **({"was it this marker that the claim met?": met_by_claim(marker)} if engine.name == "mariadb" else {}),
         "is the marker there? (for the text of an error)": lookup_statement(marker),
-        "prune one batch": database_of(engine).cleanup_statement(marker),
-        "prune one batch of a handler": database_of(engine).cleanup_statement(marker, of_handler=True),
-        "is anything left to prune?": any_expired(marker, of_handler=False),
+        "prune one batch": database_of(engine).cleanup_statement(expired),
+        "prune one batch of a handler": database_of(engine).cleanup_statement(replace(expired, handler="h")),
+        "is anything left to prune?": expired.any(),
         **_commands(dialect),
     }
 

@@ -169,15 +169,14 @@ def walks() -> Iterator[Any]:
     """Drivers, faults and scenarios. The usual drivers meet all; the others what their own code has to deal with.
 
     What SQLAlchemy does with a new engine is the same for all of a database, whatever is raised there; a killed process
-    is the same whichever driver it had.
+    is the same whichever driver it had, and a server sees it as a connection that is cut.
     """
     for driver in DRIVERS:
         faults = [Fault.CANCEL if driver.is_async else Fault.RAISE, Fault.CUT]
+        more = [Fault.RAISE] if driver.is_async else [Fault.INTERRUPT, Fault.KILL]
         usual = driver in USUAL_DRIVERS
-        if usual:
-            faults += [Fault.RAISE] if driver.is_async else [Fault.INTERRUPT, Fault.KILL]
-        for fault, name in product(faults, SCENARIOS):
-            if (usual and fault is not Fault.INTERRUPT) or name in ("new message", "batch", "command"):
+        for fault, name in product(faults + more * usual, SCENARIOS):
+            if (usual and fault in faults) or name in ("new message", "batch", "command"):
                 yield pytest.param(driver, fault, name, id=f"{driver}-{fault.name.lower()}-{name}")
 
 

@@ -16,7 +16,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine, async_sessionmaker
 from sqlalchemy.orm import Session
 
 from cancellation import assert_others_can_write, cancel_at_every_await
-from databases import DRIVERS, USUAL_DRIVERS, Driver, each_driver
+from databases import USUAL_DRIVERS, Driver, each_driver
 from projector_dedup import AsyncUnitOfWork
 from rig import NOTHING, ONCE, Durable, Rig, add
 
@@ -27,8 +27,9 @@ RigOn = Callable[..., Rig]
 
 @each_driver(is_async=True)
 @pytest.mark.filterwarnings("ignore:<psycopg.AsyncServerCursor:ResourceWarning")  # the stream that was cut off
-@pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
-@pytest.mark.parametrize("warm", [True, False], ids=["warm", "cold"])
+@pytest.mark.parametrize(
+    ("late", "warm"), [(False, True), (True, True), (False, False)], ids=["warm, early", "warm, late", "cold, early"]
+)
 def test_a_delivery_cancelled_at_any_await_leaves_nothing_behind(
     driver: Driver, late: bool, warm: bool, rig_on: RigOn
 ) -> None:
@@ -120,11 +121,13 @@ def test_many_deliveries_cancelled_at_once_leave_nothing_behind(driver: Driver, 
 @pytest.mark.parametrize(
     ("driver", "kind"),
     [
-        pytest.param(driver, kind, id=f"{driver}-{kind}")
-        for driver in DRIVERS
-        if not driver.is_async
-        for kind in ("KeyboardInterrupt", "Exception", "BaseException")[: 3 if driver in USUAL_DRIVERS else 1]
+        *zip(
+            [driver for driver in USUAL_DRIVERS if not driver.is_async],
+            ["KeyboardInterrupt", "Exception", "BaseException"],
+            strict=True,
+        )
     ],
+    ids=str,
 )
 def test_a_delivery_interrupted_by_a_signal_leaves_nothing_behind(driver: Driver, kind: str, rig_on: RigOn) -> None:
     """Ctrl-C, or a SIGTERM that raises, at many points of a delivery: nothing is held, and each message counts once."""

@@ -24,6 +24,7 @@ from sqlalchemy.ext.asyncio import async_sessionmaker
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
 
 from databases import USUAL_DRIVERS, Database, Driver, each_driver
+from marked import one_of_each_engine  # noqa: F401  # a fixture
 from projector_dedup import (
     DedupTables,
     Dispatcher,
@@ -364,7 +365,7 @@ def test_a_missing_table_is_named_as_the_engine_addresses_it(place: Place) -> No
 
 @pytest.fixture
 def home(engine: Engine, tmp_path: Path) -> Iterator[tuple[Engine, tuple[str, str]]]:
-    """An engine of each synchronous driver, and the two schemas in its database."""
+    """An engine on each database, and the two schemas in it."""
     schemas = add_schemas(engine, tmp_path)
     with engine.begin() as connection:
         for name in schemas if engine.dialect.name != "sqlite" else ():
@@ -454,7 +455,7 @@ def another_database(engine: Engine, folder: Path) -> Iterator[Engine]:
 
 @pytest.fixture
 def databases(engine: Engine, tmp_path: Path) -> Iterator[list[Engine]]:
-    """Two databases of each synchronous driver, both with all tables."""
+    """Two databases of each kind, both with all tables."""
     with another_database(engine, tmp_path) as other:
         for each in (engine, other):
             Base.metadata.create_all(each)

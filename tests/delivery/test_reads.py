@@ -1,22 +1,18 @@
 """`@on(..., reads={...})`: what may be declared, which rows are read then, and that it is only advice."""
 
-import asyncio
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
-from itertools import permutations
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, create_engine, select, text, update
+from sqlalchemy import Engine, create_engine, text, update
 from sqlalchemy.event import listen
-from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_async_engine
 from sqlalchemy.orm import Session, sessionmaker
 
-from databases import ENGINES, Database
+from databases import Database
 from few_rows import ROWS, Added, Named, Total, engine_of, sent_by, totals
-from projector_dedup import Dispatcher, HandlerDefinitionError, Message, Outcome, ProcessedMessage, on, projector
+from projector_dedup import Dispatcher, HandlerDefinitionError, Message, Outcome, on, projector
 
 READ = "SELECT few_total"
 
@@ -313,71 +309,3 @@ def test_an_instance_that_the_handler_brought_along_is_the_one(engine: Engine) -
 
     Dispatcher(sessionmaker(engine), handler).deliver(Added(1), message_id="m")
     assert totals(engine) == [0, 1, 0, 0]
-
-
-# One handler, given one database after another ------------------------------------------------------------------------
-
-MESSAGES = [f"m{number}" for number in range(4)]
-MOVED = sessionmaker()
-EXPECTED = [Outcome.APPLIED] * len(MESSAGES) + [Outcome.DUPLICATE] * len(MESSAGES)
-
-
-@projector(idempotent=True, name="wandering")
-@on(Added, reads={Total: "row"})
-def wandering(change: Added, session: Session) -> None:
-    """As most handlers are."""
-    session.get_one(Total, change.row).amount += 1
-
-
-@projector(idempotent=True, name="wandering")
-@on(Added, reads={Total: "row"})
-async def wandering_awaited(change: Added, session: AsyncSession) -> None:
-    """The same under asyncio."""
-    (await session.get_one(Total, change.row)).amount += 1
-
-
-def delivered_to_a_function(database: Database, _dispatcher: Dispatcher) -> list[Outcome]:
-    """A function projector's own `deliver`."""
-    engine = create_engine(database.url())
-    factory = sessionmaker(engine)
-    found = [wandering.deliver(Added(0), message_id=each, session_factory=factory).outcome for each in MESSAGES * 2]
-    engine.dispose()
-    return found
-
-
-def delivered_under_asyncio(database: Database, _dispatcher: Dispatcher) -> list[Outcome]:
-    """The same, awaited."""
-
-    async def run() -> list[Outcome]:
-        engine = create_async_engine(database.async_url)
-        deliver = partial(wandering_awaited.adeliver, session_factory=async_sessionmaker(engine))
-        found = [(await deliver(Added(0), message_id=each)).outcome for each in MESSAGES * 2]
-        await engine.dispose()
-        return found
-
-    return asyncio.run(run())
-
-
-def delivered_by_one_dispatcher(database: Database, dispatcher: Dispatcher) -> list[Outcome]:
-    """`sessionmaker.configure(bind=...)` moves the factory of a living dispatcher to another database."""
-    engine = create_engine(database.url())
-    MOVED.configure(bind=engine)
-    found = [dispatcher.deliver(Added(0), message_id=each).outcome for each in MESSAGES * 2]
-    engine.dispose()
-    return found
-
-
-@pytest.mark.parametrize("deliver", [delivered_to_a_function, delivered_under_asyncio, delivered_by_one_dispatcher])
-@pytest.mark.parametrize(("first", "second"), list(permutations(ENGINES, 2)))
-def test_what_a_handler_met_on_one_database_says_nothing_of_the_next(
-    request: pytest.FixtureRequest, first: str, second: str, deliver: Callable[..., list[Outcome]]
-) -> None:
-    """Each message is applied once in each database, and there is a marker of it."""
-    dispatcher = Dispatcher(MOVED, wandering)
-    for name in (first, second):
-        database: Database = request.getfixturevalue(name)
-        with engine_of(database) as outside:
-            assert deliver(database, dispatcher) == EXPECTED
-            assert totals(outside) == [len(MESSAGES), 0, 0, 0]
-            with Session(outside) as session:
-                assert len(session.scalars(select(ProcessedMessage)).all()) == len(MESSAGES)

@@ -1,14 +1,18 @@
-"""A handler that delivers on its own database would wait for itself: refused at once, whichever row it is."""
+"""A handler that delivers on its own database would wait for itself: refused at once, whichever row it is.
+
+Each test is written once for threads and asyncio: `done` awaits what has to be awaited.
+"""
 
 import asyncio
 import threading
 from collections.abc import Callable
 from contextvars import copy_context
+from functools import partial
 from typing import Any
 
 import pytest
 from sqlalchemy import URL, Engine, create_engine, event, select
-from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
+from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_async_engine
 from sqlalchemy.orm import Session, sessionmaker
 from sqlalchemy.pool import NullPool
 
@@ -32,21 +36,13 @@ from projector_dedup.guard import GuardedSession
 from projector_dedup.reentry import Handling, is_same_database
 from projector_dedup.tables import default_tables
 from projector_dedup.testing import external_transaction
-from rig import (
-    NOTHING,
-    ONCE,
-    Durable,
-    Rig,
-    add,
-    create_tables,
-)
+from rig import NOTHING, ONCE, Durable, Rig, add, create_tables, done
 
 RigOn = Callable[..., Rig]
+Body = Callable[[Any, Session], object]
 ONE_ATTEMPT = RetryPolicy(attempts=1)
 REFUSED = "inside a handler"
 BOUNDS = {"postgresql": "set lock_timeout = '500ms'", "mariadb": "set innodb_lock_wait_timeout = 1"}
-
-SYNC = [driver for driver in DRIVERS if not driver.is_async]
 
 
 def bound_waits(rig: Rig) -> Rig:
@@ -67,17 +63,13 @@ def _bound(engine: Engine) -> None:
 
 
 def deliver_with(rig: Rig, inner: Callable[[], Any]) -> Any:
-    """Deliver m-1 to a handler that adds 1 and then calls ``inner``; an awaitable is awaited."""
+    """Deliver m-1 to a handler that adds 1 and then calls ``inner``."""
 
     def handler(session: Session) -> None:
         add(session)
-        inner()
+        done(inner())
 
-    async def awaited(session: AsyncSession) -> None:
-        await session.run_sync(add)
-        await inner()
-
-    return rig.deliver(awaited if rig.driver.is_async else handler, retry=ONE_ATTEMPT)
+    return rig.deliver(handler, retry=ONE_ATTEMPT)
 
 
 def inner_delivery(rig: Rig, message_id: str = "m-2", **options: Any) -> Callable[[], Any]:
@@ -86,35 +78,45 @@ def inner_delivery(rig: Rig, message_id: str = "m-2", **options: Any) -> Callabl
     return lambda: deliver(add, message_id, retry=ONE_ATTEMPT, **options)
 
 
-def other_factory(rig: Rig, **url: Any) -> Any:
-    """A session factory of the rig's kind, on an engine of its own."""
-    options: dict[str, Any] = {"poolclass": NullPool}
-    if rig.driver.engine == "sqlite":
-        options["connect_args"] = {"timeout": 0.3}
-    if isinstance(rig.engine, AsyncEngine):
-        engine = create_async_engine(rig.engine.url.set(**url), **options)
+def factory_of(url: URL, **options: Any) -> Any:
+    """A session factory for the driver of a URL, on an engine of its own."""
+    if url.get_dialect().is_async:
+        engine = create_async_engine(url, poolclass=NullPool, **options)
         _bound(engine.sync_engine)
         return async_sessionmaker(engine)
-    sync_engine = create_engine(rig.engine.url.set(**url), **options)
+    sync_engine = create_engine(url, poolclass=NullPool, **options)
     _bound(sync_engine)
     return sessionmaker(sync_engine)
 
 
-def dispatcher_on(factory: Any, *bodies: Callable[[Session], object], **options: Any) -> Any:
+def other_factory(rig: Rig) -> Any:
+    """The same for the rig's database."""
+    return factory_of(rig.engine.url, **({"connect_args": {"timeout": 0.3}} if rig.driver.engine == "sqlite" else {}))
+
+
+def adds(_event: object, session: Session) -> None:
+    """Add 1."""
+    add(session)
+
+
+def handler_of(factory: Any, body: Body, name: str) -> Any:
+    """A function projector of the factory's kind."""
+
+    def direct(event: object, session: Session) -> None:
+        body(event, session)
+
+    async def awaited(event: object, session: AsyncSession) -> None:
+        await session.run_sync(partial(body, event))
+
+    function: Any = awaited if isinstance(factory, async_sessionmaker) else direct
+    return projector(idempotent=True, name=name)(on("added")(function))
+
+
+def dispatcher_on(factory: Any, *bodies: Body) -> Any:
     """A dispatcher of new handlers, each of one body."""
-    projectors = []
-    for number, body in enumerate(bodies or (add,)):
-
-        def direct(_event: object, session: Session, body: Any = body) -> None:
-            body(session)
-
-        async def awaited(_event: object, session: AsyncSession, body: Any = body) -> None:
-            await session.run_sync(body)
-
-        function: Any = awaited if isinstance(factory, async_sessionmaker) else direct
-        projectors.append(projector(idempotent=True, name=f"other-{number}")(on("added")(function)))
+    handlers = [handler_of(factory, body, f"other-{number}") for number, body in enumerate(bodies or (adds,))]
     kind: Any = AsyncDispatcher if isinstance(factory, async_sessionmaker) else Dispatcher
-    return kind(factory, *projectors, retry=ONE_ATTEMPT, **options)
+    return kind(factory, *handlers, retry=ONE_ATTEMPT)
 
 
 def added(message_id: str) -> Message:
@@ -135,14 +137,14 @@ def test_a_delivery_inside_a_handler_is_refused(
 
     def noted() -> Any:
         try:
-            return inner()
+            return done(inner())
         except UnsafeSessionError as error:
             refusals.append(error)
             raise
 
     with pytest.raises(UnsafeSessionError, match=REFUSED) as raised:
         deliver_with(rig, noted)
-    assert driver.is_async or refusals == [raised.value]
+    assert refusals == [raised.value]
     assert rig.durable() == NOTHING
     rig.assert_nothing_is_left()
     assert rig.deliver(add).outcome is Outcome.APPLIED
@@ -153,17 +155,14 @@ def test_a_delivery_inside_a_handler_is_refused(
 def test_the_refusal_is_not_retried(driver: Driver, rig_on: RigOn) -> None:
     """A handler that delivers will do so again: it runs once, however many attempts the policy has."""
     rig, calls = bound_waits(rig_on(driver)), []
+    inner = inner_delivery(rig)
 
     def handler(session: Session) -> None:
         calls.append(session)
-        rig.deliver(add, "m-2")
-
-    async def awaited(session: AsyncSession) -> None:
-        calls.append(session.sync_session)
-        await rig.adeliver(add, "m-2")
+        done(inner())
 
     with pytest.raises(UnsafeSessionError, match=REFUSED):
-        rig.deliver(awaited if driver.is_async else handler)
+        rig.deliver(handler)
     assert len(calls) == 1
 
 
@@ -185,24 +184,15 @@ def test_a_delivery_by_a_handler_of_a_batch_is_refused(driver: Driver, rig_on: R
     rig = bound_waits(rig_on(driver))
     inner = dispatcher_on(other_factory(rig))
 
-    def direct(event: Any, session: Session) -> None:
+    def body(happened: Any, session: Session) -> None:
         add(session)
-        if event["delivers"]:
-            inner.deliver(added("inner"))
+        if happened["delivers"]:
+            done(inner.deliver(added("inner")))
 
-    async def awaited(event: Any, session: AsyncSession) -> None:
-        await session.run_sync(add)
-        if event["delivers"]:
-            await inner.deliver(added("inner"))
-
-    function: Any = awaited if driver.is_async else direct
-    handler = projector(idempotent=True, name="totals")(on("added")(function))
-    factory = async_sessionmaker(rig.engine) if isinstance(rig.engine, AsyncEngine) else sessionmaker(rig.engine)
-    kind: Any = AsyncDispatcher if driver.is_async else Dispatcher
     events = [Message(f"m-{number}", {"delivers": number == 2}, type="added") for number in range(5)]
-    deliver_batch = kind(factory, handler, retry=ONE_ATTEMPT).deliver_batch
+    dispatcher = dispatcher_on(rig.factory, body)
     with pytest.raises(BatchFailed) as raised:
-        rig.run(deliver_batch(events)) if driver.is_async else deliver_batch(events)
+        rig.in_one_task(lambda: done(dispatcher.deliver_batch(events)))
     assert [delivery.outcome for delivery in raised.value.deliveries] == [
         Outcome.FAILED if number == 2 else Outcome.APPLIED for number in range(5)
     ]
@@ -217,27 +207,21 @@ def by_another_dispatcher(factory: Any) -> Any:
 def by_a_unit_of_work(factory: Any) -> Any:
     """By hand, which is a transaction of its own, as a delivery is."""
 
-    def direct() -> None:
-        with UnitOfWork(factory) as uow:
-            uow.claim("m-1", "totals")
-
     async def awaited() -> None:
         async with AsyncUnitOfWork(factory) as uow:
             await uow.claim("m-1", "totals")
 
-    return awaited() if isinstance(factory, async_sessionmaker) else direct()
+    if isinstance(factory, async_sessionmaker):
+        return awaited()
+    with UnitOfWork(factory) as uow:
+        return uow.claim("m-1", "totals")
 
 
 def by_a_function_projector(factory: Any) -> Any:
     """``FunctionProjector.deliver`` and ``adeliver``."""
-
-    async def awaited(_event: object, session: AsyncSession) -> None:
-        await session.run_sync(add)
-
-    is_async = isinstance(factory, async_sessionmaker)
-    function: Any = awaited if is_async else lambda _event, session: add(session)
-    target = projector(idempotent=True, name="function")(on("added")(function))
-    return (target.adeliver if is_async else target.deliver)(added("m-2"), session_factory=factory)
+    target = handler_of(factory, adds, "function")
+    deliver = target.adeliver if isinstance(factory, async_sessionmaker) else target.deliver
+    return deliver(added("m-2"), session_factory=factory)
 
 
 @pytest.mark.parametrize("deliver", [by_another_dispatcher, by_a_unit_of_work, by_a_function_projector])
@@ -302,36 +286,28 @@ def test_a_refusal_that_the_handler_swallows_leaves_its_own_work_whole(driver: D
 def test_a_delivery_after_the_handler_is_none(driver: Driver, rig_on: RigOn) -> None:
     """A handler that has returned, or failed, is forgotten, also by one and the same task."""
     rig = rig_on(driver)
+    deliver = rig.adeliver if driver.is_async else rig.deliver
 
-    async def in_one_task() -> None:
-        for number in range(3):
-            await rig.adeliver(add, f"m-{number}")
-        with pytest.raises(ZeroDivisionError):
-            await rig.adeliver(fails, "failing")
-        await rig.adeliver(add, "last")
+    def fails(session: Session) -> None:
+        add(session)
+        raise ZeroDivisionError
 
-    if driver.is_async:
-        rig.run(in_one_task())
-    else:
+    def in_one_task() -> None:
         for number in range(3):
-            rig.deliver(add, f"m-{number}")
+            done(deliver(add, f"m-{number}"))
         with pytest.raises(ZeroDivisionError):
-            rig.deliver(fails, "failing")
-        rig.deliver(add, "last")
+            done(deliver(fails, "failing"))
+        done(deliver(add, "last"))
+
+    rig.in_one_task(in_one_task)
     assert rig.durable() == Durable(4, 4)
-
-
-def fails(session: Session) -> None:
-    """A handler with a bug."""
-    add(session)
-    raise ZeroDivisionError
 
 
 @each_driver(is_async=False, usual=True)
 def test_several_handlers_of_one_event_do_not_deliver_inside_each_other(driver: Driver, rig_on: RigOn) -> None:
     """A dispatcher calls them one after the other."""
     rig = rig_on(driver)
-    dispatcher_on(sessionmaker(rig.sync_engine), add, add, add).deliver(added("m-1"))
+    dispatcher_on(rig.factory, adds, adds, adds).deliver(added("m-1"))
     assert rig.durable() == Durable(3, 3)
 
 
@@ -339,7 +315,7 @@ def test_several_handlers_of_one_event_do_not_deliver_inside_each_other(driver: 
 def test_several_refused_handlers_are_reported_together(driver: Driver, rig_on: RigOn) -> None:
     """An inner event with two handlers fails with ``DeliveryFailed``, and so does the outer delivery."""
     rig = bound_waits(rig_on(driver))
-    dispatcher = dispatcher_on(other_factory(rig), add, add)
+    dispatcher = dispatcher_on(other_factory(rig), adds, adds)
     with pytest.raises(DeliveryFailed) as raised:
         deliver_with(rig, lambda: dispatcher.deliver(added("m-2")))
     assert {type(error) for error in raised.value.exceptions} == {UnsafeSessionError}
@@ -375,25 +351,13 @@ def test_a_delivery_on_another_database_is_none(driver: Driver, rig_on: RigOn, t
     elsewhere = DRIVERS[-1] if driver.is_async else DRIVERS[-2]
     url = URL.create(drivername=elsewhere.drivername, database=str(tmp_path / "other"))
     create_tables(url.set(drivername="sqlite"))
-    options: dict[str, Any] = {"poolclass": NullPool}
-    other: Any = sessionmaker(create_engine(url, **options))
-    if driver.is_async:
-        other = async_sessionmaker(create_async_engine(url, **options))
+    other = factory_of(url)
     there = dispatcher_on(other)
     deliver_with(rig, lambda: there.deliver(added("m-2")))
     assert rig.durable() == ONCE
 
     back = inner_delivery(rig, "m-4")
-
-    def direct(_event: object, _session: Session) -> None:
-        back()
-
-    async def awaited(_event: object, _session: AsyncSession) -> None:
-        await back()
-
-    function: Any = awaited if driver.is_async else direct
-    kind: Any = AsyncDispatcher if driver.is_async else Dispatcher
-    returning = kind(other, projector(idempotent=True, name="back")(on("added")(function)))
+    returning = dispatcher_on(other, lambda _event, _session: done(back()))
     rig.outside.empty()
     with pytest.raises(UnsafeSessionError, match=REFUSED):
         deliver_with(rig, lambda: returning.deliver(added("m-3")))
@@ -503,38 +467,19 @@ def test_a_test_in_an_outer_transaction_is_told_too(driver: Driver, rig_on: RigO
     """What would wait for ever in production is refused where one connection would let it pass."""
     rig = rig_on(driver)
 
-    async def awaited() -> None:
-        assert isinstance(rig.engine, AsyncEngine)
-        async with rig.engine.connect() as connection:
-            factory = async_sessionmaker(connection)
-            with external_transaction(dispatcher_on(factory)) as inner:
+    def in_an_outer_transaction() -> None:
+        connection = rig.engine.connect() if isinstance(rig.engine, Engine) else done(rig.engine.connect().start())
+        factory = type(rig.factory)(connection)
+        with external_transaction(dispatcher_on(factory)) as inner:
+            outer = dispatcher_on(factory, lambda _event, _session: done(inner.deliver(added("m-2"))))
+            with external_transaction(outer), pytest.raises(UnsafeSessionError, match=REFUSED):
+                done(outer.deliver(added("m-1")))
+            assert done(inner.deliver(added("m-2"))).outcome is Outcome.APPLIED
+            found = done(connection.execute(select(default_tables.marker.c.message_id)))
+            assert found.scalars().all() == ["m-2"]
+        done(connection.close())
 
-                async def body(_event: object, _session: AsyncSession) -> None:
-                    await inner.deliver(added("m-2"))
-
-                outer = AsyncDispatcher(factory, projector(idempotent=True, name="outer")(on("added")(body)))
-                with external_transaction(outer), pytest.raises(UnsafeSessionError, match=REFUSED):
-                    await outer.deliver(added("m-1"))
-                assert (await inner.deliver(added("m-2"))).outcome is Outcome.APPLIED
-                found = await connection.execute(select(default_tables.marker.c.message_id))
-                assert found.scalars().all() == ["m-2"]
-
-    def direct() -> None:
-        with rig.sync_engine.connect() as connection:
-            factory = sessionmaker(connection)
-            with external_transaction(dispatcher_on(factory)) as inner:
-
-                def body(_event: object, _session: Session) -> None:
-                    inner.deliver(added("m-2"))
-
-                outer = Dispatcher(factory, projector(idempotent=True, name="outer")(on("added")(body)))
-                with external_transaction(outer), pytest.raises(UnsafeSessionError, match=REFUSED):
-                    outer.deliver(added("m-1"))
-                assert inner.deliver(added("m-2")).outcome is Outcome.APPLIED
-                found = connection.execute(select(default_tables.marker.c.message_id))
-                assert found.scalars().all() == ["m-2"]
-
-    rig.run(awaited()) if driver.is_async else direct()
+    rig.in_one_task(in_an_outer_transaction)
 
 
 # The same database -------------------------------------------------------------------------------------------------

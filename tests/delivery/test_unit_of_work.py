@@ -8,6 +8,7 @@ import pytest
 from sqlalchemy import Engine, event, text
 from sqlalchemy.orm import Session, sessionmaker
 
+from marked import one_of_each_engine  # noqa: F401  # a fixture
 from projector_dedup import (
     Dispatcher,
     InProgress,
@@ -24,7 +25,7 @@ from rig import NOTHING, ONCE, Durable, Total, state, tables_on
 
 @pytest.fixture
 def factory(engine: Engine) -> Iterator[sessionmaker[Session]]:
-    """On an engine with the tables, for each driver in turn."""
+    """On an engine with the tables, on each database in turn."""
     yield sessionmaker(tables_on(engine))
     assert engine.pool.checkedout() == 0  # type: ignore[attr-defined]  # a QueuePool
 

@@ -11,7 +11,7 @@ import pytest
 from sqlalchemy import Engine, create_engine, text
 from sqlalchemy.orm import Session
 
-from databases import DRIVERS, Database, Driver
+from databases import USUAL_DRIVERS, Database, Driver
 from misbehaviour import driver_of, execute_raw
 from projector_dedup import Outcome, TransactionViolatedError
 from projector_dedup.tables import default_metadata
@@ -19,7 +19,7 @@ from projector_dedup.testing.kit import Added, Base, Harness, Subject, add
 
 APPLIED = Outcome.APPLIED
 on_drivers_of = {
-    engine: pytest.mark.parametrize("driver", [each for each in DRIVERS if each.engine == engine], ids=str)
+    engine: pytest.mark.parametrize("driver", [each for each in USUAL_DRIVERS if each.engine == engine], ids=str)
     for engine in ("postgresql", "mariadb", "sqlite")
 }
 Execute = Callable[[Session, str], object]

@@ -16,7 +16,14 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
 from databases import SERVERS, Driver, each_driver, mariadb_connection, spread
 from misbehaviour import bad_flush, execute_raw, fail, swallow
-from projector_dedup import Defer, Outcome, RetriesExhaustedError, TransactionViolatedError, UnsafeSessionError
+from projector_dedup import (
+    Defer,
+    Outcome,
+    RetriesExhaustedError,
+    RetryPolicy,
+    TransactionViolatedError,
+    UnsafeSessionError,
+)
 from projector_dedup.guard import GuardedSession
 from rig import NOTHING, ONCE, Durable, Rig, Total, add
 
@@ -80,7 +87,7 @@ def test_a_handlers_own_error_is_what_the_caller_gets(
     assert rig.connects == 1
 
 
-def overtaken(rig: Rig, then: Callable[[Session], None]) -> Callable[[Session], None]:
+def overtaken(rig: Rig, then: Callable[[Session], object]) -> Callable[[Session], None]:
     """A handler that the first time changes a row which somebody else has changed since: 40001, or 1020 on MariaDB."""
     rig.outside.execute("insert into total values ('a', 0)")
     attempts = iter(range(100))
@@ -96,50 +103,42 @@ def overtaken(rig: Rig, then: Callable[[Session], None]) -> Callable[[Session], 
     return handler
 
 
-def surfaces(session: Session) -> None:
-    """The error goes where it should."""
-    add(session)
-
-
-def is_swallowed(session: Session) -> None:
-    """It does not."""
-    swallow(session.execute, text("update total set amount = 5"))
+STALE = text("update total set amount = 5")
 
 
 def is_swallowed_and_so_is_the_next(session: Session) -> None:
     """The second error, 25P02, says nothing of the first."""
-    is_swallowed(session)
+    swallow(session.execute, STALE)
     swallow(session.execute, text("select 1"))
-
-
-def is_swallowed_by_the_flush(session: Session) -> None:
-    """The ORM rolls back, and says so at every later use."""
-    swallow(add, session)
 
 
 def is_swallowed_and_rolled_back(session: Session) -> None:
     """Whoever rolls back loses the marker too."""
-    is_swallowed(session)
+    swallow(session.execute, STALE)
     session.rollback()
 
 
-def is_made_another(session: Session) -> None:
-    """The handler wraps it."""
+def made_another(do: Callable[[Session], object], session: Session) -> None:
+    """Wrap its error, as handlers do."""
     try:
-        add(session)
+        do(session)
     except DBAPIError as error:
         raise ValueError("could not add") from error
 
 
-MADE_OF_A_CONFLICT = [
-    is_swallowed_and_so_is_the_next, surfaces, is_swallowed, is_swallowed_by_the_flush, is_swallowed_and_rolled_back,
-    is_made_another,
-]  # fmt: skip
+MADE_OF_A_CONFLICT: dict[str, Callable[[Session], object]] = {
+    "is_swallowed_and_so_is_the_next": is_swallowed_and_so_is_the_next,
+    "surfaces": add,
+    "is_swallowed": lambda session: swallow(session.execute, STALE),
+    "is_swallowed_by_the_flush": lambda session: swallow(add, session),
+    "is_swallowed_and_rolled_back": is_swallowed_and_rolled_back,
+    "is_made_another": lambda session: made_another(add, session),
+}
 
 
 @spread("then", MADE_OF_A_CONFLICT, *SERVERS)
 def test_a_serialization_failure_is_retried_whatever_the_handler_makes_of_it(
-    driver: Driver, then: Callable[[Session], None], rig_on: RigOn
+    driver: Driver, then: Callable[[Session], object], rig_on: RigOn
 ) -> None:
     """The first error of the transaction decides: the whole unit runs again, on the connection that it had."""
     rig = rig_on(driver)
@@ -236,16 +235,6 @@ class Rival:
         self._connection.close()
 
 
-def and_surfaces(collide: Callable[[Session], None], session: Session) -> None:
-    """The error goes where it should."""
-    collide(session)
-
-
-def and_is_swallowed(collide: Callable[[Session], None], session: Session) -> None:
-    """It does not."""
-    swallow(collide, session)
-
-
 def and_more_is_written(collide: Callable[[Session], None], session: Session) -> None:
     """The server would go on, in another transaction: without the marker."""
     swallow(collide, session)
@@ -285,23 +274,23 @@ def and_it_is_rolled_back(collide: Callable[[Session], None], session: Session) 
     session.rollback()
 
 
-def and_it_is_made_another(collide: Callable[[Session], None], session: Session) -> None:
-    """The handler wraps it."""
-    try:
-        collide(session)
-    except DBAPIError as error:
-        raise ValueError("could not add") from error
-
-
 def _nested(do: Callable[[Session], object], session: Session) -> None:
     with session.begin_nested():
         do(session)
 
 
-MADE_OF_A_DEADLOCK = [
-    and_more_is_written_below, and_surfaces, and_is_swallowed, and_more_is_written, and_more_is_written_in_a_savepoint,
-    and_is_swallowed_in_a_savepoint, and_its_savepoint_is_rolled_back, and_it_is_rolled_back, and_it_is_made_another,
-]  # fmt: skip
+Collide = Callable[[Session], None]
+MADE_OF_A_DEADLOCK: dict[str, Callable[[Collide, Session], object]] = {
+    "and_more_is_written_below": and_more_is_written_below,
+    "and_surfaces": lambda collide, session: collide(session),
+    "and_is_swallowed": swallow,
+    "and_more_is_written": and_more_is_written,
+    "and_more_is_written_in_a_savepoint": and_more_is_written_in_a_savepoint,
+    "and_is_swallowed_in_a_savepoint": and_is_swallowed_in_a_savepoint,
+    "and_its_savepoint_is_rolled_back": and_its_savepoint_is_rolled_back,
+    "and_it_is_rolled_back": and_it_is_rolled_back,
+    "and_it_is_made_another": made_another,
+}
 
 
 @pytest.mark.parametrize("collide", [Rival.deadlocks, Rival.times_out])
@@ -309,7 +298,7 @@ MADE_OF_A_DEADLOCK = [
 def test_a_deadlock_is_retried_whatever_the_handler_makes_of_it(
     driver: Driver,
     collide: Callable[[Rival, Session], None],
-    then: Callable[[Callable[[Session], None], Session], None],
+    then: Callable[[Collide, Session], object],
     rig_on: RigOn,
 ) -> None:
     """The whole unit runs again, and nothing that was written in between is kept; so after a lock timeout, too."""
@@ -459,51 +448,27 @@ def orm_delete(session: Session) -> None:
     session.flush()
 
 
-def flushed_at_commit(session: Session) -> None:
-    """When the handler has returned."""
-    session.add(Kept(id=2))
-
-
-def bulk_insert(session: Session) -> None:
-    """Many rows."""
-    session.execute(insert(Kept), [{"id": 2}, {"id": 3}])
-
-
-def core_insert(session: Session) -> None:
-    """On the connection."""
-    session.connection().execute(insert(Kept).values(id=2))
-
-
-def core_upsert(session: Session) -> None:
-    """The atomic one that docs/concurrency.md recommends."""
-    session.execute(mysql.insert(Kept).values(id=1).on_duplicate_key_update(amount=5))
-
-
-def insert_from_select(session: Session) -> None:
-    """Rows that the server has."""
-    session.execute(insert(Kept).from_select(["id"], select(literal_column("2"))))
-
-
-def core_update(session: Session) -> None:
-    """Of many rows."""
-    session.execute(update(Kept).values(amount=5))
-
-
-def query_delete(session: Session) -> None:
-    """By the older interface."""
-    session.query(Kept).delete()
-
-
-WRITES = [
-    orm_insert, orm_update, orm_delete, flushed_at_commit, bulk_insert, core_insert, core_upsert, insert_from_select,
-    core_update, query_delete,
-]  # fmt: skip
+UPSERT = mysql.insert(Kept).values(id=1).on_duplicate_key_update(amount=5)
+WRITES: dict[str, Callable[[Session], object]] = {
+    "orm_insert": orm_insert,
+    "orm_update": orm_update,
+    "orm_delete": orm_delete,
+    "flushed_at_commit": lambda session: session.add(Kept(id=2)),
+    "bulk_insert": lambda session: session.execute(insert(Kept), [{"id": 2}, {"id": 3}]),
+    "core_insert": lambda session: session.connection().execute(insert(Kept).values(id=2)),
+    "core_upsert": lambda session: session.execute(UPSERT),
+    "insert_from_select": lambda session: session.execute(
+        insert(Kept).from_select(["id"], select(literal_column("2")))
+    ),
+    "core_update": lambda session: session.execute(update(Kept).values(amount=5)),
+    "query_delete": lambda session: session.query(Kept).delete(),
+}
 
 
 @pytest.mark.parametrize("storage", ["MyISAM", "Aria"])
 @spread("write", WRITES, "mariadb")
 def test_a_read_model_without_transactions_is_refused(
-    driver: Driver, storage: str, write: Callable[[Session], None], rig_on: RigOn
+    driver: Driver, storage: str, write: Callable[[Session], object], rig_on: RigOn
 ) -> None:
     """Before it is written, for no rollback would take it back; swallowed or not, the table stays as it was."""
     rig = rig_on(driver)
@@ -787,5 +752,5 @@ def test_an_error_by_which_the_server_rolls_back_is_remembered(driver: Driver, n
         swallow(session.execute, text(f"signal sqlstate 'HY000' set mysql_errno = {number}, message_text = 'x'"))
 
     with pytest.raises(RetriesExhaustedError):
-        rig.deliver(handler)
+        rig.deliver(handler, retry=RetryPolicy(attempts=2, base=0))
     assert rig.durable() == NOTHING

@@ -33,76 +33,78 @@ def forgets_its_changes(session: Session) -> None:
     session.expunge_all()
 
 
-def hidden_rollback(session: Session) -> None:
-    """ROLLBACK inside a piece of SQL that SQLAlchemy compiles; these drivers send several statements as one."""
-    session.execute(select(literal_column("1; rollback; begin; select 1"))).all()
-    session.execute(text("insert into total values ('a', 10)"))
+def hidden(ends: str, then: str) -> Callable[[Session], None]:
+    """A piece of SQL that SQLAlchemy compiles; these drivers send several statements as one."""
+
+    def do(session: Session) -> None:
+        session.execute(select(literal_column(f"1; {ends}; begin; select 1"))).all()
+        session.execute(text(then))
+
+    return do
 
 
-def hidden_commit(session: Session) -> None:
-    """The same with COMMIT: it matters if the handler fails later."""
-    session.execute(select(literal_column("1; commit; begin; select 1"))).all()
-    session.execute(text("update total set amount = amount + 10"))
+def by_the_cursor_of_a_result(ends: str, then: str, *, begins: bool = True) -> Callable[[Session], None]:
+    """The one way to the driver that does not go through `connection.connection`.
+
+    Without BEGIN the other drivers see that no transaction is open; mysqlclient cannot tell.
+    """
+
+    def do(session: Session) -> None:
+        connection = session.execute(text("select 1")).cursor.connection  # type: ignore[attr-defined]  # a CursorResult
+        getattr(connection, ends)()
+        if begins:
+            connection.cursor().execute("BEGIN")
+        session.execute(text(then))
+
+    return do
 
 
-def rollback_by_the_cursor_of_a_result(session: Session) -> None:
-    """The one way to the driver that does not go through `connection.connection`."""
-    cursor = session.execute(text("select 1")).cursor  # type: ignore[attr-defined]  # a CursorResult
-    cursor.connection.rollback()
-    cursor.connection.cursor().execute("BEGIN")
-    session.execute(text("insert into total values ('a', 10)"))
-
-
-def commit_by_the_cursor_of_a_result(session: Session) -> None:
-    """The same way with a commit."""
-    cursor = session.execute(text("select 1")).cursor  # type: ignore[attr-defined]  # a CursorResult
-    cursor.connection.commit()
-    cursor.connection.cursor().execute("BEGIN")
-    session.execute(text("update total set amount = amount + 10"))
-
-
-def rollback_alone_by_the_cursor_of_a_result(session: Session) -> None:
-    """Without BEGIN the other drivers see that no transaction is open; mysqlclient cannot tell."""
-    session.execute(text("select 1")).cursor.connection.rollback()  # type: ignore[attr-defined]  # a CursorResult
-    session.execute(text("insert into total values ('a', 10)"))
-
-
-def commit_alone_by_the_cursor_of_a_result(session: Session) -> None:
-    """The same with a commit."""
-    session.execute(text("select 1")).cursor.connection.commit()  # type: ignore[attr-defined]  # a CursorResult
-    session.execute(text("update total set amount = amount + 10"))
-
-
+INSERT, UPDATE = "insert into total values ('a', 10)", "update total set amount = amount + 10"
+commit_by_the_cursor_of_a_result = by_the_cursor_of_a_result("commit", UPDATE)
 SEVERAL_AS_ONE = ("psycopg", "psycopg2", "MySQLdb", "asyncmy", "aiomysql")
 HAVE_CURSORS = ("psycopg", "psycopg2", "sqlite3", "pymysql", "MySQLdb")
-UNSEEN = [
-    Unseen(forgets_its_changes, tuple(each.module for each in DRIVERS), Durable(1, 1), strict=None),
-    Unseen(hidden_rollback, SEVERAL_AS_ONE, Durable(0, 10), strict=NOTHING),
-    Unseen(hidden_commit, SEVERAL_AS_ONE, Durable(1, 11), strict=ONCE),
-    Unseen(rollback_by_the_cursor_of_a_result, HAVE_CURSORS, Durable(0, 10), strict=NOTHING),
-    Unseen(commit_by_the_cursor_of_a_result, HAVE_CURSORS, Durable(1, 11), strict=ONCE),
-    Unseen(rollback_alone_by_the_cursor_of_a_result, ("MySQLdb",), Durable(0, 10), strict=NOTHING),
-    Unseen(commit_alone_by_the_cursor_of_a_result, ("MySQLdb",), Durable(1, 11), strict=ONCE),
-]
+BY_CURSOR = by_the_cursor_of_a_result
+UNSEEN = {
+    "forgets_its_changes": Unseen(forgets_its_changes, tuple(each.module for each in DRIVERS), ONCE, strict=None),
+    # ROLLBACK or COMMIT inside a piece of SQL; a COMMIT matters if the handler fails later.
+    "hidden_rollback": Unseen(hidden("rollback", INSERT), SEVERAL_AS_ONE, Durable(0, 10), strict=NOTHING),
+    "hidden_commit": Unseen(hidden("commit", UPDATE), SEVERAL_AS_ONE, Durable(1, 11), strict=ONCE),
+    "rollback_by_the_cursor_of_a_result": Unseen(
+        BY_CURSOR("rollback", INSERT), HAVE_CURSORS, Durable(0, 10), strict=NOTHING
+    ),
+    "commit_by_the_cursor_of_a_result": Unseen(
+        commit_by_the_cursor_of_a_result, HAVE_CURSORS, Durable(1, 11), strict=ONCE
+    ),
+    "rollback_alone_by_the_cursor_of_a_result": Unseen(
+        BY_CURSOR("rollback", INSERT, begins=False), ("MySQLdb",), Durable(0, 10), strict=NOTHING
+    ),
+    "commit_alone_by_the_cursor_of_a_result": Unseen(
+        BY_CURSOR("commit", UPDATE, begins=False), ("MySQLdb",), Durable(1, 11), strict=ONCE
+    ),
+}
 CASES = [
-    pytest.param(driver, unseen, id=f"{driver}-{unseen.do.__name__}")
-    for unseen in UNSEEN
+    pytest.param(driver, unseen, id=f"{driver}-{name}")
+    for name, unseen in UNSEEN.items()
     for driver in DRIVERS
-    if driver.module in unseen.drivers
-    and not (driver.is_async and "cursor" in unseen.do.__name__)  # its cursors are private there
+    if driver.module in unseen.drivers and not (driver.is_async and "cursor" in name)  # its cursors are private there
 ]
+
+
+def handler_of(unseen: Unseen) -> Callable[[Session], None]:
+    """A handler that adds 1 and misbehaves."""
+
+    def handler(session: Session) -> None:
+        add(session)
+        unseen.do(session)
+
+    return handler
 
 
 @pytest.mark.parametrize(("driver", "unseen"), CASES)
 def test_it_is_not_seen(driver: Driver, unseen: Unseen, rig_on: Callable[[Driver], Rig]) -> None:
     """The delivery says `APPLIED`, and what is durable is not what the handler was delivered for."""
     rig = rig_on(driver)
-
-    def handler(session: Session) -> None:
-        add(session)
-        unseen.do(session)
-
-    assert rig.deliver(handler).outcome is Outcome.APPLIED
+    assert rig.deliver(handler_of(unseen)).outcome is Outcome.APPLIED
     assert rig.durable() == unseen.durable
     rig.assert_nothing_is_left()
 
@@ -111,17 +113,12 @@ def test_it_is_not_seen(driver: Driver, unseen: Unseen, rig_on: Callable[[Driver
 def test_strict_asks_the_server(driver: Driver, unseen: Unseen, rig_on: Callable[[Driver], Rig]) -> None:
     """`strict=True` finds out that the transaction is another, and says whether the marker was committed."""
     rig = rig_on(driver)
-
-    def handler(session: Session) -> None:
-        add(session)
-        unseen.do(session)
-
     if unseen.strict is None:
-        assert rig.deliver(handler, strict=True).outcome is Outcome.APPLIED
+        assert rig.deliver(handler_of(unseen), strict=True).outcome is Outcome.APPLIED
         assert rig.durable() == unseen.durable
     else:
         with pytest.raises(TransactionViolatedError) as raised:
-            rig.deliver(handler, strict=True)
+            rig.deliver(handler_of(unseen), strict=True)
         assert raised.value.durable is (unseen.strict != NOTHING)
         assert rig.durable() == unseen.strict
         again = rig.deliver(add, strict=True).outcome

@@ -69,109 +69,63 @@ class Totals(Base):
 
 
 tables = make_tables(Base.metadata)
-Body = Callable[[Session], None]
+Body = Callable[[Session], Any]
 LOCK = {"postgresql": "FOR NO KEY UPDATE OF", "mariadb": "FOR UPDATE"}  # MariaDB cannot say which of joined tables
 
 
-def _by_get(session: Session) -> None:
-    session.get_one(Totals, "a").amount += 1
+def count(totals: Any) -> None:
+    """Change a declared row."""
+    totals.amount += 1
 
 
-def _by_select(session: Session) -> None:
-    session.scalars(select(Totals).where(Totals.id == "a")).one().amount += 1
+def visit(undeclared: Any) -> None:
+    """Change a row of another entity."""
+    undeclared.visits += 1
 
 
-def _by_query(session: Session) -> None:
-    session.query(Totals).filter_by(id="a").one().amount += 1
+def of_joined_customer(session: Session) -> Any:
+    """A declared row that came with an undeclared one, in one SELECT."""
+    return session.scalars(select(Customer).options(joinedload(Customer.totals))).unique().one().totals[0]
 
 
-def _by_alias(session: Session) -> None:
-    alias = aliased(Totals)
-    session.scalars(select(alias).where(alias.id == "a")).one().amount += 1
-
-
-def _by_column(session: Session) -> None:
-    amount = session.scalar(select(Totals.amount).where(Totals.id == "a")) or 0
+def _by_column(session: Session, column: Any) -> None:
+    amount = session.scalar(select(column).where(column.table.c.id == "a")) or 0
     session.execute(update(Totals).where(Totals.id == "a").values(amount=amount + 1))
 
 
-def _by_core(session: Session) -> None:
-    table = Totals.__table__
-    amount = session.scalar(select(table.c.amount).where(table.c.id == "a")) or 0
-    session.execute(update(Totals).where(Totals.id == "a").values(amount=amount + 1))
-
-
-def _beside_a_column(session: Session) -> None:
-    row = session.execute(select(Totals, Customer.id).join(Customer).where(Totals.id == "a")).one()
-    row[0].amount += 1
-
-
-def _beside_an_entity(session: Session) -> None:
-    row = session.execute(select(Customer, Totals).join(Totals)).one()
-    row[1].amount += 1
-
-
-def _with_joined_customer(session: Session) -> None:
-    session.scalars(select(Totals).options(joinedload(Totals.customer))).one().amount += 1
-
-
-def _by_lazy_load(session: Session) -> None:
-    session.get_one(Customer, 1).totals[0].amount += 1
-
-
-def _by_selectin(session: Session) -> None:
-    session.scalars(select(Customer).options(selectinload(Customer.totals))).one().totals[0].amount += 1
-
-
-def _by_merge(session: Session) -> None:
-    session.merge(Totals(id="a", amount=1, customer_id=1))
-
-
-def _joined_from_elsewhere(session: Session) -> None:
-    session.scalars(select(Customer).options(joinedload(Customer.totals))).unique().one().totals[0].amount += 1
-
-
-def _deleted_unlocked(session: Session) -> None:
-    session.delete(session.scalars(select(Customer).options(joinedload(Customer.totals))).unique().one().totals[0])
+ALIAS, CORE = aliased(Totals), Totals.__table__
+LOCKED: dict[str, Body] = {
+    "by_get": lambda s: count(s.get_one(Totals, "a")),
+    "by_select": lambda s: count(s.scalars(select(Totals).where(Totals.id == "a")).one()),
+    "by_query": lambda s: count(s.query(Totals).filter_by(id="a").one()),
+    "by_alias": lambda s: count(s.scalars(select(ALIAS).where(ALIAS.id == "a")).one()),
+    "by_column": lambda s: _by_column(s, Totals.amount),
+    "by_core": lambda s: _by_column(s, CORE.c.amount),
+    "beside_a_column": lambda s: count(s.execute(select(Totals, Customer.id).join(Customer)).one()[0]),
+    "beside_an_entity": lambda s: count(s.execute(select(Customer, Totals).join(Totals)).one()[1]),
+    "with_joined_customer": lambda s: count(s.scalars(select(Totals).options(joinedload(Totals.customer))).one()),
+    "by_lazy_load": lambda s: count(s.get_one(Customer, 1).totals[0]),
+    "by_selectin": lambda s: count(s.scalars(select(Customer).options(selectinload(Customer.totals))).one().totals[0]),
+    "by_merge": lambda s: s.merge(Totals(id="a", amount=1, customer_id=1)),
+}
 
 
 def _locked_too_late(session: Session) -> None:
-    stale = session.scalars(select(Customer).options(joinedload(Customer.totals))).unique().one().totals[0]
+    stale = of_joined_customer(session)
     session.scalars(select(Totals)).one()  # locks the row, but keeps the values that were read before
-    stale.amount += 1
-
-
-def _on_the_nullable_side(session: Session) -> None:
-    session.execute(select(Customer, Totals).outerjoin(Totals)).all()
+    count(stale)
 
 
 def _in_a_subquery(session: Session) -> None:
-    inner = select(Totals).subquery()
-    session.execute(select(inner.c.amount)).all()
+    session.execute(select(select(Totals).subquery().c.amount)).all()
 
 
 def _in_a_union(session: Session) -> None:
     session.scalars(select(Totals).from_statement(select(Totals).union_all(select(Totals)))).all()
 
 
-def _aggregated(session: Session) -> None:
-    session.scalar(select(func.sum(Totals.amount)))
-
-
-def _distinct(session: Session) -> None:
-    session.scalars(select(Totals).distinct()).one()
-
-
-def _with_a_shared_lock(session: Session) -> None:
-    session.scalars(select(Totals).with_for_update(read=True)).one().amount += 1
-
-
-def _by_get_with_a_shared_lock(session: Session) -> None:
-    session.get_one(Totals, "a", with_for_update={"read": True}).amount += 1
-
-
 def _with_a_lock_of_another(session: Session) -> None:
-    session.scalars(select(Totals).join(Customer).with_for_update(of=Customer)).one().amount += 1
+    count(session.scalars(select(Totals).join(Customer).with_for_update(of=Customer)).one())
 
 
 def _after_a_savepoint_was_rolled_back(session: Session) -> None:
@@ -179,7 +133,7 @@ def _after_a_savepoint_was_rolled_back(session: Session) -> None:
         kept = session.get_one(Totals, "a")
         savepoint.rollback()
     assert session.get_one(Totals, "a") is kept  # from the session, without a SELECT
-    kept.amount += 1
+    count(kept)
 
 
 def _after_an_outer_savepoint_was_rolled_back(session: Session) -> None:
@@ -187,33 +141,28 @@ def _after_an_outer_savepoint_was_rolled_back(session: Session) -> None:
         with session.begin_nested():
             kept = session.get_one(Totals, "a")
         savepoint.rollback()
-    kept.amount += 1
+    count(kept)
 
 
-def _undeclared_by_get(session: Session) -> None:
-    session.get_one(Customer, 1).visits += 1
-
-
-def _undeclared_deleted(session: Session) -> None:
-    session.delete(session.get_one(Profile, 100))
-
-
-def _undeclared_beside_the_declared(session: Session) -> None:
-    session.scalars(select(Totals).options(joinedload(Totals.customer))).one().customer.visits += 1
-
-
-def _undeclared_by_a_shared_lock(session: Session) -> None:
-    session.get_one(Customer, 1, with_for_update={"read": True}).visits += 1
-
-
-def _undeclared_by_a_lock_of_another(session: Session) -> None:
-    session.scalars(select(Customer).join(Totals).with_for_update(of=Totals)).one().visits += 1
+REFUSED: dict[str, Body] = {
+    "joined_from_elsewhere": lambda s: count(of_joined_customer(s)),
+    "deleted_unlocked": lambda s: s.delete(of_joined_customer(s)),
+    "locked_too_late": _locked_too_late,
+    "on_the_nullable_side": lambda s: s.execute(select(Customer, Totals).outerjoin(Totals)).all(),
+    "in_a_subquery": _in_a_subquery,
+    "in_a_union": _in_a_union,
+    "with_a_shared_lock": lambda s: count(s.scalars(select(Totals).with_for_update(read=True)).one()),
+    "by_get_with_a_shared_lock": lambda s: count(s.get_one(Totals, "a", with_for_update={"read": True})),
+    "with_a_lock_of_another": _with_a_lock_of_another,
+    "after_a_savepoint_was_rolled_back": _after_a_savepoint_was_rolled_back,
+    "after_an_outer_savepoint_was_rolled_back": _after_an_outer_savepoint_was_rolled_back,
+}
 
 
 def _undeclared_locked_too_late(session: Session) -> None:
     stale = session.get_one(Customer, 1)
     session.get_one(Customer, 1, with_for_update=True)  # locks the row, but keeps the values that were read before
-    stale.visits += 1
+    visit(stale)
 
 
 def _inserted_in_a_savepoint_that_was_rolled_back(session: Session) -> None:
@@ -224,47 +173,32 @@ def _inserted_in_a_savepoint_that_was_rolled_back(session: Session) -> None:
     with Session(session.get_bind()) as rival:
         rival.add(Customer(id=9))
         rival.commit()
-    session.get_one(Customer, 9).visits += 1
+    visit(session.get_one(Customer, 9))
 
 
-UNDECLARED = [
-    _undeclared_by_get, _undeclared_deleted, _undeclared_beside_the_declared, _undeclared_by_a_shared_lock,
-    _undeclared_by_a_lock_of_another, _undeclared_locked_too_late, _inserted_in_a_savepoint_that_was_rolled_back,
-]  # fmt: skip
-
-
-def _asked_for_by_get(session: Session) -> None:
-    session.get_one(Customer, 1, with_for_update=True).visits += 1
-
-
-def _asked_for_by_select(session: Session) -> None:
-    session.scalars(select(Customer).with_for_update()).first().visits += 1  # type: ignore[union-attr]
+UNDECLARED: dict[str, Body] = {
+    "undeclared_by_get": lambda s: visit(s.get_one(Customer, 1)),
+    "undeclared_deleted": lambda s: s.delete(s.get_one(Profile, 100)),
+    "undeclared_beside_the_declared": lambda s: visit(
+        s.scalars(select(Totals).options(joinedload(Totals.customer))).one().customer
+    ),
+    "undeclared_by_a_shared_lock": lambda s: visit(s.get_one(Customer, 1, with_for_update={"read": True})),
+    "undeclared_by_a_lock_of_another": lambda s: visit(
+        s.scalars(select(Customer).join(Totals).with_for_update(of=Totals)).one()
+    ),
+    "undeclared_locked_too_late": _undeclared_locked_too_late,
+    "inserted_in_a_savepoint_that_was_rolled_back": _inserted_in_a_savepoint_that_was_rolled_back,
+}
 
 
 def _asked_for_by_refresh(session: Session) -> None:
     stale = session.get_one(Customer, 1)
     session.refresh(stale, with_for_update=True)
-    stale.visits += 1
-
-
-def _asked_for_of_the_entity(session: Session) -> None:
-    session.scalars(select(Customer).join(Totals).with_for_update(of=[Customer, Totals])).one().visits += 1
-
-
-def _counted_by_versions(session: Session) -> None:
-    session.get_one(Counted, 1).visits += 1
-
-
-def _returned_by_an_update(session: Session) -> None:
-    counted = update(Customer).where(Customer.id == 1).values(visits=Customer.visits).returning(Customer)
-    session.scalars(counted).one().visits += 1
+    visit(stale)
 
 
 def _flushed_before(session: Session) -> None:
-    new = Customer(id=9)
-    session.add(new)
-    session.flush()
-    new.visits += 1
+    visit(_got_or_created(session, 9))
 
 
 def _with_the_server_s_key(session: Session) -> None:
@@ -272,7 +206,7 @@ def _with_the_server_s_key(session: Session) -> None:
     session.add(new)
     session.flush()
     session.expire(new)
-    new.visits += 1
+    visit(new)
 
 
 def _transferred_between_new_rows(session: Session) -> None:
@@ -291,10 +225,9 @@ def _got_or_created(session: Session, number: int) -> Customer:
 
 
 def _read_again(session: Session) -> None:
-    session.add(Customer(id=9))
-    session.flush()
+    _got_or_created(session, 9)
     session.expunge_all()
-    session.get_one(Customer, 9).visits += 1
+    visit(session.get_one(Customer, 9))
 
 
 def _new_before_a_savepoint(session: Session) -> None:
@@ -304,13 +237,13 @@ def _new_before_a_savepoint(session: Session) -> None:
         new.visits += 5
         session.flush()
         savepoint.rollback()
-    new.visits += 1
+    visit(new)
 
 
 def _new_in_a_savepoint(session: Session) -> None:
     with session.begin_nested():
         session.add(Customer(id=9))
-    session.get_one(Customer, 9).visits += 1
+    visit(session.get_one(Customer, 9))
 
 
 def _merged_twice(session: Session) -> None:
@@ -325,21 +258,28 @@ def _with_new_rows_that_point_to_it(session: Session) -> None:
     session.add(Profile(customer=customer))
 
 
-SAFE = [
-    _asked_for_by_get, _asked_for_by_select, _asked_for_by_refresh, _asked_for_of_the_entity, _counted_by_versions,
-    _flushed_before, _with_the_server_s_key, _transferred_between_new_rows, _read_again, _new_before_a_savepoint,
-    _new_in_a_savepoint, _merged_twice, _with_new_rows_that_point_to_it,
-]  # fmt: skip
+SAFE: dict[str, Body] = {
+    "asked_for_by_get": lambda s: visit(s.get_one(Customer, 1, with_for_update=True)),
+    "asked_for_by_select": lambda s: visit(s.scalars(select(Customer).with_for_update()).one()),
+    "asked_for_by_refresh": _asked_for_by_refresh,
+    "asked_for_of_the_entity": lambda s: visit(
+        s.scalars(select(Customer).join(Totals).with_for_update(of=[Customer, Totals])).one()
+    ),
+    "counted_by_versions": lambda s: visit(s.get_one(Counted, 1)),
+    "flushed_before": _flushed_before,
+    "with_the_server_s_key": _with_the_server_s_key,
+    "transferred_between_new_rows": _transferred_between_new_rows,
+    "read_again": _read_again,
+    "new_before_a_savepoint": _new_before_a_savepoint,
+    "new_in_a_savepoint": _new_in_a_savepoint,
+    "merged_twice": _merged_twice,
+    "with_new_rows_that_point_to_it": _with_new_rows_that_point_to_it,
+}
 
-LOCKED = [
-    _by_get, _by_select, _by_query, _by_alias, _by_column, _by_core, _beside_a_column, _beside_an_entity,
-    _with_joined_customer, _by_lazy_load, _by_selectin, _by_merge,
-]  # fmt: skip
-REFUSED = [
-    _joined_from_elsewhere, _deleted_unlocked, _locked_too_late, _on_the_nullable_side, _in_a_subquery, _in_a_union,
-    _with_a_shared_lock, _by_get_with_a_shared_lock, _with_a_lock_of_another, _after_a_savepoint_was_rolled_back,
-    _after_an_outer_savepoint_was_rolled_back,
-]  # fmt: skip
+
+def each_of(bodies: dict[str, Body]) -> pytest.MarkDecorator:
+    """Run a test for each of these handlers, by its name."""
+    return pytest.mark.parametrize("body", bodies.values(), ids=bodies)
 
 
 @pytest.fixture
@@ -391,7 +331,7 @@ def _deliver(
         event.remove(engine, "before_cursor_execute", listener)
 
 
-@pytest.mark.parametrize("body", LOCKED, ids=lambda body: body.__name__.strip("_"))
+@each_of(LOCKED)
 def test_reads_of_a_declared_entity_lock_its_rows(server: Engine, body: Body) -> None:
     """However a handler reads a declared entity, the row is locked, and only its row."""
     outcome, statements = _deliver(server, body, read_models=[Totals])
@@ -400,7 +340,7 @@ def test_reads_of_a_declared_entity_lock_its_rows(server: Engine, body: Body) ->
     assert "customer" not in locking.split(LOCK[server.dialect.name])[1]
 
 
-@pytest.mark.parametrize("body", REFUSED, ids=lambda body: body.__name__.strip("_"))
+@each_of(REFUSED)
 def test_what_cannot_be_locked_is_refused(server: Engine, body: Body) -> None:
     """A read that cannot lock, and a change to what was not read under lock, raise; nothing is written."""
     with pytest.raises(UnlockedWriteError):
@@ -411,7 +351,7 @@ def test_what_cannot_be_locked_is_refused(server: Engine, body: Body) -> None:
 
 
 @pytest.mark.parametrize("isolation", [None, "READ COMMITTED"])
-@pytest.mark.parametrize("body", UNDECLARED, ids=lambda body: body.__name__.strip("_"))
+@each_of(UNDECLARED)
 def test_an_undeclared_row_is_not_written_without_a_lock(server: Engine, body: Body, isolation: str | None) -> None:
     """At READ COMMITTED nothing would refuse a stale write of it, so the flush does, and names the entity."""
     if isolation is None and server.dialect.name == "mariadb":
@@ -429,7 +369,7 @@ def test_a_projector_without_markers_refuses_it_too(server: Engine) -> None:
     @projector(name="plain", read_models=[Totals])
     @on(str)
     def handler(_event: str, session: Session) -> None:
-        _undeclared_by_get(session)
+        UNDECLARED["undeclared_by_get"](session)
 
     with pytest.raises(UnlockedWriteError, match="Customer was changed without a lock"):
         Dispatcher(sessionmaker(server), handler).deliver("e")
@@ -440,12 +380,12 @@ def test_units_of_work_and_commands_refuse_it_too(postgresql_engine: Engine) -> 
 
     @command(name="locking", read_models=[Totals])
     def run(_asked: dict[str, str], call: Call) -> None:
-        _undeclared_by_get(call.session)
+        UNDECLARED["undeclared_by_get"](call.session)
 
     factory = sessionmaker(postgresql_engine)
     with UnitOfWork(factory, read_models=[Totals]) as uow:
         assert uow.claim("1", "locking")
-        _undeclared_by_get(uow.session)
+        UNDECLARED["undeclared_by_get"](uow.session)
         with pytest.raises(UnlockedWriteError):
             uow.commit()
     with pytest.raises(UnlockedWriteError):
@@ -455,7 +395,7 @@ def test_units_of_work_and_commands_refuse_it_too(postgresql_engine: Engine) -> 
 
 
 @pytest.mark.parametrize("read_models", [[Totals], [Totals, Customer, Profile, Counted]], ids=["one", "all"])
-@pytest.mark.parametrize("body", SAFE, ids=lambda body: body.__name__.strip("_"))
+@each_of(SAFE)
 def test_a_row_that_nobody_else_can_change_unnoticed_is_written(
     server: Engine, body: Body, read_models: list[type[Any]]
 ) -> None:
@@ -466,14 +406,19 @@ def test_a_row_that_nobody_else_can_change_unnoticed_is_written(
 
 def test_a_row_that_an_update_returns_is_written(postgresql_engine: Engine) -> None:
     """It is as this transaction has written it; MariaDB has no UPDATE ... RETURNING."""
-    outcome, _ = _deliver(postgresql_engine, _returned_by_an_update, read_models=[Totals])
+
+    def body(session: Session) -> None:
+        counted = update(Customer).where(Customer.id == 1).values(visits=Customer.visits).returning(Customer)
+        visit(session.scalars(counted).one())
+
+    outcome, _ = _deliver(postgresql_engine, body, read_models=[Totals])
     assert outcome is Outcome.APPLIED
 
 
 @pytest.mark.parametrize("isolation", ["REPEATABLE READ", "SERIALIZABLE"])
 def test_where_the_database_finds_conflicts_undeclared_rows_need_no_lock(server: Engine, isolation: str) -> None:
     """A level at which a stale write is refused protects every entity, as it does without `read_models`."""
-    outcome, _ = _deliver(server, _undeclared_by_get, read_models=[Totals], isolation=isolation)
+    outcome, _ = _deliver(server, UNDECLARED["undeclared_by_get"], read_models=[Totals], isolation=isolation)
     assert outcome is Outcome.APPLIED
 
 
@@ -510,7 +455,13 @@ def test_a_lock_that_comes_with_fresh_values_loses_no_update(server: Engine) -> 
         assert session.get_one(Customer, 1).visits == 11
 
 
-@pytest.mark.parametrize("body", [_aggregated, _distinct], ids=lambda body: body.__name__.strip("_"))
+AGGREGATES: dict[str, Body] = {
+    "aggregated": lambda s: s.scalar(select(func.sum(Totals.amount))),
+    "distinct": lambda s: s.scalars(select(Totals).distinct()).one(),
+}
+
+
+@each_of(AGGREGATES)
 def test_postgresql_itself_refuses_to_lock_aggregates(postgresql_engine: Engine, body: Body) -> None:
     """Where the rows of a result are not rows of the table, PostgreSQL says so (0A000), and nothing is lost."""
     with pytest.raises(DBAPIError) as refusal:
@@ -518,7 +469,7 @@ def test_postgresql_itself_refuses_to_lock_aggregates(postgresql_engine: Engine,
     assert getattr(refusal.value.orig, "sqlstate", None) == "0A000"
 
 
-@pytest.mark.parametrize("body", [_aggregated, _distinct], ids=lambda body: body.__name__.strip("_"))
+@each_of(AGGREGATES)
 def test_mariadb_locks_what_aggregates_are_made_of(mariadb: Database, body: Body) -> None:
     """There the rows that were read are locked, whatever the result is made of."""
     engine = create_engine(mariadb.url())
@@ -590,16 +541,6 @@ def test_a_savepoint_gives_back_only_the_locks_that_it_took(server: Engine) -> N
         assert session.get_one(Totals, "a").amount == 3
 
 
-def test_core_on_the_connection_is_not_seen(server: Engine) -> None:
-    """docs/concurrency.md says so: it does not pass through the session."""
-
-    def body(session: Session) -> None:
-        session.connection().execute(select(Totals.__table__.c.amount)).all()
-
-    _, statements = _deliver(server, body, read_models=[Totals])
-    assert not _locks(server, statements)
-
-
 def test_factories_do_not_pile_up_listeners(sqlite: Database) -> None:
     """A sessionmaker made for each message leaves nothing behind in SQLAlchemy's registry of events."""
     engine = create_engine(sqlite.url())
@@ -616,22 +557,16 @@ def test_factories_do_not_pile_up_listeners(sqlite: Database) -> None:
     engine.dispose()
 
 
-def test_undeclared_entities_are_not_locked(server: Engine) -> None:
-    """Reference data that every handler reads must not become a queue."""
-
-    def body(session: Session) -> None:
-        session.scalars(select(Customer)).all()
-
-    _, statements = _deliver(server, body, read_models=[Totals])
-    assert not _locks(server, statements)
+NOT_LOCKED: dict[str, Body] = {
+    "core_on_the_connection": lambda s: s.connection().execute(select(CORE.c.amount)).all(),
+    "text": lambda s: s.execute(text("SELECT amount FROM totals")).all(),
+    "undeclared": lambda s: s.scalars(select(Customer)).all(),
+}
 
 
-def test_textual_sql_is_not_seen(server: Engine) -> None:
-    """docs/concurrency.md says so: a textual SELECT is neither locked nor refused."""
-
-    def body(session: Session) -> None:
-        session.execute(text("SELECT amount FROM totals")).all()
-
+@each_of(NOT_LOCKED)
+def test_what_does_not_read_a_declared_entity_through_the_session_is_not_locked(server: Engine, body: Body) -> None:
+    """docs/concurrency.md says so of Core and of text; reference data that every handler reads must not be a queue."""
     outcome, statements = _deliver(server, body, read_models=[Totals])
     assert outcome is Outcome.APPLIED
     assert not _locks(server, statements)
@@ -639,15 +574,15 @@ def test_textual_sql_is_not_seen(server: Engine) -> None:
 
 def test_sessions_outside_are_left_alone(server: Engine) -> None:
     """Declaring an entity changes nothing for the user's own sessions."""
-    _deliver(server, _by_get, read_models=[Totals])
+    _deliver(server, LOCKED["by_get"], read_models=[Totals])
     with Session(server) as session:
-        _joined_from_elsewhere(session)
+        count(of_joined_customer(session))
         session.commit()
     with Session(server) as session:
         assert session.get_one(Totals, "a").amount == 2
 
 
-@pytest.mark.parametrize("body", LOCKED + REFUSED[:1], ids=lambda body: body.__name__.strip("_"))
+@each_of({**LOCKED, "joined_from_elsewhere": REFUSED["joined_from_elsewhere"]})
 def test_on_sqlite_nothing_needs_a_lock(sqlite: Database, body: Body) -> None:
     """Writers are serialised there, so every way of reading is safe and allowed."""
     engine = create_engine(sqlite.url())
@@ -670,20 +605,6 @@ class Node(Base):
     children: Mapped[list["Node"]] = relationship(cascade="all, delete-orphan", overlaps="parent")
 
 
-def _parent_by_joinedload(session: Session) -> None:
-    child = session.scalars(select(Node).where(Node.id == 2).options(joinedload(Node.parent))).one()
-    child.parent.amount += 1  # type: ignore[union-attr]
-
-
-def _parent_by_get_with_joinedload(session: Session) -> None:
-    session.get_one(Node, 2, options=[joinedload(Node.parent)]).parent.amount += 1  # type: ignore[union-attr]
-
-
-def _parent_by_selectinload_of_a_locked_read(session: Session) -> None:
-    locked = select(Node).where(Node.id == 2).with_for_update().options(selectinload(Node.parent))
-    session.scalars(locked).one().parent.amount += 1  # type: ignore[union-attr]
-
-
 def _child_that_the_flush_deletes(session: Session) -> None:
     parent = session.get_one(Node, 1, with_for_update=True)
     del parent.children[:]
@@ -696,18 +617,23 @@ def _lock_that_a_savepoint_of_the_connection_took(session: Session) -> None:
     node.amount += 1
 
 
+CHILD = select(Node).where(Node.id == 2)
+WITH_ANOTHER: dict[str, Body] = {
+    "parent_by_joinedload": lambda s: count(s.scalars(CHILD.options(joinedload(Node.parent))).one().parent),
+    "parent_by_get_with_joinedload": lambda s: count(s.get_one(Node, 2, options=[joinedload(Node.parent)]).parent),
+    "parent_by_selectinload_of_a_locked_read": lambda s: count(
+        s.scalars(CHILD.with_for_update().options(selectinload(Node.parent))).one().parent
+    ),
+    "child_that_the_flush_deletes": _child_that_the_flush_deletes,
+    "lock_that_a_savepoint_of_the_connection_took": _lock_that_a_savepoint_of_the_connection_took,
+}
+LOCKED_TOO = [
+    WITH_ANOTHER[name] for name in ("parent_by_selectinload_of_a_locked_read", "child_that_the_flush_deletes")
+]
+
+
 @pytest.mark.parametrize("read_models", [[Totals], [Node]], ids=["undeclared", "declared"])
-@pytest.mark.parametrize(
-    "body",
-    [
-        _parent_by_joinedload,
-        _parent_by_get_with_joinedload,
-        _parent_by_selectinload_of_a_locked_read,
-        _child_that_the_flush_deletes,
-        _lock_that_a_savepoint_of_the_connection_took,
-    ],
-    ids=lambda body: body.__name__.strip("_"),
-)
+@each_of(WITH_ANOTHER)
 def test_a_row_that_came_with_another_has_no_lock(
     postgresql_engine: Engine, body: Body, read_models: list[type[Any]]
 ) -> None:
@@ -715,7 +641,7 @@ def test_a_row_that_came_with_another_has_no_lock(
     with Session(postgresql_engine) as session:
         session.add(Node(id=1, children=[Node(id=2)]))
         session.commit()
-    if read_models == [Node] and body in (_parent_by_selectinload_of_a_locked_read, _child_that_the_flush_deletes):
+    if read_models == [Node] and body in LOCKED_TOO:
         pytest.skip("a declared entity is locked by the second SELECT too")
     with pytest.raises(UnlockedWriteError, match="Node"):
         _deliver(postgresql_engine, body, read_models=read_models)

@@ -97,6 +97,9 @@ def harness(request: pytest.FixtureRequest) -> Iterator[Harness]:
         yield harness
 
 
+SQLITE = pytest.mark.parametrize("harness", [each for each in SIX if each.engine == "sqlite"], ids=str, indirect=True)
+
+
 @pytest.fixture
 def on_sqlite(sqlite: Database) -> Iterator[Harness]:
     """The contract's tables, where it does not matter on which engine."""
@@ -227,6 +230,7 @@ def by_attributes(found: list[Any], value: str) -> list[tuple[dict[str, Any], An
     return sorted(pairs, key=lambda pair: sorted(pair[0].items()))
 
 
+@SQLITE
 def test_opentelemetry_has_the_conventions_metric_and_counts(
     harness: Harness, reader: InMemoryMetricReader, observer: OpenTelemetryObserver
 ) -> None:
@@ -280,6 +284,7 @@ def _within_a_span(harness: Harness, spans: InMemorySpanExporter, dispatcher: An
     return span
 
 
+@SQLITE
 def test_the_brokers_span_says_what_became_of_the_message(
     harness: Harness, spans: InMemorySpanExporter, observer: OpenTelemetryObserver
 ) -> None:
@@ -311,6 +316,7 @@ def test_the_brokers_span_says_what_became_of_the_message(
     assert span.status.is_unset  # the broker's library sets it
 
 
+@SQLITE
 def test_a_span_of_a_batch_has_an_event_for_each_message(
     harness: Harness, spans: InMemorySpanExporter, observer: OpenTelemetryObserver
 ) -> None:

@@ -11,7 +11,7 @@ from sqlalchemy.orm import sessionmaker
 
 from command import idempotency, on_a_terminal
 from databases import Database
-from marked import metadata, one_of_each_engine, tables, url_of  # noqa: F401  # a fixture
+from marked import metadata, on_one_database, one_of_each_engine, tables, url_of  # noqa: F401  # a fixture
 from projector_dedup import AsyncDispatcher, Dispatcher, on, projector
 from projector_dedup.asyncio_names import async_sessionmaker
 from projector_dedup.maintenance.check import advise, check, verify
@@ -56,33 +56,6 @@ def test_an_unlogged_table_is_fatal(on_postgresql: Engine) -> None:
     verify(on_postgresql, tables)
     run(on_postgresql, finding.remedy.partition("; ")[2])
     assert about(check(on_postgresql, tables), "UNLOGGED") == []
-
-
-def test_autovacuum_that_is_off_for_the_table_is_advice(on_postgresql: Engine) -> None:
-    """What was deleted keeps its space then; the remedy mends it."""
-    assert about(check(on_postgresql, tables), "autovacuum is off for") == []
-    run(on_postgresql, "ALTER TABLE processed_message SET (autovacuum_enabled = false)")
-    (finding,) = about(check(on_postgresql, tables), "autovacuum is off for processed_message")
-    assert not finding.fatal
-    run(on_postgresql, finding.remedy)
-    assert about(check(on_postgresql, tables), "autovacuum is off for") == []
-
-
-def test_autovacuum_that_is_off_on_the_server_is_advice(on_postgresql: Engine) -> None:
-    """As this server has it."""
-    with on_postgresql.connect() as connection:
-        off = connection.scalar(text("SELECT current_setting('autovacuum')")) == "off"
-    assert bool(about(check(on_postgresql, tables), "autovacuum is off on this server")) is off
-
-
-def test_a_big_table_is_vacuumed_early_or_advised_to_be(on_postgresql: Engine) -> None:
-    """A fifth of ten million markers is much to leave dead; of a small table it is nothing."""
-    assert about(check(on_postgresql, tables), "waits") == []
-    run(on_postgresql, "UPDATE pg_class SET reltuples = 1e7 WHERE oid = 'processed_message'::regclass")
-    (finding,) = about(check(on_postgresql, tables), "autovacuum waits until 20% of it is dead")
-    assert not finding.fatal
-    run(on_postgresql, finding.remedy)
-    assert about(check(on_postgresql, tables), "waits") == []
 
 
 def test_a_table_that_is_sound_is_left_alone(engine: Engine) -> None:
@@ -249,6 +222,7 @@ def app(tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize("place", ["shop.consumer:dispatcher", "shop.consumer:make", "shop.consumer:Shop.dispatcher"])
+@on_one_database
 def test_check_asks_the_application(place: str, app: str, engine: Engine) -> None:
     """A module of the current directory; a dispatcher, or a function that makes one."""
     metadata.create_all(engine)
@@ -264,13 +238,14 @@ def test_check_asks_the_application(place: str, app: str, engine: Engine) -> Non
 @pytest.mark.parametrize(
     ("place", "words"),
     [
-        ("shop.nothing:dispatcher", ["there is no module shop.nothing", "the application's own Python"]),
-        ("nothing.at.all:dispatcher", ["there is no module nothing"]),
-        ("shop.broken:dispatcher", ["to import it failed", "no_such_dependency"]),
-        ("shop.consumer:dispatchr", ["to find it failed", "dispatchr"]),
-        ("shop.consumer:number", ["is an int", "Dispatcher"]),
-        ("shop.consumer:fails", ["to call it failed", "RuntimeError: no settings"]),
-        ("shop.consumer:needs", ["to call it failed", "settings"]),
+        ("shop.nothing:dispatcher", ["No module named 'shop.nothing'", "with its own Python"]),
+        ("shop.broken:dispatcher", ["no_such_dependency"]),
+        ("shop.consumer:dispatchr", ["AttributeError", "dispatchr"]),
+        ("shop.consumer:number", ["is of type int", "Dispatcher"]),
+        ("shop.consumer", ["is of type module", "Dispatcher"]),
+        ("shop.consumer:dispatcher.x y", ["ValueError", "write it like myapp.consumer:dispatcher"]),
+        ("shop.consumer:fails", ["RuntimeError: no settings"]),
+        ("shop.consumer:needs", ["TypeError", "settings"]),
     ],
 )
 def test_an_application_that_cannot_be_asked(place: str, words: list[str], app: str, sqlite: Database) -> None:
@@ -297,7 +272,7 @@ def test_json_has_the_problems_too(sqlite: Database) -> None:
     assert done.returncode == 1
     one = json.loads(done.stdout)
     assert not one["ready"]
-    assert {"problem", "remedy", "fatal", "informs"} == set(one["findings"][0])
+    assert {"problem", "remedy", "fatal"} == set(one["findings"][0])
     assert "is not ready" in done.stderr
     engine.dispose()
 

@@ -22,7 +22,7 @@ from sqlalchemy import Connection, Engine, create_engine, delete, event, text
 from sqlalchemy.orm import Session
 
 from databases import DRIVERS, Database, Driver
-from marked import fill, left, metadata, one_of_each_engine, tables, url_of  # noqa: F401  # a fixture
+from marked import fill, left, metadata, on_one_database, one_of_each_engine, tables, url_of  # noqa: F401  # a fixture
 from projector_dedup import (
     CleanupInterruptedError,
     MissingTableError,
@@ -39,7 +39,7 @@ from projector_dedup.maintenance.cleanup import (
     prune,
     redelivery_horizon,
 )
-from projector_dedup.maintenance.databases import database_of
+from projector_dedup.maintenance.databases import Expired, database_of
 from projector_dedup.maintenance.state import CLEANED_AT, PRUNED_UNTIL, RETENTION, read_state
 from pruning import uncommitted_batch
 
@@ -115,9 +115,10 @@ def test_the_index_serves_the_search_for_old_markers(engine: Engine) -> None:
     fill(engine, [1000.0] * 20 + [0.0] * 5000)
     _analyze(engine)
     explain = "EXPLAIN QUERY PLAN " if engine.dialect.name == "sqlite" else "EXPLAIN "
-    statement: Any = database_of(engine).cleanup_statement(tables.marker)
+    expired = Expired(tables.marker, datetime.now(UTC) - timedelta(hours=1), None, 100)
+    statement: Any = database_of(engine).cleanup_statement(expired)
     compiled = statement.compile(engine, compile_kwargs={"render_postcompile": True})
-    given = compiled.construct_params({"cutoff": datetime.now(UTC) - timedelta(hours=1), "batch_size": 100})
+    given = compiled.params
     arguments = tuple(given[name] for name in compiled.positiontup) if compiled.positional else given
     sql = str(compiled).removeprefix("SET STATEMENT innodb_lock_wait_timeout = 1 FOR ")  # EXPLAIN takes no SET
     with engine.connect() as connection:
@@ -415,6 +416,7 @@ def test_a_bound_that_cannot_be_meant_is_refused(bound: str, values: tuple[Any, 
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=str)
+@on_one_database
 def test_a_signal_ends_the_run_after_the_batch(number: signal.Signals, engine: Engine) -> None:
     """Exit code 0, and a count that is true; it is sent to a real process that rests for a day between batches."""
     fill(engine, [1000] * 30)
@@ -449,6 +451,7 @@ main()
 # The command --------------------------------------------------------------------------------------------------------
 
 
+@on_one_database
 def test_a_dry_run_deletes_nothing(engine: Engine) -> None:
     """It says how many would go."""
     fill(engine, [1000] * 7)
@@ -456,6 +459,7 @@ def test_a_dry_run_deletes_nothing(engine: Engine) -> None:
     assert len(left(engine)) == 7
 
 
+@on_one_database
 def test_a_handlers_markers_and_bounds(engine: Engine) -> None:
     """What was left out is said."""
     fill(engine, [1000] * 7)
@@ -466,6 +470,7 @@ def test_a_handlers_markers_and_bounds(engine: Engine) -> None:
     assert said.startswith("Deleted 4 markers older than 168 hours; 2 batches were all")
 
 
+@on_one_database
 @pytest.mark.parametrize("dry_run", [False, True], ids=["", "--dry-run"])
 def test_a_handler_that_nobody_knows_is_refused(dry_run: bool, engine: Engine) -> None:
     """A misspelt name deletes nothing and says so, with the command that has the names."""
@@ -477,6 +482,7 @@ def test_a_handler_that_nobody_knows_is_refused(dry_run: bool, engine: Engine) -
     assert len(left(engine)) == 7
 
 
+@on_one_database
 def test_a_line_of_json(engine: Engine) -> None:
     """Also for a run that failed, without its password; the exit code tells as well."""
     fill(engine, [1000] * 7)
@@ -582,6 +588,7 @@ def test_a_user_who_may_not_write_the_state_can_prune(postgresql: Database, capl
     owner.dispose()
 
 
+@on_one_database
 def test_the_command_declares_and_shows_the_horizon(engine: Engine) -> None:
     """Raised it is at once, lowered with --yes only; cleanup then refuses what is below, without --force."""
     fill(engine, [400])

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from sqlalchemy import Engine, MetaData, create_engine, inspect, select, text, update
-from sqlalchemy.orm import Session, sessionmaker
+from sqlalchemy.orm import sessionmaker
 
 from alembic_project import OURS, Project
 from databases import Database
@@ -22,26 +22,23 @@ from owning import (  # noqa: F401  # second_schema is a fixture
 )
 from projector_dedup import MissingTableError, Outcome, make_tables
 from projector_dedup.commands import (
-    Begun,
     Call,
     Commands,
     CommandTables,
     InvalidKeyError,
-    begin_command,
     command,
     default_command_tables,
     make_command_tables,
 )
-from projector_dedup.maintenance.check import advise, advise_records, verify
-from projector_dedup.maintenance.cleanup import count_expired, prune
+from projector_dedup.maintenance.check import advise, verify
+from projector_dedup.maintenance.cleanup import prune
 from projector_dedup.maintenance.rows import (
-    count_scope,
     find_records,
     forget_record,
     forget_scope,
     rename,
 )
-from projector_dedup.maintenance.schema import Migrated, ddl, migrate, planned
+from projector_dedup.maintenance.schema import Migrated, ddl, migrate
 from projector_dedup.maintenance.stats import stats
 from projector_dedup.tables import default_tables
 
@@ -96,7 +93,6 @@ def test_tables_of_projectors_at_a_later_revision_are_up_to_date(engine: Engine)
     """`alembic upgrade head` in a checkout leads them past their own last revision."""
     migrate(engine)
     run_script(engine, "UPDATE processed_message_alembic_version SET version_num = 'projector_dedup_0002'")
-    assert planned(engine) == ""
     assert migrate(engine) == Migrated(before=1, after=1)
 
 
@@ -220,7 +216,7 @@ def test_the_trial_leaves_no_record(engine: Engine) -> None:
 
 
 def test_either_kind_is_told_from_the_other(engine: Engine) -> None:
-    """By check, migrate, rename, stats, find and forget; a cleanup needs no more columns than markers have."""
+    """By check, migrate, rename, stats, find, forget and cleanup."""
     default_tables.marker.metadata.create_all(engine)
     default_command_tables.marker.metadata.create_all(engine)
     assert twice(engine, default_command_tables) == TWICE
@@ -234,6 +230,8 @@ def test_either_kind_is_told_from_the_other(engine: Engine) -> None:
         lambda: migrate(engine, as_markers),
         lambda: rename(engine, "shop.place", "new", tables=as_markers),
         lambda: verify(engine, as_markers),
+        lambda: stats(engine, tables=as_markers),
+        lambda: prune(engine, tables=as_markers),
     ]
     for refused in refusals:
         with pytest.raises(MissingTableError, match=r"of commands, not of projectors; .*say --commands"):
@@ -249,28 +247,7 @@ def test_either_kind_is_told_from_the_other(engine: Engine) -> None:
     for refused in refusals:
         with pytest.raises(MissingTableError, match=r"of projectors, not of commands; .*leave out --commands"):
             refused()
-    assert count_expired(engine, tables=as_markers) == 0
-    assert stats(engine, tables=as_markers).markers == 1
-    with engine.begin() as connection:
-        connection.execute(update(as_markers.marker).values(processed_at=text("'2020-01-01 00:00:00'")))
-    assert prune(engine, tables=as_markers).deleted == 1
-    assert keys_of(engine) == []
-
-
-def test_advice_about_records(engine: Engine) -> None:
-    """Results near the limit, and records that begin_command left without an outcome; a sound table has neither."""
-    default_command_tables.marker.metadata.create_all(engine)
-    assert twice(engine, default_command_tables) == TWICE
-    assert advise_records(engine, default_command_tables) == []
-    Commands(sessionmaker(engine)).handle(cancel, {"amount": 59_500}, key="big")
-    with Session(engine) as session:
-        assert isinstance(begin_command(session, place, {"amount": 1}, key="never told"), Begun)
-        session.commit()
-    big, unfinished = advise_records(engine, default_command_tables)
-    assert "1 have results near the limit of 65,536 bytes, the largest of 59,502" in big.problem
-    assert "of the newest 3 records, 1 have no outcome" in unfinished.problem
-    assert not big.fatal
-    assert not unfinished.fatal
+    assert keys_of(engine) == [("1:sé ", "shop.place")]
 
 
 def test_advice_speaks_of_records(engine: Engine) -> None:
@@ -321,9 +298,6 @@ def test_a_scope_is_forgotten_exactly(engine: Engine) -> None:
     with engine.begin() as connection:
         connection.execute(default_command_tables.marker.insert(), rows)
     left = {(row["message_id"], row["handler"]) for row in rows}
-    assert count_scope(engine, "a") == {"o1": 7, "o2": 7}
-    assert count_scope(engine, "a", operation="o2") == {"o2": 7}
-    assert count_scope(engine, "nobody") == {}
     batches: list[int] = []
     assert forget_scope(engine, "a", operation="o2", batch_size=3, on_batch=batches.append) == 7
     assert max(batches) <= 3

@@ -21,7 +21,7 @@ from sqlalchemy.orm import Session
 import projector_dedup.maintenance.schema
 from alembic_project import run_python
 from databases import Database
-from marked import one_of_each_engine  # noqa: F401  # a fixture
+from marked import on_one_database, one_of_each_engine  # noqa: F401  # a fixture
 from owning import (  # noqa: F401  # second_schema is a fixture
     TWICE,
     deliver,
@@ -43,7 +43,7 @@ from projector_dedup import (
 )
 from projector_dedup.commands import CommandTables, default_command_tables, make_command_tables
 from projector_dedup.maintenance.check import check
-from projector_dedup.maintenance.schema import Migrated, ddl, migrate, planned
+from projector_dedup.maintenance.schema import Migrated, ddl, migrate
 from projector_dedup.maintenance.state import write_state
 from projector_dedup.tables import default_tables
 
@@ -100,7 +100,6 @@ def test_the_tables_are_made_once(engine: Engine, schema: str | None, make: Call
         made = described(engine, tables)
         assert twice(engine, tables) == TWICE
         assert migrate(engine, tables) == Migrated(before=SCHEMA, after=SCHEMA)
-        assert planned(engine, tables) == ""
         assert set(twice(engine, tables)) == {Outcome.DUPLICATE}
         assert fatal(engine, tables) == []
         assert state_of(engine, tables) == {"schema_version": str(SCHEMA)}
@@ -133,9 +132,6 @@ def test_tables_that_are_there_and_right_are_adopted(engine: Engine, way: str, t
         tables.marker.create(engine)
     if way != "died half way":
         assert twice(engine, tables) == TWICE
-    dry = planned(engine, tables)
-    assert f"INSERT INTO {tables.marker.name}_alembic_version" in dry
-    assert f"CREATE TABLE {tables.marker.name} (" not in dry
     assert migrate(engine, tables) == Migrated(before=SCHEMA, after=SCHEMA, adopted=True)
     assert migrate(engine, tables) == Migrated(before=SCHEMA, after=SCHEMA)
     assert state_of(engine, tables) == {"schema_version": str(SCHEMA)}
@@ -148,9 +144,8 @@ def test_tables_that_are_wrong_are_left_alone(engine: Engine) -> None:
     """A table of somebody else's with our name: an error that names what is wrong, and no table more than before."""
     with engine.begin() as connection:
         connection.execute(text("CREATE TABLE processed_message (message_id VARCHAR(512) PRIMARY KEY)"))
-    for attempt in (migrate, planned):
-        with pytest.raises(MissingTableError, match=r"has no column handler; nothing was changed; alter"):
-            attempt(engine)
+    with pytest.raises(MissingTableError, match=r"has no column handler; nothing was changed; alter"):
+        migrate(engine)
     assert inspect(engine).get_table_names() == ["processed_message"]
 
 
@@ -172,17 +167,6 @@ def test_autocommit_is_refused(engine: Engine) -> None:
     """Neither lock nor change would be one transaction."""
     with pytest.raises(UnsafeSessionError, match="AUTOCOMMIT"):
         migrate(engine.execution_options(isolation_level="AUTOCOMMIT"))
-
-
-@pytest.mark.parametrize("tables", [default_tables, default_command_tables], ids=["markers", "records"])
-def test_what_is_planned_is_what_happens(engine: Engine, tables: DedupTables) -> None:
-    """The SQL of a dry run, sent by hand, leaves nothing for `migrate` to do."""
-    script = planned(engine, tables)
-    assert inspect(engine).get_table_names() == []
-    run_script(engine, script)
-    assert planned(engine, tables) == ""
-    assert migrate(engine, tables) == Migrated(before=SCHEMA, after=SCHEMA)
-    assert fatal(engine, tables) == []
 
 
 def test_the_newest_revision_is_that_of_one_kind_of_tables() -> None:
@@ -350,22 +334,20 @@ def test_check_knows_two_versions(
 # The commands ----------------------------------------------------------------------------------------------------
 
 
+@on_one_database
 def test_the_command(database: Database) -> None:
-    """`migrate` makes the tables (and an SQLite file), and says what it found; `--dry-run` changes nothing."""
+    """`migrate` makes the tables (and an SQLite file), and says what it found."""
     url = database.url().render_as_string(hide_password=False)
 
     def command(*arguments: str) -> Any:
         return run_python("-m", "projector_dedup", *arguments, "--database-url", url, "--table", "inbox")
 
-    if database.engine != "sqlite":
-        assert "CREATE TABLE inbox" in command("migrate", "--dry-run").stdout
-        assert command("check").returncode == 1
+    assert command("check").returncode == 1
     said = [command("migrate") for _ in range(2)]
     assert [(done.returncode, done.stdout, done.stderr) for done in said] == [
         (0, "inbox was created at version 1.\n", ""),
         (0, "inbox is at version 1.\n", ""),
     ]
-    assert command("migrate", "--dry-run").stdout == "-- inbox: nothing to do\n"
     assert command("check").returncode == 0
 
 

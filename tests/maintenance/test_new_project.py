@@ -80,11 +80,11 @@ class NewProject:
         return self.run(first)
 
 
-def test_the_recipe_works_in_an_empty_project(database: Database, tmp_path: Path) -> None:
+def test_the_recipe_works_in_an_empty_project(sqlite: Database, tmp_path: Path) -> None:
     """As it is written: our tables are there and right, the project's revisions are in its own folder."""
     *begin, (_, later) = _recipe()
     ours = sorted(each.name for each in OURS.glob("*.py"))
-    project = NewProject(tmp_path, database)
+    project = NewProject(tmp_path, sqlite)
     assert "No new upgrade operations" in project.follow(begin)
     project.model(more=", Column('more', Integer)")
     project.run(later)
@@ -92,7 +92,7 @@ def test_the_recipe_works_in_an_empty_project(database: Database, tmp_path: Path
     assert len(list((tmp_path / "migrations" / "versions").glob("*.py"))) == 2
     assert sorted(each.name for each in OURS.glob("*.py")) == ours
     assert check_alembic(project.ini) == check_alembic(project.ini, run=True) == check_installed_revisions() == []
-    engine = create_engine(database.url())
+    engine = create_engine(sqlite.url())
     assert not [finding for finding in check(engine) if finding.fatal]
     assert {column["name"] for column in inspect(engine).get_columns("account_totals")} == {"id", "more"}
     with engine.connect() as connection:

@@ -13,7 +13,7 @@ from sqlalchemy import URL, create_engine, event, insert, select, text
 from sqlalchemy.exc import DBAPIError
 
 from databases import Database
-from marked import one_of_each_engine  # noqa: F401  # a fixture
+from marked import on_one_database, one_of_each_engine  # noqa: F401  # a fixture
 from projector_dedup import MissingTableError, Outcome, RefusedError, UnitOfWork
 from projector_dedup.maintenance.cleanup import cleanup
 from projector_dedup.maintenance.rows import Renamed, rename
@@ -283,6 +283,7 @@ def run(harness: Harness, *arguments: str) -> Any:
     return CliRunner().invoke(main, ["rename", "--database-url", url, *arguments])
 
 
+@on_one_database
 def test_the_command_says_what_it_did(harness: Harness) -> None:
     """One line on stdout, nothing on stderr, as cron wants it."""
     write(harness, *((each, OLD) for each in ids(*range(3))), ("a0", NEW))
@@ -312,6 +313,7 @@ def test_the_command_asks_before_it_removes(harness: Harness, monkeypatch: pytes
     assert harness.markers() == [("m1", NEW)]
 
 
+@on_one_database
 def test_the_command_fails_in_one_line(harness: Harness) -> None:
     """A name that nobody knows, and a name that is the same."""
     for arguments, says in (((OLD, NEW), "neither old nor new"), ((OLD, OLD), "has this name already")):

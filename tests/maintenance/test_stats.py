@@ -9,7 +9,7 @@ from sqlalchemy import Engine, MetaData, create_engine, insert, text
 
 from command import idempotency, on_a_terminal
 from databases import Database
-from marked import fill, metadata, one_of_each_engine, tables, url_of  # noqa: F401  # a fixture
+from marked import fill, metadata, on_one_database, one_of_each_engine, tables, url_of  # noqa: F401  # a fixture
 from projector_dedup import MissingTableError, make_tables
 from projector_dedup.maintenance.state import (
     CLEANED_AT,
@@ -113,6 +113,7 @@ def test_a_missing_table_is_named(engine: Engine) -> None:
 # The command -----------------------------------------------------------------------------------------------------
 
 
+@on_one_database
 def test_the_command_prints_plain_columns_in_a_pipe(engine: Engine) -> None:
     """Numbers with commas, moments in UTC, names with control characters escaped."""
     fill(engine, {"a.add": [1.0] * 1200, "b\n.add": [1.0, 200]})
@@ -129,6 +130,7 @@ def test_the_command_prints_plain_columns_in_a_pipe(engine: Engine) -> None:
     assert header.index("oldest") == first.index(first.split()[2])
 
 
+@on_one_database
 def test_the_command_prints_json(engine: Engine) -> None:
     """One object; what failed is on stderr, and no password is in either."""
     fill(engine, {"a.add": [1, 200]})

@@ -61,21 +61,6 @@ def test_an_open_transaction_does_not_keep_the_next_test_waiting(postgresql: Dat
     holder.close()
 
 
-def test_an_engine_that_is_required_and_not_reached_is_a_failure() -> None:
-    """In CI a run that silently left out PostgreSQL does not pass."""
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", __file__, "-k", "finds_its_database_empty and sqlite"],
-        check=False,
-        env={**os.environ, "PROJECTOR_DEDUP_TEST_REQUIRE": "postgresql,sqlite,pgbouncer"},
-        capture_output=True,
-        text=True,
-    )
-    assert "2 passed" in run.stdout
-    for part in ("postgresql+psycopg", "pgbouncer"):
-        assert f"REQUIRED, but not tested: {part} (no test asked for it)" in run.stdout
-    assert run.returncode == 1
-
-
 def test_a_private_server_survives_a_crash_on_its_port() -> None:
     """What was committed before a crash is there after it, under the same URL; what was not is gone."""
     with (

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import nats
 import pika
+import pytest
 from celery.worker import state
 from faststream.nats import NatsBroker
 from faststream.rabbit import RabbitBroker
@@ -20,6 +21,8 @@ from celery_rig import TASK, CeleryQueue, celery_queue
 from consumer_rig import Broker, Sent, wait_for
 from databases import Database
 from kafka_cluster import KafkaCluster
+from kafka_garbage import garbage as kafka_garbage
+from kafka_garbage import produce
 from kafka_rig import Kafka
 from nats_garbage import garbage, send
 from nats_rig import DURABLE, JetStream, jet_stream
@@ -150,9 +153,9 @@ class _Plain(Adapter):
         """A consumer with a dispatcher of its own, which is not run."""
         return self.make(payments.dispatcher(self.engine), **options)
 
-    def run(self, started: Started, **options: Any) -> None:
-        """Consume in this thread."""
-        consumer = self.consumer(**options)
+    def run(self, started: Started, *, consumer: Any = None, **options: Any) -> None:
+        """Consume in this thread, by the given consumer if there is one."""
+        consumer = consumer or self.consumer(**options)
         started(consumer.stop)
         consumer.run()
 
@@ -382,6 +385,7 @@ class KafkaTopic(_Plain):
     """A topic of Kafka."""
 
     program = "with_kafka.py"
+    options: ClassVar[Mapping[str, Any]] = {"max_delay": 0.2}
 
     def __init__(self, database: Database, queue: Kafka) -> None:
         super().__init__(database)
@@ -395,6 +399,12 @@ class KafkaTopic(_Plain):
     def make(self, dispatcher: Any, **options: Any) -> kafka.Consumer:
         """Make a consumer."""
         return kafka.Consumer(self.queue.config, [self.queue.topic], dispatcher, **options)
+
+    def send_strange(self, topic: str = "") -> int:
+        """Publish headers, values and timestamps that no client writes."""
+        messages = list(kafka_garbage(seed=20130101, count=50))
+        produce(self.queue.config["bootstrap.servers"], topic or self.queue.topic, messages)
+        return len(messages)
 
 
 class Celery(Adapter):
@@ -448,6 +458,8 @@ CLIENTS: Mapping[str, tuple[type[Any], Callable[[], contextlib.AbstractContextMa
 }
 """By name, the adapter of a client, and the queue that it is given; Kafka's has a cluster."""
 KAFKA = "kafka"
+POLLS = ((of_nats, "_POLL"), (redis, "_POLL"), (kafka, "WAIT"), (of_pika, "_LOOKS_UP_EVERY"))
+"""The seconds that a consumer waits for a message before it looks whether it was stopped."""
 
 
 @contextlib.contextmanager
@@ -455,6 +467,9 @@ def adapter(client: str, database: Database, cluster: KafkaCluster | None = None
     """The adapter of a client on a queue of its own, with a read model in which nothing is; no account fails."""
     RULES.clear()
     with contextlib.ExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        for module, name in POLLS:
+            patch.setattr(module, name, 0.2)
         if client == KAFKA:
             assert cluster is not None
             made: Adapter = KafkaTopic(database, stack.enter_context(contextlib.closing(Kafka(cluster))))

@@ -12,7 +12,7 @@ import importlib.util
 import os
 import secrets
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,16 +89,17 @@ def each_driver(
     return pytest.mark.parametrize("driver", chosen, ids=str)
 
 
-def spread(name: str, cases: Sequence[Any], *engines: str) -> pytest.MarkDecorator:
+def spread(name: str, cases: Mapping[str, Any] | Sequence[Any], *engines: str) -> pytest.MarkDecorator:
     """Run a test of what does not depend on the driver: every case on the usual driver of each engine, else the first.
 
-    Its arguments are ``driver``, and a function of `cases` as ``name``.
+    Its arguments are ``driver``, and one of `cases` as ``name``: functions, by their names or as they are called there.
     """
+    named = list(cases.items() if isinstance(cases, Mapping) else ((case.__name__, case) for case in cases))
     chosen = [
-        pytest.param(driver, case, id=f"{driver}-{case.__name__}")
+        pytest.param(driver, case, id=f"{driver}-{called}")
         for driver in DRIVERS
         if driver.engine in (engines or ENGINES)
-        for case in (cases if driver in USUAL_DRIVERS and not driver.is_async else cases[:1])
+        for called, case in (named if driver in USUAL_DRIVERS and not driver.is_async else named[:1])
     ]
     return pytest.mark.parametrize(("driver", name), chosen)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from confluent_kafka import Consumer, Message, Producer, TopicPartition
@@ -16,6 +16,8 @@ from projector_dedup.integrations.kafka import aside
 
 TIMEOUT = 30.0
 PARTITIONS = 4
+
+Headers = Mapping[str, str | bytes | None]
 
 
 class Kafka:
@@ -29,6 +31,7 @@ class Kafka:
             "session.timeout.ms": 2000,  # after which the mock notices that a consumer was killed
             "heartbeat.interval.ms": 300,
             "auto.commit.interval.ms": 500,
+            "fetch.wait.max.ms": 20,  # else each look at a topic takes half a second
             "log_level": 3,
         }
         self.retry, self.dead_letters = aside(self.topic, self.config, "retry"), aside(self.topic, self.config, "dead")
@@ -43,8 +46,12 @@ class Kafka:
     def publish(self, messages: Sequence[Sent]) -> None:
         """Publish, and return when the cluster has it all."""
         for each in messages:
-            headers: dict[str, str | bytes | None] = {} if each.id is None else {"message_id": each.id}
-            self._producer.produce(self.topic, each.body, headers=headers)
+            self._producer.produce(self.topic, each.body, headers=[] if each.id is None else [("message_id", each.id)])
+        assert self._producer.flush(TIMEOUT) == 0
+
+    def send(self, body: bytes | None, headers: Headers | None = None, *, topic: str = "", partition: int = 0) -> None:
+        """Publish one message into a partition, with any headers."""
+        self._producer.produce(topic or self.topic, body, b"key", partition, headers=[*(headers or {}).items()])
         assert self._producer.flush(TIMEOUT) == 0
 
     @property
@@ -54,22 +61,32 @@ class Kafka:
 
     def dead(self) -> list[Sent]:
         """The dead letters that were not replayed."""
-        return [_sent(each) for each in self._dead()]
+        return [_sent(each) for each in self.messages(self.dead_letters)]
 
     def letters(self) -> dict[bytes, str]:
         """The body of each of them, and why it is one."""
-        return {each.value() or b"": _headers(each)["projector-dedup-reason"].decode() for each in self._dead()}
+        found = self.messages(self.dead_letters)
+        return {each.value() or b"": headers_of(each)["projector-dedup-reason"].decode() for each in found}
 
-    def _dead(self) -> Iterator[Message]:
-        for place in self._positions(self._reader, self.dead_letters):
+    def messages(self, topic: str) -> list[Message]:
+        """The messages of a topic; of the dead letters those that were not replayed."""
+        return [*self._messages(topic)]
+
+    def _messages(self, topic: str) -> Iterator[Message]:
+        for place in self._positions(self._reader, topic):
             low, high = self._reader.get_watermark_offsets(place, timeout=TIMEOUT)
             place.offset = max(place.offset, low)
-            self._reader.assign([place])
+            if place.offset < high:
+                self._reader.assign([place])
             for _ in range(place.offset, high):
                 message = self._reader.poll(TIMEOUT)
                 assert message is not None
                 assert message.error() is None
                 yield message
+
+    def committed(self, topic: str) -> list[int]:
+        """The position of the group in each partition of a topic."""
+        return [place.offset for place in self._positions(self._group, topic)]
 
     def replay(self) -> int:
         """Publish the dead letters again, by the library."""
@@ -93,11 +110,15 @@ class Kafka:
         return client.committed([TopicPartition(topic, each) for each in range(PARTITIONS)], timeout=TIMEOUT)
 
 
-def _headers(message: Message) -> dict[str, Any]:
+def headers_of(message: Message) -> dict[str, Any]:
+    """The headers of a message."""
     headers = message.headers()
     return dict(headers) if headers else {}
 
 
 def _sent(message: Message) -> Sent:
-    message_id = _headers(message).get("message_id")
-    return Sent(message_id.decode() if isinstance(message_id, bytes) else message_id, message.value() or b"")
+    message_id = headers_of(message).get("message_id")
+    return Sent(
+        message_id.decode(errors="backslashreplace") if isinstance(message_id, bytes) else message_id,
+        message.value() or b"",
+    )

@@ -19,6 +19,10 @@ def one_of_each_engine(database: Database) -> URL:
     return database.url()
 
 
+on_one_database = pytest.mark.parametrize("database", ["sqlite"], indirect=True)
+"""What the command prints does not depend on the database, which the functions behind it are tried on."""
+
+
 def fill(engine: Engine, ages: Iterable[float] | Mapping[str, Iterable[float]]) -> datetime:
     """Make the tables and write markers "0", "1", ... of so many hours, of one handler or of each; return when."""
     metadata.create_all(engine)

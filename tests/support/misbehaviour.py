@@ -95,6 +95,25 @@ def fail(session: Session) -> None:
     session.execute(text("insert into total values ('a', 0)"))
 
 
+def bad_flush(session: Session) -> None:
+    """A flush that violates the primary key of a row that is there."""
+    session.expunge_all()
+    session.add(Total(account="a", amount=0))
+    session.flush()
+
+
+def execute_raw(session: Session, sql: str) -> None:
+    """Run SQL text by a cursor of the driver."""
+    cursor = driver_of(session).cursor()
+    cursor.execute(sql)
+    cursor.close()
+
+
+def raw(*statements: str) -> Callable[[Session], None]:
+    """Run SQL text by a cursor of the driver, one after the other."""
+    return in_order(*(lambda session, sql=sql: execute_raw(session, sql) for sql in statements))
+
+
 def swallow(do: Callable[..., object], *args: Any) -> None:
     """Call a function and swallow its error, as a careless handler would."""
     with contextlib.suppress(Exception):
@@ -116,9 +135,24 @@ def mariadb_text(sql: str, verdict: Verdict) -> Misbehaviour:
 # Session and Connection ------------------------------------------------------------------------------------------
 
 
-def _commit_in_savepoint(session: Session) -> None:
-    with session.begin_nested():
-        session.commit()
+def nested(do: Callable[[Session], object]) -> Callable[[Session], None]:
+    """Do something in a savepoint."""
+
+    def in_savepoint(session: Session) -> None:
+        with session.begin_nested():
+            do(session)
+
+    return in_savepoint
+
+
+def in_order(*steps: Callable[[Session], object]) -> Callable[[Session], None]:
+    """Do one thing after the other."""
+
+    def each(session: Session) -> None:
+        for step in steps:
+            step(session)
+
+    return each
 
 
 def _with_session(session: Session) -> None:
@@ -126,18 +160,9 @@ def _with_session(session: Session) -> None:
         add(session, 100)
 
 
-def _rollback_in_savepoint(session: Session) -> None:
-    with session.begin_nested():
-        session.rollback()
-
-
-def _close_connection(session: Session) -> None:
-    session.connection().close()
-
-
 COMMITS = [
     Misbehaviour("session.commit", lambda s: s.commit(), P),
-    Misbehaviour("session.commit in savepoint", _commit_in_savepoint, P),
+    Misbehaviour("session.commit in savepoint", nested(lambda s: s.commit()), P),
     Misbehaviour("session.get_transaction().commit", lambda s: s.get_transaction().commit(), P),
     Misbehaviour("connection.commit", lambda s: s.connection().commit(), P),
     Misbehaviour("connection.get_transaction().commit", lambda s: s.connection().get_transaction().commit(), P),
@@ -148,7 +173,7 @@ COMMITS = [
 
 ROLLBACKS = [
     Misbehaviour("session.rollback", lambda s: s.rollback(), C),
-    Misbehaviour("session.rollback in savepoint", _rollback_in_savepoint, C),
+    Misbehaviour("session.rollback in savepoint", nested(lambda s: s.rollback()), C),
     Misbehaviour("session.close", lambda s: s.close(), C),
     Misbehaviour("session.reset", lambda s: s.reset(), C),
     Misbehaviour("session.invalidate", lambda s: s.invalidate(), C),
@@ -157,7 +182,7 @@ ROLLBACKS = [
     Misbehaviour("session.get_transaction().close", lambda s: s.get_transaction().close(), C),
     Misbehaviour("connection.rollback", lambda s: s.connection().rollback(), C),
     Misbehaviour("connection.get_transaction().rollback", lambda s: s.connection().get_transaction().rollback(), C),
-    Misbehaviour("connection.close", _close_connection, C),
+    Misbehaviour("connection.close", lambda s: s.connection().close(), C),
     Misbehaviour("connection.invalidate", lambda s: s.connection().invalidate(), C),
 ]
 
@@ -225,47 +250,15 @@ TEXTS = [
 # Savepoints ------------------------------------------------------------------------------------------------------
 
 
-def _savepoint(session: Session) -> None:
-    with session.begin_nested():
-        session.execute(text("select 1"))
-
-
-def _savepoint_rolled_back(session: Session) -> None:
-    swallow(_savepoint_fails, session)
-
-
 def _savepoint_fails(session: Session) -> None:
     with session.begin_nested():
         session.execute(text("update total set amount = 1000"))
         fail(session)
 
 
-def _savepoint_in_savepoint(session: Session) -> None:
-    with session.begin_nested():
-        _swallow_in_savepoint(session)
-
-
 def _swallow_in_savepoint(session: Session) -> None:
     swallow(_savepoint_fails, session)
     session.execute(text("select 1"))
-
-
-def _savepoint_flush_fails(session: Session) -> None:
-    swallow(_flush_fails_in_savepoint, session)
-
-
-def _flush_fails_in_savepoint(session: Session) -> None:
-    with session.begin_nested():
-        bad_flush(session)
-
-
-def _swallowed_in_savepoint(session: Session) -> None:
-    with session.begin_nested():
-        swallow(fail, session)
-
-
-def _connection_savepoint(session: Session) -> None:
-    swallow(_connection_savepoint_fails, session)
 
 
 def _connection_savepoint_fails(session: Session) -> None:
@@ -279,11 +272,6 @@ def _raw_savepoint(session: Session) -> None:
     session.execute(text("ROLLBACK TO SAVEPOINT mine"))
 
 
-def _driver_in_savepoint(session: Session) -> None:
-    with session.begin_nested():
-        execute_raw(session, "select 1")
-
-
 def _driver_in_savepoint_rolled_back(session: Session) -> None:
     with contextlib.suppress(ZeroDivisionError), session.begin_nested():
         with contextlib.suppress(ZeroDivisionError), session.begin_nested():
@@ -294,53 +282,41 @@ def _driver_in_savepoint_rolled_back(session: Session) -> None:
 
 
 SAVEPOINTS = [
-    Misbehaviour("driver read in nested", _driver_in_savepoint, H),
+    Misbehaviour("driver read in nested", nested(raw("select 1")), H),
     Misbehaviour("driver write in nested, rolled back", _driver_in_savepoint_rolled_back, H),
-    Misbehaviour("begin_nested", _savepoint, H),
-    Misbehaviour("begin_nested rolled back", _savepoint_rolled_back, H),
-    Misbehaviour("nested in nested", _savepoint_in_savepoint, H),
-    Misbehaviour("flush fails in nested", _savepoint_flush_fails, H),
-    Misbehaviour("connection.begin_nested rolled back", _connection_savepoint, H),
+    Misbehaviour("begin_nested", nested(lambda s: s.execute(text("select 1"))), H),
+    Misbehaviour("begin_nested rolled back", lambda s: swallow(_savepoint_fails, s), H),
+    Misbehaviour("nested in nested", nested(_swallow_in_savepoint), H),
+    Misbehaviour("flush fails in nested", lambda s: swallow(nested(bad_flush), s), H),
+    Misbehaviour("connection.begin_nested rolled back", lambda s: swallow(_connection_savepoint_fails, s), H),
     Misbehaviour("text SAVEPOINT and ROLLBACK TO", _raw_savepoint, H),
     Misbehaviour("text SAVEPOINT left open", lambda s: s.execute(text("SAVEPOINT mine")), H),
-    Misbehaviour("error swallowed inside nested", _swallowed_in_savepoint, H, postgresql=B),
+    Misbehaviour("error swallowed inside nested", nested(lambda s: swallow(fail, s)), H, postgresql=B),
     Misbehaviour("begin_nested left open", lambda s: s.begin_nested(), C),
     Misbehaviour("connection.begin_nested left open", lambda s: s.connection().begin_nested(), C),
 ]
 
 # Swallowed errors ------------------------------------------------------------------------------------------------
 
-
-def bad_flush(session: Session) -> None:
-    """A flush that violates the primary key of a row that is there."""
-    session.expunge_all()
-    session.add(Total(account="a", amount=0))
-    session.flush()
-
-
-def _swallowed_flush_rolled_back(session: Session) -> None:
-    swallow(bad_flush, session)
-    session.rollback()
-
-
-def _swallowed_then_another(session: Session) -> None:
-    swallow(fail, session)
-    swallow(session.execute, text("select 1"))
-
-
-def _insert_or_rollback(session: Session) -> None:
-    session.execute(text("insert or rollback into total values ('a', 0)"))
-
-
 SWALLOWED = [
     Misbehaviour("Core error", lambda s: swallow(fail, s), H, postgresql=C),
-    Misbehaviour("Core error, then another", _swallowed_then_another, H, postgresql=C),
+    Misbehaviour(
+        "Core error, then another",
+        in_order(lambda s: swallow(fail, s), lambda s: swallow(s.execute, text("select 1"))),
+        H,
+        postgresql=C,
+    ),
     Misbehaviour("flush error", lambda s: swallow(bad_flush, s), C),
-    Misbehaviour("flush error, then rollback", _swallowed_flush_rolled_back, C),
+    Misbehaviour("flush error, then rollback", in_order(lambda s: swallow(bad_flush, s), lambda s: s.rollback()), C),
     Misbehaviour(
         "procedural COMMIT", lambda s: swallow(s.execute, text("do $$ begin commit; end $$")), None, postgresql=C
     ),
-    Misbehaviour("INSERT OR ROLLBACK", lambda s: swallow(_insert_or_rollback, s), None, sqlite=C),
+    Misbehaviour(
+        "INSERT OR ROLLBACK",
+        lambda s: swallow(s.execute, text("insert or rollback into total values ('a', 0)")),
+        None,
+        sqlite=C,
+    ),
 ]
 
 # Another database, another mode -----------------------------------------------------------------------------------
@@ -366,23 +342,6 @@ OTHERS = [
 # Below SQLAlchemy: the driver's own connection ---------------------------------------------------------------------
 
 
-def execute_raw(session: Session, sql: str) -> None:
-    """Run SQL text by a cursor of the driver."""
-    cursor = driver_of(session).cursor()
-    cursor.execute(sql)
-    cursor.close()
-
-
-def _raw_rollback_then_raw_write(session: Session) -> None:
-    driver_of(session).rollback()
-    execute_raw(session, "insert into total values ('raw', 7)")
-
-
-def _raw_commit_then_rollback(session: Session) -> None:
-    driver_of(session).commit()
-    session.rollback()
-
-
 def _result_commit(session: Session) -> None:
     cursor = cast("CursorResult[Any]", session.execute(text("select 1"))).cursor
     connection = getattr(cursor, "_adapt_connection", None) or cursor.connection
@@ -391,70 +350,61 @@ def _result_commit(session: Session) -> None:
         await_only(committed)
 
 
-def _driver_error_swallowed(session: Session) -> None:
-    swallow(execute_raw, session, "insert into total values ('a', 0)")
-
-
-def _raw_commit_and_begin(session: Session) -> None:
-    execute_raw(session, "COMMIT")
-    execute_raw(session, "BEGIN")
-
-
-def _raw_rollback_and_begin(session: Session) -> None:
-    execute_raw(session, "ROLLBACK")
-    execute_raw(session, "BEGIN")
-
-
-def _raw_commit_and_begin_in_savepoint(session: Session) -> None:
-    with session.begin_nested():
-        _raw_commit_and_begin(session)
-
-
-def _raw_commit_and_begin_after_savepoint(session: Session) -> None:
-    _driver_in_savepoint_rolled_back(session)
-    _raw_commit_and_begin(session)
-
-
-def _savepoint_after_raw_commit_and_begin(session: Session) -> None:
-    _raw_commit_and_begin(session)
-    _driver_in_savepoint(session)
-
-
-def _raw_commit_and_begin_after_a_stream(session: Session) -> None:
-    session.execute(text("select 1"), execution_options={"stream_results": True}).all()
-    _raw_commit_and_begin(session)
-
-
 def _prepared_commit(session: Session) -> None:
     session.execute(text("prepare it from 'commit'"))
     session.execute(text("execute it"))
 
 
+COMMIT_BEGIN = raw("COMMIT", "BEGIN")
+STREAM = {"stream_results": True}
+
 BELOW = [
-    Misbehaviour("driver cursor COMMIT, BEGIN in nested", _raw_commit_and_begin_in_savepoint, D),
-    Misbehaviour("driver cursor COMMIT, BEGIN after nested", _raw_commit_and_begin_after_savepoint, D),
-    Misbehaviour("driver cursor COMMIT, BEGIN, nested", _savepoint_after_raw_commit_and_begin, D),
-    Misbehaviour("driver cursor COMMIT, BEGIN after a stream", _raw_commit_and_begin_after_a_stream, D),
+    Misbehaviour("driver cursor COMMIT, BEGIN in nested", nested(COMMIT_BEGIN), D),
+    Misbehaviour(
+        "driver cursor COMMIT, BEGIN after nested", in_order(_driver_in_savepoint_rolled_back, COMMIT_BEGIN), D
+    ),
+    Misbehaviour("driver cursor COMMIT, BEGIN, nested", in_order(COMMIT_BEGIN, nested(raw("select 1"))), D),
+    Misbehaviour(
+        "driver cursor COMMIT, BEGIN after a stream",
+        in_order(lambda s: s.execute(text("select 1"), execution_options=STREAM).all(), COMMIT_BEGIN),
+        D,
+    ),
     mariadb_text("CALL commits()", D),
     mariadb_text("CALL commits_and_begins()", D),
     mariadb_text("SET STATEMENT max_statement_time = 10 FOR CALL commits()", D),
     mariadb_text("EXECUTE IMMEDIATE 'COMMIT'", D),
     mariadb_text("REPEAT COMMIT; UNTIL 1 END REPEAT", R),
     Misbehaviour("prepared COMMIT", _prepared_commit, None, mariadb=D),
-    Misbehaviour("driver read", lambda s: execute_raw(s, "select 1"), H),
-    Misbehaviour("driver write", lambda s: execute_raw(s, "update total set amount = amount"), H),
+    Misbehaviour("driver read", raw("select 1"), H),
+    Misbehaviour("driver write", raw("update total set amount = amount"), H),
     Misbehaviour("driver commit", lambda s: driver_of(s).commit(), D),
-    Misbehaviour("driver commit, then session.rollback", _raw_commit_then_rollback, D),
+    Misbehaviour(
+        "driver commit, then session.rollback", in_order(lambda s: driver_of(s).commit(), lambda s: s.rollback()), D
+    ),
     Misbehaviour("driver rollback", lambda s: driver_of(s).rollback(), C),
-    Misbehaviour("driver rollback, then driver write", _raw_rollback_then_raw_write, C),
-    Misbehaviour("driver cursor COMMIT", lambda s: execute_raw(s, "COMMIT"), D),
-    Misbehaviour("driver cursor ROLLBACK", lambda s: execute_raw(s, "ROLLBACK"), C),
-    Misbehaviour("driver cursor COMMIT, BEGIN", _raw_commit_and_begin, D),
-    Misbehaviour("driver cursor ROLLBACK, BEGIN", _raw_rollback_and_begin, C),
-    Misbehaviour("driver error swallowed", _driver_error_swallowed, H, postgresql=C),
+    Misbehaviour(
+        "driver rollback, then driver write",
+        in_order(lambda s: driver_of(s).rollback(), raw("insert into total values ('raw', 7)")),
+        C,
+    ),
+    Misbehaviour("driver cursor COMMIT", raw("COMMIT"), D),
+    Misbehaviour("driver cursor ROLLBACK", raw("ROLLBACK"), C),
+    Misbehaviour("driver cursor COMMIT, BEGIN", COMMIT_BEGIN, D),
+    Misbehaviour("driver cursor ROLLBACK, BEGIN", raw("ROLLBACK", "BEGIN"), C),
+    Misbehaviour(
+        "driver error swallowed",
+        lambda s: swallow(execute_raw, s, "insert into total values ('a', 0)"),
+        H,
+        postgresql=C,
+    ),
     Misbehaviour("result.cursor commit", _result_commit, D, MySQLdb=None),
     Misbehaviour(
-        "two statements", lambda s: s.execute(select(literal_column("1; select 1"))),
-        H, sqlite=R, asyncpg=B, pymysql=R, MySQLdb=None,
+        "two statements",
+        lambda s: s.execute(select(literal_column("1; select 1"))),
+        H,
+        sqlite=R,
+        asyncpg=B,
+        pymysql=R,
+        MySQLdb=None,
     ),
-]  # fmt: skip
+]

@@ -17,6 +17,5 @@ def uncommitted_batch(engine: Engine, tables: DedupTables, batch_size: int) -> I
     database = database_of(engine)
     expired = Expired(tables.marker, datetime.now(UTC) - timedelta(hours=168), None, batch_size)
     with engine.execution_options(isolation_level=database.cleanup_isolation).connect() as connection:
-        bounds = {**expired.bounds, "batch_size": batch_size}
-        assert connection.execute(database.cleanup_statement(tables.marker), bounds).rowcount > 0
+        assert connection.execute(database.cleanup_statement(expired)).rowcount > 0
         yield connection

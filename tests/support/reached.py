@@ -1,7 +1,9 @@
 """Report what a run of the tests reached: drivers, brokers, and the contract through each driver at each level.
 
-The last lines of a run say it (`closing.py`). `PROJECTOR_DEDUP_TEST_REQUIRE=postgresql,mariadb,sqlite,pgbouncer,
-rabbitmq,nats,redis,galera`, in one word, makes it a failure if a driver of these, or one of these, is not tested.
+The last lines of a run say what was not tested, why, and how to test that too.
+`PROJECTOR_DEDUP_TEST_REQUIRE=postgresql,mariadb,sqlite,pgbouncer,rabbitmq,nats,redis,galera`, in one word, makes it a
+failure if a driver of these, or one of these, is not tested. A plain `make test` leaves out the tests that are marked
+`slow`; whoever selects tests (by a path, `-k` or `-m`) or requires an engine runs those too.
 `PROJECTOR_DEDUP_TEST_MATRIX=write` puts the contract's part into docs/tested-on.md, `check` fails where that page says
 something else. Tests may run in several processes (pytest-xdist): what a test reached travels with its report.
 """
@@ -37,12 +39,30 @@ SERVERS = ("pgbouncer", "rabbitmq", "nats", "redis", "galera")
 PARTS = {**{str(driver): driver.engine for driver in DRIVERS}, **{name: name for name in SERVERS}}
 """Everything that a run reports on, with the word by which it is required."""
 
+REMEDIES = {
+    "postgresql": "PROJECTOR_DEDUP_TEST_POSTGRESQL_URL=postgresql://user@host/postgres",
+    "mariadb": "apt-get install mariadb-server",
+    "pgbouncer": "apt-get install pgbouncer",
+    "rabbitmq": "PROJECTOR_DEDUP_TEST_RABBITMQ_URL=amqp://guest:guest@host",
+    "nats": "PROJECTOR_DEDUP_TEST_NATS_URL=nats://host",
+    "redis": "PROJECTOR_DEDUP_TEST_REDIS_URL=redis://host:6379/0",
+    "galera": "apt-get install mariadb-server galera-4 rsync",
+}
+"""How to test what was not tested, by the word by which it is required; CONTRIBUTING.md has the rest."""
+PLAIN = "slow: left out of a plain run; make test ARGS=tests"
+
 REQUIRED = set(os.environ.get("PROJECTOR_DEDUP_TEST_REQUIRE", "").replace(",", " ").split())
 MATRIX = os.environ.get("PROJECTOR_DEDUP_TEST_MATRIX")
 if unknown := REQUIRED - set(PARTS.values()):
     raise pytest.UsageError(f"PROJECTOR_DEDUP_TEST_REQUIRE names {unknown}; known are {set(PARTS.values())}.")
 
 Table = dict[str, dict[str, str]]  # row -> level -> what the cell says
+
+
+def is_plain(config: pytest.Config) -> bool:
+    """True if no test was selected on the command line, and no engine is required."""
+    selected = config.args_source is pytest.Config.ArgsSource.ARGS or config.option.keyword or config.option.markexpr
+    return not selected and not REQUIRED
 
 
 class Reached:
@@ -121,10 +141,16 @@ class Reached:
         return self.unavailable.get(PARTS[part]) or self.unavailable.get(part) or "no test asked for it"
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Say what makes this run a failure, beside the tests that failed."""
+        """Say what was not tested: where it was required, that makes this run a failure."""
+        if slow := sum(report.longrepr[2].endswith(PLAIN) for report in terminalreporter.stats.get("skipped", [])):
+            terminalreporter.write_line(f"not tested: {slow:,} tests ({PLAIN})")
         for part in self.not_run():
             if PARTS[part] in REQUIRED:
                 terminalreporter.write_line(f"REQUIRED, but not tested: {part} ({self.why_not(part)})", red=True)
+            elif part in self.unavailable or PARTS[part] in self.unavailable:
+                terminalreporter.write_line(
+                    f"not tested: {part} ({self.why_not(part)}); {REMEDIES.get(PARTS[part], '')}"
+                )
         if different := self._differs():
             terminalreporter.write_line(f"docs/tested-on.md is not what was run: {different}; make matrix", red=True)
 

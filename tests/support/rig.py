@@ -18,6 +18,7 @@ import pytest
 from sqlalchemy import URL, Engine, String, create_engine, event, func, select
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
+from sqlalchemy.util import await_only, greenlet_spawn
 
 from databases import (
     Database,
@@ -61,6 +62,11 @@ def add(session: Session, amount: int = 1) -> None:
         session.add(total)
     total.amount += amount
     session.flush()
+
+
+def done(result: Any) -> Any:
+    """Return a result, or await it, in a handler that runs by `run_sync` or in `Rig.in_one_task`."""
+    return await_only(result) if inspect.isawaitable(result) else result
 
 
 @dataclass(frozen=True)
@@ -231,6 +237,30 @@ class Rig:
         """Run a coroutine in the loop that this rig's connections live in."""
         assert self._runner is not None
         return self._runner.run(work)
+
+    def in_one_task(self, work: Callable[[], Any]) -> Any:
+        """Run a function that gets by `done` what has to be awaited."""
+        return self.run(greenlet_spawn(work)) if self.driver.is_async else work()
+
+    def fill(self, size: int, use: Callable[[Any], object] = lambda _connection: None) -> None:
+        """Have the pool open so many connections, and use each."""
+
+        def opened() -> None:
+            connections = [done(self.engine.connect()) for _ in range(size)]
+            for connection in connections:
+                use(connection)
+                done(connection.close())
+
+        self.in_one_task(opened)
+
+    def dispose(self) -> None:
+        """Have the pool close its connections."""
+        self.in_one_task(lambda: done(self.engine.dispose()))
+
+    @property
+    def factory(self) -> Any:
+        """Sessions on the engine."""
+        return async_sessionmaker(self.engine) if isinstance(self.engine, AsyncEngine) else sessionmaker(self.engine)
 
     def durable(self) -> Durable:
         """Return what is durable, as another connection sees it."""

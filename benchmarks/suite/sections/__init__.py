@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from ..harness import Bench
 from ..results import Section
-from . import counts, growth, pruning, races, workers
+from . import counts, growth, races, workers
 
 SECTIONS: dict[str, Callable[[Bench], Section]] = {
     "rates": races.rates,
@@ -16,7 +16,5 @@ SECTIONS: dict[str, Callable[[Bench], Section]] = {
     "workers": workers.workers,
     "storage": counts.storage,
     "table-size": growth.table_size,
-    "memory": growth.memory,
-    "prune": pruning.prune,
     "engines": races.engines,
 }

@@ -58,28 +58,19 @@ def test_a_plain_run_says_what_was_left_out(project: Path) -> None:
     """The slow tests, and those that found no server, by reason; and how to have them."""
     run = _run(project, "-n", "2")
     assert run.returncode == 0, run.stdout
-    passed, missing, remedy = run.stdout.splitlines()[-3:]
-    assert passed.startswith("passed: 1 test, in 0:")
-    assert passed.endswith("on sqlite by pysqlite")
-    assert missing == (
-        "not tested: slow tests (left out of a plain run: 1 test); mariadb by pymysql, mysqldb, asyncmy (async), "
-        "aiomysql (async) (no server: 1 test); 1 test of what this database, driver or machine does not have"
-    )
-    assert remedy.startswith("to test that too: make test ARGS=tests; apt-get install mariadb-server;")
+    assert "not tested: 1 tests (slow: left out of a plain run; make test ARGS=tests)" in run.stdout
+    assert "not tested: mariadb+pymysql (no server); apt-get install mariadb-server" in run.stdout
 
 
 @pytest.mark.parametrize("selection", [["tests"], ["-k", "test"], ["-m", "slow or not slow"]], ids=str)
 def test_a_selection_runs_the_slow_ones(project: Path, selection: list[str]) -> None:
     """By a path, `-k` or `-m`."""
-    run = _run(project, "-n", "0", *selection)
-    assert "\npassed: 2 tests, in " in run.stdout
-    assert "what was not selected" in run.stdout.splitlines()[-2]
+    assert "2 passed, 2 skipped" in _run(project, "-n", "0", *selection).stdout
 
 
 def test_where_engines_are_required_everything_runs(project: Path) -> None:
     """The slow tests too; and an engine that was not there is a failure with a name."""
     run = _run(project, "-n", "0", required="mariadb")
     assert run.returncode == 1
-    assert "FAILED in call: tests/test_it.py::test_on_mariadb" in run.stdout
     assert "REQUIRED, but not tested: mariadb+pymysql (no server)" in run.stdout
-    assert "\npassed: 2 tests, 1 FAILED, in " in run.stdout
+    assert "1 failed, 2 passed, 1 skipped" in run.stdout
