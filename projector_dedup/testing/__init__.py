@@ -2,7 +2,8 @@
 
 `external_transaction` needs nothing but the library. The contract suite needs pytest, so it is imported by name:
 `from projector_dedup.testing.contract import ProjectorContract, Subject`. A private PostgreSQL server is in
-`projector_dedup.testing.postgres`.
+`projector_dedup.testing.postgres`. A payment provider that lies, for tests of what happens outside of the database, is
+`Provider`; `python -m projector_dedup.testing.provider --help` shows how to run it by itself.
 """
 
 from __future__ import annotations
@@ -10,13 +11,24 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-__all__ = ["external_transaction"]
+if TYPE_CHECKING:
+    from .provider import Behaviour, Call, Provider
+
+__all__ = ["Behaviour", "Call", "Provider", "external_transaction"]
 
 if "pytest" in sys.modules:  # before the contract is imported, so that pytest explains its asserts
     parts = ("contract", "convergence", "kit", "races")
     sys.modules["pytest"].register_assert_rewrite(*(f"{__name__}.{part}" for part in parts))
+
+
+def __getattr__(name: str) -> Any:  # late: `python -m projector_dedup.testing.provider` warns if it is imported before
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from . import provider
+
+    return getattr(provider, name)
 
 
 class Permitting(Protocol):
