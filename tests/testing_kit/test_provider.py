@@ -99,6 +99,7 @@ def test_keys_and_tags(provider: Provider) -> None:
     tagged = [post(provider, None, tag="t")[1]["id"] for _ in range(2)]
     assert listed(provider, "t") == tagged == ["deed_4", "deed_5"]
     assert [(call.key, call.body) for call in provider.deeds("t")] == [(None, {"tag": "t"})] * 2
+    assert post(provider, "t", tag="t") == (201, {"id": "deed_6"})  # a tag is no key that is known
     assert CLIENT.post(f"{provider.url}/deeds", content=b"no json").status_code == 400
     assert (provider.calls()[-1].body, provider.calls()[-1].done) == ("no json", None)
 
