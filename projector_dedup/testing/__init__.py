@@ -2,7 +2,8 @@
 
 `external_transaction` needs nothing but the library. The contract suite needs pytest, so it is imported by name:
 `from projector_dedup.testing.contract import ProjectorContract, Subject`. A private PostgreSQL server is in
-`projector_dedup.testing.postgres`.
+`projector_dedup.testing.postgres`, and a payment provider that lies, for tests of effects, in
+`projector_dedup.testing.provider`.
 """
 
 from __future__ import annotations
