@@ -314,7 +314,7 @@ class _Effects:
                 outcome = self._record_left(effect, row)
                 _count(settled, outcome)
             elif step.do is Do.STOP:
-                logger.warning("effect %s: its policy has ended; a person decides", _told(row))
+                logger.warning("%s: its policy has ended; a person decides", _told(row))
                 self._release(effect, row, row.token, None, stopped_at=now_ms(), lease_until=row.lease_until)
                 settled.stopped += 1
             elif step.do is Do.WAIT:
@@ -334,7 +334,7 @@ class _Effects:
         except EffectUnknown:
             settled.unknown += 1
         except Exception:
-            logger.exception("effect %s: could not be settled", _told(row))
+            logger.exception("%s: could not be settled", _told(row))
             settled.failed += 1
             if step.do is not Do.WAIT:  # does nothing if the row was taken
                 self._release(effect, row, row.token, pace(row, lease), over=True)

@@ -1,0 +1,86 @@
+"""A process that is killed at any of its steps: every effect ends as done, as rejected, or in the list."""
+
+import contextlib
+import json
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import effect_victim
+from effect_rig import Charge, Till, tills
+from projector_dedup.testing.provider import Behaviour, Provider
+
+till = tills()
+VICTIM = Path(effect_victim.__file__)
+
+
+@pytest.fixture(scope="module")
+def provider(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Provider]:
+    """A provider that remembers its keys, and lists at once what it has done."""
+    with Provider(tmp_path_factory.mktemp("provider") / "log.jsonl") as provider:
+        yield provider
+
+
+class Victims:
+    """Processes that are killed, one for each case."""
+
+    def __init__(self, till: Till, provider: Provider) -> None:
+        url = till.harness.subject.url.render_as_string(hide_password=False)
+        command = [sys.executable, str(VICTIM), url, provider.url]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def run(self, policy: str, key: str, die_at: int = 0) -> int:
+        """Run the armed effect; return the number of steps, or 0 if the process was killed."""
+        assert self._process.stdin
+        assert self._process.stdout
+        self._process.stdin.write(json.dumps([policy, key, die_at]) + "\n")
+        self._process.stdin.flush()
+        signal, steps = json.loads(self._process.stdout.readline())
+        assert signal == (9 if die_at and not steps else 0)
+        return int(steps or 0)
+
+    def close(self) -> None:
+        """End them."""
+        self._process.communicate()
+
+
+@pytest.mark.parametrize("behaviour", [Behaviour.NORMAL, Behaviour.LOSE_REPLY_AFTER, Behaviour.ERROR_BEFORE])
+@pytest.mark.parametrize("policy", ["resend", "ask", "stop"])
+def test_killed_at_every_step(till: Till, provider: Provider, policy: str, behaviour: Behaviour) -> None:
+    """What the policy permits is done, what it does not is listed; judged by the provider's log and the payments."""
+    url = till.harness.subject.url.render_as_string(hide_password=False)
+    made = effect_victim.Victim("").effect(policy, asynchronous=till.harness.asynchronous)
+
+    def armed(key: str) -> str:
+        till.arm(made, Charge(key), key=key)
+        provider_key = str(till.row(key).provider_key)
+        provider.on_key(provider_key, [behaviour])
+        return provider_key
+
+    with contextlib.closing(Victims(till, provider)) as victims:
+        kind = f"{behaviour.value} {till.harness.subject.url.drivername}"  # the provider has known other keys before
+        provider_keys = {kind: armed(kind)}
+        steps = victims.run(policy, kind)
+        for step in range(1, steps + 1):
+            key = f"{kind}, at {step}"
+            provider_keys[key] = armed(key)
+            assert victims.run(policy, key, step) == 0
+    for _ in range(4):  # an ask and a sending, and each may be late once
+        till.pass_time(61)
+        effect_victim.drive(url, provider.url, policy)
+    paid = Counter(order for order, _ in till.payments())
+    for key, provider_key in provider_keys.items():
+        calls, deeds, row = provider.calls(provider_key), provider.deeds(provider_key), till.row(key)
+        assert len(deeds) <= 1, (key, calls)
+        if row.outcome is not None:
+            assert (paid[key], len(deeds)) == (1, 1), (key, calls)
+        else:
+            assert policy == "stop", (key, row)
+            assert (paid[key], row.next_at, row.stopped_at is None) == (0, None, False), (key, row)
+        if policy == "stop":
+            assert len(calls) <= 1, (key, calls)
+    assert steps >= 15
