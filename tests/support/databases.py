@@ -11,8 +11,9 @@ import gc
 import importlib.util
 import os
 import secrets
+import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from psycopg import sql
 from sqlalchemy import URL, Connection, make_url, text
 from sqlalchemy.exc import NotSupportedError
 
+from projector_dedup.testing.kit import PATIENCE
 from projector_dedup.testing.postgres import embedded_postgres
 
 
@@ -126,6 +128,14 @@ class Database:
     def dsn(self) -> str:
         """The database's address for a PostgreSQL driver without SQLAlchemy, `psycopg.connect()` say."""
         return _dsn(self._url)
+
+
+def until(true: Callable[[], object], patience: float = PATIENCE) -> None:
+    """Wait for something that must happen."""
+    deadline = time.monotonic() + patience
+    while not true():
+        assert time.monotonic() < deadline, "it does not happen"
+        time.sleep(0.01)
 
 
 class EngineUnavailableError(Exception):
