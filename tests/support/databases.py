@@ -21,8 +21,7 @@ from typing import Any
 import psycopg
 import pytest
 from psycopg import sql
-from sqlalchemy import URL, Connection, make_url, text
-from sqlalchemy.exc import NotSupportedError
+from sqlalchemy import URL, make_url
 
 from projector_dedup.testing.kit import PATIENCE
 from projector_dedup.testing.postgres import embedded_postgres
@@ -198,17 +197,6 @@ def postgresql_database(server: URL) -> Iterator[Database]:
             yield Database("postgresql", server.set(database=name))
         finally:
             admin.execute(sql.SQL("DROP DATABASE {} WITH (FORCE)").format(quoted))
-
-
-def collation_of_any_case(connection: Connection) -> str:
-    """A new one, for which texts that differ are equal; skips where it has no ICU, as in the wheel."""
-    create = "CREATE COLLATION any_case (provider = icu, locale = 'und-u-ks-level2', deterministic = false)"
-    try:
-        with connection.begin_nested():
-            connection.execute(text(create))
-    except NotSupportedError:
-        pytest.skip("this server was built without ICU")
-    return "any_case"
 
 
 @contextlib.contextmanager
