@@ -18,7 +18,7 @@ from projector_dedup.commands import CommandTables
 from projector_dedup.maintenance.check import advise, check_alembic, check_installed_revisions
 from projector_dedup.maintenance.check import check as findings_of
 from projector_dedup.maintenance.databases import Finding
-from projector_dedup.maintenance.stats import Ages, ages, handlers_of
+from projector_dedup.maintenance.stats import Ages, Stats, ages, stats
 
 from .options import EXIT_CODES, Deployment, database_options
 from .output import Failed, coloured, fitted, json_option, print_json, reason, say
@@ -67,8 +67,8 @@ def check(deployment: Deployment, alembic_config: Path | None, apps: tuple[str, 
         findings += check_installed_revisions()
         fatal = sum(finding.fatal for finding in findings)
         if not fatal:
-            found = ages(engine, tables=tables)
-            unknown = handlers_of(engine, tables=tables) - identities if apps else frozenset()
+            found = stats(engine, tables=tables) if apps else ages(engine, tables=tables)
+            unknown = {each.handler for each in found.handlers} - identities if isinstance(found, Stats) else set()
             findings += advise(found, unknown, tables=tables)
         if as_json:
             answer = {"ready": not fatal, "findings": [asdict(finding) for finding in findings]}

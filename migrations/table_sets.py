@@ -26,14 +26,8 @@ def table_sets(config: Config | None, kind: type[DedupTables] = DedupTables) -> 
     if given is not None:
         return [(given.marker.schema, given.marker.name)] if type(given) is kind else []
     option, usual = _NAMED_BY[kind]
-    found = _value(config, option) if config else None
+    found: str | list[str] | None = config.get_alembic_option(option) if config else None
     if found is None:
         found = usual
     names = found if isinstance(found, list) else [name for name in re.split(r"[,\s]+", found) if name]
     return [(schema or None, name) for schema, _, name in (each.rpartition(".") for each in names)]
-
-
-def _value(config: Config, option: str) -> str | list[str] | None:
-    read = getattr(config, "get_alembic_option", config.get_main_option)  # since 1.16 also from pyproject.toml
-    value: str | list[str] | None = read(option)
-    return value

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cache
@@ -124,12 +124,16 @@ class MariaDB(Dialect):
         pooled: Any = connection.connection
         return _asked(connection.dialect, pooled.dbapi_connection, pooled.driver_connection).is_dependable
 
-    def opening(
-        self, engine: Engine, *, marked: bool, locking: bool = False, chosen: bool = False
-    ) -> AbstractContextManager[None]:
-        """Return a block in which a connection gets the settings of a unit of work; later users get theirs back."""
-        level = (marked or locking) and not chosen
-        return Opening(engine, snapshots=marked, level=level, locking=self.locking_isolation if locking else None)
+    @contextmanager
+    def opening(self, engine: Engine, *, marked: bool, locking: bool = False, chosen: bool = False) -> Iterator[None]:
+        """Give connections that are taken in the block the settings of a unit of work; later users get theirs back."""
+        level, locked = (marked or locking) and not chosen, self.locking_isolation if locking else None
+        heard = are_of_others([engine.pool.dispatch.checkout])
+        token = _wanted.set(Wanted(marked, level, locked, heard))
+        try:
+            yield
+        finally:
+            _wanted.reset(token)
 
     def refuse_table(self, connection: Connection, table: Table) -> None:
         """Raise ``UnsafeSessionError`` for a table of a storage engine without transactions, such as MyISAM or Aria."""
@@ -466,19 +470,6 @@ class Server:
         if is_as_strict(self.level, self.detecting_level):
             return snapshots, self.level
         return snapshots, wanted.locking or self.detecting_level
-
-
-class Opening:
-    """Makes connections that are taken from the pool in the block get the settings of a unit of work."""
-
-    def __init__(self, engine: Engine, *, snapshots: bool, level: bool, locking: str | None) -> None:
-        self._is_wanted = Wanted(snapshots, level, locking, are_of_others([engine.pool.dispatch.checkout]))
-
-    def __enter__(self) -> None:
-        self._token = _wanted.set(self._is_wanted)
-
-    def __exit__(self, *_error: object) -> None:
-        _wanted.reset(self._token)
 
 
 def server_of(connection: Connection) -> Server | None:

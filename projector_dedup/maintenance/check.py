@@ -157,61 +157,53 @@ def verify(engine: Engine, tables: DedupTables = default_tables) -> None:
             raise MissingTableError(f"{finding.problem}; {finding.remedy}")
 
 
-def check_table(connection: Connection, table: Table, tables: DedupTables) -> list[Finding]:
-    """Return what is wrong with the structure of ``table``, which is one of ``tables``; nothing is written."""
+def check_table(connection: Connection, table: Table, tables: DedupTables) -> Iterator[Finding]:
+    """Yield what is wrong with the structure of ``table``, which is one of ``tables``; nothing is written."""
     inspector, schema, name = inspect(connection), connection.schema_for_object(table), full_name(table, connection)
     if not inspector.has_table(table.name, schema=schema):
-        return [Finding(f"the table {name} is missing", tables.remedy(connection))]
-    findings, remedy = [], tables.mending(connection)
+        yield Finding(f"the table {name} is missing", tables.remedy(connection))
+        return
     present = {column["name"]: column for column in inspector.get_columns(table.name, schema=schema)}
     other = other_kind(connection, tables, present) if table is tables.marker else None
     if other is not None:
-        return [other]
+        yield other
+        return
+    remedy = tables.mending(connection)
     for column in table.columns:
         if column.name not in present:
-            findings.append(Finding(f"{name} has no column {column.name}", remedy))
+            yield Finding(f"{name} has no column {column.name}", remedy)
             continue
         found = present[column.name]
         if column.server_default is not None and found["nullable"] and found["default"] is None:
-            findings.append(
-                Finding(
-                    f"{name}.{column.name} may be NULL, and has no default",
-                    f"a {tables.noun} without that time would never be pruned; " + remedy,
-                )
+            yield Finding(
+                f"{name}.{column.name} may be NULL, and has no default",
+                f"a {tables.noun} without that time would never be pruned; " + remedy,
             )
         kind = found["type"]
         if database_of(connection).keeps_zones and getattr(kind, "timezone", True) is False:
-            findings.append(
-                Finding(
-                    f"{name}.{column.name} has no time zone",
-                    "a session in another time zone would prune too early; " + remedy,
-                )
+            yield Finding(
+                f"{name}.{column.name} has no time zone",
+                "a session in another time zone would prune too early; " + remedy,
             )
         wanted, length = (getattr(kind, "length", None) for kind in (column.type, kind))
         if wanted is not None and length is not None and length < wanted:
-            findings.append(
-                Finding(
-                    f"{name}.{column.name} takes {length} characters or bytes, not {wanted}",
-                    "longer values would fail, or be cut and taken for one another; " + remedy,
-                )
+            yield Finding(
+                f"{name}.{column.name} takes {length} characters or bytes, not {wanted}",
+                "longer values would fail, or be cut and taken for one another; " + remedy,
             )
     expected = [column.name for column in table.primary_key]
     actual = inspector.get_pk_constraint(table.name, schema=schema)["constrained_columns"]
-    unique = [
-        set(index["column_names"]) for index in inspector.get_indexes(table.name, schema=schema) if index["unique"]
-    ]
+    indexes = inspector.get_indexes(table.name, schema=schema)
+    unique = [set(index["column_names"]) for index in indexes if index["unique"]]
     if set(actual) != set(expected) and set(expected) not in unique:
-        findings.append(
-            Finding(
-                f"{name} has no unique index over ({', '.join(expected)})",
-                "without one a duplicate would be applied; " + remedy,
-            )
+        yield Finding(
+            f"{name} has no unique index over ({', '.join(expected)})",
+            "without one a duplicate would be applied; " + remedy,
         )
     for index in table.indexes:
         first = next(iter(index.columns)).name
-        if not any(one["column_names"][:1] == [first] for one in inspector.get_indexes(table.name, schema=schema)):
-            findings.append(advice(f"{name} has no index on {first}", "create it, or cleanup reads the whole table"))
-    return findings
+        if not any(one["column_names"][:1] == [first] for one in indexes):
+            yield advice(f"{name} has no index on {first}", "create it, or cleanup reads the whole table")
 
 
 def keeps_records(connection: Connection, dialect: Dialect, tables: CommandTables, stored: str, operation: str) -> bool:
@@ -232,7 +224,7 @@ def keeps_records(connection: Connection, dialect: Dialect, tables: CommandTable
 def advise(found: Ages, unknown: Set[str] = frozenset(), *, tables: DedupTables = default_tables) -> list[Finding]:
     """Return what somebody should do about the ``tables``, judged by the ages of their markers; none of it is fatal.
 
-    ``unknown`` are the handlers that have markers (``handlers_of``) without those of every dispatcher on these tables
+    ``unknown`` are the handlers that have markers (``stats``) without those of every dispatcher on these tables
     (``Dispatcher.identities``).
     """
     return [*_pruning(found, tables), *_horizon(found, tables), *_unknown(unknown)]

@@ -382,20 +382,6 @@ class OnSQLite(Database):
             advice(f"the journal mode is {mode}", "call projector_dedup.configure_sqlite(engine) once, at start-up")
         ]
 
-    def size(self, connection: Connection, table: Table) -> int | None:
-        """Return the bytes of the table with all indexes; None if SQLite was built without dbstat."""
-        if connection.exec_driver_sql("SELECT 1 FROM pragma_module_list WHERE name = 'dbstat'").first() is None:
-            return None
-        schema = {"schema": connection.schema_for_object(table) or "main"}
-        indexes = connection.execute(
-            text("SELECT name FROM pragma_index_list(:name, :schema)"), {"name": table.name, **schema}
-        )
-        names = [table.name, *indexes.scalars()]
-        pages = text("SELECT sum(pgsize) FROM dbstat(:schema, 1) WHERE name IN :names")
-        names_of = pages.bindparams(bindparam("names", expanding=True))
-        found: int | None = connection.scalar(names_of, {"names": names, **schema})
-        return found
-
     def limit_waits(self, connection: Connection, seconds: float) -> str | None:
         """Set the busy timeout of the connection."""
         usual = connection.exec_driver_sql("PRAGMA busy_timeout").scalar_one()

@@ -97,16 +97,11 @@ def limited(engine: Engine, lock_timeout: float = LOCK_TIMEOUT) -> Engine:
     if not lock_timeout > 0:
         raise ValueError(f"lock_timeout is in seconds and must be positive, not {lock_timeout:g}")
     copy = engine.execution_options(**{_OPTION: lock_timeout})
-    if not is_limited(engine):
+    if engine.get_execution_options().get(_OPTION) is None:  # else it has these listeners already
         event.listen(copy, "begin", _limit)
         event.listen(copy, "commit", _give_back)
         event.listen(copy, "rollback", _give_back)
     return copy
-
-
-def is_limited(engine: Engine) -> bool:
-    """True if the engine is a copy that ``limited`` made, or a copy of one."""
-    return engine.get_execution_options().get(_OPTION) is not None
 
 
 def unlimited(engine: Engine) -> Engine:

@@ -101,15 +101,6 @@ def ages(engine: Engine, *, tables: DedupTables = default_tables) -> Ages:
         return _ages(connection, tables, None)
 
 
-def handlers_of(engine: Engine, *, tables: DedupTables = default_tables) -> frozenset[str]:
-    """Return the names of all handlers that have a marker. Every marker is read.
-
-    Raises ``MissingTableError`` if the tables are missing.
-    """
-    with connected_to(engine, tables) as connection:
-        return frozenset(connection.scalars(select(tables.marker.c.handler).distinct()))
-
-
 def _ages(connection: Connection, tables: DedupTables, retention_hours: float | None) -> Ages:
     now, state, at = database_of(connection).now(connection), state_of(connection, tables), tables.marker.c.processed_at
     ends = [connection.scalar(select(end(at))) for end in (func.min, func.max)]  # two reads of the index

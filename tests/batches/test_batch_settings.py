@@ -1,7 +1,6 @@
 """A batch whose handlers set something for their transaction: each message finds what it would find alone."""
 
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -9,6 +8,7 @@ from sqlalchemy import Engine, create_engine, event, func, literal, select, text
 from sqlalchemy.orm import Session
 
 from databases import DRIVERS, Database, Driver
+from misbehaviour import swallow
 from projector_dedup import BatchFailed, Message, Outcome
 from projector_dedup.dialects import MariaDB, PostgreSQL, SQLite
 from projector_dedup.tables import default_metadata
@@ -17,6 +17,7 @@ from projector_dedup.testing.kit import Added, Base, Harness, Subject, add
 APPLIED, DUPLICATE, FAILED = Outcome.APPLIED, Outcome.DUPLICATE, Outcome.FAILED
 SCHEMAS = {"a": "public", "b": "tenant_b"}
 POSTGRESQL = [driver for driver in DRIVERS if driver.engine == "postgresql"]
+PSYCOPG2 = next(driver for driver in POSTGRESQL if driver.module == "psycopg2")
 
 MESSAGES = [Message(f"m{number}", Added((tenant,), 10**number)) for number, tenant in enumerate("aabaabab")]
 EXPECTED = {tenant: sum(each.body.amount for each in MESSAGES if each.body.keys == (tenant,)) for tenant in "ab"}
@@ -49,67 +50,32 @@ def by_text(session: Session) -> None:
     session.execute(text("SET LOCAL search_path TO tenant_b"))
 
 
-def by_driver_text(session: Session) -> None:
-    """With a comment in between."""
-    session.connection().exec_driver_sql("SET /* for now */ LOCAL search_path TO tenant_b")
-
-
-def by_query(session: Session) -> None:
-    """As text."""
-    session.execute(text("SELECT pg_catalog.set_config('search_path', 'tenant_b', true)"))
-
-
-def by_core(session: Session) -> None:
-    """No text at all."""
-    session.execute(select(func.set_config("search_path", "tenant_b", literal(True))))
-
-
-def by_scalar(session: Session) -> None:
-    """Nor here, and by a way of its own."""
-    session.scalar(select(func.set_config("search_path", "tenant_b", literal(True))))
-
-
-def by_scalar_of_text(session: Session) -> None:
-    """SQLAlchemy gives back the value, not a result that would tell what was sent."""
-    session.scalar(text("SELECT set_config('search_path', 'tenant_b', true)"))
-
-
-def by_scalar_of_function(session: Session) -> None:
-    """The function alone, which has a way of its own."""
-    session.connection().scalar(func.set_config("search_path", "tenant_b", literal(True)))
-
-
-def by_block(session: Session) -> None:
-    """In quotes."""
-    session.execute(text("DO $$ BEGIN PERFORM 1; SET LOCAL search_path TO tenant_b; END $$"))
-
-
-def by_map(session: Session) -> None:
-    """For as long as the connection is this transaction's."""
-    session.connection().execution_options(schema_translate_map={None: "tenant_b"})
-
-
-def swallowed(session: Session) -> None:
-    """Whatever error it gets."""
-    with suppress(Exception):
-        by_text(session)
-
-
-SCALARS = [by_scalar, by_scalar_of_text, by_scalar_of_function]
-WAYS = [by_text, by_driver_text, by_query, by_core, *SCALARS, by_block, by_map, swallowed]
+SET_CONFIG = "SELECT pg_catalog.set_config('search_path', 'tenant_b', true)"
+FUNCTION = func.set_config("search_path", "tenant_b", literal(True))
+BLOCK = "DO $$ BEGIN PERFORM 1; SET LOCAL search_path TO tenant_b; END $$"
+OTHER_WAYS: dict[str, Callable[[Session], object]] = {
+    "by_driver_text": lambda session: session.connection().exec_driver_sql("SET /* a */ LOCAL search_path TO tenant_b"),
+    "by_query": lambda session: session.execute(text(SET_CONFIG)),
+    "by_core": lambda session: session.execute(select(FUNCTION)),
+    "by_scalar": lambda session: session.scalar(select(FUNCTION)),
+    "by_scalar_of_text": lambda session: session.scalar(text(SET_CONFIG)),
+    "by_scalar_of_function": lambda session: session.connection().scalar(FUNCTION),
+    "by_block": lambda session: session.execute(text(BLOCK)),
+    "by_map": lambda session: session.connection().execution_options(schema_translate_map={None: "tenant_b"}),
+    "swallowed": lambda session: swallow(by_text, session),
+}
 
 
 @pytest.mark.parametrize(
     ("driver", "choose", "idempotent"),
     [
-        *((driver, by_text, True) for driver in POSTGRESQL),
-        *((driver, way, True) for driver in POSTGRESQL for way in WAYS[1:] if driver.module == "psycopg2"),
-        (POSTGRESQL[0], by_text, False),
+        *(pytest.param(driver, by_text, True, id=f"{driver}-by_text-True") for driver in POSTGRESQL),
+        *(pytest.param(PSYCOPG2, way, True, id=f"{PSYCOPG2}-{name}-True") for name, way in OTHER_WAYS.items()),
+        pytest.param(POSTGRESQL[0], by_text, False, id=f"{POSTGRESQL[0]}-by_text-False"),
     ],
-    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_a_schema_that_a_handler_chooses_is_its_own_messages(
-    postgresql: Database, schemas: Engine, driver: Driver, choose: Callable[[Session], None], idempotent: bool
+    postgresql: Database, schemas: Engine, driver: Driver, choose: Callable[[Session], object], idempotent: bool
 ) -> None:
     """The next message of the batch goes to the schema that it would go to alone."""
 

@@ -173,7 +173,7 @@ def test_forget_of_a_handler_without_a_marker(sqlite: Database) -> None:
     engine.dispose()
 
 
-@pytest.mark.parametrize(("answer", "code", "stays"), [("y\n", 0, False), ("n\n", 1, True), ("\n", 1, True)])
+@pytest.mark.parametrize(("answer", "code", "stays"), [("y\n", 0, False), ("\n", 1, True)])
 def test_forget_asks_on_a_terminal(answer: str, code: int, stays: bool, sqlite: Database) -> None:
     """Only a yes deletes."""
     engine = create_engine(sqlite.url())

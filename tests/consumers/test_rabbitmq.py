@@ -106,12 +106,11 @@ def test_the_count_is_that_of_the_copies(rig: Rig) -> None:
     assert letter(rig).headers == {DELIVERIES: 7, REJECTED_FOR: EARLY}
 
 
-@pytest.mark.parametrize(("bound", "wait"), [(0.5, "1s"), (1, "1s"), (29.9, "5s"), (30, "30s")])
-def test_a_message_waits_in_the_longest_queue_within_the_bound(rig: Rig, bound: float, wait: str) -> None:
-    """It would wait for 300 seconds; the shortest queue is for every smaller bound."""
+def test_a_message_waits_in_the_longest_queue_within_the_bound(rig: Rig) -> None:
+    """It would wait for 300 seconds."""
     RULES["b"] = "early"
     rig.queue.send(payment(1, "b"), message_id="p1", headers={DELIVERIES: 6})
-    rig.consume_until(lambda: rig.queue.count(f"{rig.queue.queue}.wait.{wait}") == 1, max_delay=bound)
+    rig.consume_until(lambda: rig.queue.count(f"{rig.queue.queue}.wait.5s") == 1, max_delay=29.9)
 
 
 WITHOUT_AN_ID = b'{"type": "payment", "account": "a", "amount": 1}'

@@ -153,32 +153,29 @@ def test_each_message_has_a_verdict_of_its_own(rig: Rig, batch: bool) -> None:
     assert rig.applied == ({"UA": 200}, 2)
 
 
-@BATCH
-def test_a_command_that_was_done_before_acknowledges_no_event(rig: Rig, batch: bool) -> None:
+def test_a_command_that_was_done_before_acknowledges_no_event(rig: Rig) -> None:
     """``convert`` asks for a command and lets its error out: the event was not delivered, so it is a dead letter."""
 
     def convert(_incoming: Incoming) -> object:
         raise DuplicateCommandError("done", None)  # type: ignore[arg-type]
 
-    (settled,) = rig.settle(paid(1), batch=batch, convert=convert)
+    (settled,) = rig.settle(paid(1), convert=convert)
     assert (settled.acknowledge, settled.reject) == (False, True)
 
 
-@BATCH
-def test_the_delay_grows_with_the_brokers_count(rig: Rig, batch: bool) -> None:
+def test_the_delay_grows_with_the_brokers_count(rig: Rig) -> None:
     """``Incoming.attempt`` is what the broker counted, and ``max_attempts`` its end."""
     deliveries = [paid(1, account="defer", attempt=attempt) for attempt in (1, 2, 3, 4, 9)]
-    assert [rig.settle(each, batch=batch)[0].delay for each in deliveries] == [1.0, 5.0, 30.0, 300.0, 300.0]
-    rejected = [rig.settle(each, batch=batch, max_attempts=4)[0].reject for each in deliveries]
+    assert [rig.settle(each)[0].delay for each in deliveries] == [1.0, 5.0, 30.0, 300.0, 300.0]
+    rejected = [rig.settle(each, max_attempts=4)[0].reject for each in deliveries]
     assert rejected == [False, False, False, True, True]
 
 
-@BATCH
-def test_no_delay_is_longer_than_its_bound(rig: Rig, batch: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_no_delay_is_longer_than_its_bound(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
     """The log names the delay that the message gets."""
     caplog.set_level(logging.INFO, "projector_dedup.consumers")
     deliveries = [paid(1, account="defer", attempt=attempt) for attempt in (1, 2, 9)]
-    assert [rig.settle(each, batch=batch, max_delay=2.5)[0].delay for each in deliveries] == [1.0, 2.5, 2.5]
+    assert [rig.settle(each, max_delay=2.5)[0].delay for each in deliveries] == [1.0, 2.5, 2.5]
     assert [line.split(" in ")[1].split(" after")[0] for line in caplog.messages] == ["1.0 s", "2.5 s", "2.5 s"]
 
 
@@ -207,8 +204,7 @@ def test_a_lost_database_is_no_reason_to_reject(rig: Rig, batch: bool) -> None:
     assert rig.applied[0] == {"UA": 100}
 
 
-@BATCH
-def test_a_converter_that_fails_is_answered_too(rig: Rig, batch: bool) -> None:
+def test_a_converter_that_fails_is_answered_too(rig: Rig) -> None:
     """A registry of schemas that is down delays the message; a KeyError of the converter's rejects it."""
 
     def down(_incoming: Incoming) -> object:
@@ -217,8 +213,8 @@ def test_a_converter_that_fails_is_answered_too(rig: Rig, batch: bool) -> None:
     def wrong(_incoming: Incoming) -> object:
         raise KeyError("miles")
 
-    assert not rig.settle(paid(), batch=batch, convert=down)[0].reject
-    assert rig.settle(paid(), batch=batch, convert=wrong)[0].reject
+    assert not rig.settle(paid(), convert=down)[0].reject
+    assert rig.settle(paid(), convert=wrong)[0].reject
     assert rig.applied == ({}, 0)
 
 
@@ -287,13 +283,12 @@ def test_a_batch_that_fails_without_a_word_of_whose_fault_is_delivered_one_by_on
     assert rig.applied == ({"UA": 200}, 2)
 
 
-@BATCH
-def test_what_a_note_of_an_error_says_to_do_is_in_the_reason(rig: Rig, batch: bool) -> None:
+def test_what_a_note_of_an_error_says_to_do_is_in_the_reason(rig: Rig) -> None:
     """Dead letters and logs are all that an operator has: markers to forget, of a batch whose handler committed."""
     error = KeyError("carrier")
     error.add_note("Forget these markers")
     RULES["noted"] = raises(error)
-    (settled,) = rig.settle(paid(1, account="noted"), batch=batch)
+    (settled,) = rig.settle(paid(1, account="noted"))
     assert settled.reason == "KeyError: 'carrier'; Forget these markers"
 
 
@@ -328,10 +323,9 @@ def test_a_batch_whose_consumer_is_told_to_end_is_not_delivered_again(sqlite: Da
     rig.engine.dispose()
 
 
-@BATCH
-def test_an_error_whose_text_fails_does_not_stop_the_consumer(rig: Rig, batch: bool) -> None:
+def test_an_error_whose_text_fails_does_not_stop_the_consumer(rig: Rig) -> None:
     """The class of the error is told."""
-    (settled,) = rig.settle(paid(account="unprintable"), batch=batch)
+    (settled,) = rig.settle(paid(account="unprintable"))
     assert (settled.reject, settled.reason) == (True, "UnprintableError: (its text cannot be had)")
 
 
@@ -354,13 +348,12 @@ def test_every_answer_but_yes_is_logged(rig: Rig, caplog: pytest.LogCaptureFixtu
     assert lines[3][1].startswith("message (without an id) from a queue is rejected")
 
 
-@BATCH
-def test_an_id_in_the_body_is_logged(rig: Rig, caplog: pytest.LogCaptureFixture, batch: bool) -> None:
+def test_an_id_in_the_body_is_logged(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
     """Where the dispatcher finds it: for whoever looks for the message. What is no id is no reason to fail."""
     with_id = {"type": "payment", "account": "poison", "amount": 100}
     ids = ["m5", "m\n6", "x" * 200, 7, None]
     bodies = [json.dumps({**with_id, "message_id": each}).encode() for each in ids]
-    settled = rig.settle(*(Incoming(body, origin="queue payments") for body in bodies), batch=batch)
+    settled = rig.settle(*(Incoming(body, origin="queue payments") for body in bodies))
     assert [each.reject for each in settled] == [True] * 5
     lines = [each.getMessage() for each in caplog.records if each.name.endswith("consumers")]
     named = [line.partition(" from queue payments is rejected")[0] for line in lines]
@@ -370,16 +363,13 @@ def test_an_id_in_the_body_is_logged(rig: Rig, caplog: pytest.LogCaptureFixture,
     assert rig.applied == ({}, 0)
 
 
-@BATCH
-def test_an_extractor_that_fails_does_not_stop_the_consumer(
-    rig: Rig, caplog: pytest.LogCaptureFixture, batch: bool
-) -> None:
+def test_an_extractor_that_fails_does_not_stop_the_consumer(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
     """It has failed in the delivery already, and fails again when the line is written."""
 
     def fails(_event: Any) -> object:
         raise KeyError("meta")
 
-    (settled,) = rig.settle(paid(message_id=None), batch=batch, extractor=fails)
+    (settled,) = rig.settle(paid(message_id=None), extractor=fails)
     assert (settled.reject, settled.reason) == (True, "KeyError: 'meta'")
     (line,) = [each.getMessage() for each in caplog.records if each.name.endswith("consumers")]
     assert line == "message (without an id) from queue payments is rejected at delivery 1: KeyError: 'meta'"

@@ -2,7 +2,6 @@
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
@@ -12,7 +11,7 @@ from sqlalchemy import Engine, create_engine
 from sqlalchemy.orm import Session
 
 from command import idempotency
-from databases import Database
+from databases import Database, until
 from galera import GaleraCluster, GaleraNode, GaleraUnavailableError, galera_cluster
 from projector_dedup import Outcome
 from projector_dedup.maintenance.check import check
@@ -52,14 +51,6 @@ def engine(cluster: GaleraCluster, harnesses: list[Harness]) -> Engine:
     """The first node."""
     assert harnesses[0].engine.url == cluster.nodes[0].url
     return harnesses[0].engine
-
-
-def until(true: Callable[[], bool]) -> None:
-    """Wait for something that must happen."""
-    deadline = time.monotonic() + PATIENCE
-    while not true():
-        assert time.monotonic() < deadline, "it does not happen"
-        time.sleep(0.01)
 
 
 @contextlib.contextmanager

@@ -9,32 +9,26 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from contextvars import Context
+from functools import partial
 from typing import Any
 
 import pytest
 from sqlalchemy import NullPool, event, text
 from sqlalchemy.exc import DBAPIError
-from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker
-from sqlalchemy.orm import Session, sessionmaker
+from sqlalchemy.orm import Session
 
 from databases import DRIVERS, USUAL_DRIVERS, Database, Driver
 from projector_dedup import (
-    AsyncDispatcher,
-    Delivery,
-    Dispatcher,
-    Message,
     MissingTableError,
     Outcome,
     RetriesExhaustedError,
     RetryPolicy,
     TransactionViolatedError,
-    on,
-    projector,
 )
 from projector_dedup.dialects import mariadb
 from projector_dedup.testing.kit import Harness, Subject, Total
 from projector_dedup.testing.races import LostUpdateContract, RaceContract
-from rig import NOTHING, Durable, Rig, add, outsides_fixture, rig_on_fixture  # noqa: F401  # fixtures
+from rig import NOTHING, Durable, Rig, add, done, outsides_fixture, rig_on_fixture  # noqa: F401  # fixtures
 from rig import Total as Row
 
 MARIADB = [driver for driver in DRIVERS if driver.engine == "mariadb"]
@@ -69,31 +63,26 @@ def begin_with(rig: Rig, *commands: str) -> None:
 
 def hold_a_connection(rig: Rig) -> Any:
     """Take a connection from the pool, so that the next one is another; returns what gives it back."""
-    if isinstance(rig.engine, AsyncEngine):
-        held = rig.engine.connect()
-        rig.run(held.start())
-        return lambda: rig.run(held.close())
-    return rig.engine.connect().close
+    held = rig.in_one_task(lambda: done(rig.engine.connect()))
+    return lambda: rig.in_one_task(lambda: done(held.close()))
 
 
 def users_own(rig: Rig, *, breaks: bool = False) -> tuple[int, str]:
     """What a transaction of the user's own, on a connection of the same engine, has the settings at."""
 
-    def ask(connection: Any) -> tuple[int, str]:
-        if breaks:
-            connection.execute(text("SELECT nothing"))
-        found = connection.execute(SETTINGS).one()
+    def ask() -> tuple[int, str]:
+        connection = done(rig.engine.connect())
+        try:
+            if breaks:
+                done(connection.execute(text("SELECT nothing")))
+            found = done(connection.execute(SETTINGS)).one()
+            done(connection.commit())
+        finally:
+            done(connection.close())
         return int(found[0]), str(found[1])
 
-    async def awaited(engine: AsyncEngine) -> Any:
-        async with engine.begin() as connection:
-            return await connection.run_sync(ask)
-
-    if isinstance(rig.engine, AsyncEngine):
-        found: tuple[int, str] = rig.run(awaited(rig.engine))
-        return found
-    with rig.engine.begin() as connection:
-        return ask(connection)
+    asked: tuple[int, str] = rig.in_one_task(ask)
+    return asked
 
 
 class Handler:
@@ -202,10 +191,7 @@ def test_after_an_invalidation(rig_on: RigOn, driver: Driver) -> None:
         rig.deliver(invalidates, "m1")
     assert users_own(rig)[0] == 0
     assert rig.deliver(handler, "m1").outcome is Outcome.APPLIED
-    if isinstance(rig.engine, AsyncEngine):
-        rig.run(rig.engine.dispose())
-    else:
-        rig.engine.dispose()
+    rig.dispose()
     assert rig.deliver(handler, "m2").outcome is Outcome.APPLIED
     assert users_own(rig)[0] == 0
     assert handler.settings == [1] * 3
@@ -311,25 +297,20 @@ def race(rig: Rig) -> int:
     """
     runs = 0
 
+    def fast() -> Any:
+        if rig.driver.is_async:
+            return asyncio.create_task(rig.adeliver(add, "fast"), context=Context())
+        return Context().run(rig.deliver, add, "fast")
+
     def slow(session: Session) -> None:
         nonlocal runs
         runs += 1
         total = session.get_one(Row, "a")
         if runs == 1:
-            assert Context().run(rig.deliver, add, "fast").outcome is Outcome.APPLIED
+            assert done(fast()).outcome is Outcome.APPLIED
         total.amount += 1
 
-    async def slow_awaited(session: AsyncSession) -> None:
-        nonlocal runs
-        runs += 1
-        total = await session.get_one(Row, "a")
-        if runs == 1:
-            fast = asyncio.create_task(rig.adeliver(add, "fast"), context=Context())
-            assert (await fast).outcome is Outcome.APPLIED
-        total.amount += 1
-
-    slow_one: Any = slow_awaited if rig.driver.is_async else slow
-    assert rig.deliver(slow_one, "slow").outcome is Outcome.APPLIED
+    assert rig.deliver(slow, "slow").outcome is Outcome.APPLIED
     return runs
 
 
@@ -511,24 +492,6 @@ def leads_elsewhere(rig: Rig, hook: str, use: Callable[[], str]) -> Any:
     return Tenant
 
 
-def delivering(rig: Rig, session_class: Any) -> Callable[[str], Delivery]:
-    """Deliver a message by its id, with sessions of this class."""
-    declared, once = projector(idempotent=True, name="adding"), RetryPolicy(attempts=1)
-
-    async def add_awaited(_event: object, session: AsyncSession) -> None:
-        await session.run_sync(add)
-
-    def add_one(_event: object, session: Session) -> None:
-        add(session)
-
-    if isinstance(rig.engine, AsyncEngine):
-        awaited = async_sessionmaker(rig.engine, sync_session_class=session_class)
-        waiting = AsyncDispatcher(awaited, declared(on("added")(add_awaited)), retry=once)
-        return lambda message_id: rig.run(waiting.deliver(Message(message_id, {}, type="added")))
-    dispatcher = Dispatcher(sessionmaker(rig.engine, class_=session_class), declared(on("added")(add_one)), retry=once)
-    return lambda message_id: dispatcher.deliver(Message(message_id, {}, type="added"))
-
-
 @usual_drivers
 @pytest.mark.parametrize("hook", ["checkout", "engine_connect", "begin", "after_begin"])
 def test_a_tenant_without_the_key_is_refused(rig_on: RigOn, driver: Driver, hook: str) -> None:
@@ -536,14 +499,15 @@ def test_a_tenant_without_the_key_is_refused(rig_on: RigOn, driver: Driver, hook
     rig = rig_on(driver, **ONE)
     tenant = first = str(rig.outside.database.url().database)
     with without_the_key(rig) as second:
-        deliver = delivering(rig, leads_elsewhere(rig, hook, lambda: tenant))
-        assert deliver("m1").outcome is Outcome.APPLIED
+        rig.session_class = leads_elsewhere(rig, hook, lambda: tenant)
+        deliver = partial(rig.deliver, add, retry=RetryPolicy(attempts=1))
+        assert deliver(message_id="m1").outcome is Outcome.APPLIED
         tenant = second
         with pytest.raises(MissingTableError, match="unique index"):
-            deliver("m1")
+            deliver(message_id="m1")
         assert rig.outside.execute(f"SELECT count(*) FROM {second}.total") == [(0,)]
         tenant = first
-        assert deliver("m1").outcome is Outcome.DUPLICATE
+        assert deliver(message_id="m1").outcome is Outcome.DUPLICATE
 
 
 @usual_drivers

@@ -5,16 +5,16 @@ PostgreSQL says 0A000, "cached plan must not change result type", which is also 
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from typing import Any
 
 import pytest
 from sqlalchemy import select, text
 from sqlalchemy.exc import DBAPIError
-from sqlalchemy.ext.asyncio import AsyncEngine
 from sqlalchemy.orm import Session
 
 from databases import DRIVERS, Driver
 from projector_dedup import Outcome, RetryPolicy
-from rig import NOTHING, Durable, Rig, Total, add, outsides_fixture, rig_on_fixture  # noqa: F401  # fixtures
+from rig import NOTHING, Durable, Rig, Total, add, done, outsides_fixture, rig_on_fixture  # noqa: F401  # fixtures
 
 POSTGRESQL = [driver for driver in DRIVERS if driver.engine == "postgresql"]
 AT_ONCE = RetryPolicy(base=0)
@@ -34,10 +34,10 @@ def warm_fixture(rig_on: Callable[..., Rig]) -> Iterator[Callable[[Driver], Rig]
         rig = rig_on(driver, pool_size=POOL, max_overflow=0, **arguments)
         rigs.append(rig)
         rig.outside.execute(RANK)
-        _warm(rig)
+        rig.fill(POOL, _prepare)
         for _ in range(2 * POOL):  # a connection's first unit of work ends with a ROLLBACK of what it has asked
             rig.deliver(look, idempotent=False)
-        _warm(rig)
+        rig.fill(POOL, _prepare)
         return rig
 
     yield make
@@ -45,23 +45,9 @@ def warm_fixture(rig_on: Callable[..., Rig]) -> Iterator[Callable[[Driver], Rig]
         rig.outside.execute("alter table total drop column rank")
 
 
-def _warm(rig: Rig) -> None:
-    if not isinstance(rig.engine, AsyncEngine):
-        connections = [rig.engine.connect() for _ in range(POOL)]
-        for connection in connections:
-            connection.execute(text(EVERYTHING)).all()
-            connection.commit()  # after a ROLLBACK psycopg would prepare anew
-            connection.close()
-        return
-
-    async def warm(engine: AsyncEngine) -> None:
-        connections = [await engine.connect() for _ in range(POOL)]
-        for connection in connections:
-            (await connection.execute(text(EVERYTHING))).all()
-            await connection.commit()
-            await connection.close()
-
-    rig.run(warm(rig.engine))
+def _prepare(connection: Any) -> None:
+    done(connection.execute(text(EVERYTHING))).all()
+    done(connection.commit())  # after a ROLLBACK psycopg would prepare anew
 
 
 def look(session: Session) -> None:

@@ -1,6 +1,5 @@
 """`idempotency check` on PostgreSQL tells if a failover would lose messages: its standby is asynchronous."""
 
-import time
 from collections.abc import Iterator
 
 import psycopg
@@ -8,11 +7,11 @@ import pytest
 from sqlalchemy import Engine, MetaData, create_engine, make_url
 
 from command import idempotency
-from databases import DRIVERS, Driver
+from databases import DRIVERS, Driver, until
 from projector_dedup import Outcome, RetriesExhaustedError, RetryPolicy, make_tables
 from projector_dedup.maintenance.check import check
 from projector_dedup.maintenance.databases import Finding
-from projector_dedup.testing.kit import PATIENCE, Base, Harness, Subject
+from projector_dedup.testing.kit import Base, Harness, Subject
 from projector_dedup.testing.postgres import PrivatePostgres
 from reached import reached
 from standby import Primary, Standby, either, own_primary, standby_of
@@ -69,10 +68,7 @@ def about(server: PrivatePostgres, role: str = "postgres") -> list[Finding]:
 
 def streams(primary: Primary, standby: Standby) -> None:
     """Wait until the standby is there."""
-    deadline = time.monotonic() + PATIENCE
-    while not primary.execute("select 1 from pg_stat_replication where application_name = %s", standby.name):
-        assert time.monotonic() < deadline, "the standby does not come"
-        time.sleep(0.01)
+    until(lambda: primary.execute("select 1 from pg_stat_replication where application_name = %s", standby.name))
 
 
 @pytest.mark.usefixtures("engine")

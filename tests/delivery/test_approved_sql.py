@@ -98,24 +98,3 @@ def test_the_sql_is_the_approved_one(name: str) -> None:
 def test_nothing_is_approved_that_nobody_sends() -> None:
     """No approved file is left over from a driver that is gone."""
     assert {path.stem for path in APPROVED.iterdir()} == set(ENGINES)
-
-
-@pytest.mark.parametrize("name", [name for name in ENGINES if not name.startswith("mariadb")])
-def test_a_claim_names_the_columns_of_its_conflict(name: str) -> None:
-    """An ON CONFLICT without columns would swallow every other violation, and accept a table without the index."""
-    engine = ENGINES[name]
-    for bounded in (False, True):
-        statement: Any = dialect_of(engine).claim_statement(default_tables.marker, bounded=bounded)
-        sql = str(statement.compile(engine))
-        assert "ON CONFLICT (message_id, handler) DO NOTHING" in sql
-
-
-@pytest.mark.parametrize("name", [name for name in ENGINES if name.startswith("mariadb")])
-def test_a_claim_can_fail(name: str) -> None:
-    """IGNORE truncates and swallows; after ON DUPLICATE KEY UPDATE a new row looks like an old one; REPLACE deletes."""
-    engine = ENGINES[name]
-    for bounded in (False, True):
-        statement: Any = dialect_of(engine).claim_statement(default_tables.marker, bounded=bounded)
-        sql = str(statement.compile(engine)).upper()
-        assert "INSERT INTO PROCESSED_MESSAGE" in sql
-        assert not any(word in sql for word in ("IGNORE", "ON DUPLICATE", "REPLACE"))

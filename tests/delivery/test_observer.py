@@ -1,6 +1,5 @@
 """What an observer is told: one observation for each message and handler, after the commit, and at no risk for it."""
 
-import asyncio
 import logging
 import sys
 import threading
@@ -14,7 +13,6 @@ from typing import Any, cast
 
 import pytest
 from sqlalchemy import URL, Engine, create_engine
-from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_async_engine
 from sqlalchemy.orm import Session, sessionmaker
 from sqlalchemy.orm.exc import StaleDataError
 
@@ -22,7 +20,6 @@ import projector_dedup.observer
 from cut_proxy import CutProxy
 from databases import DRIVERS, Database
 from projector_dedup import (
-    AsyncDispatcher,
     BatchFailed,
     Defer,
     DeliveryFailed,
@@ -409,15 +406,6 @@ def test_an_observer_that_raises_changes_no_delivery(harness: Harness, caplog: p
     assert SECRET not in repr(vars(line))
 
 
-def test_an_observer_that_raises_at_a_retry(harness: Harness) -> None:
-    """The message is tried again all the same."""
-    handler = harness.handler(Fails(StaleDataError("somebody was faster"), times=1))
-    broken = Broken(RuntimeError())
-    harness.deliver(harness.dispatcher(handler, observer=broken, retry=QUICK))
-    assert broken.called == 2
-    assert harness.totals() == {"a": 1}
-
-
 def test_an_interrupt_that_meets_an_observer_passes(on_sqlite: Harness) -> None:
     """Ctrl-C while it runs ends the worker, as anywhere; what was committed stays, and comes again as a duplicate."""
     with pytest.raises(KeyboardInterrupt):
@@ -524,28 +512,6 @@ def test_a_redelivery_is_one_line_at_info(factory: sessionmaker[Session], log: p
     assert [vars(record)["after_unknown_commit"] for record in log.records] == [False, False]
 
 
-def test_a_duplicate_is_logged_alike_under_asyncio(
-    sqlite: Database, factory: sessionmaker[Session], log: pytest.LogCaptureFixture
-) -> None:
-    """The same line and fields."""
-    assert factory is not None  # the table is there
-
-    async def nothing(event: dict[str, Any], session: AsyncSession) -> None:
-        """Do nothing."""
-
-    async def deliver_twice() -> None:
-        engine = create_async_engine(sqlite.async_url)
-        dispatcher = AsyncDispatcher(
-            async_sessionmaker(engine), projector(idempotent=True, name="h")(on(dict)(nothing))
-        )
-        for _ in range(2):
-            await dispatcher.deliver({}, message_id="m1")
-        await engine.dispose()
-
-    asyncio.run(deliver_twice())
-    assert [fields(record) for record in log.records] == [("m1", "h", "applied", 1), ("m1", "h", "duplicate", 1)]
-
-
 def test_retries_are_counted(factory: sessionmaker[Session], log: pytest.LogCaptureFixture) -> None:
     """Each further attempt is a line, and the outcome says how many there were."""
     meets(factory, 2, retry=RetryPolicy(base=0)).deliver({"card": SECRET}, message_id="m1")
@@ -569,19 +535,12 @@ def test_an_id_cannot_forge_a_line(
     factory: sessionmaker[Session], log: pytest.LogCaptureFixture, message_id: str
 ) -> None:
     """Line ends, terminal codes and direction marks come out escaped, in the text and in the fields."""
-    dispatcher = meets(factory)
+    dispatcher = meets(factory, name="h\nx")  # a pinned name is the programmer's, and printed by the same rule
     for _ in range(2):
         dispatcher.deliver({"card": SECRET}, message_id=message_id)
     for record in log.records:
         assert record.getMessage().isprintable()
         assert vars(record)["message_id"].isprintable()
-
-
-def test_a_name_cannot_forge_a_line(factory: sessionmaker[Session], log: pytest.LogCaptureFixture) -> None:
-    """A handler's pinned name is the programmer's, but it is printed by the same rule."""
-    dispatcher = meets(factory, name="h\nx")
-    dispatcher.deliver({"card": SECRET}, message_id="m1")
-    assert all(record.getMessage().isprintable() for record in log.records)
 
 
 @contextmanager

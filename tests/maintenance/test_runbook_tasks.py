@@ -38,16 +38,16 @@ def _block(section: str, language: str) -> str:
     return found[1]
 
 
-def test_the_line_of_the_crontab_works_as_cron_runs_it(database: Database, tmp_path: Path) -> None:
+def test_the_line_of_the_crontab_works_as_cron_runs_it(sqlite: Database, tmp_path: Path) -> None:
     """With cron's PATH and nothing else in the environment, the command alone deletes what is old."""
-    engine = create_engine(database.url())
+    engine = create_engine(sqlite.url())
     fill(engine, [400] * 5 + [0] * 2)
     fields = re.fullmatch(r"(?:[\d*]+ +){5}app +(.*)\n", _block("Prune from cron", "text"))
     assert fields is not None
     assert "%" not in fields[1]
     assert fields[0].strip() in (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
     settings = tmp_path / "env"
-    url = database.url().render_as_string(hide_password=False)
+    url = sqlite.url().render_as_string(hide_password=False)
     settings.write_text(f"export PROJECTOR_DEDUP_DATABASE_URL='{url}'\n")
     line = (
         fields[1]

@@ -79,10 +79,13 @@ def test_what_the_deployment_knows_of_itself(engine: Engine) -> None:
 
 
 def test_the_size_is_that_of_table_and_indexes(engine: Engine) -> None:
-    """A few thousand markers of some hundred bytes, each in the table and in two indexes."""
+    """A few thousand markers of some hundred bytes, each in the table and in two indexes. SQLite's is the file's."""
     fill(engine, {"a" * 200: [1.0] * 3000})
     analyze(engine)
     size = stats(engine, tables=tables).bytes
+    if engine.name == "sqlite":
+        assert size is None
+        return
     assert size is not None
     assert 3000 * 200 < size < 3000 * 2000
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mutants.catalogue import GROUPS, MUTANTS, read
-from mutants.choosing import picked
+from mutants.catalogue import GROUPS, MUTANTS, picked, read
 from mutants.mutant import Library, Mutant, NotApplicableError
 from mutants.running import ROOT, Copy, Runner, Verdict
 

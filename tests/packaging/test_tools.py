@@ -98,8 +98,7 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("safe_path", [True, False], ids=["-P", ""])
-@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize(("end", "safe_path"), [*((end, True) for end in ENDS), ("returns", False)])
 def test_it_sees_and_says_the_same(end: str, safe_path: bool, tmp_path: Path) -> None:
     """Arguments, folder, path, environment, streams, what is imported, what it says last, and its exit code."""
     (tmp_path / "looks").mkdir()

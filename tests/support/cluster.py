@@ -29,6 +29,7 @@ from sqlalchemy import NullPool, Row, Select, create_engine, delete, make_url, s
 from sqlalchemy.dialects.mysql import insert
 from sqlalchemy.orm import Session
 
+from databases import until
 from galera import GaleraCluster, GaleraNode, GaleraUnavailableError, galera_cluster
 from projector_dedup import BatchFailed, DeliveryFailed, Outcome, ProjectorDedupError
 from projector_dedup.tables import default_tables
@@ -206,7 +207,7 @@ def _fail_over(name: str, seed: int, number: int, *, synchronous: bool, cut: boo
         standby = stack.enter_context(standby_of(primary))
         if synchronous:
             primary.wait_for(standby)
-        _until(lambda: bool(primary.execute(STREAMING)))
+        until(lambda: primary.execute(STREAMING), PATIENCE)
         broker, handler = Broker(generate(seed, number), seed), Handler(seed)
         new = stack.enter_context(Harness(Subject(make_url(standby.url).set(drivername="postgresql+psycopg"))))
         workers = [
@@ -219,7 +220,7 @@ def _fail_over(name: str, seed: int, number: int, *, synchronous: bool, cut: boo
             if cut:
                 standby.fall_behind()
             if cut and synchronous:
-                _until(lambda: len(primary.execute(WAITING)) == len(workers))
+                until(lambda: len(primary.execute(WAITING)) == len(workers), PATIENCE)
             if not synchronous:
                 load.close()  # everything is delivered to the primary alone, and acknowledged
             primary.kill()
@@ -232,14 +233,6 @@ def _fail_over(name: str, seed: int, number: int, *, synchronous: bool, cut: boo
         totals = {"new primary": new.totals()}
     seconds = time.monotonic() - began
     return Ran(name, broker, handler.runs, seconds, totals, len(acknowledged), len(lost), must_lose=not synchronous)
-
-
-def _until(true: Callable[[], bool]) -> None:
-    """Wait for something that must happen."""
-    deadline = time.monotonic() + PATIENCE
-    while not true():
-        assert time.monotonic() < deadline, "it does not happen"
-        time.sleep(0.02)
 
 
 # Galera: three nodes, each of which takes writes -------------------------------------------------------------------

@@ -11,8 +11,9 @@ import gc
 import importlib.util
 import os
 import secrets
+import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,9 @@ from typing import Any
 import psycopg
 import pytest
 from psycopg import sql
-from sqlalchemy import URL, Connection, make_url, text
-from sqlalchemy.exc import NotSupportedError
+from sqlalchemy import URL, make_url
 
+from projector_dedup.testing.kit import PATIENCE
 from projector_dedup.testing.postgres import embedded_postgres
 
 
@@ -128,6 +129,14 @@ class Database:
         return _dsn(self._url)
 
 
+def until(true: Callable[[], object], patience: float = PATIENCE) -> None:
+    """Wait for something that must happen."""
+    deadline = time.monotonic() + patience
+    while not true():
+        assert time.monotonic() < deadline, "it does not happen"
+        time.sleep(0.01)
+
+
 class EngineUnavailableError(Exception):
     """No server of this engine can be had here; the text says why."""
 
@@ -188,17 +197,6 @@ def postgresql_database(server: URL) -> Iterator[Database]:
             yield Database("postgresql", server.set(database=name))
         finally:
             admin.execute(sql.SQL("DROP DATABASE {} WITH (FORCE)").format(quoted))
-
-
-def collation_of_any_case(connection: Connection) -> str:
-    """A new one, for which texts that differ are equal; skips where it has no ICU, as in the wheel."""
-    create = "CREATE COLLATION any_case (provider = icu, locale = 'und-u-ks-level2', deterministic = false)"
-    try:
-        with connection.begin_nested():
-            connection.execute(text(create))
-    except NotSupportedError:
-        pytest.skip("this server was built without ICU")
-    return "any_case"
 
 
 @contextlib.contextmanager

@@ -191,6 +191,7 @@ class Rig:
         self.driver = driver
         self.outside = outside
         self.connects = 0
+        self.session_class: type[Session] = Session
         self._runner = asyncio.Runner() if driver.is_async else None
         url = (url or outside.database.url()).set(drivername=driver.drivername)
         if driver.engine == "sqlite":
@@ -227,11 +228,9 @@ class Rig:
             handler(session)
 
         declared = projector(idempotent=idempotent, name=HANDLER)
-        if isinstance(self.engine, AsyncEngine):
-            return AsyncDispatcher(
-                async_sessionmaker(self.engine), declared(on("added")(run_awaited)), retry=retry, **options
-            )
-        return Dispatcher(sessionmaker(self.engine), declared(on("added")(run)), retry=retry, **options)
+        if self.driver.is_async:
+            return AsyncDispatcher(self.factory, declared(on("added")(run_awaited)), retry=retry, **options)
+        return Dispatcher(self.factory, declared(on("added")(run)), retry=retry, **options)
 
     def run(self, work: Any) -> Any:
         """Run a coroutine in the loop that this rig's connections live in."""
@@ -259,8 +258,10 @@ class Rig:
 
     @property
     def factory(self) -> Any:
-        """Sessions on the engine."""
-        return async_sessionmaker(self.engine) if isinstance(self.engine, AsyncEngine) else sessionmaker(self.engine)
+        """Sessions on the engine, of the session class."""
+        if isinstance(self.engine, AsyncEngine):
+            return async_sessionmaker(self.engine, sync_session_class=self.session_class)
+        return sessionmaker(self.engine, class_=self.session_class)
 
     def durable(self) -> Durable:
         """Return what is durable, as another connection sees it."""

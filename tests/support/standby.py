@@ -18,7 +18,7 @@ from typing import Any
 import psycopg
 from sqlalchemy import URL, make_url
 
-from databases import Database
+from databases import Database, until
 from projector_dedup.testing.kit import PATIENCE
 from projector_dedup.testing.postgres import PrivatePostgres
 from reached import reached
@@ -69,10 +69,7 @@ class Primary(PrivatePostgres):
     def wait_for(self, standby: "Standby") -> None:
         """Let every COMMIT wait for a real standby from here on; return when that has come."""
         self._wait_for(standby.name)
-        deadline = time.monotonic() + PATIENCE
-        while not self.execute("select 1 from pg_stat_replication where sync_state = 'sync'"):
-            assert time.monotonic() < deadline, "the standby does not come"
-            time.sleep(0.01)
+        until(lambda: self.execute("select 1 from pg_stat_replication where sync_state = 'sync'"))
 
     def fall_silent(self) -> None:
         """Let every COMMIT that has written something wait from here on; return when that is so."""

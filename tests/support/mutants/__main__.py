@@ -22,7 +22,6 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 
 from . import catalogue
-from .choosing import picked
 from .mutant import Mutant
 from .running import ROOT, Copy, Result, Runner, Verdict
 
@@ -86,7 +85,7 @@ def _chosen(arguments: argparse.Namespace) -> list[Mutant]:
         return [mutant for mutants in groups.values() for mutant in mutants]
     date = arguments.date or datetime.datetime.now(datetime.UTC).date().isoformat()
     _say(f"Chosen by the date: --pick {arguments.pick} --date {date}")
-    return picked(groups, arguments.pick, date)
+    return catalogue.picked(groups, arguments.pick, date)
 
 
 def _report(result: Result, number: int, of: int) -> None:

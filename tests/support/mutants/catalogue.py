@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from .mutant import Mutant
@@ -46,3 +47,16 @@ def read(text: str) -> dict[str, tuple[Mutant, ...]]:
 
 GROUPS: Mapping[str, tuple[Mutant, ...]] = read((Path(__file__).parent / "catalogue.txt").read_text(encoding="utf-8"))
 MUTANTS: tuple[Mutant, ...] = tuple(mutant for mutants in GROUPS.values() for mutant in mutants)
+
+
+def picked(groups: Mapping[str, Sequence[Mutant]], number: int, date: str) -> list[Mutant]:
+    """Return ``number`` mutants, the same for the same date, from as many groups as possible."""
+    chance = random.Random(date)
+    shuffled = [chance.sample(mutants, len(mutants)) for mutants in groups.values()]
+    chance.shuffle(shuffled)
+    chosen: list[Mutant] = []
+    while len(chosen) < number and any(shuffled):
+        for group in shuffled:
+            if group and len(chosen) < number:
+                chosen.append(group.pop())
+    return chosen
