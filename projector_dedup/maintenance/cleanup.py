@@ -125,13 +125,8 @@ def prune(
     verify(engine, tables)
     dialect = dialect_of(engine)
     dialect.prepare(engine)
-    horizon = None if force else redelivery_horizon(engine, tables=tables)
-    if horizon is not None and retention_hours < horizon:
-        raise RetentionTooShortError(
-            f"a retention of {retention_hours:g} hours is shorter than the redelivery horizon of {horizon:g} hours: a "
-            f"message that comes again in between would be applied again; keep the {tables.noun}s for at least "
-            f"{horizon:g} hours, or declare a shorter horizon (`idempotency horizon`), or insist (force=True, --force)"
-        )
+    if not force:
+        refuse_short_retention(engine, retention_hours, tables=tables)
     deadline = None if time_budget is None else time.monotonic() + time_budget
     run = _Run(engine, dialect, retry)
     now = run.attempt(database_of(engine).now)
@@ -150,6 +145,17 @@ def prune(
     if left is None and handler is None:
         _record(run, tables, expired.cutoff, retention_hours)
     return Pruned(run.deleted, left)
+
+
+def refuse_short_retention(engine: Engine, retention_hours: float, *, tables: DedupTables = default_tables) -> None:
+    """Raise ``RetentionTooShortError`` if ``retention_hours`` is below the declared horizon."""
+    horizon = redelivery_horizon(engine, tables=tables)
+    if horizon is not None and retention_hours < horizon:
+        raise RetentionTooShortError(
+            f"a retention of {retention_hours:g} hours is shorter than the redelivery horizon of {horizon:g} hours: a "
+            f"message that comes again in between would be applied again; keep the {tables.noun}s for at least "
+            f"{horizon:g} hours, or declare a shorter horizon (`idempotency horizon`), or insist (force=True, --force)"
+        )
 
 
 def count_expired(
