@@ -17,6 +17,7 @@ from sqlalchemy import (
     Index,
     Integer,
     MetaData,
+    RowMapping,
     SmallInteger,
     Table,
     Text,
@@ -181,7 +182,7 @@ def new_token() -> str:
 
 def read(connection: Connection, table: Table, message_id: str, handler: str) -> Seen | None:
     """Return the row of this key; None if there is none."""
-    found = connection.execute(_select(table).where(*_is(table, message_id, handler))).one_or_none()
+    found = connection.execute(_select(table).where(*_is(table, message_id, handler))).mappings().one_or_none()
     return None if found is None else _seen(found)
 
 
@@ -189,7 +190,7 @@ def due(connection: Connection, table: Table, names: list[str], until: int | Non
     """Return the rows of these effects that are due, oldest first. They are not locked."""
     until_then = now_ms() if until is None else until
     wanted = table.c.handler.in_(names) & (table.c.next_at <= until_then)
-    rows = connection.execute(_select(table).where(wanted).order_by(table.c.next_at).limit(limit)).all()
+    rows = connection.execute(_select(table).where(wanted).order_by(table.c.next_at).limit(limit)).mappings()
     return [_seen(row) for row in rows]
 
 
@@ -300,8 +301,8 @@ def shown(error: BaseException) -> str:
     return printable(f"{type(error).__name__}: {text[:MAX_ERROR]}")[:MAX_ERROR]
 
 
-def _seen(found: Any) -> Seen:
-    values = found._asdict()
+def _seen(found: RowMapping) -> Seen:
+    values: dict[str, Any] = dict(found)
     for name in ("fingerprint", "request", "evidence", "result"):
         values[name] = None if values[name] is None else bytes(values[name])
     return Seen(**values)

@@ -420,7 +420,9 @@ class _Effects:
             self._transact(taken.key, lambda connection, _: record.remove(connection, table, row, taken.token))
             return
         given = {"ended_at": now_ms(), "error": shown(error), **values}
-        self._release(taken.effect, row, taken.token, 0 if at_once else pace(row, taken.lease), **given)
+        self._release(
+            taken.effect, row, taken.token, 0 if at_once else pace(row, taken.lease, sent=not nothing_sent), **given
+        )
 
     def _release(
         self,

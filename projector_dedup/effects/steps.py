@@ -54,6 +54,10 @@ def next_step(row: Seen, policy: Policy, lease: int) -> Step:
     return Step(Do.STOP)
 
 
-def pace(row: Seen, lease: int) -> int:
-    """Return the milliseconds until ``settle`` looks again: the age of the effect, from a lease to an hour."""
-    return min(max(row.now - (row.first_sent_at or row.armed_at), lease), HOUR)
+def pace(row: Seen, lease: int, *, sent: bool = True) -> int:
+    """Return the milliseconds until ``settle`` looks again: as long as it was tried already, from a lease to an hour.
+
+    ``sent``: since the first sending. Else since it was armed, for what was never sent.
+    """
+    since = (row.first_sent_at or row.now) if sent else row.armed_at
+    return min(max(row.now - since, lease), HOUR)
