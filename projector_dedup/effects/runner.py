@@ -629,6 +629,7 @@ def _new_taken(effect: _Definition[Any, Any], new: NewRow, token: str, began: fl
 def _taken(effect: _Definition[Any, Any], row: Seen, token: str, began: float, step: Step) -> _Taken:
     number = row.attempt if step.do is Do.ASK else row.attempt + 1
     attempt = Attempt(row.provider_key, number, effect.lease, began)
+    attempt._asked = step.do is Do.ASK  # `NotDone` would say that the provider has nothing
     given = effect.request_codec.loads(row.request)  # before the row is taken: what cannot be read is not sent
     return _Taken(effect, row, token, given, attempt, step, set_first=row.first_sent_at is None)
 
