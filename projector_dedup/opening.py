@@ -9,7 +9,7 @@ transaction, by SQL, if the database can do that (docs/adr/0025-what-is-set-for-
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
 from sqlalchemy import event
@@ -235,56 +235,89 @@ def _admit(engine: Engine, dialect: Dialect) -> bool:
 
 
 def _connect(
-    session: GuardedSession, engine: Engine, dialect: Dialect, level: str | None, *, begun_by_claim: bool
+    session: Session, engine: Engine, dialect: Dialect, level: str | None, *, begun_by_claim: bool
 ) -> Connection:
-    """Take a connection, choose its ``level`` if one is given, and begin the session's transaction on it.
-
-    If the claim sends BEGIN, the level is only noted on the connection, and sent with BEGIN.
-    """
     if level is None:
         return session.connection(bind_arguments={"bind": engine})
-    connection = engine.connect()
-    session.taken = (*session.taken, connection)  # the unit of work closes it with the session
-    option = {LEVEL_OF_BEGIN if begun_by_claim else "isolation_level": level}
-    was_open = _choose_level(connection, dialect, level, option)
+    taking = _Taking(engine, dialect, level, begun_by_claim=begun_by_claim)
     # A level in the session's own execution options would be set later, and win.
-    again = option if "isolation_level" in (getattr(session, "execution_options", None) or {}) else None
+    again = taking.option if "isolation_level" in (getattr(session, "execution_options", None) or {}) else None
+    bind: Any = taking
     try:
-        session.connection(bind_arguments={"bind": connection}, execution_options=again)
-    except InvalidRequestError as error:
-        raise UnsafeSessionError(
-            f"a listener has taken a connection for the session before the library took one at {level}. Let it listen "
-            f"to after_begin, which has the connection; or give create_engine(..., isolation_level={level!r})"
-        ) from error
-    if begun_by_claim and not was_open and not dialect.claim_begins(connection):
+        connection = session.connection(bind_arguments={"bind": bind}, execution_options=again)
+    except ArgumentError as error:
+        raise UnsafeSessionError(f"isolation={level!r} is no level of this database: {error}") from error
+    if begun_by_claim and not taking.was_open and not dialect.claim_begins(connection):
         _begun_by_claims[engine] = False  # a listener of the user's has sent or set something
         session.rollback()
-        connection.close()
         return _connect(session, engine, dialect, level, begun_by_claim=False)
+    options = connection.get_execution_options()
+    dropped = not taking.was_open and not taking.option.items() <= options.items()
+    if dropped and not is_as_strict(connection.get_isolation_level(), level):
+        raise UnsafeSessionError(
+            f"a listener has taken the session's connection before it was asked for at {level}; let it listen to "
+            "after_begin, which has the connection"
+        )
     return connection
 
 
-def _choose_level(connection: Connection, dialect: Dialect, level: str, option: dict[str, str]) -> bool:
-    """Choose the level before the session uses the connection. Return True if a transaction was open already."""
-    status = dialect.status(connection.connection.driver_connection)
-    was_open = connection.in_transaction() or status in (Status.OPEN, Status.ABORTED)
-    try:
-        if was_open and dialect.begins_with_level and level in LEVELS:
-            connection.exec_driver_sql(f"SET TRANSACTION ISOLATION LEVEL {level}")
-        else:
-            connection.execution_options(**option)
-    except ArgumentError as error:
-        raise UnsafeSessionError(f"isolation={level!r} is no level of this database: {error}") from error
-    except (InvalidRequestError, DBAPIError) as error:
-        if isinstance(error, DBAPIError) and sqlstate_of(error) not in _TOO_LATE:
+class _Taking:
+    """Stands in for the engine while a session takes a connection, to set the level before the session uses it.
+
+    If the claim sends BEGIN, the level is only noted here, and sent with BEGIN.
+    """
+
+    def __init__(self, engine: Engine, dialect: Dialect, level: str, *, begun_by_claim: bool) -> None:
+        self.engine = engine
+        self.was_open = False  # True: the driver had a transaction open when the connection was taken
+        self.option = {LEVEL_OF_BEGIN if begun_by_claim else "isolation_level": level}
+        self._dialect = dialect
+        self._level = level
+
+    def __getattr__(self, name: str) -> Any:
+        """Return the engine's attribute, in case a Session class of the user's reads it."""
+        return getattr(self.engine, name)
+
+    def __eq__(self, other: object) -> bool:
+        """True for the engine itself, so that a session that has a connection of it does not take a second one."""
+        return other is self or other is self.engine
+
+    def __hash__(self) -> int:
+        return hash(self.engine)
+
+    def connect(self) -> Connection:
+        """Take a connection, and choose the level before the session begins a transaction on it."""
+        connection = self.engine.connect()
+        try:
+            self._choose_level(connection)
+        except BaseException:
+            connection.close()
             raise
+        return connection
+
+    def _choose_level(self, connection: Connection) -> None:
+        status = self._dialect.status(connection.connection.driver_connection)
+        self.was_open = connection.in_transaction() or status in (Status.OPEN, Status.ABORTED)
+        if not (self.was_open and self._dialect.begins_with_level and self._level in LEVELS):
+            try:
+                connection.execution_options(**self.option)
+            except InvalidRequestError as error:
+                self._refuse(error)
+            return
+        try:
+            connection.exec_driver_sql(f"SET TRANSACTION ISOLATION LEVEL {self._level}")
+        except DBAPIError as error:
+            if sqlstate_of(error) not in _TOO_LATE:
+                raise
+            self._refuse(error)
+
+    def _refuse(self, error: Exception) -> NoReturn:
         raise UnsafeSessionError(
             "a listener to the engine left a transaction open on the connection in which a query has run or failed, so "
-            f"its level can no longer be chosen ({level} is needed), and a rollback would undo what was set. Let the "
-            "listener use SET or SET LOCAL, not a query such as SELECT set_config(...), or let it commit; or choose "
-            f"the level with the engine: create_engine(..., isolation_level={level!r})"
+            f"its level can no longer be chosen ({self._level} is needed), and a rollback would undo what was set. "
+            "Let the listener use SET or SET LOCAL, not a query such as SELECT set_config(...), or let it commit; or "
+            f"choose the level with the engine: create_engine(..., isolation_level={self._level!r})"
         ) from error
-    return was_open
 
 
 def _usual_level(engine: Engine, dialect: Dialect, options: UnitOptions, *, marked: bool) -> str | None:

@@ -30,6 +30,7 @@ from .markers import (
     insert_markers,
     raise_in_progress,
     refuse_shared_markers,
+    translate_map,
     valid_key,
     valid_keys,
 )
@@ -217,7 +218,7 @@ class UnitOfWork:
         connection = open_connection(self._session, bind, options, marked=key is not None, one=one)
         self.dialect = dialect = dialect_of(connection)
         if key is not None:
-            refuse_shared_markers(connection, options.tables)
+            refuse_shared_markers(translate_map(connection), options.tables)
         try:
             dialect.begin(connection, options.tables.marker if key is not None else None, options.claim_timeout)
         except DBAPIError as error:
@@ -413,14 +414,11 @@ class UnitOfWork:
             logger.error("%s", violation)
 
     def _close_session(self) -> Exception | None:
-        """Close the session and its connections. If that fails, drop the connections and return the error."""
-        taken = self._session.taken if self.durable else ()
+        """Close the session. If that fails, drop its connections and return the error."""
         try:
             self._session.close()
-            for connection in taken:
-                connection.close()
         except BaseException as error:
-            drop(taken)
+            drop(self._session.taken if self.durable else ())
             if not isinstance(error, Exception):
                 raise
             return error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -31,6 +32,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.engine import Connection, Engine
+from sqlalchemy.engine.interfaces import Dialect as EngineDialect
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.sql import Executable
 from sqlalchemy.types import TypeEngine
@@ -40,7 +42,7 @@ from ..errors import UnsupportedDatabaseError
 from ..transaction_text import OPAQUE, Grammar
 from .claims import Key, Parameters, handler_parameters, key_of
 from .dialect import LEVEL_OF_BEGIN, Dialect, Failure, Status, insert_and_count, is_operational, routine_of, sqlstate_of
-from .listeners import hears_of_statements, info_of
+from .listeners import ask, hears_of_statements, listen_once
 
 # The meaning of errors, by SQLSTATE (PostgreSQL documentation, appendix A) -------------------------------------------
 
@@ -98,41 +100,21 @@ class PostgreSQL(Dialect):
 
         Other clients of the pooler give the same names to other statements (docs/adr/0011).
         """
-        with connected(engine) as connection:  # for code that opens no unit of work, such as the command line
-            self._ask_for_pooler(connection)
+        listen_once(engine, before_others=True, checkout=[refusing(engine.dialect, self.refuse_pooler)])
+        with asking(), connected(engine):
+            pass  # for code that opens no unit of work, such as the command line
 
-    def refuse_unsafe(self, connection: Connection) -> None:
-        """Raise ``RefusedError`` for an engine on which the promise would not hold.
-
-        Each physical connection is asked once whether it leads through a pooler: an address may lead to a server today
-        and to a PgBouncer tomorrow.
-        """
-        super().refuse_unsafe(connection)
-        self._ask_for_pooler(connection)
-
-    def _ask_for_pooler(self, connection: Connection) -> None:
-        if _ASKED not in info_of(connection):
-            self.refuse_pooler(connection, connection.connection.driver_connection)
-            info_of(connection)[_ASKED] = True
-
-    def refuse_pooler(self, connection: Connection, driver_connection: Any) -> None:
+    def refuse_pooler(self, dialect: EngineDialect, dbapi_connection: Any, driver_connection: Any) -> None:
         """Raise ``UnsupportedDatabaseError`` if a pooler would mix up the driver's prepared statements.
 
-        Nothing is asked for a driver that numbers no statements.
+        Called once for each physical connection. Nothing is asked for a driver that numbers no statements.
         """
 
-    def ask_backend(self, connection: Connection) -> tuple[int, bool]:
-        """Return the number of the server process that answers, and True if it keeps a statement of asyncpg's numbers.
-
-        A pooler tells its clients a made-up process number. So behind a pooler the two numbers differ. Unless a
-        transaction was open before, the one of this question is rolled back.
-        """
-        begun = self.status(connection.connection.driver_connection) is not Status.NONE
-        sql = f"{_BACKEND_AND_NUMBERED} -- {uuid4()}"  # another text each time: a statement from a cache shows nothing
-        backend, is_numbered = connection.exec_driver_sql(sql).one()
-        if not begun:
-            connection.connection.rollback()
-        return backend, is_numbered
+    def opening(
+        self, engine: Engine, *, marked: bool, locking: bool = False, chosen: bool = False
+    ) -> AbstractContextManager[None]:
+        """Return a block in which each new connection of the pool is asked whether it leads through a pooler."""
+        return asking()
 
     def claim_statement(self, marker: Table, *, bounded: bool, names: int = 1) -> Executable:
         """Return an INSERT that skips markers that are there: an error for such a marker would abort the transaction.
@@ -301,14 +283,15 @@ class Psycopg(PostgreSQL):
             routine_of=lambda notice: notice.source_function,
         )
 
-    def refuse_pooler(self, connection: Connection, driver_connection: Any) -> None:
+    def refuse_pooler(self, dialect: EngineDialect, dbapi_connection: Any, driver_connection: Any) -> None:
         """Raise ``UnsupportedDatabaseError`` if the connection leads through a pooler and psycopg prepares statements.
 
         psycopg names them by number only after some executions, so whether any is there today says nothing.
         """
         if driver_connection.prepare_threshold is None:
             return
-        backend, _ = self.ask_backend(connection)
+        begun = bool(driver_connection.pgconn.transaction_status)
+        backend, _ = ask_backend(dialect, dbapi_connection, begun=begun)
         if backend != driver_connection.info.backend_pid:
             raise numbered_behind_pooler(_PSYCOPG_WITHOUT_NAMES)
 
@@ -347,12 +330,13 @@ class Asyncpg(PostgreSQL):
             routine_of=lambda message: message.server_source_function,
         )
 
-    def refuse_pooler(self, connection: Connection, driver_connection: Any) -> None:
+    def refuse_pooler(self, dialect: EngineDialect, dbapi_connection: Any, driver_connection: Any) -> None:
         """Raise ``UnsupportedDatabaseError`` if the connection leads through a pooler and asyncpg numbers statements.
 
         asyncpg also prepares the statement that asks, whose name shows whether statements are numbered.
         """
-        backend, is_numbered = self.ask_backend(connection)
+        begun = driver_connection.is_in_transaction()
+        backend, is_numbered = ask_backend(dialect, dbapi_connection, begun=begun)
         if is_numbered and backend != driver_connection.get_server_pid():
             raise numbered_behind_pooler(_ASYNCPG_WITHOUT_NUMBERS)
 
@@ -484,11 +468,56 @@ def confirming(
 
 # A pooler ------------------------------------------------------------------------------------------------------------
 #
+# Numbered prepared statements get mixed up behind a pooler. Each physical connection is asked for itself: an address
+# may lead to a server today and to a PgBouncer tomorrow.
+
 _BACKEND_AND_NUMBERED = """
     SELECT pg_backend_pid(), EXISTS (
         SELECT FROM pg_prepared_statements WHERE prepare_time >= now() AND starts_with(name, '__asyncpg_stmt_')
     )"""
 _ASKED = "projector_dedup_pooler"  # in the ``info`` of a physical connection
+
+_asking: ContextVar[bool] = ContextVar("projector_dedup_asking", default=False)
+
+
+@contextmanager
+def asking() -> Iterator[None]:
+    """Ask each connection that is taken from the pool in the block, unless it was asked before."""
+    token = _asking.set(True)
+    try:
+        yield
+    finally:
+        _asking.reset(token)
+
+
+def refusing(
+    dialect: EngineDialect, refuse_pooler: Callable[[EngineDialect, Any, Any], None]
+) -> Callable[[Any, Any, object], None]:
+    """Return a listener to ``checkout`` that calls ``PostgreSQL.refuse_pooler`` once for each physical connection.
+
+    The listener does nothing outside a block of ``asking``.
+    """
+
+    def refuse(dbapi_connection: Any, record: Any, _proxy: object) -> None:
+        if not _asking.get() or _ASKED in record.info:
+            return
+        refuse_pooler(dialect, dbapi_connection, record.driver_connection)
+        record.info[_ASKED] = True
+
+    return refuse
+
+
+def ask_backend(dialect: EngineDialect, dbapi_connection: Any, *, begun: bool) -> tuple[int, bool]:
+    """Return the number of the server process that answers, and True if it keeps a statement that asyncpg numbered.
+
+    A pooler tells its clients a made-up process number. So behind a pooler the two numbers differ.
+    Unless a transaction had ``begun`` before, the one of this question is rolled back.
+    """
+    sql = f"{_BACKEND_AND_NUMBERED} -- {uuid4()}"  # another text each time: a statement from a cache shows nothing
+    ((backend, is_numbered),) = ask(dialect, dbapi_connection, sql)
+    if not begun:
+        dbapi_connection.rollback()
+    return backend, is_numbered
 
 
 def numbered_behind_pooler(connect_args: str) -> UnsupportedDatabaseError:

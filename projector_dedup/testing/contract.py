@@ -137,8 +137,8 @@ class OnceContract:
         for message_id in LOOK_ALIKES:
             assert harness.deliver(lower, message_id=message_id).outcome is Outcome.APPLIED
         assert harness.deliver(upper, message_id="a").outcome is Outcome.APPLIED
-        again = harness.run(lower.deliver_batch, [Message(message_id, Added()) for message_id in LOOK_ALIKES])
-        assert {delivery.outcome for delivery in again} == {Outcome.DUPLICATE}
+        for message_id in LOOK_ALIKES:
+            assert harness.deliver(lower, message_id=message_id).outcome is Outcome.DUPLICATE
         assert harness.totals() == {"a": len(LOOK_ALIKES) + 1}
         assert harness.markers() == sorted([*((each, "totals") for each in LOOK_ALIKES), ("a", "Totals")])
 
