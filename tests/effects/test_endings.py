@@ -3,12 +3,29 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy import create_engine
+from sqlalchemy.orm import Session, sessionmaker
 
-from effect_rig import Charge, Till, tills
-from projector_dedup.effects import Attempt, EffectUnknown, NotDone, ask
+from effect_rig import Charge, Lost, Till, tills
+from projector_dedup import UnsafeSessionError
+from projector_dedup.effects import (
+    Attempt,
+    DoubleEffectError,
+    Effects,
+    EffectUnknown,
+    LeaseLostError,
+    NotDone,
+    ask,
+    effect,
+    resend,
+    stop,
+)
+from projector_dedup.tables import default_tables
+from projector_dedup.testing.kit import Added, Gate
 
 till = tills()
 
@@ -83,3 +100,65 @@ def test_an_ask_function_without_time_knows_nothing(till: Till) -> None:
     till.pass_time(300)
     assert till.settle(charge) == "1 unknown"
     assert len(till.sent) == 1
+
+
+@pytest.mark.parametrize(("waits", "sent"), [((71,), 1), ((69,), 2), ((60, 60), 2)], ids=str)
+def test_the_window_of_a_resend(till: Till, waits: tuple[int, ...], sent: int) -> None:
+    """It counts from the first sending, and the lease of the last attempt must fit into it."""
+
+    def always_lost(request: Charge, attempt: Attempt) -> str:
+        till.plain(request, attempt)
+        raise Lost
+
+    charge = till.effect(always_lost, resend(within=timedelta(seconds=100)), lease=30)
+    for wait in (0, *waits):
+        till.pass_time(wait)
+        with pytest.raises(EffectUnknown):
+            till.run(charge)
+    assert len(till.sent) == sent
+
+
+def test_an_attempt_that_was_taken_over_writes_nothing(till: Till) -> None:
+    """Its successor is under way: the late value is kept beside, and the successor hears of it."""
+    gates = [Gate(till.harness), Gate(till.harness)]
+
+    def slow(request: Charge, attempt: Attempt) -> str:
+        till.plain(request, attempt)
+        gates[attempt.number - 1].stop()
+        return f"pi_{attempt.number}"
+
+    charge = till.effect(slow, resend(within=timedelta(hours=1)))
+    first = till.harness.start(till.run, charge)
+    gates[0].arrival()
+    till.pass_time(31)
+    second = till.harness.start(till.run, charge)
+    gates[1].arrival()
+    gates[0].open()
+    with pytest.raises(LeaseLostError):
+        first.result()
+    row = till.row()
+    assert (row.outcome, row.evidence_attempt, till.payments()) == (None, 1, [])
+    gates[1].open()
+    with pytest.raises(DoubleEffectError):
+        second.result()
+    assert till.payments() == [("o1", "pi_2")]
+
+
+def test_a_handler_does_not_send_by_way_of_another_database(till: Till, tmp_path: Path) -> None:
+    """What was sent would stay sent when the handler is rolled back, wherever its row is."""
+    till.harness.transact(lambda session: default_tables.marker.metadata.create_all(session.connection()))
+    engine = create_engine(f"sqlite:///{tmp_path}/other.db")
+    refused: list[str] = []
+
+    @effect(name="other.charge", lease=30, unknown=stop)
+    def charge(request: Charge, attempt: Attempt) -> str:
+        return till.plain(request, attempt)
+
+    def apply(_happened: Added, _session: Session) -> None:
+        with pytest.raises(UnsafeSessionError, match="arm"):
+            Effects(sessionmaker(engine), [charge]).run(charge, Charge(), key="k1")
+        refused.append("refused")
+
+    till.harness.deliver(till.harness.dispatcher(till.harness.handler(apply, reads=None)))
+    engine.dispose()
+    assert (refused, till.sent) == (["refused"], [])

@@ -45,6 +45,7 @@ QUICK_START = _snippets("README.md")[0]
     [
         ("README.md", []),
         ("docs/commands.md", []),
+        ("docs/effects.md", []),
         ("docs/observing.md", [QUICK_START]),
         ("docs/handlers.md", [QUICK_START]),
         ("docs/concurrency.md", [QUICK_START]),
