@@ -53,6 +53,8 @@ class EffectTables(DedupTables):
     revisions: ClassVar[tuple[str, ...]] = ("projector_dedup_0003",)
     noun: ClassVar[str] = "effect"
     handler: ClassVar[str] = "effect"
+    subject: ClassVar[str] = "effects"
+    keyed: ClassVar[bool] = True
 
     @staticmethod
     def make(metadata: MetaData, name: str, schema: str | None) -> EffectTables:
