@@ -95,7 +95,7 @@ class _Wanted:
 
         Raises `Failed` if there is none; its text says why that may be.
         """
-        found = [each for each in self.found(engine) if self.handler in (None, _name(each))]
+        found = [each for each in self.found(engine) if self.handler in (None, each.handler)]
         if found:
             return found
         tables = self.deployment.tables
@@ -104,15 +104,13 @@ class _Wanted:
         pruned = f"its {tables.noun} was pruned"
         pruned += "" if until is None else f", as all from before {moment_with_zone(until)} are"
         written = "is written another way (case and white space count"
-        raise Failed(
-            f"no {tables.noun} of {self}{of} in {self.deployment}: "
-            + (
-                f"no such {_asked_for(tables)}, or {pruned}, or its scope is another (--scope), or the key {written})"
-                if tables.keyed
-                else f"it was not applied, or {pruned}, or the id {written}; cloudevents, kafka and hashed make ids of "
-                "their own)"
-            )
+        why = (
+            f"no such {_asked_for(tables)}, or {pruned}, or its scope is another (--scope), or the key {written})"
+            if tables.keyed
+            else f"it was not applied, or {pruned}, or the id {written}; cloudevents, kafka and hashed make ids of "
+            "their own)"
         )
+        raise Failed(f"no {tables.noun} of {self}{of} in {self.deployment}: {why}")
 
 
 def _wanted(deployment: Deployment, given: str, scope: str | None, handler: str | None) -> _Wanted:
@@ -163,10 +161,6 @@ def show(
     if results:
         for each in found:
             _print_result(each)
-
-
-def _name(row: Marker | StoredEffect) -> str:
-    return row.effect if isinstance(row, StoredEffect) else row.handler
 
 
 def _print(found: Sequence[Marker | StoredEffect]) -> None:
@@ -305,8 +299,8 @@ def _forget_rows(wanted: _Wanted, engine: Engine, *, yes: bool) -> None:
     _print(found)
     if not yes and not confirmed(f"Delete these {tables.noun}s? {capital(again.format('will be'))}"):
         raise Failed(f"nothing was deleted in {deployment}")
-    deleted = sum(delete_markers(engine, wanted.stored, handler=_name(each), tables=tables) for each in found)
-    names, rest = (", ".join(printable(_name(each)) for each in some) for some in (found, wanted.found(engine)))
+    deleted = sum(delete_markers(engine, wanted.stored, handler=each.handler, tables=tables) for each in found)
+    names, rest = (", ".join(printable(each.handler) for each in some) for some in (found, wanted.found(engine)))
     but = f", unless that {tables.handler} is known by another of the names that are left: {rest}" if rest else ""
     say(f"Deleted {deployment.rows(deleted)}. {capital(again.format('is'))}, by {names}{but}.")
 

@@ -99,9 +99,6 @@ class InProgress(ProjectorDedupError):
         super().__init__(message)
         self.retry_after = retry_after
 
-    def __reduce__(self) -> tuple[Any, ...]:  # an exception is made again from its args, which lack the seconds
-        return type(self), (*self.args, self.retry_after), vars(self)
-
 
 class OvertakenError(ProjectorDedupError):
     """Another delivery committed the marker of one of several messages while they were claimed together.

@@ -67,6 +67,10 @@ OURS: dict[str, Answer] = {
         ACKNOWLEDGE, "the command was done before; reject if a projector's handler lets the error out", unlimited=True
     ),
     "Rejected": Answer(REJECT, "the business has refused the command, and that is recorded"),
+    # Of effects, likewise.
+    "EffectUnknown": Answer(LATER, "settle finds out whether the effect was done", unlimited=True),
+    "NotDone": Answer(LATER, "the effect was not sent"),
+    "DoubleEffectError": Answer(REJECT, "the effect was done twice, and somebody has to look"),
 }
 """The library's errors by name; an error that is not named is answered as its base class is."""
 
@@ -105,7 +109,8 @@ def verdict_of(error: BaseException, *, attempts: int = 1, max_attempts: int | N
     ``attempts`` is the broker's count of deliveries, 1 for the first. ``RETRY_LATER`` comes with a delay of 1, 5, 30
     and, from the fourth delivery on, 300 seconds. ``RETRY_NOW`` is said of the first delivery only, and becomes
     ``RETRY_LATER`` after it. From ``max_attempts`` on a message is rejected that else would be delivered again, also
-    after ``Defer``; but never after ``CommitOutcomeUnknown`` and ``InProgress``, or if the worker was told to stop.
+    after ``Defer``; but never after ``CommitOutcomeUnknown``, ``InProgress`` or ``EffectUnknown``, or if the worker was
+    told to stop.
     ``ACKNOWLEDGE`` is said of ``DuplicateCommandError`` alone, as ``Commands.handle`` raises it.
 
     Of several errors (``DeliveryFailed``, ``BatchFailed``, any ``ExceptionGroup``) those that are to be retried

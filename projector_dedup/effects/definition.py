@@ -42,6 +42,7 @@ class Attempt:
 
         If less than ``at_least`` is left, the first call raises ``NotDone``, because nothing was sent yet; so call it
         before anything is sent. A later call of the same attempt raises ``TimeoutError``: the effect is unknown then.
+        So does every call in an ask function.
         """
         left = self.lease - min(1.0, self.lease * _MARGIN) - (time.monotonic() - self.began)
         first, self._asked = not self._asked, True

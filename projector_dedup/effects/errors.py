@@ -1,4 +1,4 @@
-"""What the functions of an effect raise, and what ``Effects.run`` raises.
+"""The errors that the functions of an effect raise, and those that ``Effects.run`` raises.
 
 ::
 
@@ -45,27 +45,26 @@ class EffectUnknown(ProjectorDedupError):
     """
 
 
-class _WithValue(ProjectorDedupError):
-    def __init__(self, message: str, value: Any) -> None:
-        super().__init__(message)
-        self.value = value
-
-    def __reduce__(self) -> tuple[Any, ...]:  # an exception is made again from its args, which lack the value
-        return type(self), (*self.args, self.value), vars(self)
-
-
-class NotRecordedError(_WithValue):
+class NotRecordedError(ProjectorDedupError):
     """The effect was done, and returned ``value``, but ``recorded`` failed. ``settle`` tries to record it again.
 
     The value is kept in the row, so that the effect is not sent again.
     """
 
+    def __init__(self, message: str = "", value: Any = None) -> None:
+        super().__init__(message)
+        self.value = value
 
-class LeaseLostError(_WithValue):
+
+class LeaseLostError(ProjectorDedupError):
     """The attempt was done, and returned ``value``, after another process had taken the effect over.
 
     The value is kept beside the row as evidence.
     """
+
+    def __init__(self, message: str = "", value: Any = None) -> None:
+        super().__init__(message)
+        self.value = value
 
 
 class DoubleEffectError(LeaseLostError):

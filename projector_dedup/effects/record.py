@@ -105,7 +105,7 @@ default_effect_tables = make_effect_tables(MetaData())
 
 @dataclass(frozen=True)
 class NewRow:
-    """What is known of an effect before it has a row."""
+    """An effect before it has a row."""
 
     identity: str
     key: RecordKey

@@ -79,6 +79,11 @@ class StoredEffect:
     request: bytes
     value: bytes | None  #: as it is recorded, else as an attempt returned it or a person gave it; or the rejection
 
+    @property
+    def handler(self) -> str:
+        """The name of the effect, as other kinds of rows call it."""
+        return self.effect
+
 
 def find_effects(
     engine: Engine,

@@ -39,6 +39,7 @@ from projector_dedup.commands.errors import (
     ResultUnreadableError,
 )
 from projector_dedup.dialects import Failure
+from projector_dedup.effects import errors as errors_of_effects
 from projector_dedup.verdict import FAILURES, NAMED, OTHERS, OURS, Answer
 from provoked import PROVOKED
 
@@ -256,8 +257,8 @@ def test_deliveries_are_counted_from_one(attempts: int, max_attempts: int | None
 
 
 def _errors() -> list[type[ProjectorDedupError]]:
-    """Every error of the library and of its commands, groups left out, which have no answer of their own."""
-    found = [*vars(errors).values(), *vars(errors_of_commands).values()]
+    """Every error of the library, its commands and its effects, groups left out, which have no answer of their own."""
+    found = [*vars(errors).values(), *vars(errors_of_commands).values(), *vars(errors_of_effects).values()]
     classes = [each for each in found if isinstance(each, type) and issubclass(each, ProjectorDedupError)]
     return [each for each in dict.fromkeys(classes) if not issubclass(each, BaseExceptionGroup)]
 

@@ -1,0 +1,69 @@
+"""The sweep: several at once, fair, bounded, by an index, and never ended by one effect."""
+
+import threading
+from collections import Counter
+from typing import Any
+
+from effect_rig import Charge, Till, tills
+from projector_dedup.effects import Attempt, NotDone
+
+till = tills()
+
+
+def _arm(till: Till, charge: Any, number: int) -> None:
+    for count in range(number):
+        till.arm(charge, Charge(f"o{count}"), key=f"k{count:03}")
+
+
+def test_two_sweeps_at_once_send_each_effect_once(till: Till) -> None:
+    """Both find the same rows; each row is taken by one of them, right before it is sent."""
+    both = threading.Barrier(2, timeout=30)
+    met: list[str] = []
+
+    def body(request: Charge, attempt: Attempt) -> str:
+        if len(met) < 2:  # the first effect of each sweep: both have looked by now
+            met.append(request.order)
+            till.harness.blocking(both.wait)
+        return till.plain(request, attempt)
+
+    charge = till.effect(body)
+    _arm(till, charge, 20)
+    counts = [each.result() for each in [till.harness.start(till.settle, charge) for _ in range(2)]]
+    assert set(Counter(till.sent).values()) == {1}
+    assert (len(till.sent), len(set(met))) == (20, 2)
+    assert sorted(order for order, _ in till.payments()) == sorted(f"o{count}" for count in range(20))
+    done = [int(part.split()[0]) for count in counts for part in count.split(", ") if part.endswith(" done")]
+    assert sum(done) == 20
+
+
+def test_a_sweep_looks_at_so_many_and_at_each_of_them_once(till: Till) -> None:
+    """The oldest first; what is due again meanwhile is for the next run."""
+    seen: list[str] = []
+
+    def body(request: Charge, _attempt: Attempt) -> str:
+        seen.append(request.order)
+        raise NotDone
+
+    charge = till.effect(body)
+    _arm(till, charge, 5)
+    assert till.settle(charge, limit=3) == "3 not done"
+    assert seen == ["o0", "o1", "o2"]
+    assert till.settle(charge) == "2 not done"
+    assert till.settle(charge) == ""
+    till.pass_time(31)
+    assert till.settle(charge) == "5 not done"
+
+
+def test_what_one_effect_does_never_ends_the_sweep(till: Till) -> None:
+    """A request that cannot be read, and an effect that this process does not know: the others are sent."""
+    charge, other = till.effect(), till.effect(name="till.other")
+    _arm(till, charge, 3)
+    till.arm(other, key="x")
+    till.change("k001", request=b"no JSON")
+    assert till.settle(charge) == "2 done, 1 failed"
+    assert till.row("k001").first_sent_at is None
+    assert till.row("x").attempt == 0
+    assert till.settle(charge) == ""
+    till.pass_time(31)
+    assert till.settle(charge) == "1 failed"
+    assert till.settle(other) == "1 done"
