@@ -14,10 +14,12 @@ import click
 from sqlalchemy import Engine, inspect
 
 from projector_dedup import AsyncDispatcher, DedupTables, Dispatcher
-from projector_dedup.commands import CommandTables
+from projector_dedup.effects import EffectTables
 from projector_dedup.maintenance.check import advise, check_alembic, check_installed_revisions
 from projector_dedup.maintenance.check import check as findings_of
 from projector_dedup.maintenance.databases import Finding
+from projector_dedup.maintenance.effects import advise_effects
+from projector_dedup.maintenance.running import KINDS
 from projector_dedup.maintenance.stats import Ages, Stats, ages, stats
 
 from .options import EXIT_CODES, Deployment, database_options
@@ -55,9 +57,11 @@ def check(deployment: Deployment, alembic_config: Path | None, apps: tuple[str, 
       idempotency check --database-url sqlite:///read_model.db
       idempotency check --app myapp.consumer:dispatcher
       idempotency check --commands
+      idempotency check --effects
     """
-    if apps and deployment.of_commands:
-        raise click.UsageError("--app tells which handlers a dispatcher knows; it says nothing of --commands")
+    if apps and deployment.tables.keyed:
+        option = deployment.tables.option.strip()
+        raise click.UsageError(f"--app tells which handlers a dispatcher knows; it says nothing of {option}")
     identities = _identities_of(apps)
     config = alembic_config or Path("alembic.ini")
     tables, found = deployment.tables, None
@@ -70,6 +74,7 @@ def check(deployment: Deployment, alembic_config: Path | None, apps: tuple[str, 
             found = stats(engine, tables=tables) if apps else ages(engine, tables=tables)
             unknown = {each.handler for each in found.handlers} - identities if isinstance(found, Stats) else set()
             findings += advise(found, unknown, tables=tables)
+            findings += advise_effects(engine, tables=tables) if isinstance(tables, EffectTables) else []
         if as_json:
             answer = {"ready": not fatal, "findings": [asdict(finding) for finding in findings]}
             print_json({**deployment.place, **answer})
@@ -77,7 +82,7 @@ def check(deployment: Deployment, alembic_config: Path | None, apps: tuple[str, 
             _print(findings)
             if not fatal:
                 say(f"{deployment}: {tables.marker.name} is {coloured('ready', 'green')}.")
-            say(after_check(findings, found, tables) + commands_beside(engine, tables))
+            say(after_check(findings, found, tables) + others_beside(engine, tables))
     if fatal:
         raise Failed(f"{deployment} is not ready: {fatal} problem{'s' if fatal > 1 else ''}, see above")
 
@@ -108,12 +113,15 @@ def after_stats(found: Ages, tables: DedupTables) -> str:
     return _for_cleanup(found, tables) or f"Next: nothing. {command} tells when there is something to do."
 
 
-def commands_beside(engine: Engine, tables: DedupTables) -> str:
-    """Return a sentence on how to look at the tables of commands, if they are beside ``tables`` and not meant."""
-    if isinstance(tables, CommandTables):
+def others_beside(engine: Engine, tables: DedupTables) -> str:
+    """Return how to look at the tables of commands and of effects, if they are beside those of projectors."""
+    if tables.keyed:
         return ""
-    there = inspect(engine).has_table(CommandTables.default_name, tables.marker.schema)
-    return f" The tables of commands are here too: with{CommandTables.option} this looks at those." if there else ""
+    inspector = inspect(engine)
+    there = [kind for kind in KINDS if kind.keyed and inspector.has_table(kind.default_name, tables.marker.schema)]
+    return "".join(
+        f" The tables of {kind.subject} are here too: with{kind.option} this looks at those." for kind in there
+    )
 
 
 def _for_cleanup(found: Ages, tables: DedupTables) -> str | None:

@@ -67,6 +67,7 @@ def _finite(_context: click.Context, _parameter: click.Parameter, value: float |
 @click.option(
     "--handler",
     "--operation",
+    "--effect",
     help="Delete the markers of this handler, or the records of this operation, only. A name that has none is refused.",
 )
 @click.option("--dry-run", is_flag=True, help=f"Delete nothing: count, up to {COUNTED:,}.")

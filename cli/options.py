@@ -14,9 +14,8 @@ from sqlalchemy import URL, Engine, MetaData, create_engine, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
 
 from projector_dedup import DedupTables
-from projector_dedup.commands import CommandTables
 from projector_dedup.dialects import Failure, dialect_of
-from projector_dedup.maintenance.running import LOCK_TIMEOUT, limited
+from projector_dedup.maintenance.running import KINDS, LOCK_TIMEOUT, limited
 
 from .output import Failed, one_line, reason
 
@@ -72,11 +71,6 @@ class Deployment:
     def place(self) -> dict[str, str]:
         """The database and the table, for JSON."""
         return {"database": self.database, "table": self.tables.marker.fullname}
-
-    @property
-    def of_commands(self) -> bool:
-        """True if the tables are those of commands, not of projectors."""
-        return isinstance(self.tables, CommandTables)
 
     def rows(self, number: int) -> str:
         """Return the number with the word for a row of the tables: "1 marker", "2,000 records"."""
@@ -198,14 +192,45 @@ def _only_one(_context: click.Context, _parameter: click.Parameter, given: tuple
 
 def table_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options that say which tables are meant: ``command``, which has --debug, gets them as ``tables``."""
+    first, *others = KINDS
+    usual = "; ".join([first.default_name, *(f"with{each.option} {each.default_name}" for each in others)])
 
     @wraps(command)
-    def run(commands: bool, table: str | None, schema: str | None, **rest: Any) -> Any:
-        kind = CommandTables if commands else DedupTables
+    def run(table: str | None, schema: str | None, **rest: Any) -> Any:
+        chosen = [each for each in others if rest.pop(each.subject)]
         with one_line(debug=rest["debug"]):
-            tables = kind.make(MetaData(), table or kind.default_name, schema)
+            if len(chosen) > 1:
+                both = " or".join(each.option for each in chosen)
+                raise click.UsageError(f"say{both}; for several kinds of tables, run the command once for each")
+            tables = _tables(chosen[0] if chosen else first, table, schema)
         return command(tables=tables, **rest)
 
+    for each in reversed(others):
+        words = f"The tables of {each.subject} instead of those of {first.subject}."
+        run = click.option(each.option.strip(), each.subject, is_flag=True, help=words)(run)
+    return _place_options(run, usual)
+
+
+def tables_of(kind: type[DedupTables]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a decorator like ``table_options``, for a command that is about tables of one kind."""
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(command)
+        def run(table: str | None, schema: str | None, **rest: Any) -> Any:
+            with one_line(debug=rest["debug"]):
+                tables = _tables(kind, table, schema)
+            return command(tables=tables, **rest)
+
+        return _place_options(run, kind.default_name)
+
+    return decorate
+
+
+def _tables(kind: type[DedupTables], table: str | None, schema: str | None) -> DedupTables:
+    return kind.make(MetaData(), table or kind.default_name, schema)
+
+
+def _place_options(run: Callable[..., Any], usual: str) -> Callable[..., Any]:
     for option in (
         click.option(
             "--schema",
@@ -215,19 +240,18 @@ def table_options(command: Callable[..., Any]) -> Callable[..., Any]:
         ),
         click.option(
             "--table",
-            help=f"The name of the table.  [default: {DedupTables.default_name}; with{CommandTables.option} "
-            f"{CommandTables.default_name}]",
-        ),
-        click.option(
-            CommandTables.option.strip(), is_flag=True, help="The tables of commands instead of those of projectors."
+            help=f"The name of the table.  [default: {usual}]",
         ),
     ):
         run = option(run)
     return run
 
 
-def database_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options that name a database to ``command``, which is called with a ``Deployment`` as first argument."""
+def database_options(command: Callable[..., Any], *, kind: type[DedupTables] | None = None) -> Callable[..., Any]:
+    """Add the options that name a database to ``command``, which is called with a ``Deployment`` as first argument.
+
+    With ``kind`` the command is about tables of that kind only.
+    """
 
     @wraps(command)
     def run(database_url: str, tables: DedupTables, lock_timeout: float, debug: bool, **rest: Any) -> Any:
@@ -243,7 +267,7 @@ def database_options(command: Callable[..., Any]) -> Callable[..., Any]:
             show_default=True,
             help="Seconds that a statement waits for a lock that another transaction holds. On MariaDB whole ones.",
         ),
-        table_options,
+        table_options if kind is None else tables_of(kind),
         click.option(
             "--database-url",
             envvar="PROJECTOR_DEDUP_DATABASE_URL",

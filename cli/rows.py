@@ -10,9 +10,12 @@ from typing import Any
 import click
 from sqlalchemy import Engine
 
+from projector_dedup import DedupTables
 from projector_dedup.commands import CommandTables
 from projector_dedup.commands.record import RecordKey
+from projector_dedup.effects import EffectTables
 from projector_dedup.errors import RefusedError
+from projector_dedup.maintenance.effects import StoredEffect, effects_of
 from projector_dedup.maintenance.rows import (
     MAX_BATCH_SIZE,
     Marker,
@@ -49,12 +52,18 @@ def _valid_scope(_context: click.Context, _parameter: click.Parameter, value: st
 
 
 _scope_option = click.option(
-    "--scope", callback=_valid_scope, help="With --commands: whose key it is, a tenant say.  [default: nobody's]"
+    "--scope",
+    callback=_valid_scope,
+    help="With --commands or --effects: whose key it is, a tenant say.  [default: nobody's]",
 )
 
 
 def _handler_option(words: str) -> Callable[..., Any]:
-    return click.option("--handler", "--operation", help=words)
+    return click.option("--handler", "--operation", "--effect", help=words)
+
+
+def _asked_for(tables: DedupTables) -> str:
+    return "effect was armed" if isinstance(tables, EffectTables) else "command was handled"
 
 
 @dataclass(frozen=True)
@@ -68,18 +77,20 @@ class _Wanted:
     stored: str  #: the id as the table has it
 
     def __str__(self) -> str:
-        if not self.deployment.of_commands:
+        if not self.deployment.tables.keyed:
             return f"message {printable(self.given)}"
         return f"key {printable(self.given)}" + ("" if self.scope is None else f" in scope {printable(self.scope)}")
 
-    def found(self, engine: Engine) -> Sequence[Marker]:
+    def found(self, engine: Engine) -> Sequence[Marker | StoredEffect]:
         """Return the rows of every handler."""
         tables = self.deployment.tables
+        if isinstance(tables, EffectTables):
+            return effects_of(engine, self.given, self.scope, tables=tables)
         if isinstance(tables, CommandTables):
             return find_records(engine, self.given, scope=self.scope, tables=tables)
         return find(engine, self.given, tables=tables)
 
-    def chosen(self, engine: Engine) -> Sequence[Marker]:
+    def chosen(self, engine: Engine) -> Sequence[Marker | StoredEffect]:
         """Return the rows of the handler that was asked for, or of every one.
 
         Raises `Failed` if there is none; its text says why that may be.
@@ -93,23 +104,22 @@ class _Wanted:
         pruned = f"its {tables.noun} was pruned"
         pruned += "" if until is None else f", as all from before {moment_with_zone(until)} are"
         written = "is written another way (case and white space count"
-        raise Failed(
-            f"no {tables.noun} of {self}{of} in {self.deployment}: "
-            + (
-                f"no such command was handled, or {pruned}, or its scope is another (--scope), or the key {written})"
-                if self.deployment.of_commands
-                else f"it was not applied, or {pruned}, or the id {written}; cloudevents, kafka and hashed make ids of "
-                "their own)"
-            )
+        why = (
+            f"no such {_asked_for(tables)}, or {pruned}, or its scope is another (--scope), or the key {written})"
+            if tables.keyed
+            else f"it was not applied, or {pruned}, or the id {written}; cloudevents, kafka and hashed make ids of "
+            "their own)"
         )
+        raise Failed(f"no {tables.noun} of {self}{of} in {self.deployment}: {why}")
 
 
 def _wanted(deployment: Deployment, given: str, scope: str | None, handler: str | None) -> _Wanted:
     """Return what the arguments of a command ask for. Raises `click.UsageError` if no row could be found by them."""
-    if scope is not None and not deployment.of_commands:
-        raise click.UsageError("--scope is that of a key: say --commands, too")
+    keyed = deployment.tables.keyed
+    if scope is not None and not keyed:
+        raise click.UsageError("--scope is that of a key: say --commands, too, or --effects")
     try:
-        stored = RecordKey.of(given, scope).stored if deployment.of_commands else valid_message_id(given)
+        stored = RecordKey.of(given, scope).stored if keyed else valid_message_id(given)
     except RefusedError as error:
         raise click.UsageError(str(error)) from None
     return _Wanted(deployment, given, scope, handler, stored)
@@ -136,11 +146,13 @@ def show(
       idempotency show --json 0198f3c2-5d1e-7a55-b1f0-000000000001
       idempotency show req-abc --commands --scope tenant-7 --result
     """
-    if results and not deployment.of_commands:
+    if isinstance(deployment.tables, EffectTables):
+        raise click.UsageError("an effect is shown by `idempotency effects show KEY`")
+    if results and not deployment.tables.keyed:
         raise click.UsageError("--result is that of a command: say --commands, too")
     wanted = _wanted(deployment, message_id, scope, handler)
     with deployment.opened() as engine:
-        found = wanted.chosen(engine)
+        found = [each for each in wanted.chosen(engine) if isinstance(each, Marker)]
     if as_json:
         print_json({**deployment.place, **_as_object(wanted, found, results=results)})
         return
@@ -151,8 +163,15 @@ def show(
             _print_result(each)
 
 
-def _print(found: Sequence[Marker]) -> None:
+def _print(found: Sequence[Marker | StoredEffect]) -> None:
     """Print a table with a line for each row."""
+    effects = [each for each in found if isinstance(each, StoredEffect)]
+    if effects:
+        table(
+            ("effect", "state", "armed (UTC)"),
+            [(printable(each.effect), each.state, moment_without_zone(each.armed_at)) for each in effects],
+        )
+        return
     records = [each for each in found if isinstance(each, StoredRecord)]
     if not records:
         table(
@@ -165,6 +184,7 @@ def _print(found: Sequence[Marker]) -> None:
                     "-" if each.occurred_at is None else moment_without_zone(each.occurred_at),
                 )
                 for each in found
+                if isinstance(each, Marker)
             ],
         )
         return
@@ -185,7 +205,7 @@ def _print(found: Sequence[Marker]) -> None:
 
 
 def _as_object(wanted: _Wanted, found: Sequence[Marker], *, results: bool) -> dict[str, Any]:
-    if not wanted.deployment.of_commands:
+    if not wanted.deployment.tables.keyed:
         return {"message_id": wanted.stored, "markers": [asdict(each) for each in found]}
     records = [
         {
@@ -242,7 +262,8 @@ def forget(deployment: Deployment, message_id: str | None, handler: str | None, 
     message counts twice. The command shows what it is about and asks, unless --yes is given.
 
     With --commands, ID is the key of a command of the --operation, and its record is deleted: asked for again, the
-    command is handled again. Without ID, all records of the --scope are deleted.
+    command is handled again. Without ID, all records of the --scope are deleted. With --effects the same is done to
+    effects, which are sent again when they are armed again; one that is not finished is refused.
 
     \b
     Examples:
@@ -252,9 +273,10 @@ def forget(deployment: Deployment, message_id: str | None, handler: str | None, 
       idempotency forget --commands --scope tenant-7
     """
     wanted = None if message_id is None else _wanted(deployment, message_id, scope, handler)
-    if wanted is None and (not deployment.of_commands or scope is None):
+    keyed = deployment.tables.keyed
+    if wanted is None and (not keyed or scope is None):
         raise click.UsageError("give the ID that is to be forgotten; or --commands and --scope, for all of a scope")
-    if wanted is not None and deployment.of_commands and handler is None:
+    if wanted is not None and keyed and handler is None:
         raise click.UsageError("say which --operation the key was given to: another one may have the same key")
     if not yes:
         want_terminal()
@@ -268,7 +290,9 @@ def forget(deployment: Deployment, message_id: str | None, handler: str | None, 
 def _forget_rows(wanted: _Wanted, engine: Engine, *, yes: bool) -> None:
     deployment, tables = wanted.deployment, wanted.deployment.tables
     done, again = "was applied by", "a redelivery {} applied again"
-    if deployment.of_commands:
+    if isinstance(tables, EffectTables):
+        done, again = "was armed for", "an effect with this key {} sent again when it is armed again"
+    elif tables.keyed:
         done, again = "was handled by", "a command with this key {} handled again"
     found = wanted.chosen(engine)
     say(f"{capital(str(wanted))} {done}:")
@@ -283,15 +307,16 @@ def _forget_rows(wanted: _Wanted, engine: Engine, *, yes: bool) -> None:
 
 def _forget_scope(deployment: Deployment, engine: Engine, scope: str, operation: str | None, *, yes: bool) -> None:
     tables = deployment.tables
-    assert isinstance(tables, CommandTables)  # noqa: S101  # --commands made them
     of = f"scope {printable(scope)}" + ("" if operation is None else f", operation {printable(operation)}")
-    question = f"Delete all records of {of}? Their commands will be handled again when they are asked for again"
+    question = f"Delete all {tables.noun}s of {of}? Their commands will be handled again when they are asked for again"
+    if isinstance(tables, EffectTables):
+        question = f"Delete all finished effects of {of}? They will be sent again when they are armed again"
     if not yes and not confirmed(question):
         raise Failed(f"nothing was deleted in {deployment}")
     with between_batches("Deleted") as after:
         deleted = forget_scope(engine, scope, operation=operation, tables=tables, on_batch=after)
     if not deleted:
-        raise Failed(f"no record of {of} in {deployment}")
+        raise Failed(f"no {tables.noun} of {of} in {deployment}")
     say(f"Deleted {deployment.rows(deleted)} of {of}.")
 
 

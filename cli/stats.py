@@ -12,7 +12,7 @@ from projector_dedup.maintenance.state import moment_without_zone
 from projector_dedup.maintenance.stats import Stats, stats
 from projector_dedup.message import printable
 
-from .check import after_stats, commands_beside
+from .check import after_stats, others_beside
 from .options import EXIT_CODES, Deployment, database_options
 from .output import ago, json_option, print_json, say, size, table
 
@@ -44,7 +44,7 @@ def show_stats(deployment: Deployment, retention_hours: float | None, as_json: b
             return
         click.echo(deployment)
         _print(found, tables)
-        say(f"\n{after_stats(found, tables)}{commands_beside(engine, tables)}")
+        say(f"\n{after_stats(found, tables)}{others_beside(engine, tables)}")
 
 
 def _print(found: Stats, tables: DedupTables) -> None:
@@ -71,8 +71,7 @@ def _print(found: Stats, tables: DedupTables) -> None:
             (
                 printable(each.handler),
                 f"{each.markers:,}",
-                moment_without_zone(each.oldest),
-                moment_without_zone(each.newest),
+                *("-" if at is None else moment_without_zone(at) for at in (each.oldest, each.newest)),
             )
             for each in found.handlers
         ],

@@ -7,20 +7,26 @@ import re
 from alembic.config import Config
 
 from projector_dedup.commands import CommandTables
+from projector_dedup.effects import EffectTables
 from projector_dedup.tables import DEFAULT_NAME, DedupTables
 
 OPTION = "projector_dedup_tables"
 
-_NAMED_BY = {DedupTables: (OPTION, DEFAULT_NAME), CommandTables: ("projector_dedup_command_tables", "")}
+_NAMED_BY = {
+    DedupTables: (OPTION, DEFAULT_NAME),
+    CommandTables: ("projector_dedup_command_tables", ""),
+    EffectTables: ("projector_dedup_effect_tables", ""),
+}
 """The option that names the tables of a kind, and the names where it is left out."""
 
 
 def table_sets(config: Config | None, kind: type[DedupTables] = DedupTables) -> list[tuple[str | None, str]]:
-    """Return the schema (None for the default one) and the name of each marker table, or record table, of one kind.
+    """Return the schema (None for the default one) and the name of each table set of one kind.
 
-    They are written in alembic.ini: ``projector_dedup_tables = processed_message, billing.inbox``, and
-    ``projector_dedup_command_tables = processed_command``; an option without names means no tables. ``migrate()`` sets
-    its tables, of whichever kind, as the configuration's attribute ``projector_dedup_tables``, which wins over both.
+    They are written in alembic.ini: ``projector_dedup_tables = processed_message, billing.inbox``,
+    ``projector_dedup_command_tables = processed_command`` and ``projector_dedup_effect_tables = external_effect``; an
+    option without names means no tables. ``migrate()`` sets its tables, of whichever kind, as the configuration's
+    attribute ``projector_dedup_tables``, which wins over all of them.
     """
     given: DedupTables | None = config.attributes.get(OPTION) if config else None
     if given is not None:

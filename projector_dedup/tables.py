@@ -34,6 +34,8 @@ class DedupTables:
     """The word for a row of the first table, in texts."""
     handler: ClassVar[str] = "handler"
     """The word for what stands in the column ``handler``, in texts."""
+    subject: ClassVar[str] = "projectors"  #: whose tables these are, in texts
+    keyed: ClassVar[bool] = False  #: True if ``message_id`` is made of a scope and a key
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.marker.fullname}>"  # a Table would say all its columns, in each signature

@@ -36,6 +36,8 @@ class CommandTables(DedupTables):
     revisions: ClassVar[tuple[str, ...]] = ("projector_dedup_0002",)
     noun: ClassVar[str] = "record"
     handler: ClassVar[str] = "operation"
+    subject: ClassVar[str] = "commands"
+    keyed: ClassVar[bool] = True
 
     @staticmethod
     def make(metadata: MetaData, name: str, schema: str | None) -> CommandTables:

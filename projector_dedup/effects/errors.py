@@ -1,4 +1,4 @@
-"""What the functions of an effect raise, and what ``Effects.run`` raises.
+"""The errors that the functions of an effect raise, and those that ``Effects.run`` raises.
 
 ::
 

@@ -53,6 +53,8 @@ class EffectTables(DedupTables):
     revisions: ClassVar[tuple[str, ...]] = ("projector_dedup_0003",)
     noun: ClassVar[str] = "effect"
     handler: ClassVar[str] = "effect"
+    subject: ClassVar[str] = "effects"
+    keyed: ClassVar[bool] = True
 
     @staticmethod
     def make(metadata: MetaData, name: str, schema: str | None) -> EffectTables:
@@ -103,7 +105,7 @@ default_effect_tables = make_effect_tables(MetaData())
 
 @dataclass(frozen=True)
 class NewRow:
-    """What is known of an effect before it has a row."""
+    """An effect before it has a row."""
 
     identity: str
     key: RecordKey

@@ -114,7 +114,7 @@ class _Transaction:
 
 @dataclass
 class Settled:
-    """What ``settle`` has done, in numbers of effects."""
+    """The numbers of effects with which ``settle`` did one thing or another."""
 
     done: int = 0  #: recorded as done
     rejected: int = 0  #: recorded as rejected
@@ -130,7 +130,7 @@ class Settled:
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What an attempt, an ask or a person says of an effect."""
+    """The outcome that an attempt, an ask or a person gives an effect."""
 
     number: int  #: DONE or REJECTED
     data: bytes  #: the value or the rejection, as it is stored
@@ -574,7 +574,7 @@ class Effects(_Effects):
     def run(
         self, effect: Effect[I, R], request: I | None = None, *, key: object, scope: object = None, wait: float = 0.0
     ) -> R:
-        """Do the effect now, or return what it returned before. **It returns only if the outcome is recorded.**
+        """Do the effect now, or return what it returned before. It returns only if the outcome is recorded.
 
         Without ``request`` it must have been armed. ``wait`` (seconds) is how long to wait for an attempt that is under
         way. No connection is held while the body runs.

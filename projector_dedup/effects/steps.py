@@ -12,7 +12,7 @@ HOUR = 3_600_000  # milliseconds
 
 
 class Do(Enum):
-    """What may be done with an effect."""
+    """The steps that may be taken with an effect."""
 
     ANSWER = "answer"  #: it has an outcome
     WAIT = "wait"  #: somebody is at work, or it is too early to ask
@@ -24,7 +24,7 @@ class Do(Enum):
 
 @dataclass(frozen=True)
 class Step:
-    """What to do with a row, by its policy. Times are those of the row."""
+    """One step with a row, by its policy. Times are those of the row."""
 
     do: Do
     until: int = 0  #: of WAIT

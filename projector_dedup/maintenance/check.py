@@ -14,6 +14,7 @@ from datetime import datetime, timedelta
 from importlib.resources import files
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 from alembic.config import Config
 from alembic.script import ScriptDirectory
@@ -22,14 +23,16 @@ from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import DBAPIError
 
 from ..commands import CommandTables
-from ..commands.record import MAX_CODEC_BYTES, RESULT, Record, recalling, recording
+from ..commands.record import MAX_CODEC_BYTES, RESULT, Record, RecordKey, recalling, recording
 from ..dialects import Dialect, Failure, dialect_of
+from ..effects import EffectTables
+from ..effects.record import ATTEMPT, DONE, MAX_ERROR, NewRow, finish, keep, new_token, read
 from ..errors import MissingTableError, RefusedError
 from ..markers import insert_marker, marker_key
 from ..message import MAX_MESSAGE_ID_BYTES, printable
 from ..tables import DedupTables, default_tables, full_name
 from .databases import Finding, advice, database_of, in_utc
-from .running import other_kind
+from .running import KINDS, other_kind
 from .state import SCHEMA_VERSION, duration, moment_with_zone, read_state
 from .stats import Ages
 
@@ -40,6 +43,8 @@ _EVERY_BYTE = bytes(range(256))
 _WHOLE = Record(RESULT, "x" * MAX_CODEC_BYTES, _EVERY_BYTE * 256, _EVERY_BYTE[-32:])
 """A record that fills its columns: a result of 64 KiB with every byte, which no text column gives back."""
 
+_MINUTE = 60_000  # milliseconds
+
 _SLACK = timedelta(days=2)  # a cleanup that was missed once, at a weekend say, is not worth a finding
 
 _BRANCH = "projector_dedup"
@@ -49,7 +54,7 @@ _LOCATION = "projector_dedup.migrations:versions"
 def check(engine: Engine, tables: DedupTables = default_tables) -> list[Finding]:
     """Return everything that is wrong with the tables in this database; an empty list means that all is well.
 
-    To try the tables out, markers are inserted and rolled back again. Settings of the database are looked at too.
+    To try the tables out, rows are inserted and rolled back again. Settings of the database are looked at too.
     """
     with engine.connect() as connection:
         return _check_tables(connection, tables) + database_of(engine).findings(connection, tables.marker)
@@ -105,9 +110,9 @@ def _check_comparison(connection: Connection, tables: DedupTables) -> list[Findi
     try:
         keys = [marker_key(each, handler) for each in _LOOK_ALIKES]
         keys += [marker_key(_LOOK_ALIKES[0], each) for each in (handler.upper(), handler + " ")]
-        new = [insert_marker(connection, dialect, tables, key) for key in keys]
-        kept = not all(new) or _keeps(connection, dialect, tables, handler)
+        new = [_insert(connection, dialect, tables, key) for key in keys]
         late = _is_late(connection, tables.marker, handler)
+        kept = not all(new) or _keeps(connection, dialect, tables, handler)
     except RefusedError as error:
         return [Finding(str(error), remedy)]
     except DBAPIError as error:
@@ -126,23 +131,84 @@ def _check_comparison(connection: Connection, tables: DedupTables) -> list[Findi
     if not all(new):
         return [merges]
     if late:
-        wrong = f"{full_name(tables.marker, connection)}.processed_at is not the time at which a row is inserted"
+        column = f"{full_name(tables.marker, connection)}.processed_at"
+        if tables.marker.c.processed_at.nullable:
+            return [_has_default(column, remedy)]
+        wrong = f"{column} is not the time at which a row is inserted"
         return [Finding(wrong, "cleanup would delete new rows; mend the default of the column; " + remedy)]
-    problem = f"{full_name(tables.marker, connection)} does not give back a record as it was written"
+    what = "an effect" if isinstance(tables, EffectTables) else "a record"
+    problem = f"{full_name(tables.marker, connection)} does not give back {what} as it was written"
     return [] if kept else [Finding(problem, "results would be cut or changed; " + remedy)]
 
 
+def _has_default(column: str, remedy: str) -> Finding:
+    return Finding(
+        f"{column} is not NULL in a row without an outcome",
+        "cleanup would delete effects that are not finished; the column takes NULL and has no default; " + remedy,
+    )
+
+
+def _insert(connection: Connection, dialect: Dialect, tables: DedupTables, key: dict[str, Any]) -> bool:
+    """Insert a row of this kind; return False if its key is there."""
+    if not isinstance(tables, EffectTables):
+        return insert_marker(connection, dialect, tables, key)
+    stored, effect = key["message_id"], key["handler"]
+    new = NewRow(effect, RecordKey(stored, None, stored), _EVERY_BYTE * 256, _EVERY_BYTE[-32:])
+    return dialect.insert_new(connection, tables.marker, new.values(armed=True, token=new_token()))
+
+
 def _is_late(connection: Connection, marker: Table, handler: str) -> bool:
-    """True if a row that was just inserted has another time than the database's clock, by a minute or more."""
+    """True if a row that was just inserted has another time than the database's clock, by a minute or more.
+
+    True too if it has a time, and its kind gives it one only later.
+    """
     found: datetime | None = connection.scalar(
         select(marker.c.processed_at).where(marker.c.handler == handler).limit(1)
     )
+    if marker.c.processed_at.nullable:
+        return found is not None
     now = database_of(connection).now(connection)
     return found is not None and abs(now - in_utc(found)) > timedelta(minutes=1)
 
 
 def _keeps(connection: Connection, dialect: Dialect, tables: DedupTables, handler: str) -> bool:
-    return not isinstance(tables, CommandTables) or keeps_records(connection, dialect, tables, _LOOK_ALIKES[0], handler)
+    """True if a row of these tables keeps what is written beside its key."""
+    if isinstance(tables, CommandTables):
+        return keeps_records(connection, dialect, tables, _LOOK_ALIKES[0], handler)
+    return not isinstance(tables, EffectTables) or _keeps_effects(connection, tables.marker, _LOOK_ALIKES[0], handler)
+
+
+def _keeps_effects(connection: Connection, table: Table, stored: str, effect: str) -> bool:
+    """True if an effect that fills its columns is read back as it was written, and has an age when it is finished."""
+    whole = _EVERY_BYTE * 256
+    told: dict[str, Any] = {"error": "x" * MAX_ERROR, "decision": "x" * 1000}
+    try:
+        new = read(connection, table, stored, effect)
+        if new is None or not keep(connection, table, new, new.token, 0, DONE, whole, 1, **told):
+            return False
+        kept = read(connection, table, stored, effect)
+        if not finish(connection, table, new, new.token, DONE, whole, ATTEMPT, over=True):
+            return False
+        done = read(connection, table, stored, effect)
+    except TypeError:  # a text where bytes should be
+        return False
+    aged = _is_aged(connection, table, stored, effect)
+    return (
+        kept is not None
+        and done is not None
+        and (new.request, new.fingerprint, new.armed) == (whole, _EVERY_BYTE[-32:], True)
+        and abs(new.now - new.armed_at) < _MINUTE
+        and (kept.evidence, kept.evidence_outcome, kept.decision) == (whole, DONE, told["decision"])
+        and (done.result, done.outcome, done.decided_by, aged) == (whole, DONE, ATTEMPT, True)
+    )
+
+
+def _is_aged(connection: Connection, table: Table, stored: str, effect: str) -> bool:
+    found: datetime | None = connection.scalar(
+        select(table.c.processed_at).where(table.c.message_id == stored, table.c.handler == effect)
+    )
+    now = database_of(connection).now(connection)
+    return found is not None and abs(now - in_utc(found)) < timedelta(minutes=1)
 
 
 def verify(engine: Engine, tables: DedupTables = default_tables) -> None:
@@ -179,6 +245,8 @@ def check_table(connection: Connection, table: Table, tables: DedupTables) -> It
                 f"{name}.{column.name} may be NULL, and has no default",
                 f"a {tables.noun} without that time would never be pruned; " + remedy,
             )
+        if column.name == "processed_at" and column.nullable and (not found["nullable"] or found["default"]):
+            yield _has_default(f"{name}.{column.name}", remedy)
         kind = found["type"]
         if database_of(connection).keeps_zones and getattr(kind, "timezone", True) is False:
             yield Finding(
@@ -345,12 +413,8 @@ def check_installed_revisions() -> list[Finding]:
     Alembic writes the first revision of a project there if the project has none, and nobody says where it belongs.
     """
     versions = _installed_versions()
-    numbers = {each.rpartition("_")[2] for each in (*DedupTables.revisions, *CommandTables.revisions)}
-    theirs = sorted(
-        file.name
-        for file in versions.glob("*.py")
-        if file.name != "__init__.py" and not file.name.startswith(tuple(f"{number}_processed_" for number in numbers))
-    )
+    ours = tuple(f"{each.rpartition('_')[2]}_{kind.default_name}" for kind in KINDS for each in kind.revisions)
+    theirs = sorted(file.name for file in versions.glob("*.py") if not file.name.startswith((*ours, "__init__.py")))
     if not theirs:
         return []
     return [

@@ -9,13 +9,27 @@ from functools import partial
 from itertools import takewhile
 from typing import Any
 
-from sqlalchemy import Row, Select, Table, bindparam, delete, exists, literal, literal_column, or_, select
+from sqlalchemy import (
+    ColumnElement,
+    Row,
+    Select,
+    Table,
+    bindparam,
+    delete,
+    exists,
+    literal,
+    literal_column,
+    or_,
+    select,
+)
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.sql import Delete, Insert
 
 from ..commands import CommandTables, InvalidKeyError, default_command_tables
 from ..commands.record import DEFAULT, REJECTED, RESULT, RecordKey
 from ..dialects import Dialect, Failure, dialect_of
+from ..dialects.columns import now_ms
+from ..effects import EffectTables
 from ..errors import RefusedError
 from ..message import printable, valid_handler, valid_message_id
 from ..options import RetryPolicy
@@ -86,7 +100,7 @@ def forget(
     Returns how many there were. Nothing that was applied is undone: whoever repairs the read model has to do that.
 
     Raises ``InvalidMessageIdError`` for an id that no message can have, ``RefusedError`` for a name that no handler
-    can have, ``MissingTableError`` if the tables are missing.
+    can have and for an effect that is not finished, ``MissingTableError`` if the tables are missing.
     """
     marker, level = tables.marker, database_of(engine).cleanup_isolation
     conditions = [marker.c.message_id == valid_message_id(message_id)]
@@ -95,9 +109,26 @@ def forget(
     options = {} if level is None else {"isolation_level": level}
     with connected_to(engine, tables) as connection, connection.execution_options(**options).begin():
         refuse_other_kind(connection, tables)
-        there = connection.execute(select(marker.c.handler).where(*conditions).with_for_update()).all()
-        connection.execute(delete(marker).where(*conditions))
+        chosen = select(marker.c.handler, marker.c.processed_at).where(*conditions).with_for_update()
+        there = connection.execute(chosen).all()
+        _refuse_unfinished(tables, [row.handler for row in there if row.processed_at is None])
+        connection.execute(delete(marker).where(*conditions, *_finished(tables)))
     return len(there)
+
+
+def _finished(tables: DedupTables) -> list[ColumnElement[bool]]:
+    """Return the condition that a row may be deleted: an effect, only if it has its outcome."""
+    return [tables.marker.c.processed_at.is_not(None)] if isinstance(tables, EffectTables) else []
+
+
+def _refuse_unfinished(tables: DedupTables, names: Sequence[str]) -> None:
+    """Raise ``RefusedError`` if an effect of one of these ``names`` is not finished."""
+    if names and isinstance(tables, EffectTables):
+        raise RefusedError(
+            f"{', '.join(printable(name) for name in names)}: an effect that is not finished is not forgotten, or "
+            "nobody would know that it may have been done. Let `idempotency effects settle` finish it, or decide it "
+            "with `idempotency effects resolve`, and forget it then"
+        )
 
 
 # Records of commands ----------------------------------------------------------------------------------------------
@@ -164,11 +195,13 @@ def forget_scope(
     scope: object,
     *,
     operation: str | None = None,
-    tables: CommandTables = default_command_tables,
+    tables: DedupTables = default_command_tables,
     on_batch: Callable[[int], None] | None = None,
     batch_size: int = 1_000,
 ) -> int:
     """Delete every record of a scope, such as a tenant, or those of one operation in it; return how many there were.
+
+    Effects of the scope are deleted in the same way. Those that are not finished are left.
 
     Their commands are handled *again* when they are asked for again. Every batch is a short transaction, so a run that
     was interrupted can be run again. Commands that are handled meanwhile may leave records behind the run.
@@ -197,7 +230,7 @@ def forget_scope(
         for name in {row.handler for row in these}:
             ids = [row.message_id for row in these if row.handler == name]
             one_operation = (record.c.handler == name) & record.c.message_id.in_(ids)
-            number += connection.execute(delete(record).where(one_operation)).rowcount
+            number += connection.execute(delete(record).where(one_operation, *_finished(tables))).rowcount
         return page, number
 
     deleted = 0
@@ -251,6 +284,9 @@ def rename(
 ) -> Renamed:
     """Copy every marker of the handler ``old`` to the name ``new``, with the same times, and return how many.
 
+    An effect is moved, not copied, since a copy of an unfinished one would be sent beside it: it takes ``remove_old``,
+    and no process may know the old name any more. It is refused while an attempt under the old name is running.
+
     Afterwards ``formerly=["..."]`` can be removed from the code. Run it when every process knows the new name: until
     then, code of the old name goes on writing markers that have no copy. The markers of ``old`` stay until cleanup
     deletes them, so that a deploy can be rolled back; ``remove_old`` removes them in the same transactions.
@@ -259,9 +295,9 @@ def rename(
     sum so far, and may raise to end the run. A run that was interrupted can be run again. ``dry_run`` writes nothing.
     A batch that a deadlock or a lost connection undid is tried again, for some seconds.
 
-    Raises ``RefusedError`` for a name that no handler can have, and if neither name has a marker, perhaps because one
-    is misspelt; ``ValueError`` if both names are the same, or ``batch_size`` is out of range; ``MissingTableError``
-    for a missing table; ``RetriesExhaustedError`` for an error that did not pass.
+    Raises ``RefusedError`` for a name that no handler can have, for effects as said above, and if neither name has a
+    marker, perhaps because one is misspelt; ``ValueError`` if both names are the same, or ``batch_size`` is out of
+    range; ``MissingTableError`` for a missing table; ``RetriesExhaustedError`` for an error that did not pass.
     """
     if valid_handler(old) == valid_handler(new):
         raise ValueError(f"{printable(old)} has this name already; give the old name and another one")
@@ -270,6 +306,11 @@ def rename(
     verify(engine, tables)
     dialect = dialect_of(engine)
     dialect.prepare(engine)
+    if isinstance(tables, EffectTables) and not remove_old:
+        raise RefusedError(
+            f"an effect is moved to another name, not copied: a copy of {printable(old)} would be sent beside it. Stop "
+            "every process that knows the old name, and say remove_old=True (--remove-old)"
+        )
     batch = _Batch(tables.marker, old, new, batch_size, remove_old=remove_old, dry_run=dry_run)
     policy = RetryPolicy()
     total, last = Renamed(), ""  # the empty text is before every id
@@ -295,6 +336,7 @@ class _Batch:
         self._marker, self._old, self._new = marker, old, new
         self._remove_old, self._dry_run = remove_old, dry_run
         self._look, self._copy, self._remove = self._looking(batch_size), self._copying(), self._removing()
+        self._effects = self._locking() if "lease_until" in marker.c else None
 
     def run(self, dialect: Dialect, after: str, connection: Connection) -> tuple[Renamed, str]:
         """Copy, or in a dry run only count, the batch that follows the id ``after``.
@@ -307,6 +349,15 @@ class _Batch:
         if not found:
             return Renamed(), after
         ids, already = [row.message_id for row in found], sum(row.twin is not None for row in found)
+        if self._effects is not None:
+            twins = {row.message_id for row in found if row.twin is not None}
+            for effect in connection.execute(self._effects, {"ids": ids}).all():
+                if effect.running or (effect.processed_at is None and effect.message_id in twins):
+                    raise RefusedError(
+                        f"an effect under the name {printable(self._old)} is running, or is not finished and is armed "
+                        "under the new name too: stop every process that knows the old name, wait for the end of the "
+                        "leases, decide effects that are there twice, and run this again"
+                    )
         if not self._dry_run:
             if already < len(found):
                 connection.execute(self._copy, {"after": after, "last": ids[-1]})
@@ -329,6 +380,13 @@ class _Batch:
             .order_by(source.c.message_id)
             .limit(batch_size)
         )
+
+    def _locking(self) -> Select[Any]:
+        """Return a SELECT that locks the effects of a batch: no attempt begins between the copy and the removal."""
+        old = self._marker
+        these = (old.c.handler == self._old) & old.c.message_id.in_(bindparam("ids", expanding=True))
+        running = (old.c.lease_until > now_ms()).label("running")
+        return select(old.c.message_id, old.c.processed_at, running).where(these).with_for_update()
 
     def _copying(self) -> Insert:
         source, twin = self._marker.alias("source"), self._marker.alias("twin")

@@ -14,6 +14,7 @@ from sqlalchemy.exc import DBAPIError
 from ..closing import connected
 from ..commands import CommandTables, default_command_tables
 from ..dialects import Dialect, Failure, dialect_of
+from ..effects import EffectTables, default_effect_tables
 from ..errors import MissingTableError, RetriesExhaustedError
 from ..message import printable
 from ..options import RetryPolicy
@@ -27,9 +28,14 @@ LOCK_TIMEOUT = 10.0  #: seconds
 _OPTION = "projector_dedup_lock_timeout"  # of a connection: its limit in seconds
 _USUAL = "projector_dedup_usual_limit"  # in the info of a connection: the statement that brings its own limit back
 
-_OF_COMMANDS = {each.name for each in default_command_tables.marker.columns} - {
-    each.name for each in default_tables.marker.columns
+KINDS: tuple[type[DedupTables], ...] = (DedupTables, CommandTables, EffectTables)
+"""The kinds of tables. Each has the columns of those before it, and some of its own."""
+_COLUMNS = {
+    DedupTables: {each.name for each in default_tables.marker.primary_key},
+    CommandTables: {each.name for each in default_command_tables.marker.columns},
+    EffectTables: {each.name for each in default_effect_tables.marker.columns},
 }
+_COLUMNS_OF_ALL = {each.name for each in default_tables.marker.columns}
 
 
 # Which tables -----------------------------------------------------------------------------------------------------
@@ -53,22 +59,26 @@ def connected_to(engine: Engine, tables: DedupTables) -> Iterator[Connection]:
 
 
 def other_kind(connection: Connection, tables: DedupTables, columns: Collection[str]) -> Finding | None:
-    """Return that the table with these ``columns`` is of the other kind than ``tables``; None if it is not."""
-    wanted, found = isinstance(tables, CommandTables), _OF_COMMANDS & set(columns)
-    name = full_name(tables.marker, connection)
-    if wanted and not found and {"message_id", "handler"} <= set(columns):
+    """Return that the table with these ``columns`` is of another kind than ``tables``; None if it is not.
+
+    A table that lacks some of the columns that only its kind has is still of its kind.
+    """
+    has, wanted = set(columns), next(kind for kind in reversed(KINDS) if isinstance(tables, kind))
+    found = next((kind for kind in reversed(KINDS) if _COLUMNS[kind] <= has), wanted)
+    if found is wanted or (_COLUMNS[wanted] - _COLUMNS[found] - _COLUMNS_OF_ALL) & has:
+        return None
+    problem = f"{full_name(tables.marker, connection)} is a table of {found.subject}, not of {tables.subject}"
+    if not found.option:
         return Finding(
-            f"{name} is a table of projectors, not of commands",
-            f"name a table that {tables.maker}() makes, such as {tables.default_name}; or, if it is the projectors' "
-            f"that is meant, leave out{tables.option}",
+            problem,
+            f"name a table that {tables.maker}() makes, such as {tables.default_name}; or, if it is the "
+            f"{found.subject}' that is meant, leave out{tables.option}",
         )
-    if not wanted and found == _OF_COMMANDS:
-        return Finding(
-            f"{name} is a table of commands, not of projectors",
-            f"say{CommandTables.option}, and {CommandTables.maker}() in Python; or name a table that {tables.maker}() "
-            "makes",
-        )
-    return None
+    instead = f" instead of{tables.option}" if tables.option else ""
+    return Finding(
+        problem,
+        f"say{found.option}{instead}, and {found.maker}() in Python; or name a table that {tables.maker}() makes",
+    )
 
 
 def refuse_other_kind(connection: Connection, tables: DedupTables) -> None:

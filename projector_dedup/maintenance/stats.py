@@ -18,12 +18,15 @@ DEFAULT_RETENTION_HOURS = 168.0  #: taken where no cleanup has recorded another
 
 @dataclass(frozen=True)
 class HandlerStats:
-    """The number of markers of one handler, and when its oldest and its newest were written."""
+    """The number of markers of one handler, and when its oldest and its newest were written.
+
+    Effects that are not finished have no age. Both moments are None if a name has no others.
+    """
 
     handler: str
     markers: int
-    oldest: datetime
-    newest: datetime
+    oldest: datetime | None
+    newest: datetime | None
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,7 @@ def stats(engine: Engine, *, tables: DedupTables = default_tables, retention_hou
             ).group_by(marker.c.handler)
         ).all()
         size = database_of(connection).size(connection, marker)
-    handlers = [HandlerStats(row.handler, row.markers, in_utc(row.oldest), in_utc(row.newest)) for row in rows]
+    handlers = [HandlerStats(row.handler, row.markers, _moment(row.oldest), _moment(row.newest)) for row in rows]
     return Stats(
         **vars(found),
         markers=sum(row.markers for row in rows),
@@ -104,5 +107,9 @@ def ages(engine: Engine, *, tables: DedupTables = default_tables) -> Ages:
 def _ages(connection: Connection, tables: DedupTables, retention_hours: float | None) -> Ages:
     now, state, at = database_of(connection).now(connection), state_of(connection, tables), tables.marker.c.processed_at
     ends = [connection.scalar(select(end(at))) for end in (func.min, func.max)]  # two reads of the index
-    oldest, newest = (None if end is None else in_utc(end) for end in ends)
+    oldest, newest = (_moment(end) for end in ends)
     return Ages(now, oldest, newest, retention_hours or state.retention_hours or DEFAULT_RETENTION_HOURS, state)
+
+
+def _moment(found: datetime | None) -> datetime | None:
+    return None if found is None else in_utc(found)

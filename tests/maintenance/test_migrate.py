@@ -41,8 +41,10 @@ from projector_dedup import (
     claim,
     make_tables,
 )
-from projector_dedup.commands import CommandTables, default_command_tables, make_command_tables
+from projector_dedup.commands import default_command_tables, make_command_tables
+from projector_dedup.effects import default_effect_tables, make_effect_tables
 from projector_dedup.maintenance.check import check
+from projector_dedup.maintenance.running import KINDS
 from projector_dedup.maintenance.schema import Migrated, ddl, migrate
 from projector_dedup.maintenance.state import write_state
 from projector_dedup.tables import default_tables
@@ -57,8 +59,8 @@ from alembic import op
 
 from projector_dedup.migrations.table_sets import table_sets
 
-revision = "projector_dedup_0003"
-down_revision = "projector_dedup_0002"
+revision = "projector_dedup_0004"
+down_revision = "projector_dedup_0003"
 branch_labels = None
 depends_on = None
 
@@ -77,15 +79,15 @@ def next_version(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     run_script(engine, ddl(engine.dialect.name))
     folder = tmp_path / "migrations"
     shutil.copytree(ROOT / "migrations", folder, ignore=shutil.ignore_patterns("__pycache__"))
-    (folder / "versions" / "0003_next.py").write_text(NEXT)
+    (folder / "versions" / "0004_next.py").write_text(NEXT)
     monkeypatch.setattr(projector_dedup.maintenance.schema, "files", lambda _package: folder)
-    monkeypatch.setattr(DedupTables, "revisions", (*DedupTables.revisions, "projector_dedup_0003"))
+    monkeypatch.setattr(DedupTables, "revisions", (*DedupTables.revisions, "projector_dedup_0004"))
 
 
 # Made, adopted, refused ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make", [make_tables, make_command_tables])
+@pytest.mark.parametrize("make", [make_tables, make_command_tables, make_effect_tables])
 def test_the_tables_are_made_once(engine: Engine, schema: str | None, make: Callable[..., DedupTables]) -> None:
     """Of any name, in any schema, side by side, as `create_all` makes them; a second run leaves everything as it is."""
     default = make(MetaData()).marker.name
@@ -119,7 +121,9 @@ def test_an_engine_that_moves_schemas_is_followed(engine: Engine, schema: str | 
     assert deliver(moved, "m1") is Outcome.APPLIED
 
 
-@pytest.mark.parametrize("tables", [default_tables, default_command_tables], ids=["markers", "records"])
+@pytest.mark.parametrize(
+    "tables", [default_tables, default_command_tables, default_effect_tables], ids=["markers", "records", "effects"]
+)
 @pytest.mark.parametrize("way", ["create_all", "schema", "died half way"])
 def test_tables_that_are_there_and_right_are_adopted(engine: Engine, way: str, tables: DedupTables) -> None:
     """With what is in them; where a run died between the two tables, the one that is missing is made."""
@@ -170,12 +174,12 @@ def test_autocommit_is_refused(engine: Engine) -> None:
 
 
 def test_the_newest_revision_is_that_of_one_kind_of_tables() -> None:
-    """Both kinds together name every revision, so that the newest one is the last of one of them."""
+    """The kinds together name every revision, so that the newest one is the last of one of them."""
     config = Config()
     config.set_main_option("script_location", str(ROOT / "migrations"))
     script = ScriptDirectory.from_config(config)
     revisions = [each.revision for each in script.walk_revisions()]
-    assert sorted(revisions) == sorted(DedupTables.revisions + CommandTables.revisions)
+    assert sorted(revisions) == sorted(each for kind in KINDS for each in kind.revisions)
     assert script.get_heads() == [max(revisions)]
 
 

@@ -39,6 +39,8 @@ def test_markers_are_counted(engine: Engine) -> None:
     assert found.oldest == found.handlers[0].oldest
     assert found.newest == found.handlers[0].newest
     for each, (newest, oldest) in zip(found.handlers, [(1, 300), (100, 167), (2, 2)], strict=True):
+        assert each.oldest is not None
+        assert each.newest is not None
         assert abs(each.oldest - now + timedelta(hours=oldest)) < CLOSE
         assert abs(each.newest - now + timedelta(hours=newest)) < CLOSE
     assert abs(found.at - now) < CLOSE

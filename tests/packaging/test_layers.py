@@ -28,21 +28,21 @@ TIER_OF = {name: number for number, names in enumerate(TIERS.values()) for name 
 
 PROMISE = ("delivery", "unit_of_work", "markers", "opening", "retry", "waiting")
 """The files to read before one believes that a message is applied once."""
-MAX_PROMISE = 1_570  # lines of those
-MAX_WITH_GUARD = 2_150  # and of ``guard``
+MAX_PROMISE = 1_580  # lines of those
+MAX_WITH_GUARD = 2_160  # and of ``guard``
 
 MAX_ROOMS = {  # lines of a package, and of the files at the root together
-    "root": 5_100,
-    "dialects": 2_470,
+    "root": 5_160,
+    "dialects": 2_510,
     "commands": 1_700,
     "effects": 1_600,
     "integrations": 3_650,
-    "maintenance": 2_100,
+    "maintenance": 2_600,
     "testing": 2_060,
-    "cli": 1_420,
-    "migrations": 220,
+    "cli": 1_760,
+    "migrations": 280,
 }
-MAX_FILES = 87  # of `projector_dedup`, without the command and the migrations
+MAX_FILES = 88  # of `projector_dedup`, without the command and the migrations
 
 DRIVERS = {
     "postgresql": {"psycopg", "psycopg2", "asyncpg"},

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 import pytest
-from sqlalchemy import Engine, MetaData
+from sqlalchemy import Engine, MetaData, select
 from sqlalchemy.orm import sessionmaker
 from sqlalchemy.schema import CreateIndex, CreateTable
 
@@ -11,6 +11,7 @@ from alembic_project import another_schema
 from databases import Database
 from projector_dedup import DedupTables, Dispatcher, Outcome, on, projector
 from projector_dedup.commands import Call, Commands, CommandTables, command
+from projector_dedup.effects import Attempt, Effects, EffectTables, effect, stop
 from projector_dedup.maintenance.check import check
 from projector_dedup.maintenance.state import read_state
 from projector_dedup.tables import default_tables
@@ -38,13 +39,25 @@ def place(asked: dict[str, int], call: Call) -> int:
     return asked["amount"]
 
 
+@effect(name="shop.charge", lease=30, unknown=stop)
+def charge(amount: int, attempt: Attempt) -> str:
+    """Send nothing."""
+    return f"{amount} by attempt {attempt.number} at {attempt.key}"
+
+
 def deliver(engine: Engine, message_id: str, tables: DedupTables = default_tables) -> Outcome:
     """Deliver one message."""
     return Dispatcher(sessionmaker(engine), handler, tables=tables).deliver({}, message_id=message_id).outcome
 
 
 def twice(engine: Engine, tables: DedupTables) -> list[Outcome]:
-    """Deliver a message twice, or ask twice for a command, which gets the same answer; return the outcomes."""
+    """Deliver a message twice, or ask twice for a command or an effect: the answer is the same; return the outcomes."""
+    if isinstance(tables, EffectTables):
+        effects = Effects(sessionmaker(engine), [charge], tables=tables)
+        with engine.connect() as connection:
+            there = connection.execute(select(tables.marker)).first() is not None
+        assert effects.run(charge, 3, key="é ", scope="s") == effects.run(charge, 3, key="é ", scope="s")
+        return [Outcome.DUPLICATE if there else Outcome.APPLIED, Outcome.DUPLICATE]
     if not isinstance(tables, CommandTables):
         return [deliver(engine, "é ", tables) for _ in range(2)]
     commands = Commands(sessionmaker(engine), tables=tables)
@@ -69,7 +82,7 @@ def described(engine: Engine, tables: DedupTables = default_tables) -> list[str]
     found, both = MetaData(), (tables.marker, tables.state)
     found.reflect(engine, schema=tables.marker.schema, only=[table.name for table in both])
     mirrored = [found.tables[table.fullname] for table in both]
-    indexes = [str(CreateIndex(index).compile(engine)) for table in mirrored for index in table.indexes]
+    indexes = sorted(str(CreateIndex(index).compile(engine)) for table in mirrored for index in table.indexes)
     return [*(str(CreateTable(table).compile(engine)) for table in mirrored), *indexes]
 
 

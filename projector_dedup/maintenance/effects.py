@@ -1,0 +1,367 @@
+"""Find effects that are not finished, and write what a person has decided about one.
+
+``settle`` or ``run`` records the decision, since only the application has the code for that (docs/effects.md).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Any, Literal, Never
+
+from sqlalchemy import ColumnElement, Row, Select, case, func, select, update
+from sqlalchemy.engine import Connection, Engine
+
+from ..commands.record import RecordKey
+from ..dialects import dialect_of
+from ..dialects.columns import now_ms
+from ..effects import EffectTables, default_effect_tables
+from ..effects.record import DONE, new_token
+from ..errors import RefusedError
+from ..message import printable, valid_handler
+from ..options import RetryPolicy
+from .databases import Finding, advice
+from .running import connected_to, refuse_other_kind, run_with_retries
+
+ARMED = "armed"  #: nothing was sent
+RUNNING = "running"  #: an attempt, or an ask, has the lease
+UNKNOWN = "unknown"  #: an attempt ended without an answer, and its policy decides
+STOPPED = "needs a person"  #: its policy has ended
+KEPT = "not recorded"  #: an attempt returned its value, and ``settle`` records it
+DECIDED = "decided"  #: a person has decided, and ``settle`` records it
+IS_DONE = "done"
+IS_REJECTED = "rejected"
+
+Decided = Literal["done", "rejected", "not done"]
+
+MAX_DECISION = 60_000  #: bytes of a decision, which has the value in it
+_MAX_CODE, _MAX_WHO, _MAX_WHY = 200, 100, 500  # characters
+_LONG_AGO = timedelta(days=1)  # after which an effect that is armed should have been sent
+
+
+def state_of(row: Row[Any], now: int) -> str:
+    """Return the state of a row in words; ``now`` is the database's time in milliseconds."""
+    if row.outcome is not None:
+        return IS_DONE if row.outcome == DONE else IS_REJECTED
+    if row.lease_until is not None and row.lease_until > now:
+        return RUNNING
+    if row.evidence_outcome is not None:
+        return KEPT
+    if row.decision is not None:
+        return DECIDED
+    if row.stopped_at is not None:
+        return STOPPED
+    return ARMED if row.first_sent_at is None else UNKNOWN
+
+
+@dataclass(frozen=True)
+class StoredEffect:
+    """An effect as it is stored, with its state in words. Moments are in UTC, by the database's clock."""
+
+    effect: str
+    key: str
+    scope: str | None
+    state: str
+    attempt: int
+    provider_key: str
+    age: timedelta  #: since it was armed
+    armed_at: datetime
+    first_sent_at: datetime | None
+    ended_at: datetime | None
+    lease_until: datetime | None
+    next_at: datetime | None
+    stopped_at: datetime | None
+    decision: dict[str, Any] | None  #: without the value
+    decided_by: str | None
+    error: str | None
+    request: bytes
+    value: bytes | None  #: as it is recorded, else as an attempt returned it or a person gave it; or the rejection
+
+    @property
+    def handler(self) -> str:
+        """The name of the effect, as other kinds of rows call it."""
+        return self.effect
+
+
+def find_effects(
+    engine: Engine,
+    *,
+    unknown: bool = False,
+    older_than: timedelta = timedelta(0),
+    limit: int | None = None,
+    tables: EffectTables = default_effect_tables,
+) -> list[StoredEffect]:
+    """Return the effects that are not finished: those that need a person first, then the oldest first.
+
+    ``unknown`` returns those alone of which nobody knows whether they were done. ``older_than`` leaves out effects that
+    were armed later. ``limit`` is the largest number of effects to return.
+
+    Raises ``MissingTableError`` if the tables are missing, or are of another kind.
+    """
+    table = tables.marker
+    wanted = _selected(tables).where(table.c.outcome.is_(None))
+    wanted = wanted.where(table.c.armed_at <= now_ms() - int(older_than / timedelta(milliseconds=1)))
+    if unknown:
+        wanted = wanted.where(_is_unknown(tables))
+    needs_a_person = case((table.c.stopped_at.is_(None), 1), else_=0)
+    wanted = wanted.order_by(needs_a_person, table.c.armed_at, table.c.message_id).limit(limit)
+    with connected_to(engine, tables) as connection:
+        refuse_other_kind(connection, tables)
+        return [_stored(row) for row in connection.execute(wanted).all()]
+
+
+def find_effect(
+    engine: Engine,
+    key: object,
+    effect: str | None = None,
+    scope: object = None,
+    *,
+    tables: EffectTables = default_effect_tables,
+) -> StoredEffect:
+    """Return the effect of this key in this scope, or of the name ``effect`` if several effects have the key.
+
+    Raises ``RefusedError`` if there is none, or several; ``InvalidKeyError`` for a key that no effect can have,
+    ``MissingTableError`` if the tables are missing, or are of another kind.
+    """
+    with connected_to(engine, tables) as connection:
+        refuse_other_kind(connection, tables)
+        return _stored(_one(connection, tables, RecordKey.of(key, scope), effect))
+
+
+def effects_of(
+    engine: Engine, key: object, scope: object = None, *, tables: EffectTables = default_effect_tables
+) -> list[StoredEffect]:
+    """Return the effects of one key in one scope, by name."""
+    with connected_to(engine, tables) as connection:
+        refuse_other_kind(connection, tables)
+        return [_stored(row) for row in _all(connection, tables, RecordKey.of(key, scope))]
+
+
+# Decide -----------------------------------------------------------------------------------------------------------
+
+
+def resolve(
+    engine: Engine,
+    key: object,
+    *,
+    attempt: int,
+    outcome: Decided,
+    value: str | None = None,
+    code: str | None = None,
+    why: str,
+    who: str,
+    effect: str | None = None,
+    scope: object = None,
+    tables: EffectTables = default_effect_tables,
+) -> StoredEffect:
+    """Write what a person has found out about an effect; the next ``settle`` or ``run`` records it.
+
+    ``attempt`` is the number of attempts that the person has seen: a decision about a state that has moved is refused.
+    "done" takes the ``value`` as JSON, "rejected" a ``code``. After "not done", ``settle`` sends the effect again.
+    ``attempt=0`` with "rejected" cancels an armed effect. A later decision replaces one that is not recorded yet.
+
+    Returns the effect as it is then. Raises ``RefusedError``, and writes nothing, if the attempt has moved, an attempt
+    is running, the effect has its outcome, an attempt has left its value, or the arguments cannot be recorded; else
+    what ``find_effect`` raises.
+    """
+    decision = _decision(outcome, value, code, why, who) | {"attempt": attempt}
+    asked, table = RecordKey.of(key, scope), tables.marker
+
+    def decide(connection: Connection) -> StoredEffect:
+        dialect.begin(connection, None, None)
+        found = _one(connection, tables, asked, effect)
+        text = json.dumps({**decision, "at": _moment(found.now).isoformat(timespec="seconds")})
+        if len(text) > MAX_DECISION:
+            raise RefusedError(
+                f"the value is too large: a decision takes {MAX_DECISION:,} bytes, and has {len(text):,}"
+            )
+        change = update(table).where(
+            table.c.message_id == asked.stored,
+            table.c.handler == found.handler,
+            table.c.attempt == attempt,
+            table.c.outcome.is_(None),
+            table.c.evidence_outcome.is_(None),
+            table.c.lease_until.is_(None) | (table.c.lease_until <= now_ms()),
+        )
+        written = {"decision": text, "token": new_token(), "next_at": now_ms(), "stopped_at": None, "error": None}
+        changed = connection.execute(change.values(written)).rowcount
+        now = _one(connection, tables, asked, found.handler)
+        if not changed:
+            _refuse(now, attempt)
+        return _stored(now)
+
+    with connected_to(engine, tables) as connection:
+        refuse_other_kind(connection, tables)
+    dialect = dialect_of(engine)
+    dialect.prepare(engine)
+    return run_with_retries(decide, engine, dialect, RetryPolicy())
+
+
+def _decision(outcome: Decided, value: str | None, code: str | None, why: str, who: str) -> dict[str, Any]:
+    """Return the decision, as ``Effects`` reads it. Raises ``RefusedError`` if it could not be recorded."""
+    if outcome not in ("done", "rejected", "not done"):
+        raise RefusedError(f"an effect is done, rejected or not done, not {printable(str(outcome))[:80]}")
+    if (value is not None) != (outcome == "done") or (code is not None) != (outcome == "rejected"):
+        raise RefusedError("give a value with done, a code with rejected, and neither with not done")
+    if not why.strip() or not who.strip():
+        raise RefusedError("say why, and who has decided: both stay in the row")
+    if code is not None and not 0 < len(code.strip()) <= _MAX_CODE:
+        raise RefusedError(f"the code of a rejection is a text of 1 to {_MAX_CODE} characters, such as cancelled")
+    if value is not None:
+        try:
+            value.encode()
+            json.loads(value, parse_constant=_no_json)
+        except (ValueError, RecursionError):
+            raise RefusedError("the value is not JSON: write a text in double quotes, and nothing as null") from None
+    told = {"who": printable(who)[:_MAX_WHO], "why": printable(why)[:_MAX_WHY]}
+    return {"outcome": outcome, "value": value, "code": code, **told}
+
+
+def _no_json(constant: str) -> Never:
+    raise ValueError(constant)  # NaN and its like
+
+
+def _refuse(row: Row[Any], attempt: int) -> Never:
+    """Raise ``RefusedError`` that says what has changed since the person looked."""
+    state, told = state_of(row, row.now), _told(row.handler, RecordKey.of(*_key(row.message_id)))
+    if row.outcome is not None:
+        raise RefusedError(f"{told} is {state} already; an outcome is never written over")
+    if row.attempt != attempt:
+        raise RefusedError(
+            f"{told} has moved: {row.attempt} attempts were made, not {attempt}. Look at it again, and at the provider"
+        )
+    if state == RUNNING:
+        raise RefusedError(f"{told} is running until {_moment(row.lease_until):%H:%M:%S} UTC: look at it again then")
+    raise RefusedError(f"{told} has the value of an attempt, which is stronger than a decision: `settle` records it")
+
+
+# Rows -------------------------------------------------------------------------------------------------------------
+
+
+def _selected(tables: EffectTables) -> Select[Any]:
+    return select(tables.marker, now_ms().label("now"))
+
+
+def _all(connection: Connection, tables: EffectTables, asked: RecordKey) -> Sequence[Row[Any]]:
+    table = tables.marker
+    wanted = _selected(tables).where(table.c.message_id == asked.stored).order_by(table.c.handler)
+    return connection.execute(wanted).all()
+
+
+def _one(connection: Connection, tables: EffectTables, asked: RecordKey, effect: str | None) -> Row[Any]:
+    name = None if effect is None else valid_handler(effect)
+    found = [row for row in _all(connection, tables, asked) if name in (None, row.handler)]
+    if not found:
+        raise RefusedError(
+            f"{_told(name, asked)} is not there: it was not armed, or is pruned, or its name, scope or key is written "
+            "another way"
+        )
+    if len(found) > 1:
+        names = ", ".join(printable(row.handler) for row in found)
+        raise RefusedError(f"several effects have the {_of(asked)}: {names}. Say which one is meant (--effect NAME)")
+    return found[0]
+
+
+def _told(name: str | None, asked: RecordKey) -> str:
+    return f"the effect{'' if name is None else f' {printable(name)}'} of the {_of(asked)}"
+
+
+def _of(asked: RecordKey) -> str:
+    return f"key {printable(asked.key)[:80]}" + ("" if asked.scope is None else f" in scope {printable(asked.scope)}")
+
+
+def _key(stored: str) -> tuple[str, str | None]:
+    """Return the key and the scope that are stored as one text."""
+    length, _, text = stored.partition(":")
+    return text[int(length) :], text[: int(length)] or None
+
+
+def _stored(row: Row[Any]) -> StoredEffect:
+    key, scope = _key(row.message_id)
+    decision = None if row.decision is None else json.loads(row.decision)
+    given = None if decision is None else decision.pop("value", None)
+    value = next((each for each in (row.result, row.evidence) if each is not None), None)
+    if value is None and given is not None:
+        value = given.encode()
+    moments = ("first_sent_at", "ended_at", "lease_until", "next_at", "stopped_at")
+    return StoredEffect(
+        effect=row.handler,
+        key=key,
+        scope=scope,
+        state=state_of(row, row.now),
+        attempt=row.attempt,
+        provider_key=row.provider_key,
+        age=timedelta(milliseconds=row.now - row.armed_at),
+        armed_at=_moment(row.armed_at),
+        **{name: None if getattr(row, name) is None else _moment(getattr(row, name)) for name in moments},
+        decision=decision,
+        decided_by=row.decided_by,
+        error=row.error,
+        request=bytes(row.request),
+        value=None if value is None else bytes(value),
+    )
+
+
+def _moment(milliseconds: int) -> datetime:
+    return datetime.fromtimestamp(milliseconds / 1000, UTC)
+
+
+# What needs somebody ----------------------------------------------------------------------------------------------
+
+
+def _no_verdict(tables: EffectTables) -> ColumnElement[bool]:
+    """Return the condition that a row has no outcome, nothing from which one follows, and no lease in force."""
+    column = tables.marker.c
+    free = column.lease_until.is_(None) | (column.lease_until <= now_ms())
+    return column.outcome.is_(None) & column.evidence_outcome.is_(None) & column.decision.is_(None) & free
+
+
+def _is_unknown(tables: EffectTables) -> ColumnElement[bool]:
+    """Return the condition that nobody knows whether the effect was done, whether or not its policy has ended."""
+    return _no_verdict(tables) & tables.marker.c.first_sent_at.is_not(None)
+
+
+def advise_effects(engine: Engine, *, tables: EffectTables = default_effect_tables) -> list[Finding]:
+    """Return what somebody should do about effects that are not finished; none of it is fatal.
+
+    Raises ``MissingTableError`` if the tables are missing, or are of another kind.
+    """
+    column, unknown = tables.marker.c, _is_unknown(tables)
+    long_ago = now_ms() - int(_LONG_AGO / timedelta(milliseconds=1))
+    counts = select(
+        *(
+            func.coalesce(func.sum(case((condition, 1), else_=0)), 0)
+            for condition in (
+                unknown & column.stopped_at.is_not(None),
+                unknown & column.stopped_at.is_(None),
+                _no_verdict(tables) & column.first_sent_at.is_(None) & (column.armed_at < long_ago),
+                column.evidence_outcome.is_not(None) | (column.decision.is_not(None) & (column.next_at < long_ago)),
+            )
+        )
+    ).where(column.outcome.is_(None))
+    with connected_to(engine, tables) as connection:
+        refuse_other_kind(connection, tables)
+        stopped, unknown_now, armed, kept = (int(number) for number in connection.execute(counts).one())
+    settle = "run `idempotency effects settle --app ...` from cron, and read its log lines"
+    found = []
+    if stopped:
+        found.append(
+            advice(
+                f"effects that need a person, because their policies have ended: {stopped:,}",
+                "`idempotency effects list --unknown`; look at the provider, then `idempotency effects resolve`",
+            )
+        )
+    if unknown_now:
+        found.append(advice(f"effects of which nobody knows whether they were done: {unknown_now:,}", settle))
+    if armed:
+        found.append(
+            advice(
+                f"effects that were armed more than a day ago, and never sent: {armed:,}",
+                f"{settle}; a name that no process knows any more is sent by nobody: give the effect back to `Effects`",
+            )
+        )
+    if kept:
+        found.append(advice(f"effects whose value or decision is known, and could not be recorded: {kept:,}", settle))
+    return found

@@ -1,0 +1,203 @@
+"""The tables of effects: three ways to own them, what `check` finds wrong with them, and what is never deleted."""
+
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+from sqlalchemy import Engine, MetaData, inspect, select, text, update
+from sqlalchemy.orm import Session, sessionmaker
+
+from alembic_project import OURS, Project
+from databases import Database
+from marked import one_of_each_engine  # noqa: F401  # a fixture
+from owning import (  # noqa: F401  # second_schema is a fixture
+    TWICE,
+    charge,
+    described,
+    fatal,
+    run_script,
+    second_schema,
+    state_of,
+    twice,
+)
+from projector_dedup import MissingTableError, Outcome, RefusedError, make_tables
+from projector_dedup.commands import default_command_tables, make_command_tables
+from projector_dedup.effects import Effects, arm, default_effect_tables, make_effect_tables
+from projector_dedup.maintenance.cleanup import count_expired, prune
+from projector_dedup.maintenance.rows import forget, forget_scope, rename
+from projector_dedup.maintenance.schema import Migrated, ddl, migrate
+from projector_dedup.maintenance.stats import stats
+from projector_dedup.tables import default_tables
+
+TABLE = default_effect_tables.marker
+
+
+def armed(engine: Engine, key: str, scope: str | None = None) -> None:
+    """Arm an effect."""
+    with Session(engine) as session, session.begin():
+        arm(session, charge, 3, key=key, scope=scope)
+
+
+def rows(engine: Engine) -> list[tuple[str, str]]:
+    """The key and the name of each effect, as another connection sees them."""
+    with engine.connect() as connection:
+        found = connection.execute(select(TABLE.c.message_id, TABLE.c.handler)).all()
+    return sorted((row.message_id, row.handler) for row in found)
+
+
+@pytest.fixture
+def owned(engine: Engine) -> Engine:
+    """An engine on a database that has the tables of effects."""
+    migrate(engine, default_effect_tables)
+    return engine
+
+
+# Owned -----------------------------------------------------------------------------------------------------------
+
+
+def test_tables_of_the_release_before_stay_as_they_are(engine: Engine) -> None:
+    """Markers and records that are there keep their rows, their revisions and their structure; effects come beside."""
+    migrate(engine)
+    migrate(engine, default_command_tables)
+    assert twice(engine, default_tables) == twice(engine, default_command_tables) == TWICE
+    before = [described(engine, tables) for tables in (default_tables, default_command_tables)]
+    assert migrate(engine, default_effect_tables) == Migrated(before=None, after=1)
+    assert twice(engine, default_effect_tables) == TWICE
+    for tables in (default_tables, default_command_tables):
+        assert migrate(engine, tables) == Migrated(before=1, after=1)
+        assert set(twice(engine, tables)) == {Outcome.DUPLICATE}
+    assert [described(engine, tables) for tables in (default_tables, default_command_tables)] == before
+
+
+def test_our_revisions_in_the_users_environment(
+    database: Database, engine: Engine, schema: str | None, tmp_path: Path
+) -> None:
+    """From the released schema with data in it: names make tables, autogenerate is empty, and 0003 is taken back."""
+    project = Project(tmp_path, database)
+    project.configure()
+    project.model()
+    project.autogenerate()
+    project.alembic("upgrade", "head")
+    project.configure(locations=OURS)
+    project.model("make_tables(metadata)")
+    project.alembic("upgrade", "projector_dedup_0002")
+    assert twice(engine, default_tables) == TWICE
+    charges = f"{schema}.charges" if schema else "charges"
+    project.configure(locations=OURS, projector_dedup_effect_tables=f"external_effect, {charges}")
+    project.model(
+        "make_tables(metadata)",
+        "from projector_dedup.effects import make_effect_tables",
+        "make_effect_tables(metadata)",
+        f"make_effect_tables(metadata, 'charges', {schema!r})",
+    )
+    project.alembic("stamp", "projector_dedup_0002")
+    project.alembic("upgrade", "heads")
+    assert "No new upgrade operations" in project.alembic("check")
+    for tables in (default_effect_tables, make_effect_tables(MetaData(), "charges", schema)):
+        assert fatal(engine, tables) == []
+        assert twice(engine, tables) == TWICE
+        assert state_of(engine, tables) == {"schema_version": "1"}
+    project.alembic("downgrade", "projector_dedup_0002")
+    assert "external_effect" not in inspect(engine).get_table_names()
+    assert set(twice(engine, default_tables)) == {Outcome.DUPLICATE}
+
+
+# Checked ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_trial_leaves_no_effect(owned: Engine) -> None:
+    """Nor anything else that another connection could see."""
+    assert fatal(owned, default_effect_tables) == []
+    assert rows(owned) == []
+
+
+@pytest.mark.parametrize(
+    ("column", "kinds"),
+    [
+        ("processed_at", {"postgresql": "timestamptz NOT NULL DEFAULT now()", "mariadb": "DATETIME(6) NOT NULL"}),
+        ("processed_at", {"sqlite": "DATETIME DEFAULT CURRENT_TIMESTAMP", "mariadb": "DATETIME(6) DEFAULT now()"}),
+        ("evidence", {"postgresql": "text", "mariadb": "BLOB"}),
+        ("provider_key", {"postgresql": "varchar(20)", "mariadb": "VARBINARY(20)", "sqlite": "VARCHAR(20)"}),
+        ("armed_at", {"postgresql": "integer", "mariadb": "INT"}),
+    ],
+    ids=str,
+)
+def test_a_column_that_loses_effects_is_found(engine: Engine, column: str, kinds: dict[str, str]) -> None:
+    """An age that an unfinished effect has, and columns that cut or refuse what is written."""
+    kind = kinds.get(engine.dialect.name)
+    if kind is None:
+        pytest.skip("no other type of this kind")
+    script = ddl(engine.dialect.name, make_effect_tables(MetaData()))
+    line = next(each for each in script.splitlines() if each.strip().startswith(f"{column} "))
+    run_script(engine, script.replace(line, f"{column} {kind},"))
+    problems = fatal(engine, default_effect_tables)
+    assert len(problems) == 1
+    assert "external_effect" in problems[0]
+    assert ("is not NULL in a row without an outcome" in problems[0]) is (column == "processed_at")
+    assert rows(engine) == []
+
+
+def test_the_kinds_are_told_from_each_other(engine: Engine) -> None:
+    """In each direction, by the option to say or to leave out."""
+    for tables in (default_tables, default_command_tables, default_effect_tables):
+        tables.marker.metadata.create_all(engine)
+    for maker, name, told in (
+        (make_tables, "external_effect", "a table of effects, not of projectors; say --effects, and"),
+        (make_command_tables, "external_effect", "of effects, not of commands; say --effects instead of --commands"),
+        (make_effect_tables, "processed_message", "of projectors, not of effects; .*leave out --effects"),
+        (make_effect_tables, "processed_command", "of commands, not of effects; say --commands instead of --effects"),
+    ):
+        with pytest.raises(MissingTableError, match=told):
+            stats(engine, tables=maker(MetaData(), name))
+
+
+# Looked after ----------------------------------------------------------------------------------------------------
+
+
+def test_what_is_not_finished_is_never_deleted(owned: Engine) -> None:
+    """By cleanup, which counts it as of no age; by forget, which names it; by forget of a scope, which leaves it."""
+    effects = Effects(sessionmaker(owned), [charge])
+    effects.run(charge, 3, key="done", scope="s")
+    for key in ("k1", "k2"):
+        armed(owned, key, "s")
+    with owned.begin() as connection:
+        connection.execute(update(TABLE).values(armed_at=0))
+        old = datetime(2020, 1, 1, tzinfo=UTC)
+        connection.execute(update(TABLE).where(TABLE.c.outcome.is_not(None)).values(processed_at=old))
+    found = stats(owned, tables=default_effect_tables)
+    assert (found.markers, found.expired, found.oldest, found.newest) == (3, 1, old, old)
+    assert count_expired(owned, tables=default_effect_tables) == 1
+    assert prune(owned, tables=default_effect_tables).deleted == 1
+    assert prune(owned, tables=default_effect_tables).deleted == 0
+    (name,) = stats(owned, tables=default_effect_tables).handlers
+    assert (name.markers, name.oldest, name.newest) == (2, None, None)
+    with pytest.raises(RefusedError, match=r"shop\.charge: an effect that is not finished is not forgotten"):
+        forget(owned, "1:sk1", handler="shop.charge", tables=default_effect_tables)
+    assert forget_scope(owned, "s", tables=default_effect_tables) == 0
+    assert len(rows(owned)) == 2
+    effects.settle()
+    assert forget(owned, "1:sk1", handler="shop.charge", tables=default_effect_tables) == 1
+    assert forget_scope(owned, "s", tables=default_effect_tables) == 1
+
+
+def test_a_renamed_effect_is_moved_with_its_provider_key(owned: Engine) -> None:
+    """It is sent once, under the key that it had; not while an attempt runs, and not beside a twin."""
+    armed(owned, "k")
+    with owned.connect() as connection:
+        key = connection.execute(select(TABLE.c.provider_key)).scalar_one()
+    with pytest.raises(RefusedError, match="moved to another name, not copied"):
+        rename(owned, "shop.charge", "new", tables=default_effect_tables)
+    with owned.begin() as connection:
+        connection.execute(update(TABLE).values(lease_until=2**45))
+    with pytest.raises(RefusedError, match=r"under the name shop\.charge is running"):
+        rename(owned, "shop.charge", "new", tables=default_effect_tables, remove_old=True)
+    with owned.begin() as connection:
+        connection.execute(update(TABLE).values(lease_until=None))
+    assert rename(owned, "shop.charge", "new", tables=default_effect_tables, remove_old=True).removed == 1
+    assert rows(owned) == [("0:k", "new")]
+    armed(owned, "k")
+    with pytest.raises(RefusedError, match="armed under the new name too"):
+        rename(owned, "shop.charge", "new", tables=default_effect_tables, remove_old=True)
+    with owned.connect() as connection:
+        moved = connection.execute(text("SELECT provider_key FROM external_effect WHERE handler = 'new'"))
+        assert moved.scalar_one() in (key, key.encode())
