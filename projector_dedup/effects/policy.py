@@ -64,7 +64,12 @@ def ask(function: Callable[..., Any], *, after: timedelta, within: timedelta, th
     """
     if not callable(function):
         raise HandlerDefinitionError(f"ask() takes a function of (request, attempt), not {function!r}")
-    return Ask(function, _milliseconds("after", after), _milliseconds("within", within), _policy(then))
+    earliest, latest = _milliseconds("after", after), _milliseconds("within", within)
+    if earliest >= latest:
+        raise HandlerDefinitionError(
+            "ask() would never ask: within is counted from the first sending, and exceeds after"
+        )
+    return Ask(function, earliest, latest, _policy(then))
 
 
 def _milliseconds(name: str, duration: object) -> int:

@@ -21,6 +21,7 @@ from sqlalchemy import (
     SmallInteger,
     Table,
     Text,
+    case,
     delete,
     select,
     update,
@@ -291,7 +292,8 @@ def keep_beside(
     """Keep what an ``attempt`` was told after its row had been taken over; the first evidence stays."""
     late = (*_is(table, row.message_id, row.handler), table.c.token != token, table.c.evidence.is_(None))
     evidence = {"evidence_outcome": outcome, "evidence": data, "evidence_attempt": attempt}
-    return _changed(connection, update(table).where(*late).values(evidence))
+    next_at = case((table.c.outcome.is_(None), now_ms()), else_=None)  # what has stopped is recorded now
+    return _changed(connection, update(table).where(*late).values(evidence | {"next_at": next_at}))
 
 
 def shown(error: BaseException) -> str:

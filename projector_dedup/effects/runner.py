@@ -64,7 +64,7 @@ I = TypeVar("I")  # noqa: E741
 R = TypeVar("R")
 
 _FOUND_AT_ONCE = 100
-_NOTHING_SENT: dict[str, Any] = {"first_sent_at": None, "ended_at": None}
+_NOTHING_SENT: dict[str, Any] = {"first_sent_at": None, "ended_at": None, "stopped_at": None}
 
 _sending: ContextVar[bool] = ContextVar("projector_dedup_sending", default=False)
 
@@ -444,15 +444,18 @@ class _Effects:
 
     def _record(self, taken: _Taken, outcome: _Outcome) -> None:
         """Record the outcome with the rows of ``recorded``, in one transaction; keep it if that fails."""
+        told = taken.row, outcome.told
         try:
             found = self._finish(taken.effect, taken.row, taken.token, taken.given, outcome)
         except Exception as error:
-            kept = self._keep(taken, outcome, error)
-            raise NotRecordedError(
-                f"{_told(taken.row)} has its outcome, and recording it failed ({shown(error)}); "
-                + ("the outcome is kept, and `settle` tries again" if kept else "the outcome could not be kept"),
-                outcome.told,
-            ) from error
+            try:
+                kept = self._keep(taken, outcome, error)
+            except Exception as second:
+                logger.exception("%s: its outcome could be neither recorded nor kept", _told(taken.row))
+                raise _not_recorded(*told, error, "and it could not be kept") from second
+            if kept:
+                raise _not_recorded(*told, error, "it is kept, and `settle` tries again") from error
+            self._keep_beside(taken, outcome)
         if found is _Found.TAKEN_OVER:
             self._keep_beside(taken, outcome)
         if found is _Found.DOUBLE:
@@ -487,22 +490,21 @@ class _Effects:
         return found
 
     def _keep(self, taken: _Taken, outcome: _Outcome, why: Exception) -> bool:
-        """Keep the outcome in the row, in a transaction of its own; return False if that failed too."""
-        row, table = taken.row, self._tables.marker
+        """Keep the outcome in the row, in a transaction of its own.
+
+        Return False if the row was taken over, or an earlier attempt has left its outcome there.
+        """
+        row, table, kept = taken.row, self._tables.marker, False
         evidence = outcome.number, outcome.data, taken.attempt.number
         then: dict[str, Any] = {"ended_at": now_ms(), "error": shown(why)}
 
         def change(connection: Connection, _: Dialect) -> bool:
-            if record.keep(connection, table, row, taken.token, pace(row, taken.lease), *evidence, **then):
-                return True
-            return record.keep_beside(connection, table, row, taken.token, *evidence)
+            nonlocal kept
+            kept = record.keep(connection, table, row, taken.token, pace(row, taken.lease), *evidence, **then)
+            return kept
 
-        try:
-            self._transact(taken.key, change)
-        except Exception:
-            logger.exception("%s: its outcome could be neither recorded nor kept", _told(row))
-            return False
-        return True
+        self._transact(taken.key, change)
+        return kept
 
     def _keep_beside(self, taken: _Taken, outcome: _Outcome) -> NoReturn:
         """Keep what was told after the row had been taken over, and raise ``LeaseLostError``."""
@@ -639,6 +641,10 @@ def _are_two(effect: _Definition[Any, Any], outcome: _Outcome, number: int | Non
     if outcome.number != DONE or number != DONE:
         return False
     return not (isinstance(effect.unknown, Resend) and data == outcome.data)
+
+
+def _not_recorded(row: Seen, value: Any, why: Exception, then: str) -> NotRecordedError:
+    return NotRecordedError(f"{_told(row)} has its outcome, and recording it failed ({shown(why)}); {then}", value)
 
 
 def _double(taken: _Taken, outcome: _Outcome) -> DoubleEffectError:

@@ -11,7 +11,7 @@ from sqlalchemy import create_engine
 from sqlalchemy.orm import Session, sessionmaker
 
 from effect_rig import Charge, Lost, Till, tills
-from projector_dedup import UnsafeSessionError
+from projector_dedup import HandlerDefinitionError, UnsafeSessionError
 from projector_dedup.effects import (
     Attempt,
     DoubleEffectError,
@@ -162,3 +162,53 @@ def test_a_handler_does_not_send_by_way_of_another_database(till: Till, tmp_path
     till.harness.deliver(till.harness.dispatcher(till.harness.handler(apply, reads=None)))
     engine.dispose()
     assert (refused, till.sent) == (["refused"], [])
+
+
+def test_two_values_of_which_none_could_be_recorded_are_heard_of(till: Till) -> None:
+    """The first value stays in the row; the second attempt tells that there were two."""
+    gate = Gate(till.harness)
+
+    def slow(request: Charge, attempt: Attempt) -> str:
+        till.plain(request, attempt)
+        gate.stop()
+        return f"pi_{attempt.number}"
+
+    def broken(_request: Charge, _value: str, _session: Session) -> None:
+        raise ZeroDivisionError
+
+    charge = till.effect(slow, resend(within=HOUR), recorded=broken)
+    first = till.harness.start(till.run, charge)
+    gate.arrival()
+    till.pass_time(40)
+    second = till.harness.start(till.run, charge)
+    gate.arrival()
+    gate.open()
+    raised = [each.exception() for each in (first, second)]
+    assert sorted(type(each) for each in raised if isinstance(each, LeaseLostError)), raised
+    assert {DoubleEffectError} <= {type(each) for each in raised}, raised
+    assert (len(till.sent), till.row().evidence is None) == (2, False)
+
+
+def test_a_late_attempt_that_sent_nothing_takes_the_question_back(till: Till) -> None:
+    """Nobody has to decide any more: the effect is armed again."""
+    gate = Gate(till.harness)
+
+    def slow(_request: Charge, _attempt: Attempt) -> str:
+        gate.stop()
+        raise NotDone
+
+    charge = till.effect(slow)
+    till.arm(charge)
+    first = till.harness.start(till.run, charge, None)
+    gate.arrival()
+    till.pass_time(40)
+    assert till.settle(charge) == "1 stopped"
+    gate.open()
+    assert isinstance(first.exception(), NotDone)
+    assert (till.row().stopped_at, till.row().first_sent_at) == (None, None)
+
+
+def test_an_ask_that_would_never_ask_is_refused() -> None:
+    """It is a fault of the program, and is told at once."""
+    with pytest.raises(HandlerDefinitionError, match="never ask"):
+        ask(lambda *_: None, after=HOUR, within=HOUR)
