@@ -140,28 +140,31 @@ def _for_cleanup(found: Ages, tables: DedupTables) -> str | None:
 
 
 def _identities_of(places: tuple[str, ...]) -> frozenset[str]:
-    """Import the dispatchers and return the identities of all their handlers.
+    """Import the dispatchers and return the identities of all their handlers."""
+    kinds = (Dispatcher, AsyncDispatcher)
+    return frozenset().union(*(from_application(place, kinds, _EXAMPLE).identities for place in places))
 
-    Puts the current folder on ``sys.path``. Raises `Failed` for a place that cannot be imported, or is no dispatcher.
+
+def from_application(place: str, kinds: tuple[type[Any], ...], example: str) -> Any:
+    """Import the object of one of these ``kinds`` that ``place`` names, or that the function there returns.
+
+    Puts the current folder on ``sys.path``. Raises `Failed` for a place that cannot be imported, or is no such object.
     """
-    if places and os.getcwd() not in sys.path:
+    if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as `python -m` does, and the script of an installed command does not
-    return frozenset().union(*(_dispatcher(place).identities for place in places))
-
-
-def _dispatcher(place: str) -> Dispatcher | AsyncDispatcher:
     try:
         found: Any = resolve_name(place)
-        if callable(found) and not isinstance(found, (Dispatcher, AsyncDispatcher)):
+        if callable(found) and not isinstance(found, kinds):
             found = found()
     except Exception as error:  # whatever the user's module does
         raise Failed(
-            f"--app {place} cannot be had: {type(error).__name__}: {reason(error)}; write it like {_EXAMPLE}, and run "
+            f"--app {place} cannot be had: {type(error).__name__}: {reason(error)}; write it like {example}, and run "
             "the command where the application is imported from, with its own Python (--debug shows where it failed)"
         ) from error
-    if not isinstance(found, (Dispatcher, AsyncDispatcher)):
+    if not isinstance(found, kinds):
+        first, second = (each.__name__ for each in kinds)
         raise Failed(
-            f"--app {place} is of type {type(found).__name__}; name a Dispatcher, an AsyncDispatcher, or a function "
-            "without arguments that returns one"
+            f"--app {place} is of type {type(found).__name__}; name {'an' if first[0] in 'AE' else 'a'} {first}, an "
+            f"{second}, or a function without arguments that returns one"
         )
     return found

@@ -16,6 +16,7 @@ import sqlalchemy
 try:
     from .check import check
     from .cleanup import cleanup, horizon
+    from .effects import effects
     from .options import EXIT_CODES
     from .output import Failed, fitted, without_secrets
     from .rows import forget, rename, show
@@ -78,5 +79,5 @@ def main() -> None:
     """
 
 
-for _command in (check, migrate, schema, cleanup, horizon, show_stats, show, forget, rename):
+for _command in (check, migrate, schema, cleanup, horizon, show_stats, show, forget, rename, effects):
     main.add_command(_command)

@@ -215,7 +215,7 @@ def _as_object(wanted: _Wanted, found: Sequence[Marker], *, results: bool) -> di
             "age": each.age,
             "bytes": None if each.result is None else len(each.result),
             "codec": each.codec,
-            **({"result": _readable(each.result)} if results else {}),
+            **({"result": readable(each.result)} if results else {}),
         }
         for each in found
         if isinstance(each, StoredRecord)
@@ -230,13 +230,14 @@ def _print_result(found: Marker) -> None:
     if found.result is None:
         click.echo("nothing")
         return
-    value = _readable(found.result)
+    value = readable(found.result)
     text = value if isinstance(value, str) else json.dumps(value, indent=2, ensure_ascii=False)
     for line in text.splitlines() or [""]:
         click.echo(printable(line))
 
 
-def _readable(data: bytes | None) -> Any:
+def readable(data: bytes | None) -> Any:
+    """Return stored bytes for printing: what JSON says, else the text, else hexadecimal digits."""
     if data is None:
         return None
     try:
