@@ -1,0 +1,149 @@
+"""What a person on call sees and does, with the command, on each database."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from command import idempotency
+from databases import USUAL_DRIVERS
+from effect_rig import Till, tills
+from projector_dedup import RefusedError
+from projector_dedup.effects import Attempt, EffectUnknown, default_effect_tables
+from projector_dedup.maintenance.cleanup import prune
+from projector_dedup.maintenance.effects import advise_effects, find_effect, find_effects, resolve
+from projector_dedup.maintenance.rows import forget
+from projector_dedup.testing.kit import Gate
+
+till = tills([each for each in USUAL_DRIVERS if not each.is_async])
+
+SAID: dict[str, Any] = {"why": "the provider shows it", "who": "ada"}
+
+
+def _stopped(till: Till) -> Any:
+    """Return an effect whose reply was lost, and whose policy has ended."""
+    charge = till.effect(till.loses_reply)
+    with pytest.raises(EffectUnknown):
+        till.run(charge)
+    till.pass_time(31)
+    assert till.settle(charge) == "1 stopped"
+    return charge
+
+
+def test_a_person_says_that_it_was_done(till: Till) -> None:
+    """The next sweep records it, with the payment; who said so is kept."""
+    charge, engine = _stopped(till), till.harness.engine
+    assert [each.state for each in find_effects(engine)] == ["needs a person"]
+    assert "need a person" in advise_effects(engine)[0].problem
+    assert resolve(engine, "k1", attempt=1, outcome="done", value='"pi_77"', **SAID).state == "decided"
+    assert till.settle(charge) == "1 done"
+    assert (till.run(charge), till.payments(), len(till.sent)) == ("pi_77", [("o1", "pi_77")], 1)
+    found = find_effect(engine, "k1")
+    assert (found.state, found.decided_by, (found.decision or {})["who"]) == ("done", "person", "ada")
+    assert find_effects(engine) == advise_effects(engine) == []
+
+
+def test_a_person_says_that_it_was_not_done(till: Till) -> None:
+    """It is sent again, as if it were the first time."""
+    charge = _stopped(till)
+    resolve(till.harness.engine, "k1", attempt=1, outcome="not done", **SAID)
+    assert till.settle(charge) == "1 not done"
+    assert till.settle(charge) == "1 done"
+    assert (len(till.sent), till.payments()) == (2, [("o1", "pi_2")])
+
+
+def test_a_person_cancels_what_was_never_sent(till: Till) -> None:
+    """``refused`` hears of it."""
+    charge = till.effect()
+    till.arm(charge)
+    resolve(till.harness.engine, "k1", attempt=0, outcome="rejected", code="cancelled", **SAID)
+    assert till.settle(charge) == "1 rejected"
+    assert (till.sent, till.payments()) == ([], [("o1", "refused: cancelled")])
+
+
+def test_a_decision_on_a_state_that_has_moved_is_refused(till: Till) -> None:
+    """Another attempt, an attempt that is running, an outcome: nothing is written."""
+    charge, engine, gate = _stopped(till), till.harness.engine, Gate(till.harness)
+    resolve(engine, "k1", attempt=1, outcome="not done", **SAID)
+    assert till.settle(charge) == "1 not done"
+
+    def slow(request: Any, attempt: Attempt) -> str:
+        gate.stop()
+        return till.plain(request, attempt)
+
+    sweep = till.harness.start(till.settle, till.effect(slow))
+    gate.arrival()
+    for attempt, why in ((1, "has moved: 2 attempts"), (2, "is running until")):
+        with pytest.raises(RefusedError, match=why):
+            resolve(engine, "k1", attempt=attempt, outcome="done", value="null", **SAID)
+    gate.open()
+    assert sweep.result() == "1 done"
+    with pytest.raises(RefusedError, match="is done already"):
+        resolve(engine, "k1", attempt=2, outcome="rejected", code="late", **SAID)
+    assert till.row().decision is None
+
+
+def test_a_value_that_does_not_fit_stays_listed(till: Till) -> None:
+    """It is checked against the type before it is recorded; another decision replaces it."""
+    charge, engine = _stopped(till), till.harness.engine
+    with pytest.raises(RefusedError, match="not JSON"):
+        resolve(engine, "k1", attempt=1, outcome="done", value="pi_77", **SAID)
+    resolve(engine, "k1", attempt=1, outcome="done", value="77", **SAID)
+    assert till.settle(charge) == "1 failed"
+    assert [each.state for each in find_effects(engine)] == ["decided"]
+    resolve(engine, "k1", attempt=1, outcome="done", value='"pi_77"', **SAID)
+    assert till.settle(charge) == "1 done"
+
+
+def test_what_is_not_finished_is_neither_pruned_nor_forgotten(till: Till) -> None:
+    """However old it is. What is finished is pruned by its age."""
+    charge, engine = _stopped(till), till.harness.engine
+    assert prune(engine, retention_hours=0.0001, tables=default_effect_tables, force=True).deleted == 0
+    with pytest.raises(RefusedError):
+        forget(engine, "0:k1", tables=default_effect_tables)
+    assert till.row() is not None
+    resolve(engine, "k1", attempt=1, outcome="done", value='"pi_77"', **SAID)
+    assert till.settle(charge) == "1 done"
+    assert till.row().processed_at is not None
+
+
+APP = """
+import os
+from sqlalchemy import create_engine
+from sqlalchemy.orm import sessionmaker
+from projector_dedup.effects import Effects, effect, stop
+from effect_rig import Charge, book
+
+@effect(name="till.charge", lease=30, unknown=stop)
+def charge(request: Charge, attempt) -> str:
+    raise AssertionError
+
+charge.recorded(book)
+effects = Effects(sessionmaker(create_engine(os.environ["PROJECTOR_DEDUP_DATABASE_URL"])), [charge])
+"""
+
+
+def test_the_command(till: Till, tmp_path: Path) -> None:
+    """List says by its exit code that somebody is needed; show says what to do; resolve and settle do it."""
+    _stopped(till)
+    (tmp_path / "shop_of_test.py").write_text(APP)
+    url = till.harness.subject.url.render_as_string(hide_password=False)
+
+    def effects(*arguments: str) -> tuple[int, str, str]:
+        support = str(Path(__file__).parents[1] / "support")
+        surrounded = {"PROJECTOR_DEDUP_DATABASE_URL": url, "PYTHONPATH": support}
+        done = idempotency("effects", *arguments, cwd=str(tmp_path), **surrounded)
+        return done.returncode, done.stdout, done.stderr
+
+    code, listed, wrong = effects("list", "--unknown", "--json")
+    found = json.loads(listed)["effects"][0]
+    assert (code, found["state"], found["attempt"], "request" in found) == (1, "needs a person", 1, False)
+    assert "effects that need a person: 1" in wrong
+    code, shown, _ = effects("show", "k1")
+    assert (code, "then `idempotency effects resolve`" in shown) == (0, True)
+    assert max(map(len, effects("list")[1].splitlines())) <= 80
+    assert effects("resolve", "k1", "--attempt", "1", "--done", '"pi_77"', "--reason", "it shows pi_77")[0] == 0
+    code, settled, wrong = effects("settle", "--app", "shop_of_test:effects")
+    assert (code, settled.split(",")[0]) == (0, "1 done"), wrong
+    assert till.payments() == [("o1", "pi_77")]
