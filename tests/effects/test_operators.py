@@ -41,7 +41,7 @@ def test_a_person_says_that_it_was_done(till: Till) -> None:
     assert (till.run(charge), till.payments(), len(till.sent)) == ("pi_77", [("o1", "pi_77")], 1)
     found = find_effect(engine, "k1")
     assert (found.state, found.decided_by, (found.decision or {})["who"]) == ("done", "person", "ada")
-    assert find_effects(engine) == advise_effects(engine) == []
+    assert (find_effects(engine), advise_effects(engine)) == ([], [])
 
 
 def test_a_person_says_that_it_was_not_done(till: Till) -> None:
