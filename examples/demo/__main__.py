@@ -73,7 +73,8 @@ def run(
 def main() -> None:
     """Run the demo; raise `SystemExit`, with what to do, unless it showed what it is there to show."""
     options = _options()
-    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))  # both leave nothing behind
+    for number in (signal.SIGINT, signal.SIGTERM):  # also where a shell has it ignored: both leave nothing behind
+        signal.signal(number, signal.default_int_handler)
     flights = read_flights(options.flights)
     try:
         url = make_url(options.database_url) if options.database_url else None

@@ -16,7 +16,7 @@ from ..errors import HandlerDefinitionError, OvertakenError, UnsafeSessionError
 from ..markers import bind_of_marker, raise_missing
 from ..message import printable
 from .definition import AsyncEffect, Effect, _Definition
-from .record import EffectTables, NewRow, default_effect_tables, new_token, read
+from .record import EffectTables, NewRow, default_effect_tables, mark_armed, new_token, read
 
 I = TypeVar("I")  # noqa: E741
 MAX_REQUEST_BYTES = 64 * 1024
@@ -37,7 +37,7 @@ def arm(
     changes nothing. ``scope`` says whose key it is. ``request`` takes at most 64 KiB.
 
     Raises ``KeyReusedError`` if the key was armed with another request, ``InvalidKeyError``, ``ResultError`` for a
-    request that cannot be stored, and ``MissingTableError``.
+    request that cannot be stored, ``UnsafeSessionError`` for an engine in AUTOCOMMIT, and ``MissingTableError``.
     """
     given: object = session
     if isinstance(given, scoped_session):
@@ -49,9 +49,11 @@ def arm(
     new = new_row(effect, request, key, scope)
     connection = session.connection(bind_arguments={"bind": bind_of_marker(session, tables)})
     dialect, table = dialect_of(connection), tables.marker
+    dialect.refuse_unsafe(connection)
     with raise_missing(connection, dialect, tables):
         if dialect.insert_new(connection, table, new.values(armed=True, token=new_token())):
             return
+    mark_armed(connection, table, new.key.stored, new.identity)
     found = read(connection, table, new.key.stored, new.identity)
     if found is None:
         raise OvertakenError("the row of the effect is not visible yet; run the transaction again")

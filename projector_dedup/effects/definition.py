@@ -20,6 +20,7 @@ I = TypeVar("I")  # noqa: E741  # the request
 R = TypeVar("R")
 F = TypeVar("F", bound=Callable[..., Any])
 
+MAX_LEASE = 86_400  # seconds
 _MARGIN = 0.1  # of the lease, and at most a second: what writing the outcome may take
 
 
@@ -79,11 +80,15 @@ class _Definition(Generic[I, R]):
 
         Write your rows there. It must not commit. If it raises, the value is kept, and ``settle`` calls it again.
         """
+        if self.on_recorded is not None:
+            raise HandlerDefinitionError(f"{self.identity} has recorded already; write all its rows in one function")
         self.on_recorded = self._check("recorded", function, "(request, value, session)", 3)
         return function
 
     def refused(self, function: F) -> F:
         """Call ``function(request, rejected, session)`` in the transaction that records a ``Rejected``."""
+        if self.on_refused is not None:
+            raise HandlerDefinitionError(f"{self.identity} has refused already; write all its rows in one function")
         self.on_refused = self._check("refused", function, "(request, rejected, session)", 3)
         return function
 
@@ -158,8 +163,8 @@ def effect(*misplaced: Never, name: str, lease: float, unknown: Policy) -> _Deco
         raise HandlerDefinitionError('@effect takes arguments by name: @effect(name="billing.charge", lease=30, ...)')
     valid_handler(name)
     seconds: object = lease
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
-        raise HandlerDefinitionError(f"lease is in seconds and more than 0, not {lease!r}")
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0.1 <= seconds <= MAX_LEASE:
+        raise HandlerDefinitionError(f"lease is in seconds, from 0.1 to {MAX_LEASE:,}, not {lease!r}")
     if not isinstance(unknown, Resend | Ask | Stop):
         raise HandlerDefinitionError(f"unknown is a policy: resend(...), ask(...) or stop, not {unknown!r}")
     return _Decorator(name, float(lease), unknown)

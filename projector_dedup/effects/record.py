@@ -200,7 +200,7 @@ def due(connection: Connection, table: Table, names: list[str], until: int | Non
 def take(connection: Connection, table: Table, row: Seen, token: str, lease: int, *, latest: int | None) -> bool:
     """Take the row for another attempt; return False if somebody was faster, or if it is later than ``latest``."""
     now = now_ms()
-    conditions = [_is_as(table, row, row.token)]
+    conditions = [_is_as_seen(table, row)]
     if latest is not None:
         conditions.append(now <= latest)
     values = {
@@ -214,11 +214,14 @@ def take(connection: Connection, table: Table, row: Seen, token: str, lease: int
     return _changed(connection, update(table).where(*conditions).values(values))
 
 
-def take_to_ask(connection: Connection, table: Table, row: Seen, token: str, lease: int) -> bool:
+def take_to_ask(connection: Connection, table: Table, row: Seen, token: str, lease: int, *, latest: int | None) -> bool:
     """Take the row to ask the provider: no attempt begins, and the end of the last one stays."""
     now = now_ms()
     values = {"token": token, "lease_until": now + lease, "next_at": now + lease, "ended_at": row.last_ended_at}
-    return _changed(connection, update(table).where(_is_as(table, row, row.token)).values(values))
+    conditions = [_is_as_seen(table, row)]
+    if latest is not None:
+        conditions.append(now <= latest)
+    return _changed(connection, update(table).where(*conditions).values(values))
 
 
 def release(
@@ -244,10 +247,21 @@ def release(
     return _changed(connection, update(table).where(*conditions).values(given))
 
 
+def mark_armed(connection: Connection, table: Table, message_id: str, handler: str) -> None:
+    """Mark a row that ``run`` made as armed: it is driven, and not deleted, from now on."""
+    made_by_run = (*_is(table, message_id, handler), table.c.armed.is_(False))
+    connection.execute(update(table).where(*made_by_run).values(armed=True))
+
+
 def remove(connection: Connection, table: Table, row: Seen, token: str) -> bool:
     """Delete a row that ``run`` made, and of which nothing was sent: nobody asked for it to be driven."""
     unfinished = (table.c.outcome.is_(None), table.c.evidence.is_(None), table.c.armed.is_(False))
     return _changed(connection, delete(table).where(_is_as(table, row, token), *unfinished))
+
+
+def sweep(connection: Connection, table: Table, row: Seen, held: str) -> bool:
+    """Have ``settle`` record the evidence that is in the row, at once."""
+    return release(connection, table, row, held, 0, over=True)
 
 
 def finish(
@@ -278,10 +292,10 @@ def keep(
     next_in: int,
     outcome: int,
     data: bytes,
-    attempt: int,
+    attempt: int | None,
     **values: Any,
 ) -> bool:
-    """Keep what the ``attempt`` with this ``token`` was told, which could not be recorded."""
+    """Keep what the ``attempt`` with this ``token`` was told, or an ask (None), which could not be recorded."""
     evidence: dict[str, Any] = {"evidence_outcome": outcome, "evidence": data, "evidence_attempt": attempt}
     return release(connection, table, row, token, next_in, **evidence, **values)
 
@@ -323,6 +337,13 @@ def _is(table: Table, message_id: str, handler: str) -> tuple[Any, Any]:
 def _is_as(table: Table, row: Seen, token: str) -> Any:
     mine, name = _is(table, row.message_id, row.handler)
     return mine & name & (table.c.token == token)
+
+
+def _is_as_seen(table: Table, row: Seen) -> Any:
+    """As it was read: also nobody whose lease was over has ended it meanwhile, which changes no token."""
+    column = table.c
+    ended = column.ended_at.is_(None) if row.ended_at is None else column.ended_at == row.ended_at
+    return _is_as(table, row, row.token) & column.outcome.is_(None) & column.evidence.is_(None) & ended
 
 
 def _changed(connection: Connection, statement: Any) -> bool:

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields
 from enum import Enum, auto
+from functools import partial
 from typing import Any, Literal, NoReturn, TypeVar, cast
 
 from sqlalchemy.engine import Connection
@@ -24,13 +25,13 @@ from sqlalchemy.util import await_only, greenlet_spawn
 from ..asyncio_names import AsyncSession, async_sessionmaker
 from ..commands.codecs import as_json, encoded
 from ..commands.codecs import json as json_codec
-from ..commands.errors import Rejected, ResultUnreadableError
+from ..commands.errors import Rejected, ResultError, ResultUnreadableError
 from ..commands.record import REJECTED, RecordKey
 from ..commands.runner import MAX_RESULT_BYTES
 from ..delivery import deliver
 from ..dialects import Dialect
 from ..dialects.columns import now_ms
-from ..errors import HandlerDefinitionError, InProgress, OvertakenError, UnsafeSessionError
+from ..errors import HandlerDefinitionError, InProgress, OvertakenError, ProjectorDedupError, UnsafeSessionError
 from ..handler import check_result
 from ..markers import marker_key, raise_missing
 from ..message import printable
@@ -143,6 +144,7 @@ class _Found(Enum):
 
     MINE = auto()
     DOUBLE = auto()  #: an earlier attempt had been done too
+    OVERRULED = auto()  #: by the value that an attempt had left there, which is stronger
     TAKEN_OVER = auto()  #: by another process, or by a person
 
 
@@ -317,6 +319,8 @@ class _Effects:
                 logger.warning("%s: its policy has ended; a person decides", _told(row))
                 self._release(effect, row, row.token, None, stopped_at=now_ms(), lease_until=row.lease_until)
                 settled.stopped += 1
+            elif step.do is Do.ANSWER:
+                settled.skipped += 1
             elif step.do is Do.WAIT:
                 self._release(effect, row, row.token, None, next_at=step.until, lease_until=row.lease_until)
                 settled.skipped += 1
@@ -337,7 +341,7 @@ class _Effects:
             logger.exception("%s: could not be settled", _told(row))
             settled.failed += 1
             if step.do is not Do.WAIT:  # does nothing if the row was taken
-                self._release(effect, row, row.token, pace(row, lease), over=True)
+                self._release(effect, row, row.token, pace(row, lease), over=True, lease_until=row.lease_until)
 
     def _take(self, effect: _Definition[Any, Any], row: Seen, step: Step) -> _Taken | None:
         """Take the row for the step, by one statement; return None if somebody was faster."""
@@ -347,7 +351,7 @@ class _Effects:
         def change(connection: Connection, _: Dialect) -> bool:
             nonlocal mine
             if step.do is Do.ASK:
-                changed = record.take_to_ask(connection, table, row, token, lease)
+                changed = record.take_to_ask(connection, table, row, token, lease, latest=step.latest)
             else:
                 changed = record.take(connection, table, row, token, lease, latest=step.latest)
             if mine and not changed:  # has the COMMIT that was interrupted come through?
@@ -367,7 +371,10 @@ class _Effects:
         effect, row = taken.effect, taken.row
         try:
             value = self._call(effect, effect.function, taken)
-            data = encoded(effect.codec, value, self._max_result_bytes, f"the value of {effect.identity}")
+            try:
+                data = encoded(effect.codec, value, self._max_result_bytes, f"the value of {effect.identity}")
+            except ResultError as error:
+                raise ResultError(f"{shown(error)[:200]}; it was {_shown_value(value)}") from error
         except Rejected as rejected:
             self._record(taken, _Outcome(REJECTED, _rejection(rejected), ATTEMPT, rejected))
             raise
@@ -417,8 +424,16 @@ class _Effects:
         row, table = taken.row, self._tables.marker
         nothing_sent = values.get("first_sent_at", 0) is None
         if nothing_sent and not row.armed and taken.step.do is Do.SEND:
-            self._transact(taken.key, lambda connection, _: record.remove(connection, table, row, taken.token))
-            return
+            removed = False
+
+            def remove(connection: Connection, _: Dialect) -> bool:
+                nonlocal removed
+                removed = record.remove(connection, table, row, taken.token) or removed
+                return removed
+
+            self._transact(taken.key, remove)
+            if removed:
+                return  # else somebody has armed it meanwhile
         given = {"ended_at": now_ms(), "error": shown(error), **values}
         self._release(
             taken.effect, row, taken.token, 0 if at_once else pace(row, taken.lease, sent=not nothing_sent), **given
@@ -447,12 +462,14 @@ class _Effects:
         told = taken.row, outcome.told
         try:
             found = self._finish(taken.effect, taken.row, taken.token, taken.given, outcome)
-        except Exception as error:
+        except BaseException as error:  # also a cancellation: what the provider has said is kept
             try:
-                kept = self._keep(taken, outcome, error)
+                kept = self._waiting.to_the_end(partial(self._keep, taken, outcome, error))
             except Exception as second:
                 logger.exception("%s: its outcome could be neither recorded nor kept", _told(taken.row))
                 raise _not_recorded(*told, error, "and it could not be kept") from second
+            if not isinstance(error, Exception):
+                raise
             if kept:
                 raise _not_recorded(*told, error, "it is kept, and `settle` tries again") from error
             self._keep_beside(taken, outcome)
@@ -475,33 +492,53 @@ class _Effects:
             if now is None or now.token != token:
                 found = _Found.TAKEN_OVER
                 return False
-            if now.outcome is not None:  # the COMMIT that was interrupted came through
-                return False
-            if outcome.by == ATTEMPT and _are_two(effect, outcome, now.evidence_outcome, now.evidence):
+            evidence = now.evidence_outcome, now.evidence
+            of_attempt = row.evidence is None and now.evidence_attempt is not None
+            if of_attempt and outcome.by == ATTEMPT and _are_two(effect, outcome, *evidence):
                 found = _Found.DOUBLE
-            return record.finish(connection, table, row, token, *written, over=True)
+            if now.outcome is not None:  # the COMMIT that was interrupted came through, or it is not ours
+                if (now.outcome, now.result) != written[:2]:
+                    found = _Found.TAKEN_OVER
+                return False
+            if now.evidence_outcome == DONE and not (outcome.by == ATTEMPT and outcome.number == DONE):
+                found = _Found.OVERRULED
+                return record.sweep(connection, table, row, token)
+            if not record.finish(connection, table, row, token, *written, over=True):
+                raise OvertakenError("the effect was changed meanwhile; look again")
+            return True
 
         function = effect.on_recorded if outcome.number == DONE else effect.on_refused
 
         def handler(uow: UnitOfWork) -> Callable[[], Any] | None:
-            return None if function is None else lambda: function(given, outcome.told, uow.handlers_session)
+            if function is None or found is _Found.OVERRULED:
+                return None
+            return lambda: function(given, outcome.told, uow.handlers_session)
 
         self._transact((row.message_id, row.handler), change, handler)
+        if found is _Found.OVERRULED:
+            logger.error("%s was done by an attempt, whatever else was said of it: look at the provider", _told(row))
+            raise EffectUnknown(f"{_told(row)} was done by an earlier attempt; `settle` records what that returned")
         return found
 
-    def _keep(self, taken: _Taken, outcome: _Outcome, why: Exception) -> bool:
+    def _keep(self, taken: _Taken, outcome: _Outcome, why: BaseException) -> bool:
         """Keep the outcome in the row, in a transaction of its own.
 
         Return False if the row was taken over, or an earlier attempt has left its outcome there.
         """
         row, table, kept = taken.row, self._tables.marker, False
-        evidence = outcome.number, outcome.data, taken.attempt.number
+        evidence = outcome.number, outcome.data, taken.attempt.number if outcome.by == ATTEMPT else None
         then: dict[str, Any] = {"ended_at": now_ms(), "error": shown(why)}
 
         def change(connection: Connection, _: Dialect) -> bool:
             nonlocal kept
-            kept = record.keep(connection, table, row, taken.token, pace(row, taken.lease), *evidence, **then)
-            return kept
+            if record.keep(connection, table, row, taken.token, pace(row, taken.lease), *evidence, **then):
+                kept = True
+                return True
+            now = record.read(connection, table, *taken.key)
+            if now is not None and now.token == taken.token:  # a COMMIT that was interrupted may have come through
+                recorded = (now.outcome, now.result) == (outcome.number, outcome.data)
+                kept = recorded or (now.evidence_attempt, now.evidence) == (evidence[2], outcome.data)
+            return False
 
         self._transact(taken.key, change)
         return kept
@@ -523,7 +560,8 @@ class _Effects:
         by_attempt = now.outcome is not None and now.decided_by == ATTEMPT
         if by_attempt and _are_two(effect, outcome, now.outcome, now.result):
             raise _double(taken, outcome)
-        if now.evidence_attempt != number and _are_two(effect, outcome, now.evidence_outcome, now.evidence):
+        of_another = now.evidence_attempt not in (None, number)  # None: of an ask
+        if of_another and _are_two(effect, outcome, now.evidence_outcome, now.evidence):
             raise _double(taken, outcome)
         told = f"{_told(row)} was told its outcome after another process had taken it over; the outcome is kept"
         if now.outcome is not None and (now.outcome, now.result) != (outcome.number, outcome.data):
@@ -535,7 +573,8 @@ class _Effects:
         """Record what an attempt has left, or a person has decided; return the outcome, or None for "not done"."""
         given = effect.request_codec.loads(row.request)
         if row.evidence is not None:
-            number, data, by = row.evidence_outcome, row.evidence, ATTEMPT
+            number, data = row.evidence_outcome, row.evidence
+            by = ASKED if row.evidence_attempt is None else ATTEMPT
         else:
             decision = json.loads(row.decision or "")
             if decision["outcome"] == "not done":
@@ -546,7 +585,11 @@ class _Effects:
             data = decision["value"].encode() if number == DONE else _rejection(Rejected(decision["code"]))
         assert number is not None  # noqa: S101  # written together with the evidence
         told = effect.codec.loads(data) if number == DONE else _rejected(data, replayed=False)
-        if self._finish(effect, row, row.token, given, _Outcome(number, data, by, told)) is _Found.TAKEN_OVER:
+        try:
+            found = self._finish(effect, row, row.token, given, _Outcome(number, data, by, told))
+        except ProjectorDedupError as error:  # a Rejected or NotDone of `recorded` says nothing about the effect
+            raise _not_recorded(row, told, error, "`settle` tries again") from error
+        if found is _Found.TAKEN_OVER:
             raise OvertakenError(f"{_told(row)} was taken over meanwhile")
         return number
 
@@ -643,7 +686,7 @@ def _are_two(effect: _Definition[Any, Any], outcome: _Outcome, number: int | Non
     return not (isinstance(effect.unknown, Resend) and data == outcome.data)
 
 
-def _not_recorded(row: Seen, value: Any, why: Exception, then: str) -> NotRecordedError:
+def _not_recorded(row: Seen, value: Any, why: BaseException, then: str) -> NotRecordedError:
     return NotRecordedError(f"{_told(row)} has its outcome, and recording it failed ({shown(why)}); {then}", value)
 
 
@@ -672,12 +715,20 @@ def _rejection(rejected: Rejected) -> bytes:
     try:
         return json_codec.dumps(as_json({"code": rejected.code, "detail": rejected.detail}))
     except Exception:  # noqa: BLE001  # what the user gave must not hinder the outcome
-        return json_codec.dumps({"code": shown(rejected), "detail": None})
+        code: object = rejected.code
+        return json_codec.dumps({"code": code if type(code) is str else shown(rejected), "detail": None})
 
 
 def _rejected(data: bytes, *, replayed: bool) -> Rejected:
     value = json_codec.loads(data)
     return Rejected(value["code"], value["detail"], replayed=replayed)
+
+
+def _shown_value(value: object) -> str:
+    try:
+        return printable(repr(value)[:250])
+    except Exception:  # noqa: BLE001  # a __repr__ of the user's
+        return type(value).__name__
 
 
 def _told(row: Seen) -> str:

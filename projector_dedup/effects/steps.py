@@ -49,7 +49,7 @@ def next_step(row: Seen, policy: Policy, lease: int) -> Step:
                 return Step(Do.SEND, latest=end - lease - 1)
         elif row.now < end:
             earliest = row.last_ended_at + policy.after
-            return Step(Do.ASK, ask=policy) if row.now >= earliest else Step(Do.WAIT, until=earliest)
+            return Step(Do.ASK, latest=end - 1, ask=policy) if row.now >= earliest else Step(Do.WAIT, until=earliest)
         policy = policy.then
     return Step(Do.STOP)
 

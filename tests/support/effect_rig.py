@@ -144,6 +144,11 @@ class Till:
         changed = update(TABLE).where(TABLE.c.message_id == f"0:{key}").values(token=new_token(), **values)
         self.harness.transact(lambda session: session.execute(changed))
 
+    def change_times(self, key: str = "k1", **times: int) -> None:
+        """Write times into a row, under the same token."""
+        changed = update(TABLE).where(TABLE.c.message_id == f"0:{key}").values(times)
+        self.harness.transact(lambda session: session.execute(changed))
+
     def payments(self) -> list[tuple[str, str]]:
         """Return what was recorded, as another connection sees it."""
         rows = select(Payment.order, Payment.what).order_by(Payment.number)

@@ -1,0 +1,189 @@
+"""What an attack on effects has found, each as one test."""
+
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from sqlalchemy.orm import Session
+
+from effect_rig import Charge, Lost, Till, tills
+from projector_dedup import HandlerDefinitionError
+from projector_dedup.effects import (
+    Attempt,
+    EffectUnknown,
+    LeaseLostError,
+    NotDone,
+    NotRecordedError,
+    Rejected,
+    ask,
+    effect,
+    resend,
+    stop,
+)
+from projector_dedup.testing.kit import Gate
+
+till = tills()
+HOUR = timedelta(hours=1)
+
+
+class Killed(BaseException):
+    """Is no Exception, as a cancellation is none."""
+
+
+@pytest.mark.parametrize("records", [True, False], ids=["recorded", "kept"])
+def test_a_sweep_does_not_take_what_has_ended_since_it_looked(till: Till, records: bool) -> None:
+    """It has read 100 rows, and works on the first: an attempt at the second comes late, and in time."""
+    late, sweeping = Gate(till.harness), Gate(till.harness)
+
+    def body(request: Charge, attempt: Attempt) -> str:
+        gate = sweeping if request.order == "first" else late
+        if len(till.sent) < 2:
+            till.plain(request, attempt)
+            gate.stop()
+            return request.order
+        return till.plain(request, attempt)
+
+    def recorded(request: Charge, _value: str, _session: Session) -> None:
+        if request.order == "second" and not records:
+            raise ZeroDivisionError
+
+    charge = till.effect(body, resend(within=HOUR), recorded=recorded)
+    attempt = till.harness.start(till.run, charge, Charge("second"), "second")
+    late.arrival()
+    till.pass_time(40)
+    till.arm(charge, Charge("first"), key="first")
+    till.change("first", next_at=1)
+    sweep = till.harness.start(till.settle, charge)
+    sweeping.arrival()
+    late.open()
+    ended = attempt.exception()
+    assert isinstance(ended, NotRecordedError) is not records
+    sweeping.open()
+    assert sweep.result() == "1 done, 1 skipped"
+    assert len(till.sent) == 2
+    assert (till.row("second").outcome is not None) is records
+
+
+@pytest.mark.parametrize("when", ["during", "after"])
+def test_arming_what_run_has_made_counts(till: Till, when: str) -> None:
+    """``NotDone`` does not delete a row that somebody has armed since."""
+    ends: list[Exception] = [NotDone()] if when == "during" else [Lost(), NotDone()]
+
+    def body(_request: Charge, _attempt: Attempt) -> str:
+        if when == "during":
+            thread = till.harness.start(till.arm, charge)
+            till.harness.blocking(thread.result)
+        if ends:
+            raise ends.pop(0)
+        return till.plain(_request, _attempt)
+
+    def not_there(_request: Charge, _attempt: Attempt) -> str:
+        raise NotDone
+
+    unknown = ask(till.function(not_there), after=timedelta(seconds=5), within=HOUR)
+    charge = till.effect(body, unknown)
+    with pytest.raises((NotDone, EffectUnknown)):
+        till.run(charge)
+    if when == "after":
+        till.arm(charge)
+    for _ in range(5):
+        till.pass_time(600)
+        till.settle(charge)
+    assert (till.row().outcome, till.payments()) == (1, [("o1", "pi_1")])
+
+
+@pytest.mark.parametrize("raised", [Rejected("account_closed"), NotDone(), EffectUnknown()], ids=repr)
+def test_what_recorded_raises_says_nothing_of_the_effect(till: Till, raised: Exception) -> None:
+    """It was done: it is neither rejected nor not done; and the sweep goes on to others."""
+
+    def recorded(request: Charge, _value: str, _session: Session) -> None:
+        if request.order == "o1":
+            raise raised
+
+    charge = till.effect(recorded=recorded)
+    for _ in range(2):
+        with pytest.raises(NotRecordedError):
+            till.run(charge)
+    till.pass_time(61)
+    till.arm(charge, Charge("o2"), key="k2")
+    assert till.settle(charge, limit=1) == "1 failed"
+    assert till.settle(charge, limit=1) == "1 done"
+    assert len(till.sent) == 2
+
+
+def test_what_an_attempt_returned_is_not_overruled(till: Till) -> None:
+    """A second attempt is refused; the first one was done, and that is recorded."""
+    first, second = Gate(till.harness), Gate(till.harness)
+
+    def body(request: Charge, attempt: Attempt) -> str:
+        (first if attempt.number == 1 else second).stop()
+        if attempt.number == 2:
+            raise Rejected("card_declined")
+        return till.plain(request, attempt)
+
+    charge = till.effect(body, resend(within=HOUR))
+    one = till.harness.start(till.run, charge)
+    first.arrival()
+    till.pass_time(40)
+    two = till.harness.start(till.run, charge)
+    second.arrival()
+    first.open()
+    assert isinstance(one.exception(), LeaseLostError)
+    second.open()
+    assert two.exception() is not None
+    till.settle(charge)
+    assert (till.row().outcome, till.payments()) == (1, [("o1", "pi_1")])
+
+
+def test_an_interruption_while_recording_keeps_the_value(till: Till) -> None:
+    """It is not sent again; the next sweep records it."""
+    interrupted: list[BaseException] = [Killed()]
+
+    def recorded(_request: Charge, _value: str, _session: Session) -> None:
+        if interrupted:
+            raise interrupted.pop()
+
+    charge = till.effect(unknown=resend(within=HOUR), recorded=recorded)
+    with pytest.raises(Killed):
+        till.run(charge)
+    assert till.row().evidence is not None
+    assert (till.run(charge), len(till.sent)) == ("pi_1", 1)
+
+
+def test_an_ask_is_not_taken_after_its_window(till: Till) -> None:
+    """The sweep was slow: the provider may have forgotten by now."""
+    gate, asked = Gate(till.harness), list[int]()
+
+    def body(request: Charge, attempt: Attempt) -> str:
+        if request.order == "slow":
+            gate.stop()
+            return "slow"
+        till.plain(request, attempt)
+        raise Lost
+
+    def not_there(_request: Charge, _attempt: Attempt) -> str:
+        asked.append(1)
+        raise NotDone
+
+    unknown = ask(till.function(not_there), after=timedelta(seconds=5), within=timedelta(seconds=60))
+    charge = till.effect(body, unknown)
+    with pytest.raises(EffectUnknown):
+        till.run(charge)
+    till.pass_time(31)
+    till.arm(charge, Charge("slow"), key="slow")
+    till.change("slow", next_at=1)
+    till.change_times(first_sent_at=till.row().first_sent_at - 28_000)  # its window ends in a second
+    sweep = till.harness.start(till.settle, charge)
+    gate.arrival()
+    time.sleep(1.2)
+    gate.open()
+    assert sweep.result() == "1 done, 1 skipped"
+    assert (asked, len(till.sent)) == ([], 1)
+
+
+@pytest.mark.parametrize("lease", [0.0004, float("inf"), float("nan"), 10**12, True])
+def test_a_lease_is_a_time_that_makes_sense(lease: Any) -> None:
+    """Else it ends every sweep."""
+    with pytest.raises(HandlerDefinitionError, match="lease"):
+        effect(name="x", lease=lease, unknown=stop)
