@@ -340,7 +340,7 @@ def _is_as(table: Table, row: Seen, token: str) -> Any:
 
 
 def _is_as_seen(table: Table, row: Seen) -> Any:
-    """As it was read: also nobody whose lease was over has ended it meanwhile, which changes no token."""
+    """Return the condition that the row is as it was read: an attempt that ends late changes no token."""
     column = table.c
     ended = column.ended_at.is_(None) if row.ended_at is None else column.ended_at == row.ended_at
     return _is_as(table, row, row.token) & column.outcome.is_(None) & column.evidence.is_(None) & ended

@@ -35,7 +35,7 @@ MAX_ROOMS = {  # lines of a package, and of the files at the root together
     "root": 5_160,
     "dialects": 2_510,
     "commands": 1_700,
-    "effects": 1_600,
+    "effects": 1_660,
     "integrations": 3_650,
     "maintenance": 2_600,
     "testing": 2_060,
