@@ -146,8 +146,11 @@ def _refuse_renamed(stored: Any, read: Any, chosen: Any, once_more: Any) -> None
             _refuse_renamed(stored[name], read[name], found.get(name), once_more.get(name))
 
 
-def encoded(codec: Codec[Any], value: Any, max_bytes: int, whose: str) -> bytes:
-    """Return ``value`` as the codec stores it. Raise ``ResultError`` if it cannot be stored and read again."""
+def encoded(codec: Codec[Any], value: Any, said: str) -> bytes:
+    """Return ``value`` as the codec stores it. Raise ``ResultError`` if it cannot be stored and read again.
+
+    ``said`` says of whom the value is, and of which type, for the text of the error: "shop.place returned Placed".
+    """
     try:
         stored = codec.dumps(value)
         if not isinstance(stored, (bytes, bytearray, memoryview)):
@@ -156,18 +159,16 @@ def encoded(codec: Codec[Any], value: Any, max_bytes: int, whose: str) -> bytes:
         read = codec.loads(data)  # also of a codec that is not exact: what nobody can read is not committed
         same = not codec.exact or is_same(read, value)
     except ProjectorDedupError as error:
-        raise ResultError(f"{whose}: {error}") from error
+        raise ResultError(f"{said}: {error}") from error
     except Exception as error:
         raise ResultError(
-            f"{whose} is {type(value).__name__}, which the codec {codec.name} cannot store and read again "
-            f"({type(error).__name__})"
+            f"{said}, which the codec {codec.name} cannot store and read again ({type(error).__name__})"
         ) from error
     if not same:
         raise ResultError(
-            f"{whose} is {type(value).__name__}, and the codec {codec.name} reads another value than it stored"
+            f"{said}, and the codec {codec.name} reads another value than it was given to store: who asks again would "
+            "get another answer"
         )
-    if len(data) > max_bytes:
-        raise ResultError(f"{whose} takes {len(data)} bytes, and {max_bytes} are allowed")
     return data
 
 

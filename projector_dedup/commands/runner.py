@@ -19,7 +19,7 @@ from sqlalchemy.util import await_only, greenlet_spawn
 from ..asyncio_names import AsyncSession, async_sessionmaker
 from ..delivery import deliver
 from ..dialects import dialect_of
-from ..errors import HandlerDefinitionError, ProjectorDedupError
+from ..errors import HandlerDefinitionError
 from ..handler import check_result
 from ..markers import bind_of_marker, claim, marker_key
 from ..message import printable
@@ -28,7 +28,7 @@ from ..outcome import Outcome
 from ..retry import Attempts
 from ..unit_of_work import UnitOfWork
 from ..waiting import AWAITING, BLOCKING
-from .codecs import Codec, as_json, is_same, json
+from .codecs import Codec, as_json, encoded, json
 from .errors import DuplicateCommandError, InvalidKeyError, Rejected, ResultError, ResultUnreadableError
 from .fingerprint import digest
 from .operation import NO_RESULT, AsyncCall, AsyncCommand, Call, Command, Handled, Operation, Rejection, checked
@@ -100,29 +100,15 @@ class Asked:
         return Record(RESULT, codec.name, self._stored(codec, returned), self.fingerprint)
 
     def _stored(self, codec: Codec[Any], value: Any) -> bytes:
+        identity = self.operation.identity
         try:
-            stored = codec.dumps(value)
-            if not isinstance(stored, (bytes, bytearray, memoryview)):
-                raise ResultError(f"dumps of the codec {codec.name} returned {type(stored).__name__}, and not bytes")
-            data = bytes(stored)
-            read = codec.loads(data)  # also of a codec that is not exact: what nobody can read is not committed
-            same = not codec.exact or is_same(read, value)
-        except ProjectorDedupError as error:
-            raise ResultError(f"{self.operation.identity}: {error}; nothing was applied") from error
-        except Exception as error:
-            raise ResultError(
-                f"{self.operation.identity} returned {type(value).__name__}, which the codec {codec.name} cannot store "
-                f"and read again ({type(error).__name__}); nothing was applied"
-            ) from error
-        if not same:
-            raise ResultError(
-                f"{self.operation.identity} returned {type(value).__name__}, and the codec {codec.name} reads another "
-                "value than it was given to store: who asks again would get another answer; nothing was applied"
-            )
+            data = encoded(codec, value, f"{identity} returned {type(value).__name__}")
+        except ResultError as error:
+            raise ResultError(f"{error}; nothing was applied") from error.__cause__
         if len(data) > self.max_result_bytes:
             raise ResultError(
-                f"the result of {self.operation.identity} takes {len(data)} bytes, and {self.max_result_bytes} are "
-                "allowed; nothing was applied. Return an id of what was made, or give Commands(max_result_bytes=...)"
+                f"the result of {identity} takes {len(data)} bytes, and {self.max_result_bytes} are allowed; nothing "
+                "was applied. Return an id of what was made, or give Commands(max_result_bytes=...)"
             )
         return data
 

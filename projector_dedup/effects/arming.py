@@ -8,7 +8,7 @@ from sqlalchemy.orm import Session, scoped_session
 
 from ..asyncio_names import AsyncSession
 from ..commands.codecs import encoded
-from ..commands.errors import KeyReusedError
+from ..commands.errors import KeyReusedError, ResultError
 from ..commands.fingerprint import digest
 from ..commands.record import RecordKey
 from ..dialects import dialect_of
@@ -77,8 +77,15 @@ def new_row(effect: _Definition[Any, Any], request: object, key: object, scope: 
     """Return the row for an effect with this request."""
     if not isinstance(effect, _Definition):
         raise HandlerDefinitionError(f"{effect!r} is no effect; give a function under @effect(...)")
-    data = encoded(effect.request_codec, request, MAX_REQUEST_BYTES, f"the request of {effect.identity}")
+    data = encoded(effect.request_codec, request, f"the request of {effect.identity} is {type(request).__name__}")
+    refuse_large(data, MAX_REQUEST_BYTES, f"the request of {effect.identity}")
     return NewRow(effect.identity, RecordKey.of(key, scope), data, digest(request))
+
+
+def refuse_large(data: bytes, max_bytes: int, whose: str) -> None:
+    """Raise ``ResultError`` if ``data`` has more than ``max_bytes``."""
+    if len(data) > max_bytes:
+        raise ResultError(f"{whose} takes {len(data)} bytes, and {max_bytes} are allowed")
 
 
 def refuse_other_request(fingerprint: bytes, new: NewRow) -> None:

@@ -41,7 +41,7 @@ from ..retry import Attempts
 from ..unit_of_work import UnitOfWork
 from ..waiting import AWAITING, BLOCKING
 from . import record
-from .arming import new_row, refuse_other_request
+from .arming import new_row, refuse_large, refuse_other_request
 from .definition import AsyncEffect, Attempt, Effect, _Definition
 from .errors import DoubleEffectError, EffectUnknown, LeaseLostError, NotArmedError, NotDone, NotRecordedError
 from .policy import Resend
@@ -372,7 +372,7 @@ class _Effects:
         try:
             value = self._call(effect, effect.function, taken)
             try:
-                data = encoded(effect.codec, value, self._max_result_bytes, f"the value of {effect.identity}")
+                data = self._encoded(effect, value)
             except ResultError as error:
                 raise ResultError(f"{shown(error)[:200]}; it was {_shown_value(value)}") from error
         except Rejected as rejected:
@@ -398,7 +398,7 @@ class _Effects:
         assert asked is not None  # noqa: S101  # of a step that asks
         try:
             value = self._call(effect, asked.function, taken)
-            data = encoded(effect.codec, value, self._max_result_bytes, f"the value of {effect.identity}")
+            data = self._encoded(effect, value)
         except Rejected as rejected:
             self._record(taken, _Outcome(REJECTED, _rejection(rejected), ASKED, rejected))
             return REJECTED
@@ -418,6 +418,11 @@ class _Effects:
             value = await_only(returned) if self._asynchronous else returned
         check_result(effect.identity, value, asynchronous=False)
         return value
+
+    def _encoded(self, effect: _Definition[Any, Any], value: Any) -> bytes:
+        data = encoded(effect.codec, value, f"{effect.identity} returned {type(value).__name__}")
+        refuse_large(data, self._max_result_bytes, f"the value of {effect.identity}")
+        return data
 
     def _give_back(self, taken: _Taken, error: Exception, *, at_once: bool = False, **values: Any) -> None:
         """End the attempt without an outcome. A row that ``run`` made, and of which nothing was sent, is deleted."""
