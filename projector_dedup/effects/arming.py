@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-from sqlalchemy.orm import Session, scoped_session
+from sqlalchemy.orm import Session
 
 from ..asyncio_names import AsyncSession
 from ..commands.codecs import encoded
@@ -12,8 +12,8 @@ from ..commands.errors import KeyReusedError, ResultError
 from ..commands.fingerprint import digest
 from ..commands.record import RecordKey
 from ..dialects import dialect_of
-from ..errors import HandlerDefinitionError, OvertakenError, UnsafeSessionError
-from ..markers import bind_of_marker, raise_missing
+from ..errors import HandlerDefinitionError, OvertakenError
+from ..markers import bind_of_marker, connection_of, library_errors, session_of
 from ..message import printable
 from .definition import AsyncEffect, Effect, _Definition
 from .record import EffectTables, NewRow, default_effect_tables, mark_armed, new_token, read
@@ -37,20 +37,14 @@ def arm(
     changes nothing. ``scope`` says whose key it is. ``request`` takes at most 64 KiB.
 
     Raises ``KeyReusedError`` if the key was armed with another request, ``InvalidKeyError``, ``ResultError`` for a
-    request that cannot be stored, ``UnsafeSessionError`` for an engine in AUTOCOMMIT, and ``MissingTableError``.
+    request that cannot be stored, ``UnsafeSessionError`` where the row could not commit together with the
+    session's other writes, and ``MissingTableError``.
     """
-    given: object = session
-    if isinstance(given, scoped_session):
-        session = given()
-    elif not isinstance(given, Session):
-        raise UnsafeSessionError(
-            f"arm() takes a Session, not {type(given).__name__}; with an AsyncSession: await aarm()"
-        )
+    session = session_of(session, "arm()", "await aarm()")
     new = new_row(effect, request, key, scope)
-    connection = session.connection(bind_arguments={"bind": bind_of_marker(session, tables)})
+    connection = connection_of(session, tables, bind_of_marker(session, tables))
     dialect, table = dialect_of(connection), tables.marker
-    dialect.refuse_unsafe(connection)
-    with raise_missing(connection, dialect, tables):
+    with library_errors(connection, dialect, tables):
         if dialect.insert_new(connection, table, new.values(armed=True, token=new_token())):
             return
     mark_armed(connection, table, new.key.stored, new.identity)

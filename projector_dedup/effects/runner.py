@@ -33,7 +33,7 @@ from ..dialects import Dialect
 from ..dialects.columns import now_ms
 from ..errors import HandlerDefinitionError, InProgress, OvertakenError, ProjectorDedupError, UnsafeSessionError
 from ..handler import check_result
-from ..markers import marker_key, raise_missing
+from ..markers import library_errors, marker_key
 from ..message import printable
 from ..options import RetryPolicy, UnitOptions, check_session_factory
 from ..reentry import is_handling
@@ -93,7 +93,7 @@ class _Transaction:
 
         def changes(connection: Connection, dialect: Dialect) -> bool:
             dialect.refuse_marker(connection, self._tables.marker)
-            with raise_missing(connection, dialect, self._tables):
+            with library_errors(connection, dialect, self._tables):
                 return self._change(connection, dialect)
 
         return uow.claim_by(marker_key(*self._key), changes)

@@ -1,16 +1,18 @@
 """``arm`` is a row of the caller's transaction, in whatever handler; sending inside a handler is refused."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import select
-from sqlalchemy.orm import Session
+from sqlalchemy import create_engine, select
+from sqlalchemy.orm import Session, sessionmaker
 
+from databases import Database
 from effect_rig import TABLE, Charge, Payment, Till, tills
 from projector_dedup import UnsafeSessionError
 from projector_dedup.commands import Call, command, default_command_tables
 from projector_dedup.commands.runner import AsyncCommands, Commands
-from projector_dedup.effects import Attempt, arm
+from projector_dedup.effects import Attempt, arm, effect, stop
 from projector_dedup.tables import default_tables
 from projector_dedup.testing.kit import Added
 
@@ -130,3 +132,32 @@ def test_no_connection_is_held_while_the_effect_runs(till: Till) -> None:
     till.run(charge, key="k2")
     till.settle(charge)
     assert seen == [0, 0]
+
+
+def test_a_session_of_another_transaction_arms_nothing_inside_a_handler(till: Till) -> None:
+    """What it wrote would stay when the handler is rolled back."""
+    _create(till, default_tables)
+    charge = till.effect()
+    other = sessionmaker(till.harness.engine)
+
+    def apply(_happened: Added, _session: Session) -> None:
+        with other() as session, pytest.raises(UnsafeSessionError, match="inside a handler"):
+            arm(session, charge, Charge(), key="k1")
+
+    till.harness.deliver(till.harness.dispatcher(till.harness.handler(apply, reads=None)))
+    assert _keys(till) == []
+
+
+def test_a_table_on_another_engine_is_refused(sqlite: Database, tmp_path: Path) -> None:
+    """The row could not commit together with the writes of the session."""
+    engine, other = create_engine(sqlite.url()), create_engine(f"sqlite:///{tmp_path / 'other.db'}")
+    TABLE.metadata.create_all(other)
+
+    @effect(name="till.charge", lease=30, unknown=stop)
+    def charge(_request: Charge, _attempt: Attempt) -> None: ...
+
+    with (
+        Session(engine, binds={TABLE: other}) as session,
+        pytest.raises(UnsafeSessionError, match="effect table is bound to another engine"),
+    ):
+        arm(session, charge, Charge(), key="k1")
