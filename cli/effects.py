@@ -13,16 +13,8 @@ from typing import Any
 import click
 
 from projector_dedup.effects import AsyncEffects, Effects, EffectTables, Settled
-from projector_dedup.maintenance.effects import (
-    ARMED,
-    DECIDED,
-    KEPT,
-    STOPPED,
-    UNKNOWN,
-    StoredEffect,
-    find_effect,
-    find_effects,
-)
+from projector_dedup.effects.steps import State
+from projector_dedup.maintenance.effects import StoredEffect, find_effect, find_effects
 from projector_dedup.maintenance.effects import resolve as decide
 from projector_dedup.maintenance.state import duration, moment_with_zone
 from projector_dedup.message import printable
@@ -37,11 +29,11 @@ _EXAMPLE = "myapp.shop:effects"
 _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
 
 _NEXT = {
-    ARMED: "`idempotency effects settle --app ...` sends it",
-    UNKNOWN: "`idempotency effects settle --app ...` finds out, if the policy permits it",
-    KEPT: "`idempotency effects settle --app ...` records it; the error says why that failed",
-    DECIDED: "`idempotency effects settle --app ...` records it",
-    STOPPED: "look at the provider, under the provider key; then `idempotency effects resolve`",
+    State.ARMED: "`idempotency effects settle --app ...` sends it",
+    State.UNKNOWN: "`idempotency effects settle --app ...` finds out, if the policy permits it",
+    State.KEPT: "`idempotency effects settle --app ...` records it; the error says why that failed",
+    State.DECIDED: "`idempotency effects settle --app ...` records it",
+    State.STOPPED: "look at the provider, under the provider key; then `idempotency effects resolve`",
 }
 
 
@@ -126,7 +118,7 @@ def list_effects(deployment: Deployment, unknown: bool, older_than: timedelta, l
             right=("attempts",),
         )
         say("There are more: raise --limit." if more else "")
-    people = sum(each.state == STOPPED for each in found)
+    people = sum(each.state == State.STOPPED for each in found)
     if people:
         raise Failed(f"effects that need a person: {people}; `idempotency effects show KEY` says more")
 
@@ -206,7 +198,7 @@ def resolve(
             scope=scope,
             tables=_tables(deployment),
         )
-    say(f"{printable(found.effect)}, key {printable(found.key)}: {found.state}. Next: {_NEXT[DECIDED]}.")
+    say(f"{printable(found.effect)}, key {printable(found.key)}: {found.state}. Next: {_NEXT[State.DECIDED]}.")
 
 
 @effects.command(epilog=EXIT_CODES)

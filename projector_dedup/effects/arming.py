@@ -15,7 +15,7 @@ from ..dialects import dialect_of
 from ..errors import HandlerDefinitionError, OvertakenError
 from ..markers import bind_of_marker, connection_of, library_errors, session_of
 from ..message import printable
-from .definition import AsyncEffect, Effect, _Definition
+from .definition import AsyncEffect, Definition, Effect
 from .record import EffectTables, NewRow, default_effect_tables, mark_armed, new_token, read
 
 I = TypeVar("I")  # noqa: E741
@@ -67,9 +67,9 @@ async def aarm(
     await session.run_sync(arm, effect, request, key=key, scope=scope, tables=tables)
 
 
-def new_row(effect: _Definition[Any, Any], request: object, key: object, scope: object) -> NewRow:
+def new_row(effect: Definition[Any, Any], request: object, key: object, scope: object) -> NewRow:
     """Return the row for an effect with this request."""
-    if not isinstance(effect, _Definition):
+    if not isinstance(effect, Definition):
         raise HandlerDefinitionError(f"{effect!r} is no effect; give a function under @effect(...)")
     data = encoded(effect.request_codec, request, f"the request of {effect.identity} is {type(request).__name__}")
     refuse_large(data, MAX_REQUEST_BYTES, f"the request of {effect.identity}")

@@ -36,7 +36,7 @@ class Attempt:
     number: int = 1
     lease: float = 30.0
     began: float = field(default_factory=time.monotonic, repr=False)
-    _asked: bool = field(default=False, init=False, repr=False)
+    called: bool = field(default=False, repr=False)  #: ``time_left`` was called before, or in an ask function
 
     def time_left(self, wanted: float, *, at_least: float = 0.0) -> float:
         """Return the seconds that a call to the provider may take: ``wanted``, or what is left of the lease.
@@ -46,14 +46,14 @@ class Attempt:
         So does every call in an ask function.
         """
         left = self.lease - min(1.0, self.lease * _MARGIN) - (time.monotonic() - self.began)
-        first, self._asked = not self._asked, True
+        first, self.called = not self.called, True
         if left <= 0 or left < at_least:
             told = f"{max(left, 0):.1f} s of the lease are left, and {at_least:g} s are needed"
             raise NotDone(told) if first else TimeoutError(told)
         return min(wanted, left)
 
 
-class _Definition(Generic[I, R]):
+class Definition(Generic[I, R]):
     """A function under ``@effect``: its name, its policy, and how its request and its values are stored."""
 
     asynchronous: bool
@@ -61,7 +61,7 @@ class _Definition(Generic[I, R]):
     def __init__(self, function: Callable[..., Any], name: str, lease: float, unknown: Policy) -> None:
         self.function = function
         self.identity = name
-        self.lease = lease
+        self.lease, self.lease_ms = lease, int(lease * 1000)
         self.unknown = unknown
         self.request_codec = _request_codec(name, function)
         self.codec: Codec[Any] = codec_of(name, function)
@@ -103,7 +103,7 @@ class _Definition(Generic[I, R]):
         return cast("Callable[..., Any]", function)
 
 
-class Effect(_Definition[I, R]):
+class Effect(Definition[I, R]):
     """An effect for ``Effects``. Calling it calls the function: nothing is recorded."""
 
     asynchronous = False
@@ -113,7 +113,7 @@ class Effect(_Definition[I, R]):
         return cast("R", self.function(request, attempt))
 
 
-class AsyncEffect(_Definition[I, R]):
+class AsyncEffect(Definition[I, R]):
     """An effect for ``AsyncEffects``: an ``async def``. See ``Effect``."""
 
     asynchronous = True

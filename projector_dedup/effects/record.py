@@ -116,9 +116,9 @@ class NewRow:
     def values(self, *, armed: bool, token: str, lease: int | None = None) -> dict[str, Any]:
         """Return the values of the row: armed, or taken at once for an attempt of ``lease`` milliseconds."""
         now = now_ms()
-        taken = {"attempt": 0, "next_at": now}
+        taken = {"attempt": 0, "token": token, "next_at": now}
         if lease is not None:
-            taken = {"attempt": 1, "lease_until": now + lease, "next_at": now + lease, "first_sent_at": now}
+            taken = {"attempt": 1, "first_sent_at": now} | _leased(token, lease)
         return {
             "message_id": self.key.stored,
             "handler": self.identity,
@@ -127,7 +127,6 @@ class NewRow:
             "provider_key": self.provider_key,
             "armed": armed,
             "armed_at": now,
-            "token": token,
             **taken,
         }
 
@@ -153,6 +152,7 @@ class Seen:
     lease_until: int | None
     first_sent_at: int | None
     ended_at: int | None
+    stopped_at: int | None
     decision: str | None
     evidence_attempt: int | None
     evidence_outcome: int | None
@@ -168,6 +168,11 @@ class Seen:
         made: tuple[Any, ...] = (new.key.stored, new.identity, new.fingerprint, new.request, new.provider_key)
         unknown: dict[str, Any] = dict.fromkeys(_SEEN[len(made) :])
         return cls(*made, **unknown | {"armed": False, "armed_at": 0, "attempt": 1, "token": token, "now": 0})
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """The message id and the handler, which identify the row."""
+        return self.message_id, self.handler
 
     @property
     def last_ended_at(self) -> int:
@@ -199,28 +204,25 @@ def due(connection: Connection, table: Table, names: list[str], until: int | Non
 
 def take(connection: Connection, table: Table, row: Seen, token: str, lease: int, *, latest: int | None) -> bool:
     """Take the row for another attempt; return False if somebody was faster, or if it is later than ``latest``."""
-    now = now_ms()
-    conditions = [_is_as_seen(table, row)]
-    if latest is not None:
-        conditions.append(now <= latest)
-    values = {
-        "attempt": row.attempt + 1,
-        "token": token,
-        "lease_until": now + lease,
-        "next_at": now + lease,
-        "first_sent_at": now if row.first_sent_at is None else row.first_sent_at,
-        "ended_at": None,
-    }
-    return _changed(connection, update(table).where(*conditions).values(values))
+    first = now_ms() if row.first_sent_at is None else row.first_sent_at
+    begun = {"attempt": row.attempt + 1, "first_sent_at": first, "ended_at": None}
+    return _take(connection, table, row, latest, _leased(token, lease) | begun)
 
 
 def take_to_ask(connection: Connection, table: Table, row: Seen, token: str, lease: int, *, latest: int | None) -> bool:
     """Take the row to ask the provider: no attempt begins, and the end of the last one stays."""
-    now = now_ms()
-    values = {"token": token, "lease_until": now + lease, "next_at": now + lease, "ended_at": row.last_ended_at}
+    return _take(connection, table, row, latest, _leased(token, lease) | {"ended_at": row.last_ended_at})
+
+
+def _leased(token: str, lease: int) -> dict[str, Any]:
+    until = now_ms() + lease
+    return {"token": token, "lease_until": until, "next_at": until}
+
+
+def _take(connection: Connection, table: Table, row: Seen, latest: int | None, values: dict[str, Any]) -> bool:
     conditions = [_is_as_seen(table, row)]
     if latest is not None:
-        conditions.append(now <= latest)
+        conditions.append(now_ms() <= latest)
     return _changed(connection, update(table).where(*conditions).values(values))
 
 
@@ -259,11 +261,6 @@ def remove(connection: Connection, table: Table, row: Seen, token: str) -> bool:
     return _changed(connection, delete(table).where(_is_as(table, row, token), *unfinished))
 
 
-def sweep(connection: Connection, table: Table, row: Seen, held: str) -> bool:
-    """Have ``settle`` record the evidence that is in the row, at once."""
-    return release(connection, table, row, held, 0, over=True)
-
-
 def finish(
     connection: Connection, table: Table, row: Seen, token: str, outcome: int, data: bytes, by: str, *, over: bool
 ) -> bool:
@@ -284,30 +281,16 @@ def finish(
     return _changed(connection, update(table).where(*conditions).values(values))
 
 
-def keep(
-    connection: Connection,
-    table: Table,
-    row: Seen,
-    token: str,
-    next_in: int,
-    outcome: int,
-    data: bytes,
-    attempt: int | None,
-    **values: Any,
-) -> bool:
-    """Keep what the ``attempt`` with this ``token`` was told, or an ask (None), which could not be recorded."""
-    evidence: dict[str, Any] = {"evidence_outcome": outcome, "evidence": data, "evidence_attempt": attempt}
-    return release(connection, table, row, token, next_in, **evidence, **values)
+def evidence(outcome: int, data: bytes, attempt: int | None) -> dict[str, Any]:
+    """Return the values of a row that keep what an ``attempt``, or an ask (None), was told and could not record."""
+    return {"evidence_outcome": outcome, "evidence": data, "evidence_attempt": attempt}
 
 
-def keep_beside(
-    connection: Connection, table: Table, row: Seen, token: str, outcome: int, data: bytes, attempt: int
-) -> bool:
-    """Keep what an ``attempt`` was told after its row had been taken over; the first evidence stays."""
-    late = (*_is(table, row.message_id, row.handler), table.c.token != token, table.c.evidence.is_(None))
-    evidence = {"evidence_outcome": outcome, "evidence": data, "evidence_attempt": attempt}
+def keep_beside(connection: Connection, table: Table, row: Seen, token: str, values: dict[str, Any]) -> bool:
+    """Keep ``evidence`` that came after the row had been taken over; the first evidence stays."""
+    late = (*_is(table, *row.key), table.c.token != token, table.c.evidence.is_(None))
     next_at = case((table.c.outcome.is_(None), now_ms()), else_=None)  # what has stopped is recorded now
-    return _changed(connection, update(table).where(*late).values(evidence | {"next_at": next_at}))
+    return _changed(connection, update(table).where(*late).values(values | {"next_at": next_at}))
 
 
 def shown(error: BaseException) -> str:
@@ -335,7 +318,7 @@ def _is(table: Table, message_id: str, handler: str) -> tuple[Any, Any]:
 
 
 def _is_as(table: Table, row: Seen, token: str) -> Any:
-    mine, name = _is(table, row.message_id, row.handler)
+    mine, name = _is(table, *row.key)
     return mine & name & (table.c.token == token)
 
 

@@ -42,7 +42,7 @@ from ..unit_of_work import UnitOfWork
 from ..waiting import AWAITING, BLOCKING
 from . import record
 from .arming import new_row, refuse_large, refuse_other_request
-from .definition import AsyncEffect, Attempt, Effect, _Definition
+from .definition import AsyncEffect, Attempt, Definition, Effect
 from .errors import DoubleEffectError, EffectUnknown, LeaseLostError, NotArmedError, NotDone, NotRecordedError
 from .policy import Resend
 from .record import (
@@ -70,37 +70,35 @@ _NOTHING_SENT: dict[str, Any] = {"first_sent_at": None, "ended_at": None, "stopp
 _sending: ContextVar[bool] = ContextVar("projector_dedup_sending", default=False)
 
 
+@dataclass
 class _Transaction:
     """One transaction on the row of an effect: a change as its first statement, and perhaps a handler behind it.
 
     ``change`` returns False if there is nothing to commit. It may be called again after an interrupted COMMIT.
     """
 
+    tables: EffectTables
+    key: tuple[str, str]
+    change: Callable[[Connection, Dialect], bool]
+    handler: Callable[[UnitOfWork], Callable[[], Any] | None]
     marked = connected = True
 
-    def __init__(
-        self,
-        tables: EffectTables,
-        key: tuple[str, str],
-        change: Callable[[Connection, Dialect], bool],
-        handler: Callable[[UnitOfWork], Callable[[], Any] | None],
-    ) -> None:
-        self.identity = key[1]
-        self._tables, self._key, self._change, self._handler = tables, key, change, handler
+    def __post_init__(self) -> None:
+        self.identity = self.key[1]
 
     def claim(self, uow: UnitOfWork) -> bool:
         """Change the row; return True if there is something to commit."""
 
         def changes(connection: Connection, dialect: Dialect) -> bool:
-            dialect.refuse_marker(connection, self._tables.marker)
-            with library_errors(connection, dialect, self._tables):
-                return self._change(connection, dialect)
+            dialect.refuse_marker(connection, self.tables.marker)
+            with library_errors(connection, dialect, self.tables):
+                return self.change(connection, dialect)
 
-        return uow.claim_by(marker_key(*self._key), changes)
+        return uow.claim_by(marker_key(*self.key), changes)
 
     def calls(self, uow: UnitOfWork) -> Iterator[Callable[[], Any]]:
         """Yield the call of ``recorded`` or ``refused``, if there is one."""
-        call = self._handler(uow)
+        call = self.handler(uow)
         if call is not None:
             yield call
 
@@ -109,7 +107,7 @@ class _Transaction:
 
     def log_retry(self, error: Exception, attempts: Attempts) -> None:
         """Log at INFO that the transaction is tried again, and after which error."""
-        told = f"effect {printable(self._key[0])}, {printable(self.identity)}"
+        told = f"effect {printable(self.key[0])}, {printable(self.identity)}"
         logger.info("retry after %s: %s", type(error).__name__, told, extra={"attempts": attempts.number})
 
 
@@ -152,21 +150,13 @@ class _Found(Enum):
 class _Taken:
     """A row that this process has taken."""
 
-    effect: _Definition[Any, Any]
+    effect: Definition[Any, Any]
     row: Seen  #: as it was before it was taken; of a new row, as it is now
     token: str
     given: Any  #: the request
     attempt: Attempt
     step: Step
     set_first: bool  #: this attempt is the first that may have sent something
-
-    @property
-    def key(self) -> tuple[str, str]:
-        return self.row.message_id, self.row.handler
-
-    @property
-    def lease(self) -> int:
-        return int(self.effect.lease * 1000)
 
 
 class _Effects:
@@ -196,14 +186,14 @@ class _Effects:
         self._options = UnitOptions(tables)
         self._max_result_bytes = max_result_bytes
         self._waiting = AWAITING if self._asynchronous else BLOCKING
-        self._known: dict[str, _Definition[Any, Any]] = {}
+        self._known: dict[str, Definition[Any, Any]] = {}
         for each in effects:
             if self._known.setdefault(self._checked(each).identity, each) is not each:
                 raise HandlerDefinitionError(f"two effects have the name {each.identity}; give each its own name=")
 
-    def _checked(self, given: object) -> _Definition[Any, Any]:
+    def _checked(self, given: object) -> Definition[Any, Any]:
         effect: Any = given
-        if not isinstance(effect, _Definition):
+        if not isinstance(effect, Definition):
             raise HandlerDefinitionError(f"{effect!r} is no effect; give functions under @effect(...)")
         if effect.asynchronous != self._asynchronous:
             has, other = ("async def", "AsyncEffects") if effect.asynchronous else ("plain def", "Effects")
@@ -245,10 +235,10 @@ class _Effects:
             self._waiting.sleep(min(left, deadline - time.monotonic(), random.uniform(0.05, 0.5)))  # noqa: S311
 
     def _begin(
-        self, effect: _Definition[Any, Any], key: tuple[str, str], new: NewRow | None
+        self, effect: Definition[Any, Any], key: tuple[str, str], new: NewRow | None
     ) -> tuple[Step, Seen | None, _Taken | None]:
         """Take the row, or make it; else return what is to be done with it."""
-        table, token, lease, began = self._tables.marker, new_token(), int(effect.lease * 1000), time.monotonic()
+        table, token, lease, began = self._tables.marker, new_token(), effect.lease_ms, time.monotonic()
         found: list[tuple[Step, Seen | None, _Taken | None]] = []
 
         def change(connection: Connection, dialect: Dialect) -> bool:
@@ -288,12 +278,12 @@ class _Effects:
         settled, seen, until = Settled(), set[tuple[str, str]](), None
         while len(seen) < limit:
             rows = self._due(until, min(_FOUND_AT_ONCE, limit - len(seen)))
-            new = [row for row in rows if (row.message_id, row.handler) not in seen]
+            new = [row for row in rows if row.key not in seen]
             if not new:
                 break
             until = until or new[0].now  # each row at most once: what becomes due later is for the next run
             for row in new:
-                seen.add((row.message_id, row.handler))
+                seen.add(row.key)
                 self._settle_one(self._known[row.handler], row, settled)
         return settled
 
@@ -307,24 +297,21 @@ class _Effects:
         self._transact(("", "settle"), look)
         return found
 
-    def _settle_one(self, effect: _Definition[Any, Any], row: Seen, settled: Settled) -> None:
+    def _settle_one(self, effect: Definition[Any, Any], row: Seen, settled: Settled) -> None:
         """Do what the policy permits; an error is logged, and never ends the sweep."""
-        lease = int(effect.lease * 1000)
-        step = next_step(row, effect.unknown, lease)
+        step = next_step(row, effect.unknown, effect.lease_ms)
         try:
             if step.do is Do.RECORD:
                 outcome = self._record_left(effect, row)
                 _count(settled, outcome)
             elif step.do is Do.STOP:
                 logger.warning("%s: its policy has ended; a person decides", _told(row))
-                self._release(effect, row, row.token, None, stopped_at=now_ms(), lease_until=row.lease_until)
+                self._release(row, row.token, None, stopped_at=now_ms(), lease_until=row.lease_until)
                 settled.stopped += 1
-            elif step.do is Do.ANSWER:
-                settled.skipped += 1
             elif step.do is Do.WAIT:
-                self._release(effect, row, row.token, None, next_at=step.until, lease_until=row.lease_until)
+                self._release(row, row.token, None, next_at=step.until, lease_until=row.lease_until)
                 settled.skipped += 1
-            elif (taken := self._take(effect, row, step)) is None:
+            elif step.do is Do.ANSWER or (taken := self._take(effect, row, step)) is None:
                 settled.skipped += 1
             elif step.do is Do.SEND:
                 self._send(taken)
@@ -341,11 +328,11 @@ class _Effects:
             logger.exception("%s: could not be settled", _told(row))
             settled.failed += 1
             if step.do is not Do.WAIT:  # does nothing if the row was taken
-                self._release(effect, row, row.token, pace(row, lease), over=True, lease_until=row.lease_until)
+                self._release(row, row.token, pace(row, effect.lease_ms), over=True, lease_until=row.lease_until)
 
-    def _take(self, effect: _Definition[Any, Any], row: Seen, step: Step) -> _Taken | None:
+    def _take(self, effect: Definition[Any, Any], row: Seen, step: Step) -> _Taken | None:
         """Take the row for the step, by one statement; return None if somebody was faster."""
-        table, token, lease, began = self._tables.marker, new_token(), int(effect.lease * 1000), time.monotonic()
+        table, token, lease, began = self._tables.marker, new_token(), effect.lease_ms, time.monotonic()
         taken, mine = _taken(effect, row, token, began, step), False
 
         def change(connection: Connection, _: Dialect) -> bool:
@@ -355,13 +342,13 @@ class _Effects:
             else:
                 changed = record.take(connection, table, row, token, lease, latest=step.latest)
             if mine and not changed:  # has the COMMIT that was interrupted come through?
-                now = record.read(connection, table, row.message_id, row.handler)
+                now = record.read(connection, table, *row.key)
                 mine = now is not None and now.token == token
             else:
                 mine = changed
             return changed
 
-        self._transact((row.message_id, row.handler), change)
+        self._transact(row.key, change)
         return taken if mine else None
 
     # An attempt ---------------------------------------------------------------------------------------------------
@@ -411,7 +398,7 @@ class _Effects:
         self._record(taken, _Outcome(DONE, data, ASKED, value))
         return DONE
 
-    def _call(self, effect: _Definition[Any, Any], function: Callable[..., Any], taken: _Taken) -> Any:
+    def _call(self, effect: Definition[Any, Any], function: Callable[..., Any], taken: _Taken) -> Any:
         with _noted():
             returned = function(taken.given, taken.attempt)
             check_result(effect.identity, returned, asynchronous=self._asynchronous)
@@ -419,7 +406,7 @@ class _Effects:
         check_result(effect.identity, value, asynchronous=False)
         return value
 
-    def _encoded(self, effect: _Definition[Any, Any], value: Any) -> bytes:
+    def _encoded(self, effect: Definition[Any, Any], value: Any) -> bytes:
         data = encoded(effect.codec, value, f"{effect.identity} returned {type(value).__name__}")
         refuse_large(data, self._max_result_bytes, f"the value of {effect.identity}")
         return data
@@ -436,17 +423,16 @@ class _Effects:
                 removed = record.remove(connection, table, row, taken.token) or removed
                 return removed
 
-            self._transact(taken.key, remove)
+            self._transact(taken.row.key, remove)
             if removed:
                 return  # else somebody has armed it meanwhile
         given = {"ended_at": now_ms(), "error": shown(error), **values}
         self._release(
-            taken.effect, row, taken.token, 0 if at_once else pace(row, taken.lease, sent=not nothing_sent), **given
+            row, taken.token, 0 if at_once else pace(row, taken.effect.lease_ms, sent=not nothing_sent), **given
         )
 
     def _release(
         self,
-        effect: _Definition[Any, Any],
         row: Seen,
         held: str,
         next_in: int | None,
@@ -456,7 +442,7 @@ class _Effects:
     ) -> None:
         table = self._tables.marker
         self._transact(
-            (row.message_id, effect.identity),
+            row.key,
             lambda connection, _: record.release(connection, table, row, held, next_in, over=over, **values),
         )
 
@@ -483,7 +469,7 @@ class _Effects:
         if found is _Found.DOUBLE:
             raise _double(taken, outcome)
 
-    def _finish(self, effect: _Definition[Any, Any], row: Seen, token: str, given: Any, outcome: _Outcome) -> _Found:
+    def _finish(self, effect: Definition[Any, Any], row: Seen, token: str, given: Any, outcome: _Outcome) -> _Found:
         """Write the outcome, and call ``recorded`` or ``refused`` in the same transaction."""
         table, found = self._tables.marker, _Found.MINE
         written = outcome.number, outcome.data, outcome.by
@@ -493,7 +479,7 @@ class _Effects:
             found = _Found.MINE
             if record.finish(connection, table, row, token, *written, over=row.evidence is not None):
                 return True
-            now = record.read(connection, table, row.message_id, row.handler)
+            now = record.read(connection, table, *row.key)
             if now is None or now.token != token:
                 found = _Found.TAKEN_OVER
                 return False
@@ -507,7 +493,7 @@ class _Effects:
                 return False
             if now.evidence_outcome == DONE and not (outcome.by == ATTEMPT and outcome.number == DONE):
                 found = _Found.OVERRULED
-                return record.sweep(connection, table, row, token)
+                return record.release(connection, table, row, token, 0, over=True)  # settle records it, at once
             if not record.finish(connection, table, row, token, *written, over=True):
                 raise OvertakenError("the effect was changed meanwhile; look again")
             return True
@@ -519,7 +505,7 @@ class _Effects:
                 return None
             return lambda: function(given, outcome.told, uow.handlers_session)
 
-        self._transact((row.message_id, row.handler), change, handler)
+        self._transact(row.key, change, handler)
         if found is _Found.OVERRULED:
             logger.error("%s was done by an attempt, whatever else was said of it: look at the provider", _told(row))
             raise EffectUnknown(f"{_told(row)} was done by an earlier attempt; `settle` records what that returned")
@@ -531,21 +517,22 @@ class _Effects:
         Return False if the row was taken over, or an earlier attempt has left its outcome there.
         """
         row, table, kept = taken.row, self._tables.marker, False
-        evidence = outcome.number, outcome.data, taken.attempt.number if outcome.by == ATTEMPT else None
-        then: dict[str, Any] = {"ended_at": now_ms(), "error": shown(why)}
+        number = taken.attempt.number if outcome.by == ATTEMPT else None
+        kept_values = record.evidence(outcome.number, outcome.data, number)
+        kept_values |= {"ended_at": now_ms(), "error": shown(why)}
 
         def change(connection: Connection, _: Dialect) -> bool:
             nonlocal kept
-            if record.keep(connection, table, row, taken.token, pace(row, taken.lease), *evidence, **then):
+            if record.release(connection, table, row, taken.token, pace(row, taken.effect.lease_ms), **kept_values):
                 kept = True
                 return True
-            now = record.read(connection, table, *taken.key)
+            now = record.read(connection, table, *taken.row.key)
             if now is not None and now.token == taken.token:  # a COMMIT that was interrupted may have come through
                 recorded = (now.outcome, now.result) == (outcome.number, outcome.data)
-                kept = recorded or (now.evidence_attempt, now.evidence) == (evidence[2], outcome.data)
+                kept = recorded or (now.evidence_attempt, now.evidence) == (number, outcome.data)
             return False
 
-        self._transact(taken.key, change)
+        self._transact(taken.row.key, change)
         return kept
 
     def _keep_beside(self, taken: _Taken, outcome: _Outcome) -> NoReturn:
@@ -554,11 +541,12 @@ class _Effects:
         number, seen = taken.attempt.number, list[Seen | None]()
 
         def change(connection: Connection, _: Dialect) -> bool:
-            kept = record.keep_beside(connection, table, row, taken.token, outcome.number, outcome.data, number)
-            seen[:] = [record.read(connection, table, *taken.key)]
+            values = record.evidence(outcome.number, outcome.data, number)
+            kept = record.keep_beside(connection, table, row, taken.token, values)
+            seen[:] = [record.read(connection, table, *taken.row.key)]
             return kept
 
-        self._transact(taken.key, change)
+        self._transact(taken.row.key, change)
         now = seen[0]
         if now is None:
             raise LeaseLostError(f"{_told(row)} was done, and its row was deleted meanwhile", outcome.told)
@@ -574,7 +562,7 @@ class _Effects:
             logger.error("%s", told)
         raise LeaseLostError(told, outcome.told)
 
-    def _record_left(self, effect: _Definition[Any, Any], row: Seen) -> int | None:
+    def _record_left(self, effect: Definition[Any, Any], row: Seen) -> int | None:
         """Record what an attempt has left, or a person has decided; return the outcome, or None for "not done"."""
         given = effect.request_codec.loads(row.request)
         if row.evidence is not None:
@@ -584,7 +572,7 @@ class _Effects:
             decision = json.loads(row.decision or "")
             if decision["outcome"] == "not done":
                 why = f"not done, said {decision['who']}: {decision['why']}"
-                self._release(effect, row, row.token, 0, **_NOTHING_SENT, decision=None, error=why, token=new_token())
+                self._release(row, row.token, 0, **_NOTHING_SENT, decision=None, error=why, token=new_token())
                 return None
             number, by = (DONE if decision["outcome"] == "done" else REJECTED), PERSON
             data = decision["value"].encode() if number == DONE else _rejection(Rejected(decision["code"]))
@@ -670,21 +658,21 @@ class AsyncEffects(_Effects):
 # Words ----------------------------------------------------------------------------------------------------------------
 
 
-def _new_taken(effect: _Definition[Any, Any], new: NewRow, token: str, began: float) -> _Taken:
+def _new_taken(effect: Definition[Any, Any], new: NewRow, token: str, began: float) -> _Taken:
     attempt = Attempt(new.provider_key, 1, effect.lease, began)
     given = effect.request_codec.loads(new.request)
     return _Taken(effect, Seen.of_new(new, token), token, given, attempt, Step(Do.SEND), set_first=True)
 
 
-def _taken(effect: _Definition[Any, Any], row: Seen, token: str, began: float, step: Step) -> _Taken:
+def _taken(effect: Definition[Any, Any], row: Seen, token: str, began: float, step: Step) -> _Taken:
     number = row.attempt if step.do is Do.ASK else row.attempt + 1
-    attempt = Attempt(row.provider_key, number, effect.lease, began)
-    attempt._asked = step.do is Do.ASK  # `NotDone` would say that the provider has nothing
+    called = step.do is Do.ASK  # there `NotDone` would say that the provider has nothing
+    attempt = Attempt(row.provider_key, number, effect.lease, began, called)
     given = effect.request_codec.loads(row.request)  # before the row is taken: what cannot be read is not sent
     return _Taken(effect, row, token, given, attempt, step, set_first=row.first_sent_at is None)
 
 
-def _are_two(effect: _Definition[Any, Any], outcome: _Outcome, number: int | None, data: bytes | None) -> bool:
+def _are_two(effect: Definition[Any, Any], outcome: _Outcome, number: int | None, data: bytes | None) -> bool:
     """True if two attempts were done. Those of a ``resend`` are one if the provider gave the same answer twice."""
     if outcome.number != DONE or number != DONE:
         return False
@@ -701,7 +689,7 @@ def _double(taken: _Taken, outcome: _Outcome) -> DoubleEffectError:
     return DoubleEffectError(told, outcome.told)
 
 
-def _answer(effect: _Definition[Any, Any], row: Seen) -> Any:
+def _answer(effect: Definition[Any, Any], row: Seen) -> Any:
     """Return the recorded value, or raise the recorded rejection."""
     data = row.result or b""
     if row.outcome == REJECTED:

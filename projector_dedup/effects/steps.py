@@ -1,14 +1,43 @@
-"""Decide what may be done with an effect now: the one place that reads a policy."""
+"""Tell in which state an effect is, and decide what may be done with it: the one place that reads a policy."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, StrEnum
+from typing import Any
 
 from .policy import Ask, Policy, Resend, Stop
-from .record import Seen
+from .record import DONE, Seen
 
 HOUR = 3_600_000  # milliseconds
+
+
+class State(StrEnum):
+    """The states of an effect, in the words that people read."""
+
+    ARMED = "armed"  #: nothing was sent
+    RUNNING = "running"  #: an attempt, or an ask, has the lease
+    UNKNOWN = "unknown"  #: an attempt ended without an answer, and its policy decides
+    STOPPED = "needs a person"  #: its policy has ended
+    KEPT = "not recorded"  #: an attempt returned its value, and ``settle`` records it
+    DECIDED = "decided"  #: a person has decided, and ``settle`` records it
+    DONE = "done"
+    REJECTED = "rejected"
+
+
+def state_of(row: Any) -> State:
+    """Return the state of a row, which is a ``Seen`` or has all columns and ``now``, the database's time then."""
+    if row.outcome is not None:
+        return State.DONE if row.outcome == DONE else State.REJECTED
+    if row.lease_until is not None and row.lease_until > row.now:
+        return State.RUNNING
+    if row.evidence is not None:
+        return State.KEPT
+    if row.decision is not None:
+        return State.DECIDED
+    if row.stopped_at is not None:
+        return State.STOPPED
+    return State.ARMED if row.first_sent_at is None else State.UNKNOWN
 
 
 class Do(Enum):
@@ -34,11 +63,12 @@ class Step:
 
 def next_step(row: Seen, policy: Policy, lease: int) -> Step:
     """Return what may be done with the row; ``lease`` is in milliseconds."""
-    if row.outcome is not None:
+    state = state_of(row)
+    if state in (State.DONE, State.REJECTED):
         return Step(Do.ANSWER)
-    if row.lease_until is not None and row.lease_until > row.now:
+    if state is State.RUNNING and row.lease_until is not None:
         return Step(Do.WAIT, until=row.lease_until)
-    if row.evidence is not None or row.decision is not None:
+    if state in (State.KEPT, State.DECIDED):
         return Step(Do.RECORD)
     if row.first_sent_at is None:
         return Step(Do.SEND)

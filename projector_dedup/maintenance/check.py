@@ -18,7 +18,7 @@ from typing import Any
 
 from alembic.config import Config
 from alembic.script import ScriptDirectory
-from sqlalchemy import Table, inspect, select
+from sqlalchemy import ColumnElement, Table, inspect, select
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import DBAPIError
 
@@ -26,7 +26,7 @@ from ..commands import CommandTables
 from ..commands.record import MAX_CODEC_BYTES, RESULT, Record, RecordKey, recalling, recording
 from ..dialects import Dialect, Failure, dialect_of
 from ..effects import EffectTables
-from ..effects.record import ATTEMPT, DONE, MAX_ERROR, NewRow, finish, keep, new_token, read
+from ..effects.record import ATTEMPT, DONE, MAX_ERROR, NewRow, evidence, finish, new_token, read, release
 from ..errors import MissingTableError, RefusedError
 from ..markers import insert_marker, marker_key
 from ..message import MAX_MESSAGE_ID_BYTES, printable
@@ -162,13 +162,14 @@ def _is_late(connection: Connection, marker: Table, handler: str) -> bool:
 
     True too if it has a time, and its kind gives it one only later.
     """
-    found: datetime | None = connection.scalar(
-        select(marker.c.processed_at).where(marker.c.handler == handler).limit(1)
-    )
-    if marker.c.processed_at.nullable:
-        return found is not None
-    now = database_of(connection).now(connection)
-    return found is not None and abs(now - in_utc(found)) > timedelta(minutes=1)
+    off = _off_by(connection, marker, marker.c.handler == handler)
+    return off is not None and (marker.c.processed_at.nullable or off > timedelta(minutes=1))
+
+
+def _off_by(connection: Connection, marker: Table, *which: ColumnElement[bool]) -> timedelta | None:
+    """Return how far the time of such a row is from the database's clock; None if it has no time."""
+    found: datetime | None = connection.scalar(select(marker.c.processed_at).where(*which).limit(1))
+    return None if found is None else abs(database_of(connection).now(connection) - in_utc(found))
 
 
 def _keeps(connection: Connection, dialect: Dialect, tables: DedupTables, handler: str) -> bool:
@@ -181,10 +182,10 @@ def _keeps(connection: Connection, dialect: Dialect, tables: DedupTables, handle
 def _keeps_effects(connection: Connection, table: Table, stored: str, effect: str) -> bool:
     """True if an effect that fills its columns is read back as it was written, and has an age when it is finished."""
     whole = _EVERY_BYTE * 256
-    told: dict[str, Any] = {"error": "x" * MAX_ERROR, "decision": "x" * 1000}
+    told = evidence(DONE, whole, 1) | {"error": "x" * MAX_ERROR, "decision": "x" * 1000}
     try:
         new = read(connection, table, stored, effect)
-        if new is None or not keep(connection, table, new, new.token, 0, DONE, whole, 1, **told):
+        if new is None or not release(connection, table, new, new.token, 0, **told):
             return False
         kept = read(connection, table, stored, effect)
         if not finish(connection, table, new, new.token, DONE, whole, ATTEMPT, over=True):
@@ -192,23 +193,17 @@ def _keeps_effects(connection: Connection, table: Table, stored: str, effect: st
         done = read(connection, table, stored, effect)
     except TypeError:  # a text where bytes should be
         return False
-    aged = _is_aged(connection, table, stored, effect)
+    off = _off_by(connection, table, table.c.message_id == stored, table.c.handler == effect)
     return (
         kept is not None
         and done is not None
         and (new.request, new.fingerprint, new.armed) == (whole, _EVERY_BYTE[-32:], True)
         and abs(new.now - new.armed_at) < _MINUTE
         and (kept.evidence, kept.evidence_outcome, kept.decision) == (whole, DONE, told["decision"])
-        and (done.result, done.outcome, done.decided_by, aged) == (whole, DONE, ATTEMPT, True)
+        and (done.result, done.outcome, done.decided_by) == (whole, DONE, ATTEMPT)
+        and off is not None
+        and off < timedelta(minutes=1)
     )
-
-
-def _is_aged(connection: Connection, table: Table, stored: str, effect: str) -> bool:
-    found: datetime | None = connection.scalar(
-        select(table.c.processed_at).where(table.c.message_id == stored, table.c.handler == effect)
-    )
-    now = database_of(connection).now(connection)
-    return found is not None and abs(now - in_utc(found)) < timedelta(minutes=1)
 
 
 def verify(engine: Engine, tables: DedupTables = default_tables) -> None:

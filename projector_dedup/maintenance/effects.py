@@ -18,42 +18,19 @@ from ..commands.record import RecordKey
 from ..dialects import dialect_of
 from ..dialects.columns import now_ms
 from ..effects import EffectTables, default_effect_tables
-from ..effects.record import DONE, new_token
+from ..effects.record import new_token
+from ..effects.steps import State, state_of
 from ..errors import RefusedError
 from ..message import printable, valid_handler
 from ..options import RetryPolicy
 from .databases import Finding, advice
 from .running import connected_to, refuse_other_kind, run_with_retries
 
-ARMED = "armed"  #: nothing was sent
-RUNNING = "running"  #: an attempt, or an ask, has the lease
-UNKNOWN = "unknown"  #: an attempt ended without an answer, and its policy decides
-STOPPED = "needs a person"  #: its policy has ended
-KEPT = "not recorded"  #: an attempt returned its value, and ``settle`` records it
-DECIDED = "decided"  #: a person has decided, and ``settle`` records it
-IS_DONE = "done"
-IS_REJECTED = "rejected"
-
 Decided = Literal["done", "rejected", "not done"]
 
 MAX_DECISION = 60_000  #: bytes of a decision, which has the value in it
 _MAX_CODE, _MAX_WHO, _MAX_WHY = 200, 100, 500  # characters
 _LONG_AGO = timedelta(days=1)  # after which an effect that is armed should have been sent
-
-
-def state_of(row: Row[Any], now: int) -> str:
-    """Return the state of a row in words; ``now`` is the database's time in milliseconds."""
-    if row.outcome is not None:
-        return IS_DONE if row.outcome == DONE else IS_REJECTED
-    if row.lease_until is not None and row.lease_until > now:
-        return RUNNING
-    if row.evidence_outcome is not None:
-        return KEPT
-    if row.decision is not None:
-        return DECIDED
-    if row.stopped_at is not None:
-        return STOPPED
-    return ARMED if row.first_sent_at is None else UNKNOWN
 
 
 @dataclass(frozen=True)
@@ -63,7 +40,7 @@ class StoredEffect:
     effect: str
     key: str
     scope: str | None
-    state: str
+    state: State
     attempt: int
     provider_key: str
     age: timedelta  #: since it was armed
@@ -225,14 +202,14 @@ def _no_json(constant: str) -> Never:
 
 def _refuse(row: Row[Any], attempt: int) -> Never:
     """Raise ``RefusedError`` that says what has changed since the person looked."""
-    state, told = state_of(row, row.now), _told(row.handler, RecordKey.of(*_key(row.message_id)))
+    state, told = state_of(row), _told(row.handler, RecordKey.of(*_key(row.message_id)))
     if row.outcome is not None:
         raise RefusedError(f"{told} is {state} already; an outcome is never written over")
     if row.attempt != attempt:
         raise RefusedError(
             f"{told} has moved: {row.attempt} attempts were made, not {attempt}. Look at it again, and at the provider"
         )
-    if state == RUNNING:
+    if state is State.RUNNING:
         raise RefusedError(f"{told} is running until {_moment(row.lease_until):%H:%M:%S} UTC: look at it again then")
     raise RefusedError(f"{told} has the value of an attempt, which is stronger than a decision: `settle` records it")
 
@@ -290,7 +267,7 @@ def _stored(row: Row[Any]) -> StoredEffect:
         effect=row.handler,
         key=key,
         scope=scope,
-        state=state_of(row, row.now),
+        state=state_of(row),
         attempt=row.attempt,
         provider_key=row.provider_key,
         age=timedelta(milliseconds=row.now - row.armed_at),
