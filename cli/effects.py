@@ -24,7 +24,7 @@ from .options import EXIT_CODES, Deployment, database_options, debug_option
 from .output import Failed, json_option, one_line, print_json, say, table
 from .rows import readable
 
-_options = partial(database_options, kind=EffectTables)
+_options = partial(database_options, kinds=[EffectTables])
 _EXAMPLE = "myapp.shop:effects"
 _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
 

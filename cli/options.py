@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -190,9 +190,12 @@ def _only_one(_context: click.Context, _parameter: click.Parameter, given: tuple
     return given[0] if given else None
 
 
-def table_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options that say which tables are meant: ``command``, which has --debug, gets them as ``tables``."""
-    first, *others = KINDS
+def table_options(command: Callable[..., Any], *, kinds: Sequence[type[DedupTables]] = KINDS) -> Callable[..., Any]:
+    """Add the options that say which tables are meant: ``command``, which has --debug, gets them as ``tables``.
+
+    They are of the first of the ``kinds``, unless the option of another one is given.
+    """
+    first, *others = kinds
     usual = "; ".join([first.default_name, *(f"with{each.option} {each.default_name}" for each in others)])
 
     @wraps(command)
@@ -202,35 +205,13 @@ def table_options(command: Callable[..., Any]) -> Callable[..., Any]:
             if len(chosen) > 1:
                 both = " or".join(each.option for each in chosen)
                 raise click.UsageError(f"say{both}; for several kinds of tables, run the command once for each")
-            tables = _tables(chosen[0] if chosen else first, table, schema)
+            kind = chosen[0] if chosen else first
+            tables = kind.make(MetaData(), table or kind.default_name, schema)
         return command(tables=tables, **rest)
 
     for each in reversed(others):
         words = f"The tables of {each.subject} instead of those of {first.subject}."
         run = click.option(each.option.strip(), each.subject, is_flag=True, help=words)(run)
-    return _place_options(run, usual)
-
-
-def tables_of(kind: type[DedupTables]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator like ``table_options``, for a command that is about tables of one kind."""
-
-    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(command)
-        def run(table: str | None, schema: str | None, **rest: Any) -> Any:
-            with one_line(debug=rest["debug"]):
-                tables = _tables(kind, table, schema)
-            return command(tables=tables, **rest)
-
-        return _place_options(run, kind.default_name)
-
-    return decorate
-
-
-def _tables(kind: type[DedupTables], table: str | None, schema: str | None) -> DedupTables:
-    return kind.make(MetaData(), table or kind.default_name, schema)
-
-
-def _place_options(run: Callable[..., Any], usual: str) -> Callable[..., Any]:
     for option in (
         click.option(
             "--schema",
@@ -238,19 +219,16 @@ def _place_options(run: Callable[..., Any], usual: str) -> Callable[..., Any]:
             callback=_only_one,
             help="The schema of the table.  [default: the connection's own]",
         ),
-        click.option(
-            "--table",
-            help=f"The name of the table.  [default: {usual}]",
-        ),
+        click.option("--table", help=f"The name of the table.  [default: {usual}]"),
     ):
         run = option(run)
     return run
 
 
-def database_options(command: Callable[..., Any], *, kind: type[DedupTables] | None = None) -> Callable[..., Any]:
+def database_options(command: Callable[..., Any], *, kinds: Sequence[type[DedupTables]] = KINDS) -> Callable[..., Any]:
     """Add the options that name a database to ``command``, which is called with a ``Deployment`` as first argument.
 
-    With ``kind`` the command is about tables of that kind only.
+    Its tables are of one of the ``kinds``.
     """
 
     @wraps(command)
@@ -267,7 +245,7 @@ def database_options(command: Callable[..., Any], *, kind: type[DedupTables] | N
             show_default=True,
             help="Seconds that a statement waits for a lock that another transaction holds. On MariaDB whole ones.",
         ),
-        table_options if kind is None else tables_of(kind),
+        partial(table_options, kinds=kinds),
         click.option(
             "--database-url",
             envvar="PROJECTOR_DEDUP_DATABASE_URL",
