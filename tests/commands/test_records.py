@@ -1,15 +1,11 @@
 """The record of a command: written once, with its writes, by nobody but the library; on every driver."""
 
-from collections.abc import Callable
-
 import pytest
-from sqlalchemy import create_engine, delete, event, insert, text, update
+from sqlalchemy import delete, event, insert, text, update
 from sqlalchemy.exc import DBAPIError
-from sqlalchemy.orm import Session
 
-from command_rig import Balance, Base, Desk, Placed, PlaceOrder, desks, place
-from databases import DRIVERS, USUAL
-from misbehaviour import execute_raw
+from command_rig import Desk, Placed, PlaceOrder, desks, place
+from databases import DRIVERS
 from projector_dedup import Outcome, TransactionViolatedError
 from projector_dedup.commands import Call, Rejected, default_command_tables
 from projector_dedup.maintenance.cleanup import cleanup
@@ -19,7 +15,6 @@ RECORD = default_command_tables.marker
 
 
 desk = desks(DRIVERS)
-on_postgresql = desks([driver for driver in DRIVERS if driver.engine == "postgresql"], "on_postgresql")
 
 
 def test_a_finished_record_is_never_written(desk: Desk) -> None:
@@ -67,61 +62,6 @@ def test_the_record_goes_where_the_claim_was_made(desk: Desk) -> None:
     operation = desk.operation(move)
     assert desk.handle(operation).result == desk.handle(operation).result
     assert (desk.orders(), len(desk.records())) == (["k1"], 1)
-
-
-def as_text(session: Session, sql: str) -> None:
-    """By SQLAlchemy."""
-    session.execute(text(sql))
-
-
-@pytest.mark.parametrize(
-    ("execute", "schema", "strict"),
-    [
-        pytest.param(as_text, "nothing", False, id="by SQLAlchemy"),
-        pytest.param(execute_raw, "nothing", True, id="by the driver, strict"),
-        pytest.param(as_text, "elsewhere", True, id="elsewhere, strict"),
-        pytest.param(execute_raw, "elsewhere", False, id="elsewhere, by the driver"),
-    ],
-)
-def test_a_handler_that_chooses_another_schema_for_the_rest(
-    on_postgresql: Desk, execute: Callable[[Session, str], object], schema: str, strict: bool
-) -> None:
-    """The record is written behind it, and would go elsewhere: refused with words, and nothing is applied anywhere."""
-    desk = on_postgresql
-    owner = create_engine(desk.harness.subject.url.set(drivername=USUAL["postgresql"]))
-    with owner.begin() as connection:
-        connection.execute(text(f"CREATE SCHEMA {schema}"))
-        if schema == "elsewhere":
-            mapped = connection.execution_options(schema_translate_map={None: schema})
-            for metadata in (Base.metadata, RECORD.metadata):
-                metadata.create_all(mapped)
-            mapped.execute(insert(Balance).values(customer="alice", amount=5))
-
-    def choose(order: PlaceOrder, call: Call) -> Placed:
-        placed = place(order, call)
-        execute(call.session, f"SET LOCAL search_path TO {schema}")
-        return placed
-
-    with pytest.raises(TransactionViolatedError, match="chose another schema"):
-        desk.handle(desk.operation(choose), commands=desk.commands(strict=strict))
-    if schema == "elsewhere":
-        with owner.connect() as connection:
-            assert not connection.scalar(text("SELECT count(*) FROM elsewhere.processed_command WHERE outcome = 1"))
-            assert connection.scalar(text("SELECT amount FROM elsewhere.desk_balance")) == 5
-    owner.dispose()
-    assert (desk.orders(), desk.records(), desk.spent()) == ([], [], 0)
-    assert not desk.handle(desk.operation()).replayed
-
-
-def test_a_column_of_the_records_that_gets_another_type(on_postgresql: Desk) -> None:
-    """What a driver has prepared is outdated then, and nothing is lost: the recorded answers are given."""
-    desk = on_postgresql
-    operation, alter = desk.operation(), 'ALTER TABLE processed_command ALTER COLUMN codec TYPE varchar(80) COLLATE "C"'
-    first, *_ = [desk.handle(operation, key="k1") for _ in range(7)]  # drivers prepare what comes again
-    desk.harness.transact(lambda session: session.execute(text(alter)))
-    assert [desk.handle(operation, key="k1").result for _ in range(3)] == [first.result] * 3
-    assert not desk.handle(operation, key="k2").replayed
-    assert desk.orders() == ["k1", "k2"]
 
 
 def test_a_listener_that_writes_before_the_commit_writes_with_it(desk: Desk) -> None:

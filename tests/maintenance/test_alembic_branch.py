@@ -19,10 +19,7 @@ def test_the_branch_lives_beside_the_users_history(
 ) -> None:
     """`upgrade heads` makes every table set; the next autogenerate leaves them alone; `@base` takes them back."""
     project = Project(tmp_path, database)
-    project.configure()
-    project.model()
-    project.autogenerate()
-    project.alembic("upgrade", "head")
+    project.begin_history()
     (theirs,) = project.alembic("heads").split()[:1]
 
     wanted = [(None, "processed_message"), (None, "inbox"), (schema, "inbox2")]

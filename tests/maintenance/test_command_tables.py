@@ -14,6 +14,7 @@ from owning import (  # noqa: F401  # second_schema is a fixture
     TWICE,
     described,
     fatal,
+    made_by_our_revisions,
     place,
     run_script,
     second_schema,
@@ -116,10 +117,7 @@ def test_our_revisions_in_the_users_environment(
 ) -> None:
     """Names make tables; without any, later revisions leave what 0001 made; the branch can be taken back."""
     project = Project(tmp_path, database)
-    project.configure()
-    project.model()
-    project.autogenerate()
-    project.alembic("upgrade", "head")
+    project.begin_history()
     project.configure(locations=OURS)
     project.model("make_tables(metadata)")
     project.alembic("upgrade", "projector_dedup_0001")
@@ -128,24 +126,9 @@ def test_our_revisions_in_the_users_environment(
     assert "projector_dedup_0003" in project.alembic("current")
     assert described(engine, default_tables) == before
     assert "processed_command" not in inspect(engine).get_table_names()
-
-    orders = f"{schema}.orders" if schema else "orders"
-    project.configure(locations=OURS, projector_dedup_command_tables=f"processed_command, {orders}")
-    project.model(
-        "make_tables(metadata)",
-        "from projector_dedup.commands import make_command_tables",
-        "make_command_tables(metadata)",
-        f"make_command_tables(metadata, 'orders', {schema!r})",
+    made_by_our_revisions(
+        project, engine, schema, CommandTables, "projector_dedup_command_tables", "projector_dedup_0001"
     )
-    project.alembic("stamp", "projector_dedup_0001")
-    project.alembic("upgrade", "heads")
-    assert "No new upgrade operations" in project.alembic("check")
-    for tables in (default_command_tables, make_command_tables(MetaData(), "orders", schema)):
-        assert fatal(engine, tables) == []
-        assert twice(engine, tables) == TWICE
-        assert state_of(engine, tables) == {"schema_version": "1"}
-    project.alembic("downgrade", "projector_dedup_0001")
-    assert "processed_command" not in inspect(engine).get_table_names()
     assert described(engine, default_tables) == before
 
 

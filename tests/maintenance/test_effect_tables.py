@@ -4,7 +4,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
-from sqlalchemy import Engine, MetaData, inspect, select, text, update
+from sqlalchemy import Engine, MetaData, select, text, update
 from sqlalchemy.orm import Session, sessionmaker
 
 from alembic_project import OURS, Project
@@ -15,14 +15,14 @@ from owning import (  # noqa: F401  # second_schema is a fixture
     charge,
     described,
     fatal,
+    made_by_our_revisions,
     run_script,
     second_schema,
-    state_of,
     twice,
 )
 from projector_dedup import MissingTableError, Outcome, RefusedError, make_tables
 from projector_dedup.commands import default_command_tables, make_command_tables
-from projector_dedup.effects import Effects, arm, default_effect_tables, make_effect_tables
+from projector_dedup.effects import Effects, EffectTables, arm, default_effect_tables, make_effect_tables
 from projector_dedup.maintenance.cleanup import count_expired, prune
 from projector_dedup.maintenance.rows import forget, forget_scope, rename
 from projector_dedup.maintenance.schema import Migrated, ddl, migrate
@@ -74,31 +74,14 @@ def test_our_revisions_in_the_users_environment(
 ) -> None:
     """From the released schema with data in it: names make tables, autogenerate is empty, and 0003 is taken back."""
     project = Project(tmp_path, database)
-    project.configure()
-    project.model()
-    project.autogenerate()
-    project.alembic("upgrade", "head")
+    project.begin_history()
     project.configure(locations=OURS)
     project.model("make_tables(metadata)")
     project.alembic("upgrade", "projector_dedup_0002")
     assert twice(engine, default_tables) == TWICE
-    charges = f"{schema}.charges" if schema else "charges"
-    project.configure(locations=OURS, projector_dedup_effect_tables=f"external_effect, {charges}")
-    project.model(
-        "make_tables(metadata)",
-        "from projector_dedup.effects import make_effect_tables",
-        "make_effect_tables(metadata)",
-        f"make_effect_tables(metadata, 'charges', {schema!r})",
+    made_by_our_revisions(
+        project, engine, schema, EffectTables, "projector_dedup_effect_tables", "projector_dedup_0002"
     )
-    project.alembic("stamp", "projector_dedup_0002")
-    project.alembic("upgrade", "heads")
-    assert "No new upgrade operations" in project.alembic("check")
-    for tables in (default_effect_tables, make_effect_tables(MetaData(), "charges", schema)):
-        assert fatal(engine, tables) == []
-        assert twice(engine, tables) == TWICE
-        assert state_of(engine, tables) == {"schema_version": "1"}
-    project.alembic("downgrade", "projector_dedup_0002")
-    assert "external_effect" not in inspect(engine).get_table_names()
     assert set(twice(engine, default_tables)) == {Outcome.DUPLICATE}
 
 

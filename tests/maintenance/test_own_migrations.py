@@ -17,10 +17,7 @@ def test_autogenerate_adds_the_tables_to_a_history(
 ) -> None:
     """The default set joins the user's history, then two more of other names and places; Alembic is content."""
     project = Project(tmp_path, database)
-    project.configure()
-    project.model()
-    project.autogenerate()
-    project.alembic("upgrade", "head")
+    project.begin_history()
     theirs = ["make_tables(metadata)", "make_tables(metadata, 'inbox')", f"make_tables(metadata, 'inbox2', {schema!r})"]
     ours = [make_tables(MetaData()), make_tables(MetaData(), "inbox"), make_tables(MetaData(), "inbox2", schema)]
     for count in (1, 3):

@@ -104,6 +104,13 @@ class Project:
         """Write the models: the user's table, perhaps with one more column, and lines that call make_tables."""
         (self.folder / "models.py").write_text(MODELS.format(ours="\n".join(ours), column=column))
 
+    def begin_history(self) -> None:
+        """Write the first migration of the user's own, and run it."""
+        self.configure()
+        self.model()
+        self.autogenerate()
+        self.alembic("upgrade", "head")
+
     def alembic(self, *arguments: str, code: int = 0) -> str:
         """Run the command `alembic` in the project and return its output; fail if its exit code is not `code`."""
         environment = {**os.environ, "URL": self._url, "PYTHONDONTWRITEBYTECODE": "1"}

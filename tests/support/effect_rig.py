@@ -59,6 +59,20 @@ class Lost(Exception):  # noqa: N818
     """The reply of the provider was lost."""
 
 
+def function_of(body: Callable[..., Any], returns: Any = str, *, asynchronous: bool) -> Any:
+    """Return a function of ``body`` for an effect: as it is, or an ``async def`` that runs it on sync sessions."""
+
+    def direct(request: Any, *others: Any) -> Any:
+        return body(request, *others)
+
+    async def awaited(request: Any, *others: Any) -> Any:
+        return await greenlet_spawn(body, request, *(getattr(each, "sync_session", each) for each in others))
+
+    chosen: Any = awaited if asynchronous else direct
+    chosen.__annotations__ = {"request": Charge, "return": returns}
+    return chosen
+
+
 @dataclass
 class Till:
     """One effect on one subject. ``sent`` has the provider key of each call that did the deed."""
@@ -85,16 +99,7 @@ class Till:
 
     def function(self, body: Callable[..., Any], returns: Any = str) -> Any:
         """Return a function of ``body``, as it is, or as an ``async def``."""
-
-        def direct(request: Any, *others: Any) -> Any:
-            return body(request, *others)
-
-        async def awaited(request: Any, *others: Any) -> Any:
-            return await greenlet_spawn(body, request, *(getattr(each, "sync_session", each) for each in others))
-
-        chosen: Any = awaited if self.harness.asynchronous else direct
-        chosen.__annotations__ = {"request": Charge, "return": returns}
-        return chosen
+        return function_of(body, returns, asynchronous=self.harness.asynchronous)
 
     def effect(
         self,

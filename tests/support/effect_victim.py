@@ -15,13 +15,14 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from sqlalchemy import create_engine, make_url
 from sqlalchemy.ext.asyncio import async_sessionmaker, create_async_engine
 from sqlalchemy.orm import sessionmaker
 
-from effect_rig import Charge, book, refuse
+from effect_rig import Charge, book, function_of, refuse
 from projector_dedup.effects import (
     AsyncEffects,
     Attempt,
@@ -90,17 +91,7 @@ class Victim:
     def effect(self, policy: str, *, asynchronous: bool) -> Any:
         """Return the effect with one of the three policies."""
 
-        def plain(function: Callable[..., Any], returns: Any = str) -> Any:
-            async def awaited(request: Any, *others: Any) -> Any:
-                return function(request, *(getattr(each, "sync_session", each) for each in others))
-
-            def direct(request: Any, *others: Any) -> Any:
-                return function(request, *others)
-
-            chosen: Any = awaited if asynchronous else direct
-            chosen.__annotations__ = {"request": Charge, "return": returns}
-            return chosen
-
+        plain = partial(function_of, asynchronous=asynchronous)
         asking = ask(plain(self.was_charged), after=SHORT, within=HOUR)
         unknown: Any = {"resend": resend(within=HOUR), "ask": asking, "stop": stop}[policy]
         made = effect(name=f"victim.{policy}", lease=30, unknown=unknown)(plain(self.charge))

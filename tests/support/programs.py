@@ -73,8 +73,6 @@ class Child(Row, Base):
     parent: Mapped[Plain] = relationship(back_populates="children")
 
 
-ENTITIES: list[Any] = [Plain, Simple, Rich, Triggering, Versioned, Child]
-
 FOLLOWED = "UPDATE program_plain SET number = number + 100 WHERE id = 0"
 EVENTS = ("UPDATE ON program_triggering", "INSERT ON program_triggering")
 FUNCTION = f"""CREATE FUNCTION program_follow() RETURNS trigger LANGUAGE plpgsql AS
