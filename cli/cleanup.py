@@ -1,4 +1,4 @@
-"""`idempotency cleanup` and `horizon`: delete the markers of messages that cannot come again any more."""
+"""`idempotency cleanup` deletes old markers. `idempotency horizon` declares how late a message may come again."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from projector_dedup.maintenance.cleanup import (
     prune,
     redelivery_horizon,
     refuse_short_retention,
+    retention_of,
 )
 from projector_dedup.maintenance.rows import has_markers
+from projector_dedup.maintenance.state import moment_text, moment_with_zone
 from projector_dedup.message import printable
 
 from .options import EXIT_CODES, Deployment, database_options
@@ -26,8 +28,8 @@ from .output import Failed, confirmed, counting, explained, log_json, noted, say
 
 
 def _finite(_context: click.Context, _parameter: click.Parameter, value: float | None) -> float | None:
-    if value is not None and not math.isfinite(value):  # click finds NaN in every range
-        raise click.BadParameter("it must be a finite number")
+    if value is not None and not math.isfinite(value):  # click accepts NaN in every range
+        raise click.BadParameter("give a finite number")
     return value
 
 
@@ -36,25 +38,23 @@ def _finite(_context: click.Context, _parameter: click.Parameter, value: float |
 @click.option(
     "--retention-hours",
     type=click.FloatRange(min=0, min_open=True, max=MAX_HOURS),
-    default=168.0,
-    show_default=True,
     callback=_finite,
-    help="Keep markers for this long. It must exceed the longest redelivery (broker, dead letters, manual replay): "
-    "a message that comes again after its marker was deleted is applied again. `idempotency horizon` declares it.",
+    help="Keep markers for this many hours. Choose more than the longest time after which the broker, the dead-letter "
+    "queue or an operator may deliver a message again.  [default: the declared horizon, else 168]",
 )
 @click.option(
     "--batch-size",
     type=click.IntRange(min=1),
     default=5000,
     show_default=True,
-    help="Markers deleted in one transaction. Smaller batches hold locks for a shorter time.",
+    help="How many markers to delete in one transaction. Smaller batches hold locks for a shorter time.",
 )
-@click.option("--max-batches", type=click.IntRange(min=1), help="Stop after so many batches.")
+@click.option("--max-batches", type=click.IntRange(min=1), help="Stop after this many batches.")
 @click.option(
     "--time-budget",
     type=click.FloatRange(min=0, min_open=True, max=MAX_HOURS),
     callback=_finite,
-    help="Stop after so many seconds.",
+    help="Stop after this many seconds.",
 )
 @click.option(
     "--pause",
@@ -62,27 +62,33 @@ def _finite(_context: click.Context, _parameter: click.Parameter, value: float |
     default=0.0,
     show_default=True,
     callback=_finite,
-    help="Seconds from one batch to the next, for replicas to catch up, say.",
+    help="How many seconds to wait between two batches, for example to let replicas catch up.",
 )
 @click.option(
     "--handler",
     "--operation",
     "--effect",
-    help="Delete the markers of this handler, or the records of this operation, only. A name that has none is refused.",
+    help="Delete only the markers of this handler, or the records of this operation. Fails if there is none.",
 )
-@click.option("--dry-run", is_flag=True, help=f"Delete nothing: count, up to {COUNTED:,}.")
-@click.option("--force", is_flag=True, help="Prune even below the declared redelivery horizon.")
-@click.option("--log-json", "as_json", is_flag=True, help="A line with a JSON object on stdout instead of text.")
-def cleanup(deployment: Deployment, as_json: bool, **options: Any) -> None:
-    """Delete the markers of messages that were processed long ago. Meant for cron.
+@click.option("--dry-run", is_flag=True, help=f"Only count the expired markers, up to {COUNTED:,}. Delete nothing.")
+@click.option("--force", is_flag=True, help="Delete markers that are younger than the declared redelivery horizon too.")
+@click.option("--log-json", "as_json", is_flag=True, help="Print one line with a JSON object instead of text.")
+@click.option(
+    "--quiet",
+    is_flag=True,
+    help="Print nothing after a complete run, so that cron sends mail only if something needs attention.",
+)
+def cleanup(deployment: Deployment, as_json: bool, quiet: bool, **options: Any) -> None:
+    """Delete the markers of messages that were processed long ago.
 
-    Every batch commits by itself, so a run may be interrupted at any time and run again; several may run at once.
-    After SIGTERM or Ctrl-C the batch is finished, and the exit code is 0.
+    Run it every day from cron; deliveries may continue meanwhile. Each batch commits separately, so you may interrupt a
+    run at any time, run it again, or run several at once. After SIGTERM or Ctrl-C it finishes the current batch, and
+    the exit code is 0.
 
     \b
     Examples:
-      idempotency cleanup --database-url postgresql+psycopg://app@db.example/orders
-      idempotency cleanup --retention-hours 720 --batch-size 1000 --time-budget 600
+      idempotency cleanup --database-url postgresql+psycopg://app@db/orders
+      idempotency cleanup --retention-hours 720 --time-budget 600
       idempotency cleanup --dry-run
       idempotency cleanup --commands --operation shop.place-order
     """
@@ -92,6 +98,8 @@ def cleanup(deployment: Deployment, as_json: bool, **options: Any) -> None:
         if as_json:
             log_json("cleanup", deployment=str(deployment), error=explained(error))
         raise
+    if quiet and facts.get("complete"):
+        return
     if as_json:
         log_json("cleanup", deployment=str(deployment), **facts)
     else:
@@ -99,10 +107,12 @@ def cleanup(deployment: Deployment, as_json: bool, **options: Any) -> None:
 
 
 def _cleaned(deployment: Deployment, *, dry_run: bool, **bounds: Any) -> tuple[str, dict[str, Any]]:
-    """Delete, or in a dry run count, and return what was done: in a line for people, and as facts for machines."""
-    handler, hours, tables = bounds["handler"], bounds["retention_hours"], deployment.tables
-    what = f"{'' if handler is None else f' of {printable(handler)}'} older than {hours:g} hours"
+    """Delete expired markers (or count them in a dry run). Return the result as a line of text and as JSON values."""
+    handler, tables = bounds["handler"], deployment.tables
     with deployment.opened() as engine:
+        verify(engine, tables)
+        bounds["retention_hours"] = hours = retention_of(engine, bounds["retention_hours"], tables=tables)
+        what = f"{'' if handler is None else f' of {printable(handler)}'} older than {hours:g} hours"
         if dry_run:
             if not bounds["force"]:
                 refuse_short_retention(engine, hours, tables=tables)
@@ -115,13 +125,23 @@ def _cleaned(deployment: Deployment, *, dry_run: bool, **bounds: Any) -> tuple[s
             with noted() as interrupted, counting("Deleted") as progress:
                 done = prune(engine, tables=tables, on_batch=progress, stop=interrupted, **bounds)
             found, seconds = done.deleted, round(time.monotonic() - began, 3)
-            rest = "." if done.complete else f"; {done.left}: more may be left."
+            rest = "." if done.complete else f"; {done.left}: older markers may remain. Run the cleanup again."
             line = f"Deleted {deployment.rows(found)}{what}{rest}"
             facts = {"deleted": found, "complete": done.complete, "seconds": seconds}
+            if done.rebuilt:
+                names = ", ".join(printable(name) for name in done.rebuilt)
+                line += (
+                    f" Kept the markers of open rebuilds: {names} (finish `idempotency rebuild` with --verify or "
+                    "--abandon)."
+                )
+                facts["rebuilds"] = list(done.rebuilt)
+            if done.settles is not None:
+                line += f" Run it again after {moment_with_zone(done.settles)}: then more markers can be deleted."
+                facts["settles"] = moment_text(done.settles)
         if not found and handler is not None and not has_markers(engine, handler, tables=tables):
             raise Failed(
-                f"no {tables.noun} of {printable(handler)} in {deployment}: look at the spelling; `idempotency "
-                f"stats{tables.option}` has the names"
+                f"there is no {tables.noun} of {printable(handler)} in {deployment}; check the name "
+                f"(`idempotency stats{tables.option}` lists all names)"
             )
     return line, facts
 
@@ -129,13 +149,14 @@ def _cleaned(deployment: Deployment, *, dry_run: bool, **bounds: Any) -> tuple[s
 @click.command(epilog=EXIT_CODES)
 @database_options
 @click.argument("hours", required=False, type=click.FloatRange(min=0, min_open=True, max=MAX_HOURS), callback=_finite)
-@click.option("--yes", is_flag=True, help="Lower it without asking.")
+@click.option("--yes", is_flag=True, help="Lower the horizon without asking.")
 def horizon(deployment: Deployment, hours: float | None, yes: bool) -> None:
-    """Show the redelivery horizon, or declare it.
+    """Show the redelivery horizon, or declare it in HOURS.
 
-    It is the longest time after which a message may come again: the broker's retention, the dead-letter queue and a
-    replay by hand, added up. Once declared, `cleanup` refuses a shorter retention, from whichever machine it is run.
-    To raise it is always safe; before it is lowered, this asks.
+    The horizon is the longest time after which a message may come again: add up the broker's retention, the time in the
+    dead-letter queue, and the time until a manual replay. Declare it once, before you put `cleanup` into cron. On every
+    machine, `cleanup` then keeps markers for this time, and refuses a shorter retention. You can always raise the
+    horizon safely. Before the command lowers it, it asks for confirmation.
 
     \b
     Examples:
@@ -149,10 +170,11 @@ def horizon(deployment: Deployment, hours: float | None, yes: bool) -> None:
         if hours is not None:
             if known is not None and hours < known and not yes:
                 question = (
-                    f"{deployment}: messages may be redelivered for {known:g} hours. Forget them after {hours:g}?"
+                    f"{deployment}: the horizon is {known:g} hours. A message that is redelivered later may be applied "
+                    f"again. Lower it to {hours:g} hours?"
                 )
                 if not confirmed(question):
-                    raise Failed(f"the horizon stays at {known:g} hours; --yes lowers it without asking")
+                    raise Failed(f"the horizon is still {known:g} hours; --yes lowers it without asking")
             declare_horizon(engine, hours, tables=tables)
             known = hours
     say("No redelivery horizon is declared." if known is None else f"The redelivery horizon is {known:g} hours.")

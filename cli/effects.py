@@ -1,4 +1,4 @@
-"""`idempotency effects`: list the effects that are not finished, show one, decide one, and drive those that are due."""
+"""`idempotency effects` lists unfinished effects, shows one, records a person's decision, and sends due effects."""
 
 from __future__ import annotations
 
@@ -30,29 +30,24 @@ _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
 
 _NEXT = {
     State.ARMED: "`idempotency effects settle --app ...` sends it",
-    State.UNKNOWN: "`idempotency effects settle --app ...` finds out, if the policy permits it",
-    State.KEPT: "`idempotency effects settle --app ...` records it; the error says why that failed",
+    State.UNKNOWN: "`idempotency effects settle --app ...` asks or sends again, if the policy permits it",
+    State.KEPT: "`idempotency effects settle --app ...` records it; the error above is why that failed before",
     State.DECIDED: "`idempotency effects settle --app ...` records it",
-    State.STOPPED: "look at the provider, under the provider key; then `idempotency effects resolve`",
+    State.STOPPED: "search for the provider key at the provider, then run `idempotency effects resolve`",
 }
 
 
-class _Span(click.ParamType[timedelta]):
-    """A span of time such as 90s, 15m, 2h or 1d."""
-
-    name = "SPAN"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return the span as a ``timedelta``."""
-        found = re.fullmatch(r"(\d{1,6})([smhd])", str(value))
-        if found is None:
-            self.fail("write a number and s, m, h or d: 15m", param, ctx)
-        return timedelta(**{_UNITS[found[2]]: int(found[1])})
+def span(text: str) -> timedelta:
+    """Return the duration of a text such as 90s, 15m, 2h or 1d."""
+    found = re.fullmatch(r"(\d{1,6})([smhd])", text)
+    if found is None:
+        raise click.BadParameter("write a number and s, m, h or d, for example 15m")
+    return timedelta(**{_UNITS[found[2]]: int(found[1])})
 
 
 def _one_of(command: Any) -> Any:
     for option in (
-        click.option("--scope", help="Whose key it is, a tenant say.  [default: nobody's]"),
+        click.option("--scope", help="The owner of the key, such as a tenant.  [default: no scope]"),
         click.option("--effect", metavar="NAME", help="The name of the effect, if several effects have the key."),
         click.argument("key"),
     ):
@@ -61,13 +56,15 @@ def _one_of(command: Any) -> Any:
 
 
 def _tables(deployment: Deployment) -> EffectTables:
-    assert isinstance(deployment.tables, EffectTables)  # noqa: S101  # by the options of this file
+    assert isinstance(deployment.tables, EffectTables)  # noqa: S101  # _options permits no other tables
     return deployment.tables
 
 
-@click.group(epilog=EXIT_CODES)
+@click.group(epilog=EXIT_CODES, short_help="List, show, decide and send effects.")
 def effects() -> None:
-    """List, show, decide and drive effects: what happens outside the database.
+    """List, show, decide and send effects, which are calls to other systems.
+
+    Run `settle` every minute from cron, and alert on the exit code of `list`. The other commands are for operators.
 
     \b
     Examples:
@@ -79,14 +76,15 @@ def effects() -> None:
 
 @effects.command("list", epilog=EXIT_CODES)
 @_options
-@click.option("--unknown", is_flag=True, help="Only those of which nobody knows whether they were done.")
-@click.option("--older-than", type=_Span(), default="0s", help="Only those that were armed so long ago: 15m, 2h, 1d.")
-@click.option("--limit", type=click.IntRange(min=1), default=1000, show_default=True, help="List so many at most.")
+@click.option("--unknown", is_flag=True, help="List only effects that may or may not have been done.")
+@click.option("--older-than", type=span, default="0s", help="List only effects armed longer ago: 15m, 2h, 1d.")
+@click.option("--limit", type=click.IntRange(min=1), default=1000, show_default=True, help="List at most this many.")
 @json_option
 def list_effects(deployment: Deployment, unknown: bool, older_than: timedelta, limit: int, as_json: bool) -> None:
     """List the effects that are not finished.
 
-    Those that need a person come first, then the oldest. The exit code is 1 if one needs a person: alert on it.
+    Run it from monitoring: the exit code is 1 if an effect needs a decision of a person. Effects that need a person
+    come first, then the oldest.
 
     \b
     Examples:
@@ -100,7 +98,7 @@ def list_effects(deployment: Deployment, unknown: bool, older_than: timedelta, l
     if as_json:
         print_json({**deployment.place, "complete": not more, "effects": [_as_object(each) for each in found]})
     elif not found:
-        say(f"{deployment}: no such effect.")
+        say(f"{deployment}: there is no such effect.")
     else:
         table(
             ("effect", "key", "scope", "state", "attempts", "age"),
@@ -117,24 +115,26 @@ def list_effects(deployment: Deployment, unknown: bool, older_than: timedelta, l
             ],
             right=("attempts",),
         )
-        say("There are more: raise --limit." if more else "")
+        say("There are more effects: raise --limit." if more else "")
     people = sum(each.state == State.STOPPED for each in found)
     if people:
-        raise Failed(f"effects that need a person: {people}; `idempotency effects show KEY` says more")
+        raise Failed(f"effects that need a person: {people}; run `idempotency effects show KEY` for each")
 
 
 @effects.command(epilog=EXIT_CODES)
 @_options
 @_one_of
-@click.option("--values", is_flag=True, help="Print the request and the value, too. They may hold what is secret.")
+@click.option("--values", is_flag=True, help="Also print the request and the value, which may contain secrets.")
 @json_option
 def show(deployment: Deployment, key: str, effect: str | None, scope: str | None, values: bool, as_json: bool) -> None:
     """Show the effect of KEY: its state, its attempts, the provider key, and what to do next.
 
+    Run it before `resolve`, which needs the number of attempts.
+
     \b
     Examples:
       idempotency effects show order-7
-      idempotency effects show order-7 --effect billing.charge --scope tenant-7 --json
+      idempotency effects show order-7 --effect billing.charge --json
     """
     with deployment.opened() as engine:
         found = find_effect(engine, key, effect, scope, tables=_tables(deployment))
@@ -152,13 +152,13 @@ def show(deployment: Deployment, key: str, effect: str | None, scope: str | None
 @_options
 @_one_of
 @click.option(
-    "--attempt", type=click.IntRange(min=0), required=True, help="The number of attempts that `show` has told you."
+    "--attempt", type=click.IntRange(min=0), required=True, help="The number of attempts that `show` printed."
 )
-@click.option("--done", metavar="JSON", help="It was done, with this value: '\"pi_77\"', or null.")
-@click.option("--rejected", metavar="CODE", help="It was refused, or is not to be done.")
-@click.option("--not-done", is_flag=True, help="It was not done: it is sent again.")
-@click.option("--reason", required=True, help="How you know. It stays in the row.")
-@click.option("--by", "who", help="Who decides.  [default: the user of this machine]")
+@click.option("--done", metavar="JSON", help="The effect was done, with this value: '\"pi_77\"', or null.")
+@click.option("--rejected", metavar="CODE", help="The provider rejected the effect, or you cancel it.")
+@click.option("--not-done", is_flag=True, help="The effect was not done, so `settle` sends it again.")
+@click.option("--reason", required=True, help="How you know this. The row keeps the text.")
+@click.option("--by", "who", help="The person who decides.  [default: the user of this machine]")
 def resolve(
     deployment: Deployment,
     key: str,
@@ -171,19 +171,20 @@ def resolve(
     reason: str,
     who: str | None,
 ) -> None:
-    """Say whether the effect of KEY was done. The next `settle` records it.
+    """Decide whether the effect of KEY was done. The next `settle` records the decision.
 
-    Nothing is written if another attempt was made since you looked, if one is running, or if the effect has its
-    outcome. With --attempt 0 --rejected cancelled an effect that was never sent is cancelled.
+    Use it for an effect that needs a person, after you checked the provider. The command writes nothing if a newer
+    attempt exists, if an attempt is running, or if the effect has an outcome. To cancel an effect that was never sent,
+    give --attempt 0 --rejected cancelled.
 
     \b
     Examples:
-      idempotency effects resolve order-7 --attempt 2 --done '"pi_77"' --reason "the provider shows pi_77"
-      idempotency effects resolve order-7 --attempt 2 --not-done --reason "the provider has nothing"
-      idempotency effects resolve order-7 --attempt 0 --rejected cancelled --reason "the customer has cancelled"
+      idempotency effects resolve o7 --attempt 2 --done '"pi_7"' --reason seen
+      idempotency effects resolve o7 --attempt 2 --not-done --reason "not there"
+      idempotency effects resolve o7 --attempt 0 --rejected void --reason asked
     """
     if (done is not None) + (rejected is not None) + not_done != 1:
-        raise click.UsageError("say one of --done JSON, --rejected CODE and --not-done")
+        raise click.UsageError("give one of --done JSON, --rejected CODE and --not-done")
     with deployment.opened() as engine:
         found = decide(
             engine,
@@ -206,16 +207,16 @@ def resolve(
     "--app",
     required=True,
     metavar="MODULE:EFFECTS",
-    help=f"The Effects or AsyncEffects of the application, or a function that returns one: {_EXAMPLE}.",
+    help=f"The Effects or AsyncEffects of your application, or a function that returns one: {_EXAMPLE}.",
 )
-@click.option("--limit", type=click.IntRange(min=1), default=100, show_default=True, help="Look at so many at most.")
+@click.option("--limit", type=click.IntRange(min=1), default=100, show_default=True, help="Handle at most this many.")
 @json_option
 @debug_option
 def settle(app: str, limit: int, as_json: bool, debug: bool) -> None:
-    """Drive the effects that are due, each by its policy. Meant for cron.
+    """Send armed effects, and continue unknown effects by their policies.
 
-    The database is that of the application. The exit code is 1 if something failed, or if a policy has ended: the log
-    says more. Effects whose names the application does not know are left to others.
+    Run it every minute from cron. It uses the database of your application, and ignores effects that the application
+    does not define. The exit code is 1 if an effect failed or its policy has ended; the log has the details.
 
     \b
     Examples:
@@ -233,13 +234,13 @@ def settle(app: str, limit: int, as_json: bool, debug: bool) -> None:
             say(f"{settled}.")
         if settled.failed or settled.stopped:
             raise Failed(
-                f"{settled.failed} effects failed, and {settled.stopped} need a person: look at the log, and at "
+                f"{settled.failed} effects failed, and {settled.stopped} need a person; read the log, and run "
                 "`idempotency effects list`"
             )
 
 
 def _as_object(found: StoredEffect, *, values: bool = False) -> dict[str, Any]:
-    """Return an effect for printing: without its request and its value, unless they were asked for."""
+    """Return an effect for printing, without its request and its value unless ``values``."""
     facts = asdict(found)
     request, value = facts.pop("request"), facts.pop("value")
     return facts | ({"request": readable(request), "value": readable(value)} if values else {})

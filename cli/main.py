@@ -1,4 +1,4 @@
-"""The entry point of the command `idempotency`, which gathers the commands."""
+"""The entry point of the command `idempotency`, which has one subcommand for each task."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ try:
     from .effects import effects
     from .options import EXIT_CODES
     from .output import Failed, fitted, without_secrets
+    from .rebuild import rebuild
     from .rows import forget, rename, show
     from .schema import migrate, schema
     from .stats import show_stats
@@ -29,7 +30,7 @@ except ModuleNotFoundError as error:
 
 
 class _Group(click.Group):
-    """A group of commands whose errors take no traceback, and never have a password in them."""
+    """A group of commands. Their errors are printed without a traceback and without passwords."""
 
     def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, **extra: Any) -> Any:  # type: ignore[override]  # click's has two more arguments, which we pass on
         try:
@@ -39,14 +40,14 @@ class _Group(click.Group):
             error.show(text)
             is_ours = isinstance(
                 error, (Failed, click.exceptions.NoArgsIsHelpError)
-            )  # it quotes nothing that was given
+            )  # the text does not quote the user's input
             said = text.getvalue() if is_ours else without_secrets(text.getvalue())
             click.echo(fitted(said, sys.stderr), nl=False, err=True)
             code = error.exit_code
         except click.Abort:
             click.echo("Interrupted.", err=True)
             code = 1
-        except BrokenPipeError:  # the reader, `| head` say, has closed the pipe
+        except BrokenPipeError:  # the reader, for example `| head`, has closed the pipe
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             code = 1
         sys.exit(code if isinstance(code, int) else 0)
@@ -69,15 +70,17 @@ def _version() -> str:
     message=f"projector-dedup %(version)s (SQLAlchemy {sqlalchemy.__version__}, Python {platform.python_version()})",
 )
 def main() -> None:
-    """Apply each message once: make and check the tables, look after the markers.
+    """Create and check the tables of projector-dedup, delete old markers, and inspect markers.
+
+    Run `check` after each deployment, and `cleanup` every day from cron. The other commands are for operators.
 
     \b
     Examples:
-      idempotency check --database-url postgresql+psycopg://app@db.example/orders
+      idempotency check --database-url postgresql+psycopg://app@db/orders
       PROJECTOR_DEDUP_DATABASE_URL=... idempotency cleanup --retention-hours 168
       PROJECTOR_DEDUP_DATABASE_URL=... idempotency stats
     """
 
 
-for _command in (check, migrate, schema, cleanup, horizon, show_stats, show, forget, rename, effects):
+for _command in (check, migrate, schema, cleanup, horizon, show_stats, show, forget, rename, rebuild, effects):
     main.add_command(_command)

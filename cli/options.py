@@ -1,4 +1,4 @@
-"""The options that name a database and its tables, and the engine that a command gets on them."""
+"""The options that name a database and its tables, and the engine of a command."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from .output import Failed, one_line, reason
 EXIT_CODES = """\b
 Exit codes:
   0  done
-  1  failed; one line on stderr says what to do
-  2  the command line was wrong"""
+  1  failed; one line on stderr tells you what to do
+  2  the command line is wrong"""
 
 debug_option = click.option("--debug", is_flag=True, help="Show the traceback of a failure.")
 
 _EXAMPLE = (
     "postgresql+psycopg://user@host:5432/database, mariadb+pymysql://user@host:3306/database or sqlite:///file.db"
 )
-_CONNECT_TIMEOUT = 10  # seconds; a host that drops packets would otherwise hold the command for minutes
+_CONNECT_TIMEOUT = 10  # seconds; without it, a host that drops packets would block the command for minutes
 
-# The command is synchronous: in place of an async driver, or of none, it takes the sync driver that is tested.
+# The command is synchronous, so it replaces an async driver, or no driver, by the sync driver that is tested.
 _DRIVERS = {
     "postgres": "postgresql+psycopg",
     "postgresql": "postgresql+psycopg",
@@ -64,7 +64,7 @@ class Deployment:
 
     @property
     def database(self) -> str:
-        """The database's URL as text for printing: without its password, and without parameters, which may be one."""
+        """The database's URL for printing, without its password and its parameters, which may contain a password."""
         return self.url.set(query={}).render_as_string(hide_password=True)
 
     @property
@@ -78,10 +78,10 @@ class Deployment:
 
     @contextmanager
     def opened(self, *, create: bool = False) -> Iterator[Engine]:
-        """Connect once, and yield an engine on the database, whose waits for locks are limited.
+        """Connect once, and yield an engine for the database with a limited wait for locks.
 
-        A file of SQLite that does not exist is created if ``create``; otherwise it is taken for a mistyped path.
-        Raises `Failed`, with the remedy, if no connection can be had, or if a lock was waited for too long.
+        With ``create``, a missing SQLite file is created. Raises `Failed`, with the remedy, for a missing SQLite file,
+        if the connection fails, or if a statement waits too long for a lock.
         """
         engine = self._engine(create)
         try:
@@ -91,8 +91,8 @@ class Deployment:
             if not _is_lock_timeout(engine, error):
                 raise
             raise Failed(
-                f"{reason(error)}: another transaction held {self.tables.marker.fullname} for more than "
-                f"{self.lock_timeout:g} seconds; end the one that is open for long, or wait longer with "
+                f"{reason(error)}: another transaction locked {self.tables.marker.fullname} for more than "
+                f"{self.lock_timeout:g} seconds; end the transaction that has been open for long, or wait longer with "
                 "--lock-timeout (docs/runbook.md: a table is locked)"
             ) from error
         finally:
@@ -102,54 +102,56 @@ class Deployment:
         url, driver = self.url, self.url.drivername.partition("+")[2]
         if url.get_backend_name() == "sqlite":
             _refuse_no_file(url, create)
-        arguments: dict[str, Any] = {"prepare_threshold": None} if driver == "psycopg" else {}  # fits a PgBouncer too
+        arguments: dict[str, Any] = {"prepare_threshold": None} if driver == "psycopg" else {}  # for PgBouncer
         if driver in _EXTRAS and "connect_timeout" not in url.query:
             arguments["connect_timeout"] = _CONNECT_TIMEOUT
-        if driver == "pysqlite":  # the journal mode of the file stays as its owner chose it
+        if driver == "pysqlite":  # not configure_sqlite(), which would change the journal mode of the file
             arguments["timeout"] = self.lock_timeout  # seconds to wait for a writer
         try:
             return create_engine(url, connect_args=arguments)
         except (NoSuchModuleError, ImportError) as error:
             if driver in _EXTRAS and isinstance(error, ImportError):
                 remedy = f"pip install 'projector-dedup[{_EXTRAS[driver]}]'"
-                raise Failed(f"the driver of {url.drivername} is not installed: {remedy}") from error
-            raise Failed(
-                f"{url.drivername} is not a database this command knows; write the URL like {_EXAMPLE}"
-            ) from None
+                raise Failed(f"the driver of {url.drivername} is not installed; run: {remedy}") from error
+            raise Failed(f"this command does not support {url.drivername}; write the URL like {_EXAMPLE}") from None
         except (ArgumentError, TypeError, ValueError) as error:
-            raise Failed(f"the database URL {self.database} is not accepted: {reason(error)}") from error
+            raise Failed(
+                f"SQLAlchemy does not accept the database URL {self.database}: {reason(error)}; correct the URL"
+            ) from error
 
     def _connect(self, engine: Engine) -> None:
         sqlite = engine.dialect.name == "sqlite"
         try:
             with engine.connect() as connection:
                 if sqlite:
-                    connection.exec_driver_sql("PRAGMA schema_version")  # SQLite does not open the file before
+                    connection.exec_driver_sql("PRAGMA schema_version")  # makes SQLite open the file
         except (DBAPIError, OSError) as error:
             if _is_lock_timeout(engine, error):
                 raise
             raise Failed(
-                f"no connection to {self.database}: {reason(error)}; does the server run, and are host, port, user, "
-                "password and database right?"
+                f"cannot connect to {self.database}: {reason(error)}; check that the server runs, and that host, port, "
+                "user, password and database are correct"
                 if not sqlite
-                else f"cannot open {self.database}: {reason(error)}; is it an SQLite file in a folder that may be "
-                "written to?"
+                else f"cannot open {self.database}: {reason(error)}; check that it is an SQLite file, and that you may "
+                "write to its folder"
             ) from error
 
 
 def parse(text: str) -> URL:
-    """Return the URL, with a synchronous driver in place of an asynchronous one or of none.
+    """Return the URL with a synchronous driver.
 
-    Raises `Failed`, without quoting the text, if it is no URL of a database.
+    Raises `Failed`, without quoting the text, if it is not the URL of a database.
     """
     try:
         url = make_url(text.strip())
-    except (ArgumentError, ValueError):  # their texts quote the URL, password and all
+    except (ArgumentError, ValueError):  # their texts quote the URL with its password
         raise Failed(f"the database URL cannot be read; write it like {_EXAMPLE}") from None
+    if url.drivername.count("+") > 1:
+        raise Failed(f"the database URL names more than one driver; write it like {_EXAMPLE}")
     if "@" in (url.host or "") or "@" in text.partition("?")[2]:
-        raise Failed("the database URL has more than one @; write the one in the password as %40, and a ? as %3F")
+        raise Failed("the database URL has more than one @; in a password, write @ as %40 and ? as %3F")
     if "@" in (url.database or "") and url.get_backend_name() != "sqlite":
-        raise Failed("the database URL has a / before its @; write one in the user's name as %2F, and an @ as %40")
+        raise Failed("the database URL has a / before its @; in a user name, write / as %2F and @ as %40")
     if url.get_backend_name() in ("mysql", "mariadb") and not url.database:
         raise Failed(f"the database URL names no database; write it like {_EXAMPLE}")
     url = url.set(drivername=_DRIVERS.get(url.drivername, url.drivername))
@@ -162,14 +164,16 @@ def _refuse_no_file(url: URL, create: bool) -> None:
     name = url.database or ":memory:"
     if ":memory:" in name or "mode=memory" in name:
         raise Failed(
-            "an SQLite database in memory would be new and empty for this command; give a file, as in sqlite:///file.db"
+            "an SQLite database in memory is new and empty for this command; give a file, as in sqlite:///file.db"
         )
     if not create and not name.startswith("file:") and not Path(name).is_file():
-        raise Failed(f"there is no file {name}; three slashes begin a relative path, four an absolute one")
+        raise Failed(
+            f"there is no file {name}; write three slashes before a relative path, and four before an absolute one"
+        )
 
 
 def _is_lock_timeout(engine: Engine, error: Exception) -> bool:
-    """True if the error, or the one that caused it, says that a lock was waited for too long."""
+    """True if the error, or its cause, means that a statement waited too long for a lock."""
     found: BaseException | None = error
     while found is not None and not isinstance(found, DBAPIError):
         found = found.__cause__
@@ -177,7 +181,7 @@ def _is_lock_timeout(engine: Engine, error: Exception) -> bool:
 
 
 class _OneText(click.types.StringParamType):
-    """A text that may have blanks. An option that may be repeated would take them, in a variable, for separators."""
+    """A text that may contain blanks. click would split the variable of an option that may be repeated at blanks."""
 
     def split_envvar_value(self, rv: str) -> list[str]:
         """Return the whole value of the variable."""
@@ -185,15 +189,15 @@ class _OneText(click.types.StringParamType):
 
 
 def _only_one(_context: click.Context, _parameter: click.Parameter, given: tuple[str, ...]) -> str | None:
-    if len(given) > 1:  # else click would take the last one, and say nothing
-        raise click.BadParameter("give one; for several, run the command once for each")
+    if len(given) > 1:  # otherwise click would silently take the last one
+        raise click.BadParameter("give it once; for several values, run the command once for each")
     return given[0] if given else None
 
 
 def table_options(command: Callable[..., Any], *, kinds: Sequence[type[DedupTables]] = KINDS) -> Callable[..., Any]:
-    """Add the options that say which tables are meant: ``command``, which has --debug, gets them as ``tables``.
+    """Add the options that select the tables to ``command``, which gets them as ``tables`` and must have --debug.
 
-    They are of the first of the ``kinds``, unless the option of another one is given.
+    The default is the first of the ``kinds``. The option of another kind selects that kind.
     """
     first, *others = kinds
     usual = "; ".join([first.default_name, *(f"with{each.option} {each.default_name}" for each in others)])
@@ -204,13 +208,13 @@ def table_options(command: Callable[..., Any], *, kinds: Sequence[type[DedupTabl
         with one_line(debug=rest["debug"]):
             if len(chosen) > 1:
                 both = " or".join(each.option for each in chosen)
-                raise click.UsageError(f"say{both}; for several kinds of tables, run the command once for each")
+                raise click.UsageError(f"give{both}; for several kinds of tables, run the command once for each")
             kind = chosen[0] if chosen else first
             tables = kind.make(MetaData(), table or kind.default_name, schema)
         return command(tables=tables, **rest)
 
     for each in reversed(others):
-        words = f"The tables of {each.subject} instead of those of {first.subject}."
+        words = f"Use the tables of {each.subject}, not those of {first.subject}."
         run = click.option(each.option.strip(), each.subject, is_flag=True, help=words)(run)
     for option in (
         click.option(
@@ -226,9 +230,9 @@ def table_options(command: Callable[..., Any], *, kinds: Sequence[type[DedupTabl
 
 
 def database_options(command: Callable[..., Any], *, kinds: Sequence[type[DedupTables]] = KINDS) -> Callable[..., Any]:
-    """Add the options that name a database to ``command``, which is called with a ``Deployment`` as first argument.
+    """Add the options that name a database to ``command``, which gets a ``Deployment`` as its first argument.
 
-    Its tables are of one of the ``kinds``.
+    The tables of the deployment are of one of the ``kinds``.
     """
 
     @wraps(command)
@@ -243,7 +247,7 @@ def database_options(command: Callable[..., Any], *, kinds: Sequence[type[DedupT
             type=click.FloatRange(min=0.01, max=86_400),
             default=LOCK_TIMEOUT,
             show_default=True,
-            help="Seconds that a statement waits for a lock that another transaction holds. On MariaDB whole ones.",
+            help="How many seconds a statement waits for a lock of another transaction. MariaDB takes whole seconds.",
         ),
         partial(table_options, kinds=kinds),
         click.option(
@@ -254,8 +258,8 @@ def database_options(command: Callable[..., Any], *, kinds: Sequence[type[DedupT
             type=_OneText(),
             multiple=True,
             callback=_only_one,
-            help="The database of the read model, as SQLAlchemy writes it. Async drivers are replaced by their sync "
-            "twin. Other users of a machine can see arguments: prefer the variable for a URL with a password.",
+            help="The SQLAlchemy URL of the read model's database. An async driver is replaced by a sync driver. Other "
+            "users of the machine can see arguments, so use the variable for a URL with a password.",
         ),
     )
     for option in options:

@@ -1,4 +1,4 @@
-"""How the command talks: tables, JSON, progress, questions, Ctrl-C, and errors of one line that say what to do."""
+"""The output of the command: tables, JSON, progress, questions, signals, and errors in one line with the remedy."""
 
 from __future__ import annotations
 
@@ -26,34 +26,34 @@ from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 from projector_dedup import ProjectorDedupError
 from projector_dedup.maintenance.state import duration, moment_with_zone
 
-_WIDTH = 80  # columns of a terminal that does not tell how wide it is
-_IN_A_PIPE = 10_000  # columns: a row stays one line
-_INSISTING = 3  # signals after which the user is taken not to want to wait
+_WIDTH = 80  # columns of a terminal that does not report its width
+_IN_A_PIPE = 10_000  # columns, so that a row is one line
+_INSISTING = 3  # signals after which the command stops at once
 
-# A text of click, a driver or an application may hold a URL, and a URL may hold a password with any character in it.
+# A text of click, a driver or an application may contain a URL, and a URL may contain a password with any character.
 _SECRET = re.compile(r"\S*://.*|((?:password|passwd|passphrase)\s*[=:])(?!\s*(?:YES|NO)\)).*", re.IGNORECASE)
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
 
 
 class Failed(click.ClickException):
-    """The command could not do what it was asked; the text says what to do."""
+    """The command failed. The text tells the user what to do."""
 
     exit_code = 1
 
     def show(self, file: IO[Any] | None = None) -> None:
-        """Print the text on stderr, or to ``file``."""
+        """Print the text to stderr, or to ``file``."""
         stream = file or sys.stderr
         click.echo(fitted(f"Error: {self.message}", stream), file=stream)
 
 
 def without_secrets(text: str) -> str:
-    """Return a text that is not ours with `***` in place of each URL or password, and of what follows in its line."""
+    """Return a foreign text with `***` instead of each URL or password and the rest of its line."""
     return _SECRET.sub(lambda found: f"{found[1] or ''}***", text)
 
 
 def reason(error: BaseException) -> str:
-    """Return the first line of an error's text; of a database error, the driver's own without SQLAlchemy's words."""
+    """Return the first line of an error's text. For a database error, that is the driver's text."""
     if isinstance(error, (ProjectorDedupError, click.ClickException)):
         return str(error).partition("\n")[0]
     if isinstance(error, DBAPIError) and error.orig is not None:
@@ -65,24 +65,24 @@ def reason(error: BaseException) -> str:
 
 
 def explained(error: Exception) -> str:
-    """Return in one line what went wrong, and where to look."""
+    """Return in one line what went wrong, and how to find out more."""
     if isinstance(error, (ProjectorDedupError, ValueError, click.ClickException)):
         return reason(error)
     if isinstance(error, DBAPIError):
-        return f"the database refused: {reason(error)} (--debug shows the statement)"
+        return f"the database returned an error: {reason(error)} (--debug shows the statement)"
     if isinstance(error, (SQLAlchemyError, OSError)):
-        return f"{reason(error)} (--debug shows where)"
+        return f"{reason(error)} (--debug shows the traceback)"
     return f"unexpected {type(error).__name__}: {reason(error)}; please report it, with the output of --debug"
 
 
 @contextmanager
 def one_line(*, debug: bool) -> Iterator[None]:
-    """Turn every error of the block into `Failed`, whose text is one line; ``debug`` prints the traceback before."""
+    """Turn every error of the block into `Failed` with a text of one line. ``debug`` prints the traceback first."""
     try:
         yield
-    except (click.Abort, BrokenPipeError):  # nobody answers, or nobody reads any more
+    except (click.Abort, BrokenPipeError):  # the user interrupts a question, or the reader of the pipe has ended
         raise
-    except Exception as error:  # nothing is above this but the command itself: one line, exit code 1
+    except Exception as error:  # the last place to turn an error into one line and exit code 1
         if debug:
             print(without_secrets("".join(traceback.format_exception(error))), end="", file=sys.stderr)
         if isinstance(error, click.ClickException):
@@ -91,7 +91,7 @@ def one_line(*, debug: bool) -> Iterator[None]:
 
 
 def fitted(text: str, stream: IO[Any], indent: str = "") -> str:
-    """Return the text for ``stream``: a terminal gets lines that break between words and go on after ``indent``."""
+    """Return the text for ``stream``. For a terminal, break long lines between words and indent the continuation."""
     if not stream.isatty():
         return text
     width = shutil.get_terminal_size((_WIDTH, 24)).columns
@@ -104,20 +104,20 @@ def fitted(text: str, stream: IO[Any], indent: str = "") -> str:
 
 
 def say(text: str, indent: str = "") -> None:
-    """Print a text for people on stdout."""
+    """Print a text to stdout, with lines that fit the terminal."""
     click.echo(fitted(text, sys.stdout, indent))
 
 
 def coloured(text: str, colour: str) -> str:
     """Return the text in a colour, unless the environment has NO_COLOR (no-color.org).
 
-    `click.echo` removes the colour again where it does not print to a terminal.
+    `click.echo` removes the colour if it does not print to a terminal.
     """
     return text if os.environ.get("NO_COLOR") else click.style(text, fg=colour, bold=True)
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] = ()) -> None:
-    """Print a table; in a pipe, plain columns. The columns named in ``right`` are aligned right."""
+    """Print a table, or plain columns into a pipe. The columns named in ``right`` are aligned right."""
     console = Console(highlight=False)
     if sys.stdout.isatty():
         drawn = Table(box=SIMPLE_HEAD, padding=0, pad_edge=False)
@@ -132,12 +132,12 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence
 
 
 def print_json(values: dict[str, Any]) -> None:
-    """Print an object as JSON: moments in ISO 8601, spans of time in seconds."""
+    """Print an object as JSON, with times in ISO 8601 and durations in seconds."""
     click.echo(json.dumps(values, default=_plain, indent=2, ensure_ascii=False))
 
 
 def log_json(event: str, **facts: Any) -> None:
-    """Print a JSON object in one line, for a log: ``event`` first, then ``facts`` in the order given."""
+    """Print a JSON object in one line, for a log: first ``event``, then ``facts`` in the given order."""
     click.echo(json.dumps({"event": event, **facts}))
 
 
@@ -146,16 +146,16 @@ def _plain(value: Any) -> Any:
         return value.isoformat()
     if isinstance(value, timedelta):
         return value.total_seconds()
-    raise TypeError(f"{type(value).__name__} has no place in the JSON of a command")
+    raise TypeError(f"{type(value).__name__} cannot be printed as JSON")
 
 
 def ago(at: datetime | None, now: datetime) -> str:
-    """Return a moment and how long before ``now`` it was; "-" for None."""
+    """Return a time and its age at ``now``, or "-" for None."""
     return "-" if at is None else f"{moment_with_zone(at)} ({duration(now - at)} ago)"
 
 
 def size(number: int | None) -> str:
-    """Return a number of bytes in a readable unit, such as "1.5 MB"; "unknown" for None."""
+    """Return a number of bytes in a readable unit, such as "1.5 MB", or "unknown" for None."""
     if number is None:
         return "unknown"
     value, units = float(number), ["bytes", "kB", "MB", "GB", "TB"]
@@ -171,7 +171,7 @@ def capital(text: str) -> str:
 
 @contextmanager
 def counting(verb: str) -> Iterator[Callable[[int], None]]:
-    """Yield a function that adds to a count such as "Deleted 5,000 ...", which only a terminal shows."""
+    """Yield a function that increases a count such as "Deleted 5,000 ...", which appears only on a terminal."""
     so_far = 0
     with Console(stderr=True, highlight=False).status(f"{verb} 0 ...") as status:
 
@@ -184,13 +184,13 @@ def counting(verb: str) -> Iterator[Callable[[int], None]]:
 
 
 def want_terminal() -> None:
-    """Raise `click.UsageError` if there is no terminal on which somebody could answer."""
+    """Raise `click.UsageError` if stdin is no terminal, so that nobody could answer a question."""
     if not sys.stdin.isatty():
-        raise click.UsageError("there is no terminal to ask on: say --yes")
+        raise click.UsageError("there is no terminal to ask for confirmation; add --yes")
 
 
 def confirmed(question: str) -> bool:
-    """Ask ``question`` on the terminal and return True if the answer is yes; no answer means no.
+    """Ask ``question`` on the terminal, and return True if the answer is yes. An empty answer means no.
 
     Raises `click.UsageError` if there is no terminal.
     """
@@ -200,9 +200,9 @@ def confirmed(question: str) -> bool:
 
 @contextmanager
 def noted() -> Iterator[Callable[[], bool]]:
-    """Only note Ctrl-C and SIGTERM during the block; yield a function that returns True if one came.
+    """Catch Ctrl-C and SIGTERM during the block, and yield a function that returns True after one of them.
 
-    The third one raises `KeyboardInterrupt` at once.
+    The third signal raises `KeyboardInterrupt` at once.
     """
     count = 0
 
@@ -222,9 +222,9 @@ def noted() -> Iterator[Callable[[], bool]]:
 
 @contextmanager
 def between_batches(verb: str) -> Iterator[Callable[[int], None]]:
-    """Yield what a run calls after each batch: it adds to the count, and ends the run if Ctrl-C or SIGTERM came.
+    """Yield a function to call after each batch. It increases the count, and ends the run after Ctrl-C or SIGTERM.
 
-    An exception at any other place, in a driver's callback say, could be swallowed.
+    An exception at any other place, such as a callback of the driver, could be swallowed.
     """
     with noted() as interrupted, counting(verb) as add:
 

@@ -1,4 +1,4 @@
-"""`idempotency show`, `forget` and `rename`: the markers of a message or a handler, or the records of commands."""
+"""`idempotency show`, `forget` and `rename` print, delete and copy markers, records of commands, and effects."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from projector_dedup.maintenance.rows import (
     StoredRecord,
     find,
     find_records,
+    forget_all,
     forget_scope,
 )
 from projector_dedup.maintenance.rows import forget as delete_markers
@@ -54,7 +55,7 @@ def _valid_scope(_context: click.Context, _parameter: click.Parameter, value: st
 _scope_option = click.option(
     "--scope",
     callback=_valid_scope,
-    help="With --commands or --effects: whose key it is, a tenant say.  [default: nobody's]",
+    help="With --commands or --effects: the owner of the key, such as a tenant.  [default: no scope]",
 )
 
 
@@ -68,13 +69,13 @@ def _asked_for(tables: DedupTables) -> str:
 
 @dataclass(frozen=True)
 class _Wanted:
-    """The rows that a command is about: the markers of one message, or the records of one key in one scope."""
+    """The rows that the user asked for: the markers of one message, or the records of one key in one scope."""
 
     deployment: Deployment
     given: str
     scope: str | None
     handler: str | None
-    stored: str  #: the id as the table has it
+    stored: str  #: the id as it is stored
 
     def __str__(self) -> str:
         if not self.deployment.tables.keyed:
@@ -82,7 +83,7 @@ class _Wanted:
         return f"key {printable(self.given)}" + ("" if self.scope is None else f" in scope {printable(self.scope)}")
 
     def found(self, engine: Engine) -> Sequence[Marker | StoredEffect]:
-        """Return the rows of every handler."""
+        """Return the rows of all handlers."""
         tables = self.deployment.tables
         if isinstance(tables, EffectTables):
             return effects_of(engine, self.given, self.scope, tables=tables)
@@ -91,9 +92,9 @@ class _Wanted:
         return find(engine, self.given, tables=tables)
 
     def chosen(self, engine: Engine) -> Sequence[Marker | StoredEffect]:
-        """Return the rows of the handler that was asked for, or of every one.
+        """Return the rows of the given handler, or of all handlers.
 
-        Raises `Failed` if there is none; its text says why that may be.
+        Raises `Failed`, with the possible reasons, if there is none.
         """
         found = [each for each in self.found(engine) if self.handler in (None, each.handler)]
         if found:
@@ -101,23 +102,23 @@ class _Wanted:
         tables = self.deployment.tables
         of = "" if self.handler is None else f" and {tables.handler} {printable(self.handler)}"
         until = pruned_until(engine, tables=tables)
-        pruned = f"its {tables.noun} was pruned"
-        pruned += "" if until is None else f", as all from before {moment_with_zone(until)} are"
-        written = "is written another way (case and white space count"
+        pruned = f"cleanup has deleted its {tables.noun}"
+        pruned += "" if until is None else f" (it may have deleted those from before {moment_with_zone(until)})"
+        written = "is spelled differently (case and white space count"
         why = (
-            f"no such {_asked_for(tables)}, or {pruned}, or its scope is another (--scope), or the key {written})"
+            f"no such {_asked_for(tables)}, or {pruned}, or it has another scope (--scope), or the key {written})"
             if tables.keyed
-            else f"it was not applied, or {pruned}, or the id {written}; cloudevents, kafka and hashed make ids of "
-            "their own)"
+            else f"it was not applied, or {pruned}, or the id {written}; cloudevents, kafka and hashed build their own "
+            "ids)"
         )
-        raise Failed(f"no {tables.noun} of {self}{of} in {self.deployment}: {why}")
+        raise Failed(f"there is no {tables.noun} of {self}{of} in {self.deployment}: {why}")
 
 
 def _wanted(deployment: Deployment, given: str, scope: str | None, handler: str | None) -> _Wanted:
-    """Return what the arguments of a command ask for. Raises `click.UsageError` if no row could be found by them."""
+    """Return the rows that the arguments ask for. Raises `click.UsageError` for arguments that fit no row."""
     keyed = deployment.tables.keyed
     if scope is not None and not keyed:
-        raise click.UsageError("--scope is that of a key: say --commands, too, or --effects")
+        raise click.UsageError("--scope is only for the keys of commands and effects; add --commands or --effects")
     try:
         stored = RecordKey.of(given, scope).stored if keyed else valid_message_id(given)
     except RefusedError as error:
@@ -128,17 +129,18 @@ def _wanted(deployment: Deployment, given: str, scope: str | None, handler: str 
 @click.command(epilog=EXIT_CODES)
 @database_options
 @click.argument("message_id", metavar="ID")
-@_handler_option("Only the marker of this handler, or the record of this operation.  [default: every one]")
+@_handler_option("Only the marker of this handler, or the record of this operation.  [default: all]")
 @_scope_option
-@click.option("--result", "results", is_flag=True, help="With --commands: print what is stored, as text.")
+@click.option("--result", "results", is_flag=True, help="With --commands: print the stored result as text.")
 @json_option
 def show(
     deployment: Deployment, message_id: str, handler: str | None, scope: str | None, results: bool, as_json: bool
 ) -> None:
-    """Tell which handlers applied the message ID, and when.
+    """Print which handlers applied the message ID, and when.
 
-    The id is what the handler's log lines call the message: case and white space count. With --commands, ID is the
-    key of a command, and its records are told: result, rejected, or result not stored.
+    Use it to find out whether a message was applied. The log lines of the library contain the id; case and white space
+    count. With --commands, ID is the key of a command, and the output is the state of its records: result, rejected, or
+    result not stored.
 
     \b
     Examples:
@@ -147,9 +149,9 @@ def show(
       idempotency show req-abc --commands --scope tenant-7 --result
     """
     if isinstance(deployment.tables, EffectTables):
-        raise click.UsageError("an effect is shown by `idempotency effects show KEY`")
+        raise click.UsageError("to print an effect, run `idempotency effects show KEY`")
     if results and not deployment.tables.keyed:
-        raise click.UsageError("--result is that of a command: say --commands, too")
+        raise click.UsageError("--result is only for commands; add --commands")
     wanted = _wanted(deployment, message_id, scope, handler)
     with deployment.opened() as engine:
         found = [each for each in wanted.chosen(engine) if isinstance(each, Marker)]
@@ -225,7 +227,7 @@ def _as_object(wanted: _Wanted, found: Sequence[Marker], *, results: bool) -> di
 
 def _print_result(found: Marker) -> None:
     """Print the stored result of a record: indented if it is JSON, else as text, else as hexadecimal digits."""
-    assert isinstance(found, StoredRecord)  # noqa: S101  # --commands found it
+    assert isinstance(found, StoredRecord)  # noqa: S101  # --result needs --commands
     click.echo(f"\nStored by {printable(found.handler)}:")
     if found.result is None:
         click.echo("nothing")
@@ -237,7 +239,7 @@ def _print_result(found: Marker) -> None:
 
 
 def readable(data: bytes | None) -> Any:
-    """Return stored bytes for printing: what JSON says, else the text, else hexadecimal digits."""
+    """Return stored bytes for printing: the JSON value, else the text, else hexadecimal digits."""
     if data is None:
         return None
     try:
@@ -250,40 +252,60 @@ def readable(data: bytes | None) -> Any:
         return text
 
 
-@click.command(epilog=EXIT_CODES)
+@click.command(epilog=EXIT_CODES, short_help="Delete the markers of a message, or of a handler.")
 @database_options
 @click.argument("message_id", metavar="[ID]", required=False)
-@_handler_option("Only the marker of this handler, or the record of this operation.  [default: every handler's]")
+@_handler_option("Only the marker of this handler, or the record of this operation.  [default: all handlers]")
 @_scope_option
-@click.option("--yes", is_flag=True, help="Do not ask.")
-def forget(deployment: Deployment, message_id: str | None, handler: str | None, scope: str | None, yes: bool) -> None:
-    """Delete the markers of the message ID.
+@click.option(
+    "--all", "everything", is_flag=True, help="Delete all markers of --handler, so that every message is applied again."
+)
+@click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
+def forget(
+    deployment: Deployment,
+    message_id: str | None,
+    handler: str | None,
+    scope: str | None,
+    everything: bool,
+    yes: bool,
+) -> None:
+    """Delete the markers of the message ID, so that a redelivery is applied again.
 
-    A redelivery is applied again then. What was applied stays applied: first take it out of the read model, or the
-    message counts twice. The command shows what it is about and asks, unless --yes is given.
+    Use it to apply a message again. The read model keeps what the message has changed, so first undo that, or the
+    message counts twice. The command prints the markers and asks for confirmation, unless you give --yes.
 
-    With --commands, ID is the key of a command of the --operation, and its record is deleted: asked for again, the
-    command is handled again. Without ID, all records of the --scope are deleted. With --effects the same is done to
-    effects, which are sent again when they are armed again; one that is not finished is refused.
+    With --commands, ID is the key of a command of the --operation. The command deletes its record, so that the next
+    call with this key runs the command again. Without ID, it deletes all records of the --scope. With --effects, it
+    deletes finished effects in the same way, so that the next `arm` sends them again. It refuses unfinished effects.
+
+    With --all and --handler, it deletes all markers of one handler. Stop the workers and empty the read model first, or
+    use `idempotency rebuild --reset`, which does all of this.
 
     \b
     Examples:
       idempotency forget payment-1 --database-url sqlite:///read_model.db
       idempotency forget payment-1 --handler account-totals.add_payment --yes
-      idempotency forget req-abc --commands --operation shop.place --scope tenant-7
+      idempotency forget --handler account-totals.add_payment --all
+      idempotency forget req-abc --commands --operation shop.place --scope t7
       idempotency forget --commands --scope tenant-7
     """
+    if everything and (message_id is not None or scope is not None or handler is None):
+        raise click.UsageError("--all deletes all markers of one handler; give --handler, and neither ID nor --scope")
     wanted = None if message_id is None else _wanted(deployment, message_id, scope, handler)
     keyed = deployment.tables.keyed
-    if wanted is None and (not keyed or scope is None):
-        raise click.UsageError("give the ID that is to be forgotten; or --commands and --scope, for all of a scope")
+    if wanted is None and not everything and (not keyed or scope is None):
+        raise click.UsageError(
+            "give the ID of a message, or --commands and --scope for all records of a scope, or --handler and --all"
+        )
     if wanted is not None and keyed and handler is None:
-        raise click.UsageError("say which --operation the key was given to: another one may have the same key")
+        raise click.UsageError("give the --operation of the key, because another operation may have the same key")
     if not yes:
         want_terminal()
     with deployment.opened() as engine:
         if wanted is not None:
             _forget_rows(wanted, engine, yes=yes)
+        elif everything:
+            _forget_all(deployment, engine, str(handler), yes=yes)
         else:
             _forget_scope(deployment, engine, str(scope), handler, yes=yes)
 
@@ -302,14 +324,26 @@ def _forget_rows(wanted: _Wanted, engine: Engine, *, yes: bool) -> None:
         raise Failed(f"nothing was deleted in {deployment}")
     deleted = sum(delete_markers(engine, wanted.stored, handler=each.handler, tables=tables) for each in found)
     names, rest = (", ".join(printable(each.handler) for each in some) for some in (found, wanted.found(engine)))
-    but = f", unless that {tables.handler} is known by another of the names that are left: {rest}" if rest else ""
+    but = f", unless one of these remaining names is a name of that {tables.handler} too: {rest}" if rest else ""
     say(f"Deleted {deployment.rows(deleted)}. {capital(again.format('is'))}, by {names}{but}.")
+
+
+def _forget_all(deployment: Deployment, engine: Engine, handler: str, *, yes: bool) -> None:
+    tables = deployment.tables
+    question = f"Delete all {tables.noun}s of {printable(handler)}? Redeliveries and repeated calls will run again"
+    if not yes and not confirmed(question):
+        raise Failed(f"nothing was deleted in {deployment}")
+    with between_batches("Deleted") as after:
+        deleted = forget_all(engine, handler, tables=tables, on_batch=after)
+    if not deleted:
+        raise Failed(f"there is no {tables.noun} of {printable(handler)} in {deployment}; check the name")
+    say(f"Deleted {deployment.rows(deleted)} of {printable(handler)}.")
 
 
 def _forget_scope(deployment: Deployment, engine: Engine, scope: str, operation: str | None, *, yes: bool) -> None:
     tables = deployment.tables
     of = f"scope {printable(scope)}" + ("" if operation is None else f", operation {printable(operation)}")
-    question = f"Delete all {tables.noun}s of {of}? Their commands will be handled again when they are asked for again"
+    question = f"Delete all {tables.noun}s of {of}? A repeated call with one of their keys will run the command again"
     if isinstance(tables, EffectTables):
         question = f"Delete all finished effects of {of}? They will be sent again when they are armed again"
     if not yes and not confirmed(question):
@@ -317,44 +351,44 @@ def _forget_scope(deployment: Deployment, engine: Engine, scope: str, operation:
     with between_batches("Deleted") as after:
         deleted = forget_scope(engine, scope, operation=operation, tables=tables, on_batch=after)
     if not deleted:
-        raise Failed(f"no {tables.noun} of {of} in {deployment}")
+        raise Failed(f"there is no {tables.noun} of {of} in {deployment}; check the names")
     say(f"Deleted {deployment.rows(deleted)} of {of}.")
 
 
-@click.command(epilog=EXIT_CODES)
+@click.command(epilog=EXIT_CODES, short_help="Copy the markers of a handler to its new name.")
 @database_options
 @click.argument("old")
 @click.argument("new")
 @click.option(
     "--remove-old",
     is_flag=True,
-    help="Delete the markers of OLD as well, as soon as they are copied. Only when no code of the old name will run "
-    "again, a deploy that is rolled back included; else let cleanup delete them in its time.",
+    help="Also delete the markers of OLD after they are copied. Use it only if no code with the old name will run "
+    "again, not even after you roll back a deployment. Otherwise cleanup deletes them later.",
 )
 @click.option(
     "--batch-size",
     type=click.IntRange(1, MAX_BATCH_SIZE),
     default=1000,
     show_default=True,
-    help="Markers copied in one transaction. Smaller batches hold locks for a shorter time.",
+    help="How many markers to copy in one transaction. Smaller batches hold locks for a shorter time.",
 )
-@click.option("--dry-run", is_flag=True, help="Count; write nothing.")
-@click.option("--yes", is_flag=True, help="Do not ask before --remove-old.")
+@click.option("--dry-run", is_flag=True, help="Only count the markers. Write nothing.")
+@click.option("--yes", is_flag=True, help="With --remove-old: do not ask for confirmation.")
 def rename(
     deployment: Deployment, old: str, new: str, remove_old: bool, batch_size: int, dry_run: bool, yes: bool
 ) -> None:
-    """Copy the markers of the handler OLD to the name NEW, so that `formerly` can go from the code.
+    """Copy the markers of the handler OLD to the name NEW, so that you can remove `formerly` from the code.
 
-    Run it when every process knows the new name. Deliveries and cleanup may go on meanwhile. Every batch commits by
-    itself, so a run may be interrupted at any time and run again.
+    Run it after you renamed a handler, when every process runs code with the new name. Deliveries and cleanup may
+    continue meanwhile. Each batch commits separately, so you may interrupt a run at any time and run it again.
 
     \b
     Examples:
-      idempotency rename billing.projections.Totals.add account-totals.add --dry-run
-      idempotency rename billing.projections.Totals.add account-totals.add
+      idempotency rename billing.totals.Totals.add account-totals.add --dry-run
+      idempotency rename billing.totals.Totals.add account-totals.add
     """
     tables, so_far = deployment.tables, 0
-    question = f"Will no code of the name {old} run again? Its {tables.noun}s will be deleted"
+    question = f"Delete the {tables.noun}s of {old} after they are copied? No code with this name must run again"
     if remove_old and not dry_run and not yes and not confirmed(question):
         raise Failed("nothing was renamed")
     with deployment.opened() as engine, between_batches("Copied") as after:
@@ -375,8 +409,8 @@ def rename(
             on_batch=progress,
         )
     if done == Renamed():
-        say(f"Nothing is left under {old}.")
+        say(f"There is no {tables.noun} of {old}.")
         return
     would = ("Would have copied", "Would have removed") if dry_run else ("Copied", "Removed")
-    line = f"{would[0]} {deployment.rows(done.copied)} of {old} to {new}; {done.already:,} had one already."
+    line = f"{would[0]} {deployment.rows(done.copied)} of {old} to {new}; {done.already:,} were there already."
     say(f"{line} {would[1]} {deployment.rows(done.removed)} of {old}." if done.removed else line)

@@ -1,4 +1,4 @@
-"""`idempotency migrate` and `schema`: make the tables, or print the SQL that makes them."""
+"""`idempotency migrate` creates the tables. `idempotency schema` prints the SQL that creates them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from .output import one_line, say
 @click.command(epilog=EXIT_CODES)
 @database_options
 def migrate(deployment: Deployment) -> None:
-    """Make the tables, or bring them to the schema of this version. For those without Alembic.
+    """Create the tables, or upgrade them to this version.
 
-    Tables that are there and right are adopted; those that are wrong are left as they are, and told. May be run at
-    any time, and by several at once. On SQLite it creates the file.
+    Run it before you deploy a new version, if you do not use Alembic. It adopts existing tables that are correct. It
+    does not change existing tables that are wrong, and prints what is wrong. You may run it at any time, and several
+    times at once. For SQLite it creates the file.
 
     \b
     Examples:
-      idempotency migrate --database-url postgresql+psycopg://owner@db.example/orders
+      idempotency migrate --database-url postgresql+psycopg://owner@db/orders
       idempotency migrate --table inbox --schema billing
       idempotency migrate --commands
     """
@@ -46,14 +47,14 @@ def _told(done: Migrated) -> str:
     type=click.Choice(["postgresql", "mariadb", "mysql", "sqlite"]),
     default="postgresql",
     show_default=True,
-    help="The database that is to run it.",
+    help="The database that will run the SQL.",
 )
 @table_options
 @debug_option
 def schema(dialect: str, tables: DedupTables, debug: bool) -> None:
-    """Print the SQL that makes the tables. Needs no database.
+    """Print the SQL that creates the tables, without a database.
 
-    `idempotency migrate` adopts tables that were made by it.
+    Use it if another team or tool creates your tables. `idempotency migrate` adopts tables that this SQL created.
 
     \b
     Examples:

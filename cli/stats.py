@@ -1,4 +1,4 @@
-"""`idempotency stats`: count the markers of each handler, and those that cleanup would delete."""
+"""`idempotency stats` counts the markers of each handler, and those that cleanup would delete."""
 
 from __future__ import annotations
 
@@ -17,23 +17,24 @@ from .options import EXIT_CODES, Deployment, database_options
 from .output import ago, json_option, print_json, say, size, table
 
 
-@click.command("stats", epilog=EXIT_CODES)
+@click.command("stats", epilog=EXIT_CODES, short_help="Count the markers, and print their age and size.")
 @database_options
 @click.option(
     "--retention-hours",
     type=click.FloatRange(min=0, min_open=True, max=MAX_HOURS),
-    help="What would a cleanup that keeps so much delete?  [default: that of the last complete cleanup, else 168]",
+    help="How many markers would a cleanup with this retention delete?  [default: the retention of the last complete "
+    "cleanup, else the declared horizon, else 168]",
 )
 @json_option
 def show_stats(deployment: Deployment, retention_hours: float | None, as_json: bool) -> None:
-    """Count the markers of each handler; tell their age and size.
+    """Count the markers of each handler, and print their age, their size, and how many cleanup would delete.
 
-    And how many of them cleanup would delete. Every marker is read, which takes some seconds for ten million of them.
-    Deliveries go on meanwhile.
+    Run it to see how the table grows, and before you choose a retention. The command reads every marker, which takes
+    some seconds for ten million markers. Deliveries may continue meanwhile.
 
     \b
     Examples:
-      idempotency stats --database-url postgresql+psycopg://app@db.example/orders
+      idempotency stats --database-url postgresql+psycopg://app@db/orders
       idempotency stats --json | jq .expired
     """
     tables = deployment.tables
@@ -58,7 +59,7 @@ def _print(found: Stats, tables: DedupTables) -> None:
         ("cleanup would delete", f"{found.expired:,}, older than {found.retention_hours:g} hours"),
         ("last complete cleanup", "never" if state.cleaned_at is None else ago(state.cleaned_at, found.at) + cleaned),
         ("redelivery horizon", "not declared" if state.horizon_hours is None else f"{state.horizon_hours:g} hours"),
-        ("schema version", state.schema_version or "not recorded (fine: idempotency did not make the tables)"),
+        ("schema version", state.schema_version or "not recorded: idempotency did not create the tables"),
     ):
         click.echo(f"  {name:<22}  {value}")
     if not found.handlers:

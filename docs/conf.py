@@ -1,10 +1,14 @@
 """The site of the documentation: `make docs` builds it, and every warning is an error."""
 
+import contextlib
+import inspect
 import logging
 import os
 import re
+import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 from sphinx.application import Sphinx
 from sphinx.pycode import ModuleAnalyzer
@@ -13,6 +17,10 @@ import projector_dedup
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
+sys.path.insert(0, str(DOCS))
+
+from parameters import listed  # noqa: E402  # it lies beside this file
+
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 project = PROJECT["name"]
@@ -21,15 +29,19 @@ version = release = PROJECT["version"]
 
 logging.getLogger("alembic").setLevel(logging.WARNING)  # it tells of its plugins when it is imported
 
-extensions = ["myst_parser", "sphinx.ext.autodoc"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx_copybutton", "sphinx_design"]
 exclude_patterns = ["_build"]
 nitpicky = False  # types of SQLAlchemy and of our own insides are named in signatures, and have no page here
 highlight_language = "none"  # of indented blocks: commands and what they print
 
 myst_heading_anchors = 3
+myst_enable_extensions = ["colon_fence"]  # tabs, around fences of code
+
+copybutton_prompt_text = "$ "  # of a console block the commands are copied, and not what they print
 
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
+autodoc_typehints = "description"  # the parameters as a list, each with its type
 autodoc_typehints_format = "short"
 add_module_names = False
 toc_object_entries_show_parents = "hide"
@@ -39,6 +51,7 @@ html_theme = "furo"
 html_title = f"{project} {release}"
 html_static_path = ["static"]
 html_css_files = ["site.css"]
+html_extra_path = ["llms.txt"]  # at the root of the site, where programs look for it
 html_copy_source = False
 html_show_sphinx = False
 
@@ -78,10 +91,16 @@ def setup(app: Sphinx) -> None:
     def included(_app: Sphinx, path: Path, _page: str, source: list[str]) -> None:
         source[0] = on_the_site(source[0], (DOCS / path).resolve().parent)
 
+    def docstring_read(_app: Sphinx, _kind: str, _name: str, described: Any, _options: Any, lines: list[str]) -> None:
+        if inspect.isfunction(described) or (inspect.isclass(described) and not issubclass(described, BaseException)):
+            with contextlib.suppress(ValueError):  # a class without a signature, such as an alias of dict
+                lines[:] = listed(lines, inspect.signature(described).parameters)
+
     for decorator in (projector_dedup.projector, projector_dedup.on):
         source = ModuleAnalyzer.for_module(decorator.__module__)
         source.analyze()
         source.overloads.clear()  # for type checkers: docs/api/delivering.md has one signature for people
 
+    app.connect("autodoc-process-docstring", docstring_read)
     app.connect("source-read", page_read)
     app.connect("include-read", included)

@@ -1,9 +1,11 @@
-"""Apply each message once: a SQLAlchemy projector whose marker and writes commit in one transaction."""
+"""Apply each message to a SQLAlchemy read model once: the marker of the message commits with the handler's writes."""
 
+from .building import building
 from .dialects import configure_sqlite
 from .dispatcher import AsyncDispatcher, Dispatcher
 from .errors import (
     BatchFailed,
+    BeyondRetention,
     CleanupInterruptedError,
     CommitOutcomeUnknown,
     Defer,
@@ -25,7 +27,7 @@ from .errors import (
     UnsupportedDatabaseError,
 )
 from .markers import claim
-from .message import Message, by_path, cloudevents, hashed, kafka
+from .message import Message, by_path, cloudevents, from_ulid, from_uuid7, hashed, kafka
 from .observer import Observation, Observer
 from .options import RetryPolicy
 from .outcome import Delivery, Outcome
@@ -39,6 +41,7 @@ __all__ = [
     "AsyncDispatcher",
     "AsyncUnitOfWork",
     "BatchFailed",
+    "BeyondRetention",
     "CleanupInterruptedError",
     "CommitOutcomeUnknown",
     "DedupTables",
@@ -69,10 +72,13 @@ __all__ = [
     "UnsafeSessionError",
     "UnsupportedDatabaseError",
     "Verdict",
+    "building",
     "by_path",
     "claim",
     "cloudevents",
     "configure_sqlite",
+    "from_ulid",
+    "from_uuid7",
     "hashed",
     "kafka",
     "make_tables",

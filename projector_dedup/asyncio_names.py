@@ -1,4 +1,4 @@
-"""SQLAlchemy's classes for asyncio; without greenlet, which they need, empty classes that nothing is an instance of."""
+"""SQLAlchemy's classes for asyncio. If greenlet is not installed, which they need, empty classes stand in for them."""
 
 from __future__ import annotations
 

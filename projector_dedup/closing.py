@@ -1,8 +1,8 @@
-"""Give connections back to their pool, also where the server refuses even ROLLBACK.
+"""Return connections to their pool, even if the server refuses ROLLBACK.
 
-SQLAlchemy's Session, and its Connection in older versions, sends ROLLBACK before it gives a connection back; if that
-fails, the connection is never given back. A node that has lost the rest of its cluster refuses every statement (error
-1047 of MariaDB): a few messages emptied a pool there.
+SQLAlchemy's Session, and its Connection in older versions, sends ROLLBACK before it returns a connection to the pool.
+If ROLLBACK fails, the connection is never returned. A MariaDB node that has lost the rest of its cluster refuses every
+statement (error 1047), and a few messages then used up the whole pool.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from sqlalchemy.engine import Connection, Engine
 
 @contextmanager
 def connected(engine: Engine) -> Iterator[Connection]:
-    """Yield a connection of ``engine``; roll it back and give it back in the end. The first error is the one raised."""
+    """Yield a connection of ``engine``. At the end roll back and return it to the pool. Raise the first error."""
     connection = engine.connect()
     try:
         yield connection
@@ -27,9 +27,9 @@ def connected(engine: Engine) -> Iterator[Connection]:
 
 
 def roll_back(connection: Connection) -> None:
-    """Send ROLLBACK by the driver, past SQLAlchemy, which takes the transaction for ended.
+    """Send ROLLBACK directly by the driver, because SQLAlchemy considers the transaction ended.
 
-    If that fails, the connection is dropped.
+    If ROLLBACK fails, drop the connection.
     """
     try:
         connection.connection.rollback()
@@ -38,9 +38,9 @@ def roll_back(connection: Connection) -> None:
 
 
 def drop(connections: Iterable[Connection]) -> None:
-    """Close the connections for good, so that their pool opens new ones; open transactions end with them."""
+    """Close the connections and their open transactions. The pool opens new connections."""
     for connection in connections:
-        with suppress(Exception):  # closed already, or its driver fails to hang up
+        with suppress(Exception):  # closed already, or the driver fails to close it
             connection.invalidate()
         with suppress(Exception):
             connection.close()

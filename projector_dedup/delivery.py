@@ -14,10 +14,11 @@ from typing import Any, Protocol
 from sqlalchemy.exc import DBAPIError
 
 from .dialects import Failure
-from .errors import ProjectorDedupError
+from .errors import BeyondRetention, ProjectorDedupError
 from .handler import Handler
+from .late import Known, OutdatedLinesError
 from .markers import valid_key
-from .message import Message, id_text, printable, valid_message_id
+from .message import Message, logged_id, moment_in_utc, printable, valid_message_id
 from .observer import Observing, Watch
 from .options import RetryPolicy, UnitOptions
 from .outcome import Outcome
@@ -38,16 +39,16 @@ class UnreadableError(Exception):
 
 
 class Work(Protocol):
-    """Describes what one unit of work does: deliver a chunk of messages, or run a command. It stores the outcome."""
+    """The work of one unit of work: deliver a chunk of messages, or run a command. The object stores the outcome."""
 
     identity: str  #: of the handler, for error messages
-    marked: bool  #: True if it claims a marker, which tells the outcome of an interrupted COMMIT
+    marked: bool  #: True if it claims a marker, so that a retry can find out whether an interrupted COMMIT happened
     connected: bool  #: set at each failure: False if no connection could be opened
 
     def claim(self, uow: UnitOfWork) -> bool:
         """Begin the transaction, with a claim if the work is marked. Return True if the handler must run.
 
-        If it returns False, everything is a duplicate, and the transaction has ended.
+        If ``claim`` returns False, all messages are duplicates, and the transaction has ended.
         """
 
     def calls(self, uow: UnitOfWork) -> Iterator[Callable[[], Any]]:
@@ -57,11 +58,11 @@ class Work(Protocol):
         """Log the outcome. Called only if the log level is INFO or below."""
 
     def log_retry(self, error: Exception, attempts: Attempts) -> None:
-        """Log a retry after ``error``, and note what is in doubt if a COMMIT got no answer."""
+        """Log a retry after ``error``. If a COMMIT got no answer, note which messages it may have applied."""
 
 
 def deliver(work: Work, factory: Any, options: UnitOptions, policy: RetryPolicy, waiting: Waiting) -> bool:
-    """Apply ``work`` once, with retries, or raise the final error.
+    """Apply ``work`` once, with retries, or raise the last error.
 
     Return True if the result is durable. It is False only inside ``testing.external_transaction``.
     """
@@ -80,19 +81,19 @@ def deliver(work: Work, factory: Any, options: UnitOptions, policy: RetryPolicy,
             if logger.isEnabledFor(logging.INFO):
                 work.log_settled(attempts)
             return uow.durable
-        except UnreadableError:
-            continue  # not counted as an attempt: the work does not read these rows again
+        except (UnreadableError, OutdatedLinesError):
+            continue  # not counted as an attempt: the next one does not read these rows, or reads the lines
         except Exception as error:  # noqa: BLE001  # delay_after raises it, unless a retry is due
             work.connected = uow.dialect is not None
             if isinstance(error, ProjectorDedupError) and hasattr(error, "done"):
-                error.done = False  # DuplicateCommandError of a command that the handler asked for: all is rolled back
+                error.done = False  # the handler called a command that ran before; this transaction was rolled back
             delay = attempts.delay_after(error, uow.cause_of(error), uow.dialect, commit_was_sent=uow.commit_was_sent)
             work.log_retry(error, attempts)
         waiting.sleep(delay)
 
 
 class Chunk:
-    """One message, or several of a batch in their order, delivered in one unit of work; with the outcome of each."""
+    """One message, or several messages of a batch, delivered in one unit of work, and the outcome of each."""
 
     def __init__(self, handler: Handler, messages: Sequence[Message], observing: Observing | None = None) -> None:
         self.identity, self.marked = handler.identity, handler.idempotent
@@ -105,26 +106,52 @@ class Chunk:
         self.in_doubt: set[int] = set()  # indexes of the messages that a COMMIT without an answer may have applied
         self.watch = None if observing is None else Watch(observing, handler, messages)
         self._handler = handler
+        self._dated = handler.idempotent and any(message.occurred_at is not None for message in messages)
         self._new: list[int] = []  # indexes of the new messages
         self._reads = handler.on.reads  # None also if the declared rows cannot be read
 
     def claim(self, uow: UnitOfWork) -> bool:
-        """Begin with the claim, if the handler is idempotent; return True if any message is new.
+        """Begin the transaction, with a claim if the handler is idempotent. Return True if any message is new.
 
-        If a message is in the chunk twice, the handler gets the first one.
+        If a message is in the chunk twice, the handler gets the first one. Raises ``BeyondRetention`` if a new message
+        is late. With ``late="skip"``, a late message that is alone in its chunk is skipped.
         """
         self.at, self.claimed, self._new = None, False, []
+        # Read the lines before the claim: during it, they would need a second connection.
+        known = uow.lines.known(uow.session, uow.another_session) if uow.lines is not None and self._dated else None
         self._new = self._claim(uow)
         if self._new:
-            self.in_doubt = set()  # the claim was free: that COMMIT did not happen
+            self.in_doubt = set()  # the claim found no marker, so the interrupted COMMIT did not happen
         self.claimed = True
         self.outcomes = [Outcome.DUPLICATE] * len(self.messages)
         for index in self._new:
             self.outcomes[index] = Outcome.APPLIED
+        if known is not None and self._new:
+            self._refuse_late(known, skip=uow.lines is not None and uow.lines.skip)
         return bool(self._new)
 
+    def _refuse_late(self, known: Known, *, skip: bool) -> None:
+        """Raise ``BeyondRetention`` for the first new message that is late, or skip it.
+
+        A message is skipped only if it is alone, because the rollback of its marker would also undo other messages.
+        """
+        line = known.line_of((self.identity, *self._handler.formerly))
+        for index in self._new:
+            at = self.messages[index].occurred_at
+            if line is None or at is None or moment_in_utc(at) > line:
+                continue
+            if skip and len(self.messages) == 1:
+                self._new, self.outcomes = [], [Outcome.SKIPPED]
+                return
+            self.at = index
+            raise BeyondRetention(
+                f"message {logged_id(self.messages[index])} occurred at {moment_in_utc(at)}, and markers of "
+                f"{printable(self.identity)} up to {line} may be deleted, so the message may have been applied before; "
+                "if it was not, deliver it with a dispatcher that has late='apply'"
+            )
+
     def _claim(self, uow: UnitOfWork) -> list[int]:
-        """Return the indexes of the new messages. Without ``idempotent=True`` nothing is claimed, and all are new."""
+        """Return the indexes of the new messages. A handler without ``idempotent=True`` gets all messages."""
         handler, first = self._handler, self.messages[0]
         if not handler.idempotent:
             uow.begin()
@@ -140,7 +167,7 @@ class Chunk:
     def calls(self, uow: UnitOfWork) -> Iterator[Callable[[], Any]]:
         """Yield the handler's calls for the new messages, in their order.
 
-        By default there is one call for each message, on an empty session, so the handler sees what it would see alone.
+        By default, the handler is called once for each message, with an empty session, as if the message were alone.
         With ``@projector(shared_session=True)`` the session keeps its rows for the next messages. With
         ``@on(batch=True)`` one call gets all messages.
         """
@@ -170,7 +197,7 @@ class Chunk:
         """Read the rows that the handler declares, and keep them in the session.
 
         A wrong declaration must not make the message fail. So if the SELECT fails, ``UnreadableError`` makes
-        ``deliver`` retry without it. Transient errors are raised as they are, and retried as usual.
+        ``deliver`` retry without it. Transient errors are raised unchanged, and retried as usual.
         """
         if self._reads is None:
             return
@@ -184,10 +211,10 @@ class Chunk:
             raise UnreadableError from error
 
     def log_settled(self, attempts: Attempts) -> None:
-        """Log the outcome of each message: at INFO if it is a duplicate, else at DEBUG."""
+        """Log the outcome of each message: at DEBUG if it was applied, else at INFO."""
         for index, (message, outcome) in enumerate(zip(self.messages, self.outcomes, strict=True)):
             duplicate = outcome is Outcome.DUPLICATE
-            level = logging.INFO if duplicate else logging.DEBUG
+            level = logging.DEBUG if outcome is Outcome.APPLIED else logging.INFO
             if not logger.isEnabledFor(level):  # escaping the texts below takes time for every message
                 continue
             after_unknown = duplicate and index in self.in_doubt
@@ -196,20 +223,20 @@ class Chunk:
                 "%s%s: message %s, handler %s",
                 outcome.value,
                 " (after_unknown_commit)" if after_unknown else "",
-                _log_id(message),
+                logged_id(message),
                 printable(self.identity),
                 extra=self._extra(message, outcome.value, attempts) | {"after_unknown_commit": after_unknown},
             )
 
     def log_retry(self, error: Exception, attempts: Attempts) -> None:
-        """Log a retry of the messages and its cause at INFO, report it to the observer, and note what is in doubt."""
+        """Log a retry and its cause at INFO, and report it to the observer. Note which messages are in doubt."""
         if attempts.unknown is error:
             self.in_doubt = set(self._new)
         others = f" and {len(self.messages) - 1} more" if len(self.messages) > 1 else ""
         logger.info(
             "retry after %s: message %s%s, handler %s",
             type(error).__name__,
-            _log_id(self.messages[0]),
+            logged_id(self.messages[0]),
             others,
             printable(self.identity),
             extra=self._extra(self.messages[0], "retry", attempts),
@@ -219,12 +246,8 @@ class Chunk:
 
     def _extra(self, message: Message, outcome: str, attempts: Attempts) -> dict[str, Any]:
         return {
-            "message_id": _log_id(message),
+            "message_id": logged_id(message),
             "handler": printable(self.identity),
             "outcome": outcome,
             "attempts": attempts.number,
         }
-
-
-def _log_id(message: Message) -> str:
-    return printable(str(id_text(message)))[:600]

@@ -1,34 +1,48 @@
-"""Dispatchers: deliver a message or a batch to every handler that takes it, and collect the outcomes."""
+"""Dispatchers deliver a message or a batch to every handler that takes it, and collect the outcomes."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, Self, TypeVar
+from uuid import UUID
 
-from sqlalchemy.orm import sessionmaker
+from sqlalchemy.engine import Engine
+from sqlalchemy.orm import Session, sessionmaker
 from sqlalchemy.util import greenlet_spawn
 
 from .asyncio_names import async_sessionmaker
 from .batch import Result, deliver_batch
+from .building import Building, handlers_of_all, is_spared, tell
 from .delivery import Chunk, deliver
-from .errors import BatchFailed, DeliveryFailed, HandlerDefinitionError, RefusedError, UnhandledMessage
+from .errors import (
+    BatchFailed,
+    DeliveryFailed,
+    HandlerDefinitionError,
+    RefusedError,
+    UnhandledMessage,
+    UnsafeSessionError,
+)
 from .handler import (
     Handler,
     Instance,
     check_kind,
-    handlers_of,
     refuse_shared_names,
     warn_of_unused_id,
 )
+from .late import Lines
+from .markers import bind_of_marker
 from .message import (
     IdExtractor,
     Message,
     Route,
+    TimeExtractor,
     TypeExtractor,
     attribute_or_key,
     envelope,
+    from_uuid7,
     id_text,
     known_id,
     printable,
@@ -44,14 +58,14 @@ F = TypeVar("F")
 
 
 class BaseDispatcher(Generic[F]):
-    """The part that both dispatchers share: the settings, the handlers, and which handlers take a message."""
+    """The part that both dispatchers share. It checks the settings and finds the handlers of a message."""
 
     _waiting: Waiting
 
     def __init__(
         self,
         session_factory: F,
-        *projectors: Instance,
+        *projectors: Instance | Building,
         message_id: IdExtractor = attribute_or_key,
         type: TypeExtractor | None = None,  # noqa: A002  # the word of Message.type
         unhandled: Literal["raise", "ignore"] = "raise",
@@ -61,25 +75,32 @@ class BaseDispatcher(Generic[F]):
         isolation: str | None = None,
         strict: bool = False,
         observer: Observer | None = None,
+        late: Literal["raise", "skip", "apply"] = "raise",
+        occurred_at: TimeExtractor | None = None,
     ) -> None:
         check_session_factory(session_factory, asynchronous=self._waiting is AWAITING)
         if unhandled not in ("raise", "ignore"):
-            raise ValueError(f"unhandled is 'raise' or 'ignore', not {unhandled!r}")
-        if not all(callable(each) for each in (message_id, type or attribute_or_key)):
-            raise ValueError("message_id and type take an extractor, such as by_path('headers.id')")
-        self._factory = session_factory
-        self._extractor, self._type = message_id, type
+            raise ValueError(f"unhandled must be 'raise' or 'ignore', not {unhandled!r}")
+        if late not in ("raise", "skip", "apply"):
+            raise ValueError(f"late must be 'raise', 'skip' or 'apply', not {late!r}")
+        if not all(callable(each) for each in (message_id, type or attribute_or_key, occurred_at or from_uuid7)):
+            raise ValueError(
+                "message_id, type and occurred_at must be extractors (functions), such as by_path('headers.id')"
+            )
+        self.session_factory, self.tables = session_factory, tables
+        self._extractor, self._type, self._occurred_at = message_id, type, occurred_at
         self._ignore_unhandled = unhandled == "ignore"
         self._policy = retry or RetryPolicy()
         self._observing = None if observer is None else Observing(observer, partial(route_of, extractor=type))
-        shared = UnitOptions(tables, claim_timeout, isolation, strict=strict)
+        lines = None if late == "apply" else Lines(tables, skip=late == "skip")
+        shared = UnitOptions(tables, claim_timeout, isolation, strict=strict, lines=lines)
         self._handlers: dict[str, Handler] = {}
         self._options: dict[str, UnitOptions] = {}
-        for handler in (handler for target in projectors for handler in handlers_of(target)):
+        for handler in handlers_of_all(projectors):
             if handler.identity in self._handlers:
                 raise HandlerDefinitionError(
-                    f"two handlers are called {handler.identity}: one would skip what the other applied; give one "
-                    "of them a name of its own"
+                    f"two handlers have the identity {handler.identity}, so each would skip the messages that the "
+                    "other one applied; give one of them another name"
                 )
             check_kind(handler, asynchronous=self._waiting is AWAITING)
             for other in self._handlers.values():
@@ -91,9 +112,15 @@ class BaseDispatcher(Generic[F]):
                 read_models=own.read_models,
                 isolation=own.isolation or isolation,
                 shared_session=own.shared_session,
+                building=handler.beside is not None,
             )
         if not self._handlers:
-            raise HandlerDefinitionError("a dispatcher without projectors handles nothing: give it some")
+            raise HandlerDefinitionError(
+                "the dispatcher has no projector; pass at least one: Dispatcher(session_factory, AccountTotals())"
+            )
+        self._remember_who_wants_what()
+
+    def _remember_who_wants_what(self) -> None:
         routes = {route for handler in self._handlers.values() for route in handler.on.routes}
         self._wanting = {route: self._who_wants(route) for route in routes}
 
@@ -104,18 +131,50 @@ class BaseDispatcher(Generic[F]):
 
     @property
     def identities(self) -> frozenset[str]:
-        """The present and former names of all handlers. Their markers, if any, are stored under these names."""
-        return frozenset(name for handler in self._handlers.values() for name in (handler.identity, *handler.formerly))
+        """The present and former names of all handlers. Markers of these handlers are stored under these names."""
+        return frozenset().union(*(handler.names for handler in self._handlers.values()))
+
+    @property
+    def handlers(self) -> tuple[Handler, ...]:
+        """The handlers of all projectors, in the order of registration."""
+        return tuple(self._handlers.values())
+
+    @property
+    def markers_engine(self) -> Engine:
+        """The engine on which the dispatcher writes markers. ``AsyncDispatcher`` returns its ``sync_engine``.
+
+        Raises ``UnsafeSessionError`` if the session factory is bound to a connection, or has no engine for the marker
+        table.
+        """
+        factory: Any = self.session_factory
+        session = factory()
+        bind = bind_of_marker(session if isinstance(session, Session) else session.sync_session, self.tables)
+        if not isinstance(bind, Engine):
+            raise UnsafeSessionError("the session factory is bound to a connection; bind it to an engine")
+        return bind
+
+    def replaying(self, projector: str) -> Self:
+        """Return a dispatcher that delivers to one projector, named ``projector``, and skips all other messages.
+
+        The handlers cannot arm effects, the dispatcher raises their failures, and it applies late messages.
+        """
+        its = {name: handler for name, handler in self._handlers.items() if handler.owner == projector}
+        only = copy.copy(self)
+        only._ignore_unhandled = True
+        only._handlers = {name: dataclasses.replace(handler, beside=None) for name, handler in its.items()}
+        only._options = {name: dataclasses.replace(self._options[name], building=True, lines=None) for name in its}
+        only._remember_who_wants_what()
+        return only
 
     def permit_external_transaction(self, permitted: bool) -> bool:
-        """Permit or forbid an outer transaction, for ``testing.external_transaction``; return the setting before."""
+        """Permit or forbid an outer transaction, and return the previous setting. For ``external_transaction``."""
         before = any(options.external for options in self._options.values())
         for identity, options in self._options.items():
             self._options[identity] = dataclasses.replace(options, external=permitted)
         return before
 
     def _resolve(self, event: object, message_id: object) -> tuple[Message, list[Handler], str | None]:
-        """Return the message, its handlers and its id; report to the observer a message that goes to no handler."""
+        """Return the message, its handlers and its id. Report a message without a handler to the observer."""
         try:
             message, handlers, known = self._route(event, message_id)
         except Exception as error:
@@ -130,34 +189,38 @@ class BaseDispatcher(Generic[F]):
         route = route_of(event, self._type)
         handlers, needed = self._wanting.get(route) or self._who_wants(route)
         message = envelope(event, message_id, self._extractor if needed else attribute_or_key, needed=needed)
+        if needed and message.occurred_at is None and self._occurred_at is not None:
+            message = dataclasses.replace(message, occurred_at=self._occurred_at(message))
         given = event.id if message_id is None and isinstance(event, Message) else message_id
         if given is not None and handlers and not needed:
             warn_of_unused_id(handlers[0])
         if not handlers and not self._ignore_unhandled:
-            name = (route if isinstance(route, str) else f"{route.__module__}.{route.__qualname__}")[:200]
             raise UnhandledMessage(
-                f"no handler for {printable(name)}; there is one for {self._known_routes()}. Register one with @on, or "
-                "give unhandled='ignore'. A dictionary needs a type: Message(id, body, type=...), or "
-                "Dispatcher(type=by_path('type')). For a list of messages, call deliver_batch"
+                f"no handler for {_shown(route)}; there is one for {self._known_routes()}. Register one with @on, or "
+                "give unhandled='ignore'. A consumer builds a class for a name by convert=into({...}). A dictionary "
+                "needs a type: Message(id, body, type=...), or Dispatcher(type=by_path('type')). For a list of "
+                "messages, call deliver_batch"
             )
         return message, handlers, known_id(message, needed=needed)
 
     def _known_routes(self) -> str:
-        names = sorted(route if isinstance(route, str) else route.__qualname__ for route in self._wanting)
-        return ", ".join(printable(name[:80]) for name in names[:5]) + (", ..." if len(names) > 5 else "")
+        names = sorted(map(_shown, self._wanting))
+        return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
 
     def _deliver(self, event: object, message_id: object) -> Delivery:
         message, handlers, known = self._resolve(event, message_id)
-        results = Results(known, alone=len(handlers) == 1)
+        results = Results(known, handlers)
         for handler in handlers:
             chunk = Chunk(handler, [message], self._observing)
             try:
-                durable = deliver(chunk, self._factory, self._options[handler.identity], self._policy, self._waiting)
+                durable = deliver(
+                    chunk, self.session_factory, self._options[handler.identity], self._policy, self._waiting
+                )
                 results.settled(handler.identity, chunk.outcomes[0], durable)
                 if chunk.watch is not None:
                     chunk.watch.settled(chunk.outcomes, chunk.in_doubt)
             except Exception as error:  # noqa: BLE001  # kept, and raised after every handler was tried
-                results.failed(handler.identity, error)
+                results.failed(handler, message, error)
                 if chunk.watch is not None:
                     chunk.watch.failed(error)
         return results.settled_delivery()
@@ -168,7 +231,7 @@ class BaseDispatcher(Generic[F]):
             if messages := batch.messages_for(handler):
                 options = self._options[handler.identity]
                 became = deliver_batch(
-                    handler, messages, self._factory, options, self._policy, self._waiting, self._observing
+                    handler, messages, self.session_factory, options, self._policy, self._waiting, self._observing
                 )
                 batch.handled(handler, *became)
         return batch.settled_deliveries()
@@ -177,7 +240,8 @@ class BaseDispatcher(Generic[F]):
         given: object = events
         if isinstance(given, (str, bytes, Mapping, Message)) or not isinstance(given, Iterable):
             raise RefusedError(
-                f"deliver_batch takes messages, in a list say; this is one {type(events).__name__}: deliver(event)"
+                f"deliver_batch takes a list of messages, not one {type(events).__name__}; for one message call "
+                "deliver(event)"
             )
         batch = BatchResults()
         for event in events:
@@ -189,102 +253,137 @@ class BaseDispatcher(Generic[F]):
 
 
 class Dispatcher(BaseDispatcher[sessionmaker[Any]]):
-    """Delivers messages to the handlers of its projectors, each in a unit of work of its own.
+    """Delivers each message to the handlers of its projectors. Each handler runs in its own transaction.
 
-    Threads may share a dispatcher. ``session_factory`` is a ``sessionmaker`` on one engine; every attempt takes a new
-    session from it. Projectors are instances of ``@projector`` classes, or function projectors.
+    Threads may share a dispatcher.
 
-    ``message_id`` is the extractor that finds the id in an event; the default takes ``event.message_id``. ``type`` is
-    the extractor that finds the type, for events that are dictionaries: ``type=by_path("type")``. With
-    ``unhandled="ignore"`` a message that no handler takes is ``SKIPPED`` and raises nothing. ``tables`` is the result
-    of ``make_tables``. ``retry`` limits the number of attempts and their time. ``claim_timeout`` is the longest wait,
-    in seconds, for another delivery of the same message; after it, ``InProgress`` is raised. ``isolation`` overrides
-    the isolation level. ``strict=True`` asks the server, for two round trips, whether the transaction is
-    still that of the claim. ``observer`` receives the outcome of each message; see ``Observer``.
+    - ``session_factory``: a ``sessionmaker`` with one engine. Every attempt opens a new session with it.
+    - ``projectors``: instances of ``@projector`` classes, or function projectors.
+    - ``message_id``: the extractor that finds the id in an event. The default reads ``event.message_id``.
+    - ``type``: the extractor that finds the type of events that are dictionaries: ``type=by_path("type")``.
+    - ``unhandled``: ``"raise"`` raises ``UnhandledMessage`` for a message without a handler. ``"ignore"`` returns
+      ``SKIPPED``.
+    - ``tables``: the result of ``make_tables``.
+    - ``retry``: how often, and for how long, the dispatcher retries after a transient error.
+    - ``claim_timeout``: the longest wait, in seconds, for another delivery of the same message. After that, the
+      dispatcher raises ``InProgress``. None waits as long as the database does.
+    - ``isolation``: overrides the isolation level.
+    - ``strict``: True asks the server before COMMIT whether the claim's transaction is still open, which costs one or
+      two round trips.
+    - ``observer``: receives the outcome of each message; see ``Observer``.
+    - ``late``: decides about a new message that is so old that its marker may be deleted. ``"raise"`` raises
+      ``BeyondRetention``, ``"skip"`` skips the message, ``"apply"`` applies it, possibly for the second time. Only a
+      message with an ``occurred_at`` can be late.
+    - ``occurred_at``: the extractor of the time for messages without an ``occurred_at``, such as ``from_uuid7``.
 
-    Raises ``HandlerDefinitionError`` for projectors that cannot be delivered to, ``UnsafeSessionError`` for a session
-    factory of another kind, ``ValueError`` for any other wrong argument.
+    Raises ``HandlerDefinitionError`` for a projector that the dispatcher cannot call, ``UnsafeSessionError`` for a
+    wrong session factory, and ``ValueError`` for any other wrong argument, all at start-up. Correct the code then.
     """
 
     _waiting = BLOCKING
 
-    def deliver(self, event: object, *, message_id: object = None) -> Delivery:
-        """Deliver one message. **It returns only if the message may be acknowledged**; otherwise it raises.
+    def deliver(self, event: object, *, message_id: str | UUID | None = None) -> Delivery:
+        """Deliver one message. **If it returns, acknowledge the message; if it raises, do not**.
 
-        ``message_id`` overrides the dispatcher's extractor. If several handlers take the message, all of them run, in
-        the order of registration.
+        ``event`` is the event, or a ``Message`` around it. ``message_id`` overrides the id that the dispatcher's
+        extractor finds. If several handlers take the message, all of them run, in the order of registration.
 
-        If only one handler takes the message, its error is raised as it is. If several handlers take the message and
-        any of them fails, ``DeliveryFailed`` is raised. Raises ``UnhandledMessage`` if no handler takes the message,
-        and ``InvalidMessageError`` if the message has no usable id or type.
+        Returns a ``Delivery`` with the outcome of each handler.
+
+        If one handler takes the message, its error is raised unchanged. If several handlers take the message and any
+        of them fails, the dispatcher raises ``DeliveryFailed``. It raises ``UnhandledMessage`` if no handler takes the
+        message, and ``InvalidMessageError`` if the id or the type cannot be used. ``verdict_of(error)`` returns
+        whether to retry or to reject the message.
         """
         return self._deliver(event, message_id)
 
     def deliver_batch(self, events: Iterable[object]) -> list[Delivery]:
-        """Deliver many messages at once: for each handler one claim, one transaction, one commit.
+        """Deliver many messages together: each handler runs with one claim, one transaction and one COMMIT.
 
-        Returns a ``Delivery`` for each event, in the order of ``events``, only if every message may be acknowledged.
-        An event whose body does not carry its id is given as a ``Message``. Handlers are called in the order of
-        ``events``; a message that comes twice is applied once.
+        If the body of an event does not contain its id, pass a ``Message``. Each handler gets the messages in the
+        order of ``events``. A message that is in ``events`` twice is applied once.
 
-        Otherwise raises ``BatchFailed``: the dispatcher retries with fewer messages until it has found the failing one,
-        and applies all others. Handlers run again during that search, so keep side effects out of them. You can deliver
-        the same batch again at any time. Raises ``RefusedError`` if ``events`` is a single message.
+        Returns a ``Delivery`` for each event, in the order of ``events``. Then acknowledge all of them.
+
+        Raises ``BatchFailed`` if any message failed. The dispatcher first retries with fewer messages until it has
+        found the failing one, and applies all others. Handlers run again during this search, so keep side effects out
+        of them. You can deliver the same batch again at any time. Raises ``RefusedError`` if ``events`` is a single
+        message.
         """
         return self._deliver_batch(events)
 
 
 class AsyncDispatcher(BaseDispatcher[async_sessionmaker[Any]]):
-    """Delivers messages to ``async def`` handlers, each in a unit of work of its own, by an ``async_sessionmaker``.
+    """Delivers each message to ``async def`` handlers. Each handler runs in its own transaction.
 
-    Tasks of one event loop may share a dispatcher. The arguments are those of ``Dispatcher``.
+    Tasks of one event loop may share a dispatcher. ``session_factory`` is an ``async_sessionmaker``. All other
+    arguments are those of ``Dispatcher``.
     """
 
     _waiting = AWAITING
 
-    async def deliver(self, event: object, *, message_id: object = None) -> Delivery:
-        """Deliver one message. **It returns only if the message may be acknowledged**; otherwise it raises.
+    async def deliver(self, event: object, *, message_id: str | UUID | None = None) -> Delivery:
+        """Deliver one message. **If it returns, acknowledge the message; if it raises, do not**.
 
-        Takes, returns and raises what ``Dispatcher.deliver`` does. A cancellation leaves the message applied or not
-        applied, and nothing in between.
+        The arguments, the result and the errors are those of ``Dispatcher.deliver``. If the task is cancelled, the
+        message is applied completely or not at all.
         """
         return await greenlet_spawn(self._deliver, event, message_id)
 
     async def deliver_batch(self, events: Iterable[object]) -> list[Delivery]:
-        """Deliver many messages at once: for each handler one claim, one transaction, one commit.
+        """Deliver many messages together: each handler runs with one claim, one transaction and one COMMIT.
 
-        Takes, returns and raises what ``Dispatcher.deliver_batch`` does.
+        The arguments, the result and the errors are those of ``Dispatcher.deliver_batch``.
         """
         return await greenlet_spawn(self._deliver_batch, events)
 
 
-class Results:
-    """The outcomes of one message, noted handler by handler."""
+def _shown(route: Route) -> str:
+    """Return the route for an error message: a name in quotes, or the module and the name of a class."""
+    if isinstance(route, str):
+        return f"the name '{printable(route[:200])}'"
+    return f"the class {printable(f'{route.__module__}.{route.__qualname__}'[:200])}"
 
-    def __init__(self, message_id: str | None, *, alone: bool) -> None:
+
+class Results:
+    """The outcomes of one message, collected handler by handler.
+
+    If a new generation (``building``) fails and the old generation takes the message too, the failure is not collected.
+    """
+
+    def __init__(self, message_id: str | None, handlers: Sequence[Handler]) -> None:
         self._message_id = message_id
-        self._alone = alone  # True: the error of the only handler is raised as it is
+        self._spared = {each.identity for each in handlers if is_spared(each, handlers)}
+        self._alone = len(handlers) - len(self._spared) == 1  # True: the error of the only handler is raised as it is
         self._outcomes: dict[str, Outcome] = {}
         self._errors: dict[str, Exception] = {}
         self._durable = True
 
     def settled(self, identity: str, outcome: Outcome, durable: bool) -> None:
-        """Note that a handler has applied the message, or found that it was applied."""
+        """Note that a handler has applied the message, or that the message is a duplicate."""
         self._outcomes[identity] = outcome
         self._durable = self._durable and durable
 
-    def failed(self, identity: str, error: Exception) -> None:
-        """Note that a handler has failed; the error is raised after every other handler was tried."""
-        self._outcomes[identity], self._errors[identity] = Outcome.FAILED, error
+    def failed(self, handler: Handler, message: Message, error: Exception) -> None:
+        """Note that a handler has failed. The dispatcher raises the error after it has called every other handler."""
+        if handler.identity in self._spared:
+            tell(handler, message, error)
+        else:
+            self._outcomes[handler.identity], self._errors[handler.identity] = Outcome.FAILED, error
+
+    def not_routed(self, error: Exception) -> None:
+        """Note the error because of which no handler gets the message."""
+        self._outcomes["(not routed)"], self._errors["(not routed)"] = Outcome.FAILED, error
+        self._alone = True
 
     def delivery(self) -> Delivery:
-        """Return every outcome that was noted, failures included."""
+        """Return all collected outcomes, including failures."""
         return Delivery(self._message_id, self._outcomes, self._durable, self._errors)
 
     def error(self) -> Exception | None:
         """Return the error to raise, or None if no handler failed.
 
-        The error of the only handler is returned as it is; those of several handlers, in one ``DeliveryFailed``.
+        A message with one handler returns that handler's error. A message with several returns a ``DeliveryFailed``.
         """
         if not self._errors:
             return None
@@ -292,10 +391,10 @@ class Results:
         if self._alone:
             return failures[0]
         causes = ", ".join(f"{name} ({type(error).__name__})" for name, error in self._errors.items())
-        return DeliveryFailed(f"not applied by {causes}", failures, self.delivery())
+        return DeliveryFailed(f"the message was not applied by {causes}", failures, self.delivery())
 
     def settled_delivery(self) -> Delivery:
-        """Return the delivery of a message that every handler has settled, or raise ``error()``."""
+        """Return the delivery if no handler failed. Otherwise raise ``error()``."""
         if (error := self.error()) is not None:
             raise error
         return self.delivery()
@@ -310,15 +409,15 @@ class BatchResults:
 
     def routed(self, message: Message, handlers: list[Handler], known: str | None) -> None:
         """Note the next message of the input, and the handlers that take it."""
-        results = Results(known, alone=len(handlers) == 1)
+        results = Results(known, handlers)
         self._all.append(results)
         for handler in handlers:
             self._wanted.setdefault(handler.identity, []).append((results, message))
 
     def not_routed(self, message_id: str | None, error: Exception) -> None:
-        """Note the next message of the input, and the error for which it goes to no handler."""
-        results = Results(message_id, alone=True)
-        results.failed("(not routed)", error)
+        """Note the next message of the input, and the error because of which no handler gets it."""
+        results = Results(message_id, ())
+        results.not_routed(error)
         self._all.append(results)
 
     def messages_for(self, handler: Handler) -> list[Message]:
@@ -327,9 +426,9 @@ class BatchResults:
 
     def handled(self, handler: Handler, became: list[Result], durable: bool) -> None:
         """Note an outcome or an error for each of ``messages_for(handler)``, in their order."""
-        for (results, _), result in zip(self._wanted[handler.identity], became, strict=True):
+        for (results, message), result in zip(self._wanted[handler.identity], became, strict=True):
             if isinstance(result, Exception):
-                results.failed(handler.identity, result)
+                results.failed(handler, message, result)
             else:
                 results.settled(handler.identity, result, durable)
 
@@ -339,10 +438,10 @@ class BatchResults:
         errors = [error for results in self._all if (error := results.error()) is not None]
         if errors:
             raise BatchFailed(
-                f"{len(errors)} of {len(deliveries)} messages failed ({_ids(deliveries)}); acknowledge those in "
-                ".deliveries whose outcome is not FAILED, and let the others be redelivered"
+                f"{len(errors)} of {len(deliveries)} messages failed ({_ids(deliveries)}); acknowledge each message in "
+                ".deliveries whose outcome is not FAILED, and let the broker redeliver the others"
                 + (
-                    ", but first look at the TransactionViolatedError, whose handler has COMMITTED"
+                    ", but first read the TransactionViolatedError, whose handler has COMMITTED"
                     if any(getattr(error, "durable", False) for error in errors)
                     else ""
                 ),
@@ -354,5 +453,5 @@ class BatchResults:
 
 def _ids(deliveries: list[Delivery]) -> str:
     failed = [each.message_id for each in deliveries if each.outcome is Outcome.FAILED]
-    names = ["one whose id is not known" if each is None else printable(each) for each in failed[:5]]
+    names = ["one without a known id" if each is None else printable(each) for each in failed[:5]]
     return ", ".join(names) + (", ..." if len(failed) > 5 else "")

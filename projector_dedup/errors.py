@@ -1,30 +1,32 @@
-"""Every error that this library raises, and what to do about each.
+"""The errors of this library, and what to do after each.
 
 ::
 
     ProjectorDedupError
-    |-- RefusedError                  nothing ran: a message could have been lost or doubled
-    |   |-- InvalidMessageError       a type that is no class or name, a time that is no moment (also a ValueError)
+    ProjectorDedupError
+    |-- RefusedError                  nothing ran, because a message could have been lost or applied twice
+    |   |-- InvalidMessageError       the type or the time of the message cannot be used (also a ValueError)
     |   |   `-- InvalidMessageIdError     the id is missing, empty, too long, or not text
-    |   |-- HandlerDefinitionError    a projector cannot be told apart, called or awaited (also a TypeError)
-    |   |-- UnsupportedDatabaseError  a database, driver or pool that is not known to keep the promise
-    |   |-- UnsafeSessionError        AUTOCOMMIT, a foreign transaction, a second database
-    |   |-- MissingTableError         the marker table is not there, or not the one expected
-    |   `-- RetentionTooShortError    markers would be deleted while their messages may still be redelivered
+    |   |-- HandlerDefinitionError    a projector is defined so that it would lose messages (also a TypeError)
+    |   |-- UnsupportedDatabaseError  the library does not support the database, the driver or the pool
+    |   |-- UnsafeSessionError        AUTOCOMMIT, a transaction of another owner, a second database
+    |   |-- MissingTableError         the marker table is missing, or has the wrong columns
+    |   |-- BeyondRetention           the marker of the message may be deleted already
+    |   `-- RetentionTooShortError    a cleanup would delete markers of messages that may still be redelivered
     |-- UnhandledMessage              no handler is registered for the message
-    |-- Defer                         raised by a handler: not now; everything is rolled back
-    |-- OvertakenError                another delivery took one of several messages that were claimed together
+    |-- Defer                         raised by a handler to postpone the message; everything is rolled back
+    |-- OvertakenError                another delivery applied one of several messages that were claimed together
     |-- InProgress                    another delivery held the claim longer than ``claim_timeout``
-    |-- TransactionViolatedError      a handler ended, or broke, a transaction that is not its own
-    |   `-- UnlockedWriteError        with ``read_models``, a row was written that had not been read under lock
-    |-- RetriesExhaustedError         a transient database error outlived the retry policy
-    |-- CommitOutcomeUnknown          COMMIT was interrupted, or may be lost in a failover, and no retry could ask
-    |-- CleanupInterruptedError       a cleanup met an error that did not pass; what it had deleted stays deleted
-    |-- DeliveryFailed                several handlers: the failures together (an ExceptionGroup)
-    `-- BatchFailed                   some messages of a batch: the failures together (an ExceptionGroup)
+    |-- TransactionViolatedError      a handler committed, rolled back or closed the transaction
+    |   `-- UnlockedWriteError        with ``read_models``, a handler changed a row that it had not read under lock
+    |-- RetriesExhaustedError         a transient database error lasted longer than the retry policy allows
+    |-- CommitOutcomeUnknown          the connection failed during COMMIT: the message is applied, or it is not
+    |-- CleanupInterruptedError       a database error stopped a cleanup; the deleted markers stay deleted
+    |-- DeliveryFailed                several handlers: their failures together (an ExceptionGroup)
+    `-- BatchFailed                   some messages of a batch: their failures together (an ExceptionGroup)
 
-None of them means that the message may be acknowledged. ``verdict_of`` tells a consumer of each whether the message
-is to be delivered again, and when, or rejected.
+After any of them, do not acknowledge the message. ``verdict_of(error)`` returns whether to retry the message, and
+when, or to reject it.
 """
 
 from __future__ import annotations
@@ -37,62 +39,71 @@ if TYPE_CHECKING:
 
 
 class ProjectorDedupError(Exception):
-    """The base of every error of this library. The message must not be acknowledged."""
+    """The base of every error of this library. Do not acknowledge the message."""
 
 
 class RefusedError(ProjectorDedupError):
-    """Nothing ran, because a message could have been lost or applied twice.
+    """The library refused to run, because a message could have been lost or applied twice.
 
-    A redelivery will be refused again until somebody corrects what the text names.
+    Every redelivery is refused too, until you correct the configuration or the code that the error text names.
     """
 
 
 class InvalidMessageError(RefusedError, ValueError):
-    """A part of the message cannot be used: its type, the time when it occurred, or its id.
+    """The type, the ``occurred_at`` or the id of the message cannot be used. Reject the message.
 
-    Only this message is concerned: every other message of a batch is applied.
+    The other messages of a batch are applied.
     """
 
 
 class InvalidMessageIdError(InvalidMessageError):
-    """The message has no id, or one that not every database could tell apart from every other id."""
+    """The message has no id, or an id that some database cannot store or compare exactly. Reject the message."""
 
 
 class HandlerDefinitionError(RefusedError, TypeError):
-    """A projector was written in a way that would lose events; raised at start-up where possible."""
+    """A projector is defined so that it would lose messages. The library raises this at start-up where possible."""
 
 
 class UnsupportedDatabaseError(RefusedError):
-    """The database, its driver or its connection pool is not one that the promise was proved on."""
+    """The library does not support the database, its driver or its connection pool."""
 
 
 class UnsafeSessionError(RefusedError):
-    """Marker and read model could not be committed together, and by nobody else, through this session."""
+    """The marker and the read model might not commit together in this session. The error text names the reason."""
 
 
 class MissingTableError(RefusedError):
-    """The marker table is missing, or is not the table that this version expects."""
+    """The marker table is missing, or its columns are not those that this version expects. Run the migration."""
 
 
 class RetentionTooShortError(RefusedError, ValueError):
-    """Markers would be deleted while their messages may still be redelivered, which would be applied again.
+    """The cleanup would delete markers of messages that may still be redelivered, and would be applied again.
 
-    Clean up with a longer retention; or declare a shorter horizon, if no message comes again as late as that.
+    Clean up with a longer retention. If the broker redelivers no message as late as that, declare a shorter horizon.
+    """
+
+
+class BeyondRetention(RefusedError):
+    """The message has no marker, but is so old that its marker may have been deleted: perhaps it was applied before.
+
+    No handler ran. Reject the message. If you know that the message was not applied, deliver it with a dispatcher that
+    has ``late="apply"``.
     """
 
 
 class UnhandledMessage(ProjectorDedupError):
-    """No handler is registered for the message; ``unhandled="ignore"`` makes that ``SKIPPED``."""
+    """No handler is registered for the message. With ``unhandled="ignore"`` its outcome is ``SKIPPED`` instead."""
 
 
 class Defer(ProjectorDedupError):
-    """A handler raises it to say "not now": everything is rolled back, the marker too, so a redelivery applies."""
+    """Raise it in a handler to postpone the message. The library rolls back, and a redelivery calls the handler."""
 
 
 class InProgress(ProjectorDedupError):
-    """Another transaction held the claim longer than ``claim_timeout``; it may yet commit or roll back.
+    """Another transaction held the claim longer than ``claim_timeout``, and may still commit or roll back.
 
-    Do not acknowledge; let the broker redeliver. ``retry_after`` (seconds) is given for an effect: its lease ends then.
+    Do not acknowledge the message; let the broker redeliver it. For an effect, ``retry_after`` is the time in seconds
+    until the lease of the other process ends.
     """
 
     def __init__(self, message: str = "", retry_after: float | None = None) -> None:
@@ -101,18 +112,18 @@ class InProgress(ProjectorDedupError):
 
 
 class OvertakenError(ProjectorDedupError):
-    """Another delivery committed the marker of one of several messages while they were claimed together.
+    """Another delivery committed the marker of one of several messages while this one claimed them together.
 
-    Run the unit of work again; a dispatcher does so by itself.
+    Run the unit of work again. A dispatcher retries automatically.
     """
 
 
 class TransactionViolatedError(ProjectorDedupError):
-    """A handler committed, rolled back, closed or broke the unit of work's transaction (invariant I4).
+    """A handler committed, rolled back or closed the unit of work's transaction (invariant I4). Correct the handler.
 
-    ``durable`` is false where everything was rolled back: a redelivery runs the handler again. It is true where
-    the marker, and what the handler had written by then, were already committed when it was found out: a
-    redelivery will be *skipped*, so the read model has to be looked at.
+    If ``durable`` is False, everything was rolled back, and a redelivery runs the handler again. If ``durable`` is
+    True, the marker and a part of the handler's writes are committed. A redelivery will be *skipped*, so compare the
+    read model with the message and correct it.
     """
 
     def __init__(self, message: str, *, durable: bool = False) -> None:
@@ -121,29 +132,29 @@ class TransactionViolatedError(ProjectorDedupError):
 
 
 class UnlockedWriteError(TransactionViolatedError):
-    """A handler with ``read_models`` was to change a row without the lock that makes that safe; nothing was written."""
+    """A handler with ``read_models`` changed a row that it had not read under lock. Everything was rolled back."""
 
 
 class RetriesExhaustedError(ProjectorDedupError):
-    """A transient database error, the ``__cause__``, lasted longer than the retry policy allows; try again later.
+    """A transient database error (the ``__cause__``) lasted longer than the retry policy allows. Try again later.
 
-    No message was applied. Batches that ``rename`` committed before stay renamed.
+    No message was applied. Batches that ``rename`` has committed stay renamed.
     """
 
 
 class CommitOutcomeUnknown(ProjectorDedupError):
-    """The message is applied or not, and the library could not find out which. Do not acknowledge.
+    """The library does not know whether the message is applied. Do not acknowledge it; let the broker redeliver it.
 
-    Either the connection failed during COMMIT, or PostgreSQL was told not to wait for its synchronous standby, so that
-    a failover may still lose the COMMIT. For an idempotent projector a redelivery finds out; for any other projector
-    it may apply the message twice.
+    Either the connection failed during COMMIT, or PostgreSQL stopped waiting for its synchronous standby, so a failover
+    may still lose the COMMIT. With an idempotent projector, a redelivery finds out: it applies the message or is a
+    duplicate. With any other projector, a redelivery may apply the message twice.
     """
 
 
 class CleanupInterruptedError(ProjectorDedupError):
-    """A database error, the ``__cause__``, stopped a cleanup each time that a batch was tried. Run the cleanup again.
+    """A database error (the ``__cause__``) stopped a cleanup, also after retries. Run the cleanup again.
 
-    ``deleted`` is the number of markers that were deleted before; they stay deleted.
+    ``deleted`` is the number of markers that the cleanup had deleted by then. They stay deleted.
     """
 
     def __init__(self, message: str, deleted: int) -> None:
@@ -155,7 +166,7 @@ class CleanupInterruptedError(ProjectorDedupError):
 
 
 class _Failures(ProjectorDedupError, ExceptionGroup[Exception]):
-    """Several failures, and what they were failures of, which every part of the group keeps."""
+    """A group of failures, and the delivery or the batch that failed. Every part of the group keeps it too."""
 
     def __new__(cls, message: str, exceptions: Sequence[Exception], of: Any) -> Self:
         """Create the group and keep ``of``: ``ExceptionGroup`` takes its arguments here."""
@@ -171,15 +182,15 @@ class _Failures(ProjectorDedupError, ExceptionGroup[Exception]):
         return type(self), (self.message, list(self.exceptions), self._of), vars(self)
 
     def derive(self, excs: Sequence[Exception]) -> Self:  # type: ignore[override]  # narrower on purpose
-        """Return a part of the group, as ``split`` and ``except*`` ask for one."""
+        """Return a part of the group, for ``split`` and ``except*``."""
         return type(self)(self.message, excs, self._of)
 
 
 class DeliveryFailed(_Failures):
     """Some handlers of one message failed. ``delivery`` has every outcome, ``exceptions`` has the failures.
 
-    A redelivery skips the handlers that have applied the message. ``verdict_of`` retries if any of the failures is to
-    be retried.
+    Do not acknowledge the message. A redelivery skips the handlers that have applied it. ``verdict_of`` returns a retry
+    if it would retry any of the failures.
     """
 
     @property
@@ -190,11 +201,11 @@ class DeliveryFailed(_Failures):
 
 
 class BatchFailed(_Failures):
-    """Some messages of a batch failed. ``deliveries`` has one for each message, in the order of the input.
+    """Some messages of a batch failed. ``deliveries`` has a delivery for each message, in the order of the input.
 
-    Acknowledge those whose ``outcome`` is not ``FAILED``, and ask ``verdict_of(delivery.error)`` of each other; after a
-    ``TransactionViolatedError`` that is ``durable``, read its notes first. ``exceptions`` are the failures; messages
-    that failed together share one.
+    Acknowledge each message whose ``outcome`` is not ``FAILED``. For each other message, do what
+    ``verdict_of(delivery.error)`` returns. After a ``TransactionViolatedError`` that is ``durable``, read its notes
+    first. ``exceptions`` has the failures; messages that failed together share one.
     """
 
     @property

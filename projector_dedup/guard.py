@@ -1,22 +1,23 @@
 """Detect and prevent a handler that ends the transaction of its claim: the marker must commit with its writes.
 
-A handler gets a real Session, so it can do what it must not: commit, roll back, close, or swallow the error that
-aborted the transaction. Every statement of a session goes through its ``Connection``. So while a handler has the
-session, the class of that one connection is ``GuardedConnection``, which reports each statement, each COMMIT and each
-ROLLBACK to the unit of work's ``Guard``.
+A handler gets a real Session, so it can commit, roll back, close, or swallow the error that aborted the transaction.
+Every statement of a session goes through its ``Connection``. So while a handler has the session, the class of this
+connection is ``GuardedConnection``, which reports each statement, COMMIT and ROLLBACK to the unit of work's ``Guard``.
 
-The guard *prevents* a violation that it sees in advance, by raising before anything is sent. It *detects* other
-violations before COMMIT, by asking the driver, which costs no round trip. It asks the server if the handler took the
-driver's own connection, streamed a result or, on MariaDB, called a stored procedure, because no driver reports what
-happens there; and with ``strict=True``. The guard remembers the first violation, also if the handler swallows the
-exception: such a unit of work never commits.
+If the guard sees a violation in advance, it *prevents* it: it raises before anything is sent. It *detects* other
+violations before COMMIT by asking the driver, which costs no round trip. It asks the server with ``strict=True``, and
+if the handler used the driver's own connection, streamed a result or, on MariaDB, called a stored procedure, because no
+driver reports what happens there. The guard remembers the first violation, also if the handler swallows the exception,
+and then the unit of work never commits.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
+from types import CoroutineType
 from typing import Any, ClassVar, NoReturn
 
 from sqlalchemy import Select, Table, event, literal_column, select
@@ -35,23 +36,31 @@ from .tables import DedupTables
 from .transaction_text import sql_sent, sql_text
 
 _SAVEPOINTS = (SavepointClause, RollbackToSavepointClause, ReleaseSavepointClause)
-_MARK = "the mark"  # among the names of savepoints
+_MARK = "the mark"  # the entry for the mark in the list of savepoints
 
 
 class GuardedSession(Session):
-    """The private Session class of a unit of work. The user's own sessions are never listened to."""
+    """The private Session class of a unit of work. The library's listeners never reach the user's own sessions."""
 
     guard: Guard | None = None  # while a handler has the session
     taken: tuple[Connection, ...] = ()  # the connections on which the session has begun transactions
-    keeps_over_flush = False  # True: a flush does not forget the declared rows, though a trigger may change them
-    unwritten = False  # True: earlier messages have changed something, and nothing was flushed since
-    stale = False  # True: rows may be in the session as they were in a savepoint that was rolled back
+    keeps_over_flush = False  # True: a flush does not forget the declared rows, although a trigger may change them
+    unwritten = False  # True: earlier messages have made changes that are not flushed yet
+    building = False  # True: the projector is building, so its handler cannot arm effects
+    stale = False  # True: the session may have rows as they were in a savepoint that was rolled back
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        #: strong references: the identity map has only weak ones, and forgets an instance that nobody refers to
+        #: strong references, because the identity map has only weak ones
         self.kept: list[object] = []
         self.flush_depth = 0
+        #: the last calls of the AsyncSession around this session; some may be awaited by now
+        self.unawaited: list[CoroutineType[Any, Any, Any]] = []
+        self.forgets_at = 16  # calls: then those that have ended are forgotten
+
+    def unfinished(self) -> list[CoroutineType[Any, Any, Any]]:
+        """Return the calls of the AsyncSession around this session that nobody has awaited to their end."""
+        return [call for call in self.unawaited if inspect.getcoroutinestate(call) != inspect.CORO_CLOSED]
 
     def flush(self, objects: Any = None) -> None:
         """Flush, and count the depth, so that ``before_statement`` recognises the statements of a flush."""
@@ -64,7 +73,7 @@ class GuardedSession(Session):
     def before_statement(self, *, writes: bool) -> None:
         """Forget the declared rows if the statement ``writes``, because it may change them in the database.
 
-        An instance that the handler still refers to stays in the session, as in any session.
+        Instances that the handler still references stay in the session, as in every session.
         """
         if not writes:
             return
@@ -72,24 +81,24 @@ class GuardedSession(Session):
             self.kept.clear()
 
     def before_rollback_to_savepoint(self) -> None:
-        """Forget the rows that were read ahead: they may be as the savepoint had them."""
+        """Forget the rows that were read ahead, because they may have values from the savepoint."""
         self.kept.clear()
 
     def connection(self, bind_arguments: Any = None, execution_options: Any = None) -> Connection:
         """Return the connection of the claim. Raises ``UnsafeSessionError`` for a schema map, which comes too late.
 
-        SQLAlchemy would drop the map, with no more than a warning.
+        SQLAlchemy would only warn, and ignore the map.
         """
         if self.guard is not None and "schema_translate_map" in (execution_options or {}):
             raise UnsafeSessionError(
                 "session.connection(execution_options={'schema_translate_map': ...}) comes too late in a handler: "
-                "the transaction has begun. Give the dispatcher an engine that has the map, or give it to the statement"
+                "the transaction has begun. Give the dispatcher an engine with the map, or give the statement the map"
             )
         return super().connection(bind_arguments=bind_arguments, execution_options=execution_options)
 
 
 class Guard:
-    """Watches one unit of work's transaction, from its claim to its commit, and remembers what happened to it."""
+    """Watches the transaction of one unit of work from its claim to its COMMIT, and remembers the first violation."""
 
     def __init__(
         self,
@@ -101,13 +110,13 @@ class Guard:
     ) -> None:
         self.session, self.connection, self.dialect = session, connection, dialect
         self.driver = connection.connection.driver_connection
-        self.key = key  # of the marker; None: nothing is claimed
+        self.key = key  # of the marker; None: without a claim
         self.violation: TransactionViolatedError | None = None
         self.aborted_by: DBAPIError | None = None  # the error after which the server accepts no statement
-        self.watching = False  # True: statements, COMMIT and ROLLBACK are checked, because a handler has the session
+        self.watching = False  # True: a handler has the session, so statements, COMMIT and ROLLBACK are checked
         self.several = False  # True: several messages share the transaction
         self.server_check_required = False
-        self.driver_was_exposed = False  # to the handler, which may have committed there
+        self.driver_was_exposed = False  # True: the handler has the driver's connection, and may have committed there
         self.must_disconnect = False  # the state of the driver is unknown
         self.commit_was_sent = self.commit_was_answered = False
         self.last: LastStatement | None = None  # sent together with COMMIT
@@ -117,15 +126,15 @@ class Guard:
         self._session_transaction = session.get_transaction()
         self._transaction = connection.get_transaction()
         self._outer_savepoint = connection.get_nested_transaction()  # only inside an external transaction
-        self._savepoints: list[str] = []  # the open ones in their order, with the mark at its place
-        self._marked = False  # True: a savepoint, or the transaction id, tells the transaction from a later one
-        self._transaction_id: str | None = None  # the server's number of the transaction, if it has numbers
-        self._place: str | None = None  # the database of the claim, once a handler may have chosen another one
+        self._savepoints: list[str] = []  # the open savepoints in order, including the mark
+        self._marked = False  # True: a savepoint or the transaction id distinguishes this transaction from later ones
+        self._transaction_id: str | None = None  # the server's id of the transaction, if the server has such ids
+        self._place: str | None = None  # the database of the claim, if the handler may have chosen another one
 
     # From claim to commit -------------------------------------------------------------------------------------------
 
     def watch(self) -> Status:
-        """Make session and connection report to this guard from here on; return the status of the transaction."""
+        """Make the session and the connection report to this guard. Return the status of the transaction."""
         status = self.dialect.status(self.driver)
         self.watching, self._begun = True, status is Status.OPEN
         self.connection.__class__ = _guarded(type(self.connection))  # type: ignore[arg-type]  # a class, for mypy
@@ -133,16 +142,17 @@ class Guard:
         return status
 
     def release(self) -> None:
-        """Restore the connection's class and remove its reference: a cycle would wait for the garbage collector."""
+        """Restore the connection's class, and remove its reference to this guard, which would be a cycle."""
         self.watching, self.session.guard = False, None
         if isinstance(self.connection, GuardedConnection):
             self.connection.__class__ = self.connection.unguarded  # type: ignore[assignment]
             del self.connection.guard
 
     def verify(self) -> None:
-        """Raise ``TransactionViolatedError`` unless this is the transaction of the claim, whole and able to commit."""
+        """Raise ``TransactionViolatedError`` unless the transaction of the claim is still open and able to commit."""
         if self.violation is not None:
             raise self.violation
+        self._refuse_unawaited()
         if self.connection.invalidated:
             raise self.violate("the handler swallowed the loss of the database connection") from self.aborted_by
         same = self.session.get_transaction() is self._session_transaction
@@ -163,8 +173,22 @@ class Guard:
                 self.verify_with_server()  # if the connection was lost, this raises the driver's error
             raise self.violate("the handler closed the driver's connection, or left a statement unfinished on it")
 
+    def _refuse_unawaited(self) -> None:
+        lost = self.session.unfinished()
+        for call in lost:
+            if inspect.getcoroutinestate(call) == inspect.CORO_CREATED:
+                call.close()  # Python would warn of it later, somewhere else
+            else:
+                self.must_disconnect = True  # a task of the handler's still uses the connection
+        if lost:
+            self.violation = TransactionViolatedError(
+                f"the handler did not await session.{lost[0].__name__}(...) to its end; write "
+                f"`await session.{lost[0].__name__}(...)`. All was rolled back; a redelivery runs the handler again"
+            )
+            raise self.violation
+
     def verify_with_server(self) -> None:
-        """Ask the server whether the transaction is still the claim's; raise what ``verify`` raises if not."""
+        """Ask the server whether the claim's transaction is still open. Raises the errors of ``verify``."""
         try:
             ours = self._is_open()
         except DBAPIError as error:
@@ -175,7 +199,7 @@ class Guard:
             raise self.ended_below()
 
     def leave_nothing_open(self) -> None:
-        """End the transaction where SQLAlchemy would not, before the connection goes back to its pool."""
+        """End a transaction that SQLAlchemy would leave open, before the connection goes back to its pool."""
         if self.connection.closed or self.connection.invalidated:
             return
         status = self.dialect.status(self.driver)
@@ -189,7 +213,7 @@ class Guard:
     # What the guarded connection and session report ----------------------------------------------------------------
 
     def before_statement(self, sql: str | None, written: Table | None, *, mends: bool = False) -> None:
-        """Raise if no statement may run any more, or if this one must not run.
+        """Raise if the transaction accepts no more statements, or if this statement is forbidden.
 
         ``sql`` is the text of a statement that the handler wrote as text. ``written`` is the table that any other
         statement changes. ``mends`` is True for ROLLBACK TO SAVEPOINT, which can succeed in an aborted transaction.
@@ -206,8 +230,8 @@ class Guard:
                 raise self.violate(f"the handler ran {command}, which begins or ends a transaction")
             if grammar.hides_errors(sql):
                 raise UnsafeSessionError(
-                    "several statements in one SQL text: the drivers of this database do not report an error of the "
-                    "second statement; execute the statements one by one"
+                    "the SQL text contains several statements, and the drivers of this database do not report an error "
+                    "of the second one; execute the statements one by one"
                 )
             if grammar.hides_commands(sql):
                 self.driver_exposed()
@@ -217,14 +241,14 @@ class Guard:
             self.dialect.refuse_table(self.connection, written)
 
     def after_statement(self) -> None:
-        """Note that a statement succeeded, which on most databases proves that the transaction is alive."""
+        """Note that a statement succeeded, which on most databases proves that the transaction is not aborted."""
         self._begun = self._begun or self.dialect.status(self.driver) is Status.OPEN
         if not self.dialect.abort_lasts:
             self.aborted_by = None
 
     def statement_failed(self, error: BaseException) -> None:
         """Note that a statement failed. The first error counts: later ones only report the aborted transaction."""
-        if self.aborted_by is not None or not isinstance(error, DBAPIError):
+        if self.violation is not None or self.aborted_by is not None or not isinstance(error, DBAPIError):
             return
         if error.connection_invalidated or self.dialect.aborts(error):
             self.aborted_by = error
@@ -241,10 +265,10 @@ class Guard:
         gone = self._savepoints[place:]
         del self._savepoints[place:]
         if _MARK in gone:
-            self.mark()  # it is still the same transaction: the savepoint could not have ended in another
+            self.mark()  # the savepoint ended, so this is still the same transaction
 
     def driver_exposed(self) -> None:
-        """Note that a handler gets the driver's own connection. The guard cannot see a COMMIT there."""
+        """Record that the handler took the driver's own connection, where the guard cannot see a COMMIT."""
         self.session.before_statement(writes=True)
         if self.watching and not self.driver_was_exposed:
             self.driver_was_exposed = True  # set first: a listener to the next statement may ask for the driver
@@ -253,7 +277,7 @@ class Guard:
         self.require_server_check()
 
     def require_server_check(self) -> None:
-        """Ask the server before COMMIT: the next call may end the transaction without a report from the driver."""
+        """Ask the server before COMMIT, because the driver may not report the end of the transaction."""
         if self.watching:
             self._refuse_aborted()
             self.server_check_required = True
@@ -275,42 +299,45 @@ class Guard:
             if self.session.get_transaction() is not self._session_transaction:
                 self._raise_rolled_back()
             raise self.violate(
-                "the session went to a second database connection (another bind, or another engine on the same "
-                "database): marker and read model must be on one"
+                "the session opened a second database connection (another bind, or another engine on the same "
+                "database), but marker and read model must use one connection; give the sessionmaker one engine"
             )
 
     # Violations -----------------------------------------------------------------------------------------------------
 
     def violate(self, what: str) -> TransactionViolatedError:
-        """Remember the first violation and return its error. This unit of work will not commit."""
+        """Remember the first violation, so that the unit of work never commits. Return its error."""
         if self.violation is None:
             self.violation = TransactionViolatedError(
-                f"{what}; only the unit of work may end its transaction. Everything was rolled back, so a "
-                "redelivery runs the handler again"
+                f"{what}; only the library may commit or roll back. Everything was rolled back, so a redelivery runs "
+                "the handler again"
             )
         return self.violation
 
     def refuse_for_several(self) -> NoReturn:
-        """Refuse what would reach other messages, such as a setting. The batch then applies this message alone."""
+        """Refuse an action that would affect other messages of the batch. The batch then applies this message alone."""
         self.violation = self.violation or TransactionViolatedError(
-            "the handler set something for its transaction, or dropped changes of its session, which several messages "
-            "share; everything was rolled back, and the library applies the message again in a transaction of its own. "
+            "the handler changed a setting of the transaction, or dropped changes of the session, but several messages "
+            "share both; everything was rolled back, and the library applies the message again in its own transaction. "
             "Do not catch this error"
         )
         raise self.violation
 
     def ended_below(self) -> TransactionViolatedError:
-        """Return the violation of a transaction that ended on the driver's connection; find out if it committed."""
+        """Return the violation of a handler that ended the transaction on the driver's connection.
+
+        Find out whether the handler committed.
+        """
         self.must_disconnect = True
-        what = "the handler ended the transaction on the driver's connection, below SQLAlchemy"
+        what = "the handler ended the transaction on the driver's own connection, which SQLAlchemy does not see"
         if self.violation is None and (left := self._what_is_durable()) is not None:
             self.violation = TransactionViolatedError(what + left, durable=True)
         return self.violate(what)
 
     def made_durable(self) -> TransactionViolatedError | None:
-        """Return the violation of a handler that committed and then failed: its writes were not rolled back."""
+        """Return the violation of a handler that committed and then failed, so that its writes are not rolled back."""
         if self.violation is None and self.watching and self._may_be_committed_below():
-            with suppress(DBAPIError):  # the server cannot be asked any more; the handler's own error is raised
+            with suppress(DBAPIError):  # the server cannot be asked; the handler's own error is raised
                 self.ended_below()
         return self.violation if self.violation is not None and self.violation.durable else None
 
@@ -322,19 +349,19 @@ class Guard:
         if self.aborted_by is not None:
             raise self._swallowed() from self.aborted_by
         raise self.violate(
-            "the handler rolled back or closed the session or its connection, or swallowed a failed flush; put "
-            "what may fail inside `with session.begin_nested()`"
+            "the handler rolled back or closed the session or its connection, or swallowed a failed flush; put code "
+            "that may fail inside `with session.begin_nested()`"
         )
 
     def _swallowed(self) -> TransactionViolatedError:
         if self.violation is None and self._may_be_committed_below():
             return self.ended_below()
         return self.violate(
-            "the handler swallowed a database error that aborted the transaction; put what may fail inside "
+            "the handler swallowed a database error that aborted the transaction; put code that may fail inside "
             "`with session.begin_nested()`"
         )
 
-    # What the server says, for a round trip each ----------------------------------------------------------------------
+    # Questions to the server, one round trip each ---------------------------------------------------------------------
 
     def mark(self) -> None:
         """Mark the transaction once, to distinguish it from any later one on the connection."""
@@ -342,7 +369,7 @@ class Guard:
             return
         self._savepoints.append(_MARK)  # set first: a listener to the mark's own statement may ask for the driver
         try:
-            if self._transaction_id is None:  # a later one would be of whatever transaction is open by then
+            if self._transaction_id is None:  # ask only once: later, another transaction may be open
                 self._transaction_id = self.dialect.transaction_id(self.connection)
             if self._transaction_id is None:
                 self.dialect.mark_transaction(self.connection)
@@ -352,7 +379,7 @@ class Guard:
             raise
 
     def _is_open(self) -> bool:
-        """True if the transaction that is open now is the claim's, and not aborted. Removes the mark."""
+        """True if the open transaction is the claim's, and is not aborted. Removes the mark."""
         connection, marked, self._marked = self._where_claimed(), self._marked, False
         if self._transaction_id is not None:
             return self.dialect.transaction_id(connection) == self._transaction_id
@@ -363,7 +390,7 @@ class Guard:
         return marker_exists(connection, self._tables.marker, self.key)
 
     def _is_committed(self) -> bool | None:
-        """True if the marker is there now that its transaction has ended; None if nobody can tell."""
+        """True if the ended transaction has committed the marker, False if not, None if that is unknown."""
         if self.key is None:
             return None
         connection, marker = self._where_claimed(), self._tables.marker
@@ -393,8 +420,8 @@ class Guard:
         if status in (Status.OPEN, Status.ABORTED) and self.driver_was_exposed:
             try:
                 return not self._is_open() and self._is_committed() is not False
-            except DBAPIError:  # aborted: the open transaction cannot commit, but the one before it may have
-                with suppress(DBAPIError, PendingRollbackError):  # the latter: lost meanwhile
+            except DBAPIError:  # the open transaction is aborted, but an earlier one may have committed
+                with suppress(DBAPIError, PendingRollbackError):  # PendingRollbackError: the connection was lost
                     return self._is_committed() is True
         return status is Status.NONE
 
@@ -403,38 +430,37 @@ class Guard:
         committed = self._is_committed()
         if committed:
             return (
-                ", by a commit: the marker and what the handler had written by then are COMMITTED, and what it wrote "
-                "later may not be. A redelivery will be skipped as a duplicate, so look at the read model"
+                ", by a commit: the marker and the handler's writes until then are COMMITTED, and its later writes may "
+                "not be. A redelivery will be skipped as a duplicate, so correct the read model by hand"
             )
         if committed is None and self.key is None:
             return (
-                ". If this was a commit, what the handler had written is COMMITTED, and without a marker a redelivery "
-                "writes it again: look at the read model first"
+                ". If this was a commit, the handler's writes are COMMITTED, and without a marker a redelivery writes "
+                "them again: check the read model first"
             )
         if committed is None:
             return (
-                ". If this was a commit, the marker and what the handler had written are COMMITTED, and a redelivery "
-                "will be skipped as a duplicate. Which it was is unknown, because several tables have its name, or "
-                "the marker cannot be read after what the handler chose (a schema, a database, a role). Look for the "
-                "marker where it was claimed, and at the read model"
+                ". If this was a commit, the marker and the handler's writes are COMMITTED, and a redelivery will be "
+                "skipped as a duplicate. The library does not know, because several tables have the marker's name, or "
+                "because the handler chose another schema, database or role. Check the marker table and the read model"
             )
         return None
 
     def _where_claimed(self) -> Connection:
-        """Return the connection, with the schema map of the claim, whatever map a handler gave it since."""
+        """Return the connection with the schema map of the claim, which a handler may have replaced."""
         return Connection.execution_options(self.connection, schema_translate_map=self._schemas)  # past the guard
 
     def run_last(self) -> None:
-        """Run the last statement of the transaction, past the guard."""
+        """Run the last statement of the transaction, without the guard's checks."""
         if self.last is not None:
             self.last.run(self._where_claimed())
 
 
 class GuardedConnection(Connection):
-    """The connection of a unit of work while a handler has it. Each method that reaches the server reports.
+    """The connection of a unit of work while a handler has it. It reports each call that reaches the server.
 
-    SQLAlchemy's ConnectionEvents would see the same. They cost 35 to 50 us for each message, and an exception in their
-    ``commit`` leaves the transaction open in the pool.
+    SQLAlchemy's ConnectionEvents would report the same. But they cost 35 to 50 us for each message, and an exception in
+    their ``commit`` leaves the transaction open in the pool.
     """
 
     guard: Guard
@@ -442,7 +468,7 @@ class GuardedConnection(Connection):
     _ending = False
 
     def execute(self, statement: Any, *args: Any, **kwargs: Any) -> Any:
-        """Execute a statement, and report it. The statements of the ORM and of Core come through here."""
+        """Execute a statement, and report it. All statements of the ORM and of Core use this method."""
         return self._watched(super().execute, statement, *args, **kwargs)
 
     def scalar(self, statement: Any, *args: Any, **kwargs: Any) -> Any:
@@ -492,7 +518,7 @@ class GuardedConnection(Connection):
 
     @property
     def connection(self) -> PoolProxiedConnection:
-        """Return the driver's connection. SQLAlchemy needs it for COMMIT and ROLLBACK; anybody else is a handler."""
+        """Return the driver's connection. Except for COMMIT and ROLLBACK, the caller is a handler."""
         if not self._ending:
             self.guard.driver_exposed()
         return super().connection
@@ -503,7 +529,7 @@ class GuardedConnection(Connection):
         return info_of(self)
 
     def execution_options(self, **options: Any) -> Any:
-        """Set options, such as a schema map. In a batch this is refused: they would reach the other messages."""
+        """Set options, such as a schema map. Refused in a batch, because they would affect the other messages."""
         self.guard.session.before_statement(writes=True)
         if self.guard.several:
             self.guard.refuse_for_several()

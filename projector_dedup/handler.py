@@ -1,4 +1,4 @@
-"""The handlers of a projector: the identity of each, the messages that it takes, and how it is called."""
+"""The handlers of a projector: the identity of each, the messages that it takes, and the checks at start-up."""
 
 from __future__ import annotations
 
@@ -19,11 +19,17 @@ from .read_models import DeclaredReads
 
 logger = logging.getLogger("projector_dedup")
 
-ON = "__projector_dedup_on__"  #: the attribute in which ``@on`` leaves what it says of a function
-PROJECTOR = "__projector_dedup_projector__"  #: and ``@projector`` what it says of a class
+ON = "__projector_dedup_on__"  #: the attribute of a function in which ``@on`` stores its arguments
+PROJECTOR = "__projector_dedup_projector__"  #: the attribute of a class in which ``@projector`` stores its arguments
+
+DeadLetter = Callable[[Message, Exception], None]
+"""A function that takes a message and the error that a handler raised for it."""
 
 _warned: set[str] = set()
-"""Handlers of which the log has warned that they do not use their message ids."""
+"""Handlers for which the library has logged that they do not use their message ids."""
+
+_warned_of_results: set[str] = set()
+"""Handlers of which the log has warned that they return something."""
 
 
 @dataclass(frozen=True)
@@ -40,12 +46,12 @@ class On:
 
     @property
     def former_parts(self) -> tuple[str, ...]:
-        """The former names of the method's part of the identity: those without a dot."""
+        """The former names of the method, which have no dot."""
         return tuple(name for name in self.formerly if "." not in name)
 
     @property
     def former_identities(self) -> tuple[str, ...]:
-        """The former identities of the whole handler, which have a dot: it was moved from another projector."""
+        """The former identities of the whole handler, which have a dot, such as ``old-projector.method``."""
         return tuple(name for name in self.formerly if "." in name)
 
 
@@ -69,7 +75,15 @@ class Handler:
     function: Callable[[Any, Any], Any]
     on: On
     projector: Settings
-    formerly: tuple[str, ...] = ()  #: identities under which other versions of the code may have applied a message
+    owner: str  #: the name of the projector
+    formerly: tuple[str, ...] = ()  #: former identities, under which other versions of the code may apply a message
+    beside: str | None = None  #: if the projector is ``building``: the name of the projector that it will replace
+    dead: DeadLetter | None = None  #: if the projector is ``building``: called with each message on which it fails
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The present and former identities. Markers of the handler are stored under these names."""
+        return frozenset({self.identity, *self.formerly})
 
     @cached_property
     def idempotent(self) -> bool:
@@ -82,7 +96,7 @@ class Handler:
         return inspect.iscoroutinefunction(self.function)
 
     def wants(self, route: Route) -> bool:
-        """True if the handler handles messages of ``route``, a class or a name."""
+        """True if the handler takes messages of the type ``route``, a class or a name."""
         if route in self.on.routes:
             return True
         return (
@@ -109,19 +123,24 @@ class Instance(Protocol):
 
 
 def handlers_of(target: Any) -> list[Handler]:
-    """Return the handlers of a function projector or of an instance of a ``@projector`` class; refuse anything else."""
+    """Return the handlers of a function projector, or of an instance of a ``@projector`` class.
+
+    Raises ``HandlerDefinitionError`` for anything else.
+    """
     if isinstance(alone := getattr(target, "handler", None), Handler):  # that of a FunctionProjector
         return [alone]
     if isinstance(target, type):
-        raise HandlerDefinitionError(f"give the dispatcher an instance, {target.__name__}(), not the class")
+        raise HandlerDefinitionError(
+            f"give the dispatcher an instance, {target.__name__}(), not the class {target.__name__}"
+        )
     cls = type(target)
     settings: Settings | None = getattr(cls, PROJECTOR, None)
     if settings is None:
         raise HandlerDefinitionError(
-            f"{cls.__qualname__} is not a projector; decorate it with @projector(...), and give several one by one: "
-            "Dispatcher(session_factory, First(), Second()), or Dispatcher(session_factory, *projectors)"
+            f"{cls.__qualname__} is not a projector; decorate it with @projector(...). Pass several projectors one by "
+            "one: Dispatcher(session_factory, First(), Second()), or Dispatcher(session_factory, *projectors)"
         )
-    if PROJECTOR not in vars(cls):  # names, and former names, belong to the class they were given to
+    if PROJECTOR not in vars(cls):  # a subclass does not inherit the name and the former names
         settings = replace(settings, name=None, formerly=())
     marked: dict[str, On] = {
         name: _inherited(getattr(function, ON), base, cls)
@@ -131,7 +150,7 @@ def handlers_of(target: Any) -> list[Handler]:
         if hasattr(function, ON)
     }
     if not marked:
-        raise HandlerDefinitionError(f"{cls.__qualname__} has no handler; mark its methods with @on(Event)")
+        raise HandlerDefinitionError(f"{cls.__qualname__} has no handler; decorate its methods with @on(Event)")
     owner = settings.name or f"{cls.__module__}.{cls.__qualname__}"
     owners, pinned = [owner, *settings.formerly], is_pinned(cls, settings)
     return [
@@ -141,6 +160,7 @@ def handlers_of(target: Any) -> list[Handler]:
             getattr(target, name),
             on,
             settings,
+            owner=owner,
             pinned=pinned,
         )
         for name, on in marked.items()
@@ -148,40 +168,49 @@ def handlers_of(target: Any) -> list[Handler]:
 
 
 def _inherited(on: On, base: type[Any], cls: type[Any]) -> On:
-    """Return what ``@on`` says of a method, without the former identities if ``cls`` inherits it from a projector."""
+    """Return the arguments of a method's ``@on``, without former identities if ``cls`` inherits from a projector."""
     return replace(on, formerly=on.former_parts) if base is not cls and PROJECTOR in vars(base) else on
 
 
 def joined(owners: Iterable[str], parts: Iterable[str]) -> set[str]:
-    """Return every identity that one of the owners gives to one of the parts."""
+    """Return every identity ``owner.part``."""
     return {f"{owner}.{part}" for owner, part in product(owners, parts)}
 
 
 def is_pinned(target: Any, settings: Settings) -> bool:
-    """True if a projector has the same identity wherever it runs: it has a name, or is in an imported module."""
+    """True if the identity is the same in every process: the projector has a name, or is in an imported module."""
     return settings.name is not None or not (target.__module__ == "__main__" or "<" in target.__qualname__)
 
 
 def handler_of(
-    identity: str, former: set[str], function: Callable[..., Any], on: On, settings: Settings, *, pinned: bool
+    identity: str,
+    former: set[str],
+    function: Callable[..., Any],
+    on: On,
+    settings: Settings,
+    *,
+    owner: str,
+    pinned: bool,
 ) -> Handler:
-    """Return the handler of a function, or raise ``HandlerDefinitionError`` if it would lose or double messages."""
+    """Return the handler of a function. Raises ``HandlerDefinitionError`` if it would lose or repeat messages."""
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-        raise HandlerDefinitionError(f"{identity} is a generator: calling it would run nothing; do not yield in it")
+        raise HandlerDefinitionError(
+            f"{identity} is a generator function, so a call would not run its code; remove the yield"
+        )
     check_parameters(identity, function)
     check_session(identity, function)
     if settings.idempotent and not pinned:
         raise HandlerDefinitionError(
-            f"{identity} would have another identity when it runs from another place, and messages would be applied "
-            'again; pin it with @projector(idempotent=True, name="...")'
+            f"{identity} is defined in __main__ or inside a function, so its identity may change, and messages would "
+            'then be applied again; give it a fixed name: @projector(idempotent=True, name="...")'
         )
     if (settings.formerly or on.formerly) and not settings.idempotent:
         raise HandlerDefinitionError(
-            f"{identity} has former names, but no markers under any name: formerly=[...] needs "
-            "@projector(idempotent=True)"
+            f"{identity} has formerly=[...], but is not idempotent, so it has no markers; write "
+            "@projector(idempotent=True), or remove formerly"
         )
     former_identities = valid_formerly({*former, *on.former_identities} - {identity}, HandlerDefinitionError)
-    return Handler(valid_handler(identity), function, on, settings, former_identities)
+    return Handler(valid_handler(identity), function, on, settings, owner, former_identities)
 
 
 # Checks ---------------------------------------------------------------------------------------------------------------
@@ -197,15 +226,15 @@ def check_parameters(identity: str, function: Callable[..., Any]) -> None:
         signature.bind(None, None)
     except TypeError as error:
         raise HandlerDefinitionError(
-            f"{identity} is called with two arguments, (event, session), and takes {signature}: {error}"
+            f"the library calls {identity} with two arguments, (event, session), but it takes {signature}: {error}"
         ) from None
 
 
 def check_session(identity: str, function: Callable[..., Any]) -> None:
-    """Raise ``HandlerDefinitionError`` for an async handler that declares a ``Session``, and for the reverse.
+    """Raise ``HandlerDefinitionError`` if an async handler declares a ``Session``, or a plain one an ``AsyncSession``.
 
-    With the wrong session the handler would get coroutines in place of rows, or await plain values. An annotation that
-    cannot be evaluated, because its name is imported for type checkers only, is ignored.
+    With the wrong session the handler would get coroutines instead of rows, or await plain values. The function ignores
+    an annotation that it cannot evaluate, for example because its name is imported for type checkers only.
     """
     asynchronous = inspect.iscoroutinefunction(function)
     if asynchronous != inspect.iscoroutinefunction(inspect.unwrap(function)):
@@ -218,53 +247,64 @@ def check_session(identity: str, function: Callable[..., Any]) -> None:
     if isinstance(declared, type) and issubclass(declared, other):
         kind = "async def" if asynchronous else "plain def"
         raise HandlerDefinitionError(
-            f"{identity} is {kind} and declares {declared.__name__}: its session is of the class {given.__name__}; "
-            "declare that, or change the kind of function"
+            f"{identity} is {kind} and declares a session of the class {declared.__name__}, but gets one of the class "
+            f"{given.__name__}; correct the annotation, or change the kind of function"
         )
 
 
 def refuse_second_of_one_name(function: Callable[..., Any], mark: str) -> None:
-    """Raise ``HandlerDefinitionError`` if the class body that is being run has another handler of that name.
+    """Raise ``HandlerDefinitionError`` if the class body already has a handler with this name.
 
-    Python keeps the second one only, and nobody would handle the events of the first. This function reads the frame of
-    the class body, two calls up. It detects nothing if the decorator is called from elsewhere.
+    Python would keep only the second handler, so the events of the first would be lost. This function reads the frame
+    of the class body, two calls up. It detects nothing if the decorator is called outside of a class body.
     """
     frame = inspect.currentframe()
-    for _ in range(2):  # the decorator, and the class body
+    for _ in range(2):  # up to the decorator, then to the class body
         frame = frame.f_back if frame is not None else None
     body = frame.f_locals if frame is not None else {}
     before = body.get(getattr(function, "__name__", "")) if "__qualname__" in body else None
     if hasattr(before, mark) or hasattr(getattr(before, "__func__", None), mark):
         raise HandlerDefinitionError(
-            f"{body['__qualname__']} has two handlers called {function.__name__}, and Python would keep the second; "
-            "give them two names, or one @on with the events of both"
+            f"{body['__qualname__']} has two handlers called {function.__name__}, and Python keeps only the second; "
+            "give them two names, or write one handler with the events of both in its @on"
         )
 
 
 def warn_of_unused_id(handler: Handler) -> None:
-    """Log once for each handler that it is not idempotent, and therefore did not use the given message id."""
+    """Log, once for each handler, that it is not idempotent and therefore ignores the given message id."""
     if handler.identity not in _warned:
         _warned.add(handler.identity)
         logger.warning(
-            "handler %s was given a message_id, but is not idempotent: a redelivery is applied again; write "
+            "handler %s was given a message_id, but is not idempotent, so a redelivery is applied again; write "
             "@projector(idempotent=True), or give no message_id",
             printable(handler.identity),
         )
 
 
+def warn_of_result(identity: str, result: object) -> None:
+    """Log once for each handler that it returned something, which nobody gets."""
+    if result is not None and identity not in _warned_of_results:
+        _warned_of_results.add(identity)
+        logger.warning(
+            "handler %s returned %s, and the library ignores what a handler returns",
+            printable(identity),
+            type(result).__name__,
+        )
+
+
 def check_kind(handler: Handler, *, asynchronous: bool) -> None:
-    """Raise ``HandlerDefinitionError`` for an async handler that nobody would await, and for the reverse."""
+    """Raise ``HandlerDefinitionError`` if the dispatcher is of the wrong kind for an async or a plain handler."""
     if not handler.is_async and inspect.iscoroutinefunction(inspect.unwrap(handler.function)):
-        return  # a plain wrapper of an async function may return its coroutine, or run it: the result shows
+        return  # a plain wrapper of an async function may return its coroutine, or run it: check_result decides
     if handler.is_async != asynchronous:
         has, wants = ("async def", "AsyncDispatcher") if handler.is_async else ("plain def", "Dispatcher")
-        raise HandlerDefinitionError(f"{handler.identity} is {has}: deliver it through {wants}")
+        raise HandlerDefinitionError(f"{handler.identity} is {has}: use {wants} for it")
 
 
 def check_result(identity: str, result: object, *, asynchronous: bool) -> None:
-    """Raise ``HandlerDefinitionError`` if the result shows that the handler's work was not done.
+    """Raise ``HandlerDefinitionError`` if the result shows that the handler's code did not run.
 
-    With ``asynchronous``, the result of calling an async handler, it must be awaitable. Otherwise it must not be.
+    The result of a call of an async handler (``asynchronous``) must be awaitable. Any other result must not be.
     """
     if result is None and not asynchronous:
         return  # the usual case, without the checks below
@@ -276,24 +316,24 @@ def check_result(identity: str, result: object, *, asynchronous: bool) -> None:
     raise HandlerDefinitionError(
         f"{identity} returned {type(result).__name__}, which "
         + (
-            "was not awaited: its work was not done"
+            "was not awaited, so its code did not run; correct the handler"
             if awaitable or inspect.isgenerator(result)
-            else "cannot be awaited"
+            else "cannot be awaited; correct the handler"
         )
     )
 
 
 def refuse_shared_names(one: Handler, other: Handler) -> None:
-    """Raise ``HandlerDefinitionError`` for two handlers that claim one message under one name.
+    """Raise ``HandlerDefinitionError`` if two handlers claim the same message under the same name.
 
     The second handler would find the marker of the first one, and skip the message.
     """
-    shared = {one.identity, *one.formerly} & {other.identity, *other.formerly}
+    shared = one.names & other.names
     if not (shared and one.idempotent and other.idempotent):
         return
     if set(one.on.routes).isdisjoint(other.on.routes) and not (one.on.subclasses or other.on.subclasses):
-        return  # one handler was split by event: no message comes to both
+        return  # one handler was split by event, so no message has both as handlers
     raise HandlerDefinitionError(
-        f"{one.identity} and {other.identity} both claim messages as {min(shared)}, so that each would skip what the "
-        "other applied; name it in the formerly=[...] of the one that goes on with its read model"
+        f"{one.identity} and {other.identity} both claim messages under the name {min(shared)}, so each would skip the "
+        "messages that the other applied; write it only in the formerly=[...] of the one that continues its read model"
     )

@@ -1,4 +1,4 @@
-"""A message: its id and its type, how they are found in an event, and whether every database can store them."""
+"""Messages: the id, the type and the time of an event, the functions that find them, and the checks of each."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 import uuid
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from functools import lru_cache
 from typing import Any
 
@@ -16,28 +16,34 @@ MAX_MESSAGE_ID_BYTES = 512
 MAX_HANDLER_BYTES = 255
 
 Route = type | str
-"""A class or a name by which the handlers of a message are found."""
+"""The type of a message, a class or a name. The dispatcher finds the handlers of the message by it."""
 
-IdExtractor = Callable[[Any], object]
+IdExtractor = Callable[[Any], Any]
 """A function that takes an event, or the body of a ``Message``, and returns its id, or None if it has none."""
 
 TypeExtractor = Callable[[Any], object]
 """A function that takes an event, or the body of a ``Message``, and returns its type, or None if it has none."""
 
 
+TimeExtractor = Callable[["Message"], datetime | None]
+"""A function that takes a message without ``occurred_at`` and returns when it occurred, or None if that is unknown."""
+
+
 @dataclass(frozen=True)
 class Message:
-    """A small envelope for an event whose body does not carry its own id.
+    """An envelope for an event whose body does not contain its id.
 
-    Handlers are found by ``type`` (a class or a name); if there is none, by the type that the dispatcher's ``type=``
-    finds in ``body``, or by the class of ``body``. ``occurred_at`` must have a time zone; it is stored beside the
-    marker. If ``id`` is None it is given to ``deliver``, or found in ``body`` by the dispatcher's ``message_id=``.
+    - ``id``: the message id, text or a UUID. If it is None, give ``message_id`` to ``deliver``, or let the dispatcher
+      find the id in ``body`` with its ``message_id=``.
+    - ``body``: the event that the handler gets.
+    - ``type``: a class or a name, by which the dispatcher finds the handlers. If it is None, the dispatcher uses the
+      type that its ``type=`` finds in ``body``, else the class of ``body``.
+    - ``occurred_at``: when the event occurred, with a time zone. The library stores it in the marker.
 
-    Raises ``InvalidMessageError`` for an ``id``, ``type`` or ``occurred_at`` that no delivery could use: here, before
-    the message is in a batch with others.
+    Raises ``InvalidMessageError`` if ``id``, ``type`` or ``occurred_at`` cannot be used. Reject the message then.
     """
 
-    id: object
+    id: str | uuid.UUID | None
     body: Any
     type: Route | None = None
     occurred_at: datetime | None = None
@@ -52,11 +58,11 @@ class Message:
 
 
 def valid_message_id(value: object) -> str:
-    """Return the text under which ``value`` is claimed. Raises ``InvalidMessageIdError`` if ``value`` is no id.
+    """Return ``value`` as the text of a message id, or raise ``InvalidMessageIdError``.
 
-    Any text of 1 to 512 bytes of UTF-8 is an id, without NUL (PostgreSQL cannot store it) and without lone
-    surrogates (nobody can). White space and case count. A ``uuid.UUID`` becomes its canonical text. Everything
-    else is refused, because databases disagree on how a number, a bool or bytes becomes text.
+    An id is text of 1 to 512 bytes of UTF-8, without NUL (PostgreSQL cannot store it) and without lone surrogates (no
+    database can). White space and case count. A ``uuid.UUID`` becomes its canonical text. The library refuses numbers,
+    booleans and bytes, because databases convert them to text in different ways.
     """
     if type(value) is str and value.isascii() and 0 < len(value) <= MAX_MESSAGE_ID_BYTES and "\0" not in value:
         return value  # the usual case, without the checks below
@@ -64,32 +70,32 @@ def valid_message_id(value: object) -> str:
         return uuid.UUID.__str__(value)
     if value is None:
         raise InvalidMessageIdError(
-            "the message has no id, so a redelivery could not be recognised; pass message_id=, give the event a "
+            "the message has no id, so a redelivery could not be detected; pass message_id=, give the event a "
             "message_id, or give the dispatcher an extractor (message_id=by_path(...))"
         )
     if not isinstance(value, str):
         raise InvalidMessageIdError(
-            f"a message id is text, not {type(value).__name__}; convert it where its format is known: bytes by "
-            "value.decode(), a number by str(value)"
+            f"a message id must be text, not {type(value).__name__}; convert it before you deliver the message: bytes "
+            "by value.decode(), a number by str(value)"
         )
     return _bounded(str.__str__(value), "a message id", MAX_MESSAGE_ID_BYTES, InvalidMessageIdError)
 
 
 def valid_route(value: object) -> Route:
-    """Return ``value`` if it is a class, or a name as plain text. Raises ``InvalidMessageError`` for anything else."""
+    """Return ``value`` if it is a class or a name. Raises ``InvalidMessageError`` for anything else."""
     if isinstance(value, str):
         return value if type(value) is str else str.__str__(value)  # a subclass may compare or hash as it likes
     if not isinstance(value, type):
         raise InvalidMessageError(
-            f"the type of a message is a class or a name, not {type(value).__name__}; give one that a handler has "
-            "in its @on(...)"
+            f"the type of a message must be a class or a name, not {type(value).__name__}; give one that is in the "
+            "@on(...) of a handler"
         )
     try:
         hash(value)
     except Exception as error:
         raise InvalidMessageError(
-            "the class of the message cannot be hashed, so no handler can be found by it; name the message's type, "
-            "Message(id, body, type=...)"
+            "the class of the message is not hashable, so the dispatcher cannot find its handlers; give the message a "
+            "type: Message(id, body, type=...)"
         ) from error
     return value
 
@@ -97,18 +103,20 @@ def valid_route(value: object) -> Route:
 def moment_in_utc(value: object) -> datetime:
     """Return the moment as a plain datetime in UTC, which every database can store.
 
-    Raises ``InvalidMessageError`` for anything else, and for a moment without a time zone.
+    Raises ``InvalidMessageError`` if ``value`` is no datetime, or has no time zone.
     """
     if not isinstance(value, datetime):
-        raise InvalidMessageError(f"occurred_at is a datetime, not {type(value).__name__}; parse it where it comes in")
+        raise InvalidMessageError(
+            f"occurred_at must be a datetime, not {type(value).__name__}; parse it before you deliver the message"
+        )
     try:
         offset = datetime.utcoffset(value)
         if offset is not None:  # by methods of the base class: those of a subclass may do anything
             return (datetime.combine(datetime.date(value), datetime.time(value)) - offset).replace(tzinfo=UTC)
     except Exception as error:
         raise InvalidMessageError(
-            "occurred_at cannot be converted to UTC: it is outside the years 1 to 9999 there, or its time zone fails; "
-            "leave it out, or give a moment that a database can store"
+            "occurred_at cannot be converted to UTC: in UTC it is outside the years 1 to 9999, or its time zone raises "
+            "an error; leave occurred_at out, or give a time that a database can store"
         ) from error
     raise InvalidMessageError(
         "occurred_at has no time zone; give an aware datetime, such as datetime.now(timezone.utc)"
@@ -117,19 +125,19 @@ def moment_in_utc(value: object) -> datetime:
 
 @lru_cache
 def valid_handler(identity: str) -> str:
-    """Return a handler's identity as it is. Raises ``RefusedError`` if a database could not store it as a key."""
+    """Return a handler's identity unchanged. Raises ``RefusedError`` if a database could not store it as a key."""
     return _bounded(identity, "a handler's identity", MAX_HANDLER_BYTES, RefusedError)
 
 
 def valid_formerly(names: object, error: type[RefusedError] = RefusedError) -> tuple[str, ...]:
-    """Return former names, each once and in the order of code points. Raises ``error`` if they are no names.
+    """Return the former names without repetition, in the order of code points. Raises ``error`` for a wrong value.
 
-    Every claim takes them in this order.
+    Every claim inserts the names in this order, so that two claims cannot deadlock.
     """
     if names == ():
         return ()
     if isinstance(names, str) or not isinstance(names, Collection) or not all(isinstance(name, str) for name in names):
-        raise error('formerly is a list of names, as in formerly=["billing.projections.Totals"]')
+        raise error('formerly must be a list of names, as in formerly=["billing.projections.Totals"]')
     return tuple(sorted({_bounded(name, "a former name", MAX_HANDLER_BYTES, error) for name in names}))
 
 
@@ -139,29 +147,29 @@ def _bounded(text: str, what: str, limit: int, error: type[RefusedError]) -> str
     try:
         size = len(text.encode())
     except UnicodeEncodeError:
-        raise error(f"{what} has a lone surrogate, which no database can store: {printable(text)[:80]}") from None
+        raise error(f"{what} contains a lone surrogate, which no database can store: {printable(text)[:80]}") from None
     if "\0" in text:
-        raise error(f"{what} has a NUL character, which PostgreSQL cannot store: {printable(text)[:80]}")
+        raise error(f"{what} contains a NUL character, which PostgreSQL cannot store: {printable(text)[:80]}")
     if size > limit:
         raise error(
-            f"{what} is limited to {limit} bytes of UTF-8, this one has {size}: {printable(text[:40])}...; "
-            "hashed(extractor) makes long ids short"
+            f"{what} must have at most {limit} bytes of UTF-8, and this one has {size}: {printable(text[:40])}...; "
+            "hashed(extractor) shortens long ids"
         )
     return text
 
 
 def printable(text: str) -> str:
-    """Return the text with unprintable characters escaped: an id must not forge a line in a log."""
+    """Return the text with unprintable characters escaped, so that an id cannot forge a line in a log."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
 
 
-def envelope(event: Any, message_id: object, extractor: IdExtractor, *, needed: bool) -> Message:
-    """Return the event in its envelope, which it may have already.
+def envelope(event: Any, message_id: Any, extractor: IdExtractor, *, needed: bool) -> Message:
+    """Return the event as a ``Message`` with its id.
 
-    A ``message_id`` that is given wins over the envelope's own, and that one over the extractor's, which looks into the
-    body. If no id is ``needed``, the extractor may find something that is no id: the message has none then.
+    The id is ``message_id``, else the id of the ``Message``, else the one that the extractor finds in the body. If no
+    id is ``needed`` and the extractor finds a value that is no id, the message has no id.
     """
     if isinstance(event, Message) and event.id is not None:
         return event if message_id is None else replace(event, id=message_id)
@@ -181,9 +189,10 @@ def _is_message_id(value: object) -> bool:
 
 
 def route_of(event: object, extractor: TypeExtractor | None = None) -> Route:
-    """Return how the event's handlers are found: by the ``type`` of a message that has one, else by its body.
+    """Return the type by which the dispatcher finds the event's handlers.
 
-    The type of a body is what the ``extractor`` finds in it, else its class.
+    The type is the ``type`` of a ``Message``, else what the ``extractor`` finds in the body, else the class of the body
+    itself.
     """
     if isinstance(event, Message):
         if event.type is not None:
@@ -194,32 +203,37 @@ def route_of(event: object, extractor: TypeExtractor | None = None) -> Route:
 
 
 def known_id(message: Message, *, needed: bool) -> str | None:
-    """Return the id under which the message is claimed; if no id is ``needed``, the text of its id, or None."""
+    """Return the id under which the library claims the message. If no id is ``needed``, return its text or None."""
     return valid_message_id(message.id) if needed else id_text(message)
 
 
 def id_text(message: Message) -> str | None:
-    """Return the text of the message's id, for deliveries and logs; None if it is neither text nor a UUID.
+    """Return the text of the message's id, for deliveries and logs, or None if it is neither text nor a UUID.
 
-    No method of a subclass is called: it might raise.
+    The function calls no method of a subclass, because that method might raise.
     """
     if isinstance(message.id, str):
         return str.__str__(message.id)
     return uuid.UUID.__str__(message.id) if isinstance(message.id, uuid.UUID) else None
 
 
+def logged_id(message: Message) -> str:
+    """Return the id of the message for a log line: printable, and at most 600 characters."""
+    return printable(str(id_text(message)))[:600]
+
+
 # Extractors: functions that find the id of a message in its event -----------------------------------------------------
 
 
 def attribute_or_key(event: Any) -> object:
-    """Return the event's ``message_id``, an attribute or a key; None if it has none. This is the default extractor."""
+    """Return the event's ``message_id`` (attribute or key), or None if it has none. This is the default extractor."""
     return _step(event, "message_id")
 
 
 def by_path(path: str) -> IdExtractor:
     """Return an extractor that follows a dotted path of attributes and keys, as in ``by_path("metadata.headers.id")``.
 
-    The extractor returns None where a step of the path leads nowhere.
+    The extractor returns None if the event has no such attribute or key.
     """
     steps = path.split(".")
 
@@ -233,27 +247,27 @@ def by_path(path: str) -> IdExtractor:
     return extract
 
 
-def cloudevents(event: Any) -> object:
-    """Return the id of a CloudEvents 1.0 event, made of ``source`` and ``id``: only *together* they are unique (3.1.1).
+def cloudevents(event: Any) -> str:
+    """Return the id of a CloudEvents 1.0 event: its ``source`` and ``id``, which are unique only *together* (3.1.1).
 
-    Raises ``InvalidMessageIdError`` if one of them is missing, or is not text.
+    Raises ``InvalidMessageIdError`` if one of them is missing or is not text.
     """
     return _composite("cloudevents", event, {"source": str, "id": str})
 
 
 def kafka(event: Any) -> object:
-    """Return the id of a Kafka record, made of its topic, partition and offset: attributes, methods or keys.
+    """Return the id of a Kafka record: its topic, partition and offset (attributes, methods or keys).
 
-    An event that is published again has another offset, and would be applied again: use it only where each event is
-    written to its topic once. Raises ``InvalidMessageIdError`` if one of them is missing, or of another type.
+    Use it only if the producer writes each event to its topic once: an event that is published again has another
+    offset, so it would be applied again. Raises ``InvalidMessageIdError`` if a part is missing or has another type.
     """
     return _composite("kafka", event, {"topic": str, "partition": int, "offset": int})
 
 
 def hashed(extractor: IdExtractor) -> IdExtractor:
-    """Return an extractor that gives the SHA-256, in hexadecimal, of the id that ``extractor`` finds.
+    """Return an extractor that returns the SHA-256, in hexadecimal, of the id that ``extractor`` finds.
 
-    Use it for ids over 512 bytes, and for personal ones: ids are stored and logged.
+    Use it for ids of more than 512 bytes, and for ids that are personal data, because the library stores and logs ids.
     """
 
     def extract(event: Any) -> object:
@@ -267,6 +281,44 @@ def hashed(extractor: IdExtractor) -> IdExtractor:
             return valid_message_id(text)  # refuses it, and says why
 
     return extract
+
+
+# Extractors of the time at which a message occurred: ``Dispatcher(occurred_at=...)`` ----------------------------------
+
+
+def from_uuid7(message: Message) -> datetime | None:
+    """Return the time in the message's id, to the millisecond, if the id is a UUID of version 7; else None.
+
+    No other id, such as a UUID of version 4, contains a time. Such a message has no ``occurred_at``.
+    """
+    try:
+        found = message.id if isinstance(message.id, uuid.UUID) else uuid.UUID(str(message.id))
+    except ValueError:
+        return None
+    written = isinstance(message.id, uuid.UUID) or str(found) == str(message.id).lower()  # not "{...}", for example
+    return _since_1970(found.int >> 80) if written and found.variant == uuid.RFC_4122 and found.version == 7 else None
+
+
+def from_ulid(message: Message) -> datetime | None:
+    """Return the time in the message's id, to the millisecond, if the id is a ULID; else None."""
+    text = message.id.upper() if isinstance(message.id, str) else ""
+    if len(text) != _ULID_LENGTH or text[0] > "7" or not all(digit in _CROCKFORD for digit in text):
+        return None
+    milliseconds = 0
+    for digit in text[:10]:
+        milliseconds = milliseconds * 32 + _CROCKFORD.index(digit)
+    return _since_1970(milliseconds)
+
+
+_CROCKFORD = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
+_ULID_LENGTH = 26
+
+
+def _since_1970(milliseconds: int) -> datetime | None:
+    try:
+        return datetime(1970, 1, 1, tzinfo=UTC) + timedelta(milliseconds=milliseconds)
+    except OverflowError:  # after the year 9999, so the id does not contain a time
+        return None
 
 
 def _step(event: Any, name: str) -> Any:
@@ -284,10 +336,14 @@ def _composite(kind: str, event: Any, parts: Mapping[str, type[str | int]]) -> s
         if isinstance(value, uuid.UUID):
             value = valid_message_id(value)
         if value is None or value == "":
-            raise InvalidMessageIdError(f"the {kind} id needs {' and '.join(parts)}; this event has no {name}")
+            raise InvalidMessageIdError(
+                f"the {kind} id needs {' and '.join(parts)}, and this event has no {name}; correct the producer, or "
+                "use another extractor"
+            )
         if not isinstance(value, kind_of_part) or isinstance(value, bool):  # else 1 and "1" would be one message
             raise InvalidMessageIdError(
-                f"the {name} of a {kind} id is {kind_of_part.__name__}, not {type(value).__name__}"
+                f"the {name} of a {kind} id must be {kind_of_part.__name__}, not {type(value).__name__}; correct the "
+                "producer, or use another extractor"
             )
         text = str.__str__(value) if isinstance(value, str) else int.__repr__(value)
         texts.append(f"{len(text)}:{text}")  # a bare delimiter could occur inside a part

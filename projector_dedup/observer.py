@@ -1,4 +1,4 @@
-"""Observers: an application is told what became of each message, for metrics and traces, at no risk for a delivery."""
+"""Observers receive the outcome of each message, command, effect and broker delivery, for metrics and traces."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Literal, Protocol
 
-from .errors import Defer, InProgress, InvalidMessageError
+from .errors import BeyondRetention, Defer, InProgress, InvalidMessageError
 from .handler import Handler
 from .message import Message, Route, id_text, moment_in_utc, printable
 from .outcome import Outcome
@@ -19,30 +19,75 @@ from .retry import Attempts
 
 logger = logging.getLogger("projector_dedup")
 
-Observed = Literal["applied", "duplicate", "skipped", "deferred", "in_progress", "failed", "retried"]
-"""The outcome of an observation. All but ``retried`` end the delivery to a handler."""
+Kind = Literal["message", "command", "effect", "delivery"]
+
+Observed = Literal[
+    "applied", "duplicate", "skipped", "deferred", "in_progress", "late", "failed", "retried",
+    "rejected",
+    "armed", "done", "not_done", "unknown", "stopped", "fenced", "double",
+    "acknowledged", "dead_letter",
+]  # fmt: skip
+"""The outcomes of messages (up to ``retried``), of commands (also ``rejected``), of effects (from ``rejected`` to
+``double``) and of deliveries (``acknowledged``, ``retried``, ``rejected``, ``dead_letter``).
+
+Every outcome of a message except ``retried`` ends its delivery to the handler.
+"""
+
+Reason = Literal[
+    "invalid_message", "invalid_id", "unhandled", "late", "deferred", "in_progress",
+    "refused", "database", "handler", "max_attempts",
+]  # fmt: skip
+"""Why a consumer did not acknowledge a delivery. The set is closed, so that it can be a label of a metric.
+
+``invalid_message``: ``convert`` could not make an event of the body and the headers. ``invalid_id``: the message has no
+id that can be used. ``unhandled``: no handler wants the type. ``late``: ``BeyondRetention``. ``deferred``: ``Defer``.
+``in_progress``: another delivery holds the claim. ``refused``: any other ``RefusedError``, so configuration or code
+must change. ``database``: the database failed. ``handler``: the handler raised anything else. ``max_attempts``: the
+message was delivered ``max_attempts`` times; each earlier delivery was counted with its own reason.
+"""
 
 
 @dataclass(frozen=True)
 class Observation:
-    """The outcome of one message for one handler, or that the handler is tried again. It has nothing of the body.
+    """The outcome of a message for one handler, of a command, of an effect, or of a delivery by a broker.
 
-    ``outcome`` is ``applied``, ``duplicate`` or ``skipped`` for what may be acknowledged; ``deferred`` after ``Defer``,
-    ``in_progress`` after ``InProgress`` and ``failed`` after any other ``error``; ``retried`` for each ``error`` after
-    which the library itself tries again, with the number of the attempt to come in ``attempts``.
+    An observation contains nothing of the body. The text of ``error`` may quote the body. Of a message:
 
-    ``handler`` is the handler's identity; None for a message that went to none: ``skipped``, or ``failed`` because it
-    has no usable id or type, or no handler wants it. ``message_type`` is the name, or the module and name of the class,
-    by which handlers are found; with no ``handler`` anybody may have made it up. ``message_id`` and ``message_type``
-    are None if none was found.
+    - ``outcome``: ``applied``, ``duplicate`` or ``skipped`` if the message may be acknowledged. ``deferred`` after
+      ``Defer``, ``in_progress`` after ``InProgress``, ``late`` after ``BeyondRetention``, and ``failed`` after any
+      other ``error``. ``retried`` for each ``error`` after which the library retries by itself.
+    - ``handler``: the handler's identity, or None if no handler got the message. With None, the outcome is ``skipped``,
+      or ``failed`` because the message has no usable id, no usable type or no handler. With a handler, ``skipped``
+      means that the message was late (``late="skip"``).
+    - ``message_type``: the name, or the module and name of the class, by which the dispatcher finds handlers. None if
+      it found none. If ``handler`` is None, do not trust the value: any producer may have invented it.
+    - ``message_id``: the id of the message, or None if it has none.
+    - ``duration``: seconds from before the first claim until now, including all waits. Messages of a batch that ran in
+      one transaction all have the duration of that transaction.
+    - ``attempts``: the number of attempts, including the first. For ``retried``, the number of the next attempt. 0 if
+      no handler got the message.
+    - ``age``: seconds since ``occurred_at``, by the clock of this machine. Negative if the producer's clock is ahead.
+      None without ``occurred_at``.
+    - ``error``: the error after ``deferred``, ``in_progress``, ``late``, ``failed`` and ``retried``.
+    - ``batch_size``: how many messages ran in the same transaction.
+    - ``after_unknown_commit``: True if this delivery itself applied the ``duplicate``, by a COMMIT without an answer.
+    - ``kind``: ``message``, ``command``, ``effect`` or ``delivery``.
+    - ``broker``, ``reason``: of a delivery alone.
 
-    ``duration`` is in seconds, from before the claim of the first attempt, waits included; messages of a batch that
-    were tried in one transaction, ``batch_size`` of them, have the duration of all. ``attempts`` counts the first one
-    too, and is 0 for a message that went to no handler. ``age`` is in seconds since ``occurred_at``, by this machine's
-    clock: it is negative if the producer's is ahead, and None if the message has no ``occurred_at``.
+    For a command or an effect, ``handler`` is its name and ``message_id`` its key (of an effect with the scope), and
+    there is no type and no age. A command is ``applied``, ``duplicate`` (it got the recorded answer), ``rejected`` by
+    its handler, ``deferred``, ``in_progress`` or ``failed``.
 
-    ``after_unknown_commit`` is True for a ``duplicate`` that this very delivery applied, by a COMMIT whose answer was
-    lost.
+    An effect is ``armed`` when a process first takes the armed row, before the first attempt. It ends as ``done`` or
+    ``rejected``. Before that, an attempt or a question may end as ``not_done``, ``unknown``, ``fenced`` (the result
+    came after another process had taken over), ``double`` (two attempts were done) or ``failed`` (the result could not
+    be stored or read). ``stopped`` means that a person must decide.
+
+    A delivery is what a ready consumer, or ``Settling``, decided about one delivery of its ``broker``. It is
+    ``acknowledged``, ``retried`` or ``rejected``. ``reason`` says why, and is None for ``acknowledged``. The consumer
+    reports a rejected message again, as ``dead_letter``, when the broker has confirmed the copy in the dead-letter
+    queue. ``attempts`` is the broker's count of deliveries. A delivery has no handler, no type and no age. A message
+    that was rejected before any handler ran, such as a body that is not JSON, is observed as a delivery only.
     """
 
     outcome: Observed
@@ -55,28 +100,33 @@ class Observation:
     error: Exception | None = None
     batch_size: int = 1
     after_unknown_commit: bool = False
+    kind: Kind = "message"
+    broker: str | None = None
+    reason: Reason | None = None
 
 
 class Observer(Protocol):
-    """An object that is told what became of messages: ``Dispatcher(observer=...)``.
+    """Your object that receives the outcome of each message, command, effect and delivery.
 
-    ``observed`` is called when the transaction has ended, in the thread or event loop that delivers, one call for each
-    message and handler, so it must be quick, and safe to call from the threads that share the dispatcher. What it
-    raises is logged once, and changes no delivery.
+    Pass it to a dispatcher, ``Commands`` or ``Effects`` as ``observer=``. A consumer reports its deliveries to the
+    observer of its dispatcher. The library calls ``observed`` after the
+    transaction has ended, once for each message and handler, in the thread or event loop of the delivery. So
+    ``observed`` must be fast, and safe to call from all threads that share the dispatcher. If it raises, the library
+    logs the first error, and the delivery continues.
     """
 
     def observed(self, observation: Observation, /) -> None:
-        """Note an observation. The result is ignored."""
+        """Receive an observation. The library ignores the result."""
 
 
 class Observing:
-    """Calls an observer, and keeps what the observer raises away from the delivery."""
+    """Calls an observer, and protects the delivery from the observer's errors."""
 
-    def __init__(self, observer: Observer, route_of: Callable[[object], Route]) -> None:
+    def __init__(self, observer: Observer, route_of: Callable[[object], Route] = type) -> None:
         observed = getattr(observer, "observed", None)
         if isinstance(observer, type) or not callable(observed) or inspect.iscoroutinefunction(observed):
             raise ValueError(
-                f"observer takes an object with a method observed(observation), which is no async def; not {observer!r}"
+                f"observer must be an object with a plain method observed(observation) (no async def), not {observer!r}"
             )
         self._observed, self._route_of = observed, route_of
         self._said = False
@@ -93,48 +143,96 @@ class Observing:
         batch_size: int = 1,
         after_unknown_commit: bool = False,
     ) -> None:
-        """Call the observer. Of what it raises, the first ``Exception`` is logged and all are dropped.
+        """Call the observer with the outcome of a message."""
 
-        ``KeyboardInterrupt`` and its like pass: they are not the observer's.
+        def observation() -> Observation:
+            message = event if isinstance(event, Message) else Message(None, event)
+            return Observation(
+                outcome,
+                handler,
+                self._type_of(message),
+                id_text(message),
+                duration,
+                attempts,
+                _age(message),
+                error,
+                batch_size,
+                after_unknown_commit,
+            )
+
+        self._call(observation)
+
+    def tell_of(
+        self,
+        kind: Kind,
+        outcome: Observed,
+        name: str,
+        key: str | None,
+        began: float | None,
+        attempts: int,
+        error: Exception | None = None,
+    ) -> None:
+        """Call the observer with the outcome of a command or an effect. ``began`` is a time of ``time.monotonic``."""
+        duration = 0.0 if began is None else time.monotonic() - began
+        self._call(lambda: Observation(outcome, name, None, key, duration, attempts, None, error, kind=kind))
+
+    def tell_delivery(
+        self,
+        outcome: Observed,
+        broker: str,
+        reason: Reason | None = None,
+        message_id: str | None = None,
+        attempts: int = 0,
+        error: BaseException | None = None,
+    ) -> None:
+        """Call the observer with what a consumer did with one delivery of its broker."""
+        raised = error if isinstance(error, Exception) else None
+        self._call(
+            lambda: Observation(
+                outcome,
+                *(None, None, message_id, 0.0, attempts, None, raised),
+                kind="delivery",
+                broker=broker,
+                reason=reason,
+            )
+        )
+
+    def _call(self, observation: Callable[[], Observation]) -> None:
+        """Call the observer. Log the first ``Exception`` that it raises, and ignore all of them.
+
+        ``KeyboardInterrupt`` and other exceptions that do not derive from ``Exception`` are raised.
         """
         try:
-            message = event if isinstance(event, Message) else Message(None, event)
-            self._observed(
-                Observation(
-                    outcome,
-                    handler,
-                    self._type_of(message),
-                    id_text(message),
-                    duration,
-                    attempts,
-                    _age(message),
-                    error,
-                    batch_size,
-                    after_unknown_commit,
-                )
-            )
-        except Exception as failure:  # noqa: BLE001  # nobody else's affair: what became of the message is decided
+            self._observed(observation())
+        except Exception as failure:  # noqa: BLE001  # the outcome of the message is already decided
             if not self._said:
                 self._said = True
                 place = traceback.extract_tb(failure.__traceback__)[-1]
-                logger.warning(  # its text might have the message's body in it
-                    "the observer failed, which changes no delivery and is logged once: %s in %s, line %s",
+                logger.warning(  # without the error's text, which might contain the message's body
+                    "the observer failed; deliveries continue, and later failures are not logged: %s in %s, line %s",
                     type(failure).__name__,
                     printable(place.filename),
                     place.lineno,
                 )
 
     def _type_of(self, message: Message) -> str | None:
-        """Return the name by which handlers are found; None if the message's type is none, which is why it failed."""
+        """Return the name by which the dispatcher finds handlers, or None if the message has no usable type."""
         try:
             route = self._route_of(message)
-        except Exception:  # noqa: BLE001  # as the delivery has, and told of
+        except Exception:  # noqa: BLE001  # the delivery failed with the same error, which is observed
             return None
         return route if isinstance(route, str) else f"{route.__module__}.{route.__qualname__}"
 
 
+_SETTLED: dict[Outcome, Observed] = {
+    Outcome.APPLIED: "applied",
+    Outcome.DUPLICATE: "duplicate",
+    Outcome.SKIPPED: "skipped",
+}
+
+
 class Watch:
-    """The watch over messages that are tried in one transaction by one handler; over several attempts, if need be."""
+    """Reports to an observer the messages that one handler gets in one transaction, over all attempts."""
 
     def __init__(self, observing: Observing, handler: Handler, messages: Sequence[Message]) -> None:
         self._observing, self._handler, self._messages = observing, handler.identity, messages
@@ -144,22 +242,16 @@ class Watch:
     def settled(self, outcomes: Sequence[Outcome], in_doubt: Container[int]) -> None:
         """Report the outcome of each message. A COMMIT without an answer may have applied those ``in_doubt``."""
         for index, (message, outcome) in enumerate(zip(self._messages, outcomes, strict=True)):
-            duplicate = outcome is Outcome.DUPLICATE
-            after_unknown = duplicate and index in in_doubt
-            self._tell("duplicate" if duplicate else "applied", message, after_unknown_commit=after_unknown)
+            after_unknown = outcome is Outcome.DUPLICATE and index in in_doubt
+            self._tell(_SETTLED[outcome], message, after_unknown_commit=after_unknown)
 
     def failed(self, error: Exception, messages: Sequence[Message] | None = None) -> None:
-        """Tell that messages have failed for good: all, or those that are given."""
-        outcome: Observed = "failed"
-        if isinstance(error, Defer):
-            outcome = "deferred"
-        elif isinstance(error, InProgress):
-            outcome = "in_progress"
+        """Report that messages have failed after all retries: ``messages``, or all."""
         for message in self._messages if messages is None else messages:
-            self._tell(outcome, message, error)
+            self._tell(outcome_of(error), message, error)
 
     def retried(self, error: Exception, attempts: Attempts) -> None:
-        """Tell that the messages are tried again."""
+        """Report that the library retries the messages."""
         self._attempts = attempts
         for message in self._messages:
             self._tell("retried", message, error)
@@ -179,8 +271,17 @@ class Watch:
         )
 
 
+def outcome_of(error: Exception) -> Observed:
+    """Return the outcome of a message or a command that failed after all retries."""
+    if isinstance(error, Defer):
+        return "deferred"
+    if isinstance(error, BeyondRetention):
+        return "late"
+    return "in_progress" if isinstance(error, InProgress) else "failed"
+
+
 def _age(message: Message) -> float | None:
     try:
         return (datetime.now(UTC) - moment_in_utc(message.occurred_at)).total_seconds()
-    except InvalidMessageError:  # there is none, or the delivery has failed by it
+    except InvalidMessageError:  # the message has no ``occurred_at``, or a wrong one
         return None

@@ -1,9 +1,9 @@
-"""Open a unit of work: a private session like the user's, begun on one connection, at the right isolation level.
+"""Open a unit of work: a private session like the user's, with a transaction on one connection at the right level.
 
-The session's class is private, so that the guard's listeners reach no session of the user's. An engine on which the
-guarantees would not hold is refused. The level is set before the transaction begins. If a listener of the user's has
-begun the transaction already, for example to choose a tenant, its settings are kept: the level is then set inside the
-transaction, by SQL, if the database can do that (docs/adr/0025-what-is-set-for-a-transaction.md).
+The session's class is private, so that the guard's listeners reach no session of the user. The module refuses an engine
+on which the guarantees would not hold. It sets the isolation level before the transaction begins. If a user's listener
+has already begun the transaction, for example to select a tenant, the module keeps its settings and sets the level by
+SQL inside the transaction, if the database can do that (docs/adr/0025-what-is-set-for-a-transaction.md).
 """
 
 from __future__ import annotations
@@ -36,19 +36,20 @@ from .guard import GuardedSession
 from .markers import refuse_elsewhere
 from .options import UnitOptions
 from .read_models import LockingSession, locking_session
+from .unawaited import noting_class
 
 logger = logging.getLogger("projector_dedup")
 
 _TOO_LATE = {"25001", "25P02"}  # active_sql_transaction: a query has run; in_failed_sql_transaction
 
 _begun_by_claims: WeakKeyDictionary[Engine, bool] = WeakKeyDictionary()
-"""True for engines that send BEGIN together with the claim; found out at their first unit of work (ADR 23)."""
+"""True for engines that send BEGIN together with the claim. Decided at their first unit of work (ADR 23)."""
 
 _warned_of: WeakKeyDictionary[EngineDialect, set[str]] = WeakKeyDictionary()
-"""The isolation levels of which the log has warned that they lose updates, for an engine and its copies."""
+"""The isolation levels for which the library has logged that they lose updates, for an engine and its copies."""
 
 
-_SUBCLASSES = "_projector_dedup_subclasses"  # the attribute of a Session class that has its private subclasses
+_SUBCLASSES = "_projector_dedup_subclasses"  # the attribute of a Session class for its private subclasses
 
 
 # The session ----------------------------------------------------------------------------------------------------------
@@ -57,10 +58,10 @@ _SUBCLASSES = "_projector_dedup_subclasses"  # the attribute of a Session class 
 class SharedSession(GuardedSession):
     """The session of ``@projector(shared_session=True)``, which several messages of a batch share.
 
-    It keeps every instance that handlers load or insert, until the COMMIT, because SQLAlchemy's identity map has only
+    It keeps every instance that handlers load or insert until the COMMIT, because SQLAlchemy's identity map has only
     weak references. It flushes at the end of the batch, or before the first statement that the handler of a later
-    message sends itself. That includes statements for which SQLAlchemy does not autoflush, such as SQL text. If the
-    statement writes, it may change rows of the session, so the session flushes and expires them before it.
+    message sends. This includes statements without autoflush, such as SQL text. If the statement writes, it may change
+    rows of the session, so the session flushes and expires all rows before it.
     """
 
     def before_statement(self, *, writes: bool) -> None:
@@ -75,14 +76,14 @@ class SharedSession(GuardedSession):
                 super().expire_all()
 
     def before_rollback_to_savepoint(self) -> None:
-        """Have the next message read its rows again. A flush now would be rolled back."""
+        """Let the next message read its rows again. A flush now would be rolled back."""
         self.stale = True
         if not self.is_shared:
             super().before_rollback_to_savepoint()
 
     @property
     def is_shared(self) -> bool:
-        """True if several messages use the session, and not only one."""
+        """True if several messages use the session."""
         return self.guard is not None and self.guard.several
 
     # These methods drop changes that were not flushed. They would also drop unflushed changes of earlier messages.
@@ -136,13 +137,14 @@ def new_async_session(factory: async_sessionmaker[AsyncSession], options: UnitOp
     if isinstance(inner, sessionmaker):  # SQLAlchemy's way to attach events; its arguments are defaults
         arguments = {**_private_arguments(inner.kw, options), **arguments}
         inner = inner.class_
-    return factory.class_(sync_session_class=_private_class(inner, options), **arguments)
+    return noting_class(factory.class_)(sync_session_class=_private_class(inner, options), **arguments)
 
 
 def _private_class(session_class: type[Session], options: UnitOptions) -> type[GuardedSession]:
-    """Return a subclass of the user's Session class, with what the ``options`` ask of a session.
+    """Return a subclass of the user's Session class that fits the ``options``.
 
-    Every ``sessionmaker`` makes a class. So its subclasses are kept on that class, and are forgotten with it.
+    Every ``sessionmaker`` makes a class. The subclasses are stored on that class, so both are garbage collected
+    together.
     """
     if _SUBCLASSES not in vars(session_class):
         setattr(session_class, _SUBCLASSES, {})
@@ -170,18 +172,22 @@ def _private_arguments(arguments: dict[str, Any], options: UnitOptions) -> dict[
 def open_connection(
     session: GuardedSession, bind: Engine | Connection, options: UnitOptions, *, marked: bool, one: bool
 ) -> Connection:
-    """Begin the session's transaction on ``bind``, at the level that follows from ``options``; return the connection.
+    """Begin the session's transaction on ``bind`` at the isolation level of ``options``. Return the connection.
 
     ``marked``: a claim comes next. ``one``: it claims one message. Raises ``RefusedError`` for a bind on which the
     guarantees would not hold.
     """
     dialect = dialect_of(bind)
-    if session.in_transaction():  # it begins when an instance is added or changed
+    if session.in_transaction():  # a session begins when an instance is added or changed
         raise UnsafeSessionError(
-            "the session was used before the claim; the claim is the transaction's first statement"
+            "the session was used before the claim, which must be the first statement of the transaction; use it after "
+            "claim()"
         )
     if not isinstance(bind, (Engine, Connection)):
-        raise UnsafeSessionError(f"the session is bound to {type(bind).__name__}; an AsyncEngine needs AsyncDispatcher")
+        raise UnsafeSessionError(
+            f"the session is bound to {type(bind).__name__}; bind it to an Engine, and use AsyncDispatcher for an "
+            "AsyncEngine"
+        )
     for model in options.read_models:
         refuse_elsewhere(session, bind, model)
     if isinstance(bind, Engine):
@@ -190,13 +196,13 @@ def open_connection(
         dialect.begin_around(bind, options.tables.marker if marked else None)
         connection = session.connection(bind_arguments={"bind": bind})
         dialect.refuse_unsafe(connection)
-        if isinstance(session, LockingSession):  # judge by production's level: the test's may be another
+        if isinstance(session, LockingSession):  # use the level of production, because a test may have another
             level = chosen_level(bind) or _usual_level(bind.engine, dialect, options, marked=marked)
             session.conflicts_are_found = dialect.detects_lost_updates(connection, level)
     else:
         raise UnsafeSessionError(
-            "the session is bound to a Connection, whose transaction is somebody else's to commit; bind the "
-            "sessionmaker to the engine (in tests: projector_dedup.testing.external_transaction)"
+            "the session is bound to a Connection, whose transaction the library must not commit; bind the "
+            "sessionmaker to the engine (in tests, use projector_dedup.testing.external_transaction)"
         )
     if dialect.remembers_tables:
         forget_if_moved(session, connection)
@@ -224,7 +230,7 @@ def _on_engine(
 
 
 def _admit(engine: Engine, dialect: Dialect) -> bool:
-    """Prepare an engine once, or refuse it as unsafe. Return True if its claims send BEGIN."""
+    """Prepare an engine once, or refuse it as unsafe. Return True if its claims also send BEGIN."""
     known = _begun_by_claims.get(engine)
     if known is None:
         dialect.prepare(engine)
@@ -240,31 +246,33 @@ def _connect(
     if level is None:
         return session.connection(bind_arguments={"bind": engine})
     taking = _Taking(engine, dialect, level, begun_by_claim=begun_by_claim)
-    # A level in the session's own execution options would be set later, and win.
+    # A level in the session's own execution options would be set later, and would override this one.
     again = taking.option if "isolation_level" in (getattr(session, "execution_options", None) or {}) else None
     bind: Any = taking
     try:
         connection = session.connection(bind_arguments={"bind": bind}, execution_options=again)
     except ArgumentError as error:
-        raise UnsafeSessionError(f"isolation={level!r} is no level of this database: {error}") from error
+        raise UnsafeSessionError(
+            f"isolation={level!r} is no isolation level of this database; choose another ({error})"
+        ) from error
     if begun_by_claim and not taking.was_open and not dialect.claim_begins(connection):
-        _begun_by_claims[engine] = False  # a listener of the user's has sent or set something
+        _begun_by_claims[engine] = False  # a user's listener has sent or set something
         session.rollback()
         return _connect(session, engine, dialect, level, begun_by_claim=False)
     options = connection.get_execution_options()
     dropped = not taking.was_open and not taking.option.items() <= options.items()
     if dropped and not is_as_strict(connection.get_isolation_level(), level):
         raise UnsafeSessionError(
-            f"a listener has taken the session's connection before it was asked for at {level}; let it listen to "
-            "after_begin, which has the connection"
+            f"a listener took the session's connection before the library could set {level}; let the listener use "
+            "the event after_begin, which gets the connection"
         )
     return connection
 
 
 class _Taking:
-    """Stands in for the engine while a session takes a connection, to set the level before the session uses it.
+    """Replaces the engine while a session takes a connection, to set the level before the session uses it.
 
-    If the claim sends BEGIN, the level is only noted here, and sent with BEGIN.
+    If the claim sends BEGIN, this object only notes the level, and the claim sends it with BEGIN.
     """
 
     def __init__(self, engine: Engine, dialect: Dialect, level: str, *, begun_by_claim: bool) -> None:
@@ -275,18 +283,18 @@ class _Taking:
         self._level = level
 
     def __getattr__(self, name: str) -> Any:
-        """Return the engine's attribute, in case a Session class of the user's reads it."""
+        """Return the engine's attribute, because a user's Session class may read it."""
         return getattr(self.engine, name)
 
     def __eq__(self, other: object) -> bool:
-        """True for the engine itself, so that a session that has a connection of it does not take a second one."""
+        """True for the engine itself, so that a session does not take a second connection."""
         return other is self or other is self.engine
 
     def __hash__(self) -> int:
         return hash(self.engine)
 
     def connect(self) -> Connection:
-        """Take a connection, and choose the level before the session begins a transaction on it."""
+        """Take a connection, and set the level before the session begins a transaction on it."""
         connection = self.engine.connect()
         try:
             self._choose_level(connection)
@@ -313,33 +321,34 @@ class _Taking:
 
     def _refuse(self, error: Exception) -> NoReturn:
         raise UnsafeSessionError(
-            "a listener to the engine left a transaction open on the connection in which a query has run or failed, so "
-            f"its level can no longer be chosen ({self._level} is needed), and a rollback would undo what was set. "
-            "Let the listener use SET or SET LOCAL, not a query such as SELECT set_config(...), or let it commit; or "
-            f"choose the level with the engine: create_engine(..., isolation_level={self._level!r})"
+            "a listener of the engine ran a query and left its transaction open, so the isolation level can no longer "
+            f"be set ({self._level} is needed), and a rollback would undo the listener's settings. Let the listener "
+            "use SET or SET LOCAL instead of a query such as SELECT set_config(...), or let it commit; or set the "
+            f"level of the engine: create_engine(..., isolation_level={self._level!r})"
         ) from error
 
 
 def _usual_level(engine: Engine, dialect: Dialect, options: UnitOptions, *, marked: bool) -> str | None:
-    """Return the level to set if the user has chosen none. None keeps the engine's (docs/adr/0003)."""
+    """Return the level to set if the user has chosen none. None keeps the engine's level (docs/adr/0003)."""
     detecting = dialect.detecting_isolation
     if detecting is None:
         return None
     default: str | None = engine.dialect.default_isolation_level
     if dialect.begins_with_level and default is not None and is_as_strict(default, detecting):
-        return default  # set it anyway: the next connection may have another default (docs/adr/0011)
+        return default  # set it in any case, because the next connection may have another default (docs/adr/0011)
     if options.read_models:
         return dialect.locking_isolation
     return detecting if marked else None
 
 
 def _warn_of_lost_updates(connection: Connection, dialect: Dialect, options: UnitOptions, level: str) -> None:
-    """Log, once for each engine and level, that a ``level`` chosen by the user loses updates, if it does."""
+    """Log, once for each engine and level, if the user has chosen a ``level`` that loses updates."""
     warned = _warned_of.setdefault(connection.dialect, set())
     if options.warn and not (options.read_models or level in warned or dialect.detects_lost_updates(connection, level)):
         warned.add(level)
         logger.warning(
-            "isolation level %s was chosen: two messages that change one row can lose an update, unless the handler "
-            "writes it by an atomic upsert; leave the level to projector_dedup, or declare read_models=[...]",
+            "isolation level %s was chosen: if two messages change the same row, an update can be lost, unless the "
+            "handler uses an atomic upsert; remove the level, so that projector_dedup sets it, or declare "
+            "read_models=[...]",
             level,
         )

@@ -1,4 +1,4 @@
-"""The result of delivering a message: an outcome for each handler, and the delivery that holds them."""
+"""The result of delivering a message: a ``Delivery`` with an ``Outcome`` for each handler."""
 
 from __future__ import annotations
 
@@ -8,23 +8,25 @@ from enum import Enum
 
 
 class Outcome(Enum):
-    """The result of one message for one handler. All but ``FAILED`` are settled: they may be acknowledged."""
+    """The result of one message for one handler. Acknowledge the message after every outcome except ``FAILED``."""
 
-    APPLIED = "applied"  #: the handler ran and its transaction is known to have committed
-    DUPLICATE = "duplicate"  #: the handler had applied this message before; it was not entered
-    SKIPPED = "skipped"  #: no handler wanted the message, and ``unhandled="ignore"`` permits that
-    FAILED = "failed"  #: only inside ``DeliveryFailed.delivery`` and ``BatchFailed.deliveries``
+    APPLIED = "applied"  #: the handler ran, and the database has confirmed the COMMIT
+    DUPLICATE = "duplicate"  #: the handler applied this message before, so the library did not call it again
+    SKIPPED = "skipped"  #: no handler takes it (``unhandled="ignore"``), or it is too late (``late="skip"``)
+    FAILED = "failed"  #: the handler failed; only in ``DeliveryFailed.delivery`` and ``BatchFailed.deliveries``
 
 
 @dataclass(frozen=True)
 class Delivery:
-    """The result of ``deliver``, which returns only if the message may be acknowledged, and raises otherwise.
+    """The result of ``deliver``. If ``deliver`` returns it, acknowledge the message.
 
-    ``message_id`` is None if the event has no valid id. ``outcomes`` maps each handler's identity to its outcome, in
-    the order of registration. ``durable`` is False only inside
-    ``testing.external_transaction``, where the outer transaction may still be rolled back. ``errors`` maps each handler
-    that has ``FAILED`` to its exception, in ``DeliveryFailed.delivery`` and ``BatchFailed.deliveries``; a message
-    that went to no handler has its own under ``(not routed)``. Two deliveries are equal whatever their errors.
+    - ``message_id``: the id of the message, or None if the event has no valid id.
+    - ``outcomes``: maps each handler's identity to its outcome, in the order of registration.
+    - ``durable``: False only inside ``testing.external_transaction``, where the outer transaction may still roll back.
+    - ``errors``: maps each handler that has ``FAILED`` to its exception, in ``DeliveryFailed.delivery`` and
+      ``BatchFailed.deliveries``. If no handler could be found, the error is under ``(not routed)``.
+
+    ``==`` ignores ``errors``.
     """
 
     message_id: str | None
@@ -37,9 +39,9 @@ class Delivery:
 
     @property
     def error(self) -> Exception | None:
-        """The error of the message, for ``verdict_of``: of the only handler that failed, or those of several together.
+        """The error of the message, for ``verdict_of``, or None if no handler failed.
 
-        None if no handler failed.
+        If several handlers failed, it is an ``ExceptionGroup`` of their errors.
         """
         failures = list(self.errors.values())
         if len(failures) > 1:
@@ -48,9 +50,9 @@ class Delivery:
 
     @property
     def outcome(self) -> Outcome:
-        """The outcomes of all handlers as one: ``FAILED`` if any is, else ``APPLIED`` if any is, else ``DUPLICATE``.
+        """One outcome for all handlers: ``FAILED`` if any failed, else ``APPLIED`` if any applied, else ``DUPLICATE``.
 
-        ``SKIPPED`` if there was no handler.
+        It is ``SKIPPED`` if no handler took the message, or if all skipped it.
         """
         present = set(self.outcomes.values())
         for outcome in (Outcome.FAILED, Outcome.APPLIED, Outcome.DUPLICATE):

@@ -1,13 +1,14 @@
-"""``@projector`` for classes and functions, ``@on`` for their handlers, and the projector that is one function.
+"""The decorators ``@projector`` (of a class or a function) and ``@on`` (of a handler).
 
-The types of ``@on`` tell type checkers which functions it accepts.
+The overloads of ``@on`` let a type checker report a handler with wrong parameters.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Any, Generic, Literal, ParamSpec, Protocol, TypedDict, TypeVar, Unpack, overload
+from uuid import UUID
 
 from sqlalchemy.orm import Session, sessionmaker
 
@@ -25,6 +26,7 @@ E1 = TypeVar("E1")
 E2 = TypeVar("E2")
 E3 = TypeVar("E3")
 P = ParamSpec("P")
+NoResult = TypeVar("NoResult", bound=Awaitable[None] | None)  # what a handler returns
 R = TypeVar("R")
 S = TypeVar("S", bound=Session | AsyncSession)
 T = TypeVar("T")
@@ -55,30 +57,36 @@ def projector(
     isolation: str | None = None,
     shared_session: bool = False,
 ) -> Any:
-    """Make a projector of a class with ``@on`` methods, or of a function under ``@on``. Both can be called as before.
+    """Make a projector of a class with ``@on`` methods, or of one function with ``@on``.
 
-    With ``idempotent=True`` each message is applied once, by a marker that commits with the handler's writes. Without
-    it, handlers run in a unit of work too, but the library reads and writes no marker and needs no table. ``name`` pins
-    the identity, which is otherwise ``module.Class``, so that you can move the class. ``formerly`` lists former names
-    (of a function, whole identities). Each message is claimed under these names too, so code of both names may run at
-    the same time. ``read_models`` lists the entities that the handlers change, if many workers change the same rows.
-    Their rows are read under lock (docs/adr/0003-lost-updates.md), on PostgreSQL at READ COMMITTED. A change of another
-    entity's row without a lock then raises ``UnlockedWriteError``. ``isolation`` overrides the isolation level.
+    You can still call the class and the function directly, for example in a unit test.
 
-    ``shared_session=True`` runs the messages of a batch as a loop in one session does: rows stay in the session until
-    the COMMIT. The session flushes at the end of the batch, at the end of a message that deletes a row, and before the
-    first statement that the handler of a later message sends itself, also SQL text, and also if autoflush is off.
-    ``session.get`` of a row that the session has sends nothing, so it does not autoflush. Handlers whose messages
-    change the same rows need far fewer statements.
+    - ``idempotent``: True applies each message once, because a marker commits with the handler's writes. False runs
+      each handler in a transaction too, but without a marker and without the marker table.
+    - ``name``: the name of the projector, which markers store. The default is ``module.Class``, so give a name before
+      you move or rename the class.
+    - ``formerly``: the former names of the projector (of a function: former identities). The library claims each
+      message under these names too, so old and new code may run at the same time.
+    - ``read_models``: the entities that the handlers change, if many workers change the same rows. The library reads
+      their rows under lock, on PostgreSQL at READ COMMITTED (docs/adr/0003-lost-updates.md). A handler that changes a
+      row of another entity without a lock then gets an ``UnlockedWriteError``.
+    - ``isolation``: overrides the isolation level.
+    - ``shared_session``: True lets the messages of a batch share one session, so handlers whose messages change the
+      same rows need far fewer statements. Rows stay in the session until the COMMIT.
+
+    With ``shared_session=True`` the session flushes at the end of the batch, at the end of a message that deletes a
+    row, and before the first statement that the handler of a later message sends. This includes SQL text, and sessions
+    without autoflush. ``session.get`` of a row in the session sends no statement, so it does not flush.
 
     Do not use ``shared_session`` if a handler assigns SQL expressions without a flush: the next message would replace
     the expression, and the update would be lost. Triggers, version counters and mapper events run once for each flush
-    (docs/handlers.md). Without ``shared_session`` the session is flushed and emptied after each message, and a handler
-    sees what it would see alone. Raises ``HandlerDefinitionError``.
+    (docs/handlers.md). Without ``shared_session``, the library flushes and empties the session after each message.
+
+    Raises ``HandlerDefinitionError`` for a wrong argument, at import.
     """
     given: object = read_models
     if not isinstance(given, Sequence) or not all(hasattr(model, "__mapper__") for model in given):
-        raise HandlerDefinitionError("read_models is a list of mapped classes, as in read_models=[Totals]")
+        raise HandlerDefinitionError("read_models must be a list of mapped classes, as in read_models=[Totals]")
     former = valid_formerly(formerly, HandlerDefinitionError)
     settings = Settings(idempotent, name, tuple(read_models), isolation, former, shared_session)
     decorate = ProjectorDecorator(settings)
@@ -86,7 +94,7 @@ def projector(
 
 
 class ProjectorDecorator:
-    """``@projector`` with its arguments, to be written above a class or a function."""
+    """The decorator that ``@projector(...)`` returns. Write it above a class or a function."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -96,7 +104,7 @@ class ProjectorDecorator:
     @overload
     def __call__(self, target: Callable[P, R], /) -> FunctionProjector[P, R]: ...
     def __call__(self, target: Any, /) -> Any:
-        """Mark a class and return it; make a ``FunctionProjector`` of a function."""
+        """Mark a class as a projector and return the class, or make a ``FunctionProjector`` of a function."""
         if isinstance(target, type):
             setattr(target, PROJECTOR, self._settings)
             return target
@@ -104,42 +112,46 @@ class ProjectorDecorator:
 
 
 class FunctionProjector(Generic[P, R]):
-    """A projector that consists of one function, which can be called as before. ``deliver`` applies one event."""
+    """A projector that consists of one function. ``deliver`` applies one event; a plain call runs the function."""
 
     def __init__(self, function: Callable[P, R], settings: Settings) -> None:
         if not callable(function):
             raise HandlerDefinitionError(
-                f'@projector is written above a class or a function, not given {function!r}; a name is name="..."'
+                f"write @projector above a class or a function; it was called with {function!r}. To name a projector, "
+                'write @projector(name="...")'
             )
         functools.update_wrapper(self, function)
         self._function = function
         marked = getattr(function, ON, None)
         if marked is None:
             raise HandlerDefinitionError(
-                f"{function.__qualname__} is not under @on: write @projector(...) above @on(Event) above the function"
+                f"{function.__qualname__} has no @on: write @projector(...), then @on(Event), then the function"
             )
         owner = settings.name or function.__module__
         identity = settings.name or f"{function.__module__}.{function.__qualname__}"
         if marked.name is not None:
             identity = f"{owner}.{marked.name}"
         former = {*settings.formerly, *joined([owner], marked.former_parts)}
-        self.handler = handler_of(identity, former, function, marked, settings, pinned=is_pinned(function, settings))
+        name, pinned = settings.name or identity, is_pinned(function, settings)
+        self.handler = handler_of(identity, former, function, marked, settings, owner=name, pinned=pinned)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call the function itself, without a claim, in the transaction that the caller has."""
+        """Call the function directly: without a claim, and in the caller's transaction."""
         return self._function(*args, **kwargs)
 
-    def deliver(self, event: object, *, message_id: object = None, session_factory: sessionmaker[Any]) -> Delivery:
-        """Apply the event once, in a unit of work of its own. Return only if the message may be acknowledged.
+    def deliver(
+        self, event: object, *, message_id: str | UUID | None = None, session_factory: sessionmaker[Any]
+    ) -> Delivery:
+        """Apply the event once, in its own transaction. If ``deliver`` raises, do not acknowledge the message.
 
-        ``message_id`` overrides the event's own id. Raises what ``Dispatcher.deliver`` raises with one handler.
+        ``message_id`` overrides the id in the event. The errors are those of a ``Dispatcher`` with one handler.
         """
         return Dispatcher(session_factory, self).deliver(event, message_id=message_id)
 
     async def adeliver(
-        self, event: object, *, message_id: object = None, session_factory: async_sessionmaker[Any]
+        self, event: object, *, message_id: str | UUID | None = None, session_factory: async_sessionmaker[Any]
     ) -> Delivery:
-        """Apply the event once, by an ``async def`` function. Returns and raises what ``deliver`` does."""
+        """Apply the event once with an ``async def`` function. The result and the errors are those of ``deliver``."""
         return await AsyncDispatcher(session_factory, self).deliver(event, message_id=message_id)
 
 
@@ -147,19 +159,20 @@ class FunctionProjector(Generic[P, R]):
 
 
 class Marks(Protocol[E]):
-    """Takes the function of a handler of ``E``, called with ``(event, session)``, or such a method; returns it.
+    """The type of ``@on(E)``: takes a function or a method with the parameters ``(event: E, session)`` and returns it.
 
-    Its parameters are positional afterwards: no type can keep their names and look into them.
+    For the type checker, the parameters of the result are positional: no type can both keep and check their names.
     """
 
+    # Methods come first: of a method that fits none, mypy takes the first result, and a function has no ``self``.
     @overload
-    def __call__(self, function: Callable[[E, object], R], /) -> Callable[[E, object], R]: ...
+    def __call__(self, function: Callable[[T, E, object], NoResult], /) -> Callable[[T, E, object], NoResult]: ...
     @overload
-    def __call__(self, function: Callable[[T, E, object], R], /) -> Callable[[T, E, object], R]: ...
+    def __call__(self, function: Callable[[E, object], NoResult], /) -> Callable[[E, object], NoResult]: ...
     @overload
-    def __call__(self, function: Callable[[E, S], R], /) -> Callable[[E, S], R]: ...
+    def __call__(self, function: Callable[[T, E, S], NoResult], /) -> Callable[[T, E, S], NoResult]: ...
     @overload
-    def __call__(self, function: Callable[[T, E, S], R], /) -> Callable[[T, E, S], R]: ...
+    def __call__(self, function: Callable[[E, S], NoResult], /) -> Callable[[E, S], NoResult]: ...
 
 
 class OnOptions(TypedDict, total=False):
@@ -249,29 +262,35 @@ def on(
     batch: bool = False,
     reads: Reads | None = None,
 ) -> Marks[Any]:
-    """Mark a method or a function as the handler of ``events``, each a class (the exact type) or a name.
+    """Mark a method or a function as the handler of ``events``. An event is a class (the exact type) or a name.
 
-    The handler is called with ``(event, session)``. It must not commit. ``name`` pins the method's part of the
-    identity, so that you can rename the method. ``formerly`` lists former names of that part or, with a dot, former
-    identities of the whole handler; code of both names may run at the same time (docs/operations.md). ``subclasses``
-    also takes events of derived classes. ``envelope`` passes the ``Message`` instead of its body. ``batch`` passes the
-    list of all events that ``deliver_batch`` found new, in their order; ``deliver`` then passes a list of one event.
+    The library calls the handler with ``(event, session)``. The handler must not commit.
 
-    ``reads`` declares the rows that the handler gets by ``session.get``: for each entity a dotted path to the key in
-    the event, a tuple of paths for a composite key, a list of these for several rows, or a function of the event that
-    returns a list of keys. The library reads the rows as if the handler's first line had loaded them: by one SELECT for
-    each entity, in the order of the keys, under lock if the entity is in ``read_models``. With ``batch=True``, or
-    ``@projector(shared_session=True)``, it reads the rows of all messages together. It leaves a single key to the
-    handler's own ``session.get``.
+    - ``name``: the name of the handler, which markers store. The default is the name of the method, so give a name
+      before you rename the method.
+    - ``formerly``: former names of the method, or, with a dot, former identities of the whole handler. Old and new code
+      may run at the same time (docs/operations.md).
+    - ``subclasses``: True also takes events of derived classes.
+    - ``envelope``: True passes the ``Message`` instead of its body.
+    - ``batch``: True passes a list with all new events of a ``deliver_batch``, in their order. ``deliver`` then passes
+      a list with one event.
+    - ``reads``: the rows that the handler reads by ``session.get``. For each entity, give a dotted path to the key in
+      the event, a tuple of paths for a composite key, a list of these for several rows, or a function of the event
+      that returns a list of keys.
 
-    ``session.get`` of a row that was read this way sends nothing, **and so it does not autoflush** the handler's
-    earlier changes. Call ``session.flush()`` first if the database must have them, for example because a trigger
-    changes the row. The session keeps the rows until a statement is sent that is not a SELECT. If a declaration finds
-    no key, the library logs a warning once for each handler and ignores the declaration. Raises
-    ``HandlerDefinitionError`` for a wrong argument.
+    With ``reads``, the library reads the rows before it calls the handler: one SELECT for each entity, in the order of
+    the keys, under lock if the entity is in ``read_models``. With ``batch=True`` or ``@projector(shared_session=True)``
+    it reads the rows of all messages together. If there is only one key, the handler's own ``session.get`` reads it.
+
+    ``session.get`` of a row that the library has read sends no statement, **so it does not autoflush** the handler's
+    earlier changes. Call ``session.flush()`` first if the database needs them, for example because a trigger changes
+    the row. The session keeps the rows until it sends a statement that is not a SELECT. If a declaration finds no key,
+    the library ignores it, and logs a warning once for each handler.
+
+    Raises ``HandlerDefinitionError`` for a wrong argument, at import.
     """
     if not events or not all(isinstance(event, (type, str)) for event in events):
-        raise HandlerDefinitionError("@on takes the events it handles: classes or names, as in @on(PaymentReceived)")
+        raise HandlerDefinitionError("@on takes the events of the handler, classes or names: @on(PaymentReceived)")
 
     former = valid_formerly(formerly, HandlerDefinitionError)
     declared = None if reads is None else DeclaredReads(reads)

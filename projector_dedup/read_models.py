@@ -1,15 +1,15 @@
-"""Invariant I6 for hot rows, and rows that are read before a handler asks for them.
+"""Row locks for ``read_models`` (invariant I6), and rows that are read before the handler runs (``reads``).
 
-At the default isolation level the database refuses a lost update, and the message runs again. Where many messages
-change one row, most of them would run again. So a projector may declare ``read_models``: every SELECT of such an entity
-locks its rows (FOR NO KEY UPDATE), and the transaction runs at READ COMMITTED, where a message that has waited for a
-lock sees what the other message wrote.
+At the default isolation level the database refuses a lost update, and the library retries the message. If many messages
+change the same row, most of them would be retried. So a projector may declare ``read_models``: every SELECT of such an
+entity locks its rows (FOR NO KEY UPDATE). The transaction runs at READ COMMITTED, so a message that has waited for a
+lock sees the changes of the other message.
 
-At READ COMMITTED the database refuses nothing. So there, a flush refuses to write *any* row that this unit of work has
-neither read under lock nor inserted itself, whether its entity is declared or not. An undeclared entity with a
-version counter is exempt: its UPDATE finds the conflict. A declared entity must be locked at every level. A SELECT of a
-declared entity that cannot lock is refused as well. The library
-does not detect textual SQL, nor a value that a handler reads and writes back by an UPDATE statement of its own.
+At READ COMMITTED the database does not refuse lost updates. So a flush refuses to change any row that this unit of work
+has neither read under lock nor inserted, also rows of undeclared entities. An undeclared entity with a version counter
+is exempt, because its UPDATE detects the conflict. A declared entity must be locked at every level. The library also
+refuses a SELECT of a declared entity that cannot lock. It does not detect textual SQL, and not a value that a handler
+reads and then writes with its own UPDATE statement.
 """
 
 from __future__ import annotations
@@ -60,26 +60,26 @@ _EXAMPLE = "as in reads={Totals: 'account_id'}"
 
 
 class DeclaredReads:
-    """The rows that a handler declares to read.
+    """The rows that a handler declares with ``reads``.
 
-    Raises ``HandlerDefinitionError`` if a declaration names no entity, or another number of columns than its key has.
+    Raises ``HandlerDefinitionError`` if a declaration names no entity, or has a wrong number of key columns.
     """
 
     def __init__(self, reads: object) -> None:
         if not isinstance(reads, Mapping) or not reads:
-            raise HandlerDefinitionError(f"reads takes a mapping from entities to where their keys are, {_EXAMPLE}")
+            raise HandlerDefinitionError(f"reads must be a mapping from entities to paths of their keys, {_EXAMPLE}")
         finders = {entity: _finder(entity, declared) for entity, declared in reads.items()}
         self._finders = {entity: finders[entity] for entity in sorted(finders, key=lambda each: each.__qualname__)}
 
     @property
     def entities(self) -> Iterable[type[Any]]:
-        """The declared entities in the order of their names, whatever order the declaration has."""
+        """The declared entities in the order of their names."""
         return self._finders.keys()
 
     def keys_of(self, entity: type[Any], event: Any) -> list[Key]:
-        """Return the keys of the rows of ``entity`` that the handler of ``event`` will ask for, each once.
+        """Return the keys of the rows of ``entity`` that the handler of ``event`` will read, without repetition.
 
-        A key can have any type, or be None. Raises what the event or the user's function raises.
+        A key can have any type, or be None. Raises the errors of the event and of the user's function.
         """
         return list(dict.fromkeys(self._finders[entity](event)))
 
@@ -87,15 +87,15 @@ class DeclaredReads:
 def _finder(entity: Any, declared: object) -> Callable[[Any], Iterable[Key]]:
     mapper = inspect(entity, raiseerr=False)
     if not isinstance(entity, type) or not isinstance(mapper, Mapper):
-        raise HandlerDefinitionError(f"reads names {entity!r}, which is no mapped class; name an entity, {_EXAMPLE}")
+        raise HandlerDefinitionError(f"reads has {entity!r}, which is no mapped class; give an entity, {_EXAMPLE}")
     width = len(mapper.primary_key)
     if callable(declared):
         if iscoroutinefunction(declared):
-            raise HandlerDefinitionError(f"reads={{{entity.__name__}: ...}} takes a plain function, not an async one")
+            raise HandlerDefinitionError(f"reads={{{entity.__name__}: ...}} must be a plain function, no async def")
         return lambda event: [_key(each, width) for each in _listed(declared(event))]
     paths = [_paths(entity, width, each) for each in (declared if isinstance(declared, list) else [declared])]
     if not paths:
-        raise HandlerDefinitionError(f"reads says nothing of where the keys of {entity.__name__} are, {_EXAMPLE}")
+        raise HandlerDefinitionError(f"reads has no path to the keys of {entity.__name__}; give one, {_EXAMPLE}")
     return lambda event: [tuple(find(event) for find in parts) for parts in paths]
 
 
@@ -117,14 +117,14 @@ def _paths(entity: type[Any], width: int, declared: object) -> list[Callable[[An
     for path in parts:
         if not isinstance(path, str) or not all(path.split(".")):
             raise HandlerDefinitionError(
-                f"reads={{{entity.__name__}: ...}} takes a dotted path such as 'account.id', a tuple of paths for a "
-                f"composite key, a list of these, or a function of the event; not {path!r}"
+                f"reads={{{entity.__name__}: ...}} must be a dotted path such as 'account.id', a tuple of paths for a "
+                f"composite key, a list of these, or a function of the event, not {path!r}"
             )
     if len(parts) != width:
         one, key = entity.__name__, ", ".join(column.name for column in inspect(entity).primary_key)
         raise HandlerDefinitionError(
-            f"the key of {one} is ({key}), and {declared!r} is not for {width} column{'s' * (width > 1)}: write a "
-            f"tuple with a path for each column, reads={{{one}: ('a.b', 'c')}}; for several rows, a list of these"
+            f"the key of {one} is ({key}), and {declared!r} does not fit {width} column{'s' * (width > 1)}; write a "
+            f"tuple with a path for each column, reads={{{one}: ('a.b', 'c')}}, or for several rows a list of tuples"
         )
     return [by_path(path) for path in parts]
 
@@ -133,11 +133,11 @@ def _paths(entity: type[Any], width: int, declared: object) -> list[Callable[[An
 
 
 def read_ahead(session: Session, reads: DeclaredReads, events: Sequence[Any], handler: str) -> list[Any]:
-    """Read the rows that the handler of ``events`` declares, by one SELECT for each entity; return the instances.
+    """Read the rows that the handler of ``events`` declares, with one SELECT for each entity. Return the instances.
 
-    As long as the caller keeps the result, the rows are in the session's identity map, and ``session.get`` sends
-    nothing. A single key is left to the handler's own ``session.get``. Keys are read in sorted order, so that two
-    messages lock the same rows of an entity in the same order.
+    While the caller keeps the result, the rows stay in the session's identity map, and ``session.get`` sends no
+    statement. A single key is not read here, because the handler's own ``session.get`` reads it. The keys are sorted,
+    so that two messages lock the same rows of an entity in the same order.
     """
     found: list[Any] = []
     for entity in reads.entities:
@@ -153,12 +153,12 @@ def read_ahead(session: Session, reads: DeclaredReads, events: Sequence[Any], ha
 
 
 def _keys(reads: DeclaredReads, entity: Any, events: Sequence[Any], handler: str) -> list[tuple[Any, ...]]:
-    """Return the keys, sorted. If the declaration is wrong, return none, and log a warning once for each handler."""
+    """Return the sorted keys. If the declaration is wrong, return no key, and log a warning once for each handler."""
     try:
         keys = {key: None for each in events for key in reads.keys_of(entity, each)}
         if not any(part is None for key in keys for part in key):
             return sorted(keys)
-        what = "found None: correct the path, or give a function that returns [] without a row"
+        what = "found None: correct the path, or give a function that returns [] if there is no row"
     except Exception as error:  # noqa: BLE001  # raised by the event or the user's function; a wrong declaration is ignored
         what = f"found no keys ({type(error).__name__})"
     warn_of_reads(handler, f"reads={{{entity.__name__}: ...}} {what}")
@@ -166,21 +166,21 @@ def _keys(reads: DeclaredReads, entity: Any, events: Sequence[Any], handler: str
 
 
 def warn_of_reads(handler: str, what: str) -> None:
-    """Log once for each handler that its declaration is ignored, so that it sends a SELECT for each row."""
+    """Log, once for each handler, that the library ignores its declaration, so that it sends a SELECT for each row."""
     if handler not in _warned:
         _warned.add(handler)
-        logger.warning("handler %s: %s; its rows are read when the handler asks for them", handler, what)
+        logger.warning("handler %s: %s; the library ignores reads=, and each row costs a SELECT", handler, what)
 
 
 # Rows that are locked -------------------------------------------------------------------------------------------------
 
 
 class LockingSession(GuardedSession):
-    """Remembers which rows were read under lock or inserted, for as long as its one transaction lasts."""
+    """Remembers which rows its transaction has read under lock or inserted."""
 
     read_models: tuple[type[Any], ...] = ()
     declared_tables: frozenset[FromClause] = frozenset()
-    conflicts_are_found = False  # True: at its isolation level the database refuses lost updates by itself
+    conflicts_are_found = False  # True: at this isolation level the database itself refuses lost updates
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -192,13 +192,13 @@ class LockingSession(GuardedSession):
 
     @property
     def locks(self) -> bool:
-        """True if the database locks rows; where writers are serialised, nothing needs a lock."""
+        """True if the database locks rows. A database that serialises writers needs no locks."""
         return self.guard is not None and self.guard.dialect.locks_rows
 
     def before_rollback_to_savepoint(self) -> None:
-        """Forget the locks, if a savepoint of the connection's is rolled back: nobody knows which it has taken."""
+        """Forget all locks before a rollback to a savepoint of the connection, which may release some of them."""
         super().before_rollback_to_savepoint()
-        if not self.in_nested_transaction():  # else the listeners to the session's savepoints know
+        if not self.in_nested_transaction():  # otherwise the listeners of the session's savepoints restore the locks
             self.locked_instances.clear()
             self.inserted.clear()
 
@@ -212,7 +212,7 @@ class LockingSession(GuardedSession):
 
 
 def locking_session(session_class: type[GuardedSession], read_models: tuple[type[Any], ...]) -> type[LockingSession]:
-    """Return a subclass of the guarded session class, which reads ``read_models`` under lock."""
+    """Return a subclass of the guarded session class that reads ``read_models`` under lock."""
     declared = frozenset(table for model in read_models for table in inspect(model).tables)
     for model in read_models:
         _remember_locked_instances(model)  # type: ignore[arg-type]  # mypy takes a class for its instance here
@@ -249,7 +249,7 @@ def _refuse_unlocked_writes(session: LockingSession, _context: UOWTransaction, _
 
 @event.listens_for(LockingSession, "after_flush")
 def _refuse_what_the_flush_added(session: LockingSession, context: UOWTransaction) -> None:
-    """Refuse rows that relationships or listeners have brought into the flush, such as a removed child's."""
+    """Refuse rows that relationships or listeners added to the flush, such as the row of a removed child."""
     if not session.locks:
         return
     for state, (is_deleted, only_listed) in context.states.items():
@@ -263,7 +263,7 @@ def _refuse_unlocked(session: LockingSession, state: InstanceState[Any], *, is_d
 
 
 def _is_updated(state: InstanceState[Any]) -> bool:
-    """True if a flush would UPDATE the row itself: a collection, or the far side of a one-to-one, is in other rows."""
+    """True if a flush would UPDATE the row itself. A change of a collection, for example, changes other rows."""
     relations = [each.key for each in state.mapper.relationships if each.direction is RelationshipDirection.MANYTOONE]
     return any(state.attrs[name].history.has_changes() for name in (*state.mapper.column_attrs.keys(), *relations))
 
@@ -281,7 +281,7 @@ def _savepoint_begins(session: LockingSession, transaction: SessionTransaction) 
 
 @event.listens_for(LockingSession, "after_soft_rollback")
 def _savepoint_is_rolled_back(session: LockingSession, transaction: SessionTransaction) -> None:
-    # ROLLBACK TO releases the row locks that were taken since; those from before the savepoint are held still.
+    # ROLLBACK TO releases the row locks that were taken after the savepoint, and keeps those from before.
     if transaction.nested:
         locked, inserted = session.before_savepoint.pop(transaction, (WeakSet(), set()))
         session.locked_instances &= locked
@@ -289,7 +289,7 @@ def _savepoint_is_rolled_back(session: LockingSession, transaction: SessionTrans
 
 
 def _lock(state: ORMExecuteState, declared: frozenset[FromClause]) -> frozenset[FromClause]:
-    """Add a lock to a SELECT that names declared tables; return the tables whose rows it locks."""
+    """Add a lock to a SELECT from declared tables. Return the tables whose rows it locks."""
     statement: Any = state.statement
     asked = _asked(statement)
     sources = set(_lockable(statement.get_final_froms())) if isinstance(statement, Select) else set()
@@ -306,14 +306,14 @@ def _lock(state: ORMExecuteState, declared: frozenset[FromClause]) -> frozenset[
         return frozenset(_table(source) for source in lockable)
     if named and (asked.read or not lockable <= kept):  # otherwise keep the handler's own lock, which is stronger
         raise UnlockedWriteError(
-            f"{_names(named)} is declared in read_models, and the with_for_update() of this SELECT does not lock it "
-            "against other writers (read=True, or of= without it); leave with_for_update() away, and the lock is added"
+            f"{_names(named)} is declared in read_models, but the with_for_update() of this SELECT does not lock it "
+            "against other writers (read=True, or of= without it); remove with_for_update(): the library adds the lock"
         )
     return frozenset() if asked.read else frozenset(_table(source) for source in kept)
 
 
 def _asked(statement: Any) -> Any:
-    """Return the lock that the handler has asked for in a SELECT, or None."""
+    """Return the handler's own with_for_update() of a SELECT, or None."""
     return statement._for_update_arg if isinstance(statement, Select) else None
 
 
@@ -345,8 +345,8 @@ def _names(sources: Iterable[Any]) -> str:
 
 def _cannot_lock(named: set[Any]) -> UnlockedWriteError:
     return UnlockedWriteError(
-        f"{_names(named)} is declared in read_models, and this SELECT cannot lock its rows (a subquery, a UNION, or "
-        "the nullable side of an outer join); read the entity by a SELECT of its own, or leave read_models away"
+        f"{_names(named)} is declared in read_models, but this SELECT cannot lock its rows (a subquery, a UNION, or "
+        "the nullable side of an outer join); read the entity with its own SELECT, or do not declare it in read_models"
     )
 
 
@@ -354,14 +354,14 @@ def _unlocked(entity: type[Any], *, declared: bool) -> UnlockedWriteError:
     name = entity.__name__
     if declared:
         return UnlockedWriteError(
-            f"{name} is declared in read_models and was changed, but this instance was "
-            "not read under lock (it came with another entity, as by joinedload, or its lock went with a savepoint "
-            "that was rolled back); read it with session.get() or select() first, after a savepoint with "
-            "populate_existing=True, or leave read_models away"
+            f"{name} is declared in read_models and was changed, but this instance was not read under lock (it was "
+            "loaded with another entity, for example by joinedload, or a rollback to a savepoint released its lock); "
+            "first read it with session.get() or select(), after a savepoint with populate_existing=True, or remove it "
+            "from read_models"
         )
     return UnlockedWriteError(
         f"{name} was changed without a lock, and it is not declared in read_models. With read_models the transaction "
-        "runs at READ COMMITTED, where a change that another message made to the same row meanwhile would be lost. Add "
+        "runs at READ COMMITTED, where a concurrent change of the same row by another message would be lost. Add "
         f"{name} to read_models, or lock the row when you read it: session.get({name}, key, with_for_update=True), or "
         "session.refresh(row, with_for_update=True) if the session has it already"
     )
@@ -375,7 +375,7 @@ def _remember_locked_instances(model: type[Any]) -> None:
 
     @event.listens_for(model, "refresh", propagate=True, raw=True)
     def _refreshed(state: InstanceState[Any], context: QueryContext, names: object) -> None:
-        if names is None:  # otherwise only missing columns were read: the other values are older than the lock
+        if names is None:  # otherwise only missing columns were read, and the other values are older than the lock
             _remember(state, context)
 
 
@@ -383,7 +383,7 @@ def _remember(state: InstanceState[Any], context: QueryContext | None) -> None:
     session = context.session if context is not None else None
     if isinstance(session, LockingSession) and context is not None:
         locked: frozenset[FromClause] = context.execution_options.get(_LOCKED, frozenset())  # type: ignore[assignment]
-        # A row that came with another entity, by an eager load, is of a JOIN that was added behind the lock.
+        # An eager load reads the row by a JOIN that SQLAlchemy adds after the lock.
         came_along = len(state.load_path) - len(context.compile_state.current_path) > 1
         if locked.issuperset(state.mapper.tables) and not came_along:
             session.locked_instances.add(state)

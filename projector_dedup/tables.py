@@ -1,4 +1,4 @@
-"""The two tables: one has a marker for each message and handler, the other a few values of the deployment."""
+"""The two tables of the library: markers (one row for each message and handler), and state (the declared settings)."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ class DedupTables:
     maker: ClassVar[str] = "make_tables"
     default_name: ClassVar[str] = DEFAULT_NAME
     option: ClassVar[str] = ""
-    """The option by which `idempotency` is told that tables are of this kind."""
+    """The option of `idempotency` that selects tables of this kind."""
     revisions: ClassVar[tuple[str, ...]] = ("projector_dedup_0001",)
-    """The migrations that made tables of this kind what they are, in order; the nth leads to schema version n."""
+    """The migrations of these tables, in order. Migration n leads to schema version n."""
     noun: ClassVar[str] = "marker"
-    """The word for a row of the first table, in texts."""
+    """The word for a row of the first table, in error messages."""
     handler: ClassVar[str] = "handler"
-    """The word for what stands in the column ``handler``, in texts."""
-    subject: ClassVar[str] = "projectors"  #: whose tables these are, in texts
-    keyed: ClassVar[bool] = False  #: True if ``message_id`` is made of a scope and a key
+    """The word for the value of the column ``handler``, in error messages."""
+    subject: ClassVar[str] = "projectors"  #: the owner of these tables, in error messages
+    keyed: ClassVar[bool] = False  #: True if ``message_id`` consists of a scope and a key
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.marker.fullname}>"  # a Table would say all its columns, in each signature
+        return f"<{type(self).__name__} {self.marker.fullname}>"  # short: the default would list every column
 
     @staticmethod
     def make(metadata: MetaData, name: str, schema: str | None) -> DedupTables:
@@ -47,11 +47,11 @@ class DedupTables:
 
     @property
     def version(self) -> int:
-        """The version of these tables' schema; this code works on the version before, too."""
+        """The version of these tables' schema. This code also works with the version before."""
         return len(self.revisions)
 
     def remedy(self, connection: Connection) -> str:
-        """Return how to create the tables in the schema where ``connection`` looks for them, for texts of errors."""
+        """Return how to create the tables in the schema that ``connection`` uses, for error messages."""
         schema, given, options = connection.schema_for_object(self.marker), "", self.option
         if self.marker.name != self.default_name:
             given, options = f", name={self.marker.name!r}", f"{options} --table {self.marker.name}"
@@ -61,38 +61,43 @@ class DedupTables:
             given += f", schema={self.marker.schema!r}"
         elsewhere = ", on the engine that has this schema_translate_map" if schema != self.marker.schema else ""
         return (
-            f"let its owner create it: your Alembic (`alembic upgrade heads`, with {self.maker}(metadata{given}) in "
-            f"its metadata), metadata.create_all(engine), or `idempotency migrate{options}` "
+            f"call {self.maker}(metadata{given}), and create it with your Alembic (`alembic upgrade heads`) or with "
+            f"metadata.create_all(engine); or run `idempotency migrate{options}` "
             f"(`idempotency schema{options}` prints the DDL){elsewhere}"
         )
 
     def mending(self, connection: Connection) -> str:
-        """Return how to correct tables that exist and are wrong, for texts of errors."""
+        """Return how to correct tables that exist and are wrong, for error messages."""
         return (
-            f"alter {full_name(self.marker, connection)} to what {self.maker}() makes, by a migration: create_all() "
-            "leaves a table that is there as it is"
+            f"write a migration that changes {full_name(self.marker, connection)} to what {self.maker}() defines; "
+            "create_all() does not change a table that exists"
         )
 
     def missing(self, connection: Connection) -> str:
-        """Return that the tables are missing, and how to create them, for texts of errors."""
+        """Return an error message: the tables are missing, and how to create them."""
         return (
-            f"the table {full_name(self.marker, connection)} is missing, or is not the one this version expects; "
-            f"{self.remedy(connection)}; `idempotency check{self.option}` says what is wrong"
+            f"the table {full_name(self.marker, connection)} is missing, or does not have the columns that this "
+            f"version expects; {self.remedy(connection)}; `idempotency check{self.option}` prints what is wrong"
         )
 
 
 def make_tables(metadata: MetaData, name: str = DEFAULT_NAME, schema: str | None = None) -> DedupTables:
-    """Add the marker table ``name`` and the state table ``<name>_state`` to the user's ``metadata``; return both.
+    """Add the marker table ``name`` and the state table ``<name>_state`` to your ``metadata``, and return both.
 
-    Pass the result as ``tables=`` wherever name or schema differ from the default. One database may have several such
-    pairs.
+    ``schema`` is the database schema, or None for the default one. If you give a name or a schema, pass the result as
+    ``tables=`` to each dispatcher. One database may have several pairs of tables.
 
-    Raises ``ValueError`` for an empty name or one of more than 43 bytes: longer names of its indexes would be cut.
+    Raises ``ValueError`` for a name that is empty or longer than 43 bytes: the database would cut its index names.
+    Raises ``TypeError`` for anything but a ``MetaData``.
     """
+    given: object = metadata
+    if not isinstance(given, MetaData):
+        raise TypeError(f"make_tables takes a MetaData, such as Base.metadata, not {given!r}")
     if not 0 < len(name.encode()) <= MAX_NAME_BYTES:
         raise ValueError(
-            f"the name of the marker table has {len(name.encode())} bytes, and must have 1 to {MAX_NAME_BYTES}: those "
-            f"of its indexes are made from it, and no database may cut them; choose another than {name!r}"
+            f"the name of the marker table must have 1 to {MAX_NAME_BYTES} bytes, and {name!r} has "
+            f"{len(name.encode())}: with a longer name, the database would cut the names of the indexes; choose "
+            "another name"
         )
     marker = Table(
         name,
@@ -119,7 +124,7 @@ def make_tables(metadata: MetaData, name: str = DEFAULT_NAME, schema: str | None
 
 
 def full_name(table: Table, connection: Connection) -> str:
-    """Return the name of ``table`` with the schema that ``connection`` uses, by its ``schema_translate_map`` if any."""
+    """Return the name of ``table`` with its schema, after the ``schema_translate_map`` of ``connection``."""
     schema = connection.schema_for_object(table)
     return table.name if schema is None else f"{schema}.{table.name}"
 
@@ -129,7 +134,7 @@ default_tables = make_tables(default_metadata)
 
 
 class ProcessedMessage:
-    """The marker as an ORM entity, for queries: which handlers applied a message, and when? Claims do not use it."""
+    """The marker table as an ORM entity, for your queries: which handlers applied a message, and when."""
 
     message_id: Mapped[str]
     handler: Mapped[str]

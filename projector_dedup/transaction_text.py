@@ -1,4 +1,4 @@
-"""Recognise SQL text that would begin or end a transaction, or change a setting of it."""
+"""Detect SQL text that would begin or end a transaction, or change a setting of the transaction."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COMMANDS = (
 SETTINGS = r"\bSET\s+(?:LOCAL|TRANSACTION|CONSTRAINTS)\s+[\w\"]|\bset_config\"?\s*\("
 """Settings of a transaction, in the SQL standard and on PostgreSQL.
 
-The word that must follow keeps out a column of such a name, as in ``SET local = 1``.
+The pattern requires another word after it, so that a column with such a name (``SET local = 1``) does not match.
 """
 
 _BODY_BEGINS = re.compile(r"\s*CREATE\b.*\b(TRIGGER|FUNCTION|PROCEDURE)\b.*\bBEGIN\b", re.IGNORECASE | re.DOTALL)
@@ -26,12 +26,13 @@ _BODY_ENDS = re.compile(r"\s*END\b", re.IGNORECASE)
 
 
 class Grammar:
-    """The patterns by which the SQL text of one database is read.
+    """The patterns that find transaction commands in the SQL text of one database.
 
-    ``opaque`` matches strings, quoted names and comments, which are passed over. ``commands`` matches the commands that
-    begin or end a transaction, at the beginning of a statement; ``hidden`` those that run others out of sight, a stored
-    procedure's say. ``settings`` matches whatever changes a setting until the transaction ends. ``one_at_a_time``: the
-    drivers report an error of the first statement of a text only.
+    - ``opaque``: strings, quoted names and comments, which are ignored.
+    - ``commands``: commands at the beginning of a statement that begin or end a transaction.
+    - ``hidden``: commands that may run such commands invisibly, such as CALL of a stored procedure.
+    - ``settings``: SQL that changes a setting until the transaction ends.
+    - ``one_at_a_time``: True if the drivers report only an error of the first statement of a text.
     """
 
     def __init__(
@@ -51,8 +52,8 @@ class Grammar:
         self._one_at_a_time = one_at_a_time
 
     def transaction_command(self, sql: str) -> str | None:
-        """Return the first command in ``sql`` that would begin or end a transaction; None if there is none."""
-        in_body = False  # of a routine that is not quoted: its BEGIN and END are no commands
+        """Return the first command in ``sql`` that would begin or end a transaction, or None."""
+        in_body = False  # True inside the unquoted body of a routine, whose BEGIN and END are no commands
         for statement in self._statements(sql):
             if in_body:
                 in_body = not _BODY_ENDS.match(statement)
@@ -63,17 +64,17 @@ class Grammar:
         return None
 
     def hides_errors(self, sql: str) -> bool:
-        """True if an error of the second statement in ``sql``, or of a later one, would be reported to nobody."""
+        """True if the driver would not report an error of the second statement in ``sql`` or of a later one."""
         return self._one_at_a_time and sum(bool(re.search(r"\w", each)) for each in self._statements(sql)) > 1
 
     def hides_commands(self, sql: str) -> bool:
-        """True if ``sql`` may do to the transaction what cannot be read in it, as CALL of a stored procedure may."""
+        """True if ``sql`` may end the transaction invisibly, for example by CALL of a stored procedure."""
         return any(self._hidden.match(statement) for statement in self._statements(sql))
 
     def sets_for_transaction(self, sql: str) -> bool:
-        """True if ``sql`` may change a setting of its transaction, perhaps in the body of a ``DO``.
+        """True if ``sql`` may change a setting of its transaction, also in the body of a ``DO``.
 
-        In doubt it is True: text that only looks like such a setting counts.
+        Text that only looks like such a setting counts too.
         """
         return bool(self._setting.search(sql) or self._setting.search(self._opaque.sub(" ", sql)))
 
@@ -84,7 +85,7 @@ class Grammar:
 def sql_text(statement: object, dialect: EngineDialect) -> str | None:
     """Return the text of a statement that the user wrote as text, or the SQL of DDL.
 
-    None for every other statement that SQLAlchemy compiles: none of those ends a transaction.
+    Return None for every other statement, because no statement that SQLAlchemy compiles ends a transaction.
     """
     if isinstance(statement, FromStatement):
         statement = statement.element
@@ -100,5 +101,5 @@ def sql_text(statement: object, dialect: EngineDialect) -> str | None:
 
 
 def sql_sent(result: object) -> str:
-    """Return the SQL that gave ``result`` as it was sent to the database; an empty text if there was none."""
+    """Return the SQL of ``result`` as it was sent to the database, or an empty text."""
     return getattr(getattr(result, "context", None), "statement", None) or ""

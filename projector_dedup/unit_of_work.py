@@ -1,15 +1,17 @@
-"""The unit of work: one transaction, one claim in it, and the only COMMIT of a handler's writes.
+"""The unit of work: one transaction with one claim and one COMMIT for the marker and the handler's writes.
 
-``UnitOfWork`` is written once. ``AsyncUnitOfWork`` runs the same methods in a greenlet (see ``waiting``).
+``AsyncUnitOfWork`` runs the methods of ``UnitOfWork`` in a greenlet (see ``waiting``).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import datetime
 from functools import partial
 from typing import Any, Self, TypeVar
+from uuid import UUID
 
 from sqlalchemy.engine import Connection
 from sqlalchemy.exc import DBAPIError
@@ -21,7 +23,7 @@ from .asyncio_names import AsyncSession, async_sessionmaker
 from .closing import drop
 from .dialects import Dialect, Failure, LastStatement, Status, dialect_of
 from .errors import CommitOutcomeUnknown, OvertakenError, TransactionViolatedError, UnsafeSessionError
-from .guard import Guard
+from .guard import Guard, GuardedSession
 from .markers import (
     COMMITTED_AT_ONCE,
     bind_of_marker,
@@ -46,22 +48,22 @@ logger = logging.getLogger("projector_dedup")
 
 T = TypeVar("T")
 
-_FLUSHES = 100  # SQLAlchemy's own COMMIT tries as often
+_FLUSHES = 100  # the limit of SQLAlchemy's own COMMIT
 
 _INTERRUPTED = (
     "the COMMIT was interrupted, for example because the connection was lost: the message may be applied or not. Do "
     "not acknowledge it; "
 )
-_REDELIVERY_TELLS = "a redelivery finds the marker if it was applied"
-_NO_MARKER_TELLS = "without a marker, a redelivery applies it again: look at the read model first"
+_REDELIVERY_TELLS = "a redelivery finds the marker if the message was applied"
+_NO_MARKER_TELLS = "there is no marker, so a redelivery may apply it again: check the read model first"
 _DUPLICATE = (
     "the message was applied before, and the COMMIT that waits for the synchronous standby was interrupted. Do not "
-    "acknowledge it; a redelivery waits again"
+    "acknowledge it; a redelivery waits for the standby again"
 )
 
 
 class UnitOfWork:
-    """One transaction for a marker and a handler's writes (invariants I1 to I5).
+    """Commits a marker and your writes in one transaction (invariants I1 to I5). Use it if you need no dispatcher.
 
     ::
 
@@ -70,8 +72,8 @@ class UnitOfWork:
                 uow.session.add(...)
                 uow.commit()
 
-    Leaving the block without ``commit()`` rolls everything back, the marker too. A unit of work does not retry;
-    ``Dispatcher`` does. ``claim_timeout`` is in seconds.
+    If the block ends without ``commit()``, everything is rolled back, including the marker. A unit of work does not
+    retry; ``Dispatcher`` does. The arguments are those of ``Dispatcher``, and ``read_models`` those of ``@projector``.
     """
 
     session: Session
@@ -95,7 +97,7 @@ class UnitOfWork:
 
     @classmethod
     def opened(cls, session_factory: Any, options: UnitOptions, waiting: Waiting) -> Self:
-        """Return a unit of work without checking factory and options: the caller has checked them once for all."""
+        """Return a unit of work without checking the factory and the options, which the caller has checked before."""
         self = cls.__new__(cls)
         self._prepare(session_factory, options, waiting)
         return self
@@ -103,41 +105,67 @@ class UnitOfWork:
     def _prepare(self, session_factory: Any, options: UnitOptions, waiting: Waiting) -> None:
         #: the session that the handler gets: ``session``, or the AsyncSession around it
         self.handlers_session: Any
-        if waiting is BLOCKING:
-            self.handlers_session = self._session = new_session(session_factory, options)
-        else:
-            self.handlers_session = new_async_session(session_factory, options)
-            self._session = self.handlers_session.sync_session
+        self._factory, self._options = session_factory, options
+        self._waiting = waiting
+        self.handlers_session, self._session = self._new_sessions()
         self.session = self._session
+        self._session.building = options.building
         self.dialect: Dialect | None = None  # None until the first connection
         self.durable = True  # False: the transaction belongs to the caller, who has not committed it yet
         self.last: LastStatement | None = None  # a statement that ``commit`` runs after all others
-        self._options = options
-        self._waiting = waiting
+        self.lines = options.lines  # for ``Chunk.claim``: the unit of work itself detects no late message
         self._guard: Guard | None = None
         self._new = self._committed = self._closed = False
 
     def __enter__(self) -> Self:
         return self
 
+    def _new_sessions(self) -> tuple[Any, GuardedSession]:
+        """Return the session that a handler gets, and the synchronous session inside it, which may be the same."""
+        if self._waiting is BLOCKING:
+            plain = new_session(self._factory, self._options)
+            return plain, plain
+        given: Any = new_async_session(self._factory, self._options)
+        return given, given.sync_session
+
+    @contextmanager
+    def another_session(self) -> Iterator[Session]:
+        """Yield another session of the same kind, and close it at the end."""
+        _, session = self._new_sessions()
+        try:
+            yield session
+        finally:
+            try:
+                session.close()
+            except BaseException:
+                drop(session.taken)
+                raise
+
     # 1 Claim first: a concurrent delivery waits here ----------------------------------------------------------------
 
     def claim(
         self,
-        message_id: object,
+        message_id: str | UUID | None,
         handler: str,
         *,
         formerly: Collection[str] = (),
         occurred_at: datetime | None = None,
     ) -> bool:
-        """Claim the message by the transaction's first statement. Return True if it is new, False if a duplicate.
+        """Insert the marker of the message. Return True if the message is new, False if it is a duplicate.
 
-        ``formerly`` lists former names of the handler. The message is claimed under these names too, and is new only if
-        it is new under every name. So code that knows only an old name may run at the same time.
+        The claim is the first statement of the transaction. A concurrent delivery of the same message waits in its own
+        ``claim`` until this unit of work ends.
 
-        A concurrent delivery of the same message waits here until this one ends. Raises ``RefusedError``,
-        ``InProgress`` after ``claim_timeout``, and ``CommitOutcomeUnknown`` for a duplicate whose marker a synchronous
-        standby may not have.
+        - ``handler``: the name under which the marker is stored.
+        - ``formerly``: former names of the handler. ``claim`` inserts a marker under each name, and the message is new
+          only if it is new under every name. So code that knows only a former name may run at the same time.
+        - ``occurred_at``: when the event occurred, with a time zone, or None. The marker stores it.
+
+        Unlike a dispatcher, ``claim`` does not detect a late message: if its marker was deleted, the message is new.
+
+        Raises ``RefusedError`` before it writes anything, and ``InProgress`` after ``claim_timeout``. Raises
+        ``CommitOutcomeUnknown`` for a duplicate whose marker may not have reached a synchronous standby. Do not
+        acknowledge the message then.
         """
         new = self.claim_key(valid_key(message_id, handler, occurred_at), formerly)
         self._read_on()
@@ -145,16 +173,17 @@ class UnitOfWork:
 
     def claim_many(
         self,
-        messages: Iterable[tuple[object, datetime | None]],
+        messages: Iterable[tuple[str | UUID | None, datetime | None]],
         handler: str,
         *,
         formerly: Collection[str] = (),
     ) -> set[str]:
-        """Claim several messages at once and return the ids that are new.
+        """Insert the markers of several messages, and return the ids that are new.
 
-        Each message is a pair: its id, and when it occurred, or None. An id that is known under one of the names
-        ``formerly`` is not new. If some ids are new, acknowledge all messages after ``commit()``, the duplicates too.
-        Raises what ``claim`` raises, and ``OvertakenError`` if another delivery was faster: run the unit of work again.
+        Each message is a pair of its id and its ``occurred_at`` (or None). An id with a marker under one of the names
+        ``formerly`` is not new. If some ids are new, call ``commit()`` before you acknowledge any message, also the
+        duplicates. Raises the errors of ``claim``, and ``OvertakenError`` if another delivery was faster: run the unit
+        of work again.
         """
         names, keys = valid_formerly(formerly), valid_keys(messages, handler)
         tables, wait = self._options.tables, self._options.claim_timeout
@@ -171,22 +200,29 @@ class UnitOfWork:
         return set(new)
 
     def claim_key(
-        self, key: dict[str, Any], formerly: Collection[str] = (), *, recall: LastStatement | None = None
+        self,
+        key: dict[str, Any],
+        formerly: Collection[str] = (),
+        *,
+        first: Callable[[Connection, Dialect, float | None], None] | None = None,
+        recall: LastStatement | None = None,
     ) -> bool:
-        """Claim by a ``key`` that was checked, as ``claim`` does.
+        """Claim like ``claim``, with a ``key`` that was checked before.
 
-        For a duplicate, run ``recall`` as the last statement: it reads what a command has recorded.
+        ``first`` runs before the claim, and gets the ``claim_timeout``. For a duplicate, ``recall`` runs as the last
+        statement, and reads the result that a command has recorded.
         """
         names, tables, wait = valid_formerly(formerly), self._options.tables, self._options.claim_timeout
-        return self._claim(
-            key,
-            lambda guard: insert_marker(guard.connection, guard.dialect, tables, key, names, wait=wait),
-            one=True,
-            recall=recall,
-        )
+
+        def insert(guard: Guard) -> bool:
+            if first is not None:
+                first(guard.connection, guard.dialect, wait)
+            return insert_marker(guard.connection, guard.dialect, tables, key, names, wait=wait)
+
+        return self._claim(key, insert, one=first is None, recall=recall)
 
     def claim_by(self, key: dict[str, Any], claims: Callable[[Connection, Dialect], bool]) -> bool:
-        """Claim a row by statements of the caller's; ``claims`` returns False if there is nothing to commit."""
+        """Claim a row with the caller's own statements. ``claims`` returns False if there is nothing to commit."""
         return self._claim(key, lambda guard: claims(guard.connection, guard.dialect))
 
     def begin(self) -> None:
@@ -228,7 +264,7 @@ class UnitOfWork:
         return self._guard
 
     def _watch(self, guard: Guard, *, new: bool) -> None:
-        """Watch the session from here on, also if the claim failed: no write may commit without a marker."""
+        """Watch the session from now on, also after a failed claim: no write may commit without a marker."""
         status = guard.watch()
         if not new:
             return
@@ -241,8 +277,8 @@ class UnitOfWork:
     def _end_duplicate(self, guard: Guard, recall: LastStatement | None) -> None:
         """Commit the transaction of a duplicate if the dialect ``commits_duplicates``. Otherwise ``close`` rolls back.
 
-        On PostgreSQL a COMMIT waits for a synchronous standby, and a ROLLBACK does not. After a ROLLBACK psycopg also
-        discards its prepared statements. Raises ``CommitOutcomeUnknown`` if a failover may still lose the marker.
+        On PostgreSQL a COMMIT waits for a synchronous standby, and a ROLLBACK does not. A ROLLBACK would also make
+        psycopg discard its prepared statements. Raises ``CommitOutcomeUnknown`` if a failover may lose the marker.
         """
         commits = guard.dialect.commits_duplicates and self.durable
         if recall is not None:
@@ -256,7 +292,7 @@ class UnitOfWork:
             raise CommitOutcomeUnknown(_DUPLICATE) from error
 
     def _read_on(self) -> None:
-        """After the COMMIT of a duplicate, begin a transaction for the caller to read in. It is never committed."""
+        """After the COMMIT of a duplicate, begin a transaction in which the caller can read. It never commits."""
         guard = self._required_guard()
         if self._new or not (self.durable and guard.commit_was_answered):
             return
@@ -268,15 +304,15 @@ class UnitOfWork:
     # 2 The handler, on the same session -----------------------------------------------------------------------------
 
     def read(self, reads: DeclaredReads, events: Sequence[Any], handler: str) -> None:
-        """Read the rows that a handler declares for ``events``, and keep them until a statement may change them."""
+        """Read the rows that a handler declares for ``events``. Keep them until a statement may change them."""
         self._session.kept += read_ahead(self._session, reads, events, handler)
 
     def keep_rows(self) -> None:
-        """Keep the declared rows also after a flush, for ``@on(batch=True)``: one call handles all messages."""
+        """Keep the declared rows after a flush too. For ``@on(batch=True)``, where one call handles all messages."""
         self._session.keeps_over_flush = True
 
     def share(self) -> None:
-        """Note that several messages share the transaction, so that a setting for it would reach the others.
+        """Note that several messages share the transaction, so a setting of one message would affect the others.
 
         Save ``session.info`` and ``session.autoflush``; ``end_message`` restores them for the next message.
         """
@@ -287,9 +323,9 @@ class UnitOfWork:
         """End a message of a batch: flush and empty the session, so that the next message reads from the database.
 
         With ``keep`` the session keeps its rows and its unwritten changes. It flushes only if the message has deleted a
-        row, which the next message would otherwise get, or if rows may be stale: after a savepoint that was rolled
-        back, or after the driver's cursor. Raises ``TransactionViolatedError`` if the transaction is not the claim's
-        any more, and ``FlushError`` if a listener adds changes at every flush.
+        row, which the next message would otherwise still find, or if rows may be stale: after a rollback to a
+        savepoint, or after the handler used the driver's connection. Raises ``TransactionViolatedError`` if the claim's
+        transaction has ended, and ``FlushError`` if a listener adds changes at every flush.
         """
         session = self._session
         self._required_guard().verify()
@@ -310,7 +346,10 @@ class UnitOfWork:
             if not (session.identity_map.check_modified() or session.new or session.deleted):
                 break
         else:
-            raise FlushError(f"{_FLUSHES} flushes in a row left something to flush; look at what listens to them")
+            raise FlushError(
+                f"after {_FLUSHES} flushes in a row the session still has changes; a listener to the flush adds "
+                "changes each time: correct that listener"
+            )
         session.kept.clear()
         if session.expire_on_commit:
             session.expire_all()
@@ -319,15 +358,15 @@ class UnitOfWork:
     # 3 Marker and writes, together ----------------------------------------------------------------------------------
 
     def commit(self) -> None:
-        """Commit marker and writes together, once.
+        """Commit the marker and the writes together. Call it once, and acknowledge the message after it returns.
 
-        Raises ``TransactionViolatedError`` if the transaction is not the claim's any more, ``CommitOutcomeUnknown`` if
-        COMMIT was interrupted or a failover may lose it, ``UnsafeSessionError`` if there is nothing to commit.
+        Raises ``TransactionViolatedError`` if the claim's transaction has ended before, ``CommitOutcomeUnknown`` if
+        COMMIT was interrupted or a failover may lose it, and ``UnsafeSessionError`` if there is nothing to commit.
         """
         self._waiting.to_the_end(self._commit)
 
     def commit_and_close(self) -> None:
-        """Commit and close the session in one step: a cancellation waits until both have ended."""
+        """Commit, and close the session, in one step that a cancellation does not interrupt."""
         self._waiting.to_the_end(self._commit_and_close)
 
     def _commit_and_close(self) -> None:
@@ -341,9 +380,12 @@ class UnitOfWork:
     def _commit(self) -> None:
         guard = self._required_guard()
         if self._committed:
-            raise UnsafeSessionError("this unit of work has committed; the next message needs one of its own")
+            raise UnsafeSessionError("this unit of work has already committed; open a new one for the next message")
         if not self._new:
-            raise UnsafeSessionError("the message is a duplicate, or its claim failed: there is nothing to commit")
+            raise UnsafeSessionError(
+                "there is nothing to commit, because the message is a duplicate or its claim failed; call commit() "
+                "only if claim() returned True"
+            )
         guard.verify()
         guard.session.flush()
         asks_server = self._options.strict or guard.server_check_required
@@ -358,16 +400,18 @@ class UnitOfWork:
             guard.session.commit()
         except Exception as error:
             if guard.commit_was_answered:
-                logger.warning("what follows the commit failed (a listener?); the message is applied", exc_info=True)
+                logger.warning("a listener failed after the commit; the message is applied", exc_info=True)
             elif not guard.commit_was_sent or _was_refused(guard, error):
                 raise
             else:
                 tells = _REDELIVERY_TELLS if guard.key is not None else _NO_MARKER_TELLS
                 raise CommitOutcomeUnknown(_INTERRUPTED + tells) from error
         if self.durable and not guard.commit_was_answered:
-            raise guard.violate("the session's commit() sent no COMMIT; a Session class that overrides it, perhaps")
+            raise guard.violate(
+                "the session's commit() sent no COMMIT, for example because a Session class overrides commit()"
+            )
         self._committed = True
-        guard.watching = True  # the caller may go on reading; a second commit would have no marker
+        guard.watching = True  # the caller may still read; a second commit would have no marker
 
     def _run_last(self, guard: Guard, last: LastStatement, *, commits: bool) -> None:
         """Run the ``last`` statement now, unless the driver can send it together with the COMMIT that follows."""
@@ -383,9 +427,9 @@ class UnitOfWork:
         self.close(error)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Roll back unless committed, and leave no lock and no open transaction, whatever the handler did.
+        """Roll back unless ``commit`` was called. No lock and no open transaction remains, whatever the handler did.
 
-        Raises ``TransactionViolatedError`` if the handler had committed before it failed with ``error``.
+        Raises ``TransactionViolatedError`` if the handler itself committed before it failed with ``error``.
         """
         if not self._closed:
             self._waiting.to_the_end(partial(self._close, error))
@@ -424,7 +468,7 @@ class UnitOfWork:
             return error
         return None
 
-    # What a caller that retries asks --------------------------------------------------------------------------------
+    # For a caller that retries --------------------------------------------------------------------------------------
 
     @property
     def commit_was_sent(self) -> bool:
@@ -432,19 +476,19 @@ class UnitOfWork:
         return self._guard is not None and self._guard.commit_was_sent
 
     def cause_of(self, error: Exception) -> Exception:
-        """Return the error that aborted the transaction, of which the handler may have made another ``error``."""
-        if isinstance(error, OvertakenError):  # the library's own error says more
+        """Return the error that aborted the transaction. The handler may have caught it and raised ``error``."""
+        if isinstance(error, OvertakenError):  # more precise than the database's error
             return error
         return (self._guard.aborted_by if self._guard is not None else None) or error
 
     def _required_guard(self) -> Guard:
         if self._guard is None:
-            raise UnsafeSessionError("nothing was claimed in this unit of work; claim() comes before commit()")
+            raise UnsafeSessionError("this unit of work has claimed nothing; call claim() before commit()")
         return self._guard
 
 
 def _was_refused(guard: Guard, error: Exception) -> bool:
-    """True if the server has answered that it did not commit, because the last statement or the COMMIT failed."""
+    """True if the server has reported that it did not commit, because the last statement or the COMMIT failed."""
     if isinstance(error, TransactionViolatedError):
         return True
     return isinstance(error, DBAPIError) and guard.dialect.commit_refused(error)
@@ -452,14 +496,15 @@ def _was_refused(guard: Guard, error: Exception) -> bool:
 
 def _is_loss(failure: Exception, error: BaseException) -> bool:
     """True if closing failed because the connection was lost, so that ``error`` may be a consequence of the loss."""
-    return isinstance(failure, DBAPIError) and failure.connection_invalidated and isinstance(error, Exception)
+    lost = isinstance(failure, DBAPIError) and failure.connection_invalidated
+    return lost and isinstance(error, Exception) and not isinstance(error, TransactionViolatedError)
 
 
 class AsyncUnitOfWork:
-    """``UnitOfWork`` on an ``AsyncSession``, with the same guarantees. They also hold if the task is cancelled.
+    """``UnitOfWork`` with an ``AsyncSession``. The guarantees are the same, also if the task is cancelled.
 
-    A cancellation during COMMIT or ROLLBACK waits for the database's answer first. At any other point it takes effect
-    at once. It never leaves a connection, a transaction or a lock behind.
+    A cancellation during COMMIT or ROLLBACK waits until the database has answered. At any other point it takes effect
+    at once. It never leaves a connection, a transaction or a lock open.
     """
 
     session: AsyncSession
@@ -484,23 +529,23 @@ class AsyncUnitOfWork:
 
     async def claim(
         self,
-        message_id: object,
+        message_id: str | UUID | None,
         handler: str,
         *,
         formerly: Collection[str] = (),
         occurred_at: datetime | None = None,
     ) -> bool:
-        """Claim the message: True if it is new, False if a duplicate. See ``UnitOfWork.claim``."""
+        """Insert the marker of the message. Return True if the message is new. See ``UnitOfWork.claim``."""
         return await greenlet_spawn(self.unit.claim, message_id, handler, formerly=formerly, occurred_at=occurred_at)
 
     async def claim_many(
         self,
-        messages: Iterable[tuple[object, datetime | None]],
+        messages: Iterable[tuple[str | UUID | None, datetime | None]],
         handler: str,
         *,
         formerly: Collection[str] = (),
     ) -> set[str]:
-        """Claim several messages at once and return the ids that are new. See ``UnitOfWork.claim_many``."""
+        """Insert the markers of several messages, and return the ids that are new. See ``UnitOfWork.claim_many``."""
         return await greenlet_spawn(self.unit.claim_many, messages, handler, formerly=formerly)
 
     async def begin(self) -> None:
@@ -508,7 +553,7 @@ class AsyncUnitOfWork:
         await greenlet_spawn(self.unit.begin)
 
     async def commit(self) -> None:
-        """Commit marker and writes together. See ``UnitOfWork.commit``."""
+        """Commit the marker and the writes together. See ``UnitOfWork.commit``."""
         await greenlet_spawn(self.unit.commit)
 
     async def __aexit__(self, _type: object, error: BaseException | None, _traceback: object) -> None:

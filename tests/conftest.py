@@ -12,6 +12,7 @@
 import contextlib
 import gc
 import os
+import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -46,11 +47,12 @@ settings.load_profile("untimed")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let it see the reports, and spare PyMySQL the system's certificates, for the programs that tests start too.
+    """Register the report, and spare PyMySQL and the programs that tests start the certificates of the system.
 
-    It reads them for each connection, to verify nobody with them: 20 ms of a processor, half of what a test took.
+    PyMySQL reads them for each connection, to verify nobody with them: 20 ms of a processor, half of what a test took.
     """
     config.pluginmanager.register(reached)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as after Ctrl-C, fixtures end the servers they started
     os.environ["SSL_CERT_FILE"] = os.devnull
 
 

@@ -1,17 +1,71 @@
-"""Count the flights in a queue of RabbitMQ, with aio-pika: many at a time. It may be killed, and run as you like."""
+"""Add up the payments in a queue of RabbitMQ, ten side by side."""
 
 import asyncio
 import os
 import signal
+from dataclasses import dataclass
 
-from flights import MAX_DELAY, async_dispatcher
+from sqlalchemy import String
+from sqlalchemy.ext.asyncio import (
+    AsyncSession,
+    async_sessionmaker,
+    create_async_engine,
+)
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+from projector_dedup import AsyncDispatcher, make_tables, on, projector
 from projector_dedup.integrations.aio_pika import Consumer
+from projector_dedup.integrations.typed_events import into
+
+DATABASE_URL = os.environ.get("DATABASE_URL", "sqlite+aiosqlite:///payments.db")
+AMQP_URL = os.environ.get("AMQP_URL", "amqp://localhost")
+
+
+class Base(DeclarativeBase):
+    pass
+
+
+class Totals(Base):
+    __tablename__ = "totals"
+    account_id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    amount: Mapped[int]
+
+
+make_tables(Base.metadata)
+
+
+@dataclass
+class PaymentReceived:
+    account_id: str
+    amount: int
+
+
+convert = into({"payment.received": PaymentReceived})
+
+
+@projector(idempotent=True, name="account-totals")
+class AccountTotals:
+    @on(PaymentReceived)
+    async def add_payment(self, event: PaymentReceived, session: AsyncSession) -> None:
+        totals = await session.get(Totals, event.account_id)
+        if totals is None:
+            totals = Totals(account_id=event.account_id, amount=0)
+            session.add(totals)
+        totals.amount += event.amount
+
+
+engine = create_async_engine(DATABASE_URL)
+dispatcher = AsyncDispatcher(async_sessionmaker(engine), AccountTotals())
+
+
+async def create_tables() -> None:  # or by your migrations
+    async with engine.begin() as connection:
+        await connection.run_sync(Base.metadata.create_all)
 
 
 async def main() -> None:
-    """Consume until SIGTERM."""
-    queue = os.environ.get("QUEUE", "flights")
-    consumer = Consumer(os.environ["AMQP_URL"], queue, async_dispatcher(), max_delay=MAX_DELAY)
+    await create_tables()
+    consumer = Consumer(AMQP_URL, "payments", dispatcher, convert, prefetch=10)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, consumer.stop)
     await consumer.run()
 

@@ -1,20 +1,62 @@
-"""Count the flights in a queue of Celery. It may be killed at any time, and run as often as you like.
-
-``celery -A with_celery worker -n one@%h`` consumes; ``count_flight.delay(event, message_id=...)`` publishes.
-"""
+"""Add up the payments in a queue of Celery."""
 
 import os
+from dataclasses import dataclass
 
 from celery import Celery
+from sqlalchemy import String, create_engine
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
 
-from flights import MAX_DELAY, dispatcher
+from projector_dedup import Dispatcher, make_tables, on, projector
 from projector_dedup.integrations.celery import delivering_task
+from projector_dedup.integrations.typed_events import into
 
-queue = os.environ.get("QUEUE", "flights")
-app = Celery("flights", broker=os.environ["AMQP_URL"])
-app.conf.update(task_default_queue=queue, broker_transport_options={"confirm_publish": True})
-count_flight = delivering_task(app, "flights.count", dispatcher(), queue=queue, max_delay=MAX_DELAY)
+DATABASE_URL = os.environ.get("DATABASE_URL", "sqlite:///payments.db")
+AMQP_URL = os.environ.get("AMQP_URL", "amqp://localhost")
+
+
+class Base(DeclarativeBase):
+    pass
+
+
+class Totals(Base):
+    __tablename__ = "totals"
+    account_id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    amount: Mapped[int]
+
+
+make_tables(Base.metadata)
+
+
+@dataclass
+class PaymentReceived:
+    account_id: str
+    amount: int
+
+
+convert = into({"payment.received": PaymentReceived})
+
+
+@projector(idempotent=True, name="account-totals")
+class AccountTotals:
+    @on(PaymentReceived)
+    def add_payment(self, event: PaymentReceived, session: Session) -> None:
+        totals = session.get(Totals, event.account_id)
+        if totals is None:
+            totals = Totals(account_id=event.account_id, amount=0)
+            session.add(totals)
+        totals.amount += event.amount
+
+
+engine = create_engine(DATABASE_URL)
+Base.metadata.create_all(engine)  # or by your migrations
+dispatcher = Dispatcher(sessionmaker(engine), AccountTotals())
+
+app = Celery("payments", broker=AMQP_URL)
+app.conf.broker_transport_options = {"confirm_publish": True}
+add_payment = delivering_task(
+    app, "payments.add", dispatcher, queue="payments", convert=convert
+)
 
 if __name__ == "__main__":
-    options = ["--concurrency", "2", "--loglevel", "WARNING", "--without-mingle", "--without-gossip"]
-    app.worker_main(["worker", "-n", f"{os.getpid()}@%h", *options])
+    app.worker_main(["worker", "-Q", "payments", "-n", f"{os.getpid()}@%h"])

@@ -1,21 +1,62 @@
-"""Count the flights in a topic of Kafka. It may be killed at any time, and run as often as you like.
+"""Add up the payments in a topic of Kafka; ``begin`` prepares a new group."""
 
-$KAFKA is the configuration: {"bootstrap.servers": "localhost:9092", "group.id": "airlines"}.
-``python with_kafka.py begin`` gives a new group its first positions, once.
-"""
-
-import json
 import os
 import signal
 import sys
+from dataclasses import dataclass
 
-from flights import MAX_DELAY, dispatcher
+from sqlalchemy import String, create_engine
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
+
+from projector_dedup import Dispatcher, make_tables, on, projector
 from projector_dedup.integrations.kafka import Consumer, begin
+from projector_dedup.integrations.typed_events import into
 
-config, topics = json.loads(os.environ["KAFKA"]), [os.environ.get("TOPIC", "flights")]
+DATABASE_URL = os.environ.get("DATABASE_URL", "sqlite:///payments.db")
+KAFKA = os.environ.get("KAFKA", "localhost:9092")
+
+
+class Base(DeclarativeBase):
+    pass
+
+
+class Totals(Base):
+    __tablename__ = "totals"
+    account_id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    amount: Mapped[int]
+
+
+make_tables(Base.metadata)
+
+
+@dataclass
+class PaymentReceived:
+    account_id: str
+    amount: int
+
+
+convert = into({"payment.received": PaymentReceived})
+
+
+@projector(idempotent=True, name="account-totals")
+class AccountTotals:
+    @on(PaymentReceived)
+    def add_payment(self, event: PaymentReceived, session: Session) -> None:
+        totals = session.get(Totals, event.account_id)
+        if totals is None:
+            totals = Totals(account_id=event.account_id, amount=0)
+            session.add(totals)
+        totals.amount += event.amount
+
+
+engine = create_engine(DATABASE_URL)
+Base.metadata.create_all(engine)  # or by your migrations
+dispatcher = Dispatcher(sessionmaker(engine), AccountTotals())
+
+config = {"bootstrap.servers": KAFKA, "group.id": "totals"}
 if sys.argv[1:] == ["begin"]:
-    begin(config, topics)
+    begin(config, ["payments"])
 else:
-    consumer = Consumer(config, topics, dispatcher(), max_delay=MAX_DELAY)
+    consumer = Consumer(config, ["payments"], dispatcher, convert)
     signal.signal(signal.SIGTERM, consumer.stop)
     consumer.run()

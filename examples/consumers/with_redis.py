@@ -1,15 +1,59 @@
-"""Count the flights in a stream of Redis. It may be killed at any time, and run as often as you like."""
+"""Add up the payments in a stream of Redis."""
 
 import os
 import signal
+from dataclasses import dataclass
 
 import redis
+from sqlalchemy import String, create_engine
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
 
-from flights import MAX_DELAY, dispatcher
+from projector_dedup import Dispatcher, make_tables, on, projector
 from projector_dedup.integrations.redis import Consumer
+from projector_dedup.integrations.typed_events import into
 
-client = redis.Redis.from_url(os.environ["REDIS_URL"])
-stream = os.environ.get("STREAM", "flights")
-consumer = Consumer(client, stream, "airlines", dispatcher(), max_delay=MAX_DELAY, abandoned_after=10)
+DATABASE_URL = os.environ.get("DATABASE_URL", "sqlite:///payments.db")
+REDIS_URL = os.environ.get("REDIS_URL", "redis://localhost:6379/0")
+
+
+class Base(DeclarativeBase):
+    pass
+
+
+class Totals(Base):
+    __tablename__ = "totals"
+    account_id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    amount: Mapped[int]
+
+
+make_tables(Base.metadata)
+
+
+@dataclass
+class PaymentReceived:
+    account_id: str
+    amount: int
+
+
+convert = into({"payment.received": PaymentReceived})
+
+
+@projector(idempotent=True, name="account-totals")
+class AccountTotals:
+    @on(PaymentReceived)
+    def add_payment(self, event: PaymentReceived, session: Session) -> None:
+        totals = session.get(Totals, event.account_id)
+        if totals is None:
+            totals = Totals(account_id=event.account_id, amount=0)
+            session.add(totals)
+        totals.amount += event.amount
+
+
+engine = create_engine(DATABASE_URL)
+Base.metadata.create_all(engine)  # or by your migrations
+dispatcher = Dispatcher(sessionmaker(engine), AccountTotals())
+
+client = redis.Redis.from_url(REDIS_URL)
+consumer = Consumer(client, "payments", "totals", dispatcher, convert)
 signal.signal(signal.SIGTERM, consumer.stop)
 consumer.run()

@@ -12,14 +12,15 @@ import argparse
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from sqlalchemy import URL, Engine, delete, insert, make_url
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
+from . import rebuilding
 from .flights import ALL_FLIGHTS, FlightScheduled, Totals, read_flights, totals_of
 from .projectors import Base, CarrierTotals
 from .report import IDEMPOTENT, NAIVE, Result, progress, show
@@ -45,6 +46,26 @@ def run(
     lanes = plan(flights, workers=workers, seed=seed, redelivered=redelivered, kills=kills)
     number = sum(len(lane.deliveries) for lane in lanes)
     results = []
+    with _tables(url) as engine:
+        for name in (NAIVE, IDEMPOTENT):
+            _begin_at_zero(engine, expected)
+            with progress(name, number) as draw:
+
+                def step(acknowledged: int, draw: Callable[[int], None] = draw) -> None:
+                    draw(acknowledged)
+                    on_progress(acknowledged)
+
+                tally = deliver_all(engine.url, lanes, idempotent=name == IDEMPOTENT, on_progress=step)
+            results.append((_totals(engine), tally))
+    (naive, naive_tally), (idempotent, tally) = results
+    result = Result(expected, naive, idempotent, naive_tally, tally)
+    show(result)
+    return result
+
+
+@contextmanager
+def _tables(url: URL | None) -> Iterator[Engine]:
+    """Make the tables of the demo at ``url``, or in a temporary folder, and drop them in the end."""
     with ExitStack() as stack:
         if url is None:
             folder = tempfile.TemporaryDirectory(prefix="projector-dedup-", ignore_cleanup_errors=True)
@@ -54,20 +75,25 @@ def run(
         Base.metadata.drop_all(engine)  # of a demo that was killed
         stack.callback(Base.metadata.drop_all, engine)
         Base.metadata.create_all(engine)
-        for name in (NAIVE, IDEMPOTENT):
-            _begin_at_zero(engine, expected)
-            with progress(name, number) as draw:
+        yield engine
 
-                def step(acknowledged: int, draw: Callable[[int], None] = draw) -> None:
-                    draw(acknowledged)
-                    on_progress(acknowledged)
 
-                tally = deliver_all(url, lanes, idempotent=name == IDEMPOTENT, on_progress=step)
-            results.append((_totals(engine), tally))
-    (naive, naive_tally), (idempotent, tally) = results
-    result = Result(expected, naive, idempotent, naive_tally, tally)
-    show(result)
-    return result
+def run_rebuild(
+    flights: Sequence[FlightScheduled], url: URL | None = None, *, workers: int = 3, seed: int = 2013, kills: int = 10
+) -> rebuilding.Story:
+    """Build a new generation beside live workers, print what comes of it, and return it; tables are as in ``run``."""
+    expected = totals_of(flights)
+    with _tables(url) as engine:
+        _begin_at_zero(engine, expected)
+        story = rebuilding.run(flights, engine.url, workers=workers, seed=seed, kills=kills)
+    exact = [story.old == expected, story.new == expected, story.found == story.planted, not story.lacking_in_the_end]
+    print(
+        f"\nold generation = data file: {exact[0]}; new generation = data file: {exact[1]};\n"
+        f"every omission named, and nothing else: {exact[2]}; nothing is lacking in the end: {exact[3]}"
+    )
+    if not all(exact):
+        sys.exit("That is a bug in projector-dedup, please report it.")
+    return story
 
 
 def main() -> None:
@@ -78,6 +104,9 @@ def main() -> None:
     flights = read_flights(options.flights)
     try:
         url = make_url(options.database_url) if options.database_url else None
+        if options.rebuild:
+            run_rebuild(flights, url, workers=options.workers, seed=options.seed, kills=options.kills)
+            return
         print(
             f"{len(flights):,} of the {ALL_FLIGHTS:,} flights out of New York in 2013 are events.\n"
             f"{options.workers} processes deliver them, every fifth one twice, and are killed (seed {options.seed}).\n"
@@ -103,6 +132,8 @@ def _options() -> argparse.Namespace:
     number("--flights", type=int, default=6_000, help=f"how many, from 1 January on: 1 to {ALL_FLIGHTS} (6000)")
     number("--workers", type=int, default=3, help="processes that deliver at once (3)")
     number("--seed", type=int, default=2013, help="decides order, redeliveries and kills (2013)")
+    number("--rebuild", action="store_true", help="build a new generation of the read model beside live workers")
+    number("--kills", type=int, default=10, help="with --rebuild: how often processes are killed (10)")
     number("--database-url", help="where, in tables named projector_dedup_demo_... (SQLite)")
     options = parser.parse_args()
     if not (1 <= options.flights <= ALL_FLIGHTS and 1 <= options.workers <= 64):
@@ -112,10 +143,9 @@ def _options() -> argparse.Namespace:
 
 def _begin_at_zero(engine: Engine, expected: dict[str, Totals]) -> None:
     with engine.begin() as connection:
-        connection.execute(delete(CarrierTotals))
-        connection.execute(
-            insert(CarrierTotals), [{"carrier": carrier, "flights": 0, "miles": 0} for carrier in expected]
-        )
+        for table in (CarrierTotals, rebuilding.CarrierTotals2):
+            connection.execute(delete(table))
+            connection.execute(insert(table), [{"carrier": carrier, "flights": 0, "miles": 0} for carrier in expected])
 
 
 def _totals(engine: Engine) -> dict[str, Totals]:

@@ -1,4 +1,4 @@
-"""Commands: done once, and everybody who asks again with the same key gets the recorded answer (docs/commands.md)."""
+"""Commands run once. Everybody who calls again with the same key gets the recorded answer (docs/commands.md)."""
 
 from .codecs import Codec, json, raw, typed_json
 from .errors import (

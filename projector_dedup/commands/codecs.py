@@ -1,4 +1,4 @@
-"""Codecs: how the result of a command becomes bytes, and the same value again for everybody who asks."""
+"""Codecs convert the result of a command to bytes, and back to the same value for every later caller."""
 
 from __future__ import annotations
 
@@ -19,16 +19,18 @@ from .errors import ResultError, ResultUnreadableError
 
 R = TypeVar("R")
 
-_PYDANTIC = (2, 11)  # since then a field is read by its own name, whatever alias it has
+_PYDANTIC = (2, 11)  # older versions cannot read a field with an alias by its own name
 
 
 @dataclass(frozen=True)
 class Codec(Generic[R]):
-    """Turns results into bytes and back. ``name`` is stored beside the bytes: it says who can read them.
+    """Converts results to bytes and back.
 
-    ``name`` has 1 to 64 bytes of UTF-8. ``dumps`` raises what it likes for a value that it cannot store; ``loads`` for
-    bytes that it cannot read. Every result is read once before it is recorded; of an ``exact`` codec, what is read must
-    be equal to what was stored, or nothing is recorded.
+    - ``name``: 1 to 64 bytes of UTF-8. The library stores it with the bytes, to find the codec that can read them.
+    - ``dumps``: returns the bytes of a value. It may raise any error for a value that it cannot store.
+    - ``loads``: returns the value of the bytes. It may raise any error for bytes that it cannot read.
+    - ``exact``: True refuses a result if ``loads`` returns another value than ``dumps`` got. The library calls
+      ``loads`` once before it records a result.
     """
 
     name: str
@@ -38,7 +40,7 @@ class Codec(Generic[R]):
 
 
 def _strict(value: Any) -> Any:
-    """Return ``value`` if JSON gives it back equal and of the same types; raise ``ResultError`` for any other."""
+    """Return ``value`` if JSON preserves its value and its types. Raises ``ResultError`` if not."""
     kind = type(value)
     if value is None or kind in (bool, int) or (kind is float and math.isfinite(value)):
         return value
@@ -49,8 +51,8 @@ def _strict(value: Any) -> Any:
     if kind is dict and all(type(name) is str for name in value):
         return {name: _strict(each) for name, each in value.items()}
     raise ResultError(
-        f"JSON cannot give back {kind.__name__} as it was; return texts, numbers, lists and mappings of texts, or "
-        "annotate the handler's result with a dataclass, or give @command(codec=...)"
+        f"JSON cannot preserve {kind.__name__}; return texts, numbers, lists and mappings with text keys, annotate the "
+        "handler's result with a dataclass, or give @command(codec=...)"
     )
 
 
@@ -59,21 +61,21 @@ def _to_bytes(value: Any) -> bytes:
 
 
 json: Codec[Any] = Codec("json", lambda value: _to_bytes(_strict(value)), _json.loads, exact=True)
-"""JSON, for None, booleans, finite numbers, texts, lists, and mappings with texts for keys; nothing else."""
+"""JSON, only for None, booleans, finite numbers, texts, lists, and mappings with text keys."""
 
 
 def _bytes(value: bytes) -> bytes:
     if type(value) is not bytes:
-        raise ResultError(f"the result is {type(value).__name__}, and bytes are expected")
+        raise ResultError(f"the result must be bytes, not {type(value).__name__}; correct the annotation")
     return value
 
 
 raw: Codec[bytes] = Codec("raw", _bytes, bytes, exact=True)
-"""Bytes as they are."""
+"""Bytes, stored unchanged."""
 
 
 def _type_adapter() -> Any:
-    """Return Pydantic's class ``TypeAdapter``; None if Pydantic is not installed, or too old."""
+    """Return Pydantic's class ``TypeAdapter``, or None if Pydantic is not installed or too old."""
     try:
         from pydantic import VERSION, TypeAdapter
     except ImportError:
@@ -82,24 +84,24 @@ def _type_adapter() -> Any:
 
 
 def typed_json(kind: Any) -> Codec[Any]:
-    """Return a codec that stores values of the type ``kind`` as JSON, and gives back values of that type.
+    """Return a codec that stores values of the type ``kind`` as JSON and reads values of the same type.
 
-    ``kind`` is any type that a ``TypeAdapter`` of Pydantic's can write and validate. Raises ``HandlerDefinitionError``
-    for any other type, and if the extra ``projector-dedup[commands]`` is not installed.
+    ``kind`` is any type that Pydantic's ``TypeAdapter`` can write and validate. Raises ``HandlerDefinitionError`` for
+    any other type, and if the extra ``projector-dedup[commands]`` is not installed.
     """
     type_adapter = _type_adapter()
     if type_adapter is None:
         raise HandlerDefinitionError(
-            f"a result of {kind!r} is stored by Pydantic 2.11 or newer, which is not installed; run: "
+            f"a result of {kind!r} needs Pydantic 2.11 or newer, which is not installed; run "
             "pip install 'projector-dedup[commands]', or give @command(codec=...)"
         )
     try:
         adapter = type_adapter(kind)
-        adapter.rebuild(raise_errors=True)  # of a type that was not yet defined when its annotation was read
+        adapter.rebuild(raise_errors=True)  # for a type that is defined after its annotation
     except Exception as error:
         raise HandlerDefinitionError(
-            f"there is no codec for {kind!r} ({type(error).__name__}: {str(error).splitlines()[0]}): annotate the "
-            "result with types that Pydantic knows and that are defined before the handler, such as dataclasses and "
+            f"there is no codec for {kind!r} ({type(error).__name__}: {str(error).splitlines()[0]}); annotate the "
+            "result with types that Pydantic supports and that are defined before the handler, such as dataclasses and "
             "models, or give @command(codec=...)"
         ) from error
 
@@ -113,7 +115,7 @@ def typed_json(kind: Any) -> Codec[Any]:
     def load(data: bytes) -> Any:
         value = read(data)
         again = dump(value)
-        if again != data:  # the record may be of code whose type had other fields
+        if again != data:  # other code, whose type had other fields, may have written the record
             dumps = data, again, dump(value, exclude_defaults=True), dump(read(data))
             _refuse_renamed(*map(_json.loads, dumps))
         return value
@@ -122,11 +124,12 @@ def typed_json(kind: Any) -> Codec[Any]:
 
 
 def _refuse_renamed(stored: Any, read: Any, chosen: Any, once_more: Any) -> None:
-    """Raise ``ResultUnreadableError`` if a field of the record was dropped, and another took its default instead.
+    """Raise ``ResultUnreadableError`` if a field of the record was dropped, and another got its default instead.
 
-    ``stored`` is the record's JSON. ``read`` is the JSON of what was read, ``chosen`` the same without defaults, and
-    ``once_more`` what a second reading gave. A field that is read from another name, by an alias or a validator, was
-    renamed with care: it is in ``chosen``, and the same once more, which a default that is drawn anew is not.
+    ``stored`` is the record's JSON. ``read`` is the JSON of the value that was read, ``chosen`` the same without
+    defaults, and ``once_more`` the JSON of a second reading. If a field reads the former name by an alias or a
+    validator, the rename is safe: the field is in ``chosen``, and equal in ``once_more``. A default that is computed
+    each time, such as a random id, is not equal.
     """
     if isinstance(stored, list) and isinstance(read, list) and isinstance(once_more, list):
         for each in zip_longest(stored, read, chosen if isinstance(chosen, list) else [], once_more):
@@ -139,24 +142,26 @@ def _refuse_renamed(stored: Any, read: Any, chosen: Any, once_more: Any) -> None
         defaults = [name for name in new if not is_chosen[name] and read[name] not in kept]
         if defaults and len(dropped) > len(new) - len(defaults):
             raise ResultUnreadableError(
-                f"the record has {', '.join(dropped)}, which its type does not have, and lacks {', '.join(defaults)}: "
-                "was a field renamed? Then read it by its former name too"
+                f"the record has {', '.join(dropped)}, which its type does not have, and lacks {', '.join(defaults)}; "
+                "if a field was renamed, let the type read the former name too, for example by an alias"
             )
         for name in stored.keys() & read.keys():
             _refuse_renamed(stored[name], read[name], found.get(name), once_more.get(name))
 
 
 def encoded(codec: Codec[Any], value: Any, said: str) -> bytes:
-    """Return ``value`` as the codec stores it. Raise ``ResultError`` if it cannot be stored and read again.
+    """Return ``value`` as the codec stores it. Raises ``ResultError`` if it cannot be stored and read again.
 
-    ``said`` says of whom the value is, and of which type, for the text of the error: "shop.place returned Placed".
+    ``said`` begins the error's text, with the origin and the type of the value: "shop.place returned Placed".
     """
     try:
         stored = codec.dumps(value)
         if not isinstance(stored, (bytes, bytearray, memoryview)):
-            raise ResultError(f"dumps of the codec {codec.name} returned {type(stored).__name__}, and not bytes")
+            raise ResultError(
+                f"dumps of the codec {codec.name} returned {type(stored).__name__}, and not bytes; correct the codec"
+            )
         data = bytes(stored)
-        read = codec.loads(data)  # also of a codec that is not exact: what nobody can read is not committed
+        read = codec.loads(data)  # also for a codec that is not exact: never commit a result that cannot be read
         same = not codec.exact or is_same(read, value)
     except ProjectorDedupError as error:
         raise ResultError(f"{said}: {error}") from error
@@ -166,8 +171,8 @@ def encoded(codec: Codec[Any], value: Any, said: str) -> bytes:
         ) from error
     if not same:
         raise ResultError(
-            f"{said}, and the codec {codec.name} reads another value than it was given to store: who asks again would "
-            "get another answer"
+            f"{said}, and the codec {codec.name} reads another value than it stored, so later callers would get "
+            "another answer; correct the codec"
         )
     return data
 
@@ -176,15 +181,15 @@ def encoded(codec: Codec[Any], value: Any, said: str) -> bytes:
 
 
 def is_same(one: Any, other: Any) -> bool:
-    """Return True if a result came back as it was.
+    """Return True if the value that was read equals the value that was stored.
 
-    Moments are the same if they say the same time and offset: Python calls those of two zones unequal in an hour that
-    comes twice. Dataclasses and Pydantic models are the same if their fields are.
+    Two datetimes are the same if their ISO text is equal, because Python's ``==`` is False for a repeated hour in
+    different zones. Dataclasses and Pydantic models are the same if all their fields are.
     """
     if isinstance(one, datetime) and isinstance(other, datetime):
         return one == other or one.isoformat() == other.isoformat()
     if type(one) is not type(other):
-        return bool(one == other) and bool not in (type(one), type(other))  # True is no 1
+        return bool(one == other) and bool not in (type(one), type(other))  # True and 1 are different
     if isinstance(one, (list, tuple)):
         return len(one) == len(other) and all(is_same(*each) for each in zip(one, other, strict=True))
     if isinstance(one, dict):
@@ -198,7 +203,7 @@ def is_same(one: Any, other: Any) -> bool:
 
 
 def as_json(value: Any) -> Any:
-    """Return the detail of a rejection as JSON says it: a Decimal, a UUID, a date or a time by its text."""
+    """Return the detail of a rejection as a JSON value. A Decimal, a UUID, a date or a time becomes its text."""
     if isinstance(value, Enum):
         return as_json(value.value)
     if isinstance(value, (Decimal, UUID)):

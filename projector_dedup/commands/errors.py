@@ -1,20 +1,20 @@
-"""The errors of commands, and what to do about each.
+"""The errors of commands, and what to do after each.
 
 ::
 
     ProjectorDedupError
     |-- RefusedError
     |   |-- InvalidKeyError           no key; a key or scope that is empty, too long, or not text (also a ValueError)
-    |   |   `-- UnusableKeyError      what the caller sent: key and scope are too long, or a value equals nothing
-    |   |-- KeyReusedError            the key was given to another command before
-    |   |-- ResultError               what the handler returned cannot be recorded; nothing was applied
-    |   `-- ResultUnreadableError     a record is there, but its result cannot be read
+    |   |   `-- UnusableKeyError      the caller's values cannot be stored or compared, such as a too long key
+    |   |-- KeyReusedError            the key was used for another command before
+    |   |-- ResultError               the handler's result cannot be recorded; nothing was applied
+    |   `-- ResultUnreadableError     the command was handled, but its recorded result cannot be read
     |-- DuplicateCommandError         ``raise_on_duplicate=True``: the command was handled before
     `-- Rejected                      the recorded answer is a rejection
 
-Beside these, ``Commands.handle`` raises what ``Dispatcher.deliver`` raises. A message may be acknowledged if ``handle``
-returned, or if ``handle`` raised ``DuplicateCommandError``: both say that an outcome is recorded. A projector's handler
-that asks for a command catches that error itself: else its own writes are rolled back.
+``Commands.handle`` also raises the errors of ``Dispatcher.deliver``. Acknowledge a message if ``handle`` returns, or
+raises ``DuplicateCommandError``: in both cases an outcome is recorded. A projector's handler that calls ``handle`` must
+catch ``DuplicateCommandError`` itself, because the error would roll back the handler's own writes.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ if TYPE_CHECKING:
 
 
 class InvalidKeyError(RefusedError, ValueError):
-    """The key of a command is missing; or the key or the scope is empty, too long, or no text."""
+    """The key of a command is missing, or the key or the scope is empty, too long or not text. Correct the program."""
 
 
 class UnusableKeyError(InvalidKeyError):
-    """The values that the caller sent cannot be recorded or compared, and the program is innocent.
+    """The values that the caller sent cannot be recorded or compared. Call again with other values.
 
-    Key and scope are too long together, or the command has a value such as NaN, a number of thousands of digits, or
-    too many levels. Ask with other values. Every other ``InvalidKeyError`` is a fault of the program.
+    Key and scope are too long together, or the command contains NaN, a number of thousands of digits or too many
+    levels. Every other ``InvalidKeyError`` is a bug of the program.
     """
 
 
 class KeyReusedError(RefusedError):
-    """The key was used before, for the same operation with another command. Give every command a key of its own."""
+    """The key was used before, for the same operation with another command. Give each command its own key."""
 
 
 class ResultError(RefusedError):
-    """The handler's result cannot be recorded as it is. Everything was rolled back, and nothing is recorded."""
+    """The handler's result cannot be recorded. Everything was rolled back. Correct the handler or its codec."""
 
 
 class ResultUnreadableError(RefusedError):
-    """The command was handled, and its recorded result cannot be read by the codec of this code.
+    """The command was handled, but the codecs of this code cannot read its recorded result.
 
-    ``raw`` has the bytes as they are stored. Name the codec that wrote them in ``older_codecs``.
+    ``raw`` is the stored result in bytes. Name the codec that wrote it in ``older_codecs``.
     """
 
     def __init__(self, message: str, raw: bytes | None = None) -> None:
@@ -59,10 +59,10 @@ class ResultUnreadableError(RefusedError):
 
 
 class DuplicateCommandError(ProjectorDedupError):
-    """The command was handled before; ``original`` is what ``handle`` would have returned.
+    """The command was handled before. ``original`` is the recorded answer that ``handle`` would have returned.
 
-    ``done`` is True if the message may be acknowledged. It is False once a projector's handler has let the error out:
-    the writes of that handler were rolled back.
+    If ``done`` is True, acknowledge the message. ``done`` is False if a projector's handler raised the error, because
+    the writes of that handler were then rolled back.
     """
 
     def __init__(self, message: str, original: Handled[Any]) -> None:
@@ -75,10 +75,10 @@ class DuplicateCommandError(ProjectorDedupError):
 
 
 class Rejected(ProjectorDedupError):
-    """The command was refused for a reason of the business, and that is its recorded answer.
+    """The command was rejected for a business reason, and the rejection is its recorded answer.
 
-    A handler raises it: its writes are rolled back, and the rejection is recorded. ``Handled.result`` raises it again,
-    for the first caller and for every later one, who has ``replayed``. ``detail`` is what JSON can say.
+    Raise it in a handler: the library rolls back the handler's writes and records the rejection. ``Handled.result``
+    raises it again for every caller. ``replayed`` is True for all callers but the first. ``detail`` is any JSON value.
     """
 
     def __init__(self, code: str, detail: Any = None, *, replayed: bool = False) -> None:

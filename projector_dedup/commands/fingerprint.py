@@ -1,4 +1,4 @@
-"""Fingerprints: tell whether a key that comes again comes with the same command."""
+"""Fingerprints detect that a key is used again with another command."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from uuid import UUID
 from .errors import InvalidKeyError, UnusableKeyError
 
 Fingerprint = Callable[[Any], object]
-"""A function of a command that returns what must be the same when its key comes again: anything ``canonical`` takes."""
+"""A function of a command that returns the values to compare when a key is used again (see ``canonical``)."""
 
 _ALONE = (str, bool, int, type(None))
 _MAX_EXPONENT = 1_000  # of a Decimal: written out, 1E+999999999 would take a gigabyte
 
 
 def fields(*names: str) -> Fingerprint:
-    """Return a fingerprint of these fields of a command only; the others may differ when the key comes again."""
+    """Return a fingerprint of these fields of a command. The other fields may differ when a key is used again."""
     if not names or not all(isinstance(name, str) for name in names):
-        raise InvalidKeyError("fields takes names of fields, as in fields('amount', 'currency')")
+        raise InvalidKeyError("fields() takes names of fields, as in fields('amount', 'currency')")
 
     def chosen(command: Any) -> object:
         get = command.__getitem__ if isinstance(command, Mapping) else partial(getattr, command)
@@ -47,9 +47,9 @@ def whole(command: Any) -> object:
 
 
 def digest(command: object) -> bytes:
-    """Return 32 bytes that are the same for equal commands, in every process and on every version of Python.
+    """Return 32 bytes that are the same for equal commands, in every process and with every version of Python.
 
-    Raises ``InvalidKeyError`` for what has no canonical form.
+    Raises ``InvalidKeyError`` for a command without a canonical form.
     """
     try:
         text = json.dumps(canonical(command), sort_keys=True, separators=(",", ":"), allow_nan=False)
@@ -57,22 +57,22 @@ def digest(command: object) -> bytes:
         raise
     except (AttributeError, TypeError) as error:
         raise InvalidKeyError(
-            f"a command has no canonical form ({type(error).__name__}): a part of it cannot be read; mend the "
-            "command, or give @command(fingerprint=...) a function that returns what is to be compared"
+            f"a command has no canonical form ({type(error).__name__}): a part of it cannot be read; correct the "
+            "command, or give @command(fingerprint=...) a function that returns the values to compare"
         ) from error
     except (OverflowError, RecursionError, ValueError) as error:
         raise UnusableKeyError(
             f"a command has no canonical form ({type(error).__name__}): it is nested too deeply, has a number of "
-            "thousands of digits, or a moment outside the years 1 to 9999 in UTC"
+            "thousands of digits, or a time outside the years 1 to 9999 in UTC; send other values"
         ) from error
     return sha256(text.encode()).digest()
 
 
 def canonical(value: Any) -> Any:
-    """Return ``value`` in a form that JSON has, which is the same for equal values of the same type.
+    """Return ``value`` as a JSON value that is the same for equal values of the same type.
 
-    A dataclass, a Pydantic model or a named tuple counts with the name of its class. Fields that equal their default
-    are left out: a field that is added to a command with a default changes nothing. A discriminator always counts.
+    The form of a dataclass, a Pydantic model or a named tuple contains the name of its class. It omits fields that
+    equal their default, so a new field with a default changes no fingerprint. It always contains a discriminator.
     """
     if isinstance(value, Enum):
         return canonical(value.value)
@@ -105,13 +105,13 @@ def _is_named_tuple(value: object) -> bool:
 
 
 def _name(kind: type[Any]) -> str:
-    """Return the name by which a class counts: without its module, so that a class can move.
+    """Return the name of a class in the canonical form: without its module, so that you can move the class.
 
     The name of a nested class begins with that of the outer class.
     """
-    generic: Any = getattr(kind, "__pydantic_generic_metadata__", {}).get("origin") or kind  # of Box[int] it is Box
+    generic: Any = getattr(kind, "__pydantic_generic_metadata__", {}).get("origin") or kind  # for Box[int], Box
     qualified = generic.__qualname__.rpartition("<locals>.")[2]
-    name = vars(generic).get("__fingerprint_name__", qualified)  # not inherited: subclasses are other types
+    name = vars(generic).get("__fingerprint_name__", qualified)  # not inherited, because subclasses are other types
     return f"{name}{kind.__name__.removeprefix(generic.__name__)}"
 
 
@@ -120,7 +120,7 @@ def _is_model(value: object) -> bool:
 
 
 def _members(value: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass, model or named tuple that count: discriminators, and what is no default."""
+    """Return the discriminators of a dataclass, model or named tuple, and the fields that differ from their default."""
     kind: Any = type(value)
     if _is_model(value):
         given = vars(value)  # getattr would warn of a deprecated field
@@ -137,9 +137,9 @@ def _members(value: Any) -> dict[str, Any]:
         held, defaults = dict(zip(value._fields, value, strict=True)), getattr(value, "_field_defaults", {})
     else:
         raise InvalidKeyError(
-            f"{kind.__name__} has no canonical form, so a key that comes again could not be compared; make the "
-            "command of dataclasses, Pydantic models, mappings, lists, texts, numbers and moments, or give "
-            "@command(fingerprint=...) a function that returns those"
+            f"{kind.__name__} has no canonical form, so the library could not compare two commands with the same key; "
+            "build the command from dataclasses, Pydantic models, mappings, lists, texts, numbers, dates and times, or "
+            "give @command(fingerprint=...) a function that returns these"
         )
     always = _discriminators(kind)
     return {
@@ -151,19 +151,19 @@ def _members(value: Any) -> dict[str, Any]:
 
 def _key(name: object) -> str:
     if not isinstance(name, str):
-        raise InvalidKeyError("a command that is a mapping has texts for its keys, as JSON does")
+        raise InvalidKeyError("a mapping in a command must have text keys, as in JSON; correct the command")
     return name
 
 
 @cache
 def _discriminators(kind: type[Any]) -> frozenset[str]:
-    """Return the fields that tell members of a union apart: those whose type is a ``Literal`` of one value."""
+    """Return the fields that distinguish the members of a union: those whose type is a ``Literal`` of one value."""
     if hasattr(kind, "model_fields"):
         hints = {name: field.annotation for name, field in kind.model_fields.items()}
     else:
         try:
             hints = get_type_hints(kind)
-        except Exception:  # noqa: BLE001  # an annotation that only a type checker can read: the class's name counts
+        except Exception:  # noqa: BLE001  # an annotation for type checkers only; the form has the class's name
             return frozenset()
     return frozenset(name for name, hint in hints.items() if get_origin(hint) is Literal and len(get_args(hint)) == 1)
 
@@ -173,7 +173,7 @@ def _default_of(field: dataclasses.Field[Any]) -> object:
 
 
 def _is_default(value: object, default: object) -> bool:
-    """Return True if ``value`` equals ``default`` and has its canonical form too: ``[True]`` and ``[1]`` do not."""
+    """Return True if ``value`` equals ``default`` in Python and in its canonical form (``[True]`` is not ``[1]``)."""
     if value != default:
         return False
     try:
@@ -185,16 +185,18 @@ def _is_default(value: object, default: object) -> bool:
 
 def _number(value: float) -> int | float:
     if not math.isfinite(value):
-        raise UnusableKeyError(f"a command with {value} cannot be compared, because that equals nothing")
+        raise UnusableKeyError(f"a command with {value} cannot be compared; send a finite number")
     return int(value) if value.is_integer() else value  # 30.0 is 30, as in JSON
 
 
 def _decimal(value: Decimal) -> str:
     if not value.is_finite():
-        raise UnusableKeyError(f"a command with {value} cannot be compared, because that equals nothing")
+        raise UnusableKeyError(f"a command with {value} cannot be compared; send a finite number")
     if value and not -_MAX_EXPONENT < value.adjusted() < _MAX_EXPONENT:
-        raise UnusableKeyError(f"a command with a number of more than {_MAX_EXPONENT} digits cannot be compared")
-    text = format(value if value else Decimal(0), "f")  # every digit: normalize() would round to those of the context
+        raise UnusableKeyError(
+            f"a command with a number of more than {_MAX_EXPONENT} digits cannot be compared; send a shorter number"
+        )
+    text = format(value if value else Decimal(0), "f")  # with every digit; normalize() would round
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 

@@ -1,4 +1,4 @@
-"""Operations, which ``@command`` makes of functions: what each is given (``Call``), and a caller gets (``Handled``)."""
+"""``@command`` makes an operation of a function. The function gets a ``Call``, and the caller gets a ``Handled``."""
 
 from __future__ import annotations
 
@@ -21,31 +21,32 @@ from ..outcome import Outcome
 from .codecs import Codec, json, raw, typed_json
 from .errors import InvalidKeyError, Rejected
 from .fingerprint import Fingerprint, whole
+from .lock import LOCK, LockFunction
 from .record import MAX_CODEC_BYTES
 
 C = TypeVar("C")
 R = TypeVar("R")
 S = TypeVar("S")
 
-_NAMESPACE = UUID("6f1b9a52-43c1-5f0e-9d5c-2a7c1f6d3b84")  # of this library: any would do, but never another
+_NAMESPACE = UUID("6f1b9a52-43c1-5f0e-9d5c-2a7c1f6d3b84")  # of this library; it must never change
 _READABLE = 200  # bytes; longer names are hashed
 
 
 def derived_key(*parts: str) -> str:
-    """Return a key that follows from ``parts``, such as a step's name and an event's id, and from no other parts.
+    """Return a key that is derived from ``parts``, such as the name of a step and the id of an event.
 
-    The same parts give the same key in every process: a saga that is run again asks for the same commands. A long one
-    is hashed.
+    The same parts give the same key in every process, and different parts give different keys. So a saga that runs
+    again calls the same commands. A long key is hashed.
     """
     if not parts or not all(isinstance(part, str) for part in parts):
-        raise InvalidKeyError("derived_key takes texts, as in derived_key('ship', event_id)")
+        raise InvalidKeyError("derived_key takes one or more texts, as in derived_key('ship', event_id)")
     joined = "".join(f"{len(part)}:{part}" for part in parts)
     encoded = joined.encode("utf-8", "surrogatepass")
     return joined if len(encoded) <= _READABLE else f"sha256:{sha256(encoded).hexdigest()}"
 
 
 def derived_id(*parts: str) -> UUID:
-    """Return a UUID (version 5) that follows from ``parts``, and from no other parts."""
+    """Return a UUID (version 5) that is derived from ``parts``. Different parts give different UUIDs."""
     return uuid5(_NAMESPACE, derived_key(*parts))
 
 
@@ -57,37 +58,37 @@ class _Call(Generic[S]):
     operation: str = ""
 
     def derived_id(self, *parts: str) -> UUID:
-        """Return an id for something that this command makes: the same whenever the same command runs again.
+        """Return an id for a row that this command creates. It is the same each time the same command runs.
 
-        A retry that comes after its record was deleted meets that primary key, instead of making a second one.
-        Raises ``InvalidKeyError`` if the command was given without a key.
+        If a retry comes after its record was deleted, the primary key prevents a second row. Raises ``InvalidKeyError``
+        if the command has no key.
         """
         return derived_id(*self._parts("id"), *parts)
 
     def key_for(self, name: str) -> str:
-        """Return the key under which another system, ``name``, is asked on behalf of this command.
+        """Return an idempotency key for a call to another system, ``name``, on behalf of this command.
 
-        Raises ``InvalidKeyError`` if the command was given without a key.
+        The key is the same each time the same command runs. Raises ``InvalidKeyError`` if the command has no key.
         """
         return str(derived_id(*self._parts("key"), name))
 
     def _parts(self, kind: str) -> tuple[str, ...]:
         if self.key is None:
-            raise InvalidKeyError("the command has no key, so nothing can be derived from it; give key=")
+            raise InvalidKeyError("the command has no key, so no id can be derived from it; give handle() a key=")
         return kind, self.scope or "", self.operation, self.key
 
 
 @dataclass(frozen=True)
 class Call(_Call[Session]):
-    """Holds what a handler is given beside the command: the transaction's ``session``, and the caller's ``key``.
+    """The second argument of a command's handler: the ``session`` of the transaction, and the caller's ``key``.
 
-    The handler must not commit. A test makes one by hand: ``Call(session, key="k")``.
+    The handler must not commit. In a unit test, create one yourself: ``Call(session, key="k")``.
     """
 
 
 @dataclass(frozen=True)
 class AsyncCall(_Call[AsyncSession]):
-    """Holds what an ``async def`` handler is given beside the command. See ``Call``."""
+    """The second argument of an ``async def`` handler, with an ``AsyncSession``. See ``Call``."""
 
 
 # What a caller gets -----------------------------------------------------------------------------------------------
@@ -95,9 +96,9 @@ class AsyncCall(_Call[AsyncSession]):
 
 @dataclass(frozen=True)
 class Rejection:
-    """A refusal that a handler returns instead of a result: recorded together with the handler's writes.
+    """Return it from a handler instead of a result. The library records it together with the handler's writes.
 
-    ``detail`` is what JSON can say. A handler whose writes are to be rolled back raises ``Rejected`` instead.
+    ``detail`` is any JSON value. To roll back the handler's writes, raise ``Rejected`` instead.
     """
 
     code: str
@@ -106,12 +107,13 @@ class Rejection:
 
 @dataclass(frozen=True)
 class Handled(Generic[R]):
-    """The result of ``Commands.handle``, which returns only if an outcome is recorded, and raises otherwise.
+    """The result of ``Commands.handle``. If ``handle`` returns it, the outcome of the command is recorded.
 
-    ``outcome`` is ``APPLIED`` for the caller whose command ran, ``DUPLICATE`` for all who asked again. ``rejection`` is
-    None if the command has a result. ``recorded_at`` is when the record was begun, by the database's clock; only those
-    who asked again know it, so it is None for the first. ``durable`` is False only inside
-    ``testing.external_transaction``.
+    - ``outcome``: ``APPLIED`` for the caller whose command ran, ``DUPLICATE`` for every caller who called again.
+    - ``value``: what the handler returned, or None after a rejection.
+    - ``rejection``: the ``Rejection``, or None if the command has a result.
+    - ``recorded_at``: when the transaction of the record began, by the database's clock. None for the first caller.
+    - ``durable``: False only inside ``testing.external_transaction``.
     """
 
     outcome: Outcome
@@ -138,7 +140,7 @@ class Handled(Generic[R]):
 NO_RESULT: Codec[Any] = Codec("none", lambda _: b"", lambda _: None)
 """The codec of operations with ``default=``, whose records have no result."""
 
-_FUNCTION, _METHOD = 2, 3  # positional arguments: the command and the call, and before them perhaps the object
+_FUNCTION, _METHOD = 2, 3  # positional arguments: (command, call), or (self, command, call)
 
 
 @dataclass(frozen=True)
@@ -154,10 +156,11 @@ class Settings:
     key_required: bool
     read_models: tuple[type[Any], ...]
     isolation: str | None
+    lock: LockFunction | None
 
 
 class Operation(Generic[C, R]):
-    """A function under ``@command``: its identity, and how its results are recorded."""
+    """A function with ``@command``: its identity, and the codec of its results."""
 
     asynchronous: bool
 
@@ -173,7 +176,7 @@ class Operation(Generic[C, R]):
         self.__doc__ = function.__doc__
 
     def bound_to(self, instance: object) -> Any:
-        """Return the operation as a method of ``instance``; of a function that is no method, the operation itself."""
+        """Return the operation as a method of ``instance``. If the function is no method, return the operation."""
         if instance is None or not self.is_method:
             return self
         bound = type(self).__new__(type(self))
@@ -181,12 +184,12 @@ class Operation(Generic[C, R]):
         return bound
 
     def codecs_called(self, name: str) -> list[Codec[Any]]:
-        """Return the codecs that read what a codec of this name has stored; none if this code does not have them."""
+        """Return this operation's codecs with the name ``name``, which may be none."""
         return [each for each in (self.codec, *self.settings.older_codecs) if each.name == name]
 
 
 class Command(Operation[C, R]):
-    """An operation for ``Commands.handle``. Calling it calls the function, in the caller's transaction."""
+    """An operation for ``Commands.handle``. A direct call runs the function in the caller's transaction."""
 
     asynchronous = False
 
@@ -231,14 +234,16 @@ class _Decorator:
         """Make an operation of the function. Raises ``HandlerDefinitionError``."""
         name = self._settings.name
         if not inspect.isroutine(function):
-            raise HandlerDefinitionError(f"@command makes an operation of a function, not of {function!r}")
+            raise HandlerDefinitionError(f"write @command(...) above a function, not above {function!r}")
         if name is None and (function.__module__ == "__main__" or "<" in function.__qualname__):
             raise HandlerDefinitionError(
-                f"{function.__qualname__} would have another identity when it runs from another place, and commands "
-                'would run again; pin it with @command(name="...")'
+                f"{function.__qualname__} is defined in __main__ or inside a function, so its identity may change, and "
+                'commands would then run again; give it a fixed name: @command(name="...")'
             )
         if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-            raise HandlerDefinitionError(f"{function.__qualname__} is a generator: calling it would run nothing")
+            raise HandlerDefinitionError(
+                f"{function.__qualname__} is a generator function, so a call would not run its code; remove the yield"
+            )
         return (AsyncCommand if inspect.iscoroutinefunction(function) else Command)(function, self._settings)
 
 
@@ -253,57 +258,82 @@ def command(
     key: Literal["required", "optional"] = "optional",
     read_models: Sequence[type[Any]] = (),
     isolation: str | None = None,
+    lock: LockFunction | None = None,
 ) -> _Decorator:
-    """Make an operation of a function or method that is called with ``(command, call)``, and must not commit.
+    """Make an operation of a function or a method. ``Commands.handle`` calls it with ``(command, call)``.
 
-    What it returns is recorded together with its writes. ``Rejection(code, detail)``, returned, is too; ``Rejected``,
-    raised, is recorded after its writes were rolled back. Any other exception rolls everything back and records
-    nothing, so that the same key may be tried again.
+    The function must not commit. The library records its result together with its writes. If the function returns
+    ``Rejection(code, detail)``, the library records that with the writes. If it raises ``Rejected``, the library rolls
+    back the writes and records the rejection. After any other exception the library rolls back and records nothing, so
+    the caller may retry with the same key.
 
-    ``name`` pins the operation, which else is ``module.function``; ``formerly`` lists its names from before, so that
-    code of both names may run at once. ``codec`` says how results are stored; without one the annotation of what the
-    function returns does. ``older_codecs`` read what codecs of
-    their names have stored. ``fingerprint`` returns what must be the same when a key
-    comes again: the whole command if it is not given; None compares nothing. With ``default``, a function like the
-    operation itself, no result is stored, and who asks again gets what ``default`` returns from the present state.
-    ``key="required"`` refuses calls without a key. ``read_models`` and ``isolation`` are those of ``@projector``.
+    - ``name``: the name of the operation, which records store. The default is ``module.function``, so give a name
+      before you move or rename the function.
+    - ``formerly``: former names of the operation. Old and new code may run at the same time.
+    - ``codec``: stores the results. The default follows from the annotation of the function's result.
+    - ``older_codecs``: codecs that read the results that earlier versions of the code have stored.
+    - ``fingerprint``: a function of the command that returns the values to compare when a key is used again. The
+      default compares the whole command. None compares nothing.
+    - ``default``: a function with the parameters of the operation. With it, the library stores no result: a repeated
+      call gets what ``default`` returns at that time.
+    - ``key``: ``"required"`` refuses calls without a key.
+    - ``read_models``, ``isolation``: as in ``@projector``.
+    - ``lock``: a function of the command that returns a lock key (text, int or UUID) or a list of them. Commands with
+      the same lock key and the same scope run one after the other, from before the handler's first read until the
+      COMMIT. ``claim_timeout`` limits the wait. Such a command needs a key.
 
-    Raises ``HandlerDefinitionError`` for a wrong argument, and for a result that no codec can store.
+    Raises ``HandlerDefinitionError`` for a wrong argument, and if no codec can store the result.
     """
     if misplaced:
         raise HandlerDefinitionError(
-            "@command is written with parentheses, and its arguments have names: @command() or "
-            '@command(name="accounts.credit")'
+            'write @command with parentheses and named arguments: @command() or @command(name="accounts.credit")'
         )
     given: object = read_models
     if not isinstance(given, Sequence) or not all(hasattr(model, "__mapper__") for model in given):
-        raise HandlerDefinitionError("read_models is a list of mapped classes, as in read_models=[Account]")
+        raise HandlerDefinitionError("read_models must be a list of mapped classes, as in read_models=[Account]")
     if key not in ("required", "optional"):
-        raise HandlerDefinitionError(f"key is 'required' or 'optional', not {key!r}")
+        raise HandlerDefinitionError(f"key must be 'required' or 'optional', not {key!r}")
     if name is not None:
         valid_handler(name)
+    if LOCK in (name, *formerly):
+        raise HandlerDefinitionError(f"the library stores locks under the name {LOCK}; choose another name")
+    if lock is not None and not callable(lock):
+        raise HandlerDefinitionError(
+            f"lock must be a function of the command, such as lambda order: order.customer, not {lock!r}"
+        )
     for each in (*([codec] if codec else []), *older_codecs):
         if not all(hasattr(each, part) for part in ("name", "dumps", "loads")):
-            raise HandlerDefinitionError(f"a codec has a name, dumps and loads; {each!r} has not")
+            raise HandlerDefinitionError(f"a codec needs name, dumps and loads, and {each!r} lacks one of them")
         _check_codec_name(each.name)
     former = valid_formerly(formerly, HandlerDefinitionError)
     required = key == "required"
     return _Decorator(
         Settings(
-            name, former, codec, tuple(older_codecs), fingerprint, default, required, tuple(read_models), isolation
+            name,
+            former,
+            codec,
+            tuple(older_codecs),
+            fingerprint,
+            default,
+            required,
+            tuple(read_models),
+            isolation,
+            lock,
         )
     )
 
 
 def checked(operation: Any, *, asynchronous: bool, by: str, other: str) -> Operation[Any, Any]:
-    """Return the operation that was given to ``by``; raise ``HandlerDefinitionError`` if it is none for ``by``."""
+    """Return the operation that was passed to ``by``. Raises ``HandlerDefinitionError`` if ``by`` cannot take it."""
     if not isinstance(operation, Operation):
-        raise HandlerDefinitionError(f"{by} takes a function under @command, not {operation!r}")
+        raise HandlerDefinitionError(f"{by} takes a function with @command, not {operation!r}")
     if operation.asynchronous != asynchronous:
         has = "async def" if operation.asynchronous else "plain def"
-        raise HandlerDefinitionError(f"{operation.identity} is {has}: handle it through {other}")
+        raise HandlerDefinitionError(f"{operation.identity} is {has}: use {other} for it")
     if operation.is_method:
-        raise HandlerDefinitionError(f"{operation.identity} is a method: give it as one of an object")
+        raise HandlerDefinitionError(
+            f"{operation.identity} is a method; pass it bound to an object, as in service.place, not Service.place"
+        )
     return operation
 
 
@@ -314,13 +344,13 @@ def _check_default(identity: str, default: Any, *, asynchronous: bool) -> None:
         inspect.signature(default).bind(None, None)
     except (TypeError, ValueError) as error:
         raise HandlerDefinitionError(
-            f"default= of {identity} is called with (command, call), also where the operation is a method ({error}); "
-            "give a function that takes both"
+            f"the library calls default= of {identity} with (command, call), also if the operation is a method; pass a "
+            f"function that takes both ({error})"
         ) from error
     awaited = inspect.iscoroutinefunction(default) or inspect.iscoroutinefunction(type(default).__call__)
     if awaited != asynchronous:
         needed = "an async def" if asynchronous else "a plain def"
-        raise HandlerDefinitionError(f"{identity} is {needed}, and its default= is not; make default= {needed}, too")
+        raise HandlerDefinitionError(f"{identity} is {needed}, and its default= is not; make default= {needed} too")
 
 
 def _check_codec_name(name: object) -> None:
@@ -333,9 +363,9 @@ def _check_codec_name(name: object) -> None:
 
 
 def _takes_an_object(identity: str, function: Callable[..., Any]) -> bool:
-    """Return True for a method, called with (self, command, call), and False for a function, (command, call).
+    """Return True for a method with the parameters (self, command, call), False for a function with (command, call).
 
-    Raises ``HandlerDefinitionError`` for a function that takes other arguments.
+    Raises ``HandlerDefinitionError`` for a function with other parameters.
     """
     signature = inspect.signature(function)
     for arguments in (_FUNCTION, _METHOD):
@@ -344,22 +374,24 @@ def _takes_an_object(identity: str, function: Callable[..., Any]) -> bool:
         except TypeError:
             continue
         return arguments == _METHOD
-    raise HandlerDefinitionError(f"{identity} is called with two arguments, (command, call), and takes {signature}")
+    raise HandlerDefinitionError(
+        f"the library calls {identity} with two arguments, (command, call), but it takes {signature}"
+    )
 
 
 def codec_of(identity: str, function: Callable[..., Any]) -> Codec[Any]:
-    """Return the codec for what ``function`` returns, by its annotation. Raises ``HandlerDefinitionError``."""
+    """Return the codec for the annotated result of ``function``. Raises ``HandlerDefinitionError``."""
     try:
         hints = typing.get_type_hints(function)
     except Exception as error:
         raise HandlerDefinitionError(
-            f"{identity}: the annotation of its result cannot be read ({error}); define its types where the module "
-            "does, or give @command(codec=...)"
+            f"{identity}: the annotation of its result cannot be evaluated ({error}); define the types at the top "
+            "level of the module, or give @command(codec=...)"
         ) from error
     if "return" not in hints:
         raise HandlerDefinitionError(
-            f"{identity} does not say what it returns, so nobody knows how to record it: annotate its result, as in "
-            "-> None, or give @command(codec=...)"
+            f"{identity} has no annotation of its result, so the library does not know how to store the result; "
+            "annotate it, as in -> None, or give @command(codec=...)"
         )
     kind = _without_rejection(hints["return"])
     if kind is bytes:

@@ -1,4 +1,4 @@
-"""Records: the tables of commands, the key of a record, and the statements that write and read its outcome."""
+"""The record of a command: its tables, its key, and the statements that write and read its outcome."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from .errors import InvalidKeyError, KeyReusedError, ResultUnreadableError, Unus
 
 DEFAULT_NAME = "processed_command"
 MAX_CODEC_BYTES = 64
-RESULT, REJECTED, DEFAULT = 1, 2, 3  #: outcomes: a result, a rejection, a result that is asked for anew each time
+RESULT, REJECTED, DEFAULT = 1, 2, 3  #: outcomes: a result, a rejection, a result that ``default=`` makes each time
 
 
 @dataclass(frozen=True, repr=False)
 class CommandTables(DedupTables):
     """The record table and the state table of commands, as ``make_command_tables`` returns them.
 
-    A record's key is in the columns of a marker: ``handler`` is the operation, ``message_id`` the scope and the key.
+    A record has the key columns of a marker: ``handler`` is the operation, ``message_id`` is the scope and the key.
     """
 
     maker: ClassVar[str] = "make_command_tables"
@@ -46,12 +46,12 @@ class CommandTables(DedupTables):
 
 
 def make_command_tables(metadata: MetaData, name: str = DEFAULT_NAME, schema: str | None = None) -> CommandTables:
-    """Add the record table ``name`` and the state table ``<name>_state`` to the user's ``metadata``; return both.
+    """Add the record table ``name`` and the state table ``<name>_state`` to your ``metadata``, and return both.
 
-    Pass the result as ``tables=`` to ``Commands`` where name or schema differ from the default. One database may have
-    several such pairs, with a retention each.
+    ``schema`` is the database schema, or None for the default one. If you give a name or a schema, pass the result as
+    ``tables=`` to ``Commands``. One database may have several pairs of tables, each with its own retention.
 
-    Raises ``ValueError`` for an empty name or one of more than 43 bytes: longer names of its indexes would be cut.
+    Raises ``ValueError`` for a name that is empty or longer than 43 bytes: the database would cut its index names.
     """
     tables = make_tables(metadata, name, schema)
     for column in (
@@ -69,7 +69,7 @@ default_command_tables = make_command_tables(MetaData())
 
 @dataclass(frozen=True)
 class Record:
-    """The outcome of one command, as it is stored. ``recorded_at`` is None for the caller who has just made it."""
+    """The outcome of one command, as it is stored. ``recorded_at`` is None for the first caller."""
 
     outcome: int
     codec: str
@@ -80,7 +80,7 @@ class Record:
 
 @dataclass(frozen=True)
 class RecordKey:
-    """The key of a record: what the caller said, and the text under which it is stored."""
+    """The key of a record: the caller's key and scope, and the text under which the record is stored."""
 
     key: str
     scope: str | None
@@ -88,22 +88,25 @@ class RecordKey:
 
     @classmethod
     def of(cls, key: object, scope: object) -> RecordKey:
-        """Return the key of a caller in a scope. Raises ``InvalidKeyError`` for what is no text of fitting length."""
+        """Return the key of a caller in a scope. Raises ``InvalidKeyError`` if one is not text, or is too long."""
         text = str(key) if isinstance(key, UUID) else key
         within = str(scope) if isinstance(scope, UUID) else scope
         if not isinstance(text, str) or not text:
             raise InvalidKeyError(
-                f"the key of a command is a text or a UUID of the caller's, not {_shown(key)}; with key=None nothing "
-                "is recorded, and a command that is asked for again runs again"
+                f"the key of a command must be the caller's text or UUID, not {_shown(key)}; with key=None the library "
+                "records nothing, and a repeated command runs again"
             )
         if within is not None and (not isinstance(within, str) or not within):
-            raise InvalidKeyError(f"the scope of a command is a text or a UUID, such as a tenant, not {_shown(scope)}")
-        stored = f"{len(within or '')}:{within or ''}{text}"  # with its length: no other scope and key come to this
+            raise InvalidKeyError(
+                f"the scope of a command must be a text or a UUID, such as the tenant, not {_shown(scope)}"
+            )
+        stored = f"{len(within or '')}:{within or ''}{text}"  # the length keeps scopes and keys apart
         try:
             return cls(text, within, valid_message_id(stored))
         except InvalidMessageIdError as error:
             raise UnusableKeyError(
-                f"scope and key of a command are stored as one text of at most {MAX_MESSAGE_ID_BYTES} bytes: {error}"
+                f"the library stores scope and key of a command as one text of at most {MAX_MESSAGE_ID_BYTES} bytes; "
+                f"use shorter ones ({error})"
             ) from None
 
 
@@ -130,20 +133,21 @@ def recalling(tables: CommandTables, stored: str, names: Sequence[str]) -> LastS
 def recalled(row: Row[Any] | None, fingerprint: bytes | None, key: RecordKey, operation: str) -> Record:
     """Return the record that was read. ``fingerprint`` is that of the command; None compares nothing.
 
-    Raises ``KeyReusedError`` if it is of another command, ``ResultUnreadableError`` if it was committed without an
-    outcome, and ``OvertakenError`` if there is none any more: the unit of work is run again then.
+    Raises ``KeyReusedError`` if the record belongs to another command, ``ResultUnreadableError`` if it was committed
+    without an outcome, and ``OvertakenError`` if it was deleted meanwhile: then run the unit of work again.
     """
     if row is None:
-        raise OvertakenError("the record of the command was deleted, or not yet seen; run the unit of work again")
+        raise OvertakenError("the record of the command was deleted, or is not visible yet; run the unit of work again")
     if row.outcome is None:
         raise ResultUnreadableError(
             f"the key {printable(key.key)[:80]} of {operation} was claimed and committed without an outcome, perhaps "
-            "by begin_command() without record(): look whether the command was done, then forget the key"
+            "by begin_command() without record(); check whether the command was done, then delete the record with "
+            "`idempotency forget`"
         )
     if fingerprint is not None and row.fingerprint is not None and bytes(row.fingerprint) != fingerprint:
         raise KeyReusedError(
-            f"the key {printable(key.key)[:80]} of {operation} was given to another command before; nothing ran. Give "
-            "each command a key of its own, and the same one again only with the same command"
+            f"the key {printable(key.key)[:80]} of {operation} was used for another command before; nothing ran. Give "
+            "each command its own key, and use a key again only with the same command"
         )
     data = None if row.result is None else bytes(row.result)
     moment: datetime = row.processed_at
@@ -180,7 +184,7 @@ def _recording(dialect: Dialect, record: Table, names: int) -> Any:
 def _update(record: Table, names: int) -> Update:
     return (
         update(record)
-        .where(_is_record(record, names), record.c.outcome.is_(None))  # an outcome is never written over
+        .where(_is_record(record, names), record.c.outcome.is_(None))  # never overwrite an outcome
         .values(
             fingerprint=bindparam("the_fingerprint", type_=record.c.fingerprint.type),
             outcome=bindparam("the_outcome", type_=record.c.outcome.type),
@@ -194,6 +198,6 @@ def _update(record: Table, names: int) -> Update:
 def _recalling(record: Table, names: int) -> Select[Any]:
     columns = (record.c[name] for name in ("fingerprint", "outcome", "codec", "result", "processed_at"))
     found = select(*columns).where(_is_record(record, names))
-    if names > 1:  # a claim of several names may have inserted some of them just now: those have no outcome yet
+    if names > 1:  # this claim may have inserted rows under some of the names; these have no outcome yet
         found = found.order_by(case((record.c.outcome.is_(None), 1), else_=0)).limit(1)
     return found

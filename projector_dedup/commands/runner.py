@@ -1,7 +1,7 @@
-"""Commands, handled once: claim or recall, call the handler, record what it returned, and answer from the record.
+"""Handle commands once: claim the key or read its record, call the handler, record the result, and return it.
 
-``Commands`` and ``AsyncCommands`` do so in a transaction of their own, by ``delivery.deliver``; ``begin_command`` and
-``abegin_command`` do so in a transaction that the caller owns and commits.
+``Commands`` and ``AsyncCommands`` use their own transaction (``delivery.deliver``). ``begin_command`` and
+``abegin_command`` use a transaction that the caller owns and commits.
 """
 
 from __future__ import annotations
@@ -9,20 +9,23 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, Self, TypeVar
 
+from sqlalchemy.engine import Connection
 from sqlalchemy.orm import Session, sessionmaker
 from sqlalchemy.util import await_only, greenlet_spawn
 
 from ..asyncio_names import AsyncSession, async_sessionmaker
 from ..delivery import deliver
-from ..dialects import dialect_of
+from ..dialects import Dialect, dialect_of
 from ..errors import HandlerDefinitionError
 from ..handler import check_result
 from ..markers import bind_of_marker, claim, marker_key
 from ..message import printable
+from ..observer import Observed, Observer, Observing, outcome_of
 from ..options import RetryPolicy, UnitOptions, check_session_factory
 from ..outcome import Outcome
 from ..retry import Attempts
@@ -31,6 +34,7 @@ from ..waiting import AWAITING, BLOCKING
 from .codecs import Codec, as_json, encoded, json
 from .errors import DuplicateCommandError, InvalidKeyError, Rejected, ResultError, ResultUnreadableError
 from .fingerprint import digest
+from .lock import keys_of, take
 from .operation import NO_RESULT, AsyncCall, AsyncCommand, Call, Command, Handled, Operation, Rejection, checked
 from .record import (
     DEFAULT,
@@ -58,12 +62,13 @@ MAX_RESULT_BYTES = 64 * 1024
 
 @dataclass(frozen=True)
 class Asked:
-    """A caller's request: the operation, the command, its key, and what a record of it may hold."""
+    """A caller's request: the operation, the command, its key, and the limits of its record."""
 
     operation: Operation[Any, Any]
     command: Any
     key: RecordKey | None
     fingerprint: bytes | None  #: None compares nothing
+    locks: tuple[str, ...]  #: the rows to lock, as they are stored
     tables: CommandTables
     max_result_bytes: int
 
@@ -71,26 +76,31 @@ class Asked:
     def of(
         cls, operation: Operation[Any, Any], command: Any, key: RecordKey | None, tables: CommandTables, limit: int
     ) -> Asked:
-        """Return what is asked for, with the fingerprint of the command if it has a key."""
+        """Return the request, with the fingerprint of the command if it has a key."""
         chosen = operation.settings.fingerprint
         fingerprint = None if key is None or chosen is None else digest(chosen(command))
-        return cls(operation, command, key, fingerprint, tables, limit)
+        locks = keys_of(operation.identity, operation.settings.lock, command, None if key is None else key.scope)
+        return cls(operation, command, key, fingerprint, locks, tables, limit)
+
+    def lock(self, connection: Connection, dialect: Dialect, wait: float | None) -> None:
+        """Lock the rows that the operation names."""
+        take(connection, dialect, self.tables, self.locks, wait)
 
     def call(self, session: Any) -> Any:
-        """Return what the handler is given beside the command."""
+        """Return the second argument of the handler."""
         key, scope = (None, None) if self.key is None else (self.key.key, self.key.scope)
         return (AsyncCall if self.operation.asynchronous else Call)(session, key, scope, self.operation.identity)
 
     def present(self, call: Any) -> Any:
-        """Return what the operation's ``default`` says now; of an ``async def``, a coroutine that does."""
+        """Return what the operation's ``default`` returns now (a coroutine for an ``async def``)."""
         default = self.operation.settings.default
-        assert default is not None  # noqa: S101  # else a result was recorded
+        assert default is not None  # noqa: S101  # otherwise a result was recorded
         returned = default(self.command, call)
         check_result(f"default= of {self.operation.identity}", returned, asynchronous=self.operation.asynchronous)
         return returned
 
     def record_of(self, returned: Any) -> Record:
-        """Return the record of what the handler returned, or raise ``ResultError`` if it cannot be stored."""
+        """Return the record of the handler's result. Raises ``ResultError`` if the result cannot be stored."""
         if isinstance(returned, Rejection):
             rejection = as_json({"code": returned.code, "detail": returned.detail})
             return Record(REJECTED, json.name, self._stored(json, rejection), self.fingerprint)
@@ -107,14 +117,14 @@ class Asked:
             raise ResultError(f"{error}; nothing was applied") from error.__cause__
         if len(data) > self.max_result_bytes:
             raise ResultError(
-                f"the result of {identity} takes {len(data)} bytes, and {self.max_result_bytes} are allowed; nothing "
-                "was applied. Return an id of what was made, or give Commands(max_result_bytes=...)"
+                f"the result of {identity} has {len(data)} bytes, and at most {self.max_result_bytes} are allowed; "
+                "nothing was applied. Return an id instead of the whole object, or give Commands(max_result_bytes=...)"
             )
         return data
 
 
 class Once:
-    """A command that is claimed, handled and recorded; or recalled, if it was handled before."""
+    """The work of a command: claim, handle and record it, or read its record if it was handled before."""
 
     connected = True
 
@@ -122,8 +132,8 @@ class Once:
         self.asked = asked
         self.identity = asked.operation.identity
         self.marked = asked.key is not None
-        self.record: Record | None = None  # None as long as nothing has run, and without a key
-        self.returned: Any = None  # by the handler, if it ran
+        self.record: Record | None = None  # None until the handler has run, and always without a key
+        self.returned: Any = None  # what the handler returned, if it ran
         self.replayed = False
         self.in_doubt = False  # True: a COMMIT without an answer may have recorded the command
 
@@ -133,7 +143,7 @@ class Once:
         return self.replayed and self.record is not None and self.record.outcome == DEFAULT
 
     def claim(self, uow: UnitOfWork) -> bool:
-        """Begin with the claim, and return True if the command must run; else keep the record that is there."""
+        """Begin with the claim. Return True if the command must run, else keep the record that was found."""
         self._uow, self.record, self.replayed = uow, None, False
         asked = self.asked
         if asked.key is None:
@@ -141,14 +151,15 @@ class Once:
             return True
         stored, names = asked.key.stored, asked.operation.names
         recall = recalling(asked.tables, stored, names)
-        if uow.claim_key(marker_key(stored, self.identity), names[1:], recall=recall):
-            self.in_doubt = False  # the claim was free: that COMMIT did not happen
+        first = asked.lock if asked.locks else None
+        if uow.claim_key(marker_key(stored, self.identity), names[1:], first=first, recall=recall):
+            self.in_doubt = False  # the claim found no record, so the interrupted COMMIT did not happen
             return True
         self.record, self.replayed = recalled(recall.row, asked.fingerprint, asked.key, self.identity), True
         return False
 
     def calls(self, uow: UnitOfWork) -> Iterator[Callable[[], Any]]:
-        """Yield the one call of the handler, which records what it returns."""
+        """Yield the only call of the handler. It also records the result."""
         call = self.asked.call(uow.handlers_session)
         yield (lambda: self._awaited(call)) if self.asked.operation.asynchronous else (lambda: self._called(call))
 
@@ -165,10 +176,10 @@ class Once:
             self._record(self.asked.record_of(returned))
 
     def _record(self, record: Record) -> None:
-        """Have the record written by the last statement of the transaction."""
+        """Let the last statement of the transaction write the record."""
         asked, dialect = self.asked, self._uow.dialect
-        assert asked.key is not None  # noqa: S101  # else nothing is recorded
-        assert dialect is not None  # noqa: S101  # else nothing was claimed
+        assert asked.key is not None  # noqa: S101  # otherwise the library records nothing
+        assert dialect is not None  # noqa: S101  # otherwise the command was not claimed
         self.record = record
         self._uow.last = recording(dialect, asked.tables, asked.key.stored, asked.operation.names, record)
 
@@ -182,7 +193,7 @@ class Once:
             logger.log(level, "%s: %s", told, self._told(), extra=extra)
 
     def log_retry(self, error: Exception, attempts: Attempts) -> None:
-        """Log at INFO that the command is tried again, and after which error; note whether its outcome is in doubt."""
+        """Log the retry and its cause at INFO. Note whether the outcome of the command is in doubt."""
         if attempts.unknown is error:
             self.in_doubt = self.record is not None
         extra = self._extra("retry", attempts)
@@ -197,9 +208,10 @@ class Once:
 
 
 class Refused(Once):
-    """A command that its handler has rejected by raising: claimed again, and recorded without running the handler.
+    """The work after a handler raised ``Rejected``: claim the command again, and record the rejection.
 
-    If somebody else has recorded an outcome meanwhile, that one counts: the handler's own writes were rolled back.
+    If another caller has recorded an outcome meanwhile, that outcome counts, because the handler's own writes were
+    rolled back.
     """
 
     def __init__(self, asked: Asked, rejected: Rejected) -> None:
@@ -207,20 +219,20 @@ class Refused(Once):
         self._rejection = Rejection(rejected.code, rejected.detail)
 
     def calls(self, uow: UnitOfWork) -> Iterator[Callable[[], Any]]:  # noqa: ARG002  # as Once
-        """Record the rejection, and yield no call: the handler has run before."""
+        """Record the rejection. Yield no call, because the handler has already run."""
         self._take(self._rejection)
         yield from ()
 
 
 class Present(Once):
-    """The present answer to a command that was handled before, by its operation's ``default``; nothing is claimed."""
+    """The work of ``default=``: make the answer to a command that was handled before, without a claim."""
 
     def __init__(self, asked: Asked) -> None:
         super().__init__(asked)
         self.marked = False
 
     def claim(self, uow: UnitOfWork) -> bool:
-        """Open a transaction, and claim nothing."""
+        """Open a transaction without a claim."""
         self._uow = uow
         uow.begin()
         return True
@@ -236,7 +248,7 @@ class Present(Once):
 
 
 def handled(work: Once, *, durable: bool) -> Handled[Any]:
-    """Return what a caller gets: the answer of the record, which is the same for the first and for every later one.
+    """Return the answer to a caller, from the record, so that it is the same for the first and every later caller.
 
     Raises ``ResultUnreadableError`` for a record that this code cannot read.
     """
@@ -258,19 +270,20 @@ def _read(operation: Operation[Any, Any], record: Record) -> Any:
     if not codecs or record.data is None:
         raise ResultUnreadableError(
             f"a result of {operation.identity} was stored by the codec {printable(str(record.codec))}, which this code "
-            "does not have; the command was handled, and does not run again. Give @command(older_codecs=[...])",
+            "does not have; the command was handled, and does not run again. Add the codec to "
+            "@command(older_codecs=[...])",
             record.data,
         )
     reasons: list[Exception] = []
     for codec in codecs:
         try:
             return codec.loads(record.data)
-        except Exception as error:  # noqa: BLE001  # a codec of the user's raises what it likes
+        except Exception as error:  # noqa: BLE001  # a user's codec may raise any error
             reasons.append(error)
     why = str(reasons[0]) if isinstance(reasons[0], ResultUnreadableError) else type(reasons[0]).__name__
     raise ResultUnreadableError(
-        f"a result of {operation.identity} cannot be read by the codec {codecs[0].name} ({why}); the command was "
-        "handled, and does not run again. Give @command(older_codecs=[...]) a codec of the same name that reads it",
+        f"the codec {codecs[0].name} cannot read a result of {operation.identity} ({why}); the command was handled, "
+        "and does not run again. Add a codec with the same name that can read it to @command(older_codecs=[...])",
         record.data,
     ) from reasons[0]
 
@@ -279,7 +292,7 @@ def _read(operation: Operation[Any, Any], record: Record) -> Any:
 
 
 class _Handling:
-    """The part that both share: what a command is asked for with, and what its record means."""
+    """The part that ``Commands`` and ``AsyncCommands`` share."""
 
     _asynchronous: bool
 
@@ -294,13 +307,14 @@ class _Handling:
         isolation: str | None = None,
         strict: bool = False,
         max_result_bytes: int = MAX_RESULT_BYTES,
+        observer: Observer | None = None,
     ) -> None:
         check_session_factory(session_factory, asynchronous=self._asynchronous)
         if scope not in ("required", "optional"):
-            raise ValueError(f"scope is 'required' or 'optional', not {scope!r}")
+            raise ValueError(f"scope must be 'required' or 'optional', not {scope!r}")
         if not isinstance(tables, CommandTables):
             raise ValueError(
-                "tables are those of make_command_tables(), which have columns for results; make_tables() has not"
+                "tables must come from make_command_tables(), whose tables have columns for results, not make_tables()"
             )
         self._factory = session_factory
         self._tables = tables
@@ -308,9 +322,10 @@ class _Handling:
         self._policy = retry or RetryPolicy()
         self._options = UnitOptions(tables, claim_timeout, isolation, strict=strict)
         self._max_result_bytes = max_result_bytes
+        self._observing = None if observer is None else Observing(observer)
 
     def bounded(self, claim_timeout: float) -> Self:
-        """Return the same commands with this ``claim_timeout``, in seconds; those that have one are returned as is."""
+        """Return the same commands with this ``claim_timeout`` (seconds), or unchanged if they already have one."""
         if self._options.claim_timeout is not None:
             return self
         within = copy.copy(self)
@@ -318,7 +333,7 @@ class _Handling:
         return within
 
     def permit_external_transaction(self, permitted: bool) -> bool:
-        """Permit or forbid an outer transaction, for ``testing.external_transaction``; return the setting before."""
+        """Permit or forbid an outer transaction, and return the previous setting. For ``external_transaction``."""
         before = self._options.external
         self._options = dataclasses.replace(self._options, external=permitted)
         return before
@@ -326,12 +341,13 @@ class _Handling:
     def _asked(self, given: object, command: Any, key: object, scope: object) -> tuple[Asked, UnitOptions]:
         other = "Commands" if self._asynchronous else "AsyncCommands"
         operation = checked(given, asynchronous=self._asynchronous, by="handle()", other=other)
-        if key is None and operation.settings.key_required:
-            raise InvalidKeyError(f"{operation.identity} is a @command(key='required'): give key=")
+        if key is None and (operation.settings.key_required or operation.settings.lock):
+            why = "key='required'" if operation.settings.key_required else "lock=..."
+            raise InvalidKeyError(f"{operation.identity} is a @command({why}), so it needs a key; give handle() a key=")
         if scope is None and key is not None and self._scope_required:
-            raise HandlerDefinitionError(  # of the program, and not of the command
-                f"{operation.identity} was called without a scope, so that two tenants with one key would share an "
-                "answer; give scope=, such as the tenant or the user"
+            raise HandlerDefinitionError(  # a bug of the program, not an error of the command
+                f"{operation.identity} was called without a scope, so two tenants with the same key would share an "
+                "answer; give handle() a scope=, such as the tenant or the user"
             )
         own = operation.settings
         options = self._options
@@ -346,6 +362,26 @@ class _Handling:
         self, operation: object, command: Any, key: object, scope: object, raise_on_duplicate: bool
     ) -> Handled[Any]:
         asked, options = self._asked(operation, command, key, scope)
+        began = time.monotonic()
+        try:
+            answer = self._answer(asked, options)
+        except Exception as error:
+            self._tell(outcome_of(error), asked, began, error)
+            raise
+        replayed = answer.outcome is Outcome.DUPLICATE
+        rejected = answer.rejection is not None
+        self._tell("duplicate" if replayed else "rejected" if rejected else "applied", asked, began)
+        if raise_on_duplicate and replayed:
+            told = "" if asked.key is None else printable(asked.key.key)
+            raise DuplicateCommandError(f"the command {told} of {asked.operation.identity} was handled before", answer)
+        return answer
+
+    def _tell(self, outcome: Observed, asked: Asked, began: float, error: Exception | None = None) -> None:
+        if self._observing is not None:
+            key = None if asked.key is None else asked.key.key
+            self._observing.tell_of("command", outcome, asked.operation.identity, key, began, 1, error)
+
+    def _answer(self, asked: Asked, options: UnitOptions) -> Handled[Any]:
         work = Once(asked)
         try:
             durable = self._deliver(work, options)
@@ -356,26 +392,27 @@ class _Handling:
             present = Present(asked)
             self._deliver(present, options)
             work.returned = present.returned
-        answer = handled(work, durable=durable)
-        if raise_on_duplicate and work.replayed:
-            told = "" if asked.key is None else printable(asked.key.key)
-            raise DuplicateCommandError(f"the command {told} of {work.identity} was handled before", answer)
-        return answer
+        return handled(work, durable=durable)
 
     def _deliver(self, work: Once, options: UnitOptions) -> bool:
         return deliver(work, self._factory, options, self._policy, AWAITING if self._asynchronous else BLOCKING)
 
 
 class Commands(_Handling):
-    """Handles commands, each in a transaction of its own together with the record of its outcome.
+    """Handles each command once, in its own transaction together with the record of its outcome.
 
-    Threads may share it. ``session_factory`` is a ``sessionmaker`` on one engine; ``tables`` is the result of
-    ``make_command_tables``. ``scope="required"`` refuses calls that name no scope. ``retry`` bounds how often and how
-    long an attempt is repeated. ``claim_timeout`` is the longest wait, in seconds, for another caller with the same
-    key; ``InProgress`` is raised then. ``isolation`` and ``strict`` are those of ``Dispatcher``. ``max_result_bytes``
-    bounds what is recorded.
+    Threads may share the object.
 
-    Raises ``UnsafeSessionError`` for a session factory that does not fit, ``ValueError`` for any other wrong argument.
+    - ``session_factory``: a ``sessionmaker`` with one engine.
+    - ``tables``: the result of ``make_command_tables``.
+    - ``scope``: ``"required"`` refuses calls without a scope.
+    - ``retry``: how often, and for how long, the library retries after a transient error.
+    - ``claim_timeout``: the longest wait, in seconds, for another caller with the same key. After that, ``handle``
+      raises ``InProgress``. None waits as long as the database does.
+    - ``isolation``, ``strict``, ``observer``: as in ``Dispatcher``.
+    - ``max_result_bytes``: the largest result that the library records, in bytes.
+
+    Raises ``UnsafeSessionError`` for a wrong session factory, and ``ValueError`` for any other wrong argument.
     """
 
     _asynchronous = False
@@ -390,22 +427,27 @@ class Commands(_Handling):
         scope: object = None,
         raise_on_duplicate: bool = False,
     ) -> Handled[R]:
-        """Handle a command once. **It returns only if an outcome is recorded**; otherwise it raises.
+        """Handle a command once. **If it returns, the outcome is recorded**; otherwise it raises.
 
-        ``key`` is a text or UUID of the caller's, the same whenever the same command is asked for again; with None
-        nothing is recorded. ``scope`` says whose key it is: a tenant, a user. Of several callers with one key, one runs
-        the handler and the others wait; all get the recorded answer. With ``raise_on_duplicate`` those others get
-        ``DuplicateCommandError``.
+        If several callers use the same key, one runs the handler and the others wait. All get the recorded answer.
 
-        Raises ``KeyReusedError`` if the key came with another command before, ``InvalidKeyError``, ``ResultError`` if
-        the result cannot be recorded, ``ResultUnreadableError``, and what ``Dispatcher.deliver`` raises. A rejection is
-        an outcome: it is returned, and ``.result`` raises it.
+        - ``operation``: a function with ``@command``.
+        - ``command``: the first argument of the function.
+        - ``key``: the caller's text or UUID, the same in every retry of the same command. With None the library records
+          nothing, and a retry runs the command again.
+        - ``scope``: the owner of the key, such as a tenant or a user.
+        - ``raise_on_duplicate``: True raises ``DuplicateCommandError`` instead of returning the recorded answer.
+
+        Returns a ``Handled``. A rejection is returned too, and ``.result`` raises it as ``Rejected``.
+
+        Raises ``KeyReusedError`` if the key was used for another command, ``InvalidKeyError``, ``ResultError`` if the
+        result cannot be recorded, ``ResultUnreadableError``, and the errors of ``Dispatcher.deliver``.
         """
         return self._handle(operation, command, key, scope, raise_on_duplicate)
 
 
 class AsyncCommands(_Handling):
-    """Handles commands by ``async def`` handlers. Tasks of one event loop may share it. See ``Commands``."""
+    """Handles commands with ``async def`` handlers. Tasks of one event loop may share the object. See ``Commands``."""
 
     _asynchronous = True
     _factory: async_sessionmaker[AsyncSession]
@@ -419,10 +461,10 @@ class AsyncCommands(_Handling):
         scope: object = None,
         raise_on_duplicate: bool = False,
     ) -> Handled[R]:
-        """Handle a command once. **It returns only if an outcome is recorded**; otherwise it raises.
+        """Handle a command once. **If it returns, the outcome is recorded**; otherwise it raises.
 
-        Takes, returns and raises what ``Commands.handle`` does. A cancellation leaves the command handled or not
-        handled, and nothing in between.
+        The arguments, the result and the errors are those of ``Commands.handle``. If the task is cancelled, the command
+        is handled completely or not at all.
         """
         return await greenlet_spawn(self._handle, operation, command, key, scope, raise_on_duplicate)
 
@@ -432,29 +474,29 @@ class AsyncCommands(_Handling):
 
 @dataclass(frozen=True)
 class Begun(Generic[R]):
-    """A command that was claimed in the caller's transaction: do it, ``record`` its result, and commit."""
+    """A new command in the caller's transaction: run it, call ``record`` with its result, and commit."""
 
     call: Call
     _asked: Asked
 
     def record(self, result: Any) -> Handled[R]:
-        """Record the result, or a ``Rejection``, in the caller's transaction; return what later callers will get.
+        """Record the result, or a ``Rejection``, in your transaction. Return the answer that later callers will get.
 
-        Call it behind everything that the command writes. Raises ``ResultError`` for what cannot be recorded, upon
-        which the caller rolls back.
+        Call it after all writes of the command. Raises ``ResultError`` if the result cannot be recorded. Roll back
+        then.
         """
         return _record(self.call.session, self._asked, result)
 
 
 @dataclass(frozen=True)
 class AsyncBegun(Generic[R]):
-    """A command that was claimed in the caller's transaction, of an ``AsyncSession``. See ``Begun``."""
+    """A new command in the caller's transaction of an ``AsyncSession``. See ``Begun``."""
 
     call: AsyncCall
     _asked: Asked
 
     async def record(self, result: Any) -> Handled[R]:
-        """Record the result, or a ``Rejection``, in the caller's transaction. See ``Begun.record``."""
+        """Record the result, or a ``Rejection``, in your transaction. See ``Begun.record``."""
         return await self.call.session.run_sync(_record, self._asked, result)
 
 
@@ -468,16 +510,17 @@ def begin_command(
     tables: CommandTables = default_command_tables,
     max_result_bytes: int = MAX_RESULT_BYTES,
 ) -> Begun[R] | Handled[R]:
-    """Claim a command in a transaction that the caller owns and commits.
+    """Claim a command in your own transaction, which you commit.
 
-    Returns ``Begun`` if it is new: do what it asks for, ``begun.record(result)``, and commit. Returns the recorded
-    answer if it was handled before, or what the operation's ``default`` returns: commit then, too. A concurrent caller
-    with the same key waits; at REPEATABLE READ and above the loser gets a serialization failure, upon which the caller
-    runs the whole transaction again.
+    Returns ``Begun`` if the command is new: run it, call ``begun.record(result)``, and commit. Returns a ``Handled``
+    with the recorded answer (or with the result of ``default=``) if it was handled before: commit then too. A
+    concurrent caller with the same key waits. At REPEATABLE READ and above, the waiting transaction then fails with a
+    serialization error; run the whole transaction again. The arguments are those of ``Commands.handle``.
 
-    Nothing watches what else happens in the transaction; that, and retries, are what ``Commands`` adds. Raises what
-    ``claim()`` raises, ``KeyReusedError``, ``InvalidKeyError`` and ``ResultUnreadableError``. The caller rolls back
-    upon each: a commit could leave a claim without an answer under the new name of an operation with ``formerly=``.
+    ``begin_command`` checks nothing else in the transaction and does not retry; ``Commands`` does both.
+
+    Raises the errors of ``claim()``, ``KeyReusedError``, ``InvalidKeyError`` and ``ResultUnreadableError``. Roll back
+    after each: a COMMIT could leave a claim without an answer under the new name of an operation with ``formerly=``.
     """
     checked(operation, asynchronous=False, by="begin_command()", other="abegin_command()")
     asked = _asked(operation, command, key, scope, tables, max_result_bytes)
@@ -495,10 +538,10 @@ async def abegin_command(
     tables: CommandTables = default_command_tables,
     max_result_bytes: int = MAX_RESULT_BYTES,
 ) -> AsyncBegun[R] | Handled[R]:
-    """Claim a command in a transaction of an ``AsyncSession``, such as that of an ``async def`` projector.
+    """Claim a command in your own transaction of an ``AsyncSession``, such as that of an ``async def`` projector.
 
-    Takes an ``async def`` operation. Returns ``AsyncBegun``, whose ``record`` is awaited, or the answer. Raises what
-    ``begin_command`` raises.
+    ``operation`` is an ``async def``. Returns an ``AsyncBegun``, whose ``record`` you await, or the recorded answer.
+    The errors are those of ``begin_command``.
     """
     checked(operation, asynchronous=True, by="abegin_command()", other="begin_command()")
     asked = _asked(operation, command, key, scope, tables, max_result_bytes)
@@ -510,14 +553,19 @@ def _asked(
     operation: Operation[Any, Any], command: Any, key: object, scope: object, tables: CommandTables, limit: int
 ) -> Asked:
     if key is None:
-        raise InvalidKeyError("begin_command() records a command under a key: give key=")
+        raise InvalidKeyError("begin_command() records a command under its key; give key=")
+    if operation.settings.lock is not None:
+        raise HandlerDefinitionError(
+            f"{operation.identity} is a @command(lock=...), which must wait before its transaction reads anything; "
+            "use Commands.handle for it"
+        )
     return Asked.of(operation, command, RecordKey.of(key, scope), tables, limit)
 
 
 def _begin(session: Session, asked: Asked, callers: Session | AsyncSession) -> Handled[Any] | None:
-    """Claim the command; return None if it is new, else the recorded answer. ``callers`` is for ``default``."""
+    """Claim the command. Return None if it is new, else the recorded answer. ``default`` gets ``callers``."""
     key, names = asked.key, asked.operation.names
-    assert key is not None  # noqa: S101  # _asked() takes no command without
+    assert key is not None  # noqa: S101  # _asked() refuses a command without a key
     if claim(session, key.stored, asked.operation.identity, formerly=names[1:], tables=asked.tables):
         return None
     connection = session.connection(bind_arguments={"bind": bind_of_marker(session, asked.tables)})
@@ -535,7 +583,7 @@ def _begin(session: Session, asked: Asked, callers: Session | AsyncSession) -> H
 
 def _record(session: Session, asked: Asked, result: Any) -> Handled[Any]:
     work, key = Once(asked), asked.key
-    assert key is not None  # noqa: S101  # _asked() takes no command without
+    assert key is not None  # noqa: S101  # _asked() refuses a command without a key
     work.returned, work.record = result, asked.record_of(result)
     session.flush()
     connection = session.connection(bind_arguments={"bind": bind_of_marker(session, asked.tables)})

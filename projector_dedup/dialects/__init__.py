@@ -1,4 +1,4 @@
-"""Say what each database does differently when a message is claimed and committed: a file for each database."""
+"""The differences between databases when a message is claimed and committed, with a file for each database."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .dialect import (
     register,
     sqlstate_of,
 )
-from .listeners import forget_if_moved, info_of
+from .listeners import forget_if_moved, info_of, may_move
 from .mariadb import Aiomysql, Asyncmy, MariaDB, MySQLClient, PyMySQL
 from .postgresql import Asyncpg, PostgreSQL, Psycopg, Psycopg2
 from .sqlite import Aiosqlite, Pysqlite, SQLite, configure_sqlite
@@ -44,6 +44,7 @@ __all__ = [
     "is_as_strict",
     "key_of",
     "marker_exists",
+    "may_move",
     "register",
     "sqlstate_of",
 ]

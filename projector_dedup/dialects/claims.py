@@ -1,4 +1,4 @@
-"""Build and run what the claims of all databases share: keys, rows, and a claim of many that looks and then inserts."""
+"""The common parts of all databases' claims: keys, rows, and a claim of many messages by SELECT and INSERT."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ InsertT = TypeVar("InsertT", bound=Insert)
 Key = tuple[str, str]
 """The message id and the handler, which identify a marker."""
 
-_AT_ONCE = 500  # every database takes so many values in one IN (...)
+_AT_ONCE = 500  # every database accepts this many values in one IN (...)
 
 
 def handler_parameters(names: int) -> list[str]:
     """Return the names of the handler parameters in a claim that inserts ``names`` markers, in the order of the rows.
 
-    A handler that was renamed claims a message under its former names too.
+    There are several if the handler has former names.
     """
     return ["handler"] if names == 1 else [f"handler_{number}" for number in range(names)]
 
@@ -41,7 +41,7 @@ def handler_parameters(names: int) -> list[str]:
 def inserting(statement: InsertT, rows: Sequence[Mapping[str, ColumnElement[Any]]]) -> InsertT:
     """Return the INSERT ``statement`` with the values of ``rows``, in this order.
 
-    Several rows come from SELECTs: VALUES of several rows would be compiled anew for every message.
+    Several rows come from SELECTs, because SQLAlchemy would compile VALUES of several rows again for every message.
     """
     if len(rows) == 1:
         return statement.values(rows[0])
@@ -60,15 +60,15 @@ def look_then_insert(
     insert: Callable[[list[Parameters]], object],
     violates_unique: Callable[[DBAPIError], bool],
 ) -> set[Key]:
-    """SELECT the markers of ``keys`` that are there, INSERT the others by ``insert``, and return the inserted keys.
+    """SELECT the existing markers of ``keys``, INSERT the others with ``insert``, and return the inserted keys.
 
-    Keys are compared here, letter for letter, because the database may take two ids for one. Raises
-    ``UnsafeSessionError`` at READ UNCOMMITTED, and ``OvertakenError`` if another delivery inserted a marker meanwhile.
+    The function compares keys exactly, because the database may treat two ids as equal. Raises ``UnsafeSessionError``
+    at READ UNCOMMITTED, and ``OvertakenError`` if another delivery inserted a marker meanwhile.
     """
     if connection.get_isolation_level() == "READ UNCOMMITTED":
         raise UnsafeSessionError(
-            "at READ UNCOMMITTED the marker of a delivery that is rolled back later would be taken for that of a "
-            "duplicate; choose READ COMMITTED or above, or deliver one message at a time"
+            "at READ UNCOMMITTED a message would count as a duplicate if another delivery of it is rolled back later; "
+            "choose READ COMMITTED or above, or deliver one message at a time"
         )
     found: set[Key] = set()
     for part in _parts(keys):
@@ -99,12 +99,12 @@ def _present(marker: Table) -> Select[Any]:
 
 
 def marker_exists(connection: Connection, marker: Table, key: Parameters) -> bool:
-    """True if the marker of ``key`` can be seen. The SELECT is sent past any guard of the connection."""
+    """True if the transaction sees the marker of ``key``. The SELECT bypasses the guard of the connection."""
     return Connection.execute(connection, lookup_statement(marker), key).first() is not None
 
 
 @cache
 def lookup_statement(marker: Table) -> Select[Any]:
-    """Return a SELECT that gives a row if the marker of ``:message_id`` and ``:handler`` is there."""
+    """Return a SELECT that returns a row if the marker of ``:message_id`` and ``:handler`` exists."""
     same = (marker.c.message_id == bindparam("message_id"), marker.c.handler == bindparam("handler"))
     return select(literal_column("1")).select_from(marker).where(*same)

@@ -1,4 +1,4 @@
-"""Define the column types of our tables on each database: text that compares byte for byte, bytes, moments in UTC."""
+"""The column types of the library's tables on each database: text that compares byte for byte, bytes, times in UTC."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def _hex(value: Any) -> Any:
 
 
 class _TextAsBytes(_FromHex, mysql.VARBINARY):
-    """Stores text as VARBINARY in UTF-8, whatever the character set of the connection is.
+    """Stores text as VARBINARY in UTF-8, for every character set of the connection.
 
-    A text column would not do: every collation that MariaDB and MySQL share takes at least "a" and "a " for one.
+    A text column is not enough: every collation that both MariaDB and MySQL have treats "a" and "a " as equal.
     """
 
     # Alembic writes the column into the user's migration by these names: as VARBINARY.
@@ -62,7 +62,7 @@ class _Blob(_FromHex, mysql.MEDIUMBLOB):
 
 
 class _MomentInUTC(mysql.DATETIME):
-    """Stores a moment of any time zone as DATETIME in UTC. The drivers would drop the time zone."""
+    """Stores a time of any time zone as DATETIME in UTC, because the drivers would drop the time zone."""
 
     __visit_name__ = "DATETIME"
     __module__ = mysql.DATETIME.__module__
@@ -85,7 +85,7 @@ def in_utc(value: Any) -> Any:
 def exact_text(length: int) -> String:
     """Return the type of a text of at most ``length`` bytes that compares byte for byte.
 
-    No two different ids are taken for one.
+    Two different ids are never equal.
     """
     return (
         String(length)
@@ -95,7 +95,7 @@ def exact_text(length: int) -> String:
 
 
 def exact_bytes() -> LargeBinary:
-    """Return the type of bytes that are stored as they are."""
+    """Return the type of bytes that are stored unchanged."""
     return LargeBinary().with_variant(_Blob(), "mysql", "mariadb")
 
 

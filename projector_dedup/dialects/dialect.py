@@ -1,4 +1,4 @@
-"""Define what a delivery asks of a database, with the answers of the SQL standard and PEP 249 as defaults.
+"""The interface between a delivery and a database, with the SQL standard and PEP 249 as defaults.
 
 Each database has a file beside this one, with a subclass of ``Dialect``, and a subclass of that for each driver.
 """
@@ -22,7 +22,7 @@ from ..transaction_text import Grammar
 from .claims import Key, Parameters, look_then_insert
 
 LEVELS = ("READ UNCOMMITTED", "READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE")
-LEVEL_OF_BEGIN = "projector_dedup_level"  #: the execution option with the level, where the claim sends BEGIN
+LEVEL_OF_BEGIN = "projector_dedup_level"  #: the execution option with the level, if the claim sends BEGIN
 
 
 def is_as_strict(found: str, level: str) -> bool:
@@ -31,30 +31,30 @@ def is_as_strict(found: str, level: str) -> bool:
 
 
 def chosen_level(source: Engine | Connection) -> str | None:
-    """Return the level that the user gave to ``execution_options()`` or ``create_engine()``; None if there is none."""
+    """Return the level that the user gave to ``execution_options()`` or ``create_engine()``, or None."""
     level: str | None = source.get_execution_options().get("isolation_level")
-    if level is None:  # create_engine() keeps it under a private name only
+    if level is None:  # create_engine() stores it only under a private name
         level = getattr(source.dialect, "_on_connect_isolation_level", None)
     return level
 
 
-# What an error means, and how a transaction stands -------------------------------------------------------------------
+# The meaning of errors, and the status of a transaction --------------------------------------------------------------
 
 
 class Failure(Enum):
-    """Says what a database error means for the unit of work that met it."""
+    """The meaning of a database error for the unit of work."""
 
-    TRANSIENT = "transient"  #: no bug; it passes: retry the whole unit of work
-    READ_ONLY = "read only"  #: transient, but not on this connection: another server has become the primary
-    LOCK_TIMEOUT = "lock timeout"  #: transient, but on a claim with claim_timeout it means InProgress
-    UNIQUE = "unique"  #: a rival may have created the row: run again, a few times
-    LATER = "later"  #: passes, but hardly within seconds: a full disk, a statement that somebody cancelled
-    NO_TABLE = "no table"  #: on a claim: the marker table is missing, or not ours
-    PERMANENT = "permanent"  #: running again would fail again
+    TRANSIENT = "transient"  #: no bug: retry the whole unit of work
+    READ_ONLY = "read only"  #: retry on another connection, because another server has become the primary
+    LOCK_TIMEOUT = "lock timeout"  #: retry; for a claim with claim_timeout it means InProgress
+    UNIQUE = "unique"  #: a concurrent transaction may have inserted the row: retry a few times
+    LATER = "later"  #: will probably last longer than seconds, such as a full disk or a cancelled statement
+    NO_TABLE = "no table"  #: for a claim: the marker table is missing, or has wrong columns
+    PERMANENT = "permanent"  #: a retry would fail again
 
 
 class Status(Enum):
-    """Says how the transaction stands, as the driver knows it without asking the server."""
+    """The status of the transaction, as the driver knows it without asking the server."""
 
     OPEN = "open"  #: a transaction is open, or the driver cannot tell
     ABORTED = "aborted"  #: an error aborted the transaction: the server accepts no statement but ROLLBACK
@@ -63,9 +63,9 @@ class Status(Enum):
 
 
 def sqlstate_of(error: Exception) -> str | None:
-    """Return the SQLSTATE of an error; None if the server sent nothing, because the connection was lost.
+    """Return the SQLSTATE of an error, or None if the server sent none, for example because the connection was lost.
 
-    psycopg2 calls it pgcode, and pg8000 has it among the fields of PostgreSQL's protocol.
+    psycopg2 calls it pgcode, and pg8000 has it in the fields of PostgreSQL's protocol.
     """
     for each in _driver_errors(error):
         value = getattr(each, "sqlstate", None) or getattr(each, "pgcode", None)
@@ -77,7 +77,7 @@ def sqlstate_of(error: Exception) -> str | None:
 
 
 def routine_of(error: Exception) -> str | None:
-    """Return the function of PostgreSQL's source that raised the error; None if the server did not name it."""
+    """Return the function of PostgreSQL's source code that raised the error, or None if the server did not name it."""
     for each in _driver_errors(error):
         said = getattr(each, "diag", each)  # psycopg keeps the fields of an error there
         value = getattr(said, "source_function", None) or getattr(said, "server_source_function", None)
@@ -87,7 +87,7 @@ def routine_of(error: Exception) -> str | None:
 
 
 def is_operational(error: Exception) -> bool:
-    """True if an error is an ``OperationalError`` of PEP 249, for which the program is rarely to blame."""
+    """True if an error is an ``OperationalError`` of PEP 249, which is rarely a bug of the program."""
     original = getattr(error, "orig", error)
     return any(each.__name__ == "OperationalError" for each in type(original).__mro__)
 
@@ -123,28 +123,28 @@ _NOT_THERE = {
 
 
 class LastStatement:
-    """A statement that a unit of work runs behind everything else in its transaction; ``row`` is its answer then."""
+    """The last statement of a unit of work's transaction. Afterwards ``row`` is its result."""
 
     def __init__(self, statement: Executable, parameters: Mapping[str, Any]) -> None:
         self.statement = statement
         self.parameters = parameters
-        self.row: Row[Any] | None = None  # the first one; None also if there was none
+        self.row: Row[Any] | None = None  # the first row, or None if there is none
 
     def run(self, connection: Connection) -> None:
-        """Execute the statement past any guard of the connection, and keep the first row of its answer."""
+        """Execute the statement, bypassing the guard of the connection, and keep the first row of its result."""
         result = Connection.execute(connection, self.statement, self.parameters)
         self.row = result.first() if result.returns_rows else None
 
 
 class LastChange(LastStatement):
-    """An UPDATE, as ``Dialect.changing`` made it, that changes a given number of ``rows``, or is an error."""
+    """An UPDATE from ``Dialect.changing`` that must change exactly ``rows`` rows."""
 
     def __init__(self, statement: Executable, parameters: Mapping[str, Any], rows: int) -> None:
         super().__init__(statement, parameters)
         self.rows = rows
 
     def run(self, connection: Connection) -> None:
-        """Execute the UPDATE. Raises ``TransactionViolatedError`` if the rows were not there any more."""
+        """Execute the UPDATE. Raises ``TransactionViolatedError`` if the rows are missing."""
         try:
             result = Connection.execute(connection, self.statement, self.parameters)
             changed = result.scalar() if result.returns_rows else result.rowcount
@@ -154,8 +154,8 @@ class LastChange(LastStatement):
             changed = 0
         if changed != self.rows:
             raise TransactionViolatedError(
-                "the row of the claim is not there any more: the handler deleted or changed it, or chose another "
-                "schema, database or role for the rest of the transaction. Everything was rolled back"
+                "the row of the claim is missing: the handler deleted or changed it, or selected another schema, "
+                "database or role for the rest of the transaction. Everything was rolled back; correct the handler"
             )
 
 
@@ -163,82 +163,82 @@ class LastChange(LastStatement):
 
 
 class Dialect(ABC):
-    """Says how a database does what a unit of work needs. It holds no state: one instance serves every engine."""
+    """How a database does what a unit of work needs. It has no state, so one instance serves every engine."""
 
     names: ClassVar[frozenset[str]]  #: SQLAlchemy's names of the database
     drivers: ClassVar[frozenset[str]]  #: SQLAlchemy's names of the drivers
-    modules: ClassVar[frozenset[str]] = frozenset()  #: modules of the drivers' errors, if they are not named as drivers
-    grammar: ClassVar[Grammar] = Grammar()  #: tells by its text whether a statement may end the transaction
+    modules: ClassVar[frozenset[str]] = frozenset()  #: modules of the drivers' errors, if they differ from ``drivers``
+    grammar: ClassVar[Grammar] = Grammar()  #: finds statements that may end the transaction by their text
 
     locks_rows: ClassVar[bool] = True
-    """True if FOR UPDATE locks rows; False where writers take turns, so that no row needs a lock."""
+    """True if FOR UPDATE locks rows, False if the database serialises writers, so that no row needs a lock."""
 
     detecting_isolation: ClassVar[str | None] = None
-    """The weakest level at which the database refuses lost updates; None if ``opening`` chooses or no level matters."""
+    """The weakest level at which the database refuses lost updates, or None if ``opening`` sets it or none matters."""
 
     locking_isolation: ClassVar[str] = "READ COMMITTED"
-    """The isolation level for handlers whose entities in ``read_models`` are locked by FOR UPDATE."""
+    """The isolation level for handlers with ``read_models``, whose rows FOR UPDATE locks."""
 
     abort_lasts: ClassVar[bool] = False
-    """True if statements still succeed after the server rolled back, so that the error has to be remembered."""
+    """True if statements still succeed after the server rolled back, so that the guard must remember the error."""
 
     begins_with_level: ClassVar[bool] = False
-    """True if the driver sends the level with BEGIN: it costs no round trip then, and ends with the transaction."""
+    """True if the driver sends the level with BEGIN, which costs no round trip and ends with the transaction."""
 
     commits_duplicates: ClassVar[bool] = False
-    """True if the transaction of a claim that found a duplicate must end by COMMIT, not by ROLLBACK."""
+    """True if the transaction of a duplicate must end with COMMIT, not with ROLLBACK."""
 
     remembers_tables: ClassVar[bool] = False
-    """True if findings about tables are kept for a connection, so that a listener may switch its database unnoticed."""
+    """True if the results of table checks are kept for each connection. A listener may then switch the database."""
 
     # Opening a unit of work -----------------------------------------------------------------------------------------
 
     def prepare(self, engine: Engine) -> None:  # most need nothing
-        """Make an engine ready before its first unit of work, or raise an error that refuses it.
+        """Prepare an engine before its first unit of work, or refuse it by an error.
 
-        Called once for each engine, and again if the first call was interrupted.
+        The library calls it once for each engine, and again if the first call was interrupted.
         """
 
     def detects_lost_updates(self, connection: Connection, level: str | None) -> bool:
-        """True if no update is lost on this connection at ``level``; None stands for the one that ``opening`` sets."""
+        """True if no update is lost on this connection at ``level`` (None: the level that ``opening`` sets)."""
         detecting = self.detecting_isolation
         return detecting is None or (level is not None and is_as_strict(level, detecting))
 
     def opening(
         self, engine: Engine, *, marked: bool, locking: bool = False, chosen: bool = False
     ) -> AbstractContextManager[None]:
-        """Return a block in which the connection of a unit of work is taken from the pool.
+        """Return a block in which a unit of work takes its connection from the pool.
 
-        ``marked``: the unit of work claims messages. ``locking``: it reads what it changes under lock. ``chosen``: the
-        user chose the isolation level.
+        ``marked``: the unit of work claims messages. ``locking``: it reads the rows that it changes under lock.
+        ``chosen``: the user has chosen the isolation level.
         """
         return nullcontext()
 
     def claim_begins(self, connection: Connection) -> bool:
-        """True if ``claim`` would send BEGIN with it, at ``LEVEL_OF_BEGIN``: possible if no transaction has begun."""
+        """True if ``claim`` would also send BEGIN, at ``LEVEL_OF_BEGIN``. No transaction must have begun."""
         return False
 
     def refuse_unsafe(self, connection: Connection) -> None:
-        """Raise ``RefusedError`` for an engine on which the promise would not hold. Sends nothing to a server."""
+        """Raise ``RefusedError`` for an engine on which the guarantees would not hold. Send nothing to the server."""
         self.refuse_sharing(connection.engine)
         driver = connection.connection.dbapi_connection
         if driver is not None and connection.dialect.detect_autocommit_setting(driver):
             raise UnsafeSessionError(
-                "the engine is in AUTOCOMMIT: marker and read model would be committed one by one; give the "
+                "the engine is in AUTOCOMMIT, so marker and read model would be committed separately; give the "
                 "dispatcher an engine without it, such as engine.execution_options(isolation_level='REPEATABLE READ')"
             )
 
     def refuse_sharing(self, engine: Engine) -> None:
-        """Raise ``UnsupportedDatabaseError`` for a pool that gives one connection to several users at once."""
+        """Raise ``UnsupportedDatabaseError`` for a pool that gives the same connection to several sessions at once."""
         if isinstance(engine.pool, (StaticPool, SingletonThreadPool)):
             raise UnsupportedDatabaseError(
                 f"the pool of this engine ({type(engine.pool).__name__}) gives several sessions the same connection, "
-                "so one of them would commit or roll back the work of another. Leave out poolclass=. For SQLite use a "
-                "file, such as sqlite:///read_model.db: in memory, SQLAlchemy chooses such a pool"
+                "so one of them would commit or roll back the work of another. Remove poolclass=. For SQLite use a "
+                "file, such as sqlite:///read_model.db, because SQLAlchemy chooses such a pool for a database in memory"
             )
 
     def refuse_table(self, connection: Connection, table: Table) -> None:
-        """Raise ``UnsafeSessionError`` for a table without transactions, whose rows a rollback does not remove."""
+        """Raise ``UnsafeSessionError`` for a table without transactions, because a rollback would not undo changes."""
 
     def refuse_marker(self, connection: Connection, marker: Table) -> None:
         """Raise ``UnsafeSessionError`` for a marker table without transactions.
@@ -248,31 +248,38 @@ class Dialect(ABC):
         self.refuse_table(connection, marker)
 
     def begin(self, connection: Connection, marker: Table | None, wait: float | None) -> None:
-        """Run what must come before the claim; ``wait`` bounds the claim's wait, in seconds.
+        """Run the statements that must come before the claim. ``wait`` limits the claim's wait, in seconds.
 
-        ``marker`` is the table of the claim, or None if the unit of work makes none.
+        ``marker`` is the table of the claim, or None without a claim.
         """
 
     def begin_around(self, connection: Connection, marker: Table | None) -> None:
-        """Send BEGIN before the savepoint of an external transaction, which would otherwise be the transaction."""
+        """Send BEGIN before the savepoint of an external transaction, which would else be the transaction itself."""
         self.begin(connection, marker, None)
 
     # The marker -----------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def claim_statement(self, marker: Table, *, bounded: bool, names: int = 1) -> Executable:
-        """Return an INSERT of ``:message_id, :handler, :occurred_at``, for ``claim`` to run.
+        """Return the INSERT of ``:message_id, :handler, :occurred_at`` that ``claim`` runs.
 
-        If ``bounded``, it also takes ``:wait_ms``, and fails with a lock timeout when it waited longer. With several
-        ``names`` it inserts a row for each, in the order of ``handler_parameters``.
+        If ``bounded``, it also has the parameter ``:wait_ms``, and fails with a lock timeout if it waits longer. With
+        several ``names`` it inserts a row for each, in the order of ``handler_parameters``.
+        """
+
+    @abstractmethod
+    def lock_statement(self, marker: Table, *, bounded: bool) -> Executable:
+        """Return an upsert with the same parameters, which locks the row in both cases.
+
+        If ``bounded``, it also has the parameter ``:wait_ms``, like a claim.
         """
 
     def claim(
         self, connection: Connection, statement: Executable, marker: Table, key: Mapping[str, Any], *, names: int = 1
     ) -> bool:
-        """Run the claim, and return True if its row count says that every marker is new, False if one was there.
+        """Run the claim. Return True if every marker is new, False if one exists, by the row count.
 
-        Raises ``DBAPIError`` for anything else.
+        Raises ``DBAPIError`` in every other case.
         """
         return insert_and_count(connection, statement, key) == names
 
@@ -291,11 +298,11 @@ class Dialect(ABC):
         )
 
     def insert_many(self, connection: Connection, marker: Table, keys: list[Parameters]) -> None:
-        """Insert the markers of ``keys`` for ``claim_many``, all or none, in the order given."""
+        """Insert the markers of ``keys`` for ``claim_many``, all or none, in this order."""
         connection.execute(self.claim_statement(marker, bounded="wait_ms" in keys[0]), keys)
 
     def insert_new(self, connection: Connection, table: Table, values: Mapping[str, Any]) -> bool:
-        """Insert a row into a table of ours; return False if a row with its message id and handler is there."""
+        """Insert a row into a table of the library. Return False if its message id and handler exist already."""
         try:
             connection.execute(table.insert().values(values))
         except DBAPIError as error:
@@ -307,22 +314,22 @@ class Dialect(ABC):
     def transaction_id(self, connection: Connection) -> str | None:
         """Return an id that no other transaction ever has.
 
-        Return None if the database has none; ``mark_transaction`` is used then.
+        Return None if the database has no such id. The guard then uses ``mark_transaction``.
         """
         return None
 
     def has_committed(self, connection: Connection, transaction_id: str) -> bool:
-        """True if the transaction with this id has committed; it is not open any more when this is asked."""
+        """True if the transaction with this id, which has ended, has committed."""
         raise NotImplementedError
 
     def mark_transaction(self, connection: Connection) -> None:
-        """Leave a savepoint in the transaction of the claim, which ends with it, for ``is_marked`` to find."""
-        Connection.exec_driver_sql(connection, "SAVEPOINT projector_dedup")  # past any guard of the connection
+        """Set a savepoint in the transaction of the claim, by which ``is_marked`` recognises the transaction."""
+        Connection.exec_driver_sql(connection, "SAVEPOINT projector_dedup")  # bypasses the guard of the connection
 
     def is_marked(self, connection: Connection) -> bool:
-        """True if the transaction that is open now is the one that ``mark_transaction`` marked.
+        """True if the open transaction is the one that ``mark_transaction`` marked.
 
-        Takes a round trip and removes the mark, so it can be asked once.
+        The call costs a round trip and removes the mark, so call it only once.
         """
         try:
             Connection.exec_driver_sql(connection, "RELEASE SAVEPOINT projector_dedup")
@@ -333,64 +340,66 @@ class Dialect(ABC):
         return True
 
     def place(self, connection: Connection) -> str | None:
-        """Return the current default schema; None if a handler cannot change it, or if there are several."""
+        """Return the current default schema, or None if a handler cannot change it or there are several."""
         return None
 
     def is_only(self, connection: Connection, table: Table) -> bool:
-        """True if no other table has the name of ``table``, whatever schema, database or role the handler chose."""
+        """True if no other table has the name of ``table`` in any schema or database that a handler could select."""
         return True
 
     # The last statement of a transaction -----------------------------------------------------------------------------
 
     def changing(self, update: Update, rows: int) -> Executable:
-        """Return the statement for a ``LastChange`` of so many ``rows``.
+        """Return the statement for a ``LastChange`` of ``rows`` rows.
 
-        If COMMIT can be sent with the statement, the statement fails if it changes another number of rows.
+        If COMMIT can be sent with the statement, the statement must fail if it changes another number of rows.
         """
         return update
 
     def commit_goes_along(self, connection: Connection, driver_connection: Any) -> bool:
-        """True if COMMIT can be sent with the last statement, for one round trip instead of two."""
+        """True if COMMIT can be sent with the last statement, in one round trip instead of two."""
         return False
 
     def taking_commit_along(self, driver_connection: Any) -> AbstractContextManager[object]:
-        """Return a block in which a statement takes COMMIT along; used only where ``commit_goes_along``."""
+        """Return a block in which a statement is sent together with COMMIT. Used only if ``commit_goes_along``."""
         return nullcontext()
 
-    # What happened --------------------------------------------------------------------------------------------------
+    # The result -----------------------------------------------------------------------------------------------------
 
     def committing(self, driver_connection: Any) -> AbstractContextManager[None]:
-        """Return a block for COMMIT; it raises ``TimeoutError`` if the server says that the commit may yet be lost."""
+        """Return a block for COMMIT. It raises ``TimeoutError`` if the server reports that the commit may be lost."""
         return nullcontext()
 
     @abstractmethod
     def status(self, driver_connection: Any) -> Status:
-        """Return how the transaction stands, by what the driver remembers: without a round trip."""
+        """Return the status of the transaction as the driver knows it, without a round trip."""
 
     def aborts(self, error: DBAPIError) -> bool:
-        """True if the error ended the transaction, or makes the server refuse what follows outside a savepoint."""
+        """True if the error ended the transaction, or if the server then refuses statements outside a savepoint."""
         return False
 
     @abstractmethod
     def classify(self, error: Exception) -> Failure:
-        """Return what the error means, by its SQLSTATE or the driver's code, never by its text.
+        """Return the meaning of the error, by its SQLSTATE or the driver's code, never by its text.
 
-        ``error`` may also be the driver's own, or come from no database at all.
+        ``error`` may be SQLAlchemy's or the driver's, or no database error at all.
         """
 
     @abstractmethod
     def commit_refused(self, error: DBAPIError) -> bool:
-        """True if an error of COMMIT is the server's answer that it did *not* commit."""
+        """True if an error of COMMIT proves that the server did *not* commit."""
 
 
 def insert_and_count(connection: Connection, statement: Executable, parameters: Parameters) -> int:
-    """Execute the INSERT ``statement`` and return how many rows it inserted: a row count costs less than RETURNING.
+    """Execute the INSERT ``statement`` and return its row count, which costs less than RETURNING.
 
-    Raises ``UnsupportedDatabaseError`` if the driver gives no row count.
+    Raises ``UnsupportedDatabaseError`` if the driver reports no row count.
     """
     count = connection.execute(statement, parameters).rowcount
     if count < 0:
-        raise UnsupportedDatabaseError("the driver does not say how many rows the claim has inserted")
+        raise UnsupportedDatabaseError(
+            "the driver does not report how many rows the claim has inserted; use another driver"
+        )
     return count
 
 
@@ -401,14 +410,14 @@ _BY_MODULE: dict[str, Dialect] = {}
 
 
 def register(dialect: Dialect) -> None:
-    """Use ``dialect`` for its ``names`` and ``drivers`` from here on; of several for one driver the last is used.
+    """Use ``dialect`` for its ``names`` and ``drivers`` from now on. A later dialect for the same driver replaces it.
 
-    The library trusts a registered dialect. Run the contract suite to see whether your database keeps the promise
-    (docs/bring-your-database.md).
+    The library trusts a registered dialect. Run the contract suite to find out whether your database keeps the
+    guarantees (docs/bring-your-database.md).
     """
     _DIALECTS.update({(name, driver): dialect for name in dialect.names for driver in dialect.drivers})
     for module in dialect.modules or dialect.drivers:
-        _BY_MODULE.setdefault(module, dialect)  # a driver may serve a second database, and its errors do not say which
+        _BY_MODULE.setdefault(module, dialect)  # a driver may serve two databases, and its errors do not name which
 
 
 def dialect_of(bind: Engine | Connection) -> Dialect:
@@ -421,17 +430,17 @@ def dialect_of(bind: Engine | Connection) -> Dialect:
     if found is None:
         supported = ", ".join(sorted(f"{name}+{driver}" for name, driver in _DIALECTS))
         raise UnsupportedDatabaseError(
-            f"{spoken.name}+{spoken.driver} is not supported. Use one of {supported}; or write a dialect for it, run "
+            f"{spoken.name}+{spoken.driver} is not supported. Use one of {supported}, or write a dialect for it, run "
             "the contract suite, and call projector_dedup.dialects.register (docs/bring-your-database.md)"
         )
     return found
 
 
 def failure_of(error: Exception) -> Failure | None:
-    """Return what an error of a database means, by the dialect of the driver that raised it; None for any other error.
+    """Return the meaning of a database error by the dialect of its driver, or None for any other error.
 
-    ``error`` is SQLAlchemy's, or the driver's own. If no dialect is registered for the driver, as for a second
-    database of a handler, only SQLAlchemy's errors are known: by the classes of the SQLSTATE, or by those of PEP 249.
+    ``error`` is SQLAlchemy's or the driver's. If no dialect is registered for the driver, as for a second database of a
+    handler, the function knows only SQLAlchemy's errors, by their SQLSTATE or their class of PEP 249.
     """
     for module in modules_of(error):
         if module in _BY_MODULE:

@@ -1,4 +1,4 @@
-"""Use MariaDB and MySQL: a claim is a plain INSERT, as every form of INSERT that cannot fail there loses messages."""
+"""MariaDB and MySQL: a claim is a plain INSERT, because INSERT IGNORE would hide errors and so lose messages."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from sqlalchemy import BINARY, ColumnElement, Select, Table, and_, bindparam, cast, or_, select, text
+from sqlalchemy.dialects.mysql import Insert as MariaDBInsert
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.engine.interfaces import Dialect as EngineDialect
 from sqlalchemy.exc import DBAPIError
@@ -77,7 +78,7 @@ def _number(error: Exception) -> int | None:
 
 
 class MariaDB(Dialect):
-    """Uses MariaDB 10.6 and later, through the driver of a subclass; MySQL 8 should work, and was not tried."""
+    """MariaDB 10.6 and later, with the driver of a subclass. MySQL 8 should work, but is not tested."""
 
     names = frozenset({"mysql", "mariadb"})
     grammar = Grammar(
@@ -107,13 +108,14 @@ class MariaDB(Dialect):
     remembers_tables = True
 
     def prepare(self, engine: Engine) -> None:
-        """Attach a listener that asks each connection how its server refuses lost updates, and sets it up for that."""
+        """Attach a listener that asks each server how it refuses lost updates, and sets the connection accordingly."""
         listen_once(engine, checkout=[switching(engine.dialect)])
 
     def detects_lost_updates(self, connection: Connection, level: str | None) -> bool:
         """True if the server of this connection refuses lost updates at ``level``, by default the level it has now.
 
-        With innodb_snapshot_isolation a stale write gets error 1020; without, only reads that lock keep rivals out.
+        With innodb_snapshot_isolation a stale write gets error 1020. Without it, only locking reads prevent lost
+        updates.
         """
         server = server_of(connection)
         return server is None or server.detects_lost_updates(level)
@@ -126,7 +128,7 @@ class MariaDB(Dialect):
 
     @contextmanager
     def opening(self, engine: Engine, *, marked: bool, locking: bool = False, chosen: bool = False) -> Iterator[None]:
-        """Give connections that are taken in the block the settings of a unit of work; later users get theirs back."""
+        """Give the connections of the block the settings of a unit of work, and restore them for later users."""
         level, locked = (marked or locking) and not chosen, self.locking_isolation if locking else None
         heard = are_of_others([engine.pool.dispatch.checkout])
         token = _wanted.set(Wanted(marked, level, locked, heard))
@@ -142,25 +144,30 @@ class MariaDB(Dialect):
     def refuse_marker(self, connection: Connection, marker: Table) -> None:
         """Raise ``UnsafeSessionError`` without transactions, and ``MissingTableError`` without the unique index.
 
-        A claim would not notice: a plain INSERT names no index that must be there.
+        A claim would not detect a missing index, because a plain INSERT names no index.
         """
         refuse_unfit(connection, marker, marker=True)
 
     def claim_statement(self, marker: Table, *, bounded: bool, names: int = 1) -> Executable:
         """Return a plain INSERT.
 
-        IGNORE would truncate values and swallow errors; ON DUPLICATE KEY UPDATE would not tell a duplicate from a new
-        row.
+        IGNORE would truncate values and ignore errors. ON DUPLICATE KEY UPDATE would not distinguish a duplicate from a
+        new row.
         """
         rows = [marker_row(marker, handler) for handler in handler_parameters(names)]
         return inserting((_BoundedInsert if bounded else Insert)(marker), rows)
 
+    def lock_statement(self, marker: Table, *, bounded: bool) -> Executable:
+        """Return an upsert. Unlike a failed INSERT, it takes no shared lock first, so two of them do not deadlock."""
+        upsert = (_BoundedInsert if bounded else MariaDBInsert)(marker).values(marker_row(marker, "handler"))
+        return upsert.on_duplicate_key_update(processed_at=utc_now())
+
     def claim(
         self, connection: Connection, statement: Executable, marker: Table, key: Mapping[str, Any], *, names: int = 1
     ) -> bool:
-        """Run the INSERT; return True if it succeeds, False if it fails and the marker is there.
+        """Run the INSERT. Return True if it succeeds, False if it fails because the marker exists.
 
-        A failed INSERT has locked the marker that it met. If there is no marker, something else was violated, and the
+        A failed INSERT has locked the existing marker. If there is no marker, another constraint was violated, and the
         ``DBAPIError`` is raised.
         """
         try:
@@ -173,9 +180,9 @@ class MariaDB(Dialect):
     def _raise_unless_there(
         self, connection: Connection, marker: Table, key: Parameters, error: DBAPIError, names: int = 1
     ) -> None:
-        """Raise ``error``, unless it means that the marker of ``key`` is there.
+        """Raise ``error``, unless the marker of ``key`` exists.
 
-        Raises ``MissingTableError`` if another marker is there which the table takes for the same.
+        Raises ``MissingTableError`` if the table treats the key of another marker as equal.
         """
         clashed = self.classify(error) is Failure.UNIQUE
         found = connection.execute(met_by_claim(marker, names), key).scalar() if clashed else None
@@ -183,8 +190,8 @@ class MariaDB(Dialect):
             raise error
         if not found:
             raise MissingTableError(
-                f"{marker.fullname} takes different message ids for one, or handlers: its columns do not compare "
-                "byte for byte, and messages would be lost; `idempotency check` says what is wrong"
+                f"{marker.fullname} treats different message ids or handlers as equal, because its columns do not "
+                "compare byte for byte, and messages would be lost; `idempotency check` prints what is wrong"
             ) from error
 
     def insert_many(self, connection: Connection, marker: Table, keys: list[Parameters]) -> None:
@@ -192,16 +199,16 @@ class MariaDB(Dialect):
         connection.execute(insert_given(marker, bounded="wait_ms" in keys[0]), given(keys))
 
     def place(self, connection: Connection) -> str | None:
-        """Return the current database, which a handler may change by USE."""
+        """Return the current database, which a handler may change with USE."""
         place: str | None = Connection.exec_driver_sql(connection, "SELECT database()").scalar()  # past any guard
         return place
 
     def aborts(self, error: DBAPIError) -> bool:
-        """True if the server rolled back, or perhaps did (after a lock wait), and goes on in another transaction."""
+        """True if the server rolled back, or may have done so (after a lock wait), and began another transaction."""
         return _number(error) in (_DEADLOCK, _RECORD_CHANGED, _LOCK_TABLE_FULL, _LOCK_WAIT_TIMEOUT, _NO_SAVEPOINT)
 
     def classify(self, error: Exception) -> Failure:
-        """Return what the error means by the server's error number: drivers differ in SQLSTATEs, or have none."""
+        """Return the meaning of the error by the server's error number, because not every driver has the SQLSTATE."""
         number = _number(error)
         if number in _READ_ONLY:
             return Failure.READ_ONLY
@@ -218,7 +225,7 @@ class MariaDB(Dialect):
         return Failure.NO_TABLE if number in _NO_TABLE else Failure.PERMANENT
 
     def commit_refused(self, error: DBAPIError) -> bool:
-        """True if a cluster refused the COMMIT with a deadlock, or mysqlclient did not send it; else it is in doubt."""
+        """True if a cluster refused the COMMIT with a deadlock, or mysqlclient did not send it. Otherwise unknown."""
         number = _number(error)
         return number == _OUT_OF_SYNC or (number == _DEADLOCK and not error.connection_invalidated)
 
@@ -227,7 +234,7 @@ class MariaDB(Dialect):
 
 
 class PyMySQL(MariaDB):
-    """Uses MariaDB through PyMySQL, whose connections are changed to close when they are interrupted."""
+    """MariaDB with PyMySQL. The library makes an interrupted connection of PyMySQL close."""
 
     drivers = frozenset({"pymysql"})
 
@@ -243,18 +250,18 @@ class PyMySQL(MariaDB):
 
 
 class MySQLClient(MariaDB):
-    """Uses MariaDB through mysqlclient, which does not tell the flags of the server's answers."""
+    """MariaDB with mysqlclient, which does not report the flags of the server's answers."""
 
     drivers = frozenset({"mysqldb"})
     modules = frozenset({"MySQLdb"})
 
     def status(self, driver_connection: Any) -> Status:
-        """Return OPEN, which here means that the driver cannot tell, or BUSY for a closed connection."""
+        """Return OPEN, because the driver does not know more, or BUSY for a closed connection."""
         return Status.OPEN if driver_connection.open else Status.BUSY
 
 
 class Asyncmy(MariaDB):
-    """Uses MariaDB through asyncmy."""
+    """MariaDB with asyncmy."""
 
     drivers = frozenset({"asyncmy"})
 
@@ -266,7 +273,7 @@ class Asyncmy(MariaDB):
 
 
 class Aiomysql(MariaDB):
-    """Uses MariaDB through aiomysql."""
+    """MariaDB with aiomysql."""
 
     drivers = frozenset({"aiomysql"})
 
@@ -334,7 +341,7 @@ def _careful(connection_class: Any) -> Any:
 
 
 def marker_row(marker: Table, handler: str = "handler") -> dict[str, ColumnElement[Any]]:
-    """Return the values that a claim inserts, by column; ``handler`` is the name of the handler's parameter."""
+    """Return the values of a claim by column. ``handler`` is the name of the parameter for the handler."""
     return {
         "message_id": bindparam("message_id", type_=marker.c.message_id.type),
         "handler": bindparam(handler, type_=marker.c.handler.type),
@@ -356,10 +363,10 @@ _GIVEN = text(
 
 @cache
 def insert_given(marker: Table, *, bounded: bool) -> Insert:
-    """Return an INSERT of the rows of ``given``, in their order; if one is there, it fails and inserts none.
+    """Return an INSERT of the rows of ``given``, in their order. If one exists, the INSERT fails and inserts none.
 
-    It is one statement for any number of rows. VALUES of many rows would be sent row by row by the drivers, or compiled
-    anew by SQLAlchemy.
+    The statement is the same for any number of rows. For VALUES of many rows, the drivers would send row by row, or
+    SQLAlchemy would compile the statement again.
     """
     insert = (_BoundedInsert if bounded else Insert)(marker)
     return insert.from_select(["message_id", "handler", "processed_at", "occurred_at"], _GIVEN.columns())
@@ -376,10 +383,10 @@ def given(keys: Sequence[Parameters]) -> dict[str, str]:
 
 @cache
 def met_by_claim(marker: Table, names: int = 1) -> Select[Any]:
-    """Return a SELECT that says whether the row with which a claim collided has the same ids, byte for byte.
+    """Return a SELECT that returns whether the row with which a claim collided has the same ids, byte for byte.
 
-    It gives no row if there is none. Of several it reads the first only: the claim has not locked those after it, and a
-    rival may hold them.
+    It returns no row if there is none. It reads only the first of several rows, because the claim has not locked the
+    others, and another transaction may have locked them.
     """
     message_id, handler = marker.c.message_id, marker.c.handler
     asked = bindparam("message_id", type_=message_id.type)
@@ -390,8 +397,8 @@ def met_by_claim(marker: Table, names: int = 1) -> Select[Any]:
     return first.with_for_update(read=True)
 
 
-class _BoundedInsert(Insert):
-    """Fails if the INSERT takes longer than ``:wait_ms``; innodb_lock_wait_timeout knows whole seconds only."""
+class _BoundedInsert(MariaDBInsert):
+    """An INSERT that fails after ``:wait_ms``. innodb_lock_wait_timeout would permit only whole seconds."""
 
     inherit_cache = True
 
@@ -399,7 +406,9 @@ class _BoundedInsert(Insert):
 @compiles(_BoundedInsert)
 def _set_statement(element: _BoundedInsert, compiler: SQLCompiler, **options: Any) -> str:
     if not getattr(compiler.dialect, "is_mariadb", False):
-        raise UnsupportedDatabaseError("claim_timeout needs MariaDB: MySQL cannot bound the wait of one statement")
+        raise UnsupportedDatabaseError(
+            "claim_timeout needs MariaDB, because MySQL cannot limit the wait of one statement; remove claim_timeout"
+        )
     wait = compiler.process(bindparam("wait_ms"), **options)
     insert = compiler.visit_insert(element, **options)  # type: ignore[no-untyped-call]  # SQLAlchemy's
     # The second setting allows a longer wait than the server's own limit for locks.
@@ -419,15 +428,15 @@ def _set_statement(element: _BoundedInsert, compiler: SQLCompiler, **options: An
 
 SETTING = "innodb_snapshot_isolation"
 DEPENDABLE = {(10, 6): 27, (10, 11): 18, (11, 4): 12, (11, 8): 8, (12, 3): 3}
-"""The releases, by series, that are the first to refuse *every* stale write. One in 150,000 slipped through before
-(https://jira.mariadb.org/browse/MDEV-39263); every later series has always been without the defect."""
+"""The first release of each series that refuses *every* stale write. Older ones missed one in 150,000
+(https://jira.mariadb.org/browse/MDEV-39263). Later series never had this defect."""
 
 _LEVELS = ("transaction_isolation", "tx_isolation")  # two names of one variable, the newer one first
 _ASKED = "projector_dedup_server"  # in the ``info`` of a physical connection
 
 
 class Wanted(NamedTuple):
-    """Says which settings a unit of work needs on its connection."""
+    """The settings that a unit of work needs on its connection."""
 
     snapshots: bool  #: the server's refusal of stale writes
     level: bool  #: a level under which no update is lost; else it is the user's, who has chosen one or needs none
@@ -441,7 +450,7 @@ _wanted: ContextVar[Wanted] = ContextVar("projector_dedup_wanted", default=_NOTH
 
 @dataclass(frozen=True)
 class Server:
-    """Holds what the server of one physical connection said, and the settings that the session has now."""
+    """The answers of the server of one physical connection, and the current settings of the session."""
 
     session: int  #: the server's number for it; a driver that connects anew by itself (``ping``) gets another
     is_dependable: bool
@@ -473,13 +482,13 @@ class Server:
 
 
 def server_of(connection: Connection) -> Server | None:
-    """Return what the server of this connection said; None if no unit of work has asked it."""
+    """Return the answers of the server of this connection, or None if no unit of work has asked it."""
     found: Server | None = info_of(connection).get(_ASKED)
     return found
 
 
 def switching(dialect: EngineDialect) -> Callable[[Any, Any, object], None]:
-    """Return a listener to ``checkout`` that gives the connection the settings that are wanted in this context."""
+    """Return a listener of ``checkout`` that applies the settings of the current context to the connection."""
 
     def switch(dbapi_connection: Any, record: Any, _proxy: object) -> None:
         wanted = _wanted.get()
@@ -542,8 +551,8 @@ _QUERY = text(
 def refuse_unfit(connection: Connection, table: Table, *, marker: bool) -> None:
     """Raise ``UnsafeSessionError`` for a table without transactions.
 
-    With ``marker``, also raise ``MissingTableError`` if a plain INSERT could insert one marker twice. A table that is
-    not there, or is a view, is left to the statement that was about to run.
+    With ``marker``, also raise ``MissingTableError`` if a plain INSERT could insert the same marker twice. The function
+    ignores a missing table and a view, because the next statement fails anyway.
     """
     known = info_of(connection).setdefault(TABLES, set())  # schema, name, whether as a marker table
     place = connection.schema_for_object(table), table.name, marker
@@ -555,13 +564,12 @@ def refuse_unfit(connection: Connection, table: Table, *, marker: bool) -> None:
     name = ".".join(part for part in place[:2] if part)
     if not found.has_transactions:
         raise UnsafeSessionError(
-            f"the table {name} is in the storage engine {found.engine}, which has no transactions: what "
-            f"is written there stays when the marker is rolled back; ALTER TABLE {name} ENGINE=InnoDB"
+            f"the table {name} has the storage engine {found.engine}, which has no transactions, so its changes would "
+            f"stay after a rollback of the marker; run ALTER TABLE {name} ENGINE=InnoDB"
         )
     if marker and not found.is_unique:
         raise MissingTableError(
-            f"the table {name} is not the one this version expects: without a unique index over "
-            "(message_id, handler), and nothing else, a duplicate would be applied; `idempotency check` says what is "
-            "wrong"
+            f"the table {name} has no unique index over (message_id, handler) alone, so a duplicate would be applied; "
+            "`idempotency check` prints what is wrong"
         )
     known.add(place)

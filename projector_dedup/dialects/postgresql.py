@@ -1,4 +1,4 @@
-"""Use PostgreSQL: a claim waits on the unique index, and the server refuses lost updates at REPEATABLE READ."""
+"""PostgreSQL: a claim waits on the unique index, and the server refuses lost updates at REPEATABLE READ."""
 
 from __future__ import annotations
 
@@ -41,6 +41,7 @@ from ..closing import connected
 from ..errors import UnsupportedDatabaseError
 from ..transaction_text import OPAQUE, Grammar
 from .claims import Key, Parameters, handler_parameters, key_of
+from .columns import utc_now
 from .dialect import LEVEL_OF_BEGIN, Dialect, Failure, Status, insert_and_count, is_operational, routine_of, sqlstate_of
 from .listeners import ask, hears_of_statements, listen_once
 
@@ -84,7 +85,7 @@ _REPLANNING = "RevalidateCachedQuery"
 
 
 class PostgreSQL(Dialect):
-    """Uses PostgreSQL 13 and later; ``drivers`` has a class for each driver, with what differs between them."""
+    """PostgreSQL 13 and later. Each driver has a subclass with its differences."""
 
     names = frozenset({"postgresql"})
     grammar = Grammar(
@@ -138,6 +139,12 @@ class PostgreSQL(Dialect):
         statement = insert(marker).from_select(list(_COLUMNS), given)
         statement = statement.on_conflict_do_nothing(index_elements=_CONFLICT).execution_options(preserve_rowcount=True)
         return statement if names == 1 else statement.returning(marker.c.handler)
+
+    def lock_statement(self, marker: Table, *, bounded: bool) -> Executable:
+        """Return an upsert, which a rival's UPDATE fails at REPEATABLE READ and above."""
+        given = select(*(bindparam(name, type_=kind) for name, kind in _COLUMNS.items()))
+        statement = insert(marker).from_select(list(_COLUMNS), given.select_from(_before(bounded=bounded)))
+        return statement.on_conflict_do_update(index_elements=_CONFLICT, set_={"processed_at": utc_now()})
 
     def insert_new(self, connection: Connection, table: Table, values: Mapping[str, Any]) -> bool:
         """Insert a row, and return False if its key is there: an error would abort the transaction."""
@@ -240,7 +247,7 @@ _ASYNCPG_WITHOUT_NUMBERS = (
 
 
 class Psycopg(PostgreSQL):
-    """Uses PostgreSQL through psycopg 3, sync or async, the only driver that can send BEGIN or COMMIT along."""
+    """PostgreSQL with psycopg 3, sync or async: the only driver that can send BEGIN or COMMIT with a statement."""
 
     drivers = frozenset({"psycopg", "psycopg_async"})
 
@@ -297,7 +304,7 @@ class Psycopg(PostgreSQL):
 
 
 class Psycopg2(PostgreSQL):
-    """Uses PostgreSQL through psycopg2, which prepares no statements, and keeps only the text of warnings."""
+    """PostgreSQL with psycopg2, which prepares no statements, and keeps only the text of warnings."""
 
     drivers = frozenset({"psycopg2"})
 
@@ -307,7 +314,7 @@ class Psycopg2(PostgreSQL):
 
 
 class Asyncpg(PostgreSQL):
-    """Uses PostgreSQL through asyncpg, which prepares every statement."""
+    """PostgreSQL with asyncpg, which prepares every statement."""
 
     drivers = frozenset({"asyncpg"})
 
@@ -333,7 +340,7 @@ class Asyncpg(PostgreSQL):
     def refuse_pooler(self, dialect: EngineDialect, dbapi_connection: Any, driver_connection: Any) -> None:
         """Raise ``UnsupportedDatabaseError`` if the connection leads through a pooler and asyncpg numbers statements.
 
-        asyncpg also prepares the statement that asks, whose name shows whether statements are numbered.
+        asyncpg also prepares the statement of this check, and its name shows whether asyncpg numbers statements.
         """
         begun = driver_connection.is_in_transaction()
         backend, is_numbered = ask_backend(dialect, dbapi_connection, begun=begun)
@@ -463,7 +470,7 @@ def confirming(
     finally:
         remove(keep_warning)
     if ended:
-        raise TimeoutError("the server committed, and was told not to wait until its synchronous standby has that too")
+        raise TimeoutError("the server committed, but stopped waiting for its synchronous standby")
 
 
 # A pooler ------------------------------------------------------------------------------------------------------------
@@ -523,7 +530,7 @@ def ask_backend(dialect: EngineDialect, dbapi_connection: Any, *, begun: bool) -
 def numbered_behind_pooler(connect_args: str) -> UnsupportedDatabaseError:
     """Return the error for an engine that numbers its statements behind a pooler; ``connect_args`` are the remedy."""
     return UnsupportedDatabaseError(
-        "this engine reaches PostgreSQL through a pooler, such as PgBouncer, and prepares statements under "
-        "names that other clients of the pooler give to statements of theirs: it could run one of those. "
-        f"Give create_engine(connect_args={connect_args})"
+        "this engine reaches PostgreSQL through a pooler, such as PgBouncer, and numbers its prepared statements. "
+        "Other clients of the pooler use the same names, so the engine could run one of their statements. Write "
+        f"create_engine(..., connect_args={connect_args})"
     )

@@ -1,10 +1,11 @@
 """Send BEGIN with the claim, and COMMIT with the last statement, in one round trip of psycopg 3 (docs/adr/0019).
 
-psycopg sends BEGIN by itself before the first statement, and waits for the answer: a round trip for every message. A
-pipeline of libpq waits once for both. SQLAlchemy sees a cursor that executes the claim, so echo, events and errors are
-as usual; psycopg sees a transaction that has begun. Ids are sent as parameters, never as text.
+psycopg sends BEGIN separately before the first statement and waits for the answer, which costs a round trip for every
+message. A pipeline of libpq waits once for both. SQLAlchemy sees a cursor that executes the claim, so echo, events and
+errors work as usual. psycopg sees a transaction that has begun. Ids are sent as parameters, never as text.
 
-The last statement of a transaction takes COMMIT along in the same way: if it fails, the server skips the COMMIT.
+The last statement of a transaction is sent together with COMMIT in the same way. If it fails, the server skips the
+COMMIT.
 """
 
 from __future__ import annotations
@@ -53,7 +54,9 @@ def beginning(driver: Driver, level: str | None = None) -> AbstractContextManage
     """
     if level is not None:
         if driver.pgconn.transaction_status != _IDLE:
-            raise UnsafeSessionError("a transaction was begun on the connection before its claim; claim first")
+            raise UnsafeSessionError(
+                "a transaction was begun on the connection before the claim; let the claim be the first statement"
+            )
         return _Executing(driver, begin=_BEGIN[_LEVELS[level]])
     if not can_begin(driver):
         return nullcontext()

@@ -1,4 +1,4 @@
-"""Use SQLite, which has one writer at a time: a unit of work takes the write lock before anything else."""
+"""SQLite, which permits one writer at a time: a unit of work first takes the write lock."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from ..asyncio_names import AsyncEngine
 from ..errors import UnsafeSessionError, UnsupportedDatabaseError
 from ..transaction_text import Grammar
 from .claims import Key, Parameters, handler_parameters, inserting
+from .columns import utc_now
 from .dialect import Dialect, Failure, Status, chosen_level, insert_and_count
 from .listeners import listen_once
 
@@ -34,7 +35,7 @@ _IN_MEMORY = {"memory", "memdb"}  # values of mode= and vfs= in the URL
 
 
 class SQLite(Dialect):
-    """Uses SQLite 3.35 and later (RETURNING), through the sqlite3 of Python's library."""
+    """SQLite 3.35 and later (which has RETURNING), with the sqlite3 module of Python."""
 
     names = frozenset({"sqlite"})
     modules = frozenset({"sqlite3"})
@@ -44,13 +45,13 @@ class SQLite(Dialect):
     def prepare(self, engine: Engine) -> None:
         """Make closed connections release the write lock, also when a statement was interrupted.
 
-        Raises ``UnsupportedDatabaseError`` for a database in memory, which is gone when its connection is closed.
+        Raises ``UnsupportedDatabaseError`` for a database in memory, which is lost when its connection is closed.
         """
         path, arguments = engine.url.database or "", engine.url.query
         if path in ("", "file:") or ":memory:" in path or {arguments.get("mode"), arguments.get("vfs")} & _IN_MEMORY:
             raise UnsupportedDatabaseError(
-                "SQLite in memory is lost with its connection, and sessions would share one; use a file, such as "
-                "sqlite:///read_model.db, in tests in a temporary folder"
+                "an SQLite database in memory is lost with its connection, and all sessions would share one "
+                "connection; use a file, such as sqlite:///read_model.db, in tests in a temporary folder"
             )
         close_ends_transactions(engine)
 
@@ -59,18 +60,18 @@ class SQLite(Dialect):
         self.refuse_sharing(connection.engine)
         if chosen_level(connection) == "AUTOCOMMIT" or self.commits_nothing(connection):
             raise UnsafeSessionError(
-                "the engine is in AUTOCOMMIT: marker and read model would be committed one by one; give the "
+                "the engine is in AUTOCOMMIT, so marker and read model would be committed separately; give the "
                 "dispatcher an engine without isolation_level='AUTOCOMMIT' and without autocommit=True"
             )
 
     @abstractmethod
     def commits_nothing(self, connection: Connection) -> bool:
-        """True if the driver's ``commit()`` has no effect: the library's own BEGIN would stay open."""
+        """True if the driver's ``commit()`` has no effect, so that the library's own BEGIN would stay open."""
 
     def begin(self, connection: Connection, marker: Table | None, wait: float | None) -> None:
-        """Take the write lock, or leave that to the claim; wait at most ``wait`` seconds for it, if that is given.
+        """Take the write lock, or let the claim take it. ``wait`` limits the wait, in seconds.
 
-        A transaction that reads first could fail when it comes to write.
+        A transaction that reads before it takes the lock could fail at its first write.
         """
         driver: Any = connection.connection.driver_connection
         if self.status(driver) is Status.OPEN:
@@ -87,16 +88,17 @@ class SQLite(Dialect):
             connection.exec_driver_sql(f"PRAGMA busy_timeout = {usual}")
 
     def begin_around(self, connection: Connection, marker: Table | None) -> None:
-        """Take the write lock, unless a transaction is open on the driver's connection: then the claim takes it.
+        """Take the write lock, unless a transaction is open on the driver's connection. Then the claim takes the lock.
 
-        Behind a savepoint the claim is not the first statement, so it would not lock in time.
+        After a savepoint the claim is not the first statement, so it would lock too late.
         """
         self.begin(connection, None, None)
 
     def claim_statement(self, marker: Table, *, bounded: bool, names: int = 1) -> Executable:
-        """Return an INSERT that skips markers that are there.
+        """Return an INSERT that skips existing markers.
 
-        ON CONFLICT names its columns, so that a table without the unique index is an error, not a double apply.
+        ON CONFLICT names its columns, so that a table without the unique index causes an error, and no message is
+        applied twice.
         """
         rows: list[dict[str, ColumnElement[Any]]] = [
             {
@@ -111,8 +113,14 @@ class SQLite(Dialect):
             preserve_rowcount=True
         )
 
+    def lock_statement(self, marker: Table, *, bounded: bool) -> Executable:  # `begin` has waited
+        """Return an upsert. The transaction has the lock of the whole file already."""
+        row: dict[str, ColumnElement[Any]] = {"message_id": bindparam("message_id"), "handler": bindparam("handler")}
+        upsert = insert(marker).values(row)
+        return upsert.on_conflict_do_update(index_elements=list(row), set_={"processed_at": utc_now()})
+
     def insert_new(self, connection: Connection, table: Table, values: Mapping[str, Any]) -> bool:
-        """Insert a row, and return False if its key is there: an error would abort the transaction."""
+        """Insert a row. Return False if its key exists, because an error would abort the transaction."""
         statement = insert(table).values(values).on_conflict_do_nothing(index_elements=["message_id", "handler"])
         return insert_and_count(connection, statement.execution_options(preserve_rowcount=True), {}) == 1
 
@@ -129,14 +137,14 @@ class SQLite(Dialect):
         return namesakes <= 1
 
     def status(self, driver_connection: Any) -> Status:
-        """Return OPEN or NONE as SQLite's library says, or BUSY for a closed connection; the file is not read."""
+        """Return OPEN or NONE as SQLite's library reports it, or BUSY for a closed connection. Do not read the file."""
         try:
             return Status.OPEN if driver_connection.in_transaction else Status.NONE
         except (sqlite3.ProgrammingError, ValueError):  # closed
             return Status.BUSY
 
     def classify(self, error: Exception) -> Failure:
-        """Return what the error means, by SQLite's extended result code."""
+        """Return the meaning of the error, by SQLite's extended result code."""
         code = _code(error)
         if code.startswith("SQLITE_BUSY"):
             return Failure.LOCK_TIMEOUT
@@ -149,7 +157,7 @@ class SQLite(Dialect):
         return Failure.NO_TABLE if code in ("SQLITE_ERROR", "SQLITE_CONSTRAINT_NOTNULL") else Failure.PERMANENT
 
     def commit_refused(self, error: DBAPIError) -> bool:
-        """True for BUSY, a violated deferred constraint and a full disk: the transaction was not committed."""
+        """True for BUSY, a violated deferred constraint and a full disk, after which nothing is committed."""
         return _code(error).startswith(("SQLITE_BUSY", "SQLITE_CONSTRAINT", "SQLITE_FULL"))
 
 
@@ -171,7 +179,7 @@ _COMMITS = "projector_dedup_commits"  # in the ``info`` of a physical connection
 
 
 class Pysqlite(SQLite):
-    """SQLite through sqlite3, of Python's own library."""
+    """SQLite with Python's own sqlite3 module."""
 
     drivers = frozenset({"pysqlite"})
 
@@ -181,12 +189,12 @@ class Pysqlite(SQLite):
 
 
 class Aiosqlite(SQLite):
-    """SQLite through aiosqlite, which does not tell with which autocommit a connection was made."""
+    """SQLite with aiosqlite, which does not report whether a connection has autocommit."""
 
     drivers = frozenset({"aiosqlite"})
 
     def commits_nothing(self, connection: Connection) -> bool:
-        """True if ``commit()`` has no effect: tried once for each physical connection, if no transaction is open."""
+        """True if ``commit()`` has no effect. Tried once for each physical connection, if no transaction is open."""
         driver = connection.connection.driver_connection
         if _COMMITS not in connection.info and self.status(driver) is Status.NONE:
             connection.exec_driver_sql("BEGIN")
@@ -246,7 +254,7 @@ _prepared: WeakSet[EngineDialect] = WeakSet()
 
 
 def close_ends_transactions(engine: Engine) -> None:
-    """Make the engine's connections end their transaction when they close, and have none when they are taken."""
+    """Make the engine's connections end their transaction when they close, and when the pool gives them out."""
     if engine.dialect in _prepared:
         return
     checkout = [_checkout] if isinstance(engine.pool, QueuePool) else []
@@ -265,20 +273,20 @@ def _connect(_dialect: EngineDialect, _record: object, _arguments: object, keywo
 
 
 def _checkout(dbapi_connection: Any, _record: object, _proxy: object) -> None:
-    """End a transaction that a refused COMMIT left open: SQLAlchemy returns such a connection to the pool as it is.
+    """End a transaction that a refused COMMIT left open, because SQLAlchemy returns the connection to the pool with it.
 
-    The next transaction on it would commit writes that were reported as failed, perhaps with a marker.
+    The next transaction on the connection would commit writes that were reported as failed, perhaps with a marker.
     """
     if getattr(dbapi_connection, "driver_connection", dbapi_connection).in_transaction:
         dbapi_connection.rollback()
 
 
 def configure_sqlite(engine: Engine | AsyncEngine, *, busy_timeout: float = 5.0) -> None:
-    """Set an engine up for several worker processes: call it once, before the engine is first used.
+    """Configure an SQLite engine for several worker processes. Call it once, before you first use the engine.
 
-    Write-ahead logging lets readers read while a projector writes; ``busy_timeout`` (seconds) is how long a writer
-    waits for the one before it. Units of work take the write lock before anything else, whether or not this function
-    was called. Other code that reads through the engine does not take the lock, and never waits for it.
+    The function turns on write-ahead logging, so that readers can read while a projector writes. ``busy_timeout`` is
+    how long a writer waits for another writer, in seconds. Units of work always take the write lock first. Other code
+    that only reads through the engine does not take this lock, and does not wait for it.
     """
     sync_engine = engine.sync_engine if isinstance(engine, AsyncEngine) else engine
 

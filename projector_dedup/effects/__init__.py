@@ -1,4 +1,4 @@
-"""Effects: what happens outside the database is done, rejected, or a named question (docs/effects.md)."""
+"""Effects are calls to other systems, such as a payment. Each ends done, rejected or unknown (docs/effects.md)."""
 
 from ..commands.errors import Rejected
 from .arming import aarm, arm

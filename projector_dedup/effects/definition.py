@@ -1,4 +1,4 @@
-"""``@effect`` makes an effect of a function; ``Attempt`` is what the function is given beside its request."""
+"""``@effect`` makes an effect of a function, and ``Attempt`` is the second argument of the function."""
 
 from __future__ import annotations
 
@@ -21,15 +21,50 @@ R = TypeVar("R")
 F = TypeVar("F", bound=Callable[..., Any])
 
 MAX_LEASE = 86_400  # seconds
-_MARGIN = 0.1  # of the lease, and at most a second: what writing the outcome may take
+_MARGIN = 0.1  # the part of the lease (at most a second) that is reserved for writing the outcome
+
+
+@dataclass(frozen=True)
+class Lease:
+    """How long an attempt may take, in seconds."""
+
+    seconds: float
+    renew_every: float | None  #: None: the library does not renew the lease
+    at_most: float  #: with all renewals
+
+    @classmethod
+    def checked(cls, lease: object, renew_every: object, at_most: object) -> Lease:
+        """Return the lease. Raises ``HandlerDefinitionError``."""
+        seconds = _seconds("lease", lease, MAX_LEASE)
+        if renew_every is None and at_most is None:
+            return cls(seconds, None, seconds)
+        if renew_every is None or at_most is None:
+            raise HandlerDefinitionError(
+                "give renew_every= and at_most= together; otherwise the lease of a hanging attempt would never end"
+            )
+        every, longest = _seconds("renew_every", renew_every, seconds / 2), _seconds("at_most", at_most, MAX_LEASE)
+        if longest <= seconds:
+            raise HandlerDefinitionError(f"at_most must be longer than the lease ({seconds:g} s), not {longest:g} s")
+        return cls(seconds, every, longest)
+
+    @property
+    def ms(self) -> int:
+        """The length of the lease, in milliseconds."""
+        return int(self.seconds * 1000)
+
+    @property
+    def at_most_ms(self) -> int:
+        """The length with all renewals, in milliseconds."""
+        return int(self.at_most * 1000)
 
 
 @dataclass
 class Attempt:
-    """One attempt at an effect: what the body and the ask function are given beside the request.
+    """One attempt at an effect: the second argument of the effect's function and of the ask function.
 
-    ``key`` is the key for the provider: the same for all attempts at one effect. ``number`` counts the attempts. A test
-    makes one by hand: ``Attempt("key")``.
+    ``key`` is the idempotency key for the provider, the same in all attempts at one effect. ``number`` counts the
+    attempts from 1. ``lease`` is the longest time of the attempt in seconds, with all renewals. In a unit test, create
+    one yourself: ``Attempt("key")``.
     """
 
     key: str
@@ -39,11 +74,11 @@ class Attempt:
     called: bool = field(default=False, repr=False)  #: ``time_left`` was called before, or in an ask function
 
     def time_left(self, wanted: float, *, at_least: float = 0.0) -> float:
-        """Return the seconds that a call to the provider may take: ``wanted``, or what is left of the lease.
+        """Return the timeout for a call to the provider in seconds: ``wanted``, or less if the lease ends earlier.
 
-        If less than ``at_least`` is left, the first call raises ``NotDone``, because nothing was sent yet; so call it
-        before anything is sent. A later call of the same attempt raises ``TimeoutError``: the effect is unknown then.
-        So does every call in an ask function.
+        Call it before you send anything. If less than ``at_least`` is left, the first call raises ``NotDone``, because
+        nothing was sent yet. A later call in the same attempt raises ``TimeoutError``, and the effect is unknown then.
+        Every call in an ask function raises ``TimeoutError`` too.
         """
         left = self.lease - min(1.0, self.lease * _MARGIN) - (time.monotonic() - self.began)
         first, self.called = not self.called, True
@@ -54,14 +89,14 @@ class Attempt:
 
 
 class Definition(Generic[I, R]):
-    """A function under ``@effect``: its name, its policy, and how its request and its values are stored."""
+    """A function with ``@effect``: its name, its policy, and the codecs of its request and its value."""
 
     asynchronous: bool
 
-    def __init__(self, function: Callable[..., Any], name: str, lease: float, unknown: Policy) -> None:
+    def __init__(self, function: Callable[..., Any], name: str, lease: Lease, unknown: Policy) -> None:
         self.function = function
         self.identity = name
-        self.lease, self.lease_ms = lease, int(lease * 1000)
+        self.lease = lease
         self.unknown = unknown
         self.request_codec = _request_codec(name, function)
         self.codec: Codec[Any] = codec_of(name, function)
@@ -76,19 +111,24 @@ class Definition(Generic[I, R]):
             policy = policy.then
 
     def recorded(self, function: F) -> F:
-        """Call ``function(request, value, session)`` in the transaction that records the value.
+        """Decorate ``function(request, value, session)``, which runs in the transaction that records the value.
 
-        Write your rows there. It must not commit. If it raises, the value is kept, and ``settle`` calls it again.
+        Write your own rows in this function. It must not commit. If it raises, the row keeps the value, and ``settle``
+        calls the function again.
         """
         if self.on_recorded is not None:
-            raise HandlerDefinitionError(f"{self.identity} has recorded already; write all its rows in one function")
+            raise HandlerDefinitionError(
+                f"{self.identity} already has a @recorded function; write all rows in one function"
+            )
         self.on_recorded = self._check("recorded", function, "(request, value, session)", 3)
         return function
 
     def refused(self, function: F) -> F:
-        """Call ``function(request, rejected, session)`` in the transaction that records a ``Rejected``."""
+        """Decorate ``function(request, rejected, session)``, which runs in the transaction of a rejection."""
         if self.on_refused is not None:
-            raise HandlerDefinitionError(f"{self.identity} has refused already; write all its rows in one function")
+            raise HandlerDefinitionError(
+                f"{self.identity} already has a @refused function; write all rows in one function"
+            )
         self.on_refused = self._check("refused", function, "(request, rejected, session)", 3)
         return function
 
@@ -96,15 +136,15 @@ class Definition(Generic[I, R]):
         try:
             inspect.signature(function).bind(*[None] * number)
         except (TypeError, ValueError) as error:
-            raise HandlerDefinitionError(f"{what} of {self.identity} is called with {arguments} ({error})") from error
+            raise HandlerDefinitionError(f"{what} of {self.identity} must take {arguments} ({error})") from error
         if inspect.iscoroutinefunction(function) != self.asynchronous:
             needed = "an async def" if self.asynchronous else "a plain def"
-            raise HandlerDefinitionError(f"{self.identity} is {needed}, so {what} must be {needed}, too")
+            raise HandlerDefinitionError(f"{self.identity} is {needed}, so {what} must be {needed} too")
         return cast("Callable[..., Any]", function)
 
 
 class Effect(Definition[I, R]):
-    """An effect for ``Effects``. Calling it calls the function: nothing is recorded."""
+    """An effect for ``Effects``. A direct call runs the function, and records nothing."""
 
     asynchronous = False
 
@@ -124,7 +164,7 @@ class AsyncEffect(Definition[I, R]):
 
 
 class _Decorator:
-    def __init__(self, name: str, lease: float, unknown: Policy) -> None:
+    def __init__(self, name: str, lease: Lease, unknown: Policy) -> None:
         self._arguments = name, lease, unknown
 
     @overload
@@ -134,40 +174,58 @@ class _Decorator:
     def __call__(self, function: Any, /) -> Any:
         """Make an effect of the function. Raises ``HandlerDefinitionError``."""
         if not inspect.isfunction(function):
-            raise HandlerDefinitionError(f"@effect makes an effect of a function, not of {function!r}")
+            raise HandlerDefinitionError(f"write @effect(...) above a function, not above {function!r}")
         try:
             inspect.signature(function).bind(None, None)
         except TypeError as error:
             raise HandlerDefinitionError(
-                f"{self._arguments[0]} is called with two arguments, (request, attempt), and takes "
+                f"the library calls {self._arguments[0]} with two arguments, (request, attempt), but it takes "
                 f"{inspect.signature(function)}"
             ) from error
         if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-            raise HandlerDefinitionError(f"{function.__qualname__} is a generator: calling it would do nothing")
+            raise HandlerDefinitionError(
+                f"{function.__qualname__} is a generator function, so a call would not run its code; remove the yield"
+            )
         return (AsyncEffect if inspect.iscoroutinefunction(function) else Effect)(function, *self._arguments)
 
 
-def effect(*misplaced: Never, name: str, lease: float, unknown: Policy) -> _Decorator:
-    """Make an effect of a function that is called with ``(request, attempt)`` and does something outside the database.
+def effect(
+    *misplaced: Never,
+    name: str,
+    lease: float,
+    unknown: Policy,
+    renew_every: float | None = None,
+    at_most: float | None = None,
+) -> _Decorator:
+    """Make an effect of a function that calls another system, such as a payment provider.
 
-    The function sends with ``attempt.key``, and returns what the provider said. It raises ``Rejected`` if the provider
-    said no, and ``NotDone`` if it surely sent nothing. After any other exception the effect is *unknown*.
+    The library calls the function with ``(request, attempt)``. The function sends the request with the idempotency key
+    ``attempt.key``, and returns the provider's answer. It raises ``Rejected`` if the provider rejects the request, and
+    ``NotDone`` if it certainly sent nothing. After any other exception the effect is *unknown*. The library stores
+    request and answer as JSON, by their annotations.
 
-    ``name`` identifies the effect for ever: rename it by ``idempotency rename`` only. ``lease`` (seconds) is how long
-    an attempt may take. ``unknown`` says what to do with an attempt that ended without an answer, and has no default:
-    ``resend(...)``, ``ask(...)`` or ``stop``. Input and result are stored as JSON by their annotations.
+    - ``name``: identifies the effect permanently. Rename it only with ``idempotency rename``.
+    - ``lease``: how long an attempt may take, in seconds.
+    - ``unknown``: the policy after an attempt without an answer: ``resend(...)``, ``ask(...)`` or ``stop``.
+    - ``renew_every``: seconds. A thread or a task renews the lease at this interval while the function runs. Use it for
+      calls whose duration you do not know. If the database is unreachable meanwhile, the lease ends.
+    - ``at_most``: the longest time of an attempt with all renewals, in seconds.
 
-    Raises ``HandlerDefinitionError`` for a wrong argument, and for an request or a result that cannot be stored.
+    Raises ``HandlerDefinitionError`` for a wrong argument, and if request or answer cannot be stored.
     """
     if misplaced:
-        raise HandlerDefinitionError('@effect takes arguments by name: @effect(name="billing.charge", lease=30, ...)')
+        raise HandlerDefinitionError('@effect takes named arguments: @effect(name="billing.charge", lease=30, ...)')
     valid_handler(name)
-    seconds: object = lease
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0.1 <= seconds <= MAX_LEASE:
-        raise HandlerDefinitionError(f"lease is in seconds, from 0.1 to {MAX_LEASE:,}, not {lease!r}")
+    length = Lease.checked(lease, renew_every, at_most)
     if not isinstance(unknown, Resend | Ask | Stop):
-        raise HandlerDefinitionError(f"unknown is a policy: resend(...), ask(...) or stop, not {unknown!r}")
-    return _Decorator(name, float(lease), unknown)
+        raise HandlerDefinitionError(f"unknown must be a policy (resend(...), ask(...) or stop), not {unknown!r}")
+    return _Decorator(name, length, unknown)
+
+
+def _seconds(name: str, given: object, longest: float) -> float:
+    if isinstance(given, bool) or not isinstance(given, int | float) or not 0.1 <= given <= longest:
+        raise HandlerDefinitionError(f"{name} must be 0.1 to {longest:,g} seconds, not {given!r}")
+    return float(given)
 
 
 def _request_codec(name: str, function: Callable[..., Any]) -> Codec[Any]:
@@ -175,11 +233,11 @@ def _request_codec(name: str, function: Callable[..., Any]) -> Codec[Any]:
         hints = typing.get_type_hints(function)
     except Exception as error:
         raise HandlerDefinitionError(
-            f"{name}: the annotation of its request cannot be read ({error}); define the type before the function"
+            f"{name}: the annotation of its request cannot be evaluated ({error}); define the type before the function"
         ) from error
     first = next(iter(inspect.signature(function).parameters))
     if first not in hints:
         raise HandlerDefinitionError(
-            f"{name} does not say what its request is, so nobody knows how to store it: annotate {first}"
+            f"{name} has no annotation of its request, so the library does not know how to store it; annotate {first}"
         )
     return typed_json(hints[first])

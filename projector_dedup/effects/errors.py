@@ -2,18 +2,18 @@
 
 ::
 
-    NotDone                     raised by a body: surely nothing was sent; by an ask function: it was not done
+    NotDone                     raised by the function: nothing was sent; by an ask function: it was not done
     StillUnknown                raised by an ask function: the provider does not know yet
-    Rejected                    raised by both: the provider said no (the same class as for commands)
+    Rejected                    raised by both: the provider rejected the request (the same class as for commands)
 
     ProjectorDedupError
     |-- RefusedError
-    |   `-- NotArmedError       ``run`` without an request, and nothing is armed under the key
-    |-- InProgress              an attempt has the lease now; ``retry_after`` says when it ends
+    |   `-- NotArmedError       ``run`` without a request, and no effect is armed under the key
+    |-- InProgress              another attempt has the lease; ``retry_after`` is the time until it ends
     |-- EffectUnknown           an attempt ended without an answer; the policy decides, or a person
-    |-- NotRecordedError        done outside; the value is kept, and ``settle`` records it
-    `-- LeaseLostError          done outside, but after the lease was lost; the value is kept beside the row
-        `-- DoubleEffectError   and another attempt was done too: look at the provider
+    |-- NotRecordedError        the effect was done; the value is kept, and ``settle`` records it
+    `-- LeaseLostError          the effect was done after the lease had ended; the value is kept as evidence
+        `-- DoubleEffectError   another attempt was done too: check the provider
 """
 
 from __future__ import annotations
@@ -24,31 +24,33 @@ from ..errors import ProjectorDedupError, RefusedError
 
 
 class NotDone(ProjectorDedupError):
-    """Nothing was sent, or nothing came of it. ``settle`` may send the effect again.
+    """The effect was not done. ``settle`` may send it again.
 
-    A body raises it only if it surely sent nothing. An ask function raises it if the provider says that it has nothing.
+    Raise it in the function of an effect only if the function certainly sent nothing. Raise it in an ask function if
+    the provider answers that it has not done the effect.
     """
 
 
 class StillUnknown(ProjectorDedupError):
-    """An ask function raises it: the provider could not say. ``settle`` asks again later."""
+    """Raise it in an ask function if the provider does not know the answer yet. ``settle`` asks again later."""
 
 
 class NotArmedError(RefusedError):
-    """``run`` was called with a key alone, and nothing is armed under this key. Arm the effect, or give its request."""
+    """``run`` was called without a request, and no effect is armed under the key. Arm it, or pass its request."""
 
 
 class EffectUnknown(ProjectorDedupError):
-    """An attempt was made, and nobody knows whether it was done.
+    """An attempt ended without an answer, so it is unknown whether the effect was done.
 
-    ``settle`` finds out, or sends again, as the effect's policy says. If the policy has ended, a person decides.
+    ``settle`` asks the provider or sends the effect again, by the policy of the effect. If the policy has ended, a
+    person decides with ``idempotency effects resolve``.
     """
 
 
 class NotRecordedError(ProjectorDedupError):
-    """The effect was done, and returned ``value``, but ``recorded`` failed. ``settle`` tries to record it again.
+    """The effect was done and returned ``value``, but ``recorded`` failed. ``settle`` tries to record it again.
 
-    The value is kept in the row, so that the effect is not sent again.
+    The row keeps the value, so the effect is not sent again.
     """
 
     def __init__(self, message: str = "", value: Any = None) -> None:
@@ -57,9 +59,9 @@ class NotRecordedError(ProjectorDedupError):
 
 
 class LeaseLostError(ProjectorDedupError):
-    """The attempt was done, and returned ``value``, after another process had taken the effect over.
+    """The attempt was done and returned ``value``, after another process had taken over the effect.
 
-    The value is kept beside the row as evidence.
+    The row keeps the value as evidence.
     """
 
     def __init__(self, message: str = "", value: Any = None) -> None:
@@ -68,4 +70,4 @@ class LeaseLostError(ProjectorDedupError):
 
 
 class DoubleEffectError(LeaseLostError):
-    """Two attempts were done. Look at the provider, and undo one of them."""
+    """Two attempts were done. Check the provider, and undo one of them."""

@@ -1,7 +1,8 @@
-"""Rows: the table of effects, and the statements that make, take, release and finish a row.
+"""The table of effects, and the statements that insert, take, release and finish a row.
 
-Every change of a row says which token the row must have, and so does nothing if somebody else was faster. Taking a row
-gives it a new token. Times are milliseconds since 1970 of the database's clock (docs/adr/0041-effects.md).
+Every UPDATE of a row names the token that the row must have, so it changes nothing if another process was faster. A
+process that takes a row writes a new token. Times are milliseconds since 1970 of the database's clock
+(docs/adr/0041-effects.md).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from sqlalchemy import (
     Text,
     case,
     delete,
+    func,
     select,
     update,
 )
@@ -44,8 +46,8 @@ MAX_ERROR = 500  # characters of an error's text that are kept
 class EffectTables(DedupTables):
     """The table of effects and its state table, as ``make_effect_tables`` returns them.
 
-    A row's key is in the columns of a marker: ``handler`` is the name of the effect, ``message_id`` scope and key.
-    ``processed_at`` is NULL until the outcome is recorded.
+    A row has the key columns of a marker: ``handler`` is the name of the effect, ``message_id`` is the scope and the
+    key. ``processed_at`` is NULL until the outcome is recorded.
     """
 
     maker: ClassVar[str] = "make_effect_tables"
@@ -64,11 +66,12 @@ class EffectTables(DedupTables):
 
 
 def make_effect_tables(metadata: MetaData, name: str = DEFAULT_NAME, schema: str | None = None) -> EffectTables:
-    """Add the table of effects ``name`` and the state table ``<name>_state`` to the user's ``metadata``; return both.
+    """Add the table of effects ``name`` and the state table ``<name>_state`` to your ``metadata``, and return both.
 
-    Pass the result as ``tables=`` to ``Effects`` and ``arm`` where name or schema differ from the default.
+    ``schema`` is the database schema, or None for the default one. If you give a name or a schema, pass the result as
+    ``tables=`` to ``Effects`` and ``arm``.
 
-    Raises ``ValueError`` for an empty name or one of more than 43 bytes: longer names of its indexes would be cut.
+    Raises ``ValueError`` for a name that is empty or longer than 43 bytes: the database would cut its index names.
     """
     tables = make_tables(metadata, name, schema)
     finished = tables.marker.c.processed_at
@@ -77,19 +80,19 @@ def make_effect_tables(metadata: MetaData, name: str = DEFAULT_NAME, schema: str
         Column("fingerprint", exact_bytes(), nullable=False),  # of the request
         Column("request", exact_bytes(), nullable=False),
         Column("provider_key", exact_text(36), nullable=False),
-        Column("armed", Boolean(), nullable=False),  # False: made by run(), and nobody asked for it to be driven
+        Column("armed", Boolean(), nullable=False),  # False: run() inserted the row, and arm() was not called
         Column("armed_at", BigInteger(), nullable=False),
-        Column("attempt", Integer(), nullable=False),  # how many have begun
+        Column("attempt", Integer(), nullable=False),  # the number of attempts that have begun
         Column("token", exact_text(32), nullable=False),
-        Column("lease_until", BigInteger(), nullable=True),  # NULL: nobody is at work
-        Column("first_sent_at", BigInteger(), nullable=True),  # NULL: surely nothing was sent
+        Column("lease_until", BigInteger(), nullable=True),  # NULL: no attempt is running
+        Column("first_sent_at", BigInteger(), nullable=True),  # NULL: nothing was sent
         Column("ended_at", BigInteger(), nullable=True),  # when the last attempt ended
-        Column("next_at", BigInteger(), nullable=True),  # when settle looks at it; NULL: never
-        Column("stopped_at", BigInteger(), nullable=True),  # when its policy ended: a person decides
+        Column("next_at", BigInteger(), nullable=True),  # when settle takes the row again; NULL: never
+        Column("stopped_at", BigInteger(), nullable=True),  # when the policy ended; a person must decide
         Column("decision", Text(), nullable=True),  # of a person, as JSON, until it is recorded
         Column("evidence_attempt", Integer(), nullable=True),
         Column("evidence_outcome", SmallInteger(), nullable=True),
-        Column("evidence", exact_bytes(), nullable=True),  # what an attempt returned, and could not record
+        Column("evidence", exact_bytes(), nullable=True),  # the value of an attempt that could not be recorded
         Column("error", Text(), nullable=True),  # of the last attempt or ask
         Column("outcome", SmallInteger(), nullable=True),
         Column("decided_by", exact_text(10), nullable=True),
@@ -196,10 +199,18 @@ def read(connection: Connection, table: Table, message_id: str, handler: str) ->
 
 def due(connection: Connection, table: Table, names: list[str], until: int | None, limit: int) -> list[Seen]:
     """Return the rows of these effects that are due, oldest first. They are not locked."""
-    until_then = now_ms() if until is None else until
+    until_then = select(now_ms()).scalar_subquery() if until is None else until  # else PostgreSQL reads every row
     wanted = table.c.handler.in_(names) & (table.c.next_at <= until_then)
     rows = connection.execute(_select(table).where(wanted).order_by(table.c.next_at).limit(limit)).mappings()
     return [_seen(row) for row in rows]
+
+
+def overdue(connection: Connection, table: Table, known: set[str], ms: int) -> list[tuple[str, int]]:
+    """Return the names beside ``known`` whose effects have been due for ``ms`` milliseconds, and the number of each."""
+    since = select(now_ms() - ms).scalar_subquery()  # as in `due`
+    others = table.c.handler.not_in(known) & (table.c.next_at <= since)
+    found = connection.execute(select(table.c.handler, func.count()).where(others).group_by(table.c.handler))
+    return [(name, number) for name, number in found]
 
 
 def take(connection: Connection, table: Table, row: Seen, token: str, lease: int, *, latest: int | None) -> bool:
@@ -212,6 +223,11 @@ def take(connection: Connection, table: Table, row: Seen, token: str, lease: int
 def take_to_ask(connection: Connection, table: Table, row: Seen, token: str, lease: int, *, latest: int | None) -> bool:
     """Take the row to ask the provider: no attempt begins, and the end of the last one stays."""
     return _take(connection, table, row, latest, _leased(token, lease) | {"ended_at": row.last_ended_at})
+
+
+def renew(connection: Connection, table: Table, row: Seen, token: str, lease: int) -> bool:
+    """Let the lease that has this ``token`` end in ``lease`` milliseconds; return False if it was taken over."""
+    return _changed(connection, update(table).where(_is_as(table, row, token)).values(_leased(token, lease)))
 
 
 def _leased(token: str, lease: int) -> dict[str, Any]:
@@ -239,13 +255,17 @@ def release(
     """Give the row back without an outcome, with other ``values``; ``settle`` looks at it in ``next_in`` ms, or never.
 
     ``held`` is the token that it must have. Does nothing if it was taken over, or has an outcome; or evidence, unless
-    ``over``.
+    ``over``. A row that nobody has taken keeps its ``lease_until``; does nothing if that was renewed since.
     """
     conditions = [_is_as(table, row, held), table.c.outcome.is_(None)]
+    if "lease_until" in values:
+        conditions.append(_has_lease(table, row))
     if not over:
         conditions.append(table.c.evidence.is_(None))
     next_at = None if next_in is None else now_ms() + next_in
     given = {"lease_until": None, "next_at": next_at, **values}
+    if "error" in given:  # in ASCII: the database, or the connection, may have no other letters
+        given["error"] = given["error"].encode("ascii", "backslashreplace").decode()[:MAX_ERROR]
     return _changed(connection, update(table).where(*conditions).values(given))
 
 
@@ -286,15 +306,24 @@ def evidence(outcome: int, data: bytes, attempt: int | None) -> dict[str, Any]:
     return {"evidence_outcome": outcome, "evidence": data, "evidence_attempt": attempt}
 
 
-def keep_beside(connection: Connection, table: Table, row: Seen, token: str, values: dict[str, Any]) -> bool:
-    """Keep ``evidence`` that came after the row had been taken over; the first evidence stays."""
-    late = (*_is(table, *row.key), table.c.token != token, table.c.evidence.is_(None))
-    next_at = case((table.c.outcome.is_(None), now_ms()), else_=None)  # what has stopped is recorded now
-    return _changed(connection, update(table).where(*late).values(values | {"next_at": next_at}))
+def keep_beside(
+    connection: Connection, table: Table, row: Seen, token: str, attempt: int, values: dict[str, Any]
+) -> bool:
+    """Keep ``evidence`` that came after the row had been taken over; the first value stays.
+
+    A rejection is kept only if no ``attempt`` with a higher number has begun: it says nothing of that one.
+    """
+    column, late = table.c, (*_is(table, *row.key), table.c.token != token)
+    if values["evidence_outcome"] == DONE:
+        free = column.evidence.is_(None) | (column.evidence_outcome != DONE)
+    else:
+        free = column.evidence.is_(None) & (column.attempt == attempt)
+    next_at = case((column.outcome.is_(None), now_ms()), else_=None)  # what has stopped is recorded now
+    return _changed(connection, update(table).where(*late, free).values(values | {"next_at": next_at}))
 
 
 def shown(error: BaseException) -> str:
-    """Return the text of an error as it is stored: short, in printable characters. Never raises."""
+    """Return the text of an error: short, in printable characters. Never raises."""
     try:
         text = str(error)
     except Exception:  # noqa: BLE001  # a __str__ of the user's
@@ -323,10 +352,14 @@ def _is_as(table: Table, row: Seen, token: str) -> Any:
 
 
 def _is_as_seen(table: Table, row: Seen) -> Any:
-    """Return the condition that the row is as it was read: an attempt that ends late changes no token."""
-    column = table.c
-    ended = column.ended_at.is_(None) if row.ended_at is None else column.ended_at == row.ended_at
-    return _is_as(table, row, row.token) & column.outcome.is_(None) & column.evidence.is_(None) & ended
+    """Return the condition that the row is as it was read: the end and the renewal of an attempt change no token."""
+    column, lease = table.c, _has_lease(table, row)
+    return _is_as(table, row, row.token) & column.outcome.is_(None) & column.evidence.is_(None) & lease
+
+
+def _has_lease(table: Table, row: Seen) -> Any:
+    until = table.c.lease_until
+    return until.is_(None) if row.lease_until is None else until == row.lease_until
 
 
 def _changed(connection: Connection, statement: Any) -> bool:

@@ -1,7 +1,7 @@
-"""Drive effects: take a row, call the body with no connection held, and record the outcome.
+"""Send effects: take a row, call the effect's function without holding a connection, and record the outcome.
 
-``run`` does so for one effect, now. ``settle`` does so for all that are due, each as its policy says. Every step is a
-transaction of its own, by ``delivery.deliver``.
+``run`` sends one effect now. ``settle`` handles all effects that are due, by their policies. Each step has its own
+transaction (``delivery.deliver``).
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import logging
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import Enum, auto
 from functools import partial
 from typing import Any, Literal, NoReturn, TypeVar, cast
@@ -35,6 +35,7 @@ from ..errors import HandlerDefinitionError, InProgress, OvertakenError, Project
 from ..handler import check_result
 from ..markers import library_errors, marker_key
 from ..message import printable
+from ..observer import Observed, Observer, Observing
 from ..options import RetryPolicy, UnitOptions, check_session_factory
 from ..reentry import is_handling
 from ..retry import Attempts
@@ -57,7 +58,8 @@ from .record import (
     new_token,
     shown,
 )
-from .steps import Do, Step, next_step, pace
+from .renewal import renewing
+from .steps import HOUR, Do, Step, next_step, pace
 
 logger = logging.getLogger("projector_dedup")
 
@@ -67,12 +69,19 @@ R = TypeVar("R")
 _FOUND_AT_ONCE = 100
 _NOTHING_SENT: dict[str, Any] = {"first_sent_at": None, "ended_at": None, "stopped_at": None}
 
-_sending: ContextVar[bool] = ContextVar("projector_dedup_sending", default=False)
+
+class _Sending:
+    """A note in the context of a thread or task while an effect's function runs. Tasks that it starts see it too."""
+
+    under_way = True
+
+
+_sending: ContextVar[_Sending | None] = ContextVar("projector_dedup_sending", default=None)
 
 
 @dataclass
 class _Transaction:
-    """One transaction on the row of an effect: a change as its first statement, and perhaps a handler behind it.
+    """One transaction on the row of an effect: first ``change``, then perhaps a handler.
 
     ``change`` returns False if there is nothing to commit. It may be called again after an interrupted COMMIT.
     """
@@ -87,7 +96,7 @@ class _Transaction:
         self.identity = self.key[1]
 
     def claim(self, uow: UnitOfWork) -> bool:
-        """Change the row; return True if there is something to commit."""
+        """Change the row. Return True if there is something to commit."""
 
         def changes(connection: Connection, dialect: Dialect) -> bool:
             dialect.refuse_marker(connection, self.tables.marker)
@@ -103,25 +112,25 @@ class _Transaction:
             yield call
 
     def log_settled(self, attempts: Attempts) -> None:
-        """Log nothing: the outcome of the effect is logged."""
+        """Log nothing, because the outcome of the effect is logged elsewhere."""
 
     def log_retry(self, error: Exception, attempts: Attempts) -> None:
-        """Log at INFO that the transaction is tried again, and after which error."""
+        """Log the retry of the transaction and its cause at INFO."""
         told = f"effect {printable(self.key[0])}, {printable(self.identity)}"
         logger.info("retry after %s: %s", type(error).__name__, told, extra={"attempts": attempts.number})
 
 
 @dataclass
 class Settled:
-    """The numbers of effects with which ``settle`` did one thing or another."""
+    """The result of ``settle``: the number of effects by what happened to them."""
 
     done: int = 0  #: recorded as done
     rejected: int = 0  #: recorded as rejected
-    not_done: int = 0  #: surely not sent, or not done: it is sent again later
-    unknown: int = 0  #: the attempt ended without an answer, or the provider could not tell
-    stopped: int = 0  #: its policy has ended: a person decides
-    failed: int = 0  #: it could not be recorded, or not be read; see the log
-    skipped: int = 0  #: somebody else was faster, or it was too early
+    not_done: int = 0  #: not sent or not done; ``settle`` sends it again later
+    unknown: int = 0  #: the attempt ended without an answer, or the provider does not know
+    stopped: int = 0  #: the policy has ended, and a person must decide
+    failed: int = 0  #: the effect could not be recorded or read; see the log
+    skipped: int = 0  #: another process was faster, or it was too early
 
     def __str__(self) -> str:
         return ", ".join(f"{getattr(self, each.name)} {each.name.replace('_', ' ')}" for each in fields(self))
@@ -129,7 +138,7 @@ class Settled:
 
 @dataclass(frozen=True)
 class _Outcome:
-    """The outcome that an attempt, an ask or a person gives an effect."""
+    """The outcome of an effect, from an attempt, an ask function or a person."""
 
     number: int  #: DONE or REJECTED
     data: bytes  #: the value or the rejection, as it is stored
@@ -138,12 +147,12 @@ class _Outcome:
 
 
 class _Found(Enum):
-    """How a row was found when its outcome came."""
+    """The state of a row when its outcome is about to be written."""
 
     MINE = auto()
-    DOUBLE = auto()  #: an earlier attempt had been done too
-    OVERRULED = auto()  #: by the value that an attempt had left there, which is stronger
-    TAKEN_OVER = auto()  #: by another process, or by a person
+    DOUBLE = auto()  #: an earlier attempt was done too
+    OVERRULED = auto()  #: an attempt has left a value, which has precedence
+    TAKEN_OVER = auto()  #: another process or a person has taken over the row
 
 
 @dataclass(frozen=True)
@@ -151,16 +160,16 @@ class _Taken:
     """A row that this process has taken."""
 
     effect: Definition[Any, Any]
-    row: Seen  #: as it was before it was taken; of a new row, as it is now
+    row: Seen  #: the row before it was taken, or the new row
     token: str
     given: Any  #: the request
     attempt: Attempt
     step: Step
-    set_first: bool  #: this attempt is the first that may have sent something
+    set_first: bool  #: True if no earlier attempt may have sent something
 
 
 class _Effects:
-    """The part that both share."""
+    """The part that ``Effects`` and ``AsyncEffects`` share."""
 
     _asynchronous: bool
 
@@ -173,31 +182,40 @@ class _Effects:
         scope: Literal["required", "optional"] = "optional",
         retry: RetryPolicy | None = None,
         max_result_bytes: int = MAX_RESULT_BYTES,
+        observer: Observer | None = None,
     ) -> None:
         check_session_factory(session_factory, asynchronous=self._asynchronous)
         if not isinstance(tables, EffectTables):
-            raise ValueError("tables are those of make_effect_tables(), which have columns for effects")
+            raise ValueError("tables must come from make_effect_tables(), whose tables have columns for effects")
         if scope not in ("required", "optional"):
-            raise ValueError(f"scope is 'required' or 'optional', not {scope!r}")
+            raise ValueError(f"scope must be 'required' or 'optional', not {scope!r}")
         self._factory = session_factory
         self._tables = tables
         self._scope_required = scope == "required"
         self._policy = retry or RetryPolicy()
         self._options = UnitOptions(tables)
         self._max_result_bytes = max_result_bytes
+        self._observing = None if observer is None else Observing(observer)
         self._waiting = AWAITING if self._asynchronous else BLOCKING
         self._known: dict[str, Definition[Any, Any]] = {}
+        self._logged = set[str]()  # unknown names of effects that were logged
         for each in effects:
             if self._known.setdefault(self._checked(each).identity, each) is not each:
                 raise HandlerDefinitionError(f"two effects have the name {each.identity}; give each its own name=")
 
+    def permit_external_transaction(self, permitted: bool) -> bool:
+        """Permit or forbid an outer transaction, and return the previous setting. For ``external_transaction``."""
+        before = self._options.external
+        self._options = replace(self._options, external=permitted)
+        return before
+
     def _checked(self, given: object) -> Definition[Any, Any]:
         effect: Any = given
         if not isinstance(effect, Definition):
-            raise HandlerDefinitionError(f"{effect!r} is no effect; give functions under @effect(...)")
+            raise HandlerDefinitionError(f"{effect!r} is no effect; pass functions with @effect(...)")
         if effect.asynchronous != self._asynchronous:
             has, other = ("async def", "AsyncEffects") if effect.asynchronous else ("plain def", "Effects")
-            raise HandlerDefinitionError(f"{effect.identity} is {has}: give it to {other}")
+            raise HandlerDefinitionError(f"{effect.identity} is {has}: use {other} for it")
         return effect
 
     # run ----------------------------------------------------------------------------------------------------------
@@ -206,7 +224,9 @@ class _Effects:
         _refuse_within("run()")
         effect = self._checked(asked)
         if effect not in self._known.values():
-            raise HandlerDefinitionError(f"{effect.identity} is not in the list that this object was made with; add it")
+            raise HandlerDefinitionError(
+                f"{effect.identity} is not in the list of effects that was passed to {type(self).__name__}(); add it"
+            )
         if scope is None and self._scope_required:
             raise HandlerDefinitionError(
                 f"{effect.identity} was called without a scope; give scope=, such as the tenant"
@@ -226,19 +246,19 @@ class _Effects:
                 continue
             if row.lease_until is None or step.until != row.lease_until:
                 raise EffectUnknown(
-                    f"an attempt at {_told(row)} ended without an answer; its policy does not permit to send it again "
-                    "now. `settle` drives it"
+                    f"an attempt at {_told(row)} ended without an answer, and the policy does not permit to send it "
+                    "again now; `settle` continues by the policy"
                 )
             left = (step.until - row.now) / 1000
             if time.monotonic() >= deadline:
-                raise InProgress(f"an attempt at {_told(row)} is under way; ask again later", retry_after=left)
+                raise InProgress(f"an attempt at {_told(row)} is running; call run() again later", retry_after=left)
             self._waiting.sleep(min(left, deadline - time.monotonic(), random.uniform(0.05, 0.5)))  # noqa: S311
 
     def _begin(
         self, effect: Definition[Any, Any], key: tuple[str, str], new: NewRow | None
     ) -> tuple[Step, Seen | None, _Taken | None]:
-        """Take the row, or make it; else return what is to be done with it."""
-        table, token, lease, began = self._tables.marker, new_token(), effect.lease_ms, time.monotonic()
+        """Take the row or insert it. If neither is possible, return the next step."""
+        table, token, lease, began = self._tables.marker, new_token(), effect.lease.ms, time.monotonic()
         found: list[tuple[Step, Seen | None, _Taken | None]] = []
 
         def change(connection: Connection, dialect: Dialect) -> bool:
@@ -251,22 +271,25 @@ class _Effects:
             if row is None:
                 if new is not None:
                     raise OvertakenError("the row of the effect was deleted meanwhile; run it again")
-                raise NotArmedError(f"nothing is armed under the key of {effect.identity}: arm it, or give its request")
-            if row.token == token:  # the COMMIT that was interrupted came through
+                raise NotArmedError(
+                    f"no effect {effect.identity} is armed under this key; arm it, or pass its request to run()"
+                )
+            if row.token == token:  # the interrupted COMMIT succeeded
                 return False
             if new is not None:
                 refuse_other_request(row.fingerprint, new)
-            step = next_step(row, effect.unknown, lease)
+            step = next_step(row, effect.unknown, effect.lease.at_most_ms)
             if step.do is not Do.SEND:
                 found[:] = [(step, row, None)]
                 return False
             taken = _taken(effect, row, token, began, step)
             if not record.take(connection, table, row, token, lease, latest=step.latest):
-                raise OvertakenError("another process took the effect; look again")
+                raise OvertakenError("another process took the effect; try again")
             found[:] = [(step, row, taken)]
             return True
 
         self._transact(key, change)
+        self._tell_armed(found[0][2])
         return found[0]
 
     # settle -------------------------------------------------------------------------------------------------------
@@ -274,14 +297,14 @@ class _Effects:
     def _settle(self, limit: int) -> Settled:
         _refuse_within("settle()")
         if limit < 1:
-            raise ValueError(f"limit is the number of effects to look at, and at least 1, not {limit}")
+            raise ValueError(f"limit (the number of effects to handle) must be at least 1, not {limit}")
         settled, seen, until = Settled(), set[tuple[str, str]](), None
         while len(seen) < limit:
             rows = self._due(until, min(_FOUND_AT_ONCE, limit - len(seen)))
             new = [row for row in rows if row.key not in seen]
             if not new:
                 break
-            until = until or new[0].now  # each row at most once: what becomes due later is for the next run
+            until = until or new[0].now  # leave rows that become due later to the next run
             for row in new:
                 seen.add(row.key)
                 self._settle_one(self._known[row.handler], row, settled)
@@ -292,29 +315,45 @@ class _Effects:
 
         def look(connection: Connection, _: Dialect) -> bool:
             found[:] = record.due(connection, self._tables.marker, list(self._known), until, limit)
+            if len(found) < limit:  # all other due rows have other names
+                self._tell_overdue(
+                    record.overdue(connection, self._tables.marker, self._known.keys() | self._logged, HOUR)
+                )
             return False
 
         self._transact(("", "settle"), look)
         return found
 
+    def _tell_overdue(self, others: list[tuple[str, int]]) -> None:
+        for name, number in others:
+            self._logged.add(name)
+            logger.warning(
+                "%d effects with the name %s have been due for more than an hour, and this process has no such effect",
+                number,
+                printable(name),
+            )
+
     def _settle_one(self, effect: Definition[Any, Any], row: Seen, settled: Settled) -> None:
-        """Do what the policy permits; an error is logged, and never ends the sweep."""
-        step = next_step(row, effect.unknown, effect.lease_ms)
+        """Do what the policy permits. Log an error instead of raising it, so that ``settle`` continues."""
+        step = next_step(row, effect.unknown, effect.lease.at_most_ms)
         try:
             if step.do is Do.RECORD:
                 outcome = self._record_left(effect, row)
                 _count(settled, outcome)
             elif step.do is Do.STOP:
-                logger.warning("%s: its policy has ended; a person decides", _told(row))
-                self._release(row, row.token, None, stopped_at=now_ms(), lease_until=row.lease_until)
-                settled.stopped += 1
+                if self._release(row, row.token, None, stopped_at=now_ms(), lease_until=row.lease_until):
+                    logger.warning("%s: the policy has ended; a person must decide", _told(row))
+                    self._tell("stopped", row)
+                    settled.stopped += 1
+                else:
+                    settled.skipped += 1
             elif step.do is Do.WAIT:
                 self._release(row, row.token, None, next_at=step.until, lease_until=row.lease_until)
                 settled.skipped += 1
             elif step.do is Do.ANSWER or (taken := self._take(effect, row, step)) is None:
                 settled.skipped += 1
             elif step.do is Do.SEND:
-                self._send(taken)
+                self._send(taken, keep=True)
                 settled.done += 1
             else:
                 _count(settled, self._ask(taken))
@@ -324,15 +363,17 @@ class _Effects:
             settled.not_done += 1
         except EffectUnknown:
             settled.unknown += 1
-        except Exception:
+        except Exception as error:
             logger.exception("%s: could not be settled", _told(row))
             settled.failed += 1
+            if not isinstance(error, NotRecordedError | LeaseLostError):  # these were already observed
+                self._tell("failed", row, error=error)
             if step.do is not Do.WAIT:  # does nothing if the row was taken
-                self._release(row, row.token, pace(row, effect.lease_ms), over=True, lease_until=row.lease_until)
+                self._release(row, row.token, pace(row, effect.lease.ms), over=True, lease_until=row.lease_until)
 
     def _take(self, effect: Definition[Any, Any], row: Seen, step: Step) -> _Taken | None:
-        """Take the row for the step, by one statement; return None if somebody was faster."""
-        table, token, lease, began = self._tables.marker, new_token(), effect.lease_ms, time.monotonic()
+        """Take the row for the step with one statement. Return None if another process was faster."""
+        table, token, lease, began = self._tables.marker, new_token(), effect.lease.ms, time.monotonic()
         taken, mine = _taken(effect, row, token, began, step), False
 
         def change(connection: Connection, _: Dialect) -> bool:
@@ -341,7 +382,7 @@ class _Effects:
                 changed = record.take_to_ask(connection, table, row, token, lease, latest=step.latest)
             else:
                 changed = record.take(connection, table, row, token, lease, latest=step.latest)
-            if mine and not changed:  # has the COMMIT that was interrupted come through?
+            if mine and not changed:  # find out whether an interrupted COMMIT succeeded
                 now = record.read(connection, table, *row.key)
                 mine = now is not None and now.token == token
             else:
@@ -349,12 +390,18 @@ class _Effects:
             return changed
 
         self._transact(row.key, change)
-        return taken if mine else None
+        if not mine:
+            return None
+        self._tell_armed(taken)
+        return taken
 
     # An attempt ---------------------------------------------------------------------------------------------------
 
-    def _send(self, taken: _Taken) -> Any:
-        """Call the body, and record what it returned; no connection is held meanwhile."""
+    def _send(self, taken: _Taken, *, keep: bool = False) -> Any:
+        """Call the effect's function without holding a connection, and record its result.
+
+        If nothing was sent, a row that ``run`` inserted is deleted unless ``keep``: the caller gets ``NotDone``.
+        """
         effect, row = taken.effect, taken.row
         try:
             value = self._call(effect, effect.function, taken)
@@ -369,9 +416,9 @@ class _Effects:
             if not taken.set_first:
                 self._give_back(taken, error)
                 raise EffectUnknown(
-                    f"{_told(row)} was not sent by this attempt, and nobody knows of an earlier one"
+                    f"this attempt did not send {_told(row)}, and it is unknown whether an earlier one did"
                 ) from error
-            self._give_back(taken, error, **_NOTHING_SENT)
+            self._give_back(taken, error, delete=not keep, **_NOTHING_SENT)
             raise
         except Exception as error:
             self._give_back(taken, error)
@@ -380,9 +427,9 @@ class _Effects:
         return value
 
     def _ask(self, taken: _Taken) -> int | None:
-        """Ask the provider, and record its answer; return the outcome, or None if it could not tell."""
+        """Ask the provider and record its answer. Return the outcome."""
         effect, row, asked = taken.effect, taken.row, taken.step.ask
-        assert asked is not None  # noqa: S101  # of a step that asks
+        assert asked is not None  # noqa: S101  # the step is Do.ASK
         try:
             value = self._call(effect, asked.function, taken)
             data = self._encoded(effect, value)
@@ -392,30 +439,54 @@ class _Effects:
         except NotDone as error:
             self._give_back(taken, error, at_once=True, **_NOTHING_SENT)
             raise
-        except Exception as error:  # StillUnknown, and whatever else: the provider could not tell
+        except Exception as error:  # StillUnknown or any other error: the provider does not know
             self._give_back(taken, error, ended_at=row.last_ended_at)
-            raise EffectUnknown(f"the provider could not tell whether {_told(row)} was done") from error
+            raise EffectUnknown(f"the provider does not know whether {_told(row)} was done") from error
         self._record(taken, _Outcome(DONE, data, ASKED, value))
         return DONE
 
     def _call(self, effect: Definition[Any, Any], function: Callable[..., Any], taken: _Taken) -> Any:
-        with _noted():
+        every, renew = effect.lease.renew_every, partial(self._renew, taken)
+        renewed = nullcontext() if every is None else renewing(every, renew, asynchronous=self._asynchronous)
+        with _noted(), renewed:
             returned = function(taken.given, taken.attempt)
             check_result(effect.identity, returned, asynchronous=self._asynchronous)
             value = await_only(returned) if self._asynchronous else returned
         check_result(effect.identity, value, asynchronous=False)
         return value
 
+    def _renew(self, taken: _Taken) -> bool:
+        """Renew the lease. Return False if no further renewal is possible."""
+        lease, row, renewed = taken.effect.lease, taken.row, False
+        left = lease.at_most - (time.monotonic() - taken.attempt.began)
+        if left <= 0:
+            return False
+
+        def change(connection: Connection, _: Dialect) -> bool:
+            nonlocal renewed
+            renewed = record.renew(connection, self._tables.marker, row, taken.token, min(lease.ms, int(left * 1000)))
+            return renewed
+
+        try:
+            self._transact(row.key, change)
+        except Exception as error:  # noqa: BLE001  # the next one may succeed
+            logger.warning("%s: the lease could not be renewed (%s)", _told(row), shown(error))
+            return True
+        return renewed
+
     def _encoded(self, effect: Definition[Any, Any], value: Any) -> bytes:
         data = encoded(effect.codec, value, f"{effect.identity} returned {type(value).__name__}")
         refuse_large(data, self._max_result_bytes, f"the value of {effect.identity}")
         return data
 
-    def _give_back(self, taken: _Taken, error: Exception, *, at_once: bool = False, **values: Any) -> None:
-        """End the attempt without an outcome. A row that ``run`` made, and of which nothing was sent, is deleted."""
+    def _give_back(
+        self, taken: _Taken, error: Exception, *, at_once: bool = False, delete: bool = False, **values: Any
+    ) -> None:
+        """End the attempt without an outcome. ``delete`` deletes the row, unless it was armed."""
         row, table = taken.row, self._tables.marker
         nothing_sent = values.get("first_sent_at", 0) is None
-        if nothing_sent and not row.armed and taken.step.do is Do.SEND:
+        self._tell("not_done" if nothing_sent else "unknown", row, taken, error)
+        if delete and not row.armed:
             removed = False
 
             def remove(connection: Connection, _: Dialect) -> bool:
@@ -425,10 +496,10 @@ class _Effects:
 
             self._transact(taken.row.key, remove)
             if removed:
-                return  # else somebody has armed it meanwhile
+                return  # otherwise the row was armed meanwhile
         given = {"ended_at": now_ms(), "error": shown(error), **values}
         self._release(
-            row, taken.token, 0 if at_once else pace(row, taken.effect.lease_ms, sent=not nothing_sent), **given
+            row, taken.token, 0 if at_once else pace(row, taken.effect.lease.ms, sent=not nothing_sent), **given
         )
 
     def _release(
@@ -439,35 +510,42 @@ class _Effects:
         *,
         over: bool = False,
         **values: Any,
-    ) -> None:
-        table = self._tables.marker
-        self._transact(
-            row.key,
-            lambda connection, _: record.release(connection, table, row, held, next_in, over=over, **values),
-        )
+    ) -> bool:
+        released = False
+
+        def change(connection: Connection, _: Dialect) -> bool:
+            nonlocal released
+            released = record.release(connection, self._tables.marker, row, held, next_in, over=over, **values)
+            return released
+
+        self._transact(row.key, change)
+        return released
 
     # The outcome --------------------------------------------------------------------------------------------------
 
     def _record(self, taken: _Taken, outcome: _Outcome) -> None:
-        """Record the outcome with the rows of ``recorded``, in one transaction; keep it if that fails."""
+        """Record the outcome with the rows of ``recorded`` in one transaction. If that fails, keep the outcome."""
         told = taken.row, outcome.told
         try:
             found = self._finish(taken.effect, taken.row, taken.token, taken.given, outcome)
-        except BaseException as error:  # also a cancellation: what the provider has said is kept
+        except BaseException as error:  # also after a cancellation, keep the provider's answer
             try:
                 kept = self._waiting.to_the_end(partial(self._keep, taken, outcome, error))
             except Exception as second:
-                logger.exception("%s: its outcome could be neither recorded nor kept", _told(taken.row))
-                raise _not_recorded(*told, error, "and it could not be kept") from second
+                self._tell("failed", taken.row, taken, second)
+                logger.exception("%s: the outcome could be neither recorded nor kept", _told(taken.row))
+                raise _not_recorded(*told, error, "the row could not keep the outcome either") from second
             if not isinstance(error, Exception):
                 raise
             if kept:
-                raise _not_recorded(*told, error, "it is kept, and `settle` tries again") from error
+                self._tell("failed", taken.row, taken, error)
+                raise _not_recorded(*told, error, "the row keeps the outcome, and `settle` tries again") from error
             self._keep_beside(taken, outcome)
         if found is _Found.TAKEN_OVER:
             self._keep_beside(taken, outcome)
+        self._tell("done" if outcome.number == DONE else "rejected", taken.row, taken)
         if found is _Found.DOUBLE:
-            raise _double(taken, outcome)
+            raise self._double(taken, outcome)
 
     def _finish(self, effect: Definition[Any, Any], row: Seen, token: str, given: Any, outcome: _Outcome) -> _Found:
         """Write the outcome, and call ``recorded`` or ``refused`` in the same transaction."""
@@ -487,15 +565,15 @@ class _Effects:
             of_attempt = row.evidence is None and now.evidence_attempt is not None
             if of_attempt and outcome.by == ATTEMPT and _are_two(effect, outcome, *evidence):
                 found = _Found.DOUBLE
-            if now.outcome is not None:  # the COMMIT that was interrupted came through, or it is not ours
+            if now.outcome is not None:  # the interrupted COMMIT succeeded, or another process wrote the outcome
                 if (now.outcome, now.result) != written[:2]:
                     found = _Found.TAKEN_OVER
                 return False
             if now.evidence_outcome == DONE and not (outcome.by == ATTEMPT and outcome.number == DONE):
                 found = _Found.OVERRULED
-                return record.release(connection, table, row, token, 0, over=True)  # settle records it, at once
+                return record.release(connection, table, row, token, 0, over=True)  # the next settle records it
             if not record.finish(connection, table, row, token, *written, over=True):
-                raise OvertakenError("the effect was changed meanwhile; look again")
+                raise OvertakenError("the effect was changed meanwhile; try again")
             return True
 
         function = effect.on_recorded if outcome.number == DONE else effect.on_refused
@@ -507,14 +585,14 @@ class _Effects:
 
         self._transact(row.key, change, handler)
         if found is _Found.OVERRULED:
-            logger.error("%s was done by an attempt, whatever else was said of it: look at the provider", _told(row))
-            raise EffectUnknown(f"{_told(row)} was done by an earlier attempt; `settle` records what that returned")
+            logger.error("%s was done by an attempt, although another answer came: check the provider", _told(row))
+            raise EffectUnknown(f"{_told(row)} was done by an earlier attempt; `settle` records its value")
         return found
 
     def _keep(self, taken: _Taken, outcome: _Outcome, why: BaseException) -> bool:
-        """Keep the outcome in the row, in a transaction of its own.
+        """Keep the outcome in the row, in a separate transaction.
 
-        Return False if the row was taken over, or an earlier attempt has left its outcome there.
+        Return False if another process has taken over the row, or an earlier attempt has left its outcome there.
         """
         row, table, kept = taken.row, self._tables.marker, False
         number = taken.attempt.number if outcome.by == ATTEMPT else None
@@ -523,11 +601,11 @@ class _Effects:
 
         def change(connection: Connection, _: Dialect) -> bool:
             nonlocal kept
-            if record.release(connection, table, row, taken.token, pace(row, taken.effect.lease_ms), **kept_values):
+            if record.release(connection, table, row, taken.token, pace(row, taken.effect.lease.ms), **kept_values):
                 kept = True
                 return True
             now = record.read(connection, table, *taken.row.key)
-            if now is not None and now.token == taken.token:  # a COMMIT that was interrupted may have come through
+            if now is not None and now.token == taken.token:  # an interrupted COMMIT may have succeeded
                 recorded = (now.outcome, now.result) == (outcome.number, outcome.data)
                 kept = recorded or (now.evidence_attempt, now.evidence) == (number, outcome.data)
             return False
@@ -536,55 +614,86 @@ class _Effects:
         return kept
 
     def _keep_beside(self, taken: _Taken, outcome: _Outcome) -> NoReturn:
-        """Keep what was told after the row had been taken over, and raise ``LeaseLostError``."""
+        """Keep an outcome that came after another process had taken over the row, and raise ``LeaseLostError``."""
         effect, row, table = taken.effect, taken.row, self._tables.marker
-        number, seen = taken.attempt.number, list[Seen | None]()
+        number, kept, seen = taken.attempt.number, False, list[Seen | None]()
+        values = record.evidence(outcome.number, outcome.data, number if outcome.by == ATTEMPT else None)
 
         def change(connection: Connection, _: Dialect) -> bool:
-            values = record.evidence(outcome.number, outcome.data, number)
-            kept = record.keep_beside(connection, table, row, taken.token, values)
+            nonlocal kept
+            kept = record.keep_beside(connection, table, row, taken.token, number, values) or kept
             seen[:] = [record.read(connection, table, *taken.row.key)]
             return kept
 
         self._transact(taken.row.key, change)
         now = seen[0]
         if now is None:
-            raise LeaseLostError(f"{_told(row)} was done, and its row was deleted meanwhile", outcome.told)
-        by_attempt = now.outcome is not None and now.decided_by == ATTEMPT
-        if by_attempt and _are_two(effect, outcome, now.outcome, now.result):
-            raise _double(taken, outcome)
-        of_another = now.evidence_attempt not in (None, number)  # None: of an ask
-        if of_another and _are_two(effect, outcome, now.evidence_outcome, now.evidence):
-            raise _double(taken, outcome)
-        told = f"{_told(row)} was told its outcome after another process had taken it over; the outcome is kept"
+            self._tell("fenced", row, taken)
+            raise LeaseLostError(f"{_told(row)} has an outcome, but its row was deleted meanwhile", outcome.told)
+        others = []  # values of other attempts
+        if now.decided_by == ATTEMPT:
+            others.append((now.outcome, now.result))
+        if now.evidence_attempt not in (None, number):  # None: of an ask
+            others.append((now.evidence_outcome, now.evidence))
+        if outcome.by == ATTEMPT and any(_are_two(effect, outcome, *other) for other in others):
+            raise self._double(taken, outcome)
+        self._tell("fenced", row, taken)
+        told = f"the outcome of {_told(row)} came after another process had taken over the effect"
+        told += "; the row keeps the outcome" if kept else "; the outcome is only in this error"
         if now.outcome is not None and (now.outcome, now.result) != (outcome.number, outcome.data):
-            told += f", and it is not what is recorded ({now.decided_by} decided): look at the provider"
+            told += f", and it differs from the recorded one ({now.decided_by} decided): check the provider"
             logger.error("%s", told)
         raise LeaseLostError(told, outcome.told)
 
+    def _double(self, taken: _Taken, outcome: _Outcome) -> DoubleEffectError:
+        told = f"two attempts at {_told(taken.row)} were done: check the provider, and undo one of them"
+        logger.error("%s", told)
+        error = DoubleEffectError(told, outcome.told)
+        self._tell("double", taken.row, taken, error)
+        return error
+
     def _record_left(self, effect: Definition[Any, Any], row: Seen) -> int | None:
-        """Record what an attempt has left, or a person has decided; return the outcome, or None for "not done"."""
+        """Record the value that an attempt has left, or the decision of a person. Return the outcome.
+
+        Return None if the person decided "not done".
+        """
         given = effect.request_codec.loads(row.request)
+        decision = json.loads(row.decision or "{}")
         if row.evidence is not None:
             number, data = row.evidence_outcome, row.evidence
             by = ASKED if row.evidence_attempt is None else ATTEMPT
         else:
-            decision = json.loads(row.decision or "")
             if decision["outcome"] == "not done":
                 why = f"not done, said {decision['who']}: {decision['why']}"
                 self._release(row, row.token, 0, **_NOTHING_SENT, decision=None, error=why, token=new_token())
+                self._tell("not_done", row)
                 return None
             number, by = (DONE if decision["outcome"] == "done" else REJECTED), PERSON
             data = decision["value"].encode() if number == DONE else _rejection(Rejected(decision["code"]))
-        assert number is not None  # noqa: S101  # written together with the evidence
+        assert number is not None  # noqa: S101  # the row has both or neither
         told = effect.codec.loads(data) if number == DONE else _rejected(data, replayed=False)
         try:
             found = self._finish(effect, row, row.token, given, _Outcome(number, data, by, told))
         except ProjectorDedupError as error:  # a Rejected or NotDone of `recorded` says nothing about the effect
+            self._tell("failed", row, error=error)
             raise _not_recorded(row, told, error, "`settle` tries again") from error
         if found is _Found.TAKEN_OVER:
-            raise OvertakenError(f"{_told(row)} was taken over meanwhile")
+            raise OvertakenError(f"another process has taken over {_told(row)} meanwhile")
+        if by != PERSON and decision and decision["outcome"] != ("done" if number == DONE else "rejected"):
+            logger.error("%s: the answer to an attempt is recorded, and not the decision of a person", _told(row))
+        self._tell("done" if number == DONE else "rejected", row)
         return number
+
+    def _tell_armed(self, taken: _Taken | None) -> None:
+        if taken is not None and taken.row.armed and taken.row.attempt == 0:
+            self._tell("armed", taken.row)
+
+    def _tell(self, outcome: Observed, row: Seen, taken: _Taken | None = None, error: Exception | None = None) -> None:
+        """Call the observer. ``taken`` is the attempt, or None."""
+        if self._observing is None:
+            return
+        began, number = (None, row.attempt) if taken is None else (taken.attempt.began, taken.attempt.number)
+        self._observing.tell_of("effect", outcome, row.handler, row.message_id, began, number, error)
 
     def _transact(
         self,
@@ -597,13 +706,21 @@ class _Effects:
 
 
 class Effects(_Effects):
-    """Drives effects: ``run`` one now, or ``settle`` all that are due.
+    """Sends effects: ``run`` sends one now, ``settle`` handles all that are due.
 
-    Threads may share it. ``session_factory`` is a ``sessionmaker`` on one engine, ``effects`` lists the functions under
-    ``@effect``, ``tables`` is the result of ``make_effect_tables``. ``scope="required"`` refuses calls that name no
-    scope. ``retry`` bounds how often each transaction is repeated. ``max_result_bytes`` bounds what is recorded.
+    Threads may share the object.
 
-    Raises ``HandlerDefinitionError``, ``UnsafeSessionError`` for a session factory that does not fit, ``ValueError``.
+    - ``session_factory``: a ``sessionmaker`` with one engine.
+    - ``effects``: a list of functions with ``@effect``.
+    - ``tables``: the result of ``make_effect_tables``.
+    - ``scope``: ``"required"`` refuses calls without a scope.
+    - ``retry``: how often, and for how long, the library retries a transaction after a transient error.
+    - ``max_result_bytes``: the largest value that the library records, in bytes. After a larger value the effect is
+      unknown. MariaDB stores values of at most half of its ``max_allowed_packet``.
+    - ``observer``: receives the outcome of each effect; see ``Observer``.
+
+    Raises ``HandlerDefinitionError`` for a wrong effect, ``UnsafeSessionError`` for a wrong session factory, and
+    ``ValueError`` for any other wrong argument.
     """
 
     _asynchronous = False
@@ -612,28 +729,33 @@ class Effects(_Effects):
     def run(
         self, effect: Effect[I, R], request: I | None = None, *, key: object, scope: object = None, wait: float = 0.0
     ) -> R:
-        """Do the effect now, or return what it returned before. It returns only if the outcome is recorded.
+        """Send the effect now and return the provider's answer, or return the recorded answer.
 
-        Without ``request`` it must have been armed. ``wait`` (seconds) is how long to wait for an attempt that is under
-        way. No connection is held while the body runs.
+        If ``run`` returns, the outcome is recorded. The library holds no connection while the effect's function runs.
 
-        Raises ``Rejected`` if the provider said no, ``NotDone`` if nothing was sent, ``InProgress`` (with
-        ``retry_after``), ``EffectUnknown``, ``NotRecordedError``, ``LeaseLostError``, ``KeyReusedError`` and
-        ``NotArmedError``; and ``UnsafeSessionError`` inside a handler: arm the effect there.
+        - ``request``: the first argument of the function. Omit it if the effect is armed.
+        - ``key``, ``scope``: as in ``arm``.
+        - ``wait``: how long to wait for an attempt of another process, in seconds.
+
+        Raises ``Rejected`` if the provider rejected the request, ``NotDone`` if nothing was sent, ``InProgress`` (with
+        ``retry_after`` in seconds), ``EffectUnknown``, ``NotRecordedError``, ``LeaseLostError``, ``KeyReusedError``
+        and ``NotArmedError``. Raises ``UnsafeSessionError`` inside a handler; call ``arm`` there.
         """
         return cast("R", self._run(effect, request, key, scope, wait))
 
     def settle(self, *, limit: int = 100) -> Settled:
-        """Drive what is due: armed effects, those of killed processes, and unknown ones, each by its policy.
+        """Send armed effects, and continue unknown effects and those of killed processes by their policies.
 
-        Looks at ``limit`` effects at most, at each of them once, the oldest first. Several processes may settle at
-        once. Call it from cron or in a loop. An effect that fails is logged, and the next one follows.
+        Call it from cron or in a loop. Several processes may call it at the same time. It handles at most ``limit``
+        effects, each once, the oldest first. If an effect fails, ``settle`` logs the error and continues with the next.
+
+        Returns how many effects had which result.
         """
         return self._settle(limit)
 
 
 class AsyncEffects(_Effects):
-    """Drives effects whose functions are ``async def``. Tasks of one event loop may share it. See ``Effects``."""
+    """Sends effects with ``async def`` functions. Tasks of one event loop may share the object. See ``Effects``."""
 
     _asynchronous = True
     _factory: async_sessionmaker[AsyncSession]
@@ -647,46 +769,40 @@ class AsyncEffects(_Effects):
         scope: object = None,
         wait: float = 0.0,
     ) -> R:
-        """Do the effect now, or return what it returned before. See ``Effects.run``."""
+        """Send the effect now, or return the recorded answer. See ``Effects.run``."""
         return cast("R", await greenlet_spawn(self._run, effect, request, key, scope, wait))
 
     async def settle(self, *, limit: int = 100) -> Settled:
-        """Drive what is due. See ``Effects.settle``."""
+        """Handle all effects that are due. See ``Effects.settle``."""
         return cast("Settled", await greenlet_spawn(self._settle, limit))
 
 
-# Words ----------------------------------------------------------------------------------------------------------------
+# Helpers --------------------------------------------------------------------------------------------------------------
 
 
 def _new_taken(effect: Definition[Any, Any], new: NewRow, token: str, began: float) -> _Taken:
-    attempt = Attempt(new.provider_key, 1, effect.lease, began)
+    attempt = Attempt(new.provider_key, 1, effect.lease.at_most, began)
     given = effect.request_codec.loads(new.request)
     return _Taken(effect, Seen.of_new(new, token), token, given, attempt, Step(Do.SEND), set_first=True)
 
 
 def _taken(effect: Definition[Any, Any], row: Seen, token: str, began: float, step: Step) -> _Taken:
     number = row.attempt if step.do is Do.ASK else row.attempt + 1
-    called = step.do is Do.ASK  # there `NotDone` would say that the provider has nothing
-    attempt = Attempt(row.provider_key, number, effect.lease, began, called)
-    given = effect.request_codec.loads(row.request)  # before the row is taken: what cannot be read is not sent
+    called = step.do is Do.ASK  # in an ask function, `NotDone` would mean that the provider has not done it
+    attempt = Attempt(row.provider_key, number, effect.lease.at_most, began, called)
+    given = effect.request_codec.loads(row.request)  # before the row is taken, in case the request cannot be read
     return _Taken(effect, row, token, given, attempt, step, set_first=row.first_sent_at is None)
 
 
 def _are_two(effect: Definition[Any, Any], outcome: _Outcome, number: int | None, data: bytes | None) -> bool:
-    """True if two attempts were done. Those of a ``resend`` are one if the provider gave the same answer twice."""
+    """True if two attempts were done. With ``resend``, equal answers mean that the provider did it once."""
     if outcome.number != DONE or number != DONE:
         return False
     return not (isinstance(effect.unknown, Resend) and data == outcome.data)
 
 
 def _not_recorded(row: Seen, value: Any, why: BaseException, then: str) -> NotRecordedError:
-    return NotRecordedError(f"{_told(row)} has its outcome, and recording it failed ({shown(why)}); {then}", value)
-
-
-def _double(taken: _Taken, outcome: _Outcome) -> DoubleEffectError:
-    told = f"two attempts at {_told(taken.row)} were done: look at the provider, and undo one of them"
-    logger.error("%s", told)
-    return DoubleEffectError(told, outcome.told)
+    return NotRecordedError(f"the outcome of {_told(row)} could not be recorded ({shown(why)}); {then}", value)
 
 
 def _answer(effect: Definition[Any, Any], row: Seen) -> Any:
@@ -698,16 +814,17 @@ def _answer(effect: Definition[Any, Any], row: Seen) -> Any:
         return effect.codec.loads(data)
     except Exception as error:
         raise ResultUnreadableError(
-            f"the value of {_told(row)} cannot be read ({type(error).__name__}); it was done, and is not sent again",
+            f"the value of {_told(row)} cannot be read ({type(error).__name__}); the effect was done, and is not sent "
+            "again. Correct the annotation of its result",
             data,
         ) from error
 
 
 def _rejection(rejected: Rejected) -> bytes:
-    """Return a rejection as it is stored: without its detail if JSON has no form for that."""
+    """Return a rejection as it is stored. Omit its detail if JSON cannot store it."""
     try:
         return json_codec.dumps(as_json({"code": rejected.code, "detail": rejected.detail}))
-    except Exception:  # noqa: BLE001  # what the user gave must not hinder the outcome
+    except Exception:  # noqa: BLE001  # a wrong detail must not prevent that the outcome is recorded
         code: object = rejected.code
         return json_codec.dumps({"code": code if type(code) is str else shown(rejected), "detail": None})
 
@@ -738,17 +855,20 @@ def _count(settled: Settled, number: int | None) -> None:
 
 
 def _refuse_within(call: str) -> None:
-    if is_handling() or _sending.get():
+    sending = _sending.get()
+    if is_handling() or (sending is not None and sending.under_way):
         raise UnsafeSessionError(
-            f"{call} inside a handler or an effect: what was sent would stay sent when the handler is rolled back. Use "
-            "arm(session, ...) there, and `settle` sends it after the COMMIT"
+            f"{call} was called inside a handler or an effect, whose rollback could not undo what was sent. Call "
+            "arm(session, ...) there, and `settle` sends the effect after the COMMIT"
         )
 
 
 @contextmanager
 def _noted() -> Iterator[None]:
-    token = _sending.set(True)
+    note = _Sending()
+    token = _sending.set(note)
     try:
         yield
     finally:
+        note.under_way = False
         _sending.reset(token)

@@ -1,4 +1,4 @@
-"""Tell in which state an effect is, and decide what may be done with it: the one place that reads a policy."""
+"""Find out the state of an effect, and decide the next step by its policy. No other module reads a policy."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ HOUR = 3_600_000  # milliseconds
 
 
 class State(StrEnum):
-    """The states of an effect, in the words that people read."""
+    """The states of an effect. The values are the words that the command line prints."""
 
     ARMED = "armed"  #: nothing was sent
-    RUNNING = "running"  #: an attempt, or an ask, has the lease
-    UNKNOWN = "unknown"  #: an attempt ended without an answer, and its policy decides
-    STOPPED = "needs a person"  #: its policy has ended
+    RUNNING = "running"  #: an attempt or an ask function has the lease
+    UNKNOWN = "unknown"  #: an attempt ended without an answer, and the policy decides
+    STOPPED = "needs a person"  #: the policy has ended
     KEPT = "not recorded"  #: an attempt returned its value, and ``settle`` records it
     DECIDED = "decided"  #: a person has decided, and ``settle`` records it
     DONE = "done"
@@ -26,7 +26,7 @@ class State(StrEnum):
 
 
 def state_of(row: Any) -> State:
-    """Return the state of a row, which is a ``Seen`` or has all columns and ``now``, the database's time then."""
+    """Return the state of a row: a ``Seen``, or all columns with ``now``, the database's time of the query."""
     if row.outcome is not None:
         return State.DONE if row.outcome == DONE else State.REJECTED
     if row.lease_until is not None and row.lease_until > row.now:
@@ -41,28 +41,28 @@ def state_of(row: Any) -> State:
 
 
 class Do(Enum):
-    """The steps that may be taken with an effect."""
+    """The possible next steps of an effect."""
 
-    ANSWER = "answer"  #: it has an outcome
-    WAIT = "wait"  #: somebody is at work, or it is too early to ask
-    RECORD = "record"  #: an attempt has left its value, or a person has decided
-    SEND = "send"  #: surely nothing was sent, or it may be sent again
+    ANSWER = "answer"  #: return the recorded outcome
+    WAIT = "wait"  #: another process has the lease, or it is too early to ask
+    RECORD = "record"  #: record the value that an attempt has left, or the decision of a person
+    SEND = "send"  #: send it: nothing was sent before, or the policy permits to send it again
     ASK = "ask"  #: ask the provider
-    STOP = "stop"  #: the policy has ended: a person decides
+    STOP = "stop"  #: the policy has ended, so a person decides
 
 
 @dataclass(frozen=True)
 class Step:
-    """One step with a row, by its policy. Times are those of the row."""
+    """The next step of a row. Times are milliseconds of the database's clock."""
 
     do: Do
     until: int = 0  #: of WAIT
-    latest: int | None = None  #: of SEND: not later than this
+    latest: int | None = None  #: the latest time for SEND or ASK
     ask: Ask | None = None
 
 
 def next_step(row: Seen, policy: Policy, lease: int) -> Step:
-    """Return what may be done with the row; ``lease`` is in milliseconds."""
+    """Return the next step of the row. ``lease`` is in milliseconds."""
     state = state_of(row)
     if state in (State.DONE, State.REJECTED):
         return Step(Do.ANSWER)
@@ -85,9 +85,9 @@ def next_step(row: Seen, policy: Policy, lease: int) -> Step:
 
 
 def pace(row: Seen, lease: int, *, sent: bool = True) -> int:
-    """Return the milliseconds until ``settle`` looks again: as long as it was tried already, from a lease to an hour.
+    """Return the milliseconds until ``settle`` tries again: the age of the effect, but a lease to an hour.
 
-    ``sent``: since the first sending. Else since it was armed, for what was never sent.
+    The age counts from the first attempt if ``sent``, else from the arming.
     """
     since = (row.first_sent_at or row.now) if sent else row.armed_at
     return min(max(row.now - since, lease), HOUR)

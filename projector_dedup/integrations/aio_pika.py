@@ -116,6 +116,7 @@ class Consumer:
         settled = await self._settling.adeliver(incoming_of(message.body, message, self._queue))
         if not settled.acknowledge:
             await copy(message, self._queue, settled)
+            self._settling.kept(settled)
         await message.ack()
 
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable
+from dataclasses import replace
+from datetime import date, datetime, time
+from decimal import Decimal
 from typing import Any
+from uuid import UUID
 
 from .extras import needs
 
@@ -24,8 +29,8 @@ from ..dispatcher import Dispatcher
 from ..errors import InvalidMessageIdError
 from ..message import Message, printable
 from ..verdict import Action, verdict_of
-from .incoming import Incoming, text_of
-from .settling import Settling
+from .incoming import Convert, Incoming, json_event, text_of
+from .settling import Settled, Settling
 
 __all__ = ["delivering_task", "forget_connections", "replay"]
 
@@ -38,12 +43,22 @@ CELERYS = (Retry, Ignore, Terminated)
 """The ends of a task that Celery settles: a retry is published, and a task that was revoked is dropped."""
 
 
+def _as_json(value: object) -> str:
+    """Return as text what Celery's JSON has made an object of, as the producer's own JSON would have it."""
+    if isinstance(value, (datetime, date, time)):
+        return value.isoformat()
+    if isinstance(value, (Decimal, UUID)):
+        return str(value)
+    raise TypeError(f"an event contains {type(value).__name__}, which JSON does not have")
+
+
 def delivering_task(
     app: celery.Celery,
     name: str,
     dispatcher: Dispatcher,
     *,
     queue: str,
+    convert: Convert | None = None,
     max_attempts: int | None = None,
     max_delay: float = 300.0,
 ) -> Any:
@@ -51,7 +66,8 @@ def delivering_task(
 
     ``event`` is what Celery can serialize, a dictionary say. **The id is that of the event, not of the task**: an event
     that is published again is another task. Without ``message_id`` the dispatcher looks into the event, and without
-    ``type``, a third argument, too.
+    ``type``, a third argument, too. The handler gets the event as Celery deserialized it. With ``convert`` it gets the
+    event that this function makes of the event as JSON, of the id and of the type.
 
     The task is acknowledged when the event is applied, or was applied before; it is requeued when its worker is lost or
     hits the hard time limit. An event that is to come again is a retry of the task, after the delay. A rejected one
@@ -59,8 +75,8 @@ def delivering_task(
     event is rejected after ``max_attempts`` deliveries; None sets no limit. ``max_delay`` bounds the seconds before the
     next one. The children of a worker open database connections of their own.
     """
-    # Refuses what it cannot use at once, not in a worker.
-    Settling(dispatcher, max_attempts=max_attempts, max_delay=max_delay)
+    limits: dict[str, Any] = {"max_attempts": max_attempts, "max_delay": max_delay, "broker": "celery"}
+    settling = Settling(dispatcher, convert or json_event, **limits)  # refuses what it cannot use now, not in a worker
 
     def deliver(
         self: Any,
@@ -71,13 +87,17 @@ def delivering_task(
         attempt = self.request.retries + 1
         incoming = Incoming(b"", message_id, type, attempt=attempt, origin=f"task {name}")
 
-        def convert(incoming: Incoming) -> Message:
+        def converted(incoming: Incoming) -> object:
+            if convert is not None:
+                return convert(replace(incoming, body=json.dumps(event, default=_as_json).encode()))
             found = text_of(incoming.message_id, "message id", InvalidMessageIdError)
             return Message(found, event, text_of(incoming.type, "type"))
 
-        settled = Settling(dispatcher, convert, max_attempts=max_attempts, max_delay=max_delay).deliver(incoming)
+        settled = Settling(dispatcher, converted, **limits).deliver(incoming)
         if settled.reject:
-            raise Reject(settled.reason, requeue=False)
+            rejected = Reject(settled.reason, requeue=False)
+            rejected.label = settled.label  # for the worker's main process, which keeps the dead letter
+            raise rejected
         if not settled.acknowledge:
             try:
                 raise self.retry(countdown=settled.delay, throw=False)
@@ -97,6 +117,7 @@ def delivering_task(
         typing=False,
         Request=f"{__name__}:SettledRequest",
         Strategy=f"{__name__}:strategy",
+        settling=settling,
     )
 
     def confirm_what_is_published(sender: Any = None, **_: Any) -> None:
@@ -113,7 +134,7 @@ def forget_connections(dispatcher: Dispatcher) -> None:
 
     Call it in the child, before the first delivery. Celery's children do it by themselves.
     """
-    options = dispatcher._factory.kw
+    options = dispatcher.session_factory.kw
     for bound in (options.get("bind"), *(options.get("binds") or {}).values()):
         if bound is not None:
             bound.engine.dispose(close=False)
@@ -151,11 +172,16 @@ class SettledRequest(Request):  # type: ignore[misc]  # Celery has no types
         error = getattr(error, "exc", error) if isinstance(error, ExceptionWithTraceback) else error
         if isinstance(error, CELERYS):
             return super().on_failure(exc_info, send_failed_event, return_ok)
-        reason = str(error.reason) if isinstance(error, Reject) else printable(f"{type(error).__name__}: {error}"[:500])
-        innocent = getattr(error, "requeue", False) or verdict_of(error).action is not Action.REJECT
+        verdict = verdict_of(error)
+        innocent = getattr(error, "requeue", False) or verdict.action is not Action.REJECT
         state.task_ready(self)
-        if not innocent and _put_aside(self.app, self.task.queue, self.message, reason):
-            return self.acknowledge()
+        if not innocent:
+            if isinstance(error, Reject):
+                settled = Settled(verdict, str(error.reason), getattr(error, "label", None))
+            else:
+                settled = self.task.settling.unread(error)
+            if _put_aside(self.task, self.message, settled):
+                return self.acknowledge()
         return self.reject(requeue=True)
 
 
@@ -167,23 +193,26 @@ def strategy(task: Any, app: celery.Celery, consumer: Any) -> Callable[..., Any]
         try:
             return receive(message, body, ack, reject, callbacks, **more)
         except (DecodeError, ContentDisallowed, InvalidTaskError) as error:
-            reason = printable(f"{type(error).__name__}: {error}"[:500])
-            logger.error("a message of task %s cannot be read, and is rejected: %s", task.name, reason)
-            if _put_aside(app, task.queue, message, reason):
+            settled = task.settling.unread(error)
+            logger.error("a message of task %s cannot be read, and is rejected: %s", task.name, settled.reason)
+            if _put_aside(task, message, settled):
                 return ack(logger, consumer.connection_errors)
             return reject(logger, consumer.connection_errors, requeue=True)
 
     return receive_or_put_aside
 
 
-def _put_aside(app: celery.Celery, queue: str, message: Any, reason: str) -> bool:
-    """Publish a copy of a message as a dead letter; return True if the broker has confirmed it."""
+def _put_aside(task: Any, message: Any, settled: Settled) -> bool:
+    """Publish a copy of a message of the task as a dead letter; return True if the broker has confirmed it."""
+    dead, headers = _dead(task.queue), {**message.headers, REASON: settled.reason}
     try:
-        with app.producer_pool.acquire(block=True) as producer:
-            _publish(producer, _dead(queue).name, message, {**message.headers, REASON: reason}, declare=[_dead(queue)])
+        with task.app.producer_pool.acquire(block=True) as producer:
+            _publish(producer, dead.name, message, headers, declare=[dead])
     except Exception:
-        logger.exception("a dead letter of queue %s could not be published: its message comes again", printable(queue))
+        name = printable(task.queue)
+        logger.exception("a dead letter of queue %s could not be published: its message comes again", name)
         return False
+    task.settling.kept(settled)
     return True
 
 

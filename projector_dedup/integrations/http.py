@@ -331,7 +331,7 @@ class Recording:
     def answer(self, response: Any, status: int, headers: Iterable[tuple[str, str]], body: bytes | None) -> Answer:
         """Return the part of a response that is recorded; ``body`` is None if it is not there as a whole.
 
-        Raises ``Unrecorded`` for a status of 500 or more and for one of ``LATER``, and ``ResultError`` for a stream.
+        Raises ``Unrecorded`` for a status of 500 or more or in ``LATER``, and ``ResultError`` for a stream.
         """
         if status >= FIRST_SERVER_ERROR or status in LATER:
             raise Unrecorded(response)

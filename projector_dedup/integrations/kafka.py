@@ -99,7 +99,7 @@ class Consumer:
         expect(Mapping, config, 'config is a dictionary, as in {"bootstrap.servers": ..., "group.id": ...}')
         if isinstance(topics, str) or not topics:
             raise ValueError('topics is a list of names, as in ["payments"]')
-        self._settling = Settling(dispatcher, convert, max_attempts=max_attempts, max_delay=max_delay)
+        self._settling = Settling(dispatcher, convert, max_attempts=max_attempts, max_delay=max_delay, broker="kafka")
         self._id_header, self._max_delay = id_header, max_delay
         self._retry = {topic: aside(topic, config, "retry") for topic in topics}
         self._dead = {topic: aside(topic, config, "dead") for topic in topics}
@@ -212,6 +212,7 @@ class Consumer:
             headers = received.copy_headers(attempt=attempt + 1, not_before=not_before)
         try:
             put_copy(self._producer, received.message, topic, headers)
+            self._settling.kept(settled)
         except KafkaException as error:
             if error.args[0].code() != KafkaError.MSG_SIZE_TOO_LARGE:
                 raise

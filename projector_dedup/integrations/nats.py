@@ -89,7 +89,7 @@ class Consumer:
             raise ValueError(f"in_flight is at least 1, and ack_wait above 0 seconds: {in_flight=}, {ack_wait=}")
         self._connection, self._streams = connection, connection.jetstream()
         self._settling = Settling(
-            dispatcher, convert, max_attempts=max_attempts, max_delay=max_delay, asynchronous=True
+            dispatcher, convert, max_attempts=max_attempts, max_delay=max_delay, asynchronous=True, broker="nats"
         )
         self._stream, self._subject, self._durable = stream, subject, durable
         self._in_flight, self._ack_wait = in_flight, ack_wait
@@ -199,6 +199,7 @@ class Consumer:
             await message.ack()
         elif settled.reject:
             if await keep(self._connection, message, self._stream, self._durable, settled.reason):
+                self._settling.kept(settled)
                 await message.ack()
             else:
                 await message.nak(delay=_TOO_LARGE)

@@ -19,26 +19,22 @@ __all__ = ["OpenTelemetryObserver"]
 _SCHEMA = "https://opentelemetry.io/schemas/1.32.0"
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
 _HANDLER, _TYPE, _OUTCOME = (f"projector_dedup.{name}" for name in ("handler", "message.type", "outcome"))
+_BROKER, _REASON = "projector_dedup.broker", "projector_dedup.reason"
 
 
 class OpenTelemetryObserver:
-    """Records observations as metrics, and writes them on the current span, which is the broker's if that is traced.
+    """Records observations as metrics, and on the current span, which is the broker's if its client is traced.
 
-    ``system`` is the broker: ``rabbitmq`` or ``kafka``, by the names of the conventions, or a name for one that they do
-    not know. Other ``attributes`` go with every metric: ``{"messaging.destination.name": "flights"}``, say.
+    ``system`` is the broker: ``rabbitmq``, ``kafka`` or another name of the messaging conventions. ``attributes`` are
+    added to every metric: ``{"messaging.destination.name": "flights"}``, for example. Without ``meter_provider`` the
+    global provider is used. docs/observing.md lists the metrics and their attributes.
 
-    Metrics: ``messaging.process.duration``, a histogram in seconds, without retries; ``projector_dedup.messages``, a
-    counter of all observations; ``projector_dedup.message.age``, a histogram in seconds of messages with an
-    ``occurred_at``. Each has ``messaging.system``, ``messaging.operation.name`` (``process``), ``error.type`` if it
-    failed, and ``projector_dedup.handler``, ``.message.type`` and ``.outcome``; the first two are left out for messages
-    that went to no handler, whose type anybody may have made up. A ``duplicate`` that this delivery had applied, by a
-    COMMIT whose answer was lost, is recorded as ``applied``.
+    A message that went to no handler has neither handler nor type: its sender may invent types. A ``duplicate`` that
+    this delivery had applied itself, by a COMMIT whose answer was lost, is recorded as ``applied``.
 
-    On the span: attributes ``projector_dedup.handler`` and ``.outcome``, of the last observation if there are several,
-    and an event ``projector_dedup.observed`` for each, with the attributes of the metrics, the message's id and the
-    number of attempts. The span's status is its owner's to set.
-
-    Without ``meter_provider`` the global one is used.
+    The span gets the attributes ``projector_dedup.handler`` and ``projector_dedup.outcome`` of its last message,
+    command or effect, and an event ``projector_dedup.observed`` for each observation, with the attributes of the
+    metrics, the message id and the number of attempts. The observer starts no span and sets no status.
     """
 
     def __init__(
@@ -48,8 +44,9 @@ class OpenTelemetryObserver:
         attributes: Mapping[str, AttributeValue] | None = None,
         meter_provider: MeterProvider | None = None,
     ) -> None:
+        self._given: dict[str, AttributeValue] = {**(attributes or {})}
         self._common: dict[str, AttributeValue] = {
-            **(attributes or {}),
+            **self._given,
             "messaging.system": system,
             "messaging.operation.name": "process",
         }
@@ -61,7 +58,12 @@ class OpenTelemetryObserver:
             explicit_bucket_boundaries_advisory=_SECONDS,
         )
         self._messages = meter.create_counter(
-            "projector_dedup.messages", unit="{message}", description="Messages, by what became of them."
+            "projector_dedup.messages", unit="{message}", description="Messages, by outcome."
+        )
+        self._deliveries = meter.create_counter(
+            "projector_dedup.deliveries",
+            unit="{delivery}",
+            description="Deliveries of a broker, by what the consumer did.",
         )
         self._age = meter.create_histogram(
             "projector_dedup.message.age",
@@ -69,19 +71,44 @@ class OpenTelemetryObserver:
             description="Time from occurred_at to the outcome.",
             explicit_bucket_boundaries_advisory=AGE_BUCKETS,
         )
+        self._others = {
+            kind: (
+                meter.create_counter(
+                    f"projector_dedup.{kind}s",
+                    unit=f"{{{kind}}}",
+                    description=f"{kind.capitalize()}s, by outcome.",
+                ),
+                meter.create_histogram(
+                    f"projector_dedup.{kind}.duration",
+                    unit="s",
+                    description="Time from the beginning to the outcome.",
+                    explicit_bucket_boundaries_advisory=_SECONDS,
+                ),
+            )
+            for kind in ("command", "effect")
+        }
 
     def observed(self, observation: Observation) -> None:
-        """Record the observation; called by the dispatcher."""
+        """Record the observation."""
         own = _attributes(observation)
-        labels = {**self._common, **own}
-        self._messages.add(1, labels)
-        if (duration := duration_of(observation)) is not None:
-            self._duration.record(duration, labels)
-        if (age := age_of(observation)) is not None:
-            self._age.record(age, labels)
+        if observation.kind == "message":
+            labels = {**self._common, **own}
+            self._messages.add(1, labels)
+            if (duration := duration_of(observation)) is not None:
+                self._duration.record(duration, labels)
+            if (age := age_of(observation)) is not None:
+                self._age.record(age, labels)
+        elif observation.kind == "delivery":
+            self._deliveries.add(1, {**self._common, **own})
+        else:
+            counter, histogram = self._others[observation.kind]
+            counter.add(1, {**self._given, **own})
+            if observation.duration:
+                histogram.record(observation.duration, {**self._given, **own})
         span = get_current_span()
         if span.is_recording():
-            span.set_attributes({name: own[name] for name in (_HANDLER, _OUTCOME) if name in own})
+            if observation.kind != "delivery":  # which says less than the messages that it contained
+                span.set_attributes({name: own[name] for name in (_HANDLER, _OUTCOME) if name in own})
             span.add_event("projector_dedup.observed", own | _details(observation))
 
 
@@ -89,6 +116,9 @@ def _attributes(observation: Observation) -> dict[str, AttributeValue]:
     """Return the attributes of metrics: each has few values."""
     named = zip((_HANDLER, _TYPE, _OUTCOME), series_of(observation), strict=True)
     found: dict[str, AttributeValue] = {name: value for name, value in named if value}
+    for name, label in ((_BROKER, observation.broker), (_REASON, observation.reason)):
+        if label is not None:
+            found[name] = label
     if observation.error is not None:
         error = type(observation.error)
         found["error.type"] = f"{error.__module__}.{error.__qualname__}"

@@ -95,6 +95,7 @@ class Consumer:
         settled = self._settling.deliver(incoming_of(body, properties, self._queue))
         if not settled.acknowledge:
             _copy(channel, properties, body, self._queue, settled, self._parameters.frame_max)
+            self._settling.kept(settled)
         channel.basic_ack(tag)
 
 

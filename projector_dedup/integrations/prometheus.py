@@ -1,4 +1,4 @@
-"""Prometheus: a counter of outcomes, and histograms of how long deliveries took and how old their messages were."""
+"""Export metrics to Prometheus: outcomes, durations and ages of messages, commands, effects and deliveries."""
 
 from __future__ import annotations
 
@@ -16,19 +16,17 @@ __all__ = ["PrometheusObserver"]
 
 
 class PrometheusObserver:
-    """Counts observations in a registry of ``prometheus_client``; give one observer to all dispatchers of a process.
+    """Counts observations in a registry of ``prometheus_client``.
 
-    - ``projector_dedup_messages_total``: a counter by ``handler``, ``message_type``, ``outcome`` and ``error``, the
-      name of an error's class. A ``duplicate`` that this delivery had applied, by a COMMIT whose answer was lost, is
-      counted as ``applied``.
-    - ``projector_dedup_delivery_seconds``: a histogram by ``handler``, ``message_type`` and ``outcome``, without
-      ``retried``. Of a batch each message has the duration of all.
-    - ``projector_dedup_message_age_seconds``: the same, of messages with an ``occurred_at``: how far the read model is
-      behind. A time in the future counts as 0.
+    Give one observer to all dispatchers, ``Commands`` and ``Effects`` of a process. docs/observing.md lists the metrics
+    and their labels.
 
-    Messages that go to no handler have an empty ``handler`` and ``message_type``: who sends them may make up types,
-    and each would be a time series for good. ``buckets`` and ``age_buckets`` are upper bounds in seconds. Raises
-    ``ValueError`` if the registry has metrics of these names already.
+    ``buckets`` and ``age_buckets`` are upper bounds in seconds, of durations and of ages. A message that went to no
+    handler has an empty ``handler`` and ``message_type``: its sender may invent types, and each type would be a time
+    series for ever. A ``duplicate`` that this delivery had applied itself, by a COMMIT whose answer was lost, is
+    counted as ``applied``. An ``occurred_at`` in the future counts as an age of 0.
+
+    Raises ``ValueError`` if the registry already has metrics of these names.
     """
 
     def __init__(
@@ -40,7 +38,7 @@ class PrometheusObserver:
     ) -> None:
         self._messages = Counter(
             "projector_dedup_messages",
-            "Messages, by what became of them.",
+            "Messages, by outcome.",
             (*Series._fields, "error"),
             registry=registry,
         )
@@ -58,11 +56,44 @@ class PrometheusObserver:
             registry=registry,
             buckets=age_buckets,
         )
+        self._deliveries = Counter(
+            "projector_dedup_deliveries",
+            "Deliveries of a broker, by what the consumer did.",
+            ("broker", "outcome", "reason"),
+            registry=registry,
+        )
+        self._others = {
+            kind: (
+                Counter(
+                    f"projector_dedup_{kind}s",
+                    f"{kind.capitalize()}s, by outcome.",
+                    ("handler", "outcome", "error"),
+                    registry=registry,
+                ),
+                Histogram(
+                    f"projector_dedup_{kind}_seconds",
+                    "Seconds from the beginning to the outcome.",
+                    ("handler", "outcome"),
+                    registry=registry,
+                    buckets=buckets,
+                ),
+            )
+            for kind in ("command", "effect")
+        }
 
     def observed(self, observation: Observation) -> None:
-        """Count the observation; called by the dispatcher."""
+        """Count the observation."""
+        if observation.kind == "delivery":
+            self._deliveries.labels(observation.broker, observation.outcome, observation.reason or "").inc()
+            return
         series = series_of(observation)
         error = "" if observation.error is None else type(observation.error).__name__
+        if observation.kind != "message":
+            counter, histogram = self._others[observation.kind]
+            counter.labels(series.handler, series.outcome, error).inc()
+            if observation.duration:
+                histogram.labels(series.handler, series.outcome).observe(observation.duration)
+            return
         self._messages.labels(*series, error).inc()
         if (duration := duration_of(observation)) is not None:
             self._duration.labels(*series).observe(duration)

@@ -65,7 +65,13 @@ def new_settling(
     if prefetch < 1:
         raise ValueError("prefetch is at least 1: 0 would have RabbitMQ send the whole queue")
     return Settling(
-        dispatcher, convert, max_attempts=max_attempts, max_delay=max_delay, delays=DELAYS, asynchronous=asynchronous
+        dispatcher,
+        convert,
+        max_attempts=max_attempts,
+        max_delay=max_delay,
+        delays=DELAYS,
+        asynchronous=asynchronous,
+        broker="rabbitmq",
     )
 
 

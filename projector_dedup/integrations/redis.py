@@ -99,7 +99,7 @@ class Consumer:
                 "the client has decode_responses=True, so one body that is not UTF-8 would stop every consumer: give "
                 "a client without it"
             )
-        self._settling = Settling(dispatcher, convert, max_attempts=max_attempts, max_delay=max_delay)
+        self._settling = Settling(dispatcher, convert, max_attempts=max_attempts, max_delay=max_delay, broker="redis")
         self._stream, self._group, self._abandoned_after = stream, group, abandoned_after
         self._member = f"{socket.gethostname()}-{os.getpid()}"
         self._looked = float("-inf")
@@ -171,6 +171,7 @@ class Consumer:
         elif settled.reject:
             letter: dict[Any, Any] = {**entry.fields, _REJECTED_FOR: settled.reason}
             self._client.xadd(dead_stream(self._stream, self._group), letter)
+            self._settling.kept(settled)
             self._client.xack(self._stream, self._group, entry.number)  # behind it: kept twice perhaps, but not lost
         elif self._pending(entry.number, entry.number, 1, self._member):  # else another process settles it by now
             owner = f"{_LATER}{settled.delay:g}"

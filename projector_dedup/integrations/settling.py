@@ -1,18 +1,37 @@
-"""Settle what a broker delivered: convert it, hand it to a dispatcher, say what its consumer has to do with it."""
+"""Settle a delivery of a broker: convert the message, deliver it, and tell the consumer what to do with it."""
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from sqlalchemy.exc import TimeoutError as PoolTimeoutError
+from sqlalchemy.orm.exc import StaleDataError
 from sqlalchemy.util import await_only, greenlet_spawn
 
+from ..dialects import failure_of
 from ..dispatcher import AsyncDispatcher, Dispatcher
-from ..errors import BatchFailed, Defer, HandlerDefinitionError, InProgress, ProjectorDedupError
+from ..errors import (
+    BatchFailed,
+    BeyondRetention,
+    CommitOutcomeUnknown,
+    Defer,
+    HandlerDefinitionError,
+    InProgress,
+    InvalidMessageError,
+    InvalidMessageIdError,
+    OvertakenError,
+    ProjectorDedupError,
+    RefusedError,
+    RetriesExhaustedError,
+    UnhandledMessage,
+)
 from ..message import envelope, id_text, printable
+from ..observer import Reason
 from ..outcome import Outcome
 from ..verdict import Action, Verdict, verdict_of
 from .incoming import Convert, Incoming, json_event
@@ -24,16 +43,35 @@ logger = logging.getLogger("projector_dedup.consumers")
 MAX_REASON = 500  # characters of an error that are logged and put into a header
 MAX_NAMES = 10  # headers that one log line names
 
+_REASONS: tuple[tuple[tuple[type[BaseException], ...], Reason], ...] = (  # the first class that fits
+    ((InvalidMessageIdError,), "invalid_id"),
+    ((InvalidMessageError,), "invalid_message"),
+    ((UnhandledMessage,), "unhandled"),
+    ((BeyondRetention,), "late"),
+    ((Defer,), "deferred"),
+    ((InProgress,), "in_progress"),
+    ((RefusedError,), "refused"),
+    (
+        (RetriesExhaustedError, CommitOutcomeUnknown, OvertakenError, StaleDataError, PoolTimeoutError),
+        "database",
+    ),
+)
+
+
+_UNREAD = object()  # stands for the event of a message that ``convert`` has not returned
+
 
 @dataclass(frozen=True)
 class Settled:
     """The answer to one delivery: acknowledge it if ``verdict`` is None, else do what the verdict says.
 
-    ``reason`` is the error in short, printable: for the dead letter, where the message is rejected.
+    ``reason`` is the error in short, printable: for the dead letter, where the message is rejected. ``label`` is the
+    reason as metrics count it; None if the message is acknowledged.
     """
 
     verdict: Verdict | None = None
     reason: str = ""
+    label: Reason | None = None
 
     @property
     def acknowledge(self) -> bool:
@@ -60,6 +98,9 @@ class Settling:
     ascending order, the bound is the longest of them within it, or else the shortest. The methods whose names begin
     with an ``a`` are for an ``AsyncDispatcher``.
 
+    The observer of the dispatcher receives each answer, as an observation of the kind ``delivery`` with the name of the
+    ``broker``. After the broker has confirmed a dead letter, call ``kept``.
+
     Raises ``HandlerDefinitionError`` if the dispatcher is not of the kind that ``asynchronous`` says, ``TypeError`` for
     a ``max_delay`` that is no number, and ``ValueError`` for an argument that is out of its range.
     """
@@ -73,18 +114,22 @@ class Settling:
         max_delay: float = 300.0,
         delays: Sequence[float] = (),
         asynchronous: bool = False,
+        broker: str = "other",
     ) -> None:
         wanted = AsyncDispatcher if asynchronous else Dispatcher
         if not isinstance(dispatcher, wanted):
             raise HandlerDefinitionError(f"this consumer takes {wanted.__name__}, not {type(dispatcher).__name__}")
         if not callable(convert):
             raise ValueError("convert takes a function, such as json_event")
+        if inspect.iscoroutinefunction(convert):
+            raise ValueError("convert is an async def, and nobody would await it: give a plain function")
         if max_attempts is not None and max_attempts < 1:
             raise ValueError("max_attempts is at least 1; None sets no limit")
         expect((int, float), max_delay, "max_delay is a number of seconds, as in max_delay=5")
         if not max_delay > 0:
             raise ValueError(f"max_delay is a number of seconds above 0, not {max_delay}")
         self._dispatcher: Any = dispatcher
+        self._observing, self._broker = dispatcher._observing, broker
         self._asynchronous = asynchronous
         self._convert = convert
         self._max_attempts = max_attempts
@@ -93,7 +138,7 @@ class Settling:
 
     def deliver(self, incoming: Incoming) -> Settled:
         """Deliver one message. Never raises an ``Exception``: whatever is wrong is in the answer and in the log."""
-        event = None
+        event: object = _UNREAD
         try:
             event = self._convert(incoming)
             self._wait(self._dispatcher.deliver(event))
@@ -101,7 +146,7 @@ class Settling:
             if self._ends_this_task(error):
                 raise
             return self._failed(incoming, event, error)  # the verdict tells the consumer what becomes of the message
-        return Settled()
+        return self._acknowledged(incoming, event)
 
     async def adeliver(self, incoming: Incoming) -> Settled:
         """``deliver``, awaited."""
@@ -123,11 +168,33 @@ class Settling:
                     raise
                 for position in events:  # the one whose it is meets it again alone
                     settled[position] = self.deliver(incoming[position])
+            else:
+                for position, event in events.items():
+                    settled[position] = self._acknowledged(incoming[position], event)
         return settled
 
     async def adeliver_batch(self, incoming: Sequence[Incoming]) -> list[Settled]:
         """``deliver_batch``, awaited."""
         return await greenlet_spawn(self.deliver_batch, incoming)
+
+    def kept(self, settled: Settled) -> None:
+        """Report to the observer that the broker has confirmed the dead letter of a message that was rejected."""
+        if self._observing is not None and settled.reject:
+            self._observing.tell_delivery("dead_letter", self._broker, settled.label)
+
+    def unread(self, error: BaseException) -> Settled:
+        """Return the answer for a message that the broker's client could not read: reject it."""
+        settled = Settled(Verdict(Action.REJECT, 0.0, error), _reason(error), "invalid_message")
+        if self._observing is not None:
+            self._observing.tell_delivery("rejected", self._broker, settled.label, error=error)
+        return settled
+
+    def _acknowledged(self, incoming: Incoming, event: object) -> Settled:
+        if self._observing is not None:
+            self._observing.tell_delivery(
+                "acknowledged", self._broker, None, self._id_of(incoming, event), incoming.attempt
+            )
+        return Settled()
 
     def _wait(self, returned: Any) -> None:
         """Wait for the end of a delivery; an ``AsyncDispatcher`` has returned a coroutine."""
@@ -148,7 +215,7 @@ class Settling:
             try:
                 events[position] = self._convert(each)
             except Exception as error:  # noqa: BLE001  # of this message alone
-                settled[position] = self._failed(each, None, error)
+                settled[position] = self._failed(each, _UNREAD, error)
         return settled, events
 
     def _batch_failed(
@@ -157,13 +224,24 @@ class Settling:
         for (position, event), delivery in zip(events.items(), error.deliveries, strict=True):
             if delivery.outcome is Outcome.FAILED:
                 settled[position] = self._failed(incoming[position], event, delivery.error or error)
+            else:
+                settled[position] = self._acknowledged(incoming[position], event)
 
     def _failed(self, incoming: Incoming, event: object, error: BaseException) -> Settled:
         verdict = verdict_of(error, attempts=max(incoming.attempt, 1), max_attempts=self._max_attempts)
         verdict = replace(verdict, delay=min(verdict.delay, self._max_delay))
         if verdict.action is Action.ACKNOWLEDGE:  # convert asked for a command; the event itself was not delivered
             verdict = replace(verdict, action=Action.REJECT)
-        settled = Settled(verdict, _reason(error))
+        settled = Settled(verdict, _reason(error), self._label(error, verdict, read=event is not _UNREAD))
+        if self._observing is not None:
+            self._observing.tell_delivery(
+                "rejected" if settled.reject else "retried",
+                self._broker,
+                settled.label,
+                self._id_of(incoming, event),
+                incoming.attempt,
+                verdict.error,
+            )
         told = (self._name(incoming, event), printable(incoming.origin), incoming.attempt)
         if settled.reject:
             ours = isinstance(verdict.error, ProjectorDedupError)  # its text says all
@@ -182,16 +260,33 @@ class Settling:
             )
         return settled
 
+    def _label(self, error: BaseException, verdict: Verdict, *, read: bool) -> Reason:
+        """Return the reason as metrics count it. ``read`` is False if ``convert`` raised the error."""
+        if verdict.action is Action.REJECT and verdict_of(error).action in (Action.RETRY_NOW, Action.RETRY_LATER):
+            return "max_attempts"
+        decisive = verdict.error
+        for classes, reason in _REASONS:
+            if isinstance(decisive, classes):
+                return reason
+        if not read:
+            return "invalid_message"
+        return "database" if isinstance(decisive, Exception) and failure_of(decisive) is not None else "handler"
+
     def _name(self, incoming: Incoming, event: object) -> str:
-        """Return the id of a message, for log lines: the broker's, or that in the event, where the dispatcher looks."""
+        """Return the id of a message for a log line."""
+        found = self._id_of(incoming, event)
+        return "(without an id)" if found is None else printable(found[:80])
+
+    def _id_of(self, incoming: Incoming, event: object) -> str | None:
+        """Return the id of a message, the broker's or the one that the dispatcher finds; None if there is none."""
         value = incoming.message_id
-        if value is None:
+        if value is None and event is not _UNREAD:
             try:
                 value = id_text(envelope(event, None, self._dispatcher._extractor, needed=False))
             except Exception:  # noqa: BLE001  # of somebody's extractor, or of an id that is none
                 value = None
         text = value.decode(errors="backslashreplace") if isinstance(value, bytes) else value
-        return printable(text[:80]) if isinstance(text, str) else "(without an id)"
+        return text if isinstance(text, str) else None
 
 
 def named_in_log(headers: Sequence[object]) -> str:

@@ -1,7 +1,7 @@
-"""Compare the tables of a database with those that this version needs, and say what should be mended, and how.
+"""Compare the tables of a database with those that this version needs, and return each problem with its remedy.
 
-``check`` looks at the tables and the database, ``advise`` at what nobody looks after, and ``check_alembic`` at an
-``alembic.ini`` that loses our revisions.
+``check`` examines the tables and the database, ``advise`` the age of the markers and the handlers, and
+``check_alembic`` an ``alembic.ini`` that does not find the library's revisions.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import configparser
 import secrets
 import warnings
-from collections.abc import Iterator, Set
+from collections.abc import Collection, Iterator, Set
 from datetime import datetime, timedelta
 from importlib.resources import files
 from os import PathLike
@@ -32,7 +32,8 @@ from ..markers import insert_marker, marker_key
 from ..message import MAX_MESSAGE_ID_BYTES, printable
 from ..tables import DedupTables, default_tables, full_name
 from .databases import Finding, advice, database_of, in_utc
-from .running import KINDS, other_kind
+from .rebuild_state import open_rebuilds
+from .running import KINDS, connected_to, other_kind
 from .state import SCHEMA_VERSION, duration, moment_with_zone, read_state
 from .stats import Ages
 
@@ -41,20 +42,21 @@ _LOOK_ALIKES = ("a", "A", "a ", "e", "\N{LATIN SMALL LETTER E WITH ACUTE}", "1",
 
 _EVERY_BYTE = bytes(range(256))
 _WHOLE = Record(RESULT, "x" * MAX_CODEC_BYTES, _EVERY_BYTE * 256, _EVERY_BYTE[-32:])
-"""A record that fills its columns: a result of 64 KiB with every byte, which no text column gives back."""
+"""A record that fills its columns: a result of 64 KiB with every byte, which a text column cannot store."""
 
 _MINUTE = 60_000  # milliseconds
 
-_SLACK = timedelta(days=2)  # a cleanup that was missed once, at a weekend say, is not worth a finding
+_SLACK = timedelta(days=2)  # do not report one missed cleanup, for example at a weekend
+_SETTLING = timedelta(days=1)  # a daily cleanup deletes the markers that the cleanup before it found expired
 
 _BRANCH = "projector_dedup"
 _LOCATION = "projector_dedup.migrations:versions"
 
 
 def check(engine: Engine, tables: DedupTables = default_tables) -> list[Finding]:
-    """Return everything that is wrong with the tables in this database; an empty list means that all is well.
+    """Return every problem of the tables and of the database's settings. An empty list means no problem.
 
-    To try the tables out, rows are inserted and rolled back again. Settings of the database are looked at too.
+    The function inserts test rows, and rolls them back.
     """
     with engine.connect() as connection:
         return _check_tables(connection, tables) + database_of(engine).findings(connection, tables.marker)
@@ -73,39 +75,39 @@ def _check_tables(connection: Connection, tables: DedupTables) -> list[Finding]:
 def _check_version(connection: Connection, tables: DedupTables) -> list[Finding]:
     """Compare the schema version in the state table with that of this code.
 
-    Nothing is found where no version was written: such tables are the user's own, and their structure decides.
+    If no version was written, return no finding: the user owns these tables, and ``check_table`` checks their columns.
     """
     written, ours = read_state(connection, tables).get(SCHEMA_VERSION), tables.version
     if written is None or written == str(ours):
         return []
     problem = f"{full_name(tables.marker, connection)} is at schema version {written}, and this code is for {ours}"
-    migrate = f"run `idempotency migrate{tables.option}`, or `alembic upgrade heads` where your Alembic owns the tables"
+    migrate = f"run `idempotency migrate{tables.option}`, or `alembic upgrade heads` if your Alembic owns the tables"
     if not written.isdecimal():
         known = f"{SCHEMA_VERSION!r} of {full_name(tables.state, connection)}"
         return [
             Finding(
                 problem,
-                f"somebody else wrote {known}; set it to what `idempotency schema{tables.option}` inserts there",
+                f"another program wrote {known}; set it to the value that `idempotency schema{tables.option}` inserts",
             )
         ]
     if int(written) > ours:
-        return [Finding(problem, "upgrade projector-dedup here: a newer version of it has migrated the tables")]
+        return [Finding(problem, "upgrade projector-dedup here, because a newer version has migrated the tables")]
     if int(written) < ours - 1:
-        return [Finding(problem, f"this code works on {ours - 1} too, but on nothing older; {migrate}")]
-    return [Finding(problem, f"this code works on both; once no older code runs any more, {migrate}", fatal=False)]
+        return [Finding(problem, f"this code works with version {ours - 1} too, but not with older ones; {migrate}")]
+    return [Finding(problem, f"this code works with both; when no older code runs any more, {migrate}", fatal=False)]
 
 
 def _check_comparison(connection: Connection, tables: DedupTables) -> list[Finding]:
-    """Insert markers of ids and handlers that look alike, and roll them back.
+    """Insert markers with similar ids and handlers, and roll them back.
 
-    A table that takes two for one would lose messages. One that gives a row another time would lose young markers to a
-    cleanup. In a table of commands one of them becomes a whole record, which must be read back as it was written.
+    A table that treats two of them as equal would lose messages. If the table gives a row a wrong time, a cleanup would
+    delete new markers. In a table of commands, the function writes a whole record and compares it after reading.
     """
     dialect, remedy = dialect_of(connection), tables.mending(connection)
-    handler = f"idempotency check {secrets.token_hex(8)}"  # of its own: two checks at once do not wait
+    handler = f"idempotency check {secrets.token_hex(8)}"  # unique, so that two checks do not wait for each other
     merges = Finding(
-        f"{full_name(tables.marker, connection)} takes different message ids for one, or different handlers",
-        "its columns must compare byte for byte, or messages are lost; " + remedy,
+        f"{full_name(tables.marker, connection)} treats different message ids or handlers as equal",
+        "its columns must compare byte for byte, otherwise messages are lost; " + remedy,
     )
     try:
         keys = [marker_key(each, handler) for each in _LOOK_ALIKES]
@@ -121,11 +123,11 @@ def _check_comparison(connection: Connection, tables: DedupTables) -> list[Findi
         words = printable(str(error.orig)).partition("\\n")[0][:200]
         problem = f"no {tables.noun} could be inserted to try {full_name(tables.marker, connection)}: {words}"
         if dialect.classify(error) is Failure.READ_ONLY:
-            connection.invalidate()  # else its pool would stay with this server when another is the primary
-            return [Finding(problem, "this server takes no writes now: give the URL of the primary, or try again")]
-        mend = "give its user SELECT, INSERT, UPDATE and DELETE, or check as the user that delivers; or else " + remedy
+            connection.invalidate()  # otherwise the pool would keep a connection to a server that is no primary
+            return [Finding(problem, "this server is read-only now; give the URL of the primary, or try again")]
+        mend = "grant its user SELECT, INSERT, UPDATE and DELETE, or check as the user that delivers; else " + remedy
         passes = dialect.classify(error) in (Failure.TRANSIENT, Failure.LOCK_TIMEOUT)
-        return [advice(problem, "another transaction holds it: try again") if passes else Finding(problem, mend)]
+        return [advice(problem, "another transaction locks the table; try again") if passes else Finding(problem, mend)]
     finally:
         connection.rollback()
     if not all(new):
@@ -135,21 +137,21 @@ def _check_comparison(connection: Connection, tables: DedupTables) -> list[Findi
         if tables.marker.c.processed_at.nullable:
             return [_has_default(column, remedy)]
         wrong = f"{column} is not the time at which a row is inserted"
-        return [Finding(wrong, "cleanup would delete new rows; mend the default of the column; " + remedy)]
+        return [Finding(wrong, "cleanup would delete new rows; correct the default of the column; " + remedy)]
     what = "an effect" if isinstance(tables, EffectTables) else "a record"
-    problem = f"{full_name(tables.marker, connection)} does not give back {what} as it was written"
+    problem = f"{full_name(tables.marker, connection)} does not store {what} exactly as it was written"
     return [] if kept else [Finding(problem, "results would be cut or changed; " + remedy)]
 
 
 def _has_default(column: str, remedy: str) -> Finding:
     return Finding(
         f"{column} is not NULL in a row without an outcome",
-        "cleanup would delete effects that are not finished; the column takes NULL and has no default; " + remedy,
+        "cleanup would delete unfinished effects; the column must be nullable and have no default; " + remedy,
     )
 
 
 def _insert(connection: Connection, dialect: Dialect, tables: DedupTables, key: dict[str, Any]) -> bool:
-    """Insert a row of this kind; return False if its key is there."""
+    """Insert a row of this kind. Return False if its key exists."""
     if not isinstance(tables, EffectTables):
         return insert_marker(connection, dialect, tables, key)
     stored, effect = key["message_id"], key["handler"]
@@ -158,29 +160,29 @@ def _insert(connection: Connection, dialect: Dialect, tables: DedupTables, key: 
 
 
 def _is_late(connection: Connection, marker: Table, handler: str) -> bool:
-    """True if a row that was just inserted has another time than the database's clock, by a minute or more.
+    """True if the time of a new row differs from the database's clock by a minute or more.
 
-    True too if it has a time, and its kind gives it one only later.
+    For a kind whose rows get a time later, True if a new row already has one.
     """
     off = _off_by(connection, marker, marker.c.handler == handler)
     return off is not None and (marker.c.processed_at.nullable or off > timedelta(minutes=1))
 
 
 def _off_by(connection: Connection, marker: Table, *which: ColumnElement[bool]) -> timedelta | None:
-    """Return how far the time of such a row is from the database's clock; None if it has no time."""
+    """Return the difference between the time of such a row and the database's clock, or None if it has no time."""
     found: datetime | None = connection.scalar(select(marker.c.processed_at).where(*which).limit(1))
     return None if found is None else abs(database_of(connection).now(connection) - in_utc(found))
 
 
 def _keeps(connection: Connection, dialect: Dialect, tables: DedupTables, handler: str) -> bool:
-    """True if a row of these tables keeps what is written beside its key."""
+    """True if a row of these tables keeps the values of its other columns."""
     if isinstance(tables, CommandTables):
         return keeps_records(connection, dialect, tables, _LOOK_ALIKES[0], handler)
     return not isinstance(tables, EffectTables) or _keeps_effects(connection, tables.marker, _LOOK_ALIKES[0], handler)
 
 
 def _keeps_effects(connection: Connection, table: Table, stored: str, effect: str) -> bool:
-    """True if an effect that fills its columns is read back as it was written, and has an age when it is finished."""
+    """True if an effect that fills its columns is read as it was written, and gets a time when it is finished."""
     whole = _EVERY_BYTE * 256
     told = evidence(DONE, whole, 1) | {"error": "x" * MAX_ERROR, "decision": "x" * 1000}
     try:
@@ -207,9 +209,9 @@ def _keeps_effects(connection: Connection, table: Table, stored: str, effect: st
 
 
 def verify(engine: Engine, tables: DedupTables = default_tables) -> None:
-    """Raise ``MissingTableError`` for the first fatal finding about the tables; return if there is none.
+    """Raise ``MissingTableError`` for the first fatal finding about the tables.
 
-    To try the tables out, markers are inserted and rolled back again. Settings of the database are not looked at.
+    The function inserts test markers, and rolls them back. It does not check settings of the database.
     """
     with engine.connect() as connection:
         findings = _check_tables(connection, tables)
@@ -219,7 +221,7 @@ def verify(engine: Engine, tables: DedupTables = default_tables) -> None:
 
 
 def check_table(connection: Connection, table: Table, tables: DedupTables) -> Iterator[Finding]:
-    """Yield what is wrong with the structure of ``table``, which is one of ``tables``; nothing is written."""
+    """Yield the problems of the structure of ``table``, which is one of ``tables``. Write nothing."""
     inspector, schema, name = inspect(connection), connection.schema_for_object(table), full_name(table, connection)
     if not inspector.has_table(table.name, schema=schema):
         yield Finding(f"the table {name} is missing", tables.remedy(connection))
@@ -238,7 +240,7 @@ def check_table(connection: Connection, table: Table, tables: DedupTables) -> It
         if column.server_default is not None and found["nullable"] and found["default"] is None:
             yield Finding(
                 f"{name}.{column.name} may be NULL, and has no default",
-                f"a {tables.noun} without that time would never be pruned; " + remedy,
+                f"cleanup would never delete a {tables.noun} without this time; " + remedy,
             )
         if column.name == "processed_at" and column.nullable and (not found["nullable"] or found["default"]):
             yield _has_default(f"{name}.{column.name}", remedy)
@@ -246,7 +248,7 @@ def check_table(connection: Connection, table: Table, tables: DedupTables) -> It
         if database_of(connection).keeps_zones and getattr(kind, "timezone", True) is False:
             yield Finding(
                 f"{name}.{column.name} has no time zone",
-                "a session in another time zone would prune too early; " + remedy,
+                "cleanup in a session with another time zone would delete too early; " + remedy,
             )
         wanted, length = (getattr(kind, "length", None) for kind in (column.type, kind))
         if wanted is not None and length is not None and length < wanted:
@@ -270,7 +272,7 @@ def check_table(connection: Connection, table: Table, tables: DedupTables) -> It
 
 
 def keeps_records(connection: Connection, dialect: Dialect, tables: CommandTables, stored: str, operation: str) -> bool:
-    """Write a record that fills its columns into a row that is there, and return True if it is read back as it was."""
+    """Write a record that fills its columns into an existing row. Return True if it is read as it was written."""
     recording(dialect, tables, stored, (operation,), _WHOLE).run(connection)
     recall = recalling(tables, stored, (operation,))
     recall.run(connection)
@@ -281,33 +283,33 @@ def keeps_records(connection: Connection, dialect: Dialect, tables: CommandTable
     return found == _WHOLE
 
 
-# What nobody looks after ------------------------------------------------------------------------------------------
+# Advice -----------------------------------------------------------------------------------------------------------
 
 
 def advise(found: Ages, unknown: Set[str] = frozenset(), *, tables: DedupTables = default_tables) -> list[Finding]:
-    """Return what somebody should do about the ``tables``, judged by the ages of their markers; none of it is fatal.
+    """Return advice about the ``tables`` by the ages of their markers. No advice is fatal.
 
-    ``unknown`` are the handlers that have markers (``stats``) without those of every dispatcher on these tables
+    ``unknown`` are the handlers that have markers (``stats``), but are in no dispatcher of these tables
     (``Dispatcher.identities``).
     """
-    return [*_pruning(found, tables), *_horizon(found, tables), *_unknown(unknown)]
+    return [*_pruning(found, tables), *_horizon(found, tables), *_unknown(unknown), *_timeless(found)]
 
 
 def _pruning(found: Ages, tables: DedupTables) -> Iterator[Finding]:
     if found.oldest is None:
         return
     state, age, command = found.state, found.at - found.oldest, f"`idempotency cleanup{tables.option}`"
-    clean = f"run {command} from cron, or look why it fails there"
+    clean = f"run {command} from cron, or find out why it fails there"
     if state.cleaned_at is None:
         if age > timedelta(hours=found.retention_hours):
             yield advice(
                 f"the oldest {tables.noun} is {duration(age)} old, and no complete cleanup was ever recorded",
-                f"put {command} into cron, or the table grows for ever",
+                f"put {command} into cron; otherwise the table grows without limit",
             )
-    elif age > timedelta(hours=found.retention_hours) + _SLACK:
+    elif age > timedelta(hours=found.retention_hours) + _SETTLING + _SLACK:
         yield advice(
-            f"the oldest {tables.noun} is {duration(age)} old, though {found.retention_hours:g} hours are kept; the "
-            f"last complete cleanup was {duration(found.at - state.cleaned_at)} ago",
+            f"the oldest {tables.noun} is {duration(age)} old, but the retention is {found.retention_hours:g} hours; "
+            f"the last complete cleanup was {duration(found.at - state.cleaned_at)} ago",
             clean,
         )
     elif found.at - state.cleaned_at > max(_SLACK, timedelta(hours=2 * found.retention_hours)):
@@ -320,55 +322,93 @@ def _horizon(found: Ages, tables: DedupTables) -> Iterator[Finding]:
         return
     if state.retention_hours is not None and state.retention_hours < horizon:
         yield advice(
-            f"the last cleanup kept {state.retention_hours:g} hours of {tables.noun}s, but a message may return after "
-            f"{horizon:g} (the declared horizon): it would be applied again",
-            f"run cleanup with --retention-hours {horizon:g} or more, without --force; or declare the horizon that is "
-            "true, with `idempotency horizon`",
+            f"the last cleanup kept {tables.noun}s for {state.retention_hours:g} hours, but a message may come again "
+            f"after {horizon:g} hours (the declared horizon), and would be applied again",
+            f"run cleanup with --retention-hours {horizon:g} or more, without --force; or, if the horizon is too long, "
+            "declare a shorter one with `idempotency horizon`",
         )
     elif state.pruned_until is not None and state.pruned_until > found.at - timedelta(hours=horizon):
         yield advice(
-            f"{tables.noun}s up to {moment_with_zone(state.pruned_until)} are deleted, but a message may return after "
-            f"{horizon:g} hours (the declared horizon); one whose {tables.noun} is deleted would be applied again",
-            "replay no message from before that moment",
+            f"{tables.noun}s up to {moment_with_zone(state.pruned_until)} are deleted, but a message may come again "
+            f"after {horizon:g} hours (the declared horizon); without its {tables.noun} it would be applied again",
+            "do not replay messages from before that time",
         )
 
 
 def _unknown(unknown: Set[str]) -> Iterator[Finding]:
     if unknown:
-        names = [printable(name) for name in sorted(unknown)]
-        more = f" and {len(names) - 10} more" if len(names) > 10 else ""
         yield advice(
-            f"markers of handlers that the application does not know: {', '.join(names[:10])}{more}",
-            "if one was renamed, its messages are applied again under the new name: `idempotency rename OLD NEW`, and "
-            "formerly=[...] while old code runs; if it was removed, or another application's, this is nothing",
+            f"markers of handlers that the application does not have: {_listed(unknown)}",
+            "if a handler was renamed, its messages would be applied again under the new name: run `idempotency rename "
+            "OLD NEW`, and write formerly=[...] while old code runs. If it was removed or belongs to another "
+            "application, ignore this",
         )
+
+
+def _timeless(found: Ages) -> Iterator[Finding]:
+    if found.timeless and found.state.pruned_until is not None:
+        yield advice(
+            f"messages of these handlers have no time: {_listed(found.timeless)}",
+            "a message without a time that comes again after cleanup has deleted its marker is applied again, without "
+            "any notice; set occurred_at, or give the dispatcher an extractor, such as occurred_at=from_uuid7",
+        )
+
+
+def _listed(names: Collection[str]) -> str:
+    """Return up to ten of the names, and the number of the others."""
+    some = ", ".join(printable(name) for name in sorted(names)[:10])
+    return some + (f" and {len(names) - 10} more" if len(names) > 10 else "")
+
+
+def advise_rebuilds(engine: Engine, *, tables: DedupTables = default_tables) -> list[Finding]:
+    """Return unfinished rebuilds in place, and rebuilds beside live traffic that have been open for days."""
+    with connected_to(engine, tables) as connection:
+        now, rebuilds = database_of(connection).now(connection), open_rebuilds(connection, tables)
+    in_place = [
+        Finding(
+            f"the rebuild in place of {printable(name)} is not finished: its markers are deleted, so redelivered "
+            "messages would be applied again",
+            "stop its workers, and run `idempotency rebuild --reset` again until it prints that you can start them",
+        )
+        for name, each in sorted(rebuilds.items())
+        if each.beside is None
+    ]
+    return in_place + [
+        advice(
+            f"a rebuild of {printable(name)} has been open for {duration(now - each.opened_at)}: cleanup keeps all "
+            "markers of both generations",
+            "finish it, and run `idempotency rebuild --verify`, which ends it; or end it with --abandon",
+        )
+        for name, each in sorted(rebuilds.items())
+        if each.beside is not None and now - each.opened_at > _SLACK
+    ]
 
 
 # Alembic ----------------------------------------------------------------------------------------------------------
 
 
 def check_alembic(config_path: str | PathLike[str], *, run: bool = False) -> list[Finding]:
-    """Return what is wrong with an ``alembic.ini``; nothing if its ``version_locations`` do not name this package.
+    """Return the problems of an ``alembic.ini``, or none if its ``version_locations`` do not name this package.
 
-    Alembic leaves out locations that it cannot find, and ``alembic upgrade heads`` exits with 0 all the same. The file
-    is only read, which takes Alembic 1.16. With ``run`` the revisions that it leads to are imported, as Alembic does:
-    that runs the code of whoever wrote them. No database is asked.
+    Alembic silently ignores locations that it cannot find, and ``alembic upgrade heads`` then exits with 0. By default
+    the function only reads the file, which needs Alembic 1.16. With ``run`` it imports all revisions, as Alembic does,
+    and so runs their code. It does not use a database.
     """
     path = Path(config_path)
-    remedy = "run this where `alembic heads` works"
+    remedy = "run this command in a folder where `alembic heads` works"
     try:
         config = Config(path)
         if _BRANCH not in (config.get_main_option("version_locations") or ""):
             return []
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # Alembic itself tells its user what the file lacks
+            warnings.simplefilter("ignore", DeprecationWarning)  # the user sees these warnings when Alembic runs
             if _imported(config) if run else _named(config):
                 return []
     except (configparser.Error, OSError, UnicodeDecodeError) as error:
         problem = f"{path} could not be read: {' '.join(str(error).split())}"
         remedy = (
-            "Alembic cannot read it either; each option stands once in its section: where a block was pasted below "
-            "what `alembic init` wrote, remove the older line, such as a second path_separator"
+            "Alembic cannot read it either; each option may be in its section only once: if you added a block below "
+            "the lines of `alembic init`, remove the older line, such as a second path_separator"
         )
     except Exception as error:  # noqa: BLE001  # the user's own revisions may raise anything
         reason = (str(error).strip().splitlines() or [""])[0]
@@ -376,9 +416,9 @@ def check_alembic(config_path: str | PathLike[str], *, run: bool = False) -> lis
     else:
         return [
             Finding(
-                f"{path} names {_BRANCH} in version_locations, but Alembic does not find it there, and says nothing",
-                f"write {_LOCATION} on a line of its own, with `path_separator = newline` (Alembic before 1.16: "
-                "version_path_separator): any other splits it at its colon, or leaves several locations together; "
+                f"{path} names {_BRANCH} in version_locations, but Alembic does not find it there, and reports nothing",
+                f"write {_LOCATION} on a separate line, with `path_separator = newline` (before Alembic 1.16: "
+                "version_path_separator), because other separators split it at its colon, or do not split locations; "
                 f"`alembic heads` must show ({_BRANCH})",
             )
         ]
@@ -386,13 +426,13 @@ def check_alembic(config_path: str | PathLike[str], *, run: bool = False) -> lis
 
 
 def _imported(config: Config) -> bool:
-    """Import all revisions, and return True if our branch is among them."""
+    """Import all revisions, and return True if the library's branch is among them."""
     revisions = ScriptDirectory.from_config(config).walk_revisions()
     return any(_BRANCH in revision.branch_labels for revision in revisions)
 
 
 def _named(config: Config) -> bool:
-    """True if one of the locations, as Alembic splits them, is our folder: by our package, or by its path."""
+    """True if one of the locations, as Alembic splits them, is the library's folder."""
     ours = _installed_versions()
     locations = config.get_version_locations_list() or ()
     return any(each == _LOCATION or Path(each).resolve() == ours for each in locations)
@@ -403,9 +443,9 @@ def _installed_versions() -> Path:
 
 
 def check_installed_revisions() -> list[Finding]:
-    """Return that somebody else's revisions lie in the folder of ours; nothing if there are none.
+    """Return a finding if the user's own revisions are in the folder of the library's revisions.
 
-    Alembic writes the first revision of a project there if the project has none, and nobody says where it belongs.
+    Alembic writes the first revision of a project into this folder, unless the user names another one.
     """
     versions = _installed_versions()
     ours = tuple(f"{each.rpartition('_')[2]}_{kind.default_name}" for kind in KINDS for each in kind.revisions)
@@ -414,10 +454,9 @@ def check_installed_revisions() -> list[Finding]:
         return []
     return [
         advice(
-            f"{', '.join(theirs)} in {versions} is not ours: Alembic wrote a revision of yours into the installed "
-            "package",
-            "move it into the folder of your own revisions, before the next installation deletes it; from then on "
-            "`alembic revision --head <your branch>@head`, and for the first one of a project `--head base "
+            f"{', '.join(theirs)} in {versions} is your own revision: Alembic wrote it into the installed package",
+            "move it into the folder of your own revisions before the next installation deletes it; from now on run "
+            "`alembic revision --head <your branch>@head`, and for the first revision of a project add `--head base "
             "--version-path <your folder>`",
         )
     ]

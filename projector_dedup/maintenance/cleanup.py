@@ -1,6 +1,6 @@
-"""Delete the markers that are older than the retention, a batch at a time; keep those of messages that may return.
+"""Delete the markers that are older than the retention, in batches, and keep those of messages that may come again.
 
-The redelivery horizon says how late a message may come again. It is declared once and kept beside the markers.
+The redelivery horizon is the longest time after which a message may come again. The state table stores it.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
+from functools import partial
 from typing import TypedDict, TypeVar, Unpack
 
 from sqlalchemy import func, literal_column, select
@@ -30,9 +31,12 @@ from ..options import RetryPolicy
 from ..tables import DedupTables, default_tables
 from .check import verify
 from .databases import Expired, database_of
+from .lines import expired_now, newest_of, settled_by, unknown_lines, write_known, write_lines
+from .rebuild_state import kept_handlers, open_rebuilds
 from .running import connected_to, run_with_retries
 from .state import (
     CLEANED_AT,
+    DEFAULT_RETENTION_HOURS,
     PRUNED_UNTIL,
     REDELIVERY_HORIZON,
     RETENTION,
@@ -53,21 +57,28 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Pruned:
-    """The result of a run. ``left`` says why expired markers may be left; None if the run saw none in the end."""
+    """The result of a run.
+
+    ``left`` is the reason why expired markers may remain, or None if none remain. ``rebuilt`` names the projectors with
+    an open rebuild, whose markers were kept (``end_rebuild``). ``settles`` is the time after which another run can
+    delete more, because the lines of late messages have settled by then, or None.
+    """
 
     deleted: int
     left: str | None
+    rebuilt: tuple[str, ...] = ()
+    settles: datetime | None = None
 
     @property
     def complete(self) -> bool:
-        """True if the run saw no expired marker in the end."""
+        """True if no expired marker remains."""
         return self.left is None
 
 
 class Bounds(TypedDict, total=False):
-    """The arguments of ``cleanup`` and ``prune``; ``prune`` has the defaults, and says what each means."""
+    """The arguments of ``cleanup`` and ``prune``. ``prune`` documents them, and has the defaults."""
 
-    retention_hours: float
+    retention_hours: float | None
     batch_size: int
     tables: DedupTables
     on_batch: Callable[[int], None] | None
@@ -81,9 +92,9 @@ class Bounds(TypedDict, total=False):
 
 
 def cleanup(engine: Engine, **bounds: Unpack[Bounds]) -> int:
-    """Delete the markers that were processed more than ``retention_hours`` (168) ago, and return how many they were.
+    """Delete the markers that were processed more than ``retention_hours`` ago, and return their number.
 
-    Takes the arguments of ``prune``, and raises the same errors. ``prune`` also says whether expired markers are left.
+    The arguments and the errors are those of ``prune``, which also returns whether expired markers remain.
     """
     return prune(engine, **bounds).deleted
 
@@ -91,7 +102,7 @@ def cleanup(engine: Engine, **bounds: Unpack[Bounds]) -> int:
 def prune(
     engine: Engine,
     *,
-    retention_hours: float = 168,
+    retention_hours: float | None = None,
     batch_size: int = 5_000,
     tables: DedupTables = default_tables,
     on_batch: Callable[[int], None] | None = None,
@@ -103,48 +114,70 @@ def prune(
     stop: Callable[[], bool] | None = None,
     retry: RetryPolicy = RetryPolicy(),  # noqa: B008  # immutable
 ) -> Pruned:
-    """Delete the markers that were processed more than ``retention_hours`` before the run began; return what was done.
+    """Delete the markers that were processed more than ``retention_hours`` before the run began.
 
-    The database's clock decides. A message that is redelivered after its marker was pruned is applied *again*: the
-    retention must exceed the longest time after which a message may come again (``declare_horizon``).
+    - ``retention_hours``: hours by the database's clock. The default is the declared horizon, or 168. It must be longer
+      than the longest time after which a message may come again (``declare_horizon``).
+    - ``batch_size``: about how many markers to delete in one transaction.
+    - ``on_batch``: called after each batch with the number of deleted markers.
+    - ``max_batches``, ``time_budget`` (seconds): end the run earlier.
+    - ``pause``: seconds to wait between two batches.
+    - ``handler``: delete only the markers of this handler.
+    - ``force``: True permits a retention below the declared horizon.
+    - ``stop``: called between batches. If it returns True, the run ends.
+    - ``retry``: how long to retry after a transient error, and to wait for markers that another transaction locks.
 
-    Every batch of about ``batch_size`` markers is a short transaction of its own, so a run can be stopped at any
-    time, and several may run at once. ``on_batch`` is called with the number of markers that a batch deleted. With
-    ``handler``, the markers of that handler only are deleted.
+    You can interrupt a run at any time, and several runs may run at once. If a message with a time comes again after
+    its marker was deleted, it is late (``Dispatcher(late=...)``). A message without a time is applied *again*. A marker
+    whose message has a time is deleted by the second run that finds it expired, at least an hour after the first run,
+    which writes the lines by which workers detect late messages. While a rebuild of a projector is open, the markers of
+    both generations are kept (``maintenance.rebuild``).
 
-    The run ends when it sees no expired marker any more; for markers that another transaction holds it waits as long
-    as ``retry`` allows. It ends earlier after ``max_batches`` batches, after ``time_budget`` seconds, or when ``stop``,
-    which is called between batches, returns True. ``pause`` is the time between two batches, in seconds.
-
-    Raises ``ValueError`` for an argument out of range, ``RetentionTooShortError`` for a retention below the declared
-    horizon unless ``force``, ``MissingTableError`` for a missing table, ``UnsupportedDatabaseError`` for an engine
-    that a dispatcher would refuse too, ``CleanupInterruptedError`` if an error lasted longer than ``retry`` allows.
+    Returns a ``Pruned``. Raises ``ValueError`` for an argument out of range, ``RetentionTooShortError`` for a retention
+    below the declared horizon without ``force``, ``MissingTableError``, ``UnsupportedDatabaseError`` for an engine that
+    a dispatcher refuses too, and ``CleanupInterruptedError`` if an error lasts longer than ``retry`` allows: run it
+    again.
     """
     _check_bounds(retention_hours, batch_size, max_batches, time_budget, pause)
     handler = None if handler is None else valid_handler(handler)
     verify(engine, tables)
+    retention_hours = retention_of(engine, retention_hours, tables=tables)
     dialect = dialect_of(engine)
     dialect.prepare(engine)
     if not force:
         refuse_short_retention(engine, retention_hours, tables=tables)
     deadline = None if time_budget is None else time.monotonic() + time_budget
-    run = _Run(engine, dialect, retry)
+    run = _Run(engine, dialect, retry, tables)
     now = run.attempt(database_of(engine).now)
-    expired = Expired(tables.marker, now - timedelta(hours=retention_hours), handler, batch_size)
+    rebuilds = run.attempt(lambda connection: open_rebuilds(connection, tables))
+    kept = kept_handlers(rebuilds)
+    expired = Expired(tables.marker, now - timedelta(hours=retention_hours), handler, batch_size, kept)
+    settles = None
+    if not tables.keyed:
+        expired, settles = _advance_lines(run, tables, expired)
 
     def ended() -> str | None:
         if stop is not None and stop():
-            return "it was told to stop"
+            return "the run was stopped"
         if max_batches is not None and run.number >= max_batches:
-            return f"{max_batches} batches were all it was to delete"
+            return f"the limit of {max_batches} batches is reached"
         if deadline is not None and time.monotonic() >= deadline:
-            return f"its {time_budget:g} seconds were over"
+            return f"the limit of {time_budget:g} seconds is reached"
         return None
 
+    if run.left(expired):  # before the first deletion, because a run may be killed
+        _record(run, tables, lambda connection: _pruned_until(connection, tables, expired.cutoff))
     left = _delete_all(run, expired, ended, pause=pause, stop=stop, on_batch=on_batch)
     if left is None and handler is None:
-        _record(run, tables, expired.cutoff, retention_hours)
-    return Pruned(run.deleted, left)
+        _record(run, tables, lambda connection: _cleaned(connection, tables, retention_hours))
+    return Pruned(run.deleted, left, tuple(sorted(rebuilds)), settles)
+
+
+def retention_of(engine: Engine, hours: float | None, *, tables: DedupTables = default_tables) -> float:
+    """Return the retention of a cleanup: ``hours``, or else the declared horizon, or else 168 hours."""
+    if hours is None:
+        hours = redelivery_horizon(engine, tables=tables)
+    return DEFAULT_RETENTION_HOURS if hours is None else hours
 
 
 def refuse_short_retention(engine: Engine, retention_hours: float, *, tables: DedupTables = default_tables) -> None:
@@ -152,37 +185,62 @@ def refuse_short_retention(engine: Engine, retention_hours: float, *, tables: De
     horizon = redelivery_horizon(engine, tables=tables)
     if horizon is not None and retention_hours < horizon:
         raise RetentionTooShortError(
-            f"a retention of {retention_hours:g} hours is shorter than the redelivery horizon of {horizon:g} hours: a "
-            f"message that comes again in between would be applied again; keep the {tables.noun}s for at least "
-            f"{horizon:g} hours, or declare a shorter horizon (`idempotency horizon`), or insist (force=True, --force)"
+            f"a retention of {retention_hours:g} hours is shorter than the redelivery horizon of {horizon:g} hours, so "
+            f"a message that comes again after its {tables.noun} is deleted would be applied again; keep "
+            f"{tables.noun}s for at least {horizon:g} hours, declare a shorter horizon (`idempotency horizon`), or use "
+            "force=True (--force)"
         )
 
 
 def count_expired(
     engine: Engine,
     *,
-    retention_hours: float = 168,
+    retention_hours: float | None = None,
     tables: DedupTables = default_tables,
     handler: str | None = None,
     up_to: int = COUNTED,
 ) -> int:
-    """Return how many markers ``prune`` would delete now; a result of ``up_to`` means that many or more.
+    """Return how many markers ``prune`` would delete now. A result of ``up_to`` means at least that many.
 
-    Raises ``ValueError`` for a retention out of range, ``MissingTableError`` for a missing table.
+    Raises ``ValueError`` for a retention out of range, and ``MissingTableError`` for a missing table.
     """
-    check_hours("retention_hours", retention_hours)
+    if retention_hours is not None:
+        check_hours("retention_hours", retention_hours)
     verify(engine, tables)
+    retention_hours = retention_of(engine, retention_hours, tables=tables)
     with connected(engine) as connection:
         now = database_of(connection).now(connection)
-        expired = Expired(tables.marker, now - timedelta(hours=retention_hours), handler, up_to)
+        cutoff, kept = now - timedelta(hours=retention_hours), kept_handlers(open_rebuilds(connection, tables))
+        expired = expired_now(connection, tables, Expired(tables.marker, cutoff, handler, up_to, kept))
         statement = select(func.count()).select_from(expired.oldest(tables.marker, literal_column("1")).subquery())
         return connection.execute(statement).scalar_one()
 
 
+def _advance_lines(run: _Run, tables: DedupTables, expired: Expired) -> tuple[Expired, datetime | None]:
+    """Advance the line of each handler, and return the result of ``settled_by``.
+
+    Each step has its own transaction: if a transaction reads a line, the line is *known* to be committed.
+    """
+    newest = run.attempt(partial(newest_of, expired))
+    try:
+        run.attempt(partial(write_lines, tables, newest))
+        unknown = run.attempt(partial(unknown_lines, tables))
+        run.attempt(partial(write_known, tables, unknown))
+    except DBAPIError as error:
+        logger.warning(
+            "markers whose messages have a time are not deleted, because the lines of late messages could not be "
+            "written into %s: %s; grant SELECT, INSERT, UPDATE and DELETE on it",
+            tables.state.fullname,
+            printable(str(error.orig))[:300],
+        )
+    return run.attempt(partial(settled_by, tables, expired, newest))
+
+
 def _check_bounds(
-    retention_hours: float, batch_size: int, max_batches: int | None, time_budget: float | None, pause: float
+    retention_hours: float | None, batch_size: int, max_batches: int | None, time_budget: float | None, pause: float
 ) -> None:
-    check_hours("retention_hours", retention_hours)
+    if retention_hours is not None:
+        check_hours("retention_hours", retention_hours)
     for name, number in (("batch_size", batch_size), ("max_batches", max_batches)):
         if number is not None and number < 1:
             raise ValueError(f"{name} must be at least 1, not {number}")
@@ -195,17 +253,17 @@ def _check_bounds(
 class _Run:
     """One run of a cleanup: it deletes batches, and counts batches and markers."""
 
-    def __init__(self, engine: Engine, dialect: Dialect, retry: RetryPolicy) -> None:
-        self.dialect, self.retry = dialect, retry
+    def __init__(self, engine: Engine, dialect: Dialect, retry: RetryPolicy, tables: DedupTables) -> None:
+        self.dialect, self.retry, self.tables = dialect, retry, tables
         self.deleted = self.number = 0
         self._engine = engine
 
     def attempt(self, act: Callable[[Connection], T]) -> T:
-        """Run ``act`` in a transaction of its own, again while its errors may pass, and return what it returns.
+        """Run ``act`` in its own transaction, retry after transient errors, and return its result.
 
-        A batch whose COMMIT was not confirmed may be deleted all the same, and is not counted then.
+        If the COMMIT of a batch is not confirmed, the batch may be deleted, but is not counted.
 
-        Raises ``CleanupInterruptedError`` if the retry policy is used up.
+        Raises ``CleanupInterruptedError`` if the retry policy permits no more attempts.
         """
         try:
             return run_with_retries(act, self._engine, self.dialect, self.retry)
@@ -215,15 +273,16 @@ class _Run:
             ) from error.__cause__
 
     def delete(self, expired: Expired) -> int:
-        """Delete the oldest batch and return the number of its markers.
+        """Delete the oldest batch, and return the number of its markers.
 
-        Returns 0 also where another transaction held some of them too long; ``left`` finds those later.
+        Returns 0 also if another transaction locked some of them for too long; ``left`` finds these later.
 
-        Raises ``UnsupportedDatabaseError`` if the driver does not say how many rows were deleted.
+        Raises ``UnsupportedDatabaseError`` if the driver does not report how many rows were deleted.
         """
-        statement = database_of(self._engine).cleanup_statement(expired)
 
         def batch(connection: Connection) -> int:
+            kept = kept_handlers(open_rebuilds(connection, self.tables))  # a rebuild may have begun since
+            statement = database_of(self._engine).cleanup_statement(replace(expired, kept=kept))
             try:
                 return connection.execute(statement).rowcount
             except DBAPIError as error:
@@ -235,15 +294,15 @@ class _Run:
         deleted = self.attempt(batch)
         if deleted < 0:
             raise UnsupportedDatabaseError(
-                "a batch was deleted, but the driver does not say how many markers it had, so nobody could tell which "
-                "batch is the last; delete from the table by a statement of your own"
+                "a batch was deleted, but the driver does not report how many markers it had, so the run cannot detect "
+                "the last batch; delete old markers with your own statement"
             )
         self.deleted += deleted
         self.number += deleted > 0
         return deleted
 
     def left(self, expired: Expired) -> bool:
-        """True if an expired marker is left: a batch leaves out those that another transaction holds."""
+        """True if an expired marker remains. A batch skips markers that another transaction locks."""
         return self.attempt(lambda connection: connection.execute(expired.any()).first()) is not None
 
 
@@ -256,9 +315,9 @@ def _delete_all(
     stop: Callable[[], bool] | None,
     on_batch: Callable[[int], None] | None,
 ) -> str | None:
-    """Delete batches until no expired marker is left, and return None; else return why some may be left.
+    """Delete batches until no expired marker remains, and return None; else return why some may remain.
 
-    Raises ``CleanupInterruptedError`` if an error outlasts the retries.
+    Raises ``CleanupInterruptedError`` if an error lasts longer than the retries.
     """
     held_since: float | None = None
     looked = 0
@@ -276,7 +335,7 @@ def _delete_all(
             held_since, looked = time.monotonic(), 0
         looked += 1
         if time.monotonic() - held_since > run.retry.within:
-            return "somebody else holds expired markers"
+            return "another transaction locks expired markers"
         _rest(run.retry.delay(looked), stop)
     return why
 
@@ -287,22 +346,24 @@ def _rest(seconds: float, stop: Callable[[], bool] | None) -> None:
         time.sleep(min(left, _ALERT))
 
 
-def _record(run: _Run, tables: DedupTables, cutoff: datetime, retention_hours: float) -> None:
-    """Write into the state table that no marker older than ``cutoff`` is kept.
+def _pruned_until(connection: Connection, tables: DedupTables, cutoff: datetime) -> None:
+    """Write that markers older than ``cutoff`` may be deleted."""
+    advance_state(connection, tables, PRUNED_UNTIL, moment_text(cutoff))
 
-    An error is only logged: the run has deleted everything that it was asked to delete.
-    """
 
-    def write(connection: Connection) -> None:
-        now = moment_text(database_of(connection).now(connection))
-        write_state(connection, tables, {RETENTION: repr(float(retention_hours)), CLEANED_AT: now})
-        advance_state(connection, tables, PRUNED_UNTIL, moment_text(cutoff))
+def _cleaned(connection: Connection, tables: DedupTables, retention_hours: float) -> None:
+    """Write that a cleanup of all handlers has ended."""
+    now = moment_text(database_of(connection).now(connection))
+    write_state(connection, tables, {RETENTION: repr(float(retention_hours)), CLEANED_AT: now})
 
+
+def _record(run: _Run, tables: DedupTables, write: Callable[[Connection], None]) -> None:
+    """Write into the state table. Log an error instead of raising it, so that the run continues."""
     try:
         run.attempt(write)
     except (DBAPIError, CleanupInterruptedError) as error:
         logger.warning(
-            "the markers were pruned, but %s could not be written, so `idempotency check` cannot tell that they were: "
+            "markers are deleted, but %s could not be written, so `idempotency check` does not know of this cleanup: "
             "%s; grant SELECT, INSERT, UPDATE and DELETE on it",
             tables.state.fullname,
             printable(str(getattr(error, "orig", error)))[:300],
@@ -313,19 +374,19 @@ def _record(run: _Run, tables: DedupTables, cutoff: datetime, retention_hours: f
 
 
 def check_hours(name: str, hours: float) -> None:
-    """Raise ``ValueError`` unless ``hours`` is more than 0 and at most a century; ``name`` is for the text."""
+    """Raise ``ValueError`` unless ``hours`` is more than 0 and at most a century. The text begins with ``name``."""
     if not (math.isfinite(hours) and 0 < hours <= MAX_HOURS):
         raise ValueError(f"{name} must be positive and at most {MAX_HOURS} (a century), not {hours:g}")
 
 
 def declare_horizon(engine: Engine, hours: float | None, *, tables: DedupTables = default_tables) -> None:
-    """Declare that a message may come again up to ``hours`` after it was first processed; None deletes the horizon.
+    """Declare that a message may come again up to ``hours`` after it was first processed. None deletes the horizon.
 
-    Add up what can bring a message back: the broker's retention, the dead-letter queue, a replay by hand. The horizon
-    is written into the database, so ``cleanup`` keeps to it on whichever machine it is run.
+    Add up the broker's retention, the time in the dead-letter queue, and the time until a manual replay. The horizon is
+    stored in the database, so ``cleanup`` uses it on every machine.
 
-    Raises ``ValueError`` for hours that are not positive or more than a century, ``MissingTableError`` for a missing
-    table.
+    Raises ``ValueError`` for hours that are not positive or more than a century, and ``MissingTableError`` for a
+    missing table.
     """
     if hours is not None:
         check_hours("the redelivery horizon", hours)
@@ -335,7 +396,7 @@ def declare_horizon(engine: Engine, hours: float | None, *, tables: DedupTables 
 
 
 def redelivery_horizon(engine: Engine, *, tables: DedupTables = default_tables) -> float | None:
-    """Return the declared horizon in hours; None if none was declared.
+    """Return the declared horizon in hours, or None if none was declared.
 
     Raises ``MissingTableError`` if the state table is missing.
     """

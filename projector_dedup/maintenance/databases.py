@@ -1,12 +1,12 @@
-"""Say what each database does differently when somebody cleans up, migrates, counts or checks the tables.
+"""The differences between databases for cleanup, migrations, statistics and checks.
 
-Nothing of this is used while a message is delivered.
+Deliveries do not use this module.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -21,9 +21,12 @@ from sqlalchemy import (
     Text,
     and_,
     bindparam,
+    case,
     delete,
     func,
+    literal,
     literal_column,
+    or_,
     select,
     text,
 )
@@ -40,7 +43,7 @@ from ..errors import RetriesExhaustedError
 
 @dataclass(frozen=True)
 class Finding:
-    """Names a problem and its remedy; ``fatal`` if deliveries fail, or may be lost or doubled, before it is solved."""
+    """A problem and its remedy. If it is ``fatal``, deliveries fail, or messages may be lost or applied twice."""
 
     problem: str
     remedy: str
@@ -48,30 +51,59 @@ class Finding:
 
 
 def advice(problem: str, remedy: str) -> Finding:
-    """Return a finding that is not fatal: nothing is wrong, but it could be better."""
+    """Return a finding that is not fatal."""
     return Finding(problem, remedy, fatal=False)
 
 
-# SQLite compares text, and its clock has whole seconds: all markers of a second would be older than a cutoff within it.
+# SQLite compares text, and its clock has whole seconds. So the cutoff must have whole seconds too.
 _WHOLE_SECONDS = "%(year)04d-%(month)02d-%(day)02d %(hour)02d:%(minute)02d:%(second)02d"
-_CUTOFF = moment().with_variant(sqlite.DATETIME(storage_format=_WHOLE_SECONDS), "sqlite")  # type: ignore[no-untyped-call]  # SQLAlchemy's
+CUTOFF = moment().with_variant(sqlite.DATETIME(storage_format=_WHOLE_SECONDS), "sqlite")  # type: ignore[no-untyped-call]  # SQLAlchemy's
 
 
 @dataclass(frozen=True)
 class Expired:
-    """Says which markers to delete: those that were processed before ``cutoff``, of all handlers or of one."""
+    """The markers to delete: those that were processed before ``cutoff``, of all handlers or of one.
+
+    Markers of the handlers ``kept``, which belong to a rebuild, are not deleted. ``settled`` is, for each handler, the
+    time up to which every worker detects late messages. A marker whose message has a later time is not deleted. If
+    ``settled`` is None, the times of the messages do not matter.
+    """
 
     marker: Table
     cutoff: datetime
     handler: str | None
     batch_size: int
+    kept: Collection[str] = ()
+    settled: Mapping[str, datetime] | None = None
 
     def among(self, rows: Any) -> ColumnElement[bool]:
         """Return the condition that a row of ``rows``, the marker table or an alias of it, is expired."""
-        old: ColumnElement[bool] = rows.c.processed_at < bindparam("cutoff", self.cutoff, type_=_CUTOFF)
+        old = self.processed_before(rows)
+        if self.settled is None:
+            return old
+        at, handler = rows.c.occurred_at, rows.c.handler
+        if not self.settled:
+            return and_(old, at.is_(None))
+        lines = [
+            (handler == literal(name, handler.type), literal(line, at.type)) for name, line in self.settled.items()
+        ]
+        return and_(old, or_(at.is_(None), at <= case(*lines)))
+
+    def processed_before(self, rows: Any) -> ColumnElement[bool]:
+        """Return the condition that a row was processed before the cutoff; it may be too early to delete it."""
+        old: ColumnElement[bool] = rows.c.processed_at < bindparam("cutoff", self.cutoff, type_=CUTOFF)
+        if self.kept:
+            old = and_(old, rows.c.handler.not_in(sorted(self.kept)))
         if self.handler is None:
             return old
         return and_(old, rows.c.handler == bindparam("handler", self.handler, type_=rows.c.handler.type))
+
+    def newest(self) -> Select[Any]:
+        """Return a SELECT of each handler's latest ``occurred_at`` of such markers, none of it after the cutoff."""
+        handler, at = self.marker.c.handler, self.marker.c.occurred_at
+        until = at <= bindparam("until", self.cutoff, type_=at.type)
+        newest = select(handler, func.max(at).label("newest")).where(self.processed_before(self.marker), until)
+        return newest.group_by(handler)
 
     def oldest(self, rows: Any, *columns: ColumnElement[Any]) -> Select[Any]:
         """Return a SELECT of the ``columns`` of the oldest ``batch_size`` expired rows of the table, or of an alias."""
@@ -84,18 +116,18 @@ class Expired:
 
 
 def in_utc(moment: datetime) -> datetime:
-    """Return a moment that a database gave, in UTC. One without a time zone is taken for UTC: all are stored so."""
+    """Return a time from the database in UTC. A time without a zone is in UTC, because all times are stored in UTC."""
     return moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment.astimezone(UTC)
 
 
 class Database:
-    """Answers what maintenance asks of a database. The defaults suit a database of which only the dialect is known."""
+    """The differences of one database for maintenance. The defaults are for any database with a dialect."""
 
     cleanup_isolation: ClassVar[str | None] = None
     """The isolation level at which a cleanup locks only the rows that it deletes; None if the level does not matter."""
 
     keeps_zones: ClassVar[bool] = False
-    """True if the database has a type for moments with a time zone, so that a moment is not in doubt."""
+    """True if the database has a type for times with a time zone."""
 
     transactional_ddl: ClassVar[bool | None] = None
     """True if a migration is one transaction; None to leave it to what Alembic says of the database."""
@@ -109,7 +141,7 @@ class Database:
     def cleanup_statement(self, expired: Expired) -> Executable:
         """Return a DELETE of the oldest batch of expired markers.
 
-        Rows that others have locked are left to them, where the database can do that.
+        If the database supports it, the statement skips rows that other transactions have locked.
         """
         marker, old = expired.marker, expired.marker.alias()
         batch = expired.oldest(old, old.c.message_id, old.c.handler).subquery("batch")
@@ -117,30 +149,34 @@ class Database:
         return delete(marker).where(select(literal_column("1")).select_from(batch).where(*same).exists())
 
     def limit_waits(self, connection: Connection, seconds: float) -> str | None:
-        """Let no statement of this transaction, which has just begun, wait longer than ``seconds`` for a lock.
+        """Limit the wait of each statement of this new transaction for a lock to ``seconds``.
 
-        Return the statement that gives the session its usual limit back; None if the limit ends with the transaction,
-        or if the database has none.
+        Return the statement that restores the usual limit of the session, or None if the limit ends with the
+        transaction or the database has no limit.
         """
         return None
 
     def migrating(self, connection: Connection, name: str) -> AbstractContextManager[None]:
         """Return a block for a migration of the table set ``name``: a second migration waits for the first.
 
-        It is entered in the migration's transaction. A statement in the block that would have to wait for other
-        transactions fails with a lock timeout after a moment, and the caller runs the migration again: whoever waited
-        longer to change a table would make every later transaction wait behind it.
+        The block is entered in the migration's transaction. A statement in the block that must wait for other
+        transactions soon fails with a lock timeout, and the caller runs the migration again. Otherwise every later
+        transaction would wait behind the migration.
         """
         return nullcontext()
 
     # For the people who run it ----------------------------------------------------------------------------------------
 
     def findings(self, connection: Connection, marker: Table) -> list[Finding]:
-        """Return what is wrong, or could be better, in the settings of this database and of the marker table."""
+        """Return problems and advice about the settings of this database and of the marker table."""
         return []
 
     def size(self, connection: Connection, table: Table) -> int | None:
-        """Return the bytes of the table with all indexes; None if the database's catalogue does not say it."""
+        """Return the bytes of the table with all indexes, or None if the database does not report them."""
+        return None
+
+    def estimated_rows(self, connection: Connection, table: Table) -> int | None:
+        """Return the number of rows by the server's statistics, without a scan; None if the server has none."""
         return None
 
 
@@ -169,7 +205,7 @@ class OnPostgreSQL(Database):
         return delete(expired.marker).where(in_a_hurry, literal_column("ctid") == batch, expired.among(expired.marker))
 
     def findings(self, connection: Connection, marker: Table) -> list[Finding]:
-        """Return what a crash of the server, or a failover, would lose."""
+        """Return findings about settings with which a crash or a failover would lose data."""
         return [*_persistence(connection, marker), *_replication(connection)]
 
     def size(self, connection: Connection, table: Table) -> int | None:
@@ -177,6 +213,12 @@ class OnPostgreSQL(Database):
         name = {"name": _regclass(connection, table)}
         found: int | None = connection.scalar(text("SELECT pg_total_relation_size(to_regclass(:name))"), name)
         return found
+
+    def estimated_rows(self, connection: Connection, table: Table) -> int | None:
+        """Return the number of rows as of the last VACUUM or ANALYZE; None if there was none."""
+        name = {"name": _regclass(connection, table)}
+        found = connection.scalar(text("SELECT reltuples FROM pg_class WHERE oid = to_regclass(:name)"), name)
+        return None if found is None or found < 0 else int(found)
 
     def limit_waits(self, connection: Connection, seconds: float) -> str | None:
         """Set ``lock_timeout`` for the transaction: behind a pooler a session's setting would meet somebody else."""
@@ -203,8 +245,8 @@ def _persistence(connection: Connection, table: Table) -> Iterator[Finding]:
     unlogged = text("SELECT relpersistence = 'u' FROM pg_class WHERE oid = to_regclass(:name)")
     if connection.scalar(unlogged, {"name": name}):
         yield Finding(
-            f"{name} is UNLOGGED: a crash of the server empties it, while the read model stays",
-            f"every redelivery after that would be applied again; ALTER TABLE {name} SET LOGGED",
+            f"{name} is UNLOGGED, so a crash of the server empties it, but not the read model",
+            f"every redelivery after a crash would be applied again; ALTER TABLE {name} SET LOGGED",
         )
 
 
@@ -229,15 +271,15 @@ def _replication(connection: Connection) -> Iterator[Finding]:
     found = connection.execute(_REPLICATION).one()
     if found.waits == "off":
         yield advice(
-            f"synchronous_commit is off for {found.role}: a crash loses messages that were acknowledged just before",
-            "set it to on for the role that delivers: ALTER ROLE ... SET synchronous_commit = on",
+            f"synchronous_commit is off for {found.role}, so a crash loses the last acknowledged messages",
+            "turn it on for the role that delivers: ALTER ROLE ... SET synchronous_commit = on",
         )
     if found.has_standby and (not found.names or found.waits in ("off", "local")):
         reason = f"synchronous_commit = {found.waits}" if found.names else "synchronous_standby_names is empty"
         yield advice(
-            f"replication is asynchronous ({reason}): a failover loses messages that were acknowledged just before",
-            "name the standby in synchronous_standby_names; until then, deliver the last minutes again from an archive "
-            "after each failover (docs/clusters.md)",
+            f"replication is asynchronous ({reason}), so a failover loses the last acknowledged messages",
+            "name the standby in synchronous_standby_names; until then, replay the last minutes from an archive after "
+            "each failover (docs/clusters.md)",
         )
 
 
@@ -266,7 +308,7 @@ class OnMariaDB(Database):
         if not MariaDB.is_dependable(connection):
             found.append(
                 advice(
-                    "this server cannot be relied on to refuse lost updates at REPEATABLE READ, so projectors run at "
+                    "this server does not reliably refuse lost updates at REPEATABLE READ, so projectors run at "
                     "SERIALIZABLE, where every read locks",
                     "upgrade to MariaDB 10.6.27, 10.11.18, 11.4.12, 11.8.8, 12.3.3 or later",
                 )
@@ -276,9 +318,9 @@ class OnMariaDB(Database):
             setting = "innodb_flush_log_at_trx_commit"
             found.append(
                 advice(
-                    f"{setting} = {flushed}: a crash of the machine loses messages that were acknowledged just before",
-                    f"SET GLOBAL {setting} = 1, and write it into the server's configuration, in a cluster on every "
-                    "node",
+                    f"{setting} = {flushed}, so a crash of the machine loses the last acknowledged messages",
+                    f"run SET GLOBAL {setting} = 1, and write it into the server's configuration (in a cluster, on "
+                    "every node)",
                 )
             )
         return found
@@ -287,6 +329,12 @@ class OnMariaDB(Database):
         """Return the bytes of the table with all indexes, as InnoDB estimates them; None if it does not know."""
         place = {"schema": connection.schema_for_object(table), "name": table.name}
         found = connection.scalar(_SIZE, place)
+        return None if found is None else int(found)
+
+    def estimated_rows(self, connection: Connection, table: Table) -> int | None:
+        """Return the number of rows as InnoDB estimates it; None if it does not know."""
+        place = {"schema": connection.schema_for_object(table), "name": table.name}
+        found = connection.scalar(_ROWS, place)
         return None if found is None else int(found)
 
     def limit_waits(self, connection: Connection, seconds: float) -> str | None:
@@ -313,7 +361,8 @@ class OnMariaDB(Database):
         usual = connection.exec_driver_sql("SELECT @@session.lock_wait_timeout").scalar_one()
         if connection.scalar(select(func.get_lock(lock, _RIVAL))) != 1:
             raise RetriesExhaustedError(
-                f"another migration of {name} has been running for {_RIVAL} seconds; nothing was changed; run it again"
+                f"another migration of {name} has been running for {_RIVAL} seconds; nothing was changed; run this "
+                "migration again later"
             )
         try:
             connection.exec_driver_sql("SET lock_wait_timeout = 1")  # of metadata locks; the default is a day
@@ -340,6 +389,12 @@ def _hurry(element: _HastyDelete, compiler: SQLCompiler, **options: Any) -> str:
     return f"SET STATEMENT innodb_lock_wait_timeout = 1 FOR {statement}" if mariadb else statement
 
 
+_ROWS = text(
+    """
+    SELECT table_rows FROM information_schema.tables
+    WHERE table_schema = coalesce(:schema, database()) AND table_name = :name
+    """
+)
 _SIZE = text(
     """
     SELECT data_length + index_length FROM information_schema.tables
@@ -371,9 +426,9 @@ class OnSQLite(Database):
         if mode == "wal" and len(files) > 1:  # https://www.sqlite.org/lang_attach.html
             return [
                 advice(
-                    "databases are attached, and under write-ahead logging a COMMIT that a crash interrupts is atomic "
-                    "in each file only",
-                    "keep the markers in the file of the read model: make_tables(metadata, schema=...)",
+                    "databases are attached, and with write-ahead logging a COMMIT is atomic only in each file if a "
+                    "crash interrupts it",
+                    "put the markers into the file of the read model: make_tables(metadata, schema=...)",
                 )
             ]
         if mode in ("wal", "memory"):
@@ -389,7 +444,7 @@ class OnSQLite(Database):
         return f"PRAGMA busy_timeout = {usual}"
 
     def migrating(self, connection: Connection, name: str) -> AbstractContextManager[None]:
-        """Take the write lock, which also makes DDL part of the transaction; return a block without further effect."""
+        """Take the write lock, which also makes DDL part of the transaction. Return an empty block."""
         dialect_of(connection).begin(connection, None, None)
         return nullcontext()
 
@@ -401,6 +456,6 @@ _OTHER = Database()
 
 
 def database_of(bind: Engine | Connection) -> Database:
-    """Return what maintenance asks of the database of ``bind``; raise ``UnsupportedDatabaseError`` as deliveries do."""
+    """Return the ``Database`` of ``bind``. Raises ``UnsupportedDatabaseError``, as deliveries do."""
     dialect = dialect_of(bind)
     return next((database for kind, database in _KNOWN if isinstance(dialect, kind)), _OTHER)

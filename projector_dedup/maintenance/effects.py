@@ -1,17 +1,17 @@
-"""Find effects that are not finished, and write what a person has decided about one.
+"""Find effects that are not finished, and write a person's decision about one.
 
-``settle`` or ``run`` records the decision, since only the application has the code for that (docs/effects.md).
+``settle`` or ``run`` records the decision, because only the application has the code for it (docs/effects.md).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any, Literal, Never
 
-from sqlalchemy import ColumnElement, Row, Select, case, func, select, update
+from sqlalchemy import ColumnElement, MetaData, Row, Select, case, func, inspect, select, update
 from sqlalchemy.engine import Connection, Engine
 
 from ..commands.record import RecordKey
@@ -24,18 +24,19 @@ from ..errors import RefusedError
 from ..message import printable, valid_handler
 from ..options import RetryPolicy
 from .databases import Finding, advice
-from .running import connected_to, refuse_other_kind, run_with_retries
+from .running import KINDS, connected_to, refuse_other_kind, run_with_retries
+from .state import state_of as read_state_of
 
 Decided = Literal["done", "rejected", "not done"]
 
-MAX_DECISION = 60_000  #: bytes of a decision, which has the value in it
+MAX_DECISION = 60_000  #: bytes of a decision, including the value
 _MAX_CODE, _MAX_WHO, _MAX_WHY = 200, 100, 500  # characters
 _LONG_AGO = timedelta(days=1)  # after which an effect that is armed should have been sent
 
 
 @dataclass(frozen=True)
 class StoredEffect:
-    """An effect as it is stored, with its state in words. Moments are in UTC, by the database's clock."""
+    """An effect as it is stored, and its state. Times are in UTC, by the database's clock."""
 
     effect: str
     key: str
@@ -54,7 +55,7 @@ class StoredEffect:
     decided_by: str | None
     error: str | None
     request: bytes
-    value: bytes | None  #: as it is recorded, else as an attempt returned it or a person gave it; or the rejection
+    value: bytes | None  #: the recorded value or rejection, else the value of an attempt or of a person's decision
 
     @property
     def handler(self) -> str:
@@ -70,10 +71,10 @@ def find_effects(
     limit: int | None = None,
     tables: EffectTables = default_effect_tables,
 ) -> list[StoredEffect]:
-    """Return the effects that are not finished: those that need a person first, then the oldest first.
+    """Return the effects that are not finished: first those that need a person, then the oldest.
 
-    ``unknown`` returns those alone of which nobody knows whether they were done. ``older_than`` leaves out effects that
-    were armed later. ``limit`` is the largest number of effects to return.
+    ``unknown`` returns only effects that may or may not have been done. ``older_than`` returns only effects that were
+    armed at least this long ago. ``limit`` is the largest number of effects to return.
 
     Raises ``MissingTableError`` if the tables are missing, or are of another kind.
     """
@@ -99,8 +100,8 @@ def find_effect(
 ) -> StoredEffect:
     """Return the effect of this key in this scope, or of the name ``effect`` if several effects have the key.
 
-    Raises ``RefusedError`` if there is none, or several; ``InvalidKeyError`` for a key that no effect can have,
-    ``MissingTableError`` if the tables are missing, or are of another kind.
+    Raises ``RefusedError`` if there is none or more than one, ``InvalidKeyError`` for a key that no effect can have,
+    and ``MissingTableError`` if the tables are missing or are of another kind.
     """
     with connected_to(engine, tables) as connection:
         refuse_other_kind(connection, tables)
@@ -133,15 +134,18 @@ def resolve(
     scope: object = None,
     tables: EffectTables = default_effect_tables,
 ) -> StoredEffect:
-    """Write what a person has found out about an effect; the next ``settle`` or ``run`` records it.
+    """Write a person's decision about an effect. The next ``settle`` or ``run`` records it.
 
-    ``attempt`` is the number of attempts that the person has seen: a decision about a state that has moved is refused.
-    "done" takes the ``value`` as JSON, "rejected" a ``code``. After "not done", ``settle`` sends the effect again.
-    ``attempt=0`` with "rejected" cancels an armed effect. A later decision replaces one that is not recorded yet.
+    - ``attempt``: the number of attempts that the person has seen. If it has changed, the decision is refused.
+      ``attempt=0`` with "rejected" cancels an armed effect.
+    - ``outcome``: "done" needs the ``value`` as JSON, "rejected" needs a ``code``. After "not done", ``settle`` sends
+      the effect again.
+    - ``why``, ``who``: the reason and the person. The row keeps both.
 
-    Returns the effect as it is then. Raises ``RefusedError``, and writes nothing, if the attempt has moved, an attempt
-    is running, the effect has its outcome, an attempt has left its value, or the arguments cannot be recorded; else
-    what ``find_effect`` raises.
+    A later decision replaces one that is not recorded yet. Returns the effect after the decision. Raises
+    ``RefusedError``, and writes nothing, if the number of attempts has changed, an attempt is running, the effect has
+    an outcome, an attempt has left its value, or the arguments cannot be recorded. Raises the errors of
+    ``find_effect``.
     """
     decision = _decision(outcome, value, code, why, who) | {"attempt": attempt}
     asked, table = RecordKey.of(key, scope), tables.marker
@@ -152,7 +156,7 @@ def resolve(
         text = json.dumps({**decision, "at": _moment(found.now).isoformat(timespec="seconds")})
         if len(text) > MAX_DECISION:
             raise RefusedError(
-                f"the value is too large: a decision takes {MAX_DECISION:,} bytes, and has {len(text):,}"
+                f"the value is too large: a decision has at most {MAX_DECISION:,} bytes, and this one has {len(text):,}"
             )
         change = update(table).where(
             table.c.message_id == asked.stored,
@@ -179,19 +183,19 @@ def resolve(
 def _decision(outcome: Decided, value: str | None, code: str | None, why: str, who: str) -> dict[str, Any]:
     """Return the decision, as ``Effects`` reads it. Raises ``RefusedError`` if it could not be recorded."""
     if outcome not in ("done", "rejected", "not done"):
-        raise RefusedError(f"an effect is done, rejected or not done, not {printable(str(outcome))[:80]}")
+        raise RefusedError(f"outcome must be done, rejected or not done, not {printable(str(outcome))[:80]}")
     if (value is not None) != (outcome == "done") or (code is not None) != (outcome == "rejected"):
         raise RefusedError("give a value with done, a code with rejected, and neither with not done")
     if not why.strip() or not who.strip():
-        raise RefusedError("say why, and who has decided: both stay in the row")
+        raise RefusedError("give the reason and the person who decides; the row keeps both")
     if code is not None and not 0 < len(code.strip()) <= _MAX_CODE:
-        raise RefusedError(f"the code of a rejection is a text of 1 to {_MAX_CODE} characters, such as cancelled")
+        raise RefusedError(f"the code of a rejection must have 1 to {_MAX_CODE} characters, such as cancelled")
     if value is not None:
         try:
             value.encode()
             json.loads(value, parse_constant=_no_json)
         except (ValueError, RecursionError):
-            raise RefusedError("the value is not JSON: write a text in double quotes, and nothing as null") from None
+            raise RefusedError("the value is not JSON; write a text in double quotes, and no value as null") from None
     told = {"who": printable(who)[:_MAX_WHO], "why": printable(why)[:_MAX_WHY]}
     return {"outcome": outcome, "value": value, "code": code, **told}
 
@@ -201,17 +205,17 @@ def _no_json(constant: str) -> Never:
 
 
 def _refuse(row: Row[Any], attempt: int) -> Never:
-    """Raise ``RefusedError`` that says what has changed since the person looked."""
+    """Raise ``RefusedError`` with what has changed since the person read the effect."""
     state, told = state_of(row), _told(row.handler, RecordKey.of(*_key(row.message_id)))
     if row.outcome is not None:
-        raise RefusedError(f"{told} is {state} already; an outcome is never written over")
+        raise RefusedError(f"{told} is already {state}, and an outcome is never overwritten")
     if row.attempt != attempt:
         raise RefusedError(
-            f"{told} has moved: {row.attempt} attempts were made, not {attempt}. Look at it again, and at the provider"
+            f"{told} has changed: {row.attempt} attempts were made, not {attempt}. Show it again and check the provider"
         )
     if state is State.RUNNING:
-        raise RefusedError(f"{told} is running until {_moment(row.lease_until):%H:%M:%S} UTC: look at it again then")
-    raise RefusedError(f"{told} has the value of an attempt, which is stronger than a decision: `settle` records it")
+        raise RefusedError(f"{told} is running until {_moment(row.lease_until):%H:%M:%S} UTC; show it again after that")
+    raise RefusedError(f"{told} has the value of an attempt, which has precedence over a decision; `settle` records it")
 
 
 # Rows -------------------------------------------------------------------------------------------------------------
@@ -232,12 +236,12 @@ def _one(connection: Connection, tables: EffectTables, asked: RecordKey, effect:
     found = [row for row in _all(connection, tables, asked) if name in (None, row.handler)]
     if not found:
         raise RefusedError(
-            f"{_told(name, asked)} is not there: it was not armed, or is pruned, or its name, scope or key is written "
-            "another way"
+            f"{_told(name, asked)} does not exist: it was not armed, or cleanup has deleted it, or its name, scope or "
+            "key is spelled differently"
         )
     if len(found) > 1:
         names = ", ".join(printable(row.handler) for row in found)
-        raise RefusedError(f"several effects have the {_of(asked)}: {names}. Say which one is meant (--effect NAME)")
+        raise RefusedError(f"several effects have the {_of(asked)}: {names}. Choose one with --effect NAME")
     return found[0]
 
 
@@ -250,7 +254,7 @@ def _of(asked: RecordKey) -> str:
 
 
 def _key(stored: str) -> tuple[str, str | None]:
-    """Return the key and the scope that are stored as one text."""
+    """Return the key and the scope of a stored text."""
     length, _, text = stored.partition(":")
     return text[int(length) :], text[: int(length)] or None
 
@@ -285,23 +289,32 @@ def _moment(milliseconds: int) -> datetime:
     return datetime.fromtimestamp(milliseconds / 1000, UTC)
 
 
-# What needs somebody ----------------------------------------------------------------------------------------------
+# Advice -----------------------------------------------------------------------------------------------------------
 
 
 def _no_verdict(tables: EffectTables) -> ColumnElement[bool]:
-    """Return the condition that a row has no outcome, nothing from which one follows, and no lease in force."""
+    """Return the condition that a row has no outcome, no value of an attempt, no decision and no running lease."""
     column = tables.marker.c
     free = column.lease_until.is_(None) | (column.lease_until <= now_ms())
     return column.outcome.is_(None) & column.evidence_outcome.is_(None) & column.decision.is_(None) & free
 
 
 def _is_unknown(tables: EffectTables) -> ColumnElement[bool]:
-    """Return the condition that nobody knows whether the effect was done, whether or not its policy has ended."""
+    """Return the condition that the effect may or may not have been done."""
     return _no_verdict(tables) & tables.marker.c.first_sent_at.is_not(None)
 
 
+def unknown_effects(tables: EffectTables) -> Select[Any]:
+    """Return the statement that finds the ids of unknown effects.
+
+    ``processed_at`` has an index and is NULL until the outcome is recorded, so finished effects are not read.
+    """
+    column = tables.marker.c
+    return select(column.message_id).where(column.processed_at.is_(None), _is_unknown(tables))
+
+
 def advise_effects(engine: Engine, *, tables: EffectTables = default_effect_tables) -> list[Finding]:
-    """Return what somebody should do about effects that are not finished; none of it is fatal.
+    """Return advice about effects that are not finished. No advice is fatal.
 
     Raises ``MissingTableError`` if the tables are missing, or are of another kind.
     """
@@ -321,24 +334,40 @@ def advise_effects(engine: Engine, *, tables: EffectTables = default_effect_tabl
     with connected_to(engine, tables) as connection:
         refuse_other_kind(connection, tables)
         stopped, unknown_now, armed, kept = (int(number) for number in connection.execute(counts).one())
+        found = list(_pruned_too_early(connection, tables))
     settle = "run `idempotency effects settle --app ...` from cron, and read its log lines"
-    found = []
     if stopped:
         found.append(
             advice(
                 f"effects that need a person, because their policies have ended: {stopped:,}",
-                "`idempotency effects list --unknown`; look at the provider, then `idempotency effects resolve`",
+                "run `idempotency effects list --unknown`, check the provider, then run `idempotency effects resolve`",
             )
         )
     if unknown_now:
-        found.append(advice(f"effects of which nobody knows whether they were done: {unknown_now:,}", settle))
+        found.append(advice(f"effects that may or may not have been done: {unknown_now:,}", settle))
     if armed:
         found.append(
             advice(
                 f"effects that were armed more than a day ago, and never sent: {armed:,}",
-                f"{settle}; a name that no process knows any more is sent by nobody: give the effect back to `Effects`",
+                f"{settle}; if no process defines an effect of this name any more, add it to `Effects` again",
             )
         )
     if kept:
-        found.append(advice(f"effects whose value or decision is known, and could not be recorded: {kept:,}", settle))
+        found.append(advice(f"effects whose value or decision is known, but is not recorded: {kept:,}", settle))
     return found
+
+
+def _pruned_too_early(connection: Connection, tables: EffectTables) -> Iterator[Finding]:
+    """Yield advice if effects are deleted earlier than the commands or messages that arm them."""
+    own, has_table = read_state_of(connection, tables).retention_hours, inspect(connection).has_table
+    for kind in (each for each in KINDS if each is not EffectTables and own is not None):
+        others = kind.make(MetaData(), kind.default_name, tables.marker.schema)
+        if not has_table(others.state.name, schema=connection.schema_for_object(others.state)):
+            continue
+        theirs = read_state_of(connection, others).retention_hours
+        if theirs is not None and own is not None and own < theirs:
+            yield advice(
+                f"cleanup deletes effects after {own:g} hours, but {kind.noun}s after {theirs:g}; after that, a "
+                "repeated command or message arms the same key, and the effect is sent a second time",
+                f"run `idempotency cleanup --effects --retention-hours {theirs * 2:g}`, or more hours",
+            )

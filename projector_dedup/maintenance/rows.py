@@ -1,4 +1,4 @@
-"""Find and delete the rows of a message, a command's key or a scope, and rename those of a handler."""
+"""Find and delete the rows of a message, of a command's key or of a scope, and rename the rows of a handler."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ from ..message import printable, valid_handler, valid_message_id
 from ..options import RetryPolicy
 from ..tables import DedupTables, default_tables
 from .check import verify
-from .databases import database_of, in_utc
+from .databases import CUTOFF, database_of, in_utc
+from .lines import take_over_line
+from .rebuild_state import refuse_kept
 from .running import PASSING, connected_to, refuse_other_kind, run_with_retries
 
 MAX_BATCH_SIZE = 10_000
@@ -43,7 +45,7 @@ MAX_BATCH_SIZE = 10_000
 _PASSING = (*PASSING, Failure.UNIQUE)  # UNIQUE: a delivery wrote one of the copies meanwhile
 
 STATES = {RESULT: "result", REJECTED: "rejected", DEFAULT: "result not stored", None: "no outcome"}
-"""The words for each outcome of a record. One without was committed by ``begin_command`` without ``record``."""
+"""The word for each outcome of a record. ``begin_command`` without ``record`` leaves a record without an outcome."""
 
 
 @dataclass(frozen=True)
@@ -58,16 +60,16 @@ class Marker:
 
 
 def find(engine: Engine, message_id: object, *, tables: DedupTables = default_tables) -> list[Marker]:
-    """Return the markers of one message, by handler; none if no handler applied it, or its markers were pruned.
+    """Return the markers of one message, sorted by handler.
 
-    Raises ``InvalidMessageIdError`` for an id that no message can have, ``MissingTableError`` if the tables are
-    missing.
+    The list is empty if no handler applied the message, or cleanup has deleted its markers. Raises
+    ``InvalidMessageIdError`` for an id that no message can have, and ``MissingTableError`` if the tables are missing.
     """
     return [marker for marker, _ in find_rows(engine, valid_message_id(message_id), tables)]
 
 
 def find_rows(engine: Engine, message_id: str, tables: DedupTables) -> list[tuple[Marker, Row[Any]]]:
-    """Return each row of an id, by handler, as a marker and with all columns that its table has."""
+    """Return each row of an id, sorted by handler: as a marker, and with all columns of its table."""
     marker = tables.marker
     with connected_to(engine, tables) as connection:
         refuse_other_kind(connection, tables)
@@ -83,7 +85,7 @@ def find_rows(engine: Engine, message_id: str, tables: DedupTables) -> list[tupl
 
 
 def has_markers(engine: Engine, handler: str, *, tables: DedupTables = default_tables) -> bool:
-    """True if the table has a marker of the handler, of whatever age.
+    """True if the table has a marker of the handler, of any age.
 
     Raises ``RefusedError`` for a name that no handler can have, ``MissingTableError`` if the tables are missing.
     """
@@ -95,9 +97,9 @@ def has_markers(engine: Engine, handler: str, *, tables: DedupTables = default_t
 def forget(
     engine: Engine, message_id: object, *, handler: str | None = None, tables: DedupTables = default_tables
 ) -> int:
-    """Delete the markers of one message, or that of one handler, so that a redelivery is applied *again*.
+    """Delete the markers of one message (of one handler, if given), so that a redelivery is applied *again*.
 
-    Returns how many there were. Nothing that was applied is undone: whoever repairs the read model has to do that.
+    Returns their number. The function does not undo changes in the read model; you must correct the read model.
 
     Raises ``InvalidMessageIdError`` for an id that no message can have, ``RefusedError`` for a name that no handler
     can have and for an effect that is not finished, ``MissingTableError`` if the tables are missing.
@@ -116,8 +118,57 @@ def forget(
     return len(there)
 
 
+def forget_all(
+    engine: Engine,
+    handler: str,
+    *,
+    before: datetime | None = None,
+    tables: DedupTables = default_tables,
+    batch_size: int = 1_000,
+    on_batch: Callable[[int], None] | None = None,
+    rebuild: str = "",
+) -> int:
+    """Delete all markers of a handler, so that every redelivered message is applied *again*.
+
+    Returns their number. With ``before``, a time with a zone, only markers that were processed earlier are deleted. The
+    function does not undo changes in the read model, and does not delete unfinished effects.
+
+    Every batch is a short transaction, so you can interrupt a run and run it again. ``on_batch`` is called with the
+    number of deleted markers of each batch, and may raise to end the run. New markers may remain.
+
+    Raises ``RefusedError`` for a name that no handler can have, and if an open rebuild of another projector than
+    ``rebuild`` needs the markers. Raises ``MissingTableError`` for a missing table, and ``RetriesExhaustedError`` if a
+    transient error lasted too long.
+    """
+    marker = tables.marker
+    verify(engine, tables)
+    dialect = dialect_of(engine)
+    dialect.prepare(engine)
+    its = [marker.c.handler == valid_handler(handler), *_finished(tables)]
+    if before is not None:
+        its.append(marker.c.processed_at < bindparam("before", before, type_=CUTOFF))
+    look = select(marker.c.message_id).where(*its).order_by(marker.c.message_id).limit(batch_size)
+
+    def batch(after: str, connection: Connection) -> tuple[str, int]:
+        dialect.begin(connection, None, None)
+        refuse_kept(connection, tables, [handler], of=rebuild)
+        ids = connection.execute(look.where(marker.c.message_id > after)).scalars().all()
+        if not ids:
+            return after, 0
+        return ids[-1], connection.execute(delete(marker).where(*its, marker.c.message_id.in_(ids))).rowcount
+
+    last, deleted = "", 0  # the empty text is before every id
+    while True:
+        after, number = run_with_retries(partial(batch, last), engine, dialect, RetryPolicy())
+        if after == last:
+            return deleted
+        last, deleted = after, deleted + number
+        if on_batch is not None and number:
+            on_batch(number)
+
+
 def _finished(tables: DedupTables) -> list[ColumnElement[bool]]:
-    """Return the condition that a row may be deleted: an effect, only if it has its outcome."""
+    """Return the condition that a row may be deleted. An effect must have an outcome."""
     return [tables.marker.c.processed_at.is_not(None)] if isinstance(tables, EffectTables) else []
 
 
@@ -125,9 +176,9 @@ def _refuse_unfinished(tables: DedupTables, names: Sequence[str]) -> None:
     """Raise ``RefusedError`` if an effect of one of these ``names`` is not finished."""
     if names and isinstance(tables, EffectTables):
         raise RefusedError(
-            f"{', '.join(printable(name) for name in names)}: an effect that is not finished is not forgotten, or "
-            "nobody would know that it may have been done. Let `idempotency effects settle` finish it, or decide it "
-            "with `idempotency effects resolve`, and forget it then"
+            f"{', '.join(printable(name) for name in names)}: an unfinished effect cannot be deleted, because it may "
+            "have been done. Let `idempotency effects settle` finish it, or decide it with `idempotency effects "
+            "resolve`, and delete it then"
         )
 
 
@@ -136,7 +187,7 @@ def _refuse_unfinished(tables: DedupTables, names: Sequence[str]) -> None:
 
 @dataclass(frozen=True)
 class StoredRecord(Marker):
-    """A record as it is stored: a marker whose ``handler`` is the operation, with what everybody is answered."""
+    """A record as it is stored: a marker whose ``handler`` is the operation, and the recorded answer."""
 
     key: str
     scope: str | None
@@ -153,10 +204,10 @@ class StoredRecord(Marker):
 def find_records(
     engine: Engine, key: object, *, scope: object = None, tables: CommandTables = default_command_tables
 ) -> list[StoredRecord]:
-    """Return the records of one key in one scope, by operation; none if no command was handled, or all were pruned.
+    """Return the records of one key in one scope, sorted by operation.
 
-    Raises ``InvalidKeyError`` for a key or a scope that no command can have, ``MissingTableError`` if the tables are
-    missing, or are those of projectors.
+    The list is empty if no command was handled, or cleanup has deleted the records. Raises ``InvalidKeyError`` for a
+    key or a scope that no command can have, and ``MissingTableError`` if the tables are missing or of another kind.
     """
     asked = RecordKey.of(key, scope)
     return [
@@ -180,12 +231,12 @@ def forget_record(
     scope: object = None,
     tables: CommandTables = default_command_tables,
 ) -> int:
-    """Delete the record of one command, so that it is handled *again* when it is asked for again.
+    """Delete the record of one command, so that the next call with this key runs the command *again*.
 
-    Returns how many there were, 0 or 1. Nothing that the command did is undone.
+    Returns the number of deleted records, 0 or 1. The function does not undo what the command did.
 
     Raises ``InvalidKeyError`` for a key or a scope that no command can have, ``RefusedError`` for a name that no
-    operation can have, ``MissingTableError`` if the tables are missing, or are those of projectors.
+    operation can have, and ``MissingTableError`` if the tables are missing or of another kind.
     """
     return forget(engine, RecordKey.of(key, scope).stored, handler=operation, tables=tables)
 
@@ -199,19 +250,19 @@ def forget_scope(
     on_batch: Callable[[int], None] | None = None,
     batch_size: int = 1_000,
 ) -> int:
-    """Delete every record of a scope, such as a tenant, or those of one operation in it; return how many there were.
+    """Delete all records of a scope, such as a tenant, or those of one operation in it. Return their number.
 
-    Effects of the scope are deleted in the same way. Those that are not finished are left.
+    With tables of effects, the function deletes the finished effects of the scope.
 
-    Their commands are handled *again* when they are asked for again. Every batch is a short transaction, so a run that
-    was interrupted can be run again. Commands that are handled meanwhile may leave records behind the run.
-    ``on_batch`` is called with the number of records that a batch deleted, and may raise to end the run.
+    The next call with one of their keys runs the command *again*. Every batch is a short transaction, so you can
+    interrupt a run and run it again. New records may remain. ``on_batch`` is called with the number of deleted records
+    of each batch, and may raise to end the run.
 
-    Raises ``InvalidKeyError`` for a scope that no command can have, ``MissingTableError`` as ``find_records`` does, and
-    ``RetriesExhaustedError`` for an error that did not pass.
+    Raises ``InvalidKeyError`` for a scope that no command can have, ``MissingTableError`` if the tables are missing or
+    of another kind, and ``RetriesExhaustedError`` if a transient error lasted too long.
     """
     if scope is None:
-        raise InvalidKeyError("say whose records are meant: a scope is a text or a UUID, such as a tenant")
+        raise InvalidKeyError("forget_scope() needs a scope: a text or a UUID, such as the tenant")
     operation = None if operation is None else valid_handler(operation)
     record, prefix = tables.marker, RecordKey.of("x", scope).stored.removesuffix("x")
     verify(engine, tables)
@@ -221,9 +272,9 @@ def forget_scope(
 
     def batch(connection: Connection) -> tuple[Sequence[Row[Any]], int]:
         dialect.begin(connection, None, None)
-        # The keys of a scope are neighbours in the primary key, and begin with the scope and its length, which no key
-        # of another scope does: "1:a" is not "2:ab". Nothing behind the first that does not begin so is taken, so that
-        # no other scope's is touched, however the database compares texts.
+        # The keys of a scope are neighbours in the primary key. They begin with the length of the scope and the scope,
+        # and no key of another scope does: "1:a" is not "2:ab". The page ends at the first other key, so that no other
+        # scope is affected, however the database compares texts.
         page = list(takewhile(lambda row: row.message_id.startswith(prefix), connection.execute(look, after)))
         these = [row for row in page if operation in (None, row.handler)]
         number = 0
@@ -245,23 +296,23 @@ def forget_scope(
 
 
 def _next_rows(record: Table, size: int) -> Select[Any]:
-    """Return a SELECT of the rows behind ``:message_id`` and ``:handler``, in the order of the primary key."""
+    """Return a SELECT of the rows after ``:message_id`` and ``:handler``, in the order of the primary key."""
     message_id, handler = (bindparam(column.name, type_=column.type) for column in record.primary_key)
     behind = or_(record.c.message_id > message_id, record.c.handler > handler)
     return (
         select(record.c.message_id, record.c.handler)
-        .where(record.c.message_id >= message_id, behind)  # the first alone finds the place in the index
+        .where(record.c.message_id >= message_id, behind)  # the first condition finds the place in the index
         .order_by(record.c.message_id, record.c.handler)
         .limit(size)
     )
 
 
-# A handler that got another name ----------------------------------------------------------------------------------
+# Renamed handlers -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Renamed:
-    """The number of markers of the old name that were copied, that the new name had already, that were removed."""
+    """The numbers of markers of the old name: copied, already there under the new name, and removed."""
 
     copied: int = 0
     already: int = 0
@@ -282,25 +333,30 @@ def rename(
     dry_run: bool = False,
     on_batch: Callable[[Renamed], None] | None = None,
 ) -> Renamed:
-    """Copy every marker of the handler ``old`` to the name ``new``, with the same times, and return how many.
+    """Copy every marker of the handler ``old`` to the name ``new``, with the same times, and return the numbers.
 
-    An effect is moved, not copied, since a copy of an unfinished one would be sent beside it: it takes ``remove_old``,
-    and no process may know the old name any more. It is refused while an attempt under the old name is running.
+    Run it when every process has code with the new name, because code with the old name still writes markers without a
+    copy. Afterwards you can remove ``formerly=["..."]`` from the code.
 
-    Afterwards ``formerly=["..."]`` can be removed from the code. Run it when every process knows the new name: until
-    then, code of the old name goes on writing markers that have no copy. The markers of ``old`` stay until cleanup
-    deletes them, so that a deploy can be rolled back; ``remove_old`` removes them in the same transactions.
+    - ``batch_size``: the largest number of markers in one transaction.
+    - ``remove_old``: True also removes the markers of ``old``, in the same transactions. By default they remain until
+      cleanup deletes them, so that you can roll back a deployment.
+    - ``dry_run``: True only counts.
+    - ``on_batch``: called after each batch with the sum so far. It may raise to end the run.
 
-    Every batch of at most ``batch_size`` markers is a short transaction. ``on_batch`` is called after each with the
-    sum so far, and may raise to end the run. A run that was interrupted can be run again. ``dry_run`` writes nothing.
-    A batch that a deadlock or a lost connection undid is tried again, for some seconds.
+    You can interrupt a run and run it again. At the end, the function copies the line of late messages, so that a
+    message that is late under ``old`` is late under ``new``.
 
-    Raises ``RefusedError`` for a name that no handler can have, for effects as said above, and if neither name has a
-    marker, perhaps because one is misspelt; ``ValueError`` if both names are the same, or ``batch_size`` is out of
-    range; ``MissingTableError`` for a missing table; ``RetriesExhaustedError`` for an error that did not pass.
+    An effect is moved, because a copy of an unfinished effect would also be sent. This needs ``remove_old``, and no
+    process may have the old name. It is refused while an attempt under the old name is running, and if both names have
+    an effect with the same key, because one of the two may be done.
+
+    Raises ``RefusedError`` for a name that no handler can have, for effects as described above, and if neither name has
+    a marker. Raises ``ValueError`` if the names are equal or ``batch_size`` is wrong. Raises ``MissingTableError`` if a
+    table is missing, and ``RetriesExhaustedError`` if a transient error lasted too long.
     """
     if valid_handler(old) == valid_handler(new):
-        raise ValueError(f"{printable(old)} has this name already; give the old name and another one")
+        raise ValueError(f"the old and the new name are both {printable(old)}; give two different names")
     if not 1 <= batch_size <= MAX_BATCH_SIZE:
         raise ValueError(f"batch_size must be between 1 and {MAX_BATCH_SIZE:,}, not {batch_size}")
     verify(engine, tables)
@@ -308,9 +364,11 @@ def rename(
     dialect.prepare(engine)
     if isinstance(tables, EffectTables) and not remove_old:
         raise RefusedError(
-            f"an effect is moved to another name, not copied: a copy of {printable(old)} would be sent beside it. Stop "
-            "every process that knows the old name, and say remove_old=True (--remove-old)"
+            f"an effect cannot be copied to another name, because the copy of {printable(old)} would also be sent. "
+            "Stop every process with the old name, and add remove_old=True (--remove-old)"
         )
+    with connected_to(engine, tables) as connection:
+        refuse_kept(connection, tables, [old, new])
     batch = _Batch(tables.marker, old, new, batch_size, remove_old=remove_old, dry_run=dry_run)
     policy = RetryPolicy()
     total, last = Renamed(), ""  # the empty text is before every id
@@ -323,14 +381,17 @@ def rename(
             on_batch(total)
     if total == Renamed() and not run_with_retries(batch.new_is_known, engine, dialect, policy):
         raise RefusedError(
-            f"neither {printable(old)} nor {printable(new)} has a {tables.noun} in {tables.marker.fullname}: look at "
-            "the spelling of the names, and at the table's name and schema"
+            f"neither {printable(old)} nor {printable(new)} has a {tables.noun} in {tables.marker.fullname}; check the "
+            "spelling of both names, and the table's name and schema"
         )
+    if not (dry_run or tables.keyed):
+        while not run_with_retries(partial(take_over_line, tables, old, new), engine, dialect, policy):
+            pass  # a cleanup has written a line at the same time
     return total
 
 
 class _Batch:
-    """The statements of one run; each batch begins behind the id with which the batch before it ended."""
+    """The statements of one run. Each batch begins after the last id of the batch before it."""
 
     def __init__(self, marker: Table, old: str, new: str, batch_size: int, *, remove_old: bool, dry_run: bool) -> None:
         self._marker, self._old, self._new = marker, old, new
@@ -339,9 +400,9 @@ class _Batch:
         self._effects = self._locking() if "lease_until" in marker.c else None
 
     def run(self, dialect: Dialect, after: str, connection: Connection) -> tuple[Renamed, str]:
-        """Copy, or in a dry run only count, the batch that follows the id ``after``.
+        """Copy the batch that follows the id ``after``, or only count it in a dry run.
 
-        Returns the counts and the last id of the batch; nothing and ``after`` if no marker follows.
+        Returns the counts and the last id of the batch. If no marker follows, returns zeros and ``after``.
         """
         if not self._dry_run:
             dialect.begin(connection, None, None)
@@ -352,11 +413,11 @@ class _Batch:
         if self._effects is not None:
             twins = {row.message_id for row in found if row.twin is not None}
             for effect in connection.execute(self._effects, {"ids": ids}).all():
-                if effect.running or (effect.processed_at is None and effect.message_id in twins):
+                if effect.running or effect.message_id in twins:
                     raise RefusedError(
-                        f"an effect under the name {printable(self._old)} is running, or is not finished and is armed "
-                        "under the new name too: stop every process that knows the old name, wait for the end of the "
-                        "leases, decide effects that are there twice, and run this again"
+                        f"an effect with the name {printable(self._old)} is running, or exists with the new name too. "
+                        "Stop every process with the old name, and wait until the leases end. Of two effects with the "
+                        "same key, finish and delete one. Then run this again"
                     )
         if not self._dry_run:
             if already < len(found):
@@ -382,11 +443,11 @@ class _Batch:
         )
 
     def _locking(self) -> Select[Any]:
-        """Return a SELECT that locks the effects of a batch: no attempt begins between the copy and the removal."""
+        """Return a SELECT that locks the effects of a batch, so that no attempt begins during the move."""
         old = self._marker
         these = (old.c.handler == self._old) & old.c.message_id.in_(bindparam("ids", expanding=True))
         running = (old.c.lease_until > now_ms()).label("running")
-        return select(old.c.message_id, old.c.processed_at, running).where(these).with_for_update()
+        return select(old.c.message_id, running).where(these).with_for_update()
 
     def _copying(self) -> Insert:
         source, twin = self._marker.alias("source"), self._marker.alias("twin")
@@ -404,6 +465,6 @@ class _Batch:
         return self._marker.insert().from_select(columns, copies)
 
     def _removing(self) -> Delete:
-        # Only markers that this batch has read, which have a copy by now: old code may have written others since.
+        # Remove only markers that this batch has read and copied, because old code may have written others since.
         seen = self._marker.c.message_id.in_(bindparam("ids", expanding=True))
         return delete(self._marker).where(self._marker.c.handler == self._old, seen)

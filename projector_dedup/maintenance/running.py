@@ -1,4 +1,4 @@
-"""How maintenance runs: on which tables, how long it waits for locks, and which steps it tries again."""
+"""The common parts of maintenance: the check of the tables' kind, the limit of lock waits, and the retries."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from .databases import Finding, database_of
 
 T = TypeVar("T")
 
-PASSING = (Failure.TRANSIENT, Failure.READ_ONLY, Failure.LOCK_TIMEOUT)  #: kinds of errors after which to try again
+PASSING = (Failure.TRANSIENT, Failure.READ_ONLY, Failure.LOCK_TIMEOUT)  #: kinds of errors after which to retry
 LOCK_TIMEOUT = 10.0  #: seconds
 _OPTION = "projector_dedup_lock_timeout"  # of a connection: its limit in seconds
-_USUAL = "projector_dedup_usual_limit"  # in the info of a connection: the statement that brings its own limit back
+_USUAL = "projector_dedup_usual_limit"  # in the info of a connection: the statement that restores its own limit
 
 KINDS: tuple[type[DedupTables], ...] = (DedupTables, CommandTables, EffectTables)
 """The kinds of tables. Each has the columns of those before it, and some of its own."""
@@ -43,9 +43,9 @@ _COLUMNS_OF_ALL = {each.name for each in default_tables.marker.columns}
 
 @contextmanager
 def connected_to(engine: Engine, tables: DedupTables) -> Iterator[Connection]:
-    """Yield a connection of ``engine``. What the block does not commit is rolled back.
+    """Yield a connection of ``engine``, and roll back at the end.
 
-    Raises ``MissingTableError`` where a statement of the block finds no table; any other error is raised as it is.
+    Raises ``MissingTableError`` if a statement of the block finds no table. Other errors are raised unchanged.
     """
     dialect = dialect_of(engine)
     dialect.prepare(engine)
@@ -59,9 +59,9 @@ def connected_to(engine: Engine, tables: DedupTables) -> Iterator[Connection]:
 
 
 def other_kind(connection: Connection, tables: DedupTables, columns: Collection[str]) -> Finding | None:
-    """Return that the table with these ``columns`` is of another kind than ``tables``; None if it is not.
+    """Return a finding if the table with these ``columns`` is of another kind than ``tables``, else None.
 
-    A table that lacks some of the columns that only its kind has is still of its kind.
+    A table that lacks some columns of its kind is still of this kind.
     """
     has, wanted = set(columns), next(kind for kind in reversed(KINDS) if isinstance(tables, kind))
     found = next((kind for kind in reversed(KINDS) if _COLUMNS[kind] <= has), wanted)
@@ -71,18 +71,19 @@ def other_kind(connection: Connection, tables: DedupTables, columns: Collection[
     if not found.option:
         return Finding(
             problem,
-            f"name a table that {tables.maker}() makes, such as {tables.default_name}; or, if it is the "
-            f"{found.subject}' that is meant, leave out{tables.option}",
+            f"give the name of a table of {tables.maker}(), such as {tables.default_name}; or, if you mean the table "
+            f"of {found.subject}, leave out{tables.option}",
         )
     instead = f" instead of{tables.option}" if tables.option else ""
     return Finding(
         problem,
-        f"say{found.option}{instead}, and {found.maker}() in Python; or name a table that {tables.maker}() makes",
+        f"add{found.option}{instead}, and use {found.maker}() in Python; or give the name of a table of "
+        f"{tables.maker}()",
     )
 
 
 def refuse_other_kind(connection: Connection, tables: DedupTables) -> None:
-    """Raise ``MissingTableError`` if the table is there, and ``other_kind`` finds it to be another than ``tables``."""
+    """Raise ``MissingTableError`` if the table exists, and is of another kind than ``tables`` (``other_kind``)."""
     schema, inspector = connection.schema_for_object(tables.marker), inspect(connection)
     if not inspector.has_table(tables.marker.name, schema=schema):
         return
@@ -96,18 +97,18 @@ def refuse_other_kind(connection: Connection, tables: DedupTables) -> None:
 
 
 def limited(engine: Engine, lock_timeout: float = LOCK_TIMEOUT) -> Engine:
-    """Return a copy of ``engine`` whose transactions wait at most ``lock_timeout`` seconds for any one lock.
+    """Return a copy of ``engine`` whose statements wait at most ``lock_timeout`` seconds for a lock.
 
-    Give it to the functions of this package, as `idempotency` does: a statement that would wait longer fails, and what
-    can be tried again is tried again. The copy shares the pool of ``engine``; a connection that goes back has its usual
-    limit. MariaDB counts whole seconds.
+    Pass the copy to the functions of this package. A statement that waits longer fails, and the functions retry if they
+    can. The copy shares the pool of ``engine``, and restores the usual limit of each connection. MariaDB counts whole
+    seconds.
 
     Raises ``ValueError`` for a time that is not positive.
     """
     if not lock_timeout > 0:
-        raise ValueError(f"lock_timeout is in seconds and must be positive, not {lock_timeout:g}")
+        raise ValueError(f"lock_timeout (seconds) must be positive, not {lock_timeout:g}")
     copy = engine.execution_options(**{_OPTION: lock_timeout})
-    if engine.get_execution_options().get(_OPTION) is None:  # else it has these listeners already
+    if engine.get_execution_options().get(_OPTION) is None:  # otherwise the engine has these listeners already
         event.listen(copy, "begin", _limit)
         event.listen(copy, "commit", _give_back)
         event.listen(copy, "rollback", _give_back)
@@ -130,11 +131,11 @@ def _give_back(connection: Connection) -> None:
         return
     try:
         connection.exec_driver_sql(usual)
-    except DBAPIError:  # of a connection that is lost; the error that ends the transaction is the one to raise
+    except DBAPIError:  # the connection is lost; the error that ended the transaction is raised elsewhere
         connection.invalidate()
 
 
-# What is tried again ----------------------------------------------------------------------------------------------
+# Retries ----------------------------------------------------------------------------------------------------------
 
 
 def run_with_retries(
@@ -144,13 +145,13 @@ def run_with_retries(
     policy: RetryPolicy,
     passing: Collection[Failure] = PASSING,
 ) -> T:
-    """Run ``step`` in a transaction of its own, commit, and return what ``step`` returned.
+    """Run ``step`` in its own transaction, commit, and return the result of ``step``.
 
-    After an error of the kinds ``passing``, and when no connection is to be had, ``step`` is run again as often and as
-    long as ``policy`` allows, so it must be safe to run twice. The transaction is at the database's
-    ``cleanup_isolation``, at which a step meets only the rows that it writes.
+    After an error of the kinds ``passing``, or if no connection could be opened, the function retries ``step`` as often
+    and as long as ``policy`` allows. So ``step`` must be safe to run twice. The transaction has the level
+    ``cleanup_isolation`` of the database, at which a step locks only the rows that it writes.
 
-    Raises ``RetriesExhaustedError`` if the policy is used up; any other error is raised as it is.
+    Raises ``RetriesExhaustedError`` if the policy permits no more attempts. Other errors are raised unchanged.
     """
     level = database_of(engine).cleanup_isolation
     bind = engine if level is None else engine.execution_options(isolation_level=level)
@@ -165,7 +166,7 @@ def run_with_retries(
                     connection.commit()
                 except DBAPIError as error:
                     if dialect.classify(error) is Failure.READ_ONLY:
-                        connection.invalidate()  # else its pool would stay with a server that is no primary
+                        connection.invalidate()  # otherwise the pool would keep a server that is no primary
                     raise
                 return result
         except (DBAPIError, OSError) as error:
@@ -175,7 +176,5 @@ def run_with_retries(
             deadline = deadline or now + policy.within
             if attempt >= policy.attempts or now + delay > deadline:
                 words = printable(str(getattr(error, "orig", None) or error))[:300]
-                raise RetriesExhaustedError(
-                    f"{attempt} attempts failed ({words}); try again when that has passed"
-                ) from error
+                raise RetriesExhaustedError(f"{attempt} attempts failed ({words}); try again later") from error
         time.sleep(delay)

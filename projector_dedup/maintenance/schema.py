@@ -1,4 +1,4 @@
-"""Make the tables: ``migrate`` runs the library's own Alembic revisions, ``ddl`` prints the SQL."""
+"""Create the tables: ``migrate`` runs the library's own Alembic revisions, ``ddl`` returns the SQL."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from .check import check, check_table
 from .running import unlimited
 from .state import SCHEMA_VERSION, read_state, write_state
 
-_PATIENCE = 60.0  # seconds during which a change that had to wait for other transactions is tried again
-_PAUSE = 1.0  # seconds between two tries at most, half as long on average: writers that queued get through
+_PATIENCE = 60.0  # seconds during which ``migrate`` retries a change that had to wait for other transactions
+_PAUSE = 1.0  # the longest pause between two attempts in seconds, so that waiting writers can continue
 
 _one_at_a_time = Lock()  # env.py and revisions import `alembic.context` and `alembic.op`: globals of the process
 
@@ -36,24 +36,24 @@ _RIGHTS = "SELECT, INSERT, UPDATE, DELETE"
 
 @dataclass(frozen=True)
 class Migrated:
-    """The schema versions before and after a run of ``migrate``; ``before`` is None where there were no tables."""
+    """The schema versions before and after a run of ``migrate``. ``before`` is None if there were no tables."""
 
     before: int | None
     after: int
-    adopted: bool = False  #: somebody else had made the tables; ``migrate`` takes care of them from now on
+    adopted: bool = False  #: True if the tables existed, and ``migrate`` manages them from now on
 
 
 def migrate(engine: Engine, tables: DedupTables = default_tables) -> Migrated:
-    """Bring one table set to the schema of this version: make the tables, change them, or leave them as they are.
+    """Create one set of tables, or upgrade it to the schema of this version.
 
-    The revision that they are at is kept in ``<name>_alembic_version``. Tables that somebody else made, by
-    ``create_all`` or a migration of their own, are adopted if ``check`` finds nothing fatal. Of two runs at the same
-    time, the second waits for the first. A change that has to wait for another transaction gives up after a moment,
-    so that other writers are not held up behind it, and is tried again for a minute.
+    The table ``<name>_alembic_version`` stores the current revision. If tables exist that ``create_all`` or your own
+    migration created, ``migrate`` adopts them, unless ``check`` finds a fatal problem. Of two concurrent runs, the
+    second waits for the first. If a change must wait for another transaction, it soon gives up, so that other writers
+    need not wait behind it, and ``migrate`` retries it for a minute.
 
-    Raises ``MissingTableError`` for tables that are wrong, or a schema that does not exist, ``UnsafeSessionError`` for
-    an engine in AUTOCOMMIT, and ``RetriesExhaustedError`` if another transaction held the table all that time: end
-    that transaction, and run ``migrate`` again.
+    Raises ``MissingTableError`` for wrong tables and for a schema that does not exist, ``UnsafeSessionError`` for an
+    engine in AUTOCOMMIT, and ``RetriesExhaustedError`` if another transaction locked the table all this time: end that
+    transaction, and run ``migrate`` again.
     """
     dialect, deadline = dialect_of(engine), time.monotonic() + _PATIENCE
     while True:
@@ -66,7 +66,7 @@ def migrate(engine: Engine, tables: DedupTables = default_tables) -> Migrated:
             if time.monotonic() > deadline:
                 raise RetriesExhaustedError(
                     f"{tables.marker.fullname} could not be changed for {_PATIENCE:g} seconds, because another "
-                    "transaction holds it; look for one that is open for long, end it, and run this again"
+                    "transaction locks it; end the transaction that has been open for long, and run this again"
                 ) from error
         time.sleep(random.uniform(0, _PAUSE))  # noqa: S311  # no secret
 
@@ -103,14 +103,14 @@ class _Owner:
         schema = self._tables.marker.schema
         with engine.connect() as connection:
             if schema is not None and not inspect(connection).has_schema(schema):
-                raise MissingTableError(f"there is no schema {schema}: create it first, or name another")
+                raise MissingTableError(f"there is no schema {schema}; create it first, or give another name")
             version = self._version(connection)  # first: a rival writes it last
             present = self._present(connection)
             if version is not None and len(present) < 2:
                 name = f"{self._tables.marker.fullname}_alembic_version"
                 raise MissingTableError(
-                    f"{name} says that the tables are there, but somebody dropped them; drop {name} too and run this "
-                    "again: it makes them anew, and what is redelivered then is applied again"
+                    f"{name} says that the tables exist, but they were dropped; drop {name} too, and run this again. "
+                    "It creates empty tables, so every redelivery is applied again"
                 )
             findings = [finding for table in present for finding in check_table(connection, table, self._tables)]
         if len(present) == 2:
@@ -120,15 +120,15 @@ class _Owner:
                 raise MissingTableError(f"{finding.problem}; nothing was changed; {finding.remedy}")
 
     def _present(self, connection: Connection) -> list[Table]:
-        """Return those of the two tables that exist; only one, where a server that cannot roll DDL back died."""
+        """Return those of the two tables that exist (one, if a server without transactional DDL crashed)."""
         tables, inspector = (self._tables.marker, self._tables.state), inspect(connection)
         return [table for table in tables if inspector.has_table(table.name, schema=table.schema)]
 
     def _adopt(self, context: MigrationContext) -> None:
-        """Note the schema version before the run, and take over tables that somebody else made.
+        """Note the schema version before the run, and adopt tables that exist.
 
-        If there are such tables, the one that is missing is made, their version is written into the state table, and
-        Alembic's own table is stamped with it. env.py calls this where no other migration can be under way.
+        If tables exist, create a missing one, write the version into the state table, and stamp Alembic's own table.
+        env.py calls this method while no other migration can run.
         """
         connection = context.connection
         assert connection is not None  # noqa: S101  # env.py is not in offline mode
@@ -149,7 +149,7 @@ class _Owner:
             self._adopted = True
 
     def _version(self, connection: Connection) -> int | None:
-        """Return the schema version by Alembic's own table; None if no revision has made tables of this kind here."""
+        """Return the schema version by Alembic's own table, or None if no revision has created these tables."""
         options = {
             "version_table": f"{self._tables.marker.name}_alembic_version",
             "version_table_schema": self._tables.marker.schema,
@@ -162,11 +162,11 @@ class _Owner:
 
 
 def ddl(database: str, tables: DedupTables = default_tables) -> str:
-    """Return the SQL that makes the tables on ``database``: "postgresql", "mariadb", "mysql" or "sqlite".
+    """Return the SQL that creates the tables on ``database``: "postgresql", "mariadb", "mysql" or "sqlite".
 
-    Each statement ends with ";". The last lines are comments: the GRANT statements for the application's user.
+    Each statement ends with ";". The last lines are comments with the GRANT statements for the application's user.
 
-    Raises ``sqlalchemy.exc.NoSuchModuleError`` for a database that SQLAlchemy does not know.
+    Raises ``sqlalchemy.exc.NoSuchModuleError`` for a database that SQLAlchemy does not support.
     """
     dialect_class: Any = make_url(f"{database}://").get_dialect()
     dialect: Dialect = dialect_class(paramstyle="named")  # a driver's own would double each % of a name

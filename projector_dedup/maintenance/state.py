@@ -1,4 +1,4 @@
-"""The state table: a value for each key, such as the schema version or the last cleanup; moments and spans as text."""
+"""The state table: a text value for each key, such as the schema version or the time of the last cleanup."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ SCHEMA_VERSION = "schema_version"  #: of the tables, where `idempotency migrate`
 REDELIVERY_HORIZON = "redelivery_horizon_hours"  #: as declared: how long after its first delivery a message may return
 RETENTION = "retention_hours"  #: of the last complete cleanup of all handlers
 CLEANED_AT = "cleaned_at"  #: when that cleanup ended: ISO 8601, UTC, by the database's clock
-PRUNED_UNTIL = "pruned_until"  #: no marker older than this moment is kept any more: ISO 8601, UTC
+DEFAULT_RETENTION_HOURS = 168.0  #: of a cleanup to which nobody has given a retention, where no horizon is declared
+PRUNED_UNTIL = "pruned_until"  #: markers older than this moment may be deleted: ISO 8601, UTC
 
 
 @dataclass(frozen=True)
 class State:
-    """The values of the state table; each is None if it was never written, or cannot be read as what it should be."""
+    """The values of the state table. Each is None if it was never written or is not valid."""
 
     schema_version: str | None
     horizon_hours: float | None
@@ -45,7 +46,7 @@ def state_of(connection: Connection, tables: DedupTables) -> State:
 
 
 def pruned_until(engine: Engine, *, tables: DedupTables = default_tables) -> datetime | None:
-    """Return the moment before which no marker is kept any more; None if no complete cleanup was recorded.
+    """Return the time before which markers may be deleted, or None if no complete cleanup was recorded.
 
     Raises ``MissingTableError`` if the state table is missing.
     """
@@ -54,7 +55,7 @@ def pruned_until(engine: Engine, *, tables: DedupTables = default_tables) -> dat
 
 
 def read_state(connection: Connection, tables: DedupTables) -> dict[str, str]:
-    """Return every key of the state table with its value as text; a key that was never written is missing."""
+    """Return all keys of the state table with their values."""
     return {row.key: row.value for row in connection.execute(select(tables.state.c.key, tables.state.c.value))}
 
 
@@ -68,20 +69,33 @@ def write_state(connection: Connection, tables: DedupTables, values: Mapping[str
         if value is None:
             connection.execute(state.delete().where(state.c.key == key))
             continue
-        if key not in known:  # else an UPDATE that finds nothing would lock the gap, on MariaDB
-            try:
-                with connection.begin_nested():
-                    connection.execute(state.insert(), {"key": key, "value": value})
-                continue
-            except IntegrityError:  # somebody else was first
-                pass
+        # An UPDATE that finds nothing would lock the gap, on MariaDB.
+        if key not in known and insert_state(connection, tables, key, value):
+            continue
         connection.execute(state.update().where(state.c.key == key).values(value=value))
 
 
-def advance_state(connection: Connection, tables: DedupTables, key: str, value: str) -> None:
-    """Write ``value`` if it is later than the one that is there, in the caller's transaction.
+def insert_state(connection: Connection, tables: DedupTables, key: str, value: str) -> bool:
+    """Insert a key in the caller's transaction. Return False if another transaction has inserted it before."""
+    try:
+        with connection.begin_nested():
+            connection.execute(tables.state.insert(), {"key": key, "value": value})
+    except IntegrityError:
+        return False
+    return True
 
-    Values are compared as text, so that a rival's later moment stays: moments of one form sort as text does.
+
+def replace_state(connection: Connection, tables: DedupTables, key: str, old: str, new: str) -> bool:
+    """Replace the value ``old`` by ``new`` in the caller's transaction. Return False if the value has changed."""
+    state = tables.state
+    written = connection.execute(state.update().where(state.c.key == key, state.c.value == old).values(value=new))
+    return written.rowcount == 1
+
+
+def advance_state(connection: Connection, tables: DedupTables, key: str, value: str) -> None:
+    """Write ``value`` in the caller's transaction, unless the stored value is later.
+
+    The UPDATE compares the values as text, because times in this form sort like text.
     """
     if key not in read_state(connection, tables):
         write_state(connection, tables, {key: value})

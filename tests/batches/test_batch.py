@@ -73,7 +73,7 @@ def test_what_cannot_be_routed_takes_no_other_with_it(sessions: sessionmaker[Ses
         Dispatcher(sessions, totals).deliver_batch(batch)
     assert outcomes(failed.value.deliveries) == [APPLIED, FAILED, FAILED, APPLIED]
     assert [type(error) for error in failed.value.exceptions] == [InvalidMessageIdError, UnhandledMessage]
-    assert "2 of 4 messages failed (one whose id is not known, m2)" in str(failed.value)
+    assert "2 of 4 messages failed (one without a known id, m2)" in str(failed.value)
     assert [delivery.message_id for delivery in failed.value.deliveries] == ["m1", None, "m2", "m3"]
     unrouted = [dict(delivery.errors) for delivery in failed.value.deliveries]
     assert unrouted == [{}, *({"(not routed)": error} for error in failed.value.exceptions), {}]
@@ -197,7 +197,7 @@ def test_a_commit_of_the_handlers_own_is_told_of_every_message(postgresql: Datab
         (violation,) = failed.value.exceptions
         assert isinstance(violation, TransactionViolatedError)
         assert violation.durable
-        assert "no handler got the messages: m3. Forget" in violation.__notes__[0]  # m4 and m1 were applied
+        assert "no handler got these messages: m3. Delete" in violation.__notes__[0]  # m4 and m1 were applied
         assert harness.totals() == {"a": 7}
 
 
@@ -268,7 +268,7 @@ def test_markers_are_claimed_in_one_order(postgresql: Database) -> None:
 @pytest.mark.parametrize("one", [{"message_id": "m1"}, "m1", Message("m1", Added())], ids=["dict", "str", "Message"])
 def test_one_event_is_no_batch(sessions: sessionmaker[Session], one: Any) -> None:
     """Its keys or letters would be taken for events, which somebody may ignore."""
-    with pytest.raises(RefusedError, match="in a list"):
+    with pytest.raises(RefusedError, match="a list of messages, not one"):
         Dispatcher(sessions, totals, unhandled="ignore").deliver_batch(one)
 
 

@@ -156,8 +156,8 @@ def test_forget_says_what_a_redelivery_will_do(engine: Engine) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert "Message 1 was applied by:" in done.stdout
     assert done.stdout.splitlines()[-1] == (
-        "Deleted 1 marker. A redelivery is applied again, by b.add, unless that handler is known by another of the "
-        "names that are left: a.add."
+        "Deleted 1 marker. A redelivery is applied again, by b.add, unless one of these remaining names is a name of "
+        "that handler too: a.add."
     )
     assert left(engine) == {("1", "a.add"), ("2", "a.add")}
 
@@ -204,7 +204,7 @@ def test_forget_does_not_promise_what_another_name_prevents(engine: Engine) -> N
     fill(engine, ("1", "new.add"), ("1", "old.add"))
     done = idempotency("forget", "1", "--handler", "new.add", "--yes", "--database-url", url_of(engine))
     assert done.returncode == 0
-    assert "unless that handler is known by another of the names that are left: old.add" in done.stdout
+    assert "unless one of these remaining names is a name of that handler too: old.add" in done.stdout
     assert left(engine) == {("1", "old.add")}
 
 
@@ -216,7 +216,7 @@ def test_a_question_wants_somebody_to_ask(sqlite: Database, arguments: tuple[str
     declare_horizon(engine, 5)
     engine.dispose()
     done = idempotency(*arguments, "--database-url", url_of(engine))
-    assert (done.returncode, "say --yes" in done.stderr) == (2, True)
+    assert (done.returncode, "add --yes" in done.stderr) == (2, True)
     code, seen = on_a_terminal(*arguments, "--database-url", url_of(engine), types="\x04")
     assert code == 1
     assert "Interrupted." in seen

@@ -79,7 +79,7 @@ def ask(engine: Engine, *arguments: str) -> tuple[int, str, str]:
 @pytest.mark.parametrize("name", ["check", "stats"])
 def test_tables_of_commands_beside_those_of_projectors_are_named(engine: Engine, name: str) -> None:
     """Also where those of projectors are missing; not where those of commands are meant, or are not there."""
-    hint = " The tables of commands are here too: with --commands this looks at those."
+    hint = " The tables of commands are here too: run this command with --commands for them."
     url = engine.url.render_as_string(hide_password=False)
 
     def said() -> str:
@@ -118,7 +118,7 @@ def test_tables_are_made_checked_and_counted(database: Database) -> None:
     assert ["records", "1"] in lines
     assert ["operation", "records", "oldest", "(UTC)", "newest", "(UTC)"] in lines
     assert ask(engine, "rename", "shop.place", "shop.order")[1] == (
-        "Copied 1 record of shop.place to shop.order; 0 had one already.\n"
+        "Copied 1 record of shop.place to shop.order; 0 were there already.\n"
     )
     assert ask(engine, "horizon", "24")[1] == "The redelivery horizon is 24 hours.\n"
     assert "24 hours" in ask(engine, "cleanup", "--retention-hours", "1")[2]
@@ -126,7 +126,7 @@ def test_tables_are_made_checked_and_counted(database: Database) -> None:
         connection.execute(update(tables.marker).values(processed_at=datetime(2020, 1, 1, tzinfo=UTC)))
     assert "the oldest record is " in ask(engine, "check")[1]
     only = ask(engine, "cleanup", "--operation", "shop.order")
-    assert only == (0, "Deleted 1 record of shop.order older than 168 hours.\n", "")
+    assert only == (0, "Deleted 1 record of shop.order older than 24 hours.\n", "")
     assert left(engine) == [("1:sk", "shop.place")]
     engine.dispose()
 
@@ -159,7 +159,7 @@ def test_the_wrong_kind_of_tables_is_told(arguments: list[str], engine: Engine) 
     said = idempotency(*arguments, "--table", "processed_command", "--database-url", url)
     assert said.returncode == 1
     assert "processed_command is a table of commands, not of projectors" in said.stdout + said.stderr
-    assert "say --commands" in said.stdout + said.stderr
+    assert "add --commands" in said.stdout + said.stderr
     assert left(engine) == [("0:k", "shop.place")]
 
 
@@ -245,13 +245,13 @@ def test_forget_frees_a_key(engine: Engine) -> None:
         handle(engine, place, "k", scope)
     handle(engine, cancel, "k", "a")
     code, _, wrong = ask(engine, "forget", "k", "--scope", "a", "--yes")
-    assert (code, "say which --operation" in wrong) == (2, True)
+    assert (code, "give the --operation of the key" in wrong) == (2, True)
     code, said, _ = ask(engine, "forget", "k", "--scope", "a", "--operation", "shop.place", "--yes")
     assert code == 0
     assert "Key k in scope a was handled by:" in said
     assert said.splitlines()[-1] == (
-        "Deleted 1 record. A command with this key is handled again, by shop.place, unless that operation is known by "
-        "another of the names that are left: shop.cancel."
+        "Deleted 1 record. A command with this key is handled again, by shop.place, unless one of these remaining "
+        "names is a name of that operation too: shop.cancel."
     )
     assert left(engine) == [("0:k", "shop.place"), ("1:ak", "shop.cancel"), ("2:abk", "shop.place")]
     handle(engine, place, "k", "a")
@@ -293,8 +293,8 @@ def test_forget_of_a_scope_asks(answer: str, code: int, sqlite: Database) -> Non
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["show", "k", "--scope", "s"], "say --commands"),
-        (["show", "k", "--result"], "say --commands"),
+        (["show", "k", "--scope", "s"], "add --commands"),
+        (["show", "k", "--result"], "add --commands"),
         (["forget", "--scope", "s", "--yes"], "give the ID"),
         (["forget", "--yes"], "give the ID"),
         (["forget", "--commands", "--yes"], "give the ID"),

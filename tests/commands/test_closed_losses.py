@@ -75,7 +75,7 @@ def test_a_handler_that_chooses_another_schema_for_the_rest(
     if schema == "elsewhere":
         with_account(owner, schema)
     operation = desk.operation(choosing(f"SET LOCAL search_path TO {schema}", execute))
-    with pytest.raises(TransactionViolatedError, match="chose another schema"):
+    with pytest.raises(TransactionViolatedError, match="selected another schema"):
         desk.handle(operation, PlaceOrder(3), commands=desk.commands(strict=strict))
     assert counted(owner, "public") == (0, 0, 0)
     if schema == "elsewhere":

@@ -412,6 +412,6 @@ def test_a_handler_says_what_it_returns() -> None:
     def handler(_order, _call):  # type: ignore[no-untyped-def]
         return None
 
-    with pytest.raises(HandlerDefinitionError, match="annotate its result"):
+    with pytest.raises(HandlerDefinitionError, match="no annotation of its result"):
         command(name="x")(handler)
     assert command(name="x", codec=json)(handler).codec is json

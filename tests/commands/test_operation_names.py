@@ -81,7 +81,7 @@ def test_an_operation_goes_to_the_commands_of_its_kind(usual: Desk) -> None:
     """A coroutine that nobody awaits would be a command that nobody does."""
     declared: Any = command(name="x")
     wrong = declared(sync_one if usual.harness.asynchronous else async_one)
-    with pytest.raises(HandlerDefinitionError, match="handle it through"):
+    with pytest.raises(HandlerDefinitionError, match=r"use (Async)?Commands for it"):
         usual.handle(wrong)
     with pytest.raises(HandlerDefinitionError, match="@command"):
         usual.handle(sync_one)
@@ -124,7 +124,7 @@ def test_a_default_that_does_not_fit_is_refused(function: Any, default: Any, tol
 @pytest.mark.parametrize("misplaced", [sync_one, "accounts.credit"], ids=["no parentheses", "a name without name="])
 def test_a_decorator_that_is_written_wrongly_says_how_to_write_it(misplaced: Any) -> None:
     """Type checkers say so, too."""
-    with pytest.raises(HandlerDefinitionError, match=r"with parentheses, .*: @command\(\) or @command\(name="):
+    with pytest.raises(HandlerDefinitionError, match=r"with parentheses and .*: @command\(\) or @command\(name="):
         command(misplaced)
 
 
@@ -134,7 +134,7 @@ def test_functions_that_cannot_be_called_so_are_refused() -> None:
     def local(order: PlaceOrder, call: Call) -> None:
         """Do nothing."""
 
-    with pytest.raises(HandlerDefinitionError, match="pin it"):
+    with pytest.raises(HandlerDefinitionError, match="give it a fixed name"):
         command()(local)
     declared: Any = command(name="x")
     for wrong in (lambda: None, lambda _a, _b, _c, _d: None):

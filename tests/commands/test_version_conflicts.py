@@ -96,5 +96,5 @@ def test_an_error_that_stays_is_told_in_the_end(desk: Desk) -> None:
 @pytest.mark.parametrize("also", [[ValueError], (ValueError(),), ("ValueError",), (KeyboardInterrupt,)])
 def test_only_classes_of_exceptions_are_named(also: object) -> None:
     """Anything else is refused when the policy is made."""
-    with pytest.raises(ValueError, match="also is a tuple"):
+    with pytest.raises(ValueError, match="also must be a tuple"):
         RetryPolicy(also=also)  # type: ignore[arg-type]

@@ -4,15 +4,25 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
+import celery
 import pytest
+from kombu.serialization import dumps, loads
 from sqlalchemy import create_engine, inspect, text
+from sqlalchemy.orm import Session, sessionmaker
 
 from celery_rig import TASK, CeleryQueue, celery_queue
 from consumer_rig import wait_for
 from databases import Database
+from projector_dedup import Dispatcher, on, projector
+from projector_dedup.integrations.celery import delivering_task
+from projector_dedup.integrations.typed_events import into
 
 ROOT = Path(__file__).parents[2]
 SUPPORT = ROOT / "tests" / "support"
@@ -172,3 +182,31 @@ assert backend() == before
 """
     url = postgresql.url().render_as_string(hide_password=False)
     subprocess.run([sys.executable, "-c", code, url], check=True)
+
+
+@dataclass
+class Dated:
+    """An event with values that Celery's JSON makes objects of."""
+
+    at: datetime
+    amount: Decimal
+    id: UUID
+
+
+@pytest.mark.filterwarnings("ignore::celery.exceptions.CDeprecationWarning")  # of Celery's own task.apply
+def test_objects_of_celerys_json_reach_convert_as_text(factory: sessionmaker[Session]) -> None:
+    """The producer gave a moment, a Decimal and a UUID; `into` builds them again from text."""
+    seen: list[Dated] = []
+
+    @projector(idempotent=True, name="dated")
+    @on(Dated)
+    def collect(event: Dated, _: Session) -> None:
+        seen.append(event)
+
+    app = celery.Celery("dated", broker="memory://")
+    task = delivering_task(app, "deliver", Dispatcher(factory, collect), queue="q", convert=into({"dated": Dated}))
+    event: dict[str, Any] = {"at": datetime(2026, 1, 2, tzinfo=UTC), "amount": Decimal("1.50"), "id": UUID(int=7)}
+    content_type, encoding, body = dumps([[event], {"message_id": "m", "type": "dated"}, {}], serializer="json")
+    args, kwargs, _ = loads(body, content_type, encoding, accept=["application/json"])
+    assert task.apply(args, kwargs).state == "SUCCESS"
+    assert seen == [Dated(**event)]

@@ -373,7 +373,7 @@ MOST = 19  # files of the library
 @by("pika")
 def test_a_message_enters_few_files(rig: Pika) -> None:
     """From pika's callback to the acknowledgement, once the engine is known."""
-    consumer: Any = rig.make(payments.dispatcher(rig.engine))
+    consumer: Any = rig.make(payments.dispatcher(rig.engine, observer=None))
     channel: Any = SimpleNamespace(basic_ack=lambda _tag: None)
     for number in range(3):
         consumer._settle(channel, 1, pika.BasicProperties(message_id=f"p{number}"), payment(number))

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sqlalchemy import create_engine, text
+from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_async_engine
 from sqlalchemy.orm import sessionmaker
 from sqlalchemy.util import await_only
@@ -20,9 +21,16 @@ from incoming_garbage import ATTRIBUTES, BODIES, HEADERS
 from payments import RULES, AsyncPayments, Payments
 from projector_dedup import (
     AsyncDispatcher,
+    BeyondRetention,
+    CommitOutcomeUnknown,
     Defer,
     Dispatcher,
     HandlerDefinitionError,
+    InProgress,
+    InvalidMessageError,
+    InvalidMessageIdError,
+    MissingTableError,
+    UnhandledMessage,
     by_path,
     on,
     projector,
@@ -116,6 +124,32 @@ def paid(number: int = 1, account: str = "UA", **more: Any) -> Incoming:
     """A payment of 100, as JSON, with its id beside it."""
     body = {"type": "payment", "account": account, "amount": 100}
     return Incoming(json.dumps(body).encode(), **{"message_id": f"m{number}", "origin": "queue payments", **more})
+
+
+LABELS: dict[type[Exception], str] = {
+    InvalidMessageError: "invalid_message",
+    InvalidMessageIdError: "invalid_id",
+    UnhandledMessage: "unhandled",
+    BeyondRetention: "late",
+    Defer: "deferred",
+    InProgress: "in_progress",
+    MissingTableError: "refused",
+    CommitOutcomeUnknown: "database",
+    PoolTimeoutError: "database",
+    KeyError: "handler",
+}
+
+
+@pytest.mark.parametrize(("error", "label"), LABELS.items(), ids=LABELS.values())
+def test_an_error_has_the_reason_under_which_it_is_counted(rig: Rig, error: type[Exception], label: str) -> None:
+    """Raised by a handler; the same error of a converter that knows better has the same reason."""
+    RULES["wrong"] = raises(error("no"))
+    (settled,) = rig.settle(paid(account="wrong"))
+    assert settled.label == label
+    (settled,) = rig.settle(paid(), convert=lambda _: raises(error("no"))())
+    assert settled.label == ("invalid_message" if label == "handler" else label)
+    (settled,) = rig.settle(paid(7))
+    assert settled.label is None
 
 
 BATCH = pytest.mark.parametrize("batch", [False, True], ids=["single", "batch"])
@@ -286,10 +320,10 @@ def test_a_batch_that_fails_without_a_word_of_whose_fault_is_delivered_one_by_on
 def test_what_a_note_of_an_error_says_to_do_is_in_the_reason(rig: Rig) -> None:
     """Dead letters and logs are all that an operator has: markers to forget, of a batch whose handler committed."""
     error = KeyError("carrier")
-    error.add_note("Forget these markers")
+    error.add_note("Delete these markers")
     RULES["noted"] = raises(error)
     (settled,) = rig.settle(paid(1, account="noted"))
-    assert settled.reason == "KeyError: 'carrier'; Forget these markers"
+    assert settled.reason == "KeyError: 'carrier'; Delete these markers"
 
 
 def test_a_batch_whose_consumer_is_told_to_end_is_not_delivered_again(sqlite: Database) -> None:

@@ -10,7 +10,9 @@ import redis.asyncio
 from projector_dedup.integrations import kafka as of_kafka
 from projector_dedup.integrations import nats as of_nats
 from projector_dedup.integrations import pika as of_pika
+from projector_dedup.integrations import pubsub as of_pubsub
 from projector_dedup.integrations import redis as of_redis
+from projector_dedup.integrations import sqs as of_sqs
 
 ANY: Any = None
 CASES: dict[str, tuple[Callable[[], object], str]] = {
@@ -25,6 +27,26 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
     "nats": (
         lambda: of_nats.Consumer("nats://n", "s", "d", ANY),  # type: ignore[arg-type]
         'connection is what `await nats.connect("nats://...")` returns, not str',
+    ),
+    "sqs": (
+        lambda: of_sqs.Consumer("https://q", "https://q", ANY),
+        'client is what boto3.client("sqs") returns, not str',
+    ),
+    "sqs, lambda": (
+        lambda: of_sqs.lambda_handler("https://q", ANY),
+        'client is what boto3.client("sqs") returns, not str',
+    ),
+    "sqs, replay": (
+        lambda: of_sqs.replay("https://q", "https://q"),
+        'client is what boto3.client("sqs") returns, not str',
+    ),
+    "pubsub": (
+        lambda: of_pubsub.Consumer("projects/p", ANY, "projects/p/subscriptions/s", ANY),
+        "subscriber is a google.cloud.pubsub_v1.SubscriberClient, not str",
+    ),
+    "pubsub, replay": (
+        lambda: of_pubsub.replay("projects/p", ANY, "s", "d"),
+        "subscriber is a google.cloud.pubsub_v1.SubscriberClient, not str",
     ),
     "pika": (
         lambda: of_pika.Consumer("amqp://a", "q", ANY),

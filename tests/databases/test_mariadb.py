@@ -291,10 +291,12 @@ def test_a_collation_that_merges_ids_loses_no_message(usual: Harness, column: st
     run(usual, f"ALTER TABLE processed_message MODIFY message_id {column} NOT NULL")
     assert usual.deliver(usual.dispatcher(), message_id="é").outcome is Outcome.APPLIED
     assert usual.deliver(usual.dispatcher(), message_id="é").outcome is Outcome.DUPLICATE
-    with pytest.raises(MissingTableError, match=r"takes different message ids for one.*idempotency check"):
+    with pytest.raises(
+        MissingTableError, match=r"treats different message ids or handlers as equal.*idempotency check"
+    ):
         usual.deliver(usual.dispatcher(), message_id="é ")
     assert usual.totals() == {"a": 1}
-    assert any("takes different message ids for one" in finding.problem for finding in check_of(usual))
+    assert any("treats different message ids or handlers as equal" in finding.problem for finding in check_of(usual))
 
 
 def test_a_column_that_cuts_ids_loses_no_message(mariadb: Database) -> None:
@@ -368,7 +370,7 @@ def test_our_tables_are_innodb_whatever_the_servers_default_is(mariadb: Database
         )
         assert engines["processed_message"] == engines["processed_message_state"] == "InnoDB"
         assert engines["contract_total"] == "MyISAM"
-        with pytest.raises(UnsafeSessionError, match="contract_total is in the storage engine MyISAM"):
+        with pytest.raises(UnsafeSessionError, match="contract_total has the storage engine MyISAM"):
             harness.deliver(harness.dispatcher())
         assert (harness.totals(), harness.markers()) == ({}, [])
 
@@ -494,18 +496,22 @@ def test_check_finds_nothing_in_our_tables(engine: Engine) -> None:
     [
         (
             "MODIFY message_id VARCHAR(512) COLLATE utf8mb4_general_ci NOT NULL",
-            "takes different message ids for one",
+            "treats different message ids or handlers as equal",
             "make_tables",
         ),
         (
             "MODIFY message_id VARCHAR(512) COLLATE utf8mb4_bin NOT NULL",
-            "takes different message ids for one",
+            "treats different message ids or handlers as equal",
             "make_tables",
         ),
         ("MODIFY message_id VARBINARY(511) NOT NULL", r"message_id takes 511 characters or bytes, not 512", "cut"),
         ("MODIFY handler VARBINARY(64) NOT NULL", r"handler takes 64 characters or bytes, not 255", "make_tables"),
-        ("ADD UNIQUE cut (message_id(511), handler)", "takes different message ids for one", "byte for byte"),
-        ("ADD tenant INT NOT NULL", "not the one this version expects", "make_tables"),
+        (
+            "ADD UNIQUE cut (message_id(511), handler)",
+            "treats different message ids or handlers as equal",
+            "byte for byte",
+        ),
+        ("ADD tenant INT NOT NULL", "does not have the columns that this version expects", "make_tables"),
         (
             "MODIFY message_id VARBINARY(512) NOT NULL, ENGINE=Aria",
             "storage engine Aria, which has no transactions.*ENGINE=InnoDB",

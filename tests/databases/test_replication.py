@@ -84,7 +84,7 @@ def test_an_asynchronous_standby_is_advice(primary: Primary, standby: Standby) -
     (found,) = about(primary)
     assert not found.fatal
     assert found.problem.startswith(
-        "replication is asynchronous (synchronous_standby_names is empty): a failover loses"
+        "replication is asynchronous (synchronous_standby_names is empty), so a failover loses"
     )
     done = idempotency("check", "--database-url", url_for(primary))
     assert (done.returncode, "advice: replication is asynchronous" in done.stdout) == (0, True)
@@ -103,7 +103,7 @@ def test_a_standby_for_which_this_role_does_not_wait_is_asynchronous(primary: Pr
     primary.wait_for(standby)
     primary.execute("alter role postgres set synchronous_commit = local")
     (found,) = about(primary)
-    assert found.problem.startswith("replication is asynchronous (synchronous_commit = local): a failover loses")
+    assert found.problem.startswith("replication is asynchronous (synchronous_commit = local), so a failover loses")
 
 
 @pytest.mark.usefixtures("engine")
@@ -112,7 +112,7 @@ def test_a_commit_that_does_not_wait_for_the_disk_is_advice(primary: Primary, st
     streams(primary, standby)
     primary.execute("alter role postgres set synchronous_commit = off")
     off, asynchronous = about(primary)
-    assert off.problem.startswith("synchronous_commit is off for postgres: a crash loses messages")
+    assert off.problem.startswith("synchronous_commit is off for postgres, so a crash loses the last")
     assert asynchronous.problem.startswith("replication is asynchronous")
     assert not off.fatal
 

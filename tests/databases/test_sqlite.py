@@ -100,7 +100,7 @@ def test_a_storm_of_locks_costs_deliveries_but_no_message(harness: Harness) -> N
             until_acknowledged(deliver, RetriesExhaustedError, times=5_000)
 
     def disturb() -> None:
-        with contextlib.closing(sqlite3.connect(path_of(harness), timeout=5, isolation_level=None)) as stranger:
+        with contextlib.closing(sqlite3.connect(path_of(harness), timeout=300, isolation_level=None)) as stranger:
             while not over.is_set():
                 stranger.execute("BEGIN IMMEDIATE")
                 stranger.execute("UPDATE contract_total SET amount = amount")

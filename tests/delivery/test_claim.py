@@ -234,7 +234,7 @@ def test_a_session_that_was_used_before_the_claim_is_refused(harness: Harness) -
             way(uow.session)
             with pytest.raises(UnsafeSessionError, match="before the claim"):
                 uow.claim("m1", "h")
-    with UnitOfWork(harness.factory) as uow, pytest.raises(UnsafeSessionError, match="nothing was claimed"):
+    with UnitOfWork(harness.factory) as uow, pytest.raises(UnsafeSessionError, match="has claimed nothing"):
         uow.commit()
     with UnitOfWork(harness.factory) as uow:
         assert uow.claim("m1", "h")

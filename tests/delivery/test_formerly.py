@@ -155,7 +155,7 @@ def test_former_names_stay_with_the_class_that_they_were_given_to() -> None:
         ({"formerly": [7]}, "list of names"),
         ({"formerly": [""]}, "must not be empty"),
         ({"parts": ["a\0b"]}, "NUL"),
-        ({"formerly": ["x" * 250], "parts": ["y" * 10]}, "limited to 255 bytes"),
+        ({"formerly": ["x" * 250], "parts": ["y" * 10]}, "must have at most 255 bytes"),
         ({"formerly": ["Old"], "idempotent": False}, "idempotent=True"),
         ({"parts": ["plus"], "idempotent": False}, "idempotent=True"),
     ],
@@ -178,7 +178,7 @@ def test_what_could_be_no_former_name_is_refused(arguments: dict[str, Any], says
 def test_two_handlers_of_one_former_name_are_refused(one: object, other: object, shared: str) -> None:
     """Of a message that both want, the second would find the marker of the first: it would be lost there."""
     for pair in ((one, other), (other, one)):
-        with pytest.raises(HandlerDefinitionError, match=f"both claim messages as {shared}"):
+        with pytest.raises(HandlerDefinitionError, match=f"both claim messages under the name {shared}"):
             Dispatcher(FACTORY, *pair)
 
 

@@ -2,7 +2,7 @@
 
 import uuid
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
@@ -93,7 +93,7 @@ def test_what_is_no_id_is_refused_before_any_statement(engine: Engine, bad: obje
     event.listen(engine, "before_cursor_execute", listener)
     try:
         with Session(engine) as session, pytest.raises(InvalidMessageIdError) as refusal:
-            claim(session, bad, HANDLER)
+            claim(session, cast(Any, bad), HANDLER)
     finally:
         event.remove(engine, "before_cursor_execute", listener)
     assert sent == []

@@ -254,9 +254,9 @@ def test_a_map_that_moves_the_read_model_alone_is_refused(place: Place) -> None:
     place.create(Base.metadata, place.engine)
     place.create(PerTenant.metadata, tenant)
     factory = place.factory(tenant)
-    with pytest.raises(UnsafeSessionError, match=r"would share its message ids.*\{None: None, \.\.\.\}"):
+    with pytest.raises(UnsafeSessionError, match=r"would share its markers.*\{None: None, \.\.\.\}"):
         place.deliver(fail, factory)
-    with pytest.raises(UnsafeSessionError, match="would share its message ids"):
+    with pytest.raises(UnsafeSessionError, match="would share its markers"):
         place.harness.transact(lambda session: claim(session, "m1", "totals", tables=TABLES), factory)
     assert place.durable() == NOTHING
     assert place.deliver(add(TenantTotal), factory, tables=TENANT_TABLES) is Outcome.APPLIED
@@ -616,6 +616,6 @@ def test_check_warns_of_attached_files_that_do_not_commit_as_one(sqlite: Databas
     add_schemas(engine, tmp_path)
     (advice,) = check(engine, TABLES)
     assert not advice.fatal
-    assert "atomic in each file only" in advice.problem
+    assert "atomic only in each file" in advice.problem
     assert "make_tables(metadata, schema=" in advice.remedy
     engine.dispose()

@@ -154,7 +154,7 @@ NO_TYPES = [5, True, 1.5, b"paid", ["paid"], {"paid": 1}, ("paid",), Added(), li
 @pytest.mark.parametrize("bad", NO_TYPES, ids=str)
 def test_a_type_that_is_no_class_or_name_is_refused(bad: Any) -> None:
     """It would find no handler, or not even be looked up."""
-    with pytest.raises(InvalidMessageError, match="hashed" if bad is OfAnOddClass else "type"):
+    with pytest.raises(InvalidMessageError, match="hashable" if bad is OfAnOddClass else "type"):
         Message("m", {}, type=bad)
 
 
@@ -225,7 +225,7 @@ def test_an_id_is_taken_by_its_text(harness_on: Callable[[Driver], Harness], cap
 def test_an_event_of_a_class_that_cannot_be_hashed_is_refused(harness_on: Callable[[Driver], Harness]) -> None:
     """By name, and without an envelope too."""
     harness = harness_on(DRIVERS[-2])
-    with pytest.raises(InvalidMessageError, match="hashed"):
+    with pytest.raises(InvalidMessageError, match="hashable"):
         harness.deliver(harness.dispatcher(), OfAnOddClass())
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from sqlalchemy import Engine, MetaData, create_engine, inspect, select, text
-from sqlalchemy.orm import Session, sessionmaker
+from sqlalchemy.orm import DeclarativeBase, Session, sessionmaker
 
 from databases import Database
 from projector_dedup import (
@@ -90,7 +90,7 @@ def test_a_table_that_cannot_tell_duplicates_is_refused(engine: Engine, columns:
     """Without a unique index on exactly (message_id, handler) every redelivery would be new: an error, not that."""
     with engine.begin() as connection:
         connection.execute(text(f"create table processed_message (processed_at timestamp, {columns})"))
-    with pytest.raises(MissingTableError, match="not the one"):
+    with pytest.raises(MissingTableError, match=r"does not have the columns|has no unique index"):
         handler.deliver({}, message_id="m1", session_factory=sessionmaker(engine))
     with pytest.raises(BatchFailed) as raised:
         Dispatcher(sessionmaker(engine), handler).deliver_batch([Message("m1", {}), Message("m2", {})])
@@ -126,6 +126,16 @@ def test_a_redelivery_does_not_move_the_marker_in_time(engine: Engine) -> None:
         assert marker.processed_at.year < 2021
         assert marker.occurred_at is not None
         assert _in_utc(marker.occurred_at) == AT
+
+
+def test_a_base_in_place_of_its_metadata_is_named() -> None:
+    """The usual mistake."""
+
+    class Base(DeclarativeBase):
+        pass
+
+    with pytest.raises(TypeError, match=r"takes a MetaData, such as Base\.metadata, not <class"):
+        make_tables(Base)  # type: ignore[arg-type]  # that is the point
 
 
 def _in_utc(moment: datetime) -> datetime:

@@ -208,7 +208,7 @@ def test_a_listener_that_runs_a_query_is_refused(
     with tenants_on(postgresql, driver) as tenants:
         listen(tenants.harness, tenants.setting(setting))
         for tenants.now in "ab":
-            with pytest.raises(UnsafeSessionError, match=r"a listener to the engine left .* SET LOCAL"):
+            with pytest.raises(UnsafeSessionError, match=r"a listener of the engine ran a query .* SET LOCAL"):
                 tenants.deliver("m1")
             with pytest.raises(BatchFailed) as failed:
                 tenants.deliver_batch("m2", "m3")

@@ -81,6 +81,9 @@ class Mistakes:
     @on(Paid)  # something else than a session
     def no_session_at_all(self, event: Paid, session: int) -> None: ...
 
+    @on(Paid)  # a result, which nobody gets
+    def returns(self, event: Paid, session: Session) -> int: ...
+
     @on(Paid)
     def right(self, event: Paid, session: Session) -> None: ...
 
@@ -122,6 +125,7 @@ def dispatchers(engine: Engine, sync: sessionmaker[Session], later: async_sessio
     AsyncDispatcher(later, Mistakes(), Mistakes)  # a class behind an instance
     Dispatcher(sync, Mistakes(), message_id=17)  # message_id=17
     Dispatcher(sync, Mistakes(), retries=3)  # an unknown option
+    Dispatcher(sync, Mistakes()).deliver(Paid(), message_id=17)  # a number as id
     Dispatcher(sync, Mistakes(), retry=RetryPolicy(attempts=3))
     AsyncDispatcher(later, Mistakes())
 """

@@ -56,7 +56,7 @@ def test_after_the_commit_reading_goes_on_and_writing_does_not(factory: sessionm
         total.amount = 2
         with pytest.raises(TransactionViolatedError):
             uow.session.commit()
-        with pytest.raises(UnsafeSessionError, match="has committed"):
+        with pytest.raises(UnsafeSessionError, match="already committed"):
             uow.commit()
     assert state(factory.kw["bind"]) == ONCE
 

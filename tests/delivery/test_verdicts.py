@@ -249,7 +249,7 @@ def test_a_duplicate_command_is_acknowledged() -> None:
 @pytest.mark.parametrize(("attempts", "max_attempts"), [(0, None), (-1, 3), (1, 0)])
 def test_deliveries_are_counted_from_one(attempts: int, max_attempts: int | None) -> None:
     """A broker that counts from 0 is noticed at once, and not by a delay that is never reached."""
-    with pytest.raises(ValueError, match="count from 1"):
+    with pytest.raises(ValueError, match="must be at least 1"):
         verdict_of(Defer(), attempts=attempts, max_attempts=max_attempts)
 
 

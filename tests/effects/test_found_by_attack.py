@@ -1,5 +1,6 @@
 """What an attack on effects has found, each as one test."""
 
+import contextvars
 import time
 from datetime import timedelta
 from typing import Any
@@ -7,8 +8,9 @@ from typing import Any
 import pytest
 from sqlalchemy.orm import Session
 
-from effect_rig import Charge, Lost, Till, tills
-from projector_dedup import HandlerDefinitionError
+from databases import USUAL_DRIVERS, Database, Driver, each_driver
+from effect_rig import Charge, Lost, Till, till_on, tills
+from projector_dedup import HandlerDefinitionError, UnsafeSessionError
 from projector_dedup.effects import (
     Attempt,
     EffectUnknown,
@@ -16,12 +18,14 @@ from projector_dedup.effects import (
     NotDone,
     NotRecordedError,
     Rejected,
+    StillUnknown,
     ask,
     effect,
     resend,
     stop,
 )
-from projector_dedup.testing.kit import Gate
+from projector_dedup.effects.record import MAX_ERROR
+from projector_dedup.testing.kit import Gate, Harness, Subject
 
 till = tills()
 HOUR = timedelta(hours=1)
@@ -93,6 +97,29 @@ def test_arming_what_run_has_made_counts(till: Till, when: str) -> None:
     assert (till.row().outcome, till.payments()) == (1, [("o1", "pi_1")])
 
 
+def test_what_settle_could_not_send_is_not_forgotten(till: Till) -> None:
+    """``run`` made the row, and its caller was told that ``settle`` drives the effect, or was killed."""
+    ends: list[Exception] = [Lost(), NotDone()]
+
+    def body(request: Charge, attempt: Attempt) -> str:
+        if ends:
+            raise ends.pop(0)
+        return till.plain(request, attempt)
+
+    def not_there(_request: Charge, _attempt: Attempt) -> str:
+        raise NotDone
+
+    charge = till.effect(body, ask(till.function(not_there), after=timedelta(seconds=5), within=HOUR))
+    with pytest.raises(EffectUnknown):
+        till.run(charge)
+    settled = list[str]()
+    for _ in range(3):
+        till.pass_time(600 * 2 ** len(settled))
+        settled.append(till.settle(charge))
+    assert settled == ["1 not done", "1 not done", "1 done"]
+    assert till.payments() == [("o1", "pi_1")]
+
+
 @pytest.mark.parametrize("raised", [Rejected("account_closed"), NotDone(), EffectUnknown()], ids=repr)
 def test_what_recorded_raises_says_nothing_of_the_effect(till: Till, raised: Exception) -> None:
     """It was done: it is neither rejected nor not done; and the sweep goes on to others."""
@@ -134,6 +161,150 @@ def test_what_an_attempt_returned_is_not_overruled(till: Till) -> None:
     assert two.exception() is not None
     till.settle(charge)
     assert (till.row().outcome, till.payments()) == (1, [("o1", "pi_1")])
+
+
+@pytest.mark.parametrize("later", [True, False], ids=["a later attempt", "an ask"])
+def test_a_late_rejection_says_nothing_of_a_later_attempt(till: Till, later: bool) -> None:
+    """The later one is unknown, and may have been done. If there is none, the rejection is recorded."""
+    gate, asked = Gate(till.harness), Gate(till.harness)
+
+    def body(request: Charge, attempt: Attempt) -> str:
+        if attempt.number == 1:
+            gate.stop()
+            raise Rejected("card_declined")
+        till.plain(request, attempt)
+        raise Lost
+
+    def cannot_tell(_request: Charge, _attempt: Attempt) -> str:
+        asked.stop()
+        raise StillUnknown
+
+    asks = ask(till.function(cannot_tell), after=timedelta(seconds=5), within=HOUR)
+    charge = till.effect(body, resend(within=HOUR) if later else asks)
+    first = till.harness.start(till.run, charge)
+    gate.arrival()
+    till.pass_time(40)
+    sweep = till.harness.start(till.settle, charge)
+    if not later:
+        asked.arrival()
+    else:
+        assert sweep.result() == "1 unknown"
+    gate.open()
+    assert isinstance(first.exception(), LeaseLostError)
+    asked.open()
+    assert sweep.result() == "1 unknown"
+    if later:
+        assert (till.row().evidence, till.row().outcome) == (None, None)
+    else:
+        till.pass_time(40)
+        assert till.settle(charge) == "1 rejected"
+
+
+def test_a_late_value_is_stronger_than_a_rejection_that_is_kept(till: Till) -> None:
+    """The second attempt's rejection could not be recorded; then the first one returns."""
+    gate = Gate(till.harness)
+
+    def body(request: Charge, attempt: Attempt) -> str:
+        if attempt.number == 2:
+            raise Rejected("card_declined")
+        gate.stop()
+        return till.plain(request, attempt)
+
+    def refused(_request: Charge, _why: Rejected, _session: Session) -> None:
+        raise ZeroDivisionError
+
+    charge = till.effect(body, resend(within=HOUR), refused=refused)
+    first = till.harness.start(till.run, charge)
+    gate.arrival()
+    till.pass_time(40)
+    assert till.settle(charge) == "1 failed"
+    gate.open()
+    assert isinstance(first.exception(), LeaseLostError)
+    till.pass_time(40)
+    assert (till.settle(charge), till.payments()) == ("1 done", [("o1", "pi_1")])
+
+
+def test_a_late_answer_of_an_ask_is_no_second_deed(till: Till, caplog: pytest.LogCaptureFixture) -> None:
+    """It may have found what the later attempt has done."""
+    gate, answers = Gate(till.harness), [True, False]
+
+    def body(request: Charge, attempt: Attempt) -> str:
+        till.plain(request, attempt)
+        if attempt.number == 1:
+            raise Lost
+        return "pi_2"
+
+    def listed(_request: Charge, _attempt: Attempt) -> str:
+        if answers.pop(0):
+            gate.stop()
+            return "pi_2"
+        raise NotDone
+
+    charge = till.effect(body, ask(till.function(listed), after=timedelta(seconds=5), within=HOUR))
+    with pytest.raises(EffectUnknown):
+        till.run(charge)
+    till.pass_time(40)
+    slow = till.harness.start(till.settle, charge)
+    gate.arrival()
+    till.pass_time(40)
+    assert till.settle(charge) == "1 not done"
+    assert till.settle(charge) == "1 done"
+    gate.open()
+    assert slow.result() == "1 failed"
+    assert "two attempts" not in caplog.text
+    row = till.row()
+    assert (row.decided_by, row.evidence_attempt, till.payments()) == ("attempt", None, [("o1", "pi_2")])
+
+
+@pytest.mark.parametrize("driver", [driver for driver in USUAL_DRIVERS if driver.engine == "mariadb"], ids=str)
+def test_letters_that_a_connection_does_not_know_hinder_nothing(driver: Driver, mariadb: Database) -> None:
+    """A value is kept, and what was not sent is not sent, whatever the text of the error."""
+    url = mariadb.url(driver.name_in_url).update_query_dict({"charset": "latin1"})
+    with Harness(Subject(url)) as harness:
+        till = Till(harness)
+        till.create_tables()
+        _fails_in_other_letters(till)
+
+
+def _fails_in_other_letters(till: Till) -> None:
+    def not_sent(_request: Charge, _attempt: Attempt) -> str:
+        raise NotDone("\N{RIGHTWARDS ARROW} " + "ä" * MAX_ERROR)
+
+    def recorded(_request: Charge, _value: str, _session: Session) -> None:
+        raise ValueError("\N{RIGHTWARDS ARROW}")
+
+    def ends(made: Any, key: str) -> Any:
+        till.arm(made, key=key)
+        return type(till.harness.start(till.run, made, key=key).exception())
+
+    assert ends(till.effect(recorded=recorded), "k1") is NotRecordedError
+    assert (till.row("k1").evidence, till.row("k1").error) == (b'"pi_1"', r"ValueError: \u2192")
+    assert ends(till.effect(not_sent), "k2") is NotDone
+    assert (till.row("k2").first_sent_at, len(till.row("k2").error)) == (None, MAX_ERROR)
+
+
+@each_driver(is_async=False, usual=True)
+def test_a_thread_that_a_body_has_started_may_run_effects_when_the_body_has_ended(
+    request: pytest.FixtureRequest, driver: Driver
+) -> None:
+    """It has a copy of the body's context."""
+    with till_on(request, driver) as till:
+        _runs_in_a_copy(till)
+
+
+def _runs_in_a_copy(till: Till) -> None:
+    copies = list[contextvars.Context]()
+
+    def body(request: Charge, attempt: Attempt) -> str:
+        if request.order == "o1":
+            copies.append(contextvars.copy_context())
+            with pytest.raises(UnsafeSessionError):
+                till.run(charge, Charge("o2"), key="k2")
+        return till.plain(request, attempt)
+
+    charge = till.effect(body)
+    till.run(charge)
+    assert copies[0].run(till.run, charge, Charge("o2"), key="k2") == "pi_2"
 
 
 def test_an_interruption_while_recording_keeps_the_value(till: Till) -> None:

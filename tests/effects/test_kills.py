@@ -1,12 +1,7 @@
 """A process that is killed at any of its steps: every effect ends as done, as rejected, or in the list."""
 
-import contextlib
-import json
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +10,6 @@ from effect_rig import Charge, Till, tills
 from projector_dedup.testing.provider import Behaviour, Provider
 
 till = tills()
-VICTIM = Path(effect_victim.__file__)
 
 
 @pytest.fixture(scope="module")
@@ -25,29 +19,7 @@ def provider(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Provider]:
         yield provider
 
 
-class Victims:
-    """Processes that are killed, one for each case."""
-
-    def __init__(self, till: Till, provider: Provider) -> None:
-        url = till.harness.subject.url.render_as_string(hide_password=False)
-        command = [sys.executable, str(VICTIM), url, provider.url]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-    def run(self, policy: str, key: str, die_at: int = 0) -> int:
-        """Run the armed effect; return the number of steps, or 0 if the process was killed."""
-        assert self._process.stdin
-        assert self._process.stdout
-        self._process.stdin.write(json.dumps([policy, key, die_at]) + "\n")
-        self._process.stdin.flush()
-        signal, steps = json.loads(self._process.stdout.readline())
-        assert signal == (9 if die_at and not steps else 0)
-        return int(steps or 0)
-
-    def close(self) -> None:
-        """End them."""
-        self._process.communicate()
-
-
+@pytest.mark.timeout(600)  # some twenty processes that are killed one after the other
 @pytest.mark.parametrize("policy", ["resend", "ask", "stop"])
 def test_killed_at_every_step(till: Till, provider: Provider, policy: str) -> None:
     """What the policy permits is done, what it does not is listed; judged by the provider's log and the payments.
@@ -70,7 +42,7 @@ def _walk(till: Till, provider: Provider, policy: str, behaviour: Behaviour) -> 
         provider.on_key(provider_key, [behaviour])
         return provider_key
 
-    with contextlib.closing(Victims(till, provider)) as victims:
+    with effect_victim.Victims(till.harness.subject.url, provider.url) as victims:
         kind = f"{behaviour.value} {till.harness.subject.url.drivername}"  # the provider has known other keys before
         provider_keys = {kind: armed(kind)}
         steps = victims.run(policy, kind)

@@ -8,10 +8,11 @@ import pytest
 
 from command import idempotency
 from databases import USUAL_DRIVERS
-from effect_rig import Till, tills
+from effect_rig import Charge, Till, tills
 from projector_dedup import RefusedError
-from projector_dedup.effects import Attempt, EffectUnknown, default_effect_tables
-from projector_dedup.maintenance.cleanup import prune
+from projector_dedup.commands import default_command_tables
+from projector_dedup.effects import Attempt, EffectUnknown, LeaseLostError, Rejected, default_effect_tables
+from projector_dedup.maintenance.cleanup import cleanup, prune
 from projector_dedup.maintenance.effects import advise_effects, find_effect, find_effects, resolve
 from projector_dedup.maintenance.rows import forget
 from projector_dedup.testing.kit import Gate
@@ -74,14 +75,43 @@ def test_a_decision_on_a_state_that_has_moved_is_refused(till: Till) -> None:
 
     sweep = till.harness.start(till.settle, till.effect(slow))
     gate.arrival()
-    for attempt, why in ((1, "has moved: 2 attempts"), (2, "is running until")):
+    for attempt, why in ((1, "has changed: 2 attempts"), (2, "is running until")):
         with pytest.raises(RefusedError, match=why):
             resolve(engine, "k1", attempt=attempt, outcome="done", value="null", **SAID)
     gate.open()
     assert sweep.result() == "1 done"
-    with pytest.raises(RefusedError, match="is done already"):
+    with pytest.raises(RefusedError, match="is already done"):
         resolve(engine, "k1", attempt=2, outcome="rejected", code="late", **SAID)
     assert till.row().decision is None
+
+
+@pytest.mark.parametrize("ends", ["done", "rejected"])
+@pytest.mark.parametrize(
+    "said",
+    [{"outcome": "done", "value": '"pi_1"'}, {"outcome": "rejected", "code": "lost"}, {"outcome": "not done"}],
+    ids=["said done", "said rejected", "said not done"],
+)
+def test_a_decision_gives_way_to_the_attempt_and_is_not_forgotten_in_silence(
+    till: Till, said: dict[str, Any], ends: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its lease had ended when somebody decided, and it returned before the decision was recorded."""
+    gate = Gate(till.harness)
+
+    def body(request: Charge, attempt: Attempt) -> str:
+        gate.stop()
+        if ends == "rejected":
+            raise Rejected("card_declined")
+        return till.plain(request, attempt)
+
+    charge = till.effect(body)
+    attempt = till.harness.start(till.run, charge)
+    gate.arrival()
+    till.pass_time(40)
+    resolve(till.harness.engine, "k1", attempt=1, **said, **SAID)
+    gate.open()
+    assert isinstance(attempt.exception(), LeaseLostError)
+    assert till.settle(charge) == f"1 {ends}"
+    assert ("not the decision of a person" in caplog.text) is (said["outcome"] != ends)
 
 
 def test_a_value_that_does_not_fit_stays_listed(till: Till) -> None:
@@ -141,9 +171,26 @@ def test_the_command(till: Till, tmp_path: Path) -> None:
     assert (code, found["state"], found["attempt"], "request" in found) == (1, "needs a person", 1, False)
     assert "effects that need a person: 1" in wrong
     code, shown, _ = effects("show", "k1")
-    assert (code, "then `idempotency effects resolve`" in shown) == (0, True)
+    assert (code, "then run `idempotency effects resolve`" in shown) == (0, True)
     assert max(map(len, effects("list")[1].splitlines())) <= 80
+    assert "k1" not in effects("list", "--older-than", "1d")[1]
+    assert "write a number and s, m, h or d, for example 15m" in effects("list", "--older-than", "1 day")[2]
     assert effects("resolve", "k1", "--attempt", "1", "--done", '"pi_77"', "--reason", "it shows pi_77")[0] == 0
     code, settled, wrong = effects("settle", "--app", "shop_of_test:effects")
     assert (code, settled.split(",")[0]) == (0, "1 done"), wrong
     assert till.payments() == [("o1", "pi_77")]
+
+
+@pytest.mark.parametrize(("effects", "commands", "told"), [(10, 20, True), (20, 10, False), (20, 20, False)])
+def test_effects_are_kept_longer_than_what_arms_them(till: Till, effects: int, commands: int, told: bool) -> None:
+    """Else a command that is handled again arms a key whose row is gone."""
+    till.harness.transact(lambda session: default_command_tables.marker.metadata.create_all(session.connection()))
+    engine = till.harness.engine
+    assert advise_effects(engine) == []
+    cleanup(engine, retention_hours=commands, tables=default_command_tables)
+    assert advise_effects(engine) == []
+    cleanup(engine, retention_hours=effects, tables=default_effect_tables)
+    found = [finding.problem for finding in advise_effects(engine)]
+    assert [f"deletes effects after {effects} hours, but records after {commands}" in each for each in found] == [
+        True
+    ] * told

@@ -1,14 +1,45 @@
 """An effect is done, rejected, or unknown; on every driver."""
 
+from datetime import timedelta
+from typing import Any
+
 import pytest
 from sqlalchemy.orm import Session
 
 from databases import DRIVERS
 from effect_rig import Charge, Till, tills
+from projector_dedup import UnsafeSessionError
 from projector_dedup.commands import KeyReusedError
-from projector_dedup.effects import Attempt, EffectUnknown, NotArmedError, NotDone, Rejected, arm
+from projector_dedup.effects import (
+    AsyncEffects,
+    Attempt,
+    Effects,
+    EffectUnknown,
+    NotArmedError,
+    NotDone,
+    Rejected,
+    arm,
+    resend,
+)
+from projector_dedup.testing import external_transaction
 
 till = tills(DRIVERS)
+
+
+def test_a_test_takes_everything_back(till: Till) -> None:
+    """In an outer transaction that is rolled back, ``run`` and ``settle`` work as usual."""
+    charge = till.effect(till.loses_reply, resend(within=timedelta(hours=1)))
+    kind: Any = AsyncEffects if till.harness.asynchronous else Effects
+    with till.harness.outer_transaction() as factory:
+        with external_transaction(kind(factory, [charge])) as effects:
+            with pytest.raises(EffectUnknown):
+                till.harness.run(effects.run, charge, Charge(), key="k1")
+            assert till.harness.run(effects.run, charge, key="k1") == "pi_2"
+            till.harness.transact(lambda session: arm(session, charge, Charge(), key="k2"), factory)
+            assert str(till.harness.run(effects.settle)).startswith("1 done")
+        with pytest.raises(UnsafeSessionError, match="external_transaction"):
+            till.harness.run(effects.run, charge, key="k1")
+    assert (till.row(), till.row("k2"), till.payments()) == (None, None, [])
 
 
 def test_an_effect_is_sent_once_and_answered_as_often_as_it_is_asked(till: Till) -> None:

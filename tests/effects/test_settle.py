@@ -4,6 +4,8 @@ import threading
 from collections import Counter
 from typing import Any
 
+import pytest
+
 from effect_rig import Charge, Till, tills
 from projector_dedup.effects import Attempt, NotDone
 
@@ -67,3 +69,24 @@ def test_what_one_effect_does_never_ends_the_sweep(till: Till) -> None:
     till.pass_time(31)
     assert till.settle(charge) == "1 failed"
     assert till.settle(other) == "1 done"
+
+
+def test_names_that_nobody_seems_to_know_are_logged(till: Till, caplog: pytest.LogCaptureFixture) -> None:
+    """Once each, when they have been due for an hour; and neither those that are known nor those that are finished."""
+    charge, old, done = till.effect(), till.effect(name="till.old"), till.effect(name="till.done")
+    till.run(done, key="done")
+    for number in range(2):
+        till.arm(old, key=f"old {number}")
+    effects = till.effects(charge)
+
+    def told(seconds: float) -> list[str]:
+        caplog.clear()
+        till.pass_time(seconds)
+        till.harness.run(effects.settle)
+        return caplog.messages
+
+    assert told(3500) == []
+    till.arm(charge)
+    till.arm(old, key="old, and not yet due")
+    assert [line.partition(" have been due")[0] for line in told(101)] == ["2 effects with the name till.old"]
+    assert told(3600) == []

@@ -136,16 +136,16 @@ def test_the_provider_has_forgotten_the_key(till: Till) -> None:
         till.plain(request, attempt)
         raise Lost
 
-    charge = till.effect(always_lost, resend(within=timedelta(seconds=100)), lease=30)
+    charge = till.effect(always_lost, resend(within=timedelta(seconds=1000)), lease=300)
     _unknown(till, charge)
-    till.pass_time(35)
+    till.pass_time(350)
     assert till.settle(charge) == "1 unknown"
-    till.pass_time(34)
+    till.pass_time(310)
     _unknown(till, charge)
     assert len(till.sent) == 3
-    till.pass_time(2)  # 71 s are over, and 29 are less than a lease
+    till.pass_time(50)  # 710 s are over, and 290 are less than a lease
     assert till.settle(charge) == ""
-    till.pass_time(70)
+    till.pass_time(700)
     assert till.settle(charge) == "1 stopped"
     _unknown(till, charge)
     assert len(till.sent) == 3

@@ -161,6 +161,34 @@ def test_what_becomes_of_an_asynchronous_misbehaviour(
     rig.assert_nothing_is_left()
 
 
+@pytest.mark.parametrize("driver", [driver for driver in USUAL_DRIVERS if driver.is_async], ids=str)
+@pytest.mark.parametrize("how", ["dropped", "kept", "in a task"])
+def test_a_call_without_await_is_refused(driver: Driver, rig_on: Callable[[Driver], Rig], how: str) -> None:
+    """The statement was not sent, or still runs, so the message was not applied; and the pool is as it was."""
+    rig = rig_on(driver)
+    calls: list[object] = []
+
+    async def handler(session: AsyncSession) -> None:
+        if how == "in a task":
+            await session.run_sync(add)
+            calls.append(asyncio.create_task(session.execute(text(SLOW[session.get_bind().dialect.name]))))
+            await asyncio.sleep(0.05)
+            return
+        call = session.execute(text("update total set amount = 1000"))
+        if how == "kept":
+            calls.append(call)
+        del call
+        for _ in range(20):  # more calls than are kept in mind
+            await session.run_sync(lambda _: None)
+        await session.run_sync(add)
+
+    with pytest.raises(TransactionViolatedError, match=r"await session\.execute\(\.\.\.\)"):
+        rig.deliver(handler)
+    assert rig.durable() == NOTHING
+    rig.assert_nothing_is_left()
+    assert rig.deliver(add).outcome is Outcome.APPLIED
+
+
 @each_driver(module="asyncpg")
 def test_an_error_of_a_streamed_result_is_not_missed(driver: Driver, rig_on: Callable[[Driver], Rig]) -> None:
     """It comes while rows are fetched, past every statement; asyncpg would not tell, so the server is asked."""

@@ -483,7 +483,7 @@ def test_a_read_model_without_transactions_is_refused(
         add(session)
         swallow(write, session)
 
-    with pytest.raises(UnsafeSessionError, match=rf"kept is in the storage engine {storage}.*ENGINE=InnoDB"):
+    with pytest.raises(UnsafeSessionError, match=rf"kept has the storage engine {storage}.*ENGINE=InnoDB"):
         rig.deliver(surfaces)
     assert rig.durable() == NOTHING
     with contextlib.suppress(TransactionViolatedError, UnsafeSessionError):
@@ -735,8 +735,12 @@ def test_a_deadlock_while_a_result_is_streamed_is_not_forgotten(driver: Driver, 
 
 
 def _waits_for_all(connection: Any, rig: Rig) -> None:
-    """Once somebody waits for what it holds."""
-    while not rig.outside.execute("select 1 from information_schema.innodb_trx where trx_state = 'LOCK WAIT'"):
+    """Once somebody waits for what it holds, in this database: other tests may wait in theirs."""
+    waits = (
+        "select 1 from information_schema.innodb_trx join information_schema.processlist on id = trx_mysql_thread_id "
+        "where trx_state = 'LOCK WAIT' and db = database()"
+    )
+    while not rig.outside.execute(waits):
         time.sleep(0.15)  # the catalogue is a copy that is not made anew more often
     connection.execute(text("update total set amount = 0 where account >= 'r' order by account desc"))
 

@@ -18,6 +18,7 @@ import pytest
 from sqlalchemy import create_engine, text
 
 from databases import Database
+from projector_dedup.testing.provider import Behaviour, Provider
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "orders"
 AUTHORIZED = {"Authorization": "Bearer secret-of-north"}
@@ -31,10 +32,19 @@ NO_TLS = False  # httpx would load certificates, which conftest.py has taken awa
 TIMES = 3  # that each request is sent, at once
 
 
+def _environment(database: Database, provider: str) -> dict[str, str]:
+    given = {
+        "ORDERS_DATABASE_URL": database.async_url.render_as_string(hide_password=False),
+        "ORDERS_BANK_URL": provider,
+        "ORDERS_MAIL_URL": provider,
+    }
+    return {name: value for name, value in os.environ.items() if name != "SSL_CERT_FILE"} | given
+
+
 @contextlib.contextmanager
-def server(database: Database, port: int) -> Iterator[subprocess.Popen[bytes]]:
+def server(database: Database, port: int, provider: str = "http://127.0.0.1:9") -> Iterator[subprocess.Popen[bytes]]:
     """The example under uvicorn, in a process of its own, which answers when the block is entered."""
-    environment = {**os.environ, "ORDERS_DATABASE_URL": database.async_url.render_as_string(hide_password=False)}
+    environment = _environment(database, provider)
     arguments = ["-m", "uvicorn", "app:app", "--port", str(port), "--log-level", "warning", "--no-access-log"]
     process = subprocess.Popen([sys.executable, *arguments], cwd=EXAMPLE, env=environment)
     try:
@@ -160,3 +170,72 @@ def test_a_real_server_answers_the_whole_table(sqlite: Database) -> None:
         assert client.post("/orders", json=order, headers={"Authorization": ""}).status_code == 401
         stranger = {"Authorization": "Bearer secret-of-south", "Idempotency-Key": "k"}
         assert "idempotent-replayed" not in client.post("/orders", json=order, headers=stranger).headers
+
+
+# Orders by card: effects ----------------------------------------------------------------------------------------------
+
+
+def _settle(database: Database, provider: Provider) -> str:
+    """Run the command that cron runs; return what it said."""
+    ran = subprocess.run(
+        [sys.executable, "-m", "projector_dedup", "effects", "settle", "--app", "app:effects"],
+        cwd=EXAMPLE,
+        env=_environment(database, provider.url),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    return ", ".join(part for part in ran.stdout.strip(" .\n").split(", ") if not part.startswith("0 "))
+
+
+class Shop:
+    """A client that orders by card."""
+
+    def __init__(self, client: httpx.Client) -> None:
+        self.client = client
+        opened = client.post("/accounts/c", params={"balance": 10}, headers={"Idempotency-Key": "account"})
+        assert opened.status_code == 201
+
+    def order(self, key: str, amount: int, *, waits: bool = True) -> tuple[int, str, bool]:
+        """Order; return status, state, and whether the order was there before."""
+        headers = {"Idempotency-Key": key} | ({} if waits else {"Prefer": "respond-async"})
+        answer = self.client.post("/orders", json={"customer": "c", "amount": amount, "card": "4242"}, headers=headers)
+        shown = self.client.get(answer.headers["Location"]).json()
+        assert shown == answer.json()
+        return answer.status_code, shown["state"], answer.headers.get("Idempotent-Replayed") == "true"
+
+
+def test_an_order_by_card_is_charged_by_its_endpoint(sqlite: Database, tmp_path: Path) -> None:
+    """It waits for the charge. If nobody knows of the charge it answers 202; a replay shows the state of now."""
+    port = free_port()
+    with Provider(tmp_path / "log.jsonl") as bank, server(sqlite, port, bank.url), _client(port) as client:
+        shop = Shop(client)
+        assert [shop.order("a", 11) for _ in range(2)] == [(201, "paid", False), (201, "paid", True)]
+        bank.next(Behaviour.LOSE_REPLY_AFTER)
+        assert shop.order("b", 12) == (202, "pending", False)
+        assert shop.order("b", 12) == (201, "paid", True)
+        bank.next(Behaviour.REJECT)
+        assert [shop.order("c", 13) for _ in range(2)] == [(402, "declined", False), (402, "declined", True)]
+        assert Counter(deed.body["amount"] for deed in bank.deeds()) == {11: 1, 12: 1}
+        assert _settle(sqlite, bank) == "2 done"  # the receipts
+        assert Counter(deed.body.get("customer") for deed in bank.deeds()) == {None: 2, "c": 2}
+
+
+def test_an_order_is_charged_by_the_sweep_if_its_server_was_killed(database: Database, tmp_path: Path) -> None:
+    """The charge was armed with the order; the client asks again, and is shown what became of it."""
+    port = free_port()
+    with Provider(tmp_path / "log.jsonl") as bank:
+        with server(database, port, bank.url) as process, _client(port) as client:
+            shop = Shop(client)
+            assert [shop.order("a", 11, waits=False) for _ in range(2)] == [
+                (202, "pending", False),
+                (202, "pending", True),
+            ]
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+        assert bank.calls() == []
+        assert [_settle(database, bank) for _ in range(3)] == ["1 done", "1 done", ""]  # the charge, the receipt
+        with server(database, port, bank.url), _client(port) as client:
+            assert Shop(client).order("a", 11, waits=False) == (201, "paid", True)
+        assert [deed.body.get("amount") for deed in bank.deeds()] == [11, None]

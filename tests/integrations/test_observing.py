@@ -1,6 +1,7 @@
 """What Prometheus and OpenTelemetry are told, read back from their own registry and exporters."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -18,9 +19,11 @@ from sqlalchemy.orm.exc import StaleDataError
 
 from cut_proxy import CutProxy
 from databases import DRIVERS, USUAL, USUAL_ASYNC, Database
-from projector_dedup import BatchFailed, Message, RetryPolicy, UnhandledMessage
+from projector_dedup import BatchFailed, Defer, Message, RetryPolicy, UnhandledMessage
+from projector_dedup.integrations.incoming import Incoming
 from projector_dedup.integrations.opentelemetry import OpenTelemetryObserver
 from projector_dedup.integrations.prometheus import PrometheusObserver
+from projector_dedup.integrations.settling import Settling
 from projector_dedup.testing.kit import Added, Harness, Subject, add
 from reach import reach
 
@@ -30,15 +33,18 @@ VALUE_ERROR = "builtins.ValueError"
 
 
 class Handler:
-    """Adds; raises for a negative amount, and a transient error the first time that it sees a hundred."""
+    """Adds; raises for a negative amount, a transient error for the first hundred, and defers zero if told so."""
 
     def __init__(self) -> None:
         self.transient = 1
+        self.defers = False
 
     def __call__(self, happened: Added, session: Session) -> None:
         """Add, or raise."""
         if happened.amount < 0:
             raise ValueError("poison")
+        if self.defers and happened.amount == 0:
+            raise Defer("not yet")
         add(happened, session)
         if happened.amount == 100 and self.transient:
             self.transient = 0
@@ -151,6 +157,46 @@ def test_types_that_are_made_up_make_no_time_series(on_sqlite: Harness) -> None:
     assert samples(registry, "projector_dedup_messages_total", "handler", "message_type", "outcome") == {
         ("", "", "skipped"): 20
     }
+
+
+def read(incoming: Incoming) -> Message:
+    """A converter of bodies that are numbers; it raises for any other body."""
+    return message(str(incoming.message_id), int(incoming.body))
+
+
+@pytest.mark.parametrize("batch", [False, True], ids=["single", "batch"])
+def test_deliveries_are_counted_by_broker_and_reason(
+    on_sqlite: Harness, reader: InMemoryMetricReader, observer: OpenTelemetryObserver, batch: bool
+) -> None:
+    """By both observers: what is acknowledged, what comes again, what is rejected before a handler got it or after."""
+    registry = CollectorRegistry()
+    prometheus = PrometheusObserver(registry)
+    incoming = [Incoming(b"1", "m1"), Incoming(b"{", "m2"), Incoming(b"-1", "m3"), Incoming(b"2", "m4")]
+    early = Incoming(b"0", "m5", attempt=3)
+    for each in (prometheus, observer):
+        handler = Handler()
+        handler.defers = True
+        dispatcher = on_sqlite.dispatcher(on_sqlite.handler(handler), observer=each)
+        settling = Settling(dispatcher, read, max_attempts=3, broker="redis")
+        answers = settling.deliver_batch(incoming) if batch else [settling.deliver(each) for each in incoming]
+        answers += [settling.deliver(replace(early, attempt=attempt)) for attempt in (2, 3)]
+        settling.kept(answers[1])
+        settling.kept(answers[0])  # which was not rejected: this counts nothing
+    expected = {
+        ("redis", "acknowledged", ""): 2,
+        ("redis", "rejected", "invalid_message"): 1,
+        ("redis", "rejected", "handler"): 1,
+        ("redis", "retried", "deferred"): 1,
+        ("redis", "rejected", "max_attempts"): 1,
+        ("redis", "dead_letter", "invalid_message"): 1,
+    }
+    assert samples(registry, "projector_dedup_deliveries_total", "broker", "outcome", "reason") == expected
+    names = [f"projector_dedup.{name}" for name in ("broker", "outcome", "reason")]
+    found = {
+        tuple(point.attributes.get(name, "") for name in names): point.value
+        for point in points(reader, "projector_dedup.deliveries")
+    }
+    assert found == expected
 
 
 def test_buckets_are_the_users_to_choose(on_sqlite: Harness) -> None:
@@ -326,6 +372,26 @@ def test_a_span_of_a_batch_has_an_event_for_each_message(
     told = [dict(event.attributes or {}) for event in span.events]
     assert [each["messaging.message.id"] for each in told] == ["m1", "m2"]
     assert [each["messaging.batch.message_count"] for each in told] == [2, 2]
+
+
+def test_a_span_keeps_the_outcome_of_its_message_beside_that_of_the_delivery(
+    on_sqlite: Harness, spans: InMemorySpanExporter, observer: OpenTelemetryObserver
+) -> None:
+    """The delivery is an event with the broker; the attributes of the span stay those of the message."""
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(spans))
+    settling = Settling(on_sqlite.dispatcher(observer=observer), read, broker="redis")
+    with provider.get_tracer("broker").start_as_current_span("process flights"):
+        settling.deliver(Incoming(b"1", "m1"))
+    (span,) = spans.get_finished_spans()
+    assert span.attributes == {"projector_dedup.handler": "totals", "projector_dedup.outcome": "applied"}
+    _, delivery = (dict(event.attributes or {}) for event in span.events)
+    assert delivery == {
+        "projector_dedup.broker": "redis",
+        "projector_dedup.outcome": "acknowledged",
+        "projector_dedup.attempts": 1,
+        "messaging.message.id": "m1",
+    }
 
 
 def test_without_a_span_and_without_an_sdk_nothing_is_asked_for(on_sqlite: Harness) -> None:

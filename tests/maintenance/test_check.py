@@ -11,8 +11,8 @@ from sqlalchemy.orm import sessionmaker
 
 from command import idempotency, on_a_terminal
 from databases import Database
-from marked import metadata, on_one_database, one_of_each_engine, tables, url_of  # noqa: F401  # a fixture
-from projector_dedup import AsyncDispatcher, Dispatcher, on, projector
+from marked import fill, metadata, on_one_database, one_of_each_engine, tables, url_of  # noqa: F401  # a fixture
+from projector_dedup import AsyncDispatcher, Dispatcher, configure_sqlite, on, projector
 from projector_dedup.asyncio_names import async_sessionmaker
 from projector_dedup.maintenance.check import advise, check, verify
 from projector_dedup.maintenance.databases import Finding
@@ -77,7 +77,7 @@ def deployment(oldest: float | None = 1, **state: float) -> Ages:
     kept = state.get("retention_hours")
     at = None if oldest is None else NOW - timedelta(hours=oldest)
     known = State(None, state.get("horizon_hours"), kept, moments.get("cleaned_at"), moments.get("pruned_until"))
-    return Ages(NOW, at, at, kept or 168, known)
+    return Ages(NOW, at, at, kept or 168, known, None, ())
 
 
 @pytest.mark.parametrize(
@@ -86,10 +86,11 @@ def deployment(oldest: float | None = 1, **state: float) -> Ages:
         (deployment(None), None),
         (deployment(167), None),
         (deployment(169), "the oldest marker is 7 days old, and no complete cleanup was ever recorded"),
-        (deployment(167 + 48, cleaned_at=5, retention_hours=168), None),
+        (deployment(167 + 72, cleaned_at=5, retention_hours=168), None),
         (
-            deployment(169 + 48, cleaned_at=5, retention_hours=168),
-            "the oldest marker is 9 days old, though 168 hours are kept; the last complete cleanup was 5 hours ago",
+            deployment(169 + 72, cleaned_at=5, retention_hours=168),
+            "the oldest marker is 10 days old, but the retention is 168 hours; the last complete cleanup was 5 hours "
+            "ago",
         ),
         (deployment(30, cleaned_at=47, retention_hours=1), None),
         (deployment(1, cleaned_at=49, retention_hours=1), "the last complete cleanup was 2 days ago"),
@@ -108,10 +109,13 @@ def test_pruning_that_does_not_keep_up(found: Ages, problem: str | None) -> None
     [
         (deployment(horizon_hours=200), None),
         (deployment(horizon_hours=168, retention_hours=168, cleaned_at=1, pruned_until=169), None),
-        (deployment(horizon_hours=200, retention_hours=168, cleaned_at=1), "the last cleanup kept 168 hours of"),
+        (
+            deployment(horizon_hours=200, retention_hours=168, cleaned_at=1),
+            "the last cleanup kept markers for 168 hours",
+        ),
         (
             deployment(horizon_hours=200, retention_hours=300, cleaned_at=1, pruned_until=150),
-            "markers up to 2026-04-25 06:00:00 UTC are deleted, but a message may return after 200 hours",
+            "markers up to 2026-04-25 06:00:00 UTC are deleted, but a message may come again after 200 hours",
         ),
         (deployment(horizon_hours=200, retention_hours=300, cleaned_at=1, pruned_until=300), None),
     ],
@@ -136,8 +140,8 @@ def test_check_reads_what_cleanup_wrote(engine: Engine) -> None:
         write_state(connection, tables, values)
     done = idempotency("check", "--database-url", url)
     assert (done.returncode, done.stderr) == (0, "")
-    assert "30 days old, though 24 hours are kept; the last complete cleanup was 0 minutes ago" in done.stdout
-    assert "kept 24 hours of markers, but a message may return after 48" in done.stdout
+    assert "30 days old, but the retention is 48 hours; the last complete cleanup was 0 minutes ago" in done.stdout
+    assert "kept markers for 24 hours, but a message may come again after 48" in done.stdout
 
 
 # Handlers --------------------------------------------------------------------------------------------------------
@@ -231,8 +235,24 @@ def test_check_asks_the_application(place: str, app: str, engine: Engine) -> Non
         connection.execute(insert(tables.marker), keys)
     done = idempotency("check", "--app", place, cwd=app, PROJECTOR_DEDUP_DATABASE_URL=url_of(engine))
     assert (done.returncode, done.stderr) == (0, "")
-    assert "advice: markers of handlers that the application does not know: shop.Totals.add\n" in done.stdout
+    assert "advice: markers of handlers that the application does not have: shop.Totals.add\n" in done.stdout
     assert "idempotency rename OLD NEW" in done.stdout
+
+
+@on_one_database
+def test_advice_can_ring_an_alarm(engine: Engine) -> None:
+    """Beside markers that cleanup should have deleted, `--fail-on advice` exits with 1; where all is well, with 0."""
+    configure_sqlite(engine)
+    fill(engine, [1])
+    arguments = ["check", "--fail-on", "advice"]
+    well = idempotency(*arguments, PROJECTOR_DEDUP_DATABASE_URL=url_of(engine))
+    assert (well.returncode, well.stderr) == (0, "")
+    fill(engine, {"old": [300 * 24]})
+    rings = idempotency(*arguments, PROJECTOR_DEDUP_DATABASE_URL=url_of(engine))
+    assert rings.returncode == 1
+    assert "is ready, but follow the advice above" in rings.stderr
+    assert "the oldest marker is 300 days old" in rings.stdout
+    assert idempotency("check", PROJECTOR_DEDUP_DATABASE_URL=url_of(engine)).returncode == 0
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,7 @@ from projector_dedup.maintenance.cleanup import (
 )
 from projector_dedup.maintenance.databases import Expired, database_of
 from projector_dedup.maintenance.state import CLEANED_AT, PRUNED_UNTIL, RETENTION, read_state
+from projector_dedup.maintenance.stats import stats
 from pruning import uncommitted_batch
 
 HASTY = RetryPolicy(within=0.3)
@@ -176,7 +177,7 @@ def test_what_another_transaction_holds_is_not_taken_for_done(engine: Engine) ->
     with held(engine, "17"):
         done = prune(engine, retry=HASTY, batch_size=50)
     assert (done.deleted, done.complete) == (199, False)
-    assert "holds expired markers" in str(done.left)
+    assert "locks expired markers" in str(done.left)
     assert len(left(engine)) == 3001
     assert prune(engine).complete
 
@@ -430,7 +431,10 @@ def test_a_signal_ends_the_run_after_the_batch(number: signal.Signals, engine: E
         process.send_signal(number)
         said, errors = process.communicate(timeout=30)
     assert (process.returncode, errors) == (0, "")
-    assert said == "Deleted 10 markers older than 168 hours; it was told to stop: more may be left.\n"
+    assert said == (
+        "Deleted 10 markers older than 168 hours; the run was stopped: older markers may remain. Run the cleanup "
+        "again.\n"
+    )
     assert len(left(engine)) == 20
 
 
@@ -467,7 +471,7 @@ def test_a_handlers_markers_and_bounds(engine: Engine) -> None:
     assert run(engine, "cleanup", *young) == (0, "Deleted 0 markers of h older than 2000 hours.\n", "")
     code, said, _ = run(engine, "cleanup", "--batch-size", "2", "--max-batches", "2", "--time-budget", "600")
     assert (code, len(left(engine))) == (0, 3)
-    assert said.startswith("Deleted 4 markers older than 168 hours; 2 batches were all")
+    assert said.startswith("Deleted 4 markers older than 168 hours; the limit of 2 batches is reached")
 
 
 @on_one_database
@@ -478,8 +482,25 @@ def test_a_handler_that_nobody_knows_is_refused(dry_run: bool, engine: Engine) -
     code, said, wrong = run(engine, "cleanup", "--handler", "H", *(["--dry-run"] if dry_run else []))
     assert (code, said) == (1, "")
     assert "no marker of H in " in wrong
-    assert "look at the spelling; `idempotency stats` has the names" in wrong
+    assert "check the name (`idempotency stats` lists all names)" in wrong
     assert len(left(engine)) == 7
+
+
+@on_one_database
+@pytest.mark.parametrize("form", [(), ("--log-json",)], ids=["text", "json"])
+def test_a_quiet_run_speaks_only_if_something_needs_attention(engine: Engine, form: tuple[str, ...]) -> None:
+    """Nothing after a complete run; a run that a bound has ended, a dry run and an error are printed as before."""
+    fill(engine, [1000] * 7)
+    quiet = ("cleanup", "--quiet", *form)
+    assert "7" in run(engine, *quiet, "--dry-run")[1]
+    code, said, _ = run(engine, *quiet, "--batch-size", "2", "--max-batches", "1")
+    assert (code, said != "", len(left(engine))) == (0, True, 5)
+    assert run(engine, *quiet) == (0, "", "")
+    assert left(engine) == []
+    declare_horizon(engine, 336)
+    code, _, wrong = run(engine, *quiet, "--retention-hours", "24")
+    assert code == 1
+    assert "336" in wrong
 
 
 @on_one_database
@@ -499,7 +520,7 @@ def test_a_line_of_json(engine: Engine) -> None:
     code, said, _ = run(bad, "cleanup", "--log-json")
     failed = json.loads(said)
     assert (code, failed["event"], failed["deployment"]) == (1, "cleanup", bad.url.render_as_string())
-    assert "no connection" in failed["error"]
+    assert "cannot connect" in failed["error"]
     assert "s3cret" not in said
 
 
@@ -526,12 +547,25 @@ def test_a_shorter_retention_is_refused(engine: Engine) -> None:
     fill(engine, [400, 340, 300])
     declare_horizon(engine, 336)
     with pytest.raises(RetentionTooShortError, match=r"168 hours.*336 hours") as raised:
-        cleanup(engine)
+        cleanup(engine, retention_hours=168)
     assert str(pickle.loads(pickle.dumps(raised.value))) == str(raised.value)  # our own; for a worker's parent
     assert len(left(engine)) == 3
     assert cleanup(engine, retention_hours=336) == 2
     assert left(engine) == ["2"]
     assert cleanup(engine, retention_hours=200, force=True) == 1
+
+
+def test_without_a_retention_the_declared_horizon_is_taken(engine: Engine) -> None:
+    """It is the retention, be it longer or shorter than 168 hours, which are taken if none was declared."""
+    fill(engine, [400, 340, 300, 120, 60])
+    declare_horizon(engine, 336)
+    assert (count_expired(engine), stats(engine).expired, cleanup(engine)) == (2, 2, 2)
+    assert left(engine) == ["2", "3", "4"]
+    declare_horizon(engine, None)
+    assert (count_expired(engine), stats(engine).expired, cleanup(engine)) == (1, 0, 1)  # the last run kept 336 hours
+    declare_horizon(engine, 100)
+    assert (count_expired(engine), cleanup(engine)) == (1, 1)
+    assert left(engine) == ["4"]
 
 
 def test_a_finished_run_leaves_word(engine: Engine) -> None:
@@ -548,7 +582,7 @@ def test_a_finished_run_leaves_word(engine: Engine) -> None:
 
 def test_what_was_pruned_once_stays_known(engine: Engine) -> None:
     """A later run with a longer retention does not move back the moment before which markers are gone."""
-    metadata.create_all(engine)
+    fill(engine, [400])
     cleanup(engine, retention_hours=10)
     pruned_until = state(engine)[PRUNED_UNTIL]
     cleanup(engine, retention_hours=1000)
@@ -556,11 +590,18 @@ def test_what_was_pruned_once_stays_known(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("bounds", [{"handler": "h"}, {"max_batches": 1, "batch_size": 1}, {"stop": lambda: True}])
-def test_a_run_that_left_markers_claims_nothing(engine: Engine, bounds: dict[str, Any]) -> None:
-    """One handler's, or stopped early: older markers may be there."""
+def test_a_run_that_left_markers_does_not_claim_to_be_complete(engine: Engine, bounds: dict[str, Any]) -> None:
+    """One handler's, or stopped early: older markers may be there, and some may be gone, which is told."""
     fill(engine, [400, 401])
     cleanup(engine, **bounds)
-    assert state(engine) == {}
+    assert state(engine).keys() == {PRUNED_UNTIL}
+
+
+def test_a_run_that_finds_nothing_to_delete_leaves_no_such_moment(engine: Engine) -> None:
+    """What is compared by markers can be known since the beginning."""
+    fill(engine, [1])
+    cleanup(engine)
+    assert PRUNED_UNTIL not in state(engine)
 
 
 def test_a_user_who_may_not_write_the_state_can_prune(postgresql: Database, caplog: pytest.LogCaptureFixture) -> None:
@@ -597,8 +638,9 @@ def test_the_command_declares_and_shows_the_horizon(engine: Engine) -> None:
     assert run(engine, "horizon", "336") == shown
     assert run(engine, "horizon", "100")[0] == 2  # nobody could be asked
     assert run(engine, "horizon") == shown
-    code, _, refusal = run(engine, "cleanup")
+    code, _, refusal = run(engine, "cleanup", "--retention-hours", "168")
     assert (code, "168 hours" in refusal, "336 hours" in refusal, "--force" in refusal) == (1, True, True, True)
-    assert run(engine, "cleanup", "--force") == (0, "Deleted 1 marker older than 168 hours.\n", "")
+    assert run(engine, "cleanup", "--dry-run") == (0, "Would delete 1 marker older than 336 hours.\n", "")
+    assert run(engine, "cleanup") == (0, "Deleted 1 marker older than 336 hours.\n", "")
     assert run(engine, "horizon", "100", "--yes") == (0, "The redelivery horizon is 100 hours.\n", "")
     assert [run(engine, "horizon", hours)[0] for hours in ("0", "nan", "inf", "a")] == [2] * 4

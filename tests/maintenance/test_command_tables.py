@@ -217,7 +217,7 @@ def test_either_kind_is_told_from_the_other(engine: Engine) -> None:
         lambda: prune(engine, tables=as_markers),
     ]
     for refused in refusals:
-        with pytest.raises(MissingTableError, match=r"of commands, not of projectors; .*say --commands"):
+        with pytest.raises(MissingTableError, match=r"of commands, not of projectors; .*add --commands"):
             refused()
     refusals = [
         lambda: migrate(engine, as_records),

@@ -22,6 +22,7 @@ from owning import (  # noqa: F401  # second_schema is a fixture
 )
 from projector_dedup import MissingTableError, Outcome, RefusedError, make_tables
 from projector_dedup.commands import default_command_tables, make_command_tables
+from projector_dedup.dialects.columns import utc_now
 from projector_dedup.effects import Effects, EffectTables, arm, default_effect_tables, make_effect_tables
 from projector_dedup.maintenance.cleanup import count_expired, prune
 from projector_dedup.maintenance.rows import forget, forget_scope, rename
@@ -125,10 +126,10 @@ def test_the_kinds_are_told_from_each_other(engine: Engine) -> None:
     for tables in (default_tables, default_command_tables, default_effect_tables):
         tables.marker.metadata.create_all(engine)
     for maker, name, told in (
-        (make_tables, "external_effect", "a table of effects, not of projectors; say --effects, and"),
-        (make_command_tables, "external_effect", "of effects, not of commands; say --effects instead of --commands"),
+        (make_tables, "external_effect", "a table of effects, not of projectors; add --effects, and"),
+        (make_command_tables, "external_effect", "of effects, not of commands; add --effects instead of --commands"),
         (make_effect_tables, "processed_message", "of projectors, not of effects; .*leave out --effects"),
-        (make_effect_tables, "processed_command", "of commands, not of effects; say --commands instead of --effects"),
+        (make_effect_tables, "processed_command", "of commands, not of effects; add --commands instead of --effects"),
     ):
         with pytest.raises(MissingTableError, match=told):
             stats(engine, tables=maker(MetaData(), name))
@@ -154,7 +155,7 @@ def test_what_is_not_finished_is_never_deleted(owned: Engine) -> None:
     assert prune(owned, tables=default_effect_tables).deleted == 0
     (name,) = stats(owned, tables=default_effect_tables).handlers
     assert (name.markers, name.oldest, name.newest) == (2, None, None)
-    with pytest.raises(RefusedError, match=r"shop\.charge: an effect that is not finished is not forgotten"):
+    with pytest.raises(RefusedError, match=r"shop\.charge: an unfinished effect cannot be deleted"):
         forget(owned, "1:sk1", handler="shop.charge", tables=default_effect_tables)
     assert forget_scope(owned, "s", tables=default_effect_tables) == 0
     assert len(rows(owned)) == 2
@@ -168,19 +169,25 @@ def test_a_renamed_effect_is_moved_with_its_provider_key(owned: Engine) -> None:
     armed(owned, "k")
     with owned.connect() as connection:
         key = connection.execute(select(TABLE.c.provider_key)).scalar_one()
-    with pytest.raises(RefusedError, match="moved to another name, not copied"):
+    with pytest.raises(RefusedError, match="cannot be copied to another name"):
         rename(owned, "shop.charge", "new", tables=default_effect_tables)
     with owned.begin() as connection:
         connection.execute(update(TABLE).values(lease_until=2**45))
-    with pytest.raises(RefusedError, match=r"under the name shop\.charge is running"):
+    with pytest.raises(RefusedError, match=r"with the name shop\.charge is running"):
         rename(owned, "shop.charge", "new", tables=default_effect_tables, remove_old=True)
     with owned.begin() as connection:
         connection.execute(update(TABLE).values(lease_until=None))
     assert rename(owned, "shop.charge", "new", tables=default_effect_tables, remove_old=True).removed == 1
     assert rows(owned) == [("0:k", "new")]
     armed(owned, "k")
-    with pytest.raises(RefusedError, match="armed under the new name too"):
-        rename(owned, "shop.charge", "new", tables=default_effect_tables, remove_old=True)
+    for old_is_done in (False, True):
+        if old_is_done:
+            with owned.begin() as connection:
+                done = {"outcome": 1, "processed_at": utc_now(), "next_at": None}
+                connection.execute(update(TABLE).where(TABLE.c.handler == "shop.charge").values(done))
+        with pytest.raises(RefusedError, match="exists with the new name too"):
+            rename(owned, "shop.charge", "new", tables=default_effect_tables, remove_old=True)
+        assert rows(owned) == [("0:k", "new"), ("0:k", "shop.charge")]
     with owned.connect() as connection:
         moved = connection.execute(text("SELECT provider_key FROM external_effect WHERE handler = 'new'"))
         assert moved.scalar_one() in (key, key.encode())

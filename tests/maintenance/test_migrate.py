@@ -148,7 +148,7 @@ def test_tables_that_are_wrong_are_left_alone(engine: Engine) -> None:
     """A table of somebody else's with our name: an error that names what is wrong, and no table more than before."""
     with engine.begin() as connection:
         connection.execute(text("CREATE TABLE processed_message (message_id VARCHAR(512) PRIMARY KEY)"))
-    with pytest.raises(MissingTableError, match=r"has no column handler; nothing was changed; alter"):
+    with pytest.raises(MissingTableError, match=r"has no column handler; nothing was changed; write a migration"):
         migrate(engine)
     assert inspect(engine).get_table_names() == ["processed_message"]
 
@@ -163,7 +163,7 @@ def test_tables_that_were_dropped_behind_its_back_are_not_called_ready(engine: E
 
 def test_a_schema_that_is_not_there_is_named(engine: Engine) -> None:
     """It is the owner's to create."""
-    with pytest.raises(MissingTableError, match=r"there is no schema nowhere: create it"):
+    with pytest.raises(MissingTableError, match=r"there is no schema nowhere; create it"):
         migrate(engine, make_tables(MetaData(), schema="nowhere"))
 
 
@@ -272,7 +272,9 @@ def test_a_table_that_is_never_let_go_is_an_error(engine: Engine, monkeypatch: p
     monkeypatch.setattr(projector_dedup.maintenance.schema, "_PATIENCE", 0.0)
     with Session(engine) as holder:
         claim(holder, "held", "h")
-        with pytest.raises(RetriesExhaustedError, match="another transaction holds it; look for one that is open"):
+        with pytest.raises(
+            RetriesExhaustedError, match="another transaction locks it; end the transaction that has been open"
+        ):
             migrate(engine)
         holder.commit()
     assert "note" not in {column["name"] for column in inspect(engine).get_columns("processed_message")}
@@ -316,9 +318,9 @@ def test_code_of_the_old_version_claims_during_and_after_an_upgrade(engine: Engi
         (None, 3, None),
         ("3", 3, None),
         ("2", 3, "advice"),
-        ("1", 3, "works on 2 too, but on nothing older; run `idempotency migrate`"),
+        ("1", 3, "works with version 2 too, but not with older ones; run `idempotency migrate`"),
         ("4", 3, "upgrade projector-dedup here"),
-        ("x", 3, "somebody else wrote"),
+        ("x", 3, "another program wrote"),
     ],
 )
 def test_check_knows_two_versions(
@@ -372,5 +374,5 @@ def test_a_name_that_is_too_long_is_told_in_one_line(sqlite: Database) -> None:
     for command in (["schema"], ["migrate", "--database-url", sqlite.url().render_as_string()]):
         done = run_python("-m", "projector_dedup", *command, "--table", "t" * 44)
         assert done.returncode == 1
-        assert done.stderr.startswith("Error: the name of the marker table has 44 bytes")
+        assert done.stderr.startswith("Error: the name of the marker table must have 1 to 43 bytes, and ")
         assert len(done.stderr.splitlines()) == 1

@@ -1,10 +1,11 @@
-"""An empty project begins with our Alembic branch as the runbook says, and its revisions stay its own."""
+"""A project begins with our Alembic branch as the pages say, and its revisions stay in its own folder."""
 
 import os
 import re
 import shlex
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import projector_dedup.migrations.versions
@@ -48,7 +49,7 @@ class NewProject:
 
     def __init__(self, folder: Path, database: Database) -> None:
         self.folder, self.ini = folder, folder / "alembic.ini"
-        self._url = database.url().render_as_string(hide_password=False)
+        self.url = database.url().render_as_string(hide_password=False)
         self.model()
 
     def model(self, more: str = "") -> None:
@@ -58,7 +59,7 @@ class NewProject:
     def run(self, block: str) -> str:
         """Run each line of a shell block by the module of the command that it names; return what they say."""
         said = ""
-        for line in block.splitlines():
+        for line in block.replace("\\\n", "").splitlines():
             program, *arguments = shlex.split(line)
             assert program == "alembic"
             environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
@@ -75,7 +76,7 @@ class NewProject:
         (_, init), (_, ini), (_, env), (_, first) = recipe
         self.run(init)
         _replaced(self.ini, "path_separator = os", ini.rstrip())
-        _replaced(self.ini, "sqlalchemy.url = driver://user:pass@localhost/dbname", f"sqlalchemy.url = {self._url}")
+        _replaced(self.ini, "sqlalchemy.url = driver://user:pass@localhost/dbname", f"sqlalchemy.url = {self.url}")
         _replaced(self.folder / "migrations" / "env.py", "target_metadata = None", env.rstrip())
         return self.run(first)
 
@@ -97,6 +98,48 @@ def test_the_recipe_works_in_an_empty_project(sqlite: Database, tmp_path: Path) 
     assert {column["name"] for column in inspect(engine).get_columns("account_totals")} == {"id", "more"}
     with engine.connect() as connection:
         assert connection.execute(select(ProcessedMessage)).all() == []
+    engine.dispose()
+
+
+def _steps() -> list[str]:
+    """The blocks of the steps of way b in docs/tables.md, without the indentation of the list."""
+    text = (ROOT / "docs" / "tables.md").read_text(encoding="utf-8")
+    section = text.partition("\n## b. ")[2].partition("\nRun `idempotency check`")[0]
+    return [
+        textwrap.dedent(block) for block in re.findall(r"^ +```\w+\n(.*?)^ +```$", section, re.DOTALL | re.MULTILINE)
+    ]
+
+
+@pytest.mark.parametrize("history", [False, True], ids=["no revision yet", "revisions of its own"])
+def test_the_steps_of_the_page_keep_revisions_in_the_project(history: bool, sqlite: Database, tmp_path: Path) -> None:
+    """docs/tables.md, way b, in the order of its text: no revision of the project lies in our package."""
+    first, ini, upgrade, later = _steps()
+    ours = sorted(each.name for each in OURS.glob("*.py"))
+    project = NewProject(tmp_path, sqlite)
+    (_, init), _, (_, env), *_ = _recipe()
+    project.run(init)
+    _replaced(project.ini, "sqlalchemy.url = driver://user:pass@localhost/dbname", f"sqlalchemy.url = {project.url}")
+    _replaced(tmp_path / "migrations" / "env.py", "target_metadata = None", env.rstrip())
+    if history:
+        (tmp_path / "models.py").write_text(MODELS.format(more="").replace("make_tables(metadata)", ""))
+        project.run('alembic revision --autogenerate -m "theirs"\nalembic upgrade head\nalembic revision -m "second"')
+        (theirs,) = (tmp_path / "migrations" / "versions").glob("*theirs.py")
+        labelled = re.sub(r"^branch_labels.*$", 'branch_labels = ("app",)', theirs.read_text(), flags=re.MULTILINE)
+        theirs.write_text(labelled)
+    else:
+        project.run(first)
+    _replaced(project.ini, "path_separator = os", ini.rstrip())
+    project.model(more=", Column('more', Integer)")
+    project.run(upgrade)
+    project.run(later)
+    assert "No new upgrade operations" in project.run("alembic check\n")
+    assert sorted(each.name for each in OURS.glob("*.py")) == ours
+    written = (tmp_path / "migrations" / "versions").glob("*.py")
+    assert not [each.name for each in written if "processed_message" in each.read_text()]
+    assert check_alembic(project.ini) == check_alembic(project.ini, run=True) == check_installed_revisions() == []
+    engine = create_engine(sqlite.url())
+    assert not [finding for finding in check(engine) if finding.fatal]
+    assert {column["name"] for column in inspect(engine).get_columns("account_totals")} == {"id", "more"}
     engine.dispose()
 
 

@@ -46,7 +46,7 @@ def test_a_name_is_as_long_as_every_database_takes(engine: Engine, length: int, 
     """The longest that is accepted works, with all that is named after it; one letter more is refused at once."""
     name = "t" * length
     if not fits:
-        with pytest.raises(ValueError, match="44 bytes, and must have 1 to 43"):
+        with pytest.raises(ValueError, match=r"must have 1 to 43 bytes, and .* has 44"):
             make_tables(MetaData(), name)
         return
     tables = make_tables(MetaData(), name)

@@ -15,6 +15,7 @@ from sqlalchemy.exc import DBAPIError
 from databases import Database
 from marked import on_one_database, one_of_each_engine  # noqa: F401  # a fixture
 from projector_dedup import MissingTableError, Outcome, RefusedError, UnitOfWork
+from projector_dedup.late import Line, line_key
 from projector_dedup.maintenance.cleanup import cleanup
 from projector_dedup.maintenance.rows import Renamed, rename
 from projector_dedup.tables import default_tables
@@ -109,7 +110,7 @@ def test_a_dry_run_says_the_same_and_writes_nothing(harness: Harness) -> None:
 def test_names_that_are_wrong_are_refused(harness: Harness) -> None:
     """A name of no marker is a typing error, perhaps: it must not look like success."""
     write(harness, ("m1", OLD))
-    with pytest.raises(ValueError, match="has this name already"):
+    with pytest.raises(ValueError, match="give two different names"):
         rename(harness.engine, OLD, OLD)
     with pytest.raises(RefusedError, match="must not be empty"):
         rename(harness.engine, OLD, "")
@@ -246,6 +247,9 @@ def test_nothing_is_applied_twice_beside_deliveries_and_cleanup(harness: Harness
     for each in messages[:60]:
         harness.deliver(dispatcher, Added((each,)), each)
     write(harness, *((f"old {number}", OLD) for number in range(50)))
+    settled = Line(datetime.now(UTC), known=MONDAY).text
+    lines = [{"key": line_key(name), "value": settled} for name in (OLD, NEW)]
+    harness.transact(lambda session: session.execute(insert(default_tables.state), lines))
     begin = threading.Barrier(4)
 
     def redeliver() -> None:
@@ -289,13 +293,15 @@ def test_the_command_says_what_it_did(harness: Harness) -> None:
     write(harness, *((each, OLD) for each in ids(*range(3))), ("a0", NEW))
     done = run(harness, OLD, NEW, "--dry-run")
     assert (done.exit_code, done.stderr) == (0, "")
-    assert done.stdout == "Would have copied 2 markers of old to new; 1 had one already.\n"
-    assert run(harness, OLD, NEW, "--batch-size", "1").stdout == "Copied 2 markers of old to new; 1 had one already.\n"
+    assert done.stdout == "Would have copied 2 markers of old to new; 1 were there already.\n"
+    assert (
+        run(harness, OLD, NEW, "--batch-size", "1").stdout == "Copied 2 markers of old to new; 1 were there already.\n"
+    )
     done = run(harness, OLD, NEW, "--remove-old", "--yes")
-    assert done.stdout == "Copied 0 markers of old to new; 3 had one already. Removed 3 markers of old.\n"
+    assert done.stdout == "Copied 0 markers of old to new; 3 were there already. Removed 3 markers of old.\n"
     assert harness.markers() == sorted((each, NEW) for each in ids(*range(3)))
     done = run(harness, OLD, NEW)
-    assert (done.exit_code, done.stdout) == (0, "Nothing is left under old.\n")
+    assert (done.exit_code, done.stdout) == (0, "There is no marker of old.\n")
 
 
 def test_the_command_asks_before_it_removes(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,7 +322,7 @@ def test_the_command_asks_before_it_removes(harness: Harness, monkeypatch: pytes
 @on_one_database
 def test_the_command_fails_in_one_line(harness: Harness) -> None:
     """A name that nobody knows, and a name that is the same."""
-    for arguments, says in (((OLD, NEW), "neither old nor new"), ((OLD, OLD), "has this name already")):
+    for arguments, says in (((OLD, NEW), "neither old nor new"), ((OLD, OLD), "give two different names")):
         failed = run(harness, *arguments)
         assert failed.exit_code == 1
         assert says in failed.stderr

@@ -55,9 +55,9 @@ def test_check_says_what_is_wrong(engine: Engine, ddl: str, problem: str) -> Non
 @pytest.mark.parametrize(
     ("ids", "names", "default", "problem"),
     [
-        ("TEXT COLLATE NOCASE", "TEXT", "CURRENT_TIMESTAMP", "takes different message ids for one"),
-        ("TEXT", "TEXT COLLATE NOCASE", "CURRENT_TIMESTAMP", "or different handlers"),
-        ("TEXT UNIQUE", "TEXT", "CURRENT_TIMESTAMP", "or different handlers"),
+        ("TEXT COLLATE NOCASE", "TEXT", "CURRENT_TIMESTAMP", "treats different message ids or handlers as equal"),
+        ("TEXT", "TEXT COLLATE NOCASE", "CURRENT_TIMESTAMP", "treats different message ids or handlers"),
+        ("TEXT UNIQUE", "TEXT", "CURRENT_TIMESTAMP", "treats different message ids or handlers"),
         ("TEXT", "TEXT", "(datetime('now', '-3 days'))", "processed_at is not the time"),
     ],
 )

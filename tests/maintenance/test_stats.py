@@ -147,7 +147,7 @@ def test_the_command_prints_json(engine: Engine) -> None:
     assert datetime.fromisoformat(one["oldest"]).tzinfo is not None
     done = idempotency("stats", "--json", PROJECTOR_DEDUP_DATABASE_URL="postgresql://app:s3cret@127.0.0.1:1/orders")
     assert (done.returncode, done.stdout) == (1, "")
-    assert "no connection to postgresql+psycopg://app:***@127.0.0.1:1/orders" in done.stderr
+    assert "cannot connect to postgresql+psycopg://app:***@127.0.0.1:1/orders" in done.stderr
 
 
 def test_a_terminal_of_80_columns(sqlite: Database) -> None:

@@ -61,7 +61,7 @@ def test_a_command_ends_though_somebody_holds_the_table(command: list[str], engi
         done = idempotency(*command, "--database-url", url, "--lock-timeout", "0.2")
     assert done.returncode == 1, done.stdout
     assert len(done.stderr.splitlines()) == 1
-    assert "another transaction held processed_message for more than 0.2 seconds" in done.stderr
+    assert "another transaction locked processed_message for more than 0.2 seconds" in done.stderr
     assert "--lock-timeout" in done.stderr
     assert len(left(engine)) == 3
     assert idempotency(*command, "--database-url", url, "--lock-timeout", "0.2").returncode == 0

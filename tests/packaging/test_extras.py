@@ -20,14 +20,19 @@ NEEDED = {  # by each integration: the package that is looked for first, and the
     "faststream.rabbit": ("faststream", "faststream"),
     "flask": ("flask", "flask"),
     "kafka": ("confluent_kafka", "kafka"),
+    "litestar": ("litestar", "litestar"),
     "nats": ("nats", "nats"),
     "opentelemetry": ("opentelemetry", "opentelemetry"),
     "pika": ("pika", "pika"),
     "prometheus": ("prometheus_client", "prometheus"),
+    "prometheus_tables": ("prometheus_client", "prometheus"),
+    "pubsub": ("google", "pubsub"),
     "redis": ("redis", "redis"),
+    "sqs": ("botocore", "sqs"),
     "starlette": ("starlette", "starlette"),
+    "typed_events": ("pydantic", "events"),
 }
-NO_PACKAGE = {"extras", "http", "incoming", "measures", "rabbitmq", "settling"}
+NO_PACKAGE = {"extras", "http", "incoming", "measures", "ordered", "rabbitmq", "settling"}
 
 PROGRAM = """
 import importlib, json, sys

@@ -12,9 +12,9 @@ ROOT = Path(__file__).parents[2]
 TIERS: dict[str, set[str]] = {  # a file or package imports its own tier and those above it in this list
     "words": {"outcome", "errors", "message", "asyncio_names", "transaction_text", "closing"},
     "databases": {"dialects", "tables"},
-    "the transaction": {"options", "guard", "reentry", "markers", "read_models", "opening"},
+    "the transaction": {"options", "guard", "reentry", "markers", "late", "read_models", "unawaited", "opening"},
     "delivering": {
-        *("handler", "waiting", "retry", "unit_of_work", "delivery", "batch"),
+        *("handler", "building", "waiting", "retry", "unit_of_work", "delivery", "batch"),
         *("observer", "projector", "dispatcher", "verdict"),
     },
     "the public names": {"__init__"},
@@ -28,21 +28,21 @@ TIER_OF = {name: number for number, names in enumerate(TIERS.values()) for name 
 
 PROMISE = ("delivery", "unit_of_work", "markers", "opening", "retry", "waiting")
 """The files to read before one believes that a message is applied once."""
-MAX_PROMISE = 1_580  # lines of those
-MAX_WITH_GUARD = 2_160  # and of ``guard``
+MAX_PROMISE = 1_680  # lines of those
+MAX_WITH_GUARD = 2_275  # and of ``guard``
 
 MAX_ROOMS = {  # lines of a package, and of the files at the root together
-    "root": 5_160,
-    "dialects": 2_510,
-    "commands": 1_700,
-    "effects": 1_660,
-    "integrations": 3_650,
-    "maintenance": 2_600,
-    "testing": 2_060,
-    "cli": 1_760,
+    "root": 6_070,
+    "dialects": 2_560,
+    "commands": 1_860,
+    "effects": 1_970,
+    "integrations": 4_590,
+    "maintenance": 3_760,
+    "testing": 2_930,
+    "cli": 2_090,
     "migrations": 280,
 }
-MAX_FILES = 88  # of `projector_dedup`, without the command and the migrations
+MAX_FILES = 108  # of `projector_dedup`, without the command and the migrations
 
 DRIVERS = {
     "postgresql": {"psycopg", "psycopg2", "asyncpg"},
@@ -166,18 +166,23 @@ def test_an_import_that_leads_up_is_seen_and_one_that_leads_down_is_fine(tmp_pat
 # Doors ---------------------------------------------------------------------------------------------------------------
 
 
+GAUGES = "projector_dedup.integrations.prometheus_tables"
+"""Reads the tables when Prometheus asks: it is of maintenance, and no module of the library imports it."""
+
+
 def _importers(package: str) -> set[str]:
     """The units that import a package from outside of it."""
     return {
         _unit(module)
         for module, path in SOURCES.items()
-        if _unit(module) != package and any(_unit(each) == package for each in _ours(module, path))
+        if _unit(module) != package and module != GAUGES and any(_unit(each) == package for each in _ours(module, path))
     }
 
 
 def test_nothing_that_delivers_imports_maintenance() -> None:
     """The command, the migrations and the tests look after the tables; a worker does not."""
     assert _importers("maintenance") <= {"cli", "migrations", "testing"}
+    assert [module for module, path in SOURCES.items() if GAUGES in _ours(module, path)] == []
 
 
 @pytest.mark.parametrize("database", DRIVERS)

@@ -44,7 +44,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"  # a copy: setuptools takes stale files from a `build` folder in the checkout
     source.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "README.md", "LICENSE", "pytest_projector_dedup.py"):
         copy(ROOT / name, source)
     for name in FOLDERS:
         copytree(ROOT / name, source / name, ignore=ignore_patterns("__pycache__"))
@@ -82,11 +82,11 @@ def test_the_wheel_has_every_source_file(installed: Path) -> None:
 
 
 def test_the_wheel_has_nothing_else(installed: Path) -> None:
-    """No tests, no benchmarks, no settings of a machine: one package, its licence, and what pip writes about it."""
+    """No tests, no benchmarks, no settings of a machine: a package, the plugin of pytest, and what pip writes."""
     files = {path.relative_to(installed) for path in installed.rglob("*") if path.is_file()}
     files = {path for path in files if "__pycache__" not in path.parts}
     about = f"projector_dedup-{PYPROJECT['project']['version']}.dist-info"
-    assert {path.parts[0] for path in files} == {"projector_dedup", about, "bin"}
+    assert {path.parts[0] for path in files} == {"projector_dedup", "pytest_projector_dedup.py", about, "bin"}
     assert {str(path) for path in files if path.parts[0] == "projector_dedup" and path.suffix != ".py"} == {
         "projector_dedup/py.typed",
         "projector_dedup/migrations/script.py.mako",
@@ -149,3 +149,50 @@ def test_the_wheel_migrates(installed: Path, sqlite: Database) -> None:
     url = sqlite.url().render_as_string(hide_password=False)
     for command, said in (("migrate", "created at version 1"), ("migrate", "is at version 1"), ("check", "is ready")):
         assert said in _python(installed, "-m", "projector_dedup", command, "--database-url", url)
+
+
+# The release ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def release(tmp_path: Path) -> Path:
+    """A copy of what a release looks at, with one version in CHANGELOG.md."""
+    (tmp_path / ".ci").mkdir()
+    copy(ROOT / ".ci" / "release_notes", tmp_path / ".ci")
+    (tmp_path / "pyproject.toml").write_text('[project]\nname = "p"\nversion = "1.2.3"\n')
+    (tmp_path / "CHANGELOG.md").write_text(
+        "# C\n\n## [Unreleased]\n\n## [1.2.3] - 2026-01-02\n\n- New.\n\n## [1.2.2]\n\n- Old.\n"
+    )
+    return tmp_path
+
+
+def _notes(folder: Path, tag: str) -> tuple[int, str, str]:
+    done = subprocess.run([folder / ".ci" / "release_notes", tag], capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout.strip(), done.stderr.strip()
+
+
+def test_a_release_has_the_version_of_its_tag(release: Path) -> None:
+    """The notes are those of the version. Another tag, unreleased changes, or a version without notes are refused."""
+    assert _notes(release, "v1.2.3") == (0, "- New.", "")
+    assert _notes(release, "v1.2.4") == (
+        1,
+        "",
+        "the tag is v1.2.4, and pyproject.toml has the version 1.2.3: they must be one",
+    )
+    changelog = release / "CHANGELOG.md"
+    changelog.write_text(changelog.read_text().replace("[Unreleased]\n", "[Unreleased]\n\n- Newer.\n"))
+    assert "has unreleased changes" in _notes(release, "v1.2.3")[2]
+    changelog.write_text("# C\n")
+    assert "has no section [1.2.3]" in _notes(release, "v1.2.3")[2]
+
+
+def test_the_steps_of_the_release_are_there() -> None:
+    """Each script and each make target that the workflow runs."""
+    workflow = (ROOT / ".github" / "workflows" / "release.yml").read_text(encoding="utf-8")
+    commands = re.findall(r"- run: (.*)", workflow)
+    scripts = re.findall(r"\.ci/\w+", " ".join(commands))
+    assert scripts == [".ci/release_notes", ".ci/run"]
+    assert [script for script in scripts if not (ROOT / script).is_file()] == []
+    (targets,) = re.findall(r"^make (.*)$", "\n".join(commands), re.MULTILINE)
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert [target for target in targets.split() if not re.search(rf"^{target}:", makefile, re.MULTILINE)] == []

@@ -1,10 +1,12 @@
 """What the README and the pages of `docs` show is what happens."""
 
 import ast
+import contextlib
 import inspect
 import json
 import re
 import secrets
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,6 +21,7 @@ from sqlalchemy.orm import Session
 
 import projector_dedup
 from brokers import broker
+from databases import until
 from projector_dedup import Defer, Dispatcher, on, projector
 from reached import reached
 
@@ -37,19 +40,20 @@ def _snippets(page: str) -> list[str]:
 
 
 QUICK_START = _snippets("README.md")[0]
-"""The other snippets of README, and those of some pages, go on where it ends."""
+"""The snippets of several pages continue where it ends."""
 
 
 @pytest.mark.parametrize(
     ("page", "before"),
     [
-        ("README.md", []),
+        ("docs/unit-of-work.md", [QUICK_START]),
         ("docs/commands.md", []),
         ("docs/effects.md", []),
         ("docs/observing.md", [QUICK_START]),
         ("docs/handlers.md", [QUICK_START]),
         ("docs/concurrency.md", [QUICK_START]),
         ("docs/operations.md", [QUICK_START]),
+        ("docs/tables.md", [QUICK_START]),
     ],
 )
 def test_what_is_typed_prints_what_it_says(tmp_path: Path, page: str, before: list[str]) -> None:
@@ -91,7 +95,7 @@ def test_links_lead_somewhere() -> None:
 
 
 class Channel:
-    """What a consumer of the README does to each message, by its delivery tag; `call_later` is called at once."""
+    """What a consumer of the pages does to each message, by its delivery tag; `call_later` is called at once."""
 
     def __init__(self) -> None:
         self.done: dict[str, str] = {}
@@ -113,12 +117,12 @@ class Channel:
 
 @pytest.fixture
 def consumer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The snippets of README and of docs/handlers.md, run as one module, with a handler that knows poison."""
+    """The snippets of docs/guarantees.md and docs/handlers.md as one module, with a handler that rejects an amount."""
     monkeypatch.chdir(tmp_path)
     module: Any = ModuleType("consumer")
     monkeypatch.setitem(sys.modules, "consumer", module)  # where SQLAlchemy and dataclasses look for annotations
     batch = [snippet for snippet in _snippets("docs/handlers.md") if "def on_messages" in snippet]
-    for snippet in [QUICK_START, *_snippets("README.md")[1:2], *batch]:
+    for snippet in [QUICK_START, *_snippets("docs/guarantees.md"), *batch]:
         exec(compile(snippet, "README.md", "exec"), vars(module))
 
     @projector(idempotent=True, name="consumer")
@@ -205,6 +209,37 @@ def test_the_consumer_survives_poison_on_rabbitmq(consumer: Any) -> None:
     assert amounts == {"alice": 30 + 5 + 7, "bob": 5}
 
 
+def test_the_consumer_of_readme(tmp_path: Path) -> None:
+    """As a program: of two deliveries of one payment it counts one, and what it cannot read is in the dead letters."""
+    url, queue = broker("rabbitmq"), f"projector-dedup-test-{secrets.token_hex(6)}"
+    program = "\n".join(_snippets("README.md")).replace("amqp://guest:guest@localhost", url).replace("payments", queue)
+    (tmp_path / "typed.py").write_text(program, encoding="utf-8")
+    connection = pika.BlockingConnection(pika.URLParameters(url))
+    channel, dead = connection.channel(), f"{queue}.dead"
+    for each in (queue, dead):
+        channel.queue_declare(each, durable=True)
+    for id_, body in [("p-1", b'{"account_id": "alice", "amount": 5}')] * 2 + [("p-2", b"{")]:
+        channel.basic_publish("", queue, body, pika.BasicProperties(message_id=id_, type="payment.received"))
+    process = subprocess.Popen([sys.executable, "typed.py"], cwd=tmp_path)
+    rejected: list[Any] = []
+
+    def has_rejected() -> bool:
+        rejected.append(channel.basic_get(dead, auto_ack=True)[1])
+        return rejected[-1] is not None
+
+    try:
+        until(has_rejected)
+    finally:
+        process.terminate()
+        process.wait(30)
+        for each in (queue, dead, *(f"{queue}.wait.{seconds}s" for seconds in (1, 5, 30, 300))):
+            channel.queue_delete(each)
+        connection.close()
+    assert rejected[-1].message_id == "p-2"
+    with contextlib.closing(sqlite3.connect(tmp_path / "read_model.db")) as database:
+        assert database.execute("SELECT amount FROM totals").fetchall() == [(30 + 5,)]
+
+
 # The reference and the summaries --------------------------------------------------------------------------------------
 
 
@@ -247,8 +282,8 @@ def test_every_option_is_told() -> None:
 
 
 def test_the_summary_names_every_driver() -> None:
-    """README's "Tested on" has the extra of each driver that the tests are installed with."""
-    summary = _text("README.md").split("\n## Tested on\n")[1].split("\n## ")[0]
+    """docs/installation.md has the extra of each driver that the tests are installed with."""
+    summary = _text("docs/installation.md").split("\n## Drivers\n")[1].split("\n## ")[0]
     (extras,) = re.findall(r"^DRIVERS := (.*)$", _text("Makefile"), re.MULTILINE)
     assert [extra for extra in [*extras.split(","), "mysqlclient"] if f"`[{extra}]`" not in summary] == []
 

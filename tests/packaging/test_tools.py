@@ -19,7 +19,7 @@ from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.pool import NullPool
 
 from cut_proxy import Cut, CutProxy
-from databases import DRIVERS, Database, empty
+from databases import DRIVERS, Database, empty, until
 from forked import PRELOADED, run_module
 from projector_dedup.testing.postgres import PrivatePostgres
 
@@ -78,6 +78,22 @@ def test_a_private_server_survives_a_crash_on_its_port() -> None:
         before.close()
         with psycopg.connect(url) as after:
             assert after.execute("select count(*) from survivor").fetchone() == (0,)
+
+
+def test_the_private_postgres_does_not_outlive_a_killed_process() -> None:
+    """No code of the process runs any more, so something beside it stops the server."""
+    program = "import pathlib, sys, time; from projector_dedup.testing.postgres import embedded_postgres\n"
+    program += "with embedded_postgres(pathlib.Path(sys.argv[1])) as url: print(url, flush=True); time.sleep(600)"
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        command = [sys.executable, "-c", program, str(Path(folder) / "data")]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            url = process.stdout.readline().strip()
+            psycopg.connect(url).close()
+            process.kill()
+        until(lambda: not (Path(folder) / "data" / "postmaster.pid").exists())
+        with pytest.raises(psycopg.OperationalError):
+            psycopg.connect(url)
 
 
 # A command in a fork is what it would be in a Python of its own ------------------------------------------------------

@@ -31,11 +31,15 @@ from projector_dedup import AsyncDispatcher
 from projector_dedup.integrations import aio_pika, celery, kafka, redis
 from projector_dedup.integrations import nats as of_nats
 from projector_dedup.integrations import pika as of_pika
+from projector_dedup.integrations import pubsub as of_pubsub
+from projector_dedup.integrations import sqs as of_sqs
 from projector_dedup.integrations.faststream import nats as faststream_nats
 from projector_dedup.integrations.faststream import rabbit as faststream_rabbit
 from projector_dedup.integrations.rabbitmq import dead_letters
+from pubsub_rig import PubSub, pubsub
 from rabbitmq_rig import RabbitMQ, rabbitmq
 from redis_rig import GROUP, RedisStream, redis_stream
+from sqs_rig import Sqs, sqs
 
 Started = Callable[[Callable[[], object]], None]
 """Called with the function that ends a consumer, as soon as there is one."""
@@ -45,8 +49,10 @@ class Adapter:
     """A queue of one broker, a consumer of it by one client, and the read model behind it."""
 
     queue: Broker
-    program: ClassVar[str]
-    """The example that consumes such a queue."""
+    client: str
+    """The name of the client, in ``CLIENTS`` and for ``flights_consumer.py``."""
+    program: ClassVar[str] = ""
+    """The program of the page, in examples/consumers."""
     drivername: ClassVar[str] = "postgresql+psycopg"
     options: ClassVar[Mapping[str, Any]] = {}
     """Arguments of the consumer."""
@@ -64,7 +70,7 @@ class Adapter:
 
     @property
     def settings(self) -> dict[str, str]:
-        """The environment of the example."""
+        """The environment of a process that consumes the queue."""
         raise NotImplementedError
 
     def make(self, dispatcher: Any, **options: Any) -> object:
@@ -199,7 +205,7 @@ class _OnRabbitMQ(Adapter):
 
     @property
     def settings(self) -> dict[str, str]:
-        """The environment of the example."""
+        """The environment of a process that consumes the queue."""
         return {"AMQP_URL": self.queue.url, "QUEUE": self.queue.queue}
 
     def lose_letters(self) -> None:
@@ -283,7 +289,7 @@ class _OnNats(_Awaited):
 
     @property
     def settings(self) -> dict[str, str]:
-        """The environment of the example."""
+        """The environment of a process that consumes the queue."""
         return {"NATS_URL": self.queue.url, "STREAM": self.queue.stream}
 
     def lose_letters(self) -> None:
@@ -345,7 +351,7 @@ class FastStreamNats(_OnNats):
 class FastStreamNatsBatches(FastStreamNats):
     """NATS JetStream, by FastStream, many messages in one transaction."""
 
-    program = "with_faststream_nats_batches.py"
+    program = ""
     options: ClassVar[Mapping[str, Any]] = {"batch": 6}
 
 
@@ -361,7 +367,7 @@ class Redis(_Plain):
 
     @property
     def settings(self) -> dict[str, str]:
-        """The environment of the example."""
+        """The environment of a process that consumes the queue."""
         return {"REDIS_URL": self.queue.address, "STREAM": self.queue.stream}
 
     def make(self, dispatcher: Any, **options: Any) -> redis.Consumer:
@@ -381,6 +387,75 @@ class Redis(_Plain):
         return self.queue.add_garbage(seed=2013)
 
 
+class SqsQueue(_Plain):
+    """A queue of Amazon SQS."""
+
+    program = "with_sqs.py"
+
+    def __init__(self, database: Database, queue: Sqs) -> None:
+        super().__init__(database)
+        self.queue: Sqs = queue
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """The environment of a process that consumes the queue."""
+        return {**self.queue.environment, "QUEUE_URL": self.queue.url}
+
+    def make(self, dispatcher: Any, **options: Any) -> of_sqs.Consumer:
+        """Make a consumer."""
+        return of_sqs.Consumer(self.queue.client, self.queue.url, dispatcher, **options)
+
+    def lose_letters(self) -> None:
+        """Delete their queue."""
+        self.queue.client.delete_queue(QueueUrl=self.queue.dead_url)
+
+    def mend_letters(self) -> None:
+        """Make it again."""
+        self.queue.make_dead()
+
+    def send_strange(self) -> int:
+        """Send attributes that no client should."""
+        return self.queue.send_strange()
+
+
+class SqsFifoQueue(SqsQueue):
+    """A FIFO queue of Amazon SQS, in which each message has a group of its own."""
+
+    program = ""
+
+
+class PubSubSubscription(_Plain):
+    """A subscription of Google Cloud Pub/Sub."""
+
+    program = "with_pubsub.py"
+
+    def __init__(self, database: Database, queue: PubSub) -> None:
+        super().__init__(database)
+        self.queue: PubSub = queue
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """The environment of a process that consumes the subscription."""
+        return self.queue.environment
+
+    def make(self, dispatcher: Any, **options: Any) -> of_pubsub.Consumer:
+        """Make a consumer."""
+        queue = self.queue
+        return of_pubsub.Consumer(queue.subscriber, queue.publisher, queue.subscription, dispatcher, **options)
+
+    def lose_letters(self) -> None:
+        """Delete their topic."""
+        self.queue.publisher.delete_topic(request={"topic": self.queue.dead_topic})
+
+    def mend_letters(self) -> None:
+        """Make it again."""
+        self.queue.make_dead()
+
+    def send_strange(self) -> int:
+        """Publish attributes that no client should."""
+        return self.queue.send_strange()
+
+
 class KafkaTopic(_Plain):
     """A topic of Kafka."""
 
@@ -393,7 +468,7 @@ class KafkaTopic(_Plain):
 
     @property
     def settings(self) -> dict[str, str]:
-        """The environment of the example."""
+        """The environment of a process that consumes the queue."""
         return self.queue.settings
 
     def make(self, dispatcher: Any, **options: Any) -> kafka.Consumer:
@@ -418,7 +493,7 @@ class Celery(Adapter):
 
     @property
     def settings(self) -> dict[str, str]:
-        """The environment of the example."""
+        """The environment of a process that consumes the queue."""
         return {"AMQP_URL": self.queue.url, "QUEUE": self.queue.queue}
 
     def make(self, dispatcher: Any, **options: Any) -> Any:
@@ -451,6 +526,9 @@ CLIENTS: Mapping[str, tuple[type[Any], Callable[[], contextlib.AbstractContextMa
     "aio-pika": (AioPika, rabbitmq),
     "nats": (Nats, jet_stream),
     "redis": (Redis, redis_stream),
+    "sqs": (SqsQueue, sqs),
+    "sqs-fifo": (SqsFifoQueue, lambda: sqs(fifo=True)),
+    "pubsub": (PubSubSubscription, pubsub),
     "celery": (Celery, celery_queue),
     "faststream-rabbit": (FastStreamRabbit, rabbitmq),
     "faststream-nats": (FastStreamNats, jet_stream),
@@ -458,7 +536,7 @@ CLIENTS: Mapping[str, tuple[type[Any], Callable[[], contextlib.AbstractContextMa
 }
 """By name, the adapter of a client, and the queue that it is given; Kafka's has a cluster."""
 KAFKA = "kafka"
-POLLS = ((of_nats, "_POLL"), (redis, "_POLL"), (kafka, "WAIT"), (of_pika, "_LOOKS_UP_EVERY"))
+POLLS = ((of_nats, "_POLL"), (redis, "_POLL"), (kafka, "WAIT"), (of_pika, "_LOOKS_UP_EVERY"), (of_pubsub, "_POLL"))
 """The seconds that a consumer waits for a message before it looks whether it was stopped."""
 
 
@@ -470,12 +548,14 @@ def adapter(client: str, database: Database, cluster: KafkaCluster | None = None
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         for module, name in POLLS:
             patch.setattr(module, name, 0.2)
+        patch.setattr(of_sqs, "_POLL", 1)  # SQS takes whole seconds
         if client == KAFKA:
             assert cluster is not None
             made: Adapter = KafkaTopic(database, stack.enter_context(contextlib.closing(Kafka(cluster))))
         else:
             kind, opened = CLIENTS[client]
             made = kind(database, stack.enter_context(opened()))
+        made.client = client
         try:
             yield made
         finally:

@@ -37,7 +37,7 @@ class CeleryQueue:
             except ValueError:
                 self.publish_raw(each.body, sent=each.id)
             else:
-                self.app.send_task(TASK, [event], {"message_id": each.id}, queue=self.queue)
+                self.app.send_task(TASK, [event], {"message_id": each.id, "type": each.type}, queue=self.queue)
 
     def publish_raw(self, body: bytes, **headers: Any) -> None:
         """Publish a message that says that it is a task, with any body."""

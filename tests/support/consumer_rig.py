@@ -1,4 +1,4 @@
-"""Flights through a real broker to two processes of an example, killed again and again: the last test of a consumer.
+"""Flights through a real broker to two processes of a consumer, killed again and again: its last test.
 
 `prove` publishes in portions, some messages twice, some before their time, some that are poison and some that are
 garbage. In the end the read model must be what the data file adds up to, and the dead letters what was not applied.
@@ -24,26 +24,27 @@ from sqlalchemy.orm import Session
 from databases import Database
 from flights import Airline, Base, Event, events, prepare
 
-EXAMPLES = Path(__file__).parents[2] / "examples" / "consumers"
+HERE = Path(__file__).parent
 PROCESSES = 2
 KILLS = 22
 FLIGHTS = 330
 POISON = 5  # flights at least of the airline that is not registered
 MAX_DELAY = 5  # seconds: a message that came before its time four times, kills included, would wait for 300
 SETTLING = 10  # seconds for copies that a consumer still holds: RabbitMQ does not tell of them, Celery's may wait for 5
-WINDOW = 20  # messages that one process has in flight, as the examples leave it
+WINDOW = 20  # messages that one process has in flight at most
 
 
 @dataclass(frozen=True)
 class Sent:
-    """A message as it is published: its id beside the body, where it has one, and the body."""
+    """A message as it is published: its id and its type beside the body, where it has them, and the body."""
 
     id: str | None
     body: bytes
+    type: str | None = None
 
 
 class Broker(Protocol):
-    """The broker of an example, from outside."""
+    """The broker of a consumer, from outside."""
 
     def publish(self, messages: Sequence[Sent]) -> None:
         """Publish, and return when the broker has it all."""
@@ -58,7 +59,7 @@ class Broker(Protocol):
         """Publish the dead letters again, by the library; how many there were."""
 
     def left(self) -> int:
-        """How many messages wait to be delivered; of a stopped example, also those that were not acknowledged."""
+        """How many messages wait to be delivered; of a stopped consumer, also those that were not acknowledged."""
 
 
 GARBAGE = (
@@ -114,11 +115,11 @@ class Plan:
 
 
 class Consumers:
-    """The processes of an example, which consume one queue together."""
+    """The processes of ``flights_consumer.py`` by one client, which consume one queue together."""
 
-    def __init__(self, program: str, database: Database, drivername: str, environment: Mapping[str, str]) -> None:
+    def __init__(self, client: str, database: Database, drivername: str, environment: Mapping[str, str]) -> None:
         self.engine = create_engine(database.url())
-        self._program, self._url, self._environment = program, database.url(drivername), environment
+        self._client, self._url, self._environment = client, database.url(drivername), environment
         self._names = [f"consumer-{number}-0" for number in range(PROCESSES)]
         self._processes = [self._start(name) for name in self._names]
         self.killed = 0
@@ -126,7 +127,7 @@ class Consumers:
     def _start(self, name: str) -> subprocess.Popen[bytes]:
         url = self._url.update_query_dict({"application_name": name}).render_as_string(hide_password=False)
         environment = {**os.environ, **self._environment, "FLIGHTS_DATABASE_URL": url, "MAX_DELAY": str(MAX_DELAY)}
-        return subprocess.Popen([sys.executable, self._program], cwd=EXAMPLES, env=environment)
+        return subprocess.Popen([sys.executable, "flights_consumer.py", self._client], cwd=HERE, env=environment)
 
     def works(self, number: int) -> bool:
         """True if a process has had a message since it was started: its connection is there."""
@@ -174,13 +175,13 @@ class Consumers:
 
 @contextlib.contextmanager
 def consumers(
-    program: str, database: Database, drivername: str, environment: Mapping[str, str], plan: Plan
+    client: str, database: Database, drivername: str, environment: Mapping[str, str], plan: Plan
 ) -> Iterator[Consumers]:
-    """The processes of an example, on a database with its tables; one airline is not registered."""
+    """The processes of a consumer, on a database with its tables; one airline is not registered."""
     engine = create_engine(database.url())
     prepare(engine, without=plan.unregistered)
     engine.dispose()
-    running = Consumers(program, database, drivername, environment)
+    running = Consumers(client, database, drivername, environment)
     try:
         yield running
     finally:
@@ -188,15 +189,15 @@ def consumers(
 
 
 def prove(
-    program: str,
+    client: str,
     broker: Broker,
     database: Database,
     environment: Mapping[str, str],
     drivername: str = "postgresql+psycopg",
 ) -> None:
-    """Run an example as it may go in production, and hold the read model against the data file."""
+    """Run a consumer as it may go in production, and hold the read model against the data file."""
     plan = Plan()
-    with consumers(program, database, drivername, environment, plan) as running:
+    with consumers(client, database, drivername, environment, plan) as running:
         broker.publish(plan.early)  # more than all windows hold: whoever kept these in flight would see nothing else
         published = list(plan.early)
         broker.publish(plan.portions[0])

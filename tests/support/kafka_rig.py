@@ -46,7 +46,9 @@ class Kafka:
     def publish(self, messages: Sequence[Sent]) -> None:
         """Publish, and return when the cluster has it all."""
         for each in messages:
-            self._producer.produce(self.topic, each.body, headers=[] if each.id is None else [("message_id", each.id)])
+            beside = {"message_id": each.id, "type": each.type}
+            headers: dict[str, Any] = {name: value for name, value in beside.items() if value is not None}
+            self._producer.produce(self.topic, each.body, headers=headers)
         assert self._producer.flush(TIMEOUT) == 0
 
     def send(self, body: bytes | None, headers: Headers | None = None, *, topic: str = "", partition: int = 0) -> None:
@@ -56,7 +58,7 @@ class Kafka:
 
     @property
     def settings(self) -> dict[str, str]:
-        """The environment of the example."""
+        """The environment of a process that consumes the topic."""
         return {"KAFKA": json.dumps(self.config), "TOPIC": self.topic}
 
     def dead(self) -> list[Sent]:

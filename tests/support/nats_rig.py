@@ -46,7 +46,9 @@ class JetStream:
 
         async def publish(streams: JetStreamContext) -> None:
             for each in messages:
-                await streams.publish(self.subject, each.body, headers={MESSAGE_ID: each.id} if each.id else None)
+                beside = {MESSAGE_ID: each.id, "type": each.type}
+                headers = {name: value for name, value in beside.items() if value}
+                await streams.publish(self.subject, each.body, headers=headers or None)
 
         self.ask(publish)
 

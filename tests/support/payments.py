@@ -8,7 +8,17 @@ from sqlalchemy import URL, Engine, func, select, text
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
 
-from projector_dedup import AsyncDispatcher, Defer, Dispatcher, by_path, make_tables, on, projector
+from projector_dedup import (
+    AsyncDispatcher,
+    Defer,
+    Dispatcher,
+    Observation,
+    Observer,
+    by_path,
+    make_tables,
+    on,
+    projector,
+)
 
 
 class Base(DeclarativeBase):
@@ -27,6 +37,21 @@ make_tables(Base.metadata)
 
 RULES: dict[str, str | Callable[[], object]] = {}
 """Accounts whose payments fail: ``early`` (``Defer``), ``poison``, or by a function. Tests mend by taking them out."""
+
+
+class Notes:
+    """An observer that keeps what it gets."""
+
+    def __init__(self) -> None:
+        self.all: list[Observation] = []
+
+    def observed(self, observation: Observation) -> None:
+        """Keep it."""
+        self.all.append(observation)
+
+
+NOTES = Notes()
+"""The observer of every dispatcher of payments. A test that looks at it empties it first."""
 
 
 def _add(event: Any, session: Session) -> None:
@@ -69,16 +94,16 @@ def payment(number: int, account: str = "a", amount: int = 1) -> bytes:
     return json.dumps({"type": "payment", "message_id": f"p{number}", "account": account, "amount": amount}).encode()
 
 
-def dispatcher(engine: Engine) -> Dispatcher:
+def dispatcher(engine: Engine, observer: Observer | None = NOTES) -> Dispatcher:
     """Return a dispatcher on a database, whose tables are made if they are missing."""
     Base.metadata.create_all(engine)
-    return Dispatcher(sessionmaker(engine), Payments(), type=by_path("type"))
+    return Dispatcher(sessionmaker(engine), Payments(), type=by_path("type"), observer=observer)
 
 
 def async_dispatcher(url: URL) -> tuple[AsyncDispatcher, AsyncEngine]:
     """Return an asynchronous dispatcher on a database that has its tables, and its engine, to be disposed of."""
     engine = create_async_engine(url)
-    return AsyncDispatcher(async_sessionmaker(engine), AsyncPayments(), type=by_path("type")), engine
+    return AsyncDispatcher(async_sessionmaker(engine), AsyncPayments(), type=by_path("type"), observer=NOTES), engine
 
 
 def applied(engine: Engine) -> tuple[dict[str, int], int]:

@@ -39,7 +39,7 @@ class RabbitMQ:
     def publish(self, messages: Sequence[Sent]) -> None:
         """Publish, and return when RabbitMQ has it all."""
         for each in messages:
-            self.send(each.body, message_id=each.id, delivery_mode=2)
+            self.send(each.body, message_id=each.id, type=each.type, delivery_mode=2)
 
     def count(self, queue: str | None = None) -> int:
         """How many messages a queue has that are not in flight; 0 if there is no such queue."""

@@ -35,7 +35,7 @@ NAMES = {
 COMBINATION = (
     f"Python {sys.version_info[0]}.{sys.version_info[1]}, SQLAlchemy {'.'.join(sqlalchemy.__version__.split('.')[:2])}"
 )
-SERVERS = ("pgbouncer", "rabbitmq", "nats", "redis", "galera")
+SERVERS = ("pgbouncer", "rabbitmq", "nats", "redis", "galera", "prometheus")
 PARTS = {**{str(driver): driver.engine for driver in DRIVERS}, **{name: name for name in SERVERS}}
 """Everything that a run reports on, with the word by which it is required."""
 
@@ -47,6 +47,7 @@ REMEDIES = {
     "nats": "PROJECTOR_DEDUP_TEST_NATS_URL=nats://host",
     "redis": "PROJECTOR_DEDUP_TEST_REDIS_URL=redis://host:6379/0",
     "galera": "apt-get install mariadb-server galera-4 rsync",
+    "prometheus": "apt-get install prometheus",
 }
 """How to test what was not tested, by the word by which it is required; CONTRIBUTING.md has the rest."""
 PLAIN = "slow: left out of a plain run; make test ARGS=tests"

@@ -36,8 +36,8 @@ class RedisStream:
     def publish(self, messages: Sequence[Sent]) -> None:
         """Add the messages of a plan to the stream."""
         for each in messages:
-            entry: Any = {"body": each.body, **({"message_id": each.id} if each.id else {})}
-            self.client.xadd(self.stream, entry)
+            entry: Any = {"body": each.body, "message_id": each.id, "type": each.type}
+            self.client.xadd(self.stream, {name: value for name, value in entry.items() if value is not None})
 
     def pay(self, number: int, account: str = "a", **fields: Any) -> bytes:
         """Add a payment to the stream; return the id of its entry."""

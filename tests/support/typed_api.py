@@ -41,16 +41,14 @@ class Typed:
         assert_type(event.amount, int)
 
     @on("payment.received", name="pinned", envelope=True)
-    async def add_later(self, event: Message, session: AsyncSession) -> int:
+    async def add_later(self, event: Message, session: AsyncSession) -> None:
         """Another."""
-        return 1
 
 
 @projector(idempotent=True, name="function")
 @on(Paid)
-def function(event: Paid, session: Session) -> str:
+def function(event: Paid, session: Session) -> None:
     """A function projector is still called as it was written."""
-    return "done"
 
 
 class Refunded:
@@ -127,7 +125,7 @@ def sync_api(factory: sessionmaker[Session], session: Session, event: Paid) -> N
     assert_type(Shapes().of_a_batch([event], session), None)
     assert_type(Shapes.static(event, session), None)
     assert_type(verdict_of(ValueError()).action, Action)
-    assert_type(function(event, session), str)
+    assert_type(function(event, session), None)
     assert_type(function.deliver(event, message_id="1", session_factory=factory), Delivery)
     delivery = Dispatcher(factory, Typed(), function).deliver(event, message_id="1")
     assert_type(delivery, Delivery)
@@ -155,7 +153,7 @@ def of_our_sessions(factory: sessionmaker[OurSession], event: Paid) -> None:
 async def async_api(factory: async_sessionmaker[AsyncSession], session: AsyncSession, event: Paid) -> None:
     """Everything that is."""
     assert_type(await AsyncDispatcher(factory, Typed()).deliver(event), Delivery)
-    assert_type(await Typed().add_later(Message("1", event), session), int)
+    assert_type(await Typed().add_later(Message("1", event), session), None)
     assert_type(await session.run_sync(claim, "1", "handler"), bool)
     async with AsyncUnitOfWork(factory) as uow:
         assert_type(uow.session, AsyncSession)

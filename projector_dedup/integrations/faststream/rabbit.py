@@ -62,6 +62,7 @@ def subscribe(
         try:
             if not settled.acknowledge:
                 await copy(raw, work.name, settled)
+                settling.kept(settled)
             await raw.ack()
         except Exception as error:  # noqa: BLE001  # FastStream would keep it neither settled nor delivered again
             logger.error(

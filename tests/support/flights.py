@@ -1,11 +1,9 @@
 """The flights out of New York, counted for each airline: the read model, the projectors, and what they are sent.
 
-Every consumer in this folder gives its messages to these projectors. ``python flights.py`` makes the tables in
-``$FLIGHTS_DATABASE_URL``; ``python flights.py 1000`` prints the events of the first flights, one in a line.
+``flights_consumer.py`` gives its messages to these projectors. The database is ``$FLIGHTS_DATABASE_URL``, and
 ``$MAX_DELAY`` is the longest time, in seconds, after which a message comes again that came before its time.
 """
 
-import json
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -18,8 +16,8 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sess
 
 from projector_dedup import AsyncDispatcher, Defer, Dispatcher, by_path, make_tables, on, projector
 
-sys.path.append(str(Path(__file__).parents[1]))
-from demo.flights import read_flights  # the demo, in the folder beside this one, reads the same data
+sys.path.append(str(Path(__file__).parents[2] / "examples"))
+from demo.flights import read_flights  # the demo reads the same data
 
 Event = Mapping[str, Any]
 
@@ -27,7 +25,7 @@ MAX_DELAY = float(os.environ.get("MAX_DELAY", "300"))
 
 
 class Base(DeclarativeBase):
-    """The tables of this example."""
+    """The tables of the flights."""
 
 
 make_tables(Base.metadata)
@@ -125,11 +123,3 @@ def events(limit: int) -> Iterator[tuple[str, Event]]:
         known = {"flight": flight.message_id, "carrier": flight.carrier}
         yield f"scheduled:{flight.message_id}", {"type": "flight.scheduled", **known, "miles": flight.miles}
         yield f"departed:{flight.message_id}", {"type": "flight.departed", **known}
-
-
-if __name__ == "__main__":
-    if sys.argv[1:]:
-        for message_id, event in events(int(sys.argv[1])):
-            print(json.dumps({"message_id": message_id, **event}))
-    else:
-        prepare(create_engine(os.environ["FLIGHTS_DATABASE_URL"]))

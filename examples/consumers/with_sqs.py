@@ -1,0 +1,58 @@
+"""Add up the payments in a queue of Amazon SQS."""
+
+import os
+import signal
+from dataclasses import dataclass
+
+import boto3
+from sqlalchemy import String, create_engine
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
+
+from projector_dedup import Dispatcher, make_tables, on, projector
+from projector_dedup.integrations.sqs import Consumer
+from projector_dedup.integrations.typed_events import into
+
+DATABASE_URL = os.environ.get("DATABASE_URL", "sqlite:///payments.db")
+QUEUE_URL = os.environ["QUEUE_URL"]
+
+
+class Base(DeclarativeBase):
+    pass
+
+
+class Totals(Base):
+    __tablename__ = "totals"
+    account_id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    amount: Mapped[int]
+
+
+make_tables(Base.metadata)
+
+
+@dataclass
+class PaymentReceived:
+    account_id: str
+    amount: int
+
+
+convert = into({"payment.received": PaymentReceived})
+
+
+@projector(idempotent=True, name="account-totals")
+class AccountTotals:
+    @on(PaymentReceived)
+    def add_payment(self, event: PaymentReceived, session: Session) -> None:
+        totals = session.get(Totals, event.account_id)
+        if totals is None:
+            totals = Totals(account_id=event.account_id, amount=0)
+            session.add(totals)
+        totals.amount += event.amount
+
+
+engine = create_engine(DATABASE_URL)
+Base.metadata.create_all(engine)  # or by your migrations
+dispatcher = Dispatcher(sessionmaker(engine), AccountTotals())
+
+consumer = Consumer(boto3.client("sqs"), QUEUE_URL, dispatcher, convert)
+signal.signal(signal.SIGTERM, consumer.stop)
+consumer.run()

@@ -1,0 +1,310 @@
+"""Consume a queue of Amazon SQS, in a process or in AWS Lambda: acknowledge, delay, reject, replay the dead letters.
+
+Needs the extra ``sqs``.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from .extras import needs
+
+with needs("sqs"):
+    from botocore.client import BaseClient
+    from botocore.exceptions import ClientError
+
+from ..dispatcher import Dispatcher
+from ..errors import RefusedError
+from .incoming import Convert, Incoming, json_event
+from .ordered import deliver_in_order
+from .settling import Settled, Settling, expect, logger
+
+__all__ = ["Consumer", "lambda_handler", "replay"]
+
+_POLL = 5  # whole seconds that a request waits for messages, and in which `stop` is noticed
+_MANY = 10  # messages of one request: the limit of SQS
+_MAX_ATTRIBUTES = 10  # of one message: the limit of SQS
+_REJECTED_FOR = "x-rejected-for"
+_CLIENT = 'client is what boto3.client("sqs") returns'
+
+_Message = Mapping[str, Any]
+"""A message as ``receive_message`` returns it."""
+
+
+class Consumer:
+    """Consumes a queue of Amazon SQS, standard or FIFO: up to ten messages of one request, then the next ten.
+
+    A message is deleted after the commit of its read-model write. SQS delivers a message again after its delay: the
+    consumer changes the visibility timeout. A rejected message goes to the dead-letter queue that the queue's redrive
+    policy names, with the error in the attribute ``x-rejected-for``, and is then deleted. Start as many processes as
+    you need.
+
+    The messages of a standard queue are delivered in one transaction, and settled one by one. Those of a FIFO queue are
+    delivered one by one: while a message waits for its retry, the messages behind it in its group wait too.
+
+    ``convert`` makes the event of the body and of the attributes ``message_id``, ``type``, ``occurred_at`` and
+    ``content_type``. A message is rejected after ``max_attempts`` receives, counted by SQS; None sets no limit.
+    ``max_delay`` bounds the seconds of a delay.
+
+    Raises ``HandlerDefinitionError`` for a dispatcher that is not a ``Dispatcher``, and ``TypeError`` for a client that
+    is none.
+    """
+
+    def __init__(
+        self,
+        client: BaseClient,
+        queue_url: str,
+        dispatcher: Dispatcher,
+        convert: Convert = json_event,
+        *,
+        max_attempts: int | None = None,
+        max_delay: float = 300.0,
+    ) -> None:
+        expect(BaseClient, client, _CLIENT)
+        self._client: Any = client  # whose methods boto3 makes at run time
+        self._url = queue_url
+        self._settling = _settling(dispatcher, convert, max_attempts, max_delay)
+        self._stopping = False
+
+    def run(self) -> None:
+        """Consume until ``stop`` is called, or until SQS fails, which is raised.
+
+        Raises ``RefusedError`` if the queue has no redrive policy: a rejected message would have no place to go.
+        """
+        queue = _Queue(self._client, self._url, self._settling)
+        while not self._stopping:
+            if messages := _receive(self._client, self._url, _POLL):
+                queue.delete(queue.settle(messages))
+
+    def stop(self, *_: object) -> None:
+        """Let ``run`` return when the messages at hand are settled. Another thread or a signal handler may call it."""
+        self._stopping = True
+
+
+def lambda_handler(
+    client: BaseClient,
+    dispatcher: Dispatcher,
+    convert: Convert = json_event,
+    *,
+    max_attempts: int | None = None,
+    max_delay: float = 300.0,
+) -> Callable[[Mapping[str, Any], object], dict[str, list[dict[str, str]]]]:
+    """Return a handler for AWS Lambda that settles the messages of one invocation as ``Consumer`` does.
+
+    ::
+
+        handler = lambda_handler(boto3.client("sqs"), dispatcher, convert)
+
+    The handler returns ``batchItemFailures``: the messages that SQS has to deliver again. Lambda deletes all others.
+    **Give the event source mapping the function response type ReportBatchItemFailures.** Without it, Lambda deletes all
+    messages of the batch, and those that failed are lost.
+
+    The handler raises what boto3 raises. Lambda then delivers the whole batch again. The messages that were
+    applied are duplicates.
+    """
+    expect(BaseClient, client, _CLIENT)
+    settling = _settling(dispatcher, convert, max_attempts, max_delay)
+    queues: dict[str, _Queue] = {}
+
+    def handler(event: Mapping[str, Any], context: object = None) -> dict[str, list[dict[str, str]]]:  # noqa: ARG001
+        if not event["Records"]:
+            return {"batchItemFailures": []}
+        messages = [_of_lambda(record) for record in event["Records"]]
+        source: str = event["Records"][0]["eventSourceARN"]  # Lambda takes each batch from one queue
+        if source not in queues:
+            queues[source] = _Queue(client, _url_of(client, source), settling)
+        done = {message["MessageId"] for message in queues[source].settle(messages)}
+        return {
+            "batchItemFailures": [
+                {"itemIdentifier": message["MessageId"]} for message in messages if message["MessageId"] not in done
+            ]
+        }
+
+    return handler
+
+
+def replay(client: BaseClient, queue_url: str) -> int:
+    """Move the dead letters of a queue back to it, those that are there now; return how many there were.
+
+    Call it after you have fixed the cause, and within the retention of the markers: until then, a message that was
+    applied after all is a duplicate.
+    """
+    expect(BaseClient, client, _CLIENT)
+    sqs: Any = client
+    dead, began = _dead_letter_queue(sqs, queue_url), time.time() * 1000
+    count, newer = 0, set[str]()
+    while letters := _receive(sqs, dead, 1):
+        for letter in letters:
+            if int(letter["Attributes"]["SentTimestamp"]) > began:  # rejected again meanwhile: it would never end
+                newer.add(letter["ReceiptHandle"])
+                continue
+            kept = {name: value for name, value in _attributes(letter).items() if name != _REJECTED_FOR}
+            _send(sqs, queue_url, letter, kept)
+            sqs.delete_message(QueueUrl=dead, ReceiptHandle=letter["ReceiptHandle"])
+            count += 1
+    for handle in newer:
+        sqs.change_message_visibility(QueueUrl=dead, ReceiptHandle=handle, VisibilityTimeout=0)
+    return count
+
+
+class _Queue:
+    """A queue whose messages are delivered, and either done, or given back with a delay."""
+
+    def __init__(self, client: Any, url: str, settling: Settling) -> None:
+        self._client, self._url, self._settling = client, url, settling
+        self._dead = _dead_letter_queue(client, url)
+
+    def settle(self, messages: Sequence[_Message]) -> list[_Message]:
+        """Deliver messages and return those that are done. SQS delivers the others again when their delay is over."""
+        done: list[_Message] = []
+        delays: dict[str, int] = {}
+        for message, settled in zip(messages, self._deliver(messages), strict=True):
+            if settled is None:  # SQS holds it back until the message before it in its group is settled
+                delays[message["ReceiptHandle"]] = 0
+            elif settled.acknowledge or settled.reject:
+                if settled.reject:
+                    self._keep(message, settled.reason)
+                    self._settling.kept(settled)
+                done.append(message)
+            else:
+                delays[message["ReceiptHandle"]] = math.ceil(settled.delay)
+        self._batch(
+            self._client.change_message_visibility_batch,
+            [{"ReceiptHandle": handle, "VisibilityTimeout": delay} for handle, delay in delays.items()],
+        )
+        return done
+
+    def delete(self, messages: Sequence[_Message]) -> None:
+        """Delete messages that are done."""
+        self._batch(
+            self._client.delete_message_batch, [{"ReceiptHandle": message["ReceiptHandle"]} for message in messages]
+        )
+
+    def _deliver(self, messages: Sequence[_Message]) -> list[Settled | None]:
+        """Return an answer to each message; None if it must wait for another message of its group."""
+        incoming = [_incoming(message, self._url) for message in messages]
+        if not _is_fifo(self._url):
+            return [*self._settling.deliver_batch(incoming)]
+        groups = [message["Attributes"]["MessageGroupId"] for message in messages]
+        return deliver_in_order(self._settling, incoming, groups)
+
+    def _keep(self, message: _Message, reason: str) -> None:
+        """Send a rejected message to the dead-letter queue, without the reason if there is no room for it."""
+        attributes = _attributes(message)
+        if _REJECTED_FOR in attributes or len(attributes) < _MAX_ATTRIBUTES:
+            marked = {**attributes, _REJECTED_FOR: {"DataType": "String", "StringValue": reason}}
+            try:
+                return _send(self._client, self._dead, message, marked)
+            except ClientError:  # perhaps the message is too long with it; else the next line fails in the same way
+                pass
+        return _send(self._client, self._dead, message, attributes)
+
+    def _batch(self, request: Callable[..., Any], entries: Sequence[dict[str, Any]]) -> None:
+        """Send one request for many messages. A message for which it fails is delivered again, and is a duplicate."""
+        if not entries:
+            return
+        named = [{"Id": str(number), **entry} for number, entry in enumerate(entries)]
+        failed = request(QueueUrl=self._url, Entries=named).get("Failed", [])
+        if failed:
+            logger.warning(
+                "SQS could not delete or delay %d messages of queue %s (%s), and delivers them again",
+                *(len(failed), _name(self._url), ", ".join(sorted({each["Code"] for each in failed}))),
+            )
+
+
+def _settling(dispatcher: Dispatcher, convert: Convert, max_attempts: int | None, max_delay: float) -> Settling:
+    return Settling(dispatcher, convert, max_attempts=max_attempts, max_delay=max_delay, broker="sqs")
+
+
+def _receive(client: Any, url: str, seconds: int) -> list[_Message]:
+    """Return up to ten messages as soon as there is one; after these seconds, none."""
+    found: list[_Message] = client.receive_message(
+        QueueUrl=url,
+        MaxNumberOfMessages=_MANY,
+        WaitTimeSeconds=seconds,
+        MessageAttributeNames=["All"],
+        MessageSystemAttributeNames=["All"],
+    ).get("Messages", [])
+    return found
+
+
+def _send(client: Any, url: str, message: _Message, attributes: Mapping[str, Any]) -> None:
+    """Send a copy of a message. A copy in a FIFO queue stays in its group, and a second copy of it is dropped."""
+    fifo = {
+        "MessageGroupId": message["Attributes"].get("MessageGroupId"),
+        "MessageDeduplicationId": message["MessageId"],  # not that of the original, which would drop a replay
+    }
+    client.send_message(
+        QueueUrl=url, MessageBody=message["Body"], MessageAttributes=attributes, **(fifo if _is_fifo(url) else {})
+    )
+
+
+def _dead_letter_queue(client: Any, url: str) -> str:
+    """Return the URL of the queue that the redrive policy of a queue names."""
+    attributes = client.get_queue_attributes(QueueUrl=url, AttributeNames=["All"])["Attributes"]
+    policy = json.loads(attributes.get("RedrivePolicy") or "{}")
+    if not (target := policy.get("deadLetterTargetArn")):
+        raise RefusedError(
+            f"the queue {_name(url)} has no redrive policy, so a rejected message has no place to go: give it one that "
+            "names a dead-letter queue"
+        )
+    return _url_of(client, target)
+
+
+def _url_of(client: Any, arn: str) -> str:
+    account, name = arn.split(":")[4:6]
+    url: str = client.get_queue_url(QueueName=name, QueueOwnerAWSAccountId=account)["QueueUrl"]
+    return url
+
+
+def _name(url: str) -> str:
+    return url.rpartition("/")[2]
+
+
+def _is_fifo(url: str) -> bool:
+    return url.endswith(".fifo")  # SQS demands it of the name
+
+
+def _attributes(message: _Message) -> dict[str, dict[str, Any]]:
+    """Return the attributes of a message, as ``send_message`` takes them."""
+    taken = ("DataType", "StringValue", "BinaryValue")
+    found: Mapping[str, Mapping[str, Any]] = message.get("MessageAttributes") or {}
+    return {name: {key: each[key] for key in taken if key in each} for name, each in found.items()}
+
+
+def _incoming(message: _Message, url: str) -> Incoming:
+    """Return a message for a converter: the body, and the attributes as its headers."""
+    headers = {name: each.get("StringValue", each.get("BinaryValue")) for name, each in _attributes(message).items()}
+    return Incoming(
+        body=message["Body"].encode(),
+        message_id=headers.get("message_id"),
+        type=headers.get("type"),
+        occurred_at=headers.get("occurred_at"),
+        content_type=headers.get("content_type"),
+        headers=headers,
+        attempt=int(message["Attributes"]["ApproximateReceiveCount"]),
+        origin=f"queue {_name(url)}",
+    )
+
+
+def _of_lambda(record: Mapping[str, Any]) -> _Message:
+    """Return a record of Lambda's event in the form of ``receive_message``."""
+    attributes: dict[str, dict[str, Any]] = {}
+    for name, each in record.get("messageAttributes", {}).items():
+        attributes[name] = {"DataType": each["dataType"]}
+        if each.get("binaryValue") is not None:
+            attributes[name]["BinaryValue"] = base64.b64decode(each["binaryValue"])
+        else:
+            attributes[name]["StringValue"] = each["stringValue"]
+    return {
+        "MessageId": record["messageId"],
+        "ReceiptHandle": record["receiptHandle"],
+        "Body": record["body"],
+        "Attributes": record["attributes"],
+        "MessageAttributes": attributes,
+    }

@@ -1,0 +1,115 @@
+"""``into``: a converter for consumers that builds typed events of JSON bodies, each of the class of its type."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from .extras import needs
+
+with needs("events"):
+    from pydantic import TypeAdapter, ValidationError
+
+from ..errors import HandlerDefinitionError, InvalidMessageError
+from ..message import IdExtractor, Message, TypeExtractor, attribute_or_key, printable
+from .incoming import Convert, Incoming, json_event
+
+Build = Callable[[Any], Any]
+
+
+def into(
+    types: Mapping[str, type[Any]],
+    convert: Convert = json_event,
+    *,
+    type: TypeExtractor | None = None,  # noqa: A002  # the word of Message.type
+    message_id: IdExtractor = attribute_or_key,
+) -> Convert:
+    """Return a converter that makes an event of a class of each message whose type is in ``types``.
+
+    ::
+
+        Consumer(parameters, "payments", dispatcher, convert=into({"payment.received": PaymentReceived}))
+
+    ``types`` maps the type that a message carries to a dataclass, a ``TypedDict``, a model of Pydantic's or a struct of
+    msgspec's. ``convert`` reads the message first: ``json_event``, ``cloudevent``, or a function of your own that
+    returns a ``Message``. Where that finds no type or no id, ``type`` and ``message_id`` look into the JSON. A message
+    of another type is passed on as it is, under its name.
+
+    The JSON must fit the class: "30" is no number. Fields that the class does not have are ignored. The converter
+    raises ``InvalidMessageError``, which names the field, for a body that does not fit.
+
+    Raises ``HandlerDefinitionError`` for a class that cannot be built of JSON. Pydantic builds all but structs; the
+    extra is ``projector-dedup[events]``.
+    """
+    given: object = types
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+        raise HandlerDefinitionError(
+            'into() takes a mapping of types to classes, as in into({"payment.received": PaymentReceived})'
+        )
+    builders = {name: _builder(name, kind) for name, kind in types.items()}
+
+    def converted(incoming: Incoming) -> Message:
+        message = convert(incoming)
+        if not isinstance(message, Message):
+            raise HandlerDefinitionError(f"convert= of into() returns a Message, not {message.__class__.__name__}")
+        name = message.type if message.type is not None or type is None else type(message.body)
+        found = message.id if message.id is not None else message_id(message.body)
+        if name is None:
+            raise InvalidMessageError(
+                "the message has no type, so into() cannot choose a class; the producer must set the type, or pass "
+                "type=by_path(...) if the body has it"
+            )
+        if not isinstance(name, str) or name not in builders:
+            return replace(message, id=found)
+        return replace(message, id=found, type=types[name], body=builders[name](message.body))
+
+    return converted
+
+
+def _builder(name: str, kind: type[Any]) -> Build:
+    given: object = kind
+    if not isinstance(given, type):
+        raise HandlerDefinitionError(f"into() maps the type {printable(name)} to a class, not to {given!r}")
+    return _struct(name, kind) if hasattr(kind, "__struct_fields__") else _by_pydantic(name, kind)
+
+
+def _by_pydantic(name: str, kind: type[Any]) -> Build:
+    try:
+        adapter = TypeAdapter(kind)
+        adapter.rebuild(raise_errors=True)  # of a class that was not yet defined when an annotation was read
+    except Exception as error:
+        raise HandlerDefinitionError(
+            f"no {kind.__qualname__} can be built of JSON ({error.__class__.__name__}: {str(error).splitlines()[0]}); "
+            "give a dataclass, a TypedDict, a model of Pydantic's or a struct of msgspec's"
+        ) from error
+
+    def build(body: Any) -> Any:
+        try:  # as JSON: a moment is a text there, and a text is no number
+            return adapter.validate_json(json.dumps(body), strict=True)
+        except ValidationError as error:
+            first = error.errors(include_input=False, include_url=False)[0]
+            place = ".".join(str(part) for part in first["loc"])
+            raise _unfit(name, kind, f"{place or 'the whole'}: {first['msg']}") from error
+
+    return build
+
+
+def _struct(name: str, kind: type[Any]) -> Build:
+    import msgspec
+
+    def build(body: Any) -> Any:
+        try:
+            return msgspec.convert(body, kind)
+        except msgspec.ValidationError as error:
+            raise _unfit(name, kind, str(error)) from error
+
+    return build
+
+
+def _unfit(name: str, kind: type[Any], flaw: str) -> InvalidMessageError:
+    return InvalidMessageError(
+        f"a message of the type {printable(name)} does not fit {kind.__qualname__} ({printable(flaw)[:300]}); mend the "
+        "producer, or the class"
+    )

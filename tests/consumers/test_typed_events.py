@@ -1,0 +1,197 @@
+"""`into` builds an event of the class of its type, for a dispatcher whose handlers take classes."""
+
+import json
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from decimal import Decimal
+from typing import Any, cast
+from uuid import UUID
+
+import msgspec
+import pytest
+from pydantic import BaseModel
+from sqlalchemy.orm import Session, sessionmaker
+from typing_extensions import TypedDict  # Pydantic takes that of `typing` from Python 3.12 on
+
+from projector_dedup import (
+    Dispatcher,
+    HandlerDefinitionError,
+    InvalidMessageError,
+    Message,
+    UnhandledMessage,
+    by_path,
+    on,
+    projector,
+)
+from projector_dedup.integrations.incoming import Incoming, cloudevent
+from projector_dedup.integrations.settling import Settling
+from projector_dedup.integrations.typed_events import into
+
+
+@dataclass
+class Paid:
+    """A dataclass."""
+
+    account: UUID
+    amount: Decimal
+    at: datetime
+    note: str = ""
+
+
+class Refunded(TypedDict):
+    """A typed dictionary."""
+
+    account: str
+    amount: int
+
+
+class Moved(BaseModel):
+    """A model of Pydantic's."""
+
+    source: str
+    target: str
+
+
+class Closed(msgspec.Struct):
+    """A struct of msgspec's."""
+
+    account: str
+    left: int
+
+
+TYPES: dict[str, type[Any]] = {"paid": Paid, "refunded": Refunded, "moved": Moved, "closed": Closed}
+BODIES: dict[str, dict[str, Any]] = {
+    "paid": {
+        "account": "00000000-0000-0000-0000-000000000007",
+        "amount": "1.10",
+        "at": "2026-01-01T00:00:00Z",
+        "since": "a field of a later version",
+    },
+    "refunded": {"account": "a", "amount": 5},
+    "moved": {"source": "a", "target": "b"},
+    "closed": {"account": "a", "left": 0},
+}
+BUILT: dict[str, object] = {
+    "paid": Paid(UUID(int=7), Decimal("1.10"), datetime(2026, 1, 1, tzinfo=UTC)),
+    "refunded": {"account": "a", "amount": 5},
+    "moved": Moved(source="a", target="b"),
+    "closed": Closed("a", 0),
+}
+SEEN: list[object] = []
+
+
+@projector(idempotent=True, name="typed")
+class Seen:
+    """Notes what its handlers were given."""
+
+    @on(Paid, Refunded, Moved, Closed)
+    def see(self, event: Any, _session: Session) -> None:
+        """Note the event."""
+        SEEN.append(event)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_seen() -> None:
+    SEEN.clear()
+
+
+def incoming(kind: str, body: object, **properties: Any) -> Incoming:
+    """A message as a broker delivers it."""
+    return Incoming(json.dumps(body).encode(), type=kind, message_id=properties.pop("message_id", "m"), **properties)
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_the_event_is_of_its_class(factory: sessionmaker[Session], kind: str) -> None:
+    """A dataclass, a TypedDict, a model, a struct: the handler gets what its @on says, once."""
+    settling = Settling(Dispatcher(factory, Seen()), into(TYPES))
+    assert settling.deliver(incoming(kind, BODIES[kind])).acknowledge
+    assert settling.deliver(incoming(kind, BODIES[kind])).acknowledge
+    assert BUILT[kind] == SEEN[0]
+    assert len(SEEN) == 1
+
+
+def test_a_cloud_event_and_a_body_with_its_own_id_and_type() -> None:
+    """What the message carries wins; else `type` and `message_id` look into the JSON."""
+    event = {"specversion": "1.0", "id": "7", "source": "shop", "type": "moved", "data": BODIES["moved"]}
+    typed = into(TYPES, cloudevent)(incoming("", event, content_type="application/cloudevents+json"))
+    assert typed == Message("4:shop1:7", BUILT["moved"], Moved)
+    body = {"id": "m7", "kind": "refunded", **BODIES["refunded"]}
+    convert = into(TYPES, type=by_path("kind"), message_id=by_path("id"))
+    typed = convert(Incoming(json.dumps(body).encode()))
+    assert isinstance(typed, Message)
+    assert (typed.id, typed.type) == ("m7", Refunded)
+    with_its_own_id = into(TYPES)(Incoming(json.dumps({"message_id": "m8", **BODIES["moved"]}).encode(), type="moved"))
+    assert with_its_own_id == Message("m8", BUILT["moved"], Moved)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changed", "words"),
+    [
+        ("paid", {"amount": "much"}, "the type paid does not fit Paid (amount: "),
+        ("paid", {"note": 7}, "the type paid does not fit Paid (note: Input should be a valid string)"),
+        (
+            "refunded",
+            {"amount": "5"},
+            "the type refunded does not fit Refunded (amount: Input should be a valid integer",
+        ),
+        ("moved", {"target": None}, "the type moved does not fit Moved (target: "),
+        ("closed", {"left": "0"}, "the type closed does not fit Closed (Expected `int`, got `str` - at `$.left`)"),
+    ],
+)
+def test_the_field_that_does_not_fit_is_named(
+    factory: sessionmaker[Session], kind: str, changed: dict[str, object], words: str
+) -> None:
+    """The message goes to the dead letters, and the value, which may be a secret, is not in the text."""
+    with pytest.raises(InvalidMessageError) as raised:
+        into(TYPES)(incoming(kind, BODIES[kind] | changed))
+    assert words in str(raised.value)
+    assert "much" not in str(raised.value)
+    settled = Settling(Dispatcher(factory, Seen()), into(TYPES)).deliver(incoming(kind, BODIES[kind] | changed))
+    assert not settled.acknowledge
+    with pytest.raises(InvalidMessageError, match="the whole: "):
+        into(TYPES)(incoming("paid", [1]))
+    assert SEEN == []
+
+
+def test_another_type_is_passed_on_under_its_name(factory: sessionmaker[Session]) -> None:
+    """Other handlers may take it by its name; if none does, the error tells a name from a class."""
+    typed = into({"paid": Paid})(incoming("moved", BODIES["moved"]))
+    assert typed == Message("m", BODIES["moved"], "moved")
+    with pytest.raises(UnhandledMessage) as raised:
+        Dispatcher(factory, Seen()).deliver(Message("m", BODIES["paid"], "Paid"))
+    assert "no handler for the name 'Paid'; there is one for the class " in str(raised.value)
+    assert f"the class {__name__}.Paid" in str(raised.value)
+    assert "convert=into({...})" in str(raised.value)
+
+
+def test_a_message_without_a_type_is_refused() -> None:
+    """It is rejected with the reason; a type in the body is found where somebody says that."""
+    without = incoming("paid", {**BODIES["paid"], "kind": "paid"})
+    without = replace(without, type=None)
+    with pytest.raises(InvalidMessageError, match="the message has no type, so into"):
+        into(TYPES)(without)
+    assert cast(Message, into(TYPES, type=by_path("kind"))(without)).type is Paid
+
+
+def test_a_wrong_argument_is_refused_at_start_up(factory: sessionmaker[Session]) -> None:
+    """What is no class, a class that nothing can be built of, and a converter that nobody would await."""
+
+    class Opaque:
+        def __init__(self, handle: Any) -> None:
+            self.handle = handle
+
+    for wrong in (Paid, {Paid: "paid"}):
+        with pytest.raises(HandlerDefinitionError, match="takes a mapping of types to classes"):
+            into(wrong)  # type: ignore[arg-type]  # that is the point
+    with pytest.raises(HandlerDefinitionError, match="maps the type paid to a class, not to 'Paid'"):
+        into({"paid": "Paid"})  # type: ignore[dict-item]  # that is the point
+    with pytest.raises(HandlerDefinitionError, match=r"no .*Opaque can be built of JSON"):
+        into({"opaque": Opaque})
+    with pytest.raises(HandlerDefinitionError, match=r"convert= of into\(\) returns a Message, not dict"):
+        into(TYPES, lambda _incoming: {})(incoming("paid", {}))
+
+    async def convert(_incoming: Incoming) -> object:
+        return None
+
+    with pytest.raises(ValueError, match="nobody would await it: give a plain function"):
+        Settling(Dispatcher(factory, Seen()), convert)

@@ -1,0 +1,87 @@
+"""`exactly_once` finds mistakes of handlers, and has no complaint about right ones."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy.orm import Session
+
+from databases import Database
+from kit_handlers import MISTAKES, PAYMENTS, RIGHT, Base, Case, Totals, sums
+from projector_dedup.testing.exactly_once import Check, Report, create_engine_for
+
+
+@pytest.fixture(name="checked")
+def checked_fixture(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., Report | None]:
+    """Check a case on a database: on SQLite, or on PostgreSQL where it needs a server."""
+
+    def checked(case: Case, database: Database | None = None, **arguments: Any) -> Report | None:
+        if database is None and case.server:
+            database = request.getfixturevalue("postgresql")
+        url = tmp_path / "kit.sqlite3" if database is None else database.url()
+        engine = create_engine_for(case.make, url, **case.engine)
+        settings = {"expected": case.expected, "metadata": Base.metadata, **case.options, **arguments}
+        check = Check(case.make, PAYMENTS, read=case.read, engine=engine, **settings)
+        return check.run(seed=1, count=8)
+
+    return checked
+
+
+def told(report: Report | None) -> str:
+    """The text of a report."""
+    return "" if report is None else "\n".join(report.lines([each.message_id for each in PAYMENTS]))
+
+
+@pytest.mark.parametrize("case", MISTAKES, ids=str)
+def test_a_mistake_is_found(case: Case, checked: Callable[..., Report | None]) -> None:
+    """By one of eight schedules."""
+    assert checked(case) is not None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", RIGHT, ids=str)
+def test_a_right_projector_passes(case: Case, checked: Callable[..., Report | None]) -> None:
+    """No schedule makes its read model wrong."""
+    assert told(checked(case)) == ""
+
+
+def test_a_failure_is_told_as_the_smallest_schedule(checked: Callable[..., Report | None]) -> None:
+    """One message is left of six, twice; and the values are those of that schedule."""
+    (naive,) = [case for case in MISTAKES if str(case) == "Naive"]
+    report = checked(naive)
+    assert report is not None
+    assert [turn.how for turn in report.schedule] == ["deliver", "deliver"]
+    ((number,),) = {turn.messages for turn in report.schedule}
+    paid = PAYMENTS[number]
+    assert told(report).splitlines()[1:3] == [
+        f"  expected {{'{paid.account}': {paid.amount}}}",
+        f"  but got  {{'{paid.account}': {2 * paid.amount}}}",
+    ]
+
+
+def test_a_value_is_compared_after_all_messages(checked: Callable[..., Report | None]) -> None:
+    """With a value instead of a function, the smallest schedule still has every message."""
+    (naive,) = [case for case in MISTAKES if str(case) == "Naive"]
+    report = checked(naive, expected=sums(PAYMENTS))
+    assert report is not None
+    numbers = [number for turn in report.schedule for number in turn.messages]
+    assert len(numbers) == len(PAYMENTS) + 1
+    assert {*numbers} == {*range(len(PAYMENTS))}
+
+
+def test_a_value_that_cannot_be_read_is_a_failure(checked: Callable[..., Report | None]) -> None:
+    """And not an error: the row that `read` looks for may be missing because of the mistake."""
+    (right,) = [case for case in RIGHT if str(case) == "Sums"]
+
+    def read(session: Session) -> int:
+        return session.get_one(Totals, "c").amount
+
+    report = checked(dataclasses.replace(right, read=read))
+    assert told(report).startswith("The value cannot be read or computed: NoResultFound: ")
+
+
+def test_there_are_as_many_as_the_page_says() -> None:
+    """More than 20 mistakes, and more than 20 right projectors."""
+    assert min(len(MISTAKES), len(RIGHT)) > 20
