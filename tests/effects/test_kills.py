@@ -6,10 +6,19 @@ from collections.abc import Iterator
 import pytest
 
 import effect_victim
+from databases import ENGINES, USUAL_DRIVERS
 from effect_rig import Charge, Till, tills
 from projector_dedup.testing.provider import Behaviour, Provider
 
 till = tills()
+POLICIES = ("resend", "ask", "stop")
+CELLS = [
+    pytest.param(driver, policy, id=f"{driver}-{policy}")
+    for driver in USUAL_DRIVERS
+    for turn, policy in enumerate(POLICIES, ENGINES.index(driver.engine))
+    if driver.is_async is (turn % 2 == 1)
+]
+"""Each policy on each database, sync and async in turns. `make effects-proof` walks all of them."""
 
 
 @pytest.fixture(scope="module")
@@ -20,14 +29,14 @@ def provider(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Provider]:
 
 
 @pytest.mark.timeout(600)  # some twenty processes that are killed one after the other
-@pytest.mark.parametrize("policy", ["resend", "ask", "stop"])
+@pytest.mark.parametrize(("till", "policy"), CELLS, indirect=["till"])
 def test_killed_at_every_step(till: Till, provider: Provider, policy: str) -> None:
     """What the policy permits is done, what it does not is listed; judged by the provider's log and the payments.
 
     On SQLite, which is quick, also with a provider whose reply is lost, and with one that fails.
     """
     _walk(till, provider, policy, Behaviour.NORMAL)
-    if till.harness.engine.dialect.name == "sqlite" and not till.harness.asynchronous:
+    if till.harness.engine.dialect.name == "sqlite":
         _walk(till, provider, policy, Behaviour.LOSE_REPLY_AFTER)
         _walk(till, provider, policy, Behaviour.ERROR_BEFORE)
 

@@ -132,7 +132,7 @@ def test_a_rebuild_beside_live_workers(where: str, request: pytest.FixtureReques
     """Processes are killed, one worker runs old code: each omission is named, and in the end nothing is lacking."""
     database: Database = request.getfixturevalue(where)
     arguments = [] if where == "sqlite" else ["--database-url", database.url().render_as_string(hide_password=False)]
-    done = demo("--rebuild", "--flights", "400", "--kills", "5", *arguments, temporary=tmp_path)
+    done = demo("--rebuild", "--flights", "400", "--kills", "2", *arguments, temporary=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "The old generation has applied 360 flights. 40 more come live." in done.stdout
     assert "113 are lacking: 50" in done.stdout

@@ -26,7 +26,7 @@ from flights import Airline, Base, Event, events, prepare
 
 HERE = Path(__file__).parent
 PROCESSES = 2
-KILLS = 22
+KILLS = 6
 FLIGHTS = 330
 POISON = 5  # flights at least of the airline that is not registered
 MAX_DELAY = 5  # seconds: a message that came before its time four times, kills included, would wait for 300
@@ -212,7 +212,7 @@ def prove(
                 time.sleep(0.5)
             broker.publish(random.Random(number).sample(published, WINDOW))
             running.kill(victim)
-        assert running.killed >= 20
+        assert running.killed >= KILLS - 1
         wait_for(lambda: running.applied() == plan.applied, "every message but the poisoned ones")
         wait_for(lambda: _are(broker.dead(), [*plan.poison, *GARBAGE]), "what is poison or garbage, as dead letters")
         assert running.totals() == plan.true_totals(mended=False)
