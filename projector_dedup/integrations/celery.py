@@ -85,7 +85,8 @@ def delivering_task(
         type: object = None,  # noqa: A002  # as in Message
     ) -> None:
         attempt = self.request.retries + 1
-        incoming = Incoming(b"", message_id, type, attempt=attempt, origin=f"task {name}")
+        origin, id_name = f"task {name}", "argument message_id of the task"
+        incoming = Incoming(b"", message_id, type, attempt=attempt, origin=origin, id_name=id_name)
 
         def converted(incoming: Incoming) -> object:
             if convert is not None:

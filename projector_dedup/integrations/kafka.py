@@ -376,6 +376,7 @@ class Received:
             headers=found,
             attempt=attempt,
             origin=self.origin,
+            id_name=f"header {id_header}",
         )
 
     def copy_headers(self, **added: str | int) -> Headers:

@@ -234,6 +234,7 @@ def _incoming(message: Msg, stream: str) -> Incoming:
         headers=headers,
         attempt=message.metadata.num_delivered or 1,
         origin=f"message {message.metadata.sequence.stream} of stream {stream}",
+        id_name="header Nats-Msg-Id",
     )
 
 

@@ -96,6 +96,7 @@ def incoming_of(body: bytes, properties: Any, queue: str) -> Incoming:
         headers,
         attempt=_deliveries(headers) + 1,
         origin=f"queue {queue}",
+        id_name="property message_id",
     )
 
 

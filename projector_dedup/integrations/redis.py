@@ -224,4 +224,5 @@ def _incoming(entry: _Entry, stream: str) -> Incoming:
         attempt=entry.attempt,
         origin=f"entry {entry.number.decode()} of stream {stream}",
         body_name='field "body" of the entry',
+        id_name='field "message_id" of the entry',
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -34,7 +33,7 @@ from ..message import envelope, id_text, printable
 from ..observer import Reason
 from ..outcome import Outcome
 from ..verdict import Action, Verdict, verdict_of
-from .incoming import Convert, Incoming, json_event
+from .incoming import Convert, Incoming, check_convert, json_event
 
 __all__ = ["Settled", "Settling"]
 
@@ -119,10 +118,7 @@ class Settling:
         wanted = AsyncDispatcher if asynchronous else Dispatcher
         if not isinstance(dispatcher, wanted):
             raise HandlerDefinitionError(f"this consumer takes {wanted.__name__}, not {type(dispatcher).__name__}")
-        if not callable(convert):
-            raise ValueError("convert takes a function, such as json_event")
-        if inspect.iscoroutinefunction(convert):
-            raise ValueError("convert is an async def, and nobody would await it: give a plain function")
+        check_convert(convert)
         if max_attempts is not None and max_attempts < 1:
             raise ValueError("max_attempts is at least 1; None sets no limit")
         expect((int, float), max_delay, "max_delay is a number of seconds, as in max_delay=5")
@@ -228,6 +224,11 @@ class Settling:
                 settled[position] = self._acknowledged(incoming[position], event)
 
     def _failed(self, incoming: Incoming, event: object, error: BaseException) -> Settled:
+        if isinstance(error, InvalidMessageIdError) and self._has_no_id(event):
+            error = InvalidMessageIdError(  # that of the dispatcher is for callers of ``deliver``
+                "the message has no id, so a redelivery could not be detected; the producer must set the "
+                f"{incoming.id_name}. If the body contains the id, give the dispatcher message_id=by_path(...)"
+            )
         verdict = verdict_of(error, attempts=max(incoming.attempt, 1), max_attempts=self._max_attempts)
         verdict = replace(verdict, delay=min(verdict.delay, self._max_delay))
         if verdict.action is Action.ACKNOWLEDGE:  # convert asked for a command; the event itself was not delivered
@@ -276,6 +277,13 @@ class Settling:
         """Return the id of a message for a log line."""
         found = self._id_of(incoming, event)
         return "(without an id)" if found is None else printable(found[:80])
+
+    def _has_no_id(self, event: object) -> bool:
+        """True if the dispatcher finds no id in the event, not even one that cannot be used."""
+        try:
+            return event is not _UNREAD and envelope(event, None, self._dispatcher._extractor, needed=True).id is None
+        except Exception:  # noqa: BLE001  # of somebody's extractor, or for an id that cannot be used
+            return False
 
     def _id_of(self, incoming: Incoming, event: object) -> str | None:
         """Return the id of a message, the broker's or the one that the dispatcher finds; None if there is none."""

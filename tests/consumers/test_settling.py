@@ -409,6 +409,22 @@ def test_an_extractor_that_fails_does_not_stop_the_consumer(rig: Rig, caplog: py
     assert line == "message (without an id) from queue payments is rejected at delivery 1: KeyError: 'meta'"
 
 
+@pytest.mark.parametrize("batch", [False, True], ids=["alone", "in a batch"])
+def test_a_missing_id_is_to_be_set_by_the_producer(rig: Rig, batch: bool) -> None:
+    """Nobody can pass it to ``deliver`` there. An id that is there and wrong keeps the error that says why."""
+    body = {"type": "payment", "account": "UA", "amount": 100}
+    missing, wrong = (
+        Incoming(json.dumps({**body, **more}).encode(), id_name="header id") for more in ({}, {"message_id": 7})
+    )
+    of_missing, of_wrong = rig.settle(missing, wrong, batch=batch)
+    assert of_missing.reason == (
+        "InvalidMessageIdError: the message has no id, so a redelivery could not be detected; the producer must set "
+        "the header id. If the body contains the id, give the dispatcher message_id=by_path(...)"
+    )
+    assert of_wrong.reason.startswith("InvalidMessageIdError: a message id must be text, not int")
+    assert (of_missing.label, of_wrong.label) == ("invalid_id", "invalid_id")
+
+
 def test_the_reason_is_short_and_printable(rig: Rig) -> None:
     """Brokers limit what fits into a header."""
     (settled,) = rig.settle(paid(message_id="m", type="a\0b" * 100))

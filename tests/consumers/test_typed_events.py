@@ -4,6 +4,7 @@ import json
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from decimal import Decimal
+from functools import partial
 from typing import Any, cast
 from uuid import UUID
 
@@ -187,6 +188,13 @@ def test_a_wrong_argument_is_refused_at_start_up(factory: sessionmaker[Session])
         into({"paid": "Paid"})  # type: ignore[dict-item]  # that is the point
     with pytest.raises(HandlerDefinitionError, match=r"no .*Opaque can be built of JSON"):
         into({"opaque": Opaque})
+    for builtin in (str, int, list, object):
+        with pytest.raises(HandlerDefinitionError, match=f"maps the type t to {builtin.__name__}, which has no fields"):
+            into({"t": builtin})
+    assert cast(Message, into({"paid": dict})(incoming("paid", {"amount": 1}))).body == {"amount": 1}
+    for make in (partial(Settling, Dispatcher(factory, Seen())), partial(into, TYPES)):
+        with pytest.raises(ValueError, match=r'write convert=into\({"payment.received": Paid}\), with the type of'):
+            make(Paid)
     with pytest.raises(HandlerDefinitionError, match=r"convert= of into\(\) returns a Message, not dict"):
         into(TYPES, lambda _incoming: {})(incoming("paid", {}))
 
