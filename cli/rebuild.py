@@ -23,7 +23,7 @@ from projector_dedup.maintenance.state import moment_with_zone
 from projector_dedup.message import printable
 
 from .check import from_application, imported
-from .options import EXIT_CODES, debug_option
+from .options import EXIT_CODES, Number, WholeNumber, debug_option
 from .output import Failed, json_option, noted, one_line, print_json, reason, say
 
 T = TypeVar("T")
@@ -55,7 +55,7 @@ _on_stderr = Console(stderr=True, highlight=False, soft_wrap=True)
 )
 @click.option(
     "--settle",
-    type=click.FloatRange(min=0, max=3600),
+    type=Number(min=0, max=3600),
     default=10.0,
     show_default=True,
     help="With --verify: how many seconds to wait for messages that are being delivered.",
@@ -73,9 +73,9 @@ _on_stderr = Console(stderr=True, highlight=False, soft_wrap=True)
     f"every worker first: {_RESET}.",
 )
 @click.option(
-    "--batch-size", type=click.IntRange(min=1), default=200, show_default=True, help="How many messages in a batch."
+    "--batch-size", type=WholeNumber(min=1), default=200, show_default=True, help="How many messages in a batch."
 )
-@click.option("--limit", type=click.IntRange(min=1), help="Stop after this many messages.")
+@click.option("--limit", type=WholeNumber(min=1), help="Stop after this many messages.")
 @click.option(
     "--until",
     metavar="MOMENT",

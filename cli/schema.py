@@ -63,4 +63,5 @@ def schema(dialect: str, tables: DedupTables, debug: bool) -> None:
       idempotency schema --commands
     """
     with one_line(debug=debug):
-        click.echo(ddl(dialect, tables), nl=False)
+        sql = ddl(dialect, tables)
+        click.echo(f"-- for {dialect} (--dialect names another database: mariadb, mysql or sqlite)\n{sql}", nl=False)

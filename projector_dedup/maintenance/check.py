@@ -34,7 +34,7 @@ from ..tables import DedupTables, default_tables, full_name
 from .databases import Finding, advice, database_of, in_utc
 from .rebuild_state import open_rebuilds
 from .running import KINDS, connected_to, other_kind
-from .state import SCHEMA_VERSION, duration, moment_with_zone, read_state
+from .state import SCHEMA_VERSION, duration, in_hours, moment_with_zone, read_state
 from .stats import Ages
 
 _LONG = "x" * (MAX_MESSAGE_ID_BYTES - 1)
@@ -308,7 +308,7 @@ def _pruning(found: Ages, tables: DedupTables) -> Iterator[Finding]:
             )
     elif age > timedelta(hours=found.retention_hours) + _SETTLING + _SLACK:
         yield advice(
-            f"the oldest {tables.noun} is {duration(age)} old, but the retention is {found.retention_hours:g} hours; "
+            f"the oldest {tables.noun} is {duration(age)} old, but the retention is {in_hours(found.retention_hours)}; "
             f"the last complete cleanup was {duration(found.at - state.cleaned_at)} ago",
             clean,
         )
@@ -322,15 +322,15 @@ def _horizon(found: Ages, tables: DedupTables) -> Iterator[Finding]:
         return
     if state.retention_hours is not None and state.retention_hours < horizon:
         yield advice(
-            f"the last cleanup kept {tables.noun}s for {state.retention_hours:g} hours, but a message may come again "
-            f"after {horizon:g} hours (the declared horizon), and would be applied again",
+            f"the last cleanup kept {tables.noun}s for {in_hours(state.retention_hours)}, but a message may come again "
+            f"after {in_hours(horizon)} (the declared horizon), and would be applied again",
             f"run cleanup with --retention-hours {horizon:g} or more, without --force; or, if the horizon is too long, "
             "declare a shorter one with `idempotency horizon`",
         )
     elif state.pruned_until is not None and state.pruned_until > found.at - timedelta(hours=horizon):
         yield advice(
             f"{tables.noun}s up to {moment_with_zone(state.pruned_until)} are deleted, but a message may come again "
-            f"after {horizon:g} hours (the declared horizon); without its {tables.noun} it would be applied again",
+            f"after {in_hours(horizon)} (the declared horizon); without its {tables.noun} it would be applied again",
             "do not replay messages from before that time",
         )
 

@@ -41,6 +41,7 @@ from .state import (
     REDELIVERY_HORIZON,
     RETENTION,
     advance_state,
+    in_hours,
     moment_text,
     read_state,
     write_state,
@@ -185,10 +186,10 @@ def refuse_short_retention(engine: Engine, retention_hours: float, *, tables: De
     horizon = redelivery_horizon(engine, tables=tables)
     if horizon is not None and retention_hours < horizon:
         raise RetentionTooShortError(
-            f"a retention of {retention_hours:g} hours is shorter than the redelivery horizon of {horizon:g} hours, so "
-            f"a message that comes again after its {tables.noun} is deleted would be applied again; keep "
-            f"{tables.noun}s for at least {horizon:g} hours, declare a shorter horizon (`idempotency horizon`), or use "
-            "force=True (--force)"
+            f"a retention of {in_hours(retention_hours)} is shorter than the redelivery horizon of "
+            f"{in_hours(horizon)}, so a message that comes again after its {tables.noun} is deleted would be applied "
+            f"again; keep {tables.noun}s for at least {in_hours(horizon)}, declare a shorter horizon "
+            "(`idempotency horizon`), or use force=True (--force)"
         )
 
 

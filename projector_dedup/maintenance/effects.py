@@ -25,6 +25,7 @@ from ..message import printable, valid_handler
 from ..options import RetryPolicy
 from .databases import Finding, advice
 from .running import KINDS, connected_to, refuse_other_kind, run_with_retries
+from .state import in_hours
 from .state import state_of as read_state_of
 
 Decided = Literal["done", "rejected", "not done"]
@@ -367,7 +368,7 @@ def _pruned_too_early(connection: Connection, tables: EffectTables) -> Iterator[
         theirs = read_state_of(connection, others).retention_hours
         if theirs is not None and own is not None and own < theirs:
             yield advice(
-                f"cleanup deletes effects after {own:g} hours, but {kind.noun}s after {theirs:g}; after that, a "
-                "repeated command or message arms the same key, and the effect is sent a second time",
+                f"cleanup deletes effects after {in_hours(own)}, but {kind.noun}s after {in_hours(theirs)}; after "
+                "that, a repeated command or message arms the same key, and the effect is sent a second time",
                 f"run `idempotency cleanup --effects --retention-hours {theirs * 2:g}`, or more hours",
             )
