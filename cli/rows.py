@@ -39,9 +39,9 @@ from .output import (
     confirmed,
     json_option,
     print_json,
+    require_terminal,
     say,
     table,
-    want_terminal,
 )
 
 
@@ -300,7 +300,7 @@ def forget(
     if wanted is not None and keyed and handler is None:
         raise click.UsageError("give the --operation of the key, because another operation may have the same key")
     if not yes:
-        want_terminal()
+        require_terminal()
     with deployment.opened() as engine:
         if wanted is not None:
             _forget_rows(wanted, engine, yes=yes)

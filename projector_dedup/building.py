@@ -90,12 +90,12 @@ def _refuse_wrong_pair(new: Handler, old: Collection[Handler]) -> None:
         )
 
 
-def is_spared(handler: Handler, handlers: Iterable[Handler]) -> bool:
+def may_fail(handler: Handler, handlers: Iterable[Handler]) -> bool:
     """True if a failure of ``handler`` must not fail the delivery of a message that all these ``handlers`` take."""
     return handler.beside is not None and any(each.owner == handler.beside for each in handlers)
 
 
-def tell(handler: Handler, message: Message, error: Exception) -> None:
+def report_failure(handler: Handler, message: Message, error: Exception) -> None:
     """Log that a handler of the new generation has failed on the message, and call ``dead``."""
     logger.warning(
         "building: %s failed on message %s (%s: %s); the delivery continues, and %s",

@@ -95,7 +95,7 @@ class Handler:
         """True if the function is an ``async def``, whose result must be awaited."""
         return inspect.iscoroutinefunction(self.function)
 
-    def wants(self, route: Route) -> bool:
+    def takes(self, route: Route) -> bool:
         """True if the handler takes messages of the type ``route``, a class or a name."""
         if route in self.on.routes:
             return True

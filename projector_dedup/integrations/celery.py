@@ -181,7 +181,7 @@ class SettledRequest(Request):  # type: ignore[misc]  # Celery has no types
                 settled = Settled(verdict, str(error.reason), getattr(error, "label", None))
             else:
                 settled = self.task.settling.unread(error)
-            if _put_aside(self.task, self.message, settled):
+            if _publish_dead_letter(self.task, self.message, settled):
                 return self.acknowledge()
         return self.reject(requeue=True)
 
@@ -190,20 +190,20 @@ def strategy(task: Any, app: celery.Celery, consumer: Any) -> Callable[..., Any]
     """Return the function that takes the task's messages. One that cannot be read, Celery would drop: put it aside."""
     receive = default(task, app, consumer)
 
-    def receive_or_put_aside(message: Any, body: Any, ack: Any, reject: Any, callbacks: Any, **more: Any) -> Any:
+    def receive_or_reject(message: Any, body: Any, ack: Any, reject: Any, callbacks: Any, **more: Any) -> Any:
         try:
             return receive(message, body, ack, reject, callbacks, **more)
         except (DecodeError, ContentDisallowed, InvalidTaskError) as error:
             settled = task.settling.unread(error)
             logger.error("a message of task %s cannot be read, and is rejected: %s", task.name, settled.reason)
-            if _put_aside(task, message, settled):
+            if _publish_dead_letter(task, message, settled):
                 return ack(logger, consumer.connection_errors)
             return reject(logger, consumer.connection_errors, requeue=True)
 
-    return receive_or_put_aside
+    return receive_or_reject
 
 
-def _put_aside(task: Any, message: Any, settled: Settled) -> bool:
+def _publish_dead_letter(task: Any, message: Any, settled: Settled) -> bool:
     """Publish a copy of a message of the task as a dead letter; return True if the broker has confirmed it."""
     dead, headers = _dead(task.queue), {**message.headers, REASON: settled.reason}
     try:

@@ -161,7 +161,7 @@ class Consumer:
             return None
         for _, fields in self._client.xclaim(self._stream, self._group, self._member, due.idle, [due.number]):
             return _Entry(due.number, fields, pending[0]["times_delivered"] + 1)
-        self._tell_if_deleted(due.number)
+        self._log_if_deleted(due.number)
         return None
 
     def _settle(self, entry: _Entry, settled: Settled) -> None:
@@ -176,13 +176,13 @@ class Consumer:
         elif self._pending(entry.number, entry.number, 1, self._member):  # else another process settles it by now
             owner = f"{_LATER}{settled.delay:g}"
             if not self._client.xclaim(self._stream, self._group, owner, 0, [entry.number], idle=0, justid=True):
-                self._tell_if_deleted(entry.number)
+                self._log_if_deleted(entry.number)
 
     def _pending(self, first: str | bytes, last: str | bytes, count: int, owner: str | bytes, idle: int = 0) -> Any:
         """Return pending entries of one owner that nobody has touched for ``idle`` milliseconds."""
         return self._client.xpending_range(self._stream, self._group, first, last, count, owner, idle or None)
 
-    def _tell_if_deleted(self, number: bytes) -> None:
+    def _log_if_deleted(self, number: bytes) -> None:
         """Log that an entry which could not be claimed is lost, if it is: Redis forgets such an entry by the claim."""
         if not self._client.xrange(self._stream, number, number):
             logger.error(

@@ -176,18 +176,18 @@ class Settling:
     def kept(self, settled: Settled) -> None:
         """Report to the observer that the broker has confirmed the dead letter of a message that was rejected."""
         if self._observing is not None and settled.reject:
-            self._observing.tell_delivery("dead_letter", self._broker, settled.label)
+            self._observing.report_delivery("dead_letter", self._broker, settled.label)
 
     def unread(self, error: BaseException) -> Settled:
         """Return the answer for a message that the broker's client could not read: reject it."""
         settled = Settled(Verdict(Action.REJECT, 0.0, error), _reason(error), "invalid_message")
         if self._observing is not None:
-            self._observing.tell_delivery("rejected", self._broker, settled.label, error=error)
+            self._observing.report_delivery("rejected", self._broker, settled.label, error=error)
         return settled
 
     def _acknowledged(self, incoming: Incoming, event: object) -> Settled:
         if self._observing is not None:
-            self._observing.tell_delivery(
+            self._observing.report_delivery(
                 "acknowledged", self._broker, None, self._id_of(incoming, event), incoming.attempt
             )
         return Settled()
@@ -235,7 +235,7 @@ class Settling:
             verdict = replace(verdict, action=Action.REJECT)
         settled = Settled(verdict, _reason(error), self._label(error, verdict, read=event is not _UNREAD))
         if self._observing is not None:
-            self._observing.tell_delivery(
+            self._observing.report_delivery(
                 "rejected" if settled.reject else "retried",
                 self._broker,
                 settled.label,
@@ -243,12 +243,12 @@ class Settling:
                 incoming.attempt,
                 verdict.error,
             )
-        told = (self._name(incoming, event), printable(incoming.origin), incoming.attempt)
+        named = (self._name(incoming, event), printable(incoming.origin), incoming.attempt)
         if settled.reject:
             ours = isinstance(verdict.error, ProjectorDedupError)  # its text says all
             logger.error(
                 "message %s from %s is rejected at delivery %d: %s",
-                *told,
+                *named,
                 settled.reason,
                 exc_info=None if ours else error,
             )
@@ -257,7 +257,7 @@ class Settling:
             logger.log(
                 level,
                 "message %s from %s is to come again in %.1f s after delivery %d: %s",
-                *(*told[:2], settled.delay, told[2], settled.reason),
+                *(*named[:2], settled.delay, named[2], settled.reason),
             )
         return settled
 

@@ -184,10 +184,10 @@ def _keeps(connection: Connection, dialect: Dialect, tables: DedupTables, handle
 def _keeps_effects(connection: Connection, table: Table, stored: str, effect: str) -> bool:
     """True if an effect that fills its columns is read as it was written, and gets a time when it is finished."""
     whole = _EVERY_BYTE * 256
-    told = evidence(DONE, whole, 1) | {"error": "x" * MAX_ERROR, "decision": "x" * 1000}
+    known = evidence(DONE, whole, 1) | {"error": "x" * MAX_ERROR, "decision": "x" * 1000}
     try:
         new = read(connection, table, stored, effect)
-        if new is None or not release(connection, table, new, new.token, 0, **told):
+        if new is None or not release(connection, table, new, new.token, 0, **known):
             return False
         kept = read(connection, table, stored, effect)
         if not finish(connection, table, new, new.token, DONE, whole, ATTEMPT, over=True):
@@ -201,7 +201,7 @@ def _keeps_effects(connection: Connection, table: Table, stored: str, effect: st
         and done is not None
         and (new.request, new.fingerprint, new.armed) == (whole, _EVERY_BYTE[-32:], True)
         and abs(new.now - new.armed_at) < _MINUTE
-        and (kept.evidence, kept.evidence_outcome, kept.decision) == (whole, DONE, told["decision"])
+        and (kept.evidence, kept.evidence_outcome, kept.decision) == (whole, DONE, known["decision"])
         and (done.result, done.outcome, done.decided_by) == (whole, DONE, ATTEMPT)
         and off is not None
         and off < timedelta(minutes=1)
