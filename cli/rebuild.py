@@ -254,8 +254,8 @@ def _tell(found: Lacking, projector: str, *, as_json: bool, source_vouches: bool
         )
     if found.building:
         raise Failed(
-            f"0 lacking, still building: remove building(...) around {printable(projector)}, so that its failures fail "
-            "the delivery; deploy, and run this command again"
+            "no message is lacking, but the projector is still building: remove building(...) around "
+            f"{printable(projector)}, so that its failures fail the delivery; deploy, and run this command again"
         )
     if unread:
         raise Failed(
@@ -269,8 +269,8 @@ def _tell(found: Lacking, projector: str, *, as_json: bool, source_vouches: bool
         )
     if unknown and found.known_since is not None:
         raise Failed(
-            f"0 lacking since {moment_with_zone(found.known_since)}; the markers of earlier messages were deleted, so "
-            "the command cannot compare these. If the source had all messages, add --source-vouches"
+            f"no message since {moment_with_zone(found.known_since)} is lacking; the markers of earlier messages were "
+            "deleted, so the command cannot compare these. If the source had all messages, add --source-vouches"
         )
     if not as_json:
         say("Next: switch the reads. Both generations receive all messages, so you can switch back.")

@@ -533,7 +533,7 @@ class _Effects:
                 kept = self._waiting.to_the_end(partial(self._keep, taken, outcome, error))
             except Exception as second:
                 self._report("failed", taken.row, taken, second)
-                logger.exception("%s: the outcome could be neither recorded nor kept", _label(taken.row))
+                logger.exception("%s: the library could not store the outcome", _label(taken.row))
                 raise _not_recorded(*known, error, "the row could not keep the outcome either") from second
             if not isinstance(error, Exception):
                 raise
@@ -585,7 +585,7 @@ class _Effects:
 
         self._transact(row.key, change, handler)
         if found is _Found.OVERRULED:
-            logger.error("%s was done by an attempt, although another answer came: check the provider", _label(row))
+            logger.error("%s: an earlier attempt was done, but a later answer differs: check the provider", _label(row))
             raise EffectUnknown(f"{_label(row)} was done by an earlier attempt; `settle` records its value")
         return found
 
@@ -680,7 +680,9 @@ class _Effects:
         if found is _Found.TAKEN_OVER:
             raise OvertakenError(f"another process has taken over {_label(row)} meanwhile")
         if by != PERSON and decision and decision["outcome"] != ("done" if number == DONE else "rejected"):
-            logger.error("%s: the answer to an attempt is recorded, and not the decision of a person", _label(row))
+            logger.error(
+                "%s: the library recorded the outcome of an attempt, and ignored the decision of a person", _label(row)
+            )
         self._report("done" if number == DONE else "rejected", row)
         return number
 

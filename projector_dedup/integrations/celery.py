@@ -211,7 +211,9 @@ def _publish_dead_letter(task: Any, message: Any, settled: Settled) -> bool:
             _publish(producer, dead.name, message, headers, declare=[dead])
     except Exception:
         name = printable(task.queue)
-        logger.exception("a dead letter of queue %s could not be published: its message comes again", name)
+        logger.exception(
+            "a dead letter of queue %s could not be published: the broker delivers its message again", name
+        )
         return False
     task.settling.kept(settled)
     return True

@@ -111,8 +111,8 @@ def json_of(incoming: Incoming) -> Any:
         flaw = str(error) if isinstance(error, ValueError) else "it is nested too deeply"
         if not incoming.body:
             flaw = (
-                "it is missing, or empty; send the JSON there, or give the consumer a convert= that makes the event of "
-                "what there is in incoming.headers"
+                "it is missing, or empty; send JSON there, or give the consumer a convert= that builds the event from "
+                "incoming.headers"
             )
         raise InvalidMessageError(f"the {incoming.body_name} is not JSON: {printable(flaw[:200])}") from error
 
@@ -151,7 +151,7 @@ def moment_of(value: object) -> datetime | None:
     except (ValueError, OverflowError, OSError) as error:
         if isinstance(error, InvalidMessageError):
             raise
-    raise InvalidMessageError("the time of the message is no moment: send RFC 3339, as in 2013-01-01T05:00:00Z")
+    raise InvalidMessageError("the time of the message cannot be read: send RFC 3339, as in 2013-01-01T05:00:00Z")
 
 
 def _refuse(constant: str) -> NoReturn:

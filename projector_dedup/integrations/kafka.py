@@ -230,7 +230,7 @@ class Consumer:
             )
         if error.fatal() or not (error.retriable() or error.name() in PASSING):
             raise KafkaException(error)
-        logger.warning("Kafka: %s; the consumer goes on by itself", error.str())
+        logger.warning("Kafka: %s; the consumer continues", error.str())
 
 
 # Positions that somebody sets by hand: of a new group, and of dead letters that are replayed -------------------------

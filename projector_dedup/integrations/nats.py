@@ -168,7 +168,7 @@ class Consumer:
                 raise
             except Error as error:
                 logger.warning(  # nats-py connects again by itself
-                    "NATS does not answer for the consumer %s of the stream %s, which is asked again: %s",
+                    "NATS does not answer for the consumer %s of the stream %s; the library asks again: %s",
                     *(self._durable, self._stream, type(error).__name__),
                 )
         return messages
@@ -297,7 +297,7 @@ async def keep(connection: Client, message: Msg, stream: str, durable: str, reas
                 )
             return True
     logger.error(
-        "message %d of stream %s is too large for a dead letter, and comes again: give the server a larger max_payload",
+        "message %d of stream %s is too large for a dead letter, so NATS delivers it again: raise its max_payload",
         *(number, stream),
     )
     return False
@@ -333,7 +333,8 @@ async def replay(connection: Client, stream: str, durable: str) -> int:
             if not _SUBJECT.fullmatch(headers.get(SUBJECT, "")):
                 await letter.ack()
                 logger.error(
-                    "message %d of stream %s stays there, because nats-py cannot publish to its header %s",
+                    "message %d of stream %s is not replayed, because nats-py cannot publish to the subject in its "
+                    "header %s",
                     *(number, printable(dead), SUBJECT),
                 )
                 continue

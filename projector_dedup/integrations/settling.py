@@ -256,7 +256,7 @@ class Settling:
             level = logging.INFO if isinstance(verdict.error, (Defer, InProgress)) else logging.WARNING
             logger.log(
                 level,
-                "message %s from %s is to come again in %.1f s after delivery %d: %s",
+                "message %s from %s will be delivered again in %.1f s, after delivery %d: %s",
                 *(*named[:2], settled.delay, named[2], settled.reason),
             )
         return settled

@@ -88,8 +88,8 @@ def _by_pydantic(name: str, kind: type[Any]) -> Build:
         adapter.rebuild(raise_errors=True)  # of a class that was not yet defined when an annotation was read
     except Exception as error:
         raise HandlerDefinitionError(
-            f"no {kind.__qualname__} can be built of JSON ({error.__class__.__name__}: {str(error).splitlines()[0]}); "
-            f"give {_CLASSES}"
+            f"Pydantic cannot build {kind.__qualname__} from JSON ({error.__class__.__name__}: "
+            f"{str(error).splitlines()[0]}); give {_CLASSES}"
         ) from error
 
     def build(body: Any) -> Any:
@@ -117,6 +117,6 @@ def _struct(name: str, kind: type[Any]) -> Build:
 
 def _unfit(name: str, kind: type[Any], flaw: str) -> InvalidMessageError:
     return InvalidMessageError(
-        f"a message of the type {printable(name)} does not fit {kind.__qualname__} ({printable(flaw)[:300]}); mend the "
-        "producer, or the class"
+        f"a message of the type {printable(name)} does not fit {kind.__qualname__} ({printable(flaw)[:300]}); correct "
+        "the producer, or the class"
     )

@@ -348,7 +348,7 @@ def _unknown(unknown: Set[str]) -> Iterator[Finding]:
 def _timeless(found: Ages) -> Iterator[Finding]:
     if found.timeless and found.state.pruned_until is not None:
         yield advice(
-            f"messages of these handlers have no time: {_listed(found.timeless)}",
+            f"the messages of these handlers have no occurred_at: {_listed(found.timeless)}",
             "a message without a time that comes again after cleanup has deleted its marker is applied again, without "
             "any notice; set occurred_at, or give the dispatcher an extractor, such as occurred_at=from_uuid7",
         )

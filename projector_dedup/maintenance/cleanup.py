@@ -229,8 +229,8 @@ def _advance_lines(run: _Run, tables: DedupTables, expired: Expired) -> tuple[Ex
         run.attempt(partial(write_known, tables, unknown))
     except DBAPIError as error:
         logger.warning(
-            "markers whose messages have a time are not deleted, because the lines of late messages could not be "
-            "written into %s: %s; grant SELECT, INSERT, UPDATE and DELETE on it",
+            "cleanup kept the markers of messages that have a time, because it could not write into %s: %s; grant "
+            "SELECT, INSERT, UPDATE and DELETE on it",
             tables.state.fullname,
             printable(str(error.orig))[:300],
         )

@@ -426,8 +426,8 @@ class OnSQLite(Database):
         if mode == "wal" and len(files) > 1:  # https://www.sqlite.org/lang_attach.html
             return [
                 advice(
-                    "databases are attached, and with write-ahead logging a COMMIT is atomic only in each file if a "
-                    "crash interrupts it",
+                    "databases are attached, and with write-ahead logging a crash during COMMIT may commit one file "
+                    "and not another",
                     "put the markers into the file of the read model: make_tables(metadata, schema=...)",
                 )
             ]

@@ -113,7 +113,7 @@ def test_messages_before_their_time_come_again_and_hold_nobody_up(
     consumer.pay(*((number, "b") for number in range(6)), (6, "a"))
 
     def applied_when_it_is_time() -> bool:
-        if consumer.applied == ({"a": 1}, 1) and caplog.text.count("is to come again in") >= 6:
+        if consumer.applied == ({"a": 1}, 1) and caplog.text.count("will be delivered again in") >= 6:
             RULES.clear()
         return consumer.settled({"a": 1, "b": 6})()
 
@@ -130,10 +130,10 @@ def test_a_message_that_is_always_early_is_rejected_in_the_end(
     consumer.pay((1, "b"))
     consumer.consume_until(lambda: len(consumer.queue.dead()) == 1, max_attempts=2, max_delay=0.2)
     assert consumer.queue.letters() == {payment(1, "b"): "Defer: the account is not open yet"}
-    assert re.search(r"is to come again in (0\.2|1\.0) s after delivery 1: Defer", caplog.text)
+    assert re.search(r"will be delivered again in (0\.2|1\.0) s, after delivery 1: Defer", caplog.text)
     # The number is the broker's. A NATS server with no time to spare once gave two deliveries the number 1, then 3.
     assert re.search(r"is rejected at delivery [2-9]: Defer", caplog.text)
-    assert set(re.findall(r"is to come again .* after delivery (\d+)", caplog.text)) == {"1"}
+    assert set(re.findall(r"will be delivered again .* after delivery (\d+)", caplog.text)) == {"1"}
     assert consumer.applied == ({}, 0)
     assert consumer.queue.left() == 0
 
@@ -261,7 +261,7 @@ def test_whatever_a_client_sends_is_applied_delayed_or_a_dead_letter(
     def all_settled() -> bool:
         nonlocal before
         balances, markers = consumer.applied
-        if "behind" in balances and "is to come again" in caplog.text:
+        if "behind" in balances and "will be delivered again" in caplog.text:
             RULES.pop("c", None)
         is_busy, before = markers > before, markers  # then it need not be asked for more
         return not is_busy and consumer.queue.left() == 0 and markers + len(consumer.queue.dead()) == sent

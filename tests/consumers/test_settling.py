@@ -221,7 +221,7 @@ def test_a_broker_that_knows_certain_delays_gets_the_longest_within_the_bound(
     caplog.set_level(logging.INFO, "projector_dedup.consumers")
     late = paid(1, account="defer", attempt=9)
     assert rig.settle(late, max_delay=bound, delays=(1.0, 5.0, 30.0, 300.0))[0].delay == longest
-    assert f"is to come again in {longest} s" in caplog.text
+    assert f"will be delivered again in {longest} s" in caplog.text
 
 
 @BATCH
@@ -373,7 +373,10 @@ def test_every_answer_but_yes_is_logged(rig: Rig, caplog: pytest.LogCaptureFixtu
     )  # fmt: skip
     lines = [(each.levelname, each.getMessage()) for each in caplog.records if each.name.endswith("consumers")]
     assert lines[:2] == [
-        ("INFO", "message m2 from queue payments is to come again in 5.0 s after delivery 2: Defer: not before noon"),
+        (
+            "INFO",
+            "message m2 from queue payments will be delivered again in 5.0 s, after delivery 2: Defer: not before noon",
+        ),
         ("ERROR", "message m\\n3 from queue payments is rejected at delivery 1: KeyError: 'carrier'"),
     ]
     assert lines[2][1].startswith(
