@@ -64,16 +64,16 @@ def delivering_task(
 ) -> Any:
     """Register a task that gives an event to a dispatcher, and return it: ``task.delay(event, message_id="7")``.
 
-    ``event`` is what Celery can serialize, a dictionary say. **The id is that of the event, not of the task**: an event
-    that is published again is another task. Without ``message_id`` the dispatcher looks into the event, and without
-    ``type``, a third argument, too. The handler gets the event as Celery deserialized it. With ``convert`` it gets the
-    event that this function makes of the event as JSON, of the id and of the type.
+    ``event`` is a value that Celery can serialize, such as a dictionary. **Pass the id of the event, not that of the
+    task**: an event that is published again is another task. Without ``message_id`` or ``type``, the third argument,
+    the dispatcher finds them in the event. The handler gets the event as Celery deserialized it. With ``convert`` it
+    gets the event that this function makes of the JSON, the id and the type.
 
-    The task is acknowledged when the event is applied, or was applied before; it is requeued when its worker is lost or
-    hits the hard time limit. An event that is to come again is a retry of the task, after the delay. A rejected one
-    goes to ``<queue>.dead``, with the error in its header ``x-rejected-for``, and so does what Celery cannot read. An
-    event is rejected after ``max_attempts`` deliveries; None sets no limit. ``max_delay`` bounds the seconds before the
-    next one. The children of a worker open database connections of their own.
+    The task is acknowledged if the event is applied or is a duplicate, and requeued if its worker is lost or exceeds
+    the hard time limit. The library retries a task after a delay. It publishes a rejected event, and a message that
+    Celery cannot read, to ``<queue>.dead``, with the error in the header ``x-rejected-for``. An event is rejected after
+    ``max_attempts`` deliveries; None sets no limit. ``max_delay`` limits the seconds before a retry. Each child process
+    of a worker opens its own database connections.
     """
     limits: dict[str, Any] = {"max_attempts": max_attempts, "max_delay": max_delay, "broker": "celery"}
     settling = Settling(dispatcher, convert or json_event, **limits)  # refuses what it cannot use now, not in a worker
@@ -142,10 +142,10 @@ def forget_connections(dispatcher: Dispatcher) -> None:
 
 
 def replay(app: celery.Celery, queue: str) -> int:
-    """Publish the dead letters of ``queue`` again, those that are there now; return how many there were.
+    """Publish the present dead letters of ``queue`` again, and return their number.
 
-    Each is acknowledged when RabbitMQ has confirmed that it is back in the queue. Replay after the cause was mended,
-    and within the retention of the markers: until then a message that was applied after all is a duplicate.
+    Correct the cause first. A message that was applied after all is then a duplicate, as long as its marker is kept, so
+    replay within the retention. Each dead letter is acknowledged after RabbitMQ has confirmed its copy in the queue.
     """
     with app.connection_for_write(transport_options={"confirm_publish": True}) as connection:
         channel = connection.default_channel
