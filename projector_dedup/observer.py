@@ -40,7 +40,7 @@ Reason = Literal[
 """Why a consumer did not acknowledge a delivery. The set is closed, so that it can be a label of a metric.
 
 ``invalid_message``: ``convert`` could not make an event of the body and the headers. ``invalid_id``: the message has no
-id that can be used. ``unhandled``: no handler wants the type. ``late``: ``BeyondRetention``. ``deferred``: ``Defer``.
+id that can be used. ``unhandled``: no handler takes the type. ``late``: ``BeyondRetention``. ``deferred``: ``Defer``.
 ``in_progress``: another delivery holds the claim. ``refused``: any other ``RefusedError``, so configuration or code
 must change. ``database``: the database failed. ``handler``: the handler raised anything else. ``max_attempts``: the
 message was delivered ``max_attempts`` times; each earlier delivery was counted with its own reason.

@@ -349,8 +349,8 @@ def check_scope(value: object) -> str | UUID:
     if isinstance(value, UUID) or (isinstance(value, str) and value):
         return value
     raise HandlerDefinitionError(
-        f"scope= returned {value if value == '' else type(value).__name__!r}, and a text or UUID is expected: whose "
-        "key it is. Where there is no user, refuse the request; where nobody's answers are private, say scope=PUBLIC"
+        f"scope= returned {value if value == '' else type(value).__name__!r}; return a text or a UUID that identifies "
+        "the user of the key. If a request has no user, refuse it. If no answer is private, pass scope=PUBLIC"
     )
 
 

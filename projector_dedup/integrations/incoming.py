@@ -60,7 +60,7 @@ def check_convert(convert: object) -> None:
     if not callable(convert):
         raise ValueError("convert takes a function, such as json_event")
     if inspect.iscoroutinefunction(convert):
-        raise ValueError("convert is an async def, and nobody would await it: give a plain function")
+        raise ValueError("convert is an async def, which the consumer does not await: give a plain function")
 
 
 def json_event(incoming: Incoming) -> Message:

@@ -279,8 +279,8 @@ def replay(config: Mapping[str, Any], topic: str, *, since: datetime | None = No
             if received.partition in unknown and message.timestamp()[1] < oldest.timestamp() * 1000:
                 if since is None:
                     raise RefusedError(
-                        f"{received.origin} is older than the markers that are kept, and nobody knows whether it was "
-                        "replayed before: say since="
+                        f"{received.origin} is older than the markers that are kept, and may have been replayed "
+                        "before: pass since="
                     )
                 continue
             put_copy(producer, message, retry, received.copy_headers(attempt=1))
@@ -481,6 +481,6 @@ def put_copy(producer: Producer, message: Message, topic: str, headers: Headers)
     )
     producer.flush(2 * TIMEOUT)  # the producer's own limit comes before
     if not outcome:
-        raise TimeoutError(f"nobody has confirmed a copy in {topic}; the original is delivered again")
+        raise TimeoutError(f"Kafka has not confirmed a copy in {topic}; the original is delivered again")
     if (error := outcome[0]) is not None:
         raise KafkaException(error)

@@ -74,7 +74,7 @@ class Settled:
 
     @property
     def acknowledge(self) -> bool:
-        """True if the message is applied, or was applied before, or nobody is to want it."""
+        """True if the message is applied, is a duplicate, or was skipped."""
         return self.verdict is None
 
     @property
@@ -314,5 +314,5 @@ def _reason(error: BaseException) -> str:
     try:
         text = "; ".join([str(error), *getattr(error, "__notes__", ())])
     except Exception:  # noqa: BLE001  # somebody's own __str__ must not stop the consumer
-        text = "(its text cannot be had)"
+        text = "(its text cannot be read)"
     return printable(f"{type(error).__name__}: {text}"[:MAX_REASON])

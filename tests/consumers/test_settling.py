@@ -360,7 +360,7 @@ def test_a_batch_whose_consumer_is_told_to_end_is_not_delivered_again(sqlite: Da
 def test_an_error_whose_text_fails_does_not_stop_the_consumer(rig: Rig) -> None:
     """The class of the error is told."""
     (settled,) = rig.settle(paid(account="unprintable"))
-    assert (settled.reject, settled.reason) == (True, "UnprintableError: (its text cannot be had)")
+    assert (settled.reject, settled.reason) == (True, "UnprintableError: (its text cannot be read)")
 
 
 def test_every_answer_but_yes_is_logged(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:

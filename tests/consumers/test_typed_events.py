@@ -201,5 +201,5 @@ def test_a_wrong_argument_is_refused_at_start_up(factory: sessionmaker[Session])
     async def convert(_incoming: Incoming) -> object:
         return None
 
-    with pytest.raises(ValueError, match="nobody would await it: give a plain function"):
+    with pytest.raises(ValueError, match="does not await: give a plain function"):
         Settling(Dispatcher(factory, Seen()), convert)
