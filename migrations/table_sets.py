@@ -17,7 +17,7 @@ _NAMED_BY = {
     CommandTables: ("projector_dedup_command_tables", ""),
     EffectTables: ("projector_dedup_effect_tables", ""),
 }
-"""For each kind of tables: the option of alembic.ini that names them, and the names if the option is missing."""
+"""The option of alembic.ini that names the tables of each kind, and the names if the option is missing."""
 
 
 def table_sets(config: Config | None, kind: type[DedupTables] = DedupTables) -> list[tuple[str | None, str]]:

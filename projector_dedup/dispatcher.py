@@ -27,7 +27,7 @@ from .errors import (
 )
 from .handler import (
     Handler,
-    Instance,
+    ProjectorInstance,
     check_kind,
     refuse_shared_names,
     warn_of_unused_id,
@@ -65,7 +65,7 @@ class BaseDispatcher(Generic[F]):
     def __init__(
         self,
         session_factory: F,
-        *projectors: Instance | Building,
+        *projectors: ProjectorInstance | Building,
         message_id: IdExtractor = attribute_or_key,
         type: TypeExtractor | None = None,  # noqa: A002  # the word of Message.type
         unhandled: Literal["raise", "ignore"] = "raise",

@@ -342,7 +342,7 @@ class ClaimContract:
         assert (harness.totals(), harness.markers()) == ({"a": 1}, [("m1", "totals")])
 
     def test_an_external_transaction_takes_everything_back(self, harness: Harness) -> None:
-        """In an outer transaction the library detects duplicates, and the outer rollback removes everything."""
+        """The library detects duplicates in an outer transaction, and the outer rollback removes everything."""
 
         with harness.outer_transaction() as factory:
             with external_transaction(harness.dispatcher(factory=factory)) as dispatcher:

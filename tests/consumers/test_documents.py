@@ -49,7 +49,7 @@ def test_a_consumer_is_six_lines(example: Path) -> None:
 def test_the_tabs_show_lines_of_the_programs() -> None:
     """One tab for each client; the import and the lines behind it stand in one program, indented or not."""
     tabs = re.findall(
-        r"^:::\{tab-item\} .*\n```python\n(.*?)\n\n(.*?)\n```", PAGES[0].read_text(), re.DOTALL | re.MULTILINE
+        r"^:::\{tab-item\} [^\n]*\n```python\n(.*?)\n\n(.*?)\n```", PAGES[0].read_text(), re.DOTALL | re.MULTILINE
     )
     programs = ["\n".join(line.strip() for line in each.read_text().split("\n")) for each in EXAMPLES]
     assert len(tabs) == len(EXAMPLES) - 1  # FastStream has two brokers

@@ -210,7 +210,7 @@ def test_no_delay_is_longer_than_its_bound(rig: Rig, caplog: pytest.LogCaptureFi
     caplog.set_level(logging.INFO, "projector_dedup.consumers")
     deliveries = [paid(1, account="defer", attempt=attempt) for attempt in (1, 2, 9)]
     assert [rig.settle(each, max_delay=2.5)[0].delay for each in deliveries] == [1.0, 2.5, 2.5]
-    assert [line.split(" in ")[1].split(" after")[0] for line in caplog.messages] == ["1.0 s", "2.5 s", "2.5 s"]
+    assert [line.split(" in ")[1].split(", after")[0] for line in caplog.messages] == ["1.0 s", "2.5 s", "2.5 s"]
 
 
 @pytest.mark.parametrize(("bound", "longest"), [(0.5, 1.0), (1, 1.0), (29.9, 5.0), (30, 30.0), (9e9, 300.0)])

@@ -192,9 +192,10 @@ def test_a_wrong_argument_is_refused_at_start_up(factory: sessionmaker[Session])
         with pytest.raises(HandlerDefinitionError, match=f"maps the type t to {builtin.__name__}, which has no fields"):
             into({"t": builtin})
     assert cast(Message, into({"paid": dict})(incoming("paid", {"amount": 1}))).body == {"amount": 1}
+    event: Any = Paid
     for make in (partial(Settling, Dispatcher(factory, Seen())), partial(into, TYPES)):
         with pytest.raises(ValueError, match=r'write convert=into\({"payment.received": Paid}\), with the type of'):
-            make(Paid)
+            make(event)
     with pytest.raises(HandlerDefinitionError, match=r"convert= of into\(\) returns a Message, not dict"):
         into(TYPES, lambda _incoming: {})(incoming("paid", {}))
 
