@@ -106,8 +106,8 @@ def check(
 def _print(findings: list[Finding]) -> None:
     for finding in findings:
         kind, colour = ("problem", "red") if finding.fatal else ("advice", "yellow")
-        told = fitted(f"{kind}: {finding.problem}", sys.stdout, "  ")
-        click.echo(coloured(kind, colour) + told.removeprefix(kind))
+        text = fitted(f"{kind}: {finding.problem}", sys.stdout, "  ")
+        click.echo(coloured(kind, colour) + text.removeprefix(kind))
         say(f"    {finding.remedy}", "    ")
 
 

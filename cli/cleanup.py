@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from typing import Any
 
@@ -20,48 +19,39 @@ from projector_dedup.maintenance.cleanup import (
     retention_of,
 )
 from projector_dedup.maintenance.rows import has_markers
-from projector_dedup.maintenance.state import moment_text, moment_with_zone
+from projector_dedup.maintenance.state import in_hours, moment_text, moment_with_zone
 from projector_dedup.message import printable
 
-from .options import EXIT_CODES, Deployment, database_options
+from .options import EXIT_CODES, Deployment, Number, WholeNumber, database_options
 from .output import Failed, confirmed, counting, explained, log_json, noted, say
-
-
-def _finite(_context: click.Context, _parameter: click.Parameter, value: float | None) -> float | None:
-    if value is not None and not math.isfinite(value):  # click accepts NaN in every range
-        raise click.BadParameter("give a finite number")
-    return value
 
 
 @click.command(epilog=EXIT_CODES)
 @database_options
 @click.option(
     "--retention-hours",
-    type=click.FloatRange(min=0, min_open=True, max=MAX_HOURS),
-    callback=_finite,
+    type=Number(min=0, min_open=True, max=MAX_HOURS),
     help="Keep markers for this many hours. Choose more than the longest time after which the broker, the dead-letter "
     "queue or an operator may deliver a message again.  [default: the declared horizon, else 168]",
 )
 @click.option(
     "--batch-size",
-    type=click.IntRange(min=1),
+    type=WholeNumber(min=1),
     default=5000,
     show_default=True,
     help="How many markers to delete in one transaction. Smaller batches hold locks for a shorter time.",
 )
-@click.option("--max-batches", type=click.IntRange(min=1), help="Stop after this many batches.")
+@click.option("--max-batches", type=WholeNumber(min=1), help="Stop after this many batches.")
 @click.option(
     "--time-budget",
-    type=click.FloatRange(min=0, min_open=True, max=MAX_HOURS),
-    callback=_finite,
+    type=Number(min=0, min_open=True, max=MAX_HOURS),
     help="Stop after this many seconds.",
 )
 @click.option(
     "--pause",
-    type=click.FloatRange(min=0, max=MAX_HOURS),
+    type=Number(min=0, max=MAX_HOURS),
     default=0.0,
     show_default=True,
-    callback=_finite,
     help="How many seconds to wait between two batches, for example to let replicas catch up.",
 )
 @click.option(
@@ -112,7 +102,7 @@ def _cleaned(deployment: Deployment, *, dry_run: bool, **bounds: Any) -> tuple[s
     with deployment.opened() as engine:
         verify(engine, tables)
         bounds["retention_hours"] = hours = retention_of(engine, bounds["retention_hours"], tables=tables)
-        what = f"{'' if handler is None else f' of {printable(handler)}'} older than {hours:g} hours"
+        what = f"{'' if handler is None else f' of {printable(handler)}'} older than {in_hours(hours)}"
         if dry_run:
             if not bounds["force"]:
                 refuse_short_retention(engine, hours, tables=tables)
@@ -148,7 +138,7 @@ def _cleaned(deployment: Deployment, *, dry_run: bool, **bounds: Any) -> tuple[s
 
 @click.command(epilog=EXIT_CODES)
 @database_options
-@click.argument("hours", required=False, type=click.FloatRange(min=0, min_open=True, max=MAX_HOURS), callback=_finite)
+@click.argument("hours", required=False, type=Number(min=0, min_open=True, max=MAX_HOURS))
 @click.option("--yes", is_flag=True, help="Lower the horizon without asking.")
 def horizon(deployment: Deployment, hours: float | None, yes: bool) -> None:
     """Show the redelivery horizon, or declare it in HOURS.
@@ -170,11 +160,11 @@ def horizon(deployment: Deployment, hours: float | None, yes: bool) -> None:
         if hours is not None:
             if known is not None and hours < known and not yes:
                 question = (
-                    f"{deployment}: the horizon is {known:g} hours. A message that is redelivered later may be applied "
-                    f"again. Lower it to {hours:g} hours?"
+                    f"{deployment}: the horizon is {in_hours(known)}. A message that is redelivered later may be "
+                    f"applied again. Lower it to {in_hours(hours)}?"
                 )
                 if not confirmed(question):
-                    raise Failed(f"the horizon is still {known:g} hours; --yes lowers it without asking")
+                    raise Failed(f"the horizon is still {in_hours(known)}; --yes lowers it without asking")
             declare_horizon(engine, hours, tables=tables)
             known = hours
-    say("No redelivery horizon is declared." if known is None else f"The redelivery horizon is {known:g} hours.")
+    say("No redelivery horizon is declared." if known is None else f"The redelivery horizon is {in_hours(known)}.")

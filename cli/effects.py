@@ -20,7 +20,7 @@ from projector_dedup.maintenance.state import duration, moment_with_zone
 from projector_dedup.message import printable
 
 from .check import from_application
-from .options import EXIT_CODES, Deployment, database_options, debug_option
+from .options import EXIT_CODES, Deployment, WholeNumber, database_options, debug_option
 from .output import Failed, json_option, one_line, print_json, say, table
 from .rows import readable
 
@@ -78,7 +78,7 @@ def effects() -> None:
 @_options
 @click.option("--unknown", is_flag=True, help="List only effects that may or may not have been done.")
 @click.option("--older-than", type=span, default="0s", help="List only effects armed longer ago: 15m, 2h, 1d.")
-@click.option("--limit", type=click.IntRange(min=1), default=1000, show_default=True, help="List at most this many.")
+@click.option("--limit", type=WholeNumber(min=1), default=1000, show_default=True, help="List at most this many.")
 @json_option
 def list_effects(deployment: Deployment, unknown: bool, older_than: timedelta, limit: int, as_json: bool) -> None:
     """List the effects that are not finished.
@@ -151,9 +151,7 @@ def show(deployment: Deployment, key: str, effect: str | None, scope: str | None
 @effects.command(epilog=EXIT_CODES)
 @_options
 @_one_of
-@click.option(
-    "--attempt", type=click.IntRange(min=0), required=True, help="The number of attempts that `show` printed."
-)
+@click.option("--attempt", type=WholeNumber(min=0), required=True, help="The number of attempts that `show` printed.")
 @click.option("--done", metavar="JSON", help="The effect was done, with this value: '\"pi_77\"', or null.")
 @click.option("--rejected", metavar="CODE", help="The provider rejected the effect, or you cancel it.")
 @click.option("--not-done", is_flag=True, help="The effect was not done, so `settle` sends it again.")
@@ -209,7 +207,7 @@ def resolve(
     metavar="MODULE:EFFECTS",
     help=f"The Effects or AsyncEffects of your application, or a function that returns one: {_EXAMPLE}.",
 )
-@click.option("--limit", type=click.IntRange(min=1), default=100, show_default=True, help="Handle at most this many.")
+@click.option("--limit", type=WholeNumber(min=1), default=100, show_default=True, help="Handle at most this many.")
 @json_option
 @debug_option
 def settle(app: str, limit: int, as_json: bool, debug: bool) -> None:

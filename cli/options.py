@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -180,6 +181,25 @@ def _is_lock_timeout(engine: Engine, error: Exception) -> bool:
     return found is not None and dialect_of(engine).classify(found) is Failure.LOCK_TIMEOUT
 
 
+class Number(click.FloatRange):
+    """A finite number in a range. Click would call any other text "not a valid float range"."""
+
+    name = "number"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Return the number. Fails for NaN, which click accepts in every range."""
+        number: float = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail("give a finite number", param, ctx)
+        return number
+
+
+class WholeNumber(click.IntRange):
+    """A whole number in a range. Click would call any other text "not a valid integer range"."""
+
+    name = "whole number"
+
+
 class _OneText(click.types.StringParamType):
     """A text that may contain blanks. click would split the variable of an option that may be repeated at blanks."""
 
@@ -244,7 +264,7 @@ def database_options(command: Callable[..., Any], *, kinds: Sequence[type[DedupT
         debug_option,
         click.option(
             "--lock-timeout",
-            type=click.FloatRange(min=0.01, max=86_400),
+            type=Number(min=0.01, max=86_400),
             default=LOCK_TIMEOUT,
             show_default=True,
             help="How many seconds a statement waits for a lock of another transaction. MariaDB takes whole seconds.",

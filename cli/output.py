@@ -183,7 +183,7 @@ def counting(verb: str) -> Iterator[Callable[[int], None]]:
         yield add
 
 
-def want_terminal() -> None:
+def require_terminal() -> None:
     """Raise `click.UsageError` if stdin is no terminal, so that nobody could answer a question."""
     if not sys.stdin.isatty():
         raise click.UsageError("there is no terminal to ask for confirmation; add --yes")
@@ -194,7 +194,7 @@ def confirmed(question: str) -> bool:
 
     Raises `click.UsageError` if there is no terminal.
     """
-    want_terminal()
+    require_terminal()
     return click.confirm(question, default=False, err=True)
 
 

@@ -23,7 +23,7 @@ from projector_dedup.maintenance.state import moment_with_zone
 from projector_dedup.message import printable
 
 from .check import from_application, imported
-from .options import EXIT_CODES, debug_option
+from .options import EXIT_CODES, Number, WholeNumber, debug_option
 from .output import Failed, json_option, noted, one_line, print_json, reason, say
 
 T = TypeVar("T")
@@ -55,7 +55,7 @@ _on_stderr = Console(stderr=True, highlight=False, soft_wrap=True)
 )
 @click.option(
     "--settle",
-    type=click.FloatRange(min=0, max=3600),
+    type=Number(min=0, max=3600),
     default=10.0,
     show_default=True,
     help="With --verify: how many seconds to wait for messages that are being delivered.",
@@ -73,9 +73,9 @@ _on_stderr = Console(stderr=True, highlight=False, soft_wrap=True)
     f"every worker first: {_RESET}.",
 )
 @click.option(
-    "--batch-size", type=click.IntRange(min=1), default=200, show_default=True, help="How many messages in a batch."
+    "--batch-size", type=WholeNumber(min=1), default=200, show_default=True, help="How many messages in a batch."
 )
-@click.option("--limit", type=click.IntRange(min=1), help="Stop after this many messages.")
+@click.option("--limit", type=WholeNumber(min=1), help="Stop after this many messages.")
 @click.option(
     "--until",
     metavar="MOMENT",
@@ -254,8 +254,8 @@ def _tell(found: Lacking, projector: str, *, as_json: bool, source_vouches: bool
         )
     if found.building:
         raise Failed(
-            f"0 lacking, still building: remove building(...) around {printable(projector)}, so that its failures fail "
-            "the delivery; deploy, and run this command again"
+            "no message is lacking, but the projector is still building: remove building(...) around "
+            f"{printable(projector)}, so that its failures fail the delivery; deploy, and run this command again"
         )
     if unread:
         raise Failed(
@@ -269,8 +269,8 @@ def _tell(found: Lacking, projector: str, *, as_json: bool, source_vouches: bool
         )
     if unknown and found.known_since is not None:
         raise Failed(
-            f"0 lacking since {moment_with_zone(found.known_since)}; the markers of earlier messages were deleted, so "
-            "the command cannot compare these. If the source had all messages, add --source-vouches"
+            f"no message since {moment_with_zone(found.known_since)} is lacking; the markers of earlier messages were "
+            "deleted, so the command cannot compare these. If the source had all messages, add --source-vouches"
         )
     if not as_json:
         say("Next: switch the reads. Both generations receive all messages, so you can switch back.")

@@ -31,7 +31,7 @@ from projector_dedup.maintenance.rows import rename as rename_markers
 from projector_dedup.maintenance.state import duration, moment_with_zone, moment_without_zone, pruned_until
 from projector_dedup.message import printable, valid_message_id
 
-from .options import EXIT_CODES, Deployment, database_options
+from .options import EXIT_CODES, Deployment, WholeNumber, database_options
 from .output import (
     Failed,
     between_batches,
@@ -39,9 +39,9 @@ from .output import (
     confirmed,
     json_option,
     print_json,
+    require_terminal,
     say,
     table,
-    want_terminal,
 )
 
 
@@ -300,7 +300,7 @@ def forget(
     if wanted is not None and keyed and handler is None:
         raise click.UsageError("give the --operation of the key, because another operation may have the same key")
     if not yes:
-        want_terminal()
+        require_terminal()
     with deployment.opened() as engine:
         if wanted is not None:
             _forget_rows(wanted, engine, yes=yes)
@@ -367,7 +367,7 @@ def _forget_scope(deployment: Deployment, engine: Engine, scope: str, operation:
 )
 @click.option(
     "--batch-size",
-    type=click.IntRange(1, MAX_BATCH_SIZE),
+    type=WholeNumber(1, MAX_BATCH_SIZE),
     default=1000,
     show_default=True,
     help="How many markers to copy in one transaction. Smaller batches hold locks for a shorter time.",

@@ -29,10 +29,10 @@ def migrate(deployment: Deployment) -> None:
     """
     tables = deployment.tables
     with deployment.opened(create=True) as engine:
-        say(f"{tables.marker.fullname} {_told(bring_up_to_date(engine, tables))}.")
+        say(f"{tables.marker.fullname} {_outcome(bring_up_to_date(engine, tables))}.")
 
 
-def _told(done: Migrated) -> str:
+def _outcome(done: Migrated) -> str:
     if done.before is None:
         return f"was created at version {done.after}"
     adopted = "was there and right: adopted, and " if done.adopted else ""
@@ -63,4 +63,5 @@ def schema(dialect: str, tables: DedupTables, debug: bool) -> None:
       idempotency schema --commands
     """
     with one_line(debug=debug):
-        click.echo(ddl(dialect, tables), nl=False)
+        sql = ddl(dialect, tables)
+        click.echo(f"-- for {dialect} (--dialect names another database: mariadb, mysql or sqlite)\n{sql}", nl=False)

@@ -8,12 +8,12 @@ import click
 
 from projector_dedup import DedupTables
 from projector_dedup.maintenance.cleanup import MAX_HOURS
-from projector_dedup.maintenance.state import moment_without_zone
+from projector_dedup.maintenance.state import in_hours, moment_without_zone
 from projector_dedup.maintenance.stats import Stats, stats
 from projector_dedup.message import printable
 
 from .check import after_stats, others_beside
-from .options import EXIT_CODES, Deployment, database_options
+from .options import EXIT_CODES, Deployment, Number, database_options
 from .output import ago, json_option, print_json, say, size, table
 
 
@@ -21,7 +21,7 @@ from .output import ago, json_option, print_json, say, size, table
 @database_options
 @click.option(
     "--retention-hours",
-    type=click.FloatRange(min=0, min_open=True, max=MAX_HOURS),
+    type=Number(min=0, min_open=True, max=MAX_HOURS),
     help="How many markers would a cleanup with this retention delete?  [default: the retention of the last complete "
     "cleanup, else the declared horizon, else 168]",
 )
@@ -56,9 +56,9 @@ def _print(found: Stats, tables: DedupTables) -> None:
         ("on disk", f"{size(found.bytes)}, indexes included"),
         ("oldest", ago(found.oldest, found.at)),
         ("newest", ago(found.newest, found.at)),
-        ("cleanup would delete", f"{found.expired:,}, older than {found.retention_hours:g} hours"),
+        ("cleanup would delete", f"{found.expired:,}, older than {in_hours(found.retention_hours)}"),
         ("last complete cleanup", "never" if state.cleaned_at is None else ago(state.cleaned_at, found.at) + cleaned),
-        ("redelivery horizon", "not declared" if state.horizon_hours is None else f"{state.horizon_hours:g} hours"),
+        ("redelivery horizon", "not declared" if state.horizon_hours is None else in_hours(state.horizon_hours)),
         ("schema version", state.schema_version or "not recorded: idempotency did not create the tables"),
     ):
         click.echo(f"  {name:<22}  {value}")

@@ -1,4 +1,4 @@
-"""Find the tables that a run of the revisions is about, in the configuration of the Alembic environment."""
+"""Read from Alembic's configuration which tables the revisions create."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _NAMED_BY = {
     CommandTables: ("projector_dedup_command_tables", ""),
     EffectTables: ("projector_dedup_effect_tables", ""),
 }
-"""The option that names the tables of a kind, and the names where it is left out."""
+"""The option of alembic.ini that names the tables of each kind, and the names if the option is missing."""
 
 
 def table_sets(config: Config | None, kind: type[DedupTables] = DedupTables) -> list[tuple[str | None, str]]:
     """Return the schema (None for the default one) and the name of each table set of one kind.
 
-    They are written in alembic.ini: ``projector_dedup_tables = processed_message, billing.inbox``,
-    ``projector_dedup_command_tables = processed_command`` and ``projector_dedup_effect_tables = external_effect``; an
-    option without names means no tables. ``migrate()`` sets its tables, of whichever kind, as the configuration's
-    attribute ``projector_dedup_tables``, which wins over all of them.
+    The user names the table sets in alembic.ini: ``projector_dedup_tables = processed_message, billing.inbox``,
+    ``projector_dedup_command_tables = processed_command`` and ``projector_dedup_effect_tables = external_effect``. An
+    option without names means no tables. ``migrate()`` instead sets its tables, of any kind, as the attribute
+    ``projector_dedup_tables`` of the configuration. This attribute takes precedence over the options.
     """
     given: DedupTables | None = config.attributes.get(OPTION) if config else None
     if given is not None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from .errors import HandlerDefinitionError
-from .handler import DeadLetter, Handler, Instance, handlers_of
+from .handler import DeadLetter, Handler, ProjectorInstance, handlers_of
 from .message import Message, logged_id, printable
 
 logger = logging.getLogger("projector_dedup")
@@ -23,12 +23,12 @@ logger = logging.getLogger("projector_dedup")
 class Building:
     """The new generation of a projector, as ``building`` returns it. Pass it to a dispatcher."""
 
-    projector: Instance
+    projector: ProjectorInstance
     beside: str
     dead: DeadLetter | None = None
 
 
-def building(projector: Instance, *, beside: str, dead: DeadLetter | None = None) -> Building:
+def building(projector: ProjectorInstance, *, beside: str, dead: DeadLetter | None = None) -> Building:
     """Register ``projector`` as the new generation of the projector named ``beside``, to rebuild a read model.
 
     ::
@@ -55,7 +55,7 @@ def building(projector: Instance, *, beside: str, dead: DeadLetter | None = None
     return Building(projector, beside, dead)
 
 
-def handlers_of_all(projectors: Iterable[Instance | Building]) -> list[Handler]:
+def handlers_of_all(projectors: Iterable[ProjectorInstance | Building]) -> list[Handler]:
     """Return the handlers of all projectors, in their order. Raises ``HandlerDefinitionError``."""
     found: list[Handler] = []
     for target in projectors:
@@ -90,12 +90,12 @@ def _refuse_wrong_pair(new: Handler, old: Collection[Handler]) -> None:
         )
 
 
-def is_spared(handler: Handler, handlers: Iterable[Handler]) -> bool:
+def may_fail(handler: Handler, handlers: Iterable[Handler]) -> bool:
     """True if a failure of ``handler`` must not fail the delivery of a message that all these ``handlers`` take."""
     return handler.beside is not None and any(each.owner == handler.beside for each in handlers)
 
 
-def tell(handler: Handler, message: Message, error: Exception) -> None:
+def report_failure(handler: Handler, message: Message, error: Exception) -> None:
     """Log that a handler of the new generation has failed on the message, and call ``dead``."""
     logger.warning(
         "building: %s failed on message %s (%s: %s); the delivery continues, and %s",

@@ -15,7 +15,7 @@ from sqlalchemy.util import greenlet_spawn
 
 from .asyncio_names import async_sessionmaker
 from .batch import Result, deliver_batch
-from .building import Building, handlers_of_all, is_spared, tell
+from .building import Building, handlers_of_all, may_fail, report_failure
 from .delivery import Chunk, deliver
 from .errors import (
     BatchFailed,
@@ -27,7 +27,7 @@ from .errors import (
 )
 from .handler import (
     Handler,
-    Instance,
+    ProjectorInstance,
     check_kind,
     refuse_shared_names,
     warn_of_unused_id,
@@ -65,7 +65,7 @@ class BaseDispatcher(Generic[F]):
     def __init__(
         self,
         session_factory: F,
-        *projectors: Instance | Building,
+        *projectors: ProjectorInstance | Building,
         message_id: IdExtractor = attribute_or_key,
         type: TypeExtractor | None = None,  # noqa: A002  # the word of Message.type
         unhandled: Literal["raise", "ignore"] = "raise",
@@ -118,15 +118,15 @@ class BaseDispatcher(Generic[F]):
             raise HandlerDefinitionError(
                 "the dispatcher has no projector; pass at least one: Dispatcher(session_factory, AccountTotals())"
             )
-        self._remember_who_wants_what()
+        self._index_handlers()
 
-    def _remember_who_wants_what(self) -> None:
+    def _index_handlers(self) -> None:
         routes = {route for handler in self._handlers.values() for route in handler.on.routes}
-        self._wanting = {route: self._who_wants(route) for route in routes}
+        self._by_route = {route: self._handlers_for(route) for route in routes}
 
-    def _who_wants(self, route: Route) -> tuple[list[Handler], bool]:
+    def _handlers_for(self, route: Route) -> tuple[list[Handler], bool]:
         """Return the handlers that take messages of ``route``, and True if any of them needs an id."""
-        handlers = [handler for handler in self._handlers.values() if handler.wants(route)]
+        handlers = [handler for handler in self._handlers.values() if handler.takes(route)]
         return handlers, any(handler.idempotent for handler in handlers)
 
     @property
@@ -163,7 +163,7 @@ class BaseDispatcher(Generic[F]):
         only._ignore_unhandled = True
         only._handlers = {name: dataclasses.replace(handler, beside=None) for name, handler in its.items()}
         only._options = {name: dataclasses.replace(self._options[name], building=True, lines=None) for name in its}
-        only._remember_who_wants_what()
+        only._index_handlers()
         return only
 
     def permit_external_transaction(self, permitted: bool) -> bool:
@@ -179,15 +179,15 @@ class BaseDispatcher(Generic[F]):
             message, handlers, known = self._route(event, message_id)
         except Exception as error:
             if self._observing is not None:
-                self._observing.tell("failed", event, error=error)
+                self._observing.report("failed", event, error=error)
             raise
         if not handlers and self._observing is not None:
-            self._observing.tell("skipped", message)
+            self._observing.report("skipped", message)
         return message, handlers, known
 
     def _route(self, event: object, message_id: object) -> tuple[Message, list[Handler], str | None]:
         route = route_of(event, self._type)
-        handlers, needed = self._wanting.get(route) or self._who_wants(route)
+        handlers, needed = self._by_route.get(route) or self._handlers_for(route)
         message = envelope(event, message_id, self._extractor if needed else attribute_or_key, needed=needed)
         if needed and message.occurred_at is None and self._occurred_at is not None:
             message = dataclasses.replace(message, occurred_at=self._occurred_at(message))
@@ -204,7 +204,7 @@ class BaseDispatcher(Generic[F]):
         return message, handlers, known_id(message, needed=needed)
 
     def _known_routes(self) -> str:
-        names = sorted(map(_shown, self._wanting))
+        names = sorted(map(_shown, self._by_route))
         return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
 
     def _deliver(self, event: object, message_id: object) -> Delivery:
@@ -353,8 +353,8 @@ class Results:
 
     def __init__(self, message_id: str | None, handlers: Sequence[Handler]) -> None:
         self._message_id = message_id
-        self._spared = {each.identity for each in handlers if is_spared(each, handlers)}
-        self._alone = len(handlers) - len(self._spared) == 1  # True: the error of the only handler is raised as it is
+        self._may_fail = {each.identity for each in handlers if may_fail(each, handlers)}
+        self._alone = len(handlers) - len(self._may_fail) == 1  # True: the error of the only handler is raised as it is
         self._outcomes: dict[str, Outcome] = {}
         self._errors: dict[str, Exception] = {}
         self._durable = True
@@ -366,8 +366,8 @@ class Results:
 
     def failed(self, handler: Handler, message: Message, error: Exception) -> None:
         """Note that a handler has failed. The dispatcher raises the error after it has called every other handler."""
-        if handler.identity in self._spared:
-            tell(handler, message, error)
+        if handler.identity in self._may_fail:
+            report_failure(handler, message, error)
         else:
             self._outcomes[handler.identity], self._errors[handler.identity] = Outcome.FAILED, error
 
@@ -405,14 +405,14 @@ class BatchResults:
 
     def __init__(self) -> None:
         self._all: list[Results] = []
-        self._wanted: dict[str, list[tuple[Results, Message]]] = {}
+        self._by_handler: dict[str, list[tuple[Results, Message]]] = {}
 
     def routed(self, message: Message, handlers: list[Handler], known: str | None) -> None:
         """Note the next message of the input, and the handlers that take it."""
         results = Results(known, handlers)
         self._all.append(results)
         for handler in handlers:
-            self._wanted.setdefault(handler.identity, []).append((results, message))
+            self._by_handler.setdefault(handler.identity, []).append((results, message))
 
     def not_routed(self, message_id: str | None, error: Exception) -> None:
         """Note the next message of the input, and the error because of which no handler gets it."""
@@ -422,11 +422,11 @@ class BatchResults:
 
     def messages_for(self, handler: Handler) -> list[Message]:
         """Return the messages that a handler takes, in the order of the input."""
-        return [message for _, message in self._wanted.get(handler.identity, ())]
+        return [message for _, message in self._by_handler.get(handler.identity, ())]
 
     def handled(self, handler: Handler, became: list[Result], durable: bool) -> None:
         """Note an outcome or an error for each of ``messages_for(handler)``, in their order."""
-        for (results, message), result in zip(self._wanted[handler.identity], became, strict=True):
+        for (results, message), result in zip(self._by_handler[handler.identity], became, strict=True):
             if isinstance(result, Exception):
                 results.failed(handler, message, result)
             else:

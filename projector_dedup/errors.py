@@ -3,7 +3,6 @@
 ::
 
     ProjectorDedupError
-    ProjectorDedupError
     |-- RefusedError                  nothing ran, because a message could have been lost or applied twice
     |   |-- InvalidMessageError       the type or the time of the message cannot be used (also a ValueError)
     |   |   `-- InvalidMessageIdError     the id is missing, empty, too long, or not text

@@ -84,6 +84,15 @@ class GuardedSession(Session):
         """Forget the rows that were read ahead, because they may have values from the savepoint."""
         self.kept.clear()
 
+    def begin(self, nested: bool = False) -> SessionTransaction:
+        """Begin a savepoint, or the transaction of the unit of work. Raises ``TransactionViolatedError`` in a handler.
+
+        SQLAlchemy would only say that a transaction is already begun.
+        """
+        if self.guard is not None and not nested:
+            self.guard.before_begin()
+        return super().begin(nested)
+
     def connection(self, bind_arguments: Any = None, execution_options: Any = None) -> Connection:
         """Return the connection of the claim. Raises ``UnsafeSessionError`` for a schema map, which comes too late.
 
@@ -287,6 +296,14 @@ class Guard:
         """Raise if a handler commits. It may release a savepoint."""
         if self.watching:
             raise self.violate(f"the handler called {how}()")
+
+    def before_begin(self) -> None:
+        """Raise if a handler begins a transaction. It may begin a savepoint."""
+        if self.watching:
+            raise self.made_durable() or self.violate(
+                "the handler called session.begin(), but the transaction has begun; remove the call, or use `with "
+                "session.begin_nested()`"
+            )
 
     def before_rollback(self) -> None:
         """Before a rollback, detect a commit on the driver's connection, which the rollback would hide."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
-from typing import Any, Never, Protocol, overload
+from typing import Any, Protocol, overload
 
 from sqlalchemy.orm import Session
 
@@ -95,7 +95,7 @@ class Handler:
         """True if the function is an ``async def``, whose result must be awaited."""
         return inspect.iscoroutinefunction(self.function)
 
-    def wants(self, route: Route) -> bool:
+    def takes(self, route: Route) -> bool:
         """True if the handler takes messages of the type ``route``, a class or a name."""
         if route in self.on.routes:
             return True
@@ -110,16 +110,21 @@ class Handler:
         return list(messages) if self.on.envelope else [message.body for message in messages]
 
 
-class Instance(Protocol):
+class GiveAnInstanceNotTheClass:
+    """No value has this type. Type checkers name it if you pass a class of projectors: write ``MyProjector()``."""
+
+
+class ProjectorInstance(Protocol):
     """Any object except a class.
 
-    Type checkers reject a class given by mistake: its ``__sizeof__`` matches the overload that returns ``Never``.
+    Type checkers reject a class, because its ``__sizeof__`` has another signature. They print both signatures, so the
+    return type tells what to do: pyright prints that of the first overload, mypy that of the second.
     """
 
+    @overload  # type: ignore[override]  # the return types are there to be printed
+    def __sizeof__(self: type[Any]) -> GiveAnInstanceNotTheClass: ...  # type: ignore[misc]
     @overload
-    def __sizeof__(self: type[Any]) -> Never: ...  # type: ignore[misc]  # that it never holds is the point
-    @overload
-    def __sizeof__(self) -> int: ...
+    def __sizeof__(self) -> int | GiveAnInstanceNotTheClass: ...
 
 
 def handlers_of(target: Any) -> list[Handler]:

@@ -70,8 +70,8 @@ def valid_message_id(value: object) -> str:
         return uuid.UUID.__str__(value)
     if value is None:
         raise InvalidMessageIdError(
-            "the message has no id, so a redelivery could not be detected; pass message_id=, give the event a "
-            "message_id, or give the dispatcher an extractor (message_id=by_path(...))"
+            "the message has no id, so a redelivery could not be detected; pass deliver(..., message_id=...), give "
+            "the event a message_id, or give the dispatcher an extractor (message_id=by_path(...))"
         )
     if not isinstance(value, str):
         raise InvalidMessageIdError(

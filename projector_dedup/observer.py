@@ -40,7 +40,7 @@ Reason = Literal[
 """Why a consumer did not acknowledge a delivery. The set is closed, so that it can be a label of a metric.
 
 ``invalid_message``: ``convert`` could not make an event of the body and the headers. ``invalid_id``: the message has no
-id that can be used. ``unhandled``: no handler wants the type. ``late``: ``BeyondRetention``. ``deferred``: ``Defer``.
+id that can be used. ``unhandled``: no handler takes the type. ``late``: ``BeyondRetention``. ``deferred``: ``Defer``.
 ``in_progress``: another delivery holds the claim. ``refused``: any other ``RefusedError``, so configuration or code
 must change. ``database``: the database failed. ``handler``: the handler raised anything else. ``max_attempts``: the
 message was delivered ``max_attempts`` times; each earlier delivery was counted with its own reason.
@@ -131,7 +131,7 @@ class Observing:
         self._observed, self._route_of = observed, route_of
         self._said = False
 
-    def tell(
+    def report(
         self,
         outcome: Observed,
         event: object,
@@ -162,7 +162,7 @@ class Observing:
 
         self._call(observation)
 
-    def tell_of(
+    def report_call(
         self,
         kind: Kind,
         outcome: Observed,
@@ -176,7 +176,7 @@ class Observing:
         duration = 0.0 if began is None else time.monotonic() - began
         self._call(lambda: Observation(outcome, name, None, key, duration, attempts, None, error, kind=kind))
 
-    def tell_delivery(
+    def report_delivery(
         self,
         outcome: Observed,
         broker: str,
@@ -243,23 +243,23 @@ class Watch:
         """Report the outcome of each message. A COMMIT without an answer may have applied those ``in_doubt``."""
         for index, (message, outcome) in enumerate(zip(self._messages, outcomes, strict=True)):
             after_unknown = outcome is Outcome.DUPLICATE and index in in_doubt
-            self._tell(_SETTLED[outcome], message, after_unknown_commit=after_unknown)
+            self._report(_SETTLED[outcome], message, after_unknown_commit=after_unknown)
 
     def failed(self, error: Exception, messages: Sequence[Message] | None = None) -> None:
         """Report that messages have failed after all retries: ``messages``, or all."""
         for message in self._messages if messages is None else messages:
-            self._tell(outcome_of(error), message, error)
+            self._report(outcome_of(error), message, error)
 
     def retried(self, error: Exception, attempts: Attempts) -> None:
         """Report that the library retries the messages."""
         self._attempts = attempts
         for message in self._messages:
-            self._tell("retried", message, error)
+            self._report("retried", message, error)
 
-    def _tell(
+    def _report(
         self, outcome: Observed, message: Message, error: Exception | None = None, *, after_unknown_commit: bool = False
     ) -> None:
-        self._observing.tell(
+        self._observing.report(
             outcome,
             message,
             self._handler,

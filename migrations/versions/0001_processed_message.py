@@ -36,12 +36,12 @@ def upgrade() -> None:
             schema=schema,
             **TABLE_OPTIONS,
         )
-        # not bulk_insert(), which leaves out what the types of the columns do
+        # bulk_insert() would ignore the conversions of the column types
         op.execute(sa.insert(state).values(key="schema_version", value="1"))
 
 
 def downgrade() -> None:
-    """Drop both tables. Whatever is redelivered afterwards is applied again."""
+    """Drop both tables. Projectors then apply redelivered messages again."""
     for schema, name in table_sets(op.get_context().config):
         op.drop_table(f"{name}_state", schema=schema)
         op.drop_index(f"ix_{name}_processed_at", name, schema=schema)

@@ -45,7 +45,7 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Drop both tables. A command that is asked for again afterwards is handled again."""
+    """Drop both tables. A repeated command is then handled again."""
     for schema, name in table_sets(op.get_context().config, CommandTables):
         op.drop_table(f"{name}_state", schema=schema)
         op.drop_index(f"ix_{name}_processed_at", name, schema=schema)

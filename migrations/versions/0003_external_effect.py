@@ -63,7 +63,7 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Drop both tables. Nobody drives the effects that were not finished, and an effect that is armed again is sent."""
+    """Drop both tables. Unfinished effects are lost, and an effect that is armed again is sent again."""
     for schema, name in table_sets(op.get_context().config, EffectTables):
         op.drop_table(f"{name}_state", schema=schema)
         for column in ("processed_at", "next_at"):

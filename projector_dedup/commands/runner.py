@@ -188,18 +188,18 @@ class Once:
         outcome, level = (Outcome.DUPLICATE, logging.INFO) if self.replayed else (Outcome.APPLIED, logging.DEBUG)
         if logger.isEnabledFor(level):
             after_unknown = self.replayed and self.in_doubt
-            told = f"{outcome.value}{' (after_unknown_commit)' if after_unknown else ''}"
+            what = f"{outcome.value}{' (after_unknown_commit)' if after_unknown else ''}"
             extra = self._extra(outcome.value, attempts) | {"after_unknown_commit": after_unknown}
-            logger.log(level, "%s: %s", told, self._told(), extra=extra)
+            logger.log(level, "%s: %s", what, self._label(), extra=extra)
 
     def log_retry(self, error: Exception, attempts: Attempts) -> None:
         """Log the retry and its cause at INFO. Note whether the outcome of the command is in doubt."""
         if attempts.unknown is error:
             self.in_doubt = self.record is not None
         extra = self._extra("retry", attempts)
-        logger.info("retry after %s: %s", type(error).__name__, self._told(), extra=extra)
+        logger.info("retry after %s: %s", type(error).__name__, self._label(), extra=extra)
 
-    def _told(self) -> str:
+    def _label(self) -> str:
         key = "without a key" if self.asked.key is None else printable(self.asked.key.stored)
         return f"command {key}, operation {printable(self.identity)}"
 
@@ -256,8 +256,8 @@ def handled(work: Once, *, durable: bool) -> Handled[Any]:
     if record is None or record.outcome == DEFAULT:
         returned = work.returned
         if isinstance(returned, Rejection):
-            told = Rejection(as_json(returned.code), as_json(returned.detail))  # as if it had been recorded
-            return Handled(outcome, None, told, durable=durable)
+            rejection = Rejection(as_json(returned.code), as_json(returned.detail))  # as if it had been recorded
+            return Handled(outcome, None, rejection, durable=durable)
         return Handled(outcome, returned, recorded_at=record.recorded_at if record else None, durable=durable)
     value = _read(work.asked.operation, record)
     if record.outcome == REJECTED:
@@ -366,20 +366,22 @@ class _Handling:
         try:
             answer = self._answer(asked, options)
         except Exception as error:
-            self._tell(outcome_of(error), asked, began, error)
+            self._report(outcome_of(error), asked, began, error)
             raise
         replayed = answer.outcome is Outcome.DUPLICATE
         rejected = answer.rejection is not None
-        self._tell("duplicate" if replayed else "rejected" if rejected else "applied", asked, began)
+        self._report("duplicate" if replayed else "rejected" if rejected else "applied", asked, began)
         if raise_on_duplicate and replayed:
-            told = "" if asked.key is None else printable(asked.key.key)
-            raise DuplicateCommandError(f"the command {told} of {asked.operation.identity} was handled before", answer)
+            key_text = "" if asked.key is None else printable(asked.key.key)
+            raise DuplicateCommandError(
+                f"the command {key_text} of {asked.operation.identity} was handled before", answer
+            )
         return answer
 
-    def _tell(self, outcome: Observed, asked: Asked, began: float, error: Exception | None = None) -> None:
+    def _report(self, outcome: Observed, asked: Asked, began: float, error: Exception | None = None) -> None:
         if self._observing is not None:
             key = None if asked.key is None else asked.key.key
-            self._observing.tell_of("command", outcome, asked.operation.identity, key, began, 1, error)
+            self._observing.report_call("command", outcome, asked.operation.identity, key, began, 1, error)
 
     def _answer(self, asked: Asked, options: UnitOptions) -> Handled[Any]:
         work = Once(asked)

@@ -66,7 +66,7 @@ def forget_if_moved(session: Session, connection: Connection) -> None:
         info_of(connection).pop(TABLES, None)
 
 
-def hears_of_statements(connection: Connection) -> bool:
+def is_listened_to(connection: Connection) -> bool:
     """True if a user's listener runs after a statement or before COMMIT, and may execute another statement."""
     events = connection.dispatch
     return are_of_others((events.after_cursor_execute, events.after_execute, events.commit))

@@ -239,8 +239,8 @@ class PyMySQL(MariaDB):
     drivers = frozenset({"pymysql"})
 
     def prepare(self, engine: Engine) -> None:
-        """Attach the listener of ``MariaDB.prepare``, behind one that changes PyMySQL's connections (``careful``)."""
-        listen_once(engine, checkout=[careful, switching(engine.dialect)])
+        """Attach ``disconnect_when_interrupted``, then the listener of ``MariaDB.prepare``."""
+        listen_once(engine, checkout=[disconnect_when_interrupted, switching(engine.dialect)])
 
     def status(self, driver_connection: Any) -> Status:
         """Return OPEN or NONE by the server's last answer, or BUSY for a closed connection."""
@@ -294,38 +294,38 @@ class Aiomysql(MariaDB):
 IN_TRANSACTION = 1  # SERVER_STATUS_IN_TRANS of the client-server protocol
 
 
-def careful(dbapi_connection: Any, _record: object, _proxy: object) -> None:
-    """Change the class of a PyMySQL connection to the careful one. This is a listener to ``checkout``."""
+def disconnect_when_interrupted(dbapi_connection: Any, _record: object, _proxy: object) -> None:
+    """Make a PyMySQL connection disconnect when a command is interrupted. This is a listener to ``checkout``."""
     connection_class: Any = type(dbapi_connection)
-    dbapi_connection.__class__ = _careful(connection_class)
+    dbapi_connection.__class__ = _disconnecting(connection_class)
 
 
 @cache
-def _careful(connection_class: Any) -> Any:
-    if hasattr(connection_class, "_to_its_answer"):
+def _disconnecting(connection_class: Any) -> Any:
+    if hasattr(connection_class, "_or_disconnect"):
         return connection_class
 
-    class Careful(connection_class):  # type: ignore[misc]  # of a driver that is perhaps not installed
+    class Disconnecting(connection_class):  # type: ignore[misc]  # of a driver that is perhaps not installed
         _ended = False  # the transaction, by the last command that was sent
 
         def query(self, *args: Any, **kwargs: Any) -> Any:
             self._ended = False
-            return self._to_its_answer(super().query, *args, **kwargs)
+            return self._or_disconnect(super().query, *args, **kwargs)
 
         def commit(self) -> None:
-            self._to_its_answer(super().commit)
+            self._or_disconnect(super().commit)
             self._ended = True
 
         def rollback(self) -> None:
             if self._ended and self.open and not self.server_status & IN_TRANSACTION:
                 return
-            self._to_its_answer(super().rollback)
+            self._or_disconnect(super().rollback)
             self._ended = True
 
         def ping(self, *args: Any, **kwargs: Any) -> Any:
-            return self._to_its_answer(super().ping, *args, **kwargs)
+            return self._or_disconnect(super().ping, *args, **kwargs)
 
-        def _to_its_answer(self, talk: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        def _or_disconnect(self, talk: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             try:
                 return talk(*args, **kwargs)
             except self.Error:  # an answer, or the loss of the connection
@@ -334,7 +334,7 @@ def _careful(connection_class: Any) -> Any:
                 self._force_close()  # as PyMySQL itself does when it is interrupted while it reads; close() would talk
                 raise
 
-    return Careful
+    return Disconnecting
 
 
 # The claim -----------------------------------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ from ..transaction_text import OPAQUE, Grammar
 from .claims import Key, Parameters, handler_parameters, key_of
 from .columns import utc_now
 from .dialect import LEVEL_OF_BEGIN, Dialect, Failure, Status, insert_and_count, is_operational, routine_of, sqlstate_of
-from .listeners import ask, hears_of_statements, listen_once
+from .listeners import ask, is_listened_to, listen_once
 
 # The meaning of errors, by SQLSTATE (PostgreSQL documentation, appendix A) -------------------------------------------
 
@@ -273,7 +273,7 @@ class Psycopg(PostgreSQL):
 
         Not where a listener of the user's may execute something between that statement and COMMIT.
         """
-        if not _names_parameters(connection) or hears_of_statements(connection):
+        if not _names_parameters(connection) or is_listened_to(connection):
             return False
         return bool(_psycopg_begin().can_end(driver_connection))
 

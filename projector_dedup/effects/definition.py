@@ -83,8 +83,8 @@ class Attempt:
         left = self.lease - min(1.0, self.lease * _MARGIN) - (time.monotonic() - self.began)
         first, self.called = not self.called, True
         if left <= 0 or left < at_least:
-            told = f"{max(left, 0):.1f} s of the lease are left, and {at_least:g} s are needed"
-            raise NotDone(told) if first else TimeoutError(told)
+            text = f"{max(left, 0):.1f} s of the lease are left, and {at_least:g} s are needed"
+            raise NotDone(text) if first else TimeoutError(text)
         return min(wanted, left)
 
 

@@ -227,7 +227,7 @@ def take_to_ask(connection: Connection, table: Table, row: Seen, token: str, lea
 
 def renew(connection: Connection, table: Table, row: Seen, token: str, lease: int) -> bool:
     """Let the lease that has this ``token`` end in ``lease`` milliseconds; return False if it was taken over."""
-    return _changed(connection, update(table).where(_is_as(table, row, token)).values(_leased(token, lease)))
+    return _changed(connection, update(table).where(_has_token(table, row, token)).values(_leased(token, lease)))
 
 
 def _leased(token: str, lease: int) -> dict[str, Any]:
@@ -236,7 +236,7 @@ def _leased(token: str, lease: int) -> dict[str, Any]:
 
 
 def _take(connection: Connection, table: Table, row: Seen, latest: int | None, values: dict[str, Any]) -> bool:
-    conditions = [_is_as_seen(table, row)]
+    conditions = [_is_unchanged(table, row)]
     if latest is not None:
         conditions.append(now_ms() <= latest)
     return _changed(connection, update(table).where(*conditions).values(values))
@@ -257,7 +257,7 @@ def release(
     ``held`` is the token that it must have. Does nothing if it was taken over, or has an outcome; or evidence, unless
     ``over``. A row that nobody has taken keeps its ``lease_until``; does nothing if that was renewed since.
     """
-    conditions = [_is_as(table, row, held), table.c.outcome.is_(None)]
+    conditions = [_has_token(table, row, held), table.c.outcome.is_(None)]
     if "lease_until" in values:
         conditions.append(_has_lease(table, row))
     if not over:
@@ -278,14 +278,14 @@ def mark_armed(connection: Connection, table: Table, message_id: str, handler: s
 def remove(connection: Connection, table: Table, row: Seen, token: str) -> bool:
     """Delete a row that ``run`` made, and of which nothing was sent: nobody asked for it to be driven."""
     unfinished = (table.c.outcome.is_(None), table.c.evidence.is_(None), table.c.armed.is_(False))
-    return _changed(connection, delete(table).where(_is_as(table, row, token), *unfinished))
+    return _changed(connection, delete(table).where(_has_token(table, row, token), *unfinished))
 
 
 def finish(
     connection: Connection, table: Table, row: Seen, token: str, outcome: int, data: bytes, by: str, *, over: bool
 ) -> bool:
     """Record the outcome. ``over``: also over evidence. An outcome is never written again."""
-    conditions = [_is_as(table, row, token), table.c.outcome.is_(None)]
+    conditions = [_has_token(table, row, token), table.c.outcome.is_(None)]
     if not over:
         conditions.append(table.c.evidence.is_(None))
     values = {
@@ -346,15 +346,15 @@ def _is(table: Table, message_id: str, handler: str) -> tuple[Any, Any]:
     return table.c.message_id == message_id, table.c.handler == handler
 
 
-def _is_as(table: Table, row: Seen, token: str) -> Any:
+def _has_token(table: Table, row: Seen, token: str) -> Any:
     mine, name = _is(table, *row.key)
     return mine & name & (table.c.token == token)
 
 
-def _is_as_seen(table: Table, row: Seen) -> Any:
+def _is_unchanged(table: Table, row: Seen) -> Any:
     """Return the condition that the row is as it was read: the end and the renewal of an attempt change no token."""
     column, lease = table.c, _has_lease(table, row)
-    return _is_as(table, row, row.token) & column.outcome.is_(None) & column.evidence.is_(None) & lease
+    return _has_token(table, row, row.token) & column.outcome.is_(None) & column.evidence.is_(None) & lease
 
 
 def _has_lease(table: Table, row: Seen) -> Any:

@@ -116,8 +116,8 @@ class _Transaction:
 
     def log_retry(self, error: Exception, attempts: Attempts) -> None:
         """Log the retry of the transaction and its cause at INFO."""
-        told = f"effect {printable(self.key[0])}, {printable(self.identity)}"
-        logger.info("retry after %s: %s", type(error).__name__, told, extra={"attempts": attempts.number})
+        text = f"effect {printable(self.key[0])}, {printable(self.identity)}"
+        logger.info("retry after %s: %s", type(error).__name__, text, extra={"attempts": attempts.number})
 
 
 @dataclass
@@ -143,7 +143,7 @@ class _Outcome:
     number: int  #: DONE or REJECTED
     data: bytes  #: the value or the rejection, as it is stored
     by: str
-    told: Any  #: the value, or ``Rejected``
+    result: Any  #: the value, or ``Rejected``
 
 
 class _Found(Enum):
@@ -246,12 +246,12 @@ class _Effects:
                 continue
             if row.lease_until is None or step.until != row.lease_until:
                 raise EffectUnknown(
-                    f"an attempt at {_told(row)} ended without an answer, and the policy does not permit to send it "
+                    f"an attempt at {_label(row)} ended without an answer, and the policy does not permit to send it "
                     "again now; `settle` continues by the policy"
                 )
             left = (step.until - row.now) / 1000
             if time.monotonic() >= deadline:
-                raise InProgress(f"an attempt at {_told(row)} is running; call run() again later", retry_after=left)
+                raise InProgress(f"an attempt at {_label(row)} is running; call run() again later", retry_after=left)
             self._waiting.sleep(min(left, deadline - time.monotonic(), random.uniform(0.05, 0.5)))  # noqa: S311
 
     def _begin(
@@ -289,7 +289,7 @@ class _Effects:
             return True
 
         self._transact(key, change)
-        self._tell_armed(found[0][2])
+        self._report_armed(found[0][2])
         return found[0]
 
     # settle -------------------------------------------------------------------------------------------------------
@@ -316,7 +316,7 @@ class _Effects:
         def look(connection: Connection, _: Dialect) -> bool:
             found[:] = record.due(connection, self._tables.marker, list(self._known), until, limit)
             if len(found) < limit:  # all other due rows have other names
-                self._tell_overdue(
+                self._log_overdue(
                     record.overdue(connection, self._tables.marker, self._known.keys() | self._logged, HOUR)
                 )
             return False
@@ -324,7 +324,7 @@ class _Effects:
         self._transact(("", "settle"), look)
         return found
 
-    def _tell_overdue(self, others: list[tuple[str, int]]) -> None:
+    def _log_overdue(self, others: list[tuple[str, int]]) -> None:
         for name, number in others:
             self._logged.add(name)
             logger.warning(
@@ -342,8 +342,8 @@ class _Effects:
                 _count(settled, outcome)
             elif step.do is Do.STOP:
                 if self._release(row, row.token, None, stopped_at=now_ms(), lease_until=row.lease_until):
-                    logger.warning("%s: the policy has ended; a person must decide", _told(row))
-                    self._tell("stopped", row)
+                    logger.warning("%s: the policy has ended; a person must decide", _label(row))
+                    self._report("stopped", row)
                     settled.stopped += 1
                 else:
                     settled.skipped += 1
@@ -364,10 +364,10 @@ class _Effects:
         except EffectUnknown:
             settled.unknown += 1
         except Exception as error:
-            logger.exception("%s: could not be settled", _told(row))
+            logger.exception("%s: could not be settled", _label(row))
             settled.failed += 1
             if not isinstance(error, NotRecordedError | LeaseLostError):  # these were already observed
-                self._tell("failed", row, error=error)
+                self._report("failed", row, error=error)
             if step.do is not Do.WAIT:  # does nothing if the row was taken
                 self._release(row, row.token, pace(row, effect.lease.ms), over=True, lease_until=row.lease_until)
 
@@ -392,7 +392,7 @@ class _Effects:
         self._transact(row.key, change)
         if not mine:
             return None
-        self._tell_armed(taken)
+        self._report_armed(taken)
         return taken
 
     # An attempt ---------------------------------------------------------------------------------------------------
@@ -416,13 +416,13 @@ class _Effects:
             if not taken.set_first:
                 self._give_back(taken, error)
                 raise EffectUnknown(
-                    f"this attempt did not send {_told(row)}, and it is unknown whether an earlier one did"
+                    f"this attempt did not send {_label(row)}, and it is unknown whether an earlier one did"
                 ) from error
             self._give_back(taken, error, delete=not keep, **_NOTHING_SENT)
             raise
         except Exception as error:
             self._give_back(taken, error)
-            raise EffectUnknown(f"an attempt at {_told(row)} ended without an answer ({shown(error)})") from error
+            raise EffectUnknown(f"an attempt at {_label(row)} ended without an answer ({shown(error)})") from error
         self._record(taken, _Outcome(DONE, data, ATTEMPT, value))
         return value
 
@@ -441,7 +441,7 @@ class _Effects:
             raise
         except Exception as error:  # StillUnknown or any other error: the provider does not know
             self._give_back(taken, error, ended_at=row.last_ended_at)
-            raise EffectUnknown(f"the provider does not know whether {_told(row)} was done") from error
+            raise EffectUnknown(f"the provider does not know whether {_label(row)} was done") from error
         self._record(taken, _Outcome(DONE, data, ASKED, value))
         return DONE
 
@@ -470,7 +470,7 @@ class _Effects:
         try:
             self._transact(row.key, change)
         except Exception as error:  # noqa: BLE001  # the next one may succeed
-            logger.warning("%s: the lease could not be renewed (%s)", _told(row), shown(error))
+            logger.warning("%s: the lease could not be renewed (%s)", _label(row), shown(error))
             return True
         return renewed
 
@@ -485,7 +485,7 @@ class _Effects:
         """End the attempt without an outcome. ``delete`` deletes the row, unless it was armed."""
         row, table = taken.row, self._tables.marker
         nothing_sent = values.get("first_sent_at", 0) is None
-        self._tell("not_done" if nothing_sent else "unknown", row, taken, error)
+        self._report("not_done" if nothing_sent else "unknown", row, taken, error)
         if delete and not row.armed:
             removed = False
 
@@ -525,25 +525,25 @@ class _Effects:
 
     def _record(self, taken: _Taken, outcome: _Outcome) -> None:
         """Record the outcome with the rows of ``recorded`` in one transaction. If that fails, keep the outcome."""
-        told = taken.row, outcome.told
+        known = taken.row, outcome.result
         try:
             found = self._finish(taken.effect, taken.row, taken.token, taken.given, outcome)
         except BaseException as error:  # also after a cancellation, keep the provider's answer
             try:
                 kept = self._waiting.to_the_end(partial(self._keep, taken, outcome, error))
             except Exception as second:
-                self._tell("failed", taken.row, taken, second)
-                logger.exception("%s: the outcome could be neither recorded nor kept", _told(taken.row))
-                raise _not_recorded(*told, error, "the row could not keep the outcome either") from second
+                self._report("failed", taken.row, taken, second)
+                logger.exception("%s: the library could not store the outcome", _label(taken.row))
+                raise _not_recorded(*known, error, "the row could not keep the outcome either") from second
             if not isinstance(error, Exception):
                 raise
             if kept:
-                self._tell("failed", taken.row, taken, error)
-                raise _not_recorded(*told, error, "the row keeps the outcome, and `settle` tries again") from error
+                self._report("failed", taken.row, taken, error)
+                raise _not_recorded(*known, error, "the row keeps the outcome, and `settle` tries again") from error
             self._keep_beside(taken, outcome)
         if found is _Found.TAKEN_OVER:
             self._keep_beside(taken, outcome)
-        self._tell("done" if outcome.number == DONE else "rejected", taken.row, taken)
+        self._report("done" if outcome.number == DONE else "rejected", taken.row, taken)
         if found is _Found.DOUBLE:
             raise self._double(taken, outcome)
 
@@ -563,7 +563,7 @@ class _Effects:
                 return False
             evidence = now.evidence_outcome, now.evidence
             of_attempt = row.evidence is None and now.evidence_attempt is not None
-            if of_attempt and outcome.by == ATTEMPT and _are_two(effect, outcome, *evidence):
+            if of_attempt and outcome.by == ATTEMPT and _is_double(effect, outcome, *evidence):
                 found = _Found.DOUBLE
             if now.outcome is not None:  # the interrupted COMMIT succeeded, or another process wrote the outcome
                 if (now.outcome, now.result) != written[:2]:
@@ -581,12 +581,12 @@ class _Effects:
         def handler(uow: UnitOfWork) -> Callable[[], Any] | None:
             if function is None or found is _Found.OVERRULED:
                 return None
-            return lambda: function(given, outcome.told, uow.handlers_session)
+            return lambda: function(given, outcome.result, uow.handlers_session)
 
         self._transact(row.key, change, handler)
         if found is _Found.OVERRULED:
-            logger.error("%s was done by an attempt, although another answer came: check the provider", _told(row))
-            raise EffectUnknown(f"{_told(row)} was done by an earlier attempt; `settle` records its value")
+            logger.error("%s: an earlier attempt was done, but a later answer differs: check the provider", _label(row))
+            raise EffectUnknown(f"{_label(row)} was done by an earlier attempt; `settle` records its value")
         return found
 
     def _keep(self, taken: _Taken, outcome: _Outcome, why: BaseException) -> bool:
@@ -628,28 +628,28 @@ class _Effects:
         self._transact(taken.row.key, change)
         now = seen[0]
         if now is None:
-            self._tell("fenced", row, taken)
-            raise LeaseLostError(f"{_told(row)} has an outcome, but its row was deleted meanwhile", outcome.told)
+            self._report("fenced", row, taken)
+            raise LeaseLostError(f"{_label(row)} has an outcome, but its row was deleted meanwhile", outcome.result)
         others = []  # values of other attempts
         if now.decided_by == ATTEMPT:
             others.append((now.outcome, now.result))
         if now.evidence_attempt not in (None, number):  # None: of an ask
             others.append((now.evidence_outcome, now.evidence))
-        if outcome.by == ATTEMPT and any(_are_two(effect, outcome, *other) for other in others):
+        if outcome.by == ATTEMPT and any(_is_double(effect, outcome, *other) for other in others):
             raise self._double(taken, outcome)
-        self._tell("fenced", row, taken)
-        told = f"the outcome of {_told(row)} came after another process had taken over the effect"
-        told += "; the row keeps the outcome" if kept else "; the outcome is only in this error"
+        self._report("fenced", row, taken)
+        text = f"the outcome of {_label(row)} came after another process had taken over the effect"
+        text += "; the row keeps the outcome" if kept else "; the outcome is only in this error"
         if now.outcome is not None and (now.outcome, now.result) != (outcome.number, outcome.data):
-            told += f", and it differs from the recorded one ({now.decided_by} decided): check the provider"
-            logger.error("%s", told)
-        raise LeaseLostError(told, outcome.told)
+            text += f", and it differs from the recorded one ({now.decided_by} decided): check the provider"
+            logger.error("%s", text)
+        raise LeaseLostError(text, outcome.result)
 
     def _double(self, taken: _Taken, outcome: _Outcome) -> DoubleEffectError:
-        told = f"two attempts at {_told(taken.row)} were done: check the provider, and undo one of them"
-        logger.error("%s", told)
-        error = DoubleEffectError(told, outcome.told)
-        self._tell("double", taken.row, taken, error)
+        text = f"two attempts at {_label(taken.row)} were done: check the provider, and undo one of them"
+        logger.error("%s", text)
+        error = DoubleEffectError(text, outcome.result)
+        self._report("double", taken.row, taken, error)
         return error
 
     def _record_left(self, effect: Definition[Any, Any], row: Seen) -> int | None:
@@ -666,34 +666,38 @@ class _Effects:
             if decision["outcome"] == "not done":
                 why = f"not done, said {decision['who']}: {decision['why']}"
                 self._release(row, row.token, 0, **_NOTHING_SENT, decision=None, error=why, token=new_token())
-                self._tell("not_done", row)
+                self._report("not_done", row)
                 return None
             number, by = (DONE if decision["outcome"] == "done" else REJECTED), PERSON
             data = decision["value"].encode() if number == DONE else _rejection(Rejected(decision["code"]))
         assert number is not None  # noqa: S101  # the row has both or neither
-        told = effect.codec.loads(data) if number == DONE else _rejected(data, replayed=False)
+        result = effect.codec.loads(data) if number == DONE else _rejected(data, replayed=False)
         try:
-            found = self._finish(effect, row, row.token, given, _Outcome(number, data, by, told))
+            found = self._finish(effect, row, row.token, given, _Outcome(number, data, by, result))
         except ProjectorDedupError as error:  # a Rejected or NotDone of `recorded` says nothing about the effect
-            self._tell("failed", row, error=error)
-            raise _not_recorded(row, told, error, "`settle` tries again") from error
+            self._report("failed", row, error=error)
+            raise _not_recorded(row, result, error, "`settle` tries again") from error
         if found is _Found.TAKEN_OVER:
-            raise OvertakenError(f"another process has taken over {_told(row)} meanwhile")
+            raise OvertakenError(f"another process has taken over {_label(row)} meanwhile")
         if by != PERSON and decision and decision["outcome"] != ("done" if number == DONE else "rejected"):
-            logger.error("%s: the answer to an attempt is recorded, and not the decision of a person", _told(row))
-        self._tell("done" if number == DONE else "rejected", row)
+            logger.error(
+                "%s: the library recorded the outcome of an attempt, and ignored the decision of a person", _label(row)
+            )
+        self._report("done" if number == DONE else "rejected", row)
         return number
 
-    def _tell_armed(self, taken: _Taken | None) -> None:
+    def _report_armed(self, taken: _Taken | None) -> None:
         if taken is not None and taken.row.armed and taken.row.attempt == 0:
-            self._tell("armed", taken.row)
+            self._report("armed", taken.row)
 
-    def _tell(self, outcome: Observed, row: Seen, taken: _Taken | None = None, error: Exception | None = None) -> None:
+    def _report(
+        self, outcome: Observed, row: Seen, taken: _Taken | None = None, error: Exception | None = None
+    ) -> None:
         """Call the observer. ``taken`` is the attempt, or None."""
         if self._observing is None:
             return
         began, number = (None, row.attempt) if taken is None else (taken.attempt.began, taken.attempt.number)
-        self._observing.tell_of("effect", outcome, row.handler, row.message_id, began, number, error)
+        self._observing.report_call("effect", outcome, row.handler, row.message_id, began, number, error)
 
     def _transact(
         self,
@@ -794,7 +798,7 @@ def _taken(effect: Definition[Any, Any], row: Seen, token: str, began: float, st
     return _Taken(effect, row, token, given, attempt, step, set_first=row.first_sent_at is None)
 
 
-def _are_two(effect: Definition[Any, Any], outcome: _Outcome, number: int | None, data: bytes | None) -> bool:
+def _is_double(effect: Definition[Any, Any], outcome: _Outcome, number: int | None, data: bytes | None) -> bool:
     """True if two attempts were done. With ``resend``, equal answers mean that the provider did it once."""
     if outcome.number != DONE or number != DONE:
         return False
@@ -802,7 +806,7 @@ def _are_two(effect: Definition[Any, Any], outcome: _Outcome, number: int | None
 
 
 def _not_recorded(row: Seen, value: Any, why: BaseException, then: str) -> NotRecordedError:
-    return NotRecordedError(f"the outcome of {_told(row)} could not be recorded ({shown(why)}); {then}", value)
+    return NotRecordedError(f"the outcome of {_label(row)} could not be recorded ({shown(why)}); {then}", value)
 
 
 def _answer(effect: Definition[Any, Any], row: Seen) -> Any:
@@ -814,7 +818,7 @@ def _answer(effect: Definition[Any, Any], row: Seen) -> Any:
         return effect.codec.loads(data)
     except Exception as error:
         raise ResultUnreadableError(
-            f"the value of {_told(row)} cannot be read ({type(error).__name__}); the effect was done, and is not sent "
+            f"the value of {_label(row)} cannot be read ({type(error).__name__}); the effect was done, and is not sent "
             "again. Correct the annotation of its result",
             data,
         ) from error
@@ -841,7 +845,7 @@ def _shown_value(value: object) -> str:
         return type(value).__name__
 
 
-def _told(row: Seen) -> str:
+def _label(row: Seen) -> str:
     return f"effect {printable(row.handler)}, key {printable(row.message_id)[:80]}"
 
 

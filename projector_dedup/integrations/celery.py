@@ -64,16 +64,16 @@ def delivering_task(
 ) -> Any:
     """Register a task that gives an event to a dispatcher, and return it: ``task.delay(event, message_id="7")``.
 
-    ``event`` is what Celery can serialize, a dictionary say. **The id is that of the event, not of the task**: an event
-    that is published again is another task. Without ``message_id`` the dispatcher looks into the event, and without
-    ``type``, a third argument, too. The handler gets the event as Celery deserialized it. With ``convert`` it gets the
-    event that this function makes of the event as JSON, of the id and of the type.
+    ``event`` is a value that Celery can serialize, such as a dictionary. **Pass the id of the event, not that of the
+    task**: an event that is published again is another task. Without ``message_id`` or ``type``, the third argument,
+    the dispatcher finds them in the event. The handler gets the event as Celery deserialized it. With ``convert`` it
+    gets the event that this function makes of the JSON, the id and the type.
 
-    The task is acknowledged when the event is applied, or was applied before; it is requeued when its worker is lost or
-    hits the hard time limit. An event that is to come again is a retry of the task, after the delay. A rejected one
-    goes to ``<queue>.dead``, with the error in its header ``x-rejected-for``, and so does what Celery cannot read. An
-    event is rejected after ``max_attempts`` deliveries; None sets no limit. ``max_delay`` bounds the seconds before the
-    next one. The children of a worker open database connections of their own.
+    The task is acknowledged if the event is applied or is a duplicate, and requeued if its worker is lost or exceeds
+    the hard time limit. The library retries a task after a delay. It publishes a rejected event, and a message that
+    Celery cannot read, to ``<queue>.dead``, with the error in the header ``x-rejected-for``. An event is rejected after
+    ``max_attempts`` deliveries; None sets no limit. ``max_delay`` limits the seconds before a retry. Each child process
+    of a worker opens its own database connections.
     """
     limits: dict[str, Any] = {"max_attempts": max_attempts, "max_delay": max_delay, "broker": "celery"}
     settling = Settling(dispatcher, convert or json_event, **limits)  # refuses what it cannot use now, not in a worker
@@ -85,7 +85,8 @@ def delivering_task(
         type: object = None,  # noqa: A002  # as in Message
     ) -> None:
         attempt = self.request.retries + 1
-        incoming = Incoming(b"", message_id, type, attempt=attempt, origin=f"task {name}")
+        origin, id_name = f"task {name}", "argument message_id of the task"
+        incoming = Incoming(b"", message_id, type, attempt=attempt, origin=origin, id_name=id_name)
 
         def converted(incoming: Incoming) -> object:
             if convert is not None:
@@ -141,10 +142,10 @@ def forget_connections(dispatcher: Dispatcher) -> None:
 
 
 def replay(app: celery.Celery, queue: str) -> int:
-    """Publish the dead letters of ``queue`` again, those that are there now; return how many there were.
+    """Publish the present dead letters of ``queue`` again, and return their number.
 
-    Each is acknowledged when RabbitMQ has confirmed that it is back in the queue. Replay after the cause was mended,
-    and within the retention of the markers: until then a message that was applied after all is a duplicate.
+    Correct the cause first. A message that was applied after all is then a duplicate, as long as its marker is kept, so
+    replay within the retention. Each dead letter is acknowledged after RabbitMQ has confirmed its copy in the queue.
     """
     with app.connection_for_write(transport_options={"confirm_publish": True}) as connection:
         channel = connection.default_channel
@@ -180,7 +181,7 @@ class SettledRequest(Request):  # type: ignore[misc]  # Celery has no types
                 settled = Settled(verdict, str(error.reason), getattr(error, "label", None))
             else:
                 settled = self.task.settling.unread(error)
-            if _put_aside(self.task, self.message, settled):
+            if _publish_dead_letter(self.task, self.message, settled):
                 return self.acknowledge()
         return self.reject(requeue=True)
 
@@ -189,20 +190,20 @@ def strategy(task: Any, app: celery.Celery, consumer: Any) -> Callable[..., Any]
     """Return the function that takes the task's messages. One that cannot be read, Celery would drop: put it aside."""
     receive = default(task, app, consumer)
 
-    def receive_or_put_aside(message: Any, body: Any, ack: Any, reject: Any, callbacks: Any, **more: Any) -> Any:
+    def receive_or_reject(message: Any, body: Any, ack: Any, reject: Any, callbacks: Any, **more: Any) -> Any:
         try:
             return receive(message, body, ack, reject, callbacks, **more)
         except (DecodeError, ContentDisallowed, InvalidTaskError) as error:
             settled = task.settling.unread(error)
             logger.error("a message of task %s cannot be read, and is rejected: %s", task.name, settled.reason)
-            if _put_aside(task, message, settled):
+            if _publish_dead_letter(task, message, settled):
                 return ack(logger, consumer.connection_errors)
             return reject(logger, consumer.connection_errors, requeue=True)
 
-    return receive_or_put_aside
+    return receive_or_reject
 
 
-def _put_aside(task: Any, message: Any, settled: Settled) -> bool:
+def _publish_dead_letter(task: Any, message: Any, settled: Settled) -> bool:
     """Publish a copy of a message of the task as a dead letter; return True if the broker has confirmed it."""
     dead, headers = _dead(task.queue), {**message.headers, REASON: settled.reason}
     try:
@@ -210,7 +211,9 @@ def _put_aside(task: Any, message: Any, settled: Settled) -> bool:
             _publish(producer, dead.name, message, headers, declare=[dead])
     except Exception:
         name = printable(task.queue)
-        logger.exception("a dead letter of queue %s could not be published: its message comes again", name)
+        logger.exception(
+            "a dead letter of queue %s could not be published: the broker delivers its message again", name
+        )
         return False
     task.settling.kept(settled)
     return True

@@ -190,10 +190,10 @@ class Answers:
         return self._problem(503, "try-again", "The outcome of the request is not known", soon, detail=detail)
 
     def _rejected(self, error: Rejected, key_values: Sequence[str]) -> Problem:
-        told = {} if error.detail is None else {"detail" if isinstance(error.detail, str) else "info": error.detail}
+        details = {} if error.detail is None else {"detail" if isinstance(error.detail, str) else "info": error.detail}
         headers = replay_headers(error, read_key(key_values, required=False))
         status = self.on_rejected.get(error.code, 422)
-        return self._problem(status, "rejected", "The request was rejected", headers, code=error.code, **told)
+        return self._problem(status, "rejected", "The request was rejected", headers, code=error.code, **details)
 
     def _problem(
         self, status: int, kind: str, title: str, headers: Mapping[str, str] | None = None, **members: Any
@@ -349,8 +349,8 @@ def check_scope(value: object) -> str | UUID:
     if isinstance(value, UUID) or (isinstance(value, str) and value):
         return value
     raise HandlerDefinitionError(
-        f"scope= returned {value if value == '' else type(value).__name__!r}, and a text or UUID is expected: whose "
-        "key it is. Where there is no user, refuse the request; where nobody's answers are private, say scope=PUBLIC"
+        f"scope= returned {value if value == '' else type(value).__name__!r}; return a text or a UUID that identifies "
+        "the user of the key. If a request has no user, refuse it. If no answer is private, pass scope=PUBLIC"
     )
 
 

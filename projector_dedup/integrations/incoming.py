@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import inspect
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -28,8 +29,8 @@ class Incoming:
     ``message_id``, ``type``, ``occurred_at`` and ``content_type`` are the broker's own properties of a message, or
     headers that stand for them; None if the message has none. ``occurred_at`` is a datetime, or seconds since 1970.
     ``attempt`` is the number of this delivery, from 1, by the broker's count; leave it at 1 where the broker does not
-    count. ``origin`` says where the message was taken from, as in "queue flights", and ``body_name`` where in it its
-    body was: for log lines and texts of errors.
+    count. ``origin`` says where the message was taken from, as in "queue flights", ``body_name`` where in it its body
+    was, and ``id_name`` where the producer sets the id: for log lines and texts of errors.
     """
 
     body: bytes
@@ -41,10 +42,25 @@ class Incoming:
     attempt: int = 1
     origin: str = "a queue"
     body_name: str = "body of the message"
+    id_name: str = "message id"
 
 
 Convert = Callable[[Incoming], object]
 """A function that makes the event for ``Dispatcher.deliver`` of what came in; often a ``Message``."""
+
+
+def check_convert(convert: object) -> None:
+    """Raise ``ValueError`` for a ``convert`` that is not a plain function, and so would fail on every message."""
+    if isinstance(convert, type):
+        raise ValueError(
+            f"convert takes a function, not the class {convert.__name__}; write "
+            f'convert=into({{"payment.received": {convert.__name__}}}), with the type of your messages in place of '
+            '"payment.received" (into is in projector_dedup.integrations.typed_events)'
+        )
+    if not callable(convert):
+        raise ValueError("convert takes a function, such as json_event")
+    if inspect.iscoroutinefunction(convert):
+        raise ValueError("convert is an async def, which the consumer does not await: give a plain function")
 
 
 def json_event(incoming: Incoming) -> Message:
@@ -95,8 +111,8 @@ def json_of(incoming: Incoming) -> Any:
         flaw = str(error) if isinstance(error, ValueError) else "it is nested too deeply"
         if not incoming.body:
             flaw = (
-                "it is missing, or empty; send the JSON there, or give the consumer a convert= that makes the event of "
-                "what there is in incoming.headers"
+                "it is missing, or empty; send JSON there, or give the consumer a convert= that builds the event from "
+                "incoming.headers"
             )
         raise InvalidMessageError(f"the {incoming.body_name} is not JSON: {printable(flaw[:200])}") from error
 
@@ -135,7 +151,7 @@ def moment_of(value: object) -> datetime | None:
     except (ValueError, OverflowError, OSError) as error:
         if isinstance(error, InvalidMessageError):
             raise
-    raise InvalidMessageError("the time of the message is no moment: send RFC 3339, as in 2013-01-01T05:00:00Z")
+    raise InvalidMessageError("the time of the message cannot be read: send RFC 3339, as in 2013-01-01T05:00:00Z")
 
 
 def _refuse(constant: str) -> NoReturn:

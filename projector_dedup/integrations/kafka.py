@@ -109,7 +109,7 @@ class Consumer:
         self._client = new_consumer(config)
         self._producer = new_producer(config)
         self._waiting: dict[tuple[str, int], deque[Received]] = {}
-        self._looked = 0.0
+        self._resumed_at = 0.0
         self._stopped = False
 
     def run(self) -> None:
@@ -136,21 +136,21 @@ class Consumer:
         """Take one message, and those that have become due."""
         message = self._client.poll(self._patience())
         if message is not None and (error := message.error()) is not None:
-            self._troubled(error)
+            self._log_or_raise(error)
         elif message is not None:
             received = Received(message, copied=message.topic() in self._copied)
             if received.due > time.time() or (received.topic, received.partition) in self._waiting:
-                self._let_wait(received)
+                self._hold_back(received)
             else:
                 self._settle(received)
-        self._look_at_the_waiting()
+        self._settle_due()
 
     def _patience(self) -> float:
         """Return the seconds to wait for a message: until one of those that wait becomes due, and not for long."""
         now = time.time()
         return max(min([WAIT, *(line[0].due - now for line in self._waiting.values())]), 0.0)
 
-    def _let_wait(self, received: Received) -> None:
+    def _hold_back(self, received: Received) -> None:
         """Keep a message that is not due, and take no more from its partition; its offset is not stored.
 
         Its partition sends nothing more, but the consumer polls on, so that the group keeps it as a member.
@@ -159,7 +159,7 @@ class Consumer:
         self._waiting.setdefault((received.topic, received.partition), deque()).append(received)
         self._client.pause([TopicPartition(received.topic, received.partition)])
 
-    def _look_at_the_waiting(self) -> None:
+    def _settle_due(self) -> None:
         """Settle the messages that have become due, and let partitions send again where none waits.
 
         Every second all of those are resumed, because librdkafka forgets a resume that comes while a pause, or a
@@ -171,11 +171,11 @@ class Consumer:
                 line.popleft()
             if not line:
                 del self._waiting[place]
-                self._looked = 0.0
-        if time.monotonic() - self._looked >= WAIT:
+                self._resumed_at = 0.0
+        if time.monotonic() - self._resumed_at >= WAIT:
             free = [each for each in self._client.assignment() if (each.topic, each.partition) not in self._waiting]
             self._client.resume(free)
-            self._looked = time.monotonic()
+            self._resumed_at = time.monotonic()
 
     def _forget(self, _client: Client, partitions: list[TopicPartition]) -> None:
         """Called when partitions go to somebody else, who will get what waits here: nothing of it is stored."""
@@ -190,14 +190,14 @@ class Consumer:
             attempt += 1
             settled = self._settling.deliver(received.incoming(self._id_header, attempt))
         if not settled.acknowledge:
-            self._put_aside(received, settled, attempt)
+            self._publish_copy(received, settled, attempt)
         try:
             self._client.store_offsets(received.message)
         except KafkaException as error:
             if error.args[0].name() != "_STATE":  # the partition is somebody else's by now, who will see a duplicate
                 raise
 
-    def _put_aside(self, received: Received, settled: Settled, attempt: int) -> None:
+    def _publish_copy(self, received: Received, settled: Settled, attempt: int) -> None:
         """Put a copy into the retry topic, or into that of the dead letters if the message is rejected.
 
         Raises ``RefusedError`` for a copy that is too large for its topic, and ``KafkaException`` for every other copy
@@ -221,8 +221,8 @@ class Consumer:
                 "max.message.bytes, and start the consumer again"
             ) from error
 
-    def _troubled(self, error: KafkaError) -> None:
-        """Log an error that passes. Raises for any other."""
+    def _log_or_raise(self, error: KafkaError) -> None:
+        """Log a temporary error. Raises any other error."""
         if error.name() == "_AUTO_OFFSET_RESET":
             raise RefusedError(
                 f"the group has no position in one of its topics ({error.str()}): begin(...) gives a new group its "
@@ -230,7 +230,7 @@ class Consumer:
             )
         if error.fatal() or not (error.retriable() or error.name() in PASSING):
             raise KafkaException(error)
-        logger.warning("Kafka: %s; the consumer goes on by itself", error.str())
+        logger.warning("Kafka: %s; the consumer continues", error.str())
 
 
 # Positions that somebody sets by hand: of a new group, and of dead letters that are replayed -------------------------
@@ -279,8 +279,8 @@ def replay(config: Mapping[str, Any], topic: str, *, since: datetime | None = No
             if received.partition in unknown and message.timestamp()[1] < oldest.timestamp() * 1000:
                 if since is None:
                     raise RefusedError(
-                        f"{received.origin} is older than the markers that are kept, and nobody knows whether it was "
-                        "replayed before: say since="
+                        f"{received.origin} is older than the markers that are kept, and may have been replayed "
+                        "before: pass since="
                     )
                 continue
             put_copy(producer, message, retry, received.copy_headers(attempt=1))
@@ -376,6 +376,7 @@ class Received:
             headers=found,
             attempt=attempt,
             origin=self.origin,
+            id_name=f"header {id_header}",
         )
 
     def copy_headers(self, **added: str | int) -> Headers:
@@ -480,6 +481,6 @@ def put_copy(producer: Producer, message: Message, topic: str, headers: Headers)
     )
     producer.flush(2 * TIMEOUT)  # the producer's own limit comes before
     if not outcome:
-        raise TimeoutError(f"nobody has confirmed a copy in {topic}; the original is delivered again")
+        raise TimeoutError(f"Kafka has not confirmed a copy in {topic}; the original is delivered again")
     if (error := outcome[0]) is not None:
         raise KafkaException(error)

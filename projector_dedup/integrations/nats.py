@@ -1,4 +1,4 @@
-"""Consume a NATS JetStream stream: acknowledge after the commit, delay what comes too early, keep what is rejected.
+"""Consume a NATS JetStream stream: acknowledge after the commit, retry with a delay, keep the dead letters.
 
 Needs the extra ``nats``.
 """
@@ -57,17 +57,17 @@ _Process = Callable[[int, bytes, bytes, bytes, bytes], Awaitable[None]]
 class Consumer:
     """Consumes the messages of one stream, as the durable pull consumer ``durable``; or those of one ``subject`` in it.
 
-    A message is acknowledged after the commit of its read-model write. What is to come again is returned to the
-    server with a delay; a rejected message goes to the stream of dead letters, and is acknowledged after that stream
-    has confirmed it. ``in_flight`` messages are delivered side by side: with 1 they are delivered in the order of the
-    stream, but for those that come again. Start as many processes as are wanted, all with the same ``durable``.
+    The consumer acknowledges a message after the commit, and returns a message to retry to the server with a delay. It
+    publishes a rejected message to the stream of dead letters, and acknowledges it after that stream has confirmed it.
+    ``in_flight`` messages are delivered at the same time; with 1 they are delivered in the order of the stream, except
+    for retries. Start as many processes as you need, all with the same ``durable``.
 
-    ``convert`` makes the event of a message, which is rejected after ``max_attempts`` deliveries; None sets no limit.
-    ``max_delay`` bounds the seconds before it comes again. ``ack_wait`` is the number of seconds after which the
-    messages of a process that died are delivered to another; those of a handler that takes longer are kept alive.
+    ``convert`` makes the event of a message. The consumer rejects a message after ``max_attempts`` deliveries; None
+    sets no limit. ``max_delay`` limits the seconds before a retry. After ``ack_wait`` seconds, the server delivers the
+    messages of a process that died to another one. While a handler runs, the consumer extends this time.
 
-    Raises ``HandlerDefinitionError`` for a dispatcher that is not an ``AsyncDispatcher``, and ``TypeError`` for what
-    is no connection.
+    Raises ``HandlerDefinitionError`` for a dispatcher that is not an ``AsyncDispatcher``, and ``TypeError`` for
+    anything but a connection.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class Consumer:
                 raise
             except Error as error:
                 logger.warning(  # nats-py connects again by itself
-                    "NATS does not answer for the consumer %s of the stream %s, which is asked again: %s",
+                    "NATS does not answer for the consumer %s of the stream %s; the library asks again: %s",
                     *(self._durable, self._stream, type(error).__name__),
                 )
         return messages
@@ -234,6 +234,7 @@ def _incoming(message: Msg, stream: str) -> Incoming:
         headers=headers,
         attempt=message.metadata.num_delivered or 1,
         origin=f"message {message.metadata.sequence.stream} of stream {stream}",
+        id_name="header Nats-Msg-Id",
     )
 
 
@@ -296,7 +297,7 @@ async def keep(connection: Client, message: Msg, stream: str, durable: str, reas
                 )
             return True
     logger.error(
-        "message %d of stream %s is too large for a dead letter, and comes again: give the server a larger max_payload",
+        "message %d of stream %s is too large for a dead letter, so NATS delivers it again: raise its max_payload",
         *(number, stream),
     )
     return False
@@ -312,9 +313,9 @@ def _shorter_and_shorter(headers: Headers, named: Headers, reason: str) -> Itera
 async def replay(connection: Client, stream: str, durable: str) -> int:
     """Publish the dead letters of a consumer again, to the subject that each came from; return their number.
 
-    Call it after the handler or the data was mended. Every consumer of that subject gets the messages: those that had
-    applied them find duplicates. Each dead letter is deleted after the stream has confirmed its copy. A message in the
-    stream of dead letters that has no subject to which nats-py can publish stays there, and the log says so.
+    Correct the handler or the data first. Every consumer of that subject gets the messages; for those that had applied
+    them, they are duplicates. Each dead letter is deleted after the stream has confirmed its copy. A dead letter
+    without a subject to which nats-py can publish is not replayed, and the library logs it.
     """
     streams, dead = connection.jetstream(), dead_stream(stream, durable)
     state = (await streams.stream_info(dead)).state  # what is rejected anew while this runs stays
@@ -332,7 +333,8 @@ async def replay(connection: Client, stream: str, durable: str) -> int:
             if not _SUBJECT.fullmatch(headers.get(SUBJECT, "")):
                 await letter.ack()
                 logger.error(
-                    "message %d of stream %s stays there, because nats-py cannot publish to its header %s",
+                    "message %d of stream %s is not replayed, because nats-py cannot publish to the subject in its "
+                    "header %s",
                     *(number, printable(dead), SUBJECT),
                 )
                 continue

@@ -41,16 +41,16 @@ _READABLE_TYPES = {ord("T"): ord("l"), ord("F"): ord("x"), ord("A"): ord("x")}  
 
 
 class Consumer:
-    """Takes messages from a durable queue and gives them to a dispatcher, one after the other.
+    """Delivers the messages of a durable queue to a dispatcher, one after the other.
 
-    A message is acknowledged when it is applied, or was applied before. One that is to come again waits in one of the
-    queues ``<queue>.wait.1s``, ``.5s``, ``.30s`` and ``.300s``; a rejected one goes to ``<queue>.dead``, with the
-    error in its header ``x-rejected-for``. All of them are declared here, and the work queue too if it is missing.
+    The consumer acknowledges a message that is applied or is a duplicate. A message to retry waits in one of the queues
+    ``<queue>.wait.1s``, ``.5s``, ``.30s`` and ``.300s``. A rejected message goes to ``<queue>.dead``, with the error in
+    its header ``x-rejected-for``. The consumer declares all of these queues, and the work queue if it is missing.
 
-    ``convert`` makes the event of a message. ``prefetch`` is how many messages RabbitMQ sends ahead. A message is
-    rejected after ``max_attempts`` deliveries; None sets no limit. It waits in the longest of the queues that does not
-    exceed ``max_delay`` seconds, or else in the shortest. Raises ``TypeError`` for an address in place of the
-    parameters.
+    ``convert`` makes the event of a message. ``prefetch`` is how many messages RabbitMQ sends in advance. The consumer
+    rejects a message after ``max_attempts`` deliveries; None sets no limit. A message waits in the queue with the
+    longest delay of at most ``max_delay`` seconds, or else in the first one. Raises ``TypeError`` for an address in
+    place of the parameters.
     """
 
     def __init__(
@@ -100,10 +100,10 @@ class Consumer:
 
 
 def replay(parameters: Parameters, queue: str) -> int:
-    """Publish the dead letters of ``queue`` again, those that are there now; return how many there were.
+    """Publish the present dead letters of ``queue`` again, and return their number.
 
-    Each is acknowledged when RabbitMQ has confirmed that it is back in the queue. Replay after the cause was mended,
-    and within the retention of the markers: until then a message that was applied after all is a duplicate.
+    Correct the cause first. A message that was applied after all is then a duplicate, as long as its marker is kept, so
+    replay within the retention. Each dead letter is acknowledged after RabbitMQ has confirmed its copy in the queue.
     """
     expect(Parameters, parameters, _PARAMETERS)
     with BlockingConnection(parameters, _impl_class=_Connection) as connection:

@@ -173,4 +173,5 @@ def _incoming(received: Any, subscription: str) -> Incoming:
         attempt=max(received.delivery_attempt, 1),
         origin=f"subscription {subscription.rpartition('/')[2]}",
         body_name="data of the message",
+        id_name="attribute message_id",
     )

@@ -1,8 +1,8 @@
 """RabbitMQ, by any client: the queues beside a work queue, and the headers of the copies that go into them.
 
-A message that is to come again is copied into a wait queue, whose time to live leads it back to the work queue; one
-that is rejected is copied into the dead letters. The copy is confirmed before the original is acknowledged: between the
-two, a crash leaves the message twice and never not at all.
+A consumer copies a message to retry into a wait queue, from which RabbitMQ moves it back to the work queue when its
+time to live ends. It copies a rejected message into the dead-letter queue. RabbitMQ confirms the copy before the
+consumer acknowledges the original, so a crash between the two can leave the message twice, but cannot lose it.
 """
 
 from __future__ import annotations
@@ -96,6 +96,7 @@ def incoming_of(body: bytes, properties: Any, queue: str) -> Incoming:
         headers,
         attempt=_deliveries(headers) + 1,
         origin=f"queue {queue}",
+        id_name="property message_id",
     )
 
 

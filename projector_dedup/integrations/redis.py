@@ -1,4 +1,4 @@
-"""Consume a Redis stream: acknowledge after the commit, delay what comes too early, keep what is rejected.
+"""Consume a Redis stream: acknowledge after the commit, retry with a delay, keep the dead letters.
 
 Needs the extra ``redis``, and Redis 6.2 or newer.
 """
@@ -55,14 +55,14 @@ class _Due:
 class Consumer:
     """Consumes the entries of ``stream`` as a member of ``group``, one after the other.
 
-    An entry is acknowledged after the commit of its read-model write. What is to come again stays pending until its
-    delay is over; a rejected entry is added to the stream of dead letters, and then acknowledged. Start as many
-    processes as are wanted, all with the same ``group``. A group that is not there begins with the first entry.
+    The consumer acknowledges an entry after the commit. An entry to retry stays pending until its delay ends. The
+    consumer adds a rejected entry to the stream of dead letters, and then acknowledges it. Start as many processes as
+    you need, all with the same ``group``. If the group is missing, the consumer creates it at the first entry.
 
-    The event is made by ``convert`` of the fields ``body``, ``message_id`` and ``type``; all fields are its headers.
-    An entry is rejected after ``max_attempts`` deliveries; None sets no limit. ``max_delay`` bounds the seconds before
-    it comes again. Entries of a process that died are taken over after ``abandoned_after`` seconds; let that be longer
-    than a handler takes, or two processes work on one entry, of which one then finds a duplicate.
+    ``convert`` makes the event of the fields ``body``, ``message_id`` and ``type``; all fields are its headers. The
+    consumer rejects an entry after ``max_attempts`` deliveries; None sets no limit. ``max_delay`` limits the seconds
+    before a retry. After ``abandoned_after`` seconds, another process takes over the entries of a process that died.
+    Choose more than a handler takes; otherwise two processes deliver one entry, and one of them finds a duplicate.
 
     Raises ``HandlerDefinitionError`` for a dispatcher that is not a ``Dispatcher``, ``TypeError`` for an address in
     place of the client, and ``RefusedError`` for a client with ``decode_responses=True``.
@@ -161,7 +161,7 @@ class Consumer:
             return None
         for _, fields in self._client.xclaim(self._stream, self._group, self._member, due.idle, [due.number]):
             return _Entry(due.number, fields, pending[0]["times_delivered"] + 1)
-        self._tell_if_deleted(due.number)
+        self._log_if_deleted(due.number)
         return None
 
     def _settle(self, entry: _Entry, settled: Settled) -> None:
@@ -176,13 +176,13 @@ class Consumer:
         elif self._pending(entry.number, entry.number, 1, self._member):  # else another process settles it by now
             owner = f"{_LATER}{settled.delay:g}"
             if not self._client.xclaim(self._stream, self._group, owner, 0, [entry.number], idle=0, justid=True):
-                self._tell_if_deleted(entry.number)
+                self._log_if_deleted(entry.number)
 
     def _pending(self, first: str | bytes, last: str | bytes, count: int, owner: str | bytes, idle: int = 0) -> Any:
         """Return pending entries of one owner that nobody has touched for ``idle`` milliseconds."""
         return self._client.xpending_range(self._stream, self._group, first, last, count, owner, idle or None)
 
-    def _tell_if_deleted(self, number: bytes) -> None:
+    def _log_if_deleted(self, number: bytes) -> None:
         """Log that an entry which could not be claimed is lost, if it is: Redis forgets such an entry by the claim."""
         if not self._client.xrange(self._stream, number, number):
             logger.error(
@@ -224,4 +224,5 @@ def _incoming(entry: _Entry, stream: str) -> Incoming:
         attempt=entry.attempt,
         origin=f"entry {entry.number.decode()} of stream {stream}",
         body_name='field "body" of the entry',
+        id_name='field "message_id" of the entry',
     )

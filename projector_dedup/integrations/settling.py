@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -34,7 +33,7 @@ from ..message import envelope, id_text, printable
 from ..observer import Reason
 from ..outcome import Outcome
 from ..verdict import Action, Verdict, verdict_of
-from .incoming import Convert, Incoming, json_event
+from .incoming import Convert, Incoming, check_convert, json_event
 
 __all__ = ["Settled", "Settling"]
 
@@ -75,7 +74,7 @@ class Settled:
 
     @property
     def acknowledge(self) -> bool:
-        """True if the message is applied, or was applied before, or nobody is to want it."""
+        """True if the message is applied, is a duplicate, or was skipped."""
         return self.verdict is None
 
     @property
@@ -119,10 +118,7 @@ class Settling:
         wanted = AsyncDispatcher if asynchronous else Dispatcher
         if not isinstance(dispatcher, wanted):
             raise HandlerDefinitionError(f"this consumer takes {wanted.__name__}, not {type(dispatcher).__name__}")
-        if not callable(convert):
-            raise ValueError("convert takes a function, such as json_event")
-        if inspect.iscoroutinefunction(convert):
-            raise ValueError("convert is an async def, and nobody would await it: give a plain function")
+        check_convert(convert)
         if max_attempts is not None and max_attempts < 1:
             raise ValueError("max_attempts is at least 1; None sets no limit")
         expect((int, float), max_delay, "max_delay is a number of seconds, as in max_delay=5")
@@ -180,18 +176,18 @@ class Settling:
     def kept(self, settled: Settled) -> None:
         """Report to the observer that the broker has confirmed the dead letter of a message that was rejected."""
         if self._observing is not None and settled.reject:
-            self._observing.tell_delivery("dead_letter", self._broker, settled.label)
+            self._observing.report_delivery("dead_letter", self._broker, settled.label)
 
     def unread(self, error: BaseException) -> Settled:
         """Return the answer for a message that the broker's client could not read: reject it."""
         settled = Settled(Verdict(Action.REJECT, 0.0, error), _reason(error), "invalid_message")
         if self._observing is not None:
-            self._observing.tell_delivery("rejected", self._broker, settled.label, error=error)
+            self._observing.report_delivery("rejected", self._broker, settled.label, error=error)
         return settled
 
     def _acknowledged(self, incoming: Incoming, event: object) -> Settled:
         if self._observing is not None:
-            self._observing.tell_delivery(
+            self._observing.report_delivery(
                 "acknowledged", self._broker, None, self._id_of(incoming, event), incoming.attempt
             )
         return Settled()
@@ -228,13 +224,18 @@ class Settling:
                 settled[position] = self._acknowledged(incoming[position], event)
 
     def _failed(self, incoming: Incoming, event: object, error: BaseException) -> Settled:
+        if isinstance(error, InvalidMessageIdError) and self._has_no_id(event):
+            error = InvalidMessageIdError(  # that of the dispatcher is for callers of ``deliver``
+                "the message has no id, so a redelivery could not be detected; the producer must set the "
+                f"{incoming.id_name}. If the body contains the id, give the dispatcher message_id=by_path(...)"
+            )
         verdict = verdict_of(error, attempts=max(incoming.attempt, 1), max_attempts=self._max_attempts)
         verdict = replace(verdict, delay=min(verdict.delay, self._max_delay))
         if verdict.action is Action.ACKNOWLEDGE:  # convert asked for a command; the event itself was not delivered
             verdict = replace(verdict, action=Action.REJECT)
         settled = Settled(verdict, _reason(error), self._label(error, verdict, read=event is not _UNREAD))
         if self._observing is not None:
-            self._observing.tell_delivery(
+            self._observing.report_delivery(
                 "rejected" if settled.reject else "retried",
                 self._broker,
                 settled.label,
@@ -242,12 +243,12 @@ class Settling:
                 incoming.attempt,
                 verdict.error,
             )
-        told = (self._name(incoming, event), printable(incoming.origin), incoming.attempt)
+        named = (self._name(incoming, event), printable(incoming.origin), incoming.attempt)
         if settled.reject:
             ours = isinstance(verdict.error, ProjectorDedupError)  # its text says all
             logger.error(
                 "message %s from %s is rejected at delivery %d: %s",
-                *told,
+                *named,
                 settled.reason,
                 exc_info=None if ours else error,
             )
@@ -255,8 +256,8 @@ class Settling:
             level = logging.INFO if isinstance(verdict.error, (Defer, InProgress)) else logging.WARNING
             logger.log(
                 level,
-                "message %s from %s is to come again in %.1f s after delivery %d: %s",
-                *(*told[:2], settled.delay, told[2], settled.reason),
+                "message %s from %s will be delivered again in %.1f s, after delivery %d: %s",
+                *(*named[:2], settled.delay, named[2], settled.reason),
             )
         return settled
 
@@ -276,6 +277,13 @@ class Settling:
         """Return the id of a message for a log line."""
         found = self._id_of(incoming, event)
         return "(without an id)" if found is None else printable(found[:80])
+
+    def _has_no_id(self, event: object) -> bool:
+        """True if the dispatcher finds no id in the event, not even one that cannot be used."""
+        try:
+            return event is not _UNREAD and envelope(event, None, self._dispatcher._extractor, needed=True).id is None
+        except Exception:  # noqa: BLE001  # of somebody's extractor, or for an id that cannot be used
+            return False
 
     def _id_of(self, incoming: Incoming, event: object) -> str | None:
         """Return the id of a message, the broker's or the one that the dispatcher finds; None if there is none."""
@@ -306,5 +314,5 @@ def _reason(error: BaseException) -> str:
     try:
         text = "; ".join([str(error), *getattr(error, "__notes__", ())])
     except Exception:  # noqa: BLE001  # somebody's own __str__ must not stop the consumer
-        text = "(its text cannot be had)"
+        text = "(its text cannot be read)"
     return printable(f"{type(error).__name__}: {text}"[:MAX_REASON])

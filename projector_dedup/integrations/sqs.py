@@ -289,6 +289,7 @@ def _incoming(message: _Message, url: str) -> Incoming:
         headers=headers,
         attempt=int(message["Attributes"]["ApproximateReceiveCount"]),
         origin=f"queue {_name(url)}",
+        id_name="message attribute message_id",
     )
 
 

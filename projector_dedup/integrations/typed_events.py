@@ -14,9 +14,11 @@ with needs("events"):
 
 from ..errors import HandlerDefinitionError, InvalidMessageError
 from ..message import IdExtractor, Message, TypeExtractor, attribute_or_key, printable
-from .incoming import Convert, Incoming, json_event
+from .incoming import Convert, Incoming, check_convert, json_event
 
 Build = Callable[[Any], Any]
+
+_CLASSES = "a dataclass, a TypedDict, a Pydantic model or a msgspec struct"
 
 
 def into(
@@ -32,8 +34,8 @@ def into(
 
         Consumer(parameters, "payments", dispatcher, convert=into({"payment.received": PaymentReceived}))
 
-    ``types`` maps the type that a message carries to a dataclass, a ``TypedDict``, a model of Pydantic's or a struct of
-    msgspec's. ``convert`` reads the message first: ``json_event``, ``cloudevent``, or a function of your own that
+    ``types`` maps the type that a message carries to a dataclass, a ``TypedDict``, a Pydantic model, a msgspec struct,
+    or ``dict``. ``convert`` reads the message first: ``json_event``, ``cloudevent``, or a function of your own that
     returns a ``Message``. Where that finds no type or no id, ``type`` and ``message_id`` look into the JSON. A message
     of another type is passed on as it is, under its name.
 
@@ -48,6 +50,7 @@ def into(
         raise HandlerDefinitionError(
             'into() takes a mapping of types to classes, as in into({"payment.received": PaymentReceived})'
         )
+    check_convert(convert)
     builders = {name: _builder(name, kind) for name, kind in types.items()}
 
     def converted(incoming: Incoming) -> Message:
@@ -72,6 +75,10 @@ def _builder(name: str, kind: type[Any]) -> Build:
     given: object = kind
     if not isinstance(given, type):
         raise HandlerDefinitionError(f"into() maps the type {printable(name)} to a class, not to {given!r}")
+    if kind.__module__ == "builtins" and kind is not dict:
+        raise HandlerDefinitionError(
+            f"into() maps the type {printable(name)} to {kind.__name__}, which has no fields; give {_CLASSES}"
+        )
     return _struct(name, kind) if hasattr(kind, "__struct_fields__") else _by_pydantic(name, kind)
 
 
@@ -81,8 +88,8 @@ def _by_pydantic(name: str, kind: type[Any]) -> Build:
         adapter.rebuild(raise_errors=True)  # of a class that was not yet defined when an annotation was read
     except Exception as error:
         raise HandlerDefinitionError(
-            f"no {kind.__qualname__} can be built of JSON ({error.__class__.__name__}: {str(error).splitlines()[0]}); "
-            "give a dataclass, a TypedDict, a model of Pydantic's or a struct of msgspec's"
+            f"Pydantic cannot build {kind.__qualname__} from JSON ({error.__class__.__name__}: "
+            f"{str(error).splitlines()[0]}); give {_CLASSES}"
         ) from error
 
     def build(body: Any) -> Any:
@@ -110,6 +117,6 @@ def _struct(name: str, kind: type[Any]) -> Build:
 
 def _unfit(name: str, kind: type[Any], flaw: str) -> InvalidMessageError:
     return InvalidMessageError(
-        f"a message of the type {printable(name)} does not fit {kind.__qualname__} ({printable(flaw)[:300]}); mend the "
-        "producer, or the class"
+        f"a message of the type {printable(name)} does not fit {kind.__qualname__} ({printable(flaw)[:300]}); correct "
+        "the producer, or the class"
     )

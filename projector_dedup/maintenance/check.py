@@ -34,7 +34,7 @@ from ..tables import DedupTables, default_tables, full_name
 from .databases import Finding, advice, database_of, in_utc
 from .rebuild_state import open_rebuilds
 from .running import KINDS, connected_to, other_kind
-from .state import SCHEMA_VERSION, duration, moment_with_zone, read_state
+from .state import SCHEMA_VERSION, duration, in_hours, moment_with_zone, read_state
 from .stats import Ages
 
 _LONG = "x" * (MAX_MESSAGE_ID_BYTES - 1)
@@ -184,10 +184,10 @@ def _keeps(connection: Connection, dialect: Dialect, tables: DedupTables, handle
 def _keeps_effects(connection: Connection, table: Table, stored: str, effect: str) -> bool:
     """True if an effect that fills its columns is read as it was written, and gets a time when it is finished."""
     whole = _EVERY_BYTE * 256
-    told = evidence(DONE, whole, 1) | {"error": "x" * MAX_ERROR, "decision": "x" * 1000}
+    known = evidence(DONE, whole, 1) | {"error": "x" * MAX_ERROR, "decision": "x" * 1000}
     try:
         new = read(connection, table, stored, effect)
-        if new is None or not release(connection, table, new, new.token, 0, **told):
+        if new is None or not release(connection, table, new, new.token, 0, **known):
             return False
         kept = read(connection, table, stored, effect)
         if not finish(connection, table, new, new.token, DONE, whole, ATTEMPT, over=True):
@@ -201,7 +201,7 @@ def _keeps_effects(connection: Connection, table: Table, stored: str, effect: st
         and done is not None
         and (new.request, new.fingerprint, new.armed) == (whole, _EVERY_BYTE[-32:], True)
         and abs(new.now - new.armed_at) < _MINUTE
-        and (kept.evidence, kept.evidence_outcome, kept.decision) == (whole, DONE, told["decision"])
+        and (kept.evidence, kept.evidence_outcome, kept.decision) == (whole, DONE, known["decision"])
         and (done.result, done.outcome, done.decided_by) == (whole, DONE, ATTEMPT)
         and off is not None
         and off < timedelta(minutes=1)
@@ -308,7 +308,7 @@ def _pruning(found: Ages, tables: DedupTables) -> Iterator[Finding]:
             )
     elif age > timedelta(hours=found.retention_hours) + _SETTLING + _SLACK:
         yield advice(
-            f"the oldest {tables.noun} is {duration(age)} old, but the retention is {found.retention_hours:g} hours; "
+            f"the oldest {tables.noun} is {duration(age)} old, but the retention is {in_hours(found.retention_hours)}; "
             f"the last complete cleanup was {duration(found.at - state.cleaned_at)} ago",
             clean,
         )
@@ -322,15 +322,15 @@ def _horizon(found: Ages, tables: DedupTables) -> Iterator[Finding]:
         return
     if state.retention_hours is not None and state.retention_hours < horizon:
         yield advice(
-            f"the last cleanup kept {tables.noun}s for {state.retention_hours:g} hours, but a message may come again "
-            f"after {horizon:g} hours (the declared horizon), and would be applied again",
+            f"the last cleanup kept {tables.noun}s for {in_hours(state.retention_hours)}, but a message may come again "
+            f"after {in_hours(horizon)} (the declared horizon), and would be applied again",
             f"run cleanup with --retention-hours {horizon:g} or more, without --force; or, if the horizon is too long, "
             "declare a shorter one with `idempotency horizon`",
         )
     elif state.pruned_until is not None and state.pruned_until > found.at - timedelta(hours=horizon):
         yield advice(
             f"{tables.noun}s up to {moment_with_zone(state.pruned_until)} are deleted, but a message may come again "
-            f"after {horizon:g} hours (the declared horizon); without its {tables.noun} it would be applied again",
+            f"after {in_hours(horizon)} (the declared horizon); without its {tables.noun} it would be applied again",
             "do not replay messages from before that time",
         )
 
@@ -348,7 +348,7 @@ def _unknown(unknown: Set[str]) -> Iterator[Finding]:
 def _timeless(found: Ages) -> Iterator[Finding]:
     if found.timeless and found.state.pruned_until is not None:
         yield advice(
-            f"messages of these handlers have no time: {_listed(found.timeless)}",
+            f"the messages of these handlers have no occurred_at: {_listed(found.timeless)}",
             "a message without a time that comes again after cleanup has deleted its marker is applied again, without "
             "any notice; set occurred_at, or give the dispatcher an extractor, such as occurred_at=from_uuid7",
         )

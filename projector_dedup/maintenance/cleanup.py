@@ -41,6 +41,7 @@ from .state import (
     REDELIVERY_HORIZON,
     RETENTION,
     advance_state,
+    in_hours,
     moment_text,
     read_state,
     write_state,
@@ -185,10 +186,10 @@ def refuse_short_retention(engine: Engine, retention_hours: float, *, tables: De
     horizon = redelivery_horizon(engine, tables=tables)
     if horizon is not None and retention_hours < horizon:
         raise RetentionTooShortError(
-            f"a retention of {retention_hours:g} hours is shorter than the redelivery horizon of {horizon:g} hours, so "
-            f"a message that comes again after its {tables.noun} is deleted would be applied again; keep "
-            f"{tables.noun}s for at least {horizon:g} hours, declare a shorter horizon (`idempotency horizon`), or use "
-            "force=True (--force)"
+            f"a retention of {in_hours(retention_hours)} is shorter than the redelivery horizon of "
+            f"{in_hours(horizon)}, so a message that comes again after its {tables.noun} is deleted would be applied "
+            f"again; keep {tables.noun}s for at least {in_hours(horizon)}, declare a shorter horizon "
+            "(`idempotency horizon`), or use force=True (--force)"
         )
 
 
@@ -228,8 +229,8 @@ def _advance_lines(run: _Run, tables: DedupTables, expired: Expired) -> tuple[Ex
         run.attempt(partial(write_known, tables, unknown))
     except DBAPIError as error:
         logger.warning(
-            "markers whose messages have a time are not deleted, because the lines of late messages could not be "
-            "written into %s: %s; grant SELECT, INSERT, UPDATE and DELETE on it",
+            "cleanup kept the markers of messages that have a time, because it could not write into %s: %s; grant "
+            "SELECT, INSERT, UPDATE and DELETE on it",
             tables.state.fullname,
             printable(str(error.orig))[:300],
         )

@@ -200,9 +200,9 @@ class OnPostgreSQL(Database):
         # timeout, since a cleanup comes back to rows that others hold for longer; and a COMMIT that does not wait for
         # the disk, since the next cleanup deletes what a crash restores.
         settings = "concat(set_config('lock_timeout', '100ms', true), set_config('synchronous_commit', 'off', true))"
-        in_a_hurry = select(literal_column(settings, type_=Text())).scalar_subquery().is_not(None)
+        impatient = select(literal_column(settings, type_=Text())).scalar_subquery().is_not(None)
         # An address is unique in one partition only: a row of another partition with this address may be young.
-        return delete(expired.marker).where(in_a_hurry, literal_column("ctid") == batch, expired.among(expired.marker))
+        return delete(expired.marker).where(impatient, literal_column("ctid") == batch, expired.among(expired.marker))
 
     def findings(self, connection: Connection, marker: Table) -> list[Finding]:
         """Return findings about settings with which a crash or a failover would lose data."""
@@ -297,7 +297,7 @@ class OnMariaDB(Database):
         """Return a DELETE by a join: it locks only the rows it deletes, and skips rows that another cleaner locked."""
         marker = expired.marker
         batch = expired.oldest(marker, *marker.primary_key).with_for_update(skip_locked=True).subquery("batch")
-        return _HastyDelete(marker).where(
+        return _ImpatientDelete(marker).where(
             marker.c.message_id == batch.c.message_id,
             marker.c.handler == batch.c.handler,
         )
@@ -376,14 +376,14 @@ class OnMariaDB(Database):
                 connection.commit()
 
 
-class _HastyDelete(Delete):
+class _ImpatientDelete(Delete):
     """Waits for a lock at most a second: in a small table the planner makes a DELETE read rows that others hold."""
 
     inherit_cache = True
 
 
-@compiles(_HastyDelete)
-def _hurry(element: _HastyDelete, compiler: SQLCompiler, **options: Any) -> str:
+@compiles(_ImpatientDelete)
+def _compile_impatient(element: _ImpatientDelete, compiler: SQLCompiler, **options: Any) -> str:
     statement: str = compiler.visit_delete(element, **options)  # type: ignore[no-untyped-call]  # SQLAlchemy's
     mariadb = getattr(compiler.dialect, "is_mariadb", False)
     return f"SET STATEMENT innodb_lock_wait_timeout = 1 FOR {statement}" if mariadb else statement
@@ -426,8 +426,8 @@ class OnSQLite(Database):
         if mode == "wal" and len(files) > 1:  # https://www.sqlite.org/lang_attach.html
             return [
                 advice(
-                    "databases are attached, and with write-ahead logging a COMMIT is atomic only in each file if a "
-                    "crash interrupts it",
+                    "databases are attached, and with write-ahead logging a crash during COMMIT may commit one file "
+                    "and not another",
                     "put the markers into the file of the read model: make_tables(metadata, schema=...)",
                 )
             ]

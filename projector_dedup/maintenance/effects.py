@@ -25,6 +25,7 @@ from ..message import printable, valid_handler
 from ..options import RetryPolicy
 from .databases import Finding, advice
 from .running import KINDS, connected_to, refuse_other_kind, run_with_retries
+from .state import in_hours
 from .state import state_of as read_state_of
 
 Decided = Literal["done", "rejected", "not done"]
@@ -196,8 +197,8 @@ def _decision(outcome: Decided, value: str | None, code: str | None, why: str, w
             json.loads(value, parse_constant=_no_json)
         except (ValueError, RecursionError):
             raise RefusedError("the value is not JSON; write a text in double quotes, and no value as null") from None
-    told = {"who": printable(who)[:_MAX_WHO], "why": printable(why)[:_MAX_WHY]}
-    return {"outcome": outcome, "value": value, "code": code, **told}
+    decided_by = {"who": printable(who)[:_MAX_WHO], "why": printable(why)[:_MAX_WHY]}
+    return {"outcome": outcome, "value": value, "code": code, **decided_by}
 
 
 def _no_json(constant: str) -> Never:
@@ -206,16 +207,16 @@ def _no_json(constant: str) -> Never:
 
 def _refuse(row: Row[Any], attempt: int) -> Never:
     """Raise ``RefusedError`` with what has changed since the person read the effect."""
-    state, told = state_of(row), _told(row.handler, RecordKey.of(*_key(row.message_id)))
+    state, name = state_of(row), _label(row.handler, RecordKey.of(*_key(row.message_id)))
     if row.outcome is not None:
-        raise RefusedError(f"{told} is already {state}, and an outcome is never overwritten")
+        raise RefusedError(f"{name} is already {state}, and an outcome is never overwritten")
     if row.attempt != attempt:
         raise RefusedError(
-            f"{told} has changed: {row.attempt} attempts were made, not {attempt}. Show it again and check the provider"
+            f"{name} has changed: {row.attempt} attempts were made, not {attempt}. Show it again and check the provider"
         )
     if state is State.RUNNING:
-        raise RefusedError(f"{told} is running until {_moment(row.lease_until):%H:%M:%S} UTC; show it again after that")
-    raise RefusedError(f"{told} has the value of an attempt, which has precedence over a decision; `settle` records it")
+        raise RefusedError(f"{name} is running until {_moment(row.lease_until):%H:%M:%S} UTC; show it again after that")
+    raise RefusedError(f"{name} has the value of an attempt, which has precedence over a decision; `settle` records it")
 
 
 # Rows -------------------------------------------------------------------------------------------------------------
@@ -236,7 +237,7 @@ def _one(connection: Connection, tables: EffectTables, asked: RecordKey, effect:
     found = [row for row in _all(connection, tables, asked) if name in (None, row.handler)]
     if not found:
         raise RefusedError(
-            f"{_told(name, asked)} does not exist: it was not armed, or cleanup has deleted it, or its name, scope or "
+            f"{_label(name, asked)} does not exist: it was not armed, or cleanup has deleted it, or its name, scope or "
             "key is spelled differently"
         )
     if len(found) > 1:
@@ -245,7 +246,7 @@ def _one(connection: Connection, tables: EffectTables, asked: RecordKey, effect:
     return found[0]
 
 
-def _told(name: str | None, asked: RecordKey) -> str:
+def _label(name: str | None, asked: RecordKey) -> str:
     return f"the effect{'' if name is None else f' {printable(name)}'} of the {_of(asked)}"
 
 
@@ -367,7 +368,7 @@ def _pruned_too_early(connection: Connection, tables: EffectTables) -> Iterator[
         theirs = read_state_of(connection, others).retention_hours
         if theirs is not None and own is not None and own < theirs:
             yield advice(
-                f"cleanup deletes effects after {own:g} hours, but {kind.noun}s after {theirs:g}; after that, a "
-                "repeated command or message arms the same key, and the effect is sent a second time",
+                f"cleanup deletes effects after {in_hours(own)}, but {kind.noun}s after {in_hours(theirs)}; after "
+                "that, a repeated command or message arms the same key, and the effect is sent a second time",
                 f"run `idempotency cleanup --effects --retention-hours {theirs * 2:g}`, or more hours",
             )

@@ -167,8 +167,8 @@ def pairs_of(old: Sequence[Handler], new: Sequence[Handler]) -> list[Pair]:
                 "whose it is: `idempotency rename` gives each its own markers"
             )
     for one in old:
-        derived = [route for each in new for route in each.on.routes if route not in one.on.routes and one.wants(route)]
-        takes = {each: {route for route in one.on.routes if each.wants(route)} for each in new}
+        derived = [route for each in new for route in each.on.routes if route not in one.on.routes and one.takes(route)]
+        takes = {each: {route for route in one.on.routes if each.takes(route)} for each in new}
         whole = [each for each in new if _takes_all(each, one)]
         parts = [each for each in new if takes[each] and each not in whole]
         pairs += [Pair(one.names, each.names) for each in whole]
@@ -188,7 +188,7 @@ def pairs_of(old: Sequence[Handler], new: Sequence[Handler]) -> list[Pair]:
 
 
 def _takes_all(new: Handler, old: Handler) -> bool:
-    return all(new.wants(route) for route in old.on.routes) and (new.on.subclasses or not old.on.subclasses)
+    return all(new.takes(route) for route in old.on.routes) and (new.on.subclasses or not old.on.subclasses)
 
 
 # The comparison ----------------------------------------------------------------------------------------------------

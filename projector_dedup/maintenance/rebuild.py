@@ -371,8 +371,8 @@ class _Run:
         except Exception as error:
             raise RefusedError(
                 f"the reset of {printable(self._projector)} failed ({type(error).__name__}: "
-                f"{printable(str(error))[:200]}). The markers are deleted already, so start no worker: mend the "
-                "function, and run this again"
+                f"{printable(str(error))[:200]}). The markers are already deleted, so start no worker: correct "
+                "the function, and run this again"
             ) from error
         finally:
             plain.close()

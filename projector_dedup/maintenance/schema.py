@@ -179,5 +179,5 @@ def ddl(database: str, tables: DedupTables = default_tables) -> str:
     ]
     names = [dialect.identifier_preparer.format_table(table) for table in both]
     grants = [f"-- GRANT {_RIGHTS} ON {name} TO <application user>;" for name in names]
-    told = "-- Whoever delivers, checks and cleans up needs no more rights than these, where there are users:"
-    return "\n".join([*(f"{str(statement).strip()};\n" for statement in statements), told, *grants, ""])
+    rights = "-- The user that delivers, checks and cleans up needs these rights, and no others:"
+    return "\n".join([*(f"{str(statement).strip()};\n" for statement in statements), rights, *grants, ""])

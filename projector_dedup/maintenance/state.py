@@ -122,6 +122,11 @@ def duration(span: timedelta) -> str:
     return f"{number} {unit}{'' if number == 1 else 's'}"
 
 
+def in_hours(hours: float) -> str:
+    """Return a number of hours as text, such as "1 hour" or "240 hours"."""
+    return f"{hours:g} hour{'' if hours == 1 else 's'}"
+
+
 def moment_with_zone(at: datetime) -> str:
     """Return a moment, which is in UTC, to the second: "2026-01-31 23:59:59 UTC"."""
     return f"{moment_without_zone(at)} UTC"

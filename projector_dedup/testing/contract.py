@@ -1,14 +1,15 @@
-"""The contract: what must hold on every database, driver and isolation level that the library says it supports.
+"""The contract suite: the tests that every supported database, driver and isolation level passes.
 
-Run it against yours, with a class in a test file; register the mark ``contract`` in your pytest settings::
+To run the suite on your database, write this class in a test file, and register the mark ``contract`` in your pytest
+settings::
 
     class TestOurDatabase(ProjectorContract):
         @pytest.fixture
         def subject(self) -> Subject:
             return Subject(make_url("postgresql+psycopg://.../an_empty_database"))
 
-``ConcurrencyContract`` is the part that an isolation level may change; ``ISOLATION`` holds the places where a level can
-be set, as arguments of ``Subject``. Tests read results back after the commit, from another connection.
+``ConcurrencyContract`` has the tests whose result may depend on the isolation level. ``ISOLATION`` lists the places
+where a level can be set, as arguments of ``Subject``. Tests read the results after the commit, from another connection.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class OnceContract:
     """I1, I2, I7, I8 and I9: each message is applied once, together with its marker."""
 
     def test_marker_and_write_commit_together(self, harness: Harness) -> None:
-        """I1: after a delivery, others see the write and the marker."""
+        """I1: after a delivery, other connections see the write and the marker."""
         delivery = harness.deliver(harness.dispatcher(), Added(("a", "b"), 3), "m1")
         assert (delivery.outcome, delivery.message_id, delivery.durable) == (Outcome.APPLIED, "m1", True)
         assert harness.totals() == {"a": 3, "b": 3}
@@ -81,7 +82,7 @@ class OnceContract:
 
     @pytest.mark.parametrize("point", ["before the write", "after the write", "after the flush", "in the last flush"])
     def test_a_failing_handler_leaves_neither(self, harness: Harness, point: str) -> None:
-        """I1: wherever a handler fails, neither its write nor the marker is there, and a redelivery applies."""
+        """I1: if a handler fails, its write and the marker are rolled back, and a redelivery applies the message."""
         failing = [True]
 
         def body(happened: Added, session: Session) -> None:
@@ -106,7 +107,7 @@ class OnceContract:
         assert (harness.totals(), harness.markers()) == ({"a": 1}, [("m1", "totals")])
 
     def test_a_redelivery_never_enters_the_handler(self, harness: Harness) -> None:
-        """I2: the handler runs once; a redelivery, also by another dispatcher, is an outcome and no exception."""
+        """I2: the handler runs once. A redelivery returns ``DUPLICATE``, also from another dispatcher."""
         entered: list[Added] = []
 
         def body(happened: Added, session: Session) -> None:
@@ -119,7 +120,7 @@ class OnceContract:
         assert (harness.totals(), harness.markers()) == ({"a": 1}, [("m1", "totals")])
 
     def test_a_redelivery_writes_nothing(self, harness: Harness) -> None:
-        """I2: the marker stays as it was, on PostgreSQL to its transaction ids and its place in the file."""
+        """I2: a redelivery does not change the marker. On PostgreSQL, ``xmin`` and ``ctid`` stay the same too."""
         system = ", xmin::text, xmax::text, ctid::text" if harness.engine.dialect.name == "postgresql" else ""
 
         def look(session: Session) -> list[Any]:
@@ -132,7 +133,7 @@ class OnceContract:
         assert harness.transact(look) == before
 
     def test_ids_that_look_alike_are_different(self, harness: Harness) -> None:
-        """I7: case, accents, spaces, long prefixes and ways to write a number tell ids apart, and handlers."""
+        """I7: ids that differ in case, accents, spaces or a late character are different, and so are handlers."""
         lower, upper = (harness.dispatcher(harness.handler(name=name)) for name in ("totals", "Totals"))
         for message_id in LOOK_ALIKES:
             assert harness.deliver(lower, message_id=message_id).outcome is Outcome.APPLIED
@@ -143,21 +144,21 @@ class OnceContract:
         assert harness.markers() == sorted([*((each, "totals") for each in LOOK_ALIKES), ("a", "Totals")])
 
     def test_what_is_no_id_is_refused(self, harness: Harness) -> None:
-        """I8: without an id that every database can tell from every other, no handler runs."""
+        """I8: a missing id, or one that a database cannot store exactly, raises before a handler runs."""
         for message_id in (None, "", "x" * 513, "\0", "\ud800", 5, b"a"):
             with pytest.raises(InvalidMessageIdError):
                 harness.deliver(harness.dispatcher(), message_id=message_id)
         assert (harness.totals(), harness.markers()) == ({}, [])
 
     def test_a_missing_table_is_refused(self, harness: Harness) -> None:
-        """I8: without the marker table nothing is applied, and the error names the remedy."""
+        """I8: without the marker table, the delivery raises an error that names the remedy."""
         harness.transact(lambda session: default_tables.marker.drop(session.connection()))
         with pytest.raises(MissingTableError, match=r"processed_message is missing.*idempotency"):
             harness.deliver(harness.dispatcher())
         assert harness.totals() == {}
 
     def test_off_means_free(self, harness: Harness) -> None:
-        """I9: a projector that is not idempotent needs neither table nor id, and applies every delivery."""
+        """I9: a projector that is not idempotent needs no table and no id, and applies every delivery."""
         harness.transact(lambda session: default_tables.marker.drop(session.connection()))
         dispatcher = harness.dispatcher(harness.handler(idempotent=False))
         outcomes = [harness.deliver(dispatcher, message_id=given).outcome for given in (None, "m1", "m1")]
@@ -165,7 +166,7 @@ class OnceContract:
         assert harness.totals() == {"a": 3}
 
     def test_off_writes_no_marker(self, harness: Harness) -> None:
-        """I9: a projector that is not idempotent leaves the marker table alone, and is rolled back when it fails."""
+        """I9: a projector that is not idempotent writes no marker. If it fails, its writes are rolled back."""
         dispatcher = harness.dispatcher(harness.handler(idempotent=False))
         assert harness.deliver(dispatcher).outcome is Outcome.APPLIED
         with pytest.raises(Broken):
@@ -174,10 +175,10 @@ class OnceContract:
 
 
 class AcknowledgementContract:
-    """``deliver`` returns if, and only if, the message may be acknowledged."""
+    """``deliver`` returns if and only if the consumer may acknowledge the message."""
 
     def test_every_handler_is_tried_and_the_failures_come_together(self, harness: Harness) -> None:
-        """One handler's failure leaves the others applied, in the order of registration; a redelivery skips those."""
+        """The handlers run in the order of registration. If one fails, a redelivery skips those that succeeded."""
         order: list[str] = []
 
         def noted(name: str, fails: bool) -> Any:
@@ -208,7 +209,7 @@ class AcknowledgementContract:
         assert harness.totals() == dict.fromkeys("abcd", 1)
 
     def test_defer_rolls_the_marker_back(self, harness: Harness) -> None:
-        """A handler that says "not now" raises through ``deliver``; a redelivery applies."""
+        """``deliver`` raises the ``Defer`` of a handler and rolls back. A redelivery applies the message."""
         early = [True]
 
         def body(happened: Added, session: Session) -> None:
@@ -225,7 +226,7 @@ class AcknowledgementContract:
         assert harness.deliver(dispatcher).outcome is Outcome.APPLIED
 
     def test_an_interruption_passes_through_at_once(self, harness: Harness) -> None:
-        """An interruption is raised at once: later handlers do not run, and the interrupted one leaves nothing."""
+        """``deliver`` raises an interruption at once: the handler is rolled back, and later handlers do not run."""
 
         def body(happened: Added, session: Session) -> None:
             add(happened, session)
@@ -244,10 +245,10 @@ class AcknowledgementContract:
 
 
 class ClaimContract:
-    """``claim`` in a transaction that the caller commits, ``UnitOfWork`` by hand, and ``external_transaction``."""
+    """``claim`` in the caller's transaction, ``UnitOfWork`` without a dispatcher, and ``external_transaction``."""
 
     def test_claim_commits_with_its_caller(self, harness: Harness) -> None:
-        """I1: the marker and the caller's writes, earlier ones too, commit together."""
+        """I1: the marker commits together with the caller's writes before and after the claim."""
 
         def body(session: Session) -> bool:
             session.add(Total(key="earlier", amount=1))
@@ -262,7 +263,7 @@ class ClaimContract:
         assert harness.transact(lambda session: claim(session, "m1", "other")) is True
 
     def test_claim_rolls_back_with_its_caller(self, harness: Harness) -> None:
-        """I1: a caller that rolls back takes the marker along, and may claim again."""
+        """I1: a rollback of the caller removes the marker, and the caller may claim again."""
 
         def body(session: Session) -> None:
             assert claim(session, "m1", "h")
@@ -276,13 +277,13 @@ class ClaimContract:
         assert harness.transact(lambda session: claim(session, "m1", "h")) is True
 
     def test_claim_tells_look_alikes_apart(self, harness: Harness) -> None:
-        """I7: ids that look alike are different, also within one transaction."""
+        """I7: ids that look alike are different, also in one transaction."""
         assert harness.transact(lambda session: [claim(session, each, "h") for each in LOOK_ALIKES * 2]) == (
             [True] * len(LOOK_ALIKES) + [False] * len(LOOK_ALIKES)
         )
 
     def test_claim_does_not_flush(self, harness: Harness) -> None:
-        """Pending objects, which may be wrong yet, are not written by the claim."""
+        """The claim does not flush pending objects, because the caller may not have completed them."""
 
         def body(session: Session) -> None:
             session.add(pending := Total(key=None))
@@ -294,7 +295,7 @@ class ClaimContract:
         assert harness.totals() == {"now it is right": 0}
 
     def test_claim_inside_a_savepoint_is_refused(self, harness: Harness) -> None:
-        """I8: rolling the savepoint back would take the marker without the caller's noticing."""
+        """I8: a rollback to the savepoint would silently remove the marker."""
 
         def body(session: Session) -> None:
             with session.begin_nested():
@@ -306,7 +307,7 @@ class ClaimContract:
 
     @pytest.mark.parametrize("commits", [True, False])
     def test_a_rival_claim_waits(self, harness: Harness, commits: bool) -> None:
-        """I3: the second claim waits; then it is a duplicate or new. With a snapshot it may have to be repeated."""
+        """I3: the second claim waits for the first. With a snapshot, the database may then refuse it as a conflict."""
         gate = Gate(harness)
 
         def first(session: Session) -> None:
@@ -332,7 +333,7 @@ class ClaimContract:
         assert harness.markers() == [("m1", "h")]
 
     def test_the_unit_of_work_alone(self, harness: Harness) -> None:
-        """``UnitOfWork`` rolls back unless committed, and tells a duplicate from a new message."""
+        """``UnitOfWork`` rolls back if nobody calls ``commit``, and ``claim`` returns False for a duplicate."""
         body: Callable[[Session], None] = lambda session: add(Added(), session)  # noqa: E731  # one line, one use
         assert harness.unit_of_work("m1", body, commit=False) is True
         assert (harness.totals(), harness.markers()) == ({}, [])
@@ -341,7 +342,7 @@ class ClaimContract:
         assert (harness.totals(), harness.markers()) == ({"a": 1}, [("m1", "totals")])
 
     def test_an_external_transaction_takes_everything_back(self, harness: Harness) -> None:
-        """Duplicates are recognised in an outer transaction, nothing is durable, and a rollback removes everything."""
+        """The library detects duplicates in an outer transaction, and the outer rollback removes everything."""
 
         with harness.outer_transaction() as factory:
             with external_transaction(harness.dispatcher(factory=factory)) as dispatcher:
@@ -371,17 +372,17 @@ OLD, NEW = "old", "new"
 
 
 def deployed(harness: Harness, version: str, body: Any = add) -> Any:
-    """Return a dispatcher of one version of the code; the newer one knows the older one's name."""
+    """Return a dispatcher of one version of the code. The new version has the old name in ``formerly``."""
     formerly = [OLD] if version == NEW else []
     return harness.dispatcher(harness.handler(body, version, formerly=formerly, **harness.subject.exact))
 
 
 class FormerlyContract:
-    """Code of the old name, and code of the new name that lists the old: in any order, and at the same time."""
+    """Code with the old name, and code with the new name and ``formerly``, run in any order and concurrently."""
 
     @pytest.mark.parametrize(("first", "second"), [(OLD, NEW), (NEW, OLD)])
     def test_what_one_version_applied_the_other_skips(self, harness: Harness, first: str, second: str) -> None:
-        """The new version skips a message that the old one applied, and the reverse, as after a rolled back deploy."""
+        """Each version skips the messages that the other one applied, also after the deployment was rolled back."""
         outcomes = [
             harness.deliver(deployed(harness, version), message_id=message_id).outcome
             for message_id, versions in {"m1": (first, second), "m2": (second, first)}.items()
@@ -397,7 +398,7 @@ class FormerlyContract:
     @pytest.mark.parametrize("fails", [False, True], ids=["commits", "rolls back"])
     @pytest.mark.parametrize(("first", "second"), [(OLD, NEW), (NEW, OLD)])
     def test_one_version_waits_for_the_other(self, harness: Harness, first: str, second: str, fails: bool) -> None:
-        """I3: the second neither enters its handler nor gives up before the first has ended."""
+        """I3: the second delivery waits until the first has ended, and does not call its handler before."""
         held = Held(harness, fails=fails)
         winner = harness.start(harness.deliver, deployed(harness, first, held))
         held.gate.arrival()
@@ -410,7 +411,7 @@ class FormerlyContract:
         assert harness.totals() == {"a": 1}
 
     def test_both_versions_converge(self, harness: Harness) -> None:
-        """Consumers of both versions race with duplicated and reordered messages: the totals are exact."""
+        """The totals are exact if consumers of both versions get duplicated and reordered messages concurrently."""
         messages, dice = generate(4, 30), random.Random(4)  # noqa: S311  # repeatable
         stream = redelivered(messages, dice)
 
@@ -435,7 +436,7 @@ def numbered(*numbers: int) -> list[Message]:
 
 
 class BatchContract:
-    """``deliver_batch`` keeps every promise of ``deliver``."""
+    """``deliver_batch`` gives every guarantee of ``deliver``."""
 
     def test_a_batch_applies_each_message_once(self, harness: Harness) -> None:
         """A message that comes twice in a batch is a duplicate; outcomes are in the order of the input."""
@@ -453,7 +454,7 @@ class BatchContract:
         assert harness.markers() == [(f"m{number}", "totals") for number in (1, 2, 3, 4)]
 
     def test_handlers_see_what_those_before_them_did(self, harness: Harness) -> None:
-        """Handlers run in the order of the input, and see earlier writes of the batch, flushed or not."""
+        """Handlers run in the order of the input, and read the earlier writes of the batch, flushed or not."""
         seen: list[int] = []
 
         def look(happened: Added, session: Session) -> None:
@@ -469,7 +470,7 @@ class BatchContract:
     @pytest.mark.parametrize("bad", [{0, 4, 7}, set(range(8))], ids=str)
     @pytest.mark.parametrize("late", [False, True], ids=["at once", "at the flush"])
     def test_a_failing_message_takes_no_other_with_it(self, harness: Harness, bad: set[int], late: bool) -> None:
-        """A message that fails, at once or at the flush, fails alone; a redelivery applies only those that failed."""
+        """A message that fails in the handler or in the flush fails alone. A redelivery applies it."""
         broken = [True]
 
         def body(happened: Added, session: Session) -> None:
@@ -492,7 +493,7 @@ class BatchContract:
         assert harness.totals() == {"a": sum(range(8))}
 
     def test_a_handler_may_take_them_all(self, harness: Harness) -> None:
-        """``@on(..., batch=True)`` is called once, with those that are new, in their order."""
+        """The library calls an ``@on(..., batch=True)`` handler once, with the new messages in their order."""
         calls: list[list[int]] = []
 
         def body(happened: list[Added], session: Session) -> None:
@@ -507,7 +508,7 @@ class BatchContract:
         assert harness.totals() == {"a": 6}
 
     def test_what_was_applied_under_a_former_name_is_a_duplicate(self, harness: Harness) -> None:
-        """A batch tells duplicates under the former name, and under the new name, from messages that are new."""
+        """A batch skips the messages that were applied under the former name or under the new name."""
         settings = harness.subject.exact
         old = harness.dispatcher(harness.handler(name="before", **settings))
         new = harness.dispatcher(harness.handler(formerly=["before"], **settings))
@@ -525,12 +526,12 @@ class BatchContract:
 class _OnOneSubject:
     @pytest.fixture
     def subject(self) -> Subject:
-        """Override this fixture: return an empty database, which is empty again after each test."""
+        """Return an empty database, which must be empty again after each test. Override this fixture."""
         raise NotImplementedError("override the fixture `subject`")
 
     @pytest.fixture
     def harness(self, subject: Subject) -> Iterator[Harness]:
-        """Yield a harness of the subject, with the contract's tables; they are dropped afterwards."""
+        """Yield a harness of the subject with the contract's tables, and drop the tables afterwards."""
         with Harness(subject) as harness:
             harness.create_tables()
             yield harness
@@ -541,7 +542,7 @@ class _OnOneSubject:
 class ConcurrencyContract(
     ClaimContract, RaceContract, LostUpdateContract, ConvergenceContract, BatchRaceContract, _OnOneSubject
 ):
-    """The part of the contract that depends on the isolation level."""
+    """The tests of the contract whose result may depend on the isolation level."""
 
 
 @pytest.mark.contract

@@ -1,8 +1,8 @@
-"""The core of the contract: whatever happens on the way, the totals are those of the input.
+"""The core of the contract: after any redeliveries and failures, the totals equal the totals of the input.
 
-Messages are generated, and the expected totals are computed from them, never from what was delivered. Then they are
-delivered more than once, in any order, by rivals; handlers fail, worker processes are killed and started again. A
-message that was not acknowledged is delivered again, until every message is.
+Each test generates messages, and computes the expected totals from them, never from the deliveries. Then several
+consumers deliver each message more than once, in any order. Handlers fail, and worker processes are killed and
+replaced. The test delivers a message again until it is acknowledged.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ DEATHS: tuple[Death, ...] = ("before the write", "after the write", "after the c
 
 
 def generate(seed: int, number: int) -> Messages:
-    """Return ``number`` messages that meet on few rows and whose ids look alike; the same for the same ``seed``."""
-    dice = random.Random(seed)  # noqa: S311  # repeatable, which is what a test wants
+    """Return ``number`` messages that update few rows and have similar ids. A ``seed`` always gives the same ones."""
+    dice = random.Random(seed)  # noqa: S311  # repeatable
     return {
         f"{dice.choice('aA')}{index} ": Added(tuple(dice.sample("abcdef", dice.randint(1, 2))), dice.randint(1, 999))
         for index in range(number)
@@ -43,7 +43,7 @@ def generate(seed: int, number: int) -> Messages:
 
 
 def totals_of(messages: Messages) -> Counter[str]:
-    """Return the true totals: a sum over the input."""
+    """Return the totals of the input."""
     totals: Counter[str] = Counter()
     for message in messages.values():
         totals.update(dict.fromkeys(message.keys, message.amount))
@@ -51,7 +51,7 @@ def totals_of(messages: Messages) -> Counter[str]:
 
 
 def redelivered(messages: Messages, dice: random.Random) -> list[tuple[str, Added]]:
-    """Return every message one to three times, in any order."""
+    """Return each message one to three times, in random order."""
     stream = [item for item in messages.items() for _ in range(dice.randint(1, 3))]
     dice.shuffle(stream)
     return stream
@@ -62,7 +62,7 @@ class ConvergenceContract:
 
     @pytest.mark.parametrize("seed", [1, 2])
     def test_threads_converge(self, harness: Harness, seed: int) -> None:
-        """Threads race with duplicated and reordered messages, and handlers fail at random: the totals are exact."""
+        """The totals are exact if six threads deliver duplicated and reordered messages, and handlers fail."""
         messages, dice = generate(seed, 30), random.Random(seed)  # noqa: S311
         lock = threading.Lock()
 
@@ -94,10 +94,10 @@ class ConvergenceContract:
 
 
 class BatchRaceContract:
-    """``deliver_batch`` keeps its promises when rivals deliver the same messages."""
+    """``deliver_batch`` in several threads that deliver the same messages."""
 
     def test_batches_that_race_converge(self, harness: Harness) -> None:
-        """Rivals deliver the same messages in any order, in batches of any size: the totals are exact."""
+        """The totals are exact if threads deliver the same messages in random order, in batches of random size."""
         messages = generate(5, 60)
 
         def consume(seed: int) -> None:
@@ -126,7 +126,7 @@ class KilledContract:
     """I1, I2, I3 and I6 together: processes deliver the same messages, and some are killed."""
 
     def test_processes_converge_though_they_are_killed(self, harness: Harness) -> None:
-        """Workers die by SIGKILL before the write, after it, and between commit and acknowledgement."""
+        """The totals are exact if SIGKILL ends workers before the write, after it, and after the commit."""
         messages = generate(3, 30)
         stream = redelivered(messages, random.Random(3))  # noqa: S311
         broker = Broker(harness.subject, stream, dict(zip((5, 15, 25), DEATHS, strict=True)))
@@ -138,7 +138,7 @@ class KilledContract:
 
 @dataclass(frozen=True)
 class Task:
-    """A delivery to a worker, and where in it the worker is to die, if at all."""
+    """One delivery to a worker. ``death`` is the step at which the worker kills itself, or None."""
 
     message_id: str
     happened: Added
@@ -146,13 +146,13 @@ class Task:
 
 
 class Broker:
-    """Gives deliveries to worker processes; what was not acknowledged is delivered again."""
+    """Gives deliveries to worker processes, and delivers each unacknowledged message again."""
 
     def __init__(self, subject: Subject, stream: list[tuple[str, Added]], deaths: dict[int, Death]) -> None:
         self.killed = 0
         self._subject = subject
         self._todo = [Task(*item, deaths.get(index)) for index, item in enumerate(stream)]
-        # The fork server is as clean as spawn and imports everything once; Windows has spawn only.
+        # A fork server copies no threads or connections, as spawn does, and imports everything once. Windows has none.
         methods = multiprocessing.get_all_start_methods()
         self._context: Any = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
         self._context.set_forkserver_preload([__name__])
@@ -160,32 +160,32 @@ class Broker:
         self._given: dict[Connection, Task] = {}
 
     def run(self, workers: int) -> None:
-        """Deliver by ``workers`` processes until every message is acknowledged."""
+        """Deliver with ``workers`` processes until every message is acknowledged."""
         try:
             for _ in range(workers):
-                self._hire()
+                self._start_worker()
             while self._todo or self._given:
                 for line in self._processes.keys() - self._given.keys():
                     if self._todo:
                         self._given[line] = self._todo.pop()
                         line.send(self._given[line])
-                heard = wait(list(self._given), timeout=PATIENCE)
-                assert heard, "the workers are stuck"
-                for line in set(self._given).intersection(heard):
-                    self._hear(line)
+                ready = wait(list(self._given), timeout=PATIENCE)
+                assert ready, "the workers are stuck"
+                for line in set(self._given).intersection(ready):
+                    self._receive(line)
         finally:
             for line, process in self._processes.items():
                 line.close()  # a worker ends when its pipe is closed
                 process.join()
 
-    def _hire(self) -> None:
+    def _start_worker(self) -> None:
         ours, theirs = self._context.Pipe()
         process = self._context.Process(target=work, args=(self._subject, theirs), daemon=True)
         process.start()
         theirs.close()
         self._processes[ours] = process
 
-    def _hear(self, line: Connection) -> None:
+    def _receive(self, line: Connection) -> None:
         task = self._given.pop(line)
         try:
             acknowledged = line.recv()
@@ -194,14 +194,14 @@ class Broker:
             process.join()
             assert process.exitcode == -signal.SIGKILL, f"a worker ended by itself, with {process.exitcode}"
             self.killed += 1
-            self._hire()
+            self._start_worker()
             acknowledged = False
         if not acknowledged:
             self._todo.insert(random.randint(0, len(self._todo)), Task(task.message_id, task.happened))  # noqa: S311
 
 
 def work(subject: Subject, line: Connection) -> None:
-    """Run in a worker process: deliver and acknowledge, or die where the task says so."""
+    """Deliver and acknowledge each task, in a worker process. Kill the process at the step that the task names."""
     dying: list[Death] = []
 
     def body(happened: Added, session: Session) -> None:

@@ -99,10 +99,10 @@ class Report:
         yield self.failure.text
         yield "The smallest schedule that fails:"
         for number, turn in enumerate(self.schedule, 1):
-            yield f"  {number}. {_told(turn, names)}"
+            yield f"  {number}. {_line_of(turn, names)}"
 
 
-def _told(turn: Turn, names: Sequence[str]) -> str:
+def _line_of(turn: Turn, names: Sequence[str]) -> str:
     what = {"deliver": "deliver", "burst": "deliver at the same time", "batch": "deliver as one batch"}[turn.how]
     text = f"{what}: {', '.join(names[number] for number in turn.messages)}"
     return text if turn.fault is None else f"{text}; an error is raised {turn.fault}"

@@ -146,7 +146,7 @@ class FaultPoints:
         for identity, handler in dispatcher._handlers.items():
             around = self._around_async if handler.is_async else self._around
             dispatcher._handlers[identity] = dataclasses.replace(handler, function=around(handler))
-        dispatcher._remember_who_wants_what()
+        dispatcher._index_handlers()
 
     def _around(self, handler: Handler) -> Callable[[Any, Any], Any]:
         def function(event: Any, session: Any) -> Any:

@@ -7,13 +7,13 @@
         run_the_code_under_test(provider.url)
         assert len(provider.deeds("order-7")) == 1
 
-``POST /deeds`` with a JSON object does a deed and answers 201 ``{"id": "deed_17"}``. A call with the same header
-``Idempotency-Key`` gets the saved answer, and 422 if the body differs. Each call without the header is a deed.
+``POST /deeds`` with a JSON object does a deed and answers 201 ``{"id": "deed_17"}``. A second call with the same header
+``Idempotency-Key`` gets the saved answer, or 422 if its body differs. Each call without the header does a deed.
 ``GET /deeds?key=K`` lists the deeds whose header, or whose text under ``"tag"`` in the body, is K.
 
-The provider writes each call to its log, with fsync, before it does anything else, and each deed before it answers.
-Tests judge by this log. A provider that is killed and started again on its log knows its deeds and keys, and forgets
-behaviours, chances and holds.
+The provider first writes each call to its log, with fsync, and each deed before it answers. Tests read this log. If a
+provider is killed and started again with the same log, it knows its deeds and keys. It has forgotten its behaviours,
+chances and holds.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ FAILED: Reply = (500, {"error": "The provider failed."})
 
 
 class Behaviour(StrEnum):
-    """The ways to treat one ``POST /deeds``. A deed whose key is known is never done again, whatever the behaviour."""
+    """The ways to treat one ``POST /deeds``. The provider never does a second deed for a known key."""
 
     NORMAL = "normal"  #: do the deed and answer 201
     LOSE_REPLY_BEFORE = "lose_reply_before"  #: close the connection; nothing is done
@@ -78,13 +78,17 @@ class Call:
 class Provider:
     """A provider in a process of its own, on a free port of 127.0.0.1, while the ``with`` block runs.
 
-    ``log`` is the file that the provider appends to; one provider at a time may use it. ``forget_after``: seconds
-    after a deed in which the provider knows its key (default: for ever). ``index_lag``: seconds after which
-    ``GET /deeds`` finds a deed. ``delay``: seconds of ``ANSWER_LATE`` and ``DO_LATE``. Raises ValueError for seconds
-    that are negative; ``start()`` raises it for a log that no provider wrote, and OSError if it cannot be written.
+    - ``log``: the file to which the provider appends. Only one provider at a time may use it.
+    - ``forget_after``: how many seconds after a deed the provider knows its key. The default is for ever.
+    - ``index_lag``: after how many seconds ``GET /deeds`` finds a deed.
+    - ``delay``: the seconds of ``ANSWER_LATE`` and ``DO_LATE``.
 
-    A call takes the first of these: a behaviour told for its key (``on_key``), a behaviour told for any call
-    (``next``), one of the ``chances``, ``NORMAL``. ``key`` is the header or, in a call without the header, the tag.
+    Raises ValueError for negative seconds. ``start()`` raises ValueError for a log that no provider wrote, and OSError
+    if the log cannot be written.
+
+    The provider treats a call by the first of these: the next behaviour for its key (``on_key``), the next behaviour
+    for any call (``next``), a behaviour drawn from the ``chances``, ``NORMAL``. ``key`` is the header or, in a call
+    without the header, the tag.
     """
 
     def __init__(
@@ -104,9 +108,9 @@ class Provider:
         return f"http://127.0.0.1:{self._port}"
 
     def start(self) -> None:
-        """Start the process, and return when it answers. Raises RuntimeError if it runs already or does not start."""
+        """Start the process, and return when it answers. Raises RuntimeError if it already runs, or does not start."""
         if self._process:
-            raise RuntimeError("The provider runs already.")
+            raise RuntimeError("The provider already runs.")
         from .postgres import _free_port  # here: the process runs this file alone, which starts six times as fast
 
         self.log.open("ab").close()
@@ -122,7 +126,7 @@ class Provider:
         if not started:
             self.kill()
             raise RuntimeError("The provider did not start; its error output says why.")
-        self._tell(down=False)
+        self._order(down=False)
 
     def kill(self) -> None:
         """End the process as ``kill -9`` does. ``start()`` starts it again on the same port and log."""
@@ -139,43 +143,44 @@ class Provider:
         self.kill()
 
     def next(self, behaviour: Behaviour, times: int = 1) -> None:
-        """Treat the next ``times`` calls in this way, whatever their keys, after those that were told before."""
-        self._tell(next=[behaviour] * times, key=None)
+        """Treat the next ``times`` calls with this behaviour, whatever their keys, after those queued before."""
+        self._order(next=[behaviour] * times, key=None)
 
     def on_key(self, key: str, behaviours: Iterable[Behaviour]) -> None:
-        """Treat the next calls with ``key`` in these ways, one after the other, after those that were told before."""
-        self._tell(next=list(behaviours), key=key)
+        """Treat the next calls with ``key`` with these behaviours in turn, after those queued before."""
+        self._order(next=list(behaviours), key=key)
 
     def chances(self, seed: int, **chances: float) -> None:
-        """Draw the behaviour of each call, e.g. ``chances(seed=7, lose_reply_after=0.1)``; replaces earlier chances.
+        """Draw the behaviour of each call at random, as in ``chances(seed=7, lose_reply_after=0.1)``.
 
-        The draw depends on ``seed``, the key and the number of the call among those with the key, so the order among
-        keys does not matter. Raises ValueError for an unknown name, and if the chances are not a part of 1.
+        The chances replace earlier ones. The draw depends on ``seed``, on the key, and on how many calls with this key
+        came before, so the order of different keys does not matter. Raises ValueError for an unknown name, for a
+        negative chance, and if the sum of the chances is more than 1.
         """
-        self._tell(chances=chances, seed=seed)
+        self._order(chances=chances, seed=seed)
 
     def held(self, key: str, calls: int | None = None, *, done: bool = False) -> AbstractContextManager[None]:
-        """Let calls with ``key`` wait until the block ends: the log has them, and they get no answer.
+        """Hold calls with ``key`` until the block ends: they are in the log, and get no answer before.
 
-        ``calls``: how many of them wait; later ones pass (default: all wait). ``done=True``: their deeds are done
-        before they wait. Raises ValueError if the key is held already.
+        ``calls`` is how many calls are held; the default is all. With ``done=True``, the provider does their deeds
+        before it holds them. Raises ValueError if the key is already held.
         """
         return self._during({"hold": key, "calls": calls, "done": done}, {"release": key})
 
     def down(self) -> AbstractContextManager[None]:
-        """Close every connection without an answer until the block ends. The log has none of these calls."""
+        """Close every connection without an answer until the block ends. These calls are not in the log."""
         return self._during({"down": True}, {"down": False})
 
     @contextlib.contextmanager
     def _during(self, begin: dict[str, Any], end: dict[str, Any]) -> Iterator[None]:
-        self._tell(**begin)
+        self._order(**begin)
         try:
             yield
         finally:
-            if self._process:  # a provider that was killed has forgotten it
-                self._tell(**end)
+            if self._process:  # a killed provider has already forgotten ``begin``
+                self._order(**end)
 
-    def _tell(self, **order: Any) -> None:
+    def _order(self, **order: Any) -> None:
         with contextlib.closing(HTTPConnection(urlsplit(self.url).netloc, timeout=30)) as connection:
             connection.request("PUT", "/behaviour", json.dumps(order))
             answer = connection.getresponse()
@@ -188,11 +193,11 @@ class Provider:
         return [call for call in _read(self.log) if key in (None, call.key, call.tag)]
 
     def deeds(self, key: str | None = None) -> list[Call]:
-        """Return the calls, as ``calls()`` does, that did a deed."""
+        """Return the calls of ``calls(key)`` that did a deed."""
         return [call for call in self.calls(key) if call.done]
 
     def arrived(self, key: str, calls: int = 1, timeout: float = 30.0) -> list[Call]:
-        """Wait until ``calls`` calls with ``key`` have reached the provider; return all of them.
+        """Wait until ``calls`` calls with ``key`` have reached the provider, and return all of them.
 
         Raises TimeoutError after ``timeout`` seconds.
         """
@@ -218,7 +223,7 @@ def _tag(body: Any) -> str | None:
 def _read(log: Path) -> list[Call]:
     calls: list[Call] = []
     lines = log.read_bytes().split(b"\n") if log.exists() else []
-    for line in lines[:-1]:  # the last one is empty, or not yet written to its end
+    for line in lines[:-1]:  # the last line is empty or incomplete
         try:
             match json.loads(line):
                 case {"call": number, "at": at, "key": key, "body": body, "behaviour": name}:
@@ -241,7 +246,7 @@ def _read(log: Path) -> list[Call]:
 
 @dataclass
 class _Hold:
-    calls: float  # how many more calls are to wait
+    calls: float  # how many more calls to hold
     done: bool
     released: threading.Event = field(default_factory=threading.Event)
 
@@ -253,31 +258,31 @@ class _State:
         self.down = False
         self._lock = threading.RLock()
         self._log = log.open("ab", buffering=0)
-        os.truncate(log, log.read_bytes().rfind(b"\n") + 1)  # a kill may leave half a line, and nothing followed it
+        os.truncate(log, log.read_bytes().rfind(b"\n") + 1)  # a kill may leave half a line at the end
         calls = _read(log)
         self._calls = Counter(call.key or call.tag for call in calls)
         self._deeds: defaultdict[str | None, list[Call]] = defaultdict(list)  # by header and by tag
         for call in calls:
             if call.done:
                 self._remember(call)
-        self._told: defaultdict[str | None, deque[Behaviour]] = defaultdict(deque)
+        self._queued: defaultdict[str | None, deque[Behaviour]] = defaultdict(deque)
         self._holds: dict[str | None, _Hold] = {}
         self._chances: dict[Behaviour, float] = {}
         self._seed: Any = None
 
     def order(self, order: Any) -> None:
-        """Obey an order of the test; raise ValueError or TypeError if it is wrong."""
+        """Change the settings as the test orders. Raises ValueError or TypeError for a wrong order."""
         with self._lock:
             match order:
                 case {"next": [*names], "key": str() | None as key}:
-                    self._told[key].extend([Behaviour(name) for name in names])
+                    self._queued[key].extend([Behaviour(name) for name in names])
                 case {"chances": dict() as chances, "seed": seed}:
                     if any(chance < 0 for chance in chances.values()) or sum(chances.values()) > 1 + 1e-9:
                         raise ValueError(f"{chances}: a chance is 0 or more, and the sum of all is at most 1.")
                     self._chances = {Behaviour(name): chance for name, chance in chances.items()}
                     self._seed = seed
                 case {"hold": str(key)} if key in self._holds:
-                    raise ValueError(f"The key {key!r} is held already.")
+                    raise ValueError(f"The key {key!r} is already held.")
                 case {"hold": str(key), "calls": int() | None as calls, "done": bool(done)}:
                     self._holds[key] = _Hold(math.inf if calls is None else calls, done)
                 case {"release": str(key)}:
@@ -289,33 +294,33 @@ class _State:
                     raise ValueError(f"{order}: give one of next, chances, hold, release, down.")
 
     def post(self, key: str | None, body: Any) -> Reply | None:
-        """Log the call, treat it, and return the reply, or None to close the connection."""
+        """Write the call to the log, treat it by its behaviour, and return the reply. None closes the connection."""
         with self._lock:
             name = key or _tag(body)
             self._calls[name] += 1
-            lie = self._behaviour(name, self._calls[name])
-            call = Call(self._calls.total(), datetime.now(UTC), key, body, lie)
-            self._write(call=call.number, at=call.at.isoformat(), key=key, body=body, behaviour=lie)
+            behaviour = self._behaviour(name, self._calls[name])
+            call = Call(self._calls.total(), datetime.now(UTC), key, body, behaviour)
+            self._write(call=call.number, at=call.at.isoformat(), key=key, body=body, behaviour=behaviour)
             hold = self._holds.get(name)
             if hold:
                 hold.calls -= 1
                 hold = hold if hold.calls >= 0 else None
         if hold and not hold.done:
             hold.released.wait()
-        if lie is Behaviour.DO_LATE:
+        if behaviour is Behaviour.DO_LATE:
             time.sleep(self.delay)
-        reply = None if lie is Behaviour.LOSE_REPLY_BEFORE else self._act(call)
+        reply = None if behaviour is Behaviour.LOSE_REPLY_BEFORE else self._act(call)
         if hold and hold.done:
             hold.released.wait()
-        if lie is Behaviour.ANSWER_LATE:
+        if behaviour is Behaviour.ANSWER_LATE:
             time.sleep(self.delay)
-        if reply is None or lie is Behaviour.LOSE_REPLY_AFTER:
+        if reply is None or behaviour is Behaviour.LOSE_REPLY_AFTER:
             return None
-        self._write(sync=False, answered=call.number, status=reply[0])  # now: its client may look into the log at once
+        self._write(sync=False, answered=call.number, status=reply[0])  # before the client can read the log
         return reply
 
     def get(self, key: str) -> Reply:
-        """Return the deeds with this header or tag that the index knows."""
+        """Return the deeds with this header or tag that are older than ``index_lag``."""
         with self._lock:
             now = datetime.now(UTC)
             found = [f"deed_{call.number}" for call in self._deeds[key] if _age(call, now) >= self.index_lag]
@@ -323,9 +328,9 @@ class _State:
         return 200, {"deeds": [{"id": each} for each in found]}
 
     def _behaviour(self, name: str | None, number: int) -> Behaviour:
-        for told in (self._told[name], self._told[None]):
-            if told:
-                return told.popleft()
+        for queued in (self._queued[name], self._queued[None]):
+            if queued:
+                return queued.popleft()
         drawn = hashlib.sha256(json.dumps([self._seed, name, number]).encode()).digest()
         left = int.from_bytes(drawn[:8]) / 2**64
         for behaviour in Behaviour:  # in the order of the class: the order of the arguments does not matter
@@ -380,7 +385,7 @@ class _Server(ThreadingHTTPServer):
 
     def service_actions(self) -> None:  # called twice a second
         if self.parent not in (None, os.getppid()):
-            os._exit(0)  # the test was killed, and nobody else would end this process
+            os._exit(0)  # the test was killed, and nothing else would end this process
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         if not isinstance(sys.exception(), ConnectionError):  # clients may hang up
@@ -394,7 +399,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self) -> None:
         length = int(self.headers.get("Content-Length") or 0)
         raw = self.rfile.read(length)
-        if len(raw) < length or (reply := self._reply(raw)) is None:  # the client hung up within its call, or we do
+        if len(raw) < length or (reply := self._reply(raw)) is None:  # the client or the provider closes the connection
             return
         content = json.dumps(reply[1]).encode()
         self.send_response(reply[0])
@@ -432,8 +437,8 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def main() -> None:
-    """Run the provider until it is killed. Its first line of output is its URL."""
-    description = "A payment provider that lies, for tests: POST /deeds, GET /deeds?key=..., PUT /behaviour."
+    """Run the provider until it is killed. The first line of its output is its URL."""
+    description = "An unreliable payment provider for tests: POST /deeds, GET /deeds?key=..., PUT /behaviour."
     parser = argparse.ArgumentParser("python -m projector_dedup.testing.provider", description=description)
     parser.add_argument("--log", type=Path, required=True, help="file to append calls and deeds to, as JSON lines")
     parser.add_argument("--port", type=int, default=0, help="port of 127.0.0.1 (default: a free one)")

@@ -1,6 +1,7 @@
-"""The contract for messages at the same time: one delivery of a message applies it (I3), and no update is lost (I6).
+"""The contract for concurrent messages: one delivery of a message applies it (I3), and no update is lost (I6).
 
-No test sleeps to win a race. A handler stops at a ``Gate`` until the test has seen its rivals where it wants them.
+No test sleeps to create a race. A handler stops at a ``Gate``, and the test opens the gate when the other deliveries
+have reached their place.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from .kit import Account, Added, Broken, Gate, Harness, Held, Total, add, until_
 
 
 class RaceContract:
-    """I3: two deliveries of one message at the same time."""
+    """I3: concurrent deliveries of one message."""
 
     @pytest.mark.parametrize("rivals", [1, 5])
     def test_rivals_wait_and_skip_if_the_first_commits(self, harness: Harness, rivals: int) -> None:
-        """The others wait for the first, and none of them enters the handler."""
+        """The other deliveries wait for the first. If it commits, they do not call the handler."""
         held = Held(harness)
         dispatcher = harness.dispatcher(harness.handler(held))
         winner = harness.start(harness.deliver, dispatcher)
@@ -42,7 +43,7 @@ class RaceContract:
 
     @pytest.mark.parametrize("rivals", [1, 5])
     def test_one_rival_applies_if_the_first_rolls_back(self, harness: Harness, rivals: int) -> None:
-        """The others wait for the first; when it fails, exactly one of them applies, and the rest skip."""
+        """The other deliveries wait for the first. If it fails, exactly one of them applies the message."""
         held = Held(harness, fails=True)
         dispatcher = harness.dispatcher(harness.handler(held))
         winner = harness.start(harness.deliver, dispatcher)
@@ -57,7 +58,7 @@ class RaceContract:
 
     @pytest.mark.parametrize("fails", [False, True])
     def test_the_wait_can_be_bounded(self, harness: Harness, fails: bool) -> None:
-        """Running out of ``claim_timeout`` is InProgress: no duplicate, and nothing is lost whatever the first does."""
+        """After ``claim_timeout``, ``deliver`` raises InProgress, and a redelivery returns the right outcome."""
         held = Held(harness, fails=fails)
         handler = harness.handler(held)
         winner = harness.start(harness.deliver, harness.dispatcher(handler))
@@ -71,9 +72,9 @@ class RaceContract:
         assert (harness.totals(), harness.markers()) == ({"a": 1}, [("m1", "totals")])
 
     def test_different_handlers_of_one_message_do_not_wait(self, harness: Harness) -> None:
-        """Each handler has its own claim; where the database locks rows, a rival of another name goes on at once."""
+        """Each handler has its own claim. If the database locks rows, another handler does not wait for this one."""
         if not dialect_of(harness.engine).locks_rows:
-            pytest.skip("writers are serialised: everybody waits for the first")
+            pytest.skip("the database has one writer at a time, so every delivery waits for the first")
         for key in "ab":  # a row that does not exist yet may be locked with its neighbours
             harness.transact(partial(add, Added((key,), 0)))
         held = Held(harness)
@@ -86,9 +87,9 @@ class RaceContract:
         assert winner.result().outcome is Outcome.APPLIED
 
 
-# Different messages that meet on one row, or race to create it --------------------------------------------------------
+# Different messages that update or create the same row ----------------------------------------------------------------
 
-# The ways to read a total, and to write what was read. Each is two steps, between which a rival may come.
+# Each function reads a total and writes it. Between the two steps it calls ``pause``, where another message may come.
 
 
 def _by_get(session: Session, pause: Callable[[], None]) -> None:
@@ -146,11 +147,11 @@ DEALS: dict[str, Callable[[int], tuple[str, ...]]] = {
 
 
 class LostUpdateContract:
-    """I6: two different messages on one row both count, with ordinary ORM code."""
+    """I6: two different messages that update one row both count, with ordinary ORM code."""
 
     @pytest.fixture(params=["by default", "read_models"])
     def settings(self, request: pytest.FixtureRequest, harness: Harness) -> dict[str, Any]:
-        """Return the settings with which no update is lost: none or ``read_models``; at READ COMMITTED the latter."""
+        """Return the arguments of ``@projector`` with which no update is lost: ``read_models`` or, by default, none."""
         if request.param == "read_models" or harness.subject.loses_updates:
             return {"read_models": [Total]}
         return {}
@@ -159,7 +160,7 @@ class LostUpdateContract:
     def test_what_two_messages_read_before_either_wrote(
         self, harness: Harness, settings: dict[str, Any], shape: Callable[[Session, Callable[[], None]], None]
     ) -> None:
-        """Both messages count, however the row is read; with ``read_models``, a read that cannot lock is refused."""
+        """Both messages count, however they read the row. With ``read_models``, a read without a lock is refused."""
         harness.transact(_an_account)
         gate = Gate(harness)
         dispatcher = harness.dispatcher(harness.handler(lambda _, session: shape(session, gate.stop), **settings))
@@ -177,7 +178,7 @@ class LostUpdateContract:
 
     @pytest.mark.parametrize("deal", DEALS)
     def test_many_messages_at_once(self, harness: Harness, settings: dict[str, Any], deal: str) -> None:
-        """Many threads and rows: the totals are those of the messages, and each message has one marker."""
+        """The totals are exact if many threads deliver different messages, and each message has one marker."""
         messages = {f"m{number}": Added(DEALS[deal](number), number + 1) for number in range(MESSAGES)}
         dispatcher = harness.dispatcher(harness.handler(**settings))
         work = list(messages.items())

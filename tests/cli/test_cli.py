@@ -51,6 +51,31 @@ def test_help_answers(arguments: tuple[str, ...]) -> None:
     assert [line for line in answer.output.splitlines() if len(line) > 80] == []
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["horizon", "x"], "'x' is not a valid number."),
+        (["horizon", "nan"], "give a finite number"),
+        (["cleanup", "--batch-size", "1.5"], "'1.5' is not a valid whole number."),
+    ],
+    ids=" ".join,
+)
+def test_a_text_that_is_no_number_is_called_so(arguments: list[str], said: str) -> None:
+    """In the words of a person; click speaks of float ranges."""
+    answer = CliRunner().invoke(main, [*arguments, "--database-url", "sqlite:///x.db"])
+    assert (answer.exit_code, said in answer.output) == (2, True), answer.output
+
+
+def test_one_hour_is_no_hours(sqlite: Database) -> None:
+    """The number and its word agree."""
+    url = sqlite.url().render_as_string(hide_password=False)
+    commands = [["migrate"], ["horizon", "1"], ["horizon"], ["cleanup"], ["horizon", "0.5", "--yes"]]
+    said = [idempotency(*command, "--database-url", url).stdout for command in commands]
+    horizon = "The redelivery horizon is 1 hour.\n"
+    half = "The redelivery horizon is 0.5 hours.\n"
+    assert said[1:] == [horizon, horizon, "Deleted 0 markers older than 1 hour.\n", half]
+
+
 def test_help_says_the_defaults() -> None:
     """`cleanup --help` says the retention, the batch size, and the variable that gives the URL."""
     answer = CliRunner().invoke(main, ["cleanup", "--help"], terminal_width=100).output

@@ -31,6 +31,16 @@ BROKERS = {
     "KafkaTopic": "kafka",
     "Celery": "celery",
 }
+ID_NAMES = {
+    "rabbitmq": "property message_id",
+    "nats": "header Nats-Msg-Id",
+    "sqs": "message attribute message_id",
+    "pubsub": "attribute message_id",
+    "redis": 'field "message_id" of the entry',
+    "kafka": "header message_id",
+    "celery": "argument message_id of the task",
+}
+"""Where a producer sets the id, as the error for a missing one says."""
 REASON = "ValueError: this account cannot be read\\nreally"
 
 
@@ -103,7 +113,7 @@ def test_messages_before_their_time_come_again_and_hold_nobody_up(
     consumer.pay(*((number, "b") for number in range(6)), (6, "a"))
 
     def applied_when_it_is_time() -> bool:
-        if consumer.applied == ({"a": 1}, 1) and caplog.text.count("is to come again in") >= 6:
+        if consumer.applied == ({"a": 1}, 1) and caplog.text.count("will be delivered again in") >= 6:
             RULES.clear()
         return consumer.settled({"a": 1, "b": 6})()
 
@@ -120,10 +130,10 @@ def test_a_message_that_is_always_early_is_rejected_in_the_end(
     consumer.pay((1, "b"))
     consumer.consume_until(lambda: len(consumer.queue.dead()) == 1, max_attempts=2, max_delay=0.2)
     assert consumer.queue.letters() == {payment(1, "b"): "Defer: the account is not open yet"}
-    assert re.search(r"is to come again in (0\.2|1\.0) s after delivery 1: Defer", caplog.text)
+    assert re.search(r"will be delivered again in (0\.2|1\.0) s, after delivery 1: Defer", caplog.text)
     # The number is the broker's. A NATS server with no time to spare once gave two deliveries the number 1, then 3.
     assert re.search(r"is rejected at delivery [2-9]: Defer", caplog.text)
-    assert set(re.findall(r"is to come again .* after delivery (\d+)", caplog.text)) == {"1"}
+    assert set(re.findall(r"will be delivered again .* after delivery (\d+)", caplog.text)) == {"1"}
     assert consumer.applied == ({}, 0)
     assert consumer.queue.left() == 0
 
@@ -188,6 +198,7 @@ def test_an_id_in_the_body_stays_the_only_one(consumer: Adapter) -> None:
 
 
 NO_JSON = ("InvalidMessageError: the ", "DecodeError: ")  # by this library, and by Celery
+NO_ID = Sent(None, b'{"type": "payment", "account": "a", "amount": 1}')
 GARBAGE: dict[Sent, str | tuple[str, ...]] = {
     Sent("no JSON", b"{"): NO_JSON,
     Sent("no text", b"\xff\xfe"): NO_JSON,
@@ -195,19 +206,20 @@ GARBAGE: dict[Sent, str | tuple[str, ...]] = {
     Sent("a type that is none", b'{"type": 5}'): "InvalidMessageError",
     Sent("a type that nobody wants", b'{"type": "unheard of"}'): "UnhandledMessage",
     Sent("no account", b'{"type": "payment"}'): "KeyError: 'account'",
-    Sent(None, b'{"type": "payment", "account": "a", "amount": 1}'): "InvalidMessageIdError: the message has no id",
+    NO_ID: "InvalidMessageIdError: the message has no id",
 }
 """What is no payment, and how the reason begins for which it is rejected. No client makes an id up."""
 
 
 def test_garbage_becomes_dead_letters_and_the_consumer_lives_on(consumer: Adapter) -> None:
-    """Nothing of it is applied, and what is behind it is."""
+    """Nothing of it is applied, and what is behind it is. A missing id is missed where the producer sets it."""
     consumer.queue.publish([*GARBAGE])
     consumer.pay((1, "a"))
     consumer.consume_until(lambda: consumer.settled({"a": 1})() and len(consumer.queue.dead()) == len(GARBAGE))
     assert {*consumer.queue.dead()} == {*GARBAGE}
     reasons = consumer.queue.letters()
     assert {each: reasons[each.body] for each in GARBAGE if not reasons[each.body].startswith(GARBAGE[each])} == {}
+    assert f"the producer must set the {ID_NAMES[BROKERS[type(consumer).__name__]]}. " in reasons[NO_ID.body]
 
 
 # Celery declares the queue of its dead letters for each of them; test_kafka.py has the topics of Kafka.
@@ -249,7 +261,7 @@ def test_whatever_a_client_sends_is_applied_delayed_or_a_dead_letter(
     def all_settled() -> bool:
         nonlocal before
         balances, markers = consumer.applied
-        if "behind" in balances and "is to come again" in caplog.text:
+        if "behind" in balances and "will be delivered again" in caplog.text:
             RULES.pop("c", None)
         is_busy, before = markers > before, markers  # then it need not be asked for more
         return not is_busy and consumer.queue.left() == 0 and markers + len(consumer.queue.dead()) == sent
@@ -259,12 +271,13 @@ def test_whatever_a_client_sends_is_applied_delayed_or_a_dead_letter(
 
 
 def test_what_a_consumer_does_not_take_is_refused_when_it_is_made(consumer: Adapter) -> None:
-    """A dispatcher whose answers nobody would await, or that is awaited for nothing; limits that are none."""
+    """A dispatcher whose answers nobody would await, or that is awaited for nothing; limits that are none; a class."""
     plain: Any = payments.dispatcher(consumer.engine)
     awaited: Any = payments.async_dispatcher(consumer.database.async_url)[0]
     takes = "AsyncDispatcher" if consumer.is_awaited else "Dispatcher"
     with pytest.raises(HandlerDefinitionError, match=f"takes {takes}, not"):
         consumer.make(plain if consumer.is_awaited else awaited)
-    for wrong in ({"max_attempts": 0}, {"max_delay": 0}):
+    wrong: dict[str, Any]
+    for wrong in ({"max_attempts": 0}, {"max_delay": 0}, {"convert": payments.Balance}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             consumer.make(awaited if consumer.is_awaited else plain, **wrong)

@@ -47,8 +47,8 @@ def test_a_dead_letter_has_every_field_that_the_entry_had(rig: Redis) -> None:
     }
     assert foreign[b"somebody"] == b"else's"
     assert foreign[b"x-rejected-for"] == (
-        b'InvalidMessageError: the field "body" of the entry is not JSON: it is missing, or empty; send the JSON '
-        b"there, or give the consumer a convert= that makes the event of what there is in incoming.headers"
+        b'InvalidMessageError: the field "body" of the entry is not JSON: it is missing, or empty; send JSON '
+        b"there, or give the consumer a convert= that builds the event from incoming.headers"
     )
     assert replay(rig.queue.client, rig.queue.stream, GROUP) == 2
     replayed: Any = rig.queue.client.xrange(rig.queue.stream)

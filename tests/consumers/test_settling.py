@@ -210,7 +210,7 @@ def test_no_delay_is_longer_than_its_bound(rig: Rig, caplog: pytest.LogCaptureFi
     caplog.set_level(logging.INFO, "projector_dedup.consumers")
     deliveries = [paid(1, account="defer", attempt=attempt) for attempt in (1, 2, 9)]
     assert [rig.settle(each, max_delay=2.5)[0].delay for each in deliveries] == [1.0, 2.5, 2.5]
-    assert [line.split(" in ")[1].split(" after")[0] for line in caplog.messages] == ["1.0 s", "2.5 s", "2.5 s"]
+    assert [line.split(" in ")[1].split(", after")[0] for line in caplog.messages] == ["1.0 s", "2.5 s", "2.5 s"]
 
 
 @pytest.mark.parametrize(("bound", "longest"), [(0.5, 1.0), (1, 1.0), (29.9, 5.0), (30, 30.0), (9e9, 300.0)])
@@ -221,7 +221,7 @@ def test_a_broker_that_knows_certain_delays_gets_the_longest_within_the_bound(
     caplog.set_level(logging.INFO, "projector_dedup.consumers")
     late = paid(1, account="defer", attempt=9)
     assert rig.settle(late, max_delay=bound, delays=(1.0, 5.0, 30.0, 300.0))[0].delay == longest
-    assert f"is to come again in {longest} s" in caplog.text
+    assert f"will be delivered again in {longest} s" in caplog.text
 
 
 @BATCH
@@ -360,7 +360,7 @@ def test_a_batch_whose_consumer_is_told_to_end_is_not_delivered_again(sqlite: Da
 def test_an_error_whose_text_fails_does_not_stop_the_consumer(rig: Rig) -> None:
     """The class of the error is told."""
     (settled,) = rig.settle(paid(account="unprintable"))
-    assert (settled.reject, settled.reason) == (True, "UnprintableError: (its text cannot be had)")
+    assert (settled.reject, settled.reason) == (True, "UnprintableError: (its text cannot be read)")
 
 
 def test_every_answer_but_yes_is_logged(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
@@ -373,7 +373,10 @@ def test_every_answer_but_yes_is_logged(rig: Rig, caplog: pytest.LogCaptureFixtu
     )  # fmt: skip
     lines = [(each.levelname, each.getMessage()) for each in caplog.records if each.name.endswith("consumers")]
     assert lines[:2] == [
-        ("INFO", "message m2 from queue payments is to come again in 5.0 s after delivery 2: Defer: not before noon"),
+        (
+            "INFO",
+            "message m2 from queue payments will be delivered again in 5.0 s, after delivery 2: Defer: not before noon",
+        ),
         ("ERROR", "message m\\n3 from queue payments is rejected at delivery 1: KeyError: 'carrier'"),
     ]
     assert lines[2][1].startswith(
@@ -407,6 +410,22 @@ def test_an_extractor_that_fails_does_not_stop_the_consumer(rig: Rig, caplog: py
     assert (settled.reject, settled.reason) == (True, "KeyError: 'meta'")
     (line,) = [each.getMessage() for each in caplog.records if each.name.endswith("consumers")]
     assert line == "message (without an id) from queue payments is rejected at delivery 1: KeyError: 'meta'"
+
+
+@pytest.mark.parametrize("batch", [False, True], ids=["alone", "in a batch"])
+def test_a_missing_id_is_to_be_set_by_the_producer(rig: Rig, batch: bool) -> None:
+    """Nobody can pass it to ``deliver`` there. An id that is there and wrong keeps the error that says why."""
+    body = {"type": "payment", "account": "UA", "amount": 100}
+    missing, wrong = (
+        Incoming(json.dumps({**body, **more}).encode(), id_name="header id") for more in ({}, {"message_id": 7})
+    )
+    of_missing, of_wrong = rig.settle(missing, wrong, batch=batch)
+    assert of_missing.reason == (
+        "InvalidMessageIdError: the message has no id, so a redelivery could not be detected; the producer must set "
+        "the header id. If the body contains the id, give the dispatcher message_id=by_path(...)"
+    )
+    assert of_wrong.reason.startswith("InvalidMessageIdError: a message id must be text, not int")
+    assert (of_missing.label, of_wrong.label) == ("invalid_id", "invalid_id")
 
 
 def test_the_reason_is_short_and_printable(rig: Rig) -> None:

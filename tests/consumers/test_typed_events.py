@@ -4,6 +4,7 @@ import json
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from decimal import Decimal
+from functools import partial
 from typing import Any, cast
 from uuid import UUID
 
@@ -185,13 +186,21 @@ def test_a_wrong_argument_is_refused_at_start_up(factory: sessionmaker[Session])
             into(wrong)  # type: ignore[arg-type]  # that is the point
     with pytest.raises(HandlerDefinitionError, match="maps the type paid to a class, not to 'Paid'"):
         into({"paid": "Paid"})  # type: ignore[dict-item]  # that is the point
-    with pytest.raises(HandlerDefinitionError, match=r"no .*Opaque can be built of JSON"):
+    with pytest.raises(HandlerDefinitionError, match=r"Pydantic cannot build .*Opaque from JSON"):
         into({"opaque": Opaque})
+    for builtin in (str, int, list, object):
+        with pytest.raises(HandlerDefinitionError, match=f"maps the type t to {builtin.__name__}, which has no fields"):
+            into({"t": builtin})
+    assert cast(Message, into({"paid": dict})(incoming("paid", {"amount": 1}))).body == {"amount": 1}
+    event: Any = Paid
+    for make in (partial(Settling, Dispatcher(factory, Seen())), partial(into, TYPES)):
+        with pytest.raises(ValueError, match=r'write convert=into\({"payment.received": Paid}\), with the type of'):
+            make(event)
     with pytest.raises(HandlerDefinitionError, match=r"convert= of into\(\) returns a Message, not dict"):
         into(TYPES, lambda _incoming: {})(incoming("paid", {}))
 
     async def convert(_incoming: Incoming) -> object:
         return None
 
-    with pytest.raises(ValueError, match="nobody would await it: give a plain function"):
+    with pytest.raises(ValueError, match="does not await: give a plain function"):
         Settling(Dispatcher(factory, Seen()), convert)

@@ -485,7 +485,7 @@ def test_without_the_right_to_write_lines_dated_markers_are_kept(
             connection.execute(text(f"DROP OWNED BY {role}"))
             connection.execute(text(f"DROP ROLE {role}"))
         owner.dispose()
-    assert caplog.text.count("lines of late messages could not be written into processed_message_state") == 2
+    assert caplog.text.count("because it could not write into processed_message_state") == 2
 
 
 def test_check_names_the_handlers_whose_messages_have_no_time(harness: Harness, cleaner: Engine) -> None:
@@ -499,7 +499,10 @@ def test_check_names_the_handlers_whose_messages_have_no_time(harness: Harness, 
         connection.execute(insert(MARKER), row)
     assert prune(cleaner).deleted == 1
     (finding,) = advise(ages(cleaner))
-    assert (finding.problem, finding.fatal) == ("messages of these handlers have no time: other, totals", False)
+    assert (finding.problem, finding.fatal) == (
+        "the messages of these handlers have no occurred_at: other, totals",
+        False,
+    )
     with cleaner.begin() as connection:
         connection.execute(update(MARKER).values(occurred_at=OLD))
     assert advise(ages(cleaner)) == []

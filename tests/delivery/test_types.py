@@ -161,6 +161,8 @@ def test_mypy_sees_every_mistake(tmp_path: Path) -> None:
     assert _mistakes_at(lines["mistakes"]) == ALL_MISTAKES, said
     assert sorted(set(lines["wrong"])) == WRONG_COMMANDS, said
     assert not re.search(r"\b_[A-Z][a-z]", said), said
+    assert 'has incompatible type "type[Mistakes]"; expected "ProjectorInstance | Building"' in said
+    assert "-> int | GiveAnInstanceNotTheClass" in said
 
 
 def test_pyright_sees_every_mistake_and_no_other(tmp_path: Path) -> None:
@@ -170,4 +172,6 @@ def test_pyright_sees_every_mistake_and_no_other(tmp_path: Path) -> None:
     errors = [entry for entry in json.loads(said)["generalDiagnostics"] if entry["severity"] == "error"]
     assert {Path(entry["file"]).name for entry in errors} == {"mistakes.py"}, errors
     assert _mistakes_at([entry["range"]["start"]["line"] + 1 for entry in errors]) == ALL_MISTAKES, errors
-    assert not re.search(r"\b_[A-Z][a-z]", " ".join(entry["message"] for entry in errors)), errors
+    said = " ".join(entry["message"] for entry in errors)
+    assert not re.search(r"\b_[A-Z][a-z]", said), errors
+    assert 'incompatible with type "GiveAnInstanceNotTheClass"' in said

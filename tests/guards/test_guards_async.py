@@ -106,7 +106,7 @@ MISBEHAVIOURS = [
     Misbehaviour("connection_stream", connections("stream", text("COMMIT")), P),
     Misbehaviour("transaction_commit", _transaction_commit, P),
     Misbehaviour("run_sync_commit", lambda session: session.run_sync(lambda inner: inner.commit()), P),
-    Misbehaviour("begin", _begin, R),
+    Misbehaviour("begin", _begin, P),
     Misbehaviour("savepoint", _savepoint, H),
     Misbehaviour("stream", _stream, H),
     Misbehaviour("driver_reads", below("select 1"), H),

@@ -15,7 +15,7 @@ from sqlalchemy.exc import DBAPIError, IntegrityError, InvalidRequestError, Reso
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
 from databases import SERVERS, Driver, each_driver, mariadb_connection, spread
-from misbehaviour import bad_flush, execute_raw, fail, swallow
+from misbehaviour import bad_flush, driver_of, execute_raw, fail, swallow
 from projector_dedup import (
     Defer,
     Outcome,
@@ -535,6 +535,24 @@ def test_a_swallowed_flush_error_names_the_remedy(driver: Driver, rig_on: RigOn)
 
     with pytest.raises(TransactionViolatedError, match="begin_nested"):
         rig.deliver(handler)
+
+
+@each_driver(usual=True)
+def test_a_begin_names_the_remedy_and_hides_no_commit(driver: Driver, rig_on: RigOn) -> None:
+    """SQLAlchemy would only say that a transaction is begun. A marker that was committed before is reported as such."""
+    rig = rig_on(driver)
+    with pytest.raises(TransactionViolatedError, match=r"called session\.begin\(\).*begin_nested\(\)") as raised:
+        rig.deliver(lambda session: swallow(session.begin))
+    assert (raised.value.durable, rig.durable()) == (False, NOTHING)
+
+    def commits(session: Session) -> None:
+        add(session)
+        driver_of(session).commit()
+        session.begin()
+
+    with pytest.raises(TransactionViolatedError, match="COMMITTED") as raised:
+        rig.deliver(commits)
+    assert (raised.value.durable, rig.durable()) == (True, ONCE)
 
 
 @each_driver(usual=True)

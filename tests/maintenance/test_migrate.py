@@ -361,6 +361,7 @@ def test_the_command_schema_prints_what_makes_the_tables(database: Database) -> 
     """For the table that was asked for, with the rights that an application user needs."""
     done = run_python("-m", "projector_dedup", "schema", "--dialect", database.engine, "--table", "inbox")
     assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"-- for {database.engine} (--dialect names another database: ")
     assert "-- GRANT SELECT, INSERT, UPDATE, DELETE ON inbox_state TO" in done.stdout
     engine = create_engine(database.url())
     run_script(engine, done.stdout)

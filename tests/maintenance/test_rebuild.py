@@ -679,7 +679,7 @@ def test_a_reset_that_fails_says_that_the_markers_are_gone(shop: Shop) -> None:
     def fails() -> None:
         raise OSError("disk full")
 
-    with pytest.raises(RefusedError, match=r"OSError: disk full.* The markers are deleted already, so start no worker"):
+    with pytest.raises(RefusedError, match=r"OSError: disk full.* The markers are already deleted, so start no worker"):
         rebuild(right, "totals", payments(3), reset=_resetting(shop, fails))
     (finding,) = advise_rebuilds(shop.outside)
     assert finding.fatal

@@ -166,7 +166,7 @@ COMMITS = [
     Misbehaviour("session.get_transaction().commit", lambda s: s.get_transaction().commit(), P),
     Misbehaviour("connection.commit", lambda s: s.connection().commit(), P),
     Misbehaviour("connection.get_transaction().commit", lambda s: s.connection().get_transaction().commit(), P),
-    Misbehaviour("session.begin", lambda s: s.begin(), R),
+    Misbehaviour("session.begin", lambda s: s.begin(), P),
     Misbehaviour("connection.begin", lambda s: s.connection().begin(), R),
     Misbehaviour("session.prepare", lambda s: s.prepare(), R),
 ]

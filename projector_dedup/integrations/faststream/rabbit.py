@@ -34,18 +34,18 @@ def subscribe(
     max_attempts: int | None = None,
     max_delay: float = 300.0,
 ) -> None:
-    """Give the messages of a queue to a dispatcher, as long as the broker runs. Call it before the broker is started.
+    """Deliver the messages of a queue to a dispatcher while the broker runs. Call it before you start the broker.
 
-    A message is acknowledged when it is applied, or was applied before. One that is to come again waits in one of the
-    queues ``<queue>.wait.1s``, ``.5s``, ``.30s`` and ``.300s``; a rejected one goes to ``<queue>.dead``, with the
-    error in its header ``x-rejected-for``. All of them are declared when the broker starts; a ``queue`` that is a name,
-    as a durable one. For a queue with arguments of its own give FastStream's ``RabbitQueue``; with ``declare=False``
-    it is taken as it is.
+    The subscriber acknowledges a message that is applied or is a duplicate. A message to retry waits in one of the
+    queues ``<queue>.wait.1s``, ``.5s``, ``.30s`` and ``.300s``. A rejected message goes to ``<queue>.dead``, with the
+    error in its header ``x-rejected-for``. The broker declares all of these queues when it starts. If ``queue`` is a
+    name, it declares a durable queue. For a queue with other arguments, give FastStream's ``RabbitQueue``, with
+    ``declare=False`` if the broker must not declare it.
 
-    ``convert`` makes the event of a message; FastStream decodes nothing. ``prefetch`` messages are delivered side by
-    side. A message is rejected after ``max_attempts`` deliveries; None sets no limit. It waits in the longest of the
-    queues that does not exceed ``max_delay`` seconds, or else in the shortest. Raises ``HandlerDefinitionError`` for a
-    dispatcher that is not an ``AsyncDispatcher``.
+    ``convert`` makes the event of a message; FastStream decodes nothing. ``prefetch`` messages are delivered at the
+    same time. A message is rejected after ``max_attempts`` deliveries; None sets no limit. It waits in the queue with
+    the longest delay of at most ``max_delay`` seconds, or else in the first one. Raises ``HandlerDefinitionError`` for
+    a dispatcher that is not an ``AsyncDispatcher``.
     """
     settling = new_settling(
         dispatcher, convert, prefetch=prefetch, max_attempts=max_attempts, max_delay=max_delay, asynchronous=True
