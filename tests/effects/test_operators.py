@@ -111,7 +111,7 @@ def test_a_decision_gives_way_to_the_attempt_and_is_not_forgotten_in_silence(
     gate.open()
     assert isinstance(attempt.exception(), LeaseLostError)
     assert till.settle(charge) == f"1 {ends}"
-    assert ("not the decision of a person" in caplog.text) is (said["outcome"] != ends)
+    assert ("ignored the decision of a person" in caplog.text) is (said["outcome"] != ends)
 
 
 def test_a_value_that_does_not_fit_stays_listed(till: Till) -> None:
