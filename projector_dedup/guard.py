@@ -295,7 +295,7 @@ class Guard:
     def before_commit(self, how: str) -> None:
         """Raise if a handler commits. It may release a savepoint."""
         if self.watching:
-            raise self.violate(f"the handler called {how}()")
+            raise self.made_durable() or self.violate(f"the handler called {how}()")
 
     def before_begin(self) -> None:
         """Raise if a handler begins a transaction. It may begin a savepoint."""

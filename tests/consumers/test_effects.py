@@ -92,8 +92,8 @@ def test_a_message_comes_again_until_its_effect_is_done(
     caplog.set_level(logging.INFO, "projector_dedup.consumers")
     shop = Shop(consumer, till, till.effect(failing(till, *ends), resend(within=HOUR)))
     consumer.consume_until(shop.is_applied, **shop.sent())
-    assert caplog.text.count(f"s after delivery 1: {told}") == 1
-    assert caplog.text.count(f"s after delivery 2: {told}") == 1
+    assert caplog.text.count(f"s, after delivery 1: {told}") == 1
+    assert caplog.text.count(f"s, after delivery 2: {told}") == 1
     assert (len(till.sent), consumer.queue.dead()) == (1, [])
 
 

@@ -616,6 +616,6 @@ def test_check_warns_of_attached_files_that_do_not_commit_as_one(sqlite: Databas
     add_schemas(engine, tmp_path)
     (advice,) = check(engine, TABLES)
     assert not advice.fatal
-    assert "atomic only in each file" in advice.problem
+    assert "may commit one file" in advice.problem
     assert "make_tables(metadata, schema=" in advice.remedy
     engine.dispose()

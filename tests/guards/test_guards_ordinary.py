@@ -538,17 +538,24 @@ def test_a_swallowed_flush_error_names_the_remedy(driver: Driver, rig_on: RigOn)
 
 
 @each_driver(usual=True)
-def test_a_begin_names_the_remedy_and_hides_no_commit(driver: Driver, rig_on: RigOn) -> None:
-    """SQLAlchemy would only say that a transaction is begun. A marker that was committed before is reported as such."""
+def test_a_begin_names_the_remedy(driver: Driver, rig_on: RigOn) -> None:
+    """SQLAlchemy would only say that a transaction is begun."""
     rig = rig_on(driver)
     with pytest.raises(TransactionViolatedError, match=r"called session\.begin\(\).*begin_nested\(\)") as raised:
         rig.deliver(lambda session: swallow(session.begin))
     assert (raised.value.durable, rig.durable()) == (False, NOTHING)
 
+
+@each_driver(usual=True)
+@pytest.mark.parametrize("name", ["begin", "commit"])
+def test_a_call_that_is_prevented_hides_no_commit(name: str, driver: Driver, rig_on: RigOn) -> None:
+    """A marker that was committed on the driver's connection before is reported as such."""
+    rig = rig_on(driver)
+
     def commits(session: Session) -> None:
         add(session)
         driver_of(session).commit()
-        session.begin()
+        getattr(session, name)()
 
     with pytest.raises(TransactionViolatedError, match="COMMITTED") as raised:
         rig.deliver(commits)

@@ -210,6 +210,6 @@ def rendered(record: dict[str, Table]) -> str:
         f"|---|---{'|---' * len(LEVELS)}|",
         *(f"| {row} | {' | '.join(cells(row))} |" for row in rows),
         "",
-        f"Tests of the contract that passed, on {' / '.join(combinations)}; `-`: not run.",
+        f"Each cell: tests of the contract that passed, on {' / '.join(combinations)}. `-`: not run.",
     ]
     return BEGIN + "\n".join(lines) + "\n" + END
