@@ -56,7 +56,7 @@ SEED ?= 1
 
 explore: .venv/dev.stamp
 	@PROJECTOR_DEDUP_TEST_EXPLORE=$(EACH) PROJECTOR_DEDUP_TEST_SEED=$(SEED) \
-	    $(BIN)/python -m pytest tests/exploring -rA -q --no-header --tb=short $(ARGS)
+	    $(BIN)/python -m pytest -v tests/exploring $(ARGS)
 
 # Other libraries at the same provider, in an environment of their own; they need Redis. A minute.
 effects-peers: .venv-peers/peers.stamp

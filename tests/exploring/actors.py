@@ -62,7 +62,6 @@ class Worker(Client):
         self._url = database.url(driver.drivername)
         super().__init__(self._url)
         self.number, self.driver = number, driver
-        self.clock = Clock()
         self._warm: set[int] = set()  # the connections with which the last run began
         self._dispatchers: dict[tuple[Any, ...], Any] = {}
 
@@ -288,25 +287,30 @@ def deliver_and_arm(at: Round, worker: Worker) -> None:
     worker.deliver(at, 0, body=add_and_arm)
 
 
-class DeadStore(Store):
-    """The second store of a published algorithm, which a killed client cannot reach."""
+class ScheduledStore(Store):
+    """The second store of a published algorithm. A call is a round trip, and a killed client makes none."""
 
     def __init__(self, path: Path, worker: Worker) -> None:
         self._worker = worker
-        self._path, self._clock = path, worker.clock
-        if not path.exists():
-            super().__init__(path, worker.clock)
+        self._path, self._clock = path, Clock()  # the table is there
 
     def _execute(self, sql: str, *values: object) -> list[Any]:
         self._worker.refuse_if_killed()
-        return super()._execute(sql, *values)
+        try:
+            self._worker.at_trip("before", [f"Query: {sql}"])
+            found = super()._execute(sql, *values)
+            self._worker.at_trip("after", [f"Query: {sql}"])
+        finally:
+            self._worker.refuse_if_killed()
+        return found
 
 
 def ask_of(algorithm: type[Faulty], path: Path) -> Work:
     """Return work that asks a published algorithm for a command. The broker asks once more after an error."""
+    Store(path, Clock())
 
     def ask_it(at: Round, worker: Worker) -> None:
-        handle = algorithm(worker.factory, DeadStore(path, worker)).handle
+        handle = algorithm(worker.factory, ScheduledStore(path, worker)).handle
         try:
             answer = handle(place, PlaceOrder(customer=at.name), at.name, None)
         except Exception:
@@ -330,7 +334,7 @@ class Case:
     work: tuple[Work, ...]
     prepare: Callable[["Stage", Round], object] = lambda _stage, _round: None
     check: Callable[["Stage", Round], object] = lambda stage, at: stage.check_counts(at)
-    faults: int = 1
+    faults: int = 1  #: in one order, in the usual tests; `make explore` has one fault in each case
     surprises: int | None = 1  #: the usual tests leave out orders with more of them; None: none is left out
     is_slow: bool = False  #: True: a plain `make test` leaves it out
     is_sync: bool = False  #: True: the work is not written for asyncio
@@ -517,8 +521,18 @@ CASES = {
             "two batches", (deliver_batch, deliver_batch_backwards), with_row, partial(Stage.check_counts, messages=2)
         ),
         Case("old and new code", (deliver_by_old_code, deliver_by_new_code), with_row, check_both_names),
-        Case("rename", (do_rename, repeat_by_new_code), applied_by_old_code, check_renamed, is_slow=True, is_sync=True),
-        Case("cleanup", (do_prune, deliver_young), applied_long_ago, check_pruned, is_slow=True, is_sync=True),
+        Case(
+            "rename",
+            (do_rename, repeat_by_new_code),
+            applied_by_old_code,
+            check_renamed,
+            faults=0,
+            is_slow=True,
+            is_sync=True,
+        ),
+        Case(
+            "cleanup", (do_prune, deliver_young), applied_long_ago, check_pruned, faults=0, is_slow=True, is_sync=True
+        ),
         Case("forget", (do_forget, deliver), applied, check_forgotten, is_sync=True),
         Case("a command", (ask, ask), with_customer, check_answers),
         Case("an effect", (deliver_and_arm, deliver_and_arm), with_row, check_armed),

@@ -188,7 +188,7 @@ class Client:
 
     def __enter__(self) -> Self:
         self.proxy.__enter__()
-        self.proxy.at_trip = self._at_trip
+        self.proxy.at_trip = self.at_trip
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -212,8 +212,11 @@ class Client:
                 self._is_running = False
                 self.turn.notify_all()
 
-    def _at_trip(self, where: Literal["before", "after"], trip: list[str]) -> None:
-        """Called by the proxy: wait for the turn, and cut the connection if the order says so."""
+    def at_trip(self, where: Literal["before", "after"], trip: list[str]) -> None:
+        """Wait for the turn of a round trip. Called by the proxy, and by the client before and after any other call.
+
+        Raises EOFError if the order says that the connection is cut here, or the client killed.
+        """
         with self.turn:
             if where == "before" and self._is_scheduled and not _CATALOG.match(shown(trip)):
                 self.trip, self._granted = shown(trip), None

@@ -177,9 +177,9 @@ class _Line:
 
     def cut(self) -> None:
         """Close both connections."""
+        self.proxy.ended(self)  # before the client can know
         _hang_up(self.client)
         _hang_up(self.server)
-        self.proxy.ended(self)
 
     def learn(self, session: bytes, order: Literal["big", "little"]) -> None:
         """Note the server's id of this connection."""

@@ -162,6 +162,8 @@ class Reached:
         if self.orders:
             cases = len(self.orders)
             terminalreporter.write_line(f"explored: {self.orders.total():,} orders of round trips, in {cases} cases")
+            for case, orders in sorted(self.orders.items()) if terminalreporter.verbosity > 0 else ():
+                terminalreporter.write_line(f"  {orders:9,}  {case}")
         if different := self._differs():
             terminalreporter.write_line(f"docs/tested-on.md is not what was run: {different}; make matrix", red=True)
 
