@@ -25,7 +25,7 @@ import command_rig
 from algorithms import REQUEST, Clock, Faulty, Store
 from command_rig import Placed, PlaceOrder, place
 from databases import Database, Driver
-from projector_dedup import AsyncDispatcher, Dispatcher, Message, Outcome, on, projector
+from projector_dedup import AsyncDispatcher, BatchFailed, Dispatcher, Message, Outcome, on, projector
 from projector_dedup.commands import AsyncCall, AsyncCommands, Call, Commands, command
 from projector_dedup.effects import Attempt, arm, default_effect_tables, effect, stop
 from projector_dedup.errors import ProjectorDedupError
@@ -149,9 +149,9 @@ class Worker(Client):
             delivery = self.wait(dispatcher.deliver(at.message(number)))
             self.acknowledge(at, [(number, delivery.outcome)])
 
-    def deliver_batch(self, at: Round, *numbers: int) -> None:
+    def deliver_batch(self, at: Round, *numbers: int, body: Callable[[Any, Session], None] | None = None) -> None:
         """Deliver messages in one batch, and acknowledge all."""
-        deliveries = self.wait(self.dispatcher(add).deliver_batch([at.message(number) for number in numbers]))
+        deliveries = self.wait(self.dispatcher(body or add).deliver_batch([at.message(number) for number in numbers]))
         self.acknowledge(at, [(number, each.outcome) for number, each in zip(numbers, deliveries, strict=True)])
 
     def acknowledge(self, at: Round, told: list[tuple[int, Outcome]]) -> None:
@@ -190,6 +190,11 @@ def add_and_fail(happened: Any, session: Session) -> None:
     raise ValueError("the handler fails")
 
 
+def add_units(happened: Any, session: Session) -> None:
+    """A handler that fails at an amount of more than 1."""
+    (add if happened["amount"] == 1 else add_and_fail)(happened, session)
+
+
 def add_and_arm(happened: Any, session: Session) -> None:
     """A handler that arms an effect too."""
     add(happened, session)
@@ -219,9 +224,20 @@ def deliver_own(at: Round, worker: Worker) -> None:
 
 def fail_and_deliver(at: Round, worker: Worker) -> None:
     """Deliver the first message to a handler that writes and fails; then again, as a broker does, and it succeeds."""
-    with contextlib.suppress(ValueError):
+    try:
         worker.deliver(at, 0, body=add_and_fail)
-    worker.deliver(at, 0)
+    except ValueError:
+        worker.deliver(at, 0)
+
+
+def deliver_failing_batch(at: Round, worker: Worker) -> None:
+    """Deliver two messages in a batch whose second message fails; then each that was not applied."""
+    try:
+        worker.deliver_batch(at, 0, 1, body=add_units)
+    except BatchFailed as failed:
+        done = [(number, each.outcome) for number, each in enumerate(failed.deliveries) if each.error is None]
+        worker.acknowledge(at, done)
+        worker.deliver(at, *({0, 1} - dict(done).keys()))
 
 
 def deliver_batch(at: Round, worker: Worker) -> None:
@@ -493,7 +509,8 @@ class Stage:
     def check_counts(self, at: Round, messages: int = 1, **handler: Any) -> None:
         """What was acknowledged counts once, nothing counts twice, and after a redelivery everything counts once."""
         counts = self.counts(at, messages)
-        told = f"{at.told} was told, and the messages count {counts}"
+        outcomes = ", ".join(f"{number} {outcome.value}" for number, outcome in at.told)
+        told = f"told was: {outcomes or 'nothing'}; the messages count {counts}"
         for number, times in enumerate(counts):
             assert times == 1 or (times == 0 and number not in dict(at.told)), told
             assert at.applied(number) <= times, told
@@ -515,7 +532,11 @@ CASES = {
         Case("one message", (deliver, deliver), with_row, surprises=None, is_slow=True),
         Case("two messages, one row", (deliver_own, deliver_own), with_row, partial(Stage.check_counts, messages=2)),
         Case("two messages, a new row", (deliver_own, deliver_own), check=partial(Stage.check_counts, messages=2)),
-        Case("a handler that fails", (fail_and_deliver, deliver), with_row),
+        Case(
+            "a handler that fails", (fail_and_deliver, deliver_own), with_row, partial(Stage.check_counts, messages=2)
+        ),
+        Case("a handler that fails, and a rival", (fail_and_deliver, deliver), with_row),
+        Case("a batch that fails", (deliver_failing_batch, deliver), with_row, partial(Stage.check_counts, messages=2)),
         Case("a batch and a message", (deliver_batch, deliver), with_row, partial(Stage.check_counts, messages=2)),
         Case(
             "two batches", (deliver_batch, deliver_batch_backwards), with_row, partial(Stage.check_counts, messages=2)

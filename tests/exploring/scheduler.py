@@ -71,6 +71,13 @@ class StuckError(AssertionError):
     """Clients neither act, nor end, nor wait for one that may act."""
 
 
+class DeadlockError(AssertionError):
+    """Clients wait for each other. The library takes locks in one order, so no case may lead to a deadlock.
+
+    InnoDB ends a deadlock at once, so it is seen on PostgreSQL only, which looks for deadlocks after a second.
+    """
+
+
 class Killed(BaseException):  # as KeyboardInterrupt is
     """Ends a client that was killed, wherever it would act again. No `except Exception` goes on with its work."""
 
@@ -96,17 +103,18 @@ class PostgreSQLServer:
 
     def __init__(self, database: Database) -> None:
         self._connection = psycopg.connect(database.dsn, autocommit=True)
-        with contextlib.suppress(psycopg.errors.InsufficientPrivilege):  # else a deadlock takes its usual second
-            self._connection.execute(f"ALTER DATABASE \"{database.url().database}\" SET deadlock_timeout = '50ms'")
 
     def are_held(self, waiting: Sequence[set[int]], free: set[int]) -> bool:
-        """True if, from each client that waits, the locks lead to a free one. In a deadlock they do not."""
+        """True if, from each client that waits, the locks lead to a free one. Raises `DeadlockError`."""
         asked = [session for sessions in waiting for session in sessions]
         rows = self._connection.execute("SELECT pid, pg_blocking_pids(pid) FROM unnest(%s::int[]) pid", [asked])
         blockers = {pid: set(by) for pid, by in rows.fetchall()}
         held = set(free)
         while more := {pid for pid, by in blockers.items() if pid not in held and by & held}:
             held |= more
+        others = {pid: by for pid, by in blockers.items() if by and pid not in held}
+        if others and all(by <= others.keys() for by in others.values()):
+            raise DeadlockError("clients wait for each other's locks")
         return all(sessions & held for sessions in waiting)
 
     def alive(self, sessions: set[int]) -> set[int]:
@@ -329,7 +337,7 @@ class Scheduler:
 
     def _are_held(self, acting: Iterable[int], standing: Iterable[int]) -> bool:
         free = set().union(*(self.clients[number].proxy.sessions for number in standing))
-        return bool(free) and self._server.are_held([{*self.clients[each].proxy.sessions} for each in acting], free)
+        return self._server.are_held([{*self.clients[each].proxy.sessions} for each in acting], free)
 
     def _have_closed_connections_ended(self) -> bool:
         """True if the server has rolled back, and forgotten, each connection that was cut."""
