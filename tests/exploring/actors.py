@@ -121,6 +121,7 @@ class Worker(Client):
         self.proxy.is_dead = False
         self.wait(self._engine.dispose())
         warm()
+        warm()  # by now everything is known, and a duplicate
         self._warm = {*self.proxy.sessions}
 
     # What it can do -------------------------------------------------------------------------------------------------

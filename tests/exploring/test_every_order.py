@@ -115,8 +115,7 @@ def _written(choice: Choice) -> str:
 def test_every_order(stage_on: Callable[..., Stage], driver: Driver, case: Case) -> None:
     """What must be true afterwards is true after each order, and the search has come to its end."""
     found = explored(stage_on(driver, len(case.work)), case)
-    assert found.orders > 10
-    assert found.complete or SECONDS
+    assert SECONDS or (found.complete and found.orders > 10)
 
 
 def test_the_pasted_test_runs_one_order(stage_on: Callable[..., Stage]) -> None:
