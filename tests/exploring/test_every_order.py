@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from actors import CASES, Case, Stage, ask_of, check_answers_of, more_tables, with_customer
+from actors import CASES, Case, Round, Stage, Work, Worker, ask_of, check_answers_of, more_tables, with_customer
 from algorithms import (
     CachedAfterTheCommit,
     DeletedOnAnyError,
@@ -123,6 +123,26 @@ def test_the_pasted_test_runs_one_order(stage_on: Callable[..., Stage]) -> None:
     order = Choice(0), Choice(0), Choice(1), Choice(0, "kill")
     steps = stage_on("postgresql+psycopg", 2).run(CASES["one message"], order)
     assert tuple(step.choice for step in steps[:4]) == order
+
+
+def _update(*names: str) -> Work:
+    def work(at: Round, worker: Worker) -> None:
+        with worker.engine.begin() as connection:
+            for name in names:
+                connection.exec_driver_sql(f"update total set amount = 1 where account = '{at.name}{name}'")
+
+    return work
+
+
+def _with_two_rows(stage: Stage, at: Round) -> None:
+    stage.outside.execute(f"insert into total values ('{at.name}a', 0), ('{at.name}b', 0)")
+
+
+def test_a_deadlock_is_found(stage_on: Callable[..., Stage]) -> None:
+    """Two clients lock two rows in different orders."""
+    case = Case("a deadlock", (_update("a", "b"), _update("b", "a")), _with_two_rows, lambda _stage, _round: None)
+    with pytest.raises(AssertionError, match="clients wait for each other's locks"):
+        explored(stage_on("postgresql+psycopg"), case)
 
 
 PUBLISHED = (
