@@ -8,7 +8,7 @@ INSTALL = $(BIN)/python -m pip install -qq
 DRIVERS := postgresql,psycopg2,asyncpg,pymysql,asyncmy,aiomysql,aiosqlite
 
 .DELETE_ON_ERROR:
-.PHONY: demo test lowest mutants matrix cluster torture effects-proof effects-sweep effects-peers lint types docs dist sbom bench
+.PHONY: demo test lowest mutants matrix cluster torture explore effects-proof effects-sweep effects-peers lint types docs dist sbom bench
 
 demo: .venv/demo.stamp
 	@PYTHONPATH=examples $(BIN)/python -m demo $(ARGS)
@@ -53,6 +53,14 @@ effects-proof: .venv/dev.stamp
 # Two processes settle 100,000 effects on each engine (fewer: ARGS="--rows 10000"), and are killed meanwhile. Half an hour or more.
 effects-sweep: .venv/dev.stamp
 	@PYTHONPATH=tests/support $(BIN)/python -m effect_sweep $(ARGS)
+
+# Clients in the orders of their round trips, for so many seconds with each case and driver. Two hours; EACH=10 tries it.
+EACH ?= 60
+SEED ?= 1
+
+explore: .venv/dev.stamp
+	@PROJECTOR_DEDUP_TEST_EXPLORE=$(EACH) PROJECTOR_DEDUP_TEST_SEED=$(SEED) \
+	    $(BIN)/python -m pytest -v tests/exploring $(ARGS)
 
 # Other libraries at the same provider, in an environment of their own; they need Redis. A minute.
 effects-peers: .venv-peers/peers.stamp

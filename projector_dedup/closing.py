@@ -15,15 +15,21 @@ from sqlalchemy.engine import Connection, Engine
 
 @contextmanager
 def connected(engine: Engine) -> Iterator[Connection]:
-    """Yield a connection of ``engine``. At the end roll back and return it to the pool. Raise the first error."""
+    """Yield a connection of ``engine``. At the end roll back and return it to the pool.
+
+    If that fails, drop the connection, and raise nothing: what the block has committed is committed.
+    """
     connection = engine.connect()
     try:
         yield connection
-    except BaseException:
-        with suppress(Exception):
-            _close(connection)
-        raise
-    _close(connection)
+    finally:
+        try:
+            connection.close()
+        except Exception:  # noqa: BLE001  # also a driver's own error, if SQLAlchemy cannot reset the isolation level
+            drop([connection])
+        except BaseException:
+            drop([connection])
+            raise
 
 
 def roll_back(connection: Connection) -> None:
@@ -44,11 +50,3 @@ def drop(connections: Iterable[Connection]) -> None:
             connection.invalidate()
         with suppress(Exception):
             connection.close()
-
-
-def _close(connection: Connection) -> None:
-    try:
-        connection.close()
-    except BaseException:
-        drop([connection])
-        raise

@@ -49,7 +49,7 @@ def connected_to(engine: Engine, tables: DedupTables) -> Iterator[Connection]:
     """
     dialect = dialect_of(engine)
     dialect.prepare(engine)
-    with engine.connect() as connection:
+    with connected(engine) as connection:
         try:
             yield connection
         except DBAPIError as error:
@@ -156,6 +156,7 @@ def run_with_retries(
     level = database_of(engine).cleanup_isolation
     bind = engine if level is None else engine.execution_options(isolation_level=level)
     deadline, attempt = None, 0
+    errors = (DBAPIError, OSError, engine.dialect.loaded_dbapi.Error)  # the last: SQLAlchemy could not set the level
     while True:
         attempt, reached = attempt + 1, False
         try:
@@ -169,7 +170,7 @@ def run_with_retries(
                         connection.invalidate()  # otherwise the pool would keep a server that is no primary
                     raise
                 return result
-        except (DBAPIError, OSError) as error:
+        except errors as error:
             if reached and dialect.classify(error) not in passing:
                 raise
             now, delay = time.monotonic(), policy.delay(attempt)

@@ -12,6 +12,7 @@ from projector_dedup.cli.main import main
 from sqlalchemy import URL, create_engine, event, insert, select, text
 from sqlalchemy.exc import DBAPIError
 
+from cut_proxy import CutProxy
 from databases import Database
 from marked import on_one_database, one_of_each_engine  # noqa: F401  # a fixture
 from projector_dedup import MissingTableError, Outcome, RefusedError, UnitOfWork
@@ -335,3 +336,23 @@ def test_the_command_fails_in_one_line(harness: Harness) -> None:
 def test_a_wrong_command_line_is_exit_code_2(arguments: tuple[str, ...]) -> None:
     """Before anything is connected to."""
     assert CliRunner().invoke(main, ["rename", "--database-url", "sqlite:///x.db", *arguments]).exit_code == 2
+
+
+@pytest.mark.parametrize("level", ["READ COMMITTED", "REPEATABLE READ"], ids=["when it is set", "when it is reset"])
+def test_a_connection_that_is_lost_at_the_isolation_level(mariadb: Database, level: str) -> None:
+    """The rename goes on with another connection. SQLAlchemy raises the driver's own error there."""
+    with Harness(Subject(mariadb.url())) as harness, CutProxy(mariadb.url()) as proxy:
+        harness.create_tables()
+        write(harness, ("m1", OLD))
+        cut: list[list[str]] = []
+
+        def cut_once(where: str, trip: list[str]) -> None:
+            if where == "before" and f"TRANSACTION ISOLATION LEVEL {level}" in trip[0] and not cut:
+                cut.append(trip)
+                raise EOFError
+
+        proxy.at_trip = cut_once
+        engine = create_engine(proxy.through(mariadb.url()))
+        assert rename(engine, OLD, NEW) == Renamed(copied=1)
+        assert cut
+        engine.dispose()

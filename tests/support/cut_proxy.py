@@ -7,6 +7,7 @@
         proxy.cut_commit("after")        # the next COMMIT happens, and the client never hears of it
         with proxy.refusing("rollback"): # the server never sees one, and the client gets an error
         proxy.at_trip = look             # called before each trip, and after it, as look("before", ["Query: BEGIN"])
+        proxy.kill()                     # as if the client's process had ended: no connection is left, none is accepted
 
 It reads as much of the protocol as that needs: PostgreSQL's (its documentation, "Message Formats") or MariaDB's
 (MariaDB documentation, "Client/Server Protocol"). It declines TLS, so the client must not insist on it.
@@ -54,6 +55,12 @@ class CutProxy:
         """How many COMMITs have been cut so far."""
         self.refused: re.Pattern[str] | None = None
         self.at_trip: AtTrip = lambda _where, _trip: None
+        self.is_dead = False
+        """True if new connections are refused; `kill` sets it, and you may set it back."""
+        self.sessions: set[int] = set()
+        """The server's ids of the open connections, as `pg_backend_pid()` or `connection_id()` returns them."""
+        self.closed: set[int] = set()
+        """The ids of the connections that were closed, until you remove them."""
         self._armed: list[Cut] = []
         self._lock = threading.Lock()
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -102,13 +109,35 @@ class CutProxy:
 
     def hang_up(self) -> None:
         """Cut all lines that are open now."""
-        for line in self._lines:
+        for line in [*self._lines]:
             line.cut()
+
+    def kill(self) -> None:
+        """Cut all lines, and refuse new ones, so that the server gets nothing more of the client."""
+        self.is_dead = True
+        self.hang_up()
+
+    def opened(self, session: int) -> None:
+        """Called by a line that has learned the server's id of its connection."""
+        with self._lock:
+            self.sessions.add(session)
+
+    def ended(self, line: "_Line") -> None:
+        """Called by a line that was cut, perhaps more than once."""
+        with self._lock:
+            if line in self._lines:
+                self._lines.remove(line)
+            if line.session in self.sessions:
+                self.sessions.discard(line.session)
+                self.closed.add(line.session)
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):  # the listener was closed: this is the end
             while True:
                 client, _ = self._listener.accept()
+                if self.is_dead:
+                    client.close()
+                    continue
                 try:
                     self._lines.append(self._speaks(self, client))
                 except ConnectionError:  # the server is down, and so is the line
@@ -131,6 +160,7 @@ class _Line:
     def __init__(self, proxy: CutProxy, client: socket.socket) -> None:
         self.proxy = proxy
         self.client = client
+        self.session = 0  # the server's id of this connection, as soon as the server has sent it
         self.server = socket.create_connection(proxy.server)
         for each in (client, self.server):
             each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -147,8 +177,14 @@ class _Line:
 
     def cut(self) -> None:
         """Close both connections."""
+        self.proxy.ended(self)  # before the client can know
         _hang_up(self.client)
         _hang_up(self.server)
+
+    def learn(self, session: bytes, order: Literal["big", "little"]) -> None:
+        """Note the server's id of this connection."""
+        self.session = int.from_bytes(session, order)
+        self.proxy.opened(self.session)
 
     def _prepare(self) -> None:
         """Set the attributes that a protocol needs; called once, before anything is passed on."""
@@ -238,6 +274,8 @@ class _PostgreSQLLine(_Line):
         held = b""  # the answer to a trip, until it is whole
         while True:
             kind, body = _read_message(self.server)
+            if kind == b"K":
+                self.learn(body[:4], "big")
             held += _packed(kind, body)
             with self.turn:  # before the client gets the answer: it may speak again at once
                 if kind == b"Z":
@@ -274,7 +312,10 @@ class _MariaDBLine(_Line):
             self.server.sendall(_packet(number, body))
 
     def _from_server(self) -> None:
-        self.client.sendall(_packet(*self._without_tls(*_read_packet(self.server))))
+        number, greeting = _read_packet(self.server)
+        version = greeting.index(b"\0", 1) + 1  # its end; the id of the connection follows
+        self.learn(greeting[version : version + 4], "little")
+        self.client.sendall(_packet(*self._without_tls(number, greeting)))
         while True:
             number, body = _read_packet(self.server)
             trip, self.trip = self.trip, None

@@ -240,7 +240,7 @@ class Worker:
         self._url = self._database.url(self.driver.drivername)
         if self._is_watched:
             self._proxy = self._open.enter_context(CutProxy(self._url))
-            self._proxy.at_trip = lambda where, trip: self.points.reach(where, _shown(trip), is_sent=True)
+            self._proxy.at_trip = lambda where, trip: self.points.reach(where, shown(trip), is_sent=True)
             self._url = self._proxy.through(self._url)
         self._runner = self._open.enter_context(asyncio.Runner()) if self.driver.is_async else None
         self._open.enter_context(self._log_stops())
@@ -473,8 +473,8 @@ def _settled(deliveries: Sequence[Delivery]) -> set[int]:
     return {number_of(each.message_id) for each in done}
 
 
-def _shown(trip: Sequence[str]) -> str:
-    """The statements of a trip: their first words, and their table."""
+def shown(trip: Sequence[str]) -> str:
+    """Return the statements of a trip: their first words, and their table."""
     statements = [statement for each in trip if (statement := each.partition(": ")[2])] or trip
     return "; ".join(dict.fromkeys(map(_short, statements)))
 

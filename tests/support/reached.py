@@ -73,6 +73,7 @@ class Reached:
         self.ran: dict[str, str] = {}  # part -> version of the server that was reached
         self.unavailable: dict[str, str] = {}  # part or engine -> why it could not be had
         self.cells: dict[tuple[str, str], Counter[str]] = {}
+        self.orders: Counter[str] = Counter()  # case -> orders that were run (tests/exploring)
         self._news: list[tuple[str, Any]] = []  # since the last report
         # Not to engine_connect, where a listener may choose a database: the library would ask for its tables each time;
         # nor to commit, before which a listener may execute something: no statement would take COMMIT along.
@@ -82,6 +83,10 @@ class Reached:
         """Note that a driver or server was there and answered, and its version."""
         if (news := ("ran", (part, version))) not in self._news:
             self._news.append(news)
+
+    def explored(self, case: str, orders: int) -> None:
+        """Note how many orders of a case were run."""
+        self._news.append(("orders", (case, orders)))
 
     def give_up(self, required_by: str, what: str, why: str) -> NoReturn:
         """End the test: it is a failure where this was required, else a skip that the last lines tell of."""
@@ -120,6 +125,8 @@ class Reached:
         for name, value in report.user_properties:
             if name in ("ran", "unavailable"):
                 getattr(self, name).update([value])
+            elif name == "orders" and report.when == "call":
+                self.orders.update(dict([value]))
             elif name == "cell" and (report.when == "call" or report.failed):
                 self.cells.setdefault(tuple(value), Counter())[report.outcome] += 1
 
@@ -152,6 +159,11 @@ class Reached:
                 terminalreporter.write_line(
                     f"not tested: {part} ({self.why_not(part)}); {REMEDIES.get(PARTS[part], '')}"
                 )
+        if self.orders:
+            cases = len(self.orders)
+            terminalreporter.write_line(f"explored: {self.orders.total():,} orders of round trips, in {cases} cases")
+            for case, orders in sorted(self.orders.items()) if terminalreporter.verbosity > 0 else ():
+                terminalreporter.write_line(f"  {orders:9,}  {case}")
         if different := self._differs():
             terminalreporter.write_line(f"docs/tested-on.md is not what was run: {different}; make matrix", red=True)
 

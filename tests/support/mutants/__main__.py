@@ -4,6 +4,7 @@
     make mutants ARGS="--pick 12"            # a dozen, chosen by the day's date
     make mutants ARGS="long-ids-are-cut"     # these, or a whole group
     make mutants ARGS="--list"
+    make mutants ARGS="claims --tests tests/exploring/test_every_order.py"   # by these tests, not those that each one names
 
 A mutant counts as killed only if its tests are green without it and one of them fails with it.
 """
@@ -20,6 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import replace
 
 from . import catalogue
 from .mutant import Mutant
@@ -41,6 +43,8 @@ def main() -> int:
                 _say(mutant.breaks, before=f"  {mutant.name}: ", indent=4)
         return 0
     mutants = _chosen(arguments)
+    if arguments.tests:
+        mutants = [replace(mutant, tests=tuple(arguments.tests), hangs=False) for mutant in mutants]
     began, results = time.monotonic(), []
     with Copy.of(ROOT) as unchanged:
         unchanged.verify()
@@ -68,6 +72,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--pick", type=int, metavar="N", help="choose so many by the date, from all groups")
     parser.add_argument("--date", help="choose as on this day, such as 2026-11-22")
     parser.add_argument("--jobs", type=int, default=2, help="mutants at one time (2)")
+    parser.add_argument("--tests", nargs="+", metavar="TEST", help="the tests that must notice each mutant, by choice")
     parser.add_argument("--list", action="store_true", help="name all mutants and run none")
     arguments = parser.parse_args()
     known = {*catalogue.GROUPS, *(mutant.name for mutant in catalogue.MUTANTS)}
