@@ -42,7 +42,7 @@ matrix: .venv/dev.stamp
 cluster: .venv/dev.stamp
 	@PYTHONPATH=tests/support $(BIN)/python -m cluster $(ARGS)
 
-# 200,000 deliveries on servers that crash, by workers that are killed 1,000 times, on PostgreSQL and MariaDB. Half an hour.
+# 200,000 deliveries on servers that crash, by workers that are killed 1,000 times, on PostgreSQL and MariaDB. An hour or more.
 torture: .venv/dev.stamp
 	@PYTHONPATH=tests/support $(BIN)/python -m torture $(ARGS)
 

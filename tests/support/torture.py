@@ -29,6 +29,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -169,11 +170,21 @@ class Log:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._seen = self._counted = 0  # bytes and lines
         path.touch()
 
     def lines(self) -> list[list[str]]:
         """What is there."""
         return [line.split() for line in self._path.read_text().splitlines()]
+
+    def count(self) -> int:
+        """Return how many lines there are. It reads only what is new."""
+        with self._path.open("rb") as file:
+            file.seek(self._seen)
+            new = file.read()
+        self._seen += len(new)
+        self._counted += new.count(b"\n")
+        return self._counted
 
     @contextlib.contextmanager
     def appending(self) -> Iterator[Callable[[Iterable[tuple[int, object]]], None]]:
@@ -197,7 +208,7 @@ class Worker:
     folder: Path
     pid: int | None = None
 
-    @property
+    @cached_property
     def log(self) -> Log:
         """What this worker may acknowledge."""
         return Log(self.folder / self.way)
@@ -244,7 +255,7 @@ class Worker:
 
     def _work(self) -> None:
         stream = self.plan.streams[self.way]
-        begin = len(self.log.lines())
+        begin = self.log.count()
         with self.log.appending() as append, self._deliver() as (size, deliver):
             for at in range(begin, len(stream), size):
                 numbers = stream[at : at + size]
@@ -447,7 +458,7 @@ class Run:
                 each.start()
             while sum(not each.has_ended() for each in self._workers):
                 time.sleep(0.05)
-                done = sum(len(each.log.lines()) for each in self._workers)
+                done = sum(each.log.count() for each in self._workers)
                 while due and due[-1][0] <= done / whole:
                     due.pop()[1]()
                 if time.monotonic() - told >= WINDOW:
