@@ -14,7 +14,7 @@ from adapters import CLIENTS, KAFKA, Adapter, adapter
 from consumer_rig import Sent, prove, wait_for
 from databases import Database
 from kafka_cluster import KafkaCluster, kafka_cluster
-from payments import NOTES, RULES, payment
+from payments import NOTES, RULES, KilledError, payment
 from projector_dedup import Defer, HandlerDefinitionError
 
 pytestmark = pytest.mark.filterwarnings(
@@ -42,10 +42,6 @@ ID_NAMES = {
 }
 """Where a producer sets the id, as the error for a missing one says."""
 REASON = "ValueError: this account cannot be read\\nreally"
-
-
-class KilledError(BaseException):
-    """Ends a consumer in the midst of a message."""
 
 
 @pytest.fixture(scope="module")

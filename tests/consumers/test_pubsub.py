@@ -12,7 +12,7 @@ import pytest
 import payments
 from adapters import PubSubSubscription, adapter
 from databases import Database
-from payments import RULES, payment
+from payments import RULES, KilledError, payment
 from projector_dedup import Defer, RefusedError
 from projector_dedup.integrations import pubsub as plug
 from pubsub_rig import pubsub
@@ -57,10 +57,6 @@ def test_the_messages_of_one_request_are_one_transaction(rig: PubSubSubscription
     rig.consume_until(rig.settled({"a": 9}))
     assert payments.transactions(rig.engine) < 9
     assert len(rig.queue.dead()) == 1
-
-
-class KilledError(BaseException):
-    """Ends a consumer in the midst of a message."""
 
 
 def test_what_kills_its_consumer_is_moved_by_the_dead_letter_policy(postgresql: Database) -> None:

@@ -20,7 +20,7 @@ from adapters import AioPika, FastStreamRabbit, Pika, adapter
 from amqp_fields import UNREADABLE_VALUES, VALUES, drawn, nested, short, table
 from consumer_rig import wait_for
 from databases import Database
-from payments import RULES, payment
+from payments import RULES, KilledError, payment
 from projector_dedup.integrations.incoming import cloudevent
 from projector_dedup.integrations.rabbitmq import DELIVERIES, REJECTED_FOR, WITHOUT_ID, dead_letters, queues_beside
 from walk import files_entered
@@ -28,10 +28,6 @@ from walk import files_entered
 FRAME = 131_072  # bytes, which the server offers
 POISON = "ValueError: this account cannot be read\\nreally"
 EARLY = "Defer: the account is not open yet"
-
-
-class KilledError(BaseException):
-    """Ends a consumer in the midst of a message."""
 
 
 Rig = Pika | AioPika | FastStreamRabbit

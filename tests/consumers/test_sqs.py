@@ -18,7 +18,7 @@ import payments
 from adapters import SqsFifoQueue, SqsQueue, adapter
 from consumer_rig import wait_for
 from databases import Database
-from payments import RULES, payment
+from payments import RULES, KilledError, payment
 from projector_dedup import Defer, RefusedError
 from projector_dedup.integrations.sqs import lambda_handler, replay
 from sqs_rig import Sqs, sqs
@@ -74,10 +74,6 @@ def test_the_messages_of_one_request_are_one_transaction(rig: SqsQueue) -> None:
     rig.consume_until(rig.settled({"a": 9}))
     assert payments.transactions(rig.engine) < 9
     assert len(rig.queue.dead()) == 1
-
-
-class KilledError(BaseException):
-    """Ends a consumer in the midst of a message."""
 
 
 def test_what_kills_its_consumer_is_moved_by_the_redrive_policy(postgresql: Database) -> None:

@@ -21,6 +21,10 @@ from projector_dedup import (
 )
 
 
+class KilledError(BaseException):
+    """Ends a consumer in the midst of a message."""
+
+
 class Base(DeclarativeBase):
     """The read model, with the marker table beside it."""
 
