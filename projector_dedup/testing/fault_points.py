@@ -1,4 +1,4 @@
-"""Fault points: the steps of a delivery at which an error is raised, once.
+"""Fault points: the steps of a delivery at which an error is raised, the connection is lost, or the process is killed.
 
 `FaultPoints` watches an engine and the handlers of a dispatcher while the dispatcher delivers. The library, the handler
 and the database stay as they are.
@@ -8,36 +8,55 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import os
+import signal
+import sys
 import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NoReturn
 
 from sqlalchemy import event
-from sqlalchemy.engine import Engine
+from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.pool import PoolProxiedConnection
 from sqlalchemy.util import await_only
 
 from ..dialects import dialect_of
 from ..dispatcher import AsyncDispatcher, Dispatcher
-from ..handler import Handler
 
 _STATEMENTS = tuple(f"at statement {number} of the handler" for number in (1, 2, 3))
-BEFORE_CLAIM, AFTER_FLUSH, AFTER_COMMIT = "before the claim", "after the flush", "after COMMIT"
+BEFORE_CLAIM, AFTER_CLAIM, AFTER_FLUSH = "before the claim", "after the claim", "after the flush"
+BEFORE_COMMIT, AFTER_COMMIT = "before COMMIT", "after COMMIT"
 BEFORE_ACKNOWLEDGEMENT = "before the acknowledgement"
-FAULT_POINTS = (
+ERRORS = (
     BEFORE_CLAIM,
-    "after the claim",
+    AFTER_CLAIM,
     *_STATEMENTS,
     AFTER_FLUSH,
-    "before COMMIT",
+    BEFORE_COMMIT,
     AFTER_COMMIT,
     BEFORE_ACKNOWLEDGEMENT,
 )
-"""The steps of a delivery, in their order. ``after COMMIT``, the database has committed and the worker sees an error.
-``before the acknowledgement``, ``deliver`` has returned and the worker stops."""
+"""The steps at which an error is raised, in their order. ``after COMMIT``, the database has committed and the worker
+sees an error. ``before the acknowledgement``, ``deliver`` has returned and the worker stops."""
+KILLED, LOST = "killed ", "connection lost "
+KILLS = tuple(
+    KILLED + point for point in (AFTER_CLAIM, AFTER_FLUSH, BEFORE_COMMIT, AFTER_COMMIT, BEFORE_ACKNOWLEDGEMENT)
+)
+"""The steps at which the process of the worker is killed, as ``kill -9`` does."""
+LOSSES = tuple(LOST + point for point in (_STATEMENTS[0], BEFORE_COMMIT))
+"""The steps at which the server ends the session of the delivery."""
+CALL_KILLS = (KILLED + "before the call", KILLED + "after the call")
+"""The steps of an effect at which the process is killed."""
+PROVIDER = "provider: "  #: before the name of a behaviour
+
+_SESSIONS = {
+    "postgresql": ("SELECT pg_backend_pid()", "SELECT pg_terminate_backend({})"),
+    "mysql": ("SELECT connection_id()", "KILL {}"),
+    "mariadb": ("SELECT connection_id()", "KILL {}"),
+}
 
 MEETING = 0.3
 """Seconds that a handler of a burst waits at most, before its first write, for the others of the burst."""
@@ -49,6 +68,33 @@ class InjectedError(Exception):
 
 class InjectedDatabaseError(OperationalError):
     """The error that is raised at a statement of the handler, as if the database had refused the statement."""
+
+
+def faults_on(engine: Engine) -> tuple[str, ...]:
+    """Return the faults that can be made: on Linux a process can be killed, and on a server a session can end."""
+    kills = KILLS if sys.platform == "linux" else ()
+    losses = LOSSES if engine.dialect.name in _SESSIONS else ()
+    return (*ERRORS, *kills, *losses)
+
+
+def told(fault: str) -> str:
+    """Return what a fault does, for a report."""
+    said = {KILLED: "the process is killed ", LOST: "the connection is lost ", PROVIDER: "the provider is told to "}
+    for prefix, text in said.items():
+        if fault.startswith(prefix):
+            return text + fault.removeprefix(prefix)
+    return f"an error is raised {fault}"
+
+
+def session_of(argument: Any) -> Any:
+    """Return the session that the last argument of a handler is, or has: a command gets a ``Call``."""
+    return getattr(argument, "session", argument)
+
+
+def kill_this_process() -> NoReturn:
+    """End this process as ``kill -9`` does."""
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("the process goes on after SIGKILL")
 
 
 class Meeting:
@@ -87,7 +133,7 @@ _progress: ContextVar[Progress | None] = ContextVar("projector_dedup_progress", 
 
 
 class FaultPoints:
-    """Raises an error at the fault point that is armed, in the first delivery that comes there."""
+    """Makes the fault that is armed, in the first delivery that comes to its step."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -102,7 +148,11 @@ class FaultPoints:
         dialect, commit = self._engine.dialect, self._engine.dialect.do_commit
 
         def do_commit(dbapi_connection: PoolProxiedConnection) -> None:
-            self._reach("before COMMIT")
+            progress = _progress.get()
+            if progress is None or progress.statements is None:  # no handler has run in this transaction
+                commit(dbapi_connection)
+                return
+            self._reach(BEFORE_COMMIT, dbapi_connection)
             commit(dbapi_connection)
             self._reach(AFTER_COMMIT)
 
@@ -117,15 +167,15 @@ class FaultPoints:
             event.remove(self._engine, "checkout", self._connection_is_taken)
 
     def arm(self, fault: str | None, burst: Collection[int] = ()) -> None:
-        """Choose the fault point of the next deliveries, and the messages that are delivered at the same time."""
+        """Choose the fault of the next deliveries, and the messages that are delivered at the same time."""
         self._armed = fault
         meets = len(burst) > 1 and self._locks_rows  # else a handler does not begin before the other has committed
         self._meeting = Meeting(burst, asynchronous=self._engine.dialect.is_async) if meets else None
 
-    def takes(self, point: str) -> bool:
-        """True, once, if ``point`` is armed."""
+    def takes(self, *faults: str) -> bool:
+        """True, once, if one of ``faults`` is armed."""
         with self._lock:
-            if self._armed != point:
+            if self._armed not in faults:
                 return False
             self._armed = None
             return True
@@ -144,38 +194,75 @@ class FaultPoints:
     def watch(self, dispatcher: Dispatcher | AsyncDispatcher) -> None:
         """Put fault points around each handler of a new dispatcher."""
         for identity, handler in dispatcher._handlers.items():
-            around = self._around_async if handler.is_async else self._around
-            dispatcher._handlers[identity] = dataclasses.replace(handler, function=around(handler))
+            function = self.around(handler.function, asynchronous=handler.is_async)
+            dispatcher._handlers[identity] = dataclasses.replace(handler, function=function)
         dispatcher._index_handlers()
 
-    def _around(self, handler: Handler) -> Callable[[Any, Any], Any]:
-        def function(event: Any, session: Any) -> Any:
+    def around(self, function: Callable[..., Any], *, asynchronous: bool) -> Callable[..., Any]:
+        """Return a handler with fault points around it. Its last argument is a session, or has one."""
+
+        def called(*arguments: Any) -> Any:
             self._handler_begins()
-            result = handler.function(event, session)
-            if self._armed == AFTER_FLUSH:  # otherwise the COMMIT flushes, as it does without fault points
-                session.flush()
+            result = function(*arguments)
+            if self._flushes:
+                session_of(arguments[-1]).flush()
                 self._reach(AFTER_FLUSH)
             return result
 
-        return function
-
-    def _around_async(self, handler: Handler) -> Callable[[Any, Any], Any]:
-        async def function(event: Any, session: Any) -> Any:
+        async def awaited(*arguments: Any) -> Any:
             self._handler_begins()
-            result = await handler.function(event, session)
-            if self._armed == AFTER_FLUSH:
-                await session.flush()
+            result = await function(*arguments)
+            if self._flushes:
+                await session_of(arguments[-1]).flush()
                 self._reach(AFTER_FLUSH)
             return result
 
-        return function
+        return awaited if asynchronous else called
 
-    def _reach(self, point: str) -> None:
-        progress = _progress.get()
-        if progress is None or (progress.statements is None and point != BEFORE_CLAIM):
+    def around_call(self, function: Callable[..., Any], *, asynchronous: bool) -> Callable[..., Any]:
+        """Return the function of an effect with fault points before and after it."""
+
+        def called(*arguments: Any) -> Any:
+            self._reach("before the call")
+            result = function(*arguments)
+            self._reach("after the call")
+            return result
+
+        async def awaited(*arguments: Any) -> Any:
+            self._reach("before the call")
+            result = await function(*arguments)
+            self._reach("after the call")
+            return result
+
+        return awaited if asynchronous else called
+
+    @property
+    def _flushes(self) -> bool:  # otherwise the COMMIT flushes, as it does without fault points
+        return self._armed in (AFTER_FLUSH, KILLED + AFTER_FLUSH)
+
+    def _reach(self, point: str, connection: PoolProxiedConnection | None = None) -> None:
+        if _progress.get() is None:
             return
+        if self.takes(KILLED + point):
+            kill_this_process()
+        if connection is not None and self.takes(LOST + point):
+            self._end_session(connection)
         if self.takes(point):
             raise InjectedError(f"an injected error, {point}")
+
+    def _end_session(self, connection: PoolProxiedConnection) -> None:
+        """Have the server end the session of a connection. The driver learns it when it next uses the connection."""
+        which, end = _SESSIONS[self._engine.dialect.name]
+        cursor = connection.cursor()
+        cursor.execute(which)
+        (session,) = cursor.fetchone()  # type: ignore[misc]  # one row, as both servers answer
+        cursor.close()
+        progress = _progress.set(None)  # the connection that ends the other one is no part of the delivery
+        try:
+            with self._engine.connect() as another:
+                another.exec_driver_sql(end.format(int(session)))
+        finally:
+            _progress.reset(progress)
 
     def _connection_is_taken(self, *_: object) -> None:
         if (progress := _progress.get()) is not None:
@@ -185,14 +272,16 @@ class FaultPoints:
     def _handler_begins(self) -> None:
         if (progress := _progress.get()) is not None:
             progress.statements = 0
-        self._reach("after the claim")
+        self._reach(AFTER_CLAIM)
 
-    def _statement_begins(self, _connection: Any, _cursor: Any, statement: str, *_: Any) -> None:
+    def _statement_begins(self, connection: Connection, _cursor: Any, statement: str, *_: Any) -> None:
         progress = _progress.get()
         if progress is None or progress.statements is None:
             return
         progress.statements += 1
         point = f"at statement {progress.statements} of the handler"
+        if self.takes(LOST + point):
+            self._end_session(connection.connection)
         if self.takes(point):
             raise InjectedDatabaseError(statement, {}, InjectedError(f"an injected error, {point}"))
         writes = statement.lstrip()[:6].upper() != "SELECT"

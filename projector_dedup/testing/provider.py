@@ -107,6 +107,16 @@ class Provider:
             raise RuntimeError("The provider was not started: use it as `with Provider(log) as provider`.")
         return f"http://127.0.0.1:{self._port}"
 
+    @property
+    def delay(self) -> float:
+        """The seconds of ``ANSWER_LATE`` and ``DO_LATE``."""
+        return self._settings["delay"]
+
+    @property
+    def index_lag(self) -> float:
+        """The seconds after which ``GET /deeds`` finds a deed."""
+        return self._settings["index_lag"]
+
     def start(self) -> None:
         """Start the process, and return when it answers. Raises RuntimeError if it already runs, or does not start."""
         if self._process:

@@ -11,10 +11,8 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
-from .fault_points import FAULT_POINTS
-
 How = Literal["deliver", "burst", "batch"]
-HOWS = ("deliver", "burst", "batch")
+HOWS: tuple[How, ...] = ("deliver", "burst", "batch")
 _BURST = 4
 _SIZES: dict[How, tuple[int, int]] = {"deliver": (1, 1), "burst": (2, _BURST), "batch": (2, 6)}
 
@@ -24,7 +22,7 @@ class Turn(NamedTuple):
 
     how: How
     messages: tuple[int, ...]
-    fault: str | None = None  #: the fault point at which the first of these deliveries fails, once
+    fault: str | None = None  #: the fault in the first of these deliveries that comes to its step, once
 
 
 Schedule = tuple[Turn, ...]
@@ -35,12 +33,14 @@ def in_order(size: int) -> Schedule:
     return tuple(Turn("deliver", (number,)) for number in range(size))
 
 
-def schedules(size: int, keys: Sequence[Hashable] | None, seed: int, count: int) -> Iterator[Schedule]:
+def schedules(
+    size: int, keys: Sequence[Hashable] | None, hows: Sequence[How], faults: Sequence[str], seed: int, count: int
+) -> Iterator[Schedule]:
     """Yield ``count`` generated schedules, after those that every check begins with.
 
     The first ones deliver each message once, each message twice, all messages in bursts, the second half of them in
-    bursts, all messages as one batch, and each message once with a fault at each fault point in turn. ``keys`` has the
-    key of each message whose order the broker keeps, or is None.
+    bursts, all messages as one batch, and each message once with each fault in turn. ``keys`` has the key of each
+    message whose order the broker keeps, or is None.
     """
     dice = random.Random(seed)  # noqa: S311  # repeatable; no secret
     plain = in_order(size)
@@ -48,12 +48,13 @@ def schedules(size: int, keys: Sequence[Hashable] | None, seed: int, count: int)
     yield tuple(turn for turn in plain for _ in range(2))
     yield _bursts([*range(size)], keys)
     yield (*plain[: size // 2], *_bursts([*range(size // 2, size)], keys))  # the rows may be there by now
-    yield (Turn("batch", tuple(range(size))),)
-    for fault in FAULT_POINTS:
+    if "batch" in hows:
+        yield (Turn("batch", tuple(range(size))),)
+    for fault in faults:
         at = dice.randrange(size)
         yield tuple(Turn(turn.how, turn.messages, fault) if turn is plain[at] else turn for turn in plain)
     for _ in range(count):
-        yield _generated(size, keys, dice)
+        yield _generated(size, keys, hows, faults, dice)
 
 
 def _bursts(stream: list[int], keys: Sequence[Hashable] | None) -> Schedule:
@@ -65,15 +66,17 @@ def _bursts(stream: list[int], keys: Sequence[Hashable] | None) -> Schedule:
     return tuple(turns)
 
 
-def _generated(size: int, keys: Sequence[Hashable] | None, dice: random.Random) -> Schedule:
+def _generated(
+    size: int, keys: Sequence[Hashable] | None, hows: Sequence[How], faults: Sequence[str], dice: random.Random
+) -> Schedule:
     stream = _shuffled(size, dice) if keys is None else _replayed(keys, dice)
     turns = []
     while stream:
-        how: How = dice.choice(("deliver", "deliver", "burst", "batch"))
+        how = dice.choice(("deliver", *hows))
         length = dice.randint(*_SIZES[how])
         if how == "burst":
             length = _without_repeated_keys(stream[:length], keys)
-        fault = dice.choice(FAULT_POINTS) if dice.random() < 0.25 else None
+        fault = dice.choice(faults) if dice.random() < 0.25 else None
         turns.append(Turn(how if length > 1 else "deliver", tuple(stream[:length]), fault))
         stream = stream[length:]
     return tuple(turns)

@@ -10,7 +10,8 @@ from sqlalchemy.orm import Session
 
 from databases import Database
 from kit_handlers import MISTAKES, PAYMENTS, RIGHT, Base, Case, Totals, sums
-from projector_dedup.testing.exactly_once import Check, Report, create_engine_for
+from projector_dedup.testing.checking import Report, engine_on
+from projector_dedup.testing.exactly_once import ProjectorCheck, is_async
 
 
 @pytest.fixture(name="checked")
@@ -21,9 +22,9 @@ def checked_fixture(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[
         if database is None and case.server:
             database = request.getfixturevalue("postgresql")
         url = tmp_path / "kit.sqlite3" if database is None else database.url()
-        engine = create_engine_for(case.make, url, **case.engine)
+        engine = engine_on(url, asynchronous=is_async(case.make), **case.engine)
         settings = {"expected": case.expected, "metadata": Base.metadata, **case.options, **arguments}
-        check = Check(case.make, PAYMENTS, read=case.read, engine=engine, **settings)
+        check = ProjectorCheck(case.make, PAYMENTS, read=case.read, engine=engine, **settings)
         return check.run(seed=1, count=8)
 
     return checked

@@ -1,4 +1,4 @@
-"""The pytest plugin: the fixture `exactly_once` in runs of pytest of their own."""
+"""The pytest plugin: its fixtures in runs of pytest of their own."""
 
 import inspect
 import re
@@ -12,13 +12,16 @@ import sqlalchemy
 from sqlalchemy import create_engine, text
 
 from databases import Database
-from projector_dedup.testing.exactly_once import SHRINKING, ExactlyOnce
-from projector_dedup.testing.fault_points import FAULT_POINTS, MEETING
+from projector_dedup.testing.answered_once import AnsweredOnce
+from projector_dedup.testing.checking import SHRINKING
+from projector_dedup.testing.exactly_once import ExactlyOnce
+from projector_dedup.testing.fault_points import CALL_KILLS, ERRORS, KILLS, LOSSES, MEETING
 from projector_dedup.testing.pasting import regression_test
 from projector_dedup.testing.schedules import Turn
+from projector_dedup.testing.settled import Settled
 
 ROOT = Path(__file__).parents[2]
-UNNAMED = ("self", "projector", "messages", "options")
+UNNAMED = ("self", "projector", "messages", "operation", "effect", "requests", "options")
 
 TEST = """
 from dataclasses import dataclass
@@ -184,24 +187,47 @@ PAGE = (ROOT / "docs" / "testing.md").read_text(encoding="utf-8")
 
 
 def test_the_page_shows_what_happens(tmp_path: Path) -> None:
-    """Its test passes; without `idempotent=True` it prints the text of the page."""
-    (source,) = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+    """Its tests of a projector and of a command pass; without `idempotent=True` it prints the text of the page."""
+    first, commands, _ = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
     (printed,) = re.findall(r"^```text\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
-    done = run(tmp_path, source)
-    assert done.returncode == 0, done.stdout
-    done = run(tmp_path, source.replace("idempotent=True, ", ""))
+    done = run(tmp_path, f"{first}\n\n{commands}")
+    assert "2 passed" in done.stdout, done.stdout
+    done = run(tmp_path, first.replace("idempotent=True, ", ""))
     assert printed in done.stdout
 
 
-def test_the_page_names_every_fault_point_and_every_argument() -> None:
+def test_the_page_checks_the_effect_of_the_page_of_effects(tmp_path: Path) -> None:
+    """Whose function gets the URL of the provider from a setting; without its key, a schedule is told."""
+    text = (ROOT / "docs" / "effects.md").read_text(encoding="utf-8")
+    page = re.search(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    assert page is not None
+    module = page[1][: page[1].index("engine = create_engine")].replace("provider.url", "settings.payment_url")
+    start = module.index("provider = Provider(")
+    module = module.replace(
+        module[start : module.index("def post")], "settings = SimpleNamespace(payment_url='')\n\n\n"
+    )
+    test = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)[2]
+    source = f"from types import SimpleNamespace\nfrom sqlalchemy import select\n{module}\n\n{test}"
+    done = run(tmp_path, source)
+    assert done.returncode == 0, done.stdout
+    done = run(tmp_path, source.replace('{"Idempotency-Key": attempt.key}', "{}"))
+    assert "The provider got a call without attempt.key" in done.stdout
+    assert "def test_charges_again(settled, tmp_path):" in done.stdout
+
+
+def test_the_page_names_every_fault_and_every_argument() -> None:
     """And the library's numbers are those of the page."""
-    short = {point.removeprefix("at statement ").removesuffix(" of the handler") for point in FAULT_POINTS[3:5]}
+    short = {point.removeprefix("at statement ").removesuffix(" of the handler") for point in ERRORS[3:5]}
     named = set(re.findall(r"`([^`\n]+)`", PAGE))
-    assert {*FAULT_POINTS[:3], *FAULT_POINTS[5:], *short} - named == set()
-    arguments = [name for name in inspect.signature(ExactlyOnce.__call__).parameters if name not in UNNAMED]
-    assert [name for name in arguments if f"`{name}=`" not in PAGE] == []
+    assert {*ERRORS[:3], *ERRORS[5:], *short, *KILLS, *LOSSES, *CALL_KILLS} - named == set()
+    arguments = {name for kind in (ExactlyOnce, AnsweredOnce, Settled) for name in _arguments(kind)}
+    assert [name for name in arguments if f"`{name}=`" not in PAGE and f"{name}=" not in PAGE] == []
     assert f"stops after {SHRINKING:.0f} seconds" in PAGE
     assert f"waits up to {MEETING} seconds" in PAGE
+
+
+def _arguments(kind: Any) -> set[str]:
+    return {*inspect.signature(kind.__call__).parameters} - {*UNNAMED}
 
 
 def _in_one_line(exactly_once: Any) -> None:

@@ -2,20 +2,21 @@
 
 import pytest
 
-from projector_dedup.testing.fault_points import FAULT_POINTS
-from projector_dedup.testing.schedules import Turn, is_allowed, schedules, smaller, smallest
+from projector_dedup.testing.fault_points import ERRORS, KILLS, LOSSES
+from projector_dedup.testing.schedules import HOWS, Schedule, Turn, is_allowed, schedules, smaller, smallest
 
+FAULTS = (*ERRORS, *KILLS, *LOSSES)
 KEYS = ["a", "a", "b", "a", "b", "b"]
 
 
 @pytest.mark.parametrize("keys", [None, KEYS, ["a"] * 6], ids=["no order", "order of each key", "one order"])
 def test_generated_schedules_deliver_every_message_in_an_allowed_order(keys: list[str] | None) -> None:
     """Each schedule delivers each message at least once; every fault point is tried, bursts and batches, too."""
-    found = [*schedules(6, keys, 1, 50)]
+    found = [*schedules(6, keys, HOWS, FAULTS, 1, 50)]
     for schedule in found:
         assert {number for turn in schedule for number in turn.messages} == {*range(6)}
         assert is_allowed(schedule, keys)
-    assert {turn.fault for schedule in found for turn in schedule} == {None, *FAULT_POINTS}
+    assert {turn.fault for schedule in found for turn in schedule} == {None, *FAULTS}
     burst = set() if keys == ["a"] * 6 else {"burst"}
     assert {turn.how for schedule in found for turn in schedule} == {"deliver", "batch"} | burst
     assert any(sum(len(turn.messages) for turn in schedule) > 6 for schedule in found[2:])
@@ -23,7 +24,17 @@ def test_generated_schedules_deliver_every_message_in_an_allowed_order(keys: lis
 
 def test_a_seed_repeats_its_schedules() -> None:
     """Another seed gives others."""
-    assert [*schedules(6, KEYS, 1, 20)] == [*schedules(6, KEYS, 1, 20)] != [*schedules(6, KEYS, 2, 20)]
+
+    def made(seed: int) -> list[Schedule]:
+        return [*schedules(6, KEYS, HOWS, FAULTS, seed, 20)]
+
+    assert made(1) == made(1) != made(2)
+
+
+def test_what_has_no_batches_gets_none() -> None:
+    """Commands and effects come one by one, or at the same time."""
+    found = [*schedules(6, None, ("deliver", "burst"), FAULTS, 1, 50)]
+    assert {turn.how for schedule in found for turn in schedule} == {"deliver", "burst"}
 
 
 @pytest.mark.parametrize(

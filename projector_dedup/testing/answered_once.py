@@ -1,0 +1,176 @@
+"""The check of a command: each key is done once, and everyone who asks again gets the recorded answer."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+from sqlalchemy import MetaData
+from sqlalchemy.engine import Engine
+from sqlalchemy.ext.asyncio import AsyncEngine
+from sqlalchemy.orm import Session
+
+from ..commands import AsyncCommands, Commands, Handled, Rejection
+from ..commands.operation import Operation
+from ..commands.record import default_command_tables
+from ..options import RetryPolicy
+from .checking import Check, Failure, UnusableError
+
+
+class AnsweredOnce(Protocol):
+    """The type of the fixture ``answered_once``."""
+
+    def __call__(
+        self,
+        operation: Any,
+        requests: Sequence[Any],
+        *,
+        expected: Any,
+        read: Callable[[Session], Any],
+        metadata: MetaData | None = None,
+        ordered: bool | Callable[[Any], Hashable] = False,
+        reset: Callable[[], None] | None = None,
+        seed: int | None = None,
+        schedules: int = 30,
+        schedule: Sequence[Any] | None = None,
+        **options: Any,
+    ) -> None:
+        """Handle ``requests`` by many schedules. Fail the test if one is done twice, or answered in two ways.
+
+        ``operation`` is a function with ``@command``. ``requests`` are tuples ``(key, command)`` or
+        ``(key, command, scope)``. ``expected`` is the value that ``read`` must return after all requests, or a function
+        that computes it from the requests that were handled; it gets one request for each key. The other arguments are
+        those of ``exactly_once`` and of ``Commands``.
+
+        Raises ``UnusableError`` if the arguments do not fit, for example if a table is not empty.
+        """
+
+
+class Request(NamedTuple):
+    """One request of a caller."""
+
+    key: Any
+    command: Any
+    scope: Any = None
+
+
+class CommandCheck(Check):
+    """The check of one command. The arguments are those of ``answered_once``."""
+
+    name: ClassVar[str] = "answered_once"
+
+    def __init__(
+        self,
+        operation: Any,
+        requests: Sequence[Any],
+        *,
+        expected: Any,
+        read: Callable[[Session], Any],
+        engine: Engine | AsyncEngine,
+        metadata: MetaData | None = None,
+        ordered: bool | Callable[[Any], Hashable] = False,
+        reset: Callable[[], None] | None = None,
+        **options: Any,
+    ) -> None:
+        if not isinstance(operation, Operation):
+            raise UnusableError(f"answered_once: {operation!r} is no command; give a function with @command")
+        self._operation = operation
+        self._options = {"retry": RetryPolicy(base=0.001, within=0.3), **options}
+        self._answers: defaultdict[Any, list[Any]] = defaultdict(list)
+        super().__init__(
+            requests,
+            tables=options.get("tables", default_command_tables),
+            expected=expected,
+            read=read,
+            engine=engine,
+            metadata=metadata,
+            ordered=ordered,
+            reset=reset,
+        )
+
+    def message_of(self, given: Any) -> Request:
+        """Return the request of a tuple. Raises ``UnusableError`` for anything else, and if there is no key."""
+        if not isinstance(given, tuple) or not 2 <= len(given) <= 3 or given[0] is None:
+            raise UnusableError(
+                f"answered_once: {given!r} is no request with a key; give (key, command) or (key, command, scope)"
+            )
+        return Request(*given)
+
+    def name_of(self, message: Request) -> str:
+        """Return the key."""
+        return str(message.key)
+
+    def worker(self) -> Any:
+        """Return commands that note their answers."""
+        asynchronous = isinstance(self.engine, AsyncEngine)
+        made: Any = (AsyncCommands if asynchronous else Commands)(self.session_factory, **self._options)
+        operation = copy.copy(self._operation)
+        operation.function = self.points.around(operation.function, asynchronous=operation.asynchronous)
+
+        def asked(request: Request) -> Any:
+            return made.handle(operation, request.command, key=request.key, scope=request.scope)
+
+        return Asking(asked, self._answers) if not asynchronous else AsyncAsking(asked, self._answers)
+
+    def begin(self) -> None:
+        """Forget the answers of the last schedule."""
+        super().begin()
+        self._answers.clear()
+
+    async def complaint(self, delivered: Sequence[int]) -> Failure | None:
+        """Ask once more with each key, by a new worker, and compare all answers."""
+        worker = self.worker()
+        for number in delivered:
+            request = self.messages[number]
+            asked = worker.deliver(request)
+            handled: Handled[Any] = await asked if isinstance(self.engine, AsyncEngine) else asked
+            if not handled.replayed:
+                return Failure("not recorded", f"The answer to {request.key} was not recorded: it was done again.")
+            if self._operation.settings.default is None:
+                answers = self._answers[request.key, request.scope]
+                other = next((each for each in answers if self._stored(each) != self._stored(answers[0])), None)
+                if other is not None:
+                    text = f"{request.key} was answered in two ways:\n  first {answers[0]!r}\n  then  {other!r}"
+                    return Failure("two answers", text)
+        return None
+
+    def _stored(self, answer: Any) -> Any:
+        """Return what the library stores of an answer: values may have no equality."""
+        return answer if isinstance(answer, Rejection) else self._operation.codec.dumps(answer)
+
+    def counted(self, delivered: Sequence[int]) -> list[Any]:
+        """Return one request for each key."""
+        first: dict[Any, int] = {}
+        for number in delivered:
+            first.setdefault((self.messages[number].key, self.messages[number].scope), number)
+        return super().counted([*first.values()])
+
+
+class Asking:
+    """Handles requests, and notes each answer."""
+
+    def __init__(self, asked: Callable[[Request], Any], answers: dict[Any, list[Any]]) -> None:
+        self._asked, self._answers = asked, answers
+
+    def deliver(self, request: Request) -> Handled[Any]:
+        """Handle one request."""
+        return self._noted(request, self._asked(request))
+
+    def _noted(self, request: Request, handled: Handled[Any]) -> Handled[Any]:
+        self._answers[request.key, request.scope].append(handled.rejection or handled.value)
+        return handled
+
+
+class AsyncAsking(Asking):
+    """``Asking`` for an ``async def`` command."""
+
+    async def deliver(self, request: Request) -> Handled[Any]:  # type: ignore[override]  # awaited, as the check does
+        """Handle one request."""
+        return self._noted(request, await self._asked(request))
+
+
+def is_async(operation: Any) -> bool:
+    """True if the command is an ``async def``."""
+    return bool(getattr(operation, "asynchronous", False))

@@ -1,0 +1,430 @@
+"""A check delivers a user's messages by many schedules, and compares the result with what the user computed from them.
+
+`Check` has what the checks of projectors, commands and effects share: the database, the schedules and the report. Each
+of `exactly_once`, `answered_once` and `settled` beside this file is a check. The pytest plugin `pytest_projector_dedup`
+calls them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from sqlalchemy import URL, MetaData, Table, create_engine, delete, inspect, make_url, select
+from sqlalchemy.engine import Connection, Engine
+from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
+from sqlalchemy.orm import Session, sessionmaker
+
+from ..errors import BatchFailed
+from ..message import Message, id_text
+from ..tables import DedupTables
+from .fault_points import AFTER_COMMIT, BEFORE_ACKNOWLEDGEMENT, KILLED, FaultPoints, faults_on, kill_this_process, told
+from .schedules import How, Schedule, Turn, is_allowed, schedules, smaller, smallest
+
+SHRINKING = 3.0
+"""Seconds after which no smaller schedule is tried."""
+STUCK = 2.0
+"""Seconds without any acknowledgement after which a message counts as one that cannot be applied."""
+LIFETIME = 30.0
+"""Seconds after which the process of a worker is killed, wherever it is."""
+
+
+class UnusableError(Exception):
+    """Raised if the arguments of a check do not fit. The text says what to change."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A schedule after which the read model is wrong, or in which a message was never acknowledged."""
+
+    kind: str  #: two failures of one kind have the same cause, as far as can be seen
+    text: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """The smallest schedule that failed, and how."""
+
+    failure: Failure
+    schedule: Schedule
+    tried: int
+
+    def lines(self, names: Sequence[str]) -> Iterator[str]:
+        """Yield the report, with the names of the messages, line by line."""
+        yield self.failure.text
+        yield "The smallest schedule that fails:"
+        for number, turn in enumerate(self.schedule, 1):
+            yield f"  {number}. {_line_of(turn, names)}"
+
+
+def _line_of(turn: Turn, names: Sequence[str]) -> str:
+    what = {"deliver": "deliver", "burst": "deliver at the same time", "batch": "deliver as one batch"}[turn.how]
+    text = f"{what}: {', '.join(names[number] for number in turn.messages)}"
+    return text if turn.fault is None else f"{text}; {told(turn.fault)}"
+
+
+class Check(ABC):
+    """What is checked, the messages, and the value that ``read`` must return after them.
+
+    ``engine`` is an Engine or an AsyncEngine. The other arguments are those of the fixtures. Raises ``UnusableError``
+    if they do not fit.
+    """
+
+    name: ClassVar[str]  #: of the fixture
+    hows: ClassVar[tuple[How, ...]] = ("deliver", "burst")
+
+    def __init__(
+        self,
+        messages: Sequence[Any],
+        *,
+        tables: DedupTables,
+        expected: Any,
+        read: Callable[[Session], Any],
+        engine: Engine | AsyncEngine,
+        metadata: MetaData | None = None,
+        ordered: bool | Callable[[Any], Hashable] = False,
+        reset: Callable[[], None] | None = None,
+    ) -> None:
+        if not messages:
+            raise UnusableError(f"{self.name}: there are no messages; give at least one")
+        self._given = list(messages)
+        self.messages = [self.message_of(each) for each in messages]
+        self._expected, self._read, self._reset = expected, read, reset
+        self.keys = None if ordered is False else [_key(each, ordered) for each in self.messages]
+        self.engine = engine
+        self.sync_engine = engine.sync_engine if isinstance(engine, AsyncEngine) else engine
+        if self.sync_engine.dialect.name == "sqlite" and self.sync_engine.url.database in (None, "", ":memory:"):
+            raise UnusableError(f"{self.name} needs a database with several connections; give an SQLite file")
+        self._metadata = metadata
+        self._tables = tables
+        self.points = FaultPoints(self.sync_engine)
+        self.session_factory: Any = (
+            async_sessionmaker(engine) if isinstance(engine, AsyncEngine) else sessionmaker(engine)
+        )
+
+    # What a check has of its own -------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def message_of(self, given: Any) -> Any:
+        """Return the message that a worker gets, for one that the user gave."""
+
+    def name_of(self, message: Any) -> str:
+        """Return the name of a message in a report: the id of a ``Message``, otherwise a shortened ``repr``."""
+        return str(id_text(message) if isinstance(message, Message) else repr(message)[:80])
+
+    @abstractmethod
+    def worker(self) -> Any:
+        """Return what delivers, as a new worker has it: ``deliver(message)``, a coroutine if the engine is async."""
+
+    @property
+    def faults(self) -> tuple[str, ...]:
+        """The faults of the schedules."""
+        return faults_on(self.sync_engine)
+
+    def begin(self) -> None:
+        """Forget what the last schedule has left outside the database."""
+        if self._reset is not None:
+            self._reset()
+
+    async def before_again(self) -> None:  # noqa: B027  # effects have something to do
+        """Do what happens before messages are delivered again."""
+
+    async def complaint(self, delivered: Sequence[int]) -> Failure | None:  # noqa: ARG002  # by those that have one
+        """Return what is wrong although the read model may be right."""
+        return None
+
+    def unended(self, number: int, error: Exception | None) -> Failure | None:
+        """Return what is wrong with a message that was never acknowledged."""
+        kind = f"not acknowledged: {type(error).__name__}"
+        return Failure(kind, f"Message {self.names[number]} is never acknowledged: {type(error).__name__}: {error}")
+
+    def counted(self, delivered: Sequence[int]) -> list[Any]:
+        """Return the messages, as the user gave them, from which the expected value is computed."""
+        return [self._given[number] for number in delivered]
+
+    # Running ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the messages in a report."""
+        return [self.name_of(each) for each in self.messages]
+
+    def run(self, seed: int, count: int) -> Report | None:
+        """Run ``count`` generated schedules, after the usual ones; return a report of the first that fails."""
+        generated = schedules(len(self.messages), self.keys, self.hows, self.faults, seed, count)
+        with self._ready() as fails:
+            for tried, schedule in enumerate(generated, 1):
+                if (failure := fails(schedule)) is not None:
+                    return self._shrunk(schedule, failure, fails, tried)
+        return None
+
+    def run_one(self, schedule: Sequence[Any]) -> Report | None:
+        """Run one schedule, given as tuples ``(how, positions of messages, fault or None)``."""
+        given = tuple(Turn(how, tuple(numbers), fault) for how, numbers, fault in schedule)
+        for turn in given:
+            known = turn.how in self.hows and turn.fault in (None, *self.faults)
+            if not known or not {*turn.messages} <= {*range(len(self.messages))}:
+                raise UnusableError(
+                    f"{self.name}: {tuple(turn)} is no step of a schedule on this database; give "
+                    f"{', '.join(self.hows)}, the positions of messages in the list, and None or one of "
+                    f"{', '.join(self.faults)}"
+                )
+        with self._ready() as fails:
+            failure = fails(given)
+        return None if failure is None else Report(failure, given, 1)
+
+    def _shrunk(
+        self, schedule: Schedule, failure: Failure, fails: Callable[[Schedule], Failure | None], tried: int
+    ) -> Report:
+        until = time.monotonic() + SHRINKING
+        may_drop = callable(self._expected)
+
+        def candidates(schedule: Schedule) -> Iterator[Schedule]:
+            return (
+                each
+                for each in smaller(schedule, may_drop=may_drop)
+                if is_allowed(each, self.keys) and time.monotonic() < until
+            )
+
+        def fails_alike(candidate: Schedule) -> bool:
+            nonlocal failure
+            found = fails(candidate)
+            if found is None or found.kind != failure.kind:
+                return False
+            failure = found
+            return True
+
+        schedule = smallest(schedule, candidates, fails_alike)
+        return Report(failure, schedule, tried)
+
+    # The database ----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _ready(self) -> Iterator[Callable[[Schedule], Failure | None]]:
+        """Create the tables, and yield the function that runs a schedule; drop in the end what was created."""
+        with asyncio.Runner() as runner:
+            created = runner.run(self.on_connection(self._create))
+            try:
+                with self.points.watching():
+                    yield lambda schedule: runner.run(self._run(schedule))
+            finally:
+                runner.run(self.on_connection(lambda connection: _drop(connection, created)))
+                runner.run(self.dispose())
+
+    def _create(self, connection: Connection) -> list[Table]:
+        """Create the tables that are not there; return them. Raises ``UnusableError`` if a table has rows."""
+        markers = self._tables.marker.metadata
+        if self._metadata is None:
+            self._metadata = MetaData()
+            self._metadata.reflect(connection)
+        named = {table.fullname: table for metadata in (markers, self._metadata) for table in metadata.sorted_tables}
+        missing = [each for each in named.values() if not inspect(connection).has_table(each.name, each.schema)]
+        for metadata in (markers, self._metadata):
+            metadata.create_all(connection, [each for each in missing if each.metadata is metadata])
+        state = self._tables.state.fullname
+        self._emptied = [each for each in named.values() if each.fullname not in (state, "alembic_version")]
+        for table in self._emptied:
+            if connection.execute(select(table).limit(1)).first() is not None:
+                raise UnusableError(
+                    f"{self.name} deletes all rows of the table {table.fullname}, which is not empty; give "
+                    "it an empty database"
+                )
+        return missing
+
+    def _empty(self, connection: Connection) -> None:
+        for table in reversed(self._emptied):
+            connection.execute(delete(table))
+
+    async def on_connection(self, work: Callable[[Connection], Any]) -> Any:
+        """Call ``work`` in a transaction of its own."""
+        if isinstance(self.engine, AsyncEngine):
+            async with self.engine.begin() as connection:
+                return await connection.run_sync(work)
+        with self.engine.begin() as connection:
+            return work(connection)
+
+    async def _value(self) -> Any:
+        """Read the read model, by a connection that was opened after the last COMMIT."""
+        await self.dispose()
+        if isinstance(self.engine, AsyncEngine):
+            async with AsyncSession(self.engine) as session:
+                return await session.run_sync(self._read)
+        with Session(self.engine) as session:
+            return self._read(session)
+
+    async def dispose(self) -> None:
+        """Close the connections of the pool."""
+        if isinstance(self.engine, AsyncEngine):
+            await self.engine.dispose()
+        else:
+            self.engine.dispose()
+
+    # One schedule ----------------------------------------------------------------------------------------------------
+
+    async def _run(self, schedule: Schedule) -> Failure | None:
+        await self.on_connection(self._empty)
+        self.begin()
+        workers = Workers(self)
+        for turn in schedule:
+            if not workers.is_stuck:
+                await workers.take(turn)
+        while workers.waiting and not workers.is_stuck:
+            await workers.again()
+        if workers.waiting and (failure := self.unended(workers.waiting[0], workers.error)) is not None:
+            return failure
+        delivered = sorted({number for turn in schedule for number in turn.messages})
+        if (complaint := await self.complaint(delivered)) is not None:
+            return complaint
+        try:
+            value, expected = await self._value(), self._expected
+            if callable(expected):
+                expected = expected(self.counted(delivered))
+        except Exception as error:  # noqa: BLE001  # reported: a message whose write is missing may be the cause
+            kind = f"read or expected raised {type(error).__name__}"
+            return Failure(kind, f"The value cannot be read or computed: {type(error).__name__}: {error}")
+        if value == expected:
+            return None
+        return Failure("wrong", f"The read model is wrong:\n  expected {expected!r}\n  but got  {value!r}")
+
+
+class Workers:
+    """Deliver the messages of a schedule, and deliver again what was not acknowledged, as a broker does."""
+
+    def __init__(self, check: Check) -> None:
+        self._check, self._points = check, check.points
+        self._messages, self._keys = check.messages, check.keys
+        self._worker = check.worker()
+        self.waiting: list[int] = []  # what was not acknowledged, by position
+        self.error: Exception | None = None  # the last one
+        self._failures = 0  # in a row
+        self._progressed = time.monotonic()
+
+    @property
+    def is_stuck(self) -> bool:
+        """True if each waiting message has failed several times since the last acknowledgement."""
+        too_long = self._failures > 2 and time.monotonic() - self._progressed > STUCK
+        return too_long or self._failures > 3 * len(self.waiting) + 3
+
+    async def take(self, turn: Turn) -> None:
+        """Deliver the messages of a turn; if its fault has ended a worker, start a new one and deliver them again."""
+        held = self._held(turn.messages)
+        numbers = [number for number in turn.messages if number not in held]
+        self.waiting += held
+        if not numbers:
+            return
+        self._points.arm(turn.fault, {*numbers} if turn.how == "burst" else ())
+        killed = turn.fault is not None and turn.fault.startswith(KILLED)
+        batched = turn.how == "batch"
+        if killed:
+            failed = numbers if await self._dies(numbers, batched=batched) else []
+        else:
+            failed = await (self._batch(numbers) if batched else self._together(numbers))
+        stops = self._points.takes(BEFORE_ACKNOWLEDGEMENT)
+        self._points.arm(None)
+        if turn.fault is not None:
+            if killed or turn.fault in (AFTER_COMMIT, BEFORE_ACKNOWLEDGEMENT):
+                self._worker = self._check.worker()
+            failed = [number for number in (numbers if stops else failed) if await self._together([number])]
+        self.waiting += failed
+
+    async def _dies(self, numbers: Sequence[int], *, batched: bool) -> bool:
+        """Deliver in a process of its own. Return True if it was killed, or did not acknowledge all messages."""
+        await self._check.dispose()  # the process must not inherit connections
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12: the waiting threads of a pool
+            process = os.fork()
+        if not process:
+            left: Sequence[int] = numbers
+            try:
+                left = asyncio.run(self._batch(numbers) if batched else self._together(numbers))
+                if self._points.takes(KILLED + BEFORE_ACKNOWLEDGEMENT):
+                    kill_this_process()
+            finally:
+                os._exit(1 if left else 0)
+        end = time.monotonic() + LIFETIME
+        while (ended := os.waitpid(process, os.WNOHANG)) == (0, 0):  # noqa: ASYNC222  # WNOHANG: it does not wait
+            if time.monotonic() > end:
+                os.kill(process, signal.SIGKILL)
+            await asyncio.sleep(0.002)
+        return ended[1] != 0
+
+    async def again(self) -> None:
+        """Deliver what waits once more, in its order."""
+        await self._check.before_again()
+        waiting, self.waiting = self.waiting, []
+        for number in waiting:
+            self.waiting += self._held([number]) or await self._together([number])
+
+    def _held(self, numbers: Sequence[int]) -> list[int]:
+        """Return the messages that come after one of the same key that waits."""
+        if self._keys is None:
+            return []
+        waiting = {self._keys[number] for number in self.waiting}
+        return [number for number in numbers if self._keys[number] in waiting]
+
+    async def _together(self, numbers: Sequence[int]) -> list[int]:
+        errors = await asyncio.gather(*(self._deliver(number) for number in numbers))
+        return self._noted(numbers, errors)
+
+    async def _batch(self, numbers: Sequence[int]) -> list[int]:
+        try:
+            await self._call(None, self._worker.deliver_batch, [self._messages[number] for number in numbers])
+        except BatchFailed as failed:
+            return self._noted(numbers, [each.error for each in failed.deliveries])
+        except Exception as error:  # noqa: BLE001  # reported if the messages are never acknowledged
+            return self._noted(numbers, [error] * len(numbers))
+        return self._noted(numbers, [None] * len(numbers))
+
+    async def _deliver(self, number: int) -> Exception | None:
+        try:
+            await self._call(number, self._worker.deliver, self._messages[number])
+        except Exception as error:  # noqa: BLE001  # reported if the message is never acknowledged
+            return error
+        return None
+
+    async def _call(self, number: int | None, deliver: Callable[..., Any], given: Any) -> None:
+        with self._points.delivery(number):
+            if self._check.sync_engine.dialect.is_async:
+                await deliver(given)
+            else:
+                await asyncio.to_thread(deliver, given)
+
+    def _noted(self, numbers: Sequence[int], errors: Sequence[Any]) -> list[int]:
+        failed = [number for number, error in zip(numbers, errors, strict=True) if error is not None]
+        if len(failed) < len(numbers):
+            self._failures, self._progressed = 0, time.monotonic()
+        else:
+            self._failures += 1
+        self.error = next((error for error in errors if error is not None), self.error)
+        return failed
+
+
+def engine_on(url: str | URL | Path, *, asynchronous: bool, **arguments: Any) -> Engine | AsyncEngine:
+    """Return an Engine or an AsyncEngine. ``url`` is a URL, or the path of an SQLite file.
+
+    The other arguments are those of ``create_engine``.
+    """
+    if isinstance(url, Path):
+        url = URL.create("sqlite+aiosqlite" if asynchronous else "sqlite", database=str(url))
+    if make_url(url).get_backend_name() == "sqlite":
+        arguments.setdefault("connect_args", {"timeout": 0.2})
+    return create_async_engine(url, **arguments) if asynchronous else create_engine(url, **arguments)
+
+
+def _key(message: Any, ordered: bool | Callable[[Any], Hashable]) -> Hashable:
+    body = message.body if isinstance(message, Message) else message
+    return ordered(body) if callable(ordered) else None
+
+
+def _drop(connection: Connection, tables: Sequence[Table]) -> None:
+    for table in reversed(tables):
+        table.drop(connection)
