@@ -67,7 +67,7 @@ def but(*clients: str) -> pytest.MarkDecorator:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_killed_consumers_are_exact(consumer: Adapter) -> None:
-    """Two processes, six kills, poison, garbage, messages before their time: the read model equals the file."""
+    """Two processes, both killed, poison, garbage, messages before their time: the read model equals the file."""
     prove(consumer.client, consumer.queue, consumer.database, consumer.settings, consumer.drivername)
 
 

@@ -154,7 +154,7 @@ def in_order(
         return outcome(worker.finish())
 
 
-@pytest.mark.timeout(600)  # 78 orders
+@pytest.mark.timeout(600)  # 78 orders, and at the levels that are not the usual one every sixth
 @pytest.mark.parametrize(("database", "level"), EVERY_LEVEL, indirect=["database"])
 def test_in_no_order_it_is_applied_twice(
     database: Database, level: str | None, cleaner: Engine, clock: Clock, monkeypatch: pytest.MonkeyPatch
@@ -163,7 +163,7 @@ def test_in_no_order_it_is_applied_twice(
     with Harness(Subject(database.url(), dispatcher_isolation=level)) as harness:
         harness.create_tables()
         found: dict[Any, str] = {}
-        for order in ORDERS:
+        for order in ORDERS if level in (None, "REPEATABLE READ") else ORDERS[::6]:
             found[order] = in_order(order, harness, cleaner, clock, monkeypatch)
             assert total(cleaner) == 1, order
     assert set(found.values()) == {"duplicate", "BeyondRetention"}

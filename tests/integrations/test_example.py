@@ -106,12 +106,12 @@ class Clients:
 
 
 @pytest.mark.slow
-def test_every_order_is_placed_once_though_the_server_is_killed(database: Database) -> None:
+def test_every_order_is_placed_once_though_the_server_is_killed(mariadb: Database) -> None:
     """Whatever the clients were told or not told, one order for each key, and one answer to each."""
     port = free_port()
     clients = Clients(port)
     for kill_after in (*KILLS, None):
-        with server(database, port) as process:
+        with server(mariadb, port) as process:
             for customer in range(3):
                 for _ in range(TIMES):  # recorded endpoints, before and after a kill
                     answer = httpx.post(
@@ -125,7 +125,7 @@ def test_every_order_is_placed_once_though_the_server_is_killed(database: Databa
             assert (process.poll() is None) is (kill_after is None)
     assert clients.lost > 0
     assert {reference: len(set(answers)) for reference, answers in clients.answers.items()} == dict.fromkeys(ORDERS, 1)
-    engine = create_engine(database.url())
+    engine = create_engine(mariadb.url())
     with engine.connect() as connection:
         placed = Counter(connection.scalars(text("SELECT reference FROM shop_order")))
         balances = {row.customer: row.balance for row in connection.execute(text("SELECT * FROM account"))}
@@ -222,11 +222,11 @@ def test_an_order_by_card_is_charged_by_its_endpoint(sqlite: Database, tmp_path:
         assert Counter(deed.body.get("customer") for deed in bank.deeds()) == {None: 2, "c": 2}
 
 
-def test_an_order_is_charged_by_the_sweep_if_its_server_was_killed(database: Database, tmp_path: Path) -> None:
+def test_an_order_is_charged_by_the_sweep_if_its_server_was_killed(postgresql: Database, tmp_path: Path) -> None:
     """The charge was armed with the order; the client asks again, and is shown what became of it."""
     port = free_port()
     with Provider(tmp_path / "log.jsonl") as bank:
-        with server(database, port, bank.url) as process, _client(port) as client:
+        with server(postgresql, port, bank.url) as process, _client(port) as client:
             shop = Shop(client)
             assert [shop.order("a", 11, waits=False) for _ in range(2)] == [
                 (202, "pending", False),
@@ -235,7 +235,7 @@ def test_an_order_is_charged_by_the_sweep_if_its_server_was_killed(database: Dat
             process.send_signal(signal.SIGKILL)
             process.wait()
         assert bank.calls() == []
-        assert [_settle(database, bank) for _ in range(3)] == ["1 done", "1 done", ""]  # the charge, the receipt
-        with server(database, port, bank.url), _client(port) as client:
+        assert [_settle(postgresql, bank) for _ in range(3)] == ["1 done", "1 done", ""]  # the charge, the receipt
+        with server(postgresql, port, bank.url), _client(port) as client:
             assert Shop(client).order("a", 11, waits=False) == (201, "paid", True)
         assert [deed.body.get("amount") for deed in bank.deeds()] == [11, None]

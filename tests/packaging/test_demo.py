@@ -127,7 +127,7 @@ def test_the_demo_on_a_server(postgresql: Database, tmp_path: Path) -> None:
     engine.dispose()
 
 
-@pytest.mark.parametrize("where", ["sqlite", "postgresql", "mariadb"])
+@pytest.mark.parametrize("where", ["sqlite", "mariadb"])
 def test_a_rebuild_beside_live_workers(where: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     """Processes are killed, one worker runs old code: each omission is named, and in the end nothing is lacking."""
     database: Database = request.getfixturevalue(where)

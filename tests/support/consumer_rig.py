@@ -26,7 +26,7 @@ from flights import Airline, Base, Event, events, prepare
 
 HERE = Path(__file__).parent
 PROCESSES = 2
-KILLS = 6
+KILLS = 2
 FLIGHTS = 330
 POISON = 5  # flights at least of the airline that is not registered
 MAX_DELAY = 5  # seconds: a message that came before its time four times, kills included, would wait for 300
@@ -90,8 +90,8 @@ class Plan:
         first, later = rest[:start], rest[start:]
         anywhere = [*self.poison, *GARBAGE, *dice.sample(rest, len(rest) // 5)]  # a fifth comes twice
         size = (len(later) + len(anywhere)) // KILLS + 1
-        # A flight is scheduled two kills behind its departure, not more: else that waits for minutes in the end.
-        places = [number + dice.uniform(0, 2 * size) for number in range(len(later))]
+        # A flight is scheduled so many messages behind its departure, not more: else that waits for minutes in the end.
+        places = [number + dice.uniform(0, len(later) / 3) for number in range(len(later))]
         places += [dice.uniform(0, len(later)) for _ in anywhere]
         mixed = [each for _, each in sorted(zip(places, [*later, *anywhere], strict=True), key=lambda pair: pair[0])]
         self.portions = [first, *(mixed[at : at + size] for at in range(0, len(mixed), size))]

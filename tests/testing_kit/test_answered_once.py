@@ -22,7 +22,7 @@ def checked(case: Case, where: Path | str) -> Report | None:
         metadata=Base.metadata,
         **case.options,
     )
-    return check.run(seed=1, count=8)
+    return check.run(seed=1, count=4)
 
 
 def told(report: Report | None) -> str:

@@ -24,7 +24,7 @@ def checked_fixture(tmp_path: Path) -> Iterator[Checked]:
         def checked(effect: Any, where: Path | str = tmp_path / "kit.sqlite3", **arguments: Any) -> Report | None:
             settings = {"expected": paid, "read": read_paid, "metadata": Base.metadata, **arguments}
             engine = engine_on(where, asynchronous=is_async(effect))
-            return EffectCheck(effect, REQUESTS, provider=provider, engine=engine, **settings).run(seed=1, count=8)
+            return EffectCheck(effect, REQUESTS, provider=provider, engine=engine, **settings).run(seed=1, count=4)
 
         yield checked
 
