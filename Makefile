@@ -26,9 +26,10 @@ test: .venv/dev.stamp
 lowest: .venv-lowest/lowest.stamp
 	@.venv-lowest/bin/python -m pytest -n $(WORKERS) --dist worksteal $(or $(ARGS),$(AT_LOWEST))
 
-AT_LOWEST := tests/delivery/test_contract.py::TestDefault tests/consumers tests/integrations tests/commands/test_handle.py \
-    tests/commands/test_codecs.py tests/commands/test_fingerprints.py tests/delivery/test_exported_members.py \
-    -m "not slow" -k "sqlite or not (test_recorded or test_endpoints or test_starlette or test_handle)"
+AT_LOWEST := tests/delivery/test_contract.py::TestDefault tests/consumers/test_every_consumer.py tests/consumers/test_celery.py \
+    tests/consumers/test_typed_events.py tests/integrations tests/commands/test_handle.py tests/commands/test_codecs.py \
+    tests/commands/test_fingerprints.py tests/delivery/test_exported_members.py -m "not slow" \
+    -k "not many_messages and not two_messages and (sqlite or not (test_recorded or test_endpoints or test_starlette or test_handle))"
 
 # The library broken in many small ways, and whether the tests notice: all, ARGS="--pick 12", or ARGS="--list".
 mutants: .venv/dev.stamp
