@@ -5,18 +5,16 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, Protocol
 
 from sqlalchemy import MetaData
-from sqlalchemy.engine import Engine
 from sqlalchemy.ext.asyncio import AsyncEngine
 from sqlalchemy.orm import Session
 
 from ..commands import AsyncCommands, Commands, Handled, Rejection
 from ..commands.operation import Operation
 from ..commands.record import default_command_tables
-from ..options import RetryPolicy
-from .checking import Check, Failure, UnusableError
+from .checking import Failure, KeyedCheck, Request, UnusableError
 
 
 class AnsweredOnce(Protocol):
@@ -48,69 +46,27 @@ class AnsweredOnce(Protocol):
         """
 
 
-class Request(NamedTuple):
-    """One request of a caller."""
-
-    key: Any
-    command: Any
-    scope: Any = None
-
-
-class CommandCheck(Check):
+class CommandCheck(KeyedCheck):
     """The check of one command. The arguments are those of ``answered_once``."""
 
     name: ClassVar[str] = "answered_once"
 
-    def __init__(
-        self,
-        operation: Any,
-        requests: Sequence[Any],
-        *,
-        expected: Any,
-        read: Callable[[Session], Any],
-        engine: Engine | AsyncEngine,
-        metadata: MetaData | None = None,
-        ordered: bool | Callable[[Any], Hashable] = False,
-        reset: Callable[[], None] | None = None,
-        **options: Any,
-    ) -> None:
+    def __init__(self, operation: Any, requests: Sequence[Any], **arguments: Any) -> None:
         if not isinstance(operation, Operation):
             raise UnusableError(f"answered_once: {operation!r} is no command; give a function with @command")
         self._operation = operation
-        self._options = {"retry": RetryPolicy(base=0.001, within=0.3), **options}
         self._answers: defaultdict[Any, list[Any]] = defaultdict(list)
-        super().__init__(
-            requests,
-            tables=options.get("tables", default_command_tables),
-            expected=expected,
-            read=read,
-            engine=engine,
-            metadata=metadata,
-            ordered=ordered,
-            reset=reset,
-        )
-
-    def message_of(self, given: Any) -> Request:
-        """Return the request of a tuple. Raises ``UnusableError`` for anything else, and if there is no key."""
-        if not isinstance(given, tuple) or not 2 <= len(given) <= 3 or given[0] is None:
-            raise UnusableError(
-                f"answered_once: {given!r} is no request with a key; give (key, command) or (key, command, scope)"
-            )
-        return Request(*given)
-
-    def name_of(self, message: Request) -> str:
-        """Return the key."""
-        return str(message.key)
+        super().__init__(requests, default_command_tables, **arguments)
 
     def worker(self) -> Any:
         """Return commands that note their answers."""
         asynchronous = isinstance(self.engine, AsyncEngine)
-        made: Any = (AsyncCommands if asynchronous else Commands)(self.session_factory, **self._options)
+        made: Any = (AsyncCommands if asynchronous else Commands)(self.session_factory, **self.options)
         operation = copy.copy(self._operation)
         operation.function = self.points.around(operation.function, asynchronous=operation.asynchronous)
 
         def asked(request: Request) -> Any:
-            return made.handle(operation, request.command, key=request.key, scope=request.scope)
+            return made.handle(operation, request.body, key=request.key, scope=request.scope)
 
         return Asking(asked, self._answers) if not asynchronous else AsyncAsking(asked, self._answers)
 

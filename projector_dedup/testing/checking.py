@@ -17,7 +17,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from sqlalchemy import URL, MetaData, Table, create_engine, delete, inspect, make_url, select
 from sqlalchemy.engine import Connection, Engine
@@ -26,6 +26,7 @@ from sqlalchemy.orm import Session, sessionmaker
 
 from ..errors import BatchFailed
 from ..message import Message, id_text
+from ..options import RetryPolicy
 from ..tables import DedupTables
 from .fault_points import AFTER_COMMIT, BEFORE_ACKNOWLEDGEMENT, KILLED, FaultPoints, faults_on, kill_this_process, told
 from .schedules import How, Schedule, Turn, is_allowed, schedules, smaller, smallest
@@ -73,7 +74,7 @@ def _line_of(turn: Turn, names: Sequence[str]) -> str:
 
 
 class Check(ABC):
-    """What is checked, the messages, and the value that ``read`` must return after them.
+    """A subject, the messages for it, and the value that ``read`` must return after them.
 
     ``engine`` is an Engine or an AsyncEngine. The other arguments are those of the fixtures. Raises ``UnusableError``
     if they do not fit.
@@ -85,14 +86,15 @@ class Check(ABC):
     def __init__(
         self,
         messages: Sequence[Any],
+        default_tables: DedupTables,
         *,
-        tables: DedupTables,
         expected: Any,
         read: Callable[[Session], Any],
         engine: Engine | AsyncEngine,
         metadata: MetaData | None = None,
         ordered: bool | Callable[[Any], Hashable] = False,
         reset: Callable[[], None] | None = None,
+        **options: Any,
     ) -> None:
         if not messages:
             raise UnusableError(f"{self.name}: there are no messages; give at least one")
@@ -105,7 +107,8 @@ class Check(ABC):
         if self.sync_engine.dialect.name == "sqlite" and self.sync_engine.url.database in (None, "", ":memory:"):
             raise UnusableError(f"{self.name} needs a database with several connections; give an SQLite file")
         self._metadata = metadata
-        self._tables = tables
+        self.tables: DedupTables = options.get("tables", default_tables)
+        self.options = {"retry": RetryPolicy(base=0.001, within=0.3), **options}
         self.points = FaultPoints(self.sync_engine)
         self.session_factory: Any = (
             async_sessionmaker(engine) if isinstance(engine, AsyncEngine) else sessionmaker(engine)
@@ -222,7 +225,7 @@ class Check(ABC):
 
     def _create(self, connection: Connection) -> list[Table]:
         """Create the tables that are not there; return them. Raises ``UnusableError`` if a table has rows."""
-        markers = self._tables.marker.metadata
+        markers = self.tables.marker.metadata
         if self._metadata is None:
             self._metadata = MetaData()
             self._metadata.reflect(connection)
@@ -230,7 +233,7 @@ class Check(ABC):
         missing = [each for each in named.values() if not inspect(connection).has_table(each.name, each.schema)]
         for metadata in (markers, self._metadata):
             metadata.create_all(connection, [each for each in missing if each.metadata is metadata])
-        state = self._tables.state.fullname
+        state = self.tables.state.fullname
         self._emptied = [each for each in named.values() if each.fullname not in (state, "alembic_version")]
         for table in self._emptied:
             if connection.execute(select(table).limit(1)).first() is not None:
@@ -294,6 +297,28 @@ class Check(ABC):
         if value == expected:
             return None
         return Failure("wrong", f"The read model is wrong:\n  expected {expected!r}\n  but got  {value!r}")
+
+
+class Request(NamedTuple):
+    """One request of a caller, for a command or an effect."""
+
+    key: Any
+    body: Any
+    scope: Any = None
+
+
+class KeyedCheck(Check):
+    """A check whose messages are requests with a key."""
+
+    def message_of(self, given: Any) -> Request:
+        """Return the request of a tuple. Raises ``UnusableError`` for anything else, and if there is no key."""
+        if not isinstance(given, tuple) or not 2 <= len(given) <= 3 or given[0] is None:
+            raise UnusableError(f"{self.name}: {given!r} is no request with a key; give (key, request, scope if any)")
+        return Request(*given)
+
+    def name_of(self, message: Request) -> str:
+        """Return the key."""
+        return str(message.key)
 
 
 class Workers:

@@ -10,14 +10,12 @@ from typing import Any, ClassVar, Protocol
 from uuid import UUID
 
 from sqlalchemy import MetaData
-from sqlalchemy.engine import Engine
 from sqlalchemy.ext.asyncio import AsyncEngine
 from sqlalchemy.orm import Session
 
 from ..building import handlers_of_all
 from ..dispatcher import AsyncDispatcher, Dispatcher
 from ..message import Message
-from ..options import RetryPolicy
 from ..tables import default_tables
 from .checking import Check, UnusableError
 from .schedules import HOWS, How
@@ -64,31 +62,9 @@ class ProjectorCheck(Check):
     name: ClassVar[str] = "exactly_once"
     hows: ClassVar[tuple[How, ...]] = HOWS
 
-    def __init__(
-        self,
-        projector: Any,
-        messages: Sequence[Any],
-        *,
-        expected: Any,
-        read: Callable[[Session], Any],
-        engine: Engine | AsyncEngine,
-        metadata: MetaData | None = None,
-        ordered: bool | Callable[[Any], Hashable] = False,
-        reset: Callable[[], None] | None = None,
-        **options: Any,
-    ) -> None:
+    def __init__(self, projector: Any, messages: Sequence[Any], **arguments: Any) -> None:
         self._make = maker_of(projector)
-        self._options = {"retry": RetryPolicy(base=0.001, within=0.3), **options}
-        super().__init__(
-            messages,
-            tables=options.get("tables", default_tables),
-            expected=expected,
-            read=read,
-            engine=engine,
-            metadata=metadata,
-            ordered=ordered,
-            reset=reset,
-        )
+        super().__init__(messages, default_tables, **arguments)
 
     def message_of(self, given: Any) -> Any:
         """Return a ``Message`` of a pair, and everything else as it is."""
@@ -99,7 +75,7 @@ class ProjectorCheck(Check):
     def worker(self) -> Any:
         """Return a dispatcher with projectors of its own."""
         made = AsyncDispatcher if isinstance(self.engine, AsyncEngine) else Dispatcher
-        dispatcher = made(self.session_factory, *self._make(), **self._options)
+        dispatcher = made(self.session_factory, *self._make(), **self.options)
         self.points.watch(dispatcher)
         return dispatcher
 

@@ -41,6 +41,7 @@ ERRORS = (
 )
 """The steps at which an error is raised, in their order. ``after COMMIT``, the database has committed and the worker
 sees an error. ``before the acknowledgement``, ``deliver`` has returned and the worker stops."""
+CAN_KILL = sys.platform == "linux"  #: a fork of a test is safe
 KILLED, LOST = "killed ", "connection lost "
 KILLS = tuple(
     KILLED + point for point in (AFTER_CLAIM, AFTER_FLUSH, BEFORE_COMMIT, AFTER_COMMIT, BEFORE_ACKNOWLEDGEMENT)
@@ -72,7 +73,7 @@ class InjectedDatabaseError(OperationalError):
 
 def faults_on(engine: Engine) -> tuple[str, ...]:
     """Return the faults that can be made: on Linux a process can be killed, and on a server a session can end."""
-    kills = KILLS if sys.platform == "linux" else ()
+    kills = KILLS if CAN_KILL else ()
     losses = LOSSES if engine.dialect.name in _SESSIONS else ()
     return (*ERRORS, *kills, *losses)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, Protocol
 
 from sqlalchemy import BigInteger, MetaData, select, update
 from sqlalchemy.engine import Connection, Engine, Row
@@ -17,9 +17,8 @@ from ..commands.record import RecordKey
 from ..effects import Ask, AsyncEffects, Effects, EffectUnknown, Rejected, Stop, default_effect_tables
 from ..effects.definition import Definition
 from ..effects.record import DONE
-from ..options import RetryPolicy
-from .checking import Check, Failure, UnusableError
-from .fault_points import CALL_KILLS, PROVIDER, FaultPoints
+from .checking import Failure, KeyedCheck, Request, UnusableError
+from .fault_points import CALL_KILLS, CAN_KILL, PROVIDER, FaultPoints
 from .provider import Behaviour, Call, Provider
 
 
@@ -54,70 +53,29 @@ class Settled(Protocol):
         """
 
 
-class Request(NamedTuple):
-    """One request for the effect."""
-
-    key: Any
-    request: Any
-    scope: Any = None
-
-
-class EffectCheck(Check):
+class EffectCheck(KeyedCheck):
     """The check of one effect. The arguments are those of ``settled``."""
 
     name: ClassVar[str] = "settled"
 
-    def __init__(
-        self,
-        effect: Any,
-        requests: Sequence[Any],
-        *,
-        provider: Provider,
-        expected: Callable[[list[Any]], Any],
-        read: Callable[[Session], Any],
-        engine: Engine | AsyncEngine,
-        metadata: MetaData | None = None,
-        reset: Callable[[], None] | None = None,
-        **options: Any,
-    ) -> None:
+    def __init__(self, effect: Any, requests: Sequence[Any], *, provider: Provider, **arguments: Any) -> None:
         if not isinstance(effect, Definition):
             raise UnusableError(f"settled: {effect!r} is no effect; give a function with @effect")
-        if not callable(expected):
+        if not callable(arguments.get("expected")):
             raise UnusableError("settled: some requests are rejected; give expected= a function of the requests done")
+        super().__init__(requests, default_effect_tables, **arguments)
         self._provider = provider
-        self._options = {"retry": RetryPolicy(base=0.001, within=0.3), **options}
-        super().__init__(
-            requests,
-            tables=options.get("tables", default_effect_tables),
-            expected=expected,
-            read=read,
-            engine=engine,
-            metadata=metadata,
-            reset=reset,
-        )
-        self._rows = self._tables.marker
+        self._rows = self.tables.marker
         self._done: list[int] = []
         self.points: ProviderPoints = ProviderPoints(self.sync_engine, provider)
         self._effect = copy.copy(effect)
         self._effect.function = self.points.around_call(effect.function, asynchronous=effect.asynchronous)
 
-    def message_of(self, given: Any) -> Request:
-        """Return the request of a tuple. Raises ``UnusableError`` for anything else."""
-        if not isinstance(given, tuple) or not 2 <= len(given) <= 3 or given[0] is None:
-            raise UnusableError(
-                f"settled: {given!r} is no request with a key; give (key, request) or (key, request, scope)"
-            )
-        return Request(*given)
-
-    def name_of(self, message: Request) -> str:
-        """Return the key."""
-        return str(message.key)
-
     @property
     def faults(self) -> tuple[str, ...]:
         """The behaviours of the provider, and the kills around the call."""
         behaviours = (PROVIDER + each for each in Behaviour if each is not Behaviour.NORMAL)
-        return (*behaviours, *CALL_KILLS)
+        return (*behaviours, *(CALL_KILLS if CAN_KILL else ()))
 
     def worker(self) -> Any:
         """Return what runs a request."""
@@ -126,7 +84,7 @@ class EffectCheck(Check):
 
     def _effects(self) -> Any:
         made: Any = AsyncEffects if isinstance(self.engine, AsyncEngine) else Effects
-        return made(self.session_factory, [self._effect], **self._options)
+        return made(self.session_factory, [self._effect], **self.options)
 
     def begin(self) -> None:
         """Start the provider again, with an empty log."""
@@ -203,7 +161,7 @@ class ProviderPoints(FaultPoints):
         self._provider = provider
         self.killed = False  #: a process was killed since the provider was started
 
-    def arm(self, fault: str | None, burst: Sequence[int] = ()) -> None:
+    def arm(self, fault: str | None, burst: Collection[int] = ()) -> None:
         """Choose the fault of the next calls."""
         super().arm(fault, burst)
         self.killed = self.killed or fault in CALL_KILLS
@@ -220,7 +178,7 @@ class Running:
         self.ends: tuple[type[Exception], ...] = ends
 
     def _run(self, request: Request) -> Any:
-        return self._effects.run(self._effect, request.request, key=request.key, scope=request.scope)
+        return self._effects.run(self._effect, request.body, key=request.key, scope=request.scope)
 
     def deliver(self, request: Request) -> Any:
         """Run one request."""

@@ -134,9 +134,9 @@ def test_a_failure_prints_a_schedule_and_a_regression_test(tmp_path: Path) -> No
     assert run(tmp_path, RIGHT + test).returncode == 0
 
 
-def test_a_url_gives_another_database_which_is_left_empty(tmp_path: Path, database: Database) -> None:
+def test_a_url_gives_another_database_which_is_left_empty(tmp_path: Path, mariadb: Database) -> None:
     """The tables are created, and dropped in the end, also after a failure."""
-    url = database.url().render_as_string(hide_password=False)
+    url = mariadb.url().render_as_string(hide_password=False)
     for source, code in ((RIGHT, 0), (WRONG, 1)):
         done = run(tmp_path, source, f"--projector-dedup-url={url}")
         assert done.returncode == code, done.stdout
@@ -183,6 +183,7 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
     assert ["; give " in each for each in said] == [True] * len(tests)
 
 
+FEW = re.compile(r"(^ +)(?=expected=)", re.MULTILINE)
 PAGE = (ROOT / "docs" / "testing.md").read_text(encoding="utf-8")
 
 
@@ -190,7 +191,7 @@ def test_the_page_shows_what_happens(tmp_path: Path) -> None:
     """Its tests of a projector and of a command pass; without `idempotent=True` it prints the text of the page."""
     first, commands, _ = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
     (printed,) = re.findall(r"^```text\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
-    done = run(tmp_path, f"{first}\n\n{commands}")
+    done = run(tmp_path, FEW.sub(r"\1schedules=2, ", f"{first}\n\n{commands}"))
     assert "2 passed" in done.stdout, done.stdout
     done = run(tmp_path, first.replace("idempotent=True, ", ""))
     assert printed in done.stdout
@@ -208,7 +209,7 @@ def test_the_page_checks_the_effect_of_the_page_of_effects(tmp_path: Path) -> No
     )
     test = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)[2]
     source = f"from types import SimpleNamespace\nfrom sqlalchemy import select\n{module}\n\n{test}"
-    done = run(tmp_path, source)
+    done = run(tmp_path, FEW.sub(r"\1schedules=2, ", source))
     assert done.returncode == 0, done.stdout
     done = run(tmp_path, source.replace('{"Idempotency-Key": attempt.key}', "{}"))
     assert "The provider got a call without attempt.key" in done.stdout
