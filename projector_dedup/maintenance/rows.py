@@ -102,20 +102,27 @@ def forget(
     Returns their number. The function does not undo changes in the read model; you must correct the read model.
 
     Raises ``InvalidMessageIdError`` for an id that no message can have, ``RefusedError`` for a name that no handler
-    can have and for an effect that is not finished, ``MissingTableError`` if the tables are missing.
+    can have and for an effect that is not finished, ``MissingTableError`` if the tables are missing, and
+    ``RetriesExhaustedError`` if a transient error lasted too long.
     """
-    marker, level = tables.marker, database_of(engine).cleanup_isolation
+    marker, dialect = tables.marker, dialect_of(engine)
     conditions = [marker.c.message_id == valid_message_id(message_id)]
     if handler is not None:
         conditions.append(marker.c.handler == valid_handler(handler))
-    options = {} if level is None else {"isolation_level": level}
-    with connected_to(engine, tables) as connection, connection.execution_options(**options).begin():
-        refuse_other_kind(connection, tables)
+    verify(engine, tables)
+    dialect.prepare(engine)
+    deleted: set[str] = set()  # also those of an attempt whose COMMIT was lost: the next one finds nothing any more
+
+    def step(connection: Connection) -> None:
+        dialect.begin(connection, None, None)
         chosen = select(marker.c.handler, marker.c.processed_at).where(*conditions).with_for_update()
         there = connection.execute(chosen).all()
         _refuse_unfinished(tables, [row.handler for row in there if row.processed_at is None])
         connection.execute(delete(marker).where(*conditions, *_finished(tables)))
-    return len(there)
+        deleted.update(row.handler for row in there)
+
+    run_with_retries(step, engine, dialect, RetryPolicy())
+    return len(deleted)
 
 
 def forget_all(
