@@ -1,7 +1,4 @@
-"""Deliver events in a task of Celery: acknowledge after the commit, retry, reject, replay the dead letters.
-
-Needs the extra ``celery``.
-"""
+"""Celery: a task that delivers events, acknowledged after the commit, and the replay of its dead letters."""
 
 from __future__ import annotations
 
@@ -76,9 +73,7 @@ def delivering_task(
     limit. The library retries a task after a delay. It publishes a rejected event, and a message that Celery cannot
     read, to ``<queue>.dead``, with the error in the header ``x-rejected-for``. It rejects an event after
     ``max_attempts`` deliveries; None sets no limit. ``max_delay`` limits the seconds before a retry. Each child process
-    of a worker opens its own database connections.
-
-    Raises the errors of ``Settling``.
+    of a worker opens its own database connections. Raises the errors of ``Settling``.
     """
     limits: dict[str, Any] = {"max_attempts": max_attempts, "max_delay": max_delay, "broker": "celery"}
     settling = Settling(dispatcher, convert or json_event, **limits)  # raises here, not in a worker

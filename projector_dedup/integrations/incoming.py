@@ -29,7 +29,6 @@ class Incoming:
     ``message_id``, ``type``, ``occurred_at`` and ``content_type`` are the broker's properties of the message, or the
     headers in their place; None if there are none. ``occurred_at`` is a datetime, text of RFC 3339, or seconds since
     1970. ``attempt`` is the broker's number of this delivery, from 1; leave it at 1 if the broker does not count.
-
     Log lines and errors contain ``origin``, the source of the message, as in "queue flights"; ``body_name``, the part
     of the message with the body; and ``id_name``, the place in which the producer sets the id.
     """

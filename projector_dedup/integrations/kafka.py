@@ -1,7 +1,4 @@
-"""Consume topics of Kafka: store an offset after the commit, retry with a delay, replay the dead letters.
-
-Needs the extra ``kafka``.
-"""
+"""Kafka: store an offset after the commit, retry with a delay, replay the dead letters. Needs the extra ``kafka``."""
 
 from __future__ import annotations
 

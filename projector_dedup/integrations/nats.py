@@ -138,7 +138,7 @@ class Consumer:
         config = found.config
         for flaw in (
             config.ack_policy != AckPolicy.EXPLICIT and "its ack_policy is not explicit: the server forgets messages",
-            (config.max_deliver or -1) > 0 and "it has a max_deliver: the server drops a message after so many deliveries",
+            (config.max_deliver or -1) > 0 and "it has a max_deliver: the server then drops a message silently",
             (config.max_ack_pending or -1) > 0
             and "it has a max_ack_pending: if that many messages wait for a retry, the server delivers no other",
             config.deliver_subject is not None and "it is a push consumer",
@@ -181,8 +181,7 @@ class Consumer:
     async def settle_batch(self, messages: Sequence[Msg]) -> None:
         """Deliver messages in one transaction, extend their ``ack_wait`` meanwhile, and settle each separately.
 
-        If the server refuses an acknowledgement or a dead letter, the consumer settles the others and raises the first
-        error.
+        If the server refuses an acknowledgement or a dead letter, raises the first error after settling the others.
         """
         failed: list[Exception] = []
         async with self._kept_alive(messages):

@@ -49,9 +49,8 @@ class Consumer:
 
     ``convert`` builds the event from an ``Incoming``. RabbitMQ sends up to ``prefetch`` messages in advance. The
     consumer rejects a message after ``max_attempts`` deliveries; None sets no limit. ``max_delay`` limits the seconds
-    before a retry: to the longest delay of these queues that is not above it, or else to 1 second.
-
-    Raises ``TypeError`` if ``parameters`` are not those of pika.
+    before a retry: to the longest delay of these queues that is not above it, or else to 1 second. Raises ``TypeError``
+    if ``parameters`` are not those of pika.
     """
 
     def __init__(
@@ -77,10 +76,9 @@ class Consumer:
         self._stopping = True
 
     def run(self) -> None:
-        """Consume until ``stop`` is called.
+        """Consume until ``stop`` is called. Raises pika's error, or ``ConnectionError``, if RabbitMQ is lost.
 
-        Raises pika's error, or ``ConnectionError``, if the connection to RabbitMQ is lost. Start the process again:
-        RabbitMQ delivers every unacknowledged message again.
+        Start the process again then: RabbitMQ delivers every unacknowledged message again.
         """
         with BlockingConnection(self._parameters, _impl_class=_Connection) as connection:
             channel = _open(connection, self._queue)
@@ -145,8 +143,7 @@ def _copy(
 ) -> None:
     """Copy a message into a wait queue or the dead-letter queue, and return after RabbitMQ has confirmed the copy.
 
-    ``settled`` is None for a dead letter, which is copied into ``work``. Raises pika's error if RabbitMQ does not
-    confirm.
+    ``settled`` is None for a dead letter, which is copied into ``work``. Raises pika's error without a confirmation.
     """
     headers = headers_of_copy(properties.headers, settled, _size_of(properties), frame_max, work)
     channel.basic_publish("", queue_after(work, settled), body, _copied(properties, headers), mandatory=True)

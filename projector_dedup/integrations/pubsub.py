@@ -48,8 +48,7 @@ class Consumer:
     ``content_type``. The consumer rejects a message after ``max_attempts`` deliveries; None leaves only the limit of
     the subscription's dead-letter policy. ``max_delay`` limits the seconds before a retry.
 
-    Raises ``HandlerDefinitionError`` for a dispatcher that is not a ``Dispatcher``, and ``TypeError`` for a subscriber
-    or a publisher that is not a client of google-cloud-pubsub.
+    Raises ``HandlerDefinitionError`` for a dispatcher that is not a ``Dispatcher``, and ``TypeError`` for other clients.
     """
 
     def __init__(
