@@ -48,7 +48,7 @@ class Consumer:
     ``content_type``. The consumer rejects a message after ``max_attempts`` deliveries; None leaves only the limit of
     the subscription's dead-letter policy. ``max_delay`` limits the seconds before a retry.
 
-    Raises ``HandlerDefinitionError`` for a dispatcher that is not a ``Dispatcher``, and ``TypeError`` for other clients.
+    Raises ``HandlerDefinitionError`` if ``dispatcher`` is not a ``Dispatcher``, and ``TypeError`` for a wrong client.
     """
 
     def __init__(
