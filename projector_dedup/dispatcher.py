@@ -264,7 +264,7 @@ class Dispatcher(BaseDispatcher[sessionmaker[Any]]):
     - ``tables``: the result of ``make_tables``.
     - ``retry``: how often, and for how long, the dispatcher retries after a transient error.
     - ``claim_timeout``: the longest wait, in seconds, for another delivery of the same message. After that, the
-      dispatcher raises ``InProgress``. None waits as long as the database does.
+      dispatcher raises ``InProgress``. With None, only the database limits the wait.
     - ``isolation``: overrides the isolation level.
     - ``strict``: True asks the server before COMMIT whether the claim's transaction is still open, which costs one or
       two round trips.
