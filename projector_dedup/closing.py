@@ -15,7 +15,7 @@ from sqlalchemy.engine import Connection, Engine
 
 @contextmanager
 def connected(engine: Engine) -> Iterator[Connection]:
-    """Yield a connection of ``engine``. At the end roll back and return it to the pool.
+    """Yield a connection of ``engine``. At the end, roll back and return the connection to the pool.
 
     If that fails, drop the connection, and raise nothing: what the block has committed is committed.
     """

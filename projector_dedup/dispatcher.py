@@ -196,10 +196,8 @@ class BaseDispatcher(Generic[F]):
             warn_of_unused_id(handlers[0])
         if not handlers and not self._ignore_unhandled:
             raise UnhandledMessage(
-                f"no handler for {_shown(route)}; there is one for {self._known_routes()}. Register one with @on, or "
-                "give unhandled='ignore'. A consumer builds a class for a name by convert=into({...}). A dictionary "
-                "needs a type: Message(id, body, type=...), or Dispatcher(type=by_path('type')). For a list of "
-                "messages, call deliver_batch"
+                f"no handler for {_shown(route)}; there is one for {self._known_routes()}. {_remedy(route)}, or pass "
+                "unhandled='ignore'"
             )
         return message, handlers, known_id(message, needed=needed)
 
@@ -266,7 +264,7 @@ class Dispatcher(BaseDispatcher[sessionmaker[Any]]):
     - ``tables``: the result of ``make_tables``.
     - ``retry``: how often, and for how long, the dispatcher retries after a transient error.
     - ``claim_timeout``: the longest wait, in seconds, for another delivery of the same message. After that, the
-      dispatcher raises ``InProgress``. None waits as long as the database does.
+      dispatcher raises ``InProgress``. With None, only the database limits the wait.
     - ``isolation``: overrides the isolation level.
     - ``strict``: True asks the server before COMMIT whether the claim's transaction is still open, which costs one or
       two round trips.
@@ -343,6 +341,15 @@ def _shown(route: Route) -> str:
     if isinstance(route, str):
         return f"the name '{printable(route[:200])}'"
     return f"the class {printable(f'{route.__module__}.{route.__qualname__}'[:200])}"
+
+
+def _remedy(route: Route) -> str:
+    """Return what the user should write to get a handler for the route."""
+    if isinstance(route, str):
+        return "If a handler takes its class, add the name to into({...}); otherwise write a handler with @on"
+    if route is dict:
+        return "Give the dictionary a type: Message(id, body, type=...) or Dispatcher(type=by_path('type'))"
+    return "For a list of messages, call deliver_batch" if route is list else "Write a handler with @on"
 
 
 class Results:

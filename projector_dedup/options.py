@@ -53,8 +53,8 @@ class RetryPolicy:
 class UnitOptions:
     """The settings of a unit of work, the same for every message of one handler.
 
-    - ``claim_timeout``: the longest wait, in seconds, for another delivery of the same message. None waits as long as
-      the database does.
+    - ``claim_timeout``: the longest wait, in seconds, for another delivery of the same message. With None, only
+      the database limits the wait.
     - ``isolation``: overrides the isolation level that invariant I6 requires.
     - ``read_models``: entities whose rows the library reads under lock.
     - ``strict``: before COMMIT, ask the server whether the claim's transaction is still open. This detects a COMMIT on

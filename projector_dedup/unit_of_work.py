@@ -73,7 +73,7 @@ class UnitOfWork:
                 uow.commit()
 
     If the block ends without ``commit()``, everything is rolled back, including the marker. A unit of work does not
-    retry; ``Dispatcher`` does. The arguments are those of ``Dispatcher``, and ``read_models`` those of ``@projector``.
+    retry; ``Dispatcher`` does. ``read_models`` is as in ``@projector``; all other arguments are as in ``Dispatcher``.
     """
 
     session: Session

@@ -410,7 +410,7 @@ class Commands(_Handling):
     - ``scope``: ``"required"`` refuses calls without a scope.
     - ``retry``: how often, and for how long, the library retries after a transient error.
     - ``claim_timeout``: the longest wait, in seconds, for another caller with the same key. After that, ``handle``
-      raises ``InProgress``. None waits as long as the database does.
+      raises ``InProgress``. With None, only the database limits the wait.
     - ``isolation``, ``strict``, ``observer``: as in ``Dispatcher``.
     - ``max_result_bytes``: the largest result that the library records, in bytes.
 

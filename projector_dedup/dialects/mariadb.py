@@ -256,7 +256,7 @@ class MySQLClient(MariaDB):
     modules = frozenset({"MySQLdb"})
 
     def status(self, driver_connection: Any) -> Status:
-        """Return OPEN, because the driver does not know more, or BUSY for a closed connection."""
+        """Return BUSY for a closed connection, otherwise OPEN: the driver does not report if a transaction is open."""
         return Status.OPEN if driver_connection.open else Status.BUSY
 
 

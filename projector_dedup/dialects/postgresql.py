@@ -252,7 +252,7 @@ class Psycopg(PostgreSQL):
     drivers = frozenset({"psycopg", "psycopg_async"})
 
     def status(self, driver_connection: Any) -> Status:
-        """Return how libpq says that the transaction stands."""
+        """Return the status of the transaction that libpq reports."""
         return _LIBPQ_STATUS[driver_connection.pgconn.transaction_status]  # not .info, which is made anew each time
 
     def claim_begins(self, connection: Connection) -> bool:
@@ -309,7 +309,7 @@ class Psycopg2(PostgreSQL):
     drivers = frozenset({"psycopg2"})
 
     def status(self, driver_connection: Any) -> Status:
-        """Return how libpq says that the transaction stands."""
+        """Return the status of the transaction that libpq reports."""
         return _LIBPQ_STATUS[driver_connection.info.transaction_status]
 
 

@@ -194,7 +194,7 @@ class Aiosqlite(SQLite):
     drivers = frozenset({"aiosqlite"})
 
     def commits_nothing(self, connection: Connection) -> bool:
-        """True if ``commit()`` has no effect. Tried once for each physical connection, if no transaction is open."""
+        """True if ``commit()`` has no effect. The method tries it once for each physical connection."""
         driver = connection.connection.driver_connection
         if _COMMITS not in connection.info and self.status(driver) is Status.NONE:
             connection.exec_driver_sql("BEGIN")

@@ -1,4 +1,4 @@
-"""Consume one queue of RabbitMQ with aio-pika: acknowledge after the commit, delay, reject, replay the dead letters."""
+"""Consume one queue of RabbitMQ with aio-pika: acknowledge after the commit, retry, reject, replay the dead letters."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ class Consumer:
     ``<queue>.wait.1s``, ``.5s``, ``.30s`` and ``.300s``. A rejected message goes to ``<queue>.dead``, with the error in
     its header ``x-rejected-for``. The consumer declares all of these queues, and the work queue if it is missing.
 
-    ``url`` is that of RabbitMQ. ``convert`` makes the event of a message. Each of the ``prefetch`` messages uses one
-    connection of the engine's pool, so ``prefetch`` must be at most the size of the pool. The consumer rejects a
-    message after ``max_attempts`` deliveries; None sets no limit. A message waits in the queue with the longest delay
-    of at most ``max_delay`` seconds, or else in the first one.
+    ``url`` is the URL of RabbitMQ. ``convert`` builds the event from an ``Incoming``. Each of the ``prefetch`` messages
+    uses one connection of the engine's pool, so ``prefetch`` must be at most the size of the pool. The consumer rejects
+    a message after ``max_attempts`` deliveries; None sets no limit. ``max_delay`` limits the seconds before a retry:
+    to the longest delay of these queues that is not above it, or else to 1 second.
     """
 
     def __init__(
@@ -75,21 +75,22 @@ class Consumer:
         )
         self._url, self._queue, self._prefetch = url, queue, prefetch
         self._stopping = False
-        self._why = ""  # the connection was closed, if it was over a message that cannot be read
-        self._inbox: asyncio.Queue[AbstractIncomingMessage | None] = asyncio.Queue()  # None: there is nothing more
+        self._why = ""  # the error, if an unreadable message closed the connection
+        self._inbox: asyncio.Queue[AbstractIncomingMessage | None] = asyncio.Queue()  # None ends `run`
 
     def stop(self) -> None:
-        """Let ``run`` return when the messages at hand are settled. A signal handler of the event loop may call it."""
+        """Make ``run`` return after the current messages are settled. A signal handler of the loop may call this."""
         self._stopping = True
         self._inbox.put_nowait(None)
 
     async def run(self) -> None:
-        """Consume until ``stop`` is called. Raises the errors of a lost RabbitMQ: a group, or ``ConnectionError``.
+        """Consume until ``stop`` is called.
 
-        Nothing is lost then: start the process again, and RabbitMQ delivers what was not acknowledged.
+        Raises aio-pika's error, alone or in an ``ExceptionGroup``, or ``ConnectionError``, if the connection is lost.
+        Start the process again: RabbitMQ delivers every unacknowledged message again.
         """
         if not self._stopping:
-            self._inbox = asyncio.Queue()  # what a connection before has left there cannot be settled on this one
+            self._inbox = asyncio.Queue()  # messages of an earlier connection cannot be acknowledged on this one
         async with await aio_pika.connect(self._url) as connection:
             channel = await _open(await connection.channel(on_return_raises=True), self._queue)
             await channel.set_qos(prefetch_count=self._prefetch)
@@ -123,8 +124,8 @@ class Consumer:
 async def replay(url: str, queue: str) -> int:
     """Publish the present dead letters of ``queue`` again, and return their number.
 
-    Correct the cause first. A message that was applied after all is then a duplicate, as long as its marker is kept, so
-    replay within the retention. Each dead letter is acknowledged after RabbitMQ has confirmed its copy in the queue.
+    Fix the cause first. Replay while the markers are kept: a message that was applied before is then a duplicate.
+    ``replay`` acknowledges each dead letter after RabbitMQ has confirmed its copy in the queue.
     """
     async with await aio_pika.connect(url) as connection:
         channel = await _open(await connection.channel(on_return_raises=True), queue)
@@ -140,9 +141,9 @@ async def replay(url: str, queue: str) -> int:
 
 
 async def _open(channel: AbstractChannel, queue: str) -> AbstractChannel:
-    """Return the channel after the queues were declared."""
+    """Declare the queues, and return the channel."""
     try:
-        await channel.declare_queue(queue, passive=True)  # it may have arguments of its own
+        await channel.declare_queue(queue, passive=True)  # keeps the arguments of an existing queue
     except aio_pika.exceptions.ChannelNotFoundEntity:
         await channel.reopen()
         await channel.declare_queue(queue, durable=True)
@@ -151,14 +152,14 @@ async def _open(channel: AbstractChannel, queue: str) -> AbstractChannel:
     return channel
 
 
-# Copies, which are published on the channel by which the message came, and confirmed ---------------------------------
+# Copies, published and confirmed on the channel of the message ------------------------------------------------------
 
 
 async def copy(message: AbstractIncomingMessage, work: str, settled: Settled | None) -> None:
-    """Copy a message into the queue in which it waits, or stays; return when RabbitMQ has it there.
+    """Copy a message into a wait queue or the dead-letter queue, and return after RabbitMQ has confirmed the copy.
 
-    ``settled`` is None for a dead letter, which goes back into ``work``. The channel must confirm, and raise for what
-    comes back. Raises what the channel raises.
+    ``settled`` is None for a dead letter, which is copied into ``work``. The channel must use publisher confirms and
+    ``on_return_raises=True``. Raises the errors of the channel.
     """
     channel: Underlay = message.channel
     frame_max = channel.connection.connection_tune.frame_max
@@ -169,9 +170,9 @@ async def copy(message: AbstractIncomingMessage, work: str, settled: Settled | N
 
 
 def unreadable(error: object, work: str) -> str:
-    """Return and log what to do about a message that closed the connection, since aiormq cannot decode its properties.
+    """Log and return what to do, if ``error`` says that aiormq cannot decode the properties of a message.
 
-    Return an empty text if another ``error`` closed the connection.
+    Returns an empty text if another ``error`` closed the connection.
     """
     if not isinstance(error, (InvalidFrameError, RecursionError)):
         return ""
@@ -181,17 +182,17 @@ def unreadable(error: object, work: str) -> str:
 
 
 def _encodable(message: AbstractIncomingMessage) -> Headers:
-    """Return the headers of a copy that aiormq can encode, and in them whether the message has no id.
+    """Return headers of a copy that aiormq can encode, with ``WITHOUT_ID`` if the message has no id.
 
-    aiormq decodes a text that is not UTF-8 to ``bytes``, and encodes bytes as ``bytearray`` alone. It gives each copy
-    without an id a random one.
+    aiormq decodes a text that is not UTF-8 to ``bytes``, but encodes only ``bytearray``. It publishes a copy without an
+    id with a random one.
     """
     headers = {name: bytearray(value) if isinstance(value, bytes) else value for name, value in message.headers.items()}
     return headers if message.message_id else {**headers, WITHOUT_ID: True}
 
 
 def _properties(message: AbstractIncomingMessage, headers: Headers) -> Basic.Properties:
-    """Return the properties of a copy: persistent, without an end, and published by us."""
+    """Return the properties of a copy: persistent, without an expiration, and without the producer's user id."""
     properties = message.properties
     properties.headers, properties.delivery_mode = dict(headers), 2
     properties.expiration, properties.user_id = None, None
@@ -199,10 +200,10 @@ def _properties(message: AbstractIncomingMessage, headers: Headers) -> Basic.Pro
 
 
 def _size_of(message: AbstractIncomingMessage) -> Size:
-    """Return the function that measures a copy with given headers."""
+    """Return a function that returns the size of a copy with given headers."""
     return lambda headers: _deeper(lambda: len(_properties(message, headers).marshal()) + AROUND)
 
 
 def _deeper(measure: Callable[[], int], frames: int = 30) -> int:
-    """Measure deeper in the stack than ``copy`` encodes: what is nested too deeply for that fails here."""
+    """Measure deeper in the stack than ``copy`` encodes: headers that are nested too deeply fail here already."""
     return _deeper(measure, frames - 1) if frames else measure()

@@ -37,14 +37,14 @@ __all__ = ["delivering_task", "forget_connections", "replay"]
 logger = logging.getLogger("projector_dedup.consumers")
 
 REASON = "x-rejected-for"
-"""The header of a dead letter that has the error for which it was rejected, as in RabbitMQ's other consumers."""
+"""The header of a dead letter with the error, shortened; the same as in the other consumers of RabbitMQ."""
 
 CELERYS = (Retry, Ignore, Terminated)
-"""The ends of a task that Celery settles: a retry is published, and a task that was revoked is dropped."""
+"""Exceptions that Celery itself settles: it publishes a retry, and drops a revoked task."""
 
 
 def _as_json(value: object) -> str:
-    """Return as text what Celery's JSON has made an object of, as the producer's own JSON would have it."""
+    """Return an object that Celery's JSON has decoded as the text that plain JSON has for it."""
     if isinstance(value, (datetime, date, time)):
         return value.isoformat()
     if isinstance(value, (Decimal, UUID)):
@@ -62,21 +62,21 @@ def delivering_task(
     max_attempts: int | None = None,
     max_delay: float = 300.0,
 ) -> Any:
-    """Register a task that gives an event to a dispatcher, and return it: ``task.delay(event, message_id="7")``.
+    """Register and return a task that delivers an event to a dispatcher: ``task.delay(event, message_id="7")``.
 
-    ``event`` is a value that Celery can serialize, such as a dictionary. **Pass the id of the event, not that of the
-    task**: an event that is published again is another task. Without ``message_id`` or ``type``, the third argument,
-    the dispatcher finds them in the event. The handler gets the event as Celery deserialized it. With ``convert`` it
-    gets the event that this function makes of the JSON, the id and the type.
+    ``event`` is a value that Celery can serialize, such as a dictionary. **Pass the id of the event, not of the task**:
+    an event that is published again is another task. The task also takes a ``type``. If you pass no ``message_id`` or
+    no ``type``, the dispatcher finds it in the event. The handler gets the event as Celery deserialized it. With
+    ``convert``, it gets the event that this function builds from the JSON, the id and the type.
 
-    The task is acknowledged if the event is applied or is a duplicate, and requeued if its worker is lost or exceeds
-    the hard time limit. The library retries a task after a delay. It publishes a rejected event, and a message that
-    Celery cannot read, to ``<queue>.dead``, with the error in the header ``x-rejected-for``. An event is rejected after
+    The worker acknowledges the task after the commit. Celery requeues it if the worker is lost or exceeds the hard time
+    limit. The library retries a task after a delay. It publishes a rejected event, and a message that Celery cannot
+    read, to ``<queue>.dead``, with the error in the header ``x-rejected-for``. It rejects an event after
     ``max_attempts`` deliveries; None sets no limit. ``max_delay`` limits the seconds before a retry. Each child process
-    of a worker opens its own database connections.
+    of a worker opens its own database connections. Raises the errors of ``Settling``.
     """
     limits: dict[str, Any] = {"max_attempts": max_attempts, "max_delay": max_delay, "broker": "celery"}
-    settling = Settling(dispatcher, convert or json_event, **limits)  # refuses what it cannot use now, not in a worker
+    settling = Settling(dispatcher, convert or json_event, **limits)  # raises here, not in a worker
 
     def deliver(
         self: Any,
@@ -97,12 +97,12 @@ def delivering_task(
         settled = Settling(dispatcher, converted, **limits).deliver(incoming)
         if settled.reject:
             rejected = Reject(settled.reason, requeue=False)
-            rejected.label = settled.label  # for the worker's main process, which keeps the dead letter
+            rejected.label = settled.label  # for the worker's main process, which publishes the dead letter
             raise rejected
         if not settled.acknowledge:
             try:
                 raise self.retry(countdown=settled.delay, throw=False)
-            except Reject as unpublished:  # by Celery, where it cannot publish the retry; and would drop the message
+            except Reject as unpublished:  # Celery could not publish the retry, and would drop the message
                 raise Reject(unpublished.reason, requeue=True) from unpublished
 
     task = app.task(
@@ -114,7 +114,7 @@ def delivering_task(
         acks_on_failure_or_timeout=False,
         max_retries=None,
         ignore_result=True,
-        shared=False,  # else each other application of this process has it too, under the name of a task of its own
+        shared=False,  # otherwise other applications of this process get it too, and may have a task of this name
         typing=False,
         Request=f"{__name__}:SettledRequest",
         Strategy=f"{__name__}:strategy",
@@ -131,9 +131,9 @@ def delivering_task(
 
 
 def forget_connections(dispatcher: Dispatcher) -> None:
-    """Let a process that was forked open connections of its own, and leave those of its parent alone.
+    """Make a forked process open its own database connections, without closing those of its parent.
 
-    Call it in the child, before the first delivery. Celery's children do it by themselves.
+    Call it in the child before the first delivery. In the children of a Celery worker, the library calls it.
     """
     options = dispatcher.session_factory.kw
     for bound in (options.get("bind"), *(options.get("binds") or {}).values()):
@@ -144,8 +144,8 @@ def forget_connections(dispatcher: Dispatcher) -> None:
 def replay(app: celery.Celery, queue: str) -> int:
     """Publish the present dead letters of ``queue`` again, and return their number.
 
-    Correct the cause first. A message that was applied after all is then a duplicate, as long as its marker is kept, so
-    replay within the retention. Each dead letter is acknowledged after RabbitMQ has confirmed its copy in the queue.
+    Fix the cause first. Replay while the markers are kept: a message that was applied before is then a duplicate.
+    ``replay`` acknowledges each dead letter after RabbitMQ has confirmed its copy in the queue.
     """
     with app.connection_for_write(transport_options={"confirm_publish": True}) as connection:
         channel = connection.default_channel
@@ -162,12 +162,12 @@ def replay(app: celery.Celery, queue: str) -> int:
 
 
 class SettledRequest(Request):  # type: ignore[misc]  # Celery has no types
-    """A task that was received. If it was rejected, or cannot be called, it is put aside before it is acknowledged."""
+    """A received task. If it is rejected or cannot be called, it is published as a dead letter first."""
 
     def on_failure(self, exc_info: Any, send_failed_event: bool = True, return_ok: bool = False) -> Any:
-        """Put the message aside if the failure is its fault, else requeue it: its worker was lost or interrupted.
+        """Publish a dead letter if the message caused the failure; requeue it if its worker was lost or interrupted.
 
-        Celery's own answer depends on its version and on the application's settings, and may lose the message.
+        Celery's own method depends on its version and on the settings of the application, and may lose the message.
         """
         error = exc_info.exception
         error = getattr(error, "exc", error) if isinstance(error, ExceptionWithTraceback) else error
@@ -187,7 +187,7 @@ class SettledRequest(Request):  # type: ignore[misc]  # Celery has no types
 
 
 def strategy(task: Any, app: celery.Celery, consumer: Any) -> Callable[..., Any]:
-    """Return the function that takes the task's messages. One that cannot be read, Celery would drop: put it aside."""
+    """Return the function that receives the task's messages. It publishes a dead letter where Celery would drop one."""
     receive = default(task, app, consumer)
 
     def receive_or_reject(message: Any, body: Any, ack: Any, reject: Any, callbacks: Any, **more: Any) -> Any:
@@ -204,7 +204,7 @@ def strategy(task: Any, app: celery.Celery, consumer: Any) -> Callable[..., Any]
 
 
 def _publish_dead_letter(task: Any, message: Any, settled: Settled) -> bool:
-    """Publish a copy of a message of the task as a dead letter; return True if the broker has confirmed it."""
+    """Publish a message of the task as a dead letter. Return True if the broker has confirmed the copy."""
     dead, headers = _dead(task.queue), {**message.headers, REASON: settled.reason}
     try:
         with task.app.producer_pool.acquire(block=True) as producer:
@@ -224,7 +224,7 @@ def _dead(queue: str) -> Queue:
 
 
 def _publish(producer: Any, queue: str, message: Any, headers: dict[str, Any], **more: Any) -> None:
-    """Publish a copy of a message into a queue, with its properties and these headers."""
+    """Publish a copy of a message to a queue, with the message's properties and the given headers."""
     kept = {name: message.properties.get(name) for name in ("correlation_id", "reply_to", "priority")}
     producer.publish(
         message.body,

@@ -1,4 +1,4 @@
-"""Incoming messages: what a broker delivered, unchecked, and the converters that make events for a dispatcher of it."""
+"""Incoming messages as a broker delivered them, unchecked, and the converters that build events from them."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from ..message import Message, cloudevents, printable
 __all__ = ["Convert", "Incoming", "cloudevent", "json_event", "json_of", "moment_of", "text_of"]
 
 MAX_TEXT_BYTES = 512
-"""The longest text that is taken from a header or a property."""
+"""The longest text that the library takes from a header or a property, in bytes of UTF-8."""
 
 _CLOUDEVENT_PREFIXES = ("ce-", "ce_", "cloudevents:", "cloudevents_")  # HTTP and NATS, Kafka, AMQP, AMQP with JMS
 
 
 @dataclass(frozen=True)
 class Incoming:
-    """One message as its broker delivered it. Nothing in it has been checked: converters do that.
+    """One message as its broker delivered it. The values are not checked: converters check them.
 
-    ``message_id``, ``type``, ``occurred_at`` and ``content_type`` are the broker's own properties of a message, or
-    headers that stand for them; None if the message has none. ``occurred_at`` is a datetime, or seconds since 1970.
-    ``attempt`` is the number of this delivery, from 1, by the broker's count; leave it at 1 where the broker does not
-    count. ``origin`` says where the message was taken from, as in "queue flights", ``body_name`` where in it its body
-    was, and ``id_name`` where the producer sets the id: for log lines and texts of errors.
+    ``message_id``, ``type``, ``occurred_at`` and ``content_type`` are the broker's properties of the message, or the
+    headers in their place; None if there are none. ``occurred_at`` is a datetime, text of RFC 3339, or seconds since
+    1970. ``attempt`` is the broker's number of this delivery, from 1; leave it at 1 if the broker does not count.
+    Log lines and errors contain ``origin``, the source of the message, as in "queue flights"; ``body_name``, the part
+    of the message with the body; and ``id_name``, the place in which the producer sets the id.
     """
 
     body: bytes
@@ -46,11 +46,11 @@ class Incoming:
 
 
 Convert = Callable[[Incoming], object]
-"""A function that makes the event for ``Dispatcher.deliver`` of what came in; often a ``Message``."""
+"""A function that builds the event for ``Dispatcher.deliver`` from an ``Incoming``. It often returns a ``Message``."""
 
 
 def check_convert(convert: object) -> None:
-    """Raise ``ValueError`` for a ``convert`` that is not a plain function, and so would fail on every message."""
+    """Raise ``ValueError`` if ``convert`` is not a plain function: it would fail for every message."""
     if isinstance(convert, type):
         raise ValueError(
             f"convert takes a function, not the class {convert.__name__}; write "
@@ -64,10 +64,10 @@ def check_convert(convert: object) -> None:
 
 
 def json_event(incoming: Incoming) -> Message:
-    """Return a JSON body under the id, the type and the time that the broker carried beside it.
+    """Return a ``Message`` with the decoded JSON body, and the id, the type and the time from the broker.
 
-    Where the broker carried no id or no type, the dispatcher looks into the body, by its ``message_id=`` and ``type=``.
-    Raises ``InvalidMessageError`` for a body that is not JSON, and for any part that cannot be used.
+    If the broker has no id or no type, the dispatcher finds it in the body, with its ``message_id=`` and ``type=``.
+    Raises ``InvalidMessageError`` if the body is not JSON, or if the id, the type or the time is invalid.
     """
     return Message(
         text_of(incoming.message_id, "message id", InvalidMessageIdError),
@@ -78,11 +78,11 @@ def json_event(incoming: Incoming) -> Message:
 
 
 def cloudevent(incoming: Incoming) -> Message:
-    """Return the data of a CloudEvents 1.0 event under its ``type`` and ``time``; the id is ``source`` and ``id``.
+    """Return a ``Message`` with the data, the ``type`` and the ``time`` of a CloudEvents 1.0 event.
 
-    An event in structured mode has the content type ``application/cloudevents+json``; any other message is in binary
-    mode, with the attributes in its headers. Data of a JSON content type, or of none, is parsed. Raises
-    ``InvalidMessageError`` for a message that is no such event.
+    The message id is made of ``source`` and ``id``. A message with the content type ``application/cloudevents+json`` is
+    in structured mode. Any other message is in binary mode, with the attributes in its headers. Data with a JSON
+    content type, or with none, is decoded. Raises ``InvalidMessageError`` for a message that is not such an event.
     """
     content_type = (text_of(incoming.content_type, "content type") or "").partition(";")[0].strip().lower()
     if content_type.startswith("application/cloudevents-batch"):
@@ -101,13 +101,13 @@ def cloudevent(incoming: Incoming) -> Message:
 
 
 def json_of(incoming: Incoming) -> Any:
-    """Return the value of a body that is JSON, in UTF-8. Raises ``InvalidMessageError`` for any other body.
+    """Return the value of a body that is JSON in UTF-8. Raises ``InvalidMessageError`` for any other body.
 
-    NaN and Infinity are refused: they are not JSON, and databases store them in different ways or not at all.
+    NaN and Infinity are refused: they are not JSON, and databases store them differently or not at all.
     """
     try:
         return json.loads(bytes(incoming.body).decode(), parse_constant=_refuse)
-    except (ValueError, RecursionError) as error:  # no text, no JSON, a number of a million digits, a million brackets
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, a number of a million digits, or deep nesting
         flaw = str(error) if isinstance(error, ValueError) else "it is nested too deeply"
         if not incoming.body:
             flaw = (
@@ -118,10 +118,10 @@ def json_of(incoming: Incoming) -> Any:
 
 
 def text_of(value: object, name: str, error: type[InvalidMessageError] = InvalidMessageError) -> str | None:
-    """Return the text of a header or a property, which may come as bytes in UTF-8; None if it is None.
+    """Return the text of a header or a property that is text, or bytes in UTF-8; None for None.
 
-    Raises ``error`` for a value that is neither, and for one of more than 512 bytes. ``str(value)`` would be wrong for
-    bytes: ``str(b"7")`` is the text ``b'7'``, another id than "7".
+    Raises ``error`` for any other value, and for one of more than 512 bytes. Never use ``str(value)`` for bytes:
+    ``str(b"7")`` is the text ``b'7'``, which is another id than ``7``.
     """
     if value is None:
         return None
@@ -137,9 +137,9 @@ def text_of(value: object, name: str, error: type[InvalidMessageError] = Invalid
 
 
 def moment_of(value: object) -> datetime | None:
-    """Return a moment that came as a datetime, as text of RFC 3339, or as seconds since 1970; None if it is None.
+    """Return the datetime of a value that is a datetime, text of RFC 3339, or seconds since 1970; None for None.
 
-    Raises ``InvalidMessageError`` for anything else. A ``Message`` refuses a datetime without a time zone.
+    Raises ``InvalidMessageError`` for any other value. ``Message`` refuses a datetime without a time zone.
     """
     if value is None or isinstance(value, datetime):
         return value
@@ -166,10 +166,10 @@ def _json_object(incoming: Incoming) -> Mapping[str, Any]:
 
 
 def _attributes(headers: Mapping[str, object]) -> Mapping[str, str | None]:
-    """Return the attributes of an event in binary mode: the headers with one of the prefixes, without the prefix."""
+    """Return the attributes of an event in binary mode: the headers with a prefix of CloudEvents, without it."""
     found: dict[str, str | None] = {}
     for name_of_header, value in headers.items():
-        header = str(name_of_header)  # pika gives a name that is not UTF-8 as bytes, which are no attribute
+        header = str(name_of_header)  # pika returns a name that is not UTF-8 as bytes: it is no attribute
         for prefix in _CLOUDEVENT_PREFIXES:
             if header.lower().startswith(prefix):
                 name = header[len(prefix) :].lower()

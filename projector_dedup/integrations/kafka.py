@@ -1,4 +1,4 @@
-"""Kafka: a consumer that settles each message before it stores the offset (docs/consumers/kafka.md)."""
+"""Kafka: store an offset after the commit, retry with a delay, replay the dead letters. Needs the extra ``kafka``."""
 
 from __future__ import annotations
 
@@ -25,64 +25,65 @@ from .settling import Settled, Settling, expect, logger
 __all__ = ["Consumer", "begin", "replay"]
 
 WAIT = 1.0
-"""Seconds for which one poll waits: after that the consumer looks whether it was stopped, and what has become due."""
+"""The seconds that one poll waits. Between two polls the consumer checks for ``stop`` and for messages that are due."""
 PASSING = frozenset({"_TRANSPORT", "_ALL_BROKERS_DOWN", "_RESOLVE", "_TIMED_OUT", "_MAX_POLL_EXCEEDED"})
-"""Errors that librdkafka reports while it goes on by itself."""
+"""Errors from which librdkafka recovers by itself."""
 CONSUMER = {
-    "enable.auto.commit": True,  # of the offsets that were stored; also when partitions are handed over
-    "enable.auto.offset.store": False,  # the loop stores an offset after its message was settled
-    "auto.offset.reset": "error",  # a group that has lost its position says so, instead of skipping or repeating
+    "enable.auto.commit": True,  # commits the stored offsets, also before a rebalance
+    "enable.auto.offset.store": False,  # the loop stores an offset after it has settled the message
+    "auto.offset.reset": "error",  # fail if the group has lost its position: do not skip or repeat messages
 }
 PRODUCER = {
-    "enable.idempotence": True,  # and with it acks=all: a copy that is confirmed survives the loss of a broker
-    "linger.ms": 0,  # somebody waits for each copy
-    "delivery.timeout.ms": 30_000,  # and must poll again before the group gives its partitions away
+    "enable.idempotence": True,  # implies acks=all: a confirmed copy survives the loss of a broker
+    "linger.ms": 0,  # the consumer waits for each copy
+    "delivery.timeout.ms": 30_000,  # the consumer must poll again before the group reassigns its partitions
     "message.max.bytes": 1_000_000_000,  # the brokers' own limit decides
-    "compression.type": "lz4",  # a message that came compressed may be too big without
+    "compression.type": "lz4",  # a message that came compressed may be too large uncompressed
 }
 OF_CONSUMERS = (
     *("group.", "session.", "heartbeat.", "max.poll.", "auto.", "enable.auto.", "enable.partition.", "fetch."),
     *("queued.", "isolation.", "partition.assignment.", "check.crcs", "on_commit", "allow.auto.create.topics"),
 )
-"""Beginnings of the settings that a producer does not know; librdkafka warns of each that it is given."""
+"""Prefixes of the settings that only consumers have. librdkafka logs a warning for each one that a producer gets."""
 
 TIMEOUT = 30.0
-"""Seconds after which a question to the cluster is given up."""
+"""The seconds after which a request to the cluster fails."""
 KEPT = timedelta(hours=168)
-"""The time for which markers are kept, if nobody says otherwise: what is older may have been replayed before."""
+"""How long markers are kept by default. An older dead letter may have been replayed before."""
 
 ATTEMPT = "projector-dedup-attempt"
-"""The number that the next delivery of a copy has."""
+"""The header with the number of a copy's next delivery, from 1."""
 NOT_BEFORE = "projector-dedup-not-before"
-"""The moment before which a copy is not delivered, in milliseconds since 1970."""
+"""The header with the time before which a copy is not delivered, in milliseconds since 1970."""
 OCCURRED = "projector-dedup-timestamp"
-"""The timestamp of the original: a copy has its own, since its topic keeps it for a time from then on."""
+"""The header with the timestamp of the original. The copy needs a new one: Kafka counts its retention from there."""
 CAME_FROM = "projector-dedup-origin"
-"""The topic, partition and offset of the message that was copied first."""
+"""The header with the topic, the partition and the offset of the original."""
 REASON = "projector-dedup-reason"
-"""The error, in short, for which a message was rejected."""
+"""The header of a dead letter with the error, shortened."""
 LEFT_OUT = "projector-dedup-left-out"
-"""Marks a copy without the headers of its message. The id may be among them, so such a copy is rejected again."""
+"""The header of a copy that lacks the headers of its message. They may contain the id, so a replay rejects the copy."""
 OURS = frozenset({ATTEMPT, NOT_BEFORE, OCCURRED, CAME_FROM, REASON, LEFT_OUT})
-_NO_TEXT = b"\xff"  # an id that nobody can read: the message is rejected
-_get_headers = methodcaller("headers")  # CPython 3.11 does not see that a quickened message.headers() has failed
-_LARGEST = 1 << 64  # a number beyond it cannot be one that this library has written
+_NO_TEXT = b"\xff"  # is not UTF-8: a message with this id is rejected
+_get_headers = methodcaller("headers")  # CPython 3.11 does not detect that a quickened message.headers() has failed
+_LARGEST = 1 << 64  # the library never writes a larger number
 
 Headers: TypeAlias = list[tuple[str, str | bytes | None]]
 
 
 class Consumer:
-    """Delivers the messages of topics to a dispatcher, and stores the offset of each when it is settled.
+    """Delivers the messages of topics to a dispatcher, and stores the offset of each message after it is settled.
 
-    Settled is a message that was applied, or whose copy is confirmed: in ``<topic>.<group>.retry``, to come again after
-    a delay, or in ``<topic>.<group>.dead``. ``config`` is the configuration of confluent-kafka, with a ``group.id``.
-    ``convert`` makes the event of an ``Incoming``, whose ``message_id`` is the header that ``id_header`` names. **No id
-    is made of an offset**: an event that an outbox publishes again has another one. A message is rejected after
-    ``max_attempts`` deliveries; None sets no limit. ``max_delay`` bounds the seconds for which a message waits to come
-    again, and with it those behind it in its partition.
+    The consumer publishes a copy of a message to retry to ``<topic>.<group>.retry``, and of a rejected message to
+    ``<topic>.<group>.dead``. It stores the offset after the commit, or after Kafka has confirmed the copy.
 
-    Raises ``ValueError`` for settings with which messages could be lost, and ``TypeError`` for an address in place of
-    the configuration.
+    ``config`` is the configuration of confluent-kafka, with a ``group.id``. ``convert`` builds the event from an
+    ``Incoming``. ``id_header`` names the header with the message id. **An offset is never used as the id**: an outbox
+    that publishes an event again creates another offset. The consumer rejects a message after ``max_attempts``
+    deliveries; None sets no limit. ``max_delay`` limits the seconds before a retry; later copies in the same partition
+    wait too.
+
+    Raises ``ValueError`` for settings that could lose messages, and ``TypeError`` if ``config`` is not a dictionary.
     """
 
     def __init__(
@@ -113,11 +114,10 @@ class Consumer:
         self._stopped = False
 
     def run(self) -> None:
-        """Consume until ``stop`` is called. Commits what is settled, and leaves the group, however it ends.
+        """Consume until ``stop`` is called. At the end, commit the offsets of settled messages and leave the group.
 
-        Raises ``RefusedError`` where the group has no position, a topic is missing, or a topic does not take a copy
-        because of its size. Raises ``KafkaException`` for an error that does not pass by itself: let the process end,
-        and be started again.
+        Raises ``RefusedError`` if the group has no position, a topic is missing, or a copy is too large for its topic.
+        Raises ``KafkaException`` for an error from which librdkafka does not recover: start the process again.
         """
         try:
             for topic in {*self._retry, *self._dead.values()}:
@@ -129,11 +129,11 @@ class Consumer:
             self._client.close()
 
     def stop(self, *_: object) -> None:
-        """Let ``run`` return when the message at hand is settled. Another thread or a signal handler may call it."""
+        """Make ``run`` return after the current message is settled. Any thread or signal handler may call this."""
         self._stopped = True
 
     def _step(self) -> None:
-        """Take one message, and those that have become due."""
+        """Poll one message, and settle the waiting messages that are due."""
         message = self._client.poll(self._patience())
         if message is not None and (error := message.error()) is not None:
             self._log_or_raise(error)
@@ -146,24 +146,24 @@ class Consumer:
         self._settle_due()
 
     def _patience(self) -> float:
-        """Return the seconds to wait for a message: until one of those that wait becomes due, and not for long."""
+        """Return the seconds to poll: until the first waiting message is due, at most ``WAIT``."""
         now = time.time()
         return max(min([WAIT, *(line[0].due - now for line in self._waiting.values())]), 0.0)
 
     def _hold_back(self, received: Received) -> None:
-        """Keep a message that is not due, and take no more from its partition; its offset is not stored.
+        """Keep a message that is not due, do not store its offset, and pause its partition.
 
-        Its partition sends nothing more, but the consumer polls on, so that the group keeps it as a member.
+        The consumer continues to poll, because the group removes a member that does not.
         """
-        received.due = min(received.due, time.time() + self._max_delay)  # whatever the clock of its sender says
+        received.due = min(received.due, time.time() + self._max_delay)  # the sender's clock may be wrong
         self._waiting.setdefault((received.topic, received.partition), deque()).append(received)
         self._client.pause([TopicPartition(received.topic, received.partition)])
 
     def _settle_due(self) -> None:
-        """Settle the messages that have become due, and let partitions send again where none waits.
+        """Settle the messages that are due, and resume the partitions in which no message waits.
 
-        Every second all of those are resumed, because librdkafka forgets a resume that comes while a pause, or a
-        change of the assignment, is still under way; to one that is not paused it is nothing.
+        librdkafka loses a resume during a pause or a rebalance. So the consumer resumes all of these partitions every
+        second. Resuming a partition that is not paused has no effect.
         """
         for place, line in list(self._waiting.items()):
             while line and line[0].due <= time.time() and not self._stopped:
@@ -178,12 +178,12 @@ class Consumer:
             self._resumed_at = time.monotonic()
 
     def _forget(self, _client: Client, partitions: list[TopicPartition]) -> None:
-        """Called when partitions go to somebody else, who will get what waits here: nothing of it is stored."""
+        """Drop the waiting messages of partitions that another member takes over: that member gets them again."""
         for each in partitions:
             self._waiting.pop((each.topic, each.partition), None)
 
     def _settle(self, received: Received) -> None:
-        """Deliver a message, put a copy aside if it is not applied, and only then store its offset."""
+        """Deliver a message, publish a copy if it is not applied, and store its offset after that."""
         attempt = received.attempt
         settled = self._settling.deliver(received.incoming(self._id_header, attempt))
         while settled.verdict is not None and settled.verdict.action is Action.RETRY_NOW and not self._stopped:
@@ -194,14 +194,14 @@ class Consumer:
         try:
             self._client.store_offsets(received.message)
         except KafkaException as error:
-            if error.args[0].name() != "_STATE":  # the partition is somebody else's by now, who will see a duplicate
+            if error.args[0].name() != "_STATE":  # another member has the partition now, and detects a duplicate
                 raise
 
     def _publish_copy(self, received: Received, settled: Settled, attempt: int) -> None:
-        """Put a copy into the retry topic, or into that of the dead letters if the message is rejected.
+        """Publish a copy to the retry topic, or to the dead-letter topic if the message is rejected.
 
-        Raises ``RefusedError`` for a copy that is too large for its topic, and ``KafkaException`` for every other copy
-        that the cluster does not take. The message is then delivered again when the consumer is started again.
+        Raises ``RefusedError`` for a copy that is too large for its topic, and ``KafkaException`` if Kafka refuses
+        the copy for another reason. Kafka delivers the message again after the consumer is started again.
         """
         if settled.reject:
             topic = self._dead[received.topic]
@@ -225,23 +225,23 @@ class Consumer:
         """Log a temporary error. Raises any other error."""
         if error.name() == "_AUTO_OFFSET_RESET":
             raise RefusedError(
-                f"the group has no position in one of its topics ({error.str()}): begin(...) gives a new group its "
-                "first positions; a group that had some has lost them, and must not go on without a decision"
+                f"the group has no position in one of its topics ({error.str()}): for a new group, call begin(...). "
+                "An old group has lost its position: decide from where it continues before you start it again"
             )
         if error.fatal() or not (error.retriable() or error.name() in PASSING):
             raise KafkaException(error)
         logger.warning("Kafka: %s; the consumer continues", error.str())
 
 
-# Positions that somebody sets by hand: of a new group, and of dead letters that are replayed -------------------------
+# Positions that you set by hand: of a new group, and of dead letters to replay ---------------------------------------
 
 
 def begin(config: Mapping[str, Any], topics: Sequence[str], *, at: Literal["earliest", "latest"] = "earliest") -> int:
-    """Give a group its first positions, where it has none, and return the number of partitions that got one.
+    """Give a group a first position in each partition in which it has none, and return the number of these partitions.
 
-    Run it once for a new group, and for new partitions, while no consumer of the group runs. A consumer does not do it
-    by itself: the positions that are missing may be lost ones, with messages older than the markers behind them. ``at``
-    is the first message that each topic still has, or the next one that is published.
+    Call it once for a new group, and after you add partitions, while no consumer of the group runs. A consumer never
+    does this: a missing position may be a lost one, and older messages may no longer have markers. ``at="earliest"``
+    starts at the oldest message of each topic, ``at="latest"`` at the next one.
     """
     client, producer = new_consumer(config), new_producer(config)
     try:
@@ -260,11 +260,11 @@ def begin(config: Mapping[str, Any], topics: Sequence[str], *, at: Literal["earl
 
 
 def replay(config: Mapping[str, Any], topic: str, *, since: datetime | None = None) -> int:
-    """Publish the dead letters of a group's topic for the group again, and return their number.
+    """Publish the dead letters of a topic to the group's retry topic, and return their number.
 
-    Each is published once: ``<group>.replay`` keeps the position. Where that is missing, dead letters from before
-    ``since`` are left out; without ``since`` it raises ``RefusedError`` if there are any from before the last 168
-    hours: they may have been replayed, and their markers be gone.
+    The group ``<group>.replay`` stores the position, so each dead letter is published once. If that group has no
+    position, ``replay`` skips the dead letters from before ``since``. Without ``since``, it raises ``RefusedError`` for
+    a dead letter older than 168 hours: it may have been replayed before, and its marker may be deleted.
     """
     dead, retry = aside(topic, config, "dead"), aside(topic, config, "retry")
     client = new_consumer({**config, "group.id": f"{config.get('group.id')}.replay", "enable.partition.eof": True})
@@ -292,7 +292,7 @@ def replay(config: Mapping[str, Any], topic: str, *, since: datetime | None = No
 
 
 def _until_the_end(client: Client, places: Sequence[TopicPartition]) -> Iterator[Message]:
-    """Yield the messages from each place to what is the end of its partition now."""
+    """Yield the messages of each partition, from its place to the end that the partition has at the call."""
     ends: dict[int | None, int] = {}
     for place in places:
         low, high = client.get_watermark_offsets(place, timeout=TIMEOUT)
@@ -318,7 +318,7 @@ def _until_the_end(client: Client, places: Sequence[TopicPartition]) -> Iterator
 
 
 def _committed(client: Client, topic: str, partitions: Sequence[int]) -> list[TopicPartition]:
-    """Return the positions of the client's group; the offset of one that is missing is negative."""
+    """Return the positions of the client's group. A missing position has a negative offset."""
     found = client.committed([TopicPartition(topic, each) for each in partitions], timeout=TIMEOUT)
     return _checked(found)
 
@@ -334,11 +334,11 @@ def _checked(places: list[TopicPartition]) -> list[TopicPartition]:
     return places
 
 
-# Messages: what is handed on, and what is written into the headers of copies -----------------------------------------
+# Messages as the dispatcher gets them, and the headers of copies -----------------------------------------------------
 
 
 class Received:
-    """One message from a topic. The headers of a copy are believed only if ``copied`` says that the topic is ours."""
+    """One message from a topic. It reads the library's own headers only if the topic is one of copies (``copied``)."""
 
     def __init__(self, message: Message, *, copied: bool) -> None:
         self.message = message
@@ -354,15 +354,15 @@ class Received:
         self._ours = {name: value for name, value in ours.items() if name in OURS}
         self.attempt = max(_number(self._ours.get(ATTEMPT), 1), 1)
         self.due = _number(self._ours.get(NOT_BEFORE), 0) / 1000
-        """The time, as ``time.time()`` tells it, before which the message is not delivered."""
+        """The time before which the message is not delivered, in seconds since 1970."""
 
     @property
     def origin(self) -> str:
-        """The place of the message, for log lines: topic, partition, offset."""
+        """The topic, the partition and the offset of the message, for log lines."""
         return f"{self.topic} [{self.partition}] at offset {self.offset}"
 
     def incoming(self, id_header: str, attempt: int) -> Incoming:
-        """Return the message for a converter. A header that came twice is a list, which no converter takes for text."""
+        """Return the message for a converter. A header that appears twice is a list, so a converter rejects it."""
         found: dict[str, object] = {}
         for name, value in self._all:
             if name not in OURS:
@@ -380,9 +380,9 @@ class Received:
         )
 
     def copy_headers(self, **added: str | int) -> Headers:
-        """Return the headers for a copy: those of the message, where its original was, and the added ones of ours.
+        """Return the headers of a copy: those of the message, the place of the original, and ``added``.
 
-        ``attempt``, ``not_before`` and ``reason`` are the names that can be added.
+        The names in ``added`` are ``attempt``, ``not_before`` and ``reason``.
         """
         kept = {name: value for name, value in self._ours.items() if name in (OCCURRED, CAME_FROM, LEFT_OUT)}
         kept.setdefault(CAME_FROM, self.origin)
@@ -393,7 +393,7 @@ class Received:
         return [(name, value) for name, value in self._all if name not in OURS] + list(kept.items())
 
     def _occurred_at(self) -> float | None:
-        """Return the seconds since 1970 that the producer of the original gave it; None if it gave none."""
+        """Return the time that the producer gave the original, in seconds since 1970; None if there is none."""
         if OCCURRED in self._ours:
             return _number(self._ours[OCCURRED], 0) / 1000
         kind, milliseconds = self.message.timestamp()
@@ -401,7 +401,7 @@ class Received:
 
 
 def place_of(message: Message) -> tuple[str, int, int]:
-    """Return the topic, the partition and the offset of a message that was consumed."""
+    """Return the topic, the partition and the offset of a consumed message."""
     topic, partition, offset = message.topic(), message.partition(), message.offset()
     if topic is None or partition is None or offset is None:
         raise ValueError("a message that was consumed has a topic, a partition and an offset")
@@ -412,13 +412,13 @@ def _headers(message: Message) -> Headers | None:
     """Return the headers of a message; None if confluent-kafka cannot read them."""
     try:
         found = _get_headers(message) or []
-    except (SystemError, UnicodeDecodeError):  # the former is what CPython makes of the latter, raised beside a result
+    except (SystemError, UnicodeDecodeError):  # CPython raises SystemError if an error is set beside a result
         return None
     return list(found.items() if isinstance(found, Mapping) else found)
 
 
 def _number(value: str | bytes | None, default: int) -> int:
-    """Return the number in a header; the default if there is none, because somebody else has written the header."""
+    """Return the number in a header; the default if the header has none, as in one that another program wrote."""
     try:
         found = int(value or b"")
     except ValueError:
@@ -426,27 +426,27 @@ def _number(value: str | bytes | None, default: int) -> int:
     return found if abs(found) < _LARGEST else default
 
 
-# Clients: configured so that an offset is committed after its message was settled ------------------------------------
+# Clients, configured to commit an offset after its message is settled ------------------------------------------------
 
 
 def new_consumer(config: Mapping[str, Any]) -> Client:
-    """Return a consumer with the user's settings and ours. Raises ``ValueError`` for one that contradicts ours."""
+    """Return a consumer with the user's settings and ours. Raises ``ValueError`` if they contradict each other."""
     for name, value in CONSUMER.items():
         if name in config and str(config[name]).lower() != str(value).lower():
-            raise ValueError(f"{name} is {str(value).lower()} here: else messages could be lost; leave it out")
+            raise ValueError(f"{name} must be {str(value).lower()}, or messages could be lost; leave it out")
     if not config.get("group.id"):
-        raise ValueError('the configuration needs a "group.id": under it the group keeps its position')
+        raise ValueError('the configuration needs a "group.id": Kafka stores the position of the group under it')
     return Client({**config, **CONSUMER})
 
 
 def new_producer(config: Mapping[str, Any]) -> Producer:
-    """Return a producer for the same cluster, whose confirmed messages are as durable as its topics."""
+    """Return a producer for the same cluster. A message that it confirms is on all replicas in sync."""
     shared = {name: value for name, value in config.items() if not name.startswith(OF_CONSUMERS)}
     return Producer({**shared, **PRODUCER})
 
 
 def aside(topic: str, config: Mapping[str, Any], kind: Literal["retry", "dead"]) -> str:
-    """Return the topic in which a group puts messages of ``topic`` aside. Raises ``ValueError`` if it cannot be one."""
+    """Return the topic for a group's copies of messages of ``topic``. Raises ``ValueError`` for an impossible name."""
     name = f"{topic}.{config.get('group.id')}.{kind}"
     if len(name) > 249 or re.search(r"[^a-zA-Z0-9._-]", name):
         raise ValueError(f"{name!r} cannot be the name of a topic: choose another group.id")
@@ -454,9 +454,9 @@ def aside(topic: str, config: Mapping[str, Any], kind: Literal["retry", "dead"])
 
 
 def partitions_of(client: Client | Producer, topic: str) -> list[int]:
-    """Return the partitions of a topic. Raises ``RefusedError`` if there is no such topic.
+    """Return the partitions of a topic. Raises ``RefusedError`` if the topic does not exist.
 
-    A cluster that creates topics by itself creates it, if a producer asks.
+    If the cluster creates topics automatically, the request of a producer creates it.
     """
     found = client.list_topics(topic, timeout=TIMEOUT).topics[topic]
     if found.error is not None and found.error.code() != KafkaError.UNKNOWN_TOPIC_OR_PART:
@@ -467,9 +467,9 @@ def partitions_of(client: Client | Producer, topic: str) -> list[int]:
 
 
 def put_copy(producer: Producer, message: Message, topic: str, headers: Headers) -> None:
-    """Copy a message into another topic; return when all replicas in sync have the copy.
+    """Copy a message into another topic, and return after all replicas in sync have the copy.
 
-    Raises ``KafkaException`` or ``TimeoutError`` otherwise.
+    Raises ``KafkaException`` or ``TimeoutError`` if Kafka does not confirm the copy.
     """
     outcome: list[KafkaError | None] = []
     producer.produce(
@@ -479,7 +479,7 @@ def put_copy(producer: Producer, message: Message, topic: str, headers: Headers)
         headers=headers,
         on_delivery=lambda error, _message: outcome.append(error),
     )
-    producer.flush(2 * TIMEOUT)  # the producer's own limit comes before
+    producer.flush(2 * TIMEOUT)  # delivery.timeout.ms ends first
     if not outcome:
         raise TimeoutError(f"Kafka has not confirmed a copy in {topic}; the original is delivered again")
     if (error := outcome[0]) is not None:

@@ -30,22 +30,22 @@ from .settling import Settled, Settling, expect, logger, named_in_log
 
 __all__ = ["Consumer", "dead_stream", "replay"]
 
-_NO_TEXT = b"\xff"  # what could not be read is given on as what nobody can read: a message with such an id is rejected
-_TOO_LARGE = 300.0  # seconds after which a message comes again for which no dead letter can be made
-_POLL = 1.0  # seconds that one fetch waits, and so the longest that stop() takes while nothing comes
+_NO_TEXT = b"\xff"  # is not UTF-8, and replaces an unreadable value: a message with this id is rejected
+_TOO_LARGE = 300.0  # seconds before the retry of a rejected message that is too large for a dead letter
+_POLL = 1.0  # seconds that one fetch waits; `stop` takes as long if no message comes
 UNREADABLE = "\ufffd"
-"""Stands in the value of a header for bytes that are not UTF-8, and between the values of a header that comes twice."""
-_FROM_A_STREAM = b"$JS.ACK."  # how the reply of a message begins; an answer of the server has no such reply
+"""Replaces bytes that are not UTF-8 in the value of a header, and separates the values of a repeated header."""
+_FROM_A_STREAM = b"$JS.ACK."  # prefix of the reply subject of a stream's message; status messages do not have it
 _VERSION = b"NATS/1.0"
 REJECTED_FOR = "x-rejected-for"
 SUBJECT = "x-subject"
-MESSAGE_ID = "x-message-id"  # of a dead letter and its replay, whose Nats-Msg-Id the server would call a duplicate's
+MESSAGE_ID = "x-message-id"  # the id in a dead letter and its replay: the server would drop a repeated Nats-Msg-Id
 _IDS = (MESSAGE_ID, "Nats-Msg-Id")
-_LEFT_OUT = (REJECTED_FOR, SUBJECT, "Nats-Msg-Id")  # headers of a dead letter that its replay is published without
-_AROUND = 64  # bytes of a message's headers beside their names and values, and some to spare
+_LEFT_OUT = (REJECTED_FOR, SUBJECT, "Nats-Msg-Id")  # headers of a dead letter that its replay does not have
+_AROUND = 64  # bytes of the header block in addition to names and values, with a reserve
 _NAME = re.compile(r"(?!nats-)[!#$%&'*+\-.^_`|~0-9A-Za-z]+", re.IGNORECASE)
-"""A name of a header that can be copied. nats-py publishes no other, and the server obeys those that begin with Nats-:
-for ``Nats-Rollup`` it deletes what is in the stream, for ``Nats-Expected-...`` it refuses the message."""
+"""The names of headers that the library copies. nats-py publishes no others. The server acts on names with the prefix
+Nats-: for ``Nats-Rollup`` it deletes messages of the stream, for ``Nats-Expected-...`` it refuses the message."""
 _SUBJECT = re.compile(r"\S+")
 _PATIENCE = 5.0  # seconds that a replay waits for the next dead letter
 
@@ -55,19 +55,19 @@ _Process = Callable[[int, bytes, bytes, bytes, bytes], Awaitable[None]]
 
 
 class Consumer:
-    """Consumes the messages of one stream, as the durable pull consumer ``durable``; or those of one ``subject`` in it.
+    """Consumes the messages of one stream, or of one ``subject`` in it, as the durable pull consumer ``durable``.
 
     The consumer acknowledges a message after the commit, and returns a message to retry to the server with a delay. It
     publishes a rejected message to the stream of dead letters, and acknowledges it after that stream has confirmed it.
     ``in_flight`` messages are delivered at the same time; with 1 they are delivered in the order of the stream, except
     for retries. Start as many processes as you need, all with the same ``durable``.
 
-    ``convert`` makes the event of a message. The consumer rejects a message after ``max_attempts`` deliveries; None
-    sets no limit. ``max_delay`` limits the seconds before a retry. After ``ack_wait`` seconds, the server delivers the
-    messages of a process that died to another one. While a handler runs, the consumer extends this time.
+    ``convert`` builds the event from an ``Incoming``. The consumer rejects a message after ``max_attempts`` deliveries;
+    None sets no limit. ``max_delay`` limits the seconds before a retry. After ``ack_wait`` seconds, the server delivers
+    the messages of a process that died to another one. While a handler runs, the consumer extends this time.
 
-    Raises ``HandlerDefinitionError`` for a dispatcher that is not an ``AsyncDispatcher``, and ``TypeError`` for
-    anything but a connection.
+    Raises ``HandlerDefinitionError`` for a dispatcher that is not an ``AsyncDispatcher``, and ``TypeError`` if
+    ``connection`` is not a connection of nats-py.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Consumer:
         self._stopping = False
 
     async def run(self) -> None:
-        """Consume until ``stop`` is called. Raises what ``open`` does, and the errors of a connection that fails."""
+        """Consume until ``stop`` is called. Raises the errors of ``open``, and those of a failed connection."""
         await self.open()
         pull = Pull(self._connection, self._stream, self._durable)
         await pull.open()
@@ -108,13 +108,13 @@ class Consumer:
             await pull.unsubscribe()
 
     def stop(self, *_: object) -> None:
-        """Let ``run`` return when the messages at hand are settled; a signal handler may call it."""
+        """Make ``run`` return after the current messages are settled. A signal handler may call this."""
         self._stopping = True
 
     async def open(self) -> None:
-        """Make the durable consumer and the stream of dead letters where they are missing.
+        """Create the durable consumer and the stream of dead letters if they are missing.
 
-        Raises ``RefusedError`` for a durable consumer that is there and would lose messages, or keep them for ever.
+        Raises ``RefusedError`` if one of them exists with settings that can lose messages or stop the deliveries.
         """
         await open_dead_letters(self._streams, self._stream, self._durable)
         try:
@@ -134,13 +134,13 @@ class Consumer:
         self._check(found)
 
     def _check(self, found: ConsumerInfo) -> None:
-        """Refuse a consumer that somebody else has made in a way that loses messages or stands still."""
+        """Raise ``RefusedError`` for an existing durable consumer that can lose messages or stop the deliveries."""
         config = found.config
         for flaw in (
             config.ack_policy != AckPolicy.EXPLICIT and "its ack_policy is not explicit: the server forgets messages",
-            (config.max_deliver or -1) > 0 and "it has a max_deliver: the server then drops a message unheard",
+            (config.max_deliver or -1) > 0 and "it has a max_deliver: the server then drops a message silently",
             (config.max_ack_pending or -1) > 0
-            and "it has a max_ack_pending: once that many messages wait to come again, no other is delivered",
+            and "it has a max_ack_pending: if that many messages wait for a retry, the server delivers no other",
             config.deliver_subject is not None and "it is a push consumer",
             config.filter_subject != self._subject and f"its filter_subject is {config.filter_subject}",
         ):
@@ -157,9 +157,9 @@ class Consumer:
                 await self.settle(message)
 
     async def fetch(self, pull: Pull, batch: int) -> list[Msg]:
-        """Return up to ``batch`` messages, those that come within a second.
+        """Return up to ``batch`` messages that arrive within a second.
 
-        Raises ``NotFoundError`` if nothing comes because somebody has deleted the durable consumer, or its stream.
+        Raises ``NotFoundError`` if the durable consumer or its stream was deleted.
         """
         if not (messages := await pull.fetch(batch, _POLL)):
             try:
@@ -167,21 +167,21 @@ class Consumer:
             except NotFoundError:
                 raise
             except Error as error:
-                logger.warning(  # nats-py connects again by itself
+                logger.warning(  # nats-py reconnects by itself
                     "NATS does not answer for the consumer %s of the stream %s; the library asks again: %s",
                     *(self._durable, self._stream, type(error).__name__),
                 )
         return messages
 
     async def settle(self, message: Msg) -> None:
-        """Deliver one message, which is kept alive meanwhile, and tell the server what became of it."""
+        """Deliver one message, extend its ``ack_wait`` meanwhile, and then acknowledge, retry or reject it."""
         async with self._kept_alive([message]):
             await self._answer(message, await self._settling.adeliver(_incoming(message, self._stream)))
 
     async def settle_batch(self, messages: Sequence[Msg]) -> None:
-        """Deliver messages in one transaction, keep all of them alive meanwhile, and answer each by itself.
+        """Deliver messages in one transaction, extend their ``ack_wait`` meanwhile, and settle each separately.
 
-        Raises the error of the first answer that failed, a dead letter that cannot be kept say, when all are given.
+        If the server refuses an acknowledgement or a dead letter, raises the first error after settling the others.
         """
         failed: list[Exception] = []
         async with self._kept_alive(messages):
@@ -189,7 +189,7 @@ class Consumer:
             for message, settled in zip(messages, answers, strict=True):
                 try:
                     await self._answer(message, settled)
-                except Exception as error:  # noqa: BLE001  # of this message, which comes again after ack_wait
+                except Exception as error:  # noqa: BLE001  # the server delivers this message again after ack_wait
                     failed.append(error)
         if failed:
             raise failed[0]
@@ -212,7 +212,7 @@ class Consumer:
             while True:
                 await asyncio.sleep(self._ack_wait / 3)
                 for message in messages:
-                    with contextlib.suppress(Exception):  # another process gets it too then, and finds a duplicate
+                    with contextlib.suppress(Exception):  # another process then gets the message too: a duplicate
                         await message.in_progress()
 
         heart = asyncio.create_task(beat())
@@ -242,14 +242,14 @@ def _incoming(message: Msg, stream: str) -> Incoming:
 
 
 def dead_stream(stream: str, durable: str) -> str:
-    """Return the name of the stream that keeps what the consumer ``durable`` of ``stream`` has rejected."""
+    """Return the name of the stream with the dead letters of the consumer ``durable`` of ``stream``."""
     return f"{stream}-{durable}-dead"
 
 
 async def open_dead_letters(streams: JetStreamContext, stream: str, durable: str) -> None:
-    """Make the stream of dead letters, as safe as the stream that it stands beside.
+    """Create the stream of dead letters, with the storage and the replicas of ``stream``.
 
-    Raises ``RefusedError`` for one that is there and belongs to another consumer, or discards what it is full of.
+    Raises ``RefusedError`` if it exists and belongs to another consumer, or discards old messages when it is full.
     """
     dead, subject = dead_stream(stream, durable), _dead_subject(stream, durable)
     try:
@@ -264,23 +264,23 @@ async def open_dead_letters(streams: JetStreamContext, stream: str, durable: str
     if found.subjects != [subject] or (bounded and found.discard != DiscardPolicy.NEW):
         raise RefusedError(
             f"the stream {dead} cannot keep dead letters: its subjects are {found.subjects}, or it has a limit of size "
-            f"and discards the oldest; let it have the subject {subject} alone, and no limit or discard=new"
+            f"and discards the oldest; give it only the subject {subject}, and no limit or discard=new"
         )
 
 
 async def keep(connection: Client, message: Msg, stream: str, durable: str, reason: str) -> bool:
-    """Publish a dead letter, and return True when the server has stored it; what is published twice is stored once.
+    """Publish a dead letter, and return True after the server has stored it. The server drops a second copy.
 
-    The letter is without the headers that cannot be published again, and without those that make it too large for the
-    server; the log names them. Returns False, and logs that, if the letter is too large without any header but its own.
+    The dead letter lacks the headers that nats-py cannot publish, and those for which the server's ``max_payload`` has
+    no room; the log names them. Returns False, and logs an error, if it is too large with only the library's headers.
     """
-    stamp = message.metadata.timestamp.isoformat()  # numbers begin again in a stream that was made anew
+    stamp = message.metadata.timestamp.isoformat()  # a stream that is created again restarts its numbers
     number = message.metadata.sequence.stream
     headers = message.headers or {}
     named = {SUBJECT: message.subject, "Nats-Msg-Id": f"{stream}:{number}:{stamp}"}
     if (found := id_beside(headers)) is not None:
-        is_kept = found == found.strip() and len(found.encode()) <= MAX_TEXT_BYTES  # nats-py cuts blanks off
-        named[MESSAGE_ID] = found if is_kept else UNREADABLE  # to be rejected again
+        is_kept = found == found.strip() and len(found.encode()) <= MAX_TEXT_BYTES  # nats-py strips spaces
+        named[MESSAGE_ID] = found if is_kept else UNREADABLE  # a replay is rejected again
     for kept in _shorter_and_shorter(headers, named, reason):
         size = len(message.data) + sum(len(name) + len(value.encode()) + 4 for name, value in kept.items())
         if size + _AROUND <= connection.max_payload:
@@ -311,14 +311,14 @@ def _shorter_and_shorter(headers: Headers, named: Headers, reason: str) -> Itera
 
 
 async def replay(connection: Client, stream: str, durable: str) -> int:
-    """Publish the dead letters of a consumer again, to the subject that each came from; return their number.
+    """Publish the dead letters of a consumer to their subjects again, and return their number.
 
-    Correct the handler or the data first. Every consumer of that subject gets the messages; for those that had applied
-    them, they are duplicates. Each dead letter is deleted after the stream has confirmed its copy. A dead letter
-    without a subject to which nats-py can publish is not replayed, and the library logs it.
+    Fix the handler or the data first. Every consumer of the subject gets the messages; where they were applied before,
+    they are duplicates. ``replay`` deletes each dead letter after the stream has confirmed its copy. If nats-py cannot
+    publish to the subject of a dead letter, ``replay`` skips the dead letter and logs an error.
     """
     streams, dead = connection.jetstream(), dead_stream(stream, durable)
-    state = (await streams.stream_info(dead)).state  # what is rejected anew while this runs stays
+    state = (await streams.stream_info(dead)).state  # excludes messages that are rejected again during the replay
     everything = ConsumerConfig(ack_policy=AckPolicy.EXPLICIT, max_ack_pending=-1, inactive_threshold=60.0)
     letters = Pull(connection, dead, (await streams.add_consumer(dead, everything)).name)
     await letters.open()
@@ -327,7 +327,7 @@ async def replay(connection: Client, stream: str, durable: str) -> int:
         for _ in range(state.messages):
             found = await letters.fetch(1, _PATIENCE)
             if not found or found[0].metadata.sequence.stream > state.last_seq:
-                break  # another replay was quicker
+                break  # another replay has published the rest
             (letter,) = found
             number, headers = letter.metadata.sequence.stream, letter.headers or {}
             if not _SUBJECT.fullmatch(headers.get(SUBJECT, "")):
@@ -349,7 +349,7 @@ async def replay(connection: Client, stream: str, durable: str) -> int:
 
 
 def id_beside(headers: Headers) -> str | None:
-    """Return the id that a message has in its headers; None if it has none."""
+    """Return the message id in the headers; None if there is none."""
     return headers.get(MESSAGE_ID, headers.get("Nats-Msg-Id"))
 
 
@@ -359,9 +359,9 @@ def _dead_subject(stream: str, durable: str) -> str:
 
 # Messages as the server sends them -----------------------------------------------------------------------------------
 #
-# A producer may write anything into a subject and into the block of headers, and the server keeps it. nats-py takes a
-# block that begins with a status (``NATS/1.0 503``) for an answer of the server, and it reads nothing more from its
-# connection after a block or a subject that it cannot decode. So the library fetches and reads messages itself.
+# A producer may write any bytes into a subject and into the header block, and the server stores them. nats-py mistakes
+# a block with a status (``NATS/1.0 503``) for an answer of the server. It also stops reading its connection after a
+# block or a subject that it cannot decode. So the library fetches and reads messages itself.
 
 
 class Pull:
@@ -374,16 +374,16 @@ class Pull:
         self._came: asyncio.Queue[Msg] = asyncio.Queue()
 
     async def open(self) -> None:
-        """Subscribe to the inbox to which the server sends the messages; nats-py does that again when it reconnects."""
+        """Subscribe to the inbox to which the server sends the messages. nats-py subscribes again after a reconnect."""
         _split_at_spaces()
         self._subscription = await self._connection.subscribe(self._inbox)
         _routes(self._connection)[self._subscription._id] = self._receive
 
     async def fetch(self, batch: int, seconds: float) -> list[Msg]:
-        """Return ``batch`` messages as soon as there are so many; after ``seconds`` return those that came."""
+        """Return ``batch`` messages as soon as they are there; after ``seconds``, return those that arrived."""
         end = asyncio.get_running_loop().time() + seconds
         found: list[Msg] = []
-        while len(found) < batch and not self._came.empty():  # what came when the last fetch was over
+        while len(found) < batch and not self._came.empty():  # messages that arrived after the last fetch
             found.append(self._came.get_nowait())
         if len(found) < batch:
             request = {"batch": batch - len(found), "expires": round(seconds * 1e9)}
@@ -395,19 +395,19 @@ class Pull:
         return found
 
     async def unsubscribe(self) -> None:
-        """End the subscription. The server delivers again what came and was not acknowledged."""
+        """End the subscription. The server delivers unacknowledged messages again."""
         _routes(self._connection).pop(self._subscription._id, None)
         if not self._connection.is_closed:
             await self._subscription.unsubscribe()
 
     def _receive(self, subject: bytes, reply: bytes, data: bytes, block: bytes) -> None:
-        if reply.startswith(_FROM_A_STREAM):  # else the server says that nothing comes: `fetch` waits for its time
+        if reply.startswith(_FROM_A_STREAM):  # otherwise a status of the server: `fetch` waits until its timeout
             texts = subject.decode(errors="replace"), reply.decode()
             self._came.put_nowait(Msg(self._connection, *texts, data, headers_of(block) if block else None))
 
 
 class _Router:
-    """Stands in for ``Client._process_msg``: gives messages of our subscriptions to ``Pull``, and others to nats-py."""
+    """Replaces ``Client._process_msg``: passes messages of our subscriptions to ``Pull``, and all others to nats-py."""
 
     def __init__(self, others: _Process) -> None:
         self.routes: dict[int, _Receive] = {}
@@ -421,7 +421,7 @@ class _Router:
 
 
 def _routes(connection: Client) -> dict[int, _Receive]:
-    """Return who receives the messages of a connection before nats-py reads them, by the number of the subscription."""
+    """Return the receivers that get messages of a connection before nats-py, by the number of the subscription."""
     router: object = connection._process_msg
     if not isinstance(router, _Router):
         router = _Router(connection._process_msg)
@@ -430,10 +430,10 @@ def _routes(connection: Client) -> dict[int, _Receive]:
 
 
 def _split_at_spaces() -> None:
-    """Let nats-py split the line before a message where the server does: at spaces and tabs only.
+    """Make nats-py split the line before a message as the server does: at spaces and tabs only.
 
-    nats-py splits it at form feeds and vertical tabs as well, which a subject may have. It then loses its connection at
-    each delivery of that message.
+    nats-py also splits it at form feeds and vertical tabs. A subject may contain them, and nats-py then loses its
+    connection at each delivery of the message.
     """
     for name in ("MSG_RE", "HMSG_RE"):
         pattern: bytes = getattr(parser, name).pattern
@@ -442,10 +442,10 @@ def _split_at_spaces() -> None:
 
 
 def headers_of(block: bytes) -> dict[str, str]:
-    """Return the headers in a block, whatever is in it. A status in its first line is ignored.
+    """Return the headers in a block of any bytes. Ignores a status in the first line.
 
-    The value of a header that comes twice, or that is not UTF-8, has ``UNREADABLE`` in it: it must not be taken for an
-    id, because two ids could look alike.
+    If a header is repeated or is not UTF-8, its value contains ``UNREADABLE``. Do not use such a value as an id: two
+    different ids could become equal.
     """
     found: dict[str, str] = {}
     first, *lines = block.split(b"\r\n")

@@ -1,4 +1,4 @@
-"""Consume one queue of RabbitMQ with pika: acknowledge after the commit, delay, reject, replay the dead letters."""
+"""Consume one queue of RabbitMQ with pika: acknowledge after the commit, retry, reject, replay the dead letters."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ from .settling import Settled, expect
 
 __all__ = ["Consumer", "replay"]
 
-_LOOKS_UP_EVERY = 0.5  # seconds in which `stop` is heard, where no message comes
+_LOOKS_UP_EVERY = 0.5  # seconds that `stop` takes if no message comes
 _PARAMETERS = 'parameters are those of pika, as in pika.URLParameters("amqp://...")'
-_UNREADABLE = (ValueError, OverflowError, OSError, RecursionError)  # of pika, for a year above 9999, or deep nesting
-_READABLE_TYPES = {ord("T"): ord("l"), ord("F"): ord("x"), ord("A"): ord("x")}  # types of AMQP of the same length
+_UNREADABLE = (ValueError, OverflowError, OSError, RecursionError)  # pika raises them for years > 9999 or deep nesting
+_READABLE_TYPES = {ord("T"): ord("l"), ord("F"): ord("x"), ord("A"): ord("x")}  # AMQP types of equal length
 
 
 class Consumer:
@@ -47,10 +47,10 @@ class Consumer:
     ``<queue>.wait.1s``, ``.5s``, ``.30s`` and ``.300s``. A rejected message goes to ``<queue>.dead``, with the error in
     its header ``x-rejected-for``. The consumer declares all of these queues, and the work queue if it is missing.
 
-    ``convert`` makes the event of a message. ``prefetch`` is how many messages RabbitMQ sends in advance. The consumer
-    rejects a message after ``max_attempts`` deliveries; None sets no limit. A message waits in the queue with the
-    longest delay of at most ``max_delay`` seconds, or else in the first one. Raises ``TypeError`` for an address in
-    place of the parameters.
+    ``convert`` builds the event from an ``Incoming``. RabbitMQ sends up to ``prefetch`` messages in advance. The
+    consumer rejects a message after ``max_attempts`` deliveries; None sets no limit. ``max_delay`` limits the seconds
+    before a retry: to the longest delay of these queues that is not above it, or else to 1 second. Raises ``TypeError``
+    if ``parameters`` are not those of pika.
     """
 
     def __init__(
@@ -72,13 +72,13 @@ class Consumer:
         self._stopping = False
 
     def stop(self, *_: object) -> None:
-        """Let ``run`` return when the message at hand is settled. Another thread or a signal handler may call it."""
+        """Make ``run`` return after the current message is settled. Any thread or signal handler may call this."""
         self._stopping = True
 
     def run(self) -> None:
         """Consume until ``stop`` is called. Raises pika's error, or ``ConnectionError``, if RabbitMQ is lost.
 
-        Nothing is lost then: start the process again, and RabbitMQ delivers what was not acknowledged.
+        Start the process again then: RabbitMQ delivers every unacknowledged message again.
         """
         with BlockingConnection(self._parameters, _impl_class=_Connection) as connection:
             channel = _open(connection, self._queue)
@@ -102,8 +102,8 @@ class Consumer:
 def replay(parameters: Parameters, queue: str) -> int:
     """Publish the present dead letters of ``queue`` again, and return their number.
 
-    Correct the cause first. A message that was applied after all is then a duplicate, as long as its marker is kept, so
-    replay within the retention. Each dead letter is acknowledged after RabbitMQ has confirmed its copy in the queue.
+    Fix the cause first. Replay while the markers are kept: a message that was applied before is then a duplicate.
+    ``replay`` acknowledges each dead letter after RabbitMQ has confirmed its copy in the queue.
     """
     expect(Parameters, parameters, _PARAMETERS)
     with BlockingConnection(parameters, _impl_class=_Connection) as connection:
@@ -119,9 +119,9 @@ def replay(parameters: Parameters, queue: str) -> int:
 
 
 def _open(connection: BlockingConnection, queue: str) -> BlockingChannel:
-    """Return a channel that confirms what is published, after the queues are declared."""
+    """Declare the queues, and return a channel with publisher confirms."""
     try:
-        connection.channel().queue_declare(queue, passive=True)  # it may have arguments of its own
+        connection.channel().queue_declare(queue, passive=True)  # keeps the arguments of an existing queue
     except ChannelClosedByBroker as error:
         if error.reply_code != 404:
             raise
@@ -141,28 +141,28 @@ def _copy(
     settled: Settled | None,
     frame_max: int,
 ) -> None:
-    """Copy a message into the queue in which it waits, or stays; return when RabbitMQ has it there.
+    """Copy a message into a wait queue or the dead-letter queue, and return after RabbitMQ has confirmed the copy.
 
-    ``settled`` is None for a dead letter, which goes back into ``work``. Raises pika's error if RabbitMQ has no copy.
+    ``settled`` is None for a dead letter, which is copied into ``work``. Raises pika's error without a confirmation.
     """
     headers = headers_of_copy(properties.headers, settled, _size_of(properties), frame_max, work)
     channel.basic_publish("", queue_after(work, settled), body, _copied(properties, headers), mandatory=True)
 
 
 def _copied(properties: BasicProperties, headers: Headers) -> BasicProperties:
-    """Return the properties of a copy: persistent, without an end, and published by us."""
+    """Return the properties of a copy: persistent, without an expiration, and without the producer's user id."""
     copied = copy.copy(properties)
     copied.headers, copied.delivery_mode, copied.expiration, copied.user_id = dict(headers), 2, None, None
     return copied
 
 
 def _size_of(properties: BasicProperties) -> Size:
-    """Return the function that measures a copy with given headers."""
+    """Return a function that returns the size of a copy with given headers."""
     return lambda headers: sum(map(len, _copied(properties, headers).encode())) + AROUND
 
 
 class _Connection(SelectConnection):  # type: ignore[misc]  # pika has no types
-    """Reads headers that pika cannot decode: else one of them would end every connection to which it is delivered."""
+    """Reads headers that pika cannot decode. Without it, pika closes every connection that receives one."""
 
     _frame_buffer: bytes
 
@@ -175,13 +175,13 @@ class _Connection(SelectConnection):  # type: ignore[misc]  # pika has no types
 
 
 def _readable(frame: bytes) -> bytes:
-    """Return a frame with the properties of a message, and of the same length, in which pika can decode the headers.
+    """Return a frame of the same length whose headers pika can decode, for a frame with the properties of a message.
 
-    Timestamps become integers; tables and arrays become bytes. Only the octet with the type of a value changes: a
-    copy of the message has all other octets.
+    Timestamps become integers; tables and arrays become bytes. Only the octet with the type of such a value changes, so
+    a copy of the message keeps all other octets.
     """
     readable = bytearray(frame)
-    at = FRAME_HEADER_SIZE + 12  # behind the class, the weight and the length of the body
+    at = FRAME_HEADER_SIZE + 12  # skip the class, the weight and the length of the body
     (flags,) = struct.unpack_from(">H", frame, at)
     at += 2
     for flag in (BasicProperties.FLAG_CONTENT_TYPE, BasicProperties.FLAG_CONTENT_ENCODING):

@@ -1,4 +1,4 @@
-"""Consume a subscription of Google Cloud Pub/Sub: acknowledge after the commit, delay, reject, replay.
+"""Consume a subscription of Google Cloud Pub/Sub: acknowledge after the commit, retry, reject, replay the dead letters.
 
 Needs the extra ``pubsub``.
 """
@@ -24,31 +24,31 @@ from .settling import Settled, Settling, expect
 
 __all__ = ["Consumer", "replay"]
 
-_POLL = 5.0  # seconds that a request waits for messages, and in which `stop` is noticed
+_POLL = 5.0  # seconds that a request waits for messages; `stop` takes as long if no message comes
 _MANY = 10  # messages of one request
 _REJECTED_FOR = "x-rejected-for"
-_BY_PUBSUB = "CloudPubSubDeadLetter"  # begins the attributes that Pub/Sub adds to the dead letters that it moves itself
+_BY_PUBSUB = "CloudPubSubDeadLetter"  # prefix of the attributes that Pub/Sub adds when it moves a dead letter itself
 _SUBSCRIBER = "subscriber is a google.cloud.pubsub_v1.SubscriberClient"
 _PUBLISHER = "publisher is a google.cloud.pubsub_v1.PublisherClient"
 
 
 class Consumer:
-    """Consumes a subscription of Google Cloud Pub/Sub: up to ten messages of one request, then the next ten.
+    """Consumes a subscription of Google Cloud Pub/Sub, in batches of up to ten messages.
 
-    ``subscription`` is its full name, ``projects/PROJECT/subscriptions/NAME``. A message is acknowledged after the
-    commit of its read-model write. Pub/Sub delivers a message again after its delay: the consumer changes the
-    acknowledgement deadline. A rejected message is published to the dead-letter topic of the subscription, with the
-    error in the attribute ``x-rejected-for``, and is then acknowledged. Start as many processes as you need.
+    ``subscription`` is its full name, ``projects/PROJECT/subscriptions/NAME``. The consumer acknowledges a message
+    after the commit. To retry a message after a delay, it changes the acknowledgement deadline. It publishes a rejected
+    message to the dead-letter topic of the subscription, with the error in the attribute ``x-rejected-for``, and then
+    acknowledges it. Start as many processes as you need.
 
-    Messages are delivered in one transaction, and settled one by one. Those of a subscription with message ordering
-    are delivered one by one: while a message waits for its retry, those behind it with its ordering key wait too.
+    The consumer delivers a batch in one transaction, and settles each message separately. If the subscription has
+    message ordering, it delivers the messages one by one: while a message waits for its retry, the later messages with
+    its ordering key wait too.
 
-    ``convert`` makes the event of the data and of the attributes ``message_id``, ``type``, ``occurred_at`` and
-    ``content_type``. A message is rejected after ``max_attempts`` deliveries; None sets no limit but that of the
-    subscription's dead-letter policy. ``max_delay`` bounds the seconds of a delay.
+    ``convert`` builds the event from the data and the attributes ``message_id``, ``type``, ``occurred_at`` and
+    ``content_type``. The consumer rejects a message after ``max_attempts`` deliveries; None leaves only the limit of
+    the subscription's dead-letter policy. ``max_delay`` limits the seconds before a retry.
 
-    Raises ``HandlerDefinitionError`` for a dispatcher that is not a ``Dispatcher``, and ``TypeError`` for a client that
-    is none.
+    Raises ``HandlerDefinitionError`` if ``dispatcher`` is not a ``Dispatcher``, and ``TypeError`` for a wrong client.
     """
 
     def __init__(
@@ -71,16 +71,16 @@ class Consumer:
         self._stopping = False
 
     def run(self) -> None:
-        """Consume until ``stop`` is called, or until Pub/Sub fails, which is raised.
+        """Consume until ``stop`` is called.
 
-        Raises ``RefusedError`` if the subscription has no dead-letter policy: a rejected message would have no place to
-        go, and Pub/Sub would not count deliveries.
+        Raises the error of the client if Pub/Sub fails. Raises ``RefusedError`` if the subscription has no dead-letter
+        policy: there is no topic for rejected messages then, and Pub/Sub does not count deliveries.
         """
         found = self._subscriber.get_subscription(request={"subscription": self._name})
         if not (dead := found.dead_letter_policy.dead_letter_topic):
             raise RefusedError(
-                f"the subscription {self._name} has no dead-letter policy, so a rejected message has no place to go: "
-                "give it one that names a topic"
+                f"the subscription {self._name} has no dead-letter policy, so there is no topic for rejected messages: "
+                "give it a dead-letter policy that names a topic"
             )
         while not self._stopping:
             received = _pull(self._subscriber, self._name)
@@ -88,7 +88,7 @@ class Consumer:
                 self._settle(each, settled, dead)
 
     def stop(self, *_: object) -> None:
-        """Let ``run`` return when the messages at hand are settled. Another thread or a signal handler may call it."""
+        """Make ``run`` return after the current messages are settled. Any thread or signal handler may call this."""
         self._stopping = True
 
     def _deliver(self, received: Sequence[Any], ordered: bool) -> Sequence[Settled | None]:
@@ -98,7 +98,7 @@ class Consumer:
         return self._settling.deliver_batch(incoming)
 
     def _settle(self, received: Any, settled: Settled | None, dead: str) -> None:
-        """Acknowledge a message, or publish it as a dead letter and acknowledge it, or have it delivered again."""
+        """Acknowledge a message, or publish it as a dead letter and acknowledge it, or let Pub/Sub deliver it again."""
         if settled is None or not (settled.acknowledge or settled.reject):
             delay = 0 if settled is None else math.ceil(settled.delay)
             _delay(self._subscriber, self._name, received, delay)
@@ -110,11 +110,11 @@ class Consumer:
 
 
 def replay(subscriber: SubscriberClient, publisher: PublisherClient, subscription: str, dead_letters: str) -> int:
-    """Publish the dead letters of a subscription to its topic again, those that are there now; return their number.
+    """Publish the present dead letters of a subscription to its topic again, and return their number.
 
-    ``dead_letters`` is the full name of a subscription of the dead-letter topic. Every subscription of the topic gets
-    the messages; those that had applied them find duplicates. Call it after you have fixed the cause, and within the
-    retention of the markers. It returns when no dead letter comes for five seconds.
+    ``dead_letters`` is the full name of a subscription of the dead-letter topic. Fix the cause first, and replay while
+    the markers are kept. Every subscription of the topic gets the messages; where they were applied before, they are
+    duplicates. ``replay`` returns after five seconds without a dead letter.
     """
     expect(SubscriberClient, subscriber, _SUBSCRIBER)
     expect(PublisherClient, publisher, _PUBLISHER)
@@ -123,7 +123,7 @@ def replay(subscriber: SubscriberClient, publisher: PublisherClient, subscriptio
     began, count, newer = datetime.now(UTC), 0, list[Any]()
     while letters := _pull(client, dead_letters):
         for letter in letters:
-            if letter.message.publish_time > began:  # rejected again meanwhile: it would never end
+            if letter.message.publish_time > began:  # rejected again: publishing it would never end
                 newer.append(letter)
                 continue
             _publish(publisher, topic, letter.message, {})
@@ -135,7 +135,7 @@ def replay(subscriber: SubscriberClient, publisher: PublisherClient, subscriptio
 
 
 def _pull(client: Any, subscription: str) -> Sequence[Any]:
-    """Return up to ten messages as soon as there is one; after some seconds, none."""
+    """Return up to ten messages as soon as there is one; none after ``_POLL`` seconds."""
     try:
         answer = client.pull(request={"subscription": subscription, "max_messages": _MANY}, timeout=_POLL)
     except DeadlineExceeded:
@@ -151,7 +151,7 @@ def _delay(client: Any, subscription: str, received: Any, seconds: int) -> None:
 
 
 def _publish(publisher: Any, topic: str, message: Any, marks: Mapping[str, str]) -> None:
-    """Publish a copy of a message, and return when Pub/Sub has it."""
+    """Publish a copy of a message, and return after Pub/Sub has confirmed it."""
     attributes = {
         name: value
         for name, value in message.attributes.items()
@@ -161,7 +161,7 @@ def _publish(publisher: Any, topic: str, message: Any, marks: Mapping[str, str])
 
 
 def _incoming(received: Any, subscription: str) -> Incoming:
-    """Return a message for a converter: the data, and the attributes as its headers."""
+    """Return a message for a converter: its data, and its attributes as headers."""
     headers = dict(received.message.attributes)
     return Incoming(
         body=received.message.data,

@@ -1,8 +1,8 @@
-"""RabbitMQ, by any client: the queues beside a work queue, and the headers of the copies that go into them.
+"""RabbitMQ, with any client: the wait queues and the dead-letter queue, and the headers of the copies in them.
 
-A consumer copies a message to retry into a wait queue, from which RabbitMQ moves it back to the work queue when its
-time to live ends. It copies a rejected message into the dead-letter queue. RabbitMQ confirms the copy before the
-consumer acknowledges the original, so a crash between the two can leave the message twice, but cannot lose it.
+A consumer copies a message to retry into a wait queue. After its time to live, RabbitMQ moves the copy back to the work
+queue. The consumer copies a rejected message into the dead-letter queue. It acknowledges the original after RabbitMQ
+has confirmed the copy, so a crash between the two can duplicate the message, but cannot lose it.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from .incoming import Convert, Incoming
 from .settling import Settled, Settling, logger, named_in_log
 
 DELIVERIES = "x-deliveries"
-"""The header in which copies carry the number of deliveries before them."""
+"""The header of a copy with the number of earlier deliveries."""
 REJECTED_FOR = "x-rejected-for"
-"""The header in which dead letters carry the error, in short."""
+"""The header of a dead letter with the error, shortened."""
 WITHOUT_ID = "x-without-message-id"
-"""The header of a copy whose message had no id: aio-pika gives each message that it publishes one, drawn by lot."""
+"""The header of a copy whose message has no id: aio-pika publishes each message with a random id if it has none."""
 
 AROUND = 20
-"""Bytes of a frame around the properties of a message: its own beginning and end, and the length of the body."""
+"""The bytes of a frame in addition to the properties: its start, its end, and the length of the body."""
 
 CANCELLED = "RabbitMQ has ended the consumer of queue {queue}: was the queue deleted? Start it again"
 
@@ -34,11 +34,11 @@ Headers = Mapping[str, Any]
 
 _DEATHS = {f"x-{which}-death-{part}" for which in ("first", "last") for part in ("exchange", "queue", "reason")}
 _NOT_COPIED = {"CC", "BCC", "x-death", *_DEATHS, DELIVERIES, REJECTED_FOR}
-"""Headers of which RabbitMQ makes deliveries or decisions of its own, those that it adds, and ours."""
+"""Headers that RabbitMQ acts on (CC, BCC) or adds itself, and our own."""
 
 
 def dead_letters(queue: str) -> str:
-    """Return the name of the queue in which the rejected messages of ``queue`` are kept."""
+    """Return the name of the queue for the rejected messages of ``queue``."""
     return f"{queue}.dead"
 
 
@@ -58,12 +58,12 @@ def new_settling(
     max_delay: float,
     asynchronous: bool = False,
 ) -> Settling:
-    """Make the settling of a consumer, which knows the delays of the wait queues and no others.
+    """Return the ``Settling`` of a consumer, limited to the delays of the wait queues.
 
-    Raises ``ValueError`` for a ``prefetch`` below 1, and what ``Settling`` raises.
+    Raises ``ValueError`` for a ``prefetch`` below 1, and the errors of ``Settling``.
     """
     if prefetch < 1:
-        raise ValueError("prefetch is at least 1: 0 would have RabbitMQ send the whole queue")
+        raise ValueError("prefetch is at least 1: with 0, RabbitMQ sends the whole queue at once")
     return Settling(
         dispatcher,
         convert,
@@ -76,7 +76,7 @@ def new_settling(
 
 
 def queue_after(queue: str, settled: Settled | None) -> str:
-    """Return the queue into which a message is copied; ``settled`` is None for a dead letter that goes back."""
+    """Return the queue for the copy of a message; ``settled`` is None for a dead letter that is replayed."""
     if settled is None:
         return queue
     if settled.reject:
@@ -85,7 +85,7 @@ def queue_after(queue: str, settled: Settled | None) -> str:
 
 
 def incoming_of(body: bytes, properties: Any, queue: str) -> Incoming:
-    """Return what came in. ``properties`` are those of pika, or a message of aio-pika, which has them too."""
+    """Return a message for a converter. ``properties`` are those of pika, or a message of aio-pika."""
     headers = properties.headers or {}
     return Incoming(
         body,
@@ -101,30 +101,30 @@ def incoming_of(body: bytes, properties: Any, queue: str) -> Incoming:
 
 
 Size = Callable[[Headers], int]
-"""A function that returns the bytes of a frame with these headers, and raises if the client cannot encode them."""
+"""A function that returns the bytes of a frame with these headers. It raises if the client cannot encode them."""
 
 
 def headers_of_copy(
     headers: Headers | None, settled: Settled | None, size: Size, frame_max: int, queue: str
 ) -> dict[str, Any]:
-    """Return the headers of a copy: those of the message, the count of its deliveries, and why it was rejected.
+    """Return the headers of a copy: those of the message, the number of its deliveries, and the reason of a rejection.
 
-    ``settled`` is None for a dead letter that is published again, as if for the first time.
+    ``settled`` is None for a dead letter that is replayed: its deliveries are counted from 0 again.
 
-    Another client may send a header that this one cannot encode. Headers must also fit into one frame of the
-    connection, or RabbitMQ closes it; a ``frame_max`` of 0 sets no limit. A consumer that failed over the copy would
-    get the message again for ever, so it makes the copy without these headers, and logs their names: first of a dead
-    letter the reason and the count, which are in the log, and then the largest.
+    Another client may send a header that this one cannot encode. Headers must also fit into one frame, or RabbitMQ
+    closes the connection; a ``frame_max`` of 0 sets no limit. RabbitMQ delivers a message that cannot be copied again
+    and again. So the copy lacks the headers that do not fit, and the log names them. A dead letter first loses the
+    reason and the count, which are in the log, and then its largest headers.
     """
     theirs = {name: value for name, value in (headers or {}).items() if name not in _NOT_COPIED}
-    needed = {WITHOUT_ID: True} if WITHOUT_ID in theirs else {}  # it decides on the id
+    needed = {WITHOUT_ID: True} if WITHOUT_ID in theirs else {}  # without it, a random id would count
     ours: dict[str, Any] = {}
     if settled is not None:
         ours = {DELIVERIES: _deliveries(headers or {}) + 1}
         if settled.reject:
             ours[REJECTED_FOR] = settled.reason
         else:
-            needed |= ours  # without it, max_attempts would never be reached
+            needed |= ours  # without it, the message would never reach max_attempts
     everything, room = {**theirs, **ours, **needed}, frame_max or math.inf
     if _fits(everything, size, room):
         return everything
@@ -149,12 +149,12 @@ def headers_of_copy(
 def _fits(headers: Headers, size: Size, room: float) -> bool:
     try:
         return size(headers) <= room
-    except Exception:  # noqa: BLE001  # a client raises what it likes for what it cannot encode
+    except Exception:  # noqa: BLE001  # clients raise various errors for headers that they cannot encode
         return False
 
 
 def _deliveries(headers: Headers) -> int:
-    """Return the count that a copy carries; 0 for a message that is no copy, or whose producer put garbage there."""
+    """Return the number of earlier deliveries of a copy; 0 for an original, or if the header is not such a number."""
     count = headers.get(DELIVERIES)
     return count if type(count) is int and 0 < count < 1_000_000 else 0
 

@@ -1,4 +1,4 @@
-"""Settle a delivery of a broker: convert the message, deliver it, and tell the consumer what to do with it."""
+"""Settle a broker's message: convert it, deliver it, and return whether to acknowledge, retry or reject it."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ __all__ = ["Settled", "Settling"]
 
 logger = logging.getLogger("projector_dedup.consumers")
 
-MAX_REASON = 500  # characters of an error that are logged and put into a header
+MAX_REASON = 500  # characters of an error in a log line and in a header
 MAX_NAMES = 10  # headers that one log line names
 
-_REASONS: tuple[tuple[tuple[type[BaseException], ...], Reason], ...] = (  # the first class that fits
+_REASONS: tuple[tuple[tuple[type[BaseException], ...], Reason], ...] = (  # the first match counts
     ((InvalidMessageIdError,), "invalid_id"),
     ((InvalidMessageError,), "invalid_message"),
     ((UnhandledMessage,), "unhandled"),
@@ -57,15 +57,15 @@ _REASONS: tuple[tuple[tuple[type[BaseException], ...], Reason], ...] = (  # the 
 )
 
 
-_UNREAD = object()  # stands for the event of a message that ``convert`` has not returned
+_UNREAD = object()  # the event of a message for which ``convert`` has not returned
 
 
 @dataclass(frozen=True)
 class Settled:
-    """The answer to one delivery: acknowledge it if ``verdict`` is None, else do what the verdict says.
+    """What a consumer must do with one message: acknowledge it if ``verdict`` is None, else follow the verdict.
 
-    ``reason`` is the error in short, printable: for the dead letter, where the message is rejected. ``label`` is the
-    reason as metrics count it; None if the message is acknowledged.
+    ``reason`` is the error, shortened and printable; put it into the dead letter of a rejected message. ``label`` is
+    the reason in metrics; None if the message is acknowledged.
     """
 
     verdict: Verdict | None = None
@@ -74,34 +74,34 @@ class Settled:
 
     @property
     def acknowledge(self) -> bool:
-        """True if the message is applied, is a duplicate, or was skipped."""
+        """True if the message was applied, is a duplicate, or was skipped."""
         return self.verdict is None
 
     @property
     def reject(self) -> bool:
-        """True if the message belongs to the dead letters: another delivery would fail like this one."""
+        """True if the message is a dead letter: another delivery would fail too, or ``max_attempts`` is reached."""
         return self.verdict is not None and self.verdict.action is Action.REJECT
 
     @property
     def delay(self) -> float:
-        """The seconds to wait before the message is delivered again; 0 to deliver it at once."""
+        """The seconds before the message must be delivered again; 0 means at once."""
         return 0.0 if self.verdict is None else self.verdict.delay
 
 
 class Settling:
-    """Gives what came in to a dispatcher, and turns every failure into a verdict and a log line.
+    """Delivers incoming messages to a dispatcher, and turns every failure into a verdict and a log line.
 
-    The consumer of a broker acknowledges, delays or rejects as ``Settled`` says: this class touches no broker.
-    ``convert`` makes the event of an ``Incoming``. A message is rejected after ``max_attempts`` deliveries; None sets
-    no limit. ``max_delay`` bounds the seconds of a delay; for a broker that knows certain ``delays`` only, given in
-    ascending order, the bound is the longest of them within it, or else the shortest. The methods whose names begin
-    with an ``a`` are for an ``AsyncDispatcher``.
+    This class never calls the broker: the consumer acknowledges, retries or rejects as ``Settled`` says. ``convert``
+    builds the event from an ``Incoming``. A message is rejected after ``max_attempts`` deliveries; None sets no limit.
+    ``max_delay`` limits the seconds before a retry. If the broker supports only certain delays, pass them as ``delays``
+    in ascending order: the limit is then the longest of them up to ``max_delay``, or else the shortest. With
+    ``asynchronous=True``, pass an ``AsyncDispatcher`` and await ``adeliver`` and ``adeliver_batch``.
 
-    The observer of the dispatcher receives each answer, as an observation of the kind ``delivery`` with the name of the
-    ``broker``. After the broker has confirmed a dead letter, call ``kept``.
+    The dispatcher's observer receives each result as an observation of the kind ``delivery``, with the name of the
+    ``broker``. Call ``kept`` after the broker has confirmed a dead letter.
 
-    Raises ``HandlerDefinitionError`` if the dispatcher is not of the kind that ``asynchronous`` says, ``TypeError`` for
-    a ``max_delay`` that is no number, and ``ValueError`` for an argument that is out of its range.
+    Raises ``HandlerDefinitionError`` if the class of the dispatcher does not match ``asynchronous``, ``TypeError`` if
+    ``max_delay`` is not a number, and ``ValueError`` for an argument out of its range.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class Settling:
         self._max_delay = max(within, default=max_delay)
 
     def deliver(self, incoming: Incoming) -> Settled:
-        """Deliver one message. Never raises an ``Exception``: whatever is wrong is in the answer and in the log."""
+        """Deliver one message. Never raises an ``Exception``: the result and the log contain every error."""
         event: object = _UNREAD
         try:
             event = self._convert(incoming)
@@ -141,17 +141,17 @@ class Settling:
         except (Exception, asyncio.CancelledError) as error:
             if self._ends_this_task(error):
                 raise
-            return self._failed(incoming, event, error)  # the verdict tells the consumer what becomes of the message
+            return self._failed(incoming, event, error)
         return self._acknowledged(incoming, event)
 
     async def adeliver(self, incoming: Incoming) -> Settled:
-        """``deliver``, awaited."""
+        """Like ``deliver``, for an ``AsyncDispatcher``."""
         return await greenlet_spawn(self.deliver, incoming)
 
     def deliver_batch(self, incoming: Sequence[Incoming]) -> list[Settled]:
-        """Deliver many messages in one transaction; return an answer to each, in their order. Never raises.
+        """Deliver messages in one transaction; return a result for each, in their order. Never raises an ``Exception``.
 
-        They are delivered one by one if the transaction ends by an error that does not say whose it is.
+        If the transaction fails with an error of no particular message, the library delivers the messages one by one.
         """
         settled, events = self._converted(incoming)
         if events:
@@ -162,7 +162,7 @@ class Settling:
             except (Exception, asyncio.CancelledError) as error:
                 if self._ends_this_task(error):
                     raise
-                for position in events:  # the one whose it is meets it again alone
+                for position in events:  # only the message that causes the error fails again
                     settled[position] = self.deliver(incoming[position])
             else:
                 for position, event in events.items():
@@ -170,16 +170,16 @@ class Settling:
         return settled
 
     async def adeliver_batch(self, incoming: Sequence[Incoming]) -> list[Settled]:
-        """``deliver_batch``, awaited."""
+        """Like ``deliver_batch``, for an ``AsyncDispatcher``."""
         return await greenlet_spawn(self.deliver_batch, incoming)
 
     def kept(self, settled: Settled) -> None:
-        """Report to the observer that the broker has confirmed the dead letter of a message that was rejected."""
+        """Report to the observer that the broker has confirmed the dead letter of a rejected message."""
         if self._observing is not None and settled.reject:
             self._observing.report_delivery("dead_letter", self._broker, settled.label)
 
     def unread(self, error: BaseException) -> Settled:
-        """Return the answer for a message that the broker's client could not read: reject it."""
+        """Reject a message that the broker's client could not read."""
         settled = Settled(Verdict(Action.REJECT, 0.0, error), _reason(error), "invalid_message")
         if self._observing is not None:
             self._observing.report_delivery("rejected", self._broker, settled.label, error=error)
@@ -193,24 +193,24 @@ class Settling:
         return Settled()
 
     def _wait(self, returned: Any) -> None:
-        """Wait for the end of a delivery; an ``AsyncDispatcher`` has returned a coroutine."""
+        """Wait for the coroutine that an ``AsyncDispatcher`` returns."""
         if self._asynchronous:
             await_only(returned)
 
     def _ends_this_task(self, error: BaseException) -> bool:
-        """Return True if somebody has cancelled the task that runs now, and not only what the handler awaited."""
+        """Return True if the current task was cancelled, and not only something that the handler awaited."""
         if not isinstance(error, asyncio.CancelledError):
             return False
         task = asyncio.current_task() if self._asynchronous else None
         return task is None or task.cancelling() > 0
 
     def _converted(self, incoming: Sequence[Incoming]) -> tuple[list[Settled], dict[int, object]]:
-        """Return an answer for each message, and the events of those that could be converted, by their position."""
+        """Return a result for each message, and the converted events by their position."""
         settled, events = [Settled()] * len(incoming), {}
         for position, each in enumerate(incoming):
             try:
                 events[position] = self._convert(each)
-            except Exception as error:  # noqa: BLE001  # of this message alone
+            except Exception as error:  # noqa: BLE001  # concerns this message only
                 settled[position] = self._failed(each, _UNREAD, error)
         return settled, events
 
@@ -225,13 +225,13 @@ class Settling:
 
     def _failed(self, incoming: Incoming, event: object, error: BaseException) -> Settled:
         if isinstance(error, InvalidMessageIdError) and self._has_no_id(event):
-            error = InvalidMessageIdError(  # that of the dispatcher is for callers of ``deliver``
+            error = InvalidMessageIdError(  # the dispatcher's own text addresses callers of ``deliver``
                 "the message has no id, so a redelivery could not be detected; the producer must set the "
                 f"{incoming.id_name}. If the body contains the id, give the dispatcher message_id=by_path(...)"
             )
         verdict = verdict_of(error, attempts=max(incoming.attempt, 1), max_attempts=self._max_attempts)
         verdict = replace(verdict, delay=min(verdict.delay, self._max_delay))
-        if verdict.action is Action.ACKNOWLEDGE:  # convert asked for a command; the event itself was not delivered
+        if verdict.action is Action.ACKNOWLEDGE:  # of a command in convert: the event was not delivered
             verdict = replace(verdict, action=Action.REJECT)
         settled = Settled(verdict, _reason(error), self._label(error, verdict, read=event is not _UNREAD))
         if self._observing is not None:
@@ -245,7 +245,7 @@ class Settling:
             )
         named = (self._name(incoming, event), printable(incoming.origin), incoming.attempt)
         if settled.reject:
-            ours = isinstance(verdict.error, ProjectorDedupError)  # its text says all
+            ours = isinstance(verdict.error, ProjectorDedupError)  # needs no traceback
             logger.error(
                 "message %s from %s is rejected at delivery %d: %s",
                 *named,
@@ -262,7 +262,7 @@ class Settling:
         return settled
 
     def _label(self, error: BaseException, verdict: Verdict, *, read: bool) -> Reason:
-        """Return the reason as metrics count it. ``read`` is False if ``convert`` raised the error."""
+        """Return the reason for metrics. ``read`` is False if ``convert`` raised the error."""
         if verdict.action is Action.REJECT and verdict_of(error).action in (Action.RETRY_NOW, Action.RETRY_LATER):
             return "max_attempts"
         decisive = verdict.error
@@ -279,40 +279,40 @@ class Settling:
         return "(without an id)" if found is None else printable(found[:80])
 
     def _has_no_id(self, event: object) -> bool:
-        """True if the dispatcher finds no id in the event, not even one that cannot be used."""
+        """True if the dispatcher finds no id in the event, not even an invalid one."""
         try:
             return event is not _UNREAD and envelope(event, None, self._dispatcher._extractor, needed=True).id is None
-        except Exception:  # noqa: BLE001  # of somebody's extractor, or for an id that cannot be used
+        except Exception:  # noqa: BLE001  # raised by the user's extractor, or for an invalid id
             return False
 
     def _id_of(self, incoming: Incoming, event: object) -> str | None:
-        """Return the id of a message, the broker's or the one that the dispatcher finds; None if there is none."""
+        """Return the message's id from the broker, or else the one that the dispatcher finds; None if there is none."""
         value = incoming.message_id
         if value is None and event is not _UNREAD:
             try:
                 value = id_text(envelope(event, None, self._dispatcher._extractor, needed=False))
-            except Exception:  # noqa: BLE001  # of somebody's extractor, or of an id that is none
+            except Exception:  # noqa: BLE001  # raised by the user's extractor, or for an invalid id
                 value = None
         text = value.decode(errors="backslashreplace") if isinstance(value, bytes) else value
         return text if isinstance(text, str) else None
 
 
 def named_in_log(headers: Sequence[object]) -> str:
-    """Return the names of the first ``MAX_NAMES`` headers, as one log line has room for them."""
+    """Return the names of the first ``MAX_NAMES`` headers for one log line."""
     return ", ".join(printable(str(name)[:80]) for name in headers[:MAX_NAMES])
 
 
 def expect(kind: type | tuple[type, ...], value: object, said: str) -> None:
-    """Raise ``TypeError`` for an argument of a consumer that is not of this ``kind``: ``said`` is what to give."""
+    """Raise ``TypeError`` if an argument of a consumer is not of this ``kind``. ``said`` says what to pass."""
     if not isinstance(value, kind):
         given = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
         raise TypeError(f"{said}, not {given}")
 
 
 def _reason(error: BaseException) -> str:
-    """Return the error's class, text and notes: a note says what to do before the message is delivered again."""
+    """Return the error's class, text and notes. A note says what to do before the message is delivered again."""
     try:
         text = "; ".join([str(error), *getattr(error, "__notes__", ())])
-    except Exception:  # noqa: BLE001  # somebody's own __str__ must not stop the consumer
+    except Exception:  # noqa: BLE001  # a failing __str__ of the user's error must not stop the consumer
         text = "(its text cannot be read)"
     return printable(f"{type(error).__name__}: {text}"[:MAX_REASON])

@@ -1,4 +1,4 @@
-"""Consume a queue of Amazon SQS, in a process or in AWS Lambda: acknowledge, delay, reject, replay the dead letters.
+"""Consume a queue of Amazon SQS, in a process or in AWS Lambda: acknowledge, retry, reject, replay the dead letters.
 
 Needs the extra ``sqs``.
 """
@@ -26,7 +26,7 @@ from .settling import Settled, Settling, expect, logger
 
 __all__ = ["Consumer", "lambda_handler", "replay"]
 
-_POLL = 5  # whole seconds that a request waits for messages, and in which `stop` is noticed
+_POLL = 5  # whole seconds that a request waits for messages; `stop` takes as long if no message comes
 _MANY = 10  # messages of one request: the limit of SQS
 _MAX_ATTRIBUTES = 10  # of one message: the limit of SQS
 _REJECTED_FOR = "x-rejected-for"
@@ -37,22 +37,22 @@ _Message = Mapping[str, Any]
 
 
 class Consumer:
-    """Consumes a queue of Amazon SQS, standard or FIFO: up to ten messages of one request, then the next ten.
+    """Consumes a queue of Amazon SQS, standard or FIFO, in batches of up to ten messages.
 
-    A message is deleted after the commit of its read-model write. SQS delivers a message again after its delay: the
-    consumer changes the visibility timeout. A rejected message goes to the dead-letter queue that the queue's redrive
-    policy names, with the error in the attribute ``x-rejected-for``, and is then deleted. Start as many processes as
-    you need.
+    The consumer deletes a message after the commit. To retry a message after a delay, it changes the visibility
+    timeout. It sends a rejected message to the dead-letter queue of the queue's redrive policy, with the error in the
+    attribute ``x-rejected-for``, and then deletes it. Start as many processes as you need.
 
-    The messages of a standard queue are delivered in one transaction, and settled one by one. Those of a FIFO queue are
-    delivered one by one: while a message waits for its retry, the messages behind it in its group wait too.
+    The consumer delivers a batch of a standard queue in one transaction, and settles each message separately. It
+    delivers the messages of a FIFO queue one by one: while a message waits for its retry, the later messages of its
+    group wait too.
 
-    ``convert`` makes the event of the body and of the attributes ``message_id``, ``type``, ``occurred_at`` and
-    ``content_type``. A message is rejected after ``max_attempts`` receives, counted by SQS; None sets no limit.
-    ``max_delay`` bounds the seconds of a delay.
+    ``convert`` builds the event from the body and the attributes ``message_id``, ``type``, ``occurred_at`` and
+    ``content_type``. The consumer rejects a message after ``max_attempts`` receives, counted by SQS; None sets no
+    limit. ``max_delay`` limits the seconds before a retry.
 
-    Raises ``HandlerDefinitionError`` for a dispatcher that is not a ``Dispatcher``, and ``TypeError`` for a client that
-    is none.
+    Raises ``HandlerDefinitionError`` for a dispatcher that is not a ``Dispatcher``, and ``TypeError`` if ``client`` is
+    not a client of boto3.
     """
 
     def __init__(
@@ -66,15 +66,16 @@ class Consumer:
         max_delay: float = 300.0,
     ) -> None:
         expect(BaseClient, client, _CLIENT)
-        self._client: Any = client  # whose methods boto3 makes at run time
+        self._client: Any = client  # boto3 creates the methods at run time
         self._url = queue_url
         self._settling = _settling(dispatcher, convert, max_attempts, max_delay)
         self._stopping = False
 
     def run(self) -> None:
-        """Consume until ``stop`` is called, or until SQS fails, which is raised.
+        """Consume until ``stop`` is called.
 
-        Raises ``RefusedError`` if the queue has no redrive policy: a rejected message would have no place to go.
+        Raises the error of boto3 if SQS fails. Raises ``RefusedError`` if the queue has no redrive policy, because
+        there is no queue for rejected messages then.
         """
         queue = _Queue(self._client, self._url, self._settling)
         while not self._stopping:
@@ -82,7 +83,7 @@ class Consumer:
                 queue.delete(queue.settle(messages))
 
     def stop(self, *_: object) -> None:
-        """Let ``run`` return when the messages at hand are settled. Another thread or a signal handler may call it."""
+        """Make ``run`` return after the current messages are settled. Any thread or signal handler may call this."""
         self._stopping = True
 
 
@@ -94,18 +95,18 @@ def lambda_handler(
     max_attempts: int | None = None,
     max_delay: float = 300.0,
 ) -> Callable[[Mapping[str, Any], object], dict[str, list[dict[str, str]]]]:
-    """Return a handler for AWS Lambda that settles the messages of one invocation as ``Consumer`` does.
+    """Return a handler for AWS Lambda that settles the messages of each invocation like ``Consumer``.
 
     ::
 
         handler = lambda_handler(boto3.client("sqs"), dispatcher, convert)
 
-    The handler returns ``batchItemFailures``: the messages that SQS has to deliver again. Lambda deletes all others.
+    The handler returns ``batchItemFailures``: the messages that SQS must deliver again. Lambda deletes all others.
     **Give the event source mapping the function response type ReportBatchItemFailures.** Without it, Lambda deletes all
-    messages of the batch, and those that failed are lost.
+    messages of the batch, and the failed messages are lost.
 
-    The handler raises what boto3 raises. Lambda then delivers the whole batch again. The messages that were
-    applied are duplicates.
+    If boto3 fails, the handler raises its error. Lambda then delivers the whole batch again, and the applied messages
+    are duplicates.
     """
     expect(BaseClient, client, _CLIENT)
     settling = _settling(dispatcher, convert, max_attempts, max_delay)
@@ -129,10 +130,9 @@ def lambda_handler(
 
 
 def replay(client: BaseClient, queue_url: str) -> int:
-    """Move the dead letters of a queue back to it, those that are there now; return how many there were.
+    """Move the present dead letters of a queue back to it, and return their number.
 
-    Call it after you have fixed the cause, and within the retention of the markers: until then, a message that was
-    applied after all is a duplicate.
+    Fix the cause first. Replay while the markers are kept: a message that was applied before is then a duplicate.
     """
     expect(BaseClient, client, _CLIENT)
     sqs: Any = client
@@ -140,7 +140,7 @@ def replay(client: BaseClient, queue_url: str) -> int:
     count, newer = 0, set[str]()
     while letters := _receive(sqs, dead, 1):
         for letter in letters:
-            if int(letter["Attributes"]["SentTimestamp"]) > began:  # rejected again meanwhile: it would never end
+            if int(letter["Attributes"]["SentTimestamp"]) > began:  # rejected again: moving it would never end
                 newer.add(letter["ReceiptHandle"])
                 continue
             kept = {name: value for name, value in _attributes(letter).items() if name != _REJECTED_FOR}
@@ -153,18 +153,18 @@ def replay(client: BaseClient, queue_url: str) -> int:
 
 
 class _Queue:
-    """A queue whose messages are delivered, and either done, or given back with a delay."""
+    """A queue whose messages are delivered, and then either done or returned to SQS with a delay."""
 
     def __init__(self, client: Any, url: str, settling: Settling) -> None:
         self._client, self._url, self._settling = client, url, settling
         self._dead = _dead_letter_queue(client, url)
 
     def settle(self, messages: Sequence[_Message]) -> list[_Message]:
-        """Deliver messages and return those that are done. SQS delivers the others again when their delay is over."""
+        """Deliver messages, and return those that are done. SQS delivers the others again after their delay."""
         done: list[_Message] = []
         delays: dict[str, int] = {}
         for message, settled in zip(messages, self._deliver(messages), strict=True):
-            if settled is None:  # SQS holds it back until the message before it in its group is settled
+            if settled is None:  # SQS delivers it after the message before it in its group is settled
                 delays[message["ReceiptHandle"]] = 0
             elif settled.acknowledge or settled.reject:
                 if settled.reject:
@@ -186,7 +186,7 @@ class _Queue:
         )
 
     def _deliver(self, messages: Sequence[_Message]) -> list[Settled | None]:
-        """Return an answer to each message; None if it must wait for another message of its group."""
+        """Return a ``Settled`` for each message; None if the message must wait for another one of its group."""
         incoming = [_incoming(message, self._url) for message in messages]
         if not _is_fifo(self._url):
             return [*self._settling.deliver_batch(incoming)]
@@ -194,18 +194,18 @@ class _Queue:
         return deliver_in_order(self._settling, incoming, groups)
 
     def _keep(self, message: _Message, reason: str) -> None:
-        """Send a rejected message to the dead-letter queue, without the reason if there is no room for it."""
+        """Send a rejected message to the dead-letter queue; without the reason if the message has no room for it."""
         attributes = _attributes(message)
         if _REJECTED_FOR in attributes or len(attributes) < _MAX_ATTRIBUTES:
             marked = {**attributes, _REJECTED_FOR: {"DataType": "String", "StringValue": reason}}
             try:
                 return _send(self._client, self._dead, message, marked)
-            except ClientError:  # perhaps the message is too long with it; else the next line fails in the same way
+            except ClientError:  # the reason may make the message too long; any other error occurs again below
                 pass
         return _send(self._client, self._dead, message, attributes)
 
     def _batch(self, request: Callable[..., Any], entries: Sequence[dict[str, Any]]) -> None:
-        """Send one request for many messages. A message for which it fails is delivered again, and is a duplicate."""
+        """Send one request for many messages. SQS delivers a message again if the request fails for it."""
         if not entries:
             return
         named = [{"Id": str(number), **entry} for number, entry in enumerate(entries)]
@@ -222,7 +222,7 @@ def _settling(dispatcher: Dispatcher, convert: Convert, max_attempts: int | None
 
 
 def _receive(client: Any, url: str, seconds: int) -> list[_Message]:
-    """Return up to ten messages as soon as there is one; after these seconds, none."""
+    """Return up to ten messages as soon as there is one; none after ``seconds``."""
     found: list[_Message] = client.receive_message(
         QueueUrl=url,
         MaxNumberOfMessages=_MANY,
@@ -234,10 +234,10 @@ def _receive(client: Any, url: str, seconds: int) -> list[_Message]:
 
 
 def _send(client: Any, url: str, message: _Message, attributes: Mapping[str, Any]) -> None:
-    """Send a copy of a message. A copy in a FIFO queue stays in its group, and a second copy of it is dropped."""
+    """Send a copy of a message. In a FIFO queue, the copy stays in its group, and SQS drops a second copy."""
     fifo = {
         "MessageGroupId": message["Attributes"].get("MessageGroupId"),
-        "MessageDeduplicationId": message["MessageId"],  # not that of the original, which would drop a replay
+        "MessageDeduplicationId": message["MessageId"],  # with the original's own value, SQS would drop a replay
     }
     client.send_message(
         QueueUrl=url, MessageBody=message["Body"], MessageAttributes=attributes, **(fifo if _is_fifo(url) else {})
@@ -250,8 +250,8 @@ def _dead_letter_queue(client: Any, url: str) -> str:
     policy = json.loads(attributes.get("RedrivePolicy") or "{}")
     if not (target := policy.get("deadLetterTargetArn")):
         raise RefusedError(
-            f"the queue {_name(url)} has no redrive policy, so a rejected message has no place to go: give it one that "
-            "names a dead-letter queue"
+            f"the queue {_name(url)} has no redrive policy, so there is no queue for rejected messages: give it a "
+            "redrive policy that names a dead-letter queue"
         )
     return _url_of(client, target)
 
@@ -267,18 +267,18 @@ def _name(url: str) -> str:
 
 
 def _is_fifo(url: str) -> bool:
-    return url.endswith(".fifo")  # SQS demands it of the name
+    return url.endswith(".fifo")  # SQS requires this suffix
 
 
 def _attributes(message: _Message) -> dict[str, dict[str, Any]]:
-    """Return the attributes of a message, as ``send_message`` takes them."""
+    """Return the attributes of a message in the form that ``send_message`` takes."""
     taken = ("DataType", "StringValue", "BinaryValue")
     found: Mapping[str, Mapping[str, Any]] = message.get("MessageAttributes") or {}
     return {name: {key: each[key] for key in taken if key in each} for name, each in found.items()}
 
 
 def _incoming(message: _Message, url: str) -> Incoming:
-    """Return a message for a converter: the body, and the attributes as its headers."""
+    """Return a message for a converter: its body, and its attributes as headers."""
     headers = {name: each.get("StringValue", each.get("BinaryValue")) for name, each in _attributes(message).items()}
     return Incoming(
         body=message["Body"].encode(),

@@ -99,7 +99,7 @@ class Expired:
         return and_(old, rows.c.handler == bindparam("handler", self.handler, type_=rows.c.handler.type))
 
     def newest(self) -> Select[Any]:
-        """Return a SELECT of each handler's latest ``occurred_at`` of such markers, none of it after the cutoff."""
+        """Return a SELECT of each handler's latest ``occurred_at``, at most the cutoff, of older markers."""
         handler, at = self.marker.c.handler, self.marker.c.occurred_at
         until = at <= bindparam("until", self.cutoff, type_=at.type)
         newest = select(handler, func.max(at).label("newest")).where(self.processed_before(self.marker), until)

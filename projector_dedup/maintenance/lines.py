@@ -24,7 +24,7 @@ def newest_of(expired: Expired, connection: Connection) -> dict[str, datetime]:
 
 
 def write_lines(tables: DedupTables, newest: Mapping[str, datetime], connection: Connection) -> None:
-    """Write a line for each handler that has none, and a later one where the line has settled."""
+    """Write the first line of each handler that has none, and replace a settled line by a later one."""
     now, lines = database_of(connection).now(connection), read_lines(connection, tables)
     for handler, latest in sorted(newest.items()):
         key = line_key(handler)
@@ -36,12 +36,12 @@ def write_lines(tables: DedupTables, newest: Mapping[str, datetime], connection:
 
 
 def unknown_lines(tables: DedupTables, connection: Connection) -> dict[str, Line]:
-    """Return the lines of which nobody has written yet that they are known to be committed."""
+    """Return the lines that are not yet recorded as committed."""
     return {key: line for key, line in read_lines(connection, tables).items() if line.known is None}
 
 
 def write_known(tables: DedupTables, unknown: Mapping[str, Line], connection: Connection) -> None:
-    """Write that these lines, which an earlier transaction has read, are known to be committed since now."""
+    """Record that these lines are committed now: an earlier transaction has read them."""
     now = database_of(connection).now(connection)
     for key, line in sorted(unknown.items()):
         replace_state(connection, tables, key, line.text, replace(line, known=now).text)

@@ -99,7 +99,7 @@ def kill_this_process() -> NoReturn:
 
 
 class Meeting:
-    """Holds the handlers of a burst before their first write, until each has come there or its delivery has ended."""
+    """Stops each handler of a burst before its first write, until all have arrived there or their deliveries ended."""
 
     def __init__(self, numbers: Collection[int], *, asynchronous: bool) -> None:
         self._missing = {*numbers}

@@ -231,9 +231,9 @@ def test_what_waits_goes_to_who_gets_the_partition(rig: KafkaTopic) -> None:
 @pytest.mark.parametrize(
     ("setting", "value", "says"),
     [
-        ("enable.auto.commit", False, "enable.auto.commit is true here"),
-        ("enable.auto.offset.store", "true", "enable.auto.offset.store is false here"),
-        ("auto.offset.reset", "earliest", "auto.offset.reset is error here"),
+        ("enable.auto.commit", False, "enable.auto.commit must be true"),
+        ("enable.auto.offset.store", "true", "enable.auto.offset.store must be false"),
+        ("auto.offset.reset", "earliest", "auto.offset.reset must be error"),
         ("group.id", "", "group.id"),
         ("group.id", "a/b", "choose another group.id"),
     ],

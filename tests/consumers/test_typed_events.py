@@ -162,7 +162,7 @@ def test_another_type_is_passed_on_under_its_name(factory: sessionmaker[Session]
         Dispatcher(factory, Seen()).deliver(Message("m", BODIES["paid"], "Paid"))
     assert "no handler for the name 'Paid'; there is one for the class " in str(raised.value)
     assert f"the class {__name__}.Paid" in str(raised.value)
-    assert "convert=into({...})" in str(raised.value)
+    assert "add the name to into({...})" in str(raised.value)
 
 
 def test_a_message_without_a_type_is_refused() -> None:
