@@ -62,7 +62,7 @@ _UNREAD = object()  # the event of a message for which ``convert`` has not retur
 
 @dataclass(frozen=True)
 class Settled:
-    """What a consumer must do with one message: acknowledge it if ``verdict`` is None, else follow the verdict.
+    """The decision about one message: the consumer acknowledges it if ``verdict`` is None, else follows the verdict.
 
     ``reason`` is the error, shortened and printable; put it into the dead letter of a rejected message. ``label`` is
     the reason in metrics; None if the message is acknowledged.
