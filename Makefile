@@ -116,9 +116,11 @@ bench: .venv-bench/bench.stamp
 
 # Not with -e: frontrun watches the code outside site-packages, which is the user's.
 .venv-kits/%/kit.stamp: BIN = $(@D)/bin
-.venv-kits/%/kit.stamp: .venv-kits/%/pip.stamp pyproject.toml
-	@echo "Installing $* into $(@D) (once; some tens of megabytes) ..."
+.venv-kits/%/kit.stamp: .venv-kits/%/pip.stamp pyproject.toml $(shell find projector_dedup -name '*.py')
+	@echo "Installing $* into $(@D) (some tens of megabytes) ..."
+	@rm -rf build/lib
 	@$(INSTALL) '.[postgresql,asyncio]' $(KIT_$*)
+	@rm -rf build/lib build/bdist.*
 	@touch $@
 
 KIT_frontrun := frontrun==0.7.0
