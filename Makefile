@@ -8,7 +8,7 @@ INSTALL = $(BIN)/python -m pip install -qq
 DRIVERS := postgresql,psycopg2,asyncpg,pymysql,asyncmy,aiomysql,aiosqlite
 
 .DELETE_ON_ERROR:
-.PHONY: demo test lowest mutants matrix cluster torture explore effects-proof effects-sweep effects-peers lint types docs dist sbom bench
+.PHONY: demo test lowest mutants matrix cluster torture explore effects-proof effects-sweep effects-peers kit-peers lint types docs dist sbom bench
 
 demo: .venv/demo.stamp
 	@PYTHONPATH=examples $(BIN)/python -m demo $(ARGS)
@@ -67,6 +67,12 @@ explore: .venv/dev.stamp
 effects-peers: .venv-peers/peers.stamp
 	@PYTHONWARNINGS=ignore .venv-peers/bin/python benchmarks/effect_peers.py
 
+# Which planted mistakes of handlers other test kits find, each in an environment of its own; they need PostgreSQL. Five minutes.
+# One handler: ARGS=Naive.
+kit-peers: .venv-kits/frontrun/kit.stamp .venv-kits/protean/kit.stamp
+	@PYTHONPATH=tests/support .venv-kits/frontrun/bin/frontrun .venv-kits/frontrun/bin/python benchmarks/kit_peers.py frontrun $(ARGS)
+	@PYTHONPATH=tests/support .venv-kits/protean/bin/python benchmarks/kit_peers.py protean $(ARGS)
+
 lint: .venv/dev.stamp
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
@@ -109,6 +115,18 @@ bench: .venv-bench/bench.stamp
 	@$(INSTALL) -e . idemkit==1.0.2 'aws-lambda-powertools[redis,aws-sdk]==3.37.0' effect-ledger==0.1.2 redis==8.1.0
 	@touch $@
 
+# Not with -e: frontrun watches the code outside site-packages, which is the user's.
+.venv-kits/%/kit.stamp: BIN = $(@D)/bin
+.venv-kits/%/kit.stamp: .venv-kits/%/pip.stamp pyproject.toml $(shell find projector_dedup -name '*.py')
+	@echo "Installing $* into $(@D) (some tens of megabytes) ..."
+	@rm -rf build/lib
+	@$(INSTALL) '.[postgresql,asyncio]' $(KIT_$*)
+	@rm -rf build/lib build/bdist.*
+	@touch $@
+
+KIT_frontrun := frontrun==0.7.0
+KIT_protean := 'protean[postgresql]==0.18.0'
+
 .venv/demo.stamp: .venv/pip.stamp pyproject.toml
 	@echo "Installing what the demo needs into .venv (once; some tens of megabytes) ..."
 	@# Without its dependencies: only its csv file is read, and pandas is 150 MB.
@@ -145,7 +163,9 @@ bench: .venv-bench/bench.stamp
 .venv-bench/pip.stamp: BIN := .venv-bench/bin
 .venv-lowest/pip.stamp: BIN := .venv-lowest/bin
 .venv-peers/pip.stamp: BIN := .venv-peers/bin
-.venv/pip.stamp .venv-lowest/pip.stamp .venv-bench/pip.stamp .venv-peers/pip.stamp:
+.venv-kits/frontrun/pip.stamp: BIN := .venv-kits/frontrun/bin
+.venv-kits/protean/pip.stamp: BIN := .venv-kits/protean/bin
+.venv/pip.stamp .venv-lowest/pip.stamp .venv-bench/pip.stamp .venv-peers/pip.stamp .venv-kits/frontrun/pip.stamp .venv-kits/protean/pip.stamp:
 	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.exit(sys.version_info < (3, 11) and \
 	    f"projector-dedup needs Python 3.11 or newer; $(PYTHON) is {v}. Try: make $(MAKECMDGOALS) PYTHON=python3.12")'
 	@echo "Creating $(@D) with $(PYTHON) ..."

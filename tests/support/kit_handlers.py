@@ -413,10 +413,10 @@ class CommitsAsync:
         await session.commit()
 
 
-@mistake()
+@mistake(expected=lambda messages: {"all": sum(paid.amount for paid in messages)})
 @once(name="keeps-a-number")
 class KeepsANumber:
-    """It numbers the entries by a counter in the projector, which a new worker begins anew."""
+    """It keeps one sum in the projector, which a rollback does not undo and a new worker begins anew."""
 
     def __init__(self) -> None:
         self.sum = 0
