@@ -298,8 +298,9 @@ class Dispatcher(BaseDispatcher[sessionmaker[Any]]):
     def deliver_batch(self, events: Iterable[object]) -> list[Delivery]:
         """Deliver many messages together: each handler runs with one claim, one transaction and one COMMIT.
 
-        If the body of an event does not contain its id, pass a ``Message``. Each handler gets the messages in the
-        order of ``events``. A message that is in ``events`` twice is applied once.
+        If the body of an event does not contain its id, pass a ``Message``. Each handler gets its messages in the order
+        of ``events``; the first handler gets all of its messages before the next one begins. A message that is in
+        ``events`` twice is applied once.
 
         Returns a ``Delivery`` for each event, in the order of ``events``. Then acknowledge all of them.
 

@@ -81,7 +81,7 @@ class Check(ABC):
     """
 
     name: ClassVar[str]  #: of the fixture
-    hows: ClassVar[tuple[How, ...]] = ("deliver", "burst")
+    hows: tuple[How, ...] = ("deliver", "burst")
 
     def __init__(
         self,
@@ -229,6 +229,11 @@ class Check(ABC):
         if self._metadata is None:
             self._metadata = MetaData()
             self._metadata.reflect(connection)
+            if not {*self._metadata.tables} - {*markers.tables}:
+                raise UnusableError(
+                    f"{self.name}: the database has no table of a read model; give metadata=Base.metadata, or create "
+                    "the tables in the fixture projector_dedup_engine"
+                )
         named = {table.fullname: table for metadata in (markers, self._metadata) for table in metadata.sorted_tables}
         missing = [each for each in named.values() if not inspect(connection).has_table(each.name, each.schema)]
         for metadata in (markers, self._metadata):

@@ -18,7 +18,7 @@ from ..dispatcher import AsyncDispatcher, Dispatcher
 from ..message import Message
 from ..tables import default_tables
 from .checking import Check, UnusableError
-from .schedules import HOWS, How
+from .schedules import HOWS
 
 
 class ExactlyOnce(Protocol):
@@ -33,6 +33,7 @@ class ExactlyOnce(Protocol):
         read: Callable[[Session], Any],
         metadata: MetaData | None = None,
         ordered: bool | Callable[[Any], Hashable] = False,
+        batches: bool = True,
         reset: Callable[[], None] | None = None,
         seed: int | None = None,
         schedules: int = 30,
@@ -48,9 +49,9 @@ class ExactlyOnce(Protocol):
         tables must exist. All rows of these tables are deleted before each schedule.
 
         ``ordered=True`` keeps the order of the messages; a function of the event keeps the order of each key that the
-        function returns. ``reset`` undoes, before each schedule, what handlers have changed outside the database.
-        ``schedules`` is the number of generated schedules, ``seed`` their seed. ``schedule`` runs this one alone. The
-        other arguments are those of ``Dispatcher``.
+        function returns. ``batches=False`` leaves out ``deliver_batch``. ``reset`` undoes, before each schedule, what
+        handlers have changed outside the database. ``schedules`` is the number of generated schedules, ``seed`` their
+        seed. ``schedule`` runs this one alone. The other arguments are those of ``Dispatcher``.
 
         Raises ``UnusableError`` if the arguments do not fit, for example if a table is not empty.
         """
@@ -60,10 +61,10 @@ class ProjectorCheck(Check):
     """The check of one projector, or of several. The arguments are those of ``exactly_once``."""
 
     name: ClassVar[str] = "exactly_once"
-    hows: ClassVar[tuple[How, ...]] = HOWS
 
-    def __init__(self, projector: Any, messages: Sequence[Any], **arguments: Any) -> None:
+    def __init__(self, projector: Any, messages: Sequence[Any], *, batches: bool = True, **arguments: Any) -> None:
         self._make = maker_of(projector)
+        self.hows = HOWS if batches else Check.hows
         super().__init__(messages, default_tables, **arguments)
 
     def message_of(self, given: Any) -> Any:

@@ -86,3 +86,10 @@ def test_a_value_that_cannot_be_read_is_a_failure(checked: Callable[..., Report 
 def test_there_are_as_many_as_the_page_says() -> None:
     """More than 20 mistakes, and more than 20 right projectors."""
     assert min(len(MISTAKES), len(RIGHT)) > 20
+
+
+def test_no_schedule_has_a_batch_if_the_user_has_none(checked: Callable[..., Report | None]) -> None:
+    """A handler that keeps only the last of a batch is right then."""
+    (last,) = [case for case in MISTAKES if str(case) == "LastOfTheBatch"]
+    assert checked(last) is not None
+    assert told(checked(last, batches=False)) == ""

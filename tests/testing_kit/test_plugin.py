@@ -170,6 +170,7 @@ WRONG_ARGUMENTS = [
     ("AccountTotals(), ", "[AccountTotals(), open(__file__)], "),
     ("schedules=5", "schedule=[('deliver', (0,), 'after commit')]"),
     ("schedules=5", "schedule=[('deliver', (9,), None)]"),
+    (" metadata=Base.metadata,", ""),
 ]
 
 
@@ -208,10 +209,12 @@ def test_the_page_checks_the_effect_of_the_page_of_effects(tmp_path: Path) -> No
         module[start : module.index("def post")], "settings = SimpleNamespace(payment_url='')\n\n\n"
     )
     test = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)[2]
-    source = f"from types import SimpleNamespace\nfrom sqlalchemy import select\n{module}\n\n{test}"
-    done = run(tmp_path, FEW.sub(r"\1schedules=2, ", source))
+    shop = tmp_path / "shop.py"
+    shop.write_text(f"from types import SimpleNamespace\n{module}", encoding="utf-8")
+    done = run(tmp_path, FEW.sub(r"\1schedules=2, ", test))
     assert done.returncode == 0, done.stdout
-    done = run(tmp_path, source.replace('{"Idempotency-Key": attempt.key}', "{}"))
+    shop.write_text(shop.read_text().replace('{"Idempotency-Key": attempt.key}', "{}"), encoding="utf-8")
+    done = run(tmp_path, test)
     assert "The provider got a call without attempt.key" in done.stdout
     assert "def test_charges_again(settled, tmp_path):" in done.stdout
 

@@ -47,12 +47,13 @@ def test_what_has_no_batches_gets_none() -> None:
         ([0, 2, 1, 2], False),
         ([0, 1, 2, 0], False),
         ([0, 1, 2, 0, 2], False),
-        ([1, 2], True),
+        ([1, 2], False),
+        ([0, 1, 0, 1], True),
     ],
     ids=str,
 )
 def test_a_broker_that_keeps_the_order_may_go_back_but_skips_nothing(stream: list[int], allowed: bool) -> None:
-    """The last delivery is that of the last message. A message that is left out altogether is not missed."""
+    """The last delivery is that of the last message that has come. Later ones may be missing, earlier ones not."""
     schedule = tuple(Turn("deliver", (number,)) for number in stream)
     assert is_allowed(schedule, ["a", "a", "a"]) is allowed
     assert is_allowed(schedule, None)
