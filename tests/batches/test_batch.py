@@ -110,6 +110,25 @@ def test_each_handler_fails_for_itself(sessions: sessionmaker[Session]) -> None:
     assert amounts(sessions) == {"a": 6, "other": 6}
 
 
+def test_handlers_take_turns(sessions: sessionmaker[Session]) -> None:
+    """All messages of the first handler come before those of the next, whatever their order in the batch."""
+    called: list[object] = []
+
+    @projector(idempotent=True, name="two-handlers")
+    class Two:
+        @on(int)
+        def number(self, event: int, session: Session) -> None:  # noqa: ARG002  # as handlers have it
+            called.append(event)
+
+        @on(str)
+        def name(self, event: str, session: Session) -> None:  # noqa: ARG002  # as handlers have it
+            called.append(event)
+
+    bodies: list[object] = [1, "a", 2, "b"]
+    Dispatcher(sessions, Two()).deliver_batch([Message(f"m{at}", body) for at, body in enumerate(bodies)])
+    assert called == [1, 2, "a", "b"]
+
+
 def test_what_is_left_of_a_batch_is_applied_in_its_order(sessions: sessionmaker[Session]) -> None:
     """However a batch is divided around messages that fail, each message is applied after those before it."""
     called: list[int] = []
