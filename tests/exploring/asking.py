@@ -214,6 +214,11 @@ def with_lookalikes(stage: Stage, at: Round) -> None:
         stage.broker.call(partial(stage.broker.ask, at, order_of(at, f"was {number}"), key="x", scope=scope))
 
 
+def with_used_locks(stage: Stage, at: Round) -> None:
+    """Both locks were taken before, by a command that placed an order of another kind."""
+    stage.broker.call(partial(stage.broker.ask, at, order_of(at), body=place_if_first, lock=locks_of))
+
+
 def asked(stage: Stage, at: Round) -> None:
     """The command was done before."""
     with_customer(stage, at)
@@ -400,7 +405,7 @@ CASES = {
         Case("one key in two scopes", (ask_in_a_scope,) * 2, with_lookalikes, check_asked(ask_in_a_scope, 0, 1)),
         Case("two commands with one key", (ask_for_another,) * 2, with_customer, check_another),
         Case("a command that is rejected", (ask_if_paid, pay_and_ask), without_money, check_rejected),
-        Case("two commands under locks", (ask_under_locks,) * 2, check=check_locked),
+        Case("two commands under locks", (ask_under_locks,) * 2, with_used_locks, check_locked),
         Case("a command, old and new code", (ask_by_old_code, ask_by_new_code), with_customer, check_renamed),
         Case("a command that is forgotten", (do_forget, ask), asked, check_forgotten, is_sync=True),
         Case("a command, three times", (ask_beside_a_listener,) * 3, with_customer, check_beside_a_listener),
