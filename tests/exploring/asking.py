@@ -310,34 +310,43 @@ def charge(request: str, attempt: Attempt) -> str:
 def add_and_arm(happened: Any, session: Session) -> None:
     """A handler that arms an effect too."""
     add(happened, session)
-    arm(session, charge, happened["account"], key=happened["account"])
+    arm(session, charge, happened["account"], key=f"{happened['account']} {happened['amount']}")
 
 
 def deliver_and_arm(at: Round, worker: Worker) -> None:
-    """Deliver the first message to a handler that arms an effect."""
-    worker.deliver(at, 0, body=add_and_arm)
+    """Deliver an own message to a handler that arms an effect."""
+    worker.deliver(at, worker.number, body=add_and_arm)
 
 
 def check_armed(stage: Stage, at: Round) -> None:
-    """The effect is armed if, and only if, the message is applied."""
-    query = f"select count(*) from external_effect where message_id = '0:{at.name}'"
-    ((armed,),) = stage.outside.execute(query)
-    assert [armed] == stage.counts(at, 1), "the effect is armed without the message, or the message without the effect"
-    stage.check_counts(at, body=add_and_arm)
+    """The effect of a message is armed if, and only if, the message is applied."""
+    keys = [f"0:{at.name} {at.message(number).body['amount']}" for number in (0, 1)]
+    query = "select count(*) from external_effect where message_id ="
+    armed = [stage.outside.execute(f"{query} '{key}'")[0][0] for key in keys]
+    counts = stage.counts(at, 2)
+    assert armed == counts, "an effect is armed without its message, or a message is applied without its effect"
+    stage.check_counts(at, 2, body=add_and_arm)
 
 
-UNKNOWN: dict[str, Policy] = {"stop": stop, "resend": resend(within=timedelta(hours=23))}
+UNKNOWN: dict[str, Policy] = {
+    "stop": stop,
+    "resend": resend(within=timedelta(hours=23)),
+    "reject": resend(within=timedelta(hours=23)),
+}
 
 
 def send(at: Round, worker: Worker, policy: str) -> None:
     """Send the effect of the round to a provider outside, which answers the same to a key that it knows.
 
-    The call of the provider is a round trip. The answer is also counted on the account of the round.
+    The call of the provider is a round trip. The answer is also counted on the account of the round. With the policy
+    `reject`, the provider rejects each request.
     """
 
     def pay(request: str, attempt: Attempt) -> str:
         with worker.calling("CALL provider"):
             at.deeds.append(attempt.key)
+        if policy == "reject":
+            raise Rejected("no money")
         at.returned.append((worker.number, f"{request} {at.deeds.index(attempt.key)}"))
         return at.returned[-1][1]
 
@@ -350,8 +359,10 @@ def send(at: Round, worker: Worker, policy: str) -> None:
         answer = Effects(worker.factory, [paid], retry=QUICK).run(paid, at.name, key=at.name)
     except DoubleEffectError:
         raise
+    except Rejected:
+        answer = "rejected"
     except LeaseLostError as lost:
-        answer = lost.value
+        answer = "rejected" if isinstance(lost.value, Rejected) else lost.value
     except (InProgress, EffectUnknown, NotRecordedError):
         return
     worker.refuse_if_killed()
@@ -373,19 +384,23 @@ def send_later(at: Round, worker: Worker, policy: str) -> None:
 def check_sent(stage: Stage, at: Round, policy: str) -> None:
     """The effect is done once, it has one answer, and that is recorded with the rows of `recorded`.
 
-    Under the policy `stop`, a person must decide if no living client has got the answer. No deed may happen twice.
+    Under the policy `stop`, a person must decide if no living client has got the answer. No deed may happen twice, and
+    the provider is not asked again when somebody has the answer.
     """
     alive = [answer for number, answer in at.returned if not stage.workers[number].proxy.is_dead]
+    was_told, asked_before = bool(at.answers), len(at.deeds)
     stage.broker.call(send_later, at, stage.broker, policy)
     check_answers(at)
-    deeds = {*at.deeds} if policy == "resend" else at.deeds  # the provider does a key once
+    deeds = at.deeds if policy == "stop" else {*at.deeds}  # the provider does a key once
     assert len(deeds) <= 1, f"the provider has done {at.deeds}"
+    assert not was_told or len(at.deeds) == asked_before, "the provider is asked again, and the answer was known"
     is_done = bool(at.answers)
     assert is_done or (policy == "stop" and not alive), "the answer of the provider is lost"
     assert is_done or any(step.choice.branch != "go" for step in stage.scheduler.steps), (
         "without a fault, it is not done"
     )
-    assert stage.counts(at, 1) == [int(is_done)], "the rows of `recorded` are not those of the outcome"
+    paid = int(is_done and policy != "reject")
+    assert stage.counts(at, 1) == [paid], "the rows of `recorded` are not those of the outcome"
 
 
 def sending(policy: str) -> dict[str, Any]:
@@ -407,10 +422,11 @@ CASES = {
         Case("a command that is rejected", (ask_if_paid, pay_and_ask), without_money, check_rejected),
         Case("two commands under locks", (ask_under_locks,) * 2, with_used_locks, check_locked),
         Case("a command, old and new code", (ask_by_old_code, ask_by_new_code), with_customer, check_renamed),
-        Case("a command that is forgotten", (do_forget, ask), asked, check_forgotten, is_sync=True),
+        Case("a command that is forgotten", (do_forget, ask), asked, check_forgotten, is_slow=True, is_sync=True),
         Case("a command, three times", (ask_beside_a_listener,) * 3, with_customer, check_beside_a_listener),
         Case("an effect", (deliver_and_arm, deliver_and_arm), with_row, check_armed),
         Case("an effect that is sent", **sending("stop")),
         Case("an effect that is sent again", **sending("resend")),
+        Case("an effect that is rejected", **sending("reject")),
     )
 }
