@@ -575,7 +575,7 @@ class Stage:
             if not worker.is_warm
         ]
         for each in warm:
-            each.result(PATIENCE)
+            each.exception(PATIENCE)  # a failure is for the order to find, which can be pasted
         at = self.new_round(case)
         for worker in self.workers:
             worker.observations.clear()
