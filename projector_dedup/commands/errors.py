@@ -19,7 +19,7 @@ catch ``DuplicateCommandError`` itself, because the error would roll back the ha
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..errors import ProjectorDedupError, RefusedError
 
@@ -41,6 +41,8 @@ class UnusableKeyError(InvalidKeyError):
 
 class KeyReusedError(RefusedError):
     """The key was used before, for the same operation with another command. Give each command its own key."""
+
+    read_from_the_table: ClassVar[bool] = True
 
 
 class ResultError(RefusedError):

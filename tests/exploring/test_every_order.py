@@ -1,7 +1,7 @@
 """Two clients keep the promises in every order of their round trips, with at most one fault.
 
-actors.py has the cases. docs/project/exploration.md says what is explored, what is not, and what exploration finds.
-To run one order alone, paste the test that a failure prints.
+actors.py and asking.py have the cases. docs/project/exploration.md says what is explored, what is not, and what
+exploration finds. To run one order alone, paste the test that a failure prints.
 """
 
 import os
@@ -12,20 +12,25 @@ from pathlib import Path
 
 import pytest
 
-from actors import CASES, Case, Round, Stage, Work, Worker, ask_of, check_answers_of, more_tables, with_customer
+import actors
+import asking
+from actors import Case, Round, Stage, Work, Worker, more_tables
 from algorithms import (
     CachedAfterTheCommit,
     DeletedOnAnyError,
     Faulty,
     HandlerOnAnotherConnection,
     InProgressUntilItExpires,
+    KeyWithoutItsScope,
     LockStore,
     MillisecondsTakenForSeconds,
 )
+from asking import ask_of, check_asked, with_customer
 from databases import DRIVERS, USUAL, USUAL_ASYNC, Driver
 from reached import reached
 from scheduler import Choice, Explored, Order, Step, WrongOrderError, explore
 
+CASES = actors.CASES | asking.CASES
 SECONDS = float(os.environ.get("PROJECTOR_DEDUP_TEST_EXPLORE", "0"))
 """Seconds for each case and driver, in `make explore`; 0 in the usual tests, which run few cases to their end."""
 SEED = int(os.environ.get("PROJECTOR_DEDUP_TEST_SEED", "1"))
@@ -161,6 +166,14 @@ def test_the_faults_of_published_algorithms_are_found(
 ) -> None:
     """Nobody has told the search where to look."""
     work = ask_of(algorithm, tmp_path / "store.sqlite3")
-    case = Case(algorithm.__name__, (work, work), with_customer, check_answers_of(work))
+    case = Case(algorithm.__name__, (work, work), with_customer, check_asked(work, 0))
+    with pytest.raises(AssertionError, match="A test that runs this order alone"):
+        explored(stage_on("postgresql+psycopg"), case)
+
+
+def test_the_fault_of_a_key_without_its_scope_is_found(stage_on: Callable[..., Stage], tmp_path: Path) -> None:
+    """Two clients ask in two scopes, with one key."""
+    work = ask_of(KeyWithoutItsScope, tmp_path / "store.sqlite3", scopes=2)
+    case = Case("one key in two scopes", (work, work), with_customer, check_asked(work, 0, 1))
     with pytest.raises(AssertionError, match="A test that runs this order alone"):
         explored(stage_on("postgresql+psycopg"), case)
