@@ -31,7 +31,7 @@ when, or to reject it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
     from .outcome import Delivery
@@ -46,9 +46,6 @@ class RefusedError(ProjectorDedupError):
 
     Every redelivery is refused too, until you correct the configuration or the code that the error text names.
     """
-
-    read_from_the_table: ClassVar[bool] = False
-    """True if the claim has read the reason, so that an earlier COMMIT is no longer in doubt: it wrote nothing."""
 
 
 class InvalidMessageError(RefusedError, ValueError):

@@ -19,7 +19,7 @@ catch ``DuplicateCommandError`` itself, because the error would roll back the ha
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from ..errors import ProjectorDedupError, RefusedError
 
@@ -42,7 +42,9 @@ class UnusableKeyError(InvalidKeyError):
 class KeyReusedError(RefusedError):
     """The key was used before, for the same operation with another command. Give each command its own key."""
 
-    read_from_the_table: ClassVar[bool] = True
+    read_from_the_table = (
+        True  #: the claim has read it, so an earlier COMMIT of this call is not in doubt: it wrote nothing
+    )
 
 
 class ResultError(RefusedError):
