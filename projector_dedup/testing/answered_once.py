@@ -13,7 +13,7 @@ from sqlalchemy.orm import Session
 
 from ..commands import AsyncCommands, Commands, Handled, Rejection
 from ..commands.operation import Operation
-from ..commands.record import default_command_tables
+from ..commands.record import RecordKey, default_command_tables
 from .checking import Failure, KeyedCheck, Request, UnusableError
 
 
@@ -68,7 +68,7 @@ class CommandCheck(KeyedCheck):
         def asked(request: Request) -> Any:
             return made.handle(operation, request.body, key=request.key, scope=request.scope)
 
-        return Asking(asked, self._answers) if not asynchronous else AsyncAsking(asked, self._answers)
+        return (AsyncAsking if asynchronous else Asking)(asked, self._answers)
 
     def begin(self) -> None:
         """Forget the answers of the last schedule."""
@@ -85,23 +85,19 @@ class CommandCheck(KeyedCheck):
             if not handled.replayed:
                 return Failure("not recorded", f"The answer to {request.key} was not recorded: it was done again.")
             if self._operation.settings.default is None:
-                answers = self._answers[request.key, request.scope]
-                other = next((each for each in answers if self._stored(each) != self._stored(answers[0])), None)
+                answers = self._answers[self.stored_key(number)]
+                other = next((each for each in answers if not self._are_equal(each, answers[0])), None)
                 if other is not None:
                     text = f"{request.key} was answered in two ways:\n  first {answers[0]!r}\n  then  {other!r}"
                     return Failure("two answers", text)
         return None
 
-    def _stored(self, answer: Any) -> Any:
-        """Return what the library stores of an answer: values may have no equality."""
-        return answer if isinstance(answer, Rejection) else self._operation.codec.dumps(answer)
-
-    def counted(self, delivered: Sequence[int]) -> list[Any]:
-        """Return one request for each key."""
-        first: dict[Any, int] = {}
-        for number in delivered:
-            first.setdefault((self.messages[number].key, self.messages[number].scope), number)
-        return super().counted([*first.values()])
+    def _are_equal(self, one: Any, other: Any) -> bool:
+        """True for equal answers, and for those that the library stores alike: values may have no equality."""
+        if one == other or isinstance(one, Rejection) or isinstance(other, Rejection):
+            return bool(one == other)
+        dumps = self._operation.codec.dumps
+        return dumps(one) == dumps(other)
 
 
 class Asking:
@@ -115,7 +111,8 @@ class Asking:
         return self._noted(request, self._asked(request))
 
     def _noted(self, request: Request, handled: Handled[Any]) -> Handled[Any]:
-        self._answers[request.key, request.scope].append(handled.rejection or handled.value)
+        key = RecordKey.of(request.key, request.scope).stored
+        self._answers[key].append(handled.rejection or handled.value)
         return handled
 
 

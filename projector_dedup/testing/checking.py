@@ -8,35 +8,49 @@ calls them.
 from __future__ import annotations
 
 import asyncio
+import copy
+import inspect
 import os
 import signal
 import time
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-from sqlalchemy import URL, MetaData, Table, create_engine, delete, inspect, make_url, select
+from sqlalchemy import URL, MetaData, Table, create_engine, delete, make_url, select
+from sqlalchemy import inspect as inspect_database
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
 from sqlalchemy.orm import Session, sessionmaker
+from sqlalchemy.schema import sort_tables_and_constraints
 
+from ..commands.record import RecordKey
 from ..errors import BatchFailed
 from ..message import Message, id_text
 from ..options import RetryPolicy
 from ..tables import DedupTables
-from .fault_points import AFTER_COMMIT, BEFORE_ACKNOWLEDGEMENT, KILLED, FaultPoints, faults_on, kill_this_process, told
+from .fault_points import (
+    AFTER_COMMIT,
+    BEFORE_ACKNOWLEDGEMENT,
+    KILLED,
+    FaultPoints,
+    end_with_parent,
+    faults_on,
+    kill_this_process,
+    told,
+)
 from .schedules import How, Schedule, Turn, is_allowed, schedules, smaller, smallest
 
 SHRINKING = 3.0
 """Seconds after which no smaller schedule is tried."""
 STUCK = 2.0
 """Seconds without any acknowledgement after which a message counts as one that cannot be applied."""
-LIFETIME = 30.0
-"""Seconds after which the process of a worker is killed, wherever it is."""
+LIFETIME = 10.0
+"""Seconds after which a process that was forked to be killed counts as one that hangs."""
 
 
 class UnusableError(Exception):
@@ -88,6 +102,7 @@ class Check(ABC):
         messages: Sequence[Any],
         default_tables: DedupTables,
         *,
+        kills: bool = True,
         expected: Any,
         read: Callable[[Session], Any],
         engine: Engine | AsyncEngine,
@@ -96,10 +111,9 @@ class Check(ABC):
         reset: Callable[[], None] | None = None,
         **options: Any,
     ) -> None:
-        if not messages:
-            raise UnusableError(f"{self.name}: there are no messages; give at least one")
         self._given = list(messages)
-        self.messages = [self.message_of(each) for each in messages]
+        self._check_arguments(metadata=metadata, ordered=ordered, functions={"read": read, "reset": reset})
+        self.messages = [self.message_of(each) for each in self._given]
         self._expected, self._read, self._reset = expected, read, reset
         self.keys = None if ordered is False else [_key(each, ordered) for each in self.messages]
         self.engine = engine
@@ -107,12 +121,25 @@ class Check(ABC):
         if self.sync_engine.dialect.name == "sqlite" and self.sync_engine.url.database in (None, "", ":memory:"):
             raise UnusableError(f"{self.name} needs a database with several connections; give an SQLite file")
         self._metadata = metadata
+        self._kills = kills
         self.tables: DedupTables = options.get("tables", default_tables)
         self.options = {"retry": RetryPolicy(base=0.001, within=0.3), **options}
         self.points = FaultPoints(self.sync_engine)
         self.session_factory: Any = (
             async_sessionmaker(engine) if isinstance(engine, AsyncEngine) else sessionmaker(engine)
         )
+
+    def _check_arguments(self, *, metadata: Any, ordered: Any, functions: Mapping[str, Any]) -> None:
+        if not self._given:
+            raise UnusableError(f"{self.name}: there are no messages; give at least one")
+        if not isinstance(metadata, MetaData | None):
+            raise UnusableError(f"{self.name}: metadata= takes a MetaData, not {metadata!r}; give Base.metadata")
+        if not isinstance(ordered, bool) and not callable(ordered):
+            raise UnusableError(f"{self.name}: ordered= takes no {ordered!r}; give True, or a function of the event")
+        for name, function in functions.items():
+            is_left_out = function is None and name == "reset"
+            if not is_left_out and (not callable(function) or inspect.iscoroutinefunction(function)):
+                raise UnusableError(f"{self.name}: {name}= takes no {function!r}; give a plain function")
 
     # What a check has of its own -------------------------------------------------------------------------------------
 
@@ -131,6 +158,10 @@ class Check(ABC):
     @property
     def faults(self) -> tuple[str, ...]:
         """The faults of the schedules."""
+        return tuple(each for each in self.all_faults() if self._kills or not each.startswith(KILLED))
+
+    def all_faults(self) -> Sequence[str]:
+        """Return the faults that can be made here."""
         return faults_on(self.sync_engine)
 
     def begin(self) -> None:
@@ -163,6 +194,8 @@ class Check(ABC):
 
     def run(self, seed: int, count: int) -> Report | None:
         """Run ``count`` generated schedules, after the usual ones; return a report of the first that fails."""
+        if count < 0:
+            raise UnusableError(f"{self.name}: schedules= takes no {count}; give 0 or more")
         generated = schedules(len(self.messages), self.keys, self.hows, self.faults, seed, count)
         with self._ready() as fails:
             for tried, schedule in enumerate(generated, 1):
@@ -172,10 +205,15 @@ class Check(ABC):
 
     def run_one(self, schedule: Sequence[Any]) -> Report | None:
         """Run one schedule, given as tuples ``(how, positions of messages, fault or None)``."""
-        given = tuple(Turn(how, tuple(numbers), fault) for how, numbers, fault in schedule)
+        try:
+            given = tuple(Turn(how, tuple(numbers), fault) for how, numbers, fault in schedule)
+        except (TypeError, ValueError) as error:
+            raise UnusableError(
+                f"{self.name}: schedule= takes no {schedule!r}; give tuples (how, positions of messages, fault or None)"
+            ) from error
         for turn in given:
             known = turn.how in self.hows and turn.fault in (None, *self.faults)
-            if not known or not {*turn.messages} <= {*range(len(self.messages))}:
+            if not known or not turn.messages or not {*turn.messages} <= {*range(len(self.messages))}:
                 raise UnusableError(
                     f"{self.name}: {tuple(turn)} is no step of a schedule on this database; give "
                     f"{', '.join(self.hows)}, the positions of messages in the list, and None or one of "
@@ -220,6 +258,7 @@ class Check(ABC):
                 with self.points.watching():
                     yield lambda schedule: runner.run(self._run(schedule))
             finally:
+                runner.run(self.on_connection(self._empty))
                 runner.run(self.on_connection(lambda connection: _drop(connection, created)))
                 runner.run(self.dispose())
 
@@ -235,7 +274,8 @@ class Check(ABC):
                     "the tables in the fixture projector_dedup_engine"
                 )
         named = {table.fullname: table for metadata in (markers, self._metadata) for table in metadata.sorted_tables}
-        missing = [each for each in named.values() if not inspect(connection).has_table(each.name, each.schema)]
+        self._refuse_cycles(connection, [*named.values()])
+        missing = [each for each in named.values() if not _is_there(connection, each)]
         for metadata in (markers, self._metadata):
             metadata.create_all(connection, [each for each in missing if each.metadata is metadata])
         state = self.tables.state.fullname
@@ -248,9 +288,23 @@ class Check(ABC):
                 )
         return missing
 
+    def _refuse_cycles(self, connection: Connection, tables: Sequence[Table]) -> None:
+        *_, (_, later) = sort_tables_and_constraints(tables)  # type: ignore[no-untyped-call]
+        if later and connection.dialect.name == "postgresql":
+            names = ", ".join(sorted({each.table.fullname for each in later}))
+            raise UnusableError(
+                f"{self.name} cannot delete the rows of {names}, whose foreign keys form a cycle or have use_alter; "
+                "prove the handler with SQLite or MariaDB"
+            )
+
     def _empty(self, connection: Connection) -> None:
+        is_mariadb = connection.dialect.name in ("mysql", "mariadb")
+        if is_mariadb:  # which otherwise refuses to delete a row before those of the same table that refer to it
+            connection.exec_driver_sql("SET SESSION foreign_key_checks = 0")
         for table in reversed(self._emptied):
             connection.execute(delete(table))
+        if is_mariadb:
+            connection.exec_driver_sql("SET SESSION foreign_key_checks = 1")
 
     async def on_connection(self, work: Callable[[Connection], Any]) -> Any:
         """Call ``work`` in a transaction of its own."""
@@ -325,6 +379,18 @@ class KeyedCheck(Check):
         """Return the key."""
         return str(message.key)
 
+    def counted(self, delivered: Sequence[int]) -> list[Any]:
+        """Return one request for each key."""
+        first: dict[str, int] = {}
+        for number in delivered:
+            first.setdefault(self.stored_key(number), number)
+        return super().counted([*first.values()])
+
+    def stored_key(self, number: int) -> str:
+        """Return the scope and the key of a request as the table has them."""
+        request: Request = self.messages[number]
+        return RecordKey.of(request.key, request.scope).stored
+
 
 class Workers:
     """Deliver the messages of a schedule, and deliver again what was not acknowledged, as a broker does."""
@@ -375,6 +441,7 @@ class Workers:
         if not process:
             left: Sequence[int] = numbers
             try:
+                end_with_parent()
                 left = asyncio.run(self._batch(numbers) if batched else self._together(numbers))
                 if self._points.takes(KILLED + BEFORE_ACKNOWLEDGEMENT):
                     kill_this_process()
@@ -384,6 +451,11 @@ class Workers:
         while (ended := os.waitpid(process, os.WNOHANG)) == (0, 0):  # noqa: ASYNC222  # WNOHANG: it does not wait
             if time.monotonic() > end:
                 os.kill(process, signal.SIGKILL)
+                os.waitpid(process, 0)  # noqa: ASYNC222  # it was killed
+                raise UnusableError(
+                    f"{self._check.name}: a fork of this process has not delivered within {LIFETIME:g} s; perhaps a "
+                    "thread of this process holds a lock that the handler needs; give kills=False"
+                )
             await asyncio.sleep(0.002)
         return ended[1] != 0
 
@@ -407,7 +479,7 @@ class Workers:
 
     async def _batch(self, numbers: Sequence[int]) -> list[int]:
         try:
-            await self._call(None, self._worker.deliver_batch, [self._messages[number] for number in numbers])
+            await self._call(None, self._worker.deliver_batch, [_decoded(self._messages[each]) for each in numbers])
         except BatchFailed as failed:
             return self._noted(numbers, [each.error for each in failed.deliveries])
         except Exception as error:  # noqa: BLE001  # reported if the messages are never acknowledged
@@ -416,7 +488,7 @@ class Workers:
 
     async def _deliver(self, number: int) -> Exception | None:
         try:
-            await self._call(number, self._worker.deliver, self._messages[number])
+            await self._call(number, self._worker.deliver, _decoded(self._messages[number]))
         except Exception as error:  # noqa: BLE001  # reported if the message is never acknowledged
             return error
         return None
@@ -455,6 +527,19 @@ def _key(message: Any, ordered: bool | Callable[[Any], Hashable]) -> Hashable:
     return ordered(body) if callable(ordered) else None
 
 
+def _decoded(message: Any) -> Any:
+    """Return a copy of the message, as each delivery of a broker is decoded anew; itself if it cannot be copied."""
+    try:
+        return copy.deepcopy(message)
+    except Exception:  # noqa: BLE001  # whatever the user's class raises
+        return message
+
+
+def _is_there(connection: Connection, table: Table) -> bool:
+    schema = connection.schema_for_object(table)  # after the schema_translate_map
+    return bool(inspect_database(connection).has_table(table.name, schema))
+
+
 def _drop(connection: Connection, tables: Sequence[Table]) -> None:
-    for table in reversed(tables):
-        table.drop(connection)
+    for metadata in {table.metadata for table in tables}:
+        metadata.drop_all(connection, [table for table in tables if table.metadata is metadata])

@@ -7,6 +7,8 @@ and the database stay as they are.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ctypes
 import dataclasses
 import os
 import signal
@@ -92,6 +94,11 @@ def session_of(argument: Any) -> Any:
     return getattr(argument, "session", argument)
 
 
+def end_with_parent() -> None:
+    """Have the system kill this process when its parent ends. Linux only."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
 def kill_this_process() -> NoReturn:
     """End this process as ``kill -9`` does."""
     os.kill(os.getpid(), signal.SIGKILL)
@@ -127,6 +134,7 @@ class Progress:
     def __init__(self, number: int | None) -> None:
         self.number = number
         self.statements: int | None = None
+        self.is_in_handler = False
         self.has_met = False
 
 
@@ -147,6 +155,7 @@ class FaultPoints:
     def watching(self) -> Iterator[None]:
         """Listen to the engine, in the block."""
         dialect, commit = self._engine.dialect, self._engine.dialect.do_commit
+        replaced = vars(dialect).get("do_commit")  # of the user's
 
         def do_commit(dbapi_connection: PoolProxiedConnection) -> None:
             progress = _progress.get()
@@ -164,6 +173,8 @@ class FaultPoints:
             yield
         finally:
             del dialect.do_commit
+            if replaced is not None:
+                dialect.do_commit = replaced  # type: ignore[method-assign]
             event.remove(self._engine, "before_cursor_execute", self._statement_begins)
             event.remove(self._engine, "checkout", self._connection_is_taken)
 
@@ -203,16 +214,16 @@ class FaultPoints:
         """Return a handler with fault points around it. Its last argument is a session, or has one."""
 
         def called(*arguments: Any) -> Any:
-            self._handler_begins()
-            result = function(*arguments)
+            with self._in_handler():
+                result = function(*arguments)
             if self._flushes:
                 session_of(arguments[-1]).flush()
                 self._reach(AFTER_FLUSH)
             return result
 
         async def awaited(*arguments: Any) -> Any:
-            self._handler_begins()
-            result = await function(*arguments)
+            with self._in_handler():
+                result = await function(*arguments)
             if self._flushes:
                 await session_of(arguments[-1]).flush()
                 self._reach(AFTER_FLUSH)
@@ -259,21 +270,34 @@ class FaultPoints:
         (session,) = cursor.fetchone()  # type: ignore[misc]  # one row, as both servers answer
         cursor.close()
         progress = _progress.set(None)  # the connection that ends the other one is no part of the delivery
+        beside = self._engine.pool.recreate()  # the pool may have no other connection
         try:
-            with self._engine.connect() as another:
-                another.exec_driver_sql(end.format(int(session)))
+            with contextlib.closing(beside.connect()) as another, contextlib.closing(another.cursor()) as sent:
+                sent.execute(end.format(int(session)))
         finally:
+            beside.dispose()
             _progress.reset(progress)
 
     def _connection_is_taken(self, *_: object) -> None:
-        if (progress := _progress.get()) is not None:
-            progress.statements = None
+        progress = _progress.get()
+        if progress is None or progress.is_in_handler:  # the handler takes another connection
+            return
+        progress.statements = None
         self._reach(BEFORE_CLAIM)
 
-    def _handler_begins(self) -> None:
-        if (progress := _progress.get()) is not None:
-            progress.statements = 0
+    @contextmanager
+    def _in_handler(self) -> Iterator[None]:
+        progress = _progress.get()
+        if progress is None:
+            yield
+            return
+        progress.statements = 0
         self._reach(AFTER_CLAIM)
+        progress.is_in_handler = True
+        try:
+            yield
+        finally:
+            progress.is_in_handler = False
 
     def _statement_begins(self, connection: Connection, _cursor: Any, statement: str, *_: Any) -> None:
         progress = _progress.get()

@@ -13,7 +13,6 @@ from sqlalchemy.engine import Connection, Engine, Row
 from sqlalchemy.ext.asyncio import AsyncEngine
 from sqlalchemy.orm import Session
 
-from ..commands.record import RecordKey
 from ..effects import Ask, AsyncEffects, Effects, EffectUnknown, Rejected, Stop, default_effect_tables
 from ..effects.definition import Definition
 from ..effects.record import DONE
@@ -71,9 +70,8 @@ class EffectCheck(KeyedCheck):
         self._effect = copy.copy(effect)
         self._effect.function = self.points.around_call(effect.function, asynchronous=effect.asynchronous)
 
-    @property
-    def faults(self) -> tuple[str, ...]:
-        """The behaviours of the provider, and the kills around the call."""
+    def all_faults(self) -> Sequence[str]:
+        """Return the behaviours of the provider, and the kills around the call."""
         behaviours = (PROVIDER + each for each in Behaviour if each is not Behaviour.NORMAL)
         return (*behaviours, *(CALL_KILLS if CAN_KILL else ()))
 
@@ -132,15 +130,15 @@ class EffectCheck(KeyedCheck):
         return None
 
     def _row(self, number: int, connection: Connection) -> Row[Any]:
-        request = self.messages[number]
-        key = RecordKey.of(request.key, request.scope).stored
-        return connection.execute(select(self._rows).where(self._rows.c.message_id == key)).one()
+        is_its = (self._rows.c.message_id == self.stored_key(number)) & (self._rows.c.handler == self._effect.identity)
+        return connection.execute(select(self._rows).where(is_its)).one()
 
     def _wrong(self, row: Row[Any], calls: list[Call]) -> str | None:
         deeds = [call for call in calls if call.done]
         if len(deeds) > 1:
             return f"was done {len(deeds)} times"
-        if row.outcome is None and calls and calls[-1].answered == 201 and not self.points.killed:
+        heard = calls and calls[-1].answered == 201 and calls[-1].behaviour is Behaviour.NORMAL
+        if row.outcome is None and heard and not self.points.killed:
             return "is unknown at the end, and the provider has answered"
         if row.outcome == DONE and not deeds:
             return "is recorded as done, and the provider has done nothing with attempt.key"

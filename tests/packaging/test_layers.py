@@ -38,7 +38,7 @@ MAX_ROOMS = {  # lines of a package, and of the files at the root together
     "effects": 1_970,
     "integrations": 4_630,
     "maintenance": 3_760,
-    "testing": 3_480,
+    "testing": 3_600,
     "cli": 2_090,
     "migrations": 280,
 }

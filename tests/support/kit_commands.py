@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from secrets import token_bytes
 from typing import Any
 from uuid import UUID
 
@@ -12,7 +13,7 @@ from sqlalchemy import String, func, insert, select, update
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
-from projector_dedup.commands import AsyncCall, Call, Rejected, Rejection, command
+from projector_dedup.commands import AsyncCall, Call, Codec, Rejected, Rejection, command
 
 
 class Base(DeclarativeBase):
@@ -105,11 +106,11 @@ MISTAKES: list[Case] = []
 RIGHT: list[Case] = []
 
 
-def case(into: list[Case], **arguments: Any) -> Callable[[Any], Any]:
+def case(into: list[Case], codec: Codec[Any] | None = None, **arguments: Any) -> Callable[[Any], Any]:
     """Register a command as a case, under the name of its function."""
 
     def register(function: Any) -> Any:
-        operation = command(name=f"kit.{function.__name__}")(function)
+        operation = command(name=f"kit.{function.__name__}", codec=codec)(function)
         into.append(Case(operation, **arguments))
         return operation
 
@@ -200,6 +201,15 @@ def adds(order: PlaceOrder, call: Call) -> int:
 async def adds_async(order: PlaceOrder, call: AsyncCall) -> int:
     """The same as an async def."""
     return await call.session.run_sync(lambda session: spend(order, session))
+
+
+SALTED = Codec[int]("salted", lambda value: token_bytes(4) + str(value).encode(), lambda data: int(data[4:]))
+
+
+@right(codec=SALTED)
+def is_stored_in_another_form_each_time(order: PlaceOrder, call: Call) -> int:
+    """As a codec that encrypts does."""
+    return spend(order, call.session)
 
 
 @right(expected=small)

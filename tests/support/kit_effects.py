@@ -15,7 +15,7 @@ from sqlalchemy import String, select
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
-from projector_dedup.effects import Attempt, NotDone, Policy, Rejected, ask, effect, resend, stop
+from projector_dedup.effects import Attempt, NotDone, Policy, Rejected, arm, ask, effect, resend, stop
 
 URL = {"provider": ""}
 """Where the provider is; set by the test."""
@@ -55,13 +55,13 @@ def read_paid(session: Session) -> list[tuple[str, int]]:
     return sorted((each.order, each.amount) for each in session.scalars(select(Payment)))
 
 
-def post(charge: Charge, attempt: Attempt, key: str | None = None, tag: str | None = None) -> str:
+def post(charge: Charge, attempt: Attempt, key: str | None = None, tag: str | None = None, timeout: float = 3) -> str:
     """Call the provider. Raises ``urllib.error.HTTPError`` and ``OSError``."""
     body = {"order": charge.order, "amount": charge.amount} | ({} if tag is None else {"tag": tag})
     headers = {} if key is None else {"Idempotency-Key": key}
     call = urllib.request.Request(f"{URL['provider']}/deeds", json.dumps(body).encode(), headers)
     try:
-        with urllib.request.urlopen(call, timeout=attempt.time_left(3)) as answer:
+        with urllib.request.urlopen(call, timeout=attempt.time_left(timeout)) as answer:
             return str(json.load(answer)["id"])
     except urllib.error.HTTPError as error:
         error.close()
@@ -237,6 +237,34 @@ def asks(charge: Charge, attempt: Attempt) -> str:
 def stops(charge: Charge, attempt: Attempt) -> str:
     """A person decides what is unknown."""
     return _sent(charge, attempt, tag=attempt.key)
+
+
+@right(unknown=stop)
+def hangs_up(charge: Charge, attempt: Attempt) -> str:
+    """Its client has gone when the provider answers late."""
+    try:
+        return post(charge, attempt, tag=attempt.key, timeout=0.05)
+    except urllib.error.HTTPError as error:
+        if error.code == 402:
+            raise Rejected("card_declined") from error
+        raise
+
+
+@effect(name="kit.receipt", lease=5, unknown=stop)
+def receipt(charge: Charge, attempt: Attempt) -> str:
+    """Another effect, which nobody settles."""
+    return post(charge, attempt, key=attempt.key)
+
+
+def _book_and_arm(charge: Charge, value: str, session: Session) -> None:
+    book(charge, value, session)
+    arm(session, receipt, charge, key=f"charge-{charge.order.removeprefix('o')}")
+
+
+@right(recorded=_book_and_arm)
+def arms_another(charge: Charge, attempt: Attempt) -> str:
+    """Another effect has the same key."""
+    return _sent(charge, attempt, key=attempt.key)
 
 
 async def _book_async(charge: Charge, value: str, session: AsyncSession) -> None:

@@ -259,6 +259,22 @@ class SwallowsDatabaseErrors:
 
 
 @mistake()
+@once(name="looks-elsewhere-and-swallows")
+class LooksElsewhereAndSwallows:
+    """The same, after it has read by a connection of its own."""
+
+    @on(Paid)
+    def apply(self, paid: Paid, session: Session) -> None:
+        with session.get_bind().engine.connect() as another:
+            another.execute(select(func.count()).select_from(Entry))
+        try:
+            add(paid, session)
+            session.flush()
+        except SQLAlchemyError:
+            session.expunge_all()
+
+
+@mistake()
 @once(name="swallows-everything")
 class SwallowsEverything:
     """It catches every error of its statement."""

@@ -1,6 +1,7 @@
 """`exactly_once` finds mistakes of handlers, and has no complaint about right ones."""
 
 import dataclasses
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,9 @@ import pytest
 from sqlalchemy.orm import Session
 
 from databases import Database
-from kit_handlers import MISTAKES, PAYMENTS, RIGHT, Base, Case, Totals, sums
-from projector_dedup.testing.checking import Report, engine_on
+from kit_handlers import MISTAKES, PAYMENTS, RIGHT, Base, Case, Paid, Totals, add, read_sums, sums
+from projector_dedup import on, projector
+from projector_dedup.testing.checking import Report, UnusableError, engine_on
 from projector_dedup.testing.exactly_once import ProjectorCheck, is_async
 
 
@@ -93,3 +95,35 @@ def test_no_schedule_has_a_batch_if_the_user_has_none(checked: Callable[..., Rep
     (last,) = [case for case in MISTAKES if str(case) == "LastOfTheBatch"]
     assert checked(last) is not None
     assert told(checked(last, batches=False)) == ""
+
+
+def test_a_handler_may_change_its_event(tmp_path: Path) -> None:
+    """A broker decodes it anew for each delivery."""
+
+    @projector(idempotent=True, name="pops")
+    class Pops:
+        @on(list)
+        def apply(self, event: list[int], session: Session) -> None:
+            add(Paid("", "a", event.pop()), session)
+
+    engine = engine_on(tmp_path / "kit.sqlite3", asynchronous=False)
+    settings = {"expected": {"a": 5}, "read": read_sums, "engine": engine, "metadata": Base.metadata}
+    assert ProjectorCheck(Pops, [("m1", [2]), ("m2", [3])], **settings).run(1, 2) is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"ordered": "account"}, "ordered= takes no 'account'; give True"),
+        ({"metadata": Base}, "metadata= takes a MetaData"),
+        ({"reset": 3}, "reset= takes no 3; give a plain function"),
+        ({"read": None}, "read= takes no None"),
+    ],
+    ids=str,
+)
+def test_wrong_arguments_are_refused(arguments: dict[str, Any], said: str, checked: Callable[..., Any]) -> None:
+    """The text names the argument."""
+    (right,) = [case for case in RIGHT if str(case) == "Sums"]
+    case = dataclasses.replace(right, read=arguments.pop("read", right.read))
+    with pytest.raises(UnusableError, match=re.escape(said)):
+        checked(case, **arguments)

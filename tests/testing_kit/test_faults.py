@@ -1,14 +1,19 @@
 """The faults of a schedule happen: a process is killed, a session ends, and the handler runs again where it must."""
 
 import os
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
+from sqlalchemy import create_engine
 from sqlalchemy.orm import Session
 
+from databases import Database
 from kit_handlers import PAYMENTS, Base, Paid, add, read_sums, sums
 from projector_dedup import on, projector
-from projector_dedup.testing.checking import engine_on
+from projector_dedup.testing import checking
+from projector_dedup.testing.checking import UnusableError, engine_on
 from projector_dedup.testing.exactly_once import ProjectorCheck
 
 HERE, CHILD = "this process", "another"
@@ -59,3 +64,41 @@ def test_a_connection_is_lost(fault: str, engine: str, tmp_path: Path, request: 
     url = request.getfixturevalue(engine).url().render_as_string(hide_password=False)
     runs = ran(tmp_path / "ran", url, fault)
     assert runs == ([HERE] if "statement" in fault else [HERE, HERE])
+
+
+def test_a_fork_that_hangs_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread of the test holds a lock when the process is forked: nobody in the fork can release it."""
+    monkeypatch.setattr(checking, "LIFETIME", 0.3)
+    lock, parent = threading.Lock(), os.getpid()
+
+    @projector(idempotent=True, name="locks")
+    class Locks:
+        @on(Paid)
+        def apply(self, paid: Paid, session: Session) -> None:
+            if os.getpid() != parent:
+                lock.acquire()
+            add(paid, session)
+
+    def check(**arguments: Any) -> None:
+        engine = engine_on(tmp_path / "kit.sqlite3", asynchronous=False)
+        settings = {"expected": sums, "read": read_sums, "metadata": Base.metadata, **arguments}
+        assert ProjectorCheck(Locks, PAYMENTS[:1], engine=engine, **settings).run(1, 0) is None
+
+    with lock:
+        with pytest.raises(UnusableError, match="give kills=False"):
+            check()
+        check(kills=False)
+
+
+def test_a_pool_of_one_connection_can_lose_it(postgresql: Database) -> None:
+    """Another connection ends its session, which is not of the pool."""
+    engine = create_engine(postgresql.url(), pool_size=1, max_overflow=0, pool_timeout=1)
+    check = ProjectorCheck(
+        projector(idempotent=True, name="one")(on(Paid)(add)),
+        PAYMENTS[:1],
+        expected=sums,
+        read=read_sums,
+        engine=engine,
+        metadata=Base.metadata,
+    )
+    assert check.run_one([("deliver", (0,), "connection lost before COMMIT")]) is None
