@@ -212,7 +212,7 @@ def fails_without_cause(charge: Charge, attempt: Attempt) -> str:
 # Right ones -----------------------------------------------------------------------------------------------------------
 
 
-def _sent(charge: Charge, attempt: Attempt, **key: str) -> str:
+def _sent(charge: Charge, attempt: Attempt, **key: Any) -> str:
     try:
         return post(charge, attempt, **key)
     except urllib.error.HTTPError as error:

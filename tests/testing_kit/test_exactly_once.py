@@ -107,7 +107,7 @@ def test_a_handler_may_change_its_event(tmp_path: Path) -> None:
             add(Paid("", "a", event.pop()), session)
 
     engine = engine_on(tmp_path / "kit.sqlite3", asynchronous=False)
-    settings = {"expected": {"a": 5}, "read": read_sums, "engine": engine, "metadata": Base.metadata}
+    settings: dict[str, Any] = {"expected": {"a": 5}, "read": read_sums, "engine": engine, "metadata": Base.metadata}
     assert ProjectorCheck(Pops, [("m1", [2]), ("m2", [3])], **settings).run(1, 2) is None
 
 
