@@ -2,8 +2,8 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-# -qq: errors only.
-INSTALL = $(BIN)/python -m pip install -qq
+# -qq: errors only. --no-compile: Python compiles what is imported, when it is.
+INSTALL = $(BIN)/python -m pip install -qq --no-compile
 
 DRIVERS := postgresql,psycopg2,asyncpg,pymysql,asyncmy,aiomysql,aiosqlite
 
