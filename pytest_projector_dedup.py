@@ -102,7 +102,8 @@ def exactly_once(projector_dedup_checks: Checks) -> ExactlyOnce:
 @pytest.fixture
 def answered_once(projector_dedup_checks: Checks) -> AnsweredOnce:
     """Send requests to a command by many schedules, and fail if one is done twice or answered in two ways."""
-    from projector_dedup.testing.answered_once import CommandCheck, is_async
+    from projector_dedup.testing.answered_once import CommandCheck
+    from projector_dedup.testing.checking import is_async
 
     check: AnsweredOnce = projector_dedup_checks.fixture("answered_once", CommandCheck, is_async)
     return check
@@ -111,7 +112,8 @@ def answered_once(projector_dedup_checks: Checks) -> AnsweredOnce:
 @pytest.fixture
 def settled(projector_dedup_checks: Checks) -> Settled:
     """Run effects at a provider that fails in many ways, and fail if it and the database disagree in the end."""
-    from projector_dedup.testing.settled import EffectCheck, is_async
+    from projector_dedup.testing.checking import is_async
+    from projector_dedup.testing.settled import EffectCheck
 
     check: Settled = projector_dedup_checks.fixture("settled", EffectCheck, is_async)
     return check

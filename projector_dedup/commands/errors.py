@@ -42,9 +42,8 @@ class UnusableKeyError(InvalidKeyError):
 class KeyReusedError(RefusedError):
     """The key was used before, for the same operation with another command. Give each command its own key."""
 
-    read_from_the_table = (
-        True  #: the claim has read it, so an earlier COMMIT of this call is not in doubt: it wrote nothing
-    )
+    read_from_the_table = True
+    """The claim has read the reason, so an earlier COMMIT of this call is not in doubt: it wrote nothing."""
 
 
 class ResultError(RefusedError):

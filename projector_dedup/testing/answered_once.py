@@ -122,8 +122,3 @@ class AsyncAsking(Asking):
     async def deliver(self, request: Request) -> Handled[Any]:  # type: ignore[override]  # awaited, as the check does
         """Handle one request."""
         return self._noted(request, await self._asked(request))
-
-
-def is_async(operation: Any) -> bool:
-    """True if the command is an ``async def``."""
-    return bool(getattr(operation, "asynchronous", False))

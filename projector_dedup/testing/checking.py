@@ -510,6 +510,11 @@ class Workers:
         return failed
 
 
+def is_async(subject: Any) -> bool:
+    """True if a command or an effect is an ``async def``."""
+    return bool(getattr(subject, "asynchronous", False))
+
+
 def engine_on(url: str | URL | Path, *, asynchronous: bool, **arguments: Any) -> Engine | AsyncEngine:
     """Return an Engine or an AsyncEngine. ``url`` is a URL, or the path of an SQLite file.
 

@@ -120,11 +120,13 @@ class EffectCheck(KeyedCheck):
         self._wait_for_late_deeds()
         rows = [await self.on_connection(partial(self._row, number)) for number in delivered]
         keys = {row.provider_key for row in rows}
-        for deed in self._provider.deeds():
-            if not keys & {deed.key, deed.tag}:
-                return Failure("no key", f"The provider got a call without attempt.key: {deed.body!r}.")
+        calls = self._provider.calls()
+        for call in calls:
+            if call.done and not keys & {call.key, call.tag}:
+                return Failure("no key", f"The provider got a call without attempt.key: {call.body!r}.")
         for number, row in zip(delivered, rows, strict=True):
-            if (text := self._wrong(row, self._provider.calls(row.provider_key))) is not None:
+            its = [call for call in calls if row.provider_key in (call.key, call.tag)]
+            if (text := self._wrong(row, its)) is not None:
                 return Failure(text, f"{self.names[number]} {text}.")
         self._done = [number for number, row in zip(delivered, rows, strict=True) if row.outcome == DONE]
         return None
@@ -195,8 +197,3 @@ class AsyncRunning(Running):
             return await self._run(request)
         except self.ends:
             return None
-
-
-def is_async(effect: Any) -> bool:
-    """True if the effect is an ``async def``."""
-    return bool(getattr(effect, "asynchronous", False))

@@ -6,8 +6,8 @@ import pytest
 
 from kit_commands import MISTAKES, REQUESTS, RIGHT, Base, Case, PlaceOrder, read_spent, spent
 from projector_dedup.commands import Call, Codec, command
-from projector_dedup.testing.answered_once import CommandCheck, is_async
-from projector_dedup.testing.checking import Report, UnusableError, engine_on
+from projector_dedup.testing.answered_once import CommandCheck
+from projector_dedup.testing.checking import Report, UnusableError, engine_on, is_async
 
 
 def checked(case: Case, where: Path | str) -> Report | None:

@@ -8,9 +8,9 @@ import pytest
 
 import kit_effects
 from kit_effects import MISTAKES, REQUESTS, RIGHT, Base, paid, read_paid
-from projector_dedup.testing.checking import Report, UnusableError, engine_on
+from projector_dedup.testing.checking import Report, UnusableError, engine_on, is_async
 from projector_dedup.testing.provider import Provider
-from projector_dedup.testing.settled import EffectCheck, is_async
+from projector_dedup.testing.settled import EffectCheck
 
 Checked = Callable[..., Report | None]
 
