@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from sqlalchemy.exc import DBAPIError
@@ -32,6 +33,22 @@ logger = logging.getLogger("projector_dedup")
 
 
 _RETRYABLE = (Failure.TRANSIENT, Failure.READ_ONLY, Failure.LOCK_TIMEOUT)
+
+
+_lowered: set[str] = set()
+"""Handlers for which the library has logged that they run a second time, at READ COMMITTED."""
+
+
+def log_lowered(identity: str) -> None:
+    """Log, once for each handler, that it runs a second time, and which declaration spares the first run."""
+    if identity not in _lowered:
+        _lowered.add(identity)
+        logger.info(
+            "handler %s takes a lock and then reads, so the library runs it again at READ COMMITTED, where its lock "
+            "protects what it reads. If its locks protect every row that it changes, declare isolation='READ "
+            "COMMITTED', which spares the first run",
+            printable(identity),
+        )
 
 
 class UnreadableError(Exception):
@@ -87,6 +104,12 @@ def deliver(work: Work, factory: Any, options: UnitOptions, policy: RetryPolicy,
             work.connected = uow.dialect is not None
             if isinstance(error, ProjectorDedupError) and hasattr(error, "done"):
                 error.done = False  # the handler called a command that ran before; this transaction was rolled back
+            if (overtaken := uow.overtaken) is not None and uow.durable:
+                if overtaken.isolation is not None:
+                    options = replace(options, lowered=True)
+                    log_lowered(work.identity)
+                    continue  # at once, and not counted: it happens only once
+                options = replace(options, accepted=options.accepted | {overtaken.text})
             delay = attempts.delay_after(error, uow.cause_of(error), uow.dialect, commit_was_sent=uow.commit_was_sent)
             work.log_retry(error, attempts)
         waiting.sleep(delay)

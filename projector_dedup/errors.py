@@ -14,7 +14,7 @@
     |   `-- RetentionTooShortError    a cleanup would delete markers of messages that may still be redelivered
     |-- UnhandledMessage              no handler is registered for the message
     |-- Defer                         raised by a handler to postpone the message; everything is rolled back
-    |-- OvertakenError                another delivery applied one of several messages that were claimed together
+    |-- OvertakenError                another transaction was faster: run the unit of work again
     |-- InProgress                    another delivery held the claim longer than ``claim_timeout``
     |-- TransactionViolatedError      a handler committed, rolled back or closed the transaction
     |   `-- UnlockedWriteError        with ``read_models``, a handler changed a row that it had not read under lock
@@ -111,10 +111,18 @@ class InProgress(ProjectorDedupError):
 
 
 class OvertakenError(ProjectorDedupError):
-    """Another delivery committed the marker of one of several messages while this one claimed them together.
+    """Another transaction was faster. Everything was rolled back: run the unit of work again.
 
-    Run the unit of work again. A dispatcher retries automatically.
+    Another delivery has claimed one of the same messages, or has committed a row that the snapshot of this transaction
+    hides. A dispatcher runs the message again by itself. ``isolation`` is the isolation level for the next run, or
+    None if any level will do.
     """
+
+    text = ""  # the driver's text of a unique violation, if that was the reason
+
+    def __init__(self, message: str = "", isolation: str | None = None) -> None:
+        super().__init__(message)
+        self.isolation = isolation
 
 
 class TransactionViolatedError(ProjectorDedupError):

@@ -20,9 +20,9 @@ from functools import cache
 from types import CoroutineType
 from typing import Any, ClassVar, NoReturn
 
-from sqlalchemy import Select, Table, event, literal_column, select
+from sqlalchemy import Insert, Select, Table, UniqueConstraint, event, literal_column, select
 from sqlalchemy.engine import Connection
-from sqlalchemy.exc import DBAPIError, PendingRollbackError
+from sqlalchemy.exc import DBAPIError, OperationalError, PendingRollbackError, SQLAlchemyError
 from sqlalchemy.orm import Session, SessionTransaction
 from sqlalchemy.pool import PoolProxiedConnection
 from sqlalchemy.schema import DefaultGenerator
@@ -30,8 +30,8 @@ from sqlalchemy.sql.dml import UpdateBase
 from sqlalchemy.sql.elements import ReleaseSavepointClause, RollbackToSavepointClause, SavepointClause
 
 from .closing import roll_back
-from .dialects import Dialect, Failure, LastStatement, Status, info_of, marker_exists
-from .errors import TransactionViolatedError, UnsafeSessionError
+from .dialects import Dialect, Failure, LastStatement, Snapshot, Status, info_of, marker_exists
+from .errors import OvertakenError, TransactionViolatedError, UnsafeSessionError
 from .tables import DedupTables
 from .transaction_text import sql_sent, sql_text
 
@@ -47,6 +47,9 @@ class GuardedSession(Session):
     keeps_over_flush = False  # True: a flush does not forget the declared rows, although a trigger may change them
     unwritten = False  # True: earlier messages have made changes that are not flushed yet
     building = False  # True: the projector is building, so its handler cannot arm effects
+    snapshot = Snapshot.NEVER  # when the transaction takes the snapshot that its reads show
+    may_lower = False  # True: the library has raised the isolation level, and can run the handler at the default level
+    accepted: frozenset[str] = frozenset()  # texts of unique violations after which an earlier attempt was run again
     stale = False  # True: the session may have rows as they were in a savepoint that was rolled back
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -106,6 +109,30 @@ class GuardedSession(Session):
         return super().connection(bind_arguments=bind_arguments, execution_options=execution_options)
 
 
+class _Clash:
+    """A unique violation of a handler's statement, and the driver's text of it."""
+
+    def __init__(self, text: str, statement: Any, parameters: Any) -> None:
+        self.text, self.statement, self._parameters = text, statement, parameters
+
+    def values(self, connection: Connection) -> dict[str, Any]:
+        """Return the values of the row by column. Return nothing unless the statement is an INSERT of one row."""
+        rows = self._parameters if isinstance(self._parameters, list) else [self._parameters or {}]
+        if not isinstance(self.statement, Insert) or len(rows) != 1:
+            return {}
+        try:
+            return dict(self.statement.compile(dialect=connection.dialect, column_keys=list(rows[0])).params) | rows[0]
+        except SQLAlchemyError:
+            return {}
+
+
+def _unique_keys(table: Any) -> list[Any]:
+    """Return the columns of each unique key that the table declares."""
+    keys = [table.primary_key.columns]
+    keys += [each.columns for each in table.constraints if isinstance(each, UniqueConstraint)]
+    return keys + [each.columns for each in table.indexes if each.unique]
+
+
 class Guard:
     """Watches the transaction of one unit of work from its claim to its COMMIT, and remembers the first violation."""
 
@@ -122,6 +149,7 @@ class Guard:
         self.key = key  # of the marker; None: without a claim
         self.violation: TransactionViolatedError | None = None
         self.aborted_by: DBAPIError | None = None  # the error after which the server accepts no statement
+        self.overtaken: OvertakenError | None = None  # why the attempt is given up: it runs again in a new transaction
         self.watching = False  # True: a handler has the session, so statements, COMMIT and ROLLBACK are checked
         self.several = False  # True: several messages share the transaction
         self.server_check_required = False
@@ -135,6 +163,9 @@ class Guard:
         self._session_transaction = session.get_transaction()
         self._transaction = connection.get_transaction()
         self._outer_savepoint = connection.get_nested_transaction()  # only inside an external transaction
+        self._has_snapshot = session.snapshot is Snapshot.CLAIM  # True: newer rows may be hidden from its reads
+        self._locked_late = False  # True: the handler has taken a lock that is younger than the snapshot
+        self._clash: _Clash | None = None  # a unique violation, until a statement succeeds after it
         self._savepoints: list[str] = []  # the open savepoints in order, including the mark
         self._marked = False  # True: a savepoint or the transaction id distinguishes this transaction from later ones
         self._transaction_id: str | None = None  # the server's id of the transaction, if the server has such ids
@@ -158,7 +189,12 @@ class Guard:
             del self.connection.guard
 
     def verify(self) -> None:
-        """Raise ``TransactionViolatedError`` unless the transaction of the claim is still open and able to commit."""
+        """Raise ``TransactionViolatedError`` unless the transaction of the claim is still open and able to commit.
+
+        Raise ``OvertakenError`` if the attempt was given up.
+        """
+        if self.overtaken is not None:
+            raise self.overtaken
         if self.violation is not None:
             raise self.violation
         self._refuse_unawaited()
@@ -229,6 +265,8 @@ class Guard:
         """
         if self.violation is not None:
             raise self.violation
+        if self.overtaken is not None and not mends:
+            raise self.overtaken
         if self.connection.get_transaction() is not self._transaction:
             self._raise_rolled_back()
         if self.aborted_by is not None and not mends:
@@ -252,15 +290,29 @@ class Guard:
     def after_statement(self) -> None:
         """Note that a statement succeeded, which on most databases proves that the transaction is not aborted."""
         self._begun = self._begun or self.dialect.status(self.driver) is Status.OPEN
-        if not self.dialect.abort_lasts:
+        if not self.dialect.abort_lasts and not self._is_conflict(self.aborted_by):
             self.aborted_by = None
 
-    def statement_failed(self, error: BaseException) -> None:
+    def statement_failed(self, error: BaseException, statement: Any, parameters: Any) -> None:
         """Note that a statement failed. The first error counts: later ones only report the aborted transaction."""
-        if self.violation is not None or self.aborted_by is not None or not isinstance(error, DBAPIError):
+        if self.violation is not None or self.overtaken is not None or self.aborted_by is not None:
             return
-        if error.connection_invalidated or self.dialect.aborts(error):
+        if not isinstance(error, DBAPIError):
+            if self.connection.invalidated:  # for example by asyncio.timeout(), which the handler may catch
+                lost = error if isinstance(error, Exception) else RuntimeError(type(error).__name__)
+                self.aborted_by = OperationalError(None, None, lost, connection_invalidated=True)
+            return
+        if error.connection_invalidated or self.dialect.aborts(error) or self._is_conflict(error):
             self.aborted_by = error
+        if self._has_snapshot and self.dialect.classify(error) is Failure.UNIQUE:
+            self._clash = _Clash(str(error.orig), statement, parameters)
+
+    def _is_conflict(self, error: DBAPIError | None) -> bool:
+        """True if the library runs the handler again after ``error``, whatever the handler does with it.
+
+        A savepoint undoes the statements of this transaction. It does not undo what another transaction has done.
+        """
+        return error is not None and self.dialect.classify(error) is Failure.TRANSIENT
 
     def savepoint_began(self, name: str) -> None:
         """Note that a savepoint was set."""
@@ -268,7 +320,7 @@ class Guard:
 
     def savepoint_ended(self, name: str, *, rolled_back: bool) -> None:
         """Note that a savepoint was released or rolled back. Later savepoints have ended with it."""
-        if rolled_back:
+        if rolled_back and not self._is_conflict(self.aborted_by):
             self.aborted_by = None
         place = self._savepoints.index(name) if name in self._savepoints else 0
         gone = self._savepoints[place:]
@@ -320,6 +372,84 @@ class Guard:
                 "database), but marker and read model must use one connection; give the sessionmaker one engine"
             )
 
+    # What the snapshot hides ----------------------------------------------------------------------------------------
+    #
+    # If the library has raised the isolation level, the snapshot can be older than the handler expects: a row that
+    # another transaction has inserted since is hidden, and no error says so (docs/adr/0003).
+
+    def sees_new_rows(self) -> bool:
+        """True if no statement of this transaction can miss a row, so that ``sent`` and ``before_read`` do nothing."""
+        return self.session.snapshot is Snapshot.NEVER
+
+    def snapshot_taken(self) -> None:
+        """Note that a SELECT has taken the snapshot, if the claim has not."""
+        self._has_snapshot = not self.sees_new_rows()
+
+    def sent(self, sql: str) -> None:
+        """Note whether the statement that succeeded has taken the snapshot, or a lock that is younger than it."""
+        grammar = self.dialect.grammar
+        if self._has_snapshot:
+            self._locked_late = self._locked_late or (self._protects_locks() and grammar.takes_lock(sql))
+        elif grammar.reads_snapshot(sql):
+            self._has_snapshot = True
+
+    def _protects_locks(self) -> bool:
+        """True if the handler's locks would protect its reads in a transaction that the library had not changed."""
+        return self.session.may_lower or self._is_beside_other_messages()
+
+    def _is_beside_other_messages(self) -> bool:
+        """True if an earlier message of the batch may have taken the snapshot, which the message alone would not."""
+        return self.several and self.session.snapshot is Snapshot.READ
+
+    def before_read(self, statement: Any, sql: str | None) -> None:
+        """Give the attempt up if the statement would read rows that are older than the handler's lock on them.
+
+        ``sql`` is the text of a statement that the handler wrote as text. Raises ``OvertakenError``.
+        """
+        if not self._locked_late or (self.session.flush_depth and not isinstance(statement, Select)):
+            return  # a flush writes rows that the handler has read before, and the database compares these
+        if sql is None:
+            sql = str(statement.compile(dialect=self.connection.dialect))
+        if not self.dialect.grammar.reads_snapshot(sql):
+            return
+        if not self.session.may_lower:
+            self.refuse_for_several()
+        raise self.overtake(
+            "the handler takes a lock and then reads, and its snapshot is older than the lock",
+            isolation=self.dialect.locking_isolation,
+        )
+
+    def refuse_hidden_row(self) -> None:
+        """Give the attempt up if the snapshot hides the row of a unique violation that the handler has caught.
+
+        Call it after a statement that succeeded, such as ROLLBACK TO SAVEPOINT. Raises ``OvertakenError``.
+        """
+        clash, self._clash = self._clash, None
+        if clash is None or clash.text in self.session.accepted or self._is_visible(clash):
+            return
+        lowered = self.dialect.locking_isolation if self.session.may_lower else None
+        error = self.overtake("the snapshot hides the row of a unique violation that the handler caught", lowered)
+        error.text = clash.text
+        raise error
+
+    def _is_visible(self, clash: _Clash) -> bool:
+        """True if the transaction sees a row with a unique key of the row that could not be inserted."""
+        values, connection = clash.values(self.connection), self._where_claimed()
+        for columns in _unique_keys(clash.statement.table) if values else ():
+            if all(values.get(column.key) is not None for column in columns):
+                same = [column == values[column.key] for column in columns]
+                found: Select[Any] = select(literal_column("1")).select_from(clash.statement.table).where(*same)
+                if Connection.execute(connection, found).first() is not None:
+                    return True
+        return False
+
+    def overtake(self, what: str, isolation: str | None = None) -> OvertakenError:
+        """Remember that the attempt is given up, so that it never commits. Return the error to raise."""
+        if self.overtaken is None:
+            again = f" with isolation={isolation!r}" if isolation else ""
+            self.overtaken = OvertakenError(f"{what}; run the unit of work again{again}", isolation=isolation)
+        return self.overtaken
+
     # Violations -----------------------------------------------------------------------------------------------------
 
     def violate(self, what: str) -> TransactionViolatedError:
@@ -359,7 +489,7 @@ class Guard:
         return self.violation if self.violation is not None and self.violation.durable else None
 
     def _refuse_aborted(self) -> None:
-        if self.aborted_by is not None and self.dialect.abort_lasts:
+        if self.aborted_by is not None and (self.dialect.abort_lasts or self._is_conflict(self.aborted_by)):
             raise self._swallowed() from self.aborted_by
 
     def _raise_rolled_back(self) -> NoReturn:
@@ -508,14 +638,20 @@ class GuardedConnection(Connection):
             guard.session.before_rollback_to_savepoint()
         else:
             guard.session.before_statement(writes=written is not None or not (usual or savepoint))
-        guard.before_statement(None if usual else sql_text(statement, self.dialect), written, mends=rolls_back)
+        sql = None if usual else sql_text(statement, self.dialect)
+        guard.before_statement(sql, written, mends=rolls_back)
+        hides = not (savepoint or guard.sees_new_rows())
+        if hides:
+            guard.before_read(statement, sql)
         if self._streams(statement, kwargs.get("execution_options")):
             guard.require_server_check()  # a later fetch can fail without a report
         try:
             result = run(statement, *args, **kwargs)
         except BaseException as error:
-            guard.statement_failed(error)
+            guard.statement_failed(error, statement, args[0] if args else None)
             raise
+        if hides:
+            guard.sent(sql_sent(result))
         guard.after_statement()
         if guard.several and guard.dialect.grammar.sets_for_transaction(sql_sent(result)):
             guard.refuse_for_several()
@@ -524,6 +660,7 @@ class GuardedConnection(Connection):
                 guard.savepoint_began(statement.ident)
             else:
                 guard.savepoint_ended(statement.ident, rolled_back=rolls_back)
+        guard.refuse_hidden_row()
         return result
 
     def _streams(self, statement: Any, options: Any) -> bool:

@@ -149,11 +149,12 @@ def _private_class(session_class: type[Session], options: UnitOptions) -> type[G
     if _SUBCLASSES not in vars(session_class):
         setattr(session_class, _SUBCLASSES, {})
     kept: dict[object, type[GuardedSession]] = vars(session_class)[_SUBCLASSES]
-    wanted = options.shared_session, options.read_models
+    wanted = options.shared_session, options.read_models, options.lowered
     if wanted not in kept:
         base = SharedSession if options.shared_session else GuardedSession
         private = type(f"{base.__name__}Of{session_class.__name__}", (base, session_class), {})
-        kept[wanted] = locking_session(private, options.read_models) if options.read_models else private
+        locks = options.read_models or options.lowered
+        kept[wanted] = locking_session(private, options.read_models, verifies=options.lowered) if locks else private
     return kept[wanted]
 
 
@@ -196,9 +197,9 @@ def open_connection(
         dialect.begin_around(bind, options.tables.marker if marked else None)
         connection = session.connection(bind_arguments={"bind": bind})
         dialect.refuse_unsafe(connection)
-        if isinstance(session, LockingSession):  # use the level of production, because a test may have another
-            level = chosen_level(bind) or _usual_level(bind.engine, dialect, options, marked=marked)
-            session.conflicts_are_found = dialect.detects_lost_updates(connection, level)
+        chosen = options.isolation or chosen_level(bind)
+        level = chosen or _usual_level(bind.engine, dialect, options, marked=marked)  # that of production
+        _note_level(session, connection, dialect, options, level, chosen=chosen is not None)
     else:
         raise UnsafeSessionError(
             "the session is bound to a Connection, whose transaction the library must not commit; bind the "
@@ -216,7 +217,8 @@ def _on_engine(
         begun_by_claims = _admit(engine, dialect)
         chosen = options.isolation or chosen_level(engine)
         level = options.isolation if chosen is not None else _usual_level(engine, dialect, options, marked=marked)
-        with dialect.opening(engine, marked=marked, locking=bool(options.read_models), chosen=chosen is not None):
+        locking = bool(options.read_models) or options.lowered
+        with dialect.opening(engine, marked=marked, locking=locking, chosen=chosen is not None):
             by_claim = one and level in LEVELS and begun_by_claims
             connection = _connect(session, engine, dialect, level, begun_by_claim=by_claim)
         dialect.refuse_unsafe(connection)
@@ -224,9 +226,28 @@ def _on_engine(
         raise DBAPIError(None, None, error) from error
     if marked and chosen in LEVELS:
         _warn_of_lost_updates(connection, dialect, options, chosen)
-    if isinstance(session, LockingSession):
-        session.conflicts_are_found = dialect.detects_lost_updates(connection, level or chosen)
+    _note_level(session, connection, dialect, options, level or chosen, chosen=chosen is not None)
     return connection
+
+
+def _note_level(
+    session: GuardedSession,
+    connection: Connection,
+    dialect: Dialect,
+    options: UnitOptions,
+    level: str | None,
+    *,
+    chosen: bool,
+) -> None:
+    """Let the session know what its isolation level hides and detects. ``level`` is None for the level of the server.
+
+    ``chosen``: the user has chosen the level, so the library must not run the handler at another one.
+    """
+    session.snapshot, session.accepted = dialect.snapshot(connection, level), options.accepted
+    default = dialect.default_level(connection)
+    session.may_lower = not chosen and default is not None and not is_as_strict(default, "REPEATABLE READ")
+    if isinstance(session, LockingSession):
+        session.conflicts_are_found = dialect.detects_lost_updates(connection, level)
 
 
 def _admit(engine: Engine, dialect: Dialect) -> bool:
@@ -336,7 +357,7 @@ def _usual_level(engine: Engine, dialect: Dialect, options: UnitOptions, *, mark
     default: str | None = engine.dialect.default_isolation_level
     if dialect.begins_with_level and default is not None and is_as_strict(default, detecting):
         return default  # set it in any case, because the next connection may have another default (docs/adr/0011)
-    if options.read_models:
+    if options.read_models or options.lowered:
         return dialect.locking_isolation
     return detecting if marked else None
 

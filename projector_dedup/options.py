@@ -64,6 +64,8 @@ class UnitOptions:
     - ``shared_session``: keeps the rows of a batch in the session until the COMMIT.
     - ``building``: forbids the handler to arm effects.
     - ``lines``: detect late messages. None applies them.
+    - ``lowered``: runs the handler at READ COMMITTED, after an attempt in which its lock was younger than its snapshot.
+    - ``accepted``: texts of unique violations after which an earlier attempt was given up.
     """
 
     tables: DedupTables = default_tables
@@ -76,6 +78,8 @@ class UnitOptions:
     shared_session: bool = False
     building: bool = False
     lines: Lines | None = None
+    lowered: bool = False
+    accepted: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         if self.claim_timeout is not None and self.claim_timeout <= 0:

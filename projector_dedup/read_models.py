@@ -21,9 +21,11 @@ from inspect import iscoroutinefunction
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary, WeakSet
 
-from sqlalchemy import Select, event, inspect, select, tuple_
+from sqlalchemy import Column, Select, event, inspect, select, tuple_
+from sqlalchemy.ext.mutable import MutableBase
 from sqlalchemy.orm import (
     InstanceState,
+    LoaderCallableStatus,
     Mapper,
     ORMExecuteState,
     QueryContext,
@@ -32,7 +34,7 @@ from sqlalchemy.orm import (
     SessionTransaction,
     UOWTransaction,
 )
-from sqlalchemy.sql import Join
+from sqlalchemy.sql import ClauseElement, Join
 from sqlalchemy.sql.expression import Alias, FromClause
 from sqlalchemy.sql.util import find_tables, surface_selectables_only
 
@@ -181,6 +183,7 @@ class LockingSession(GuardedSession):
     read_models: tuple[type[Any], ...] = ()
     declared_tables: frozenset[FromClause] = frozenset()
     conflicts_are_found = False  # True: at this isolation level the database itself refuses lost updates
+    verifies = False  # True: a flush compares unlocked rows with the database, instead of refusing to change them
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -211,15 +214,20 @@ class LockingSession(GuardedSession):
         return self.conflicts_are_found or state.mapper.version_id_col is not None
 
 
-def locking_session(session_class: type[GuardedSession], read_models: tuple[type[Any], ...]) -> type[LockingSession]:
-    """Return a subclass of the guarded session class that reads ``read_models`` under lock."""
+def locking_session(
+    session_class: type[GuardedSession], read_models: tuple[type[Any], ...], *, verifies: bool
+) -> type[LockingSession]:
+    """Return a subclass of the guarded session class that reads ``read_models`` under lock.
+
+    If it ``verifies``, a flush compares the other rows that it changes with the database.
+    """
     declared = frozenset(table for model in read_models for table in inspect(model).tables)
     for model in read_models:
         _remember_locked_instances(model)  # type: ignore[arg-type]  # mypy takes a class for its instance here
     return type(
         f"Locking{session_class.__name__}",
         (LockingSession, session_class),
-        {"read_models": read_models, "declared_tables": declared},
+        {"read_models": read_models, "declared_tables": declared, "verifies": verifies},
     )
 
 
@@ -243,6 +251,9 @@ def _lock_what_is_read(state: ORMExecuteState) -> None:
 def _refuse_unlocked_writes(session: LockingSession, _context: UOWTransaction, _instances: object) -> None:
     if not session.locks:
         return
+    if session.verifies:
+        verify_unlocked(session)
+        return
     for instance in (*session.dirty, *session.deleted):
         _refuse_unlocked(session, inspect(instance), is_deleted=instance in session.deleted)
 
@@ -250,11 +261,81 @@ def _refuse_unlocked_writes(session: LockingSession, _context: UOWTransaction, _
 @event.listens_for(LockingSession, "after_flush")
 def _refuse_what_the_flush_added(session: LockingSession, context: UOWTransaction) -> None:
     """Refuse rows that relationships or listeners added to the flush, such as the row of a removed child."""
-    if not session.locks:
+    if not session.locks or session.verifies:
         return
     for state, (is_deleted, only_listed) in context.states.items():
         if not only_listed and state.key is not None:  # without a key it was inserted
             _refuse_unlocked(session, state, is_deleted=is_deleted)
+
+
+def verify_unlocked(session: LockingSession) -> None:
+    """Lock the rows that a flush will change, and compare them with what the handler has read.
+
+    Raises ``OvertakenError`` if another transaction has changed one since, and ``UnlockedWriteError`` if the handler
+    has changed a value in place, so that there is nothing to compare.
+    """
+    if session.conflicts_are_found:
+        return
+    groups: dict[Mapper[Any], list[InstanceState[Any]]] = {}
+    for state in dict.fromkeys(_flushed(session)):
+        if not session.may_write(state):
+            groups.setdefault(state.mapper, []).append(state)
+    for mapper in sorted(groups, key=lambda each: each.class_.__qualname__):  # in one order everywhere: no deadlock
+        for start in range(0, len(groups[mapper]), _AT_ONCE):
+            _verify(session, mapper, groups[mapper][start : start + _AT_ONCE])
+
+
+def _flushed(session: LockingSession) -> Iterator[InstanceState[Any]]:
+    """Yield the states of the rows that a flush will UPDATE or DELETE, children with another parent included."""
+    for instance in (*session.dirty, *session.deleted):
+        state, deleted = inspect(instance), instance in session.deleted
+        if deleted or _is_updated(state):
+            yield state
+        for relationship in state.mapper.relationships:
+            if relationship.direction is RelationshipDirection.ONETOMANY and relationship.key in state.dict:
+                history = state.attrs[relationship.key].history
+                children = (*history.deleted, *history.added, *(history.unchanged if deleted else ()))
+                yield from (child for each in children if each is not None and (child := inspect(each)).persistent)
+
+
+def _verify(session: LockingSession, mapper: Mapper[Any], states: list[InstanceState[Any]]) -> None:
+    columns = {each.key: each.columns[0] for each in mapper.column_attrs if isinstance(each.columns[0], Column)}
+    by_key = {state.key[1]: state for state in states if state.key is not None}
+    key: Any = mapper.primary_key
+    chosen = key[0].in_([each[0] for each in by_key]) if len(key) == 1 else tuple_(*key).in_(list(by_key))
+    found = select(*key, *columns.values()).select_from(mapper.persist_selectable).where(chosen).order_by(*key)
+    rows = session.connection().execute(found.with_for_update(key_share=not session.deleted)).all()
+    now = {tuple(row[: len(key)]): dict(zip(columns, row[len(key) :], strict=True)) for row in rows}
+    for identity, state in by_key.items():
+        values = now.get(tuple(identity))
+        if values is None or not all(_is_unchanged(state, name, columns[name], values[name]) for name in columns):
+            assert session.guard is not None  # noqa: S101  # ``locks`` was True
+            raise session.guard.overtake(f"another transaction has changed a row of {mapper.class_.__name__}")
+        session.locked_instances.add(state)
+
+
+def _is_unchanged(state: InstanceState[Any], name: str, column: Column[Any], now: Any) -> bool:
+    """True if the row still has the value that the handler has read, or the handler has read none.
+
+    Values that cannot be compared count as equal.
+    """
+    given = state.dict.get(name, LoaderCallableStatus.NO_VALUE)
+    loaded = state.committed_state.get(name, given)
+    if isinstance(loaded, LoaderCallableStatus):
+        if isinstance(given, (MutableBase, dict, list, set)):
+            raise UnlockedWriteError(
+                f"{state.class_.__name__}.{name} was changed in place in a row that is not locked, so the library "
+                "cannot detect a concurrent change; read the row with with_for_update=True, or declare its entity in "
+                "read_models"
+            )
+        return True
+    equality: Any = type(loaded).__eq__
+    if loaded is now or isinstance(given, ClauseElement) or equality is object.__eq__:
+        return True
+    try:
+        return bool(column.type.compare_values(loaded, now)) or bool(loaded != loaded and now != now)  # NaN
+    except Exception:  # noqa: BLE001  # a type of the user's may raise anything
+        return True
 
 
 def _refuse_unlocked(session: LockingSession, state: InstanceState[Any], *, is_deleted: bool) -> None:

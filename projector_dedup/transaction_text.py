@@ -1,8 +1,9 @@
-"""Detect SQL text that would begin or end a transaction, or change a setting of the transaction."""
+"""Detect SQL text that ends its transaction, changes a setting of it, takes a lock, or reads its snapshot."""
 
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 
 from sqlalchemy.engine import Dialect as EngineDialect
 from sqlalchemy.orm import FromStatement
@@ -21,6 +22,9 @@ SETTINGS = r"\bSET\s+(?:LOCAL|TRANSACTION|CONSTRAINTS)\s+[\w\"]|\bset_config\"?\
 The pattern requires another word after it, so that a column with such a name (``SET local = 1``) does not match.
 """
 
+LOCKS = r"\bFOR\s+(?:NO\s+KEY\s+)?UPDATE\b|\bFOR\s+(?:KEY\s+)?SHARE\b"
+"""SELECTs that lock the rows that they read."""
+
 _BODY_BEGINS = re.compile(r"\s*CREATE\b.*\b(TRIGGER|FUNCTION|PROCEDURE)\b.*\bBEGIN\b", re.IGNORECASE | re.DOTALL)
 _BODY_ENDS = re.compile(r"\s*END\b", re.IGNORECASE)
 
@@ -32,6 +36,8 @@ class Grammar:
     - ``commands``: commands at the beginning of a statement that begin or end a transaction.
     - ``hidden``: commands that may run such commands invisibly, such as CALL of a stored procedure.
     - ``settings``: SQL that changes a setting until the transaction ends.
+    - ``locks``: SQL that locks rows, a table or a name.
+    - ``reads``: SQL that reads rows as the snapshot of the transaction shows them.
     - ``one_at_a_time``: True if the drivers report only an error of the first statement of a text.
     """
 
@@ -41,6 +47,8 @@ class Grammar:
         commands: tuple[str, ...] = COMMANDS,
         hidden: str = "(?!)",
         settings: str = SETTINGS,
+        locks: str = LOCKS,
+        reads: str = "(?!)",
         *,
         one_at_a_time: bool = False,
     ) -> None:
@@ -49,6 +57,8 @@ class Grammar:
         self._command = re.compile(rf"\W*({'|'.join(commands)})\b", flags)
         self._hidden = re.compile(rf"\W*(?:{hidden})\b", flags)
         self._setting = re.compile(settings, flags)
+        self._lock = re.compile(locks, flags)
+        self._read = re.compile(reads, flags)
         self._one_at_a_time = one_at_a_time
 
     def transaction_command(self, sql: str) -> str | None:
@@ -78,8 +88,21 @@ class Grammar:
         """
         return bool(self._setting.search(sql) or self._setting.search(self._opaque.sub(" ", sql)))
 
+    def takes_lock(self, sql: str) -> bool:
+        """True if ``sql`` locks rows, a table or a name."""
+        return _finds(self._lock, self._opaque, sql)
+
+    def reads_snapshot(self, sql: str) -> bool:
+        """True if ``sql`` reads rows as the snapshot of the transaction shows them."""
+        return _finds(self._read, self._opaque, sql)
+
     def _statements(self, sql: str) -> list[str]:
         return self._opaque.sub(" ", sql).split(";")
+
+
+@lru_cache(1000)
+def _finds(pattern: re.Pattern[str], opaque: re.Pattern[str], sql: str) -> bool:
+    return pattern.search(sql) is not None and pattern.search(opaque.sub(" ", sql)) is not None
 
 
 def sql_text(statement: object, dialect: EngineDialect) -> str | None:

@@ -191,6 +191,7 @@ class UnitOfWork:
 
         def insert(guard: Guard) -> bool:
             new.extend(insert_markers(guard.connection, guard.dialect, tables, keys, names, wait))
+            guard.snapshot_taken()  # some databases look for the markers by a SELECT
             if new:
                 guard.key = keys[new[0]]
             return bool(new)
@@ -475,11 +476,16 @@ class UnitOfWork:
         """True if an error may mean that the outcome of this unit's own COMMIT is unknown."""
         return self._guard is not None and self._guard.commit_was_sent
 
+    @property
+    def overtaken(self) -> OvertakenError | None:
+        """The error by which the attempt was given up, also if the handler has caught it and raised another one."""
+        return None if self._guard is None else self._guard.overtaken
+
     def cause_of(self, error: Exception) -> Exception:
-        """Return the error that aborted the transaction. The handler may have caught it and raised ``error``."""
+        """Return the error that ended the attempt. The handler may have caught it and raised ``error``."""
         if isinstance(error, OvertakenError):  # more precise than the database's error
             return error
-        return (self._guard.aborted_by if self._guard is not None else None) or error
+        return self.overtaken or (self._guard.aborted_by if self._guard is not None else None) or error
 
     def _required_guard(self) -> Guard:
         if self._guard is None:

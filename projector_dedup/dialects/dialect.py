@@ -62,6 +62,14 @@ class Status(Enum):
     BUSY = "busy"  #: a statement was interrupted half-way, or the connection is gone
 
 
+class Snapshot(Enum):
+    """When a transaction takes the snapshot of the rows that its later reads show."""
+
+    NEVER = "never"  #: each statement sees the newest rows, or locks what it reads
+    CLAIM = "claim"  #: with its first statement, which is the claim
+    READ = "read"  #: with its first SELECT that locks nothing
+
+
 def sqlstate_of(error: Exception) -> str | None:
     """Return the SQLSTATE of an error, or None if the server sent none, for example because the connection was lost.
 
@@ -203,6 +211,15 @@ class Dialect(ABC):
         """True if no update is lost on this connection at ``level`` (None: the level that ``opening`` sets)."""
         detecting = self.detecting_isolation
         return detecting is None or (level is not None and is_as_strict(level, detecting))
+
+    def default_level(self, connection: Connection) -> str | None:
+        """Return the isolation level that a session of the user's, which chooses none, has on this connection."""
+        level: str | None = connection.dialect.default_isolation_level
+        return level
+
+    def snapshot(self, connection: Connection, level: str | None) -> Snapshot:
+        """Return when a transaction takes its snapshot at ``level`` (None: the level that ``opening`` sets)."""
+        return Snapshot.NEVER
 
     def opening(
         self, engine: Engine, *, marked: bool, locking: bool = False, chosen: bool = False

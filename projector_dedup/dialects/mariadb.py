@@ -23,10 +23,10 @@ from sqlalchemy.sql.compiler import SQLCompiler
 
 from ..errors import MissingTableError, UnsafeSessionError, UnsupportedDatabaseError
 from ..message import MAX_HANDLER_BYTES, MAX_MESSAGE_ID_BYTES
-from ..transaction_text import COMMANDS, Grammar
+from ..transaction_text import COMMANDS, LOCKS, Grammar
 from .claims import Parameters, handler_parameters, inserting
 from .columns import in_utc, utc_now
-from .dialect import Dialect, Failure, Status, is_as_strict
+from .dialect import Dialect, Failure, Snapshot, Status, is_as_strict
 from .listeners import TABLES, are_of_others, ask, info_of, listen_once
 
 # The meaning of errors, by number (MariaDB documentation, "MariaDB Error Code Reference") ----------------------------
@@ -102,6 +102,9 @@ class MariaDB(Dialect):
         ),
         hidden="CALL|EXECUTE|REPEAT|USE",  # the last hides where the marker is
         settings="(?!)",  # SET LOCAL is of the session, and SET TRANSACTION is refused within one
+        locks=rf"{LOCKS}|\bLOCK\s+IN\s+SHARE\s+MODE\b|\bGET_LOCK\s*\(",
+        # A SELECT that locks, and every statement that writes, finds the newest rows.
+        reads=rf"^[\s(]*(?:TABLE\b|(?:SELECT|WITH)\b(?=.*\bFROM\b))(?!.*(?:{LOCKS}|\bLOCK\s+IN\s+SHARE\s+MODE\b))",
         one_at_a_time=True,
     )
     abort_lasts = True
@@ -119,6 +122,17 @@ class MariaDB(Dialect):
         """
         server = server_of(connection)
         return server is None or server.detects_lost_updates(level)
+
+    def default_level(self, connection: Connection) -> str | None:
+        """Return the level of the session before the library has set one."""
+        server = server_of(connection)
+        return super().default_level(connection) if server is None else server.level
+
+    def snapshot(self, connection: Connection, level: str | None) -> Snapshot:
+        """Return ``READ`` at REPEATABLE READ: an INSERT, such as the claim, takes no snapshot."""
+        server = server_of(connection)
+        level = level or (server and server.now[1]) or self.default_level(connection)
+        return Snapshot.READ if level == "REPEATABLE READ" else Snapshot.NEVER
 
     @staticmethod
     def is_dependable(connection: Connection) -> bool:

@@ -39,10 +39,21 @@ from sqlalchemy.types import TypeEngine
 
 from ..closing import connected
 from ..errors import UnsupportedDatabaseError
-from ..transaction_text import OPAQUE, Grammar
+from ..transaction_text import LOCKS, OPAQUE, Grammar
 from .claims import Key, Parameters, handler_parameters, key_of
 from .columns import utc_now
-from .dialect import LEVEL_OF_BEGIN, Dialect, Failure, Status, insert_and_count, is_operational, routine_of, sqlstate_of
+from .dialect import (
+    LEVEL_OF_BEGIN,
+    Dialect,
+    Failure,
+    Snapshot,
+    Status,
+    insert_and_count,
+    is_as_strict,
+    is_operational,
+    routine_of,
+    sqlstate_of,
+)
 from .listeners import ask, is_listened_to, listen_once
 
 # The meaning of errors, by SQLSTATE (PostgreSQL documentation, appendix A) -------------------------------------------
@@ -90,7 +101,11 @@ class PostgreSQL(Dialect):
     names = frozenset({"postgresql"})
     grammar = Grammar(
         # strings with backslash escapes, and dollar quotes
-        opaque=(r"(?<![a-z0-9_])e'(?:[^'\\]|\\.|'')*'", *OPAQUE[:2], r"\$(\w*)\$.*?\$\1\$", *OPAQUE[2:])
+        opaque=(r"(?<![a-z0-9_])e'(?:[^'\\]|\\.|'')*'", *OPAQUE[:2], r"\$(\w*)\$.*?\$\1\$", *OPAQUE[2:]),
+        locks=rf"{LOCKS}|^\W*LOCK\b|\bpg_(?:try_)?advisory_(?:xact_)?lock",
+        # A row that was inserted after the snapshot is hidden from every statement that looks for rows, not only from
+        # a SELECT.
+        reads=r"\bFROM\b|(?<!\bDO )\bUPDATE\b|\bMERGE\b|^\W*TABLE\b",
     )
     detecting_isolation = "REPEATABLE READ"  # there the second writer of a row gets 40001
     begins_with_level = True
@@ -110,6 +125,11 @@ class PostgreSQL(Dialect):
 
         Called once for each physical connection. Nothing is asked for a driver that numbers no statements.
         """
+
+    def snapshot(self, connection: Connection, level: str | None) -> Snapshot:
+        """Return ``CLAIM`` at REPEATABLE READ and SERIALIZABLE, where the first statement takes the snapshot."""
+        level = level or self.default_level(connection)
+        return Snapshot.CLAIM if level is not None and is_as_strict(level, "REPEATABLE READ") else Snapshot.NEVER
 
     def opening(
         self, engine: Engine, *, marked: bool, locking: bool = False, chosen: bool = False
