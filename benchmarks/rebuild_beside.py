@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from multiprocessing.sharedctypes import Synchronized
 from typing import Any
 
-from sqlalchemy import String, create_engine
+from sqlalchemy import String, create_engine, select
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
 
 from projector_dedup import Dispatcher, Message, building, make_tables, on, projector
@@ -45,24 +45,33 @@ class Totals2(Base):
 TABLES = make_tables(Base.metadata, name="rebuild_bench_marker")
 
 
-@projector(idempotent=True, name="bench-1", shared_session=True, read_models=[Totals])
+def add_each(entity: type[Any], events: list[dict[str, Any]], session: Session) -> None:
+    """Read the rows of all events by one SELECT, under lock, and add one for each event."""
+    accounts = {event["account"] for event in events}
+    rows = session.scalars(select(entity).where(entity.account.in_(accounts)).order_by(entity.account))
+    totals = {row.account: row for row in rows}
+    for event in events:
+        totals[event["account"]].amount += 1
+
+
+@projector(idempotent=True, name="bench-1", read_models=[Totals])
 class Old:
     """Adds to the old generation."""
 
-    @on(dict, name="add", reads={Totals: "account"})
-    def add(self, event: dict[str, Any], session: Session) -> None:
-        """Add one."""
-        session.get_one(Totals, event["account"]).amount += 1
+    @on(dict, name="add", batch=True)
+    def add(self, events: list[dict[str, Any]], session: Session) -> None:
+        """Add one for each event."""
+        add_each(Totals, events, session)
 
 
-@projector(idempotent=True, name="bench-2", shared_session=True, read_models=[Totals2])
+@projector(idempotent=True, name="bench-2", read_models=[Totals2])
 class New:
     """Adds to the new generation."""
 
-    @on(dict, name="add", reads={Totals2: "account"})
-    def add(self, event: dict[str, Any], session: Session) -> None:
-        """Add one."""
-        session.get_one(Totals2, event["account"]).amount += 1
+    @on(dict, name="add", batch=True)
+    def add(self, events: list[dict[str, Any]], session: Session) -> None:
+        """Add one for each event."""
+        add_each(Totals2, events, session)
 
 
 def message(kind: str, number: int) -> Message:

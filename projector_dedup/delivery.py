@@ -12,9 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from sqlalchemy.exc import DBAPIError
-
-from .dialects import Failure
 from .errors import BeyondRetention, ProjectorDedupError
 from .handler import Handler
 from .late import Known, OutdatedLinesError
@@ -23,16 +20,12 @@ from .message import Message, logged_id, moment_in_utc, printable, valid_message
 from .observer import Observing, Watch
 from .options import RetryPolicy, UnitOptions
 from .outcome import Outcome
-from .read_models import warn_of_reads
 from .reentry import Handling
 from .retry import Attempts
 from .unit_of_work import UnitOfWork
 from .waiting import Waiting
 
 logger = logging.getLogger("projector_dedup")
-
-
-_RETRYABLE = (Failure.TRANSIENT, Failure.READ_ONLY, Failure.LOCK_TIMEOUT)
 
 
 _lowered: set[str] = set()
@@ -49,10 +42,6 @@ def log_lowered(identity: str) -> None:
             "COMMITTED', which spares the first run",
             printable(identity),
         )
-
-
-class UnreadableError(Exception):
-    """Raised if the declared rows cannot be read. ``deliver`` then retries without reading them."""
 
 
 class Work(Protocol):
@@ -98,8 +87,8 @@ def deliver(work: Work, factory: Any, options: UnitOptions, policy: RetryPolicy,
             if logger.isEnabledFor(logging.INFO):
                 work.log_settled(attempts)
             return uow.durable
-        except (UnreadableError, OutdatedLinesError):
-            continue  # not counted as an attempt: the next one does not read these rows, or reads the lines
+        except OutdatedLinesError:
+            continue  # not counted as an attempt: the next one reads the lines
         except Exception as error:  # noqa: BLE001  # delay_after raises it, unless a retry is due
             work.connected = uow.dialect is not None
             if isinstance(error, ProjectorDedupError) and hasattr(error, "done"):
@@ -131,7 +120,6 @@ class Chunk:
         self._handler = handler
         self._dated = handler.idempotent and any(message.occurred_at is not None for message in messages)
         self._new: list[int] = []  # indexes of the new messages
-        self._reads = handler.on.reads  # None also if the declared rows cannot be read
 
     def claim(self, uow: UnitOfWork) -> bool:
         """Begin the transaction, with a claim if the handler is idempotent. Return True if any message is new.
@@ -190,48 +178,22 @@ class Chunk:
     def calls(self, uow: UnitOfWork) -> Iterator[Callable[[], Any]]:
         """Yield the handler's calls for the new messages, in their order.
 
-        By default, the handler is called once for each message, with an empty session, as if the message were alone.
-        With ``@projector(shared_session=True)`` the session keeps its rows for the next messages. With
+        The handler is called once for each message, with an empty session, as if the message were alone. With
         ``@on(batch=True)`` one call gets all messages.
         """
         handler, several = self._handler, len(self._new) > 1
-        new = [self.messages[index] for index in self._new]
-        events = handler.given(new)
+        events = handler.given([self.messages[index] for index in self._new])
         if handler.on.batch:
-            uow.keep_rows()
-            self._read(uow, new)
             yield lambda: handler.function(list(events), uow.handlers_session)
             return
         if several:
             uow.share()
-        shared = handler.projector.shared_session
-        if shared:
-            self._read(uow, new)
-        for index, message, event in zip(self._new, new, events, strict=True):
+        for index, event in zip(self._new, events, strict=True):
             self.at = index
-            if not shared:
-                self._read(uow, [message])
             yield lambda event=event: handler.function(event, uow.handlers_session)  # type: ignore[misc]
             if several:
-                uow.end_message(keep=shared)
+                uow.end_message()
         self.at = None
-
-    def _read(self, uow: UnitOfWork, messages: Sequence[Message]) -> None:
-        """Read the rows that the handler declares, and keep them in the session.
-
-        A wrong declaration must not make the message fail. So if the SELECT fails, ``UnreadableError`` makes
-        ``deliver`` retry without it. Transient errors are raised unchanged, and retried as usual.
-        """
-        if self._reads is None:
-            return
-        try:
-            uow.read(self._reads, [each.body for each in messages], self.identity)
-        except Exception as error:
-            if isinstance(error, DBAPIError) and uow.dialect is not None and uow.dialect.classify(error) in _RETRYABLE:
-                raise
-            self._reads = None
-            warn_of_reads(printable(self.identity), f"reads={{...}} failed ({type(error).__name__})")
-            raise UnreadableError from error
 
     def log_settled(self, attempts: Attempts) -> None:
         """Log the outcome of each message: at DEBUG if it was applied, else at INFO."""

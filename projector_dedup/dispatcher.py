@@ -111,7 +111,6 @@ class BaseDispatcher(Generic[F]):
                 shared,
                 read_models=own.read_models,
                 isolation=own.isolation or isolation,
-                shared_session=own.shared_session,
                 building=handler.beside is not None,
             )
         if not self._handlers:

@@ -44,19 +44,14 @@ class GuardedSession(Session):
 
     guard: Guard | None = None  # while a handler has the session
     taken: tuple[Connection, ...] = ()  # the connections on which the session has begun transactions
-    keeps_over_flush = False  # True: a flush does not forget the declared rows, although a trigger may change them
-    unwritten = False  # True: earlier messages have made changes that are not flushed yet
     building = False  # True: the projector is building, so its handler cannot arm effects
     snapshot = Snapshot.NEVER  # when the transaction takes the snapshot that its reads show
     may_lower = False  # True: the library has raised the isolation level, and can run the handler at the default level
     accepted: frozenset[str] = frozenset()  # texts of unique violations after which an earlier attempt was run again
-    stale = False  # True: the session may have rows as they were in a savepoint that was rolled back
+    is_flushing = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        #: strong references, because the identity map has only weak ones
-        self.kept: list[object] = []
-        self.flush_depth = 0
         #: the last calls of the AsyncSession around this session; some may be awaited by now
         self.unawaited: list[CoroutineType[Any, Any, Any]] = []
         self.forgets_at = 16  # calls: then those that have ended are forgotten
@@ -66,26 +61,15 @@ class GuardedSession(Session):
         return [call for call in self.unawaited if inspect.getcoroutinestate(call) != inspect.CORO_CLOSED]
 
     def flush(self, objects: Any = None) -> None:
-        """Flush, and count the depth, so that ``before_statement`` recognises the statements of a flush."""
-        self.flush_depth += 1
+        """Flush, and let the guard know that the statements are those of a flush."""
+        self.is_flushing = True
         try:
             super().flush(objects)
         finally:
-            self.flush_depth -= 1
-
-    def before_statement(self, *, writes: bool) -> None:
-        """Forget the declared rows if the statement ``writes``, because it may change them in the database.
-
-        Instances that the handler still references stay in the session, as in every session.
-        """
-        if not writes:
-            return
-        if self.kept and not (self.flush_depth and self.keeps_over_flush):
-            self.kept.clear()
+            self.is_flushing = False
 
     def before_rollback_to_savepoint(self) -> None:
-        """Forget the rows that were read ahead, because they may have values from the savepoint."""
-        self.kept.clear()
+        """Do nothing. A session with ``read_models`` forgets here the locks that the rollback may release."""
 
     def begin(self, nested: bool = False) -> SessionTransaction:
         """Begin a savepoint, or the transaction of the unit of work. Raises ``TransactionViolatedError`` in a handler.
@@ -330,7 +314,6 @@ class Guard:
 
     def driver_exposed(self) -> None:
         """Record that the handler took the driver's own connection, where the guard cannot see a COMMIT."""
-        self.session.before_statement(writes=True)
         if self.watching and not self.driver_was_exposed:
             self.driver_was_exposed = True  # set first: a listener to the next statement may ask for the driver
             if self._where_claimed().schema_for_object(self._tables.marker) is None:
@@ -406,7 +389,7 @@ class Guard:
 
         ``sql`` is the text of a statement that the handler wrote as text. Raises ``OvertakenError``.
         """
-        if not self._locked_late or (self.session.flush_depth and not isinstance(statement, Select)):
+        if not self._locked_late or (self.session.is_flushing and not isinstance(statement, Select)):
             return  # a flush writes rows that the handler has read before, and the database compares these
         if sql is None:
             sql = str(statement.compile(dialect=self.connection.dialect))
@@ -464,9 +447,8 @@ class Guard:
     def refuse_for_several(self) -> NoReturn:
         """Refuse an action that would affect other messages of the batch. The batch then applies this message alone."""
         self.violation = self.violation or TransactionViolatedError(
-            "the handler changed a setting of the transaction, or dropped changes of the session, but several messages "
-            "share both; everything was rolled back, and the library applies the message again in its own transaction. "
-            "Do not catch this error"
+            "the handler changed a setting of the transaction, but several messages share the transaction; everything "
+            "was rolled back, and the library applies the message again in its own transaction. Do not catch this error"
         )
         raise self.violation
 
@@ -636,8 +618,6 @@ class GuardedConnection(Connection):
         rolls_back = savepoint and isinstance(statement, RollbackToSavepointClause)
         if rolls_back:
             guard.session.before_rollback_to_savepoint()
-        else:
-            guard.session.before_statement(writes=written is not None or not (usual or savepoint))
         sql = None if usual else sql_text(statement, self.dialect)
         guard.before_statement(sql, written, mends=rolls_back)
         hides = not (savepoint or guard.sees_new_rows())
@@ -684,7 +664,6 @@ class GuardedConnection(Connection):
 
     def execution_options(self, **options: Any) -> Any:
         """Set options, such as a schema map. Refused in a batch, because they would affect the other messages."""
-        self.guard.session.before_statement(writes=True)
         if self.guard.several:
             self.guard.refuse_for_several()
         return super().execution_options(**options)

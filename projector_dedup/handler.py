@@ -15,7 +15,6 @@ from sqlalchemy.orm import Session
 from .asyncio_names import AsyncSession
 from .errors import HandlerDefinitionError
 from .message import Message, Route, printable, valid_formerly, valid_handler
-from .read_models import DeclaredReads
 
 logger = logging.getLogger("projector_dedup")
 
@@ -42,7 +41,6 @@ class On:
     envelope: bool
     formerly: tuple[str, ...]
     batch: bool
-    reads: DeclaredReads | None
 
     @property
     def former_parts(self) -> tuple[str, ...]:
@@ -64,7 +62,6 @@ class Settings:
     read_models: tuple[type[Any], ...]
     isolation: str | None
     formerly: tuple[str, ...] = ()
-    shared_session: bool = False
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ import logging
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
-from sqlalchemy import event
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.engine.interfaces import Dialect as EngineDialect
 from sqlalchemy.exc import ArgumentError, DBAPIError, InvalidRequestError
@@ -55,76 +54,6 @@ _SUBCLASSES = "_projector_dedup_subclasses"  # the attribute of a Session class 
 # The session ----------------------------------------------------------------------------------------------------------
 
 
-class SharedSession(GuardedSession):
-    """The session of ``@projector(shared_session=True)``, which several messages of a batch share.
-
-    It keeps every instance that handlers load or insert until the COMMIT, because SQLAlchemy's identity map has only
-    weak references. It flushes at the end of the batch, or before the first statement that the handler of a later
-    message sends. This includes statements without autoflush, such as SQL text. If the statement writes, it may change
-    rows of the session, so the session flushes and expires all rows before it.
-    """
-
-    def before_statement(self, *, writes: bool) -> None:
-        """Flush the changes of earlier messages, unless the statement belongs to a flush."""
-        if not self.is_shared:
-            super().before_statement(writes=writes)
-        elif not self.flush_depth and (writes or self.unwritten):
-            self.unwritten = False
-            self.flush()
-            if writes:
-                self.kept.clear()
-                super().expire_all()
-
-    def before_rollback_to_savepoint(self) -> None:
-        """Let the next message read its rows again. A flush now would be rolled back."""
-        self.stale = True
-        if not self.is_shared:
-            super().before_rollback_to_savepoint()
-
-    @property
-    def is_shared(self) -> bool:
-        """True if several messages use the session."""
-        return self.guard is not None and self.guard.several
-
-    # These methods drop changes that were not flushed. They would also drop unflushed changes of earlier messages.
-
-    def expire(self, instance: object, attribute_names: Any = None) -> None:
-        """Expire the instance; apply the message alone if that may drop changes of earlier messages."""
-        self._refuse_to_drop()
-        super().expire(instance, attribute_names)
-
-    def expire_all(self) -> None:
-        """Expire every instance; apply the message alone if that may drop changes of earlier messages."""
-        self._refuse_to_drop()
-        super().expire_all()
-
-    def refresh(self, instance: object, *args: Any, **kwargs: Any) -> None:
-        """Read the instance again; apply the message alone if that may drop changes of earlier messages."""
-        self._refuse_to_drop()
-        super().refresh(instance, *args, **kwargs)
-
-    def expunge(self, instance: object) -> None:
-        """Remove the instance; apply the message alone if that may drop changes of earlier messages."""
-        self._refuse_to_drop()
-        super().expunge(instance)
-
-    def expunge_all(self) -> None:
-        """Remove every instance; apply the message alone if that may drop changes of earlier messages."""
-        self._refuse_to_drop()
-        super().expunge_all()
-
-    def _refuse_to_drop(self) -> None:
-        if self.is_shared and self.guard is not None and (self.new or self.deleted or self.dirty):
-            self.guard.refuse_for_several()
-
-
-@event.listens_for(SharedSession, "loaded_as_persistent")
-@event.listens_for(SharedSession, "pending_to_persistent")
-def _keep(session: SharedSession, instance: object) -> None:
-    if session.is_shared:
-        session.kept.append(instance)
-
-
 def new_session(factory: sessionmaker[Session], options: UnitOptions) -> GuardedSession:
     """Return a session like the factory's, of a private class that the guard listens to."""
     return _private_class(factory.class_, options)(**_private_arguments(factory.kw, options))
@@ -149,10 +78,9 @@ def _private_class(session_class: type[Session], options: UnitOptions) -> type[G
     if _SUBCLASSES not in vars(session_class):
         setattr(session_class, _SUBCLASSES, {})
     kept: dict[object, type[GuardedSession]] = vars(session_class)[_SUBCLASSES]
-    wanted = options.shared_session, options.read_models, options.lowered
+    wanted = options.read_models, options.lowered
     if wanted not in kept:
-        base = SharedSession if options.shared_session else GuardedSession
-        private = type(f"{base.__name__}Of{session_class.__name__}", (base, session_class), {})
+        private = type(f"GuardedSessionOf{session_class.__name__}", (GuardedSession, session_class), {})
         locks = options.read_models or options.lowered
         kept[wanted] = locking_session(private, options.read_models, verifies=options.lowered) if locks else private
     return kept[wanted]

@@ -61,7 +61,6 @@ class UnitOptions:
       the driver's own connection, and costs one or two round trips.
     - ``external``: permits a transaction that the caller commits.
     - ``warn``: logs an isolation level that loses updates, once for each engine.
-    - ``shared_session``: keeps the rows of a batch in the session until the COMMIT.
     - ``building``: forbids the handler to arm effects.
     - ``lines``: detect late messages. None applies them.
     - ``lowered``: runs the handler at READ COMMITTED, after an attempt in which its lock was younger than its snapshot.
@@ -75,7 +74,6 @@ class UnitOptions:
     strict: bool = False
     external: bool = False
     warn: bool = True
-    shared_session: bool = False
     building: bool = False
     lines: Lines | None = None
     lowered: bool = False

@@ -18,7 +18,6 @@ from .errors import HandlerDefinitionError
 from .handler import ON, PROJECTOR, On, Settings, handler_of, is_pinned, joined, refuse_second_of_one_name
 from .message import Message, Route, valid_formerly
 from .outcome import Delivery
-from .read_models import DeclaredReads, Reads
 
 C = TypeVar("C", bound=type[Any])
 E = TypeVar("E")
@@ -44,7 +43,6 @@ def projector(
     formerly: Collection[str] = ...,
     read_models: Sequence[type[Any]] = ...,
     isolation: str | None = ...,
-    shared_session: bool = ...,
 ) -> ProjectorDecorator: ...
 def projector(
     target: Any = None,
@@ -55,7 +53,6 @@ def projector(
     formerly: Collection[str] = (),
     read_models: Sequence[type[Any]] = (),
     isolation: str | None = None,
-    shared_session: bool = False,
 ) -> Any:
     """Make a projector of a class with ``@on`` methods, or of one function with ``@on``.
 
@@ -71,24 +68,13 @@ def projector(
       their rows under lock, on PostgreSQL at READ COMMITTED (docs/adr/0003-lost-updates.md). A handler that changes a
       row of another entity without a lock then gets an ``UnlockedWriteError``.
     - ``isolation``: overrides the isolation level.
-    - ``shared_session``: True lets the messages of a batch share one session, so handlers whose messages change the
-      same rows need far fewer statements. Rows stay in the session until the COMMIT.
-
-    With ``shared_session=True`` the session flushes at the end of the batch, at the end of a message that deletes a
-    row, and before the first statement that the handler of a later message sends. This includes SQL text, and sessions
-    without autoflush. ``session.get`` of a row in the session sends no statement, so it does not flush.
-
-    Do not use ``shared_session`` if a handler assigns SQL expressions without a flush: the next message would replace
-    the expression, and the update would be lost. Triggers, version counters and mapper events run once for each flush
-    (docs/handlers.md). Without ``shared_session``, the library flushes and empties the session after each message.
-
     Raises ``HandlerDefinitionError`` for a wrong argument, at import.
     """
     given: object = read_models
     if not isinstance(given, Sequence) or not all(hasattr(model, "__mapper__") for model in given):
         raise HandlerDefinitionError("read_models must be a list of mapped classes, as in read_models=[Totals]")
     former = valid_formerly(formerly, HandlerDefinitionError)
-    settings = Settings(idempotent, name, tuple(read_models), isolation, former, shared_session)
+    settings = Settings(idempotent, name, tuple(read_models), isolation, former)
     decorate = ProjectorDecorator(settings)
     return decorate if target is None else decorate(target)
 
@@ -181,7 +167,6 @@ class OnOptions(TypedDict, total=False):
     name: str | None
     formerly: Collection[str]
     subclasses: bool
-    reads: Reads | None
 
 
 @overload
@@ -260,7 +245,6 @@ def on(
     subclasses: bool = False,
     envelope: bool = False,
     batch: bool = False,
-    reads: Reads | None = None,
 ) -> Marks[Any]:
     """Mark a method or a function as the handler of ``events``. An event is a class (the exact type) or a name.
 
@@ -274,30 +258,16 @@ def on(
     - ``envelope``: True passes the ``Message`` instead of its body.
     - ``batch``: True passes a list with all new events of a ``deliver_batch``, in their order. ``deliver`` then passes
       a list with one event.
-    - ``reads``: the rows that the handler reads by ``session.get``. For each entity, give a dotted path to the key in
-      the event, a tuple of paths for a composite key, a list of these for several rows, or a function of the event
-      that returns a list of keys.
-
-    With ``reads``, the library reads the rows before it calls the handler: one SELECT for each entity, in the order of
-    the keys, under lock if the entity is in ``read_models``. With ``batch=True`` or ``@projector(shared_session=True)``
-    it reads the rows of all messages together. If there is only one key, the handler's own ``session.get`` reads it.
-
-    ``session.get`` of a row that the library has read sends no statement, **so it does not autoflush** the handler's
-    earlier changes. Call ``session.flush()`` first if the database needs them, for example because a trigger changes
-    the row. The session keeps the rows until it sends a statement that is not a SELECT. If a declaration finds no key,
-    the library ignores it, and logs a warning once for each handler.
-
     Raises ``HandlerDefinitionError`` for a wrong argument, at import.
     """
     if not events or not all(isinstance(event, (type, str)) for event in events):
         raise HandlerDefinitionError("@on takes the events of the handler, classes or names: @on(PaymentReceived)")
 
     former = valid_formerly(formerly, HandlerDefinitionError)
-    declared = None if reads is None else DeclaredReads(reads)
 
     def mark(function: Any) -> Any:
         refuse_second_of_one_name(function, ON)
-        setattr(function, ON, On(events, name, subclasses, envelope, former, batch, declared))
+        setattr(function, ON, On(events, name, subclasses, envelope, former, batch))
         return function
 
     return mark

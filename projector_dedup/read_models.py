@@ -1,4 +1,4 @@
-"""Row locks for ``read_models`` (invariant I6), and rows that are read before the handler runs (``reads``).
+"""Row locks for ``read_models`` (invariant I6).
 
 At the default isolation level the database refuses a lost update, and the library retries the message. If many messages
 change the same row, most of them would be retried. So a projector may declare ``read_models``: every SELECT of such an
@@ -14,11 +14,9 @@ reads and then writes with its own UPDATE statement.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from functools import cache
-from inspect import iscoroutinefunction
-from typing import Any, TypeAlias
+from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 from sqlalchemy import Column, Select, event, inspect, select, tuple_
@@ -30,7 +28,6 @@ from sqlalchemy.orm import (
     ORMExecuteState,
     QueryContext,
     RelationshipDirection,
-    Session,
     SessionTransaction,
     UOWTransaction,
 )
@@ -38,143 +35,11 @@ from sqlalchemy.sql import ClauseElement, Join
 from sqlalchemy.sql.expression import Alias, FromClause
 from sqlalchemy.sql.util import find_tables, surface_selectables_only
 
-from .errors import HandlerDefinitionError, UnlockedWriteError
+from .errors import UnlockedWriteError
 from .guard import GuardedSession
-from .message import by_path
-
-logger = logging.getLogger("projector_dedup")
 
 _LOCKED = "projector_dedup_locked_tables"
 _AT_ONCE = 500  # keys in one SELECT
-
-_warned: set[str] = set()
-
-
-# The declaration, @on(..., reads={...}) -------------------------------------------------------------------------------
-
-Key: TypeAlias = tuple[Any, ...]
-KeyPath: TypeAlias = str | tuple[str, ...]
-"""A dotted path to the key of a row, or a path for each column of a composite key, in the order of the table."""
-Reads: TypeAlias = Mapping[type[Any], KeyPath | list[KeyPath] | Callable[[Any], Iterable[Any]]]
-"""A mapping from entities to the path to the key of a row, a list of paths, or a function that lists keys."""
-
-_EXAMPLE = "as in reads={Totals: 'account_id'}"
-
-
-class DeclaredReads:
-    """The rows that a handler declares with ``reads``.
-
-    Raises ``HandlerDefinitionError`` if a declaration names no entity, or has a wrong number of key columns.
-    """
-
-    def __init__(self, reads: object) -> None:
-        if not isinstance(reads, Mapping) or not reads:
-            raise HandlerDefinitionError(f"reads must be a mapping from entities to paths of their keys, {_EXAMPLE}")
-        finders = {entity: _finder(entity, declared) for entity, declared in reads.items()}
-        self._finders = {entity: finders[entity] for entity in sorted(finders, key=lambda each: each.__qualname__)}
-
-    @property
-    def entities(self) -> Iterable[type[Any]]:
-        """The declared entities in the order of their names."""
-        return self._finders.keys()
-
-    def keys_of(self, entity: type[Any], event: Any) -> list[Key]:
-        """Return the keys of the rows of ``entity`` that the handler of ``event`` will read, without repetition.
-
-        A key can have any type, or be None. Raises the errors of the event and of the user's function.
-        """
-        return list(dict.fromkeys(self._finders[entity](event)))
-
-
-def _finder(entity: Any, declared: object) -> Callable[[Any], Iterable[Key]]:
-    mapper = inspect(entity, raiseerr=False)
-    if not isinstance(entity, type) or not isinstance(mapper, Mapper):
-        raise HandlerDefinitionError(f"reads has {entity!r}, which is no mapped class; give an entity, {_EXAMPLE}")
-    width = len(mapper.primary_key)
-    if callable(declared):
-        if iscoroutinefunction(declared):
-            raise HandlerDefinitionError(f"reads={{{entity.__name__}: ...}} must be a plain function, no async def")
-        return lambda event: [_key(each, width) for each in _listed(declared(event))]
-    paths = [_paths(entity, width, each) for each in (declared if isinstance(declared, list) else [declared])]
-    if not paths:
-        raise HandlerDefinitionError(f"reads has no path to the keys of {entity.__name__}; give one, {_EXAMPLE}")
-    return lambda event: [tuple(find(event) for find in parts) for parts in paths]
-
-
-def _key(given: Any, width: int) -> Key:
-    key = given if isinstance(given, tuple) else (given,)
-    if len(key) != width:
-        raise TypeError(f"a key has {width} columns, not {len(key)}")
-    return key
-
-
-def _listed(keys: Any) -> Iterable[Any]:
-    if isinstance(keys, (str, bytes)) or not isinstance(keys, Iterable):
-        raise TypeError(f"the function returns a list of keys, not {type(keys).__name__}")
-    return keys
-
-
-def _paths(entity: type[Any], width: int, declared: object) -> list[Callable[[Any], Any]]:
-    parts = declared if isinstance(declared, tuple) else (declared,)
-    for path in parts:
-        if not isinstance(path, str) or not all(path.split(".")):
-            raise HandlerDefinitionError(
-                f"reads={{{entity.__name__}: ...}} must be a dotted path such as 'account.id', a tuple of paths for a "
-                f"composite key, a list of these, or a function of the event, not {path!r}"
-            )
-    if len(parts) != width:
-        one, key = entity.__name__, ", ".join(column.name for column in inspect(entity).primary_key)
-        raise HandlerDefinitionError(
-            f"the key of {one} is ({key}), and {declared!r} does not fit {width} column{'s' * (width > 1)}; write a "
-            f"tuple with a path for each column, reads={{{one}: ('a.b', 'c')}}, or for several rows a list of tuples"
-        )
-    return [by_path(path) for path in parts]
-
-
-# Rows that are read ahead ---------------------------------------------------------------------------------------------
-
-
-def read_ahead(session: Session, reads: DeclaredReads, events: Sequence[Any], handler: str) -> list[Any]:
-    """Read the rows that the handler of ``events`` declares, with one SELECT for each entity. Return the instances.
-
-    While the caller keeps the result, the rows stay in the session's identity map, and ``session.get`` sends no
-    statement. A single key is not read here, because the handler's own ``session.get`` reads it. The keys are sorted,
-    so that two messages lock the same rows of an entity in the same order.
-    """
-    found: list[Any] = []
-    for entity in reads.entities:
-        keys = _keys(reads, entity, events, handler)
-        if len(keys) < 2:
-            continue
-        columns: Any = inspect(entity).primary_key
-        for start in range(0, len(keys), _AT_ONCE):
-            part = keys[start : start + _AT_ONCE]
-            chosen = columns[0].in_([key[0] for key in part]) if len(columns) == 1 else tuple_(*columns).in_(part)
-            found += session.scalars(select(entity).where(chosen).order_by(*columns)).unique().all()
-    return found
-
-
-def _keys(reads: DeclaredReads, entity: Any, events: Sequence[Any], handler: str) -> list[tuple[Any, ...]]:
-    """Return the sorted keys. If the declaration is wrong, return no key, and log a warning once for each handler."""
-    try:
-        keys = {key: None for each in events for key in reads.keys_of(entity, each)}
-        if not any(part is None for key in keys for part in key):
-            return sorted(keys)
-        what = "found None: correct the path, or give a function that returns [] if there is no row"
-    except Exception as error:  # noqa: BLE001  # raised by the event or the user's function; a wrong declaration is ignored
-        what = f"found no keys ({type(error).__name__})"
-    warn_of_reads(handler, f"reads={{{entity.__name__}: ...}} {what}")
-    return []
-
-
-def warn_of_reads(handler: str, what: str) -> None:
-    """Log, once for each handler, that the library ignores its declaration, so that it sends a SELECT for each row."""
-    if handler not in _warned:
-        _warned.add(handler)
-        logger.warning("handler %s: %s; the library ignores reads=, and each row costs a SELECT", handler, what)
-
-
-# Rows that are locked -------------------------------------------------------------------------------------------------
 
 
 class LockingSession(GuardedSession):
@@ -200,7 +65,6 @@ class LockingSession(GuardedSession):
 
     def before_rollback_to_savepoint(self) -> None:
         """Forget all locks before a rollback to a savepoint of the connection, which may release some of them."""
-        super().before_rollback_to_savepoint()
         if not self.in_nested_transaction():  # otherwise the listeners of the session's savepoints restore the locks
             self.locked_instances.clear()
             self.inserted.clear()

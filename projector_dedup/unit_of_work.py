@@ -39,7 +39,6 @@ from .markers import (
 from .message import valid_formerly
 from .opening import new_async_session, new_session, open_connection
 from .options import UnitOptions, check_session_factory
-from .read_models import DeclaredReads, read_ahead
 from .reentry import refuse_within_handler
 from .tables import DedupTables, default_tables
 from .waiting import AWAITING, BLOCKING, Waiting
@@ -304,14 +303,6 @@ class UnitOfWork:
 
     # 2 The handler, on the same session -----------------------------------------------------------------------------
 
-    def read(self, reads: DeclaredReads, events: Sequence[Any], handler: str) -> None:
-        """Read the rows that a handler declares for ``events``. Keep them until a statement may change them."""
-        self._session.kept += read_ahead(self._session, reads, events, handler)
-
-    def keep_rows(self) -> None:
-        """Keep the declared rows after a flush too. For ``@on(batch=True)``, where one call handles all messages."""
-        self._session.keeps_over_flush = True
-
     def share(self) -> None:
         """Note that several messages share the transaction, so a setting of one message would affect the others.
 
@@ -320,28 +311,17 @@ class UnitOfWork:
         self._required_guard().several = True
         self._info, self._autoflush = dict(self._session.info), self._session.autoflush
 
-    def end_message(self, *, keep: bool = False) -> None:
+    def end_message(self) -> None:
         """End a message of a batch: flush and empty the session, so that the next message reads from the database.
 
-        With ``keep`` the session keeps its rows and its unwritten changes. It flushes only if the message has deleted a
-        row, which the next message would otherwise still find, or if rows may be stale: after a rollback to a
-        savepoint, or after the handler used the driver's connection. Raises ``TransactionViolatedError`` if the claim's
-        transaction has ended, and ``FlushError`` if a listener adds changes at every flush.
+        Raises ``TransactionViolatedError`` if the claim's transaction has ended, and ``FlushError`` if a listener adds
+        changes at every flush.
         """
         session = self._session
         self._required_guard().verify()
         session.info.clear()
         session.info.update(self._info)
         session.autoflush = self._autoflush
-        if keep:
-            stale = session.stale or self._required_guard().driver_was_exposed
-            if session.deleted or stale:
-                session.flush()
-            if stale:
-                session.kept.clear()
-                session.expire_all()
-            session.unwritten, session.stale = True, False
-            return
         for _ in range(_FLUSHES):
             session.flush()
             if not (session.identity_map.check_modified() or session.new or session.deleted):
@@ -351,7 +331,6 @@ class UnitOfWork:
                 f"after {_FLUSHES} flushes in a row the session still has changes; a listener to the flush adds "
                 "changes each time: correct that listener"
             )
-        session.kept.clear()
         if session.expire_on_commit:
             session.expire_all()
         session.expunge_all()

@@ -44,12 +44,8 @@ TARGETS = (
     Target("Core-upsert handler, new ÷ no dedup", 0.68, 0.85, "rates", who.UPSERT, who.BASE_UPSERT),
     Target("20 % redeliveries, ORM", 0.95, 1.1, "redeliveries", f"{who.DEFAULT}, 20 %", f"{who.BASE}, 20 %"),
     Target("90 % redeliveries, ORM", 2.2, 4, "redeliveries", f"{who.DEFAULT}, 90 %", f"{who.BASE}, 90 %"),
-    Target("deliver_batch 100, shared ÷ no dedup", 4, 8, "rates", who.SHARED_100, who.BASE),
-    Target("deliver_batch 1000, shared ÷ no dedup", 13, 30, "rates", who.SHARED_1000, who.BASE),
     Target("batch handler 1000 ÷ raw set-based", 0.4, 0.8, "rates", who.ONE_STATEMENT, who.SET_BASED),
     Target("deliver ÷ Protean", 4, 6, "rates", who.DEFAULT, who.PROTEAN),
-    Target("deliver_batch 100, shared ÷ Protean", 25, 40, "rates", who.SHARED_100, who.PROTEAN),
-    Target("deliver_batch 1000, shared ÷ Protean", 80, 150, "rates", who.SHARED_1000, who.PROTEAN),
     *(
         Target(f"AsyncDispatcher, {driver} ÷ no dedup", 0.74, 0.9, "rates", who.ASYNC[driver], who.BASE_ASYNC[driver])
         for driver in who.ASYNC

@@ -46,14 +46,14 @@ class CarrierTotals2(Base):
     longest: Mapped[int] = mapped_column(default=0)
 
 
-@projector(idempotent=True, name=NEW, shared_session=True)
+@projector(idempotent=True, name=NEW)
 class Carriers2:
     """The new generation. It fails on flights that it is told to fail on: a handler with a mistake."""
 
     def __init__(self, fails_on: frozenset[str] = frozenset()) -> None:
         self._fails_on = fails_on
 
-    @on(FlightScheduled, name="count", reads={CarrierTotals2: "carrier"})
+    @on(FlightScheduled, name="count")
     def count(self, event: FlightScheduled, session: Session) -> None:
         """Add the flight."""
         if event.message_id in self._fails_on:

@@ -26,7 +26,6 @@ from sqlalchemy.util import await_only
 from ..dispatcher import AsyncDispatcher, Dispatcher
 from ..outcome import Delivery
 from ..projector import FunctionProjector, on, projector
-from ..read_models import Reads
 from ..tables import default_tables
 from ..unit_of_work import AsyncUnitOfWork, UnitOfWork
 
@@ -133,8 +132,6 @@ def broken(_happened: Added, session: Session) -> None:
 
 P = ParamSpec("P")
 T = TypeVar("T")
-DECLARED: Reads = {Total: lambda happened: happened.keys}
-"""The rows that the contract's handlers declare to read."""
 _ALL = (Base.metadata, default_tables.marker.metadata)
 
 
@@ -202,7 +199,6 @@ class Harness:
         name: str = "totals",
         *,
         batch: bool = False,
-        reads: Reads | None = DECLARED,
         **settings: Any,
     ) -> FunctionProjector[[Any, Any], Any]:
         """Return a projector whose handler is ``body``: as it is, or run by an ``async def``."""
@@ -213,9 +209,7 @@ class Harness:
         def direct(happened: Any, session: Session) -> Any:
             return body(happened, session)
 
-        function: Callable[[Any, Any], Any] = on(Added, batch=batch, reads=reads)(
-            awaited if self.asynchronous else direct
-        )
+        function: Callable[[Any, Any], Any] = on(Added, batch=batch)(awaited if self.asynchronous else direct)
         settings = {"idempotent": True, "name": name, **settings}
         return projector(**settings)(function)
 

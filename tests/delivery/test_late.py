@@ -533,7 +533,7 @@ def test_a_claim_that_was_answered_late_runs_again(harness: Harness, clock: Cloc
     def readings() -> list[str]:
         return [each for each in sent if "processed_message_state" in each]
 
-    dispatcher = harness.dispatcher(harness.handler(handle, reads=None))
+    dispatcher = harness.dispatcher(harness.handler(handle))
     assert harness.deliver(dispatcher, again(), None).outcome is Outcome.APPLIED
     assert (len(entered), len(claims()), len(readings())) == (1, 2, 2)
 
@@ -609,7 +609,7 @@ def test_each_tenant_has_its_own_lines(postgresql: Database, listen: Callable[..
 # Batches ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("settings", [{}, {"batch": True}, {"shared_session": True}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"batch": True}], ids=str)
 def test_late_messages_of_a_batch_fail_alone(pruned: Engine, harness: Harness, settings: dict[str, Any]) -> None:
     """All others are applied; a late one leaves no marker; with `late="skip"` it is skipped."""
 
@@ -617,7 +617,7 @@ def test_late_messages_of_a_batch_fail_alone(pruned: Engine, harness: Harness, s
         for each in happened:
             add(each, session)
 
-    handler = harness.handler(add_all if settings.get("batch") else add, reads=None, **settings)
+    handler = harness.handler(add_all if settings.get("batch") else add, **settings)
     young = datetime.now(UTC)
     batch = [again(young, "1"), again(), again(young, "2"), again(OLD, "late too"), again(None, "3")]
     with pytest.raises(BatchFailed) as raised:

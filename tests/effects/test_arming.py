@@ -41,7 +41,7 @@ def test_a_projector_arms_once_however_often_it_is_delivered(till: Till, fails: 
         if ends:
             raise ends.pop()
 
-    dispatcher = till.harness.dispatcher(till.harness.handler(apply, reads=None))
+    dispatcher = till.harness.dispatcher(till.harness.handler(apply))
     if fails:
         with pytest.raises(ZeroDivisionError):
             till.harness.deliver(dispatcher)
@@ -111,7 +111,7 @@ def test_sending_inside_a_handler_is_refused(till: Till, where: str, call: str) 
             send()
 
     if where == "projector":
-        dispatcher = till.harness.dispatcher(till.harness.handler(lambda *_: send(), reads=None))
+        dispatcher = till.harness.dispatcher(till.harness.handler(lambda *_: send()))
         till.harness.deliver(dispatcher)
     else:
         till.run(till.effect(body, recorded=recorded))
@@ -144,7 +144,7 @@ def test_a_session_of_another_transaction_arms_nothing_inside_a_handler(till: Ti
         with other() as session, pytest.raises(UnsafeSessionError, match="inside a handler"):
             arm(session, charge, Charge(), key="k1")
 
-    till.harness.deliver(till.harness.dispatcher(till.harness.handler(apply, reads=None)))
+    till.harness.deliver(till.harness.dispatcher(till.harness.handler(apply)))
     assert _keys(till) == []
 
 

@@ -161,7 +161,7 @@ def test_a_handler_does_not_send_by_way_of_another_database(till: Till, tmp_path
             Effects(sessionmaker(engine), [charge]).run(charge, Charge(), key="k1")
         refused.append("refused")
 
-    till.harness.deliver(till.harness.dispatcher(till.harness.handler(apply, reads=None)))
+    till.harness.deliver(till.harness.dispatcher(till.harness.handler(apply)))
     engine.dispose()
     assert (refused, till.sent) == (["refused"], [])
 

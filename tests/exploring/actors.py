@@ -366,13 +366,13 @@ def deliver_failing_batch(at: Round, worker: Worker) -> None:
 
 
 def deliver_batch(at: Round, worker: Worker) -> None:
-    """Deliver three messages in one batch, whose handler has one session for all."""
-    worker.deliver_batch(at, 0, 1, 2, body=add_by_statements, shared_session=True)
+    """Deliver three messages in one batch."""
+    worker.deliver_batch(at, 0, 1, 2, body=add_by_statements)
 
 
 def deliver_batch_backwards(at: Round, worker: Worker) -> None:
     """Deliver them in the other order."""
-    worker.deliver_batch(at, 2, 1, 0, body=add_by_statements, shared_session=True)
+    worker.deliver_batch(at, 2, 1, 0, body=add_by_statements)
 
 
 def deliver_batch_by_new_code(at: Round, worker: Worker) -> None:

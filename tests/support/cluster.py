@@ -256,7 +256,7 @@ def galera(seed: int, number: int) -> Iterator[Ran]:
             yield _through(cluster, through, f"one hot row, {where}", hot, Handler(seed, 0))
             locked = Handler(seed, 0, read_models=[Total])
             yield _through(cluster, through, f"one hot row, `read_models`, {where}", hot, locked)
-            upserts = Handler(seed, 0, _add_by_upsert, reads=None)
+            upserts = Handler(seed, 0, _add_by_upsert)
             yield _through(cluster, through, f"one hot row, upserts, {where}", hot, upserts)
         yield _through(cluster, nodes, "several writers, a node killed and back", messages, Handler(seed), kill=True)
 

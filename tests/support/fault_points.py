@@ -278,7 +278,7 @@ class Worker:
 
     def _dispatcher_on(self, engine: Engine | AsyncEngine) -> Any:
         declared, retry = projector(idempotent=True, name=HANDLER), RetryPolicy(base=0.0005)
-        added = on("added", reads={Total: lambda happened: [happened["account"], "all"]})
+        added = on("added")
 
         def handler(happened: dict[str, Any], session: Session) -> None:
             self.points.reach("before", "the handler")

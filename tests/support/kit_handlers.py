@@ -359,21 +359,6 @@ class LastOfTheBatch:
 
 
 @mistake()
-@once(name="expressions", shared_session=True)
-class Expressions:
-    """It assigns an SQL expression in a shared session: the next message replaces the expression."""
-
-    @on(Paid)
-    def apply(self, paid: Paid, session: Session) -> None:
-        row = session.get(Totals, paid.account)
-        if row is None:
-            session.add(Totals(account=paid.account, amount=paid.amount, last=0))
-            session.flush()
-        else:
-            row.amount = Totals.amount + paid.amount
-
-
-@mistake()
 @projector(name="skips-alike")
 class SkipsAlike:
     """It compares the amount with that of the last payment to recognise a redelivery."""
@@ -628,41 +613,6 @@ class Batch:
     def apply(self, batch: list[Paid], session: Session) -> None:
         for paid in batch:
             add(paid, session)
-
-
-@right()
-@once(name="right-shared", shared_session=True)
-class Shared:
-    """It shares the session of a batch, and adds in Python."""
-
-    @on(Paid)
-    def apply(self, paid: Paid, session: Session) -> None:
-        add(paid, session)
-
-
-@right()
-@once(name="right-shared-expressions", shared_session=True)
-class SharedExpressions:
-    """It assigns an SQL expression in a shared session, and flushes it."""
-
-    @on(Paid)
-    def apply(self, paid: Paid, session: Session) -> None:
-        row = session.get(Totals, paid.account)
-        if row is None:
-            session.add(Totals(account=paid.account, amount=paid.amount, last=0))
-        else:
-            row.amount = Totals.amount + paid.amount
-        session.flush()
-
-
-@right()
-@once(name="right-reads")
-class Reads:
-    """It declares the row that it reads."""
-
-    @on(Paid, reads={Totals: "account"})
-    def apply(self, paid: Paid, session: Session) -> None:
-        add(paid, session)
 
 
 @right()

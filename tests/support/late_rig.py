@@ -138,7 +138,7 @@ class Worker:
             total = session.get(Total, "a")
             total.amount += happened.amount
 
-        dispatcher = harness.dispatcher(harness.handler(add, reads=None), **options)
+        dispatcher = harness.dispatcher(harness.handler(add), **options)
         message = Message(ID, Added(), occurred_at=OLD)
         self.stepped = Stepped(lambda: harness.run(dispatcher.deliver, message))
 

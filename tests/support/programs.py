@@ -325,19 +325,14 @@ def fails(_session: Session, _ident: int, number: int, _seen: list[Any]) -> None
         raise ValueError("as it was asked to")
 
 
-BY_STATEMENT: list[Step] = [by_text, by_core, by_bulk, by_upsert, by_driver]
-SHARED: list[Step] = [
+STEPS: list[Step] = [
     *(adds_to(entity) for entity in (Plain, Plain, Simple, Rich, Child)),
     sets("checked", 1, -1, 2),
     sets("code", "a", "b", None, "c"),
     sets("note", "abcdef", "abcdefg", None),
     *(of_session(name) for name in ("expire_all", "expunge_all", "flush")),
     *(sums, selects, deletes, removes, merges, locks, savepoint, swallows, fails),
-]
-"""What a message of a shared session may do, so that nobody can tell that it is shared (docs/handlers.md)."""
-STEPS: list[Step] = [
-    *SHARED,
-    *BY_STATEMENT,
+    *(by_text, by_core, by_bulk, by_upsert, by_driver),
     *(adds_to(entity) for entity in (Triggering, Versioned)),
     sets("tags", [1], {"a": 1}, None, entity=Rich),
     sets("id", 0, 7),
@@ -346,26 +341,6 @@ STEPS: list[Step] = [
 LATE = [adds_to(Plain), sets("note", "x", None, "ä€ß")]
 Program = list[list[tuple[Step, int, int]]]
 """A program: the steps of each message in a batch."""
-
-ORDERED = {
-    *("expression", "sets_code", "expire_all", "expunge_all", "refreshes"),
-    *("sums_unflushed", "adds_to_Triggering"),
-}
-"""Steps that notice whether a `get` has flushed a change: a unique value that moves, a change that is dropped, a sum
-without autoflush, a trigger. A statement of Core may notice it too: one program of a hundred or two."""
-
-
-def draw_shared(seed: int) -> Program:
-    """Messages that work by the session or by statements of their own; not by both, which SQLAlchemy does not order."""
-    dice = random.Random(seed)
-    return [
-        [
-            (dice.choice(steps), dice.randrange(ROWS), dice.randrange(8))
-            for steps in dice.choices([SHARED, BY_STATEMENT], [3, 1])
-            for _ in range(dice.randint(1, 3))
-        ]
-        for _ in range(dice.randint(2, 8))
-    ]
 
 
 def draw(seed: int) -> Program:

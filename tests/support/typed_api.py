@@ -94,7 +94,7 @@ class Shapes:
     @on(Collection, subclasses=True)
     def of_an_abstract_class(self, event: Collection[str], session: Session) -> None: ...
 
-    @on(Paid, batch=True, reads={Refunded: "amount"}, formerly=["before"], name="set")
+    @on(Paid, batch=True, formerly=["before"], name="set")
     def of_a_batch(self, events: list[Paid], session: Session) -> None: ...
 
     @on(Paid, Refunded, batch=True)

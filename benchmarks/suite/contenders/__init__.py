@@ -14,7 +14,6 @@ DEFAULT = "deliver"
 UPSERT, UPSERT_RC = "deliver, Core upsert", "deliver, upsert, R. C."
 READ_MODELS = "deliver, read_models"
 BATCH_100, BATCH_1000 = "deliver_batch, 100", "deliver_batch, 1000"
-SHARED_100, SHARED_1000 = "deliver_batch, 100 shared", "deliver_batch, 1000 shared"
 ROWS_ONCE, ONE_STATEMENT = "batch handler 1000, ORM", "batch handler 1000, 1 SQL"
 ASYNC = {driver: f"AsyncDispatcher, {driver}" for driver in ("psycopg", "asyncpg")}
 BASE_ASYNC = {driver: f"no dedup, async {driver}" for driver in ASYNC}
@@ -28,20 +27,16 @@ MISSING: dict[str, str] = {}  # who could not be imported, and why
 
 def everybody() -> dict[str, Contender]:
     """Every contender that can be imported here."""
-    shared = {"shared_session": True}
     found: list[Contender] = [
         orm.NoDedup(BASE),
         orm.Deliver("deliver, not idempotent", declared={"idempotent": False}),
         orm.Deliver(DEFAULT),
-        orm.Deliver("deliver, reads", reads=True),
         orm.Deliver("deliver, strict", strict=True),
         orm.Deliver(READ_MODELS, declared={"read_models": [orm.Total]}),
         orm.Deliver("deliver, claim_timeout", claim_timeout=1.0),
         orm.BareClaim(),
         orm.Deliver(BATCH_100, size=100),
         orm.Deliver(BATCH_1000, size=1_000),
-        orm.Deliver(SHARED_100, size=100, reads=True, declared=shared),
-        orm.Deliver(SHARED_1000, size=1_000, reads=True, declared=shared),
         orm.Deliver(ROWS_ONCE, orm.rows_once, size=1_000, batch=True),
         orm.Deliver(ONE_STATEMENT, orm.one_statement, size=1_000, batch=True),
         orm.NoDedup(BASE_UPSERT, orm.upsert),

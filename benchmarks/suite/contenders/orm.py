@@ -213,13 +213,12 @@ class Deliver(ByORM):
         *,
         size: int = 1,
         batch: bool = False,
-        reads: bool = False,
         declared: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
         self.name, self.batch, self._options = name, size, options
         decorate = projector(**{"idempotent": True, "name": IDENTITY, **(declared or {})})
-        self._handler = decorate(on(Added, batch=batch, reads={Total: "row"} if reads else None)(handler))
+        self._handler = decorate(on(Added, batch=batch)(handler))
 
     def connect(self, url: URL) -> None:
         """An engine and a dispatcher."""

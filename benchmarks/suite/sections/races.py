@@ -16,20 +16,15 @@ from ..wire import Wire
 _SHARES = (20, 90)
 _DELAY = 0.0005
 _REDELIVERED = (
-    who.BASE, who.DEFAULT, who.UPSERT, who.BATCH_100, who.BATCH_1000, who.SHARED_100, who.SHARED_1000,
-    who.ONE_STATEMENT, who.SELECT_INSERT,
+    who.BASE, who.DEFAULT, who.UPSERT, who.BATCH_100, who.BATCH_1000, who.ONE_STATEMENT, who.SELECT_INSERT,
     who.ON_CONFLICT, who.CTE, who.SET_BASED, who.PROTEAN, who.EVENTSOURCING,
 )  # fmt: skip
 _DELAYED = (
-    who.BASE, who.DEFAULT, who.READ_MODELS, who.UPSERT, who.BATCH_100, who.BATCH_1000, who.SHARED_100, who.SHARED_1000,
-    who.ROWS_ONCE, who.ONE_STATEMENT,
+    who.BASE, who.DEFAULT, who.READ_MODELS, who.UPSERT, who.BATCH_100, who.BATCH_1000, who.ROWS_ONCE, who.ONE_STATEMENT,
     who.BASE_ASYNC["asyncpg"], who.ASYNC["asyncpg"], who.SELECT_INSERT, who.ON_CONFLICT, who.CTE, who.SET_BASED,
     who.PROTEAN, who.EVENTSOURCING,
 )  # fmt: skip
-ON_ENGINES = (
-    who.BASE, who.DEFAULT, who.BATCH_100, who.BATCH_1000, who.SHARED_100, who.SHARED_1000, who.ROWS_ONCE,
-    who.SELECT_INSERT,
-)  # fmt: skip
+ON_ENGINES = (who.BASE, who.DEFAULT, who.BATCH_100, who.BATCH_1000, who.ROWS_ONCE, who.SELECT_INSERT)
 
 
 def rates(bench: Bench) -> Section:
