@@ -1,0 +1,267 @@
+"""A handler that is right in a session of its own is right here: its locks protect its reads, and no conflict is lost.
+
+In each test another transaction commits between the claim and the handler's first statement (docs/adr/0003).
+"""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from databases import DRIVERS, USUAL_DRIVERS, Driver
+from harm import (
+    LOCKING,
+    MINE,
+    RIVALS,
+    UPSERTS,
+    Body,
+    Parent,
+    Scene,
+    Sum,
+    append,
+    inserts_or_updates,
+    locks_parent,
+    locks_the_table,
+    scene_on,
+    skips_bad_lines,
+)
+from projector_dedup import OvertakenError, RetryPolicy, UnitOfWork
+from projector_dedup.testing import external_transaction
+
+Way = Callable[[Scene], None]
+WAYS: tuple[Way, ...] = (Scene.deliver, Scene.deliver_batch, Scene.command, Scene.endpoint)
+SERVERS = [driver for driver in DRIVERS if driver.engine != "sqlite"]
+ONCE = RetryPolicy(attempts=1, within=0)
+LEVELS = {
+    "postgresql": ("READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE"),
+    "mariadb": ("READ COMMITTED", "REPEATABLE READ"),
+}
+
+
+def _cases(bodies: Callable[[Driver], tuple[Body, ...]], *, levels: Callable[[Driver, Way], tuple[Any, ...]]) -> Any:
+    """Each body in each way, at each level: all on the usual drivers, the first of each on the others."""
+    return [
+        pytest.param(driver, body, way, level, id=f"{driver}-{body.__name__}-{way.__name__}-{level or 'default'}")
+        for driver in SERVERS
+        for body in (bodies(driver) if driver in USUAL_DRIVERS else bodies(driver)[:1])
+        for way in (WAYS if driver in USUAL_DRIVERS else WAYS[:2])
+        if not (way is Scene.deliver_batch and body is locks_the_table)  # it would keep the rival out
+        for level in (None, *levels(driver, way))
+        if level is None or (driver in USUAL_DRIVERS and not driver.is_async)
+    ]
+
+
+def _levels_of_locks(driver: Driver, _way: Way) -> tuple[str, ...]:
+    if driver.engine == "mariadb":
+        return LEVELS["mariadb"]
+    return "READ COMMITTED", "SERIALIZABLE"  # at REPEATABLE READ such a handler is wrong without the library too
+
+
+@pytest.mark.parametrize(
+    ("driver", "body", "way", "level"), _cases(lambda driver: LOCKING[driver.engine], levels=_levels_of_locks)
+)
+def test_a_lock_protects_what_is_read_after_it(
+    request: pytest.FixtureRequest, driver: Driver, body: Body, way: Way, level: str | None
+) -> None:
+    """The handler locks, reads the last line and inserts the next: the rival's line counts."""
+    with scene_on(request, driver, body, dispatcher_isolation=level) as scene:
+        way(scene)
+        assert scene.balance() == MINE + RIVALS
+
+
+@pytest.mark.parametrize(
+    ("driver", "body", "way", "level"),
+    _cases(lambda _driver: UPSERTS, levels=lambda driver, _way: LEVELS[driver.engine]),
+)
+def test_a_row_that_the_snapshot_hides_counts(
+    request: pytest.FixtureRequest, driver: Driver, body: Body, way: Way, level: str | None
+) -> None:
+    """The INSERT in a savepoint meets the rival's row, which the snapshot does not show: both amounts count."""
+    with scene_on(request, driver, body, dispatcher_isolation=level) as scene:
+        way(scene)
+        assert scene.balance() == MINE + RIVALS
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("level", [None, "REPEATABLE READ"])
+@pytest.mark.parametrize("driver", [each for each in SERVERS if each in USUAL_DRIVERS], ids=str)
+def test_a_conflict_in_a_savepoint_runs_the_handler_again(
+    request: pytest.FixtureRequest, driver: Driver, way: Way, level: str | None
+) -> None:
+    """The handler skips lines that the database refuses. A line that met a rival's change is a good one."""
+
+    def reads(session: Session) -> None:
+        session.scalar(select(Sum.amount).where(Sum.account == "a"))  # on MariaDB this takes the snapshot
+
+    with scene_on(request, driver, skips_bad_lines, dispatcher_isolation=level, before=reads) as scene:
+        with Session(scene.engine) as session:
+            session.add(Sum(account="a", amount=1))
+            session.commit()
+        way(scene)
+        assert scene.balance() == 1 + MINE + RIVALS
+        assert scene.runs > 1
+
+
+POSTGRESQL = [each for each in SERVERS if each.engine == "postgresql"]
+PSYCOPG = [each for each in POSTGRESQL if each in USUAL_DRIVERS and not each.is_async]
+postgresql = pytest.mark.parametrize("driver", PSYCOPG, ids=str)
+
+
+@pytest.mark.parametrize("driver", POSTGRESQL, ids=str)
+def test_the_lowered_run_is_no_attempt_and_comes_once(
+    request: pytest.FixtureRequest, driver: Driver, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The library runs the handler again at once, without a retry, and logs once which declaration spares it."""
+    with scene_on(request, driver, locks_parent) as scene, caplog.at_level(logging.INFO, "projector_dedup"):
+        scene.deliver(retry=ONCE, declared={"name": f"lowered-{driver.module}-{driver.is_async}"})
+        assert scene.runs == 2
+        scene.deliver_batch(retry=ONCE)
+    told = [record.message for record in caplog.records if f"lowered-{driver.module}" in record.message]
+    assert sum("declare isolation='READ COMMITTED'" in text for text in told) == 1
+
+
+@postgresql
+def test_a_declared_level_spares_the_first_run(request: pytest.FixtureRequest, driver: Driver) -> None:
+    """With isolation='READ COMMITTED' the handler runs once."""
+    with scene_on(request, driver, locks_parent) as scene:
+        scene.deliver(declared={"isolation": "READ COMMITTED"})
+        assert (scene.runs, scene.balance()) == (1, MINE + RIVALS)
+
+
+@postgresql
+def test_a_handler_that_locks_and_changes_one_row_runs_once(request: pytest.FixtureRequest, driver: Driver) -> None:
+    """A lock without a later read costs nothing: the database itself compares the row."""
+
+    def locks_and_adds(session: Session, account: str, amount: int) -> None:
+        session.get_one(Sum, account, with_for_update=True).amount += amount
+        session.flush()
+        session.add(Parent(account=f"after-{amount}"))
+
+    with scene_on(request, driver, locks_and_adds, begins=0) as scene:
+        with Session(scene.engine) as session:
+            session.add(Sum(account="a", amount=1))
+            session.commit()
+        scene.deliver()
+        assert (scene.runs, scene.balance()) == (1, 1 + MINE)
+
+
+@postgresql
+def test_an_insert_that_meets_a_visible_row_runs_once(request: pytest.FixtureRequest, driver: Driver) -> None:
+    """A unique violation with a row that the snapshot shows costs one question, and no second run."""
+    with scene_on(request, driver, inserts_or_updates, begins=0) as scene:
+        scene.rival()
+        scene.deliver()
+        assert (scene.runs, scene.balance()) == (1, MINE + RIVALS)
+
+
+@pytest.mark.parametrize("level", ["REPEATABLE READ", None])
+@postgresql
+def test_a_unique_index_that_the_library_does_not_know_runs_the_handler_twice_at_most(
+    request: pytest.FixtureRequest, driver: Driver, level: str | None
+) -> None:
+    """No column of the table has the value of the index lower(account), so the library cannot find the row."""
+
+    def inserts_or_ignores(session: Session, account: str, amount: int) -> None:
+        inserts_or_updates(session, account.upper(), amount)
+
+    with scene_on(request, driver, inserts_or_ignores, dispatcher_isolation=level, begins=0) as scene:
+        with scene.engine.begin() as connection:
+            connection.exec_driver_sql("create unique index harm_lower on harm_sum (lower(account))")
+            connection.exec_driver_sql("insert into harm_sum values ('a', 1)")
+        scene.deliver()
+        assert (scene.runs, scene.balance()) == (2, 1)
+
+
+# The lowered run keeps every update of ordinary ORM code --------------------------------------------------------------
+
+
+def _locks_then(change: Callable[[Session], None]) -> Body:
+    def body(session: Session, account: str, amount: int) -> None:
+        session.get_one(Parent, "other" if amount == RIVALS else account, with_for_update=True)
+        append(session, f"{account}-{amount}", amount)
+        change(session)
+
+    return body
+
+
+def _adds(session: Session) -> None:
+    session.get_one(Sum, "a").amount += 1
+
+
+@pytest.mark.parametrize("driver", POSTGRESQL, ids=str)
+def test_an_unlocked_row_keeps_both_updates(request: pytest.FixtureRequest, driver: Driver) -> None:
+    """The rival changes, in the lowered run, a row that the handler has read without a lock."""
+    rivals: list[int] = []
+
+    def change(session: Session) -> None:
+        row = session.get_one(Sum, "a")
+        if scene.runs == 2 and not rivals:
+            rivals.append(1)
+            scene.shop.harness.blocking(add_ten)
+        row.amount += 1
+
+    def add_ten() -> None:
+        with Session(scene.engine) as session:
+            session.get_one(Sum, "a").amount += 10
+            session.commit()
+
+    with scene_on(request, driver, _locks_then(change), begins=0) as scene:
+        with Session(scene.engine) as session:
+            session.add(Sum(account="a", amount=100))
+            session.commit()
+        scene.deliver()
+        with Session(scene.engine) as session:
+            assert session.get_one(Sum, "a").amount == 111
+        assert scene.runs == 3
+
+
+# Where the library cannot run a handler again -------------------------------------------------------------------------
+
+
+@postgresql
+def test_a_unit_of_work_says_at_which_level_to_run_it_again(request: pytest.FixtureRequest, driver: Driver) -> None:
+    """It has no dispatcher that could do so. At the level of the error it is right."""
+    with scene_on(request, driver, locks_parent) as scene:
+        factory = scene.shop.harness.factory
+        with UnitOfWork(factory) as uow:
+            assert uow.claim("m1", "harm")
+            with pytest.raises(OvertakenError, match="isolation='READ COMMITTED'") as raised:
+                scene.handle("a", uow.session)
+        with UnitOfWork(factory, isolation=raised.value.isolation) as uow:
+            assert uow.claim("m1", "harm")
+            scene.handle("a", uow.session)
+            uow.commit()
+        assert scene.balance() == MINE + RIVALS
+
+
+@postgresql
+def test_a_test_of_the_user_finds_the_lock(request: pytest.FixtureRequest, driver: Driver) -> None:
+    """In the outer transaction of a test the handler raises, unless its level is declared."""
+    with scene_on(request, driver, locks_parent, begins=0) as scene, scene.shop.harness.outer_transaction() as factory:
+        for declared, right in (({}, False), ({"isolation": "READ COMMITTED"}, True)):
+            handler = scene._handler(**declared)
+            dispatcher = scene.shop.harness.dispatcher(handler, factory=factory)
+            with external_transaction(dispatcher):
+                if right:
+                    assert not scene.shop.harness.deliver(dispatcher).durable
+                    continue
+                with pytest.raises(OvertakenError, match="READ COMMITTED"):
+                    scene.shop.harness.deliver(dispatcher)
+
+
+@postgresql
+def test_a_handler_cannot_swallow_it(request: pytest.FixtureRequest, driver: Driver) -> None:
+    """The library runs the handler again although the handler has caught the error and goes on."""
+
+    def swallows(session: Session, account: str, amount: int) -> None:
+        try:
+            locks_parent(session, account, amount)
+        except OvertakenError:
+            session.add(Sum(account=account, amount=-1))
+
+    with scene_on(request, driver, swallows) as scene:
+        scene.deliver()
+        assert scene.balance() == MINE + RIVALS

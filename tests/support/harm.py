@@ -1,0 +1,293 @@
+"""Handlers that are right in a session of their own, and a rival that commits between their claim and their first read.
+
+Each handler adds an amount to an account. It is right alone at the database's default level, however many run at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from sqlalchemy import Engine, String, create_engine, func, insert, select, text, update
+from sqlalchemy.exc import DBAPIError, IntegrityError
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
+
+from command_rig import PlaceOrder
+from databases import Driver
+from http_rig import Reply, Shop, shop_on
+from projector_dedup import Message, Outcome
+from projector_dedup.testing.kit import Added
+
+MINE, RIVALS = 5, 7
+"""The amounts that the message and its rival add."""
+
+
+class Base(DeclarativeBase):
+    """The read model."""
+
+
+class Parent(Base):
+    """The row that handlers of one account lock."""
+
+    __tablename__ = "harm_parent"
+    account: Mapped[str] = mapped_column(String(20), primary_key=True)
+
+
+class Entry(Base):
+    """A line of an account's ledger. Two lines with the same balance are an update that was lost."""
+
+    __tablename__ = "harm_entry"
+    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=True)
+    account: Mapped[str] = mapped_column(String(20), index=True)
+    balance: Mapped[int]
+
+
+class Sum(Base):
+    """The sum of an account. It is not there before the first message."""
+
+    __tablename__ = "harm_sum"
+    account: Mapped[str] = mapped_column(String(20), primary_key=True)
+    amount: Mapped[int]
+
+
+Body = Callable[[Session, str, int], None]
+
+
+def append(session: Session, account: str, amount: int) -> None:
+    """Read the last line of the ledger, and insert the next."""
+    last = session.scalars(select(Entry).where(Entry.account == account).order_by(Entry.id.desc()).limit(1)).first()
+    session.add(Entry(account=account, balance=(0 if last is None else last.balance) + amount))
+    session.flush()
+
+
+# A lock, then a read --------------------------------------------------------------------------------------------------
+
+
+def locks_parent(session: Session, account: str, amount: int) -> None:
+    """Lock the parent by the ORM."""
+    session.get_one(Parent, account, with_for_update=True)
+    append(session, account, amount)
+
+
+def locks_parent_by_text(session: Session, account: str, amount: int) -> None:
+    """Lock the parent by SQL text on the connection."""
+    session.connection().exec_driver_sql(f"select 1 from harm_parent where account = '{account}' for update")
+    append(session, account, amount)
+
+
+def locks_parent_by_core(session: Session, account: str, amount: int) -> None:
+    """Lock the parent by a statement of Core, and read the balance as a column."""
+    parents, entries = Base.metadata.tables["harm_parent"], Base.metadata.tables["harm_entry"]
+    session.connection().execute(select(parents).where(parents.c.account == account).with_for_update())
+    balances = select(entries.c.balance).where(entries.c.account == account).order_by(entries.c.id.desc()).limit(1)
+    last = session.connection().execute(balances).scalar() or 0
+    session.connection().execute(insert(entries).values(account=account, balance=last + amount))
+
+
+def locks_and_inserts_from_select(session: Session, account: str, amount: int) -> None:
+    """Let the database compute the next line, under the lock of the parent."""
+    session.get_one(Parent, account, with_for_update=True)
+    balance = func.coalesce(func.max(Entry.balance), 0) + amount
+    session.execute(insert(Entry).from_select(["account", "balance"], select(text(f"'{account}'"), balance).where(
+        Entry.account == account
+    )))  # fmt: skip
+
+
+def locks_a_name(session: Session, account: str, amount: int) -> None:
+    """Take an advisory lock."""
+    session.execute(select(func.pg_advisory_xact_lock(func.hashtext(account))))
+    append(session, account, amount)
+
+
+def locks_the_table(session: Session, account: str, amount: int) -> None:
+    """Lock the whole table."""
+    session.execute(text("/* all of it */ lock table harm_entry in share row exclusive mode"))
+    append(session, account, amount)
+
+
+LOCKING: dict[str, tuple[Body, ...]] = {
+    "postgresql": (
+        *(locks_parent, locks_parent_by_text, locks_parent_by_core, locks_and_inserts_from_select),
+        *(locks_a_name, locks_the_table),
+    ),
+    "mariadb": (locks_parent, locks_parent_by_text, locks_parent_by_core, locks_and_inserts_from_select),
+}
+
+
+# A unique violation in a savepoint ------------------------------------------------------------------------------------
+
+
+def _insert(session: Session, account: str, amount: int) -> None:
+    with session.begin_nested():
+        session.add(Sum(account=account, amount=amount))
+
+
+def inserts_or_updates(session: Session, account: str, amount: int) -> None:
+    """Insert; if the row is there, let the database add."""
+    try:
+        _insert(session, account, amount)
+    except IntegrityError:
+        session.execute(update(Sum).where(Sum.account == account).values(amount=Sum.amount + amount))
+
+
+def inserts_or_updates_by_core(session: Session, account: str, amount: int) -> None:
+    """The same by Core, with the values in the statement."""
+    try:
+        with session.begin_nested():
+            session.execute(insert(Sum.__table__).values(account=account, amount=amount))
+    except IntegrityError:
+        session.execute(update(Sum.__table__).where(Sum.account == account).values(amount=Sum.amount + amount))
+
+
+def inserts_or_updates_by_text(session: Session, account: str, amount: int) -> None:
+    """The same by text, savepoints too."""
+    session.execute(text("savepoint mine"))
+    try:
+        session.execute(text(f"insert into harm_sum (account, amount) values ('{account}', {amount})"))
+    except IntegrityError:
+        session.execute(text("rollback to savepoint mine"))
+        session.execute(text(f"update harm_sum set amount = amount + {amount} where account = '{account}'"))
+
+
+def inserts_or_gets(session: Session, account: str, amount: int) -> None:
+    """Insert; if the row is there, get it."""
+    try:
+        _insert(session, account, amount)
+    except IntegrityError:
+        session.get_one(Sum, account).amount += amount
+
+
+def gets_or_creates_in_a_loop(session: Session, account: str, amount: int) -> None:
+    """Get or create, until one of them succeeds."""
+    for _ in range(50):
+        row = session.get(Sum, account)
+        if row is not None:
+            row.amount += amount
+            return
+        with contextlib.suppress(IntegrityError):
+            _insert(session, account, amount)
+            return
+    raise AssertionError("the loop does not end")
+
+
+UPSERTS: tuple[Body, ...] = (
+    *(inserts_or_updates, inserts_or_updates_by_core, inserts_or_updates_by_text),
+    *(inserts_or_gets, gets_or_creates_in_a_loop),
+)
+
+
+# A conflict in a savepoint --------------------------------------------------------------------------------------------
+
+
+def skips_bad_lines(session: Session, account: str, amount: int) -> None:
+    """Add a line in a savepoint, and skip the line if the database refuses it."""
+    with contextlib.suppress(DBAPIError), session.begin_nested():
+        session.execute(update(Sum).where(Sum.account == account).values(amount=Sum.amount + amount))
+
+
+# A rival --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Scene:
+    """A shop whose handlers are ``body``, and a rival that commits the same for ``account`` when a run ``begins``."""
+
+    shop: Shop
+    engine: Engine
+    body: Body
+    account: str = "a"
+    begins: int = 1  #: the run of that account's message in which the rival comes
+    runs: int = 0  #: of the message of that account
+    before: Callable[[Session], object] = field(
+        default=lambda _session: None
+    )  #: what the handler does before the rival
+
+    def handle(self, account: str, session: Session) -> None:
+        """The handler: let the rival come, then do the work."""
+        if account == self.account:
+            self.runs += 1
+            self.before(session)
+            if self.runs == self.begins:
+                self.shop.harness.blocking(self.rival)
+        self.body(session, account, MINE)
+
+    def rival(self) -> None:
+        """Do the same in a session of its own, and commit."""
+        with Session(self.engine) as session:
+            self.body(session, self.account, RIVALS)
+            session.commit()
+
+    # The ways by which a message comes
+
+    def deliver(self, **options: Any) -> None:
+        """Deliver one message by itself."""
+        handler = self._handler(**options.pop("declared", {}))
+        dispatcher = self.shop.harness.dispatcher(handler, **options)
+        assert self.shop.harness.deliver(dispatcher, Added((self.account,))).outcome is Outcome.APPLIED
+
+    def deliver_batch(self, **options: Any) -> None:
+        """Deliver the message in a batch, behind one of another account that has done the same before."""
+        dispatcher = self.shop.harness.dispatcher(self._handler(), **options)
+        batch = [Message(f"m{key}", Added((key,))) for key in ("other", self.account)]
+        found = self.shop.harness.run(dispatcher.deliver_batch, batch)
+        assert [each.outcome for each in found] == [Outcome.APPLIED, Outcome.APPLIED]
+
+    def command(self) -> None:
+        """Send a command."""
+        desk = self.shop.desk
+
+        def place(order: PlaceOrder, call: Any) -> None:
+            self.handle(order.customer, call.session)
+
+        operation = desk.operation(place, returns=None)
+        assert desk.handle(operation, PlaceOrder(customer=self.account)).outcome is Outcome.APPLIED
+
+    def endpoint(self) -> None:
+        """Send a request to a recorded endpoint."""
+
+        def view(_asked: Any, session: Session) -> Reply:
+            self.handle(self.account, session)
+            return Reply(201, {})
+
+        self.shop.records(view)
+        assert self.shop.send(path="/things").status_code == 201
+
+    def _handler(self, **declared: Any) -> Any:
+        def body(happened: Added, session: Session) -> None:
+            self.handle(happened.keys[0], session)
+
+        return self.shop.harness.handler(body, "harm", **declared)
+
+    # What came of it
+
+    def balance(self, account: str | None = None) -> int:
+        """Return the sum of an account by its last line, or by its row."""
+        account = account or self.account
+        with Session(self.engine) as session:
+            last = select(Entry.balance).where(Entry.account == account).order_by(Entry.id.desc()).limit(1)
+            return int(session.scalar(last) or session.scalar(select(Sum.amount).where(Sum.account == account)) or 0)
+
+
+@contextlib.contextmanager
+def scene_on(request: pytest.FixtureRequest, driver: Driver, body: Body, **arguments: Any) -> Iterator[Scene]:
+    """Return a scene on an empty database of the driver's."""
+    subject = {name: arguments.pop(name) for name in ("dispatcher_isolation", "engine_isolation") if name in arguments}
+    with shop_on(request, driver, **subject) as shop:
+        url = request.getfixturevalue(driver.engine).url()
+        engine = create_engine(url, **({"isolation_level": level} if (level := _level(subject)) else {}))
+        try:
+            shop.harness.create_tables()
+            Base.metadata.create_all(engine)
+            with Session(engine) as session:
+                session.add_all([Parent(account="a"), Parent(account="other")])
+                session.commit()
+            yield Scene(shop, engine, body, **arguments)
+        finally:
+            engine.dispose()
+
+
+def _level(subject: dict[str, Any]) -> str | None:
+    return next(iter(subject.values()), None)
