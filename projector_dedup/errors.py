@@ -129,8 +129,9 @@ class TransactionViolatedError(ProjectorDedupError):
     """A handler committed, rolled back or closed the unit of work's transaction (invariant I4). Correct the handler.
 
     If ``durable`` is False, everything was rolled back, and a redelivery runs the handler again. If ``durable`` is
-    True, the marker and a part of the handler's writes are committed. A redelivery will be *skipped*, so compare the
-    read model with the message and correct it.
+    True, the handler ended the transaction on the driver's own connection or in a procedure, so the marker and its
+    writes *may be committed*. Look for the marker with ``idempotency show``. If the marker is there, a redelivery is
+    skipped: compare the read model with the message and correct it.
     """
 
     def __init__(self, message: str, *, durable: bool = False) -> None:

@@ -7,22 +7,22 @@ connection is ``GuardedConnection``, which reports each statement, COMMIT and RO
 If the guard sees a violation in advance, it *prevents* it: it raises before anything is sent. It *detects* other
 violations before COMMIT by asking the driver, which costs no round trip. It asks the server with ``strict=True``, and
 if the handler used the driver's own connection, streamed a result or, on MariaDB, called a stored procedure, because no
-driver reports what happens there. The guard remembers the first violation, also if the handler swallows the exception,
-and then the unit of work never commits.
+driver reports what happens there. The guard asks one question: is the claim's transaction still the open one? If not,
+the handler may have committed, and the guard does not find out what. The guard remembers a violation, also if the
+handler swallows the exception, and then the unit of work never commits.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from contextlib import suppress
 from functools import cache
 from types import CoroutineType
 from typing import Any, ClassVar, NoReturn
 
 from sqlalchemy import Insert, Select, Table, UniqueConstraint, event, literal_column, select
 from sqlalchemy.engine import Connection
-from sqlalchemy.exc import DBAPIError, OperationalError, PendingRollbackError, SQLAlchemyError
+from sqlalchemy.exc import DBAPIError, OperationalError, SQLAlchemyError
 from sqlalchemy.orm import Session, SessionTransaction
 from sqlalchemy.pool import PoolProxiedConnection
 from sqlalchemy.schema import DefaultGenerator
@@ -37,6 +37,13 @@ from .transaction_text import sql_sent, sql_text
 
 _SAVEPOINTS = (SavepointClause, RollbackToSavepointClause, ReleaseSavepointClause)
 _MARK = "the mark"  # the entry for the mark in the list of savepoints
+
+_ENDED = (
+    "the handler ended the transaction, or broke the connection, where SQLAlchemy does not see it: on the driver's own "
+    "connection or in a procedure. What the handler wrote may be COMMITTED, and the marker with it. Look for the "
+    "marker with `idempotency show`. If it is there, a redelivery is skipped as a duplicate: correct the read model by "
+    "hand. If it is not, a redelivery runs the handler again: check first whether writes of the handler are committed"
+)
 
 
 class GuardedSession(Session):
@@ -153,7 +160,6 @@ class Guard:
         self._savepoints: list[str] = []  # the open savepoints in order, including the mark
         self._marked = False  # True: a savepoint or the transaction id distinguishes this transaction from later ones
         self._transaction_id: str | None = None  # the server's id of the transaction, if the server has such ids
-        self._place: str | None = None  # the database of the claim, if the handler may have chosen another one
 
     # From claim to commit -------------------------------------------------------------------------------------------
 
@@ -194,12 +200,13 @@ class Guard:
             raise self.violate("the handler left a savepoint open; use `with session.begin_nested()`")
         status = self.dialect.status(self.driver)
         if self._begun and status is Status.NONE:
-            raise self.ended_below()
+            self._raise_ended()
         if status is Status.ABORTED or self.aborted_by is not None:
             raise self._swallowed() from self.aborted_by
         if status is Status.BUSY:
-            if not self.driver_was_exposed:
-                self.verify_with_server()  # if the connection was lost, this raises the driver's error
+            if self.driver_was_exposed:
+                raise self._ended()
+            self.verify_with_server()  # if the connection was lost, this raises the driver's error
             raise self.violate("the handler closed the driver's connection, or left a statement unfinished on it")
 
     def _refuse_unawaited(self) -> None:
@@ -225,7 +232,7 @@ class Guard:
                 raise
             raise self._swallowed() from error
         if not ours:
-            raise self.ended_below()
+            raise self._ended()
 
     def leave_nothing_open(self) -> None:
         """End a transaction that SQLAlchemy would leave open, before the connection goes back to its pool."""
@@ -267,7 +274,7 @@ class Guard:
             if grammar.hides_commands(sql):
                 self.driver_exposed()
         if self._begun and self.dialect.status(self.driver) is Status.NONE:
-            raise self.ended_below()
+            self._raise_ended()
         if written is not None:
             self.dialect.refuse_table(self.connection, written)
 
@@ -286,7 +293,8 @@ class Guard:
                 lost = error if isinstance(error, Exception) else RuntimeError(type(error).__name__)
                 self.aborted_by = OperationalError(None, None, lost, connection_invalidated=True)
             return
-        if error.connection_invalidated or self.dialect.aborts(error) or self._is_conflict(error):
+        ended = self._begun and self.dialect.status(self.driver) is Status.NONE  # SQLite: INSERT OR ROLLBACK
+        if error.connection_invalidated or ended or self.dialect.aborts(error) or self._is_conflict(error):
             self.aborted_by = error
         if self._has_snapshot and self.dialect.classify(error) is Failure.UNIQUE:
             self._clash = _Clash(str(error.orig), statement, parameters)
@@ -314,10 +322,7 @@ class Guard:
 
     def driver_exposed(self) -> None:
         """Record that the handler took the driver's own connection, where the guard cannot see a COMMIT."""
-        if self.watching and not self.driver_was_exposed:
-            self.driver_was_exposed = True  # set first: a listener to the next statement may ask for the driver
-            if self._where_claimed().schema_for_object(self._tables.marker) is None:
-                self._place = self.dialect.place(self.connection)
+        self.driver_was_exposed = self.driver_was_exposed or self.watching
         self.require_server_check()
 
     def require_server_check(self) -> None:
@@ -330,20 +335,19 @@ class Guard:
     def before_commit(self, how: str) -> None:
         """Raise if a handler commits. It may release a savepoint."""
         if self.watching:
-            raise self.made_durable() or self.violate(f"the handler called {how}()")
+            raise self.violate(f"the handler called {how}()")
 
     def before_begin(self) -> None:
         """Raise if a handler begins a transaction. It may begin a savepoint."""
         if self.watching:
-            raise self.made_durable() or self.violate(
+            raise self.violate(
                 "the handler called session.begin(), but the transaction has begun; remove the call, or use `with "
                 "session.begin_nested()`"
             )
 
     def before_rollback(self) -> None:
         """Before a rollback, detect a commit on the driver's connection, which the rollback would hide."""
-        if self.watching and self.violation is None and self._may_be_committed_below():
-            self.ended_below()
+        self.after_failure(None)
 
     def connected(self, connection: Connection) -> None:
         """Raise if the session of a handler has begun a transaction on a second connection."""
@@ -452,23 +456,24 @@ class Guard:
         )
         raise self.violation
 
-    def ended_below(self) -> TransactionViolatedError:
-        """Return the violation of a handler that ended the transaction on the driver's connection.
+    def after_failure(self, error: BaseException | None) -> TransactionViolatedError | None:
+        """Return the violation of a handler that may have committed before it failed with ``error``, or None.
 
-        Find out whether the handler committed.
+        Call it before a rollback. It replaces an earlier violation that says that everything was rolled back.
         """
-        self.must_disconnect = True
-        what = "the handler ended the transaction on the driver's own connection, which SQLAlchemy does not see"
-        if self.violation is None and (left := self._what_is_durable()) is not None:
-            self.violation = TransactionViolatedError(what + left, durable=True)
-        return self.violate(what)
-
-    def made_durable(self) -> TransactionViolatedError | None:
-        """Return the violation of a handler that committed and then failed, so that its writes are not rolled back."""
-        if self.violation is None and self.watching and self._may_be_committed_below():
-            with suppress(DBAPIError):  # the server cannot be asked; the handler's own error is raised
-                self.ended_below()
+        if self.watching and (self.violation is None or not self.violation.durable) and self._has_ended(error):
+            self._ended()
         return self.violation if self.violation is not None and self.violation.durable else None
+
+    def _ended(self) -> TransactionViolatedError:
+        self.must_disconnect = True
+        self.violation = TransactionViolatedError(_ENDED, durable=True)
+        return self.violation
+
+    def _raise_ended(self) -> NoReturn:
+        if self.aborted_by is not None:
+            raise self._swallowed() from self.aborted_by
+        raise self._ended()
 
     def _refuse_aborted(self) -> None:
         if self.aborted_by is not None and (self.dialect.abort_lasts or self._is_conflict(self.aborted_by)):
@@ -483,8 +488,6 @@ class Guard:
         )
 
     def _swallowed(self) -> TransactionViolatedError:
-        if self.violation is None and self._may_be_committed_below():
-            return self.ended_below()
         return self.violate(
             "the handler swallowed a database error that aborted the transaction; put code that may fail inside "
             "`with session.begin_nested()`"
@@ -518,62 +521,37 @@ class Guard:
             return Connection.execute(connection, select(literal_column("1"))).first() is not None
         return marker_exists(connection, self._tables.marker, self.key)
 
-    def _is_committed(self) -> bool | None:
-        """True if the ended transaction has committed the marker, False if not, None if that is unknown."""
-        if self.key is None:
-            return None
-        connection, marker = self._where_claimed(), self._tables.marker
-        if self.dialect.status(self.driver) in (Status.OPEN, Status.ABORTED):
-            # The transaction that is open now is not the claim's, and must not commit.
-            Connection.exec_driver_sql(connection, "ROLLBACK")
-        if self._transaction_id is not None:
-            return self.dialect.has_committed(connection, self._transaction_id)
-        try:
-            if self._place is not None:
-                places: Any = {**(self._schemas or {}), marker.schema: self._place}
-                connection = Connection.execution_options(connection, schema_translate_map=places)
-            found = marker_exists(connection, marker, self.key)
-            # The handler may have chosen another schema, database or role, for as long as the connection lives.
-            named = connection.schema_for_object(marker) is not None
-            return found if named or self.dialect.is_only(connection, marker) else None
-        except DBAPIError as error:
-            if connection.invalidated or self.dialect.classify(error) is Failure.TRANSIENT:
-                raise
-            return None
+    def _has_ended(self, error: BaseException | None) -> bool:
+        """True if the handler may have committed the claim's transaction where SQLAlchemy does not see it.
 
-    def _may_be_committed_below(self) -> bool:
-        ended = self.connection.closed or self.connection.invalidated
-        if ended or not self._begun or self.connection.get_transaction() is not self._transaction:
+        Costs a round trip only if the handler had the driver's connection, or if the driver says that nothing is open.
+        """
+        connection = self.connection
+        if connection.closed or connection.invalidated or connection.get_transaction() is not self._transaction:
             return False
         status = self.dialect.status(self.driver)
-        if status in (Status.OPEN, Status.ABORTED) and self.driver_was_exposed:
+        by_server = self.aborted_by is not None or (isinstance(error, Exception) and self.dialect.aborts(error))
+        if not (self._begun and status is Status.NONE):
+            if status is Status.BUSY or not self.driver_was_exposed:
+                return False
             try:
-                return not self._is_open() and self._is_committed() is not False
-            except DBAPIError:  # the open transaction is aborted, but an earlier one may have committed
-                with suppress(DBAPIError, PendingRollbackError):  # PendingRollbackError: the connection was lost
-                    return self._is_committed() is True
-        return status is Status.NONE
+                if self._is_open():
+                    return False
+            except DBAPIError:  # an aborted transaction, or a lost connection
+                by_server = True
+        return not by_server or self._is_marker_committed()
 
-    def _what_is_durable(self) -> str | None:
-        """Describe what a commit on the driver's connection made durable. Return None if there was no commit."""
-        committed = self._is_committed()
-        if committed:
-            return (
-                ", by a commit: the marker and the handler's writes until then are COMMITTED, and its later writes may "
-                "not be. A redelivery will be skipped as a duplicate, so correct the read model by hand"
-            )
-        if committed is None and self.key is None:
-            return (
-                ". If this was a commit, the handler's writes are COMMITTED, and without a marker a redelivery writes "
-                "them again: check the read model first"
-            )
-        if committed is None:
-            return (
-                ". If this was a commit, the marker and the handler's writes are COMMITTED, and a redelivery will be "
-                "skipped as a duplicate. The library does not know, because several tables have the marker's name, or "
-                "because the handler chose another schema, database or role. Check the marker table and the read model"
-            )
-        return None
+    def _is_marker_committed(self) -> bool:
+        """True if the marker may be committed, although the server itself has ended the transaction after an error."""
+        if self.key is None or self.connection.invalidated:
+            return False
+        connection = self._where_claimed()
+        try:
+            if self.dialect.status(self.driver) is not Status.NONE:
+                Connection.exec_driver_sql(connection, "ROLLBACK")
+            return marker_exists(connection, self._tables.marker, self.key)
+        except DBAPIError:  # for example, the handler chose a role that must not read markers
+            return not connection.invalidated
 
     def _where_claimed(self) -> Connection:
         """Return the connection with the schema map of the claim, which a handler may have replaced."""

@@ -409,7 +409,7 @@ class UnitOfWork:
     def close(self, error: BaseException | None = None) -> None:
         """Roll back unless ``commit`` was called. No lock and no open transaction remains, whatever the handler did.
 
-        Raises ``TransactionViolatedError`` if the handler itself committed before it failed with ``error``.
+        Raises ``TransactionViolatedError`` if the handler may have committed before it failed with ``error``.
         """
         if not self._closed:
             self._waiting.to_the_end(partial(self._close, error))
@@ -419,7 +419,7 @@ class UnitOfWork:
         guard, violation = self._guard, None
         try:
             if guard is not None:
-                violation = None if self._committed else guard.made_durable()
+                violation = None if self._committed else guard.after_failure(error)
                 guard.release()
                 if not self._committed and self.durable:
                     cause = guard.aborted_by or error

@@ -335,10 +335,6 @@ class Dialect(ABC):
         """
         return None
 
-    def has_committed(self, connection: Connection, transaction_id: str) -> bool:
-        """True if the transaction with this id, which has ended, has committed."""
-        raise NotImplementedError
-
     def mark_transaction(self, connection: Connection) -> None:
         """Set a savepoint in the transaction of the claim, by which ``is_marked`` recognises the transaction."""
         Connection.exec_driver_sql(connection, "SAVEPOINT projector_dedup")  # bypasses the guard of the connection
@@ -354,14 +350,6 @@ class Dialect(ABC):
             if connection.invalidated or self.classify(error) is Failure.TRANSIENT:
                 raise
             return False
-        return True
-
-    def place(self, connection: Connection) -> str | None:
-        """Return the current default schema, or None if a handler cannot change it or there are several."""
-        return None
-
-    def is_only(self, connection: Connection, table: Table) -> bool:
-        """True if no other table has the name of ``table`` in any schema or database that a handler could select."""
         return True
 
     # The last statement of a transaction -----------------------------------------------------------------------------
@@ -391,8 +379,11 @@ class Dialect(ABC):
     def status(self, driver_connection: Any) -> Status:
         """Return the status of the transaction as the driver knows it, without a round trip."""
 
-    def aborts(self, error: DBAPIError) -> bool:
-        """True if the error ended the transaction, or if the server then refuses statements outside a savepoint."""
+    def aborts(self, error: Exception) -> bool:
+        """True if the error ended the transaction, or if the server then refuses statements outside a savepoint.
+
+        ``error`` may be SQLAlchemy's or the driver's, or no database error at all.
+        """
         return False
 
     @abstractmethod

@@ -212,12 +212,7 @@ class MariaDB(Dialect):
         """Insert the markers of ``keys`` in one statement."""
         connection.execute(insert_given(marker, bounded="wait_ms" in keys[0]), given(keys))
 
-    def place(self, connection: Connection) -> str | None:
-        """Return the current database, which a handler may change with USE."""
-        place: str | None = Connection.exec_driver_sql(connection, "SELECT database()").scalar()  # past any guard
-        return place
-
-    def aborts(self, error: DBAPIError) -> bool:
+    def aborts(self, error: Exception) -> bool:
         """True if the server rolled back, or may have done so (after a lock wait), and began another transaction."""
         return _number(error) in (_DEADLOCK, _RECORD_CHANGED, _LOCK_TABLE_FULL, _LOCK_WAIT_TIMEOUT, _NO_SAVEPOINT)
 

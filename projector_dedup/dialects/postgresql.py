@@ -26,7 +26,6 @@ from sqlalchemy import (
     func,
     literal_column,
     select,
-    text,
     true,
     union_all,
 )
@@ -211,19 +210,7 @@ class PostgreSQL(Dialect):
         transaction_id: str = Connection.exec_driver_sql(connection, found).scalar_one()  # past any guard
         return transaction_id
 
-    def has_committed(self, connection: Connection, transaction_id: str) -> bool:
-        """True if the server's record says that the transaction with this number has committed."""
-        status = f"SELECT pg_catalog.pg_xact_status('{int(transaction_id)}'::pg_catalog.xid8)"
-        return bool(Connection.exec_driver_sql(connection, status).scalar_one() == "committed")
-
-    def is_only(self, connection: Connection, table: Table) -> bool:
-        """True if no other schema has a table of the same name."""
-        found = text(
-            "SELECT count(*) FROM pg_catalog.pg_class WHERE relname = :name AND relkind IN ('r', 'p', 'v', 'f')"
-        )
-        return bool(Connection.execute(connection, found, {"name": table.name}).scalar_one() <= 1)  # past any guard
-
-    def aborts(self, error: DBAPIError) -> bool:
+    def aborts(self, error: Exception) -> bool:
         """True if the server sent the error: any such error aborts the transaction."""
         return sqlstate_of(error) is not None
 

@@ -128,14 +128,6 @@ class SQLite(Dialect):
         """Claim several markers by INSERTs that return the new ones, and return their keys."""
         return {(row[0], row[1]) for row in connection.execute(_claim_many(marker), list(keys))}
 
-    def is_only(self, connection: Connection, table: Table) -> bool:
-        """True if no temporary table, and no table of an attached file, has the same name."""
-        quote, namesakes = connection.dialect.identifier_preparer.quote_identifier, 0
-        for _, file, _ in Connection.exec_driver_sql(connection, "PRAGMA database_list").all():
-            found = f"SELECT count(*) FROM {quote(file)}.sqlite_master WHERE name = ? COLLATE NOCASE"  # noqa: S608  # quoted
-            namesakes += Connection.exec_driver_sql(connection, found, (table.name,)).scalar_one()
-        return namesakes <= 1
-
     def status(self, driver_connection: Any) -> Status:
         """Return OPEN or NONE as SQLite's library reports it, or BUSY for a closed connection. Do not read the file."""
         try:

@@ -197,7 +197,8 @@ def test_what_concerns_all_is_not_tried_for_each(engine: Engine) -> None:
     assert len(connections) == 1
 
 
-def test_a_commit_of_the_handlers_own_is_told_of_every_message(postgresql: Database) -> None:
+@pytest.mark.parametrize("closes", [False, True], ids=["", "closes"])
+def test_a_commit_of_the_handlers_own_is_told_of_every_message(postgresql: Database, closes: bool) -> None:
     """The markers of all are durable by then, so none of them may be taken for applied, or tried again."""
     with Harness(Subject(postgresql.url())) as harness:
         harness.create_tables()
@@ -206,7 +207,10 @@ def test_a_commit_of_the_handlers_own_is_told_of_every_message(postgresql: Datab
             add(happened, session)
             if happened.amount == 2:
                 session.flush()
-                session.connection().connection.driver_connection.commit()  # type: ignore[union-attr]  # it is there
+                driver: Any = session.connection().connection.driver_connection
+                driver.commit()
+                if closes:
+                    driver.close()
 
         dispatcher = harness.dispatcher(harness.handler(body))
         dispatcher.deliver_batch(numbered(4))

@@ -314,31 +314,6 @@ def test_what_a_handler_sends_elsewhere_still_commits_with_its_marker(
     assert [place.durable(schema) for schema in (home, away)] == [(["m1"], 0), ([], 1)]
 
 
-def test_a_commit_below_sqlalchemy_is_reported_from_the_markers_schema(postgresql: Database) -> None:
-    """The handler moved the map, and committed on the driver's connection: what is durable is said to be."""
-    engine = create_engine(postgresql.url())
-    schemas = add_schemas(engine, Path())
-    tenants = [engine.execution_options(schema_translate_map={None: schema}) for schema in schemas]
-    for schema, tenant in zip(schemas, tenants, strict=True):
-        with engine.begin() as connection:
-            connection.execute(text(f"create schema {schema}"))
-        Base.metadata.create_all(tenant)
-
-    @projector(idempotent=True, name="totals")
-    @on(dict)
-    def commits(_event: object, session: Session) -> None:
-        connection = session.connection().execution_options(schema_translate_map={None: schemas[1]})
-        connection.connection.commit()
-
-    dispatcher = Dispatcher(sessionmaker(tenants[0]), commits, tables=TABLES)
-    with pytest.raises(TransactionViolatedError, match="COMMITTED") as violation:
-        dispatcher.deliver({}, message_id="m1")
-    assert violation.value.durable
-    with tenants[0].connect() as connection:
-        assert connection.scalars(select(TABLES.marker.c.message_id)).all() == ["m1"]
-    engine.dispose()
-
-
 def test_a_map_that_comes_too_late_is_refused(place: Place, tenants: list[Any]) -> None:
     """SQLAlchemy would drop it with a warning, and write into the schema of the claim."""
     home, away = place.schemas

@@ -112,6 +112,8 @@ def test_what_becomes_of_a_misbehaviour(
     match verdict, ending.__name__:
         case Verdict.DURABLE, _:
             expected, durable = TransactionViolatedError, ONCE
+        case Verdict.ENDED, _:
+            expected, durable = TransactionViolatedError, NOTHING
         case _, "fails":
             expected, durable = BugError, NOTHING
         case ((Verdict.PREVENTED | Verdict.DETECTED), _):
@@ -132,7 +134,7 @@ def test_what_becomes_of_a_misbehaviour(
             rig.deliver(handler)
         is_violation = isinstance(raised.value, TransactionViolatedError)
         assert is_violation == (expected is TransactionViolatedError)
-        assert getattr(raised.value, "durable", False) == (verdict is Verdict.DURABLE)
+        assert getattr(raised.value, "durable", False) == (verdict in (Verdict.DURABLE, Verdict.ENDED))
         if expected is Exception:
             assert raised.value is raised_at_once[-1]
     assert rig.durable() == durable

@@ -199,6 +199,33 @@ def test_a_serialization_failure_of_the_drivers_cursor_is_retried(driver: Driver
     rig.assert_nothing_is_left()
 
 
+@each_driver("mariadb")
+def test_a_deadlock_of_the_drivers_cursor_is_retried(driver: Driver, rig_on: RigOn) -> None:
+    """The server has ended the transaction, and no marker is there: the handler has not committed."""
+    rig = rig_on(driver)
+    rival = Rival(rig)
+    attempts = iter(range(100))
+
+    def handler(session: Session) -> None:
+        add(session)
+        if next(attempts) == 0:
+            try:
+                rival.deadlocks(session, execute_raw)
+            finally:
+                rival.goes()
+
+    assert rig.deliver(handler).outcome is Outcome.APPLIED
+    assert next(attempts) == 2
+    assert rig.durable() == ONCE
+    assert rig.connects == 1
+    rig.assert_nothing_is_left()
+
+
+def as_text(session: Session, sql: str) -> None:
+    """By SQLAlchemy."""
+    session.execute(text(sql))
+
+
 class Rival:
     """Another transaction on MariaDB, which meets a handler on the rows `b` and `c`."""
 
@@ -216,12 +243,12 @@ class Rival:
             for sql in statements:
                 cursor.execute(sql)
 
-    def deadlocks(self, session: Session) -> None:
+    def deadlocks(self, session: Session, execute: Callable[[Session, str], object] = as_text) -> None:
         """1213: each has a row that the other waits for."""
-        session.execute(text("update total set amount = 7 where account = 'b'"))
+        execute(session, "update total set amount = 7 where account = 'b'")
         self._thread = threading.Thread(target=self.execute, args=("update total set amount = 5 where account = 'b'",))
         self._thread.start()
-        session.execute(text("update total set amount = 7 where account = 'c'"))
+        execute(session, "update total set amount = 7 where account = 'c'")
 
     def times_out(self, session: Session) -> None:
         """1205, at once."""
@@ -546,6 +573,52 @@ def test_a_begin_names_the_remedy(driver: Driver, rig_on: RigOn) -> None:
     assert (raised.value.durable, rig.durable()) == (False, NOTHING)
 
 
+@each_driver("postgresql", "mariadb")
+@pytest.mark.parametrize("begins", ["", "BEGIN"])
+def test_a_conflict_after_a_commit_of_the_handlers_own_is_not_retried(
+    driver: Driver, begins: str, rig_on: RigOn
+) -> None:
+    """A second attempt would find the committed marker, and call half of the work a duplicate."""
+    rig = rig_on(driver)
+    attempts: list[int] = []
+    conflict = {
+        "postgresql": "do $$ begin raise exception 'conflict' using errcode = '40001'; end $$",
+        "mariadb": "signal sqlstate '40001' set mysql_errno = 1213, message_text = 'deadlock'",
+    }[driver.engine]
+
+    def handler(session: Session) -> None:
+        attempts.append(1)
+        add(session)
+        driver_of(session).commit()
+        if begins:
+            execute_raw(session, begins)
+        execute_raw(session, conflict)
+
+    with pytest.raises(TransactionViolatedError, match="idempotency show") as raised:
+        rig.deliver(handler)
+    assert (raised.value.durable, len(attempts), rig.durable()) == (True, 1, ONCE)
+    rig.assert_nothing_is_left()
+
+
+@each_driver()
+@pytest.mark.parametrize("ends", ["commit", "rollback"])
+def test_a_connection_that_the_handler_closes_below_may_be_committed(driver: Driver, ends: str, rig_on: RigOn) -> None:
+    """Nobody can be asked any more, so the error does not say that everything was rolled back."""
+    rig = rig_on(driver)
+
+    def handler(session: Session) -> None:
+        add(session)
+        connection = driver_of(session)
+        getattr(connection, ends)()
+        connection.dbapi_connection.close()
+
+    with pytest.raises(TransactionViolatedError) as raised:
+        rig.deliver(handler)
+    assert raised.value.durable
+    assert rig.durable() == (ONCE if ends == "commit" else NOTHING)
+    rig.assert_nothing_is_left()
+
+
 @each_driver(usual=True)
 @pytest.mark.parametrize("name", ["begin", "commit"])
 def test_a_call_that_is_prevented_hides_no_commit(name: str, driver: Driver, rig_on: RigOn) -> None:
@@ -661,10 +734,17 @@ def test_without_a_marker_the_transaction_is_guarded_too(driver: Driver, rig_on:
         rig.deliver(commits, idempotent=False)
     assert not raised.value.durable
     assert rig.durable() == NOTHING
-    with pytest.raises(TransactionViolatedError, match="without a marker") as raised:
-        rig.deliver(commits_below, idempotent=False)
-    assert raised.value.durable
-    assert rig.durable() == Durable(0, 1)
+
+    def only_below(session: Session) -> None:
+        execute_raw(session, "update total set amount = amount + 1")
+        driver_of(session).commit()
+        raise ValueError
+
+    for total, handler in enumerate((commits_below, only_below), 1):
+        with pytest.raises(TransactionViolatedError, match="may be COMMITTED") as raised:
+            rig.deliver(handler, idempotent=False)
+        assert raised.value.durable
+        assert rig.durable() == Durable(0, total)
     rig.assert_nothing_is_left()
 
 

@@ -39,10 +39,11 @@ class Verdict(Enum):
     BREAKS = "it raises an ordinary error that aborts the transaction; DETECTED if that is swallowed"
     PREVENTED = "it raises TransactionViolatedError, which is remembered if swallowed; nothing is durable"
     DETECTED = "TransactionViolatedError before COMMIT; nothing is durable"
-    DURABLE = "TransactionViolatedError, durable=True: marker and what was written by then are committed"
+    DURABLE = "TransactionViolatedError, durable=True; marker and what was written by then are committed"
+    ENDED = "TransactionViolatedError, durable=True, because nobody asks what was committed; nothing is"
 
 
-H, R, B, P, C, D = Verdict
+H, R, B, P, C, D, E = Verdict
 
 
 class Misbehaviour:
@@ -317,6 +318,12 @@ SWALLOWED = [
         None,
         sqlite=C,
     ),
+    Misbehaviour(
+        "INSERT OR ROLLBACK raised",
+        lambda s: s.execute(text("insert or rollback into total values ('a', 0)")),
+        None,
+        sqlite=B,
+    ),
 ]
 
 # Another database, another mode -----------------------------------------------------------------------------------
@@ -356,6 +363,7 @@ def _prepared_commit(session: Session) -> None:
 
 
 COMMIT_BEGIN = raw("COMMIT", "BEGIN")
+FAIL_BELOW = raw("insert into total values ('a', 0)")
 STREAM = {"stream_results": True}
 
 BELOW = [
@@ -381,21 +389,30 @@ BELOW = [
     Misbehaviour(
         "driver commit, then session.rollback", in_order(lambda s: driver_of(s).commit(), lambda s: s.rollback()), D
     ),
-    Misbehaviour("driver rollback", lambda s: driver_of(s).rollback(), C),
+    Misbehaviour("driver rollback", lambda s: driver_of(s).rollback(), E),
     Misbehaviour(
         "driver rollback, then driver write",
         in_order(lambda s: driver_of(s).rollback(), raw("insert into total values ('raw', 7)")),
-        C,
+        E,
     ),
     Misbehaviour("driver cursor COMMIT", raw("COMMIT"), D),
-    Misbehaviour("driver cursor ROLLBACK", raw("ROLLBACK"), C),
+    Misbehaviour("driver cursor ROLLBACK", raw("ROLLBACK"), E),
     Misbehaviour("driver cursor COMMIT, BEGIN", COMMIT_BEGIN, D),
-    Misbehaviour("driver cursor ROLLBACK, BEGIN", raw("ROLLBACK", "BEGIN"), C),
+    Misbehaviour("driver cursor ROLLBACK, BEGIN", raw("ROLLBACK", "BEGIN"), E),
     Misbehaviour(
         "driver error swallowed",
-        lambda s: swallow(execute_raw, s, "insert into total values ('a', 0)"),
+        lambda s: swallow(FAIL_BELOW, s),
         H,
         postgresql=C,
+    ),
+    Misbehaviour("driver commit, then a driver error", in_order(lambda s: driver_of(s).commit(), FAIL_BELOW), D),
+    Misbehaviour(
+        "driver commit, then a driver error swallowed",
+        in_order(lambda s: driver_of(s).commit(), lambda s: swallow(FAIL_BELOW, s)),
+        D,
+    ),
+    Misbehaviour(
+        "session.commit swallowed, then driver commit", in_order(lambda s: swallow(s.commit), COMMIT_BEGIN), D
     ),
     Misbehaviour("result.cursor commit", _result_commit, D, MySQLdb=None),
     Misbehaviour(
