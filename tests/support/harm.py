@@ -201,9 +201,7 @@ class Scene:
     account: str = "a"
     begins: int = 1  #: the run of that account's message in which the rival comes
     runs: int = 0  #: of the message of that account
-    before: Callable[[Session], object] = field(
-        default=lambda _session: None
-    )  #: what the handler does before the rival
+    before: Callable[[Session], object] = field(default=lambda _session: None)  #: done before the rival comes
 
     def handle(self, account: str, session: Session) -> None:
         """The handler: let the rival come, then do the work."""
@@ -242,7 +240,7 @@ class Scene:
         def place(order: PlaceOrder, call: Any) -> None:
             self.handle(order.customer, call.session)
 
-        operation = desk.operation(place, returns=None)
+        operation = desk.operation(place)
         assert desk.handle(operation, PlaceOrder(customer=self.account)).outcome is Outcome.APPLIED
 
     def endpoint(self) -> None:
@@ -259,7 +257,7 @@ class Scene:
         def body(happened: Added, session: Session) -> None:
             self.handle(happened.keys[0], session)
 
-        return self.shop.harness.handler(body, "harm", **declared)
+        return self.shop.harness.handler(body, **{"name": "harm", **declared})
 
     # What came of it
 
