@@ -13,11 +13,9 @@ and then the unit of work never commits.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
-from types import CoroutineType
 from typing import Any, ClassVar, NoReturn
 
 from sqlalchemy import Select, Table, event, literal_column, select
@@ -54,13 +52,6 @@ class GuardedSession(Session):
         #: strong references, because the identity map has only weak ones
         self.kept: list[object] = []
         self.flush_depth = 0
-        #: the last calls of the AsyncSession around this session; some may be awaited by now
-        self.unawaited: list[CoroutineType[Any, Any, Any]] = []
-        self.forgets_at = 16  # calls: then those that have ended are forgotten
-
-    def unfinished(self) -> list[CoroutineType[Any, Any, Any]]:
-        """Return the calls of the AsyncSession around this session that nobody has awaited to their end."""
-        return [call for call in self.unawaited if inspect.getcoroutinestate(call) != inspect.CORO_CLOSED]
 
     def flush(self, objects: Any = None) -> None:
         """Flush, and count the depth, so that ``before_statement`` recognises the statements of a flush."""
@@ -161,7 +152,6 @@ class Guard:
         """Raise ``TransactionViolatedError`` unless the transaction of the claim is still open and able to commit."""
         if self.violation is not None:
             raise self.violation
-        self._refuse_unawaited()
         if self.connection.invalidated:
             raise self.violate("the handler swallowed the loss of the database connection") from self.aborted_by
         same = self.session.get_transaction() is self._session_transaction
@@ -181,20 +171,6 @@ class Guard:
             if not self.driver_was_exposed:
                 self.verify_with_server()  # if the connection was lost, this raises the driver's error
             raise self.violate("the handler closed the driver's connection, or left a statement unfinished on it")
-
-    def _refuse_unawaited(self) -> None:
-        lost = self.session.unfinished()
-        for call in lost:
-            if inspect.getcoroutinestate(call) == inspect.CORO_CREATED:
-                call.close()  # Python would warn of it later, somewhere else
-            else:
-                self.must_disconnect = True  # a task of the handler's still uses the connection
-        if lost:
-            self.violation = TransactionViolatedError(
-                f"the handler did not await session.{lost[0].__name__}(...) to its end; write "
-                f"`await session.{lost[0].__name__}(...)`. All was rolled back; a redelivery runs the handler again"
-            )
-            raise self.violation
 
     def verify_with_server(self) -> None:
         """Ask the server whether the claim's transaction is still open. Raises the errors of ``verify``."""
@@ -257,7 +233,7 @@ class Guard:
 
     def statement_failed(self, error: BaseException) -> None:
         """Note that a statement failed. The first error counts: later ones only report the aborted transaction."""
-        if self.violation is not None or self.aborted_by is not None or not isinstance(error, DBAPIError):
+        if self.aborted_by is not None or not isinstance(error, DBAPIError):
             return
         if error.connection_invalidated or self.dialect.aborts(error):
             self.aborted_by = error

@@ -36,7 +36,6 @@ from .guard import GuardedSession
 from .markers import refuse_elsewhere
 from .options import UnitOptions
 from .read_models import LockingSession, locking_session
-from .unawaited import noting_class
 
 logger = logging.getLogger("projector_dedup")
 
@@ -137,7 +136,7 @@ def new_async_session(factory: async_sessionmaker[AsyncSession], options: UnitOp
     if isinstance(inner, sessionmaker):  # SQLAlchemy's way to attach events; its arguments are defaults
         arguments = {**_private_arguments(inner.kw, options), **arguments}
         inner = inner.class_
-    return noting_class(factory.class_)(sync_session_class=_private_class(inner, options), **arguments)
+    return factory.class_(sync_session_class=_private_class(inner, options), **arguments)
 
 
 def _private_class(session_class: type[Session], options: UnitOptions) -> type[GuardedSession]:

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 TIERS: dict[str, set[str]] = {  # a file or package imports its own tier and those above it in this list
     "words": {"outcome", "errors", "message", "asyncio_names", "transaction_text", "closing"},
     "databases": {"dialects", "tables"},
-    "the transaction": {"options", "guard", "reentry", "markers", "late", "read_models", "unawaited", "opening"},
+    "the transaction": {"options", "guard", "reentry", "markers", "late", "read_models", "opening"},
     "delivering": {
         *("handler", "building", "waiting", "retry", "unit_of_work", "delivery", "batch"),
         *("observer", "projector", "dispatcher", "verdict"),
