@@ -33,6 +33,7 @@ from .dialects import (
 )
 from .errors import UnsafeSessionError
 from .guard import GuardedSession
+from .inherited import after_fork, leave_to_parent
 from .markers import refuse_elsewhere
 from .options import UnitOptions
 from .read_models import LockingSession, locking_session
@@ -232,11 +233,18 @@ def _admit(engine: Engine, dialect: Dialect) -> bool:
     """Prepare an engine once, or refuse it as unsafe. Return True if its claims also send BEGIN."""
     known = _begun_by_claims.get(engine)
     if known is None:
+        leave_to_parent(engine)
         dialect.prepare(engine)
         with connected(engine) as connection:
             dialect.refuse_unsafe(connection)
             known = _begun_by_claims[engine] = dialect.claim_begins(connection)
     return known
+
+
+@after_fork
+def _forget_engines() -> None:
+    """Admit each engine anew in a forked process, where it gets a new pool."""
+    _begun_by_claims.clear()
 
 
 def _connect(
