@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from .errors import HandlerDefinitionError
-from .handler import DeadLetter, Handler, ProjectorInstance, handlers_of
+from .handler import DeadLetter, Handler, handlers_of
 from .message import Message, logged_id, printable
 
 logger = logging.getLogger("projector_dedup")
@@ -23,12 +23,12 @@ logger = logging.getLogger("projector_dedup")
 class Building:
     """The new generation of a projector, as ``building`` returns it. Pass it to a dispatcher."""
 
-    projector: ProjectorInstance
+    projector: object
     beside: str
     dead: DeadLetter | None = None
 
 
-def building(projector: ProjectorInstance, *, beside: str, dead: DeadLetter | None = None) -> Building:
+def building(projector: object, *, beside: str, dead: DeadLetter | None = None) -> Building:
     """Register ``projector`` as the new generation of the projector named ``beside``, to rebuild a read model.
 
     ::
@@ -55,7 +55,7 @@ def building(projector: ProjectorInstance, *, beside: str, dead: DeadLetter | No
     return Building(projector, beside, dead)
 
 
-def handlers_of_all(projectors: Iterable[ProjectorInstance | Building]) -> list[Handler]:
+def handlers_of_all(projectors: Iterable[object]) -> list[Handler]:
     """Return the handlers of all projectors, in their order. Raises ``HandlerDefinitionError``."""
     found: list[Handler] = []
     for target in projectors:

@@ -12,6 +12,8 @@ from contextlib import contextmanager, suppress
 
 from sqlalchemy.engine import Connection, Engine
 
+from .inherited import leave_to_parent
+
 
 @contextmanager
 def connected(engine: Engine) -> Iterator[Connection]:
@@ -19,6 +21,7 @@ def connected(engine: Engine) -> Iterator[Connection]:
 
     If that fails, drop the connection, and raise nothing: what the block has committed is committed.
     """
+    leave_to_parent(engine)
     connection = engine.connect()
     try:
         yield connection

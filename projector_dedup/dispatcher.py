@@ -15,7 +15,7 @@ from sqlalchemy.util import greenlet_spawn
 
 from .asyncio_names import async_sessionmaker
 from .batch import Result, deliver_batch
-from .building import Building, handlers_of_all, may_fail, report_failure
+from .building import handlers_of_all, may_fail, report_failure
 from .delivery import Chunk, deliver
 from .errors import (
     BatchFailed,
@@ -27,7 +27,6 @@ from .errors import (
 )
 from .handler import (
     Handler,
-    ProjectorInstance,
     check_kind,
     refuse_shared_names,
     warn_of_unused_id,
@@ -65,7 +64,7 @@ class BaseDispatcher(Generic[F]):
     def __init__(
         self,
         session_factory: F,
-        *projectors: ProjectorInstance | Building,
+        *projectors: object,
         message_id: IdExtractor = attribute_or_key,
         type: TypeExtractor | None = None,  # noqa: A002  # the word of Message.type
         unhandled: Literal["raise", "ignore"] = "raise",

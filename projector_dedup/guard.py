@@ -14,10 +14,8 @@ handler swallows the exception, and then the unit of work never commits.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from functools import cache
-from types import CoroutineType
 from typing import Any, ClassVar, NoReturn
 
 from sqlalchemy import Insert, Select, Table, UniqueConstraint, event, literal_column, select
@@ -56,16 +54,6 @@ class GuardedSession(Session):
     may_lower = False  # True: the library has raised the isolation level, and can run the handler at the default level
     accepted: frozenset[str] = frozenset()  # texts of unique violations after which an earlier attempt was run again
     is_flushing = False
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        #: the last calls of the AsyncSession around this session; some may be awaited by now
-        self.unawaited: list[CoroutineType[Any, Any, Any]] = []
-        self.forgets_at = 16  # calls: then those that have ended are forgotten
-
-    def unfinished(self) -> list[CoroutineType[Any, Any, Any]]:
-        """Return the calls of the AsyncSession around this session that nobody has awaited to their end."""
-        return [call for call in self.unawaited if inspect.getcoroutinestate(call) != inspect.CORO_CLOSED]
 
     def flush(self, objects: Any = None) -> None:
         """Flush, and let the guard know that the statements are those of a flush."""
@@ -187,7 +175,6 @@ class Guard:
             raise self.overtaken
         if self.violation is not None:
             raise self.violation
-        self._refuse_unawaited()
         if self.connection.invalidated:
             raise self.violate("the handler swallowed the loss of the database connection") from self.aborted_by
         same = self.session.get_transaction() is self._session_transaction
@@ -208,20 +195,6 @@ class Guard:
                 raise self._ended()
             self.verify_with_server()  # if the connection was lost, this raises the driver's error
             raise self.violate("the handler closed the driver's connection, or left a statement unfinished on it")
-
-    def _refuse_unawaited(self) -> None:
-        lost = self.session.unfinished()
-        for call in lost:
-            if inspect.getcoroutinestate(call) == inspect.CORO_CREATED:
-                call.close()  # Python would warn of it later, somewhere else
-            else:
-                self.must_disconnect = True  # a task of the handler's still uses the connection
-        if lost:
-            self.violation = TransactionViolatedError(
-                f"the handler did not await session.{lost[0].__name__}(...) to its end; write "
-                f"`await session.{lost[0].__name__}(...)`. All was rolled back; a redelivery runs the handler again"
-            )
-            raise self.violation
 
     def verify_with_server(self) -> None:
         """Ask the server whether the claim's transaction is still open. Raises the errors of ``verify``."""
@@ -286,7 +259,7 @@ class Guard:
 
     def statement_failed(self, error: BaseException, statement: Any, parameters: Any) -> None:
         """Note that a statement failed. The first error counts: later ones only report the aborted transaction."""
-        if self.violation is not None or self.overtaken is not None or self.aborted_by is not None:
+        if self.overtaken is not None or self.aborted_by is not None:
             return
         if not isinstance(error, DBAPIError):
             if self.connection.invalidated:  # for example by asyncio.timeout(), which the handler may catch

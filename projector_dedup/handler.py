@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
-from typing import Any, Protocol, overload
+from typing import Any
 
 from sqlalchemy.orm import Session
 
@@ -105,23 +105,6 @@ class Handler:
     def given(self, messages: Sequence[Message]) -> list[Any]:
         """Return the argument of the user's function for each message: its body, or the message itself."""
         return list(messages) if self.on.envelope else [message.body for message in messages]
-
-
-class GiveAnInstanceNotTheClass:
-    """No value has this type. Type checkers name it if you pass a class of projectors: write ``MyProjector()``."""
-
-
-class ProjectorInstance(Protocol):
-    """Any object except a class.
-
-    Type checkers reject a class, because its ``__sizeof__`` has another signature. They print both signatures, so the
-    return type tells what to do: pyright prints that of the first overload, mypy that of the second.
-    """
-
-    @overload  # type: ignore[override]  # the return types are there to be printed
-    def __sizeof__(self: type[Any]) -> GiveAnInstanceNotTheClass: ...  # type: ignore[misc]
-    @overload
-    def __sizeof__(self) -> int | GiveAnInstanceNotTheClass: ...
 
 
 def handlers_of(target: Any) -> list[Handler]:
@@ -251,24 +234,6 @@ def check_session(identity: str, function: Callable[..., Any]) -> None:
         raise HandlerDefinitionError(
             f"{identity} is {kind} and declares a session of the class {declared.__name__}, but gets one of the class "
             f"{given.__name__}; correct the annotation, or change the kind of function"
-        )
-
-
-def refuse_second_of_one_name(function: Callable[..., Any], mark: str) -> None:
-    """Raise ``HandlerDefinitionError`` if the class body already has a handler with this name.
-
-    Python would keep only the second handler, so the events of the first would be lost. This function reads the frame
-    of the class body, two calls up. It detects nothing if the decorator is called outside of a class body.
-    """
-    frame = inspect.currentframe()
-    for _ in range(2):  # up to the decorator, then to the class body
-        frame = frame.f_back if frame is not None else None
-    body = frame.f_locals if frame is not None else {}
-    before = body.get(getattr(function, "__name__", "")) if "__qualname__" in body else None
-    if hasattr(before, mark) or hasattr(getattr(before, "__func__", None), mark):
-        raise HandlerDefinitionError(
-            f"{body['__qualname__']} has two handlers called {function.__name__}, and Python keeps only the second; "
-            "give them two names, or write one handler with the events of both in its @on"
         )
 
 

@@ -32,10 +32,10 @@ from .dialects import (
 )
 from .errors import UnsafeSessionError
 from .guard import GuardedSession
+from .inherited import after_fork, leave_to_parent
 from .markers import refuse_elsewhere
 from .options import UnitOptions
 from .read_models import LockingSession, locking_session
-from .unawaited import noting_class
 
 logger = logging.getLogger("projector_dedup")
 
@@ -66,7 +66,7 @@ def new_async_session(factory: async_sessionmaker[AsyncSession], options: UnitOp
     if isinstance(inner, sessionmaker):  # SQLAlchemy's way to attach events; its arguments are defaults
         arguments = {**_private_arguments(inner.kw, options), **arguments}
         inner = inner.class_
-    return noting_class(factory.class_)(sync_session_class=_private_class(inner, options), **arguments)
+    return factory.class_(sync_session_class=_private_class(inner, options), **arguments)
 
 
 def _private_class(session_class: type[Session], options: UnitOptions) -> type[GuardedSession]:
@@ -182,11 +182,18 @@ def _admit(engine: Engine, dialect: Dialect) -> bool:
     """Prepare an engine once, or refuse it as unsafe. Return True if its claims also send BEGIN."""
     known = _begun_by_claims.get(engine)
     if known is None:
+        leave_to_parent(engine)
         dialect.prepare(engine)
         with connected(engine) as connection:
             dialect.refuse_unsafe(connection)
             known = _begun_by_claims[engine] = dialect.claim_begins(connection)
     return known
+
+
+@after_fork
+def _forget_engines() -> None:
+    """Admit each engine anew in a forked process, where it gets a new pool."""
+    _begun_by_claims.clear()
 
 
 def _connect(

@@ -7,7 +7,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from typing import Any, Generic, Literal, ParamSpec, Protocol, TypedDict, TypeVar, Unpack, overload
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Generic,
+    Literal,
+    Never,
+    ParamSpec,
+    Protocol,
+    TypedDict,
+    TypeVar,
+    Unpack,
+    overload,
+)
 from uuid import UUID
 
 from sqlalchemy.orm import Session, sessionmaker
@@ -15,15 +27,18 @@ from sqlalchemy.orm import Session, sessionmaker
 from .asyncio_names import AsyncSession, async_sessionmaker
 from .dispatcher import AsyncDispatcher, Dispatcher
 from .errors import HandlerDefinitionError
-from .handler import ON, PROJECTOR, On, Settings, handler_of, is_pinned, joined, refuse_second_of_one_name
+from .handler import ON, PROJECTOR, On, Settings, handler_of, is_pinned, joined
 from .message import Message, Route, valid_formerly
 from .outcome import Delivery
 
 C = TypeVar("C", bound=type[Any])
 E = TypeVar("E")
 E1 = TypeVar("E1")
-E2 = TypeVar("E2")
-E3 = TypeVar("E3")
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar as WithDefault
+
+    E2 = WithDefault("E2", default=Never)
+    E3 = WithDefault("E3", default=Never)
 P = ParamSpec("P")
 NoResult = TypeVar("NoResult", bound=Awaitable[None] | None)  # what a handler returns
 R = TypeVar("R")
@@ -169,30 +184,12 @@ class OnOptions(TypedDict, total=False):
     subclasses: bool
 
 
+# Type checkers check the event of one, two or three classes. With more classes, or with names, the event is Any.
 @overload
 def on(
     event: type[E1],
-    /,
-    *,
-    batch: Literal[False] = ...,
-    envelope: Literal[False] = ...,
-    **options: Unpack[OnOptions],
-) -> Marks[E1]: ...
-@overload
-def on(
-    event: type[E1],
-    second: type[E2],
-    /,
-    *,
-    batch: Literal[False] = ...,
-    envelope: Literal[False] = ...,
-    **options: Unpack[OnOptions],
-) -> Marks[E1 | E2]: ...
-@overload
-def on(
-    event: type[E1],
-    second: type[E2],
-    third: type[E3],
+    second: type[E2] = ...,
+    third: type[E3] = ...,
     /,
     *,
     batch: Literal[False] = ...,
@@ -201,23 +198,9 @@ def on(
 ) -> Marks[E1 | E2 | E3]: ...
 @overload
 def on(
-    event: type[E1], /, *, batch: Literal[True], envelope: Literal[False] = ..., **options: Unpack[OnOptions]
-) -> Marks[list[E1]]: ...
-@overload
-def on(
     event: type[E1],
-    second: type[E2],
-    /,
-    *,
-    batch: Literal[True],
-    envelope: Literal[False] = ...,
-    **options: Unpack[OnOptions],
-) -> Marks[list[E1 | E2]]: ...
-@overload
-def on(
-    event: type[E1],
-    second: type[E2],
-    third: type[E3],
+    second: type[E2] = ...,
+    third: type[E3] = ...,
     /,
     *,
     batch: Literal[True],
@@ -266,7 +249,6 @@ def on(
     former = valid_formerly(formerly, HandlerDefinitionError)
 
     def mark(function: Any) -> Any:
-        refuse_second_of_one_name(function, ON)
         setattr(function, ON, On(events, name, subclasses, envelope, former, batch))
         return function
 

@@ -27,6 +27,7 @@ with needs("celery"):
 
 from ..dispatcher import Dispatcher
 from ..errors import InvalidMessageIdError
+from ..inherited import leave_to_parent
 from ..message import Message, printable
 from ..verdict import Action, verdict_of
 from .incoming import Convert, Incoming, json_event, text_of
@@ -133,12 +134,13 @@ def delivering_task(
 def forget_connections(dispatcher: Dispatcher) -> None:
     """Make a forked process open its own database connections, without closing those of its parent.
 
-    Call it in the child before the first delivery. In the children of a Celery worker, the library calls it.
+    The first delivery does this by itself. Call the function earlier if other code of the child uses the engine first.
+    In the children of a Celery worker, the library calls it.
     """
     options = dispatcher.session_factory.kw
     for bound in (options.get("bind"), *(options.get("binds") or {}).values()):
         if bound is not None:
-            bound.engine.dispose(close=False)
+            leave_to_parent(bound.engine)
 
 
 def replay(app: celery.Celery, queue: str) -> int:

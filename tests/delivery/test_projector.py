@@ -463,48 +463,6 @@ def test_a_failed_delivery_keeps_its_outcomes_when_it_is_split() -> None:
     assert part.delivery is rest.delivery is delivery
 
 
-def test_two_handlers_of_one_name_are_refused() -> None:
-    """Python keeps the second method of a class; the events of the first would be skipped, or be unhandled."""
-    with pytest.raises(HandlerDefinitionError, match=r"Twice has two handlers called add.*two names"):
-
-        class Twice:
-            @on(Paid)
-            def add(self, event: Paid, session: Session) -> None: ...
-
-            @on(str)  # type: ignore[no-redef]
-            def add(self, event: str, session: Session) -> None: ...  # noqa: F811
-
-    with pytest.raises(HandlerDefinitionError, match="two handlers called add"):
-
-        class TwiceStatic:
-            @staticmethod
-            @on(Paid)
-            def add(event: Paid, session: Session) -> None: ...
-
-            @on(str)  # type: ignore[no-redef]
-            def add(self, event: str, session: Session) -> None: ...  # noqa: F811
-
-
-def test_a_name_may_come_again_where_nothing_is_lost() -> None:
-    """In a subclass, in another class, in a function that makes a class for each call, and behind a plain method."""
-
-    def made() -> type[Any]:
-        class Made:
-            def add(self) -> None: ...
-
-            @on(Paid)  # type: ignore[no-redef]
-            def add(self, event: Paid, session: Session) -> None: ...  # noqa: F811
-
-        return Made
-
-    class Child(made()):  # type: ignore[misc]  # made anew
-        @on(Paid)
-        def add(self, event: Paid, session: Session) -> None: ...
-
-    assert made() is not made()
-    assert identities(projector(name="child")(Child)()) == ["child.add"]
-
-
 @pytest.mark.parametrize(
     "handler",
     [lambda: None, lambda _event: None, lambda _event, _session, _more: None, lambda _event, *, session: session],

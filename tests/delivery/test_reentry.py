@@ -1,4 +1,4 @@
-"""A handler that delivers on its own database would wait for itself: refused at once, whichever row it is.
+"""A handler that delivers on its own engine would wait for itself: refused at once, whichever row it is.
 
 Each test is written once for threads and asyncio: `done` awaits what has to be awaited.
 """
@@ -33,7 +33,7 @@ from projector_dedup import (
     projector,
 )
 from projector_dedup.guard import GuardedSession
-from projector_dedup.reentry import Handling, is_same_database
+from projector_dedup.reentry import Handling
 from projector_dedup.tables import default_tables
 from projector_dedup.testing import external_transaction
 from rig import NOTHING, ONCE, Durable, Rig, add, create_tables, done
@@ -90,8 +90,8 @@ def factory_of(url: URL, **options: Any) -> Any:
 
 
 def other_factory(rig: Rig) -> Any:
-    """The same for the rig's database."""
-    return factory_of(rig.engine.url, **({"connect_args": {"timeout": 0.3}} if rig.driver.engine == "sqlite" else {}))
+    """Another factory, on a copy of the rig's engine, which shares its pool."""
+    return type(rig.factory)(rig.engine.execution_options(of="a copy"))
 
 
 def adds(_event: object, session: Session) -> None:
@@ -200,7 +200,7 @@ def test_a_delivery_by_a_handler_of_a_batch_is_refused(driver: Driver, rig_on: R
 
 
 def by_another_dispatcher(factory: Any) -> Any:
-    """On another engine: another pool or query string is no other database."""
+    """Another dispatcher, with other handlers, on a copy of the engine."""
     return dispatcher_on(factory).deliver(added("m-2"))
 
 
@@ -229,7 +229,7 @@ def by_a_function_projector(factory: Any) -> Any:
 def test_every_way_to_deliver_inside_a_handler_is_refused(
     driver: Driver, deliver: Callable[[Any], Any], rig_on: RigOn
 ) -> None:
-    """Whoever delivers on the handler's database, and nothing of either is durable."""
+    """Whoever delivers on the handler's engine, and nothing of either is durable."""
     rig = bound_waits(rig_on(driver))
     factory = other_factory(rig)
     with pytest.raises(UnsafeSessionError, match=REFUSED):
@@ -364,6 +364,19 @@ def test_a_delivery_on_another_database_is_none(driver: Driver, rig_on: RigOn, t
     assert rig.durable() == NOTHING
 
 
+@each_driver(*SERVERS, usual=True)
+def test_a_delivery_on_another_engine_of_the_database_is_not_seen(driver: Driver, rig_on: RigOn) -> None:
+    """It may deliver what waits for nothing of the handler's (docs/handlers.md)."""
+    rig = bound_waits(rig_on(driver))
+    other = dispatcher_on(factory_of(rig.engine.url))
+
+    def handler(_session: Session) -> None:
+        done(other.deliver(added("m-2")))
+
+    rig.deliver(handler, retry=ONE_ATTEMPT)
+    assert rig.durable() == Durable(2, 1)
+
+
 @each_driver(*SERVERS, is_async=False)
 def test_units_of_work_side_by_side_are_none(driver: Driver, rig_on: RigOn) -> None:
     """Outside of handlers, a caller may hold two in one thread."""
@@ -480,39 +493,3 @@ def test_a_test_in_an_outer_transaction_is_told_too(driver: Driver, rig_on: RigO
         done(connection.close())
 
     rig.in_one_task(in_an_outer_transaction)
-
-
-# The same database -------------------------------------------------------------------------------------------------
-
-SAME = [
-    ("postgresql+psycopg://bob@host/app", "postgresql+asyncpg://eve@host/app?ssl=true"),
-    ("postgresql+psycopg://bob@/app?host=socket", "postgresql+psycopg2://eve@/app?host=socket"),
-    ("postgresql+psycopg://", "postgresql+psycopg://"),
-    ("mariadb+pymysql://host:3306/app", "mariadb+asyncmy://host:3306/app?charset=utf8mb4"),
-    ("sqlite:///app.db", "sqlite+aiosqlite:///app.db"),
-]
-DIFFERENT = [
-    ("postgresql+psycopg://host/app", "postgresql+psycopg://host/other"),
-    ("postgresql+psycopg://host/app", "postgresql+psycopg://other/app"),
-    ("postgresql+psycopg://host/app", "postgresql+psycopg://host:5433/app"),
-    ("postgresql+psycopg://host/app", "mysql+pymysql://host/app"),
-    ("postgresql+psycopg:///app?host=one", "postgresql+psycopg:///app?host=two"),
-    ("mysql+pymysql://host/app", "mysql+pymysql://host/other"),
-    ("sqlite:///app.db", "sqlite:///other.db"),
-]
-
-
-@pytest.mark.parametrize(("one", "other", "same"), [(*p, True) for p in SAME] + [(*p, False) for p in DIFFERENT])
-def test_databases_are_told_apart_by_their_urls(one: str, other: str, same: bool) -> None:
-    """User, driver and options lead to one database; another host, port, name or file to another."""
-    engines = [
-        create_async_engine(url).sync_engine if "async" in url or "aiosqlite" in url else create_engine(url)
-        for url in (one, other)
-    ]
-    assert is_same_database(*engines) is same
-
-
-def test_an_engine_is_on_its_own_database() -> None:
-    """Also where its URL says nothing, and as a copy with options."""
-    engine = create_engine("postgresql+psycopg://")
-    assert is_same_database(engine, engine.execution_options(isolation_level="SERIALIZABLE"))

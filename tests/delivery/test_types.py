@@ -121,8 +121,6 @@ def dispatchers(engine: Engine, sync: sessionmaker[Session], later: async_sessio
     AsyncDispatcher(sync, Mistakes())  # a sync factory for async
     Dispatcher(later, Mistakes())  # an async factory for sync
     Dispatcher(sync(), Mistakes())  # a session as factory
-    Dispatcher(sync, Mistakes)  # a class instead of an instance
-    AsyncDispatcher(later, Mistakes(), Mistakes)  # a class behind an instance
     Dispatcher(sync, Mistakes(), message_id=17)  # message_id=17
     Dispatcher(sync, Mistakes(), retries=3)  # an unknown option
     Dispatcher(sync, Mistakes()).deliver(Paid(), message_id=17)  # a number as id
@@ -161,8 +159,6 @@ def test_mypy_sees_every_mistake(tmp_path: Path) -> None:
     assert _mistakes_at(lines["mistakes"]) == ALL_MISTAKES, said
     assert sorted(set(lines["wrong"])) == WRONG_COMMANDS, said
     assert not re.search(r"\b_[A-Z][a-z]", said), said
-    assert 'has incompatible type "type[Mistakes]"; expected "ProjectorInstance | Building"' in said
-    assert "-> int | GiveAnInstanceNotTheClass" in said
 
 
 def test_pyright_sees_every_mistake_and_no_other(tmp_path: Path) -> None:
@@ -172,6 +168,4 @@ def test_pyright_sees_every_mistake_and_no_other(tmp_path: Path) -> None:
     errors = [entry for entry in json.loads(said)["generalDiagnostics"] if entry["severity"] == "error"]
     assert {Path(entry["file"]).name for entry in errors} == {"mistakes.py"}, errors
     assert _mistakes_at([entry["range"]["start"]["line"] + 1 for entry in errors]) == ALL_MISTAKES, errors
-    said = " ".join(entry["message"] for entry in errors)
-    assert not re.search(r"\b_[A-Z][a-z]", said), errors
-    assert 'incompatible with type "GiveAnInstanceNotTheClass"' in said
+    assert not re.search(r"\b_[A-Z][a-z]", " ".join(entry["message"] for entry in errors)), errors

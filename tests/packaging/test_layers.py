@@ -10,9 +10,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 TIERS: dict[str, set[str]] = {  # a file or package imports its own tier and those above it in this list
-    "words": {"outcome", "errors", "message", "asyncio_names", "transaction_text", "closing"},
+    "words": {"outcome", "errors", "message", "asyncio_names", "transaction_text", "inherited", "closing"},
     "databases": {"dialects", "tables"},
-    "the transaction": {"options", "guard", "reentry", "markers", "late", "read_models", "unawaited", "opening"},
+    "the transaction": {"options", "guard", "reentry", "markers", "late", "read_models", "opening"},
     "delivering": {
         *("handler", "building", "waiting", "retry", "unit_of_work", "delivery", "batch"),
         *("observer", "projector", "dispatcher", "verdict"),
@@ -59,6 +59,7 @@ PRIVATE = {
     "_force_close": "PyMySQL: hangs up without a word to the server, as PyMySQL does when it is interrupted",
     "_id": "nats-py, Subscription: the number under which the server sends the messages of a subscription",
     "_on_connect_isolation_level": "SQLAlchemy, Dialect: create_engine(isolation_level=...) leaves no other trace",
+    "_pool": "SQLAlchemy, QueuePool: connections that nobody uses; to check one out would ping, recycle or close it",
     "_process_msg": "nats-py, Client: messages come through here as bytes, before nats-py fails at their headers",
     "_read_frame": "pika, SelectConnection: where headers are decoded, and a consumer can read those that pika cannot",
     "_rollback_impl": "SQLAlchemy, Connection: ROLLBACK comes through here, as COMMIT through _commit_impl",
