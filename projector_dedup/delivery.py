@@ -22,6 +22,7 @@ from .message import Message, logged_id, moment_in_utc, printable, valid_message
 from .observer import Observing, Watch
 from .options import RetryPolicy, UnitOptions
 from .outcome import Outcome
+from .own_event import Originals
 from .read_models import warn_of_reads
 from .reentry import Handling
 from .retry import Attempts
@@ -95,7 +96,13 @@ def deliver(work: Work, factory: Any, options: UnitOptions, policy: RetryPolicy,
 class Chunk:
     """One message, or several messages of a batch, delivered in one unit of work, and the outcome of each."""
 
-    def __init__(self, handler: Handler, messages: Sequence[Message], observing: Observing | None = None) -> None:
+    def __init__(
+        self,
+        handler: Handler,
+        messages: Sequence[Message],
+        originals: Originals,
+        observing: Observing | None = None,
+    ) -> None:
         self.identity, self.marked = handler.identity, handler.idempotent
         self.messages = messages
         self.outcomes: list[Outcome] = []
@@ -106,6 +113,7 @@ class Chunk:
         self.in_doubt: set[int] = set()  # indexes of the messages that a COMMIT without an answer may have applied
         self.watch = None if observing is None else Watch(observing, handler, messages)
         self._handler = handler
+        self._originals = originals
         self._dated = handler.idempotent and any(message.occurred_at is not None for message in messages)
         self._new: list[int] = []  # indexes of the new messages
         self._reads = handler.on.reads  # None also if the declared rows cannot be read
@@ -173,25 +181,30 @@ class Chunk:
         """
         handler, several = self._handler, len(self._new) > 1
         new = [self.messages[index] for index in self._new]
-        events = handler.given(new)
         if handler.on.batch:
             uow.keep_rows()
             self._read(uow, new)
-            yield lambda: handler.function(list(events), uow.handlers_session)
+            events = [self._event_of(message) for message in new]
+            yield lambda: handler.function(events, uow.handlers_session)
             return
         if several:
             uow.share()
         shared = handler.projector.shared_session
         if shared:
             self._read(uow, new)
-        for index, message, event in zip(self._new, new, events, strict=True):
+        for index, message in zip(self._new, new, strict=True):
             self.at = index
             if not shared:
                 self._read(uow, [message])
+            event = self._event_of(message)
             yield lambda event=event: handler.function(event, uow.handlers_session)  # type: ignore[misc]
             if several:
                 uow.end_message(keep=shared)
         self.at = None
+
+    def _event_of(self, message: Message) -> Any:
+        """Return what the handler gets for the message. No other attempt and no other handler gets this object."""
+        return self._originals.event_of(message, envelope=self._handler.on.envelope)
 
     def _read(self, uow: UnitOfWork, messages: Sequence[Message]) -> None:
         """Read the rows that the handler declares, and keep them in the session.

@@ -14,7 +14,7 @@ TIERS: dict[str, set[str]] = {  # a file or package imports its own tier and tho
     "databases": {"dialects", "tables"},
     "the transaction": {"options", "guard", "reentry", "markers", "late", "read_models", "unawaited", "opening"},
     "delivering": {
-        *("handler", "building", "waiting", "retry", "unit_of_work", "delivery", "batch"),
+        *("handler", "building", "waiting", "retry", "unit_of_work", "own_event", "delivery", "batch"),
         *("observer", "projector", "dispatcher", "verdict"),
     },
     "the public names": {"__init__"},
@@ -52,6 +52,7 @@ DRIVERS = {
 PARTS = {"postgresql": {"psycopg_begin"}}  # what imports a driver that may not be installed
 
 PRIVATE = {
+    "_cached_json": "Werkzeug, Request: the decoded body; a view may have changed it, so each attempt decodes it again",
     "_commit_impl": "SQLAlchemy, Connection: COMMIT comes through here, whichever object was told to commit",
     "_for_update_arg": "SQLAlchemy, Select: whether a handler has asked for a lock itself, and for which",
     "_field_defaults": "Python, named tuples: a documented attribute",
