@@ -153,7 +153,7 @@ class _Exchange:
         self.received = Received(request.method, path, query, request.content_type or "", body)
         self.response: Response | None = None
         self._recording, self._view = recording, view
-        self._restore = [restoring(vars(g), deep=False), restoring(cookie_session, deep=True)]
+        self._restore = restoring(cookie_session)
         self._ran = False
 
     def __deepcopy__(self, memo: object) -> Self:
@@ -163,8 +163,7 @@ class _Exchange:
     def attempt(self, session: Session) -> Answer:
         """Run the view on the session of the unit of work."""
         if self._ran:
-            for restore in self._restore:
-                restore()
+            self._restore()
         self._ran = True
         request._cached_json = (..., ...)  # decode the body again
         for file in request.files.values():  # which an attempt before this one may have read

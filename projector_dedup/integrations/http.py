@@ -346,14 +346,14 @@ class Recording:
         return Answer(status, tuple((name, value) for name, value in headers if name.lower() in self.headers), body)
 
 
-def restoring(mapping: MutableMapping[str, Any], *, deep: bool) -> Callable[[], None]:
+def restoring(mapping: MutableMapping[str, Any]) -> Callable[[], None]:
     """Return a function that gives ``mapping`` the contents that it has now, so that an attempt finds no changes.
 
-    ``deep`` copies the values where they can be copied. Without it, the function restores the same values.
+    The function restores a value that cannot be copied as the attempts before it have left it.
     """
 
     def contents(of: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: Originals().copy_of(value) if deep else value for name, value in of.items()}
+        return {name: Originals().copy_of(value) for name, value in of.items()}
 
     before = contents(mapping)
 

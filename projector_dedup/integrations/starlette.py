@@ -223,11 +223,8 @@ class Exchange:
         self.response: Response | None = None
         self._recording, self._endpoint, self._request = recording, endpoint, request
         self._stacks: list[tuple[AsyncExitStack, AsyncExitStack]] = []  # of the app, and of this attempt
-        request.scope.setdefault("state", {})  # or middleware would not see what the endpoint sets in it
-        shared = ("state", "path_params", "session")  # dictionaries that all requests of this scope have in common
-        self._restore = [
-            restoring(request.scope[name], deep=name == "session") for name in shared if name in request.scope
-        ]
+        shared = ("path_params", "session")  # dictionaries that the requests of all attempts have in common
+        self._restore = [restoring(request.scope[name]) for name in shared if name in request.scope]
         self._ran = False
 
     def __deepcopy__(self, memo: object) -> Self:
@@ -241,6 +238,7 @@ class Exchange:
             for restore in self._restore:
                 restore()
         self._ran = True
+        self._request.scope.setdefault("state", {})  # or middleware would not see what the endpoint sets in it
         scope: MutableMapping[str, Any] = {**self._request.scope, SESSION: session}
         for name, stack in self._request.scope.items():
             if isinstance(stack, AsyncExitStack):  # of FastAPI's, for dependencies with yield
