@@ -62,7 +62,7 @@ class Originals:
 
 def is_immutable(value: object) -> bool:
     """True if nobody can change the value, or anything inside it."""
-    kind = type(value)
+    kind: type[Any] = type(value)
     if kind in _ATOMS:
         return True
     if kind is tuple or kind is frozenset:
@@ -70,7 +70,7 @@ def is_immutable(value: object) -> bool:
     if isinstance(value, (datetime, time)):
         return kind in (datetime, time) and type(value.tzinfo) in _ATOMS
     if _is_frozen(kind):
-        state = object.__getstate__(value)  # type: ignore[attr-defined]  # attributes that are no fields, too
+        state = object.__getstate__(value)  # attributes that are no fields, too
         parts = state if type(state) is tuple else (state,)
         return all(is_immutable(each) for part in parts if part for each in part.values())
     return isinstance(kind, EnumMeta)

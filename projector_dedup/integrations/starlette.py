@@ -223,8 +223,8 @@ class Exchange:
         self.response: Response | None = None
         self._recording, self._endpoint, self._request = recording, endpoint, request
         self._stacks: list[tuple[AsyncExitStack, AsyncExitStack]] = []  # of the app, and of this attempt
-        shared = ("path_params", "session")  # dictionaries that the requests of all attempts have in common
-        self._restore = [restoring(request.scope[name]) for name in shared if name in request.scope]
+        shared = (request.scope.get(name) for name in ("path_params", "session"))  # by the requests of all attempts
+        self._restore = [restoring(each) for each in shared if isinstance(each, MutableMapping)]
         self._ran = False
 
     def __deepcopy__(self, memo: object) -> Self:

@@ -375,20 +375,20 @@ def _keep_sessions(shop: Shop, browsers: list[Any]) -> None:
     if not shop.asynchronous:
         shop.app.secret_key = "s"
 
-        @shop.app.before_request
         def enter() -> None:
             flask.session["items"] = []
             browsers.append(flask.session)
 
+        shop.app.before_request(enter)
         return
 
-    @shop.app.middleware("http")
     async def around(request: fastapi.Request, call_next: Any) -> fastapi.Response:
         request.session["items"] = []
         browsers.append(request.session)
         response: fastapi.Response = await call_next(request)
         return response
 
+    shop.app.middleware("http")(around)
     shop.app.add_middleware(SessionMiddleware, secret_key="s")
 
 
