@@ -20,6 +20,7 @@ from .message import Message, logged_id, moment_in_utc, printable, valid_message
 from .observer import Observing, Watch
 from .options import RetryPolicy, UnitOptions
 from .outcome import Outcome
+from .own_event import Originals
 from .reentry import Handling
 from .retry import Attempts
 from .unit_of_work import UnitOfWork
@@ -107,7 +108,13 @@ def deliver(work: Work, factory: Any, options: UnitOptions, policy: RetryPolicy,
 class Chunk:
     """One message, or several messages of a batch, delivered in one unit of work, and the outcome of each."""
 
-    def __init__(self, handler: Handler, messages: Sequence[Message], observing: Observing | None = None) -> None:
+    def __init__(
+        self,
+        handler: Handler,
+        messages: Sequence[Message],
+        originals: Originals,
+        observing: Observing | None = None,
+    ) -> None:
         self.identity, self.marked = handler.identity, handler.idempotent
         self.messages = messages
         self.outcomes: list[Outcome] = []
@@ -118,6 +125,7 @@ class Chunk:
         self.in_doubt: set[int] = set()  # indexes of the messages that a COMMIT without an answer may have applied
         self.watch = None if observing is None else Watch(observing, handler, messages)
         self._handler = handler
+        self._originals = originals
         self._dated = handler.idempotent and any(message.occurred_at is not None for message in messages)
         self._new: list[int] = []  # indexes of the new messages
 
@@ -182,18 +190,24 @@ class Chunk:
         ``@on(batch=True)`` one call gets all messages.
         """
         handler, several = self._handler, len(self._new) > 1
-        events = handler.given([self.messages[index] for index in self._new])
+        new = [self.messages[index] for index in self._new]
         if handler.on.batch:
-            yield lambda: handler.function(list(events), uow.handlers_session)
+            events = [self._event_of(message) for message in new]
+            yield lambda: handler.function(events, uow.handlers_session)
             return
         if several:
             uow.share()
-        for index, event in zip(self._new, events, strict=True):
+        for index, message in zip(self._new, new, strict=True):
             self.at = index
+            event = self._event_of(message)
             yield lambda event=event: handler.function(event, uow.handlers_session)  # type: ignore[misc]
             if several:
                 uow.end_message()
         self.at = None
+
+    def _event_of(self, message: Message) -> Any:
+        """Return what the handler gets for the message. No other attempt and no other handler gets this object."""
+        return self._originals.event_of(message, envelope=self._handler.on.envelope)
 
     def log_settled(self, attempts: Attempts) -> None:
         """Log the outcome of each message: at DEBUG if it was applied, else at INFO."""

@@ -50,6 +50,7 @@ from .message import (
 from .observer import Observer, Observing
 from .options import RetryPolicy, UnitOptions, check_session_factory
 from .outcome import Delivery, Outcome
+from .own_event import Originals
 from .tables import DedupTables, default_tables
 from .waiting import AWAITING, BLOCKING, Waiting
 
@@ -205,9 +206,9 @@ class BaseDispatcher(Generic[F]):
 
     def _deliver(self, event: object, message_id: object) -> Delivery:
         message, handlers, known = self._resolve(event, message_id)
-        results = Results(known, handlers)
+        results, originals = Results(known, handlers), Originals()
         for handler in handlers:
-            chunk = Chunk(handler, [message], self._observing)
+            chunk = Chunk(handler, [message], originals, self._observing)
             try:
                 durable = deliver(
                     chunk, self.session_factory, self._options[handler.identity], self._policy, self._waiting
@@ -222,12 +223,19 @@ class BaseDispatcher(Generic[F]):
         return results.settled_delivery()
 
     def _deliver_batch(self, events: Iterable[object]) -> list[Delivery]:
-        batch = self._route_all(events)
+        batch, originals = self._route_all(events), Originals()
         for handler in self._handlers.values():
             if messages := batch.messages_for(handler):
                 options = self._options[handler.identity]
                 became = deliver_batch(
-                    handler, messages, self.session_factory, options, self._policy, self._waiting, self._observing
+                    handler,
+                    messages,
+                    originals,
+                    self.session_factory,
+                    options,
+                    self._policy,
+                    self._waiting,
+                    self._observing,
                 )
                 batch.handled(handler, *became)
         return batch.settled_deliveries()

@@ -19,6 +19,7 @@
     |-- TransactionViolatedError      a handler committed, rolled back or closed the transaction
     |   `-- UnlockedWriteError        with ``read_models``, a handler changed a row that it had not read under lock
     |-- RetriesExhaustedError         a transient database error lasted longer than the retry policy allows
+    |-- UncopyableError               a handler would run again, but its event cannot be copied
     |-- CommitOutcomeUnknown          the connection failed during COMMIT: the message is applied, or it is not
     |-- CleanupInterruptedError       a database error stopped a cleanup; the deleted markers stay deleted
     |-- DeliveryFailed                several handlers: their failures together (an ExceptionGroup)
@@ -147,6 +148,15 @@ class RetriesExhaustedError(ProjectorDedupError):
     """A transient database error (the ``__cause__``) lasted longer than the retry policy allows. Try again later.
 
     No message was applied. Batches that ``rename`` has committed stay renamed.
+    """
+
+
+class UncopyableError(ProjectorDedupError):
+    """The library did not call a handler again, because the event cannot be copied and a handler may have changed it.
+
+    This call applied nothing for the handler. Let the broker redeliver the message, which brings a new event. To let
+    the library retry by itself, define ``__deepcopy__`` in the class of the event, or deliver plain data. The error of
+    ``copy.deepcopy`` is the ``__cause__``.
     """
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -101,10 +101,6 @@ class Handler:
             and isinstance(route, type)
             and any(isinstance(wanted, type) and issubclass(route, wanted) for wanted in self.on.routes)
         )
-
-    def given(self, messages: Sequence[Message]) -> list[Any]:
-        """Return the argument of the user's function for each message: its body, or the message itself."""
-        return list(messages) if self.on.envelope else [message.body for message in messages]
 
 
 def handlers_of(target: Any) -> list[Handler]:

@@ -58,6 +58,7 @@ OURS: dict[str, Answer] = {
     "InProgress": Answer(LATER, "another delivery has claimed it, and may commit or roll back", unlimited=True),
     "TransactionViolatedError": Answer(REJECT, "the handler must be corrected, and a person must check the read model"),
     "RetriesExhaustedError": Answer(LATER, "the database error lasted longer than the library's own retries"),
+    "UncopyableError": Answer(LATER, "a redelivery brings an event that no handler has changed"),
     "CommitOutcomeUnknown": Answer(LATER, "another delivery finds out whether it was applied", unlimited=True),
     "CleanupInterruptedError": Answer(LATER, "run the cleanup again"),
     # Errors of commands, which this file must not import.

@@ -11,7 +11,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, Self, TypeVar
 
 from sqlalchemy.engine import Connection
@@ -28,6 +28,7 @@ from ..message import printable
 from ..observer import Observed, Observer, Observing, outcome_of
 from ..options import RetryPolicy, UnitOptions, check_session_factory
 from ..outcome import Outcome
+from ..own_event import Originals
 from ..retry import Attempts
 from ..unit_of_work import UnitOfWork
 from ..waiting import AWAITING, BLOCKING
@@ -71,6 +72,7 @@ class Asked:
     locks: tuple[str, ...]  #: the rows to lock, as they are stored
     tables: CommandTables
     max_result_bytes: int
+    originals: Originals = field(default_factory=Originals)
 
     @classmethod
     def of(
@@ -91,11 +93,15 @@ class Asked:
         key, scope = (None, None) if self.key is None else (self.key.key, self.key.scope)
         return (AsyncCall if self.operation.asynchronous else Call)(session, key, scope, self.operation.identity)
 
+    def own_command(self) -> Any:
+        """Return a command that no handler, and no earlier attempt, has changed."""
+        return self.originals.copy_of(self.command)
+
     def present(self, call: Any) -> Any:
         """Return what the operation's ``default`` returns now (a coroutine for an ``async def``)."""
         default = self.operation.settings.default
         assert default is not None  # noqa: S101  # otherwise a result was recorded
-        returned = default(self.command, call)
+        returned = default(self.own_command(), call)
         check_result(f"default= of {self.operation.identity}", returned, asynchronous=self.operation.asynchronous)
         return returned
 
@@ -164,10 +170,10 @@ class Once:
         yield (lambda: self._awaited(call)) if self.asked.operation.asynchronous else (lambda: self._called(call))
 
     def _called(self, call: Any) -> None:
-        self._take(self.asked.operation.function(self.asked.command, call))
+        self._take(self.asked.operation.function(self.asked.own_command(), call))
 
     async def _awaited(self, call: Any) -> None:
-        self._take(await self.asked.operation.function(self.asked.command, call))
+        self._take(await self.asked.operation.function(self.asked.own_command(), call))
 
     def _take(self, returned: Any) -> None:
         check_result(self.identity, returned, asynchronous=False)

@@ -527,7 +527,7 @@ class _Effects:
         """Record the outcome with the rows of ``recorded`` in one transaction. If that fails, keep the outcome."""
         known = taken.row, outcome.result
         try:
-            found = self._finish(taken.effect, taken.row, taken.token, taken.given, outcome)
+            found = self._finish(taken.effect, taken.row, taken.token, outcome)
         except BaseException as error:  # also after a cancellation, keep the provider's answer
             try:
                 kept = self._waiting.to_the_end(partial(self._keep, taken, outcome, error))
@@ -547,7 +547,7 @@ class _Effects:
         if found is _Found.DOUBLE:
             raise self._double(taken, outcome)
 
-    def _finish(self, effect: Definition[Any, Any], row: Seen, token: str, given: Any, outcome: _Outcome) -> _Found:
+    def _finish(self, effect: Definition[Any, Any], row: Seen, token: str, outcome: _Outcome) -> _Found:
         """Write the outcome, and call ``recorded`` or ``refused`` in the same transaction."""
         table, found = self._tables.marker, _Found.MINE
         written = outcome.number, outcome.data, outcome.by
@@ -581,7 +581,7 @@ class _Effects:
         def handler(uow: UnitOfWork) -> Callable[[], Any] | None:
             if function is None or found is _Found.OVERRULED:
                 return None
-            return lambda: function(given, outcome.result, uow.handlers_session)
+            return lambda: function(*_own_arguments(effect, row, outcome), uow.handlers_session)
 
         self._transact(row.key, change, handler)
         if found is _Found.OVERRULED:
@@ -657,7 +657,6 @@ class _Effects:
 
         Return None if the person decided "not done".
         """
-        given = effect.request_codec.loads(row.request)
         decision = json.loads(row.decision or "{}")
         if row.evidence is not None:
             number, data = row.evidence_outcome, row.evidence
@@ -673,7 +672,7 @@ class _Effects:
         assert number is not None  # noqa: S101  # the row has both or neither
         result = effect.codec.loads(data) if number == DONE else _rejected(data, replayed=False)
         try:
-            found = self._finish(effect, row, row.token, given, _Outcome(number, data, by, result))
+            found = self._finish(effect, row, row.token, _Outcome(number, data, by, result))
         except ProjectorDedupError as error:  # a Rejected or NotDone of `recorded` says nothing about the effect
             self._report("failed", row, error=error)
             raise _not_recorded(row, result, error, "`settle` tries again") from error
@@ -796,6 +795,14 @@ def _taken(effect: Definition[Any, Any], row: Seen, token: str, began: float, st
     attempt = Attempt(row.provider_key, number, effect.lease.at_most, began, called)
     given = effect.request_codec.loads(row.request)  # before the row is taken, in case the request cannot be read
     return _Taken(effect, row, token, given, attempt, step, set_first=row.first_sent_at is None)
+
+
+def _own_arguments(effect: Definition[Any, Any], row: Seen, outcome: _Outcome) -> tuple[Any, Any]:
+    """Return the request and the outcome as they are stored, so that no function has changed them."""
+    request = effect.request_codec.loads(row.request)
+    if outcome.number == DONE:
+        return request, effect.codec.loads(outcome.data)
+    return request, _rejected(outcome.data, replayed=False)
 
 
 def _is_double(effect: Definition[Any, Any], outcome: _Outcome, number: int | None, data: bytes | None) -> bool:

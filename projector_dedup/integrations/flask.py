@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, Literal, ParamSpec, overload
+from typing import Any, Literal, ParamSpec, Self, overload
 
 from sqlalchemy.orm import Session
 
@@ -13,6 +13,7 @@ from .extras import needs
 
 with needs("flask"):
     from flask import Flask, Response, current_app, g, request
+    from flask import session as cookie_session
     from flask.typing import ResponseReturnValue
 
 from ..commands import Call, Commands, ResultError
@@ -34,6 +35,7 @@ from .http import (
     check_scope,
     read_key,
     replay_headers,
+    restoring,
 )
 
 __all__ = [
@@ -151,9 +153,19 @@ class _Exchange:
         self.received = Received(request.method, path, query, request.content_type or "", body)
         self.response: Response | None = None
         self._recording, self._view = recording, view
+        self._restore = restoring(cookie_session)
+        self._ran = False
+
+    def __deepcopy__(self, memo: object) -> Self:
+        """Return the exchange itself, because ``attempt`` restores the request for each run of the view."""
+        return self
 
     def attempt(self, session: Session) -> Answer:
         """Run the view on the session of the unit of work."""
+        if self._ran:
+            self._restore()
+        self._ran = True
+        request._cached_json = (..., ...)  # decode the body again
         for file in request.files.values():  # which an attempt before this one may have read
             file.seek(0)
         setattr(g, _SESSION, session)

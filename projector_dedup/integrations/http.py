@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from email.message import Message
 from enum import Enum
@@ -38,7 +38,9 @@ from ..errors import (
     OvertakenError,
     ProjectorDedupError,
     RetriesExhaustedError,
+    UncopyableError,
 )
+from ..own_event import Originals
 
 __all__ = ["ANSWERED", "KEY_HEADER", "Answers", "IdempotencyKeyError", "Problem", "read_key", "replay_headers"]
 
@@ -121,7 +123,7 @@ class Problem:
         return json.dumps(dict(self.members), separators=(",", ":")).encode()
 
 
-TRY_AGAIN = (CommitOutcomeUnknown, Defer, OvertakenError, RetriesExhaustedError)
+TRY_AGAIN = (CommitOutcomeUnknown, Defer, OvertakenError, RetriesExhaustedError, UncopyableError)
 ANSWERED = (
     *(IdempotencyKeyError, UnusableKeyError, KeyReusedError, DuplicateCommandError, InProgress, Rejected),
     *TRY_AGAIN,
@@ -342,6 +344,25 @@ class Recording:
                 "endpoint unrecorded and call handle() in it"
             )
         return Answer(status, tuple((name, value) for name, value in headers if name.lower() in self.headers), body)
+
+
+def restoring(mapping: MutableMapping[str, Any]) -> Callable[[], None]:
+    """Return a function that gives ``mapping`` the contents that it has now, so that an attempt finds no changes.
+
+    The function restores a value that cannot be copied as the attempts before it have left it.
+    """
+
+    def contents(of: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: Originals().copy_of(value) for name, value in of.items()}
+
+    before = contents(mapping)
+
+    def restore() -> None:
+        if mapping or before:  # Flask refuses to change the empty session of an app without a secret key
+            mapping.clear()
+            mapping.update(contents(before))
+
+    return restore
 
 
 def check_scope(value: object) -> str | UUID:

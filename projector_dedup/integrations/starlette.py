@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, MutableMapping
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
 from sqlalchemy.ext.asyncio import AsyncSession
 
@@ -37,6 +37,7 @@ from .http import (
     check_scope,
     read_key,
     replay_headers,
+    restoring,
 )
 
 if TYPE_CHECKING:
@@ -222,10 +223,21 @@ class Exchange:
         self.response: Response | None = None
         self._recording, self._endpoint, self._request = recording, endpoint, request
         self._stacks: list[tuple[AsyncExitStack, AsyncExitStack]] = []  # of the app, and of this attempt
+        shared = (request.scope.get(name) for name in ("path_params", "session"))  # by the requests of all attempts
+        self._restore = [restoring(each) for each in shared if isinstance(each, MutableMapping)]
+        self._ran = False
+
+    def __deepcopy__(self, memo: object) -> Self:
+        """Return the exchange itself, because ``attempt`` makes a request for each run of the endpoint."""
+        return self
 
     async def attempt(self, session: AsyncSession) -> Answer:
         """Run the endpoint, on a request of its own and the session of the unit of work."""
         await self.leave(NotCommittedError("the COMMIT of this attempt failed"))
+        if self._ran:
+            for restore in self._restore:
+                restore()
+        self._ran = True
         self._request.scope.setdefault("state", {})  # or middleware would not see what the endpoint sets in it
         scope: MutableMapping[str, Any] = {**self._request.scope, SESSION: session}
         for name, stack in self._request.scope.items():

@@ -11,7 +11,7 @@ from databases import Database
 from projector_dedup import Dispatcher, make_tables, on, projector
 from walk import files_entered
 
-MOST = 15
+MOST = 16
 
 
 class Base(DeclarativeBase):

@@ -13,7 +13,14 @@ import httpx
 import pytest
 from sqlalchemy.ext.asyncio import create_async_engine
 
-from projector_dedup import CommitOutcomeUnknown, Defer, InProgress, MissingTableError, RetriesExhaustedError
+from projector_dedup import (
+    CommitOutcomeUnknown,
+    Defer,
+    InProgress,
+    MissingTableError,
+    RetriesExhaustedError,
+    UncopyableError,
+)
 from projector_dedup.commands import Handled, InvalidKeyError, KeyReusedError, Rejected, UnusableKeyError
 from projector_dedup.commands.fingerprint import digest
 from projector_dedup.commands.record import RecordKey
@@ -87,6 +94,7 @@ def test_an_echoed_key_is_read_as_the_key_that_came(key: str) -> None:
         (InProgress("secret"), 409, "in-progress", "1"),
         (Rejected("late"), 422, "rejected", None),
         (RetriesExhaustedError("secret"), 503, "try-again", "1"),
+        (UncopyableError("secret"), 503, "try-again", "1"),
         (CommitOutcomeUnknown("secret"), 503, "try-again", "1"),
         (Defer("secret"), 503, "try-again", "1"),
     ],

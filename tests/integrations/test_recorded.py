@@ -5,9 +5,12 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import fastapi
+import flask
 import pytest
 from sqlalchemy.orm import Session
 from sqlalchemy.orm.exc import StaleDataError
+from starlette.middleware.sessions import SessionMiddleware
 
 from command_rig import Balance, Order
 from cut_proxy import Cut, CutProxy
@@ -325,6 +328,68 @@ def test_an_endpoint_runs_again_after_a_conflict(shop: Shop) -> None:
     assert shop.send(path="/things").status_code == 201
     assert len({id(session) for session in runs}) == 3
     assert (len(shop.desk.orders()), shop.desk.spent()) == (1, 3)
+
+
+class Retried(Exception):  # noqa: N818
+    """A conflict on every database."""
+
+
+def test_each_run_of_an_endpoint_gets_the_json_as_it_was(shop: Shop) -> None:
+    """An endpoint that changes the JSON of its request gets the JSON of the client when it runs again."""
+    failures = [Retried(), Retried()]
+
+    def cents(asked: Any, session: Session) -> Reply:
+        asked["amount"] *= 100
+        reply = sell(asked, session)
+        if failures:
+            raise failures.pop()
+        return reply
+
+    shop.records(cents, commands=shop.desk.commands(retry=RetryPolicy(also=(Retried,), base=0)))
+    assert shop.send(path="/things").json()["amount"] == 300
+    assert (len(shop.desk.orders()), shop.desk.spent()) == (1, 300)
+
+
+def test_each_run_of_an_endpoint_gets_the_session_as_it_was(small: Shop) -> None:
+    """An endpoint that counts in the session of the browser counts once, and the browser gets the new session."""
+    failures, browsers = [Retried(), Retried()], list[Any]()
+
+    def count(_asked: Any, session: Session) -> Reply:
+        browser = browsers[-1]
+        browser["seen"] = browser.get("seen", 0) + 1
+        browser["items"].append("book")
+        sell({"amount": 3}, session)
+        if failures:
+            raise failures.pop()
+        return Reply(201, dict(browser))
+
+    small.records(count, commands=small.desk.commands(retry=RetryPolicy(also=(Retried,), base=0)))
+    _keep_sessions(small, browsers)
+    answer = small.send(path="/things")
+    assert answer.json() == {"seen": 1, "items": ["book"]}
+    assert "session=" in answer.headers["set-cookie"]
+
+
+def _keep_sessions(shop: Shop, browsers: list[Any]) -> None:
+    """Have the app keep sessions in cookies, begin each, and note it in ``browsers``."""
+    if not shop.asynchronous:
+        shop.app.secret_key = "s"
+
+        def enter() -> None:
+            flask.session["items"] = []
+            browsers.append(flask.session)
+
+        shop.app.before_request(enter)
+        return
+
+    async def around(request: fastapi.Request, call_next: Any) -> fastapi.Response:
+        request.session["items"] = []
+        browsers.append(request.session)
+        response: fastapi.Response = await call_next(request)
+        return response
+
+    shop.app.middleware("http")(around)
+    shop.app.add_middleware(SessionMiddleware, secret_key="s")
 
 
 def test_concurrent_requests_get_one_answer(shop: Shop) -> None:

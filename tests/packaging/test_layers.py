@@ -14,7 +14,7 @@ TIERS: dict[str, set[str]] = {  # a file or package imports its own tier and tho
     "databases": {"dialects", "tables"},
     "the transaction": {"options", "guard", "reentry", "markers", "late", "read_models", "opening"},
     "delivering": {
-        *("handler", "building", "waiting", "retry", "unit_of_work", "delivery", "batch"),
+        *("handler", "building", "waiting", "retry", "unit_of_work", "own_event", "delivery", "batch"),
         *("observer", "projector", "dispatcher", "verdict"),
     },
     "the public names": {"__init__"},
@@ -28,21 +28,21 @@ TIER_OF = {name: number for number, names in enumerate(TIERS.values()) for name 
 
 PROMISE = ("delivery", "unit_of_work", "markers", "opening", "retry", "waiting")
 """The files to read before one believes that a message is applied once."""
-MAX_PROMISE = 1_680  # lines of those
-MAX_WITH_GUARD = 2_275  # and of ``guard``
+MAX_PROMISE = 1_690  # lines of those
+MAX_WITH_GUARD = 2_290  # and of ``guard``
 
 MAX_ROOMS = {  # lines of a package, and of the files at the root together
-    "root": 6_070,
+    "root": 6_125,
     "dialects": 2_560,
     "commands": 1_860,
     "effects": 1_970,
-    "integrations": 4_630,
+    "integrations": 4_670,
     "maintenance": 3_760,
     "testing": 3_600,
     "cli": 2_090,
     "migrations": 280,
 }
-MAX_FILES = 108  # of `projector_dedup`, without the command and the migrations
+MAX_FILES = 109  # of `projector_dedup`, without the command and the migrations
 
 DRIVERS = {
     "postgresql": {"psycopg", "psycopg2", "asyncpg"},
@@ -52,6 +52,7 @@ DRIVERS = {
 PARTS = {"postgresql": {"psycopg_begin"}}  # what imports a driver that may not be installed
 
 PRIVATE = {
+    "_cached_json": "Werkzeug, Request: the decoded body; a view may have changed it, so each attempt decodes it again",
     "_commit_impl": "SQLAlchemy, Connection: COMMIT comes through here, whichever object was told to commit",
     "_for_update_arg": "SQLAlchemy, Select: whether a handler has asked for a lock itself, and for which",
     "_field_defaults": "Python, named tuples: a documented attribute",

@@ -1,0 +1,419 @@
+"""Handlers get events that nobody has changed: at each attempt, for each handler, and in each half of a batch."""
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import UTC, date, datetime, time
+from decimal import Decimal
+from enum import Enum
+from fractions import Fraction
+from functools import cached_property
+from typing import Any
+from uuid import UUID
+from zoneinfo import ZoneInfo
+
+import pytest
+from sqlalchemy.event import listen
+from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.orm import Session
+
+from databases import Driver, each_driver
+from projector_dedup import (
+    Action,
+    AsyncDispatcher,
+    BatchFailed,
+    DeliveryFailed,
+    Dispatcher,
+    Message,
+    Outcome,
+    RetryPolicy,
+    UncopyableError,
+    on,
+    projector,
+    verdict_of,
+)
+from projector_dedup.own_event import Originals, is_immutable
+from rig import NOTHING, Durable, Rig, add
+
+RigOn = Callable[..., Rig]
+Change = Callable[[Any, Session], None]
+
+
+class Conflict(Exception):  # noqa: N818
+    """A conflict on every database, by ``RetryPolicy(also=...)``."""
+
+
+class Poison(Exception):  # noqa: N818
+    """An error that no retry helps against."""
+
+
+AGAIN = RetryPolicy(also=(Conflict,), base=0)
+
+
+class Held:
+    """An event that cannot be copied, and that handlers can change."""
+
+    def __init__(self, amount: int) -> None:
+        self.amount = amount
+        self.lock = threading.Lock()
+
+
+def function(change: Change, driver: Driver, **options: Any) -> Any:
+    """A handler of ``change``, which takes messages of the type "added"."""
+
+    async def awaited(event: Any, session: AsyncSession) -> None:
+        await session.run_sync(lambda inner: change(event, inner))
+
+    def direct(event: Any, session: Session) -> None:
+        change(event, session)
+
+    return on("added", **options)(awaited if driver.is_async else direct)
+
+
+def one(rig: Rig, *changes: Change, **options: Any) -> Any:
+    """A dispatcher with a projector for each of ``changes``."""
+    made: Any = AsyncDispatcher if rig.driver.is_async else Dispatcher
+    projectors = [
+        projector(idempotent=True, name=f"p{number}")(function(change, rig.driver, **options))
+        for number, change in enumerate(changes)
+    ]
+    return made(rig.factory, *projectors, retry=AGAIN)
+
+
+def wait(rig: Rig, result: Any) -> Any:
+    """The result, which is awaited under asyncio."""
+    return rig.run(result) if rig.driver.is_async else result
+
+
+def cents(event: Any, session: Session) -> None:
+    """Add the amount in cents, converted in the event itself."""
+    event["amount"] *= 100
+    add(session, event["amount"])
+
+
+def failing(error: type[Exception], change: Change, times: int = 1) -> Change:
+    """``change``, which raises ``error`` after its first runs."""
+    runs: list[object] = []
+
+    def changed(event: Any, session: Session) -> None:
+        change(event, session)
+        runs.append(event)
+        if len(runs) <= times:
+            raise error
+
+    return changed
+
+
+def added(*amounts: int) -> list[Message]:
+    """A message for each amount."""
+    return [Message(f"m{number}", {"amount": amount}, type="added") for number, amount in enumerate(amounts)]
+
+
+@each_driver(usual=True)
+@pytest.mark.parametrize("envelope", [False, True])
+def test_the_second_attempt_gets_the_event_as_it_was(driver: Driver, rig_on: RigOn, envelope: bool) -> None:
+    """After a conflict the handler runs again, with the event that the caller has delivered."""
+    rig = rig_on(driver)
+    change: Change = (lambda message, session: cents(message.body, session)) if envelope else cents
+    (message,) = added(3)
+    wait(rig, one(rig, failing(Conflict, change), envelope=envelope).deliver(message))
+    assert rig.durable() == Durable(1, 300)
+    assert message.body == {"amount": 3}
+
+
+@each_driver(usual=True)
+def test_the_next_handler_gets_the_event_as_it_was(driver: Driver, rig_on: RigOn) -> None:
+    """What one handler changes in its event does not reach the other one."""
+    rig = rig_on(driver)
+    wait(rig, one(rig, cents, cents).deliver(added(3)[0]))
+    assert rig.durable() == Durable(2, 600)
+
+
+@each_driver(usual=True)
+def test_each_handler_of_a_batch_gets_the_events_as_they_were(driver: Driver, rig_on: RigOn) -> None:
+    """The second handler of a batch gets other objects than the first one."""
+    rig = rig_on(driver)
+    wait(rig, one(rig, cents, cents).deliver_batch(added(1, 2)))
+    assert rig.durable() == Durable(4, 600)
+
+
+@each_driver(usual=True)
+@pytest.mark.parametrize("error", [Conflict, Poison])
+def test_the_parts_of_a_batch_get_the_events_as_they_were(
+    driver: Driver, rig_on: RigOn, error: type[Exception]
+) -> None:
+    """A batch that runs again, whole or in parts, begins with the events of the caller."""
+    rig = rig_on(driver)
+
+    def change(event: Any, session: Session) -> None:
+        cents(event, session)
+        if event["amount"] == 300:
+            last(event, session)
+
+    last = failing(error, lambda _event, _session: None)
+    wait(rig, one(rig, change).deliver_batch(added(1, 2, 3, 4)))
+    assert rig.durable() == Durable(4, 1_000)
+
+
+@each_driver(usual=True)
+@pytest.mark.parametrize("error", [Conflict, Poison])
+def test_a_list_of_events_is_new_at_each_try(driver: Driver, rig_on: RigOn, error: type[Exception]) -> None:
+    """A handler with ``batch=True`` that changes its list and its events gets both as they were."""
+    rig = rig_on(driver)
+
+    def change(events: Any, session: Session) -> None:
+        for _ in range(len(events)):
+            cents(events.pop(), session)
+
+    wait(rig, one(rig, failing(error, change), batch=True).deliver_batch(added(1, 2, 3)))
+    assert rig.durable() == Durable(3, 600)
+
+
+def test_the_event_inside_a_subclass_of_message_is_a_copy(sqlite_rig: Rig) -> None:
+    """A ``Message`` of the user's own class is copied with everything in it."""
+
+    @dataclass(frozen=True)
+    class Traced(Message):
+        trace: list[str] = field(default_factory=list)
+
+    def change(message: Any, session: Session) -> None:
+        message.trace.append("seen")
+        add(session, len(message.trace))
+
+    message = Traced("m1", {}, "added")
+    one(sqlite_rig, failing(Conflict, change), envelope=True).deliver(message)
+    assert sqlite_rig.durable() == Durable(1, 1)
+    assert message.trace == []
+
+
+# Events that cannot be copied ----------------------------------------------------------------------------------------
+
+
+def held(event: Held, session: Session) -> None:
+    """Add the amount in cents, converted in the event itself."""
+    event.amount *= 100
+    add(session, event.amount)
+
+
+@each_driver(usual=True)
+def test_an_event_that_cannot_be_copied_is_run_once(driver: Driver, rig_on: RigOn) -> None:
+    """The library hands out the event itself, and applies it like any other."""
+    rig = rig_on(driver)
+    wait(rig, one(rig, held).deliver(Message("m1", Held(3), type="added")))
+    assert rig.durable() == Durable(1, 300)
+
+
+@each_driver(usual=True)
+def test_an_event_that_cannot_be_copied_is_not_run_again(driver: Driver, rig_on: RigOn) -> None:
+    """After a conflict an error says why, nothing is applied, and a consumer lets the broker redeliver the message."""
+    rig = rig_on(driver)
+    dispatcher = one(rig, failing(Conflict, held))
+    with pytest.raises(
+        UncopyableError, match=r"the Held was not handed out again: .* TypeError: cannot pickle .*__deepcopy__"
+    ) as raised:
+        wait(rig, dispatcher.deliver(Message("m1", Held(3), type="added")))
+    assert rig.durable() == NOTHING
+    assert verdict_of(raised.value).action is Action.RETRY_LATER
+    wait(rig, dispatcher.deliver(Message("m1", Held(3), type="added")))  # decoded again by the consumer
+    assert rig.durable() == Durable(1, 300)
+
+
+@each_driver(usual=True)
+def test_the_next_handler_does_not_get_what_cannot_be_copied(driver: Driver, rig_on: RigOn) -> None:
+    """The first handler has applied the message, so the redelivery gives the event to the second one."""
+    rig = rig_on(driver)
+    dispatcher = one(rig, held, held)
+    with pytest.raises(DeliveryFailed) as raised:
+        wait(rig, dispatcher.deliver(Message("m1", Held(3), type="added")))
+    assert [type(error) for error in raised.value.exceptions] == [UncopyableError]
+    assert verdict_of(raised.value).action is Action.RETRY_LATER
+    assert rig.durable() == Durable(1, 300)
+    delivery = wait(rig, dispatcher.deliver(Message("m1", Held(3), type="added")))
+    assert [*delivery.outcomes.values()] == [Outcome.DUPLICATE, Outcome.APPLIED]
+    assert rig.durable() == Durable(2, 600)
+
+
+@each_driver(usual=True)
+def test_a_batch_that_cannot_be_copied_is_not_split(driver: Driver, rig_on: RigOn) -> None:
+    """The failing message keeps its error, those that ran before it wait for a redelivery, others are applied."""
+    rig = rig_on(driver)
+
+    def change(event: Held, session: Session) -> None:
+        held(event, session)
+        if event.amount == 300:
+            raise Poison
+
+    batch = [Message(f"m{amount}", Held(amount), type="added") for amount in (1, 2, 3, 4, 5)]
+    with pytest.raises(BatchFailed) as raised:
+        wait(rig, one(rig, change).deliver_batch(batch))
+    errors = [type(delivery.error) for delivery in raised.value.deliveries]
+    assert errors == [UncopyableError, UncopyableError, Poison, type(None), type(None)]
+    assert rig.durable() == Durable(2, 900)
+
+
+@each_driver(usual=True)
+def test_a_list_that_cannot_be_copied_is_not_split(driver: Driver, rig_on: RigOn) -> None:
+    """A handler with ``batch=True`` gets such events once. All of them wait for a redelivery."""
+    rig = rig_on(driver)
+
+    def change(events: list[Held], session: Session) -> None:
+        for event in events:
+            held(event, session)
+
+    batch = [Message(f"m{amount}", Held(amount), type="added") for amount in (1, 2, 3)]
+    with pytest.raises(BatchFailed) as raised:
+        wait(rig, one(rig, failing(Poison, change), batch=True).deliver_batch(batch))
+    assert {type(delivery.error) for delivery in raised.value.deliveries} == {UncopyableError}
+    assert rig.durable() == NOTHING
+
+
+def test_a_claim_that_fails_hands_out_nothing(sqlite_rig: Rig) -> None:
+    """A retry before the handler's first run does not count as handing the event out."""
+    failures = [Conflict()]
+
+    def fail(*_: object) -> None:
+        if failures:
+            raise failures.pop()
+
+    listen(sqlite_rig.sync_engine, "before_cursor_execute", fail)
+    one(sqlite_rig, held).deliver(Message("m1", Held(3), type="added"))
+    assert not failures
+    assert sqlite_rig.durable() == Durable(1, 300)
+
+
+# What needs no copy --------------------------------------------------------------------------------------------------
+
+
+class Color(Enum):
+    """An enumeration."""
+
+    RED = "red"
+
+
+class Text(str):
+    """Text that may carry more."""
+
+    __slots__ = ("more",)
+
+
+@dataclass(frozen=True)
+class Money:
+    """A frozen dataclass of immutable values."""
+
+    amount: Decimal
+    currency: str = "EUR"
+
+
+@dataclass(frozen=True)
+class Paid:
+    """A frozen dataclass of all kinds of values, by what the test gives it."""
+
+    inside: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Slotted:
+    """A frozen dataclass with slots."""
+
+    inside: Any
+
+
+@dataclass(frozen=True)
+class Remembers:
+    """A frozen dataclass with an attribute that is no field."""
+
+    amount: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "lines", [self.amount])
+
+
+@dataclass(frozen=True)
+class Computes:
+    """A frozen dataclass that stores a list on the first use of a property."""
+
+    amount: int
+
+    @cached_property
+    def lines(self) -> list[int]:
+        """A list that a handler may change."""
+        return [self.amount]
+
+
+class Derived(Money):
+    """A subclass, to whose instances anything can be added."""
+
+
+@dataclass
+class Plain:
+    """A dataclass that is not frozen."""
+
+    amount: int = 0
+
+
+@dataclass(frozen=True)
+class Listed(list):  # type: ignore[type-arg]
+    """A frozen dataclass that is a list."""
+
+
+NOW = datetime(2026, 11, 27, tzinfo=UTC)
+IMMUTABLE = [
+    *("text", b"bytes", 1, 1.5, True, 1j, None, Decimal(1), Fraction(1, 2), UUID(int=1), Color.RED),
+    *(NOW, NOW.date(), NOW.timetz(), NOW.replace(tzinfo=ZoneInfo("Europe/Berlin")), NOW - NOW, date.min, time.min),
+    *((), (1, ("a", None)), frozenset({1}), Money(Decimal(1)), Paid(Money(Decimal(1))), Slotted((1, Color.RED))),
+]
+CHANGEABLE = [
+    *([], {}, set(), bytearray(), object(), Text("a"), Plain(), Listed(), Remembers(1), Computes(1)),
+    *(
+        Derived(Decimal(1)),
+        ([],),
+        Paid([]),
+        Paid(({},)),
+        Paid(Paid([])),
+        Slotted([]),
+        Slotted(Plain()),
+        Paid(Text("a")),
+    ),
+]
+
+
+@pytest.mark.parametrize("value", IMMUTABLE, ids=repr)
+def test_an_immutable_event_is_not_copied(value: Any) -> None:
+    """Text, numbers, moments, enumerations, and frozen dataclasses and tuples of these, are handed out as they are."""
+    assert is_immutable(value)
+    assert Originals().copy_of(value) is value
+
+
+@pytest.mark.parametrize("value", CHANGEABLE, ids=lambda value: f"{type(value).__name__}")
+def test_an_event_with_something_changeable_inside_is_copied(value: Any) -> None:
+    """A list anywhere inside, also in an attribute that is no field, makes the library copy the event."""
+    assert not is_immutable(value)
+    assert Originals().copy_of(value) is not value
+
+
+def test_a_frozen_dataclass_that_holds_a_list_is_copied(sqlite_rig: Rig) -> None:
+    """The second attempt gets the list as it was."""
+
+    def change(event: Paid, session: Session) -> None:
+        event.inside.append(1)
+        add(session, len(event.inside))
+
+    one(sqlite_rig, failing(Conflict, change)).deliver(Message("m1", Paid([]), type="added"))
+    assert sqlite_rig.durable() == Durable(1, 1)
+
+
+def test_a_class_says_how_it_is_copied(sqlite_rig: Rig) -> None:
+    """An event that defines ``__deepcopy__`` runs again."""
+
+    class Copied(Held):
+        def __deepcopy__(self, memo: object) -> "Copied":
+            return Copied(self.amount)
+
+    one(sqlite_rig, failing(Conflict, held)).deliver(Message("m1", Copied(3), type="added"))
+    assert sqlite_rig.durable() == Durable(1, 300)
+
+
+@pytest.fixture(name="sqlite_rig")
+def _sqlite_rig(rig_on: RigOn) -> Rig:
+    """A rig on SQLite, for what does not depend on the database."""
+    return rig_on(Driver("sqlite+pysqlite", "sqlite3"))
