@@ -63,7 +63,8 @@ def leave_to_parent(engine: Engine) -> None:
             _kept.append(pool)
         else:
             _left.add(pool)
-            for record in list(pool._pool.queue) if isinstance(pool, QueuePool) else ():
+            idle: Any = pool._pool if isinstance(pool, QueuePool) else None
+            for record in list(idle.queue) if idle is not None else ():
                 _hang_up(record.dbapi_connection)
         _child[0].own.add(engine.dialect)
 
