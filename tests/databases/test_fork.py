@@ -85,7 +85,8 @@ def test_a_child_opens_its_own_connection_to_sqlite(used: str, sqlite: Database)
         try:
             deliver(1)
             gc.collect()
-            code = int(ours().total_changes is None or connection() == ours)  # raises if it is closed, or gone
+            still: Any = ours()
+            code = int(still.total_changes is None or connection() == ours)  # raises if it is closed, or gone
         finally:
             os._exit(code)
     assert os.waitpid(child, 0)[1] == 0

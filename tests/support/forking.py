@@ -14,6 +14,8 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sess
 from projector_dedup import Dispatcher, Message, claim, make_tables, on, projector
 
 CHILDREN, MESSAGES = 3, 8
+OPEN: list[Connection] = []
+"""What is in use at the fork. A child deletes it only when Python exits."""
 
 
 class Base(DeclarativeBase):
@@ -69,15 +71,14 @@ def main(url: str, pool_class: str, used: str, start: str) -> None:
     if used == "by the library":
         deliver(0)
 
-    global before  # noqa: PLW0603  # a child deletes it when Python exits
-    before = begin(engine.connect(), -1)
+    OPEN.append(begin(engine.connect(), -1))
     released, opened = os.pipe()
     wait = in_processes(work) if start == "multiprocessing" else in_forks(work)
     after = begin(engine.connect(), -2)
     os.close(opened)
     wait()
     after.commit()
-    before.commit()
+    OPEN.pop().commit()
 
 
 def begin(connection: Connection, number: int) -> Connection:
