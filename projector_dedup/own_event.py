@@ -62,7 +62,7 @@ class Originals:
 
 def is_immutable(value: object) -> bool:
     """True if nobody can change the value, or anything inside it."""
-    kind: type[Any] = type(value)
+    kind: Any = type(value)
     if kind in _ATOMS:
         return True
     if kind is tuple or kind is frozenset:
