@@ -108,10 +108,18 @@ def locks_the_table(session: Session, account: str, amount: int) -> None:
     append(session, account, amount)
 
 
+def locks_and_updates(session: Session, account: str, amount: int) -> None:
+    """Let the database add to every line, under the lock of the parent; insert the first line if there is none."""
+    session.get_one(Parent, account, with_for_update=True)
+    entries = update(Entry).where(Entry.account == account).values(balance=Entry.balance + amount)
+    if not session.execute(entries).rowcount:  # type: ignore[attr-defined]  # an UPDATE has it
+        session.execute(insert(Entry).values(account=account, balance=amount))
+
+
 LOCKING: dict[str, tuple[Body, ...]] = {
     "postgresql": (
         *(locks_parent, locks_parent_by_text, locks_parent_by_core, locks_and_inserts_from_select),
-        *(locks_a_name, locks_the_table),
+        *(locks_a_name, locks_the_table, locks_and_updates),
     ),
     "mariadb": (locks_parent, locks_parent_by_text, locks_parent_by_core, locks_and_inserts_from_select),
 }
@@ -226,10 +234,11 @@ class Scene:
         dispatcher = self.shop.harness.dispatcher(handler, **options)
         assert self.shop.harness.deliver(dispatcher, Added((self.account,))).outcome is Outcome.APPLIED
 
-    def deliver_batch(self, **options: Any) -> None:
+    def deliver_batch(self, *, first: str = "other", **options: Any) -> None:
         """Deliver the message in a batch, behind one of another account that has done the same before."""
         dispatcher = self.shop.harness.dispatcher(self._handler(), **options)
-        batch = [Message(f"m{key}", Added((key,))) for key in ("other", self.account)]
+        second = self.account if first == "other" else "other"
+        batch = [Message(f"m{key}", Added((key,))) for key in (first, second)]
         found = self.shop.harness.run(dispatcher.deliver_batch, batch)
         assert [each.outcome for each in found] == [Outcome.APPLIED, Outcome.APPLIED]
 
