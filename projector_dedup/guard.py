@@ -335,7 +335,7 @@ class Guard:
     # What the snapshot hides ----------------------------------------------------------------------------------------
     #
     # If the library has raised the isolation level, the snapshot can be older than the handler expects: a row that
-    # another transaction has inserted since is hidden, and no error says so (docs/adr/0003).
+    # another transaction has inserted since is hidden, and no error says so (docs/adr/0046).
 
     def sees_new_rows(self) -> bool:
         """True if no statement of this transaction can miss a row, so that ``sent`` and ``before_read`` do nothing."""
