@@ -10,7 +10,7 @@ from sqlalchemy.orm import sessionmaker
 
 from .asyncio_names import async_sessionmaker
 from .errors import UnsafeSessionError
-from .late import Lines
+from .late import Lateness
 from .tables import DedupTables, default_tables
 
 
@@ -63,7 +63,7 @@ class UnitOptions:
     - ``warn``: logs an isolation level that loses updates, once for each engine.
     - ``shared_session``: keeps the rows of a batch in the session until the COMMIT.
     - ``building``: forbids the handler to arm effects.
-    - ``lines``: detect late messages. None applies them.
+    - ``lateness``: detects late messages. None applies them.
     """
 
     tables: DedupTables = default_tables
@@ -75,7 +75,7 @@ class UnitOptions:
     warn: bool = True
     shared_session: bool = False
     building: bool = False
-    lines: Lines | None = None
+    lateness: Lateness | None = None
 
     def __post_init__(self) -> None:
         if self.claim_timeout is not None and self.claim_timeout <= 0:
