@@ -304,7 +304,7 @@ def _warn_of_lost_updates(connection: Connection, dialect: Dialect, options: Uni
         warned.add(level)
         logger.warning(
             "isolation level %s was chosen: if two messages change the same row, an update can be lost, unless the "
-            "handler locks the row when it reads it, or lets the database compute the value; if it does not, remove the "
+            "handler locks the row when it reads it, or lets the database compute the value; otherwise remove the "
             "level, so that projector_dedup sets it, or declare read_models=[...]",
             level,
         )
