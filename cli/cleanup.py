@@ -15,11 +15,10 @@ from projector_dedup.maintenance.cleanup import (
     declare_horizon,
     prune,
     redelivery_horizon,
-    refuse_short_retention,
     retention_of,
 )
 from projector_dedup.maintenance.rows import has_markers
-from projector_dedup.maintenance.state import in_hours, moment_text, moment_with_zone
+from projector_dedup.maintenance.state import in_hours
 from projector_dedup.message import printable
 
 from .options import EXIT_CODES, Deployment, Number, WholeNumber, database_options
@@ -61,7 +60,6 @@ from .output import Failed, confirmed, counting, explained, log_json, noted, say
     help="Delete only the markers of this handler, or the records of this operation. Fails if there is none.",
 )
 @click.option("--dry-run", is_flag=True, help=f"Only count the expired markers, up to {COUNTED:,}. Delete nothing.")
-@click.option("--force", is_flag=True, help="Delete markers that are younger than the declared redelivery horizon too.")
 @click.option("--log-json", "as_json", is_flag=True, help="Print one line with a JSON object instead of text.")
 @click.option(
     "--quiet",
@@ -101,11 +99,9 @@ def _cleaned(deployment: Deployment, *, dry_run: bool, **bounds: Any) -> tuple[s
     handler, tables = bounds["handler"], deployment.tables
     with deployment.opened() as engine:
         verify(engine, tables)
-        bounds["retention_hours"] = hours = retention_of(engine, bounds["retention_hours"], tables=tables)
+        hours = retention_of(engine, bounds["retention_hours"], tables=tables)
         what = f"{'' if handler is None else f' of {printable(handler)}'} older than {in_hours(hours)}"
         if dry_run:
-            if not bounds["force"]:
-                refuse_short_retention(engine, hours, tables=tables)
             found = count_expired(engine, retention_hours=hours, tables=tables, handler=handler)
             at_least = "at least " if found >= COUNTED else ""
             line = f"Would delete {at_least}{deployment.rows(found)}{what}."
@@ -125,9 +121,12 @@ def _cleaned(deployment: Deployment, *, dry_run: bool, **bounds: Any) -> tuple[s
                     "--abandon)."
                 )
                 facts["rebuilds"] = list(done.rebuilt)
-            if done.settles is not None:
-                line += f" Run it again after {moment_with_zone(done.settles)}: then more markers can be deleted."
-                facts["settles"] = moment_text(done.settles)
+            if done.declared is not None:
+                line += (
+                    f" Declared {in_hours(done.declared)} as the redelivery horizon, because none was declared. Run it "
+                    "again in an hour: then it also deletes the markers of messages with a time."
+                )
+                facts["declared_horizon_hours"] = done.declared
         if not found and handler is not None and not has_markers(engine, handler, tables=tables):
             raise Failed(
                 f"there is no {tables.noun} of {printable(handler)} in {deployment}; check the name "
@@ -145,8 +144,9 @@ def horizon(deployment: Deployment, hours: float | None, yes: bool) -> None:
 
     The horizon is the longest time after which a message may come again: add up the broker's retention, the time in the
     dead-letter queue, and the time until a manual replay. Declare it once, before you put `cleanup` into cron. On every
-    machine, `cleanup` then keeps markers for this time, and refuses a shorter retention. You can always raise the
-    horizon safely. Before the command lowers it, it asks for confirmation.
+    machine, `cleanup` then keeps markers for this time, and refuses a shorter retention. Dispatchers refuse a message
+    without a marker that occurred earlier, as late. A raised horizon does not bring back markers that are deleted.
+    Before the command lowers the horizon, it asks for confirmation.
 
     \b
     Examples:
@@ -160,8 +160,8 @@ def horizon(deployment: Deployment, hours: float | None, yes: bool) -> None:
         if hours is not None:
             if known is not None and hours < known and not yes:
                 question = (
-                    f"{deployment}: the horizon is {in_hours(known)}. A message that is redelivered later may be "
-                    f"applied again. Lower it to {in_hours(hours)}?"
+                    f"{deployment}: the horizon is {in_hours(known)}. A message that comes later is refused as late, "
+                    f"or applied again if it carries no time. Lower it to {in_hours(hours)}?"
                 )
                 if not confirmed(question):
                     raise Failed(f"the horizon is still {in_hours(known)}; --yes lowers it without asking")

@@ -10,11 +10,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from datetime import datetime
 from typing import Any, Protocol
 
 from .errors import BeyondRetention, ProjectorDedupError
 from .handler import Handler
-from .late import Known, OutdatedLinesError
+from .late import Instant
 from .markers import valid_key
 from .message import Message, logged_id, moment_in_utc, printable, valid_message_id
 from .observer import Observing, Watch
@@ -88,8 +89,6 @@ def deliver(work: Work, factory: Any, options: UnitOptions, policy: RetryPolicy,
             if logger.isEnabledFor(logging.INFO):
                 work.log_settled(attempts)
             return uow.durable
-        except OutdatedLinesError:
-            continue  # not counted as an attempt: the next one reads the lines
         except Exception as error:  # noqa: BLE001  # delay_after raises it, unless a retry is due
             work.connected = uow.dialect is not None
             if isinstance(error, ProjectorDedupError) and hasattr(error, "done"):
@@ -126,7 +125,6 @@ class Chunk:
         self.watch = None if observing is None else Watch(observing, handler, messages)
         self._handler = handler
         self._originals = originals
-        self._dated = handler.idempotent and any(message.occurred_at is not None for message in messages)
         self._new: list[int] = []  # indexes of the new messages
 
     def claim(self, uow: UnitOfWork) -> bool:
@@ -136,37 +134,37 @@ class Chunk:
         is late. With ``late="skip"``, a late message that is alone in its chunk is skipped.
         """
         self.at, self.claimed, self._new = None, False, []
-        # Read the lines before the claim: during it, they would need a second connection.
-        known = uow.lines.known(uow.session, uow.another_session) if uow.lines is not None and self._dated else None
+        claimed = Instant.now()
         self._new = self._claim(uow)
         if self._new:
             self.in_doubt = set()  # the claim found no marker, so the interrupted COMMIT did not happen
+        dated = any(self.messages[index].occurred_at is not None for index in self._new)
+        moment = uow.late_moment(claimed) if dated and self.marked else None
         self.claimed = True
         self.outcomes = [Outcome.DUPLICATE] * len(self.messages)
         for index in self._new:
             self.outcomes[index] = Outcome.APPLIED
-        if known is not None and self._new:
-            self._refuse_late(known, skip=uow.lines is not None and uow.lines.skip)
+        if moment is not None:
+            self._refuse_late(moment, skip=uow.lateness is not None and uow.lateness.skip)
         return bool(self._new)
 
-    def _refuse_late(self, known: Known, *, skip: bool) -> None:
-        """Raise ``BeyondRetention`` for the first new message that is late, or skip it.
+    def _refuse_late(self, moment: datetime, *, skip: bool) -> None:
+        """Raise ``BeyondRetention`` for the first new message that occurred before ``moment``, or skip it.
 
         A message is skipped only if it is alone, because the rollback of its marker would also undo other messages.
         """
-        line = known.line_of((self.identity, *self._handler.formerly))
         for index in self._new:
             at = self.messages[index].occurred_at
-            if line is None or at is None or moment_in_utc(at) > line:
+            if at is None or moment_in_utc(at) >= moment:
                 continue
             if skip and len(self.messages) == 1:
                 self._new, self.outcomes = [], [Outcome.SKIPPED]
                 return
             self.at = index
             raise BeyondRetention(
-                f"message {logged_id(self.messages[index])} occurred at {moment_in_utc(at)}, and markers of "
-                f"{printable(self.identity)} up to {line} may be deleted, so the message may have been applied before; "
-                "if it was not, deliver it with a dispatcher that has late='apply'"
+                f"message {logged_id(self.messages[index])} occurred at {moment_in_utc(at)}. Markers of messages from "
+                f"before {moment} may be deleted, so {printable(self.identity)} may have applied it; if it has not, or "
+                "if the handler is new and reads the history of a topic, use a dispatcher that has late='apply'"
             )
 
     def _claim(self, uow: UnitOfWork) -> list[int]:

@@ -31,7 +31,7 @@ from .handler import (
     refuse_shared_names,
     warn_of_unused_id,
 )
-from .late import Lines
+from .late import Lateness
 from .markers import bind_of_marker
 from .message import (
     IdExtractor,
@@ -92,8 +92,8 @@ class BaseDispatcher(Generic[F]):
         self._ignore_unhandled = unhandled == "ignore"
         self._policy = retry or RetryPolicy()
         self._observing = None if observer is None else Observing(observer, partial(route_of, extractor=type))
-        lines = None if late == "apply" else Lines(tables, skip=late == "skip")
-        shared = UnitOptions(tables, claim_timeout, isolation, strict=strict, lines=lines)
+        lateness = None if late == "apply" else Lateness(tables, skip=late == "skip")
+        shared = UnitOptions(tables, claim_timeout, isolation, strict=strict, lateness=lateness)
         self._handlers: dict[str, Handler] = {}
         self._options: dict[str, UnitOptions] = {}
         for handler in handlers_of_all(projectors):
@@ -161,7 +161,7 @@ class BaseDispatcher(Generic[F]):
         only = copy.copy(self)
         only._ignore_unhandled = True
         only._handlers = {name: dataclasses.replace(handler, beside=None) for name, handler in its.items()}
-        only._options = {name: dataclasses.replace(self._options[name], building=True, lines=None) for name in its}
+        only._options = {name: dataclasses.replace(self._options[name], building=True, lateness=None) for name in its}
         only._index_handlers()
         return only
 

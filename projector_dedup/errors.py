@@ -11,11 +11,11 @@
     |   |-- UnsafeSessionError        AUTOCOMMIT, a transaction of another owner, a second database
     |   |-- MissingTableError         the marker table is missing, or has the wrong columns
     |   |-- BeyondRetention           the marker of the message may be deleted already
-    |   `-- RetentionTooShortError    a cleanup would delete markers of messages that may still be redelivered
+    |   `-- RetentionTooShortError    the retention of a cleanup is shorter than the declared horizon
     |-- UnhandledMessage              no handler is registered for the message
     |-- Defer                         raised by a handler to postpone the message; everything is rolled back
     |-- OvertakenError                another transaction was faster: run the unit of work again
-    |-- InProgress                    another delivery held the claim longer than ``claim_timeout``
+    |-- InProgress                    the claim waited too long, mostly for another delivery of the message
     |-- TransactionViolatedError      a handler committed, rolled back or closed the transaction
     |   `-- UnlockedWriteError        with ``read_models``, a handler changed a row that it had not read under lock
     |-- RetriesExhaustedError         a transient database error lasted longer than the retry policy allows
@@ -77,7 +77,7 @@ class MissingTableError(RefusedError):
 
 
 class RetentionTooShortError(RefusedError, ValueError):
-    """The cleanup would delete markers of messages that may still be redelivered, and would be applied again.
+    """The retention of the cleanup is shorter than the declared horizon. Nothing was deleted.
 
     Clean up with a longer retention. If the broker redelivers no message as late as that, declare a shorter horizon.
     """
@@ -87,7 +87,7 @@ class BeyondRetention(RefusedError):
     """The message has no marker, but is so old that its marker may have been deleted: perhaps it was applied before.
 
     No handler ran. Reject the message. If you know that the message was not applied, deliver it with a dispatcher that
-    has ``late="apply"``.
+    has ``late="apply"``. Use such a dispatcher also for a new handler until it has read the history of its topic.
     """
 
 
@@ -102,6 +102,7 @@ class Defer(ProjectorDedupError):
 class InProgress(ProjectorDedupError):
     """Another transaction held the claim longer than ``claim_timeout``, and may still commit or roll back.
 
+    The library also raises it if the database answered the claim of a message with a time after half an hour.
     Do not acknowledge the message; let the broker redeliver it. For an effect, ``retry_after`` is the time in seconds
     until the lease of the other process ends.
     """

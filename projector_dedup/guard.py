@@ -1,4 +1,4 @@
-"""Detect and prevent a handler that ends the transaction of its claim: the marker must commit with its writes.
+"""Guard the transaction of a claim while a handler has it: the marker must commit with writes that are right.
 
 A handler gets a real Session, so it can commit, roll back, close, or swallow the error that aborted the transaction.
 Every statement of a session goes through its ``Connection``. So while a handler has the session, the class of this
@@ -10,6 +10,9 @@ if the handler used the driver's own connection, streamed a result or, on MariaD
 driver reports what happens there. The guard asks one question: is the claim's transaction still the open one? If not,
 the handler may have committed, and the guard does not find out what. The guard remembers a violation, also if the
 handler swallows the exception, and then the unit of work never commits.
+
+The guard also *gives an attempt up* if the handler would go on with rows that are older than it expects, because the
+library has raised the isolation level (docs/adr/0046). Then the library runs the message again.
 """
 
 from __future__ import annotations
@@ -335,7 +338,7 @@ class Guard:
     # What the snapshot hides ----------------------------------------------------------------------------------------
     #
     # If the library has raised the isolation level, the snapshot can be older than the handler expects: a row that
-    # another transaction has inserted since is hidden, and no error says so (docs/adr/0003).
+    # another transaction has inserted since is hidden, and no error says so (docs/adr/0046).
 
     def sees_new_rows(self) -> bool:
         """True if no statement of this transaction can miss a row, so that ``sent`` and ``before_read`` do nothing."""
@@ -366,7 +369,9 @@ class Guard:
 
         ``sql`` is the text of a statement that the handler wrote as text. Raises ``OvertakenError``.
         """
-        if not self._locked_late or (self.session.is_flushing and not isinstance(statement, Select)):
+        if not self._locked_late or isinstance(statement, DefaultGenerator):
+            return
+        if self.session.is_flushing and not isinstance(statement, Select):
             return  # a flush writes rows that the handler has read before, and the database compares these
         if sql is None:
             sql = str(statement.compile(dialect=self.connection.dialect))

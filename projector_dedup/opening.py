@@ -285,7 +285,7 @@ class _Taking:
 
 
 def _usual_level(engine: Engine, dialect: Dialect, options: UnitOptions, *, marked: bool) -> str | None:
-    """Return the level to set if the user has chosen none. None keeps the engine's level (docs/adr/0003)."""
+    """Return the level to set if the user has chosen none. None keeps the engine's level (docs/adr/0046)."""
     detecting = dialect.detecting_isolation
     if detecting is None:
         return None
@@ -304,7 +304,7 @@ def _warn_of_lost_updates(connection: Connection, dialect: Dialect, options: Uni
         warned.add(level)
         logger.warning(
             "isolation level %s was chosen: if two messages change the same row, an update can be lost, unless the "
-            "handler uses an atomic upsert; remove the level, so that projector_dedup sets it, or declare "
-            "read_models=[...]",
+            "handler locks the row when it reads it, or lets the database compute the value; otherwise remove the "
+            "level, so that projector_dedup sets it, or declare read_models=[...]",
             level,
         )

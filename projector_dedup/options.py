@@ -10,7 +10,7 @@ from sqlalchemy.orm import sessionmaker
 
 from .asyncio_names import async_sessionmaker
 from .errors import UnsafeSessionError
-from .late import Lines
+from .late import Lateness
 from .tables import DedupTables, default_tables
 
 
@@ -62,7 +62,7 @@ class UnitOptions:
     - ``external``: permits a transaction that the caller commits.
     - ``warn``: logs an isolation level that loses updates, once for each engine.
     - ``building``: forbids the handler to arm effects.
-    - ``lines``: detect late messages. None applies them.
+    - ``lateness``: detects late messages. None applies them.
     - ``lowered``: runs the handler at READ COMMITTED, after an attempt in which its lock was younger than its snapshot.
     - ``accepted``: texts of unique violations after which an earlier attempt was given up.
     """
@@ -75,7 +75,7 @@ class UnitOptions:
     external: bool = False
     warn: bool = True
     building: bool = False
-    lines: Lines | None = None
+    lateness: Lateness | None = None
     lowered: bool = False
     accepted: frozenset[str] = frozenset()
 

@@ -69,7 +69,7 @@ def is_immutable(value: object) -> bool:
         return all(map(is_immutable, value))  # type: ignore[call-overload]  # it is a tuple or a frozenset
     if isinstance(value, (datetime, time)):
         return kind in (datetime, time) and type(value.tzinfo) in _ATOMS
-    if _is_frozen(kind):  # type: ignore[arg-type]  # mypy takes a class for its instance here
+    if _is_frozen(kind):
         state = object.__getstate__(value)  # attributes that are no fields, too
         parts = state if type(state) is tuple else (state,)
         return all(is_immutable(each) for part in parts if part for each in part.values())

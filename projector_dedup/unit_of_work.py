@@ -6,14 +6,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Sequence
 from datetime import datetime
 from functools import partial
 from typing import Any, Self, TypeVar
 from uuid import UUID
 
-from sqlalchemy.engine import Connection
+from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session, sessionmaker
 from sqlalchemy.orm.exc import FlushError
@@ -21,9 +20,10 @@ from sqlalchemy.util import greenlet_spawn
 
 from .asyncio_names import AsyncSession, async_sessionmaker
 from .closing import drop
-from .dialects import Dialect, Failure, LastStatement, Status, dialect_of
+from .dialects import Dialect, Failure, LastStatement, Status, dialect_of, may_move
 from .errors import CommitOutcomeUnknown, OvertakenError, TransactionViolatedError, UnsafeSessionError
-from .guard import Guard, GuardedSession
+from .guard import Guard
+from .late import Instant
 from .markers import (
     COMMITTED_AT_ONCE,
     bind_of_marker,
@@ -104,41 +104,24 @@ class UnitOfWork:
     def _prepare(self, session_factory: Any, options: UnitOptions, waiting: Waiting) -> None:
         #: the session that the handler gets: ``session``, or the AsyncSession around it
         self.handlers_session: Any
-        self._factory, self._options = session_factory, options
+        self._options = options
         self._waiting = waiting
-        self.handlers_session, self._session = self._new_sessions()
+        if waiting is BLOCKING:
+            self.handlers_session = self._session = new_session(session_factory, options)
+        else:
+            self.handlers_session = new_async_session(session_factory, options)
+            self._session = self.handlers_session.sync_session
         self.session = self._session
         self._session.building = options.building
         self.dialect: Dialect | None = None  # None until the first connection
         self.durable = True  # False: the transaction belongs to the caller, who has not committed it yet
         self.last: LastStatement | None = None  # a statement that ``commit`` runs after all others
-        self.lines = options.lines  # for ``Chunk.claim``: the unit of work itself detects no late message
+        self.lateness = options.lateness  # for ``Chunk.claim``: the unit of work itself detects no late message
         self._guard: Guard | None = None
         self._new = self._committed = self._closed = False
 
     def __enter__(self) -> Self:
         return self
-
-    def _new_sessions(self) -> tuple[Any, GuardedSession]:
-        """Return the session that a handler gets, and the synchronous session inside it, which may be the same."""
-        if self._waiting is BLOCKING:
-            plain = new_session(self._factory, self._options)
-            return plain, plain
-        given: Any = new_async_session(self._factory, self._options)
-        return given, given.sync_session
-
-    @contextmanager
-    def another_session(self) -> Iterator[Session]:
-        """Yield another session of the same kind, and close it at the end."""
-        _, session = self._new_sessions()
-        try:
-            yield session
-        finally:
-            try:
-                session.close()
-            except BaseException:
-                drop(session.taken)
-                raise
 
     # 1 Claim first: a concurrent delivery waits here ----------------------------------------------------------------
 
@@ -300,6 +283,17 @@ class UnitOfWork:
         guard.connection.begin()
         self._guard = Guard(guard.session, guard.connection, guard.dialect, self._options.tables, guard.key)
         self._guard.watch()
+
+    def late_moment(self, claimed: Instant) -> datetime | None:
+        """Return the moment before which a message without a marker is late (``Lateness.moment``), or None.
+
+        In the caller's own transaction (``testing.external_transaction``) no message is late.
+        """
+        bind = bind_of_marker(self.session, self._options.tables)
+        if self.lateness is None or not isinstance(bind, Engine):
+            return None
+        connection = self._required_guard().connection
+        return self.lateness.moment(connection, bind, claimed, moves=may_move(self.session, bind))
 
     # 2 The handler, on the same session -----------------------------------------------------------------------------
 

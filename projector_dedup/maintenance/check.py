@@ -47,7 +47,6 @@ _WHOLE = Record(RESULT, "x" * MAX_CODEC_BYTES, _EVERY_BYTE * 256, _EVERY_BYTE[-3
 _MINUTE = 60_000  # milliseconds
 
 _SLACK = timedelta(days=2)  # do not report one missed cleanup, for example at a weekend
-_SETTLING = timedelta(days=1)  # a daily cleanup deletes the markers that the cleanup before it found expired
 
 _BRANCH = "projector_dedup"
 _LOCATION = "projector_dedup.migrations:versions"
@@ -306,7 +305,7 @@ def _pruning(found: Ages, tables: DedupTables) -> Iterator[Finding]:
                 f"the oldest {tables.noun} is {duration(age)} old, and no complete cleanup was ever recorded",
                 f"put {command} into cron; otherwise the table grows without limit",
             )
-    elif age > timedelta(hours=found.retention_hours) + _SETTLING + _SLACK:
+    elif age > timedelta(hours=found.retention_hours) + _SLACK:
         yield advice(
             f"the oldest {tables.noun} is {duration(age)} old, but the retention is {in_hours(found.retention_hours)}; "
             f"the last complete cleanup was {duration(found.at - state.cleaned_at)} ago",
@@ -320,17 +319,11 @@ def _horizon(found: Ages, tables: DedupTables) -> Iterator[Finding]:
     state, horizon = found.state, found.state.horizon_hours
     if horizon is None:
         return
-    if state.retention_hours is not None and state.retention_hours < horizon:
-        yield advice(
-            f"the last cleanup kept {tables.noun}s for {in_hours(state.retention_hours)}, but a message may come again "
-            f"after {in_hours(horizon)} (the declared horizon), and would be applied again",
-            f"run cleanup with --retention-hours {horizon:g} or more, without --force; or, if the horizon is too long, "
-            "declare a shorter one with `idempotency horizon`",
-        )
-    elif state.pruned_until is not None and state.pruned_until > found.at - timedelta(hours=horizon):
+    if state.pruned_until is not None and state.pruned_until > found.at - timedelta(hours=horizon):
         yield advice(
             f"{tables.noun}s up to {moment_with_zone(state.pruned_until)} are deleted, but a message may come again "
-            f"after {in_hours(horizon)} (the declared horizon); without its {tables.noun} it would be applied again",
+            f"after {in_hours(horizon)} (the declared horizon); without its {tables.noun} it is refused as late, or "
+            "applied again if it has no time",
             "do not replay messages from before that time",
         )
 

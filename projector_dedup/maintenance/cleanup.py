@@ -10,7 +10,6 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from datetime import datetime, timedelta
 from functools import partial
 from typing import TypedDict, TypeVar, Unpack
 
@@ -26,23 +25,24 @@ from ..errors import (
     RetriesExhaustedError,
     UnsupportedDatabaseError,
 )
+from ..late import PRUNED_UNTIL, REDELIVERY_HORIZON
 from ..message import printable, valid_handler
 from ..options import RetryPolicy
 from ..tables import DedupTables, default_tables
 from .check import verify
 from .databases import Expired, database_of
-from .lines import expired_now, newest_of, settled_by, unknown_lines, write_known, write_lines
+from .horizon import declare_first, expired_now, lock_horizon, write_horizon
 from .rebuild_state import kept_handlers, open_rebuilds
 from .running import connected_to, run_with_retries
 from .state import (
     CLEANED_AT,
     DEFAULT_RETENTION_HOURS,
-    PRUNED_UNTIL,
-    REDELIVERY_HORIZON,
     RETENTION,
     advance_state,
     in_hours,
+    insert_state,
     moment_text,
+    pruned_key,
     read_state,
     write_state,
 )
@@ -61,14 +61,14 @@ class Pruned:
     """The result of a run.
 
     ``left`` is the reason why expired markers may remain, or None if none remain. ``rebuilt`` names the projectors with
-    an open rebuild, whose markers were kept (``end_rebuild``). ``settles`` is the time after which another run can
-    delete more, because the lines of late messages have settled by then, or None.
+    an open rebuild, whose markers were kept (``end_rebuild``). ``declared`` is the horizon, in hours, that the run has
+    declared because none was declared, or None.
     """
 
     deleted: int
     left: str | None
     rebuilt: tuple[str, ...] = ()
-    settles: datetime | None = None
+    declared: float | None = None
 
     @property
     def complete(self) -> bool:
@@ -87,13 +87,12 @@ class Bounds(TypedDict, total=False):
     time_budget: float | None
     pause: float
     handler: str | None
-    force: bool
     stop: Callable[[], bool] | None
     retry: RetryPolicy
 
 
 def cleanup(engine: Engine, **bounds: Unpack[Bounds]) -> int:
-    """Delete the markers that were processed more than ``retention_hours`` ago, and return their number.
+    """Delete the markers that are older than ``retention_hours``, and return their number.
 
     The arguments and the errors are those of ``prune``, which also returns whether expired markers remain.
     """
@@ -111,51 +110,51 @@ def prune(
     time_budget: float | None = None,
     pause: float = 0.0,
     handler: str | None = None,
-    force: bool = False,
     stop: Callable[[], bool] | None = None,
     retry: RetryPolicy = RetryPolicy(),  # noqa: B008  # immutable
 ) -> Pruned:
-    """Delete the markers that were processed more than ``retention_hours`` before the run began.
+    """Delete the markers that are older than the retention: their messages were processed, and occurred, before that.
 
-    - ``retention_hours``: hours by the database's clock. The default is the declared horizon, or 168. It must be longer
-      than the longest time after which a message may come again (``declare_horizon``).
+    - ``retention_hours``: hours by the database's clock. The default is the declared horizon, or 168. It must not be
+      shorter than the declared horizon. Markers of projectors stay an hour longer (``late.MARGIN``).
     - ``batch_size``: about how many markers to delete in one transaction.
     - ``on_batch``: called after each batch with the number of deleted markers.
     - ``max_batches``, ``time_budget`` (seconds): end the run earlier.
     - ``pause``: seconds to wait between two batches.
     - ``handler``: delete only the markers of this handler.
-    - ``force``: True permits a retention below the declared horizon.
     - ``stop``: called between batches. If it returns True, the run ends.
     - ``retry``: how long to retry after a transient error, and to wait for markers that another transaction locks.
 
     You can interrupt a run at any time, and several runs may run at once. If a message with a time comes again after
-    its marker was deleted, it is late (``Dispatcher(late=...)``). A message without a time is applied *again*. A marker
-    whose message has a time is deleted by the second run that finds it expired, at least an hour after the first run,
-    which writes the lines by which workers detect late messages. While a rebuild of a projector is open, the markers of
-    both generations are kept (``maintenance.rebuild``).
+    its marker was deleted, it is late (``Dispatcher(late=...)``). A message without a time is applied *again*. If no
+    horizon is declared, the run declares its retention as the horizon, and deletes only markers of messages without a
+    time; a run an hour later deletes the others. While a rebuild of a projector is open, the markers of both
+    generations are kept (``maintenance.rebuild``).
 
     Returns a ``Pruned``. Raises ``ValueError`` for an argument out of range, ``RetentionTooShortError`` for a retention
-    below the declared horizon without ``force``, ``MissingTableError``, ``UnsupportedDatabaseError`` for an engine that
-    a dispatcher refuses too, and ``CleanupInterruptedError`` if an error lasts longer than ``retry`` allows: run it
-    again.
+    below the declared horizon, ``MissingTableError``, ``UnsupportedDatabaseError`` for an engine that a dispatcher
+    refuses too, and ``CleanupInterruptedError`` if an error lasts longer than ``retry`` allows: run it again.
     """
     _check_bounds(retention_hours, batch_size, max_batches, time_budget, pause)
     handler = None if handler is None else valid_handler(handler)
     verify(engine, tables)
-    retention_hours = retention_of(engine, retention_hours, tables=tables)
     dialect = dialect_of(engine)
     dialect.prepare(engine)
-    if not force:
-        refuse_short_retention(engine, retention_hours, tables=tables)
+    hours = retention_of(engine, retention_hours, tables=tables)
     deadline = None if time_budget is None else time.monotonic() + time_budget
     run = _Run(engine, dialect, retry, tables)
-    now = run.attempt(database_of(engine).now)
     rebuilds = run.attempt(lambda connection: open_rebuilds(connection, tables))
-    kept = kept_handlers(rebuilds)
-    expired = Expired(tables.marker, now - timedelta(hours=retention_hours), handler, batch_size, kept)
-    settles = None
-    if not tables.keyed:
-        expired, settles = _advance_lines(run, tables, expired)
+    look = partial(expired_now, tables=tables, hours=hours, handler=handler, batch_size=batch_size)
+    try:
+        expired, declared = run.attempt(partial(_announce, dialect, tables, look, hours))
+    except DBAPIError as error:
+        logger.warning(
+            "cleanup kept the markers of messages that have a time, because it could not write into %s: %s; grant "
+            "SELECT, INSERT, UPDATE and DELETE on it",
+            tables.state.fullname,
+            printable(str(error.orig))[:300],
+        )
+        expired, declared = replace(run.attempt(look), undated=True), None
 
     def ended() -> str | None:
         if stop is not None and stop():
@@ -166,31 +165,29 @@ def prune(
             return f"the limit of {time_budget:g} seconds is reached"
         return None
 
-    if run.left(expired):  # before the first deletion, because a run may be killed
-        _record(run, tables, lambda connection: _pruned_until(connection, tables, expired.cutoff))
-    left = _delete_all(run, expired, ended, pause=pause, stop=stop, on_batch=on_batch)
+    left = None
+    if expired is not None:
+        left = _delete_all(run, expired, ended, pause=pause, stop=stop, on_batch=on_batch)
     if left is None and handler is None:
-        _record(run, tables, lambda connection: _cleaned(connection, tables, retention_hours))
-    return Pruned(run.deleted, left, tuple(sorted(rebuilds)), settles)
+        _record(run, tables, lambda connection: _cleaned(connection, tables, hours))
+    return Pruned(run.deleted, left, tuple(sorted(rebuilds)), declared)
 
 
 def retention_of(engine: Engine, hours: float | None, *, tables: DedupTables = default_tables) -> float:
-    """Return the retention of a cleanup: ``hours``, or else the declared horizon, or else 168 hours."""
-    if hours is None:
-        hours = redelivery_horizon(engine, tables=tables)
-    return DEFAULT_RETENTION_HOURS if hours is None else hours
+    """Return the retention of a cleanup: ``hours``, or else the declared horizon, or else 168 hours.
 
-
-def refuse_short_retention(engine: Engine, retention_hours: float, *, tables: DedupTables = default_tables) -> None:
-    """Raise ``RetentionTooShortError`` if ``retention_hours`` is below the declared horizon."""
+    Raises ``RetentionTooShortError`` if ``hours`` is below the declared horizon.
+    """
     horizon = redelivery_horizon(engine, tables=tables)
-    if horizon is not None and retention_hours < horizon:
+    if hours is None:
+        return DEFAULT_RETENTION_HOURS if horizon is None else horizon
+    if horizon is not None and hours < horizon:
         raise RetentionTooShortError(
-            f"a retention of {in_hours(retention_hours)} is shorter than the redelivery horizon of "
-            f"{in_hours(horizon)}, so a message that comes again after its {tables.noun} is deleted would be applied "
-            f"again; keep {tables.noun}s for at least {in_hours(horizon)}, declare a shorter horizon "
-            "(`idempotency horizon`), or use force=True (--force)"
+            f"a retention of {in_hours(hours)} is shorter than the redelivery horizon of {in_hours(horizon)}, so a "
+            f"message that comes again after its {tables.noun} is deleted could be applied again; keep {tables.noun}s "
+            f"for at least {in_hours(horizon)}, or declare a shorter horizon (`idempotency horizon`)"
         )
+    return hours
 
 
 def count_expired(
@@ -208,33 +205,37 @@ def count_expired(
     if retention_hours is not None:
         check_hours("retention_hours", retention_hours)
     verify(engine, tables)
-    retention_hours = retention_of(engine, retention_hours, tables=tables)
+    hours = retention_of(engine, retention_hours, tables=tables)
     with connected(engine) as connection:
-        now = database_of(connection).now(connection)
-        cutoff, kept = now - timedelta(hours=retention_hours), kept_handlers(open_rebuilds(connection, tables))
-        expired = expired_now(connection, tables, Expired(tables.marker, cutoff, handler, up_to, kept))
+        expired = expired_now(connection, tables, hours, handler, up_to)
         statement = select(func.count()).select_from(expired.oldest(tables.marker, literal_column("1")).subquery())
         return connection.execute(statement).scalar_one()
 
 
-def _advance_lines(run: _Run, tables: DedupTables, expired: Expired) -> tuple[Expired, datetime | None]:
-    """Advance the line of each handler, and return the result of ``settled_by``.
+def _announce(
+    dialect: Dialect,
+    tables: DedupTables,
+    look: Callable[[Connection], Expired],
+    hours: float,
+    connection: Connection,
+) -> tuple[Expired | None, float | None]:
+    """Return the markers to delete, or None. Before, write into the state table what workers need to know of this.
 
-    Each step has its own transaction: if a transaction reads a line, the line is *known* to be committed.
+    If no horizon is declared, the function declares ``hours``, and also returns them.
     """
-    newest = run.attempt(partial(newest_of, expired))
-    try:
-        run.attempt(partial(write_lines, tables, newest))
-        unknown = run.attempt(partial(unknown_lines, tables))
-        run.attempt(partial(write_known, tables, unknown))
-    except DBAPIError as error:
-        logger.warning(
-            "cleanup kept the markers of messages that have a time, because it could not write into %s: %s; grant "
-            "SELECT, INSERT, UPDATE and DELETE on it",
-            tables.state.fullname,
-            printable(str(error.orig))[:300],
-        )
-    return run.attempt(partial(settled_by, tables, expired, newest))
+    dialect.begin(connection, None, None)
+    declared = None
+    while not tables.keyed and not lock_horizon(connection, tables):
+        declared = hours if declare_first(connection, tables, hours) else None
+    expired = look(connection)
+    if connection.execute(expired.any()).first() is None:
+        return None, declared
+    advance_state(connection, tables, PRUNED_UNTIL, moment_text(expired.cutoff))
+    known = read_state(connection, tables)
+    for name in sorted(connection.scalars(expired.handlers())):
+        if pruned_key(name) not in known:
+            insert_state(connection, tables, pruned_key(name), name)
+    return expired, declared
 
 
 def _check_bounds(
@@ -347,15 +348,10 @@ def _rest(seconds: float, stop: Callable[[], bool] | None) -> None:
         time.sleep(min(left, _ALERT))
 
 
-def _pruned_until(connection: Connection, tables: DedupTables, cutoff: datetime) -> None:
-    """Write that markers older than ``cutoff`` may be deleted."""
-    advance_state(connection, tables, PRUNED_UNTIL, moment_text(cutoff))
-
-
-def _cleaned(connection: Connection, tables: DedupTables, retention_hours: float) -> None:
+def _cleaned(connection: Connection, tables: DedupTables, hours: float) -> None:
     """Write that a cleanup of all handlers has ended."""
     now = moment_text(database_of(connection).now(connection))
-    write_state(connection, tables, {RETENTION: repr(float(retention_hours)), CLEANED_AT: now})
+    write_state(connection, tables, {RETENTION: repr(float(hours)), CLEANED_AT: now})
 
 
 def _record(run: _Run, tables: DedupTables, write: Callable[[Connection], None]) -> None:
@@ -381,19 +377,26 @@ def check_hours(name: str, hours: float) -> None:
 
 
 def declare_horizon(engine: Engine, hours: float | None, *, tables: DedupTables = default_tables) -> None:
-    """Declare that a message may come again up to ``hours`` after it was first processed. None deletes the horizon.
+    """Declare that a message may come again up to ``hours`` after it occurred. None deletes the horizon.
 
     Add up the broker's retention, the time in the dead-letter queue, and the time until a manual replay. The horizon is
-    stored in the database, so ``cleanup`` uses it on every machine.
+    stored in the database: ``cleanup`` uses it on every machine, and dispatchers refuse older new messages as late.
 
-    Raises ``ValueError`` for hours that are not positive or more than a century, and ``MissingTableError`` for a
-    missing table.
+    Raises ``ValueError`` for hours that are not positive or more than a century, ``MissingTableError`` for a missing
+    table, and ``RetriesExhaustedError`` if a transient error lasted too long.
     """
     if hours is not None:
         check_hours("the redelivery horizon", hours)
     verify(engine, tables)
-    with engine.begin() as connection:
-        write_state(connection, tables, {REDELIVERY_HORIZON: None if hours is None else repr(float(hours))})
+    dialect = dialect_of(engine)
+    dialect.prepare(engine)
+
+    def step(connection: Connection) -> None:
+        dialect.begin(connection, None, None)
+        lock_horizon(connection, tables)
+        write_horizon(connection, tables, hours)
+
+    run_with_retries(step, engine, dialect, RetryPolicy())
 
 
 def redelivery_horizon(engine: Engine, *, tables: DedupTables = default_tables) -> float | None:

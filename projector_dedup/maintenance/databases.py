@@ -6,7 +6,7 @@ Deliveries do not use this module.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -21,10 +21,8 @@ from sqlalchemy import (
     Text,
     and_,
     bindparam,
-    case,
     delete,
     func,
-    literal,
     literal_column,
     or_,
     select,
@@ -64,9 +62,8 @@ CUTOFF = moment().with_variant(sqlite.DATETIME(storage_format=_WHOLE_SECONDS), "
 class Expired:
     """The markers to delete: those that were processed before ``cutoff``, of all handlers or of one.
 
-    Markers of the handlers ``kept``, which belong to a rebuild, are not deleted. ``settled`` is, for each handler, the
-    time up to which every worker detects late messages. A marker whose message has a later time is not deleted. If
-    ``settled`` is None, the times of the messages do not matter.
+    The message of such a marker occurred before ``cutoff`` too, or has no time. With ``undated``, it has no time.
+    Markers of the handlers ``kept``, which belong to a rebuild, are not deleted.
     """
 
     marker: Table
@@ -74,36 +71,21 @@ class Expired:
     handler: str | None
     batch_size: int
     kept: Collection[str] = ()
-    settled: Mapping[str, datetime] | None = None
+    undated: bool = False
 
     def among(self, rows: Any) -> ColumnElement[bool]:
         """Return the condition that a row of ``rows``, the marker table or an alias of it, is expired."""
-        old = self.processed_before(rows)
-        if self.settled is None:
-            return old
-        at, handler = rows.c.occurred_at, rows.c.handler
-        if not self.settled:
-            return and_(old, at.is_(None))
-        lines = [
-            (handler == literal(name, handler.type), literal(line, at.type)) for name, line in self.settled.items()
-        ]
-        return and_(old, or_(at.is_(None), at <= case(*lines)))
-
-    def processed_before(self, rows: Any) -> ColumnElement[bool]:
-        """Return the condition that a row was processed before the cutoff; it may be too early to delete it."""
-        old: ColumnElement[bool] = rows.c.processed_at < bindparam("cutoff", self.cutoff, type_=CUTOFF)
+        at, cutoff = rows.c.occurred_at, bindparam("cutoff", self.cutoff, type_=CUTOFF)
+        old = and_(rows.c.processed_at < cutoff, at.is_(None) if self.undated else or_(at.is_(None), at < cutoff))
         if self.kept:
             old = and_(old, rows.c.handler.not_in(sorted(self.kept)))
         if self.handler is None:
             return old
         return and_(old, rows.c.handler == bindparam("handler", self.handler, type_=rows.c.handler.type))
 
-    def newest(self) -> Select[Any]:
-        """Return a SELECT of each handler's latest ``occurred_at``, at most the cutoff, of older markers."""
-        handler, at = self.marker.c.handler, self.marker.c.occurred_at
-        until = at <= bindparam("until", self.cutoff, type_=at.type)
-        newest = select(handler, func.max(at).label("newest")).where(self.processed_before(self.marker), until)
-        return newest.group_by(handler)
+    def handlers(self) -> Select[Any]:
+        """Return a SELECT of the handlers that have an expired marker."""
+        return select(self.marker.c.handler).where(self.among(self.marker)).distinct()
 
     def oldest(self, rows: Any, *columns: ColumnElement[Any]) -> Select[Any]:
         """Return a SELECT of the ``columns`` of the oldest ``batch_size`` expired rows of the table, or of an alias."""

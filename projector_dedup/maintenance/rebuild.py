@@ -21,7 +21,6 @@ from sqlalchemy.util import await_only, greenlet_spawn
 from ..dialects import dialect_of
 from ..dispatcher import AsyncDispatcher, Dispatcher
 from ..errors import BatchFailed, RefusedError
-from ..late import line_key, read_lines
 from ..message import Message, moment_in_utc, printable
 from ..options import RetryPolicy
 from ..outcome import Delivery, Outcome
@@ -32,7 +31,7 @@ from .lacking import handlers_of, pairs_of
 from .rebuild_state import OpenRebuild, end, now_text, open_rebuilds, refuse_kept, write_rebuild
 from .rows import forget_all
 from .running import connected_to, run_with_retries
-from .state import moment_text, state_of
+from .state import moment_text, pruned_key, read_state, state_of
 
 Source = Iterable[Any] | Callable[[], Iterable[Any]] | Callable[[str | None], Iterable[Any]]
 """Messages in their original order, or a function that returns them.
@@ -264,8 +263,8 @@ class _Run:
 
     def _refuse_pruned(self, connection: Connection) -> None:
         """Raise ``RefusedError`` if markers of the new generation were pruned: their messages would count twice."""
-        lines = read_lines(connection, self._tables)
-        pruned = [name for each in self._handlers for name in each.names if line_key(name) in lines]
+        known = read_state(connection, self._tables)
+        pruned = [name for each in self._handlers for name in each.names if pruned_key(name) in known]
         if pruned and self._reset is None:
             raise RefusedError(
                 f"cleanup has deleted markers of {printable(min(pruned))}, so a rebuild would apply their messages "

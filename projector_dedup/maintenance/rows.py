@@ -36,7 +36,6 @@ from ..options import RetryPolicy
 from ..tables import DedupTables, default_tables
 from .check import verify
 from .databases import CUTOFF, database_of, in_utc
-from .lines import take_over_line
 from .rebuild_state import refuse_kept
 from .running import PASSING, connected_to, refuse_other_kind, run_with_retries
 
@@ -351,8 +350,8 @@ def rename(
     - ``dry_run``: True only counts.
     - ``on_batch``: called after each batch with the sum so far. It may raise to end the run.
 
-    You can interrupt a run and run it again. At the end, the function copies the line of late messages, so that a
-    message that is late under ``old`` is late under ``new``.
+    You can interrupt a run and run it again. A message that is late under ``old`` is late under ``new``, because all
+    handlers have the same late moment (``late``).
 
     An effect is moved, because a copy of an unfinished effect would also be sent. This needs ``remove_old``, and no
     process may have the old name. It is refused while an attempt under the old name is running, and if both names have
@@ -389,11 +388,9 @@ def rename(
     if total == Renamed() and not run_with_retries(batch.new_is_known, engine, dialect, policy):
         raise RefusedError(
             f"neither {printable(old)} nor {printable(new)} has a {tables.noun} in {tables.marker.fullname}; check the "
-            "spelling of both names, and the table's name and schema"
+            f"spelling of both names, and the table's name and schema. If cleanup has deleted all {tables.noun}s of "
+            f"{printable(old)}, nothing is left to rename: remove `formerly` from the code"
         )
-    if not (dry_run or tables.keyed):
-        while not run_with_retries(partial(take_over_line, tables, old, new), engine, dialect, policy):
-            pass  # a cleanup has written a line at the same time
     return total
 
 

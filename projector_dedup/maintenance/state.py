@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -10,16 +12,17 @@ from sqlalchemy import select
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import IntegrityError
 
+from ..late import PRUNED_UNTIL, REDELIVERY_HORIZON
 from ..tables import DedupTables, default_tables
 from .databases import in_utc
 from .running import connected_to
 
 SCHEMA_VERSION = "schema_version"  #: of the tables, where `idempotency migrate`, its SQL or our revisions made them
-REDELIVERY_HORIZON = "redelivery_horizon_hours"  #: as declared: how long after its first delivery a message may return
+HORIZON_BEFORE = "horizon_before"  #: hours and a moment: the horizon that workers may use until then, after a change
 RETENTION = "retention_hours"  #: of the last complete cleanup of all handlers
 CLEANED_AT = "cleaned_at"  #: when that cleanup ended: ISO 8601, UTC, by the database's clock
 DEFAULT_RETENTION_HOURS = 168.0  #: of a cleanup to which nobody has given a retention, where no horizon is declared
-PRUNED_UNTIL = "pruned_until"  #: markers older than this moment may be deleted: ISO 8601, UTC
+PRUNED_HANDLER = "pruned:"  #: with the hash of a handler's name: cleanup may have deleted markers of this handler
 
 
 @dataclass(frozen=True)
@@ -31,17 +34,32 @@ class State:
     retention_hours: float | None
     cleaned_at: datetime | None
     pruned_until: datetime | None
+    before_hours: float | None = None
+    before_until: datetime | None = None
+
+    def judged_hours(self, now: datetime) -> float:
+        """Return the longest horizon, in hours, by which a worker may judge messages ``now``.
+
+        It is infinite if a worker may know that no horizon is declared.
+        """
+        declared = math.inf if self.horizon_hours is None else self.horizon_hours
+        if self.before_hours is None or self.before_until is None or self.before_until <= now:
+            return declared
+        return max(declared, self.before_hours)
 
 
 def state_of(connection: Connection, tables: DedupTables) -> State:
     """Return the values of the state table as numbers and moments."""
     known = read_state(connection, tables)
+    hours, _, until = known.get(HORIZON_BEFORE, "").partition(" ")
     return State(
         known.get(SCHEMA_VERSION),
         _hours(known.get(REDELIVERY_HORIZON)),
         _hours(known.get(RETENTION)),
         _moment(known.get(CLEANED_AT)),
         _moment(known.get(PRUNED_UNTIL)),
+        _hours(hours),
+        _moment(until),
     )
 
 
@@ -85,13 +103,6 @@ def insert_state(connection: Connection, tables: DedupTables, key: str, value: s
     return True
 
 
-def replace_state(connection: Connection, tables: DedupTables, key: str, old: str, new: str) -> bool:
-    """Replace the value ``old`` by ``new`` in the caller's transaction. Return False if the value has changed."""
-    state = tables.state
-    written = connection.execute(state.update().where(state.c.key == key, state.c.value == old).values(value=new))
-    return written.rowcount == 1
-
-
 def advance_state(connection: Connection, tables: DedupTables, key: str, value: str) -> None:
     """Write ``value`` in the caller's transaction, unless the stored value is later.
 
@@ -101,6 +112,11 @@ def advance_state(connection: Connection, tables: DedupTables, key: str, value: 
         write_state(connection, tables, {key: value})
     state = tables.state
     connection.execute(state.update().where(state.c.key == key, state.c.value < value).values(value=value))
+
+
+def pruned_key(handler: str) -> str:
+    """Return the key that the state table has if cleanup may have deleted markers of ``handler``."""
+    return PRUNED_HANDLER + hashlib.sha256(handler.encode()).hexdigest()
 
 
 def moment_text(moment: datetime) -> str:

@@ -10,12 +10,11 @@ from sqlalchemy.engine import Connection, Engine
 
 from ..dialects.columns import utc_now
 from ..effects import EffectTables
-from ..late import read_lines
+from ..late import MARGIN
 from ..tables import DedupTables, default_tables
-from .databases import Expired, database_of, in_utc
+from .databases import database_of, in_utc
 from .effects import unknown_effects
-from .lines import expired_now
-from .rebuild_state import kept_handlers, open_rebuilds
+from .horizon import expired_now
 from .running import connected_to, refuse_other_kind
 from .state import DEFAULT_RETENTION_HOURS, State, state_of
 
@@ -41,9 +40,8 @@ class Ages:
     """The oldest and the newest marker of a table, and its state table, at the moment ``at`` by the database's clock.
 
     ``retention_hours`` is how long cleanup keeps markers: the retention that you gave, else that of the last complete
-    cleanup, else the declared horizon, else 168.
-    ``settles`` is when the last line of late messages will have settled; None if all have. ``timeless`` are handlers
-    that have applied messages without a time lately.
+    cleanup, else the declared horizon, else 168. ``timeless`` are handlers that have applied messages without a time
+    lately.
     """
 
     at: datetime
@@ -51,14 +49,12 @@ class Ages:
     newest: datetime | None
     retention_hours: float
     state: State
-    settles: datetime | None
     timeless: tuple[str, ...]
 
     @property
     def has_expired(self) -> bool:
-        """True if a marker is older than ``retention_hours``, and no line has to settle before it is deleted."""
-        old = self.oldest is not None and self.oldest < self.at - timedelta(hours=self.retention_hours)
-        return old and self.settles is None
+        """True if a marker is so old that cleanup deletes it."""
+        return self.oldest is not None and self.oldest < self.at - timedelta(hours=self.retention_hours) - MARGIN
 
 
 @dataclass(frozen=True)
@@ -87,9 +83,7 @@ def stats(engine: Engine, *, tables: DedupTables = default_tables, retention_hou
     with connected_to(engine, tables) as connection:
         refuse_other_kind(connection, tables)
         found = _ages(connection, tables, retention_hours)
-        cutoff = found.at - timedelta(hours=found.retention_hours)
-        kept = kept_handlers(open_rebuilds(connection, tables))
-        expired = expired_now(connection, tables, Expired(marker, cutoff, None, 0, kept))
+        expired = expired_now(connection, tables, found.retention_hours)
         at = marker.c.processed_at
         rows = connection.execute(
             select(
@@ -160,11 +154,8 @@ def _ages(connection: Connection, tables: DedupTables, retention_hours: float | 
     now, state, at = database_of(connection).now(connection), state_of(connection, tables), tables.marker.c.processed_at
     ends = [connection.scalar(select(end(at))) for end in (func.min, func.max)]  # two reads of the index
     oldest, newest = (_moment(end) for end in ends)
-    pending = [
-        settled for line in read_lines(connection, tables).values() if (settled := line.settles(now)) is not None
-    ]
     timeless = () if tables.keyed else _timeless(connection, tables)
-    return Ages(now, oldest, newest, retention_hours or _kept_hours(state), state, max(pending, default=None), timeless)
+    return Ages(now, oldest, newest, retention_hours or _kept_hours(state), state, timeless)
 
 
 def _kept_hours(state: State) -> float:

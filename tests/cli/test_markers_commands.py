@@ -11,9 +11,10 @@ from command import idempotency, on_a_terminal
 from databases import Database
 from marked import metadata, on_one_database, one_of_each_engine, tables, url_of  # noqa: F401  # a fixture
 from projector_dedup import Dispatcher, InvalidMessageIdError, MissingTableError, Outcome, on, projector
+from projector_dedup.late import PRUNED_UNTIL
 from projector_dedup.maintenance.cleanup import declare_horizon
 from projector_dedup.maintenance.rows import find, forget
-from projector_dedup.maintenance.state import PRUNED_UNTIL, write_state
+from projector_dedup.maintenance.state import write_state
 
 ODD = "pay\nment 1\u202e"
 HOUR = timedelta(hours=1)

@@ -16,8 +16,9 @@ from databases import Database
 from marked import on_one_database
 from projector_dedup.commands import Begun, Call, Commands, Rejected, begin_command, command, raw
 from projector_dedup.commands import default_command_tables as tables
+from projector_dedup.late import PRUNED_UNTIL
 from projector_dedup.maintenance.schema import migrate
-from projector_dedup.maintenance.state import PRUNED_UNTIL, write_state
+from projector_dedup.maintenance.state import write_state
 from projector_dedup.tables import default_tables
 
 ANSWER = {"order": 7, "note": "grün\u202e"}

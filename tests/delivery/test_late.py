@@ -2,7 +2,6 @@
 
 import json
 import logging
-import re
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 from projector_dedup.cli.main import main
-from sqlalchemy import Engine, create_engine, event, insert, select, text, update
+from sqlalchemy import Connection, Engine, create_engine, event, insert, select, text, update
 from sqlalchemy.orm import Session, sessionmaker
 
 from databases import USUAL_ASYNC, Database
@@ -23,12 +22,13 @@ from late_rig import (
     MARKER,
     OLD,
     STATE,
+    Claims,
     Clock,
     Stepped,
     Worker,
     applied_once,
+    meanwhile,
     outcome,
-    stop_cleanups,
     total,
 )
 from projector_dedup import (
@@ -36,6 +36,7 @@ from projector_dedup import (
     BatchFailed,
     BeyondRetention,
     Dispatcher,
+    InProgress,
     InvalidMessageError,
     Message,
     MissingTableError,
@@ -48,12 +49,15 @@ from projector_dedup import (
     projector,
     verdict_of,
 )
-from projector_dedup.late import SETTLE, Line, line_key, read_lines
+from projector_dedup.late import MARGIN, PRUNED_UNTIL, REDELIVERY_HORIZON
+from projector_dedup.maintenance import cleanup as cleanup_module
+from projector_dedup.maintenance import horizon
 from projector_dedup.maintenance.check import advise
-from projector_dedup.maintenance.cleanup import count_expired, prune
+from projector_dedup.maintenance.cleanup import count_expired, declare_horizon, prune, redelivery_horizon
 from projector_dedup.maintenance.rows import rename
+from projector_dedup.maintenance.state import moment_text, write_state
 from projector_dedup.maintenance.stats import ages, stats
-from projector_dedup.tables import default_tables
+from projector_dedup.tables import DedupTables, default_tables
 from projector_dedup.testing import external_transaction
 from projector_dedup.testing.kit import Added, Harness, Subject, Total, add
 
@@ -97,25 +101,13 @@ def harness(database: Database) -> Iterator[Harness]:
 
 
 @pytest.fixture
-def pruned(harness: Harness, cleaner: Engine, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Engine:
-    """A database where the message was applied long ago, and its marker is pruned by two cleanups."""
+def pruned(harness: Harness, cleaner: Engine, monkeypatch: pytest.MonkeyPatch) -> Engine:
+    """A database where the message was applied long ago, and its marker is pruned."""
     assert harness.totals() == {}
-    stop_cleanups(monkeypatch)
-    applied_once(cleaner)
-    assert [prune_later(cleaner, clock), prune_later(cleaner, clock)] == [0, 1]
+    meanwhile(monkeypatch)
+    applied_once(cleaner, horizon=168)
+    assert prune(cleaner).deleted == 1
     return cleaner
-
-
-def prune_later(engine: Engine, clock: Clock) -> int:
-    """Prune an hour later, and return the number of markers that were deleted."""
-    clock.passes()
-    return prune(engine).deleted
-
-
-def line(engine: Engine) -> Line:
-    """The line of `totals`."""
-    with engine.connect() as connection:
-        return read_lines(connection, default_tables)["line:totals"]
 
 
 def again(occurred: datetime | None = OLD, message_id: str = ID) -> Message:
@@ -125,181 +117,94 @@ def again(occurred: datetime | None = OLD, message_id: str = ID) -> Message:
 
 # Every order --------------------------------------------------------------------------------------------------------
 
-CLAIM = 2  # steps of a delivery: it knows the lines; its claim is answered
-CLEANUP = ("line", "known", "delete")
-STEPS = (*CLEANUP, "hour", *CLEANUP, "hour", *CLEANUP)
-ORDERS = list(combinations(range(CLAIM + len(STEPS)), CLAIM))
+RUN = ("announce", "delete")
+SCENARIOS: dict[str, tuple[float | None, tuple[str, ...]]] = {
+    "first": (None, (*RUN, "hour", *RUN)),
+    "raised": (168, ("announce", "raise", "delete", "hour", *RUN)),
+    "lowered": (1000, ("lower", *RUN, "hour", *RUN)),
+}
+"""The horizon that was declared long ago, and what happens beside a worker."""
+
+
+def orders(steps: tuple[str, ...], engine: str) -> list[tuple[int, ...]]:
+    """When the worker does its steps: it knows a late moment; its claim is answered; it ends."""
+    of_worker = 2 if engine == "sqlite" else 3
+    return list(combinations(range(of_worker + len(steps)), of_worker))
 
 
 def in_order(
-    order: tuple[int, ...], harness: Harness, engine: Engine, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    order: tuple[int, ...],
+    scenario: str,
+    harness: Harness,
+    engine: Engine,
+    clock: Clock,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> str:
-    """Deliver the message again, in steps between those of three cleanups."""
-    applied_once(engine)
+    """Deliver the message again, in steps between those of two cleanups, and return what became of it."""
+    horizon, steps = SCENARIOS[scenario]
+    applied_once(engine, horizon=horizon)
     with monkeypatch.context() as patched:
-        stop_cleanups(patched)
-        worker = Worker(harness, patched).stepped
-        cleanups = iter([Stepped(lambda: prune(engine)) for _ in range(3)])
-        steps, cleanup = iter(STEPS), next(cleanups)
-        for position in range(CLAIM + len(STEPS)):
+        meanwhile(patched)
+        worker = Worker(harness, Claims(patched)).stepped
+        cleanups = iter([Stepped(lambda: prune(engine)) for _ in range(2)])
+        others, cleanup = iter(steps), next(cleanups)
+        for position in range(len(order) + len(steps)):
             if position in order:
                 worker.step()
-            elif (step := next(steps)) == "hour":
+            elif (step := next(others)) == "hour":
                 clock.passes()
-                cleanup = next(cleanups)
-            elif step == "delete":
-                cleanup.finish()
-            else:
+            elif step in ("raise", "lower"):
+                declare_horizon(engine, 1000 if step == "raise" else 168)
+            elif step == "announce":
                 cleanup.step()
+            else:
+                cleanup.finish()
+                cleanup = next(cleanups, cleanup)
         return outcome(worker.finish())
 
 
-@pytest.mark.timeout(600)  # 78 orders, and at the levels that are not the usual one every sixth
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("scenario", SCENARIOS)
 @pytest.mark.parametrize(("database", "level"), EVERY_LEVEL, indirect=["database"])
 def test_in_no_order_it_is_applied_twice(
-    database: Database, level: str | None, cleaner: Engine, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    database: Database,
+    level: str | None,
+    scenario: str,
+    cleaner: Engine,
+    clock: Clock,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Three cleanups, an hour apart, write a line, write that it is known, and delete; the delivery comes anywhere."""
+    """Two cleanups, an hour apart, announce and delete, and the horizon changes; the delivery comes anywhere."""
+    every = 1 if level in (None, "REPEATABLE READ") else 6
     with Harness(Subject(database.url(), dispatcher_isolation=level)) as harness:
         harness.create_tables()
         found: dict[Any, str] = {}
-        for order in ORDERS if level in (None, "REPEATABLE READ") else ORDERS[::6]:
-            found[order] = in_order(order, harness, cleaner, clock, monkeypatch)
+        for order in orders(SCENARIOS[scenario][1], database.engine)[::every]:
+            found[order] = in_order(order, scenario, harness, cleaner, clock, monkeypatch)
             assert total(cleaner) == 1, order
-    assert set(found.values()) == {"duplicate", "BeyondRetention"}
+    assert {"duplicate", "BeyondRetention"} <= set(found.values()) <= {"duplicate", "BeyondRetention", "InProgress"}
 
 
 @pytest.mark.parametrize("database", ["postgresql", "mariadb", "sqlite"], indirect=True)
 def test_in_no_order_it_is_applied_twice_by_asyncio(
     database: Database, cleaner: Engine, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The code is the same, so a few orders do: the lines are asked for first, and the claim is answered last."""
+    """The code is the same, so every tenth order does."""
     with Harness(Subject(database.url(USUAL_ASYNC[database.engine]))) as harness:
         harness.create_tables()
         found = set()
-        for order in ((0, 1), (0, 4), (0, 8), (3, 12), (0, 12), (11, 12)):
-            found.add(in_order(order, harness, cleaner, clock, monkeypatch))
-            assert total(cleaner) == 1, order
-    assert found == {"duplicate", "BeyondRetention"}
-
-
-@pytest.mark.parametrize("database", ["postgresql", "mariadb"], indirect=True)
-def test_a_line_whose_transaction_stays_open_is_not_known_before_it_commits(
-    database: Database, harness: Harness, cleaner: Engine, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A worker that asks just before the COMMIT does not see the line; an hour later only nobody relies on that."""
-    applied_once(cleaner)
-    worker = Worker(harness, monkeypatch).stepped
-    stop_cleanups(monkeypatch, after=())
-    slow = create_engine(database.url())
-    written: list[bool] = []
-
-    @event.listens_for(slow, "commit")
-    def before_the_commit(connection: Any) -> None:
-        if not written and any("line:" in key for key in connection.execute(select(STATE.c.key)).scalars()):
-            written.append(True)
-            Stepped.gate_of_thread()
-
-    cleanup = Stepped(lambda: prune(slow))
-    cleanup.step()
-    clock.passes()
-    worker.step()
-    cleanup.finish()
-    prune(cleaner)
-    assert outcome(worker.finish()) == "duplicate"
-    assert (total(cleaner), written) == (1, [True])
-    slow.dispose()
-
-
-@pytest.mark.parametrize("killed_at", ["write_lines", "write_known"])
-def test_a_cleanup_that_is_killed_leaves_its_line_to_the_next_one(
-    killed_at: str, harness: Harness, cleaner: Engine, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A line that nobody has called known is known from then on, and not earlier."""
-    applied_once(cleaner)
-    stop_cleanups(monkeypatch, after=(killed_at,))
-    Stepped(lambda: prune(cleaner)).step()  # and it never goes on
-    assert prune_later(cleaner, clock) == (0 if killed_at == "write_lines" else 1)
-    worker = Worker(harness, monkeypatch).stepped
-    worker.step()
-    assert prune_later(cleaner, clock) == (1 if killed_at == "write_lines" else 0)
-    assert outcome(worker.finish()) == "BeyondRetention"
-    assert total(cleaner) == 1
-
-
-@pytest.mark.usefixtures("harness")
-def test_a_run_that_overslept_changes_nothing(cleaner: Engine, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two runs find one line of which nobody knows; the slower one must not undo what the other one wrote."""
-    applied_once(cleaner)
-    stop_cleanups(monkeypatch, after=("unknown_lines",))
-    first, slower = Stepped(lambda: prune(cleaner)), Stepped(lambda: prune(cleaner))
-    first.step()
-    slower.step()
-    clock.passes()
-    first.finish()
-    known = line(cleaner).known
-    clock.passes(SETTLE / 2)
-    slower.finish()
-    assert line(cleaner).known == known
-    assert [prune(cleaner).deleted, prune_later(cleaner, clock)] == [0, 1]
-
-
-@pytest.mark.usefixtures("harness")
-def test_a_line_that_has_not_settled_is_not_moved(
-    cleaner: Engine, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Younger markers expire meanwhile; nothing is deleted before the hour is over, and then by the older line."""
-    applied_once(cleaner)
-    stop_cleanups(monkeypatch)
-    assert prune(cleaner).deleted == 0
-    written = line(cleaner)
-    with cleaner.begin() as connection:
-        row = {"message_id": "2", "handler": "totals", "processed_at": OLD + DAY, "occurred_at": OLD + DAY}
-        connection.execute(insert(MARKER), row)
-    assert prune(cleaner).deleted == 0
-    assert line(cleaner) == written
-    assert prune_later(cleaner, clock) == 1
-    assert (line(cleaner).at, line(cleaner).settled) == (OLD + DAY, OLD)
-    assert [prune(cleaner).deleted, prune_later(cleaner, clock)] == [0, 1]
-
-
-STAGES = 4  # of a cleanup: it writes lines, looks for unknown ones, writes that they are known, deletes
-
-
-@pytest.mark.parametrize("database", ["sqlite"], indirect=True)
-@pytest.mark.usefixtures("harness")
-def test_in_no_order_of_two_cleanups_is_a_marker_deleted_before_its_line_was_there_for_an_hour(
-    cleaner: Engine, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An hour passes between any two steps of both; whoever looks at the lines after each step saw it in time."""
-    stop_cleanups(monkeypatch, after=("write_lines", "unknown_lines", "write_known"))
-    deleted = 0
-    for order in combinations(range(1, 2 * STAGES), STAGES):  # the other run comes first
-        for hour in (2, 4, 6):
-            applied_once(cleaner)
-            runs = [Stepped(lambda: prune(cleaner)) for _ in range(2)]
-            seen: timedelta | None = None
-            for position in range(2 * STAGES):
-                if position == hour:
-                    clock.passes()
-                runs[position in order].step()
-                with cleaner.connect() as connection:
-                    there = bool(read_lines(connection, default_tables))
-                    gone = connection.execute(select(MARKER.c.message_id)).first() is None
-                if there and seen is None:
-                    seen = clock.ahead
-                assert not gone or (seen is not None and clock.ahead - seen >= SETTLE), (order, hour, position)
-                deleted += gone
-            for run in runs:
-                run.finish()
-    assert deleted  # in some order the hour is over when the second one deletes
+        for scenario, (_, steps) in SCENARIOS.items():
+            for order in orders(steps, database.engine)[::10]:
+                found.add(in_order(order, scenario, harness, cleaner, clock, monkeypatch))
+                assert total(cleaner) == 1, (scenario, order)
+    assert found >= {"duplicate", "BeyondRetention"}
 
 
 # Which messages are late ------------------------------------------------------------------------------------------
 
 
 def test_a_late_message_is_rejected_and_nothing_ran(pruned: Engine, harness: Harness) -> None:
-    """The error names the message, its time, the line and the remedy; there is no marker; the observer hears of it."""
+    """The error names the message, its time and the remedy; there is no marker; the observer hears of it."""
     seen: list[Observation] = []
     observer: Any = type("Noting", (), {"observed": lambda _self, observation: seen.append(observation)})()
     with pytest.raises(BeyondRetention, match=r"m1 occurred at .* late='apply'") as raised:
@@ -326,139 +231,255 @@ def test_a_late_message_may_be_skipped_or_applied(
     assert total(pruned) == 2
 
 
-def test_a_message_after_the_line_is_applied(pruned: Engine, harness: Harness) -> None:
-    """The line is the time of the last marker that may be deleted, not the cutoff: after a downtime all is applied."""
+def test_a_message_at_the_late_moment_is_applied(pruned: Engine, harness: Harness) -> None:
+    """What occurred before that moment is late, by the microsecond; a message without a time never is."""
+    moment = datetime.now(UTC) - 5 * DAY
+    with pruned.begin() as connection:
+        write_state(connection, default_tables, {PRUNED_UNTIL: moment_text(moment)})
     dispatcher = harness.dispatcher()
-    after = OLD + timedelta(microseconds=1)
-    assert harness.deliver(dispatcher, again(after, "missed in a downtime"), None).outcome is Outcome.APPLIED
+    assert harness.deliver(dispatcher, again(moment, "at that moment"), None).outcome is Outcome.APPLIED
     assert harness.deliver(dispatcher, again(None, "has no time"), None).outcome is Outcome.APPLIED
     with pytest.raises(BeyondRetention):
-        harness.deliver(dispatcher, again(OLD, "as old as the line"), None)
+        harness.deliver(dispatcher, again(moment - timedelta(microseconds=1), "before"), None)
     assert total(pruned) == 3
 
 
-@pytest.mark.usefixtures("pruned")
-def test_another_handler_has_a_line_of_its_own(harness: Harness) -> None:
-    """A handler that is new, or was down for longer than the retention, applies what it has not applied."""
+def test_the_horizon_alone_makes_a_message_late(harness: Harness, cleaner: Engine) -> None:
+    """By the database's clock, whether anything was ever pruned or not; for every handler."""
+    declare_horizon(cleaner, 240)
     dispatcher = harness.dispatcher(harness.handler(), harness.handler(name="newer"), late="skip")
-    outcomes = harness.deliver(dispatcher, again(), None).outcomes
-    assert outcomes == {"totals": Outcome.SKIPPED, "newer": Outcome.APPLIED}
+    for minutes, expected in ((5, Outcome.SKIPPED), (-5, Outcome.APPLIED)):
+        at = OLD - timedelta(minutes=minutes)
+        outcomes = harness.deliver(dispatcher, again(at, f"{minutes}"), None).outcomes
+        assert outcomes == {"totals": expected, "newer": expected}
 
 
-def test_the_lines_of_former_names_count(pruned: Engine, harness: Harness) -> None:
-    """The message was applied, and its marker pruned, before the handler was renamed."""
-    with pytest.raises(BeyondRetention):
-        harness.deliver(harness.dispatcher(harness.handler(name="renamed", formerly=["totals"])), again(), None)
-    assert total(pruned) == 1
+def test_a_new_handler_reads_the_history_of_its_topic(pruned: Engine, harness: Harness) -> None:
+    """With `late="apply"`, which the error names; afterwards a usual dispatcher finds duplicates."""
+    newer = harness.handler(name="newer")
+    with pytest.raises(BeyondRetention, match="if the handler is new and reads the history of a topic, use"):
+        harness.deliver(harness.dispatcher(newer), again(), None)
+    assert harness.deliver(harness.dispatcher(newer, late="apply"), again(), None).outcome is Outcome.APPLIED
+    assert harness.deliver(harness.dispatcher(newer), again(), None).outcome is Outcome.DUPLICATE
+    assert total(pruned) == 2
 
 
-def test_a_duplicate_is_a_duplicate_whatever_its_time(
-    harness: Harness, cleaner: Engine, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The line is written, and the marker is not deleted yet."""
-    stop_cleanups(monkeypatch)
-    applied_once(cleaner)
-    assert prune_later(cleaner, clock) == 0
-    assert harness.deliver(harness.dispatcher(), again(), None).outcome is Outcome.DUPLICATE
+def test_a_handler_that_is_not_idempotent_gets_every_message(pruned: Engine, harness: Harness) -> None:
+    """It has no markers, so nothing can be missing."""
+    dispatcher = harness.dispatcher(harness.handler(idempotent=False))
+    assert harness.deliver(dispatcher, again(), None).outcome is Outcome.APPLIED
+    assert total(pruned) == 2
 
 
-def test_a_producer_whose_clock_runs_ahead_keeps_its_markers(
-    harness: Harness, cleaner: Engine, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A marker is kept until no message of its time can be taken for a young one, whatever was deleted beside it."""
-    stop_cleanups(monkeypatch)
-    applied_once(cleaner)
-    ahead = datetime.now(UTC) + DAY
-    with cleaner.begin() as connection:
-        row = {"message_id": "ahead", "handler": "totals", "processed_at": OLD, "occurred_at": ahead}
-        connection.execute(insert(MARKER), row)
-    assert [prune_later(cleaner, clock) for _ in range(3)] == [0, 1, 0]
-    assert harness.deliver(harness.dispatcher(), again(ahead, "ahead"), None).outcome is Outcome.DUPLICATE
-    clock.passes(9 * DAY)
-    assert [prune_later(cleaner, clock) for _ in range(2)] == [0, 1]
-    with pytest.raises(BeyondRetention):
-        harness.deliver(harness.dispatcher(), again(ahead, "ahead"), None)
-    assert total(cleaner) == 1
-
-
-@pytest.mark.usefixtures("harness")
-def test_a_marker_without_a_time_goes_at_once(cleaner: Engine, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is promised for it, and no line is written."""
-    stop_cleanups(monkeypatch)
-    applied_once(cleaner, occurred=None)
-    assert (count_expired(cleaner), prune_later(cleaner, clock)) == (1, 1)
-    with cleaner.connect() as connection:
-        assert read_lines(connection, default_tables) == {}
-
-
-@pytest.mark.usefixtures("harness")
-def test_what_a_run_would_delete_is_counted_and_when_more_follows(
-    cleaner: Engine, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A dry run, the statistics and the result of a run agree on what may be deleted now."""
-    stop_cleanups(monkeypatch)
-    applied_once(cleaner)
-    assert (count_expired(cleaner), stats(cleaner).expired) == (0, 0)
-    done = prune(cleaner)
-    assert done.complete
-    assert done.settles is not None
-    assert not ages(cleaner).has_expired
-    clock.passes()
-    assert ages(cleaner).has_expired
-    assert (count_expired(cleaner), stats(cleaner).expired) == (1, 1)
-    assert (prune(cleaner).settles, count_expired(cleaner)) == (None, 0)
-
-
-def test_a_renamed_handler_keeps_its_line(pruned: Engine, harness: Harness) -> None:
-    """`rename` copies the line, so that `formerly` may go; a later line of the new name stays."""
+def test_the_name_of_a_handler_does_not_matter(pruned: Engine, harness: Harness) -> None:
+    """Its markers were pruned before it was renamed: it is late with `formerly`, and without, and after `rename`."""
+    for formerly in (["totals"], []):
+        with pytest.raises(BeyondRetention):
+            harness.deliver(harness.dispatcher(harness.handler(name="renamed", formerly=formerly)), again(), None)
+    with pytest.raises(RefusedError, match="nothing is left to rename: remove `formerly` from the code"):
+        rename(pruned, "totals", "renamed")
     with pruned.begin() as connection:
         row = {"message_id": "kept", "handler": "totals", "processed_at": datetime.now(UTC), "occurred_at": None}
         connection.execute(insert(MARKER), row)
-        later = {"key": "line:prompt", "value": Line(OLD + DAY).text}
-        connection.execute(insert(STATE), later)
-    for new in ("renamed", "prompt"):
-        rename(pruned, "totals", new)
-        with pytest.raises(BeyondRetention):
-            harness.deliver(harness.dispatcher(harness.handler(name=new)), again(), None)
-    with pruned.connect() as connection:
-        lines = read_lines(connection, default_tables)
-    assert {key: line.at for key, line in lines.items()} == {
-        "line:totals": OLD,
-        "line:renamed": OLD,
-        "line:prompt": OLD + DAY,
-    }
+    assert rename(pruned, "totals", "renamed").copied == 1
+    with pytest.raises(BeyondRetention):
+        harness.deliver(harness.dispatcher(harness.handler(name="renamed")), again(), None)
+    assert total(pruned) == 1
 
 
-def test_a_line_that_was_copied_settles_again(pruned: Engine, clock: Clock) -> None:
-    """What the new name had before stays; the copy is known when the next cleanup has written that."""
-    with pruned.begin() as connection:
-        row = {"message_id": "1", "handler": "renamed", "processed_at": OLD, "occurred_at": OLD}
+def test_a_duplicate_is_a_duplicate_whatever_its_time(harness: Harness, cleaner: Engine) -> None:
+    """Its marker is there, though the horizon has passed."""
+    applied_once(cleaner, horizon=168)
+    assert harness.deliver(harness.dispatcher(), again(), None).outcome is Outcome.DUPLICATE
+
+
+# What a cleanup keeps -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("harness")
+def test_a_marker_stays_while_its_message_is_young(
+    cleaner: Engine, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A producer's clock runs ahead: what was processed long ago stays until its message is older than the horizon."""
+    meanwhile(monkeypatch)
+    applied_once(cleaner, horizon=168, occurred=datetime.now(UTC) + DAY)
+    assert prune(cleaner).deleted == 0
+    clock.passes(8 * DAY + timedelta(minutes=59))
+    assert prune(cleaner).deleted == 0
+    clock.passes(timedelta(minutes=2))
+    assert prune(cleaner).deleted == 1
+
+
+@pytest.mark.parametrize("retention", [None, 168, 200])
+def test_a_reading_that_is_not_fresh_does_no_harm(
+    retention: float | None, harness: Harness, cleaner: Engine, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For a worker that read 14 minutes ago, a message is young that is late for the cleanup: the margin keeps it."""
+    meanwhile(monkeypatch)
+    at = datetime.now(UTC) - timedelta(hours=retention or 168) + timedelta(minutes=1)
+    applied_once(cleaner, horizon=168, processed=at, occurred=at)
+    dispatcher = harness.dispatcher()
+    harness.deliver(dispatcher, again(datetime.now(UTC), "reads"), None)
+    clock.passes(timedelta(minutes=14))
+    assert prune(cleaner, retention_hours=retention).deleted == 0
+    assert harness.deliver(dispatcher, again(at), None).outcome is Outcome.DUPLICATE
+    clock.passes(timedelta(minutes=48))
+    assert prune(cleaner, retention_hours=retention).deleted == 1
+
+
+@pytest.mark.usefixtures("harness")
+def test_the_first_cleanup_declares_its_retention(
+    cleaner: Engine, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers may know for an hour that there is no horizon: until then only markers without a time are deleted."""
+    meanwhile(monkeypatch)
+    applied_once(cleaner)
+    with cleaner.begin() as connection:
+        row = {"message_id": "no time", "handler": "totals", "processed_at": OLD, "occurred_at": None}
         connection.execute(insert(MARKER), row)
-        connection.execute(insert(STATE), {"key": "line:renamed", "value": Line(OLD - DAY, known=OLD).text})
-    rename(pruned, "totals", "renamed")
-    assert [prune(pruned).deleted, prune_later(pruned, clock)] == [0, 1]
+    assert (count_expired(cleaner), stats(cleaner).expired) == (1, 1)
+    done = prune(cleaner, retention_hours=100)
+    assert (done.deleted, done.declared, redelivery_horizon(cleaner)) == (1, 100, 100)
+    clock.passes(timedelta(minutes=59))
+    assert (prune(cleaner).deleted, count_expired(cleaner), stats(cleaner).expired) == (0, 0, 0)
+    clock.passes(timedelta(minutes=2))
+    assert (count_expired(cleaner), stats(cleaner).expired) == (1, 1)
+    assert ages(cleaner).has_expired
+    done = prune(cleaner)
+    assert (done.deleted, done.declared) == (1, None)
+
+
+@pytest.mark.parametrize("database", ["postgresql", "mariadb"], indirect=True)
+def test_a_horizon_that_is_declared_meanwhile_is_kept(
+    database: Database, harness: Harness, cleaner: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first cleanup declares nothing if somebody else has done so since it looked."""
+    applied_once(cleaner)
+    lock_horizon = horizon.lock_horizon
+
+    def looking(connection: Connection, tables: DedupTables) -> bool:
+        found = lock_horizon(connection, tables)
+        monkeypatch.setattr(cleanup_module, "lock_horizon", lock_horizon)
+        declare_horizon(harness.engine, 500)
+        return found
+
+    monkeypatch.setattr(cleanup_module, "lock_horizon", looking)
+    prune(cleaner)
+    assert (redelivery_horizon(cleaner), database.engine in ("postgresql", "mariadb")) == (500, True)
+
+
+def test_a_lowered_horizon_deletes_an_hour_later(
+    harness: Harness, cleaner: Engine, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker may know the longer one until then; lowered twice within the hour, the longest one counts."""
+    meanwhile(monkeypatch)
+    applied_once(cleaner, horizon=1000)
+    dispatcher = harness.dispatcher()
+    harness.deliver(dispatcher, again(datetime.now(UTC), "reads"), None)
+    declare_horizon(cleaner, 200)
+    clock.passes(timedelta(minutes=10))
+    declare_horizon(cleaner, 100)
+    assert prune(cleaner).deleted == 0
+    assert harness.deliver(dispatcher, again(), None).outcome is Outcome.DUPLICATE
+    clock.passes(timedelta(minutes=59))
+    assert prune(cleaner).deleted == 0
+    clock.passes(timedelta(minutes=2))
+    assert prune(cleaner).deleted == 1
+    with pytest.raises(BeyondRetention):
+        harness.deliver(dispatcher, again(), None)
+
+
+def test_a_raised_horizon_revives_nothing(
+    harness: Harness, cleaner: Engine, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was pruned stays late, also after cleanups that keep markers longer."""
+    meanwhile(monkeypatch)
+    applied_once(cleaner, horizon=168)
+    assert prune(cleaner).deleted == 1
+    declare_horizon(cleaner, 1000)
+    with cleaner.begin() as connection:
+        older = {"message_id": "2", "handler": "totals", "processed_at": OLD - 40 * DAY, "occurred_at": OLD - 40 * DAY}
+        connection.execute(insert(MARKER), older)
+    clock.passes()
+    assert prune(cleaner).deleted == 1
+    with pytest.raises(BeyondRetention):
+        harness.deliver(harness.dispatcher(), again(), None)
+    assert total(cleaner) == 1
+
+
+def test_what_a_killed_cleanup_deleted_is_late(
+    harness: Harness, cleaner: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has written so before its first batch, so a horizon that is raised afterwards revives nothing."""
+    meanwhile(monkeypatch, lambda: None)
+    applied_once(cleaner, horizon=168)
+
+    def killed(_deleted: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prune(cleaner, on_batch=killed)
+    declare_horizon(cleaner, 1000)
+    with pytest.raises(BeyondRetention):
+        harness.deliver(harness.dispatcher(), again(), None)
+
+
+@pytest.mark.parametrize("database", ["postgresql", "mariadb"], indirect=True)
+def test_a_horizon_is_not_raised_while_a_cleanup_reads_it(
+    database: Database, harness: Harness, cleaner: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a worker would know the longer one, and not yet the moment up to which the shorter one deletes."""
+    meanwhile(monkeypatch)
+    applied_once(cleaner, horizon=168)
+    slow = create_engine(database.url())
+
+    @event.listens_for(slow, "commit")
+    def before_the_commit(connection: Any) -> None:
+        if not committing and PRUNED_UNTIL in connection.execute(select(STATE.c.key)).scalars().all():
+            committing.append(True)
+            Stepped.gate_of_thread()
+
+    committing: list[bool] = []
+    cleanup = Stepped(lambda: prune(slow))
+    cleanup.step()
+    raised = harness.start(declare_horizon, harness.engine, 1000)
+    harness.waits()
+    assert redelivery_horizon(cleaner) == 168
+    cleanup.finish()
+    raised.result()
+    with pytest.raises(BeyondRetention):
+        harness.deliver(harness.dispatcher(), again(), None)
+    slow.dispose()
+
+
+@pytest.mark.usefixtures("harness")
+def test_markers_that_were_not_announced_are_not_deleted(cleaner: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of one handler found none; meanwhile a rename has written old ones."""
+    applied_once(cleaner, horizon=168)
+    with monkeypatch.context() as patched:
+        meanwhile(patched, lambda: rename(cleaner, "totals", "renamed"))
+        assert prune(cleaner, handler="renamed").deleted == 0
+    assert prune(cleaner).deleted == 2
 
 
 @pytest.mark.parametrize("database", ["sqlite"], indirect=True)
 @pytest.mark.usefixtures("harness")
-def test_the_command_says_when_more_can_be_deleted(cleaner: Engine) -> None:
-    """In a sentence, and as a moment for machines; it says nothing of that if no line has to settle."""
+def test_the_command_says_that_it_has_declared_a_horizon(cleaner: Engine) -> None:
+    """In a sentence, and as a number for machines; once."""
     url = cleaner.url.render_as_string(hide_password=False)
     arguments = ["cleanup", "--database-url", url]
-    assert CliRunner().invoke(main, arguments).stdout == "Deleted 0 markers older than 168 hours.\n"
     applied_once(cleaner)
-    assert re.fullmatch(
-        r"Deleted 0 markers older than 168 hours\. Run it again after \d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC: then more "
-        r"markers can be deleted\.\n",
-        CliRunner().invoke(main, arguments).stdout,
+    assert CliRunner().invoke(main, arguments).stdout == (
+        "Deleted 0 markers older than 168 hours. Declared 168 hours as the redelivery horizon, because none was "
+        "declared. Run it again in an hour: then it also deletes the markers of messages with a time.\n"
     )
+    assert CliRunner().invoke(main, arguments).stdout == "Deleted 0 markers older than 168 hours.\n"
+    declare_horizon(cleaner, None)
     told = json.loads(CliRunner().invoke(main, [*arguments, "--log-json"]).stdout)
-    known = line(cleaner).known
-    assert known is not None
-    assert datetime.fromisoformat(told["settles"]) == known + SETTLE
+    assert told["declared_horizon_hours"] == 168
 
 
-def test_without_the_right_to_write_lines_dated_markers_are_kept(
+def test_without_the_right_to_write_the_state_dated_markers_are_kept(
     postgresql: Database, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The others are deleted; the log names the table and the rights, each time."""
@@ -508,64 +529,85 @@ def test_check_names_the_handlers_whose_messages_have_no_time(harness: Harness, 
     assert advise(ages(cleaner)) == []
 
 
-# A claim that takes long --------------------------------------------------------------------------------------------
+# What a worker knows --------------------------------------------------------------------------------------------------
 
 
-def test_a_claim_that_was_answered_late_runs_again(harness: Harness, clock: Clock) -> None:
-    """It is rolled back before the handler is called, and the next attempt reads the lines again."""
+def readings(harness: Harness) -> list[str]:
+    """The statements that read the state table, as they are sent."""
+    sent: list[str] = []
+
+    @event.listens_for(harness.engine, "before_cursor_execute")
+    def note(_connection: Any, _cursor: Any, statement: str, *_: Any) -> None:
+        if "processed_message_state" in statement:
+            sent.append(statement)
+
+    return sent
+
+
+@pytest.mark.parametrize("reads_before", [False, True])
+def test_a_claim_that_was_answered_after_half_an_hour_is_given_back(
+    reads_before: bool, harness: Harness, clock: Clock
+) -> None:
+    """The handler is not called, whether the worker knew a moment before or read it after; a redelivery is applied."""
     entered: list[object] = []
 
     def handle(happened: Added, session: Session) -> None:
         entered.append(happened)
         add(happened, session)
 
-    sent: list[str] = []
+    slow: list[str] = []
 
     @event.listens_for(harness.engine, "before_cursor_execute")
     def slowly(_connection: Any, _cursor: Any, statement: str, *_: Any) -> None:
-        sent.append(statement)
-        if "INSERT INTO processed_message" in statement.replace("`", "").replace("IGNORE ", "") and len(claims()) == 1:
-            clock.passes(SETTLE * 0.51)
-
-    def claims() -> list[str]:
-        return [each for each in sent if each.lstrip().upper().startswith("INSERT") and "processed_message" in each]
-
-    def readings() -> list[str]:
-        return [each for each in sent if "processed_message_state" in each]
+        if "INSERT INTO processed_message" in statement.replace("`", "").replace("IGNORE ", "") and slow:
+            slow.pop()
+            clock.passes(MARGIN * 0.51)
 
     dispatcher = harness.dispatcher(harness.handler(handle))
+    if reads_before:
+        harness.deliver(dispatcher, again(message_id="before"), None)
+        entered.clear()
+    slow.append("the next claim")
+    with pytest.raises(InProgress, match=r"answered the claim 31 minutes after .* let the broker redeliver") as raised:
+        harness.deliver(dispatcher, again(), None)
+    assert verdict_of(raised.value).action is Action.RETRY_LATER
+    assert entered == []
     assert harness.deliver(dispatcher, again(), None).outcome is Outcome.APPLIED
-    assert (len(entered), len(claims()), len(readings())) == (1, 2, 2)
 
 
-def test_the_lines_are_asked_for_once_in_a_quarter_of_an_hour(harness: Harness, clock: Clock) -> None:
-    """No message pays for them, and messages without a time never ask."""
-    sent: list[str] = []
-    event.listen(harness.engine, "before_cursor_execute", lambda _c, _u, statement, *_: sent.append(statement))
-
-    def readings() -> int:
-        return sum("processed_message_state" in each for each in sent)
-
+def test_the_late_moment_is_read_once_in_a_quarter_of_an_hour(harness: Harness, clock: Clock) -> None:
+    """No message pays for it; messages without a time, and duplicates, never ask."""
+    sent = readings(harness)
     dispatcher = harness.dispatcher()
     seen = []
-    for number, span in enumerate([timedelta(), SETTLE / 5, SETTLE / 5]):
+    for number, span in enumerate([timedelta(), MARGIN / 5, MARGIN / 5]):
         clock.passes(span)
         harness.deliver(dispatcher, again(None, f"none {number}"), None)
+        harness.deliver(dispatcher, again(OLD, f"none {number}"), None)
         for some in range(3):
             harness.deliver(dispatcher, again(OLD, f"{number} {some}"), None)
-        seen.append(readings())
+        seen.append(len(sent))
     assert seen == [1, 1, 2]
 
 
+def test_a_worker_learns_of_a_horizon(harness: Harness, cleaner: Engine, clock: Clock) -> None:
+    """Within a quarter of an hour, though it read before that none is declared."""
+    dispatcher = harness.dispatcher()
+    harness.deliver(dispatcher, again(message_id="reads"), None)
+    declare_horizon(cleaner, 168)
+    clock.passes(timedelta(minutes=16))
+    with pytest.raises(BeyondRetention):
+        harness.deliver(dispatcher, again(), None)
+
+
 def test_a_worker_that_was_suspended_trusts_the_wall_clock(harness: Harness, clock: Clock) -> None:
-    """Its monotonic clock stood still; the lines are read again all the same."""
-    sent: list[str] = []
-    event.listen(harness.engine, "before_cursor_execute", lambda _c, _u, statement, *_: sent.append(statement))
+    """Its monotonic clock stood still; it reads again all the same."""
+    sent = readings(harness)
     dispatcher = harness.dispatcher()
     harness.deliver(dispatcher, again(OLD, "before"), None)
-    clock.suspended(SETTLE)
+    clock.suspended(MARGIN)
     harness.deliver(dispatcher, again(OLD, "after"), None)
-    assert sum("processed_message_state" in each for each in sent) == 2
+    assert len(sent) == 2
 
 
 def _by_checkout(harness: Harness, choose: Callable[[Any], Any]) -> None:
@@ -581,7 +623,7 @@ def _by_after_begin(harness: Harness, choose: Callable[[Any], Any]) -> None:
 
 
 @pytest.mark.parametrize("listen", [_by_checkout, _by_after_begin])
-def test_each_tenant_has_its_own_lines(postgresql: Database, listen: Callable[..., None]) -> None:
+def test_each_tenant_has_its_own_late_moment(postgresql: Database, listen: Callable[..., None]) -> None:
     """A listener chooses the tenant's schema for each transaction: the message is late for one, new to the other."""
     owner = create_engine(postgresql.url())
     tenants = ("tenant_a", "tenant_b")
@@ -592,8 +634,8 @@ def test_each_tenant_has_its_own_lines(postgresql: Database, listen: Callable[..
             default_tables.marker.metadata.create_all(connection)
             Total.metadata.create_all(connection)
     with owner.begin() as connection:
-        value = Line(OLD).text
-        connection.execute(text(f"INSERT INTO tenant_b.{STATE.name} VALUES ('line:totals', :value)"), {"value": value})
+        value = {"value": moment_text(OLD + DAY)}
+        connection.execute(text(f"INSERT INTO tenant_b.{STATE.name} VALUES ('{PRUNED_UNTIL}', :value)"), value)
     with Harness(Subject(postgresql.url())) as harness:
         now = [tenants[0]]
         listen(harness, lambda execute: execute(f"SET search_path TO {now[0]}") and None)
@@ -632,24 +674,31 @@ def test_late_messages_of_a_batch_fail_alone(pruned: Engine, harness: Harness, s
     assert (total(pruned), len(harness.markers())) == (4, 3)
 
 
-# When the lines cannot be read ----------------------------------------------------------------------------------------
+# When the state cannot be read ----------------------------------------------------------------------------------------
 
 
-def test_without_the_lines_nothing_is_applied(harness: Harness, cleaner: Engine) -> None:
-    """A missing table and a value that is no line are refused, with what to do; messages without a time pass."""
+@pytest.mark.parametrize("key", [PRUNED_UNTIL, REDELIVERY_HORIZON])
+def test_without_the_late_moment_nothing_is_applied(key: str, harness: Harness, cleaner: Engine) -> None:
+    """A missing table and a wrong value are refused, with what to do, also in a batch; without a time messages pass."""
     dispatcher = harness.dispatcher()
-    with cleaner.begin() as connection:
-        connection.execute(insert(STATE), {"key": "line:totals", "value": "yesterday"})
-    with pytest.raises(RefusedError, match="its value is no line"):
-        harness.deliver(dispatcher, again(), None)
+    for value in ("yesterday", "2026-01-01T00:00:00"):
+        with cleaner.begin() as connection:
+            write_state(connection, default_tables, {key: value})
+        with pytest.raises(RefusedError, match="wrong value for redelivery_horizon_hours or pruned_until"):
+            harness.deliver(dispatcher, again(), None)
+        with cleaner.begin() as connection:
+            write_state(connection, default_tables, {REDELIVERY_HORIZON: "1000"})
     STATE.drop(cleaner)
     with pytest.raises(MissingTableError):
         harness.deliver(dispatcher, again(), None)
+    with pytest.raises(BatchFailed) as raised:
+        harness.run(dispatcher.deliver_batch, [again(message_id=f"{number}") for number in range(4)])
+    assert [type(each) for each in raised.value.exceptions] == [MissingTableError]
     assert harness.totals() == {}
     assert harness.deliver(dispatcher, again(None), None).outcome is Outcome.APPLIED
 
 
-def test_a_user_who_may_not_read_the_lines_is_told(postgresql: Database) -> None:
+def test_a_user_who_may_not_read_the_state_is_told(postgresql: Database) -> None:
     """The error names the table and the right; `late="apply"` needs neither."""
     owner = create_engine(postgresql.url())
     with Harness(Subject(postgresql.url())) as harness:
@@ -677,8 +726,8 @@ def test_a_user_who_may_not_read_the_lines_is_told(postgresql: Database) -> None
         owner.dispose()
 
 
-def test_a_connection_that_is_lost_while_the_lines_are_read_costs_an_attempt(postgresql: Database) -> None:
-    """The delivery is tried again, with the lines."""
+def test_a_connection_that_is_lost_while_the_state_is_read_costs_an_attempt(postgresql: Database) -> None:
+    """The delivery is tried again, and reads again."""
     with Harness(Subject(postgresql.url())) as harness:
         harness.create_tables()
         admin = create_engine(postgresql.url())
@@ -697,39 +746,13 @@ def test_a_connection_that_is_lost_while_the_lines_are_read_costs_an_attempt(pos
 
 
 def test_in_a_transaction_of_a_test_nothing_is_late(pruned: Engine, harness: Harness) -> None:
-    """`external_transaction` reads no line: the transaction is the test's, and is rolled back."""
+    """`external_transaction` reads no state: the transaction is the test's, and is rolled back."""
     with (
         harness.outer_transaction() as factory,
         external_transaction(harness.dispatcher(factory=factory)) as dispatcher,
     ):
         assert dispatcher.deliver(again()).outcome is Outcome.APPLIED
     assert total(pruned) == 1
-
-
-# Lines, as they are written -------------------------------------------------------------------------------------------
-
-
-def test_a_line_is_read_as_it_was_written() -> None:
-    """To the microsecond, in UTC; and what is no line is refused."""
-    moment = datetime(2026, 1, 2, 3, 4, 5, 6, tzinfo=UTC)
-    for line in (
-        Line(moment),
-        Line(moment, moment + DAY),
-        Line(moment, moment + DAY, moment - DAY),
-        Line(moment, None, moment),
-    ):
-        assert Line.of(line.text) == line
-    for text_ in ("", "x", "- - -", "2026-01-01T00:00:00 - -", moment.isoformat()):
-        with pytest.raises(ValueError):  # noqa: PT011  # whichever
-            Line.of(text_)
-
-
-def test_every_handler_has_a_key_that_the_state_table_takes() -> None:
-    """The longest name too, and names that differ in their last letter have two keys."""
-    names = ["h", "x" * 249 + "a", "x" * 250 + "a", "x" * 250 + "b", "\N{LATIN SMALL LETTER E WITH ACUTE}" * 127, "*"]
-    keys = [line_key(name) for name in names]
-    assert len(set(keys)) == len(names)
-    assert max(len(key.encode()) for key in keys) <= 255
 
 
 # Times of messages ----------------------------------------------------------------------------------------------------

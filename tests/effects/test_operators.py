@@ -129,7 +129,7 @@ def test_a_value_that_does_not_fit_stays_listed(till: Till) -> None:
 def test_what_is_not_finished_is_neither_pruned_nor_forgotten(till: Till) -> None:
     """However old it is. What is finished is pruned by its age."""
     charge, engine = _stopped(till), till.harness.engine
-    assert prune(engine, retention_hours=0.0001, tables=default_effect_tables, force=True).deleted == 0
+    assert prune(engine, retention_hours=0.0001, tables=default_effect_tables).deleted == 0
     with pytest.raises(RefusedError):
         forget(engine, "0:k1", tables=default_effect_tables)
     assert till.row() is not None

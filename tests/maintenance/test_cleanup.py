@@ -31,6 +31,7 @@ from projector_dedup import (
     claim,
 )
 from projector_dedup.dialects import dialect_of
+from projector_dedup.late import PRUNED_UNTIL
 from projector_dedup.maintenance.cleanup import (
     Pruned,
     cleanup,
@@ -40,7 +41,7 @@ from projector_dedup.maintenance.cleanup import (
     redelivery_horizon,
 )
 from projector_dedup.maintenance.databases import Expired, database_of
-from projector_dedup.maintenance.state import CLEANED_AT, PRUNED_UNTIL, RETENTION, read_state
+from projector_dedup.maintenance.state import CLEANED_AT, RETENTION, read_state
 from projector_dedup.maintenance.stats import stats
 from pruning import uncommitted_batch
 
@@ -70,15 +71,16 @@ def locks_rows(engine: Engine) -> None:
 
 
 def test_only_markers_older_than_the_retention_are_deleted(engine: Engine) -> None:
-    """The default keeps a week: 167 hours stay, 169 go. The clock is the database's, whatever this machine's zone."""
-    fill(engine, [0, 1, 167, 169, 1000])
+    """The default keeps a week and an hour: 168 hours stay, 170 go. The clock is the database's, whatever the zone."""
+    fill(engine, [0, 2, 168, 170, 1000])
     assert count_expired(engine) == 2
     assert count_expired(engine, up_to=1) == 1
     assert cleanup(engine) == 2
     assert left(engine) == ["0", "1", "2"]
     with engine.begin() as connection:
         connection.execute(tables.marker.insert(), {"message_id": "by the database's clock", "handler": "h"})
-    assert cleanup(engine, retention_hours=0.5) == 2
+    declare_horizon(engine, 0.5)
+    assert cleanup(engine) == 2
     assert left(engine) == ["0", "by the database's clock"]
 
 
@@ -151,7 +153,7 @@ def test_a_partitioned_table_loses_nothing_that_is_young(postgresql: Database) -
         ):
             connection.execute(text(statement))
     fill(engine, [0.1 if number % 5 else 720 for number in range(2000)])
-    assert prune(engine, batch_size=150) == Pruned(400, None)
+    assert prune(engine, batch_size=150) == Pruned(400, None, declared=168)
     assert len(left(engine)) == 1600
     engine.dispose()
 
@@ -421,6 +423,7 @@ def test_a_bound_that_cannot_be_meant_is_refused(bound: str, values: tuple[Any, 
 def test_a_signal_ends_the_run_after_the_batch(number: signal.Signals, engine: Engine) -> None:
     """Exit code 0, and a count that is true; it is sent to a real process that rests for a day between batches."""
     fill(engine, [1000] * 30)
+    declare_horizon(engine, 168)
     command = [sys.executable, "-u", "-c", _TELLS_OF_BATCHES, "cleanup", "--batch-size", "10", "--pause", "86400"]
     environment = {**os.environ, "PROJECTOR_DEDUP_DATABASE_URL": url_of(engine)}
     with subprocess.Popen(
@@ -467,6 +470,7 @@ def test_a_dry_run_deletes_nothing(engine: Engine) -> None:
 def test_a_handlers_markers_and_bounds(engine: Engine) -> None:
     """What was left out is said."""
     fill(engine, [1000] * 7)
+    declare_horizon(engine, 168)
     young = ("--handler", "h", "--retention-hours", "2000")
     assert run(engine, "cleanup", *young) == (0, "Deleted 0 markers of h older than 2000 hours.\n", "")
     code, said, _ = run(engine, "cleanup", "--batch-size", "2", "--max-batches", "2", "--time-budget", "600")
@@ -507,6 +511,7 @@ def test_a_quiet_run_speaks_only_if_something_needs_attention(engine: Engine, fo
 def test_a_line_of_json(engine: Engine) -> None:
     """Also for a run that failed, without its password; the exit code tells as well."""
     fill(engine, [1000] * 7)
+    declare_horizon(engine, 168)
     code, said, _ = run(engine, "cleanup", "--log-json")
     good = json.loads(said)
     assert (code, good.pop("seconds") >= 0) == (0, True)
@@ -543,7 +548,7 @@ def test_a_horizon_is_declared_shown_and_taken_back(engine: Engine) -> None:
 
 
 def test_a_shorter_retention_is_refused(engine: Engine) -> None:
-    """The error names both numbers, and nothing is deleted; at the horizon, and by force, cleanup goes on."""
+    """The error names both numbers, and nothing is deleted; at the horizon, cleanup goes on."""
     fill(engine, [400, 340, 300])
     declare_horizon(engine, 336)
     with pytest.raises(RetentionTooShortError, match=r"168 hours.*336 hours") as raised:
@@ -552,7 +557,6 @@ def test_a_shorter_retention_is_refused(engine: Engine) -> None:
     assert len(left(engine)) == 3
     assert cleanup(engine, retention_hours=336) == 2
     assert left(engine) == ["2"]
-    assert cleanup(engine, retention_hours=200, force=True) == 1
 
 
 def test_without_a_retention_the_declared_horizon_is_taken(engine: Engine) -> None:
@@ -563,6 +567,7 @@ def test_without_a_retention_the_declared_horizon_is_taken(engine: Engine) -> No
     assert left(engine) == ["2", "3", "4"]
     declare_horizon(engine, None)
     assert (count_expired(engine), stats(engine).expired, cleanup(engine)) == (1, 0, 1)  # the last run kept 336 hours
+    assert redelivery_horizon(engine) == 168
     declare_horizon(engine, 100)
     assert (count_expired(engine), cleanup(engine)) == (1, 1)
     assert left(engine) == ["4"]
@@ -577,13 +582,14 @@ def test_a_finished_run_leaves_word(engine: Engine) -> None:
     told = state(engine)
     assert float(told[RETENTION]) == 200
     assert before <= datetime.fromisoformat(told[CLEANED_AT]) <= after
-    assert before <= datetime.fromisoformat(told[PRUNED_UNTIL]) + timedelta(hours=200) <= after
+    assert before <= datetime.fromisoformat(told[PRUNED_UNTIL]) + timedelta(hours=201) <= after
 
 
 def test_what_was_pruned_once_stays_known(engine: Engine) -> None:
     """A later run with a longer retention does not move back the moment before which markers are gone."""
     fill(engine, [400])
     cleanup(engine, retention_hours=10)
+    assert PRUNED_UNTIL in state(engine)
     pruned_until = state(engine)[PRUNED_UNTIL]
     cleanup(engine, retention_hours=1000)
     assert (state(engine)[PRUNED_UNTIL], float(state(engine)[RETENTION])) == (pruned_until, 1000)
@@ -594,7 +600,8 @@ def test_a_run_that_left_markers_does_not_claim_to_be_complete(engine: Engine, b
     """One handler's, or stopped early: older markers may be there, and some may be gone, which is told."""
     fill(engine, [400, 401])
     cleanup(engine, **bounds)
-    assert state(engine).keys() == {PRUNED_UNTIL}
+    assert PRUNED_UNTIL in state(engine)
+    assert state(engine).keys().isdisjoint({RETENTION, CLEANED_AT})
 
 
 def test_a_run_that_finds_nothing_to_delete_leaves_no_such_moment(engine: Engine) -> None:
@@ -626,12 +633,13 @@ def test_a_user_who_may_not_write_the_state_can_prune(postgresql: Database, capl
     assert left(owner) == ["1"]
     assert state(owner) == {}
     assert "processed_message_state could not be written" in caplog.text
+    assert "could not write into processed_message_state" in caplog.text
     owner.dispose()
 
 
 @on_one_database
 def test_the_command_declares_and_shows_the_horizon(engine: Engine) -> None:
-    """Raised it is at once, lowered with --yes only; cleanup then refuses what is below, without --force."""
+    """Raised it is at once, lowered with --yes only; cleanup then refuses what is below."""
     fill(engine, [400])
     shown = (0, "The redelivery horizon is 336 hours.\n", "")
     assert run(engine, "horizon") == (0, "No redelivery horizon is declared.\n", "")
@@ -639,7 +647,7 @@ def test_the_command_declares_and_shows_the_horizon(engine: Engine) -> None:
     assert run(engine, "horizon", "100")[0] == 2  # nobody could be asked
     assert run(engine, "horizon") == shown
     code, _, refusal = run(engine, "cleanup", "--retention-hours", "168")
-    assert (code, "168 hours" in refusal, "336 hours" in refusal, "--force" in refusal) == (1, True, True, True)
+    assert (code, "168 hours" in refusal, "336 hours" in refusal) == (1, True, True)
     assert run(engine, "cleanup", "--dry-run") == (0, "Would delete 1 marker older than 336 hours.\n", "")
     assert run(engine, "cleanup") == (0, "Deleted 1 marker older than 336 hours.\n", "")
     assert run(engine, "horizon", "100", "--yes") == (0, "The redelivery horizon is 100 hours.\n", "")

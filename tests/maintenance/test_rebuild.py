@@ -34,7 +34,7 @@ from projector_dedup import (
 )
 from projector_dedup.effects import arm, default_effect_tables, effect, stop
 from projector_dedup.handler import handlers_of
-from projector_dedup.late import read_lines
+from projector_dedup.late import REDELIVERY_HORIZON
 from projector_dedup.maintenance import rebuild as rebuilding
 from projector_dedup.maintenance.check import advise_rebuilds
 from projector_dedup.maintenance.cleanup import cleanup, count_expired, prune
@@ -541,7 +541,7 @@ def test_a_message_in_flight_is_not_lacking(shop: Shop) -> None:
 @one_of_each
 def test_cleanup_keeps_both_generations_while_a_rebuild_is_open(shop: Shop) -> None:
     """A rebuild that is resumed after the retention applies nothing twice; other handlers are pruned as ever."""
-    messages = [replace(message, occurred_at=None) for message in payments(12)]  # else lines have to settle
+    messages = [replace(message, occurred_at=None) for message in payments(12)]  # no horizon is declared yet
     other = named("other", lambda _body, _session: None)
     shop.deliver(shop.dispatcher(shop.old(), other), messages)
     both = shop.both()
@@ -718,12 +718,9 @@ def test_a_generation_whose_markers_were_pruned_is_not_filled(shop: Shop) -> Non
 
 
 def _pruned(shop: Shop, number: int) -> None:
-    """Let a line settle, and prune by it."""
-    prune(shop.outside)
+    """Prune by a horizon that was declared long ago."""
     with shop.outside.begin() as connection:
-        for key, line in read_lines(connection, default_tables).items():
-            assert line.known is not None
-            write_state(connection, default_tables, {key: replace(line, known=line.known - timedelta(hours=2)).text})
+        write_state(connection, default_tables, {REDELIVERY_HORIZON: "168"})
     assert prune(shop.outside).deleted == number
 
 

@@ -16,7 +16,7 @@ from cut_proxy import CutProxy
 from databases import Database
 from marked import on_one_database, one_of_each_engine  # noqa: F401  # a fixture
 from projector_dedup import MissingTableError, Outcome, RefusedError, UnitOfWork
-from projector_dedup.late import Line, line_key
+from projector_dedup.late import REDELIVERY_HORIZON
 from projector_dedup.maintenance.cleanup import cleanup
 from projector_dedup.maintenance.rows import Renamed, rename
 from projector_dedup.tables import default_tables
@@ -248,9 +248,8 @@ def test_nothing_is_applied_twice_beside_deliveries_and_cleanup(harness: Harness
     for each in messages[:60]:
         harness.deliver(dispatcher, Added((each,)), each)
     write(harness, *((f"old {number}", OLD) for number in range(50)))
-    settled = Line(datetime.now(UTC), known=MONDAY).text
-    lines = [{"key": line_key(name), "value": settled} for name in (OLD, NEW)]
-    harness.transact(lambda session: session.execute(insert(default_tables.state), lines))
+    declared = {"key": REDELIVERY_HORIZON, "value": "168"}
+    harness.transact(lambda session: session.execute(insert(default_tables.state), declared))
     begin = threading.Barrier(4)
 
     def redeliver() -> None:

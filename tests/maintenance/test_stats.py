@@ -11,14 +11,8 @@ from command import idempotency, on_a_terminal
 from databases import Database
 from marked import fill, metadata, on_one_database, one_of_each_engine, tables, url_of  # noqa: F401  # a fixture
 from projector_dedup import MissingTableError, make_tables
-from projector_dedup.maintenance.state import (
-    CLEANED_AT,
-    PRUNED_UNTIL,
-    REDELIVERY_HORIZON,
-    RETENTION,
-    SCHEMA_VERSION,
-    write_state,
-)
+from projector_dedup.late import PRUNED_UNTIL, REDELIVERY_HORIZON
+from projector_dedup.maintenance.state import CLEANED_AT, RETENTION, SCHEMA_VERSION, write_state
 from projector_dedup.maintenance.stats import stats
 
 CLOSE = timedelta(minutes=2)  # between this machine's clock and the database's

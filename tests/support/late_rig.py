@@ -12,15 +12,16 @@ from sqlalchemy import Connection, Engine, delete, insert, select
 
 from projector_dedup import Delivery, Message, ProjectorDedupError
 from projector_dedup import late as late_module
-from projector_dedup.late import Lines
 from projector_dedup.maintenance import cleanup as cleanup_module
 from projector_dedup.maintenance import rows as rows_module
 from projector_dedup.maintenance.databases import Database
+from projector_dedup.maintenance.state import write_state
 from projector_dedup.tables import default_tables
 from projector_dedup.testing.kit import PATIENCE, Added, Total
+from projector_dedup.unit_of_work import UnitOfWork
 
 MARKER, STATE = default_tables.marker, default_tables.state
-HOUR = timedelta(hours=1, minutes=1)  #: after which a line has settled
+HOUR = timedelta(hours=1, minutes=1)  #: after which every worker knows a changed horizon
 DAY = timedelta(days=1)
 OLD = datetime.now(UTC) - 10 * DAY  #: when the message occurred that is delivered again
 ID = "m1"
@@ -33,6 +34,8 @@ class Clock:
         self.ahead = self.stood_still = timedelta()
         now = Database.now
         monkeypatch.setattr(Database, "now", lambda database, connection: now(database, connection) + self.ahead)
+        in_utc = late_module._in_utc
+        monkeypatch.setattr(late_module, "_in_utc", lambda now: in_utc(now) + self.ahead)
         monkeypatch.setattr(late_module, "time", self)
 
     def passes(self, span: timedelta = HOUR) -> None:
@@ -102,55 +105,79 @@ class Stepped:
         return self.result
 
 
-def stop_cleanups(monkeypatch: pytest.MonkeyPatch, *, after: tuple[str, ...] = ("write_lines", "write_known")) -> None:
-    """Let a cleanup that is `Stepped` stop after these of its transactions."""
+def meanwhile(monkeypatch: pytest.MonkeyPatch, act: Callable[[], Any] = Stepped.gate_of_thread) -> None:
+    """Call ``act`` in each cleanup, after it has announced what it deletes, and before it deletes.
+
+    By default, a cleanup that is `Stepped` stops there.
+    """
     attempt = cleanup_module._Run.attempt
     for module in (cleanup_module, rows_module):
         monkeypatch.setattr(module, "verify", lambda *_: None)  # it would find the clock wrong
 
-    def stopping(run: Any, act: Callable[[Connection], Any]) -> Any:
-        result = attempt(run, act)
-        if isinstance(act, partial) and act.func.__name__ in after:
-            Stepped.gate_of_thread()
+    def stopping(run: Any, look: Callable[[Connection], Any]) -> Any:
+        result = attempt(run, look)
+        if isinstance(look, partial) and look.func.__name__ == "_announce":
+            act()
         return result
 
     monkeypatch.setattr(cleanup_module._Run, "attempt", stopping)
 
 
+class Claims:
+    """What happens in a delivery between the answer to its claim and the moment when it knows what is late."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.then: Callable[[], Any] | None = None  # happens once
+        late_moment = UnitOfWork.late_moment
+
+        def stopping(uow: Any, claimed: Any) -> Any:
+            then, self.then = self.then, None
+            if then is not None:
+                then()
+            return late_moment(uow, claimed)
+
+        monkeypatch.setattr(UnitOfWork, "late_moment", stopping)
+
+
 class Worker:
-    """A delivery that stops when it knows the lines, and again in its handler, if its claim was free."""
+    """A worker that delivers another message first, then claims the old one, and stops before it knows what is late.
 
-    def __init__(self, harness: Any, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
-        self._asked = False
-        known = Lines.known
+    On SQLite it does not stop: its claim holds the lock of the file.
+    """
 
-        def stopping(lines: Lines, session: Any, another: Any) -> Any:
-            result = known(lines, session, another)
-            if not self._asked:
-                self._asked = True
-                harness.blocking(self.stepped.gate)
-            return result
+    def __init__(self, harness: Any, claims: Claims) -> None:
+        dispatcher = harness.dispatcher(harness.handler())
 
-        monkeypatch.setattr(Lines, "known", stopping)
+        def work() -> Any:
+            young = datetime.now(UTC)
+            harness.run(dispatcher.deliver, Message("another", Added(("another",)), occurred_at=young))
+            self.stepped.gate()
+            if harness.engine.dialect.name != "sqlite":
+                claims.then = lambda: harness.blocking(self.stepped.gate)
+            return harness.run(dispatcher.deliver, Message(ID, Added(), occurred_at=OLD))
 
-        def add(happened: Added, session: Any) -> None:
-            harness.blocking(self.stepped.gate)
-            total = session.get(Total, "a")
-            total.amount += happened.amount
-
-        dispatcher = harness.dispatcher(harness.handler(add), **options)
-        message = Message(ID, Added(), occurred_at=OLD)
-        self.stepped = Stepped(lambda: harness.run(dispatcher.deliver, message))
+        self.stepped = Stepped(work)
 
 
-def applied_once(engine: Engine, *, processed: datetime = OLD + DAY, occurred: datetime | None = OLD) -> None:
-    """Bring the database to where the message was applied once, by `totals`, long ago; forget everything else."""
+def applied_once(
+    engine: Engine,
+    *,
+    processed: datetime = OLD + DAY,
+    occurred: datetime | None = OLD,
+    horizon: float | None = None,
+) -> None:
+    """Bring the database to where the message was applied once, by `totals`, long ago; forget everything else.
+
+    The ``horizon``, in hours, was declared long ago too.
+    """
     with engine.begin() as connection:
         for table in (MARKER, STATE, Total):
             connection.execute(delete(table))
         connection.execute(insert(Total), {"key": "a", "amount": 1})
         row = {"message_id": ID, "handler": "totals", "processed_at": processed, "occurred_at": occurred}
         connection.execute(insert(MARKER), row)
+        if horizon is not None:
+            write_state(connection, default_tables, {late_module.REDELIVERY_HORIZON: repr(horizon)})
 
 
 def total(engine: Engine) -> int:

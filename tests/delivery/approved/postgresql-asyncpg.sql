@@ -49,19 +49,19 @@ WHERE processed_message.message_id = $1::VARCHAR COLLATE "C" AND processed_messa
 -- prune one batch
 DELETE FROM processed_message WHERE (SELECT concat(set_config('lock_timeout', '100ms', true), set_config('synchronous_commit', 'off', true))) IS NOT NULL AND ctid = any(array((SELECT ctid
 FROM processed_message
-WHERE processed_message.processed_at < $1::TIMESTAMP WITH TIME ZONE ORDER BY processed_message.processed_at
- LIMIT $2::INTEGER FOR UPDATE SKIP LOCKED))) AND processed_message.processed_at < $1::TIMESTAMP WITH TIME ZONE
+WHERE processed_message.processed_at < $1::TIMESTAMP WITH TIME ZONE AND (processed_message.occurred_at IS NULL OR processed_message.occurred_at < $1::TIMESTAMP WITH TIME ZONE) ORDER BY processed_message.processed_at
+ LIMIT $2::INTEGER FOR UPDATE SKIP LOCKED))) AND processed_message.processed_at < $1::TIMESTAMP WITH TIME ZONE AND (processed_message.occurred_at IS NULL OR processed_message.occurred_at < $1::TIMESTAMP WITH TIME ZONE)
 
 -- prune one batch of a handler
 DELETE FROM processed_message WHERE (SELECT concat(set_config('lock_timeout', '100ms', true), set_config('synchronous_commit', 'off', true))) IS NOT NULL AND ctid = any(array((SELECT ctid
 FROM processed_message
-WHERE processed_message.processed_at < $1::TIMESTAMP WITH TIME ZONE AND processed_message.handler = $2::VARCHAR COLLATE "C" ORDER BY processed_message.processed_at
- LIMIT $3::INTEGER FOR UPDATE SKIP LOCKED))) AND processed_message.processed_at < $1::TIMESTAMP WITH TIME ZONE AND processed_message.handler = $2::VARCHAR COLLATE "C"
+WHERE processed_message.processed_at < $1::TIMESTAMP WITH TIME ZONE AND (processed_message.occurred_at IS NULL OR processed_message.occurred_at < $1::TIMESTAMP WITH TIME ZONE) AND processed_message.handler = $2::VARCHAR COLLATE "C" ORDER BY processed_message.processed_at
+ LIMIT $3::INTEGER FOR UPDATE SKIP LOCKED))) AND processed_message.processed_at < $1::TIMESTAMP WITH TIME ZONE AND (processed_message.occurred_at IS NULL OR processed_message.occurred_at < $1::TIMESTAMP WITH TIME ZONE) AND processed_message.handler = $2::VARCHAR COLLATE "C"
 
 -- is anything left to prune?
 SELECT 1
 FROM processed_message
-WHERE processed_message.processed_at < $1::TIMESTAMP WITH TIME ZONE
+WHERE processed_message.processed_at < $1::TIMESTAMP WITH TIME ZONE AND (processed_message.occurred_at IS NULL OR processed_message.occurred_at < $1::TIMESTAMP WITH TIME ZONE)
  LIMIT $2::INTEGER
 
 -- the record table

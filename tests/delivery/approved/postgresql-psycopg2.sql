@@ -49,19 +49,19 @@ WHERE processed_message.message_id = %(message_id)s AND processed_message.handle
 -- prune one batch
 DELETE FROM processed_message WHERE (SELECT concat(set_config('lock_timeout', '100ms', true), set_config('synchronous_commit', 'off', true))) IS NOT NULL AND ctid = any(array((SELECT ctid
 FROM processed_message
-WHERE processed_message.processed_at < %(cutoff)s ORDER BY processed_message.processed_at
- LIMIT %(batch_size)s FOR UPDATE SKIP LOCKED))) AND processed_message.processed_at < %(cutoff)s
+WHERE processed_message.processed_at < %(cutoff)s AND (processed_message.occurred_at IS NULL OR processed_message.occurred_at < %(cutoff)s) ORDER BY processed_message.processed_at
+ LIMIT %(batch_size)s FOR UPDATE SKIP LOCKED))) AND processed_message.processed_at < %(cutoff)s AND (processed_message.occurred_at IS NULL OR processed_message.occurred_at < %(cutoff)s)
 
 -- prune one batch of a handler
 DELETE FROM processed_message WHERE (SELECT concat(set_config('lock_timeout', '100ms', true), set_config('synchronous_commit', 'off', true))) IS NOT NULL AND ctid = any(array((SELECT ctid
 FROM processed_message
-WHERE processed_message.processed_at < %(cutoff)s AND processed_message.handler = %(handler)s ORDER BY processed_message.processed_at
- LIMIT %(batch_size)s FOR UPDATE SKIP LOCKED))) AND processed_message.processed_at < %(cutoff)s AND processed_message.handler = %(handler)s
+WHERE processed_message.processed_at < %(cutoff)s AND (processed_message.occurred_at IS NULL OR processed_message.occurred_at < %(cutoff)s) AND processed_message.handler = %(handler)s ORDER BY processed_message.processed_at
+ LIMIT %(batch_size)s FOR UPDATE SKIP LOCKED))) AND processed_message.processed_at < %(cutoff)s AND (processed_message.occurred_at IS NULL OR processed_message.occurred_at < %(cutoff)s) AND processed_message.handler = %(handler)s
 
 -- is anything left to prune?
 SELECT 1
 FROM processed_message
-WHERE processed_message.processed_at < %(cutoff)s
+WHERE processed_message.processed_at < %(cutoff)s AND (processed_message.occurred_at IS NULL OR processed_message.occurred_at < %(cutoff)s)
  LIMIT %(param_1)s
 
 -- the record table

@@ -37,19 +37,19 @@ WHERE processed_message.message_id = ? AND processed_message.handler = ?
 -- prune one batch
 DELETE FROM processed_message WHERE rowid IN (SELECT rowid
 FROM processed_message
-WHERE processed_message.processed_at < ? ORDER BY processed_message.processed_at
+WHERE processed_message.processed_at < ? AND (processed_message.occurred_at IS NULL OR processed_message.occurred_at < ?) ORDER BY processed_message.processed_at
  LIMIT ? OFFSET ?)
 
 -- prune one batch of a handler
 DELETE FROM processed_message WHERE rowid IN (SELECT rowid
 FROM processed_message
-WHERE processed_message.processed_at < ? AND processed_message.handler = ? ORDER BY processed_message.processed_at
+WHERE processed_message.processed_at < ? AND (processed_message.occurred_at IS NULL OR processed_message.occurred_at < ?) AND processed_message.handler = ? ORDER BY processed_message.processed_at
  LIMIT ? OFFSET ?)
 
 -- is anything left to prune?
 SELECT 1
 FROM processed_message
-WHERE processed_message.processed_at < ?
+WHERE processed_message.processed_at < ? AND (processed_message.occurred_at IS NULL OR processed_message.occurred_at < ?)
  LIMIT ? OFFSET ?
 
 -- the record table
