@@ -14,6 +14,7 @@ reads and then writes with its own UPDATE statement.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import Any
@@ -181,7 +182,8 @@ def _verify(session: LockingSession, mapper: Mapper[Any], states: list[InstanceS
 def _is_unchanged(state: InstanceState[Any], name: str, column: Column[Any], now: Any) -> bool:
     """True if the row still has the value that the handler has read, or the handler has read none.
 
-    Values that cannot be compared count as equal.
+    Values that cannot be compared count as equal: NaN, objects without equality, and whatever differs from a copy of
+    itself because such a value is inside.
     """
     given = state.dict.get(name, LoaderCallableStatus.NO_VALUE)
     loaded = state.committed_state.get(name, given)
@@ -193,11 +195,12 @@ def _is_unchanged(state: InstanceState[Any], name: str, column: Column[Any], now
                 "read_models"
             )
         return True
-    equality: Any = type(loaded).__eq__
-    if loaded is now or isinstance(given, ClauseElement) or equality is object.__eq__:
+    if loaded is now or isinstance(given, ClauseElement):
         return True
     try:
-        return bool(column.type.compare_values(loaded, now)) or bool(loaded != loaded and now != now)  # NaN
+        if column.type.compare_values(loaded, now):
+            return True
+        return bool(loaded != pickle.loads(pickle.dumps(loaded)))  # noqa: S301  # its own bytes
     except Exception:  # noqa: BLE001  # a type of the user's may raise anything
         return True
 

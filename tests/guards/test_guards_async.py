@@ -87,12 +87,6 @@ async def _driver_error_swallowed(session: AsyncSession) -> None:
         await execute_below(session, "insert into total values ('a', 0)")
 
 
-async def _timeout_swallowed(session: AsyncSession) -> None:
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(0.02):
-            await session.execute(text(SLOW[session.get_bind().dialect.name]))
-
-
 MISBEHAVIOURS = [
     Misbehaviour("commit", AsyncSession.commit, P),
     Misbehaviour("rollback", AsyncSession.rollback, C),
@@ -115,7 +109,6 @@ MISBEHAVIOURS = [
     Misbehaviour("driver_commit_begin", below("COMMIT", "BEGIN"), D),
     Misbehaviour("driver_rollback_begin", below("ROLLBACK", "BEGIN"), E),
     Misbehaviour("driver_error_swallowed", _driver_error_swallowed, H, postgresql=C),
-    Misbehaviour("timeout_swallowed", _timeout_swallowed, C),
 ]
 
 
@@ -158,6 +151,25 @@ def test_what_becomes_of_an_asynchronous_misbehaviour(
     rig.assert_nothing_is_left()
     assert rig.deliver(add).outcome is (Outcome.APPLIED if durable == NOTHING else Outcome.DUPLICATE)
     assert rig.durable() == ONCE
+    rig.assert_nothing_is_left()
+
+
+@each_driver(is_async=True)
+def test_a_query_that_a_timeout_ends_runs_the_handler_again(driver: Driver, rig_on: Callable[[Driver], Rig]) -> None:
+    """The timeout ends the connection, which the handler cannot know: it swallows the timeout and goes on."""
+    rig = rig_on(driver)
+    runs: list[int] = []
+
+    async def handler(session: AsyncSession) -> None:
+        runs.append(len(runs))
+        if len(runs) == 1:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(0.02):
+                    await session.execute(text(SLOW[session.get_bind().dialect.name]))
+        await session.run_sync(add)
+
+    assert rig.deliver(handler).outcome is Outcome.APPLIED
+    assert (len(runs), rig.durable()) == (2, ONCE)
     rig.assert_nothing_is_left()
 
 
