@@ -217,7 +217,7 @@ def _tags(thing: Thing) -> None:
 def test_a_value_that_is_changed_in_place_is_refused(verified: Verified) -> None:
     """SQLAlchemy keeps no copy of what was read, so there is nothing to compare."""
     verified.stored(Thing(id=1, tags={}))
-    with pytest.raises(UnlockedWriteError, match="Thing.tags was changed in place"):
+    with pytest.raises(UnlockedWriteError, match=r"Thing\.tags was changed in place"):
         verified.deliver(_thing, _tags)
     assert verified.read(select(Thing.tags)) == {}
 
@@ -327,7 +327,7 @@ def test_a_row_that_the_handler_has_changed_by_sql_is_no_conflict(verified: Veri
     assert (verified.runs, verified.read(select(Thing.amount))) == (2, 1)
 
 
-# The row of a unique violation, by each unique key of the table --------------------------------------------------------
+# The row of a unique violation, by each unique key of the table -------------------------------------------------------
 
 
 @pytest.mark.parametrize("column", ["id", "constrained", "indexed"])

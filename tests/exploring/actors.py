@@ -17,8 +17,8 @@ from functools import partial
 from itertools import count
 from typing import Any, Self
 
-from sqlalchemy import Engine, create_engine, event, text
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy import Engine, create_engine, event, func, select, text, update
+from sqlalchemy.exc import DBAPIError, IntegrityError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
 from sqlalchemy.orm import Session, sessionmaker
 
@@ -301,6 +301,40 @@ def add_to_two(happened: Any, session: Session) -> None:
     second.amount += happened["amount"]
 
 
+def insert_or_update(happened: Any, session: Session) -> None:
+    """A handler that inserts the account in a savepoint, and lets the database add if the account is there."""
+    try:
+        with session.begin_nested():
+            session.add(Total(account=happened["account"], amount=happened["amount"]))
+    except IntegrityError:
+        _add_in_database(happened, session)
+
+
+def skip_bad_lines(happened: Any, session: Session) -> None:
+    """A handler that adds in a savepoint, and goes on if the database refuses it."""
+    with contextlib.suppress(DBAPIError), session.begin_nested():
+        _add_in_database(happened, session)
+
+
+def _add_in_database(happened: Any, session: Session) -> None:
+    account, more = happened["account"], happened["amount"]
+    session.execute(update(Total).where(Total.account == account).values(amount=Total.amount + more))
+
+
+def append_line(happened: Any, session: Session) -> None:
+    """A handler that locks the account, reads the last line of its ledger and inserts the next."""
+    account, more = happened["account"], happened["amount"]
+    session.get_one(Total, account, with_for_update=True)
+    lines = select(func.coalesce(func.max(Total.amount), 0)).where(Total.account.like(f"{account}|%"))
+    session.add(Total(account=f"{account}|{more}", amount=session.scalars(lines).one() + more))
+
+
+def change_the_event(happened: Any, session: Session) -> None:
+    """A handler that changes its event, and adds what it was."""
+    happened["amount"] *= 2
+    add(happened | {"amount": happened["amount"] // 2}, session)
+
+
 def add_beside(happened: Any, session: Session) -> None:
     """A handler that adds to the second account of the round."""
     add(happened | {"account": f"{happened['account']}+"}, session)
@@ -338,6 +372,15 @@ def fail_beside_another(at: Round, worker: Worker) -> None:
         worker.deliver(at, 0, body=add_and_fail, beside=add)
     except DeliveryFailed as failed:
         at.failed.append(failed.delivery.outcome)
+
+
+def deliver_own_to(body: Body) -> Work:
+    """Deliver an own message to this handler."""
+
+    def deliver_it(at: Round, worker: Worker) -> None:
+        worker.deliver(at, worker.number, body=body)
+
+    return deliver_it
 
 
 def deliver_or_explain(at: Round, worker: Worker) -> None:
@@ -599,24 +642,35 @@ class Stage:
             raise AssertionError(f"afterwards, without a rival: {error!r}") from error
         return steps
 
-    def check_counts(self, at: Round, messages: int = 1, **handler: Any) -> None:
+    def check_counts(self, at: Round, messages: int = 1, account: str = "", **handler: Any) -> None:
         """What was acknowledged counts once, nothing counts twice, and after a redelivery everything counts once."""
-        counts = self.counts(at, messages)
+        counts = self.counts(at, messages, account)
         outcomes = ", ".join(f"{number} {outcome.value}" for number, outcome in at.told)
         told = f"told was: {outcomes or 'nothing'}; the messages count {counts}"
         for number, times in enumerate(counts):
             assert times == 1 or (times == 0 and number not in dict(at.told)), told
             assert at.applied(number) <= times - (number in at.before), told
         self.broker.call(partial(self.broker.deliver, at, *range(messages), **handler))
-        counts = self.counts(at, messages)
+        counts = self.counts(at, messages, account)
         assert counts == [1] * messages, f"after a redelivery the messages count {counts}"
 
     def counts(self, at: Round, messages: int, account: str = "") -> list[int]:
-        """Return how often each message was applied, on the account of the round or another one."""
-        rows = self.outside.execute(f"select amount from total where account = '{at.name}{account}'")
-        amount = sum(int(amount) for (amount,) in rows)
+        """Return how often each message was applied, on the account of the round or another one.
+
+        Of several accounts that fit a pattern, the highest amount counts: that of the last line of a ledger.
+        """
+        rows = self.outside.execute(f"select max(amount) from total where account like '{at.name}{account}'")
+        amount = sum(int(amount or 0) for (amount,) in rows)
         assert amount < 10**messages, f"the account has {amount}"
         return [amount // 10**number % 10 for number in range(messages)]
+
+
+def two_messages(
+    name: str, body: Body, prepare: Callable[[Stage, Round], object] = with_row, account: str = ""
+) -> Case:
+    """Two messages for one account, to a handler that is right in a session of its own."""
+    work = deliver_own_to(body)
+    return Case(name, (work, work), prepare, partial(Stage.check_counts, messages=2, account=account, body=body))
 
 
 CASES = {
@@ -657,6 +711,10 @@ CASES = {
             "cleanup", (do_prune, deliver_young), applied_long_ago, check_pruned, faults=0, is_slow=True, is_sync=True
         ),
         Case("forget", (do_forget, deliver_to_two), applied, check_forgotten, is_sync=True),
+        two_messages("insert or update, a new row", insert_or_update, lambda _stage, _round: None),
+        two_messages("bad lines are skipped", skip_bad_lines),
+        two_messages("a ledger under a lock", append_line, account="|%"),
+        two_messages("an event that is changed", change_the_event),
         Case("one message, three times", (deliver_with_listener,) * 3, with_row),
         Case(
             "three messages, one row",

@@ -4,6 +4,7 @@ Each mistake and each right projector is a `Case`. A mistake says in its docstri
 """
 
 import asyncio
+import contextlib
 import tempfile
 import uuid
 from collections.abc import Callable, Sequence
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from sqlalchemy import String, delete, func, insert, select, text, update
-from sqlalchemy.exc import IntegrityError, SQLAlchemyError
+from sqlalchemy.exc import DBAPIError, IntegrityError, SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
@@ -81,6 +82,27 @@ def read_entries(session: Session) -> dict[str, int]:
     """The sums of the statement lines."""
     found = session.execute(select(Entry.account, func.sum(Entry.amount)).group_by(Entry.account))
     return {account: int(amount) for account, amount in found}
+
+
+def read_balances(session: Session) -> dict[str, int]:
+    """The balances by the last statement line of each account."""
+    return {each.account: each.amount for each in session.scalars(select(Entry).order_by(Entry.id))}
+
+
+def append(paid: Paid, session: Session) -> None:
+    """Read the balance in the last statement line, and insert the next line."""
+    last = select(Entry.amount).where(Entry.account == paid.account).order_by(Entry.id.desc()).limit(1)
+    session.execute(insert(Entry).values(account=paid.account, amount=(session.scalar(last) or 0) + paid.amount))
+
+
+def lock(paid: Paid, session: Session) -> None:
+    """Lock the name of the account."""
+    session.execute(select(func.pg_advisory_xact_lock(func.hashtext(paid.account))))
+
+
+def add_in_database(paid: Paid, session: Session) -> None:
+    """Let the database add to the row."""
+    session.execute(update(Totals).where(Totals.account == paid.account).values(amount=Totals.amount + paid.amount))
 
 
 def add(paid: Paid, session: Session) -> None:
@@ -467,6 +489,63 @@ class AsyncLostUpdate:
         await session.run_sync(lambda inner: add(paid, inner))
 
 
+@mistake(server=True, read=read_balances)
+@once(name="unlocked-ledger")
+class UnlockedLedger:
+    """It reads the last line and inserts the next, without a lock: no row conflicts."""
+
+    @on(Paid)
+    def apply(self, paid: Paid, session: Session) -> None:
+        append(paid, session)
+
+
+@mistake(server=True, read=read_balances)
+@once(name="locks-too-late")
+class LocksTooLate:
+    """It locks the account after it has read the last line."""
+
+    @on(Paid)
+    def apply(self, paid: Paid, session: Session) -> None:
+        last = select(Entry.amount).where(Entry.account == paid.account).order_by(Entry.id.desc()).limit(1)
+        balance = session.scalar(last) or 0
+        lock(paid, session)
+        session.execute(insert(Entry).values(account=paid.account, amount=balance + paid.amount))
+
+
+@mistake(server=True, read=read_balances)
+@once(name="locks-another")
+class LocksAnother:
+    """It locks a name of its own, which no other message locks."""
+
+    @on(Paid)
+    def apply(self, paid: Paid, session: Session) -> None:
+        session.execute(select(func.pg_advisory_xact_lock(func.hashtext(paid.message_id))))
+        append(paid, session)
+
+
+@mistake(server=True)
+@once(name="inserts-without-a-savepoint")
+class InsertsWithoutASavepoint:
+    """It catches the unique violation of an INSERT that is in no savepoint: the transaction is aborted."""
+
+    @on(Paid)
+    def apply(self, paid: Paid, session: Session) -> None:
+        with contextlib.suppress(IntegrityError):
+            session.execute(insert(Totals).values(account=paid.account, amount=0, last=0))
+        add_in_database(paid, session)
+
+
+@mistake()
+@once(name="skips-on-any-error")
+class SkipsOnAnyError:
+    """It skips a payment if its savepoint fails, whatever the reason is."""
+
+    @on(Paid)
+    def apply(self, paid: Paid, session: Session) -> None:
+        with contextlib.suppress(DBAPIError), session.begin_nested():
+            add(paid, session)
+
+
 # Right ones -----------------------------------------------------------------------------------------------------------
 
 
@@ -716,3 +795,53 @@ class DefaultIsolation:
     @on(Paid)
     def apply(self, paid: Paid, session: Session) -> None:
         LostUpdate.apply(self, paid, session)  # type: ignore[arg-type]
+
+
+@right(server=True)
+@once(name="right-insert-or-update")
+class InsertsOrUpdates:
+    """It inserts in a savepoint, and updates if the row is there."""
+
+    @on(Paid)
+    def apply(self, paid: Paid, session: Session) -> None:
+        try:
+            with session.begin_nested():
+                session.add(Totals(account=paid.account, amount=paid.amount, last=0))
+        except IntegrityError:
+            add_in_database(paid, session)
+
+
+@right(server=True, read=read_balances)
+@once(name="right-ledger")
+class LockedLedger:
+    """It locks the name of the account, reads the last line and inserts the next."""
+
+    @on(Paid)
+    def apply(self, paid: Paid, session: Session) -> None:
+        lock(paid, session)
+        append(paid, session)
+
+
+@right(server=True, read=read_balances)
+@once(name="right-ledger-of-a-row")
+class LedgerOfARow:
+    """It creates the row of the account in a savepoint, locks it, reads the last line and inserts the next."""
+
+    @on(Paid)
+    def apply(self, paid: Paid, session: Session) -> None:
+        with contextlib.suppress(IntegrityError), session.begin_nested():
+            session.execute(insert(Totals).values(account=paid.account, amount=0, last=0))
+        session.get_one(Totals, paid.account, with_for_update=True)
+        append(paid, session)
+
+
+@right(server=True, read=read_entries)
+@once(name="right-skips-bad-lines")
+class SkipsBadLines:
+    """It adds each line in a savepoint, and skips the lines that break a constraint."""
+
+    @on(Paid)
+    def apply(self, paid: Paid, session: Session) -> None:
+        for account in (None, paid.account):  # the database refuses the first
+            with contextlib.suppress(IntegrityError), session.begin_nested():
+                session.execute(insert(Entry).values(account=account, amount=paid.amount))
