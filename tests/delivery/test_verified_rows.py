@@ -52,7 +52,7 @@ class Box(Base):
 
     __tablename__ = "verified_box"
     id: Mapped[str] = mapped_column(String(20), primary_key=True)
-    things: Mapped[list["Thing"]] = relationship(back_populates="box")
+    things: Mapped[list["Thing"]] = relationship()  # without a way back, only the box knows what was removed
 
 
 class Thing(Base):
@@ -69,7 +69,6 @@ class Thing(Base):
     tags: Mapped[dict[str, Any] | None] = mapped_column(MutableDict.as_mutable(JSON))
     long: Mapped[Any] = deferred(mapped_column(JSON, nullable=True))
     box_id: Mapped[str | None] = mapped_column(ForeignKey(Box.id))
-    box: Mapped[Box | None] = relationship(back_populates="things")
     __mapper_args__ = {"polymorphic_on": "kind", "polymorphic_identity": "thing"}  # noqa: RUF012  # SQLAlchemy's form
 
 
