@@ -523,6 +523,29 @@ class LocksAnother:
         append(paid, session)
 
 
+@mistake(server=True, read=read_balances, options={"isolation": "REPEATABLE READ"})
+@once(name="locks-at-repeatable-read")
+class LocksAtRepeatableRead:
+    """It locks and then reads at REPEATABLE READ, which it has chosen: its snapshot is older than its lock."""
+
+    @on(Paid)
+    def apply(self, paid: Paid, session: Session) -> None:
+        lock(paid, session)
+        append(paid, session)
+
+
+@mistake(server=True, read=read_balances)
+@once(name="locks-below")
+class LocksBelow:
+    """It locks on the driver's own connection, where the library does not see that its snapshot is older."""
+
+    @on(Paid)
+    def apply(self, paid: Paid, session: Session) -> None:
+        driver: Any = session.connection().connection.driver_connection
+        driver.execute("SELECT pg_advisory_xact_lock(hashtext(%s))", [paid.account])
+        append(paid, session)
+
+
 @mistake(server=True)
 @once(name="inserts-without-a-savepoint")
 class InsertsWithoutASavepoint:
@@ -820,6 +843,16 @@ class LockedLedger:
     def apply(self, paid: Paid, session: Session) -> None:
         lock(paid, session)
         append(paid, session)
+
+
+@right(server=True, read=read_balances, options={"isolation": "READ COMMITTED"})
+@once(name="right-ledger-below")
+class LedgerBelow:
+    """It locks on the driver's own connection, and declares the level at which that protects its reads."""
+
+    @on(Paid)
+    def apply(self, paid: Paid, session: Session) -> None:
+        LocksBelow.apply(self, paid, session)  # type: ignore[arg-type]
 
 
 @right(server=True, read=read_balances)
