@@ -146,6 +146,7 @@ class Guard:
         self._transaction = connection.get_transaction()
         self._outer_savepoint = connection.get_nested_transaction()  # only inside an external transaction
         self._has_snapshot = session.snapshot is Snapshot.CLAIM  # True: newer rows may be hidden from its reads
+        self._claimed_several = False
         self._locked_late = False  # True: the handler has taken a lock that is younger than the snapshot
         self._clash: _Clash | None = None  # a unique violation, until a statement succeeds after it
         self._savepoints: list[str] = []  # the open savepoints in order, including the mark
@@ -344,25 +345,25 @@ class Guard:
         """True if no statement of this transaction can miss a row, so that ``sent`` and ``before_read`` do nothing."""
         return self.session.snapshot is Snapshot.NEVER
 
-    def snapshot_taken(self) -> None:
-        """Note that a SELECT has taken the snapshot, if the claim has not."""
-        self._has_snapshot = not self.sees_new_rows()
+    def claimed_several(self) -> None:
+        """Note that the claim was for several messages. Some databases look for their markers by a SELECT."""
+        self._has_snapshot = self._claimed_several = not self.sees_new_rows()
 
     def sent(self, sql: str) -> None:
         """Note whether the statement that succeeded has taken the snapshot, or a lock that is younger than it."""
         grammar = self.dialect.grammar
         if self._has_snapshot:
-            self._locked_late = self._locked_late or (self._protects_locks() and grammar.takes_lock(sql))
+            takes_lock = self._protects_locks() and not self.session.is_flushing and grammar.takes_lock(sql)
+            self._locked_late = self._locked_late or takes_lock
         elif grammar.reads_snapshot(sql):
             self._has_snapshot = True
 
     def _protects_locks(self) -> bool:
-        """True if the handler's locks would protect its reads in a transaction that the library had not changed."""
-        return self.session.may_lower or self._is_beside_other_messages()
+        """True if the handler's locks would protect its reads in a transaction of a session of the user's.
 
-    def _is_beside_other_messages(self) -> bool:
-        """True if an earlier message of the batch may have taken the snapshot, which the message alone would not."""
-        return self.several and self.session.snapshot is Snapshot.READ
+        In such a transaction the level is the default one, and no claim and no earlier message has taken the snapshot.
+        """
+        return self.session.may_lower or (self._claimed_several and self.session.snapshot is Snapshot.READ)
 
     def before_read(self, statement: Any, sql: str | None) -> None:
         """Give the attempt up if the statement would read rows that are older than the handler's lock on them.
@@ -378,7 +379,7 @@ class Guard:
         if not self.dialect.grammar.reads_snapshot(sql):
             return
         if not self.session.may_lower:
-            self.refuse_for_several()
+            self.refuse_for_several("takes a lock and then reads")
         raise self.overtake(
             "the handler takes a lock and then reads, and its snapshot is older than the lock",
             isolation=self.dialect.locking_isolation,
@@ -426,11 +427,11 @@ class Guard:
             )
         return self.violation
 
-    def refuse_for_several(self) -> NoReturn:
-        """Refuse an action that would affect other messages of the batch. The batch then applies this message alone."""
+    def refuse_for_several(self, does: str = "changes a setting of the transaction") -> NoReturn:
+        """Refuse what does not work beside other messages of the batch. The batch then applies this message alone."""
         self.violation = self.violation or TransactionViolatedError(
-            "the handler changed a setting of the transaction, but several messages share the transaction; everything "
-            "was rolled back, and the library applies the message again in its own transaction. Do not catch this error"
+            f"the handler {does}, but several messages share the transaction; everything was rolled back, and a batch "
+            "applies the message again in its own transaction. Do not catch this error"
         )
         raise self.violation
 

@@ -173,7 +173,7 @@ class UnitOfWork:
 
         def insert(guard: Guard) -> bool:
             new.extend(insert_markers(guard.connection, guard.dialect, tables, keys, names, wait))
-            guard.snapshot_taken()  # some databases look for the markers by a SELECT
+            guard.claimed_several()
             if new:
                 guard.key = keys[new[0]]
             return bool(new)

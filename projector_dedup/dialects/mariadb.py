@@ -102,7 +102,8 @@ class MariaDB(Dialect):
         ),
         hidden="CALL|EXECUTE|REPEAT|USE",  # the last hides where the marker is
         settings="(?!)",  # SET LOCAL is of the session, and SET TRANSACTION is refused within one
-        locks=rf"{LOCKS}|\bLOCK\s+IN\s+SHARE\s+MODE\b|\bGET_LOCK\s*\(",
+        # An UPDATE that changes no value locks the row, and rivals find it unchanged.
+        locks=rf"{LOCKS}|\bLOCK\s+IN\s+SHARE\s+MODE\b|\bGET_LOCK\s*\(|^\W*(?:UPDATE|DELETE|REPLACE)\b|\bON\s+DUPLICATE\b",
         # A SELECT that locks, and every statement that writes, finds the newest rows.
         reads=rf"^[\s(]*(?:TABLE\b|(?:SELECT|WITH)\b(?=.*\bFROM\b))(?!.*(?:{LOCKS}|\bLOCK\s+IN\s+SHARE\s+MODE\b))",
         one_at_a_time=True,
