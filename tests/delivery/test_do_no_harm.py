@@ -161,6 +161,32 @@ def test_a_lock_of_the_first_message_of_a_batch_protects_its_reads(
         assert scene.balance() == MINE + RIVALS
 
 
+@pytest.mark.parametrize("driver", [each for each in SERVERS if each in USUAL_DRIVERS], ids=str)
+def test_a_lock_beside_duplicates_protects_its_reads(request: pytest.FixtureRequest, driver: Driver) -> None:
+    """The claim of a batch takes the snapshot, also if only one of its messages is new."""
+    with scene_on(request, driver, locks_parent) as scene:
+        scene.deliver_batch(repeats=True)
+        assert scene.balance() == MINE + RIVALS
+
+
+@pytest.mark.parametrize("driver", [each for each in SERVERS if each in USUAL_DRIVERS], ids=str)
+def test_a_message_of_a_batch_that_changes_a_row_and_reads_runs_once(
+    request: pytest.FixtureRequest, driver: Driver
+) -> None:
+    """The UPDATE of a flush is no lock: the database itself compares the row."""
+
+    def adds_and_reads(session: Session, account: str, amount: int) -> None:
+        session.get_one(Sum, account).amount += amount
+        append(session, account, amount)
+
+    with scene_on(request, driver, adds_and_reads, begins=0) as scene:
+        with Session(scene.engine) as session:
+            session.add_all([Sum(account="a", amount=1), Sum(account="other", amount=1)])
+            session.commit()
+        scene.deliver_batch(first="a")
+        assert scene.runs == 1
+
+
 @postgresql
 def test_a_handler_that_locks_and_changes_one_row_runs_once(request: pytest.FixtureRequest, driver: Driver) -> None:
     """A lock without a later read costs nothing: the database itself compares the row."""

@@ -116,12 +116,21 @@ def locks_and_updates(session: Session, account: str, amount: int) -> None:
         session.execute(insert(Entry).values(account=account, balance=amount))
 
 
+def locks_by_an_update(session: Session, account: str, amount: int) -> None:
+    """Lock the parent by an UPDATE that changes nothing."""
+    session.execute(update(Parent).where(Parent.account == account).values(account=account))
+    append(session, account, amount)
+
+
 LOCKING: dict[str, tuple[Body, ...]] = {
     "postgresql": (
         *(locks_parent, locks_parent_by_text, locks_parent_by_core, locks_and_inserts_from_select),
         *(locks_a_name, locks_the_table, locks_and_updates),
     ),
-    "mariadb": (locks_parent, locks_parent_by_text, locks_parent_by_core, locks_and_inserts_from_select),
+    "mariadb": (
+        *(locks_parent, locks_parent_by_text, locks_parent_by_core, locks_and_inserts_from_select),
+        locks_by_an_update,
+    ),
 }
 
 
@@ -234,13 +243,19 @@ class Scene:
         dispatcher = self.shop.harness.dispatcher(handler, **options)
         assert self.shop.harness.deliver(dispatcher, Added((self.account,))).outcome is Outcome.APPLIED
 
-    def deliver_batch(self, *, first: str = "other", **options: Any) -> None:
-        """Deliver the message in a batch, behind one of another account that has done the same before."""
+    def deliver_batch(self, *, first: str = "other", repeats: bool = False, **options: Any) -> None:
+        """Deliver the message in a batch, behind one of another account that has done the same before.
+
+        With ``repeats``, the first message is a duplicate.
+        """
         dispatcher = self.shop.harness.dispatcher(self._handler(), **options)
         second = self.account if first == "other" else "other"
         batch = [Message(f"m{key}", Added((key,))) for key in (first, second)]
+        if repeats:
+            self.shop.harness.run(dispatcher.deliver_batch, batch[:1])
         found = self.shop.harness.run(dispatcher.deliver_batch, batch)
-        assert [each.outcome for each in found] == [Outcome.APPLIED, Outcome.APPLIED]
+        outcomes = [Outcome.DUPLICATE if repeats else Outcome.APPLIED, Outcome.APPLIED]
+        assert [each.outcome for each in found] == outcomes
 
     def command(self) -> None:
         """Send a command."""
