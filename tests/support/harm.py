@@ -152,11 +152,12 @@ def inserts_or_updates(session: Session, account: str, amount: int) -> None:
 
 def inserts_or_updates_by_core(session: Session, account: str, amount: int) -> None:
     """The same by Core, with the values in the statement."""
+    sums = Base.metadata.tables["harm_sum"]
     try:
         with session.begin_nested():
-            session.execute(insert(Sum.__table__).values(account=account, amount=amount))
+            session.execute(insert(sums).values(account=account, amount=amount))
     except IntegrityError:
-        session.execute(update(Sum.__table__).where(Sum.account == account).values(amount=Sum.amount + amount))
+        session.execute(update(sums).where(Sum.account == account).values(amount=Sum.amount + amount))
 
 
 def inserts_or_updates_by_text(session: Session, account: str, amount: int) -> None:
@@ -296,7 +297,9 @@ class Scene:
 @contextlib.contextmanager
 def scene_on(request: pytest.FixtureRequest, driver: Driver, body: Body, **arguments: Any) -> Iterator[Scene]:
     """Return a scene on an empty database of the driver's."""
-    subject = {name: arguments.pop(name) for name in ("dispatcher_isolation", "engine_isolation") if name in arguments}
+    subject: dict[str, Any] = {
+        name: arguments.pop(name) for name in ("dispatcher_isolation", "engine_isolation") if name in arguments
+    }
     with shop_on(request, driver, **subject) as shop:
         url = request.getfixturevalue(driver.engine).url()
         engine = create_engine(url, **({"isolation_level": level} if (level := _level(subject)) else {}))
