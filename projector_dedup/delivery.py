@@ -14,6 +14,7 @@ from datetime import datetime
 from typing import Any, Protocol
 
 from .errors import BeyondRetention, ProjectorDedupError
+from .guard import StoppedHandler
 from .handler import Handler
 from .late import Instant
 from .markers import valid_key
@@ -89,16 +90,19 @@ def deliver(work: Work, factory: Any, options: UnitOptions, policy: RetryPolicy,
             if logger.isEnabledFor(logging.INFO):
                 work.log_settled(attempts)
             return uow.durable
-        except Exception as error:  # noqa: BLE001  # delay_after raises it, unless a retry is due
+        except (Exception, StoppedHandler) as raised:  # noqa: BLE001  # delay_after raises it, unless a retry is due
+            overtaken, accepted = uow.overtaken, options.accepted
+            error = overtaken if isinstance(raised, StoppedHandler) else raised
+            assert error is not None  # noqa: S101  # the guard stops only handlers whose attempt was given up
             work.connected = uow.dialect is not None
             if isinstance(error, ProjectorDedupError) and hasattr(error, "done"):
                 error.done = False  # the handler called a command that ran before; this transaction was rolled back
-            if (overtaken := uow.overtaken) is not None and uow.durable:
-                if overtaken.isolation is not None:
-                    options = replace(options, lowered=True)
-                    log_lowered(work.identity)
-                    continue  # at once, and not counted: it happens only once
-                options = replace(options, accepted=options.accepted | {overtaken.text})
+            if overtaken is not None and overtaken.isolation is not None and uow.durable:
+                options = replace(options, lowered=True)
+                log_lowered(work.identity)
+                continue  # at once, and not counted: it happens only once
+            if overtaken is not None and accepted is not None:
+                options = replace(options, accepted=accepted | {overtaken.text})
             delay = attempts.delay_after(error, uow.cause_of(error), uow.dialect, commit_was_sent=uow.commit_was_sent)
             work.log_retry(error, attempts)
         waiting.sleep(delay)

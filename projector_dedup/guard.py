@@ -21,7 +21,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, ClassVar, NoReturn
 
-from sqlalchemy import Insert, Select, Table, UniqueConstraint, event, literal_column, select
+from sqlalchemy import Column, Delete, Insert, Select, Table, UniqueConstraint, Update, event, literal_column, select
 from sqlalchemy.engine import Connection
 from sqlalchemy.exc import DBAPIError, OperationalError, SQLAlchemyError
 from sqlalchemy.orm import Session, SessionTransaction
@@ -38,6 +38,8 @@ from .transaction_text import sql_sent, sql_text
 
 _SAVEPOINTS = (SavepointClause, RollbackToSavepointClause, ReleaseSavepointClause)
 _MARK = "the mark"  # the entry for the mark in the list of savepoints
+_ANY_TEXT = ""  # stands for the texts of all violations whose rows the library cannot look for
+_MOST_REFUSALS = 100
 
 _ENDED = (
     "the handler ended the transaction, or broke the connection, where SQLAlchemy does not see it: on the driver's own "
@@ -55,7 +57,7 @@ class GuardedSession(Session):
     building = False  # True: the projector is building, so its handler cannot arm effects
     snapshot = Snapshot.NEVER  # when the transaction takes the snapshot that its reads show
     may_lower = False  # True: the library has raised the isolation level, and can run the handler at the default level
-    accepted: frozenset[str] = frozenset()  # texts of unique violations after which an earlier attempt was run again
+    accepted: frozenset[str] | None = None  # unique violations for which the message has run again; None: all
     is_flushing = False
 
     def flush(self, objects: Any = None) -> None:
@@ -109,10 +111,18 @@ class _Clash:
 
 
 def _unique_keys(table: Any) -> list[Any]:
-    """Return the columns of each unique key that the table declares."""
+    """Return the columns of each unique key that the table declares, except for partial indexes and expressions."""
     keys = [table.primary_key.columns]
     keys += [each.columns for each in table.constraints if isinstance(each, UniqueConstraint)]
-    return keys + [each.columns for each in table.indexes if each.unique]
+    for index in table.indexes:
+        whole = index.dialect_options["postgresql"]["where"] is None
+        if index.unique and whole and all(isinstance(each, Column) for each in index.expressions):
+            keys.append(index.columns)
+    return keys
+
+
+class StoppedHandler(BaseException):  # it is no error, and no ``except Exception`` may catch it
+    """Ends a handler that catches every Exception and tries again. Its attempt was given up before."""
 
 
 class Guard:
@@ -149,6 +159,7 @@ class Guard:
         self._claimed_several = False
         self._locked_late = False  # True: the handler has taken a lock that is younger than the snapshot
         self._clash: _Clash | None = None  # a unique violation, until a statement succeeds after it
+        self._refusals = 0  # how many statements of an attempt that was given up were refused
         self._savepoints: list[str] = []  # the open savepoints in order, including the mark
         self._marked = False  # True: a savepoint or the transaction id distinguishes this transaction from later ones
         self._transaction_id: str | None = None  # the server's id of the transaction, if the server has such ids
@@ -234,7 +245,7 @@ class Guard:
         if self.violation is not None:
             raise self.violation
         if self.overtaken is not None and not mends:
-            raise self.overtaken
+            self._raise_overtaken()
         if self.connection.get_transaction() is not self._transaction:
             self._raise_rolled_back()
         if self.aborted_by is not None and not mends:
@@ -275,6 +286,8 @@ class Guard:
             self.aborted_by = error
         if self._has_snapshot and self.dialect.classify(error) is Failure.UNIQUE:
             self._clash = _Clash(str(error.orig), statement, parameters)
+        elif self._has_snapshot and self.session.may_lower and self.dialect.misses_parent(error):
+            self.overtake("the snapshot may hide the row that a foreign key refers to")
 
     def _is_conflict(self, error: DBAPIError | None) -> bool:
         """True if the library runs the handler again after ``error``, whatever the handler does with it.
@@ -342,79 +355,116 @@ class Guard:
     # another transaction has inserted since is hidden, and no error says so (docs/adr/0046).
 
     def sees_new_rows(self) -> bool:
-        """True if no statement of this transaction can miss a row, so that ``sent`` and ``before_read`` do nothing."""
+        """True if no statement of this transaction can miss a row, so that ``before_read`` and ``sent`` do nothing."""
         return self.session.snapshot is Snapshot.NEVER
 
     def claimed_several(self) -> None:
         """Note that the claim was for several messages. Some databases look for their markers by a SELECT."""
         self._has_snapshot = self._claimed_several = not self.sees_new_rows()
 
-    def sent(self, sql: str) -> None:
-        """Note whether the statement that succeeded has taken the snapshot, or a lock that is younger than it."""
-        grammar = self.dialect.grammar
-        if self._has_snapshot:
-            takes_lock = self._protects_locks() and not self.session.is_flushing and grammar.takes_lock(sql)
-            self._locked_late = self._locked_late or takes_lock
-        elif grammar.reads_snapshot(sql):
-            self._has_snapshot = True
+    def next_message(self) -> None:
+        """Note that the next message of a batch begins. The locks of the earlier ones do not protect what it reads."""
+        self._locked_late = False
+
+    def before_read(self, statement: Any, sql: str | None) -> None:
+        """Give the attempt up before a SELECT whose rows would be older than the handler's lock on them.
+
+        ``sql`` is the text of a statement that the handler wrote as text. Raises ``OvertakenError``.
+        """
+        if not self._locked_late:
+            return
+        locks = isinstance(statement, Select) and statement._for_update_arg is not None
+        if isinstance(statement, Select) and not (locks and self.session.snapshot is Snapshot.READ):
+            self._refuse_late_read()
+        if sql is not None and self.dialect.grammar.reads_snapshot(sql):
+            self._refuse_late_read()
+
+    def sent(self, statement: Any, sql: str) -> None:
+        """Note whether a statement that succeeded has taken the snapshot, or a lock that is younger than it.
+
+        Raises ``OvertakenError`` if the statement has read behind such a lock, for example an INSERT with a subquery.
+        """
+        grammar, flushing = self.dialect.grammar, self.session.is_flushing
+        if not self._has_snapshot:
+            self._has_snapshot = grammar.reads_snapshot(sql)
+        elif self._locked_late:
+            # The UPDATE of a flush writes a row that the handler has read, and the database compares the row.
+            if not (flushing and isinstance(statement, (Update, Delete))) and grammar.reads_snapshot(sql):
+                self._refuse_late_read()
+        elif not flushing and self._protects_locks():
+            self._locked_late = grammar.takes_lock(sql)
 
     def _protects_locks(self) -> bool:
         """True if the handler's locks would protect its reads in a transaction of a session of the user's.
 
         In such a transaction the level is the default one, and no claim and no earlier message has taken the snapshot.
         """
-        return self.session.may_lower or (self._claimed_several and self.session.snapshot is Snapshot.READ)
+        return self.session.may_lower or self._is_beside_others()
 
-    def before_read(self, statement: Any, sql: str | None) -> None:
-        """Give the attempt up if the statement would read rows that are older than the handler's lock on them.
+    def _is_beside_others(self) -> bool:
+        """True if the snapshot is older than the handler's first statement, because messages share the transaction."""
+        return self._claimed_several and self.session.snapshot is Snapshot.READ
 
-        ``sql`` is the text of a statement that the handler wrote as text. Raises ``OvertakenError``.
-        """
-        if not self._locked_late or isinstance(statement, DefaultGenerator):
-            return
-        if self.session.is_flushing and not isinstance(statement, Select):
-            return  # a flush writes rows that the handler has read before, and the database compares these
-        if sql is None:
-            sql = str(statement.compile(dialect=self.connection.dialect))
-        if not self.dialect.grammar.reads_snapshot(sql):
-            return
+    def _refuse_late_read(self) -> NoReturn:
         if not self.session.may_lower:
             self.refuse_for_several("takes a lock and then reads")
-        raise self.overtake(
-            "the handler takes a lock and then reads, and its snapshot is older than the lock",
-            isolation=self.dialect.locking_isolation,
-        )
+        raise self.overtake("the handler takes a lock and then reads, and its snapshot is older than the lock")
 
     def refuse_hidden_row(self) -> None:
-        """Give the attempt up if the snapshot hides the row of a unique violation that the handler has caught.
+        """Give the attempt up if the snapshot hides the row of a unique violation that the handler caught.
 
-        Call it after a statement that succeeded, such as ROLLBACK TO SAVEPOINT. Raises ``OvertakenError``.
+        Call it after a statement that succeeded, such as ROLLBACK TO SAVEPOINT. Raises ``OvertakenError``. At a level
+        that the library must not lower, it runs the message again once for each violation.
         """
         clash, self._clash = self._clash, None
-        if clash is None or clash.text in self.session.accepted or self._is_visible(clash):
+        if clash is None:
             return
-        lowered = self.dialect.locking_isolation if self.session.may_lower else None
-        error = self.overtake("the snapshot hides the row of a unique violation that the handler caught", lowered)
-        error.text = clash.text
-        raise error
+        values = clash.values(self.connection)
+        text, accepted = clash.text if values else _ANY_TEXT, self.session.accepted
+        if not self.session.may_lower and (accepted is None or text in accepted):
+            return
+        if values and self._is_visible(clash, values):
+            return
+        if self._is_beside_others():
+            self.refuse_for_several("catches a unique violation")
+        raise self.overtake("the snapshot hides the row of a unique violation that the handler caught", text)
 
-    def _is_visible(self, clash: _Clash) -> bool:
+    def _is_visible(self, clash: _Clash, values: dict[str, Any]) -> bool:
         """True if the transaction sees a row with a unique key of the row that could not be inserted."""
-        values, connection = clash.values(self.connection), self._where_claimed()
-        for columns in _unique_keys(clash.statement.table) if values else ():
-            if all(values.get(column.key) is not None for column in columns):
-                same = [column == values[column.key] for column in columns]
-                found: Select[Any] = select(literal_column("1")).select_from(clash.statement.table).where(*same)
-                if Connection.execute(connection, found).first() is not None:
-                    return True
+        table = clash.statement.table
+        places = clash.statement.get_execution_options().get("schema_translate_map")
+        try:
+            for columns in _unique_keys(table):
+                if all(values.get(column.key) is not None for column in columns):
+                    found: Select[Any] = select(literal_column("1")).select_from(table)
+                    found = found.where(*(column == values[column.key] for column in columns))
+                    if places is not None:
+                        found = found.execution_options(schema_translate_map=places)
+                    if Connection.execute(self.connection, found).first() is not None:
+                        return True
+        except (SQLAlchemyError, AttributeError):  # no right to read, or not the Table of a MetaData
+            pass
         return False
 
-    def overtake(self, what: str, isolation: str | None = None) -> OvertakenError:
-        """Remember that the attempt is given up, so that it never commits. Return the error to raise."""
+    def overtake(self, what: str, text: str = "") -> OvertakenError:
+        """Remember that the attempt is given up, so that it never commits. Return the error to raise.
+
+        ``text`` is the driver's text of a unique violation.
+        """
         if self.overtaken is None:
-            again = f" with isolation={isolation!r}" if isolation else ""
-            self.overtaken = OvertakenError(f"{what}; run the unit of work again{again}", isolation=isolation)
+            level = self.dialect.locking_isolation if self.session.may_lower else None
+            again = f" with isolation={level!r}" if level else ""
+            self.overtaken = OvertakenError(f"{what}; run the unit of work again{again}", isolation=level)
+            self.overtaken.text = text
         return self.overtaken
+
+    def _raise_overtaken(self) -> NoReturn:
+        """Raise the error of the attempt that was given up, or end a handler that catches it again and again."""
+        assert self.overtaken is not None  # noqa: S101  # the caller has checked it
+        self._refusals += 1
+        if self._refusals > _MOST_REFUSALS:
+            raise StoppedHandler from self.overtaken
+        raise self.overtaken
 
     # Violations -----------------------------------------------------------------------------------------------------
 
@@ -588,7 +638,7 @@ class GuardedConnection(Connection):
             guard.statement_failed(error, statement, args[0] if args else None)
             raise
         if hides:
-            guard.sent(sql_sent(result))
+            guard.sent(statement, sql_sent(result))
         guard.after_statement()
         if guard.several and guard.dialect.grammar.sets_for_transaction(sql_sent(result)):
             guard.refuse_for_several()

@@ -173,7 +173,8 @@ def _note_level(
     """
     session.snapshot, session.accepted = dialect.snapshot(connection, level), options.accepted
     default = dialect.default_level(connection)
-    session.may_lower = not chosen and default is not None and not is_as_strict(default, "REPEATABLE READ")
+    weaker = default is not None and not is_as_strict(default, "REPEATABLE READ")
+    session.may_lower = weaker and not (chosen or options.lowered)
     if isinstance(session, LockingSession):
         session.conflicts_are_found = dialect.detects_lost_updates(connection, level)
 

@@ -64,7 +64,8 @@ class UnitOptions:
     - ``building``: forbids the handler to arm effects.
     - ``lateness``: detects late messages. None applies them.
     - ``lowered``: runs the handler at READ COMMITTED, after an attempt in which its lock was younger than its snapshot.
-    - ``accepted``: texts of unique violations after which an earlier attempt was given up.
+    - ``accepted``: texts of unique violations for which an earlier attempt was given up. None accepts all: nobody runs
+      the unit of work again.
     """
 
     tables: DedupTables = default_tables
@@ -77,7 +78,7 @@ class UnitOptions:
     building: bool = False
     lateness: Lateness | None = None
     lowered: bool = False
-    accepted: frozenset[str] = frozenset()
+    accepted: frozenset[str] | None = frozenset()
 
     def __post_init__(self) -> None:
         if self.claim_timeout is not None and self.claim_timeout <= 0:

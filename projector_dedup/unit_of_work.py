@@ -90,7 +90,7 @@ class UnitOfWork:
         check_session_factory(session_factory, asynchronous=False)
         self._prepare(
             session_factory,
-            UnitOptions(tables, claim_timeout, isolation, tuple(read_models), strict, warn=False),
+            UnitOptions(tables, claim_timeout, isolation, tuple(read_models), strict, warn=False, accepted=None),
             BLOCKING,
         )
 
@@ -311,8 +311,8 @@ class UnitOfWork:
         Raises ``TransactionViolatedError`` if the claim's transaction has ended, and ``FlushError`` if a listener adds
         changes at every flush.
         """
-        session = self._session
-        self._required_guard().verify()
+        session, guard = self._session, self._required_guard()
+        guard.verify()
         session.info.clear()
         session.info.update(self._info)
         session.autoflush = self._autoflush
@@ -328,6 +328,7 @@ class UnitOfWork:
         if session.expire_on_commit:
             session.expire_all()
         session.expunge_all()
+        guard.next_message()
 
     # 3 Marker and writes, together ----------------------------------------------------------------------------------
 
@@ -499,7 +500,7 @@ class AsyncUnitOfWork:
         strict: bool = False,
     ) -> None:
         check_session_factory(session_factory, asynchronous=True)
-        options = UnitOptions(tables, claim_timeout, isolation, tuple(read_models), strict, warn=False)
+        options = UnitOptions(tables, claim_timeout, isolation, tuple(read_models), strict, warn=False, accepted=None)
         self.unit = UnitOfWork.opened(session_factory, options, AWAITING)
         self.session = self.unit.handlers_session
 

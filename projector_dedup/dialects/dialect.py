@@ -393,6 +393,10 @@ class Dialect(ABC):
         ``error`` may be SQLAlchemy's or the driver's, or no database error at all.
         """
 
+    def misses_parent(self, error: Exception) -> bool:
+        """True if a foreign key was violated, and the snapshot may hide the row that it refers to."""
+        return False
+
     @abstractmethod
     def commit_refused(self, error: DBAPIError) -> bool:
         """True if an error of COMMIT proves that the server did *not* commit."""

@@ -105,7 +105,8 @@ class MariaDB(Dialect):
         # An UPDATE that changes no value locks the row, and rivals find it unchanged.
         locks=rf"{LOCKS}|\bLOCK\s+IN\s+SHARE\s+MODE\b|\bGET_LOCK\s*\(|^\W*(?:UPDATE|DELETE|REPLACE)\b|\bON\s+DUPLICATE\b",
         # A SELECT that locks, and every statement that writes, finds the newest rows.
-        reads=rf"^[\s(]*(?:TABLE\b|(?:SELECT|WITH)\b(?=.*\bFROM\b))(?!.*(?:{LOCKS}|\bLOCK\s+IN\s+SHARE\s+MODE\b))",
+        reads=r"^[\s(]*(?:TABLE|SELECT|WITH|CALL|EXECUTE|DO)\b"
+        rf"(?!.*(?:{LOCKS}|\bLOCK\s+IN\s+SHARE\s+MODE\b|\b(?:GET|RELEASE)_LOCK\b))",
         one_at_a_time=True,
     )
     abort_lasts = True

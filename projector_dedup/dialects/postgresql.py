@@ -72,6 +72,7 @@ _TRANSIENT = {
 }
 _LOCK_TIMEOUT = "55P03"
 _UNIQUE = {"23505", "23P01"}  # unique_violation, exclusion_violation
+_FOREIGN_KEY = "23503"
 _NO_TABLE = {
     *("42P01", "42703", "42P10", "3F000"),  # undefined table, column, unique index, schema
     *("22001", "23502"),  # a column that is too short, that takes no NULL and has no default
@@ -101,10 +102,11 @@ class PostgreSQL(Dialect):
     grammar = Grammar(
         # strings with backslash escapes, and dollar quotes
         opaque=(r"(?<![a-z0-9_])e'(?:[^'\\]|\\.|'')*'", *OPAQUE[:2], r"\$(\w*)\$.*?\$\1\$", *OPAQUE[2:]),
-        locks=rf"{LOCKS}|^\W*LOCK\b|\bpg_(?:try_)?advisory_(?:xact_)?lock",
-        # A row that was inserted after the snapshot is hidden from every statement that looks for rows, not only from
-        # a SELECT.
-        reads=r"\bFROM\b|(?<!\bDO )\bUPDATE\b|\bMERGE\b|^\W*TABLE\b",
+        locks=rf"{LOCKS}|(?:^|;)\W*LOCK\b|\bpg_(?:try_)?advisory_(?:xact_)?lock",
+        # A row that was inserted after the snapshot is hidden from every statement that looks for rows. SQLAlchemy
+        # inserts several rows by INSERT ... SELECT ... FROM (VALUES ...), which looks for none.
+        reads=r"(?:^|;)\W*(?:SELECT|TABLE|WITH|UPDATE|DELETE|MERGE|DO|CALL|EXECUTE|FETCH|COPY)\b"
+        r"|\bFROM\b(?!\s*\(VALUES\b)",
     )
     detecting_isolation = "REPEATABLE READ"  # there the second writer of a row gets 40001
     begins_with_level = True
@@ -230,6 +232,10 @@ class PostgreSQL(Dialect):
         if sqlstate in _LATER or sqlstate.startswith(_LATER_CLASSES) or (not sqlstate and is_operational(error)):
             return Failure.LATER  # psycopg's errors of connecting have no SQLSTATE
         return Failure.NO_TABLE if sqlstate in _NO_TABLE else Failure.PERMANENT
+
+    def misses_parent(self, error: Exception) -> bool:
+        """True if a foreign key was violated: the server looks for the row in the snapshot of the transaction."""
+        return sqlstate_of(error) == _FOREIGN_KEY
 
     def commit_refused(self, error: DBAPIError) -> bool:
         """True if the server sent the error of COMMIT and goes on running: then it has rolled back."""

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from suite import contenders, targets
+from suite.contenders.meeting import SHAPES, Delivered, Shape, Unprotected
 from suite.contenders.orm import Given, NoDedup
 from suite.harness import Contender, Entry, Item, Quartiles, enter, race
 from suite.report import markdown
@@ -66,6 +67,18 @@ def test_redeliveries_double_what_has_no_dedup_and_nothing_else(server: Server) 
     assert without.totals().found > without.totals().expected
     assert str(without.totals()).startswith("+")
     assert deliver.totals().right
+
+
+@pytest.mark.parametrize(
+    "shape", [shape for shape in SHAPES if "isolation" not in shape.declared], ids=lambda shape: shape.name
+)
+def test_a_handler_whose_messages_cannot_meet_is_right_and_runs_once(server: Server, shape: Shape) -> None:
+    """With one thread nothing is lost, with the library and without, and the section counts what it should."""
+    both = [Delivered(shape, 1), Unprotected(shape, 1)]
+    entries = run(server, *both)
+    expected = [entry.stream.new for entry in entries]
+    assert [entry.place.ask(shape.counted) for entry in entries] == expected
+    assert [len(contender.runs) for contender in both] == expected
 
 
 def test_targets_are_measured_from_the_run_and_a_miss_is_called_one() -> None:

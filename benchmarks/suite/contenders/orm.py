@@ -124,8 +124,8 @@ class ByORM(Contender):
         create_tables(place)
 
     def connect(self, url: URL) -> None:
-        """An engine with one connection."""
-        self.engine = _engine(url, pool_size=1)
+        """An engine with a connection for each of its tasks."""
+        self.engine = _engine(url, pool_size=self.tasks)
         self.sessions = sessionmaker(self.engine)
 
     def disconnect(self) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from ..harness import Bench
 from ..results import Section
-from . import counts, growth, races, workers
+from . import counts, growth, meeting, races, workers
 
 SECTIONS: dict[str, Callable[[Bench], Section]] = {
     "rates": races.rates,
@@ -14,6 +14,7 @@ SECTIONS: dict[str, Callable[[Bench], Section]] = {
     "trips": counts.trips,
     "latency": races.latency,
     "workers": workers.workers,
+    "meeting": meeting.meeting,
     "storage": counts.storage,
     "table-size": growth.table_size,
     "engines": races.engines,
