@@ -20,7 +20,7 @@ from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
-from sqlalchemy import Column, Select, event, inspect, select, tuple_
+from sqlalchemy import Select, event, inspect, select, tuple_
 from sqlalchemy.ext.mutable import MutableBase
 from sqlalchemy.orm import (
     InstanceState,
@@ -134,52 +134,72 @@ def _refuse_what_the_flush_added(session: LockingSession, context: UOWTransactio
 
 
 def verify_unlocked(session: LockingSession) -> None:
-    """Lock the rows that a flush will change, and compare them with what the handler has read.
+    """Lock the rows that a flush will change, and compare what it overwrites with what the handler has read.
 
-    Raises ``OvertakenError`` if another transaction has changed one since, and ``UnlockedWriteError`` if the handler
-    has changed a value in place, so that there is nothing to compare.
+    Raises ``OvertakenError`` if another transaction has changed a value since, and ``UnlockedWriteError`` if the
+    handler has changed a value in place, so that there is nothing to compare.
     """
     if session.conflicts_are_found:
         return
-    groups: dict[Mapper[Any], list[InstanceState[Any]]] = {}
-    for state in dict.fromkeys(_flushed(session)):
+    groups: dict[Mapper[Any], dict[InstanceState[Any], set[str]]] = {}
+    for state, names in _flushed(session):
         if not session.may_write(state):
-            groups.setdefault(state.mapper, []).append(state)
+            groups.setdefault(state.mapper, {}).setdefault(state, set()).update(names)
     for mapper in sorted(groups, key=lambda each: each.class_.__qualname__):  # in one order everywhere: no deadlock
-        for start in range(0, len(groups[mapper]), _AT_ONCE):
-            _verify(session, mapper, groups[mapper][start : start + _AT_ONCE])
+        rows = list(groups[mapper].items())
+        for start in range(0, len(rows), _AT_ONCE):
+            _verify(session, mapper, rows[start : start + _AT_ONCE])
 
 
-def _flushed(session: LockingSession) -> Iterator[InstanceState[Any]]:
-    """Yield the states of the rows that a flush will UPDATE or DELETE, children with another parent included."""
+def _flushed(session: LockingSession) -> Iterator[tuple[InstanceState[Any], Iterable[str]]]:
+    """Yield the rows that a flush will UPDATE or DELETE, and the names of the values that it overwrites or removes."""
     for instance in (*session.dirty, *session.deleted):
         state, deleted = inspect(instance), instance in session.deleted
-        if deleted or _is_updated(state):
-            yield state
-        for relationship in state.mapper.relationships:
-            if relationship.direction is RelationshipDirection.ONETOMANY and relationship.key in state.dict:
-                history = state.attrs[relationship.key].history
+        if deleted:
+            yield state, [name for name in state.mapper.column_attrs.keys() if name in state.dict]  # noqa: SIM118  # no dict
+        elif names := _overwritten(state):
+            yield state, names
+        for relation in state.mapper.relationships:
+            if relation.direction is RelationshipDirection.ONETOMANY and relation.key in state.dict:
+                history = state.attrs[relation.key].history
                 children = (*history.deleted, *history.added, *(history.unchanged if deleted else ()))
-                yield from (child for each in children if each is not None and (child := inspect(each)).persistent)
+                for child in (inspect(each) for each in children if each is not None):
+                    if child.persistent:
+                        yield child, _attributes(child.mapper, relation.remote_side)
 
 
-def _verify(session: LockingSession, mapper: Mapper[Any], states: list[InstanceState[Any]]) -> None:
-    columns = {each.key: each.columns[0] for each in mapper.column_attrs if isinstance(each.columns[0], Column)}
-    by_key = {state.key[1]: state for state in states if state.key is not None}
+def _overwritten(state: InstanceState[Any]) -> list[str]:
+    """Return the names of the values that a flush would overwrite. A changed collection changes other rows."""
+    names = [name for name in state.mapper.column_attrs.keys() if state.attrs[name].history.has_changes()]  # noqa: SIM118
+    for relation in state.mapper.relationships:
+        if relation.direction is RelationshipDirection.MANYTOONE and state.attrs[relation.key].history.has_changes():
+            names += _attributes(state.mapper, relation.local_columns)
+    return names
+
+
+def _attributes(mapper: Mapper[Any], columns: Iterable[Any]) -> list[str]:
+    """Return the names of the attributes that have these columns of the mapper's table."""
+    return [mapper.get_property_by_column(column).key for column in columns if column in mapper.columns.values()]
+
+
+def _verify(session: LockingSession, mapper: Mapper[Any], rows: list[tuple[InstanceState[Any], set[str]]]) -> None:
+    wanted = sorted(set().union(*(names for _, names in rows)))
+    columns = {name: mapper.column_attrs[name].columns[0] for name in wanted}
+    by_key = {state.key[1]: (state, names) for state, names in rows if state.key is not None}
     key: Any = mapper.primary_key
     chosen = key[0].in_([each[0] for each in by_key]) if len(key) == 1 else tuple_(*key).in_(list(by_key))
     found = select(*key, *columns.values()).select_from(mapper.persist_selectable).where(chosen).order_by(*key)
-    rows = session.connection().execute(found.with_for_update(key_share=not session.deleted)).all()
-    now = {tuple(row[: len(key)]): dict(zip(columns, row[len(key) :], strict=True)) for row in rows}
-    for identity, state in by_key.items():
+    answer = session.connection().execute(found.with_for_update(key_share=not session.deleted)).all()
+    now = {tuple(row[: len(key)]): dict(zip(columns, row[len(key) :], strict=True)) for row in answer}
+    for identity, (state, names) in by_key.items():
         values = now.get(tuple(identity))
-        if values is None or not all(_is_unchanged(state, name, columns[name], values[name]) for name in columns):
+        if values is None or not all(_is_unchanged(state, name, columns[name], values[name]) for name in names):
             assert session.guard is not None  # noqa: S101  # ``locks`` was True
             raise session.guard.overtake(f"another transaction has changed a row of {mapper.class_.__name__}")
         session.locked_instances.add(state)
 
 
-def _is_unchanged(state: InstanceState[Any], name: str, column: Column[Any], now: Any) -> bool:
+def _is_unchanged(state: InstanceState[Any], name: str, column: Any, now: Any) -> bool:
     """True if the row still has the value that the handler has read, or the handler has read none.
 
     Values that cannot be compared count as equal: NaN, objects without equality, and whatever differs from a copy of
