@@ -215,13 +215,11 @@ def _is_unchanged(state: InstanceState[Any], name: str, column: Any, now: Any) -
                 "read_models"
             )
         return True
-    if loaded is now or isinstance(given, ClauseElement):
+    if loaded is now or isinstance(given, ClauseElement) or column.type.compare_values(loaded, now):
         return True
     try:
-        if column.type.compare_values(loaded, now):
-            return True
         return bool(loaded != pickle.loads(pickle.dumps(loaded)))  # noqa: S301  # its own bytes
-    except Exception:  # noqa: BLE001  # a type of the user's may raise anything
+    except Exception:  # noqa: BLE001  # a class of the user's may raise anything
         return True
 
 
