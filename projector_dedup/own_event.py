@@ -48,7 +48,7 @@ class Originals:
         """Return a copy of ``given``. Handlers may change ``changeable``, which is ``given`` or the body inside it."""
         if (reason := self._handed_out.get(id(changeable))) is None:
             try:
-                return given if is_immutable(given) else copy.deepcopy(given)
+                return given if is_immutable(given) else copy.deepcopy(given, _sentinels(given))
             except Exception as error:  # noqa: BLE001  # a class of the user's may raise anything
                 self._handed_out[id(changeable)] = error
                 return given
@@ -58,6 +58,36 @@ class Originals:
             f"{printable(str(reason))[:200]}). Let the broker redeliver the message, or call again with a new object. "
             "To let the library run handlers again by itself, define __deepcopy__ in the class, or pass plain data"
         ) from reason
+
+
+def _sentinels(given: object) -> dict[int, Any]:
+    """Return the sentinels inside ``given`` by their ids, which a handler recognises by ``is``: deepcopy keeps them.
+
+    A sentinel is a bare ``object()``, or a default of a class that has no attributes, such as ``UNSET`` in
+    ``name: object = UNSET``.
+    """
+    found: dict[int, Any] = {}
+    seen: set[int] = set()
+    left: list[Any] = [given]
+    while left:
+        value = left.pop()
+        kind = type(value)
+        if kind in _ATOMS or id(value) in seen:
+            continue
+        seen.add(id(value))
+        if kind is object:
+            found[id(value)] = value
+        elif isinstance(value, dict):
+            left += value.values()
+        elif isinstance(value, (list, tuple, set, frozenset)):
+            left += value
+        else:
+            for name, inner in getattr(value, "__dict__", {}).items():
+                if any(vars(base).get(name) is inner for base in kind.__mro__) and not getattr(inner, "__dict__", True):
+                    found[id(inner)] = inner
+                else:
+                    left.append(inner)
+    return found
 
 
 def is_immutable(value: object) -> bool:

@@ -3,26 +3,32 @@
 In each test another transaction commits between the claim and the handler's first statement (docs/adr/0046).
 """
 
+import contextlib
 import logging
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from sqlalchemy import insert, select
+from sqlalchemy import insert, select, text, update
+from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from databases import DRIVERS, USUAL_DRIVERS, Driver
 from harm import (
+    FUNCTION,
     LOCKING,
     MINE,
     RIVALS,
     UPSERTS,
     Body,
+    Child,
+    Offer,
     Parent,
     Scene,
     Sum,
     append,
     inserts_or_updates,
+    locks_and_calls_a_function,
     locks_and_inserts_from_select,
     locks_parent,
     locks_the_table,
@@ -333,3 +339,118 @@ def test_a_handler_cannot_swallow_it(
     with scene_on(request, driver, swallows) as scene:
         scene.deliver()
         assert scene.balance() == MINE + RIVALS
+
+
+@postgresql
+def test_a_handler_that_catches_everything_and_tries_again_ends(request: pytest.FixtureRequest, driver: Driver) -> None:
+    """The loop of an attempt that was given up is ended by an exception that ``except Exception`` does not catch."""
+    rounds: list[int] = []
+
+    def tries_again(session: Session, account: str, amount: int) -> None:
+        while True:
+            rounds.append(1)
+            assert len(rounds) < 10_000, "the loop does not end"
+            with contextlib.suppress(Exception):
+                return locks_parent(session, account, amount)
+
+    with scene_on(request, driver, tries_again) as scene:
+        scene.deliver()
+        assert (scene.runs, scene.balance()) == (2, MINE + RIVALS)
+
+
+# What the library looks for, and where --------------------------------------------------------------------------------
+
+
+@postgresql
+def test_a_function_that_reads_behind_a_lock_is_a_read(request: pytest.FixtureRequest, driver: Driver) -> None:
+    """Its SQL names no table, and the lock stands behind another statement."""
+    with scene_on(request, driver, locks_and_calls_a_function) as scene:
+        with scene.engine.begin() as connection:
+            connection.exec_driver_sql(FUNCTION)
+        scene.deliver()
+        assert scene.balance() == MINE + RIVALS
+
+
+@pytest.mark.parametrize("caught", [True, False], ids=["caught", "raised"])
+@postgresql
+def test_a_parent_that_the_snapshot_hides_is_found(
+    request: pytest.FixtureRequest, driver: Driver, caught: bool
+) -> None:
+    """The rival inserts the parent, and the handler's child refers to it."""
+
+    def inserts(session: Session, _account: str, amount: int) -> None:
+        if amount == RIVALS:
+            session.add(Parent(account="new"))
+            return
+        try:
+            with session.begin_nested():
+                session.add(Child(account="new"))
+        except IntegrityError:
+            if not caught:
+                raise
+            session.add(Sum(account="parked", amount=amount))
+
+    with scene_on(request, driver, inserts) as scene:
+        scene.deliver()
+        with Session(scene.engine) as session:
+            assert session.scalars(select(Child.account)).all() == ["new"]
+        assert (scene.runs, scene.balance("parked")) == (2, 0)
+
+
+@postgresql
+def test_a_row_outside_of_a_partial_index_is_not_the_one_that_was_met(
+    request: pytest.FixtureRequest, driver: Driver
+) -> None:
+    """The snapshot shows an old offer of the account, and hides the active one of the rival."""
+
+    def offers(session: Session, account: str, amount: int) -> None:
+        try:
+            with session.begin_nested():
+                session.add(Offer(account=account, amount=amount))
+        except IntegrityError:
+            active = update(Offer).where(Offer.account == account, Offer.active)
+            session.execute(active.values(amount=Offer.amount + amount))
+
+    with scene_on(request, driver, offers) as scene:
+        with Session(scene.engine) as session:
+            session.add(Offer(account="a", active=False))
+            session.commit()
+        scene.deliver()
+        with Session(scene.engine) as session:
+            assert session.scalar(select(Offer.amount).where(Offer.active)) == MINE + RIVALS
+
+
+@postgresql
+def test_the_handlers_schema_stays(request: pytest.FixtureRequest, driver: Driver) -> None:
+    """The question for the row goes to the tenant of the handler, and so does what the handler writes next."""
+
+    def of_tenant(session: Session, account: str, amount: int) -> None:
+        session.connection().execution_options(schema_translate_map={None: "harm_tenant"})
+        inserts_or_updates(session, account, amount)
+
+    with scene_on(request, driver, of_tenant, begins=0) as scene:
+        with scene.engine.begin() as connection:
+            connection.exec_driver_sql("create schema harm_tenant")
+            tenant = connection.execution_options(schema_translate_map={None: "harm_tenant"})
+            Sum.metadata.create_all(tenant)
+            connection.exec_driver_sql("insert into harm_tenant.harm_sum values ('a', 1)")
+            connection.exec_driver_sql("insert into harm_sum values ('a', 1000)")
+        scene.deliver()
+        with scene.engine.connect() as connection:
+            tenants = connection.exec_driver_sql("select amount from harm_tenant.harm_sum").scalar()
+        assert (scene.runs, scene.balance(), tenants) == (1, 1000, 1 + MINE)
+
+
+@postgresql
+def test_many_rows_that_cannot_be_looked_for_cost_one_run(request: pytest.FixtureRequest, driver: Driver) -> None:
+    """At a level that the library must not lower, a handler of text that inserts or ignores runs twice at most."""
+
+    def inserts_or_ignores(session: Session, account: str, amount: int) -> None:
+        for number in range(30):
+            with contextlib.suppress(IntegrityError), session.begin_nested():
+                session.execute(text(f"insert into harm_sum values ('{account}{number}', {amount})"))
+
+    with scene_on(request, driver, inserts_or_ignores, begins=0, dispatcher_isolation="REPEATABLE READ") as scene:
+        scene.rival()
+        scene.deliver()
+        assert (scene.runs, scene.balance("a7")) == (2, RIVALS)

@@ -417,3 +417,35 @@ def test_a_class_says_how_it_is_copied(sqlite_rig: Rig) -> None:
 def _sqlite_rig(rig_on: RigOn) -> Rig:
     """A rig on SQLite, for what does not depend on the database."""
     return rig_on(Driver("sqlite+pysqlite", "sqlite3"))
+
+
+UNSET = object()
+
+
+class Unset:
+    """A sentinel with a class of its own."""
+
+
+NOT_GIVEN = Unset()
+
+
+@dataclass
+class Patch:
+    """An event that says by sentinels which values it does not change."""
+
+    name: object = UNSET
+    price: object = NOT_GIVEN
+    tags: list[str] = field(default_factory=list)
+    inner: Any = None
+
+
+def test_a_sentinel_stays_the_same_object() -> None:
+    """Handlers recognise it by ``is``. Everything else is copied."""
+    given = {"patch": Patch(inner=Patch()), "name": UNSET}
+    copied = Originals().copy_of(given)
+    for patch in (copied["patch"], copied["patch"].inner):  # type: ignore[attr-defined]  # it is a Patch
+        assert patch is not given["patch"]
+        assert patch.name is UNSET
+        assert patch.price is NOT_GIVEN
+    assert copied["name"] is UNSET
+    assert copied["patch"].tags is not given["patch"].tags  # type: ignore[attr-defined]  # it is a Patch

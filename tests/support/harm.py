@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, String, create_engine, func, insert, select, text, update
+from sqlalchemy import Engine, ForeignKey, Index, String, create_engine, func, insert, select, text, update
 from sqlalchemy.exc import DBAPIError, IntegrityError
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
@@ -51,6 +51,25 @@ class Sum(Base):
     __tablename__ = "harm_sum"
     account: Mapped[str] = mapped_column(String(20), primary_key=True)
     amount: Mapped[int]
+
+
+class Child(Base):
+    """A row that refers to a parent."""
+
+    __tablename__ = "harm_child"
+    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=True)
+    account: Mapped[str] = mapped_column(String(20), ForeignKey(Parent.account))
+
+
+class Offer(Base):
+    """A row of which one for each account is active."""
+
+    __tablename__ = "harm_offer"
+    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=True)
+    account: Mapped[str] = mapped_column(String(20))
+    active: Mapped[bool] = mapped_column(default=True)
+    amount: Mapped[int] = mapped_column(default=0)
+    __table_args__ = (Index("harm_active", "account", unique=True, postgresql_where=text("active")),)
 
 
 Body = Callable[[Session, str, int], None]
@@ -94,6 +113,24 @@ def locks_and_inserts_from_select(session: Session, account: str, amount: int) -
     session.execute(insert(Entry).from_select(["account", "balance"], select(text(f"'{account}'"), balance).where(
         Entry.account == account
     )))  # fmt: skip
+
+
+def locks_and_inserts_a_subquery(session: Session, account: str, amount: int) -> None:
+    """Let the INSERT of a flush compute the next line, under the lock of the parent."""
+    session.get_one(Parent, account, with_for_update=True)
+    newest = select(func.coalesce(func.max(Entry.balance), 0) + amount).where(Entry.account == account)
+    session.add(Entry(account=account, balance=newest.scalar_subquery()))
+
+
+def locks_and_calls_a_function(session: Session, account: str, amount: int) -> None:
+    """Read the balance by a function of the database."""
+    session.execute(text("set local lock_timeout = '5s'; lock table harm_parent in exclusive mode"))
+    balance = session.scalar(text(f"select harm_balance('{account}')"))
+    session.add(Entry(account=account, balance=balance + amount))
+
+
+FUNCTION = """create function harm_balance(text) returns integer language sql as
+    'select coalesce(max(balance), 0) from harm_entry where account = $1'"""
 
 
 def locks_a_name(session: Session, account: str, amount: int) -> None:
