@@ -138,12 +138,14 @@ class Chunk:
         is late. With ``late="skip"``, a late message that is alone in its chunk is skipped.
         """
         self.at, self.claimed, self._new = None, False, []
-        claimed = Instant.now()
+        dated = self.marked and any(message.occurred_at is not None for message in self.messages)
+        claimed = Instant.now() if dated else None
         self._new = self._claim(uow)
         if self._new:
             self.in_doubt = set()  # the claim found no marker, so the interrupted COMMIT did not happen
-        dated = any(self.messages[index].occurred_at is not None for index in self._new)
-        moment = uow.late_moment(claimed) if dated and self.marked else None
+        moment = None
+        if claimed is not None and any(self.messages[index].occurred_at is not None for index in self._new):
+            moment = uow.late_moment(claimed)
         self.claimed = True
         self.outcomes = [Outcome.DUPLICATE] * len(self.messages)
         for index in self._new:

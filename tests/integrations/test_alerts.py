@@ -8,7 +8,6 @@ import subprocess
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,6 @@ from projector_dedup.integrations.incoming import Incoming, json_of
 from projector_dedup.integrations.prometheus import PrometheusObserver
 from projector_dedup.integrations.prometheus_tables import TablesCollector
 from projector_dedup.integrations.settling import Settling
-from projector_dedup.late import Line
 from projector_dedup.maintenance.cleanup import prune
 from projector_dedup.tables import default_tables
 from reached import reached
@@ -100,17 +98,7 @@ class Shop:
             self.redis.consume_until(queue.settled(before + len(bodies)), consumer=consumer)
 
     def late_line(self) -> None:
-        """Prune the marker of a message of ten days ago, so that what occurred before it is late from now on."""
-        marker, state, old = default_tables.marker, default_tables.state, NOW - timedelta(days=10)
-        unseen = Dispatcher(sessionmaker(self.engine), Payments(), type=by_path("type"))
-        unseen.deliver(Message("old", json_of(Incoming(payment(1, "old"))), occurred_at=old))
-        with self.engine.begin() as connection:
-            connection.execute(update(marker).values(processed_at=old))
-        prune(self.engine)
-        with self.engine.begin() as connection:  # the line has settled
-            name, text = connection.execute(select(state).where(state.c.key.startswith("line:"))).one()
-            settled = replace(Line.of(text), known=NOW - timedelta(hours=2)).text
-            connection.execute(update(state).where(state.c.key == name).values(value=settled))
+        """Clean up for the first time, which declares a horizon of a week: what occurred before it is late."""
         prune(self.engine)
 
     def works(self) -> None:
