@@ -14,16 +14,16 @@ from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry, start_http_server
-from sqlalchemy import Engine, MetaData, create_engine, insert, select, update
+from sqlalchemy import Engine, MetaData, create_engine, insert
 from sqlalchemy.orm import Session, sessionmaker
 
 from adapters import Redis, adapter
 from databases import Database
 from own_server import OwnServer
 from payments import Base, Payments, payment
-from projector_dedup import Dispatcher, Message, RetryPolicy, by_path, make_tables, on, projector
+from projector_dedup import Dispatcher, RetryPolicy, by_path, make_tables, on, projector
 from projector_dedup.effects import Attempt, Effects, arm, default_effect_tables, effect, stop
-from projector_dedup.integrations.incoming import Incoming, json_of
+from projector_dedup.integrations.incoming import Incoming
 from projector_dedup.integrations.prometheus import PrometheusObserver
 from projector_dedup.integrations.prometheus_tables import TablesCollector
 from projector_dedup.integrations.settling import Settling
