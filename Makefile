@@ -8,7 +8,7 @@ INSTALL = $(BIN)/python -m pip install -qq --no-compile
 DRIVERS := postgresql,psycopg2,asyncpg,pymysql,asyncmy,aiomysql,aiosqlite
 
 .DELETE_ON_ERROR:
-.PHONY: demo test lowest mutants matrix cluster torture explore effects-proof effects-sweep effects-peers kit-peers lint types docs dist sbom bench
+.PHONY: demo test lowest mutants matrix cluster torture explore harmless effects-proof effects-sweep effects-peers kit-peers lint types docs dist sbom bench
 
 demo: .venv/demo.stamp
 	@PYTHONPATH=examples $(BIN)/python -m demo $(ARGS)
@@ -46,6 +46,10 @@ cluster: .venv/dev.stamp
 # 200,000 deliveries on servers that crash, by workers that are killed 1,000 times, on PostgreSQL and MariaDB. An hour or more.
 torture: .venv/dev.stamp
 	@PYTHONPATH=tests/support $(BIN)/python -m torture $(ARGS)
+
+# Random handlers that are right in a session of their own: are they right with the library? 2,000 take an hour or two.
+harmless: .venv/dev.stamp
+	@PYTHONPATH=tests/support $(BIN)/python -m harmless $(ARGS)
 
 # 10,000 effects at a provider that lies, in processes that are killed; prints what came of them. Half an hour.
 effects-proof: .venv/dev.stamp
