@@ -55,6 +55,8 @@ class LockingSession(GuardedSession):
         super().__init__(*args, **kwargs)
         self.locked_instances: WeakSet[InstanceState[Any]] = WeakSet()
         self.inserted: set[Any] = set()  # identity keys: an instance may be loaded anew
+        #: rows that ``verify_unlocked`` has locked, and the names of the values that it has compared
+        self.verified: WeakKeyDictionary[InstanceState[Any], set[str]] = WeakKeyDictionary()
         self.before_savepoint: WeakKeyDictionary[SessionTransaction, tuple[WeakSet[InstanceState[Any]], set[Any]]] = (
             WeakKeyDictionary()
         )
@@ -66,6 +68,7 @@ class LockingSession(GuardedSession):
 
     def before_rollback_to_savepoint(self) -> None:
         """Forget all locks before a rollback to a savepoint of the connection, which may release some of them."""
+        self.verified.clear()
         if not self.in_nested_transaction():  # otherwise the listeners of the session's savepoints restore the locks
             self.locked_instances.clear()
             self.inserted.clear()
@@ -143,8 +146,9 @@ def verify_unlocked(session: LockingSession) -> None:
         return
     groups: dict[Mapper[Any], dict[InstanceState[Any], set[str]]] = {}
     for state, names in _flushed(session):
-        if not session.may_write(state):
-            groups.setdefault(state.mapper, {}).setdefault(state, set()).update(names)
+        unknown = set(names) - session.verified.get(state, set())
+        if unknown and not session.may_write(state):
+            groups.setdefault(state.mapper, {}).setdefault(state, set()).update(unknown)
     for mapper in sorted(groups, key=lambda each: each.class_.__qualname__):  # in one order everywhere: no deadlock
         rows = list(groups[mapper].items())
         for start in range(0, len(rows), _AT_ONCE):
@@ -196,7 +200,7 @@ def _verify(session: LockingSession, mapper: Mapper[Any], rows: list[tuple[Insta
         if values is None or not all(_is_unchanged(state, name, columns[name], values[name]) for name in names):
             assert session.guard is not None  # noqa: S101  # ``locks`` was True
             raise session.guard.overtake(f"another transaction has changed a row of {mapper.class_.__name__}")
-        session.locked_instances.add(state)
+        session.verified.setdefault(state, set()).update(names)
 
 
 def _is_unchanged(state: InstanceState[Any], name: str, column: Any, now: Any) -> bool:

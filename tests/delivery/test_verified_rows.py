@@ -205,6 +205,21 @@ def test_a_value_that_the_flush_leaves_is_no_conflict(verified: Verified, name: 
     assert verified.read(select(getattr(Thing, name))) != before
 
 
+def test_each_flush_compares_what_it_overwrites(verified: Verified) -> None:
+    """The first flush writes the amount. The second one overwrites the price, which the rival has changed."""
+
+    def overwrites(thing: Thing) -> None:
+        session = Session.object_session(thing)
+        assert session is not None
+        thing.amount += 1
+        session.flush()
+        thing.price += 1
+
+    verified.stored(Thing(id=1))
+    verified.deliver(_thing, overwrites, CHANGED["price"])
+    assert (verified.runs, verified.read(select(Thing.price))) == (3, 8)
+
+
 def test_an_sql_expression_is_no_conflict(verified: Verified) -> None:
     """The database itself adds to the newest value."""
 
