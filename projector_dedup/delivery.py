@@ -31,18 +31,26 @@ from .waiting import Waiting
 logger = logging.getLogger("projector_dedup")
 
 
-_lowered: set[str] = set()
-"""Handlers for which the library has logged that they run a second time, at READ COMMITTED."""
+_lowered: set[tuple[str, bool]] = set()
+"""Handlers for which the library has logged that they run a second time, and whether a lock was the reason."""
 
 
-def log_lowered(identity: str) -> None:
-    """Log, once for each handler, that it runs a second time, and which declaration spares the first run."""
-    if identity not in _lowered:
-        _lowered.add(identity)
+def log_lowered(identity: str, *, by_lock: bool) -> None:
+    """Log, once for each handler and reason, that it runs a second time, at READ COMMITTED."""
+    if (identity, by_lock) in _lowered:
+        return
+    _lowered.add((identity, by_lock))
+    if by_lock:
         logger.info(
             "handler %s takes a lock and then reads, so the library runs it again at READ COMMITTED, where its lock "
             "protects what it reads. If its locks protect every row that it changes, declare isolation='READ "
-            "COMMITTED', which spares the first run",
+            "COMMITTED', and the handler runs once",
+            printable(identity),
+        )
+    else:
+        logger.info(
+            "handler %s violates a constraint by a row that its snapshot hides, so the library runs it again at READ "
+            "COMMITTED. An atomic upsert runs once",
             printable(identity),
         )
 
@@ -99,7 +107,7 @@ def deliver(work: Work, factory: Any, options: UnitOptions, policy: RetryPolicy,
                 error.done = False  # the handler called a command that ran before; this transaction was rolled back
             if overtaken is not None and overtaken.isolation is not None and uow.durable:
                 options = replace(options, lowered=True)
-                log_lowered(work.identity)
+                log_lowered(work.identity, by_lock=overtaken.by_lock)
                 continue  # at once, and not counted: it happens only once
             if overtaken is not None and accepted is not None:
                 options = replace(options, accepted=accepted | {overtaken.text})

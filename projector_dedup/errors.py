@@ -121,6 +121,7 @@ class OvertakenError(ProjectorDedupError):
     """
 
     text = ""  # the driver's text of a unique violation, if that was the reason
+    by_lock = False  # True: the handler has read behind a lock that is younger than its snapshot
 
     def __init__(self, message: str = "", isolation: str | None = None) -> None:
         super().__init__(message)

@@ -408,7 +408,9 @@ class Guard:
     def _refuse_late_read(self) -> NoReturn:
         if not self.session.may_lower:
             self.refuse_for_several("takes a lock and then reads")
-        raise self.overtake("the handler takes a lock and then reads, and its snapshot is older than the lock")
+        error = self.overtake("the handler takes a lock and then reads, and its snapshot is older than the lock")
+        error.by_lock = True
+        raise error
 
     def refuse_hidden_row(self) -> None:
         """Give the attempt up if the snapshot hides the row of a unique violation that the handler caught.
