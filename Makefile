@@ -8,7 +8,7 @@ INSTALL = $(BIN)/python -m pip install -qq --no-compile
 DRIVERS := postgresql,psycopg2,asyncpg,pymysql,asyncmy,aiomysql,aiosqlite
 
 .DELETE_ON_ERROR:
-.PHONY: demo test lowest mutants matrix cluster torture explore effects-proof effects-sweep effects-peers kit-peers lint types docs dist sbom bench
+.PHONY: demo test lowest mutants matrix cluster torture explore harmless effects-proof effects-sweep effects-peers kit-peers lint types docs dist sbom bench
 
 demo: .venv/demo.stamp
 	@PYTHONPATH=examples $(BIN)/python -m demo $(ARGS)
@@ -62,6 +62,10 @@ SEED ?= 1
 explore: .venv/dev.stamp
 	@PROJECTOR_DEDUP_TEST_EXPLORE=$(EACH) PROJECTOR_DEDUP_TEST_SEED=$(SEED) \
 	    $(BIN)/python -m pytest -v tests/exploring $(ARGS)
+
+# Handlers by lot, alone and with the library: 2,000 on one database, ARGS="--engine mariadb", say. Half an hour or more.
+harmless: .venv/dev.stamp
+	@PYTHONPATH=tests/support $(BIN)/python -m harmless --programs 2000 $(ARGS)
 
 # Other libraries at the same provider, in an environment of their own; they need Redis. A minute.
 effects-peers: .venv-peers/peers.stamp
