@@ -56,8 +56,7 @@ HANGS = 120  # seconds
 
 # Errors after which everybody runs a transaction again: conflicts, deadlocks, lock timeouts, unique violations, and on
 # MariaDB the missing savepoint, which a deadlock has taken away with the transaction.
-SQLSTATES = {"40001", "40P01", "55P03", "23505"}
-ERRNOS = {1213, 1205, 1020, 1062, 1305}
+RUN_AGAIN: set[object] = {"40001", "40P01", "55P03", "23505", 1213, 1205, 1020, 1062, 1305}
 SQLITE = ("locked", "busy", "UNIQUE")
 
 
@@ -79,12 +78,16 @@ def _runs_again(error: Exception) -> bool:
         return True
     if not isinstance(error, DBAPIError):
         return False
-    orig: Any = error.orig
-    if any(getattr(orig, name, None) in SQLSTATES for name in ("sqlstate", "pgcode")):
-        return True
-    if orig.args and orig.args[0] in ERRNOS:
-        return True
-    return type(orig).__module__ == "sqlite3" and any(word in str(orig) for word in SQLITE)
+    code = _code(error.orig)
+    return code in RUN_AGAIN or (
+        type(error.orig).__module__ == "sqlite3" and any(word in str(error.orig) for word in SQLITE)
+    )
+
+
+def _code(error: Any) -> object:
+    """Return the number or the SQLSTATE of a driver's error, or None."""
+    state = getattr(error, "sqlstate", None) or getattr(error, "pgcode", None)
+    return state or next((each for each in getattr(error, "args", ()) if isinstance(each, int)), None)
 
 
 class Stage:
@@ -148,7 +151,7 @@ class Stage:
             try:
                 self._at_once([partial(self.transact, program, share) for share in _shares(1)])
             except Exception as error:  # noqa: BLE001  # whatever a program does
-                return f"raises {type(error).__name__}"
+                return f"raises {type(error).__name__} {_code(getattr(error, 'orig', None)) or ''}".rstrip()
             if self.difference(program, range(MESSAGES)):
                 return "wrong"
         return None
@@ -434,7 +437,11 @@ def _mixed(run: _Run) -> Any:
             if number in run.answered:
                 return
             run.answered.add(number)
-        run.stage.transact(run.program, [number])
+        try:
+            run.stage.transact(run.program, [number])
+        except Exception as error:  # noqa: BLE001  # kept: it is loud
+            run.answered.discard(number)
+            run.rejected[number] = error
 
     def direct(share: Share) -> None:
         for number in share:

@@ -356,7 +356,7 @@ def adds_to_a_partly_loaded_row(turn: Turn) -> None:
     turn.pause()
     row.amount += turn.amount
     row.price += turn.amount
-    document = turn.session.scalar(select(Odd.document).where(*turn.of(Odd)))
+    document: Any = turn.session.scalar(select(Odd.document).where(*turn.of(Odd)))
     row.document = {**document, "sum": document["sum"] + turn.amount}
 
 
