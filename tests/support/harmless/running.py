@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
 from threading import Barrier, Lock
@@ -49,6 +49,7 @@ THREADS = 4
 CHUNK = 6
 CONTROLS = 3  # schedules in which a program must be right alone
 CONFIRMED = 12  # and so many more, if it was wrong with the library
+AGAIN = 3  # runs of a program that was wrong with the library
 TRIES = 60  # of a transaction, alone
 REDELIVERIES = 4  # of a message that the library has refused, unless the verdict is to reject it
 GIVEN_UP = 8  # refused messages, after which no other one of the program is delivered again
@@ -490,8 +491,13 @@ def judge(
     if wrong := stage.alone(program, controls):
         return Judged(program, f"alone: {wrong}")
     verdicts = {way: stage.with_library(program, way) for way in ways}
-    if any(verdict.kind == "silent" for verdict in verdicts.values()) and (wrong := stage.alone(program, CONFIRMED)):
+    silent = [way for way, verdict in verdicts.items() if verdict.kind == "silent"]
+    if silent and (wrong := stage.alone(program, CONFIRMED)):
         return Judged(program, f"alone, in a later schedule: {wrong}")
+    for way in silent:
+        again = sum(stage.with_library(program, way).kind == "silent" for _ in range(AGAIN))
+        detail = f"{verdicts[way].detail} (again in {again} of {AGAIN} runs)"
+        verdicts[way] = replace(verdicts[way], detail=detail)
     return Judged(program, None, verdicts)
 
 
