@@ -87,8 +87,8 @@ def _runs_again(error: Exception) -> bool:
 
 def _code(error: Any) -> object:
     """Return the number or the SQLSTATE of a driver's error, or None."""
-    state = getattr(error, "sqlstate", None) or getattr(error, "pgcode", None)
-    return state or next((each for each in getattr(error, "args", ()) if isinstance(each, int)), None)
+    number = next((each for each in getattr(error, "args", ()) if isinstance(each, int)), None)
+    return number or getattr(error, "sqlstate", None) or getattr(error, "pgcode", None)
 
 
 class Stage:
