@@ -3,6 +3,8 @@
 Handlers are drawn by lot: `make harmless` draws thousands.
 """
 
+from dataclasses import replace
+
 import pytest
 
 from databases import DRIVERS, USUAL_DRIVERS, Driver
@@ -127,6 +129,14 @@ def test_what_is_refused_is_loud(request: pytest.FixtureRequest) -> None:
         verdict = stage.with_library(program, "single")
     assert verdict.kind == "loud"
     assert "12 refused" in verdict.detail
+
+
+@pytest.mark.parametrize("way", ["single", "batch"])
+def test_a_handler_that_fails_anyway_does_no_harm(request: pytest.FixtureRequest, way: str) -> None:
+    """Messages at which the handler fails, alone as well, are dead letters that are worth nothing."""
+    program = replace(_program(POSTGRESQL, Group((_called(FREE, "updates"),))), poison=(3, 4))
+    with quiet(), _stage(request, POSTGRESQL) as stage:
+        assert judge(stage, program, [way]).verdicts[way].kind == "right"
 
 
 @pytest.mark.parametrize("driver", USUAL, ids=str)

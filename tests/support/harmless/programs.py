@@ -94,7 +94,8 @@ class Program:
     """One handler or two, and the events that are delivered to them.
 
     `second` is the number of the group with which the second handler begins, 0 if there is none. If the program
-    `listens`, a listener of its sessions reads before the handler does.
+    `listens`, a listener of its sessions reads before the handler does. The handlers fail at the messages in `poison`,
+    after they have done everything else.
     """
 
     seed: int
@@ -104,10 +105,12 @@ class Program:
     accounts: int
     second: int = 0
     listens: bool = False
+    poison: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         handlers = " | ".join("; ".join(map(str, groups)) for groups in self.handlers)
-        return f"{self.seed} ({self.form}, {self.accounts} accounts{', listens' * self.listens}): {handlers}"
+        more = ", listens" * self.listens + f", poison {self.poison}" * bool(self.poison)
+        return f"{self.seed} ({self.form}, {self.accounts} accounts{more}): {handlers}"
 
     @property
     def handlers(self) -> list[tuple[Group, ...]]:
@@ -175,10 +178,16 @@ class Program:
                     _run(part, replace(turn, slot=part.slot))
                     pause()
 
+        if event["number"] in self.poison:
+            raise PoisonError("as it is meant")
+
     def expected(self, numbers: Sequence[int]) -> dict[tuple[int, str], Any]:
-        """Return what each read model must hold after the messages with these numbers, whatever their order."""
+        """Return what each read model must hold after the messages with these numbers, whatever their order.
+
+        Those in `poison` are worth nothing.
+        """
         worth: dict[int, list[tuple[str, int]]] = {part.slot: [] for part in self.parts}
-        for number in numbers:
+        for number in set(numbers).difference(self.poison):
             for groups in self.handlers:
                 for slot, own in _worth(groups, self.event(number)):
                     worth[slot].extend(own)
@@ -202,6 +211,10 @@ def _worth(groups: Sequence[Group], event: Event) -> Iterator[tuple[int, Worth]]
             yield part.slot, own
             if group.both:
                 yield part.slot, [(event["other"], -amount) for _, amount in own]
+
+
+class PoisonError(Exception):
+    """A handler fails at a message, whoever runs it."""
 
 
 class _UndoneError(Exception):
@@ -247,7 +260,7 @@ def each(engine: str) -> list[Program]:
     able = [lock for lock in LOCKS if engine in lock.engines]
     usual = next(lock for lock in able if lock.name == USUAL_LOCK[engine])
     groups = [Group((ledger,), lock, both) for lock in able for both in (False, True)]
-    for work in UNDER_LOCK:
+    for work in (work for work in UNDER_LOCK if engine in work.engines):
         groups += [Group((Part(work, 0, around),), usual) for around in (("",) if work.splits else ("", "undone"))]
     groups += [Group((Part(work, 0),)) for work in FREE if engine in work.engines]
     return [Program(number, engine, (group,), "dict", 2 if group.lock else 4) for number, group in enumerate(groups)]
@@ -275,7 +288,8 @@ class _Draw:
         second = self.dice.randrange(1, len(groups)) if len(groups) > 1 and self.dice.random() < 0.15 else 0
         listens = self.engine == "postgresql" and self.dice.random() < 0.08
         accounts = self.dice.choice((1, 2, 4))
-        return Program(self.seed, self.engine, tuple(groups), self.form, accounts, second, listens)
+        poison = tuple(self.dice.sample(range(MESSAGES), 2)) if self.dice.random() < 0.12 else ()
+        return Program(self.seed, self.engine, tuple(groups), self.form, accounts, second, listens, poison)
 
     def _locked(self, *, alone: bool) -> Group:
         lock = self._one(LOCKS)

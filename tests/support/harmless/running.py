@@ -42,7 +42,7 @@ from rig import Outside
 
 from . import tables
 from .locks import LOCK_FUNCTION, release_own_locks
-from .programs import MESSAGES, Program
+from .programs import MESSAGES, PoisonError, Program
 from .turn import Event, pause, pause_on_the_loop
 
 THREADS = 4
@@ -165,6 +165,8 @@ class Stage:
                     with session_class(program)(self._alone) as session, session.begin():
                         program.run(handler, program.event(number), session, pause)
                     break
+                except PoisonError:
+                    break
                 except Exception as error:
                     if not _runs_again(error) or tries == TRIES - 1:
                         raise
@@ -255,6 +257,12 @@ def session_class(program: Program) -> type[Session]:
     return Listening if program.listens else Session
 
 
+def _is_poison(error: Exception | None) -> bool:
+    if isinstance(error, ExceptionGroup):
+        return all(map(_is_poison, error.exceptions))
+    return isinstance(error, PoisonError)
+
+
 @dataclass
 class _Run:
     """A program in the hands of the library: what was answered for each message and handler."""
@@ -308,6 +316,8 @@ class _Run:
         """Note what came of a delivery, for each handler; return True if a consumer would not deliver it again."""
         with self.lock:
             self.applied.update((number, name) for name, each in answer.outcomes.items() if each is Outcome.APPLIED)
+            if number in self.program.poison and _is_poison(answer.error):
+                return True
             if answer.error is None:
                 self.answered.add(number)
                 self.refused.pop(number, None)
@@ -329,6 +339,8 @@ class _Run:
         errors, difference, refused = len(self.raised), "", {**self.refused, **self.rejected}
         if not refused or not self.program.second:  # of two handlers, one may have applied what the other refused
             difference = self.stage.difference(self.program, sorted(self.answered))
+        if taken := self.answered.intersection(self.program.poison):
+            difference += f"; answered as if they had not failed: {sorted(taken)}"
         if twice := sorted({number for (number, _), times in self.applied.items() if times > 1}):
             difference += f"; applied more than once: {twice}"
         if difference:
@@ -437,7 +449,8 @@ def _mixed(run: _Run) -> Any:
         with run.lock:
             if number in run.answered:
                 return
-            run.answered.add(number)
+            if number not in run.program.poison:
+                run.answered.add(number)
         try:
             run.stage.transact(run.program, [number])
         except Exception as error:  # noqa: BLE001  # kept: it is loud

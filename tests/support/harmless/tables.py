@@ -141,6 +141,14 @@ class Special(Item):
     bonus: Mapped[int] = mapped_column(default=0)
 
 
+class Stamped(OfSlot, Base):
+    """A row with a running number, whose key is that of its message."""
+
+    __tablename__ = "harmless_stamped"
+    message: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    number: Mapped[int]
+
+
 class Entry(Base):
     """A line of a ledger. Its number is not unique in the database."""
 
@@ -331,6 +339,7 @@ TOTAL = Model("total", _sums, _total)
 LEDGER = Model("ledger", _chains, _ledger)
 BALANCES = Model("balances", _chains, _balances)
 NUMBERS = Model("numbers", _counts, _numbers(Entry))
+STAMPED = Model("stamped", _counts, _numbers(Stamped))
 UNIQUE_NUMBERS = Model("unique numbers", _counts, _numbers(Numbered))
 AT_MOST = Model("at most", lambda worth: {account: min(n, PLACES) for account, n in _counts(worth).items()}, _places)
 FIRST = Model("first", lambda worth: {account: (n, 1) for account, n in _counts(worth).items()}, _firsts)
@@ -339,6 +348,6 @@ DETAILS = Model("details", _chains, _lines(Detail))
 CODED = Model("coded", _sums, _amounts(Coded))
 ODD = Model("odd", _sums, _odd)
 ITEMS = Model("items", _sums, _items)
-INSERTED = (LEDGER, NUMBERS, AT_MOST, FIRST)
+INSERTED = (LEDGER, NUMBERS, STAMPED, AT_MOST, FIRST)
 """Read models of which handlers change no row, so that the database never refuses what they write."""
 SEATED = Model("seats", lambda worth: (len(worth), len(worth)), _seats)

@@ -25,6 +25,7 @@ from .tables import (
     ODD,
     PLACES,
     SEATED,
+    STAMPED,
     TALLY,
     TOTAL,
     UNIQUE_NUMBERS,
@@ -41,6 +42,7 @@ from .tables import (
     Other,
     Seat,
     Special,
+    Stamped,
     Tally,
     Versioned,
     Worth,
@@ -112,7 +114,7 @@ def ledger_by_stream(turn: Turn) -> None:
     turn.session.add(_next_line(turn, len(amounts), sum(amounts)))
 
 
-@work(UNDER_LOCK, LEDGER, splits=True)  # undone, it holds MariaDB's lock of generated keys, without a deadlock error
+@work(UNDER_LOCK, LEDGER, engines=("postgresql", "sqlite"))  # on MariaDB it locks the table for its generated key
 def ledger_by_insert_select(turn: Turn) -> None:
     """Insert what a SELECT computes."""
     columns = (
@@ -160,6 +162,21 @@ def counted_number(turn: Turn) -> None:
     number = turn.session.scalar(select(func.count()).select_from(Entry).where(*turn.of(Entry)))
     turn.pause()
     turn.session.execute(insert(Entry).values(slot=turn.slot, account=turn.account, number=(number or 0) + 1))
+
+
+@work(UNDER_LOCK, STAMPED)
+def number_by_insert_select(turn: Turn) -> None:
+    """Insert the highest number and one, as a SELECT computes it."""
+    columns = (
+        *(literal(turn.slot), literal(turn.account), literal(turn.event["number"]), literal(0)),
+        func.coalesce(func.max(Stamped.number), 0) + 1,
+    )
+    turn.pause()
+    turn.session.execute(
+        insert(Stamped).from_select(
+            ["slot", "account", "message", "amount", "number"], select(*columns).where(*turn.of(Stamped))
+        )
+    )
 
 
 @work(UNDER_LOCK, UNIQUE_NUMBERS)
