@@ -47,10 +47,6 @@ cluster: .venv/dev.stamp
 torture: .venv/dev.stamp
 	@PYTHONPATH=tests/support $(BIN)/python -m torture $(ARGS)
 
-# Random handlers that are right in a session of their own: are they right with the library? 2,000 take an hour or two.
-harmless: .venv/dev.stamp
-	@PYTHONPATH=tests/support $(BIN)/python -m harmless $(ARGS)
-
 # 10,000 effects at a provider that lies, in processes that are killed; prints what came of them. Half an hour.
 effects-proof: .venv/dev.stamp
 	@PYTHONPATH=tests/support $(BIN)/python -m effects_proof $(ARGS)
@@ -66,6 +62,10 @@ SEED ?= 1
 explore: .venv/dev.stamp
 	@PROJECTOR_DEDUP_TEST_EXPLORE=$(EACH) PROJECTOR_DEDUP_TEST_SEED=$(SEED) \
 	    $(BIN)/python -m pytest -v tests/exploring $(ARGS)
+
+# Handlers by lot, alone and with the library: 2,000 on one database, ARGS="--engine mariadb", say. Half an hour or more.
+harmless: .venv/dev.stamp
+	@PYTHONPATH=tests/support $(BIN)/python -m harmless --programs 2000 $(ARGS)
 
 # Other libraries at the same provider, in an environment of their own; they need Redis. A minute.
 effects-peers: .venv-peers/peers.stamp

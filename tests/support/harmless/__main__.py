@@ -10,7 +10,7 @@ from collections import Counter
 from databases import ENGINES, USUAL
 from effects_proof import servers
 
-from .programs import draw
+from .programs import draw, each
 from .running import CONTROLS, WAYS, Stage, driver_called, judge, quiet
 
 
@@ -21,6 +21,7 @@ def main() -> int:
     parser.add_argument("--driver", help="postgresql+psycopg2, say; by default the usual one of the engine")
     parser.add_argument("--programs", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1, help="of the first program; the next have the next ones")
+    parser.add_argument("--each", action="store_true", help="each lock and each work, in place of programs by lot")
     parser.add_argument("--repeat", type=int, default=1, help="run each program so many times")
     parser.add_argument("--ways", default="single,batch", help=f"of {','.join(WAYS)}")
     parser.add_argument("--isolation", help="declared for the handler, and the level of the control")
@@ -43,9 +44,10 @@ def main() -> int:
         create[driver.engine]() as database,
         Stage(database, driver, isolation=given.isolation, alone=given.isolation) as stage,
     ):
-        seeds = [seed for seed in range(given.seed, given.seed + given.programs) for _ in range(given.repeat)]
-        for seed in seeds:
-            program = draw(driver.engine, seed)
+        seeds = range(given.seed, given.seed + given.programs)
+        drawn = each(driver.engine) if given.each else [draw(driver.engine, seed) for seed in seeds]
+        programs = [program for program in drawn for _ in range(given.repeat)]
+        for program in programs:
             judged = judge(
                 stage, program, ways, controls=given.controls, flagged=given.flagged, events=not given.no_events
             )
@@ -62,9 +64,9 @@ def main() -> int:
                     flag = f" [{program.remains}]" if program.remains else ""
                     flag += " [changes its event]" if program.changes_event else ""
                     print(f"{verdict.kind} {way}{flag} {program}\n    {verdict.detail}", flush=True)
-    print(f"\n{driver}: {len(seeds)} programs, {counted} counted, in {time.monotonic() - began:.0f} s")
+    print(f"\n{driver}: {len(programs)} programs, {counted} counted, in {time.monotonic() - began:.0f} s")
     for reason, number in left_out.most_common():
-        print(f"    left out: {reason}: {number} ({number / len(seeds):.0%})")
+        print(f"    left out: {reason}: {number} ({number / len(programs):.0%})")
     for way in ways:
         print(
             f"    {way}: silent {kinds[way, 'silent']} ({of_events[way, 'silent']} of them change their event), "

@@ -13,6 +13,7 @@ from .tables import Account, Tally
 from .turn import Turn, lock
 
 SERVERS = ("postgresql", "mariadb")
+HELD = "harmless: what releases the locks of the connection"
 FOR_UPDATE = "SELECT id FROM harmless_account WHERE id = :id FOR UPDATE"
 ACCOUNTS: Any = Account.__table__
 
@@ -54,7 +55,7 @@ def select_joined_for_update(turn: Turn, account: str) -> None:
     turn.session.scalars(joined.with_for_update(of=Account)).all()
 
 
-@lock(*SERVERS)
+@lock("postgresql")
 def refresh_for_update(turn: Turn, account: str) -> None:
     """Read the parent, then lock it."""
     turn.session.refresh(turn.session.get_one(Account, account), with_for_update=True)
@@ -89,6 +90,28 @@ def for_update_in_a_savepoint(turn: Turn, account: str) -> None:
     """Lock the parent inside a savepoint that is released."""
     with turn.session.begin_nested():
         turn.session.get(Account, account, with_for_update=True)
+
+
+@lock(*SERVERS, weight=2)
+def query_for_update(turn: Turn, account: str) -> None:
+    """Lock the parent by a legacy query."""
+    turn.session.query(Account).filter_by(id=account).populate_existing().with_for_update().one()
+
+
+@lock(*SERVERS, weight=2)
+def statement_for_update(turn: Turn, account: str) -> None:
+    """Load the parent from SQL text that locks it, written over several lines."""
+    lines = text("select *\nfrom harmless_account -- the parent\nwhere id = :id\nfor  update")
+    turn.session.scalars(select(Account).from_statement(lines), {"id": account}).one()
+
+
+@lock(*SERVERS, weight=2)
+def for_update_again_after_a_savepoint(turn: Turn, account: str) -> None:
+    """Lock the parent inside a savepoint that is rolled back, and then again."""
+    with turn.session.begin_nested() as nested:
+        turn.session.get(Account, account, with_for_update=True)
+        nested.rollback()
+    turn.session.get(Account, account, with_for_update=True)
 
 
 @lock(*SERVERS, weight=2)
@@ -155,6 +178,13 @@ def touch_by_upsert(turn: Turn, account: str) -> None:
         turn.session.execute(insert.on_conflict_do_update(index_elements=["id"], set_=changed).values(values))
 
 
+@lock("postgresql", "sqlite", weight=2)
+def touch_returning(turn: Turn, account: str) -> None:
+    """Update the parent by a statement that returns it."""
+    touched = update(Account).where(Account.id == account).values(touched=Account.touched + 1)
+    turn.session.scalars(touched.returning(Account)).one()
+
+
 # Without a row --------------------------------------------------------------------------------------------------------
 
 
@@ -179,6 +209,13 @@ def advisory_tried(turn: Turn, account: str) -> None:
         turn.pause()
 
 
+@lock("postgresql", weight=2)
+def advisory_of_the_connection(turn: Turn, account: str) -> None:
+    """Take an advisory lock of the connection, which the pool releases (`release_own_locks`)."""
+    turn.session.connection().info[HELD] = "SELECT pg_advisory_unlock_all()"
+    turn.session.execute(text("SELECT pg_advisory_lock(hashtext(:id))"), {"id": account})
+
+
 @lock("postgresql")
 def table_exclusively(turn: Turn, _account: str) -> None:
     """Lock the table of parents."""
@@ -191,13 +228,10 @@ def table_against_writes(turn: Turn, _account: str) -> None:
     turn.session.execute(text("lock harmless_account in share row exclusive mode"))
 
 
-HELD = "harmless: holds locks of its own"
-
-
 @lock("mariadb", weight=8)
 def named_by_text(turn: Turn, account: str) -> None:
-    """Take a lock of the connection, which the pool releases (`release_named_locks`)."""
-    turn.session.connection().info[HELD] = True
+    """Take a lock of the connection, which the pool releases (`release_own_locks`)."""
+    turn.session.connection().info[HELD] = "DO RELEASE_ALL_LOCKS()"
     if not turn.session.scalar(text("SELECT GET_LOCK(CONCAT(DATABASE(), :id), 5)"), {"id": account}):
         raise TimeoutError("GET_LOCK")
 
@@ -205,17 +239,18 @@ def named_by_text(turn: Turn, account: str) -> None:
 @lock("mariadb")
 def named_by_function(turn: Turn, account: str) -> None:
     """Take a lock of the connection by `func`."""
-    turn.session.connection().info[HELD] = True
+    turn.session.connection().info[HELD] = "DO RELEASE_ALL_LOCKS()"
     if not turn.session.scalar(select(func.get_lock(func.concat(func.database(), account), 5))):
         raise TimeoutError("GET_LOCK")
 
 
-def release_named_locks(dbapi_connection: Any, record: Any, *_: object) -> None:
+def release_own_locks(dbapi_connection: Any, record: Any, *_: object) -> None:
     """Release the locks of a connection after its transaction, when the pool takes it back."""
-    if record.info.pop(HELD, None):
+    if statement := record.info.pop(HELD, None):
         cursor = dbapi_connection.cursor()
-        cursor.execute("DO RELEASE_ALL_LOCKS()")
+        cursor.execute(statement)
         cursor.close()
+        dbapi_connection.rollback()
 
 
 # What remains: nobody can see these -----------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -10,7 +11,7 @@ from typing import Any, TypeVar
 from sqlalchemy.orm import Session
 
 from . import locks, works  # noqa: F401  # they register themselves
-from .tables import ACCOUNTS, INSERTED, SEATED, Model, Worth
+from .tables import ACCOUNTS, INSERTED, Model, Slots, Worth
 from .turn import BETWEEN, CHANGES, FREE, LOCKS, UNDER_LOCK, Event, Lock, Turn, Work
 
 MESSAGES = 24
@@ -90,16 +91,31 @@ class Group:
 
 @dataclass(frozen=True)
 class Program:
-    """A handler, and the events that are delivered to it."""
+    """One handler or two, and the events that are delivered to them.
+
+    `second` is the number of the group with which the second handler begins, 0 if there is none. If the program
+    `listens`, a listener of its sessions reads before the handler does. The handlers fail at the messages in `poison`,
+    after they have done everything else.
+    """
 
     seed: int
     engine: str
     groups: tuple[Group, ...]
     form: str
     accounts: int
+    second: int = 0
+    listens: bool = False
+    poison: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.seed} ({self.form}, {self.accounts} accounts): " + "; ".join(map(str, self.groups))
+        handlers = " | ".join("; ".join(map(str, groups)) for groups in self.handlers)
+        more = ", listens" * self.listens + f", poison {self.poison}" * bool(self.poison)
+        return f"{self.seed} ({self.form}, {self.accounts} accounts{more}): {handlers}"
+
+    @property
+    def handlers(self) -> list[tuple[Group, ...]]:
+        """The groups of each handler."""
+        return [self.groups[: self.second], self.groups[self.second :]] if self.second else [self.groups]
 
     @property
     def parts(self) -> list[Part]:
@@ -120,14 +136,12 @@ class Program:
         return next(filter(None, reasons), None)
 
     @property
-    def slots(self) -> list[int]:
-        """The slots of the works that have rows."""
-        return [part.slot for part in self.parts if part.work.models]
-
-    @property
-    def seats(self) -> list[int]:
-        """The slots whose rows are seats."""
-        return [part.slot for part in self.parts if SEATED in part.work.models]
+    def slots(self) -> Slots:
+        """The slots that have rows of each read model."""
+        found: dict[Model, list[int]] = defaultdict(list)
+        for slot, model in self._models():
+            found[model].append(slot)
+        return found
 
     def event(self, number: int) -> Event:
         """Return the event of a message, anew in each call."""
@@ -148,9 +162,9 @@ class Program:
             note="n",
         )
 
-    def run(self, event: Event, session: Session, pause: Callable[[], None]) -> None:
-        """Run the handler."""
-        for group in self.groups:
+    def run(self, handler: int, event: Event, session: Session, pause: Callable[[], None]) -> None:
+        """Run a handler."""
+        for group in self.handlers[handler]:
             if not group.takes(event):
                 continue
             turns = [Turn(session, event, -1, pause, other) for other in (False, True)[: 1 + group.both]]
@@ -164,21 +178,20 @@ class Program:
                     _run(part, replace(turn, slot=part.slot))
                     pause()
 
-    def expected(self, numbers: Sequence[int]) -> dict[tuple[int, str], Any]:
-        """Return what each read model must hold after the messages with these numbers, whatever their order."""
-        worth: dict[int, list[tuple[str, int]]] = {part.slot: [] for part in self.parts}
-        for number in numbers:
-            for slot, own in self._worth(self.event(number)):
-                worth[slot].extend(own)
-        return {(slot, model.name): model.expected(worth[slot]) for slot, model in self._models()}
+        if event["number"] in self.poison:
+            raise PoisonError("as it is meant")
 
-    def _worth(self, event: Event) -> Iterator[tuple[int, Worth]]:
-        for group in self.groups:
-            for part in group.parts if group.takes(event) else ():
-                own = part.work.worth(event)
-                yield part.slot, own
-                if group.both:
-                    yield part.slot, [(event["other"], -amount) for _, amount in own]
+    def expected(self, numbers: Sequence[int]) -> dict[tuple[int, str], Any]:
+        """Return what each read model must hold after the messages with these numbers, whatever their order.
+
+        Those in `poison` are worth nothing.
+        """
+        worth: dict[int, list[tuple[str, int]]] = {part.slot: [] for part in self.parts}
+        for number in set(numbers).difference(self.poison):
+            for groups in self.handlers:
+                for slot, own in _worth(groups, self.event(number)):
+                    worth[slot].extend(own)
+        return {(slot, model.name): model.expected(worth[slot]) for slot, model in self._models()}
 
     def found(self, session: Session) -> dict[tuple[int, str], Any]:
         """Return what each read model holds."""
@@ -188,6 +201,20 @@ class Program:
         for part in self.parts:
             for model in part.work.models:
                 yield part.slot, model
+
+
+def _worth(groups: Sequence[Group], event: Event) -> Iterator[tuple[int, Worth]]:
+    """Return what a message is worth to each slot of a handler, whose changes of the event the next works see."""
+    for group in groups:
+        for part in group.parts if group.takes(event) else ():
+            own = part.work.worth(event)
+            yield part.slot, own
+            if group.both:
+                yield part.slot, [(event["other"], -amount) for _, amount in own]
+
+
+class PoisonError(Exception):
+    """A handler fails at a message, whoever runs it."""
 
 
 class _UndoneError(Exception):
@@ -224,6 +251,21 @@ def draw(engine: str, seed: int) -> Program:
     return _Draw(engine, seed).program()
 
 
+USUAL_LOCK = {"postgresql": "select_for_update", "mariadb": "select_for_update", "sqlite": "touch_by_bulk"}
+
+
+def each(engine: str) -> list[Program]:
+    """Return a small program for each lock, and for each work: alone, behind a lock, and undone and done again."""
+    ledger = Part(next(work for work in UNDER_LOCK if work.name == "ledger"), 0)
+    able = [lock for lock in LOCKS if engine in lock.engines]
+    usual = next(lock for lock in able if lock.name == USUAL_LOCK[engine])
+    groups = [Group((ledger,), lock, both) for lock in able for both in (False, True)]
+    for work in (work for work in UNDER_LOCK if engine in work.engines):
+        groups += [Group((Part(work, 0, around),), usual) for around in (("",) if work.splits else ("", "undone"))]
+    groups += [Group((Part(work, 0),)) for work in FREE if engine in work.engines]
+    return [Program(number, engine, (group,), "dict", 2 if group.lock else 4) for number, group in enumerate(groups)]
+
+
 class _Draw:
     def __init__(self, engine: str, seed: int) -> None:
         self.engine, self.seed = engine, seed
@@ -241,7 +283,13 @@ class _Draw:
         if self.dice.random() < 0.12:
             change = self._part(self._one([each for each in CHANGES if self.form in each.forms]))
             groups.insert(self.dice.randrange(len(groups)), Group((change,)))
-        return Program(self.seed, self.engine, tuple(groups), self.form, self.dice.choice((1, 2, 4)))
+        if self.engine == "postgresql" and "l" in shape and self.dice.random() < 0.1:
+            groups.insert(0, Group((self._part(self._one(BETWEEN)),)))
+        second = self.dice.randrange(1, len(groups)) if len(groups) > 1 and self.dice.random() < 0.15 else 0
+        listens = self.engine == "postgresql" and self.dice.random() < 0.08
+        accounts = self.dice.choice((1, 2, 4))
+        poison = tuple(self.dice.sample(range(MESSAGES), 2)) if self.dice.random() < 0.12 else ()
+        return Program(self.seed, self.engine, tuple(groups), self.form, accounts, second, listens, poison)
 
     def _locked(self, *, alone: bool) -> Group:
         lock = self._one(LOCKS)

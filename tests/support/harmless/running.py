@@ -9,40 +9,55 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from threading import Barrier
+from itertools import product
+from threading import Barrier, Lock
 from typing import Any, Self
 
-from sqlalchemy import Engine, create_engine, event, text
+from sqlalchemy import Connection, Engine, create_engine, event, select, text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
 from sqlalchemy.orm import Session, sessionmaker
 from sqlalchemy.orm.exc import StaleDataError
+from sqlalchemy.util import await_only, greenlet_spawn
 
 from databases import DRIVERS, USUAL, Database, Driver
-from projector_dedup import AsyncDispatcher, BatchFailed, Dispatcher, Message, Outcome, on, projector
+from projector_dedup import (
+    Action,
+    AsyncDispatcher,
+    BatchFailed,
+    Delivery,
+    DeliveryFailed,
+    Dispatcher,
+    Message,
+    Outcome,
+    on,
+    projector,
+    verdict_of,
+)
 from projector_dedup.commands import AsyncCall, AsyncCommands, Call, Commands, command, default_command_tables
 from projector_dedup.tables import default_metadata
+from rig import Outside
 
 from . import tables
-from .locks import LOCK_FUNCTION, release_named_locks
-from .programs import MESSAGES, Program
+from .locks import LOCK_FUNCTION, release_own_locks
+from .programs import MESSAGES, PoisonError, Program
 from .turn import Event, pause, pause_on_the_loop
 
 THREADS = 4
 CHUNK = 6
 CONTROLS = 3  # schedules in which a program must be right alone
 CONFIRMED = 12  # and so many more, if it was wrong with the library
+AGAIN = 3  # runs of a program that was wrong with the library
 TRIES = 60  # of a transaction, alone
-REDELIVERIES = 4  # of a message that the library has refused
+REDELIVERIES = 4  # of a message that the library has refused, unless the verdict is to reject it
 GIVEN_UP = 8  # refused messages, after which no other one of the program is delivered again
 HANGS = 120  # seconds
 
 # Errors after which everybody runs a transaction again: conflicts, deadlocks, lock timeouts, unique violations, and on
 # MariaDB the missing savepoint, which a deadlock has taken away with the transaction.
-SQLSTATES = {"40001", "40P01", "55P03", "23505"}
-ERRNOS = {1213, 1205, 1020, 1062, 1305}
+RUN_AGAIN: set[object] = {"40001", "40P01", "55P03", "23505", 1213, 1205, 1020, 1062, 1305}
 SQLITE = ("locked", "busy", "UNIQUE")
 
 
@@ -64,12 +79,16 @@ def _runs_again(error: Exception) -> bool:
         return True
     if not isinstance(error, DBAPIError):
         return False
-    orig: Any = error.orig
-    if any(getattr(orig, name, None) in SQLSTATES for name in ("sqlstate", "pgcode")):
-        return True
-    if orig.args and orig.args[0] in ERRNOS:
-        return True
-    return type(orig).__module__ == "sqlite3" and any(word in str(orig) for word in SQLITE)
+    code = _code(error.orig)
+    return code in RUN_AGAIN or (
+        type(error.orig).__module__ == "sqlite3" and any(word in str(error.orig) for word in SQLITE)
+    )
+
+
+def _code(error: Any) -> object:
+    """Return the number or the SQLSTATE of a driver's error, or None."""
+    number = next((each for each in getattr(error, "args", ()) if isinstance(each, int)), None)
+    return number or getattr(error, "sqlstate", None) or getattr(error, "pgcode", None)
 
 
 class Stage:
@@ -92,9 +111,9 @@ class Stage:
         create: Any = create_async_engine if driver.is_async else create_engine
         self.engine: Engine | AsyncEngine = create(database.url(driver.drivername), **arguments)
         inner = self.engine.sync_engine if isinstance(self.engine, AsyncEngine) else self.engine
-        if driver.engine == "mariadb":
-            for each in (self.plain, inner):
-                event.listen(each, "reset", release_named_locks)
+        for each in (self.plain, inner):
+            event.listen(each, "reset", release_own_locks)
+        self._database = database
         self._alone = self.plain.execution_options(isolation_level=alone) if alone else self.plain
         self._threads = ThreadPoolExecutor(THREADS)
         self._runner = asyncio.Runner() if driver.is_async else None
@@ -131,37 +150,41 @@ class Stage:
         for _ in range(rounds):
             self._reset(program)
             try:
-                self._at_once([partial(self._transact, program, share) for share in _shares(1)])
-            except EndlessRunError:
-                raise
+                self._at_once([partial(self.transact, program, share) for share in _shares(1)])
             except Exception as error:  # noqa: BLE001  # whatever a program does
-                return f"raises {type(error).__name__}"
-            if self._difference(program, range(MESSAGES)):
+                return f"raises {type(error).__name__} {_code(getattr(error, 'orig', None)) or ''}".rstrip()
+            if self.difference(program, range(MESSAGES)):
                 return "wrong"
         return None
 
-    def _transact(self, program: Program, numbers: Sequence[int]) -> None:
-        for each in numbers:
-            for number in range(TRIES):
+    def transact(self, program: Program, numbers: Sequence[int]) -> None:
+        """Run each handler with each of these messages in a plain session."""
+        for number, handler in product(numbers, range(len(program.handlers))):
+            for tries in range(TRIES):
                 try:
-                    with Session(self._alone) as session, session.begin():
-                        program.run(program.event(each), session, pause)
+                    with session_class(program)(self._alone) as session, session.begin():
+                        program.run(handler, program.event(number), session, pause)
+                    break
+                except PoisonError:
                     break
                 except Exception as error:
-                    if not _runs_again(error) or number == TRIES - 1:
+                    if not _runs_again(error) or tries == TRIES - 1:
                         raise
-                    time.sleep(random.random() * min(0.001 * 2**number, 0.05))
+                    time.sleep(random.random() * min(0.001 * 2**tries, 0.05))
 
     def with_library(self, program: Program, way: str) -> Verdict:
         """Deliver each message twice in a way of `WAYS`, and return what came of it."""
         self._reset(program)
         run = _Run(self, program)
         deliver = WAYS[way](run)
-        if self.driver.is_async:
-            assert self._runner is not None
-            self._runner.run(_all(deliver, _shares(2)))
-        else:
-            self._at_once([partial(deliver, share) for share in _shares(2)])
+        try:
+            if self.driver.is_async:
+                assert self._runner is not None
+                self._runner.run(_all(deliver, _shares(2)))
+            else:
+                self._at_once([partial(deliver, share) for share in _shares(2)])
+        except (EndlessRunError, TimeoutError) as error:
+            return Verdict("loud", f"it does not end: {error}")
         return run.verdict()
 
     def _at_once(self, works: Sequence[Callable[[], None]]) -> None:
@@ -179,6 +202,8 @@ class Stage:
                 if error := future.exception(deadline - time.monotonic()):
                     errors.append(error)
             except TimeoutError:
+                with contextlib.closing(Outside(self._database)) as outside:
+                    outside.kill_others()  # so that the threads end
                 raise EndlessRunError(f"a program has run for {HANGS} seconds") from None
         if errors:
             raise errors[0]
@@ -187,9 +212,10 @@ class Stage:
         with Session(self.plain) as session, session.begin():
             session.execute(default_metadata.tables["processed_message"].delete())
             session.execute(default_command_tables.marker.delete())
-            tables.reset(session, program.slots, program.seats)
+            tables.reset(session, program.slots)
 
-    def _difference(self, program: Program, numbers: Sequence[int]) -> str:
+    def difference(self, program: Program, numbers: Sequence[int]) -> str:
+        """Return what the read models hold instead of what these messages are worth, or an empty text."""
         expected = program.expected(numbers)
         with Session(self.plain) as session:
             found = program.found(session)
@@ -217,51 +243,92 @@ async def _all(deliver: Any, shares: Sequence[Sequence[int]]) -> None:
         await asyncio.gather(*(deliver(share) for share in shares))
 
 
+class Listening(Session):
+    """The session of an application that reads something whenever a transaction begins."""
+
+
+@event.listens_for(Listening, "after_begin")
+def _read(_session: Session, _transaction: object, connection: Connection) -> None:
+    connection.execute(select(tables.Other.id)).all()
+
+
+def session_class(program: Program) -> type[Session]:
+    """Return the class of a program's sessions."""
+    return Listening if program.listens else Session
+
+
+def _is_poison(error: Exception | None) -> bool:
+    if isinstance(error, ExceptionGroup):
+        return all(map(_is_poison, error.exceptions))
+    return isinstance(error, PoisonError)
+
+
 @dataclass
 class _Run:
-    """A program in the hands of the library: what was answered for each message."""
+    """A program in the hands of the library: what was answered for each message and handler."""
 
     stage: Stage
     program: Program
-    answers: list[tuple[int, Outcome]] = field(default_factory=list)
+    applied: Counter[tuple[int, str]] = field(default_factory=Counter)
+    answered: set[int] = field(default_factory=set)
     refused: dict[int, Exception] = field(default_factory=dict)
+    rejected: dict[int, Exception] = field(default_factory=dict)  # dead letters, though a plain session applies them
     raised: list[Exception] = field(default_factory=list)
+    lock: Any = field(default_factory=Lock)
 
     @property
     def is_async(self) -> bool:
         return self.stage.driver.is_async
 
-    def body(self, event: Event, session: Session) -> None:
-        self.program.run(event, session, pause_on_the_loop if self.is_async else pause)
+    @property
+    def handlers(self) -> range:
+        return range(len(self.program.handlers))
+
+    def body(self, handler: int, event: Event, session: Session) -> None:
+        self.program.run(handler, event, session, pause_on_the_loop if self.is_async else pause)
 
     def factory(self) -> Any:
-        engine = self.stage.engine
-        return async_sessionmaker(engine) if isinstance(engine, AsyncEngine) else sessionmaker(engine)
+        engine, kind = self.stage.engine, session_class(self.program)
+        if isinstance(engine, AsyncEngine):
+            return async_sessionmaker(engine, sync_session_class=kind)
+        return sessionmaker(engine, class_=kind)
 
     def dispatcher(self) -> Any:
+        kind: Any = AsyncDispatcher if self.is_async else Dispatcher
+        return kind(self.factory(), *map(self._projector, self.handlers))
+
+    def _projector(self, handler: int) -> Any:
         async def awaited(event: Event, session: AsyncSession) -> None:
-            await session.run_sync(lambda inner: self.body(event, inner))
+            await session.run_sync(lambda inner: self.body(handler, event, inner))
 
         def direct(event: Event, session: Session) -> None:
-            self.body(event, session)
+            self.body(handler, event, session)
 
-        declared = projector(idempotent=True, name="harmless", isolation=self.stage.isolation)
-        if self.is_async:
-            return AsyncDispatcher(self.factory(), declared(on("happened")(awaited)))
-        return Dispatcher(self.factory(), declared(on("happened")(direct)))
+        function: Any = awaited if self.is_async else direct
+        declared: Any = projector(idempotent=True, name=f"harmless-{handler}", isolation=self.stage.isolation)
+        return declared(on("happened")(function))
 
     def message(self, number: int) -> Message:
-        """The message, as a broker would hand it over: nobody has seen its event before."""
+        """Return a message as a broker hands it over: nobody has had its event before."""
         return Message(f"m{number}", self.program.event(number), type="happened")
 
-    def answered(self, number: int, outcome: Outcome) -> None:
-        self.answers.append((number, outcome))
-        self.refused.pop(number, None)
-
-    def failed(self, number: int, error: Exception) -> None:
-        self.raised.append(error)
-        if not any(number == answered for answered, _ in self.answers):
-            self.refused[number] = error
+    def settle(self, number: int, answer: Delivery) -> bool:
+        """Note what came of a delivery, for each handler; return True if a consumer would not deliver it again."""
+        with self.lock:
+            self.applied.update((number, name) for name, each in answer.outcomes.items() if each is Outcome.APPLIED)
+            if number in self.program.poison and _is_poison(answer.error):
+                return True
+            if answer.error is None:
+                self.answered.add(number)
+                self.refused.pop(number, None)
+                return True
+            self.raised.append(answer.error)
+            if verdict_of(answer.error).action is Action.REJECT:
+                self.rejected[number] = answer.error
+                return True
+            if number not in self.answered:
+                self.refused[number] = answer.error
+            return False
 
     @property
     def tries(self) -> range:
@@ -269,116 +336,139 @@ class _Run:
         return range(1 if len(self.refused) > GIVEN_UP else 1 + REDELIVERIES)
 
     def verdict(self) -> Verdict:
-        applied = Counter(number for number, outcome in self.answers if outcome is Outcome.APPLIED)
-        answered = sorted({number for number, _ in self.answers})
-        difference = self.stage._difference(self.program, answered)
-        if twice := [number for number in answered if applied[number] != 1]:
-            difference += f"; not APPLIED once: {twice}"
-        errors = len(self.raised)
+        errors, difference, refused = len(self.raised), "", {**self.refused, **self.rejected}
+        if not refused or not self.program.second:  # of two handlers, one may have applied what the other refused
+            difference = self.stage.difference(self.program, sorted(self.answered))
+        if taken := self.answered.intersection(self.program.poison):
+            difference += f"; answered as if they had not failed: {sorted(taken)}"
+        if twice := sorted({number for (number, _), times in self.applied.items() if times > 1}):
+            difference += f"; applied more than once: {twice}"
         if difference:
             return Verdict("silent", difference, errors)
-        if self.refused:
-            number, error = next(iter(self.refused.items()))
+        if refused:
+            number, error = next(iter(refused.items()))
             words = " ".join(str(error).split())[:300]
-            return Verdict("loud", f"{len(self.refused)} refused, m{number}: {type(error).__name__}: {words}", errors)
+            detail = (
+                f"{len(refused)} refused ({len(self.rejected)} for good), m{number}: {type(error).__name__}: {words}"
+            )
+            return Verdict("loud", detail, errors)
         return Verdict("right", errors=errors)
 
 
 # The ways -------------------------------------------------------------------------------------------------------------
 
+Share = Sequence[int]
+
+
+def _each(run: _Run, size: int, call: Callable[[list[int]], Any]) -> Any:
+    """Return what delivers a share of the messages by `call`, so many at a time, and again what has failed."""
+
+    def left(numbers: list[int], answers: Sequence[Delivery]) -> list[int]:
+        return [number for number, answer in zip(numbers, answers, strict=True) if not run.settle(number, answer)]
+
+    def direct(share: Share) -> None:
+        for start in range(0, len(share), size):
+            numbers = list(share[start : start + size])
+            for _ in run.tries:
+                if numbers:
+                    numbers = left(numbers, _answers(numbers, call))
+
+    async def awaited(share: Share) -> None:
+        for start in range(0, len(share), size):
+            numbers = list(share[start : start + size])
+            for _ in run.tries:
+                if numbers:
+                    numbers = left(
+                        numbers, await greenlet_spawn(_answers, numbers, lambda each: await_only(call(each)))
+                    )
+
+    return awaited if run.is_async else direct
+
+
+def _answers(numbers: list[int], call: Callable[[list[int]], Any]) -> Sequence[Delivery]:
+    """Return a delivery for each message, whether the call returns or raises."""
+    try:
+        answer = call(numbers)
+    except BatchFailed as failed:
+        return failed.deliveries
+    except DeliveryFailed as failed:
+        return [failed.delivery]
+    except Exception as error:  # noqa: BLE001  # kept: it is loud
+        return [Delivery(f"m{number}", {"": Outcome.FAILED}, errors={"": error}) for number in numbers]
+    return answer if isinstance(answer, list) else [answer]
+
 
 def _single(run: _Run) -> Any:
     dispatcher = run.dispatcher()
-    return _one_by_one(run, lambda number: dispatcher.deliver(run.message(number)))
-
-
-def _one_by_one(run: _Run, call: Callable[[int], Any]) -> Any:
-    """Return what delivers a share by `call`, whose result has an outcome."""
-
-    def direct(numbers: Sequence[int]) -> None:
-        for number in numbers:
-            for _ in run.tries:
-                try:
-                    run.answered(number, call(number).outcome)
-                except Exception as error:  # noqa: BLE001  # kept: it is loud
-                    run.failed(number, error)
-                    pause()
-                else:
-                    break
-
-    async def awaited(numbers: Sequence[int]) -> None:
-        for number in numbers:
-            for _ in run.tries:
-                try:
-                    run.answered(number, (await call(number)).outcome)
-                except Exception as error:  # noqa: BLE001  # kept: it is loud
-                    run.failed(number, error)
-                    await asyncio.sleep(0)
-                else:
-                    break
-
-    return awaited if run.is_async else direct
+    return _each(run, 1, lambda numbers: dispatcher.deliver(run.message(numbers[0])))
 
 
 def _batch(run: _Run) -> Any:
     dispatcher = run.dispatcher()
+    return _each(run, CHUNK, lambda numbers: dispatcher.deliver_batch([run.message(each) for each in numbers]))
 
-    def settle(numbers: Sequence[int], deliveries: Sequence[Any]) -> list[int]:
-        failed = []
-        for number, delivery in zip(numbers, deliveries, strict=True):
-            if delivery.outcome is Outcome.FAILED:
-                run.failed(number, delivery.error)
-                failed.append(number)
-            else:
-                run.answered(number, delivery.outcome)
-        return failed
 
-    def chunks(numbers: Sequence[int]) -> Iterator[list[int]]:
-        for start in range(0, len(numbers), CHUNK):
-            yield list(numbers[start : start + CHUNK])
+def _command(run: _Run) -> Any:
+    """Each handler is a command, and a message has its keys."""
+    operations = [_operation(run, handler) for handler in run.handlers]
+    commands: Any = (AsyncCommands if run.is_async else Commands)(run.factory())
 
-    def direct(numbers: Sequence[int]) -> None:
-        for chunk in chunks(numbers):
-            for _ in run.tries:
-                try:
-                    deliveries = dispatcher.deliver_batch([run.message(number) for number in chunk])
-                except BatchFailed as failure:
-                    deliveries = failure.deliveries
-                if not (chunk := settle(chunk, deliveries)):
-                    break
-                pause()
+    def handled(numbers: list[int]) -> Any:
+        (number,) = numbers
+        calls = [commands.handle(each, run.program.event(number), key=f"m{number}") for each in operations]
+        return Delivery(
+            f"m{number}", {each.identity: call.outcome for each, call in zip(operations, calls, strict=True)}
+        )
 
-    async def awaited(numbers: Sequence[int]) -> None:
-        for chunk in chunks(numbers):
-            for _ in run.tries:
-                try:
-                    deliveries = await dispatcher.deliver_batch([run.message(number) for number in chunk])
-                except BatchFailed as failure:
-                    deliveries = failure.deliveries
-                if not (chunk := settle(chunk, deliveries)):
-                    break
+    async def awaited(numbers: list[int]) -> Any:
+        (number,) = numbers
+        calls = [await commands.handle(each, run.program.event(number), key=f"m{number}") for each in operations]
+        return Delivery(
+            f"m{number}", {each.identity: call.outcome for each, call in zip(operations, calls, strict=True)}
+        )
+
+    return _each(run, 1, awaited if run.is_async else handled)
+
+
+def _operation(run: _Run, handler: int) -> Any:
+    async def awaited(asked: Any, call: AsyncCall) -> None:
+        await call.session.run_sync(lambda inner: run.body(handler, asked, inner))
+
+    def direct(asked: Any, call: Call) -> None:
+        run.body(handler, asked, call.session)
+
+    function: Any = awaited if run.is_async else direct
+    return command(name=f"harmless-{handler}", isolation=run.stage.isolation)(function)
+
+
+def _mixed(run: _Run) -> Any:
+    """Deliver the odd messages; the even ones are those of a service without the library, once each."""
+    deliver = _single(run)
+
+    def alone(number: int) -> None:
+        with run.lock:
+            if number in run.answered:
+                return
+            if number not in run.program.poison:
+                run.answered.add(number)
+        try:
+            run.stage.transact(run.program, [number])
+        except Exception as error:  # noqa: BLE001  # kept: it is loud
+            run.answered.discard(number)
+            run.rejected[number] = error
+
+    def direct(share: Share) -> None:
+        for number in share:
+            deliver([number]) if number % 2 else alone(number)
+
+    async def awaited(share: Share) -> None:
+        for number in share:
+            await (deliver([number]) if number % 2 else asyncio.to_thread(alone, number))
 
     return awaited if run.is_async else direct
 
 
-def _command(run: _Run) -> Any:
-    async def awaited(asked: Any, call: AsyncCall) -> None:
-        await call.session.run_sync(lambda inner: run.body(asked, inner))
-
-    def direct(asked: Any, call: Call) -> None:
-        run.body(asked, call.session)
-
-    declared = command(name="harmless", isolation=run.stage.isolation)
-    if run.is_async:
-        later, awaited_operation = AsyncCommands(run.factory()), declared(awaited)
-        return _one_by_one(
-            run, lambda number: later.handle(awaited_operation, run.program.event(number), key=f"m{number}")
-        )
-    commands, operation = Commands(run.factory()), declared(direct)
-    return _one_by_one(run, lambda number: commands.handle(operation, run.program.event(number), key=f"m{number}"))
-
-
-WAYS: dict[str, Callable[[_Run], Any]] = {"single": _single, "batch": _batch, "command": _command}
+WAYS: dict[str, Callable[[_Run], Any]] = {"single": _single, "batch": _batch, "command": _command, "mixed": _mixed}
 
 
 # Judging --------------------------------------------------------------------------------------------------------------
@@ -414,8 +504,13 @@ def judge(
     if wrong := stage.alone(program, controls):
         return Judged(program, f"alone: {wrong}")
     verdicts = {way: stage.with_library(program, way) for way in ways}
-    if any(verdict.kind == "silent" for verdict in verdicts.values()) and (wrong := stage.alone(program, CONFIRMED)):
+    silent = [way for way, verdict in verdicts.items() if verdict.kind == "silent"]
+    if silent and (wrong := stage.alone(program, CONFIRMED)):
         return Judged(program, f"alone, in a later schedule: {wrong}")
+    for way in silent:
+        again = sum(stage.with_library(program, way).kind == "silent" for _ in range(AGAIN))
+        detail = f"{verdicts[way].detail} (again in {again} of {AGAIN} runs)"
+        verdicts[way] = replace(verdicts[way], detail=detail)
     return Judged(program, None, verdicts)
 
 

@@ -6,11 +6,26 @@ A step has a number, its slot, and owns the rows of that slot, so that the steps
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
+from decimal import Decimal
+from functools import partial
 from typing import Any
 
-from sqlalchemy import CheckConstraint, ForeignKey, Index, String, func, select
+from sqlalchemy import (
+    JSON,
+    CheckConstraint,
+    ForeignKey,
+    ForeignKeyConstraint,
+    Index,
+    Numeric,
+    PickleType,
+    String,
+    UniqueConstraint,
+    func,
+    select,
+)
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, relationship
 
 ACCOUNTS = ("a", "b", "c", "d")
@@ -70,6 +85,70 @@ class Numbered(OfSlot, Base):
     number: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
 
 
+class Coded(Base):
+    """A row that a handler creates, with a key of its own, and a second one that the database keeps unique."""
+
+    __tablename__ = "harmless_coded"
+    __table_args__ = (UniqueConstraint("slot", "account"),)
+    id: Mapped[int] = mapped_column(primary_key=True)
+    slot: Mapped[int]
+    account: Mapped[str] = mapped_column(String(10))
+    amount: Mapped[int]
+
+
+class Detail(Base):
+    """A row that needs one of `Made`."""
+
+    __tablename__ = "harmless_detail"
+    __table_args__ = (ForeignKeyConstraint(["slot", "account"], [Made.slot, Made.account]),)
+    id: Mapped[int] = mapped_column(primary_key=True)
+    slot: Mapped[int]
+    account: Mapped[str] = mapped_column(String(10))
+    amount: Mapped[int]
+
+
+class Thing:
+    """A value that equals nothing but itself."""
+
+
+class Odd(OfSlot, Base):
+    """A row with values of many kinds, some of which are hard to compare."""
+
+    __tablename__ = "harmless_odd"
+    price: Mapped[Decimal] = mapped_column(Numeric(12, 2), default=Decimal(0))
+    ratio: Mapped[float | None]
+    thing: Mapped[Any] = mapped_column(PickleType, default=Thing)
+    document: Mapped[Any] = mapped_column(JSON, default=lambda: {"sum": 0, "kinds": ["x"]})
+    changed_at: Mapped[datetime | None] = mapped_column(onupdate=func.now())
+
+
+class Item(OfSlot, Base):
+    """A row whose columns are in two tables."""
+
+    __tablename__ = "harmless_item"
+    kind: Mapped[str] = mapped_column(String(10))
+    __mapper_args__ = {"polymorphic_on": kind, "polymorphic_identity": "plain"}  # noqa: RUF012
+
+
+class Special(Item):
+    """The second of the tables."""
+
+    __tablename__ = "harmless_special"
+    __table_args__ = (ForeignKeyConstraint(["slot", "account"], [Item.slot, Item.account]),)
+    __mapper_args__ = {"polymorphic_identity": "special"}  # noqa: RUF012
+    slot: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    account: Mapped[str] = mapped_column(String(10), primary_key=True)
+    bonus: Mapped[int] = mapped_column(default=0)
+
+
+class Stamped(OfSlot, Base):
+    """A row with a running number, whose key is that of its message."""
+
+    __tablename__ = "harmless_stamped"
+    message: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    number: Mapped[int]
+
+
 class Entry(Base):
     """A line of a ledger. Its number is not unique in the database."""
 
@@ -110,15 +189,17 @@ class Other(Base):
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
 
 
-def reset(session: Session, slots: Sequence[int], seats: Sequence[int]) -> None:
-    """Fill the tables as they are in the beginning, for the steps with these slots."""
+def reset(session: Session, slots: Slots) -> None:
+    """Fill the tables as they are in the beginning, for the steps of a program."""
     for table in reversed(Base.metadata.sorted_tables):
         session.execute(table.delete())
     session.add_all([Other(id=1), *(Account(id=account) for account in ACCOUNTS)])
-    session.add_all(
-        kind(slot=slot, account=account) for kind in (Tally, Versioned) for slot in slots for account in ACCOUNTS
-    )
-    session.add_all(Seat(slot=slot, number=number) for slot in seats for number in range(SEATS))
+    ratio = float("nan") if session.get_bind().dialect.name == "postgresql" else 0.5
+    kinds: dict[Model, Any] = {TALLY: Tally, VERSIONED: Versioned, ODD: partial(Odd, ratio=ratio), ITEMS: Special}
+    for model, kind in kinds.items():
+        for slot in slots.get(model, ()):
+            session.add_all(kind(slot=slot, account=account) for account in ACCOUNTS)
+    session.add_all(Seat(slot=slot, number=number) for slot in slots.get(SEATED, ()) for number in range(SEATS))
 
 
 # What a read model holds ----------------------------------------------------------------------------------------------
@@ -131,6 +212,10 @@ class Model:
     name: str
     expected: Callable[[Worth], Any]
     found: Callable[[Session, int], Any]
+
+
+Slots = Mapping[Model, Sequence[int]]
+"""The slots of a program that have rows of a read model."""
 
 
 def _sums(worth: Worth) -> dict[str, int]:
@@ -153,6 +238,21 @@ def _amounts(kind: Any) -> Callable[[Session, int], dict[str, int]]:
         return {account: amount for account, amount in rows if amount}
 
     return found
+
+
+def _odd(session: Session, slot: int) -> dict[str, Any]:
+    rows = session.scalars(select(Odd).where(Odd.slot == slot))
+    return _agreed({row.account: [row.amount, int(row.price), row.document["sum"]] for row in rows})
+
+
+def _items(session: Session, slot: int) -> dict[str, Any]:
+    rows = session.scalars(select(Special).where(Special.slot == slot))
+    return _agreed({row.account: [row.amount, row.bonus] for row in rows})
+
+
+def _agreed(sums: dict[str, list[int]]) -> dict[str, Any]:
+    """Return one sum for each account, or all of those that should be the same."""
+    return {account: each[0] if len({*each}) == 1 else each for account, each in sums.items() if any(each)}
 
 
 def _total(session: Session, _slot: int) -> dict[str, int]:
@@ -210,9 +310,12 @@ def _firsts(session: Session, slot: int) -> dict[str, tuple[int, int]]:
     return {account: (len(amounts), amounts.count(1)) for account, amounts in each.items()}
 
 
-def _lines(session: Session, slot: int) -> dict[str, Any]:
-    rows = session.execute(select(Line.account, Line.amount).where(Line.slot == slot)).all()
-    return _chains([(account, amount) for account, amount in rows])
+def _lines(kind: Any) -> Callable[[Session, int], dict[str, Any]]:
+    def found(session: Session, slot: int) -> dict[str, Any]:
+        rows = session.execute(select(kind.account, kind.amount).where(kind.slot == slot)).all()
+        return _chains([(account, amount) for account, amount in rows])
+
+    return found
 
 
 def _seats(session: Session, slot: int) -> tuple[int, int]:
@@ -236,10 +339,15 @@ TOTAL = Model("total", _sums, _total)
 LEDGER = Model("ledger", _chains, _ledger)
 BALANCES = Model("balances", _chains, _balances)
 NUMBERS = Model("numbers", _counts, _numbers(Entry))
+STAMPED = Model("stamped", _counts, _numbers(Stamped))
 UNIQUE_NUMBERS = Model("unique numbers", _counts, _numbers(Numbered))
 AT_MOST = Model("at most", lambda worth: {account: min(n, PLACES) for account, n in _counts(worth).items()}, _places)
 FIRST = Model("first", lambda worth: {account: (n, 1) for account, n in _counts(worth).items()}, _firsts)
-LINES = Model("lines", _chains, _lines)
-INSERTED = (LEDGER, NUMBERS, AT_MOST, FIRST)
+LINES = Model("lines", _chains, _lines(Line))
+DETAILS = Model("details", _chains, _lines(Detail))
+CODED = Model("coded", _sums, _amounts(Coded))
+ODD = Model("odd", _sums, _odd)
+ITEMS = Model("items", _sums, _items)
+INSERTED = (LEDGER, NUMBERS, STAMPED, AT_MOST, FIRST)
 """Read models of which handlers change no row, so that the database never refuses what they write."""
 SEATED = Model("seats", lambda worth: (len(worth), len(worth)), _seats)

@@ -55,7 +55,8 @@ class Turn:
     @property
     def amount(self) -> int:
         """What the step adds to the account."""
-        return -self.event["amount"] if self.other else self.event["amount"]
+        amount: int = self.event["amount"]
+        return -amount if self.other else amount
 
     @property
     def key(self) -> tuple[int, str]:

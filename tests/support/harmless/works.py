@@ -8,30 +8,41 @@ from typing import Any
 from sqlalchemy import exists, func, insert, literal, select, text, update
 from sqlalchemy.dialects import mysql, postgresql, sqlite
 from sqlalchemy.exc import DBAPIError, IntegrityError
-from sqlalchemy.orm import selectinload
+from sqlalchemy.orm import load_only, selectinload
 
 from .tables import (
     AT_MOST,
     BALANCES,
+    CODED,
+    DETAILS,
     FIRST,
+    ITEMS,
     LEDGER,
     LINES,
     MADE,
     MEMBERS,
     NUMBERS,
+    ODD,
     PLACES,
     SEATED,
+    STAMPED,
     TALLY,
     TOTAL,
     UNIQUE_NUMBERS,
     VERSIONED,
     Account,
+    Coded,
+    Detail,
     Entry,
+    Item,
     Line,
     Made,
     Numbered,
+    Odd,
     Other,
     Seat,
+    Special,
+    Stamped,
     Tally,
     Versioned,
     Worth,
@@ -103,7 +114,7 @@ def ledger_by_stream(turn: Turn) -> None:
     turn.session.add(_next_line(turn, len(amounts), sum(amounts)))
 
 
-@work(UNDER_LOCK, LEDGER)
+@work(UNDER_LOCK, LEDGER, engines=("postgresql", "sqlite"))  # on MariaDB it locks the table for its generated key
 def ledger_by_insert_select(turn: Turn) -> None:
     """Insert what a SELECT computes."""
     columns = (
@@ -151,6 +162,21 @@ def counted_number(turn: Turn) -> None:
     number = turn.session.scalar(select(func.count()).select_from(Entry).where(*turn.of(Entry)))
     turn.pause()
     turn.session.execute(insert(Entry).values(slot=turn.slot, account=turn.account, number=(number or 0) + 1))
+
+
+@work(UNDER_LOCK, STAMPED)
+def number_by_insert_select(turn: Turn) -> None:
+    """Insert the highest number and one, as a SELECT computes it."""
+    columns = (
+        *(literal(turn.slot), literal(turn.account), literal(turn.event["number"]), literal(0)),
+        func.coalesce(func.max(Stamped.number), 0) + 1,
+    )
+    turn.pause()
+    turn.session.execute(
+        insert(Stamped).from_select(
+            ["slot", "account", "message", "amount", "number"], select(*columns).where(*turn.of(Stamped))
+        )
+    )
 
 
 @work(UNDER_LOCK, UNIQUE_NUMBERS)
@@ -327,6 +353,38 @@ def inserts_or_populates_and_adds(turn: Turn) -> None:
             turn.session.add(Made(slot=turn.slot, account=turn.account, amount=turn.amount))
     except IntegrityError:
         turn.session.get_one(Made, turn.key, populate_existing=True).amount += turn.amount
+
+
+@work(UNDER_LOCK, ODD, weight=5)
+def adds_beside_odd_values(turn: Turn) -> None:
+    """Add to a number, a decimal and a document of a row with values that equal nothing."""
+    row = turn.session.get_one(Odd, turn.key)
+    turn.pause()
+    row.amount += turn.amount
+    row.price += turn.amount
+    row.document = {**row.document, "sum": row.document["sum"] + turn.amount}
+
+
+@work(UNDER_LOCK, ODD, weight=2)
+def adds_to_a_partly_loaded_row(turn: Turn) -> None:
+    """Add to columns of a row of which the others were not loaded."""
+    wanted = select(Odd).where(*turn.of(Odd)).options(load_only(Odd.amount, Odd.price))
+    row = turn.session.scalars(wanted).one()
+    turn.pause()
+    row.amount += turn.amount
+    row.price += turn.amount
+    document: Any = turn.session.scalar(select(Odd.document).where(*turn.of(Odd)))
+    row.document = {**document, "sum": document["sum"] + turn.amount}
+
+
+@work(UNDER_LOCK, ITEMS)
+def adds_in_two_tables(turn: Turn) -> None:
+    """Add to the columns of an entity with joined inheritance."""
+    row = turn.session.get_one(Item, turn.key)
+    turn.pause()
+    row.amount += turn.amount
+    assert isinstance(row, Special)
+    row.bonus += turn.amount
 
 
 # Right without a lock of the account: one statement, or the row itself is locked --------------------------------------
@@ -529,6 +587,93 @@ def looks_and_inserts(turn: Turn) -> None:
         turn.session.flush()
 
 
+@work(FREE, MADE, splits=True)
+def updates_or_inserts(turn: Turn) -> None:
+    """Update; if there was no row, insert it in a savepoint; after a violation update again."""
+    add = update(Made).where(*turn.of(Made)).values(amount=Made.amount + turn.amount)
+    done: Any = turn.session.execute(add)
+    turn.pause()
+    if not done.rowcount:
+        try:
+            with turn.session.begin_nested():
+                turn.session.add(Made(slot=turn.slot, account=turn.account, amount=turn.amount))
+        except IntegrityError:
+            turn.session.execute(add)
+
+
+@work(FREE, MADE, engines=("postgresql", "mariadb"), splits=True)
+def inserts_or_adds_if_there(turn: Turn) -> None:
+    """Insert in a savepoint; after a violation get the row with a lock, and add if it is there."""
+    try:
+        with turn.session.begin_nested():
+            turn.session.add(Made(slot=turn.slot, account=turn.account, amount=turn.amount))
+    except IntegrityError:
+        row = turn.session.get(Made, turn.key, with_for_update=True)
+        if row is not None:
+            row.amount += turn.amount
+
+
+@work(FREE, MADE, engines=("postgresql", "mariadb"), splits=True)
+def selects_or_creates(turn: Turn) -> None:
+    """Select a row with a lock; if there is none, insert it in a savepoint; after a violation select it again."""
+    wanted = select(Made).where(*turn.of(Made)).with_for_update()
+    row = turn.session.scalars(wanted).one_or_none()
+    turn.pause()
+    if row is None:
+        try:
+            with turn.session.begin_nested():
+                row = Made(slot=turn.slot, account=turn.account, amount=0)
+                turn.session.add(row)
+        except IntegrityError:
+            row = turn.session.scalars(wanted).one()
+    row.amount += turn.amount
+
+
+@work(FREE, MADE, splits=True)
+def inserts_several_or_each(turn: Turn) -> None:
+    """Insert two rows in one savepoint; after a violation each in its own, ignoring violations; then update."""
+    accounts = sorted({turn.event["account"], turn.event["other"]})
+    try:
+        with turn.session.begin_nested():
+            turn.session.add_all(Made(slot=turn.slot, account=account, amount=0) for account in accounts)
+    except IntegrityError:
+        for account in accounts:
+            with contextlib.suppress(IntegrityError), turn.session.begin_nested():
+                turn.session.add(Made(slot=turn.slot, account=account, amount=0))
+    _add_to_made(turn, turn.amount)
+
+
+@work(FREE, CODED, splits=True)
+def inserts_or_updates_by_another_key(turn: Turn) -> None:
+    """Insert in a savepoint; after a violation of a key that is not the primary one, update."""
+    try:
+        with turn.session.begin_nested():
+            turn.session.add(Coded(slot=turn.slot, account=turn.account, amount=turn.amount))
+    except IntegrityError:
+        turn.session.execute(update(Coded).where(*turn.of(Coded)).values(amount=Coded.amount + turn.amount))
+
+
+@work(FREE, DETAILS, splits=True)
+def creates_a_parent_on_demand(turn: Turn) -> None:
+    """Insert a row in a savepoint; if its parent is missing, create that first, ignoring a violation."""
+    try:
+        with turn.session.begin_nested():
+            turn.session.add(Detail(slot=turn.slot, account=turn.account, amount=turn.amount))
+    except IntegrityError:
+        with contextlib.suppress(IntegrityError), turn.session.begin_nested():
+            turn.session.add(Made(slot=turn.slot, account=turn.account, amount=0))
+        turn.session.add(Detail(slot=turn.slot, account=turn.account, amount=turn.amount))
+
+
+@work(FREE, MADE)
+def inserts_unless_there_or_updates(turn: Turn) -> None:
+    """Insert in one statement that does nothing if the row is there; then update."""
+    done: Any = turn.session.execute(_insert_unless_there(turn, turn.amount))
+    turn.pause()
+    if not done.rowcount:
+        _add_to_made(turn, turn.amount)
+
+
 def _one(event: Event) -> Worth:
     return [(event["account"], 1)]
 
@@ -551,18 +696,20 @@ def inserts_and_counts(turn: Turn) -> None:
     turn.session.add(Entry(slot=turn.slot, account=turn.account, amount=1, balance=number + 1))
 
 
-@work(FREE, MEMBERS, weight=2)
-def inserts_unless_there(turn: Turn) -> None:
-    """Insert in one statement that does nothing if the row is there."""
+def _insert_unless_there(turn: Turn, amount: int) -> Any:
     verb, end = {
         "postgresql": ("INSERT", "ON CONFLICT DO NOTHING"),
         "sqlite": ("INSERT OR IGNORE", ""),
         "mariadb": ("INSERT IGNORE", ""),
     }[turn.session.get_bind().dialect.name]
-    turn.session.execute(
-        text(f"{verb} INTO harmless_made (slot, account, amount) VALUES (:s, :a, 1) {end}"),
-        {"s": turn.slot, "a": turn.account},
-    )
+    statement = text(f"{verb} INTO harmless_made (slot, account, amount) VALUES (:s, :a, :n) {end}")
+    return statement.bindparams(s=turn.slot, a=turn.account, n=amount)
+
+
+@work(FREE, MEMBERS, weight=2)
+def inserts_unless_there(turn: Turn) -> None:
+    """Insert in one statement that does nothing if the row is there."""
+    turn.session.execute(_insert_unless_there(turn, 1))
 
 
 @work(FREE, TALLY, MEMBERS, engines=("postgresql",), weight=2)
