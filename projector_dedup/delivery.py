@@ -14,7 +14,6 @@ from datetime import datetime
 from typing import Any, Protocol
 
 from .errors import BeyondRetention, ProjectorDedupError
-from .guard import StoppedHandler
 from .handler import Handler
 from .late import Instant
 from .markers import valid_key
@@ -49,8 +48,8 @@ def log_lowered(identity: str, *, by_lock: bool) -> None:
         )
     else:
         logger.info(
-            "handler %s violates a constraint by a row that its snapshot hides, so the library runs it again at READ "
-            "COMMITTED. An atomic upsert runs once",
+            "handler %s violates a constraint, perhaps by a row that its snapshot hides, so the library runs it again "
+            "at READ COMMITTED",
             printable(identity),
         )
 
@@ -98,14 +97,13 @@ def deliver(work: Work, factory: Any, options: UnitOptions, policy: RetryPolicy,
             if logger.isEnabledFor(logging.INFO):
                 work.log_settled(attempts)
             return uow.durable
-        except (Exception, StoppedHandler) as raised:  # noqa: BLE001  # delay_after raises it, unless a retry is due
+        except Exception as error:  # noqa: BLE001  # delay_after raises it, unless a retry is due
             overtaken, accepted = uow.overtaken, options.accepted
-            error = overtaken if isinstance(raised, StoppedHandler) else raised
-            assert error is not None  # noqa: S101  # the guard stops only handlers whose attempt was given up
             work.connected = uow.dialect is not None
             if isinstance(error, ProjectorDedupError) and hasattr(error, "done"):
                 error.done = False  # the handler called a command that ran before; this transaction was rolled back
-            if overtaken is not None and overtaken.isolation is not None and uow.durable:
+            lowers = overtaken is not None and overtaken.isolation is not None and uow.durable
+            if overtaken is not None and lowers and not getattr(error, "durable", False):
                 options = replace(options, lowered=True)
                 log_lowered(work.identity, by_lock=overtaken.by_lock)
                 continue  # at once, and not counted: it happens only once

@@ -143,7 +143,11 @@ class TransactionViolatedError(ProjectorDedupError):
 
 
 class UnlockedWriteError(TransactionViolatedError):
-    """A handler with ``read_models`` changed a row that it had not read under lock. Everything was rolled back."""
+    """A handler changed a row that it had not read under lock. Everything was rolled back.
+
+    With ``read_models`` each changed row must be locked. In a second run at READ COMMITTED, this is necessary only for
+    a value that is changed in place.
+    """
 
 
 class RetriesExhaustedError(ProjectorDedupError):

@@ -39,7 +39,8 @@ from .transaction_text import sql_sent, sql_text
 _SAVEPOINTS = (SavepointClause, RollbackToSavepointClause, ReleaseSavepointClause)
 _MARK = "the mark"  # the entry for the mark in the list of savepoints
 _ANY_TEXT = ""  # stands for the texts of all violations whose rows the library cannot look for
-_MOST_REFUSALS = 100
+_MOST_REFUSALS = 100  # statements, until the guard ends the handler
+_MOST_RUNS = 3  # for hidden rows at one level: then it is another constraint that the library does not know
 
 _ENDED = (
     "the handler ended the transaction, or broke the connection, where SQLAlchemy does not see it: on the driver's own "
@@ -122,7 +123,15 @@ def _unique_keys(table: Any) -> list[Any]:
 
 
 class StoppedHandler(BaseException):  # it is no error, and no ``except Exception`` may catch it
-    """Ends a handler that catches every Exception and tries again. Its attempt was given up before."""
+    """Ends a handler that catches every Exception and tries again, although its transaction accepts no statement."""
+
+
+def was_stopped(error: BaseException | None) -> bool:
+    """True if the guard has ended the handler, and the handler raised nothing else but errors."""
+    if not isinstance(error, BaseExceptionGroup):  # an asyncio.TaskGroup raises one
+        return isinstance(error, StoppedHandler)
+    stopped, others = error.split(StoppedHandler)
+    return stopped is not None and (others is None or isinstance(others, Exception))
 
 
 class Guard:
@@ -159,7 +168,7 @@ class Guard:
         self._claimed_several = False
         self._locked_late = False  # True: the handler has taken a lock that is younger than the snapshot
         self._clash: _Clash | None = None  # a unique violation, until a statement succeeds after it
-        self._refusals = 0  # how many statements of an attempt that was given up were refused
+        self._refusals = 0  # how many statements were refused since the transaction accepts none
         self._savepoints: list[str] = []  # the open savepoints in order, including the mark
         self._marked = False  # True: a savepoint or the transaction id distinguishes this transaction from later ones
         self._transaction_id: str | None = None  # the server's id of the transaction, if the server has such ids
@@ -243,9 +252,9 @@ class Guard:
         statement changes. ``mends`` is True for ROLLBACK TO SAVEPOINT, which can succeed in an aborted transaction.
         """
         if self.violation is not None:
-            raise self.violation
+            self._raise_again(self.violation)
         if self.overtaken is not None and not mends:
-            self._raise_overtaken()
+            self._raise_again(self.overtaken)
         if self.connection.get_transaction() is not self._transaction:
             self._raise_rolled_back()
         if self.aborted_by is not None and not mends:
@@ -423,7 +432,7 @@ class Guard:
             return
         values = clash.values(self.connection)
         text, accepted = clash.text if values else _ANY_TEXT, self.session.accepted
-        if not self.session.may_lower and (accepted is None or text in accepted):
+        if not self.session.may_lower and (accepted is None or text in accepted or len(accepted) >= _MOST_RUNS):
             return
         if values and self._is_visible(clash, values):
             return
@@ -460,13 +469,12 @@ class Guard:
             self.overtaken.text = text
         return self.overtaken
 
-    def _raise_overtaken(self) -> NoReturn:
-        """Raise the error of the attempt that was given up, or end a handler that catches it again and again."""
-        assert self.overtaken is not None  # noqa: S101  # the caller has checked it
+    def _raise_again(self, error: TransactionViolatedError | OvertakenError) -> NoReturn:
+        """Raise the error after which the transaction accepts no statement, or end a handler that always catches it."""
         self._refusals += 1
         if self._refusals > _MOST_REFUSALS:
-            raise StoppedHandler from self.overtaken
-        raise self.overtaken
+            raise StoppedHandler from error
+        raise error
 
     # Violations -----------------------------------------------------------------------------------------------------
 
@@ -483,7 +491,8 @@ class Guard:
         """Refuse what does not work beside other messages of the batch. The batch then applies this message alone."""
         self.violation = self.violation or TransactionViolatedError(
             f"the handler {does}, but several messages share the transaction; everything was rolled back, and a batch "
-            "applies the message again in its own transaction. Do not catch this error"
+            "applies the message again in its own transaction. Do not catch this error. After claim_many(), claim this "
+            "message alone"
         )
         raise self.violation
 

@@ -81,9 +81,10 @@ def _sentinels(given: object) -> dict[int, Any]:
             left += value.values()
         elif isinstance(value, (list, tuple, set, frozenset)):
             left += value
-        else:
+        elif not hasattr(kind, "__deepcopy__"):  # otherwise its class decides what a copy shares
             for name, inner in getattr(value, "__dict__", {}).items():
-                if any(vars(base).get(name) is inner for base in kind.__mro__) and not getattr(inner, "__dict__", True):
+                is_default = any(vars(base).get(name) is inner for base in kind.__mro__)
+                if is_default and not isinstance(inner, (list, dict, set)) and not getattr(inner, "__dict__", True):
                     found[id(inner)] = inner
                 else:
                     left.append(inner)

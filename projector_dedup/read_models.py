@@ -17,10 +17,10 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterable, Iterator
 from functools import cache
-from typing import Any
+from typing import Any, NoReturn
 from weakref import WeakKeyDictionary, WeakSet
 
-from sqlalchemy import Select, event, inspect, select, tuple_
+from sqlalchemy import Column, Select, event, inspect, select, tuple_
 from sqlalchemy.ext.mutable import MutableBase
 from sqlalchemy.orm import (
     InstanceState,
@@ -55,8 +55,8 @@ class LockingSession(GuardedSession):
         super().__init__(*args, **kwargs)
         self.locked_instances: WeakSet[InstanceState[Any]] = WeakSet()
         self.inserted: set[Any] = set()  # identity keys: an instance may be loaded anew
-        #: rows that ``verify_unlocked`` has locked, and the names of the values that it has compared
-        self.verified: WeakKeyDictionary[InstanceState[Any], set[str]] = WeakKeyDictionary()
+        #: rows that ``verify_unlocked`` has locked, and the names of the values that had changed by then
+        self.stale: WeakKeyDictionary[InstanceState[Any], set[str]] = WeakKeyDictionary()
         self.before_savepoint: WeakKeyDictionary[SessionTransaction, tuple[WeakSet[InstanceState[Any]], set[Any]]] = (
             WeakKeyDictionary()
         )
@@ -68,7 +68,7 @@ class LockingSession(GuardedSession):
 
     def before_rollback_to_savepoint(self) -> None:
         """Forget all locks before a rollback to a savepoint of the connection, which may release some of them."""
-        self.verified.clear()
+        self.stale.clear()
         if not self.in_nested_transaction():  # otherwise the listeners of the session's savepoints restore the locks
             self.locked_instances.clear()
             self.inserted.clear()
@@ -146,9 +146,11 @@ def verify_unlocked(session: LockingSession) -> None:
         return
     groups: dict[Mapper[Any], dict[InstanceState[Any], set[str]]] = {}
     for state, names in _flushed(session):
-        unknown = set(names) - session.verified.get(state, set())
-        if unknown and not session.may_write(state):
-            groups.setdefault(state.mapper, {}).setdefault(state, set()).update(unknown)
+        if state in session.stale:  # locked by an earlier flush, so only this transaction has changed it since
+            if not session.stale[state].isdisjoint(names):
+                _raise_changed(session, state.mapper)
+        elif not session.may_write(state):
+            groups.setdefault(state.mapper, {}).setdefault(state, set()).update(names)
     for mapper in sorted(groups, key=lambda each: each.class_.__qualname__):  # in one order everywhere: no deadlock
         rows = list(groups[mapper].items())
         for start in range(0, len(rows), _AT_ONCE):
@@ -187,8 +189,10 @@ def _attributes(mapper: Mapper[Any], columns: Iterable[Any]) -> list[str]:
 
 
 def _verify(session: LockingSession, mapper: Mapper[Any], rows: list[tuple[InstanceState[Any], set[str]]]) -> None:
-    wanted = sorted(set().union(*(names for _, names in rows)))
-    columns = {name: mapper.column_attrs[name].columns[0] for name in wanted}
+    loaded = {name for state, names in rows for name in {*names, *state.dict} if name in mapper.column_attrs}
+    columns = {
+        name: each for name in sorted(loaded) if isinstance(each := mapper.column_attrs[name].columns[0], Column)
+    }
     by_key = {state.key[1]: (state, names) for state, names in rows if state.key is not None}
     key: Any = mapper.primary_key
     chosen = key[0].in_([each[0] for each in by_key]) if len(key) == 1 else tuple_(*key).in_(list(by_key))
@@ -197,10 +201,34 @@ def _verify(session: LockingSession, mapper: Mapper[Any], rows: list[tuple[Insta
     now = {tuple(row[: len(key)]): dict(zip(columns, row[len(key) :], strict=True)) for row in answer}
     for identity, (state, names) in by_key.items():
         values = now.get(tuple(identity))
-        if values is None or not all(_is_unchanged(state, name, columns[name], values[name]) for name in names):
-            assert session.guard is not None  # noqa: S101  # ``locks`` was True
-            raise session.guard.overtake(f"another transaction has changed a row of {mapper.class_.__name__}")
-        session.verified.setdefault(state, set()).update(names)
+        if values is None:
+            _raise_changed(session, mapper)
+        _refuse_values_in_place(state, names)
+        stale = {name for name in columns if not _is_unchanged(state, name, columns[name], values[name])}
+        if not stale.isdisjoint(names):
+            _raise_changed(session, mapper)
+        session.stale[state] = stale
+
+
+def _raise_changed(session: LockingSession, mapper: Mapper[Any]) -> NoReturn:
+    assert session.guard is not None  # noqa: S101  # ``locks`` was True
+    raise session.guard.overtake(
+        f"a row of {mapper.class_.__name__} has changed since the handler read it, by another transaction or by a "
+        "statement of the handler's own, after which it must refresh the row"
+    )
+
+
+def _refuse_values_in_place(state: InstanceState[Any], names: Iterable[str]) -> None:
+    """Raise ``UnlockedWriteError`` if one of these values was changed in place: the value that was read is lost."""
+    for name in names:
+        given = state.dict.get(name)
+        unknown = isinstance(state.committed_state.get(name), LoaderCallableStatus)
+        if unknown and isinstance(given, (MutableBase, dict, list, set)):
+            raise UnlockedWriteError(
+                f"{state.class_.__name__}.{name} was changed in place in a row that is not locked, so the library "
+                "cannot detect a concurrent change; read the row with with_for_update=True, or declare its entity in "
+                "read_models"
+            )
 
 
 def _is_unchanged(state: InstanceState[Any], name: str, column: Any, now: Any) -> bool:
@@ -212,12 +240,6 @@ def _is_unchanged(state: InstanceState[Any], name: str, column: Any, now: Any) -
     given = state.dict.get(name, LoaderCallableStatus.NO_VALUE)
     loaded = state.committed_state.get(name, given)
     if isinstance(loaded, LoaderCallableStatus):
-        if isinstance(given, (MutableBase, dict, list, set)):
-            raise UnlockedWriteError(
-                f"{state.class_.__name__}.{name} was changed in place in a row that is not locked, so the library "
-                "cannot detect a concurrent change; read the row with with_for_update=True, or declare its entity in "
-                "read_models"
-            )
         return True
     if loaded is now or isinstance(given, ClauseElement) or column.type.compare_values(loaded, now):
         return True

@@ -22,7 +22,7 @@ from .asyncio_names import AsyncSession, async_sessionmaker
 from .closing import drop
 from .dialects import Dialect, Failure, LastStatement, Status, dialect_of, may_move
 from .errors import CommitOutcomeUnknown, OvertakenError, TransactionViolatedError, UnsafeSessionError
-from .guard import Guard
+from .guard import Guard, was_stopped
 from .late import Instant
 from .markers import (
     COMMITTED_AT_ONCE,
@@ -404,10 +404,13 @@ class UnitOfWork:
     def close(self, error: BaseException | None = None) -> None:
         """Roll back unless ``commit`` was called. No lock and no open transaction remains, whatever the handler did.
 
-        Raises ``TransactionViolatedError`` if the handler may have committed before it failed with ``error``.
+        Raises ``TransactionViolatedError`` if the handler itself may have committed before it failed with ``error``. If
+        the guard had to end the handler, raises the error that the handler has caught again and again.
         """
         if not self._closed:
             self._waiting.to_the_end(partial(self._close, error))
+        if self._guard is not None and was_stopped(error):
+            raise self._guard.overtaken or self._guard.violation or UnsafeSessionError(str(error)) from error
 
     def _close(self, error: BaseException | None) -> None:
         self._closed = True

@@ -3,6 +3,7 @@
 In each test another transaction commits between the claim and the handler's first statement (docs/adr/0046).
 """
 
+import asyncio
 import contextlib
 import logging
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 from sqlalchemy import insert, select, text, update
 from sqlalchemy.exc import IntegrityError
+from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
 
 from databases import DRIVERS, USUAL_DRIVERS, Driver
@@ -35,8 +37,17 @@ from harm import (
     scene_on,
     skips_bad_lines,
 )
-from projector_dedup import OvertakenError, RetryPolicy, UnitOfWork
+from projector_dedup import (
+    Outcome,
+    OvertakenError,
+    RetryPolicy,
+    TransactionViolatedError,
+    UnitOfWork,
+    on,
+    projector,
+)
 from projector_dedup.testing import external_transaction
+from projector_dedup.testing.kit import Added
 
 Way = Callable[[Scene], None]
 WAYS: tuple[Way, ...] = (Scene.deliver, Scene.deliver_batch, Scene.command, Scene.endpoint)
@@ -454,3 +465,83 @@ def test_many_rows_that_cannot_be_looked_for_cost_one_run(request: pytest.Fixtur
         scene.rival()
         scene.deliver()
         assert (scene.runs, scene.balance("a7")) == (2, RIVALS)
+
+
+@postgresql
+def test_a_commit_on_the_drivers_connection_is_heard_of_behind_a_lock(
+    request: pytest.FixtureRequest, driver: Driver
+) -> None:
+    """The attempt was given up, and then the handler commits what it has written until then: it does not run again."""
+
+    def commits_below(session: Session, account: str, amount: int) -> None:
+        below: Any = session.connection().connection
+        below.cursor().execute(f"insert into harm_sum values ('below', {amount})")
+        with contextlib.suppress(OvertakenError):
+            locks_parent(session, account, amount)
+        below.commit()
+
+    with scene_on(request, driver, commits_below, begins=0) as scene:
+        with pytest.raises(TransactionViolatedError) as raised:
+            scene.deliver()
+        assert (raised.value.durable, scene.runs) == (True, 1)
+
+
+@pytest.mark.parametrize("driver", PSYCOPG, ids=str)
+def test_a_handler_that_commits_again_and_again_ends(request: pytest.FixtureRequest, driver: Driver) -> None:
+    """The guard ends a loop that catches the error of a violation, too."""
+    rounds: list[int] = []
+
+    def commits(session: Session, _account: str, _amount: int) -> None:
+        while True:
+            rounds.append(1)
+            assert len(rounds) < 10_000, "the loop does not end"
+            with contextlib.suppress(Exception):
+                session.execute(text("commit"))
+                return
+
+    with scene_on(request, driver, commits, begins=0) as scene, pytest.raises(TransactionViolatedError):
+        scene.deliver()
+
+
+@postgresql
+def test_many_rows_of_an_unknown_index_cost_a_few_runs(request: pytest.FixtureRequest, driver: Driver) -> None:
+    """At a level that the library must not lower, an index that the table does not declare exhausts no retries."""
+
+    def inserts_or_ignores(session: Session, account: str, amount: int) -> None:
+        for number in range(25):
+            with contextlib.suppress(IntegrityError), session.begin_nested():
+                session.add(Sum(account=f"{account.upper() if amount == MINE else account}{number}", amount=amount))
+
+    with scene_on(request, driver, inserts_or_ignores, begins=0, dispatcher_isolation="REPEATABLE READ") as scene:
+        with scene.engine.begin() as connection:
+            connection.exec_driver_sql("create unique index harm_lower on harm_sum (lower(account))")
+        scene.rival()
+        scene.deliver()
+        assert (scene.runs, scene.balance("a7")) == (4, RIVALS)
+
+
+ASYNCPG = [each for each in POSTGRESQL if each in USUAL_DRIVERS and each.is_async]
+
+
+@pytest.mark.parametrize("driver", ASYNCPG, ids=str)
+def test_a_loop_in_a_task_group_ends(request: pytest.FixtureRequest, driver: Driver) -> None:
+    """A TaskGroup puts the exception that ends the handler into a group."""
+    runs: list[int] = []
+
+    async def loops(_happened: Added, session: AsyncSession) -> None:
+        runs.append(1)
+
+        async def tries_again() -> None:
+            for _ in range(10_000):
+                with contextlib.suppress(Exception):
+                    return await session.run_sync(locks_parent, "a", MINE)
+            raise AssertionError("the loop does not end")
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(tries_again())
+
+    with scene_on(request, driver, locks_parent) as scene:
+        handler = projector(idempotent=True, name="groups")(on(Added)(loops))
+        dispatcher = scene.shop.harness.dispatcher(handler)
+        assert scene.shop.harness.deliver(dispatcher).outcome is Outcome.APPLIED
+        assert (len(runs), scene.balance()) == (2, MINE)

@@ -348,6 +348,22 @@ def test_a_row_that_the_handler_has_changed_by_sql_is_no_conflict(verified: Veri
     assert (verified.runs, verified.read(select(Thing.amount))) == (2, 1)
 
 
+def test_a_row_that_a_trigger_has_changed_may_be_deleted(verified: Verified) -> None:
+    """The row is locked since the first flush, so the difference is the handler's own."""
+
+    def changes_and_deletes(thing: Thing) -> None:
+        session = Session.object_session(thing)
+        assert session is not None
+        thing.amount += 1
+        session.flush()
+        session.execute(text("update verified_thing set price = 3 where id = 1"))  # as a trigger would
+        session.delete(thing)
+
+    verified.stored(Thing(id=1))
+    verified.deliver(_thing, changes_and_deletes)
+    assert (verified.runs, verified.read(select(Thing.id))) == (2, None)
+
+
 # The row of a unique violation, by each unique key of the table -------------------------------------------------------
 
 
