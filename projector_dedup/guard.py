@@ -286,8 +286,9 @@ class Guard:
         if self.overtaken is not None or self.aborted_by is not None:
             return
         if not isinstance(error, DBAPIError):
-            if self.connection.invalidated:  # for example by asyncio.timeout(), which the handler may catch
-                lost = error if isinstance(error, Exception) else RuntimeError(type(error).__name__)
+            # For example a cancellation by asyncio.timeout(), which the handler may catch.
+            if self.connection.invalidated and not isinstance(error, Exception):
+                lost = RuntimeError(type(error).__name__)
                 self.aborted_by = OperationalError(None, None, lost, connection_invalidated=True)
             return
         ended = self._begun and self.dialect.status(self.driver) is Status.NONE  # SQLite: INSERT OR ROLLBACK
