@@ -441,11 +441,11 @@ class Patch:
 
 def test_a_sentinel_stays_the_same_object() -> None:
     """Handlers recognise it by ``is``. Everything else is copied."""
-    given = {"patch": Patch(inner=Patch()), "name": UNSET}
+    given: dict[str, Any] = {"patch": Patch(inner=Patch()), "name": UNSET}
     copied = Originals().copy_of(given)
-    for patch in (copied["patch"], copied["patch"].inner):  # type: ignore[attr-defined]  # it is a Patch
+    for patch in (copied["patch"], copied["patch"].inner):
         assert patch is not given["patch"]
         assert patch.name is UNSET
         assert patch.price is NOT_GIVEN
     assert copied["name"] is UNSET
-    assert copied["patch"].tags is not given["patch"].tags  # type: ignore[attr-defined]  # it is a Patch
+    assert copied["patch"].tags is not given["patch"].tags

@@ -213,7 +213,7 @@ def _named(function: Callable[..., Any]) -> Any:
         (lambda: projector(read_models=["totals"]), "list of mapped classes"),  # type: ignore[list-item]
         (lambda: projector(read_models=Totals), "list of mapped classes"),  # type: ignore[call-overload]
         (lambda: Dispatcher(FACTORY), "has no projector"),
-        (lambda: Dispatcher(FACTORY, Totals), "give the dispatcher an instance"),  # type: ignore[arg-type]
+        (lambda: Dispatcher(FACTORY, Totals), "give the dispatcher an instance"),
         (lambda: Dispatcher(FACTORY, object()), "not a projector"),
         (lambda: Dispatcher(FACTORY, [Totals()]), r"list is not a projector; .* one by one: .*, \*projectors\)$"),
         (lambda: Dispatcher(FACTORY, projector(type("Empty", (), {}))()), "no handler"),
