@@ -249,7 +249,7 @@ def test_the_horizon_alone_makes_a_message_late(harness: Harness, cleaner: Engin
     declare_horizon(cleaner, 240)
     dispatcher = harness.dispatcher(harness.handler(), harness.handler(name="newer"), late="skip")
     for minutes, expected in ((5, Outcome.SKIPPED), (-5, Outcome.APPLIED)):
-        at = OLD - timedelta(minutes=minutes)
+        at = datetime.now(UTC) - timedelta(hours=240, minutes=minutes)
         outcomes = harness.deliver(dispatcher, again(at, f"{minutes}"), None).outcomes
         assert outcomes == {"totals": expected, "newer": expected}
 

@@ -363,7 +363,7 @@ IMMUTABLE = [
     *((), (1, ("a", None)), frozenset({1}), Money(Decimal(1)), Paid(Money(Decimal(1))), Slotted((1, Color.RED))),
 ]
 CHANGEABLE = [
-    *([], {}, set(), bytearray(), object(), Text("a"), Plain(), Listed(), Remembers(1), Computes(1)),
+    *([], {}, set(), bytearray(), Text("a"), Plain(), Listed(), Remembers(1), Computes(1)),
     *(
         Derived(Decimal(1)),
         ([],),

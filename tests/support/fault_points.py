@@ -50,6 +50,7 @@ from projector_dedup import (
     projector,
 )
 from projector_dedup.commands import AsyncCall, AsyncCommands, Call, Commands, Handled, command, json
+from projector_dedup.inherited import leave_to_parent
 from rig import HANDLER, Total
 
 BLOCK_IN_C = {"psycopg2", "MySQLdb"}
@@ -264,6 +265,7 @@ class Worker:
         self._engine: Engine | AsyncEngine = create(self._url, connect_args=arguments)
 
     def _new_dispatcher(self) -> None:
+        leave_to_parent(self.engine)  # a forked process gets a new pool anyway, at its first delivery
         self.engine.pool.connect = partial(self._take, self.engine.pool.connect)  # type: ignore[method-assign]  # a listener would be heard
         self._dispatcher = self._dispatcher_on(self._engine)
 
