@@ -117,7 +117,7 @@ class Lateness:
         try:
             if REDELIVERY_HORIZON in found:
                 hours, now = found[REDELIVERY_HORIZON]
-                moments.append(_in_utc(now) - timedelta(hours=float(hours)))
+                moments.append(in_utc(now) - timedelta(hours=float(hours)))
             if PRUNED_UNTIL in found:
                 moments.append(datetime.fromisoformat(found[PRUNED_UNTIL][0]))
             return max(moments, default=None)
@@ -129,5 +129,6 @@ class Lateness:
             ) from None
 
 
-def _in_utc(moment: datetime) -> datetime:
+def in_utc(moment: datetime) -> datetime:
+    """Return a time from the database in UTC. A time without a zone is in UTC, because all times are stored in UTC."""
     return moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment.astimezone(UTC)

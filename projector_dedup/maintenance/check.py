@@ -28,10 +28,11 @@ from ..dialects import Dialect, Failure, dialect_of
 from ..effects import EffectTables
 from ..effects.record import ATTEMPT, DONE, MAX_ERROR, NewRow, evidence, finish, new_token, read, release
 from ..errors import MissingTableError, RefusedError
+from ..late import in_utc
 from ..markers import insert_marker, marker_key
 from ..message import MAX_MESSAGE_ID_BYTES, printable
 from ..tables import DedupTables, default_tables, full_name
-from .databases import Finding, advice, database_of, in_utc
+from .databases import Finding, advice, database_of
 from .rebuild_state import open_rebuilds
 from .running import KINDS, connected_to, other_kind
 from .state import SCHEMA_VERSION, duration, in_hours, moment_with_zone, read_state

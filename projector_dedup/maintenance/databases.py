@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 from math import ceil
 from typing import Any, ClassVar
 
@@ -37,6 +37,7 @@ from sqlalchemy.sql.compiler import SQLCompiler
 from ..dialects import MariaDB, PostgreSQL, SQLite, dialect_of
 from ..dialects.columns import moment, utc_now
 from ..errors import RetriesExhaustedError
+from ..late import in_utc
 
 
 @dataclass(frozen=True)
@@ -95,11 +96,6 @@ class Expired:
     def any(self) -> Select[Any]:
         """Return a SELECT that gives a row if an expired marker is there, even if another cleaner is deleting it."""
         return select(literal_column("1")).select_from(self.marker).where(self.among(self.marker)).limit(1)
-
-
-def in_utc(moment: datetime) -> datetime:
-    """Return a time from the database in UTC. A time without a zone is in UTC, because all times are stored in UTC."""
-    return moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment.astimezone(UTC)
 
 
 class Database:

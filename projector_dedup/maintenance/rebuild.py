@@ -21,12 +21,12 @@ from sqlalchemy.util import await_only, greenlet_spawn
 from ..dialects import dialect_of
 from ..dispatcher import AsyncDispatcher, Dispatcher
 from ..errors import BatchFailed, RefusedError
+from ..late import in_utc
 from ..message import Message, moment_in_utc, printable
 from ..options import RetryPolicy
 from ..outcome import Delivery, Outcome
 from ..verdict import Action, verdict_of
 from .check import verify
-from .databases import in_utc
 from .lacking import handlers_of, pairs_of
 from .rebuild_state import OpenRebuild, end, now_text, open_rebuilds, refuse_kept, write_rebuild
 from .rows import forget_all

@@ -31,11 +31,12 @@ from ..dialects import Dialect, Failure, dialect_of
 from ..dialects.columns import now_ms
 from ..effects import EffectTables
 from ..errors import RefusedError
+from ..late import in_utc
 from ..message import printable, valid_handler, valid_message_id
 from ..options import RetryPolicy
 from ..tables import DedupTables, default_tables
 from .check import verify
-from .databases import CUTOFF, database_of, in_utc
+from .databases import CUTOFF, database_of
 from .rebuild_state import refuse_kept
 from .running import PASSING, connected_to, refuse_other_kind, run_with_retries
 

@@ -12,9 +12,8 @@ from sqlalchemy import select
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import IntegrityError
 
-from ..late import PRUNED_UNTIL, REDELIVERY_HORIZON
+from ..late import PRUNED_UNTIL, REDELIVERY_HORIZON, in_utc
 from ..tables import DedupTables, default_tables
-from .databases import in_utc
 from .running import connected_to
 
 SCHEMA_VERSION = "schema_version"  #: of the tables, where `idempotency migrate`, its SQL or our revisions made them

@@ -10,9 +10,9 @@ from sqlalchemy.engine import Connection, Engine
 
 from ..dialects.columns import utc_now
 from ..effects import EffectTables
-from ..late import MARGIN
+from ..late import MARGIN, in_utc
 from ..tables import DedupTables, default_tables
-from .databases import database_of, in_utc
+from .databases import database_of
 from .effects import unknown_effects
 from .horizon import expired_now
 from .running import connected_to, refuse_other_kind

@@ -34,8 +34,8 @@ class Clock:
         self.ahead = self.stood_still = timedelta()
         now = Database.now
         monkeypatch.setattr(Database, "now", lambda database, connection: now(database, connection) + self.ahead)
-        in_utc = late_module._in_utc
-        monkeypatch.setattr(late_module, "_in_utc", lambda now: in_utc(now) + self.ahead)
+        in_utc = late_module.in_utc
+        monkeypatch.setattr(late_module, "in_utc", lambda now: in_utc(now) + self.ahead)
         monkeypatch.setattr(late_module, "time", self)
 
     def passes(self, span: timedelta = HOUR) -> None:
