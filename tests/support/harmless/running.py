@@ -204,6 +204,7 @@ class Stage:
             except TimeoutError:
                 with contextlib.closing(Outside(self._database)) as outside:
                     outside.kill_others()  # so that the threads end
+                self.plain.dispose()  # what it keeps was killed as well
                 raise EndlessRunError(f"a program has run for {HANGS} seconds") from None
         if errors:
             raise errors[0]
