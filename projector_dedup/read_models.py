@@ -122,8 +122,9 @@ def _refuse_unlocked_writes(session: LockingSession, _context: UOWTransaction, _
     if session.verifies:
         verify_unlocked(session)
         return
-    for instance in (*session.dirty, *session.deleted):
-        _refuse_unlocked(session, inspect(instance), is_deleted=instance in session.deleted)
+    removed = session.deleted
+    for instance in (*session.dirty, *removed):
+        _refuse_unlocked(session, inspect(instance), is_deleted=instance in removed)
 
 
 @event.listens_for(LockingSession, "after_flush")
@@ -159,8 +160,9 @@ def verify_unlocked(session: LockingSession) -> None:
 
 def _flushed(session: LockingSession) -> Iterator[tuple[InstanceState[Any], Iterable[str]]]:
     """Yield the rows that a flush will UPDATE or DELETE, and the names of the values that it overwrites or removes."""
-    for instance in (*session.dirty, *session.deleted):
-        state, deleted = inspect(instance), instance in session.deleted
+    removed = session.deleted
+    for instance in (*session.dirty, *removed):
+        state, deleted = inspect(instance), instance in removed
         if deleted:
             yield state, [name for name in state.mapper.column_attrs.keys() if name in state.dict]  # noqa: SIM118  # no dict
         elif names := _overwritten(state):

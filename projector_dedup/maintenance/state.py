@@ -63,7 +63,7 @@ def state_of(connection: Connection, tables: DedupTables) -> State:
 
 
 def pruned_until(engine: Engine, *, tables: DedupTables = default_tables) -> datetime | None:
-    """Return the time before which markers may be deleted, or None if no complete cleanup was recorded.
+    """Return the time before which markers may be deleted, or None if no cleanup has deleted any.
 
     Raises ``MissingTableError`` if the state table is missing.
     """
