@@ -101,6 +101,8 @@ def delivering_task(
             rejected.label = settled.label  # for the worker's main process, which publishes the dead letter
             raise rejected
         if not settled.acknowledge:
+            if self.request.is_eager:  # without a ``sig``, for which Celery would call the task again at once
+                raise Retry(settled.reason, when=settled.delay, is_eager=True)
             try:
                 raise self.retry(countdown=settled.delay, throw=False)
             except Reject as unpublished:  # Celery could not publish the retry, and would drop the message
