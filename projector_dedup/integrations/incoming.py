@@ -114,7 +114,7 @@ def json_of(incoming: Incoming) -> Any:
         if not incoming.body:
             flaw = (
                 "it is missing, or empty; send JSON there, or give the consumer a convert= that builds the event from "
-                "incoming.headers or, for a tombstone of Kafka, incoming.key"
+                f"incoming.{'headers' if incoming.key is None else 'key'}"
             )
         raise InvalidMessageError(f"the {incoming.body_name} is not JSON: {printable(flaw[:200])}") from error
 

@@ -158,6 +158,7 @@ def test_garbage_goes_to_the_dead_letters(rig: KafkaTopic) -> None:
     rig.consume_until(rig.settled({"good": 1}))
     values = [each.value() for each in rig.queue.messages(rig.queue.dead_letters)]
     assert (len(values), values.count(payment(1)), values.count(None)) == (5, 4, 1)  # no value is not an empty one
+    assert "a convert= that builds the event from incoming.key" in rig.queue.letters()[b""]
 
 
 def test_a_tombstone_comes_with_its_key(rig: KafkaTopic) -> None:
