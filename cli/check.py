@@ -95,7 +95,8 @@ def check(
         else:
             _print(findings)
             if not fatal:
-                say(f"{deployment}: {tables.marker.name} is {coloured('ready', 'green')}.")
+                text = fitted(f"{deployment}: {tables.marker.name} is ready.", sys.stdout)
+                click.echo(text.removesuffix("ready.") + coloured("ready", "green") + ".")
             say(after_check(findings, found, tables) + others_beside(engine, tables))
     if fatal:
         raise Failed(f"{deployment} is not ready: solve the {fatal} problem{'s' if fatal > 1 else ''} above")

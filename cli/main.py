@@ -33,6 +33,9 @@ class _Group(click.Group):
     """A group of commands. Their errors are printed without a traceback and without passwords."""
 
     def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, **extra: Any) -> Any:  # type: ignore[override]  # click's has two more arguments, which we pass on
+        for name in ("stdin", "stdout", "stderr"):
+            if getattr(sys, name) is None:  # closed, as by `>&-`; a socket must not get its number either
+                setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: SIM115
         try:
             code = super().main(args, prog_name, **{**extra, "standalone_mode": False})
         except click.ClickException as error:

@@ -9,7 +9,6 @@ import shutil
 import signal
 import sys
 import textwrap
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timedelta
@@ -25,6 +24,7 @@ from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
 from projector_dedup import ProjectorDedupError
 from projector_dedup.maintenance.state import duration, moment_with_zone
+from projector_dedup.message import printable, traced
 
 _WIDTH = 80  # columns of a terminal that does not report its width
 _IN_A_PIPE = 10_000  # columns, so that a row is one line
@@ -56,11 +56,12 @@ def reason(error: BaseException) -> str:
     """Return the first line of an error's text. For a database error, that is the driver's text."""
     if isinstance(error, (ProjectorDedupError, click.ClickException)):
         return str(error).partition("\n")[0]
+    text = str(error)
     if isinstance(error, DBAPIError) and error.orig is not None:
-        error = error.orig
-        if len(error.args) == 2 and isinstance(error.args[0], int):  # MariaDB's drivers: its number, then its words
-            return without_secrets(str(error.args[1]))
-    lines = str(error).strip().splitlines()
+        text, args = str(error.orig), error.orig.args
+        if len(args) == 2 and isinstance(args[0], int):  # MariaDB's drivers: its number, then its words
+            text = str(args[1])
+    lines = text.strip().splitlines()
     return without_secrets(lines[0].strip()) if lines else type(error).__name__
 
 
@@ -84,14 +85,23 @@ def one_line(*, debug: bool) -> Iterator[None]:
         raise
     except Exception as error:  # the last place to turn an error into one line and exit code 1
         if debug:
-            print(without_secrets("".join(traceback.format_exception(error))), end="", file=sys.stderr)
+            click.echo(without_secrets(traced(error)), err=True)
         if isinstance(error, click.ClickException):
             raise
         raise Failed(explained(error)) from None
 
 
+def harmless(text: str) -> str:
+    """Return the text with every character escaped on which a terminal acts, except for the ends of lines.
+
+    A text of a message, a handler or a server could otherwise forge what an operator reads.
+    """
+    return "\n".join(printable(line) for line in text.split("\n"))
+
+
 def fitted(text: str, stream: IO[Any], indent: str = "") -> str:
-    """Return the text for ``stream``. For a terminal, break long lines between words and indent the continuation."""
+    """Return the harmless text for ``stream``. For a terminal, break long lines between words, and indent the rest."""
+    text = harmless(text)
     if not stream.isatty():
         return text
     width = shutil.get_terminal_size((_WIDTH, 24)).columns
@@ -133,7 +143,13 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence
 
 def print_json(values: dict[str, Any]) -> None:
     """Print an object as JSON, with times in ISO 8601 and durations in seconds."""
-    click.echo(json.dumps(values, default=_plain, indent=2, ensure_ascii=False))
+    click.echo(readable_json(values))
+
+
+def readable_json(value: Any) -> str:
+    """Return indented JSON in which every character is escaped on which a terminal acts, as ``\\u`` and its digits."""
+    text = json.dumps(value, default=_plain, indent=2, ensure_ascii=False)
+    return "".join(each if each.isprintable() or each == "\n" else json.dumps(each)[1:-1] for each in text)
 
 
 def log_json(event: str, **facts: Any) -> None:
@@ -195,7 +211,7 @@ def confirmed(question: str) -> bool:
     Raises `click.UsageError` if there is no terminal.
     """
     require_terminal()
-    return click.confirm(question, default=False, err=True)
+    return click.confirm(harmless(question), default=False, err=True)
 
 
 @contextmanager

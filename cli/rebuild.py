@@ -24,7 +24,7 @@ from projector_dedup.message import printable
 
 from .check import from_application, imported
 from .options import EXIT_CODES, Number, WholeNumber, debug_option
-from .output import Failed, json_option, noted, one_line, print_json, reason, say
+from .output import Failed, harmless, json_option, noted, one_line, print_json, reason, say
 
 T = TypeVar("T")
 
@@ -160,7 +160,7 @@ def _fill(dispatcher: Any, projector: str, place: str, *, as_json: bool, keep_go
     source, began = imported(place, "--source", _SOURCE), time.monotonic()
 
     def name(delivery: Delivery) -> None:
-        _on_stderr.print(f"failed: message {printable(str(delivery.message_id))}: {_why(delivery)}", markup=False)
+        _on_stderr.print(harmless(f"failed: message {delivery.message_id}: {_why(delivery)}"), markup=False)
 
     with noted() as interrupted, _progress(source, arguments["limit"]) as progress:
         arguments |= {"on_batch": progress, "stop": interrupted, "failed": name if keep_going else None}

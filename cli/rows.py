@@ -37,8 +37,10 @@ from .output import (
     between_batches,
     capital,
     confirmed,
+    harmless,
     json_option,
     print_json,
+    readable_json,
     require_terminal,
     say,
     table,
@@ -233,9 +235,7 @@ def _print_result(found: Marker) -> None:
         click.echo("nothing")
         return
     value = readable(found.result)
-    text = value if isinstance(value, str) else json.dumps(value, indent=2, ensure_ascii=False)
-    for line in text.splitlines() or [""]:
-        click.echo(printable(line))
+    click.echo(harmless(value) if isinstance(value, str) else readable_json(value))
 
 
 def readable(data: bytes | None) -> Any:

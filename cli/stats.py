@@ -43,7 +43,7 @@ def show_stats(deployment: Deployment, retention_hours: float | None, as_json: b
         if as_json:
             print_json({**deployment.place, **asdict(found)})
             return
-        click.echo(deployment)
+        say(str(deployment))
         _print(found, tables)
         say(f"\n{after_stats(found, tables)}{others_beside(engine, tables)}")
 

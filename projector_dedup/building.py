@@ -7,16 +7,15 @@ message once. A query over their markers finds the messages that the new one lac
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from .errors import HandlerDefinitionError
 from .handler import DeadLetter, Handler, handlers_of
-from .message import Message, logged_id, printable
+from .message import Message, logged_id, logger_of, printable
 
-logger = logging.getLogger("projector_dedup")
+logger = logger_of("projector_dedup")
 
 
 @dataclass(frozen=True)

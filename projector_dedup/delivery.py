@@ -17,7 +17,7 @@ from .errors import BeyondRetention, ProjectorDedupError
 from .handler import Handler
 from .late import Instant
 from .markers import valid_key
-from .message import Message, logged_id, moment_in_utc, printable, valid_message_id
+from .message import Message, logged_id, logger_of, moment_in_utc, printable, valid_message_id
 from .observer import Observing, Watch
 from .options import RetryPolicy, UnitOptions
 from .outcome import Outcome
@@ -27,7 +27,7 @@ from .retry import Attempts
 from .unit_of_work import UnitOfWork
 from .waiting import Waiting
 
-logger = logging.getLogger("projector_dedup")
+logger = logger_of("projector_dedup")
 
 
 _lowered: set[tuple[str, bool]] = set()

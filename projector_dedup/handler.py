@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -14,9 +13,9 @@ from sqlalchemy.orm import Session
 
 from .asyncio_names import AsyncSession
 from .errors import HandlerDefinitionError
-from .message import Message, Route, printable, valid_formerly, valid_handler
+from .message import Message, Route, logger_of, printable, valid_formerly, valid_handler
 
-logger = logging.getLogger("projector_dedup")
+logger = logger_of("projector_dedup")
 
 ON = "__projector_dedup_on__"  #: the attribute of a function in which ``@on`` stores its arguments
 PROJECTOR = "__projector_dedup_projector__"  #: the attribute of a class in which ``@projector`` stores its arguments

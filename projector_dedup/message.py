@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import logging
+import traceback
 import uuid
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
@@ -163,6 +165,38 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
+
+
+def traced(error: BaseException) -> str:
+    """Return the traceback of an error in indented lines of printable text, so that no text in it can forge a line."""
+    lines = "".join(traceback.format_exception(error)).rstrip("\n").split("\n")
+    return "\n".join(f"  {printable(line)}" for line in lines)
+
+
+class _Harmless(logging.Filter):
+    """Makes the texts of a record printable, because a message, a handler or a producer may have written them."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return True, after each argument that is no number is printable text, and the traceback is indented."""
+        if not record.args:
+            record.msg = printable(str(record.msg))
+        elif isinstance(record.args, tuple):
+            record.args = tuple(
+                each if isinstance(each, (int, float)) else printable(str(each)) for each in record.args
+            )
+        if record.exc_info and record.exc_info[1] is not None:
+            record.exc_text = traced(record.exc_info[1])  # a formatter takes it in place of its own
+        return True
+
+
+_HARMLESS = _Harmless()
+
+
+def logger_of(name: str) -> logging.Logger:
+    """Return the logger of this name. No text in its lines can forge a line or act on a terminal."""
+    logger = logging.getLogger(name)
+    logger.addFilter(_HARMLESS)
+    return logger
 
 
 def envelope(event: Any, message_id: Any, extractor: IdExtractor, *, needed: bool) -> Message:

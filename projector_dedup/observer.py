@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 import time
 import traceback
 from collections.abc import Callable, Container, Sequence
@@ -13,11 +12,11 @@ from typing import Literal, Protocol
 
 from .errors import BeyondRetention, Defer, InProgress, InvalidMessageError
 from .handler import Handler
-from .message import Message, Route, id_text, moment_in_utc, printable
+from .message import Message, Route, id_text, logger_of, moment_in_utc, printable
 from .outcome import Outcome
 from .retry import Attempts
 
-logger = logging.getLogger("projector_dedup")
+logger = logger_of("projector_dedup")
 
 Kind = Literal["message", "command", "effect", "delivery"]
 

@@ -8,7 +8,6 @@ SQL inside the transaction, if the database can do that (docs/adr/0025-what-is-s
 
 from __future__ import annotations
 
-import logging
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
@@ -34,10 +33,11 @@ from .errors import UnsafeSessionError
 from .guard import GuardedSession
 from .inherited import after_fork, leave_to_parent
 from .markers import refuse_elsewhere
+from .message import logger_of
 from .options import UnitOptions
 from .read_models import LockingSession, locking_session
 
-logger = logging.getLogger("projector_dedup")
+logger = logger_of("projector_dedup")
 
 _TOO_LATE = {"25001", "25P02"}  # active_sql_transaction: a query has run; in_failed_sql_transaction
 

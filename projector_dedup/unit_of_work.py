@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
 from datetime import datetime
 from functools import partial
@@ -36,14 +35,14 @@ from .markers import (
     valid_key,
     valid_keys,
 )
-from .message import valid_formerly
+from .message import logger_of, valid_formerly
 from .opening import new_async_session, new_session, open_connection
 from .options import UnitOptions, check_session_factory
 from .reentry import refuse_within_handler
 from .tables import DedupTables, default_tables
 from .waiting import AWAITING, BLOCKING, Waiting
 
-logger = logging.getLogger("projector_dedup")
+logger = logger_of("projector_dedup")
 
 T = TypeVar("T")
 

@@ -24,7 +24,7 @@ from ..dialects import Dialect, dialect_of
 from ..errors import HandlerDefinitionError
 from ..handler import check_result
 from ..markers import bind_of_marker, claim, marker_key
-from ..message import printable
+from ..message import logger_of, printable
 from ..observer import Observed, Observer, Observing, outcome_of
 from ..options import RetryPolicy, UnitOptions, check_session_factory
 from ..outcome import Outcome
@@ -51,7 +51,7 @@ from .record import (
     recording_other_names,
 )
 
-logger = logging.getLogger("projector_dedup")
+logger = logger_of("projector_dedup")
 
 C = TypeVar("C")
 R = TypeVar("R")

@@ -7,7 +7,6 @@ transaction (``delivery.deliver``).
 from __future__ import annotations
 
 import json
-import logging
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -34,7 +33,7 @@ from ..dialects.columns import now_ms
 from ..errors import HandlerDefinitionError, InProgress, OvertakenError, ProjectorDedupError, UnsafeSessionError
 from ..handler import check_result
 from ..markers import library_errors, marker_key
-from ..message import printable
+from ..message import logger_of, printable
 from ..observer import Observed, Observer, Observing
 from ..options import RetryPolicy, UnitOptions, check_session_factory
 from ..reentry import is_handling
@@ -61,7 +60,7 @@ from .record import (
 from .renewal import renewing
 from .steps import HOUR, Do, Step, next_step, pace
 
-logger = logging.getLogger("projector_dedup")
+logger = logger_of("projector_dedup")
 
 I = TypeVar("I")  # noqa: E741
 R = TypeVar("R")

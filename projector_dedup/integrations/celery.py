@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import date, datetime, time
@@ -28,14 +27,14 @@ with needs("celery"):
 from ..dispatcher import Dispatcher
 from ..errors import InvalidMessageIdError
 from ..inherited import leave_to_parent
-from ..message import Message, printable
+from ..message import Message, logger_of, printable
 from ..verdict import Action, verdict_of
 from .incoming import Convert, Incoming, json_event, text_of
 from .settling import Settled, Settling
 
 __all__ = ["delivering_task", "forget_connections", "replay"]
 
-logger = logging.getLogger("projector_dedup.consumers")
+logger = logger_of("projector_dedup.consumers")
 
 REASON = "x-rejected-for"
 """The header of a dead letter with the error, shortened; the same as in the other consumers of RabbitMQ."""
@@ -101,6 +100,8 @@ def delivering_task(
             rejected.label = settled.label  # for the worker's main process, which publishes the dead letter
             raise rejected
         if not settled.acknowledge:
+            if self.request.is_eager:  # without a ``sig``, for which Celery would call the task again at once
+                raise Retry(settled.reason, when=settled.delay, is_eager=True)
             try:
                 raise self.retry(countdown=settled.delay, throw=False)
             except Reject as unpublished:  # Celery could not publish the retry, and would drop the message

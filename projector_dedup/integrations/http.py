@@ -40,11 +40,12 @@ from ..errors import (
     RetriesExhaustedError,
     UncopyableError,
 )
+from ..message import logger_of
 from ..own_event import Originals
 
 __all__ = ["ANSWERED", "KEY_HEADER", "Answers", "IdempotencyKeyError", "Problem", "read_key", "replay_headers"]
 
-logger = logging.getLogger("projector_dedup")
+logger = logger_of("projector_dedup")
 
 KEY_HEADER = "Idempotency-Key"
 REPLAYED_HEADER = "Idempotent-Replayed"

@@ -29,6 +29,7 @@ class Incoming:
     ``message_id``, ``type``, ``occurred_at`` and ``content_type`` are the broker's properties of the message, or the
     headers in their place; None if there are none. ``occurred_at`` is a datetime, text of RFC 3339, or seconds since
     1970. ``attempt`` is the broker's number of this delivery, from 1; leave it at 1 if the broker does not count.
+    ``key`` is the key of a message of Kafka, else None: a tombstone (a null value) has an empty body, and only its key.
     Log lines and errors contain ``origin``, the source of the message, as in "queue flights"; ``body_name``, the part
     of the message with the body; and ``id_name``, the place in which the producer sets the id.
     """
@@ -43,6 +44,7 @@ class Incoming:
     origin: str = "a queue"
     body_name: str = "body of the message"
     id_name: str = "message id"
+    key: bytes | None = None
 
 
 Convert = Callable[[Incoming], object]
@@ -112,7 +114,7 @@ def json_of(incoming: Incoming) -> Any:
         if not incoming.body:
             flaw = (
                 "it is missing, or empty; send JSON there, or give the consumer a convert= that builds the event from "
-                "incoming.headers"
+                f"incoming.{'headers' if incoming.key is None else 'key'}"
             )
         raise InvalidMessageError(f"the {incoming.body_name} is not JSON: {printable(flaw[:200])}") from error
 

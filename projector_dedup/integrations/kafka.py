@@ -377,6 +377,7 @@ class Received:
             attempt=attempt,
             origin=self.origin,
             id_name=f"header {id_header}",
+            key=self.message.key(),
         )
 
     def copy_headers(self, **added: str | int) -> Headers:

@@ -176,7 +176,7 @@ class Consumer:
     async def settle(self, message: Msg) -> None:
         """Deliver one message, extend its ``ack_wait`` meanwhile, and then acknowledge, retry or reject it."""
         async with self._kept_alive([message]):
-            await self._answer(message, await self._settling.adeliver(_incoming(message, self._stream)))
+            await self._answer(message, await self._settling.adeliver(incoming_of(message, self._stream)))
 
     async def settle_batch(self, messages: Sequence[Msg]) -> None:
         """Deliver messages in one transaction, extend their ``ack_wait`` meanwhile, and settle each separately.
@@ -185,7 +185,7 @@ class Consumer:
         """
         failed: list[Exception] = []
         async with self._kept_alive(messages):
-            answers = await self._settling.adeliver_batch([_incoming(each, self._stream) for each in messages])
+            answers = await self._settling.adeliver_batch([incoming_of(each, self._stream) for each in messages])
             for message, settled in zip(messages, answers, strict=True):
                 try:
                     await self._answer(message, settled)
@@ -222,7 +222,8 @@ class Consumer:
             heart.cancel()
 
 
-def _incoming(message: Msg, stream: str) -> Incoming:
+def incoming_of(message: Msg, stream: str) -> Incoming:
+    """Return a message of JetStream for a converter."""
     found = message.headers or {}
     headers = {name: _NO_TEXT if UNREADABLE in value else value for name, value in found.items()}
     message_id = id_beside(found)

@@ -5,7 +5,6 @@ This module imports ``maintenance``, and so is apart from the observer, which ev
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Sequence
 
 from sqlalchemy.engine import Engine
@@ -18,12 +17,12 @@ with needs("prometheus"):
 
 from ..maintenance.running import limited
 from ..maintenance.stats import Gauges, gauges
-from ..message import printable
+from ..message import logger_of, printable
 from ..tables import DedupTables, default_tables
 
 __all__ = ["TablesCollector"]
 
-logger = logging.getLogger("projector_dedup")
+logger = logger_of("projector_dedup")
 
 _GAUGES = {
     "rows": ("projector_dedup_rows", "Rows of the table, as the database server estimates them."),

@@ -29,7 +29,7 @@ from ..errors import (
     RetriesExhaustedError,
     UnhandledMessage,
 )
-from ..message import envelope, id_text, printable
+from ..message import envelope, id_text, logger_of, printable
 from ..observer import Reason
 from ..outcome import Outcome
 from ..verdict import Action, Verdict, verdict_of
@@ -37,7 +37,7 @@ from .incoming import Convert, Incoming, check_convert, json_event
 
 __all__ = ["Settled", "Settling"]
 
-logger = logging.getLogger("projector_dedup.consumers")
+logger = logger_of("projector_dedup.consumers")
 
 MAX_REASON = 500  # characters of an error in a log line and in a header
 MAX_NAMES = 10  # headers that one log line names

@@ -5,7 +5,6 @@ The redelivery horizon is the longest time after which a message may come again.
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Callable
@@ -26,7 +25,7 @@ from ..errors import (
     UnsupportedDatabaseError,
 )
 from ..late import PRUNED_UNTIL, REDELIVERY_HORIZON
-from ..message import printable, valid_handler
+from ..message import logger_of, printable, valid_handler
 from ..options import RetryPolicy
 from ..tables import DedupTables, default_tables
 from .check import verify
@@ -47,7 +46,7 @@ from .state import (
     write_state,
 )
 
-logger = logging.getLogger("projector_dedup")
+logger = logger_of("projector_dedup")
 
 MAX_HOURS = 24 * 366 * 100  #: a century
 COUNTED = 1_000_000  #: the number of expired markers at which a dry run stops counting

@@ -20,7 +20,7 @@ from sqlalchemy.orm import Session, sessionmaker
 from celery_rig import TASK, CeleryQueue, celery_queue
 from consumer_rig import wait_for
 from databases import Database
-from projector_dedup import Dispatcher, on, projector
+from projector_dedup import Defer, Dispatcher, on, projector
 from projector_dedup.integrations.celery import delivering_task
 from projector_dedup.integrations.typed_events import into
 
@@ -159,7 +159,7 @@ def test_a_process_that_forks_by_itself(postgresql: Database) -> None:
 import os, sys
 from sqlalchemy import create_engine, text
 from sqlalchemy.orm import sessionmaker
-from projector_dedup import Dispatcher, on, projector
+from projector_dedup import Defer, Dispatcher, on, projector
 from projector_dedup.integrations.celery import forget_connections
 
 @projector()
@@ -182,6 +182,27 @@ assert backend() == before
 """
     url = postgresql.url().render_as_string(hide_password=False)
     subprocess.run([sys.executable, "-c", code, url], check=True)
+
+
+@pytest.mark.filterwarnings("ignore::celery.exceptions.CDeprecationWarning")  # of Celery's own task.apply
+@pytest.mark.parametrize("error", [Defer("not yet"), ConnectionError("away")], ids=["early", "network"])
+def test_an_eager_task_that_is_to_be_retried_runs_once(factory: sessionmaker[Session], error: Exception) -> None:
+    """It has no queue in which it could wait: its state says that it would, and the caller decides."""
+    ran: list[object] = []
+
+    @projector(idempotent=True, name="early")
+    @on("early")
+    def early(event: object, _: Session) -> None:
+        ran.append(event)
+        raise error
+
+    app = celery.Celery("eager", broker="memory://")
+    app.conf.task_always_eager = True
+    task = delivering_task(app, "deliver", Dispatcher(factory, early), queue="q")
+    for number, run in enumerate((task.delay, lambda *args: task.apply(args)), start=1):
+        result = run("e", "m", "early")
+        assert (result.state, len(ran)) == ("RETRY", number)
+        assert str(error) in str(result.result)
 
 
 @dataclass

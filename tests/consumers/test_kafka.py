@@ -19,8 +19,9 @@ from kafka_cluster import MESSAGE_TOO_LARGE, NOT_AUTHORIZED, PRODUCE, UNKNOWN_TO
 from kafka_garbage import produce
 from kafka_rig import headers_of
 from payments import RULES, payment
-from projector_dedup import Defer, RefusedError
+from projector_dedup import Defer, Message, RefusedError
 from projector_dedup.integrations import kafka as plug
+from projector_dedup.integrations.incoming import Incoming, text_of
 from projector_dedup.integrations.kafka import ATTEMPT, NOT_BEFORE, OCCURRED, Consumer, begin, replay
 
 FAR = {NOT_BEFORE: "99999999999999"}  # a header by which a message waits, for some thousand years
@@ -157,6 +158,26 @@ def test_garbage_goes_to_the_dead_letters(rig: KafkaTopic) -> None:
     rig.consume_until(rig.settled({"good": 1}))
     values = [each.value() for each in rig.queue.messages(rig.queue.dead_letters)]
     assert (len(values), values.count(payment(1)), values.count(None)) == (5, 4, 1)  # no value is not an empty one
+    assert "a convert= that builds the event from incoming.key" in rig.queue.letters()[b""]
+
+
+def test_a_tombstone_comes_with_its_key(rig: KafkaTopic) -> None:
+    """A null value says nothing but "deleted": the converter gets the key, also from the retry topic."""
+    seen: list[tuple[bytes | None, bytes]] = []
+
+    def convert(incoming: Incoming) -> Message:
+        seen.append((incoming.key, incoming.body))
+        account = text_of(incoming.key, "key")
+        return Message(text_of(incoming.message_id, "id"), {"account": account, "amount": 1}, "payment")
+
+    def once() -> None:
+        del RULES["key"]
+        raise Defer("not yet")
+
+    RULES["key"] = once
+    rig.queue.send(None, {"message_id": "gone"})
+    rig.consume_until(rig.settled({"key": 1}), convert=convert)
+    assert seen == [(b"key", b"")] * 2
 
 
 def test_headers_like_ours_are_believed_in_our_topics_only(rig: KafkaTopic) -> None:

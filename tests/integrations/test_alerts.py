@@ -1,10 +1,13 @@
-"""The alert rules load as they are, and each of twelve faults rings within a minute in a real Prometheus."""
+"""The alert rules load as they are, and each of thirteen faults rings within a minute in a real Prometheus."""
 
 import contextlib
 import json
+import os
 import re
 import shutil
 import subprocess
+import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -19,6 +22,7 @@ from sqlalchemy.orm import Session, sessionmaker
 
 from adapters import Redis, adapter
 from databases import Database
+from ending_worker import GROUP
 from own_server import OwnServer
 from payments import Base, Payments, payment
 from projector_dedup import Dispatcher, RetryPolicy, by_path, make_tables, on, projector
@@ -26,10 +30,13 @@ from projector_dedup.effects import Attempt, Effects, arm, default_effect_tables
 from projector_dedup.integrations.incoming import Incoming
 from projector_dedup.integrations.prometheus import PrometheusObserver
 from projector_dedup.integrations.prometheus_tables import TablesCollector
+from projector_dedup.integrations.redis import dead_stream
 from projector_dedup.integrations.settling import Settling
 from projector_dedup.maintenance.cleanup import prune
 from projector_dedup.tables import default_tables
+from projector_dedup.testing.postgres import _free_port
 from reached import reached
+from redis_rig import RedisStream
 
 ALERTS = Path(__file__).parents[2] / "docs" / "alerts"
 RULES, BOARD = ALERTS / "rules.yml", ALERTS / "grafana.json"
@@ -61,6 +68,44 @@ class Committing:
         session.commit()
 
 
+class EndingWorker:
+    """A process of `ending_worker.py`, whose consumer ends by itself when it gets a message."""
+
+    def __init__(self, redis: Redis) -> None:
+        self.port = _free_port()
+        self._queue = RedisStream(redis.queue.address)
+        url = redis.database.url().render_as_string(hide_password=False)
+        ours = {"STREAM": self._queue.stream, "REDIS_URL": self._queue.address, "DATABASE_URL": url}
+        self._environment = {**os.environ, **ours, "PORT": str(self.port)}
+        self._closed = threading.Event()
+        self.start()
+
+    def start(self) -> None:
+        """Start the process."""
+        program = Path(__file__).parents[1] / "support" / "ending_worker.py"
+        self._process = subprocess.Popen([sys.executable, program], env=self._environment, stderr=subprocess.DEVNULL)
+
+    def ends(self) -> None:
+        """Send a message, and wait until the process has ended."""
+        self._queue.pay(1)
+        assert self._process.wait() == 1 or self._closed.is_set()
+
+    def loops(self) -> None:
+        """Start the process again each time, as a supervisor does."""
+        self.ends()
+        while not self._closed.is_set():
+            self.start()
+            self.ends()
+
+    def close(self) -> None:
+        """Kill the process, and delete its stream."""
+        self._closed.set()
+        self._process.kill()
+        self._process.wait()
+        self._queue.client.delete(dead_stream(self._queue.stream, GROUP))
+        self._queue.close()
+
+
 class Shop:
     """A worker with everything that can go wrong, and what it exports."""
 
@@ -72,6 +117,7 @@ class Shop:
         for metadata in (self.spare.marker.metadata, default_effect_tables.marker.metadata):
             metadata.create_all(self.engine)
         self.registry.register(TablesCollector(self.engine, [default_tables, self.spare, default_effect_tables]))
+        self.ending = EndingWorker(redis)
         self.late_line()
 
     def dispatcher(self, handler: object | None = None, engine: Engine | None = None, **options: Any) -> Dispatcher:
@@ -169,6 +215,10 @@ class Shop:
         while not effects.settle().stopped:  # by the first one the effect is sent; the lease must end before the other
             time.sleep(0.2)
 
+    def consumer_ends(self) -> None:
+        """Another worker of the shop ends by itself, and nobody starts it again."""
+        self.ending.ends()
+
     def settle(self, dispatcher: Dispatcher, message_id: str, **more: Any) -> None:
         """Deliver one payment as a consumer of another client does."""
         Settling(dispatcher).deliver(Incoming(payment(7, "a"), message_id, **more))
@@ -186,6 +236,7 @@ FAULTS: dict[Callable[[Shop], None], Alert] = {
     Shop.redelivered: {"alertname": "RedeliveriesMany", "handler": "payments.paid"},
     Shop.never_pruned: {"alertname": "CleanupBehind", "table": "processed_message"},
     Shop.no_spare: {"alertname": "TablesUnreadable", "table": "spare"},
+    Shop.consumer_ends: {"alertname": "ConsumerDown", "job": "shop", "process": "ending"},
     Shop.lost_answer: {"alertname": "EffectNeedsPerson", "handler": "charge", "outcome": "stopped"},
 }
 
@@ -193,13 +244,16 @@ FAULTS: dict[Callable[[Shop], None], Alert] = {
 class Prometheus:
     """A server of the test's own, which scrapes a registry and evaluates the rules every second."""
 
-    def __init__(self, folder: Path, registry: CollectorRegistry) -> None:
+    def __init__(self, folder: Path, registry: CollectorRegistry, ending: int) -> None:
         self._exporter, self._thread = start_http_server(0, "127.0.0.1", registry)
-        target = {"targets": [f"127.0.0.1:{self._exporter.server_port}"]}
+        targets = [
+            {"targets": [f"127.0.0.1:{self._exporter.server_port}"]},
+            {"targets": [f"127.0.0.1:{ending}"], "labels": {"process": "ending"}},
+        ]
         config = {
             "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
             "rule_files": [str(RULES)],
-            "scrape_configs": [{"job_name": "shop", "static_configs": [target]}],
+            "scrape_configs": [{"job_name": "shop", "static_configs": targets}],
         }
         (folder / "prometheus.yml").write_text(json.dumps(config), encoding="utf-8")  # JSON is YAML
         options = ("--config.file={folder}/prometheus.yml", "--storage.tsdb.path={folder}/data")
@@ -219,7 +273,7 @@ class Prometheus:
 
     def evaluated(self) -> bool:
         """True once every rule was evaluated over what was scraped, without an error."""
-        up = self.ask("query?query=projector_dedup_messages_total")
+        up = self.ask("query?query=projector_dedup_messages_total%20and%20on()%20(count(up%20==%201)%20==%202)")
         groups = (self.ask("rules") or {"groups": []})["groups"]
         rules = [rule for group in groups for rule in group["rules"]]
         return bool(up and up["result"]) and bool(rules) and all(rule["health"] == "ok" for rule in rules)
@@ -238,13 +292,15 @@ def shop(postgresql: Database) -> Iterator[Shop]:
     with adapter("redis", postgresql) as made:
         assert isinstance(made, Redis)
         Base.metadata.create_all(made.engine)
-        yield Shop(made)
+        shop = Shop(made)
+        yield shop
+        shop.ending.close()
 
 
 @pytest.fixture
 def prometheus(shop: Shop, tmp_path: Path) -> Iterator[Prometheus]:
     """A real Prometheus that scrapes the worker."""
-    server = Prometheus(tmp_path, shop.registry)
+    server = Prometheus(tmp_path, shop.registry, shop.ending.port)
     yield server
     server.close()
 
@@ -280,6 +336,23 @@ def test_every_fault_rings_within_a_minute_and_a_healthy_worker_does_not(shop: S
         return not silent
 
     wait_until(all_ring, WITHIN, lambda: f"these do not ring: {silent}")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_consumer_that_is_started_again_and_again_rings(shop: Shop, prometheus: Prometheus) -> None:
+    """It is up for two seconds of each run, so no look at ``up`` alone finds it down for long."""
+    shop.works()
+    wait_until(prometheus.evaluated, 30)
+    supervisor = threading.Thread(target=shop.ending.loops)
+    supervisor.start()
+    try:
+        wait_until(lambda: rings(FAULTS[Shop.consumer_ends], prometheus.firing()), 150)
+        down = prometheus.ask("query?query=max_over_time(up%7Bprocess=%22ending%22%7D%5B30s%5D)")["result"]
+        assert [each["value"][1] for each in down] == ["1"]
+    finally:
+        shop.ending.close()
+        supervisor.join()
 
 
 def wait_until(condition: Callable[[], bool], seconds: float, why: Callable[[], str] = lambda: "") -> None:

@@ -32,11 +32,11 @@ MAX_PROMISE = 1_690  # lines of those
 MAX_WITH_GUARD = 2_380  # and of ``guard``, which also knows what a snapshot hides (ADR 46)
 
 MAX_ROOMS = {  # lines of a package, and of the files at the root together
-    "root": 6_170,  # the rule of ADR 46, and events of their own
+    "root": 6_190,  # the rule of ADR 46, events of their own, and log lines that nobody forges
     "dialects": 2_580,
     "commands": 1_860,
     "effects": 1_970,
-    "integrations": 4_670,
+    "integrations": 4_710,
     "maintenance": 3_760,
     "testing": 3_600,
     "cli": 2_090,

@@ -6,15 +6,16 @@ FastStream, which parses and decodes nothing that could fail before.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from ..extras import needs
+from ..settling import Settled
 
 with needs("faststream"):  # the submodules name what they lack of a broker's client themselves
     from faststream import AckPolicy
 
-__all__ = ["AS_IT_CAME"]
+__all__ = ["AS_IT_CAME", "is_of_a_test", "raise_errors"]
 
 Original = Callable[[Any], Awaitable[Any]]
 
@@ -36,3 +37,18 @@ AS_IT_CAME: dict[str, Any] = {
     "no_reply": True,
 }
 """Arguments of ``broker.subscriber`` for a handler that takes FastStream's message and settles it."""
+
+
+def is_of_a_test(message: object) -> bool:
+    """True if one of FastStream's test brokers made this message: there is no queue in which it could wait or be kept.
+
+    The message of a real broker is an object of the broker's client.
+    """
+    return type(message).__module__.partition(".")[0] == "faststream"
+
+
+def raise_errors(settled: Sequence[Settled]) -> None:
+    """Raise the error of the first message that was not applied, so that a test fails with it."""
+    for each in settled:
+        if each.verdict is not None:
+            raise each.verdict.error

@@ -9,11 +9,14 @@ from nats.js.api import AckPolicy, ConsumerConfig
 
 from ...dispatcher import AsyncDispatcher
 from ..incoming import Convert, json_event
-from ..nats import Consumer, Pull
+from ..nats import Consumer, Pull, incoming_of
 from ..settling import Settling
-from . import AS_IT_CAME
+from . import AS_IT_CAME, is_of_a_test, raise_errors
 
 __all__ = ["subscribe"]
+
+_FIRST_DELIVERY = "$JS.ACK.stream.durable.1.1.1.0.0"
+"""Where JetStream would expect the answer to a message. It contains the numbers of the message and of its delivery."""
 
 
 def subscribe(
@@ -43,8 +46,8 @@ def subscribe(
     transaction; each is settled by itself, and one that fails takes no other with it. The other arguments are those of
     ``Consumer``. Raises ``HandlerDefinitionError`` for a dispatcher that is not an ``AsyncDispatcher``.
     """
-    # Refuses now what it would refuse later.
-    Settling(dispatcher, convert, max_attempts=max_attempts, max_delay=max_delay, asynchronous=True)
+    # Refuses now what it would refuse later. Delivers the messages of a test broker, which starts no consumer.
+    settling = Settling(dispatcher, convert, max_attempts=max_attempts, max_delay=max_delay, asynchronous=True)
     subscriber = broker.subscriber(
         subject,
         stream=JStream(stream, declare=False),
@@ -82,11 +85,19 @@ def subscribe(
                 await subscriber.consume(messages if batch else messages[0])
 
     async def settle(message: Any) -> None:
+        raw = message.raw_message
+        messages = [raw] if batch is None else raw
+        if is_of_a_test(messages[0]):
+            for each in messages:
+                each.reply = _FIRST_DELIVERY
+            incoming = [incoming_of(each, stream) for each in messages]
+            if batch is None:
+                raise_errors([await settling.adeliver(incoming[0])])
+            else:
+                raise_errors(await settling.adeliver_batch(incoming))
+            return
         (consumer,) = consumers
-        if batch is None:
-            await consumer.settle(message.raw_message)
-        else:
-            await consumer.settle_batch(message.raw_message)
+        await (consumer.settle(raw) if batch is None else consumer.settle_batch(raw))
 
     subscriber(settle)
     subscriber.start = start  # a broker has no hook between connecting and fetching

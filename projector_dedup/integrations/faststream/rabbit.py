@@ -14,7 +14,7 @@ from ..aio_pika import copy, unreadable
 from ..incoming import Convert, json_event
 from ..rabbitmq import incoming_of, new_settling, queues_beside
 from ..settling import logger
-from . import AS_IT_CAME
+from . import AS_IT_CAME, is_of_a_test, raise_errors
 
 if TYPE_CHECKING:
     from aio_pika.abc import AbstractIncomingMessage
@@ -59,6 +59,9 @@ def subscribe(
     async def settle(message: Any) -> None:
         raw: AbstractIncomingMessage = message.raw_message
         settled = await settling.adeliver(incoming_of(raw.body, raw, work.name))
+        if is_of_a_test(raw):
+            raise_errors([settled])
+            return
         try:
             if not settled.acknowledge:
                 await copy(raw, work.name, settled)
