@@ -21,6 +21,7 @@ from ..errors import HandlerDefinitionError, UnsafeSessionError
 from .http import (
     ANSWERED,
     KEY_HEADER,
+    MAX_INFLATED,
     NAME,
     PROBLEM_JSON,
     PUBLIC,
@@ -150,7 +151,8 @@ class _Exchange:
         body = request.get_data(cache=True)
         query = [(name, value) for name, values in request.args.lists() for value in values]
         path = request.script_root + request.path
-        self.received = Received(request.method, path, query, request.content_type or "", body)
+        encoding, limit = request.content_encoding or "", request.max_content_length or MAX_INFLATED
+        self.received = Received(request.method, path, query, request.content_type or "", body, encoding, limit)
         self.response: Response | None = None
         self._recording, self._view = recording, view
         self._restore = restoring(cookie_session)

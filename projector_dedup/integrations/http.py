@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from email.message import Message
@@ -42,6 +43,7 @@ from ..errors import (
 )
 from ..message import logger_of
 from ..own_event import Originals
+from .incoming import exact
 
 __all__ = ["ANSWERED", "KEY_HEADER", "Answers", "IdempotencyKeyError", "Problem", "read_key", "replay_headers"]
 
@@ -225,6 +227,7 @@ KEPT = (
     *("Location", "Link", "ETag", "Last-Modified"),
 )
 NEVER_KEPT = frozenset({"set-cookie", "content-length"})
+MAX_INFLATED = 1 << 20  # bytes of a compressed request that are compared by what is in them, if the app has no limit
 NAME = "http-endpoint"  # the operation of recorded endpoints that are given no name: one for all their routes
 CLAIM_TIMEOUT = 5.0  # seconds that a duplicate waits if Commands has no bound: else a few of them hold the whole pool
 FIRST_SERVER_ERROR = 500
@@ -263,9 +266,14 @@ class Received:
     query: Collection[tuple[str, str]]
     content_type: str
     body: bytes
+    encoding: str = ""  #: the Content-Encoding
+    limit: int = MAX_INFLATED  #: bytes
 
     def fingerprint(self) -> Mapping[str, object]:
-        """Return what is compared: JSON as a value, a form by its parts, any other body byte by byte."""
+        """Return what is compared: JSON as a value, a form by its parts, any other body byte by byte.
+
+        A body in gzip is compared by what is in it, up to ``limit`` bytes: a client may compress it anew.
+        """
         return {
             "method": self.method,
             "path": self.path,
@@ -275,16 +283,29 @@ class Received:
 
     def _body(self) -> list[str]:
         kind = self.content_type.partition(";")[0].strip().lower()
-        if kind == "application/json" or kind.endswith("+json"):
+        body = self._inflated()
+        if kind in ("application/json", "text/json") or kind.endswith("+json"):
             try:
-                return ["json", digest(json.loads(self.body)).hex()]
+                return ["json", digest(json.loads(body, parse_float=_number)).hex()]
             except (ValueError, RecursionError):
                 pass  # no JSON, or not a value that can be compared
-        if kind == "multipart/form-data" and len(parts := self._parts()) > 1:
+        if kind == "multipart/form-data" and len(parts := self._parts(body)) > 1:
             return ["form", *(sha256(part).hexdigest() for part in parts)]
-        return ["bytes", sha256(self.body).hexdigest()]
+        return ["bytes", sha256(body).hexdigest()]
 
-    def _parts(self) -> list[bytes]:
+    def _inflated(self) -> bytes:
+        """Return what a body in gzip contains, or the body if that is larger than the limit or is no gzip."""
+        if self.encoding.strip().lower() not in ("gzip", "x-gzip"):
+            return self.body
+        inflating = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)
+        try:
+            inflated = inflating.decompress(self.body, self.limit + 1)  # one more, to see the end of what just fits
+        except zlib.error:
+            return self.body
+        whole = inflating.eof and not inflating.unused_data and len(inflated) <= self.limit
+        return inflated if whole else self.body
+
+    def _parts(self, body: bytes) -> list[bytes]:
         """Return the body without its boundary, which clients choose anew whenever they encode a form."""
         header = Message()
         try:
@@ -293,8 +314,14 @@ class Received:
         except Exception:  # noqa: BLE001  # the client writes what it likes, and Python raises what it likes
             boundary = b""
         if not boundary:
-            return [self.body]
-        return re.split(rb"\r\n--" + re.escape(boundary) + rb"(?=--|[ \t]*\r\n)", b"\r\n" + self.body)
+            return [body]
+        return re.split(rb"\r\n--" + re.escape(boundary) + rb"(?=--|[ \t]*\r\n)", b"\r\n" + body)
+
+
+def _number(text: str) -> object:
+    """Return a number of a body: the float, or, for one that it would round, the Decimal in a tuple (it is no text)."""
+    number = exact(text)
+    return number if isinstance(number, float) else (number,)
 
 
 class NotCommittedError(ProjectorDedupError):

@@ -6,9 +6,11 @@ import base64
 import binascii
 import inspect
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from decimal import Decimal, InvalidOperation
 from typing import Any, NoReturn
 
 from ..errors import InvalidMessageError, InvalidMessageIdError
@@ -22,6 +24,24 @@ MAX_TEXT_BYTES = 512
 _CLOUDEVENT_PREFIXES = ("ce-", "ce_", "cloudevents:", "cloudevents_")  # HTTP and NATS, Kafka, AMQP, AMQP with JMS
 
 
+def finite(text: str) -> float:
+    """Return the float of a JSON number. Raises ``ValueError`` for a number beyond its range: Python reads Infinity."""
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"{text} is beyond the range of a float")
+    return value
+
+
+def exact(text: str) -> float | Decimal:
+    """Return the float of a JSON number, or the Decimal if the float is another number. Raises ``ValueError``."""
+    value = finite(text)
+    try:
+        written = Decimal(text)
+    except InvalidOperation as error:
+        raise ValueError(f"{text} is beyond the range of a Decimal") from error
+    return value if Decimal(repr(value)) == written else written
+
+
 @dataclass(frozen=True)
 class Incoming:
     """One message as its broker delivered it. The values are not checked: converters check them.
@@ -31,7 +51,8 @@ class Incoming:
     1970. ``attempt`` is the broker's number of this delivery, from 1; leave it at 1 if the broker does not count.
     ``key`` is the key of a message of Kafka, else None: a tombstone (a null value) has an empty body, and only its key.
     Log lines and errors contain ``origin``, the source of the message, as in "queue flights"; ``body_name``, the part
-    of the message with the body; and ``id_name``, the place in which the producer sets the id.
+    of the message with the body; and ``id_name``, the place in which the producer sets the id. ``json_of`` reads JSON
+    numbers with a fraction or an exponent by ``parse_float``.
     """
 
     body: bytes
@@ -45,6 +66,7 @@ class Incoming:
     body_name: str = "body of the message"
     id_name: str = "message id"
     key: bytes | None = None
+    parse_float: Callable[[str], float] = finite
 
 
 Convert = Callable[[Incoming], object]
@@ -105,10 +127,12 @@ def cloudevent(incoming: Incoming) -> Message:
 def json_of(incoming: Incoming) -> Any:
     """Return the value of a body that is JSON in UTF-8. Raises ``InvalidMessageError`` for any other body.
 
-    NaN and Infinity are refused: they are not JSON, and databases store them differently or not at all.
+    NaN and Infinity are refused: they are not JSON, and databases store them differently or not at all. So is a number
+    that a float reads as Infinity, such as 1e999.
     """
     try:
-        return json.loads(bytes(incoming.body).decode(), parse_constant=_refuse)
+        text = bytes(incoming.body).decode()
+        return json.loads(text, parse_float=incoming.parse_float, parse_constant=_refuse)
     except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, a number of a million digits, or deep nesting
         flaw = str(error) if isinstance(error, ValueError) else "it is nested too deeply"
         if not incoming.body:

@@ -217,9 +217,9 @@ class Exchange:
     """One request, and what became of it: the endpoint may run several times, and one response is sent."""
 
     def __init__(self, recording: Recording, endpoint: Endpoint, request: Request, body: bytes) -> None:
-        content_type = request.headers.get("content-type", "")
+        content_type, encoding = (request.headers.get(f"content-{name}", "") for name in ("type", "encoding"))
         query = request.query_params.multi_items()
-        self.received = Received(request.method, request.scope["path"], query, content_type, body)
+        self.received = Received(request.method, request.scope["path"], query, content_type, body, encoding)
         self.response: Response | None = None
         self._recording, self._endpoint, self._request = recording, endpoint, request
         self._stacks: list[tuple[AsyncExitStack, AsyncExitStack]] = []  # of the app, and of this attempt

@@ -194,15 +194,11 @@ def _decision(outcome: Decided, value: str | None, code: str | None, why: str, w
     if value is not None:
         try:
             value.encode()
-            json.loads(value, parse_constant=_no_json)
+            json.dumps(json.loads(value), allow_nan=False)  # refuses NaN and its like, and 1e999
         except (ValueError, RecursionError):
             raise RefusedError("the value is not JSON; write a text in double quotes, and no value as null") from None
     decided_by = {"who": printable(who)[:_MAX_WHO], "why": printable(why)[:_MAX_WHY]}
     return {"outcome": outcome, "value": value, "code": code, **decided_by}
-
-
-def _no_json(constant: str) -> Never:
-    raise ValueError(constant)  # NaN and its like
 
 
 def _refuse(row: Row[Any], attempt: int) -> Never:

@@ -71,12 +71,33 @@ def test_only_a_limit_away_from_too_long() -> None:
 
 @pytest.mark.parametrize(
     "body",
-    [b"", b"{", b"\xff", b"NaN", b'{"a": -Infinity}', b"[" * 100_000, b"9" * 5_000, b'{"a":1}x', b"\xef\xbb\xbf{}"],
+    [
+        *(
+            b"",
+            b"{",
+            b"\xff",
+            b"NaN",
+            b'{"a": -Infinity}',
+            b"[" * 100_000,
+            b"9" * 5_000,
+            b'{"a":1}x',
+            b"\xef\xbb\xbf{}",
+        ),
+        *(b"1e999", b'{"a": [-1E+400]}'),
+    ],
 )
 def test_a_body_that_is_not_json_is_refused(body: bytes) -> None:
     """Nesting beyond the parser, and numbers beyond Python's limit, are refused as well."""
     with pytest.raises(InvalidMessageError, match="is not JSON"):
         json_of(Incoming(body))
+
+
+@pytest.mark.parametrize("body", [b"1234567890123.4567", b"0.10000000000000001", b"1e-400", b"-0.0", b"1e308"])
+def test_a_number_is_a_float_for_whoever_reads_the_json(body: bytes) -> None:
+    """It is exactly that of Python's json: drivers and handlers know no other."""
+    number = json_of(Incoming(body))
+    assert type(number) is float
+    assert repr(number) == repr(json.loads(body))
 
 
 def test_a_structured_cloudevent() -> None:

@@ -1,16 +1,16 @@
 """`into` builds an event of the class of its type, for a dispatcher whose handlers take classes."""
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from decimal import Decimal
 from functools import partial
-from typing import Any, cast
+from typing import Annotated, Any, cast
 from uuid import UUID
 
 import msgspec
 import pytest
-from pydantic import BaseModel
+from pydantic import BaseModel, BeforeValidator, Field
 from sqlalchemy.orm import Session, sessionmaker
 from typing_extensions import TypedDict  # Pydantic takes that of `typing` from Python 3.12 on
 
@@ -24,7 +24,7 @@ from projector_dedup import (
     on,
     projector,
 )
-from projector_dedup.integrations.incoming import Incoming, cloudevent
+from projector_dedup.integrations.incoming import Incoming, cloudevent, json_of
 from projector_dedup.integrations.settling import Settling
 from projector_dedup.integrations.typed_events import into
 
@@ -152,6 +152,141 @@ def test_the_field_that_does_not_fit_is_named(
     with pytest.raises(InvalidMessageError, match="the whole: "):
         into(TYPES)(incoming("paid", [1]))
     assert SEEN == []
+
+
+@dataclass
+class Line:
+    """A part of what was priced."""
+
+    amount: Decimal
+    weight: float = 0
+
+
+@dataclass
+class Priced:
+    """A dataclass with Decimals and floats in many places."""
+
+    amount: Decimal
+    rate: float
+    free: Any
+    either: str | float = 0.0
+    maybe: Decimal | None = None
+    number: Decimal | int | None = None
+    lines: list[Line] = field(default_factory=list)
+    named: dict[str, Decimal] = field(default_factory=dict)
+    bounded: Annotated[Decimal, Field(gt=0, max_digits=20, decimal_places=4)] = Decimal(1)
+    own: Annotated[Decimal, BeforeValidator(lambda given: Decimal(str(given)))] = Decimal(1)
+
+
+class PricedDict(TypedDict):
+    """A typed dictionary."""
+
+    amount: Decimal
+    rate: float
+    free: Any
+
+
+class PricedModel(BaseModel):
+    """A model."""
+
+    cost: Decimal = Field(alias="amount")
+    rate: float
+    free: Any
+
+
+class PricedStruct(msgspec.Struct):
+    """A struct."""
+
+    amount: Decimal
+    rate: float
+    free: Any
+
+
+LONG = "1234567890123.4567"
+EXACT, ROUNDED = Decimal(LONG), float(LONG)
+PRICED = f'{{"amount": {LONG}, "rate": {LONG}, "free": {LONG}}}'
+PRICES: dict[str, type[Any]] = {
+    "Priced": Priced,
+    "PricedDict": PricedDict,
+    "PricedModel": PricedModel,
+    "PricedStruct": PricedStruct,
+}
+
+
+@pytest.mark.parametrize("kind", PRICES)
+def test_a_decimal_has_every_digit_of_its_number(kind: str) -> None:
+    """No float comes between; a field that is no Decimal has the float, as without `into`."""
+    message = cast(Message, into(PRICES)(Incoming(PRICED.encode(), type=kind, message_id="m")))
+    body: Any = message.body
+    held = body if isinstance(body, dict) else {name: getattr(body, name) for name in kind_fields(body)}
+    amount = held.pop("cost", None) or held.pop("amount")
+    assert (amount, held["rate"], held["free"]) == (EXACT, ROUNDED, ROUNDED)
+    assert {type(held["rate"]), type(held["free"])} == {float}
+
+
+def kind_fields(event: Any) -> list[str]:
+    """The names of the fields of an event."""
+    names = getattr(event, "__struct_fields__", None) or getattr(type(event), "model_fields", None)
+    return list(names or event.__dataclass_fields__)
+
+
+def test_a_decimal_is_exact_wherever_it_is(factory: sessionmaker[Session]) -> None:
+    """In a list, a mapping, a union, under bounds or a validator of one's own: the handler gets what was sent."""
+    more = (
+        f'"either": {LONG}, "maybe": {LONG}, "number": 100000000000000000.01, "named": {{"a": {LONG}}}, '
+        f'"lines": [{{"amount": {LONG}, "weight": {LONG}}}, {{"amount": 0.1, "weight": 2}}], '
+        f'"bounded": {LONG}, "own": {LONG}'
+    )
+    event = {"specversion": "1.0", "id": "7", "source": "shop", "type": "priced"}
+    body = json.dumps(event)[:-1] + f', "data": {PRICED[:-1]}, {more}}}}}'
+    incoming = Incoming(body.encode(), content_type="application/cloudevents+json")
+
+    @projector(idempotent=True, name="priced")
+    class Prices:
+        @on(Priced)
+        def see(self, event: Priced, _session: Session) -> None:
+            SEEN.append(event)
+
+    assert Settling(Dispatcher(factory, Prices()), into({"priced": Priced}, cloudevent)).deliver(incoming).acknowledge
+    number = Decimal("100000000000000000.01")
+    lines = [Line(EXACT, ROUNDED), Line(Decimal("0.1"), 2.0)]
+    [seen] = SEEN
+    assert seen == Priced(EXACT, ROUNDED, ROUNDED, ROUNDED, EXACT, number, lines, {"a": EXACT}, EXACT, EXACT)
+
+
+def test_a_validator_that_computes_gets_a_float() -> None:
+    """What runs before Pydantic's own check is given a number, as without a Decimal in the class."""
+
+    @dataclass
+    class Placed:
+        at: Annotated[float, BeforeValidator(lambda given: given * 2)]
+        cut: Annotated[float, BeforeValidator(lambda given: round(given, 2))]
+
+    message = into({"placed": Placed})(
+        Incoming(b'{"at": 0.10000000000000001, "cut": 0.10000000000000001}', "m", "placed")
+    )
+    assert message == Message("m", Placed(0.2, 0.1), Placed)
+
+
+def test_a_converter_of_ones_own_may_compute_with_what_json_of_reads() -> None:
+    """It gets floats, and a Decimal field has every digit all the same; another type has plain floats."""
+
+    def convert(incoming: Incoming) -> Message:
+        body = json_of(incoming)
+        return Message(str(int(body["amount"] / 2.0)), body, cast(str, incoming.type))
+
+    read = into({"line": Line}, convert)
+    assert read(Incoming(f'{{"amount": {LONG}}}'.encode(), type="line")) == Message("617283945061", Line(EXACT), Line)
+    other = cast(Message, read(Incoming(f'{{"amount": {LONG}}}'.encode(), type="other")))
+    assert [type(each) for each in cast("dict[str, float]", other.body).values()] == [float]
+
+
+@pytest.mark.parametrize("number", ["1e999", "-1E400"])
+def test_a_number_that_no_float_holds_is_refused(number: str) -> None:
+    """It would be Infinity in a float, and a gigabyte when a Decimal is written out."""
+    for kind in PRICES:
+        with pytest.raises(InvalidMessageError, match="beyond the range of a float"):
+            into(PRICES)(Incoming(PRICED.replace(LONG, number).encode(), type=kind))
 
 
 def test_another_type_is_passed_on_under_its_name(factory: sessionmaker[Session]) -> None:

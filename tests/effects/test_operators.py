@@ -117,8 +117,9 @@ def test_a_decision_gives_way_to_the_attempt_and_is_not_forgotten_in_silence(
 def test_a_value_that_does_not_fit_stays_listed(till: Till) -> None:
     """It is checked against the type before it is recorded; another decision replaces it."""
     charge, engine = _stopped(till), till.harness.engine
-    with pytest.raises(RefusedError, match="not JSON"):
-        resolve(engine, "k1", attempt=1, outcome="done", value="pi_77", **SAID)
+    for value in ("pi_77", "NaN", "[1e999]"):
+        with pytest.raises(RefusedError, match="not JSON"):
+            resolve(engine, "k1", attempt=1, outcome="done", value=value, **SAID)
     resolve(engine, "k1", attempt=1, outcome="done", value="77", **SAID)
     assert till.settle(charge) == "1 failed"
     assert [each.state for each in find_effects(engine)] == ["decided"]

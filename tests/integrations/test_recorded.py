@@ -1,8 +1,11 @@
 """An endpoint whose answers are recorded is done once for each key, in FastAPI and in Flask, on every engine."""
 
+import gzip
 import itertools
 import threading
+import zlib
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import fastapi
@@ -220,6 +223,124 @@ def test_the_same_request_in_other_words_is_the_same(small: Shop, same: dict[str
     first, again = small.send(**request), small.send(**{**request, **same})
     assert (again.status_code, again.content) == (201, first.content)
     assert again.headers["idempotent-replayed"] == "true"
+
+
+JSON = {"Content-Type": "application/json"}
+
+
+def test_amounts_that_one_float_stands_for_are_two_requests(shop: Shop) -> None:
+    """100000000000000000.01 and .02 are one float in Python; in other words, the first one is the same request."""
+    shop.records(sell)
+    amounts = ("100000000000000000.01", "100000000000000000.02", "1.0000000000000000001e17", "100000000000000000.010")
+    bodies = [f'{{"amount": 3, "price": {amount}}}'.encode() for amount in (*amounts, f'"{amounts[0]}"')]
+    first, other, *_ = answers = [shop.send(path="/things", content=body, headers=JSON) for body in bodies]
+    assert (first.status_code, problem(other)) == (201, (422, "key-reused"))
+    assert [each.content == first.content for each in answers] == [True, False, True, True, False]
+    assert len(shop.desk.orders()) == 1
+
+
+def test_a_body_that_is_compressed_anew_is_the_same_request(shop: Shop) -> None:
+    """A client compresses by its own clock and level; what it has compressed is compared."""
+    shop.records(sell)
+    bodies = [gzip.compress(b'{"amount": %d}' % amount, mtime=at) for amount, at in ((3, 1), (3, 2), (4, 1))]
+    assert len(set(bodies)) == 3
+    kinds = ("application/json", "text/json; charset=utf-8", "application/vnd.shop+json", "text/plain")
+    for number, kind in enumerate(kinds, 1):
+        said: dict[str, Any] = {"headers": {"Content-Type": kind, "Content-Encoding": "gzip"}, "key": f"k{number}"}
+        first, again, other = [shop.send(path="/things", content=body, **said) for body in bodies]
+        assert (first.status_code, again.status_code, again.content) == (201, 201, first.content)
+        assert problem(other) == (422, "key-reused")
+        assert (len(shop.desk.orders()), shop.desk.spent()) == (number, 3 * number)
+
+
+def test_text_json_is_compared_as_a_value(small: Shop) -> None:
+    """It is JSON by another name."""
+    small.records(sell)
+    bodies = (b'{"a": 1, "b": 2}', b'{"b":2,"a":1}', b'{"b":2,"a":2}')
+    answers = [small.send(path="/things", content=body, headers={"Content-Type": "text/json"}) for body in bodies]
+    assert answers[1].content == answers[0].content
+    assert problem(answers[2]) == (422, "key-reused")
+
+
+def received(body: bytes, encoding: str = "gzip", kind: str = "application/json", limit: int = 1_000) -> Any:
+    """What is compared of a request."""
+    return Received("POST", "/", [], kind, body, encoding, limit).fingerprint()
+
+
+def test_a_request_is_inflated_up_to_its_limit_only() -> None:
+    """What is larger, is cut off, has something behind it, or is in another coding, is compared by its bytes."""
+    fits, larger = (gzip.compress(b"%-*d" % (length, 7), mtime=1) for length in (1_000, 1_001))
+    plain = Received("POST", "/", [], "application/json", b"7").fingerprint()
+    assert received(fits) == received(fits, " X-GZIP ") == plain
+    torn = [larger, fits[:-1], fits + b"x", fits + fits, b"7" + fits, zlib.compress(b"7"), b""]
+    for body in torn:
+        assert received(body) == received(body, "") == received(body, kind="text/plain")
+    for coding in ("deflate", "br", "gzip, gzip", "identity"):
+        assert received(fits, coding) == received(fits, "")
+    assert received(b"7") == plain  # the server has inflated it, and left the header
+
+
+@pytest.mark.parametrize("app_has_a_limit", [True, False])
+def test_a_bomb_is_not_inflated(small: Shop, app_has_a_limit: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kilobyte holds a megabyte: no more of it is inflated than the app takes, and it is compared by its bytes."""
+    inflated: list[int] = []
+    make = zlib.decompressobj
+
+    class Inflating:
+        def __init__(self, **options: Any) -> None:
+            self.inner = make(**options)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.inner, name)
+
+        def decompress(self, *arguments: Any) -> bytes:
+            result: bytes = self.inner.decompress(*arguments)
+            inflated.append(len(result))
+            return result
+
+    counted = SimpleNamespace(decompressobj=Inflating, error=zlib.error, MAX_WBITS=zlib.MAX_WBITS)
+    monkeypatch.setattr(plug, "zlib", counted)  # not in gzip, by which the endpoint inflates
+    limit = plug.MAX_INFLATED
+    if app_has_a_limit and not small.asynchronous:
+        limit = small.app.config["MAX_CONTENT_LENGTH"] = 100_000
+    small.records(lambda _asked, session: sell({"amount": 3}, session))
+    bombs = [gzip.compress(b" " * 50_000_000 + b"3", mtime=at) for at in (1, 1, 2)]
+    headers = {"Content-Type": "text/plain", "Content-Encoding": "gzip"}
+    first, again, other = [small.send(path="/things", content=bomb, headers=headers) for bomb in bombs]
+    assert (first.status_code, again.content) == (201, first.content)
+    assert problem(other) == (422, "key-reused")
+    assert inflated == [limit + 1] * 3
+
+
+RECORDED_BEFORE = [
+    (
+        b'{"amount":3,"note":"x"}',
+        ["json", "d68cc6b8d77028d2abaa4ca7a3664a355214fc718240c09fb3964f6c6ce28e39"],
+    ),
+    (
+        b"[1.5, 0.1, 1e3, -0.0, 30.0, 1e22, 123456789012345.6, 5e-324, 1.7976931348623157e308]",
+        ["json", "736c239f74bb6ec031dd736d12accd799c4a847133448a3dcac367fa1b532eb5"],
+    ),
+    (
+        b'{"a": 100000000000000000000001, "b": [true, null, "1.5"], "a": 2.50}',
+        ["json", "44105dfba8429be6adcae6f6981cc073ce763c57bfabc502df502448574224e5"],
+    ),
+    (
+        b"[1e999]",
+        ["bytes", "a844476cdcca918383dd7ed3ef8bf750b95bbe7abc750e6c39f85b03eca87b7a"],
+    ),
+    (
+        b'{"a": NaN}',
+        ["bytes", "13ef7bbcda554c8b199abec178787dcc66021c7746aac5b2af8770a3709d9970"],
+    ),
+]
+"""JSON bodies, and what version 0.2.0 records of them."""
+
+
+@pytest.mark.parametrize(("body", "recorded"), RECORDED_BEFORE)
+def test_what_was_recorded_before_is_found(body: bytes, recorded: list[str]) -> None:
+    """A number that its float tells apart has the form that it always had."""
+    assert Received("POST", "/", [], "application/json", body).fingerprint()["body"] == recorded
 
 
 def test_scopes_have_keys_of_their_own(small: Shop) -> None:

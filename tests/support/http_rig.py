@@ -1,6 +1,8 @@
 """The desk behind a web framework: FastAPI where the driver is asynchronous, Flask where it is not."""
 
 import contextlib
+import gzip
+import json
 import re
 from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import asdict, dataclass
@@ -168,7 +170,11 @@ def _fastapi_endpoint(view: View) -> Any:
     async def endpoint(
         request: fastapi.Request, session: Annotated[AsyncSession, fastapi.Depends(starlette_plug.endpoint_session)]
     ) -> fastapi.Response:
-        asked = await request.json() if request.headers.get("content-type") == "application/json" else request
+        asked: Any = request
+        if request.headers.get("content-encoding") == "gzip":
+            asked = json.loads(gzip.decompress(await request.body()))
+        elif request.headers.get("content-type") == "application/json":
+            asked = await request.json()
         reply = await session.run_sync(lambda inner: view(asked, inner))
         if reply.kind == "raised":
             raise fastapi.HTTPException(reply.status, "refused")
@@ -188,7 +194,11 @@ def _fastapi_endpoint(view: View) -> Any:
 
 def _flask_endpoint(view: View) -> Any:
     def endpoint(**_path: str) -> flask.Response:
-        asked = flask.request.get_json() if flask.request.is_json else flask.request
+        asked: Any = flask.request
+        if flask.request.content_encoding == "gzip":
+            asked = json.loads(gzip.decompress(flask.request.get_data()))
+        elif flask.request.is_json:
+            asked = flask.request.get_json()
         reply = view(asked, flask_plug.endpoint_session())
         if reply.kind == "raised":
             flask.abort(reply.status)
