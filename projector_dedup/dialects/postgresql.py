@@ -76,6 +76,7 @@ _FOREIGN_KEY = "23503"
 _NO_TABLE = {
     *("42P01", "42703", "42P10", "3F000"),  # undefined table, column, unique index, schema
     *("22001", "23502"),  # a column that is too short, that takes no NULL and has no default
+    "55000",  # object_not_in_prerequisite_state: the key is deferrable, and ON CONFLICT refuses it
 }
 _LATER = {
     "25P04",  # transaction_timeout
