@@ -30,7 +30,7 @@ from .dialects import (
     is_as_strict,
     sqlstate_of,
 )
-from .errors import UnsafeSessionError
+from .errors import UnsafeSessionError, UnsupportedDatabaseError
 from .guard import GuardedSession
 from .inherited import after_fork, leave_to_parent
 from .markers import refuse_elsewhere
@@ -184,10 +184,18 @@ def _admit(engine: Engine, dialect: Dialect) -> bool:
     known = _begun_by_claims.get(engine)
     if known is None:
         leave_to_parent(engine)
-        dialect.prepare(engine)
-        with connected(engine) as connection:
-            dialect.refuse_unsafe(connection)
-            known = _begun_by_claims[engine] = dialect.claim_begins(connection)
+        try:
+            dialect.prepare(engine)
+            with connected(engine) as connection:
+                dialect.refuse_unsafe(connection)
+                dialect.status(connection.connection.driver_connection)
+                known = _begun_by_claims[engine] = dialect.claim_begins(connection)
+        except (AttributeError, TypeError) as error:
+            raise UnsupportedDatabaseError(
+                f"the connections of this engine do not behave as those of {engine.driver} ({error}), perhaps because "
+                "a tracing library or a creator= wraps them, or because the client encoding is SQL_ASCII; correct "
+                "that, or trace the SQLAlchemy engine instead of the driver"
+            ) from error
     return known
 
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cache
+from inspect import unwrap
 from typing import Any, NamedTuple
 
 from sqlalchemy import BINARY, ColumnElement, Select, Table, and_, bindparam, cast, or_, select, text
@@ -306,9 +307,19 @@ IN_TRANSACTION = 1  # SERVER_STATUS_IN_TRANS of the client-server protocol
 
 
 def disconnect_when_interrupted(dbapi_connection: Any, _record: object, _proxy: object) -> None:
-    """Make a PyMySQL connection disconnect when a command is interrupted. This is a listener to ``checkout``."""
-    connection_class: Any = type(dbapi_connection)
-    dbapi_connection.__class__ = _disconnecting(connection_class)
+    """Make a PyMySQL connection disconnect when a command is interrupted. This is a listener to ``checkout``.
+
+    Raises ``UnsupportedDatabaseError`` for a connection whose class is not PyMySQL's, also behind ``__wrapped__``.
+    """
+    driver: Any = unwrap(dbapi_connection)  # tracing libraries give a proxy to SQLAlchemy
+    connection_class: Any = type(driver)
+    if not hasattr(connection_class, "_force_close"):
+        raise UnsupportedDatabaseError(
+            f"the connections of this engine are {connection_class.__qualname__}, which hides "
+            "PyMySQL's Connection, so an interrupted statement could give its answer to the next one. Trace with a "
+            "library whose proxy has __wrapped__, such as OpenTelemetry's, or trace the SQLAlchemy engine instead"
+        )
+    driver.__class__ = _disconnecting(connection_class)
 
 
 @cache
