@@ -75,6 +75,12 @@ def _private_class(session_class: type[Session], options: UnitOptions) -> type[G
     Every ``sessionmaker`` makes a class. The subclasses are stored on that class, so both are garbage collected
     together.
     """
+    if session_class.connection_callable is not None:
+        raise UnsafeSessionError(
+            f"{session_class.__name__} chooses a connection for each row, as ShardedSession does, so marker and read "
+            "model could not commit together; give the dispatcher a sessionmaker for one shard, and deliver a message "
+            "with the dispatcher of its shard"
+        )
     if _SUBCLASSES not in vars(session_class):
         setattr(session_class, _SUBCLASSES, {})
     kept: dict[object, type[GuardedSession]] = vars(session_class)[_SUBCLASSES]
@@ -120,6 +126,12 @@ def open_connection(
     for model in options.read_models:
         refuse_elsewhere(session, bind, model)
     if isinstance(bind, Engine):
+        if options.external:
+            raise UnsafeSessionError(
+                "external_transaction has no effect on a session factory that is bound to an Engine: the library would "
+                "commit. Bind the factory to the connection whose transaction your test rolls back: "
+                "sessionmaker(connection)"
+            )
         connection = _on_engine(session, bind, dialect, options, marked=marked, one=one)
     elif options.external:
         dialect.begin_around(bind, options.tables.marker if marked else None)
