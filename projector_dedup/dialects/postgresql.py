@@ -76,8 +76,8 @@ _UNIQUE = {"23505", "23P01"}  # unique_violation, exclusion_violation
 _FOREIGN_KEY = "23503"
 _NO_TABLE = {
     *("42P01", "42703", "42P10", "3F000"),  # undefined table, column, unique index, schema
-    *("22001", "23502"),  # a column that is too short, that takes no NULL and has no default
     "55000",  # object_not_in_prerequisite_state: the key is deferrable, and ON CONFLICT refuses it
+    *("22001", "23502"),  # a column that is too short, that takes no NULL and has no default
 }
 _LATER = {
     "25P04",  # transaction_timeout
