@@ -29,7 +29,7 @@ from .dialects import (
     is_as_strict,
     sqlstate_of,
 )
-from .errors import UnsafeSessionError
+from .errors import UnsafeSessionError, UnsupportedDatabaseError
 from .guard import GuardedSession
 from .inherited import after_fork, leave_to_parent
 from .markers import refuse_elsewhere
@@ -75,6 +75,12 @@ def _private_class(session_class: type[Session], options: UnitOptions) -> type[G
     Every ``sessionmaker`` makes a class. The subclasses are stored on that class, so both are garbage collected
     together.
     """
+    if session_class.connection_callable is not None:
+        raise UnsafeSessionError(
+            f"{session_class.__name__} chooses a connection for each row, as ShardedSession does, so marker and read "
+            "model could not commit together; give the dispatcher a sessionmaker for one shard, and deliver a message "
+            "with the dispatcher of its shard"
+        )
     if _SUBCLASSES not in vars(session_class):
         setattr(session_class, _SUBCLASSES, {})
     kept: dict[object, type[GuardedSession]] = vars(session_class)[_SUBCLASSES]
@@ -120,6 +126,12 @@ def open_connection(
     for model in options.read_models:
         refuse_elsewhere(session, bind, model)
     if isinstance(bind, Engine):
+        if options.external:
+            raise UnsafeSessionError(
+                "external_transaction has no effect on a session factory that is bound to an Engine: the library would "
+                "commit. Bind the factory to the connection whose transaction your test rolls back: "
+                "sessionmaker(connection)"
+            )
         connection = _on_engine(session, bind, dialect, options, marked=marked, one=one)
     elif options.external:
         dialect.begin_around(bind, options.tables.marker if marked else None)
@@ -184,10 +196,18 @@ def _admit(engine: Engine, dialect: Dialect) -> bool:
     known = _begun_by_claims.get(engine)
     if known is None:
         leave_to_parent(engine)
-        dialect.prepare(engine)
-        with connected(engine) as connection:
-            dialect.refuse_unsafe(connection)
-            known = _begun_by_claims[engine] = dialect.claim_begins(connection)
+        try:
+            dialect.prepare(engine)
+            with connected(engine) as connection:
+                dialect.refuse_unsafe(connection)
+                dialect.status(connection.connection.driver_connection)
+                known = _begun_by_claims[engine] = dialect.claim_begins(connection)
+        except (AttributeError, TypeError) as error:
+            raise UnsupportedDatabaseError(
+                f"the connections of this engine do not behave as those of {engine.driver} ({error}), perhaps because "
+                "a tracing library or a creator= wraps them, or because the client encoding is SQL_ASCII; correct "
+                "that, or trace the SQLAlchemy engine instead of the driver"
+            ) from error
     return known
 
 

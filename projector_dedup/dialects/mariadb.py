@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cache
+from inspect import unwrap
 from typing import Any, NamedTuple
 
 from sqlalchemy import BINARY, ColumnElement, Select, Table, and_, bindparam, cast, or_, select, text
@@ -21,6 +22,7 @@ from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql import Executable, Insert
 from sqlalchemy.sql.compiler import SQLCompiler
 
+from ..closing import connected
 from ..errors import MissingTableError, UnsafeSessionError, UnsupportedDatabaseError
 from ..message import MAX_HANDLER_BYTES, MAX_MESSAGE_ID_BYTES
 from ..transaction_text import COMMANDS, LOCKS, Grammar
@@ -115,6 +117,8 @@ class MariaDB(Dialect):
     def prepare(self, engine: Engine) -> None:
         """Attach a listener that asks each server how it refuses lost updates, and sets the connection accordingly."""
         listen_once(engine, checkout=[switching(engine.dialect)])
+        with self.opening(engine, marked=False), connected(engine):
+            pass  # for code that opens no unit of work, such as the command line
 
     def detects_lost_updates(self, connection: Connection, level: str | None) -> bool:
         """True if the server of this connection refuses lost updates at ``level``, by default the level it has now.
@@ -252,6 +256,7 @@ class PyMySQL(MariaDB):
     def prepare(self, engine: Engine) -> None:
         """Attach ``disconnect_when_interrupted``, then the listener of ``MariaDB.prepare``."""
         listen_once(engine, checkout=[disconnect_when_interrupted, switching(engine.dialect)])
+        super().prepare(engine)
 
     def status(self, driver_connection: Any) -> Status:
         """Return OPEN or NONE by the server's last answer, or BUSY for a closed connection."""
@@ -306,9 +311,19 @@ IN_TRANSACTION = 1  # SERVER_STATUS_IN_TRANS of the client-server protocol
 
 
 def disconnect_when_interrupted(dbapi_connection: Any, _record: object, _proxy: object) -> None:
-    """Make a PyMySQL connection disconnect when a command is interrupted. This is a listener to ``checkout``."""
-    connection_class: Any = type(dbapi_connection)
-    dbapi_connection.__class__ = _disconnecting(connection_class)
+    """Make a PyMySQL connection disconnect when a command is interrupted. This is a listener to ``checkout``.
+
+    Raises ``UnsupportedDatabaseError`` for a connection whose class is not PyMySQL's, also behind ``__wrapped__``.
+    """
+    driver: Any = unwrap(dbapi_connection)  # tracing libraries give a proxy to SQLAlchemy
+    connection_class: Any = type(driver)
+    if not hasattr(connection_class, "_force_close"):
+        raise UnsupportedDatabaseError(
+            f"the connections of this engine are {connection_class.__qualname__}, which hides "
+            "PyMySQL's Connection, so an interrupted statement could give its answer to the next one. Trace with a "
+            "library whose proxy has __wrapped__, such as OpenTelemetry's, or trace the SQLAlchemy engine instead"
+        )
+    driver.__class__ = _disconnecting(connection_class)
 
 
 @cache
@@ -443,6 +458,7 @@ DEPENDABLE = {(10, 6): 27, (10, 11): 18, (11, 4): 12, (11, 8): 8, (12, 3): 3}
 (https://jira.mariadb.org/browse/MDEV-39263). Later series never had this defect."""
 
 _LEVELS = ("transaction_isolation", "tx_isolation")  # two names of one variable, the newer one first
+_LIMIT, _UNLIMITED = "sql_select_limit", str(2**64 - 1)
 _ASKED = "projector_dedup_server"  # in the ``info`` of a physical connection
 
 
@@ -505,7 +521,7 @@ def switching(dialect: EngineDialect) -> Callable[[Any, Any, object], None]:
         wanted = _wanted.get()
         server: Server | None = record.info.get(_ASKED)
         if server is None or server.session != record.driver_connection.thread_id():
-            if not (wanted.snapshots or wanted.level):
+            if wanted is _NOTHING:
                 return
             server = _asked(dialect, dbapi_connection, record.driver_connection)
         snapshots, level = settings = server.settings_for(wanted)
@@ -524,8 +540,13 @@ def switching(dialect: EngineDialect) -> Callable[[Any, Any, object], None]:
 
 
 def _asked(dialect: EngineDialect, dbapi_connection: Any, driver: Any) -> Server:
-    names = "', '".join(("version", SETTING, *_LEVELS))
+    names = "', '".join(("version", SETTING, _LIMIT, *_LEVELS))
     found = dict(ask(dialect, dbapi_connection, f"SHOW SESSION VARIABLES WHERE variable_name IN ('{names}')"))
+    if found.get(_LIMIT) != _UNLIMITED:  # the limit may also hide itself
+        raise UnsafeSessionError(
+            f"{_LIMIT} is set for this session, so the server hides rows from the library's SELECTs, and a message "
+            f"could be applied twice. Remove the setting from init_connect or init_command: SET {_LIMIT} = DEFAULT"
+        )
     level_variable = next(name for name in _LEVELS if name in found)
     snapshots, level = found.get(SETTING), found[level_variable].replace("-", " ")
     is_dependable = snapshots is not None and _is_dependable(found["version"])

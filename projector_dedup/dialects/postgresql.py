@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -75,6 +76,7 @@ _UNIQUE = {"23505", "23P01"}  # unique_violation, exclusion_violation
 _FOREIGN_KEY = "23503"
 _NO_TABLE = {
     *("42P01", "42703", "42P10", "3F000"),  # undefined table, column, unique index, schema
+    "55000",  # object_not_in_prerequisite_state: the key is deferrable, and ON CONFLICT refuses it
     *("22001", "23502"),  # a column that is too short, that takes no NULL and has no default
 }
 _LATER = {
@@ -263,6 +265,11 @@ class Psycopg(PostgreSQL):
     """PostgreSQL with psycopg 3, sync or async: the only driver that can send BEGIN or COMMIT with a statement."""
 
     drivers = frozenset({"psycopg", "psycopg_async"})
+
+    def prepare(self, engine: Engine) -> None:
+        """Do what ``PostgreSQL.prepare`` does, and keep psycopg from logging the echo of an error that it raises."""
+        logging.getLogger("psycopg").addFilter(_psycopg_begin().is_no_echo)
+        super().prepare(engine)
 
     def status(self, driver_connection: Any) -> Status:
         """Return the status of the transaction that libpq reports."""

@@ -15,6 +15,7 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, lru_cache, partial
 from itertools import count
+from logging import LogRecord
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -233,6 +234,14 @@ class AsyncCursorTogether(_Together, AsyncCursor[Any]):
     async def fetchall(self) -> list[Any]:
         """Return all rows of the statement that were not fetched yet."""
         return self._rest()
+
+
+def is_no_echo(record: LogRecord) -> bool:
+    """True unless psycopg logs a ``PipelineAborted``, which repeats an error that it has raised before.
+
+    ``executemany`` uses a pipeline, so every conflict of a flush would log a warning, and the library retries it.
+    """
+    return not any(isinstance(each, errors.PipelineAborted) for each in record.args or ())
 
 
 _CURSORS: dict[Any, Any] = {Cursor: CursorTogether, AsyncCursor: AsyncCursorTogether}

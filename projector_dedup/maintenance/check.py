@@ -153,7 +153,12 @@ def _has_default(column: str, remedy: str) -> Finding:
 def _insert(connection: Connection, dialect: Dialect, tables: DedupTables, key: dict[str, Any]) -> bool:
     """Insert a row of this kind. Return False if its key exists."""
     if not isinstance(tables, EffectTables):
-        return insert_marker(connection, dialect, tables, key)
+        try:
+            return insert_marker(connection, dialect, tables, key)
+        except RefusedError as error:
+            if type(error) is RefusedError and isinstance(error.__cause__, DBAPIError):
+                raise error.__cause__ from None  # the findings below are more precise
+            raise
     stored, effect = key["message_id"], key["handler"]
     new = NewRow(effect, RecordKey(stored, None, stored), _EVERY_BYTE * 256, _EVERY_BYTE[-32:])
     return dialect.insert_new(connection, tables.marker, new.values(armed=True, token=new_token()))

@@ -364,7 +364,8 @@ class _ImpatientDelete(Delete):
 def _compile_impatient(element: _ImpatientDelete, compiler: SQLCompiler, **options: Any) -> str:
     statement: str = compiler.visit_delete(element, **options)  # type: ignore[no-untyped-call]  # SQLAlchemy's
     mariadb = getattr(compiler.dialect, "is_mariadb", False)
-    return f"SET STATEMENT innodb_lock_wait_timeout = 1 FOR {statement}" if mariadb else statement
+    settings = "innodb_lock_wait_timeout = 1, sql_safe_updates = 0"
+    return f"SET STATEMENT {settings} FOR {statement}" if mariadb else statement
 
 
 _ROWS = text(

@@ -41,7 +41,8 @@ def external_transaction(dispatcher: D) -> Iterator[D]:
 
     Yields the dispatcher, which may also be ``Commands`` or ``Effects``. Duplicates are detected as usual. No message
     is late. Every ``Delivery`` and ``Handled`` has ``durable=False``, because nothing is durable until the outer
-    transaction commits. Use it only in tests. There is one connection, so deliver one message at a time.
+    transaction commits. Use it only in tests. There is one connection, so deliver one message at a time. A delivery
+    with a session factory that is bound to an Engine raises ``UnsafeSessionError``, because it would commit.
     """
     before = dispatcher.permit_external_transaction(True)
     try:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import secrets
 import sqlite3
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,11 +16,13 @@ from sqlalchemy.pool import Pool, SingletonThreadPool, StaticPool
 
 from databases import Database
 from projector_dedup import (
+    Action,
     AsyncDispatcher,
     Dispatcher,
     InProgress,
     MissingTableError,
     Outcome,
+    RefusedError,
     RetriesExhaustedError,
     RetryPolicy,
     TransactionViolatedError,
@@ -29,6 +32,7 @@ from projector_dedup import (
     claim,
     on,
     projector,
+    verdict_of,
 )
 from projector_dedup.tables import default_metadata, default_tables
 from projector_dedup.testing.kit import Added, Base, Harness, Subject, Total, add
@@ -370,7 +374,8 @@ def test_the_pooled_connection_has_its_isolation_level_back(on_postgresql: Harne
 @pytest.mark.parametrize(
     ("change", "error"),
     [
-        ("add check (handler <> 'totals')", DBAPIError),
+        ("add check (handler <> 'totals')", RefusedError),
+        ("drop constraint pk_processed_message, add primary key (message_id, handler) deferrable", MissingTableError),
         ("rename column occurred_at to at", MissingTableError),
         ("alter column processed_at drop default", MissingTableError),
         ("drop constraint pk_processed_message", MissingTableError),
@@ -380,8 +385,29 @@ def test_only_a_row_or_no_row_is_an_outcome(on_postgresql: Harness, change: str,
     """Another violation than that of the unique index is an error, never a duplicate; so is that there is no index."""
     with on_postgresql.engine.begin() as connection:
         connection.execute(text(f"alter table processed_message {change}"))
-    with pytest.raises(error):
+    with pytest.raises(error) as raised:
         Dispatcher(on_postgresql.factory, totals).deliver(Added(), message_id="m1")
+    assert type(raised.value) is error
+    assert verdict_of(raised.value).action is Action.RETRY_LATER
+    assert nothing_durable(on_postgresql)
+
+
+def test_a_role_without_rights_loses_no_message(on_postgresql: Harness) -> None:
+    """The error names what the server says; the message is no poison."""
+    role = f"pdtest_{secrets.token_hex(4)}"
+    with on_postgresql.engine.begin() as connection:
+        connection.execute(text(f"create role {role}"))
+        connection.execute(text(f"grant usage on schema public to {role}"))
+    try:
+        engine = create_engine(on_postgresql.subject.url, connect_args={"options": f"-c role={role}"})
+        with pytest.raises(RefusedError, match=r"permission denied.*The message is not the cause") as raised:
+            Dispatcher(sessionmaker(engine), totals).deliver(Added(), message_id="m1")
+        engine.dispose()
+    finally:
+        with on_postgresql.engine.begin() as connection:
+            connection.execute(text(f"drop owned by {role}"))
+            connection.execute(text(f"drop role {role}"))
+    assert verdict_of(raised.value).action is Action.RETRY_LATER
     assert nothing_durable(on_postgresql)
 
 

@@ -64,13 +64,13 @@ FROM processed_message
 WHERE processed_message.message_id = unhex(%(message_id)s) AND processed_message.handler = unhex(%(handler)s)
 
 -- prune one batch
-SET STATEMENT innodb_lock_wait_timeout = 1 FOR DELETE FROM processed_message USING processed_message, (SELECT processed_message.message_id AS message_id, processed_message.handler AS handler
+SET STATEMENT innodb_lock_wait_timeout = 1, sql_safe_updates = 0 FOR DELETE FROM processed_message USING processed_message, (SELECT processed_message.message_id AS message_id, processed_message.handler AS handler
 FROM processed_message
 WHERE processed_message.processed_at < %(cutoff)s AND (processed_message.occurred_at IS NULL OR processed_message.occurred_at < %(cutoff)s) ORDER BY processed_message.processed_at
  LIMIT %(batch_size)s FOR UPDATE SKIP LOCKED) AS batch WHERE processed_message.message_id = batch.message_id AND processed_message.handler = batch.handler
 
 -- prune one batch of a handler
-SET STATEMENT innodb_lock_wait_timeout = 1 FOR DELETE FROM processed_message USING processed_message, (SELECT processed_message.message_id AS message_id, processed_message.handler AS handler
+SET STATEMENT innodb_lock_wait_timeout = 1, sql_safe_updates = 0 FOR DELETE FROM processed_message USING processed_message, (SELECT processed_message.message_id AS message_id, processed_message.handler AS handler
 FROM processed_message
 WHERE processed_message.processed_at < %(cutoff)s AND (processed_message.occurred_at IS NULL OR processed_message.occurred_at < %(cutoff)s) AND processed_message.handler = unhex(%(handler)s) ORDER BY processed_message.processed_at
  LIMIT %(batch_size)s FOR UPDATE SKIP LOCKED) AS batch WHERE processed_message.message_id = batch.message_id AND processed_message.handler = batch.handler

@@ -1,0 +1,43 @@
+"""Session factories whose transaction the library cannot keep together are refused by name, before anything is sent."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from sqlalchemy.ext.horizontal_shard import ShardedSession
+
+from databases import USUAL_DRIVERS, Driver
+from projector_dedup import Action, Message, UnsafeSessionError, verdict_of
+from projector_dedup.testing import external_transaction
+from rig import NOTHING, Rig, add
+
+RigOn = Callable[..., Rig]
+
+usual_drivers = pytest.mark.parametrize("driver", USUAL_DRIVERS, ids=str)
+
+
+@usual_drivers
+def test_a_session_that_chooses_a_shard_for_each_row_is_refused(rig_on: RigOn, driver: Driver) -> None:
+    """Its rows could be in another database than the marker; the error names the class, and nothing is lost."""
+    rig = rig_on(driver)
+    rig.session_class = ShardedSession
+    with pytest.raises(UnsafeSessionError, match="ShardedSession chooses a connection for each row") as refused:
+        rig.deliver(add)
+    assert verdict_of(refused.value).action is Action.RETRY_LATER
+    rig.assert_nothing_is_left()
+
+
+@usual_drivers
+def test_an_external_transaction_needs_a_connection(rig_on: RigOn, driver: Driver) -> None:
+    """On an engine the library would commit for real, and the test would not notice."""
+    rig = rig_on(driver)
+
+    def deliver() -> None:
+        delivered: Any = dispatcher.deliver(Message("m-1", {}, type="added"))
+        if driver.is_async:
+            rig.run(delivered)
+
+    with external_transaction(rig._dispatcher(add)) as dispatcher:
+        with pytest.raises(UnsafeSessionError, match="external_transaction has no effect"):
+            deliver()
+        assert rig.durable() == NOTHING
