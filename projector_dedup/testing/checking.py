@@ -253,17 +253,21 @@ class Check(ABC):
     def _ready(self) -> Iterator[Callable[[Schedule], Failure | None]]:
         """Create the tables, and yield the function that runs a schedule; drop in the end what was created."""
         with asyncio.Runner() as runner:
-            created = runner.run(self.on_connection(self._create))
+            missing: list[Table] = []
             try:
-                with self.points.watching():
-                    yield lambda schedule: runner.run(self._run(schedule))
-            finally:
-                runner.run(self.on_connection(self._empty))
-                runner.run(self.on_connection(lambda connection: _drop(connection, created)))
+                missing = runner.run(self.on_connection(self._missing))
+                runner.run(self.on_connection(lambda connection: _each(missing, MetaData.create_all, connection)))
+                try:
+                    with self.points.watching():
+                        yield lambda schedule: runner.run(self._run(schedule))
+                finally:
+                    runner.run(self.on_connection(self._empty))
+            finally:  # also if only some of them could be created
+                runner.run(self.on_connection(lambda connection: _each(missing, MetaData.drop_all, connection)))
                 runner.run(self.dispose())
 
-    def _create(self, connection: Connection) -> list[Table]:
-        """Create the tables that are not there; return them. Raises ``UnusableError`` if a table has rows."""
+    def _missing(self, connection: Connection) -> list[Table]:
+        """Return the tables that are not there. Raises ``UnusableError`` if one that is there has rows."""
         markers = self.tables.marker.metadata
         if self._metadata is None:
             self._metadata = MetaData()
@@ -276,11 +280,9 @@ class Check(ABC):
         named = {table.fullname: table for metadata in (markers, self._metadata) for table in metadata.sorted_tables}
         self._refuse_cycles(connection, [*named.values()])
         missing = [each for each in named.values() if not _is_there(connection, each)]
-        for metadata in (markers, self._metadata):
-            metadata.create_all(connection, [each for each in missing if each.metadata is metadata])
         state = self.tables.state.fullname
         self._emptied = [each for each in named.values() if each.fullname not in (state, "alembic_version")]
-        for table in self._emptied:
+        for table in (each for each in self._emptied if each not in missing):
             if connection.execute(select(table).limit(1)).first() is not None:
                 raise UnusableError(
                     f"{self.name} deletes all rows of the table {table.fullname}, which is not empty; give "
@@ -545,6 +547,7 @@ def _is_there(connection: Connection, table: Table) -> bool:
     return bool(inspect_database(connection).has_table(table.name, schema))
 
 
-def _drop(connection: Connection, tables: Sequence[Table]) -> None:
-    for metadata in {table.metadata for table in tables}:
-        metadata.drop_all(connection, [table for table in tables if table.metadata is metadata])
+def _each(tables: Sequence[Table], call: Callable[..., None], connection: Connection) -> None:
+    """Call ``create_all`` or ``drop_all`` of the metadata of these tables."""
+    for metadata in {table.metadata: None for table in tables}:
+        call(metadata, connection, [table for table in tables if table.metadata is metadata])
