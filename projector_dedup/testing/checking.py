@@ -43,7 +43,7 @@ from .fault_points import (
     kill_this_process,
     told,
 )
-from .schedules import How, Schedule, Turn, is_allowed, schedules, smaller, smallest
+from .schedules import How, Schedule, Turn, is_allowed, schedules, smaller, smallest, split
 
 SHRINKING = 3.0
 """Seconds after which no smaller schedule is tried."""
@@ -82,8 +82,9 @@ class Report:
 
 
 def _line_of(turn: Turn, names: Sequence[str]) -> str:
-    what = {"deliver": "deliver", "burst": "deliver at the same time", "batch": "deliver as one batch"}[turn.how]
-    text = f"{what}: {', '.join(names[number] for number in turn.messages)}"
+    at_once = "deliver at the same time"
+    how = {"burst": at_once, "batch": "deliver as one batch", "beside": f"{at_once}, every other one in a batch"}
+    text = f"{how.get(turn.how, 'deliver')}: {', '.join(names[number] for number in turn.messages)}"
     return text if turn.fault is None else f"{text}; {told(turn.fault)}"
 
 
@@ -419,13 +420,13 @@ class Workers:
         self.waiting += held
         if not numbers:
             return
-        self._points.arm(turn.fault, {*numbers} if turn.how == "burst" else ())
+        batch, alone = split(turn.how, numbers)
+        self._points.arm(turn.fault, {*batch[:1], *alone})
         killed = turn.fault is not None and turn.fault.startswith(KILLED)
-        batched = turn.how == "batch"
         if killed:
-            failed = numbers if await self._dies(numbers, batched=batched) else []
+            failed = numbers if await self._dies(batch, alone) else []
         else:
-            failed = await (self._batch(numbers) if batched else self._together(numbers))
+            failed = await self._at_once(batch, alone)
         stops = self._points.takes(BEFORE_ACKNOWLEDGEMENT)
         self._points.arm(None)
         if turn.fault is not None:
@@ -434,17 +435,17 @@ class Workers:
             failed = [number for number in (numbers if stops else failed) if await self._together([number])]
         self.waiting += failed
 
-    async def _dies(self, numbers: Sequence[int], *, batched: bool) -> bool:
+    async def _dies(self, batch: Sequence[int], alone: Sequence[int]) -> bool:
         """Deliver in a process of its own. Return True if it was killed, or did not acknowledge all messages."""
         await self._check.dispose()  # the process must not inherit connections
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12: the waiting threads of a pool
             process = os.fork()
         if not process:
-            left: Sequence[int] = numbers
+            left: Sequence[int] = [*batch, *alone]
             try:
                 end_with_parent()
-                left = asyncio.run(self._batch(numbers) if batched else self._together(numbers))
+                left = asyncio.run(self._at_once(batch, alone))
                 if self._points.takes(KILLED + BEFORE_ACKNOWLEDGEMENT):
                     kill_this_process()
             finally:
@@ -475,13 +476,19 @@ class Workers:
         waiting = {self._keys[number] for number in self.waiting}
         return [number for number in numbers if self._keys[number] in waiting]
 
+    async def _at_once(self, batch: Sequence[int], alone: Sequence[int]) -> list[int]:
+        """Deliver a batch, and other messages at the same time; return those that were not acknowledged."""
+        parts = [each(part) for each, part in ((self._batch, batch), (self._together, alone)) if part]
+        return [number for failed in await asyncio.gather(*parts) for number in failed]
+
     async def _together(self, numbers: Sequence[int]) -> list[int]:
         errors = await asyncio.gather(*(self._deliver(number) for number in numbers))
         return self._noted(numbers, errors)
 
     async def _batch(self, numbers: Sequence[int]) -> list[int]:
         try:
-            await self._call(None, self._worker.deliver_batch, [_decoded(self._messages[each]) for each in numbers])
+            given = [_decoded(self._messages[each]) for each in numbers]
+            await self._call(numbers[0], self._worker.deliver_batch, given)
         except BatchFailed as failed:
             return self._noted(numbers, [each.error for each in failed.deliveries])
         except Exception as error:  # noqa: BLE001  # reported if the messages are never acknowledged
@@ -495,7 +502,7 @@ class Workers:
             return error
         return None
 
-    async def _call(self, number: int | None, deliver: Callable[..., Any], given: Any) -> None:
+    async def _call(self, number: int, deliver: Callable[..., Any], given: Any) -> None:
         with self._points.delivery(number):
             if self._check.sync_engine.dialect.is_async:
                 await deliver(given)

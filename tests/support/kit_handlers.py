@@ -488,6 +488,19 @@ class AsyncLostUpdate:
         await session.run_sync(lambda inner: add(paid, inner))
 
 
+@mistake(server=True, options={"isolation": "READ COMMITTED"})
+@once(name="locks-only-one")
+class LocksOnlyOne:
+    """It locks the row for one payment, but not the rows for a batch: a batch beside it loses an update."""
+
+    @on(Paid, batch=True)
+    def apply(self, batch: list[Paid], session: Session) -> None:
+        if len(batch) == 1:
+            session.get(Totals, batch[0].account, with_for_update=True)
+        for paid in batch:
+            LostUpdate.apply(self, paid, session)  # type: ignore[arg-type]
+
+
 @mistake(server=True, read=read_balances)
 @once(name="unlocked-ledger")
 class UnlockedLedger:
@@ -807,6 +820,19 @@ class ReadModels:
     @on(Paid)
     def apply(self, paid: Paid, session: Session) -> None:
         add(paid, session)
+
+
+@right(server=True, options={"isolation": "READ COMMITTED"})
+@once(name="right-locks-the-batch")
+class LocksTheBatch:
+    """It locks the rows of a batch, in the order of their names."""
+
+    @on(Paid, batch=True)
+    def apply(self, batch: list[Paid], session: Session) -> None:
+        for account in sorted({paid.account for paid in batch}):
+            session.get(Totals, account, with_for_update=True)
+        for paid in batch:
+            LostUpdate.apply(self, paid, session)  # type: ignore[arg-type]
 
 
 @right(server=True)

@@ -3,8 +3,20 @@
 from typing import Any
 
 import pytest
-from sqlalchemy import CheckConstraint, Column, Enum, ForeignKey, Integer, MetaData, String, Table, create_engine, func
-from sqlalchemy import inspect, select
+from sqlalchemy import (
+    CheckConstraint,
+    Column,
+    Enum,
+    ForeignKey,
+    Integer,
+    MetaData,
+    String,
+    Table,
+    create_engine,
+    func,
+    inspect,
+    select,
+)
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
