@@ -33,6 +33,7 @@ from ..errors import BatchFailed
 from ..message import Message, id_text
 from ..options import RetryPolicy
 from ..tables import DedupTables
+from ..verdict import Action, verdict_of
 from .fault_points import (
     AFTER_COMMIT,
     BEFORE_ACKNOWLEDGEMENT,
@@ -104,6 +105,7 @@ class Check(ABC):
         default_tables: DedupTables,
         *,
         kills: bool = True,
+        redelivers: bool = False,
         expected: Any,
         read: Callable[[Session], Any],
         engine: Engine | AsyncEngine,
@@ -122,7 +124,7 @@ class Check(ABC):
         if self.sync_engine.dialect.name == "sqlite" and self.sync_engine.url.database in (None, "", ":memory:"):
             raise UnusableError(f"{self.name} needs a database with several connections; give an SQLite file")
         self._metadata = metadata
-        self._kills = kills
+        self._kills, self.redelivers = kills, redelivers
         self.tables: DedupTables = options.get("tables", default_tables)
         self.options = {"retry": RetryPolicy(base=0.001, within=0.3), **options}
         self.points = FaultPoints(self.sync_engine)
@@ -344,6 +346,11 @@ class Check(ABC):
                 await workers.take(turn)
         while workers.waiting and not workers.is_stuck:
             await workers.again()
+        if workers.rejected is not None:
+            number, error = workers.rejected
+            said = f"Message {self.names[number]} becomes a dead letter: {type(error).__name__}: {error}"
+            remedy = "Raise Defer to wait for another message, or give redelivers=True if your broker repeats each."
+            return Failure(f"rejected: {type(error).__name__}", f"{said}\n{remedy}")
         if workers.waiting and (failure := self.unended(workers.waiting[0], workers.error)) is not None:
             return failure
         delivered = sorted({number for turn in schedule for number in turn.messages})
@@ -404,14 +411,15 @@ class Workers:
         self._worker = check.worker()
         self.waiting: list[int] = []  # what was not acknowledged, by position
         self.error: Exception | None = None  # the last one
+        self.rejected: tuple[int, Exception] | None = None  # the first message that a consumer rejects, by position
         self._failures = 0  # in a row
         self._progressed = time.monotonic()
 
     @property
     def is_stuck(self) -> bool:
-        """True if each waiting message has failed several times since the last acknowledgement."""
+        """True if a message was rejected, or all that wait have failed several times since the last acknowledgement."""
         too_long = self._failures > 2 and time.monotonic() - self._progressed > STUCK
-        return too_long or self._failures > 3 * len(self.waiting) + 3
+        return self.rejected is not None or too_long or self._failures > 3 * len(self.waiting) + 3
 
     async def take(self, turn: Turn) -> None:
         """Deliver the messages of a turn; if its fault has ended a worker, start a new one and deliver them again."""
@@ -430,6 +438,7 @@ class Workers:
         stops = self._points.takes(BEFORE_ACKNOWLEDGEMENT)
         self._points.arm(None)
         if turn.fault is not None:
+            self.rejected = None  # the fault may be the reason
             if killed or turn.fault in (AFTER_COMMIT, BEFORE_ACKNOWLEDGEMENT):
                 self._worker = self._check.worker()
             failed = [number for number in (numbers if stops else failed) if await self._together([number])]
@@ -492,7 +501,7 @@ class Workers:
         except BatchFailed as failed:
             return self._noted(numbers, [each.error for each in failed.deliveries])
         except Exception as error:  # noqa: BLE001  # reported if the messages are never acknowledged
-            return self._noted(numbers, [error] * len(numbers))
+            return self._noted(numbers, [error] * len(numbers), judged=False)  # consumers deliver one by one then
         return self._noted(numbers, [None] * len(numbers))
 
     async def _deliver(self, number: int) -> Exception | None:
@@ -509,7 +518,10 @@ class Workers:
             else:
                 await asyncio.to_thread(deliver, given)
 
-    def _noted(self, numbers: Sequence[int], errors: Sequence[Any]) -> list[int]:
+    def _noted(self, numbers: Sequence[int], errors: Sequence[Any], *, judged: bool = True) -> list[int]:
+        for number, error in zip(numbers, errors, strict=True):
+            if error is not None and self.rejected is None and judged and not self._check.redelivers:
+                self.rejected = (number, error) if verdict_of(error).action is Action.REJECT else None
         failed = [number for number, error in zip(numbers, errors, strict=True) if error is not None]
         if len(failed) < len(numbers):
             self._failures, self._progressed = 0, time.monotonic()

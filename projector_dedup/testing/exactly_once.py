@@ -34,6 +34,7 @@ class ExactlyOnce(Protocol):
         metadata: MetaData | None = None,
         ordered: bool | Callable[[Any], Hashable] = False,
         batches: bool = True,
+        redelivers: bool = False,
         reset: Callable[[], None] | None = None,
         seed: int | None = None,
         schedules: int = 30,
@@ -49,7 +50,9 @@ class ExactlyOnce(Protocol):
         tables must exist. All rows of these tables are deleted before each schedule.
 
         ``ordered=True`` keeps the order of the messages; a function of the event keeps the order of each key that the
-        function returns. ``batches=False`` leaves out ``deliver_batch``. ``reset`` undoes, before each schedule, what
+        function returns. ``batches=False`` leaves out ``deliver_batch``. An error of a handler after which
+        ``verdict_of`` rejects the message is a failure; with ``redelivers=True``, the message is delivered again.
+        ``reset`` undoes, before each schedule, what
         handlers have changed outside the database. ``schedules`` is the number of generated schedules, ``seed`` their
         seed. ``schedule`` runs this one alone. The other arguments are those of ``Dispatcher``.
 

@@ -38,7 +38,7 @@ MAX_ROOMS = {  # lines of a package, and of the files at the root together
     "effects": 1_970,
     "integrations": 4_670,
     "maintenance": 3_760,
-    "testing": 3_600,
+    "testing": 3_610,
     "cli": 2_090,
     "migrations": 280,
 }

@@ -267,6 +267,29 @@ class RowAssumed:
 
 
 @mistake()
+@once(name="row-demanded")
+class RowDemanded:
+    """It raises until the first payment has created the row: consumers make dead letters of the payments before it."""
+
+    @on(Paid)
+    def apply(self, paid: Paid, session: Session) -> None:
+        if paid in PAYMENTS[:1] + PAYMENTS[2:3]:
+            session.add(Totals(account=paid.account, amount=paid.amount, last=0))
+        else:
+            session.get_one(Totals, paid.account).amount += paid.amount
+
+
+@mistake()
+@once(name="row-demanded-async")
+class RowDemandedAsync:
+    """The same, under asyncio."""
+
+    @on(Paid)
+    async def apply(self, paid: Paid, session: AsyncSession) -> None:
+        await session.run_sync(lambda inner: RowDemanded.apply(self, paid, inner))  # type: ignore[arg-type]
+
+
+@mistake()
 @once(name="swallows-database-errors")
 class SwallowsDatabaseErrors:
     """It logs a database error and goes on: the message counts as applied, without its write."""

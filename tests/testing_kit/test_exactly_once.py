@@ -91,6 +91,17 @@ def test_there_are_as_many_as_the_page_says() -> None:
     assert min(len(MISTAKES), len(RIGHT)) > 20
 
 
+def test_a_message_that_consumers_reject_is_a_failure(checked: Callable[..., Report | None]) -> None:
+    """The report says what to raise instead; a test may say that its broker delivers again whatever the error is."""
+    (demanded,) = [case for case in MISTAKES if str(case) == "RowDemanded"]
+    report = checked(demanded)
+    said = r"Message .* becomes a dead letter: NoResultFound: .*\nRaise Defer .* redelivers=True"
+    assert re.match(said, told(report))
+    assert report is not None
+    assert [turn.how for turn in report.schedule] == ["deliver"]
+    assert told(checked(demanded, redelivers=True)) == ""
+
+
 def test_no_schedule_has_a_batch_if_the_user_has_none(checked: Callable[..., Report | None]) -> None:
     """A handler that keeps only the last of a batch is right then."""
     (last,) = [case for case in MISTAKES if str(case) == "LastOfTheBatch"]
