@@ -77,6 +77,8 @@ class Report:
     def lines(self, names: Sequence[str]) -> Iterator[str]:
         """Yield the report, with the names of the messages, line by line."""
         yield self.failure.text
+        if not self.schedule:  # every schedule passes
+            return
         yield "The smallest schedule that fails:"
         for number, turn in enumerate(self.schedule, 1):
             yield f"  {number}. {_line_of(turn, names)}"
@@ -167,6 +169,10 @@ class Check(ABC):
         """Return the faults that can be made here."""
         return faults_on(self.sync_engine)
 
+    def difference(self) -> Failure | None:
+        """Return what differs in another process although the read model is right."""
+        return None
+
     def begin(self) -> None:
         """Forget what the last schedule has left outside the database."""
         if self._reset is not None:
@@ -204,7 +210,8 @@ class Check(ABC):
             for tried, schedule in enumerate(generated, 1):
                 if (failure := fails(schedule)) is not None:
                     return self._shrunk(schedule, failure, fails, tried)
-        return None
+        failure = self.difference()
+        return None if failure is None else Report(failure, (), tried)
 
     def run_one(self, schedule: Sequence[Any]) -> Report | None:
         """Run one schedule, given as tuples ``(how, positions of messages, fault or None)``."""

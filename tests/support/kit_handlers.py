@@ -213,6 +213,16 @@ class CoarseId:
         add(paid, session)
 
 
+@mistake(options={"message_id": lambda paid: str(hash(paid.message_id))})
+@once(name="hash-id")
+class HashId:
+    """The id is made by hash(), which has another seed in another process."""
+
+    @on(Paid)
+    def apply(self, paid: Paid, session: Session) -> None:
+        add(paid, session)
+
+
 @mistake()
 @once(name="keeps-sums")
 class KeepsSums:
