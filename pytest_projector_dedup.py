@@ -75,7 +75,7 @@ class Checks:
             report = made.run(seed, schedules) if schedule is None else made.run_one(schedule)
             if report is not None:
                 lines = [*report.lines(made.names), f"Seed {seed}, schedule {report.tried}."]
-                if schedule is None:
+                if schedule is None and report.schedule:
                     lines += regression_test(self._request.function, name, report.schedule)
                 pytest.fail("\n".join(lines), pytrace=False)
 

@@ -32,7 +32,7 @@ SERVER = os.environ.get("PROJECTOR_DEDUP_TEST_POSTGRESQL_URL", "postgresql://pos
 LIMIT, EXPLORING = 25.0, 2.5  # seconds for a mistake, and for each scenario and strategy of frontrun
 CONTROLS = [each for each in RIGHT if str(each) in ("Sums", "Atomic", "SumsAsync")]
 CASES = {str(each): each for each in [*MISTAKES, *CONTROLS]}
-BATCHES = ("LastOfTheBatch",)  # mistakes that only a batch shows
+BATCHES = ("LastOfTheBatch", "LocksOnlyOne")  # mistakes that only a batch shows
 
 Numbers = tuple[int, ...]  # positions in PAYMENTS; 0, 1, 3 and 4 are of one account
 SCENARIOS: dict[str, tuple[Numbers, ...]] = {  # of frontrun: what was delivered before, and by each worker

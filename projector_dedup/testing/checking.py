@@ -33,6 +33,7 @@ from ..errors import BatchFailed
 from ..message import Message, id_text
 from ..options import RetryPolicy
 from ..tables import DedupTables
+from ..verdict import Action, verdict_of
 from .fault_points import (
     AFTER_COMMIT,
     BEFORE_ACKNOWLEDGEMENT,
@@ -43,7 +44,7 @@ from .fault_points import (
     kill_this_process,
     told,
 )
-from .schedules import How, Schedule, Turn, is_allowed, schedules, smaller, smallest
+from .schedules import How, Schedule, Turn, is_allowed, schedules, smaller, smallest, split
 
 SHRINKING = 3.0
 """Seconds after which no smaller schedule is tried."""
@@ -76,14 +77,17 @@ class Report:
     def lines(self, names: Sequence[str]) -> Iterator[str]:
         """Yield the report, with the names of the messages, line by line."""
         yield self.failure.text
+        if not self.schedule:  # every schedule passes
+            return
         yield "The smallest schedule that fails:"
         for number, turn in enumerate(self.schedule, 1):
             yield f"  {number}. {_line_of(turn, names)}"
 
 
 def _line_of(turn: Turn, names: Sequence[str]) -> str:
-    what = {"deliver": "deliver", "burst": "deliver at the same time", "batch": "deliver as one batch"}[turn.how]
-    text = f"{what}: {', '.join(names[number] for number in turn.messages)}"
+    at_once = "deliver at the same time"
+    how = {"burst": at_once, "batch": "deliver as one batch", "beside": f"{at_once}, every other one in a batch"}
+    text = f"{how.get(turn.how, 'deliver')}: {', '.join(names[number] for number in turn.messages)}"
     return text if turn.fault is None else f"{text}; {told(turn.fault)}"
 
 
@@ -103,6 +107,7 @@ class Check(ABC):
         default_tables: DedupTables,
         *,
         kills: bool = True,
+        redelivers: bool = False,
         expected: Any,
         read: Callable[[Session], Any],
         engine: Engine | AsyncEngine,
@@ -121,7 +126,7 @@ class Check(ABC):
         if self.sync_engine.dialect.name == "sqlite" and self.sync_engine.url.database in (None, "", ":memory:"):
             raise UnusableError(f"{self.name} needs a database with several connections; give an SQLite file")
         self._metadata = metadata
-        self._kills = kills
+        self._kills, self.redelivers = kills, redelivers
         self.tables: DedupTables = options.get("tables", default_tables)
         self.options = {"retry": RetryPolicy(base=0.001, within=0.3), **options}
         self.points = FaultPoints(self.sync_engine)
@@ -164,6 +169,10 @@ class Check(ABC):
         """Return the faults that can be made here."""
         return faults_on(self.sync_engine)
 
+    def difference(self) -> Failure | None:
+        """Return what differs in another process although the read model is right."""
+        return None
+
     def begin(self) -> None:
         """Forget what the last schedule has left outside the database."""
         if self._reset is not None:
@@ -201,7 +210,8 @@ class Check(ABC):
             for tried, schedule in enumerate(generated, 1):
                 if (failure := fails(schedule)) is not None:
                     return self._shrunk(schedule, failure, fails, tried)
-        return None
+        failure = self.difference()
+        return None if failure is None else Report(failure, (), tried)
 
     def run_one(self, schedule: Sequence[Any]) -> Report | None:
         """Run one schedule, given as tuples ``(how, positions of messages, fault or None)``."""
@@ -253,17 +263,21 @@ class Check(ABC):
     def _ready(self) -> Iterator[Callable[[Schedule], Failure | None]]:
         """Create the tables, and yield the function that runs a schedule; drop in the end what was created."""
         with asyncio.Runner() as runner:
-            created = runner.run(self.on_connection(self._create))
+            missing: list[Table] = []
             try:
-                with self.points.watching():
-                    yield lambda schedule: runner.run(self._run(schedule))
-            finally:
-                runner.run(self.on_connection(self._empty))
-                runner.run(self.on_connection(lambda connection: _drop(connection, created)))
+                missing = runner.run(self.on_connection(self._missing))
+                runner.run(self.on_connection(lambda connection: _each(missing, MetaData.create_all, connection)))
+                try:
+                    with self.points.watching():
+                        yield lambda schedule: runner.run(self._run(schedule))
+                finally:
+                    runner.run(self.on_connection(self._empty))
+            finally:  # also if only some of them could be created
+                runner.run(self.on_connection(lambda connection: _each(missing, MetaData.drop_all, connection)))
                 runner.run(self.dispose())
 
-    def _create(self, connection: Connection) -> list[Table]:
-        """Create the tables that are not there; return them. Raises ``UnusableError`` if a table has rows."""
+    def _missing(self, connection: Connection) -> list[Table]:
+        """Return the tables that are not there. Raises ``UnusableError`` if one that is there has rows."""
         markers = self.tables.marker.metadata
         if self._metadata is None:
             self._metadata = MetaData()
@@ -276,11 +290,9 @@ class Check(ABC):
         named = {table.fullname: table for metadata in (markers, self._metadata) for table in metadata.sorted_tables}
         self._refuse_cycles(connection, [*named.values()])
         missing = [each for each in named.values() if not _is_there(connection, each)]
-        for metadata in (markers, self._metadata):
-            metadata.create_all(connection, [each for each in missing if each.metadata is metadata])
         state = self.tables.state.fullname
         self._emptied = [each for each in named.values() if each.fullname not in (state, "alembic_version")]
-        for table in self._emptied:
+        for table in (each for each in self._emptied if each not in missing):
             if connection.execute(select(table).limit(1)).first() is not None:
                 raise UnusableError(
                     f"{self.name} deletes all rows of the table {table.fullname}, which is not empty; give "
@@ -341,6 +353,11 @@ class Check(ABC):
                 await workers.take(turn)
         while workers.waiting and not workers.is_stuck:
             await workers.again()
+        if workers.rejected is not None:
+            number, error = workers.rejected
+            said = f"Message {self.names[number]} becomes a dead letter: {type(error).__name__}: {error}"
+            remedy = "Raise Defer to wait for another message, or give redelivers=True if your broker repeats each."
+            return Failure(f"rejected: {type(error).__name__}", f"{said}\n{remedy}")
         if workers.waiting and (failure := self.unended(workers.waiting[0], workers.error)) is not None:
             return failure
         delivered = sorted({number for turn in schedule for number in turn.messages})
@@ -401,14 +418,15 @@ class Workers:
         self._worker = check.worker()
         self.waiting: list[int] = []  # what was not acknowledged, by position
         self.error: Exception | None = None  # the last one
+        self.rejected: tuple[int, Exception] | None = None  # the first message that a consumer rejects, by position
         self._failures = 0  # in a row
         self._progressed = time.monotonic()
 
     @property
     def is_stuck(self) -> bool:
-        """True if each waiting message has failed several times since the last acknowledgement."""
+        """True if a message was rejected, or all that wait have failed several times since the last acknowledgement."""
         too_long = self._failures > 2 and time.monotonic() - self._progressed > STUCK
-        return too_long or self._failures > 3 * len(self.waiting) + 3
+        return self.rejected is not None or too_long or self._failures > 3 * len(self.waiting) + 3
 
     async def take(self, turn: Turn) -> None:
         """Deliver the messages of a turn; if its fault has ended a worker, start a new one and deliver them again."""
@@ -417,32 +435,33 @@ class Workers:
         self.waiting += held
         if not numbers:
             return
-        self._points.arm(turn.fault, {*numbers} if turn.how == "burst" else ())
+        batch, alone = split(turn.how, numbers)
+        self._points.arm(turn.fault, {*batch[:1], *alone})
         killed = turn.fault is not None and turn.fault.startswith(KILLED)
-        batched = turn.how == "batch"
         if killed:
-            failed = numbers if await self._dies(numbers, batched=batched) else []
+            failed = numbers if await self._dies(batch, alone) else []
         else:
-            failed = await (self._batch(numbers) if batched else self._together(numbers))
+            failed = await self._at_once(batch, alone)
         stops = self._points.takes(BEFORE_ACKNOWLEDGEMENT)
         self._points.arm(None)
         if turn.fault is not None:
+            self.rejected = None  # the fault may be the reason
             if killed or turn.fault in (AFTER_COMMIT, BEFORE_ACKNOWLEDGEMENT):
                 self._worker = self._check.worker()
             failed = [number for number in (numbers if stops else failed) if await self._together([number])]
         self.waiting += failed
 
-    async def _dies(self, numbers: Sequence[int], *, batched: bool) -> bool:
+    async def _dies(self, batch: Sequence[int], alone: Sequence[int]) -> bool:
         """Deliver in a process of its own. Return True if it was killed, or did not acknowledge all messages."""
         await self._check.dispose()  # the process must not inherit connections
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12: the waiting threads of a pool
             process = os.fork()
         if not process:
-            left: Sequence[int] = numbers
+            left: Sequence[int] = [*batch, *alone]
             try:
                 end_with_parent()
-                left = asyncio.run(self._batch(numbers) if batched else self._together(numbers))
+                left = asyncio.run(self._at_once(batch, alone))
                 if self._points.takes(KILLED + BEFORE_ACKNOWLEDGEMENT):
                     kill_this_process()
             finally:
@@ -473,17 +492,23 @@ class Workers:
         waiting = {self._keys[number] for number in self.waiting}
         return [number for number in numbers if self._keys[number] in waiting]
 
+    async def _at_once(self, batch: Sequence[int], alone: Sequence[int]) -> list[int]:
+        """Deliver a batch, and other messages at the same time; return those that were not acknowledged."""
+        parts = [each(part) for each, part in ((self._batch, batch), (self._together, alone)) if part]
+        return [number for failed in await asyncio.gather(*parts) for number in failed]
+
     async def _together(self, numbers: Sequence[int]) -> list[int]:
         errors = await asyncio.gather(*(self._deliver(number) for number in numbers))
         return self._noted(numbers, errors)
 
     async def _batch(self, numbers: Sequence[int]) -> list[int]:
         try:
-            await self._call(None, self._worker.deliver_batch, [_decoded(self._messages[each]) for each in numbers])
+            given = [_decoded(self._messages[each]) for each in numbers]
+            await self._call(numbers[0], self._worker.deliver_batch, given)
         except BatchFailed as failed:
             return self._noted(numbers, [each.error for each in failed.deliveries])
         except Exception as error:  # noqa: BLE001  # reported if the messages are never acknowledged
-            return self._noted(numbers, [error] * len(numbers))
+            return self._noted(numbers, [error] * len(numbers), judged=False)  # consumers deliver one by one then
         return self._noted(numbers, [None] * len(numbers))
 
     async def _deliver(self, number: int) -> Exception | None:
@@ -493,14 +518,17 @@ class Workers:
             return error
         return None
 
-    async def _call(self, number: int | None, deliver: Callable[..., Any], given: Any) -> None:
+    async def _call(self, number: int, deliver: Callable[..., Any], given: Any) -> None:
         with self._points.delivery(number):
             if self._check.sync_engine.dialect.is_async:
                 await deliver(given)
             else:
                 await asyncio.to_thread(deliver, given)
 
-    def _noted(self, numbers: Sequence[int], errors: Sequence[Any]) -> list[int]:
+    def _noted(self, numbers: Sequence[int], errors: Sequence[Any], *, judged: bool = True) -> list[int]:
+        for number, error in zip(numbers, errors, strict=True):
+            if error is not None and self.rejected is None and judged and not self._check.redelivers:
+                self.rejected = (number, error) if verdict_of(error).action is Action.REJECT else None
         failed = [number for number, error in zip(numbers, errors, strict=True) if error is not None]
         if len(failed) < len(numbers):
             self._failures, self._progressed = 0, time.monotonic()
@@ -545,6 +573,7 @@ def _is_there(connection: Connection, table: Table) -> bool:
     return bool(inspect_database(connection).has_table(table.name, schema))
 
 
-def _drop(connection: Connection, tables: Sequence[Table]) -> None:
-    for metadata in {table.metadata for table in tables}:
-        metadata.drop_all(connection, [table for table in tables if table.metadata is metadata])
+def _each(tables: Sequence[Table], call: Callable[..., None], connection: Connection) -> None:
+    """Call ``create_all`` or ``drop_all`` of the metadata of these tables."""
+    for metadata in {table.metadata: None for table in tables}:
+        call(metadata, connection, [table for table in tables if table.metadata is metadata])

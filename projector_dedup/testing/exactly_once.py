@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import types
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, Protocol
 from uuid import UUID
@@ -15,9 +15,10 @@ from sqlalchemy.orm import Session
 
 from ..building import handlers_of_all
 from ..dispatcher import AsyncDispatcher, Dispatcher
-from ..message import Message
+from ..message import IdExtractor, Message, attribute_or_key, envelope, id_text
 from ..tables import default_tables
-from .checking import Check, UnusableError
+from .checking import Check, Failure, UnusableError
+from .elsewhere import called_elsewhere
 from .schedules import HOWS
 
 
@@ -34,6 +35,7 @@ class ExactlyOnce(Protocol):
         metadata: MetaData | None = None,
         ordered: bool | Callable[[Any], Hashable] = False,
         batches: bool = True,
+        redelivers: bool = False,
         reset: Callable[[], None] | None = None,
         seed: int | None = None,
         schedules: int = 30,
@@ -49,7 +51,9 @@ class ExactlyOnce(Protocol):
         tables must exist. All rows of these tables are deleted before each schedule.
 
         ``ordered=True`` keeps the order of the messages; a function of the event keeps the order of each key that the
-        function returns. ``batches=False`` leaves out ``deliver_batch``. ``reset`` undoes, before each schedule, what
+        function returns. ``batches=False`` leaves out ``deliver_batch``. An error of a handler after which
+        ``verdict_of`` rejects the message is a failure; with ``redelivers=True``, the message is delivered again.
+        ``reset`` undoes, before each schedule, what
         handlers have changed outside the database. ``schedules`` is the number of generated schedules, ``seed`` their
         seed. ``schedule`` runs this one alone. The other arguments are those of ``Dispatcher``.
 
@@ -73,12 +77,43 @@ class ProjectorCheck(Check):
             return Message(*given)
         return given
 
+    def difference(self) -> Failure | None:
+        """Compare the ids that are computed from the messages with those that another process computes."""
+        extractor = self.options.get("message_id", attribute_or_key)
+        computed = [each for each in self.messages if not _contains_id(each, extractor)]
+        if not computed:
+            return None
+        ids = partial(_ids, computed, extractor)
+        try:
+            there = called_elsewhere(ids)
+        except Exception as error:
+            raise UnusableError(
+                f"exactly_once cannot compute the ids in another process, as a second worker does: {error}; define "
+                "the events and message_id= in a module that can be imported, or give pairs (message_id, event)"
+            ) from error
+        for each, here, other in zip(computed, ids(), there, strict=True):
+            if here != other:
+                said = f"The id of {self.name_of(each)} is {here!r}, and {other!r} in another process."
+                return Failure("id", f"{said} It must not come from hash(), the order of a set, or a counter.")
+        return None
+
     def worker(self) -> Any:
         """Return a dispatcher with projectors of its own."""
         made = AsyncDispatcher if isinstance(self.engine, AsyncEngine) else Dispatcher
         dispatcher = made(self.session_factory, *self._make(), **self.options)
         self.points.watch(dispatcher)
         return dispatcher
+
+
+def _ids(messages: Sequence[Any], extractor: IdExtractor) -> list[str | None]:
+    return [id_text(envelope(each, None, extractor, needed=False)) for each in messages]
+
+
+def _contains_id(message: Any, extractor: IdExtractor) -> bool:
+    if isinstance(message, Message):
+        return message.id is not None or _contains_id(message.body, extractor)
+    held = message if isinstance(message, Mapping) else getattr(message, "__dict__", ())
+    return extractor is attribute_or_key and "message_id" in held
 
 
 def maker_of(given: Any) -> Callable[[], list[Any]]:

@@ -131,7 +131,7 @@ class Meeting:
 class Progress:
     """The progress of one delivery: how many statements its handler has sent. None if the handler does not run."""
 
-    def __init__(self, number: int | None) -> None:
+    def __init__(self, number: int) -> None:
         self.number = number
         self.statements: int | None = None
         self.is_in_handler = False
@@ -193,14 +193,14 @@ class FaultPoints:
             return True
 
     @contextmanager
-    def delivery(self, number: int | None) -> Iterator[None]:
+    def delivery(self, number: int) -> Iterator[None]:
         """Reach fault points in the block, which delivers in this thread or task, or in those that it starts."""
         before = _progress.set(Progress(number))
         try:
             yield
         finally:
             _progress.reset(before)
-            if self._meeting is not None and number is not None:
+            if self._meeting is not None:
                 self._meeting.has_ended(number)
 
     def watch(self, dispatcher: Dispatcher | AsyncDispatcher) -> None:
@@ -310,6 +310,6 @@ class FaultPoints:
         if self.takes(point):
             raise InjectedDatabaseError(statement, {}, InjectedError(f"an injected error, {point}"))
         writes = statement.lstrip()[:6].upper() != "SELECT"
-        if writes and self._meeting is not None and progress.number is not None and not progress.has_met:
+        if writes and self._meeting is not None and not progress.has_met:
             progress.has_met = True
             self._meeting.wait(progress.number)

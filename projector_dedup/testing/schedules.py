@@ -11,14 +11,15 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
-How = Literal["deliver", "burst", "batch"]
-HOWS: tuple[How, ...] = ("deliver", "burst", "batch")
+How = Literal["deliver", "burst", "batch", "beside"]
+HOWS: tuple[How, ...] = ("deliver", "burst", "batch", "beside")
+_AT_ONCE = ("burst", "beside")
 _BURST = 4
-_SIZES: dict[How, tuple[int, int]] = {"deliver": (1, 1), "burst": (2, _BURST), "batch": (2, 6)}
+_SIZES: dict[How, tuple[int, int]] = {"deliver": (1, 1), "burst": (2, _BURST), "batch": (2, 6), "beside": (3, 6)}
 
 
 class Turn(NamedTuple):
-    """One step of a schedule: messages that are delivered one by one, at the same time, or in one batch."""
+    """One step of a schedule: messages that are delivered at the same time, some or all of them as one batch."""
 
     how: How
     messages: tuple[int, ...]
@@ -26,6 +27,13 @@ class Turn(NamedTuple):
 
 
 Schedule = tuple[Turn, ...]
+
+
+def split(how: How, messages: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
+    """Return the messages that are delivered as one batch, and those that are delivered alone at the same time."""
+    if how == "beside":
+        return messages[::2], messages[1::2]
+    return (messages, ()) if how == "batch" else ((), messages)
 
 
 def in_order(size: int) -> Schedule:
@@ -39,8 +47,8 @@ def schedules(
     """Yield ``count`` generated schedules, after those that every check begins with.
 
     The first ones deliver each message once, each message twice, all messages in bursts, the second half of them in
-    bursts, all messages as one batch, and each message once with each fault in turn. ``keys`` has the key of each
-    message whose order the broker keeps, or is None.
+    bursts, all messages as one batch, the second half of them as a batch beside others, and each message once with each
+    fault in turn. ``keys`` has the key of each message whose order the broker keeps, or is None.
     """
     dice = random.Random(seed)  # noqa: S311  # repeatable; no secret
     plain = in_order(size)
@@ -50,6 +58,8 @@ def schedules(
     yield (*plain[: size // 2], *_bursts([*range(size // 2, size)], keys))  # the rows may be there by now
     if "batch" in hows:
         yield (Turn("batch", tuple(range(size))),)
+    if "beside" in hows:
+        yield (*plain[: size // 2], *_bursts([*range(size // 2, size)], keys, "beside"))
     for fault in faults:
         at = dice.randrange(size)
         yield tuple(Turn(turn.how, turn.messages, fault) if turn is plain[at] else turn for turn in plain)
@@ -57,11 +67,11 @@ def schedules(
         yield _generated(size, keys, hows, faults, dice)
 
 
-def _bursts(stream: list[int], keys: Sequence[Hashable] | None) -> Schedule:
+def _bursts(stream: list[int], keys: Sequence[Hashable] | None, how: How = "burst") -> Schedule:
     turns = []
     while stream:
         length = _without_repeated_keys(stream[:_BURST], keys)
-        turns.append(Turn("burst" if length > 1 else "deliver", tuple(stream[:length])))
+        turns.append(_of(Turn(how, ()), tuple(stream[:length])))
         stream = stream[length:]
     return tuple(turns)
 
@@ -74,10 +84,10 @@ def _generated(
     while stream:
         how = dice.choice(("deliver", *hows))
         length = dice.randint(*_SIZES[how])
-        if how == "burst":
+        if how in _AT_ONCE:
             length = _without_repeated_keys(stream[:length], keys)
         fault = dice.choice(faults) if dice.random() < 0.25 else None
-        turns.append(Turn(how if length > 1 else "deliver", tuple(stream[:length]), fault))
+        turns.append(_of(Turn(how, (), fault), tuple(stream[:length])))
         stream = stream[length:]
     return tuple(turns)
 
@@ -134,7 +144,7 @@ def is_allowed(schedule: Schedule, keys: Sequence[Hashable] | None) -> bool:
     if keys is None:
         return True
     for turn in schedule:
-        if turn.how == "burst" and _without_repeated_keys(turn.messages, keys) < len(turn.messages):
+        if turn.how in _AT_ONCE and _without_repeated_keys(turn.messages, keys) < len(turn.messages):
             return False
     stream = [number for turn in schedule for number in turn.messages]
     for numbers in _by_key(keys).values():

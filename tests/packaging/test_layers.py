@@ -38,11 +38,11 @@ MAX_ROOMS = {  # lines of a package, and of the files at the root together
     "effects": 1_970,
     "integrations": 4_810,
     "maintenance": 3_760,
-    "testing": 3_600,
+    "testing": 3_700,  # the ids in another process
     "cli": 2_090,
     "migrations": 280,
 }
-MAX_FILES = 109  # of `projector_dedup`, without the command and the migrations
+MAX_FILES = 110  # of `projector_dedup`, without the command and the migrations
 
 DRIVERS = {
     "postgresql": {"psycopg", "psycopg2", "asyncpg"},

@@ -173,6 +173,15 @@ def continues_after_an_error(order: PlaceOrder, call: Call) -> int:
     return order.amount
 
 
+@mistake()
+def demands_a_row(order: PlaceOrder, call: Call) -> int:
+    """It raises until the first order has created the row: consumers make dead letters of the orders before it."""
+    if order in (REQUESTS[0][1], REQUESTS[2][1]):
+        return spend(order, call.session)
+    call.session.get_one(Account, order.customer).spent += order.amount
+    return order.amount
+
+
 FILE = Path(tempfile.gettempdir()) / "kit_orders_sent"
 
 

@@ -213,6 +213,16 @@ class CoarseId:
         add(paid, session)
 
 
+@mistake(options={"message_id": lambda paid: str(hash(paid.message_id))})
+@once(name="hash-id")
+class HashId:
+    """The id is made by hash(), which has another seed in another process."""
+
+    @on(Paid)
+    def apply(self, paid: Paid, session: Session) -> None:
+        add(paid, session)
+
+
 @mistake()
 @once(name="keeps-sums")
 class KeepsSums:
@@ -264,6 +274,29 @@ class RowAssumed:
         else:
             raised = {"amount": Totals.amount + paid.amount}
             session.execute(update(Totals).where(Totals.account == paid.account).values(raised))
+
+
+@mistake()
+@once(name="row-demanded")
+class RowDemanded:
+    """It raises until the first payment has created the row: consumers make dead letters of the payments before it."""
+
+    @on(Paid)
+    def apply(self, paid: Paid, session: Session) -> None:
+        if paid in PAYMENTS[:1] + PAYMENTS[2:3]:
+            session.add(Totals(account=paid.account, amount=paid.amount, last=0))
+        else:
+            session.get_one(Totals, paid.account).amount += paid.amount
+
+
+@mistake()
+@once(name="row-demanded-async")
+class RowDemandedAsync:
+    """The same, under asyncio."""
+
+    @on(Paid)
+    async def apply(self, paid: Paid, session: AsyncSession) -> None:
+        await session.run_sync(lambda inner: RowDemanded.apply(self, paid, inner))  # type: ignore[arg-type]
 
 
 @mistake()
@@ -486,6 +519,19 @@ class AsyncLostUpdate:
     @on(Paid)
     async def apply(self, paid: Paid, session: AsyncSession) -> None:
         await session.run_sync(lambda inner: add(paid, inner))
+
+
+@mistake(server=True, options={"isolation": "READ COMMITTED"})
+@once(name="locks-only-one")
+class LocksOnlyOne:
+    """It locks the row for one payment, but not the rows for a batch: a batch beside it loses an update."""
+
+    @on(Paid, batch=True)
+    def apply(self, batch: list[Paid], session: Session) -> None:
+        if len(batch) == 1:
+            session.get(Totals, batch[0].account, with_for_update=True)
+        for paid in batch:
+            LostUpdate.apply(self, paid, session)  # type: ignore[arg-type]
 
 
 @mistake(server=True, read=read_balances)
@@ -807,6 +853,19 @@ class ReadModels:
     @on(Paid)
     def apply(self, paid: Paid, session: Session) -> None:
         add(paid, session)
+
+
+@right(server=True, options={"isolation": "READ COMMITTED"})
+@once(name="right-locks-the-batch")
+class LocksTheBatch:
+    """It locks the rows of a batch, in the order of their names."""
+
+    @on(Paid, batch=True)
+    def apply(self, batch: list[Paid], session: Session) -> None:
+        for account in sorted({paid.account for paid in batch}):
+            session.get(Totals, account, with_for_update=True)
+        for paid in batch:
+            LostUpdate.apply(self, paid, session)  # type: ignore[arg-type]
 
 
 @right(server=True)

@@ -1,8 +1,13 @@
 """`exactly_once` finds mistakes of handlers, and has no complaint about right ones."""
 
 import dataclasses
+import os
 import re
+import sys
+import types
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +16,9 @@ from sqlalchemy.orm import Session
 
 from databases import Database
 from kit_handlers import MISTAKES, PAYMENTS, RIGHT, Base, Case, Paid, Totals, add, read_sums, sums
-from projector_dedup import on, projector
+from projector_dedup import by_path, on, projector
 from projector_dedup.testing.checking import Report, UnusableError, engine_on
+from projector_dedup.testing.elsewhere import called_elsewhere
 from projector_dedup.testing.exactly_once import ProjectorCheck, is_async
 
 
@@ -91,11 +97,99 @@ def test_there_are_as_many_as_the_page_says() -> None:
     assert min(len(MISTAKES), len(RIGHT)) > 20
 
 
+def test_a_message_that_consumers_reject_is_a_failure(checked: Callable[..., Report | None]) -> None:
+    """The report says what to raise instead; a test may say that its broker delivers again whatever the error is."""
+    (demanded,) = [case for case in MISTAKES if str(case) == "RowDemanded"]
+    report = checked(demanded)
+    said = r"Message .* becomes a dead letter: NoResultFound: .*\nRaise Defer .* redelivers=True"
+    assert re.match(said, told(report))
+    assert report is not None
+    assert [turn.how for turn in report.schedule] == ["deliver"]
+    assert told(checked(demanded, redelivers=True)) == ""
+
+
 def test_no_schedule_has_a_batch_if_the_user_has_none(checked: Callable[..., Report | None]) -> None:
     """A handler that keeps only the last of a batch is right then."""
     (last,) = [case for case in MISTAKES if str(case) == "LastOfTheBatch"]
     assert checked(last) is not None
     assert told(checked(last, batches=False)) == ""
+
+
+@dataclass(frozen=True, slots=True)
+class PaidTo:
+    """A payment whose id is computed from the set of its accounts."""
+
+    accounts: frozenset[str]
+    amount: int = 5
+
+    @property
+    def message_id(self) -> str:
+        """The id is the order of the set."""
+        return ",".join(self.accounts)
+
+
+def sorted_id(prefix: str) -> Callable[[PaidTo], str]:
+    """An id that is the same in every process, made by a function that knows something else."""
+    return lambda paid: f"{prefix}-{','.join(sorted(paid.accounts))}"
+
+
+def ids_of(tmp_path: Path, *messages: object, **arguments: Any) -> Report | None:
+    """Check a handler that counts messages of any class."""
+
+    @projector(idempotent=True, name="counts")
+    class Counts:
+        @on(object, subclasses=True)
+        def apply(self, _event: object, session: Session) -> None:
+            add(Paid("", "a", 1), session)
+
+    check = ProjectorCheck(
+        Counts,
+        messages,
+        expected=lambda given: {"a": len(given)},
+        read=read_sums,
+        engine=engine_on(tmp_path / "kit.sqlite3", asynchronous=False),
+        metadata=Base.metadata,
+        **arguments,
+    )
+    return check.run(1, 0)
+
+
+def test_an_id_is_computed_in_another_process_too(tmp_path: Path) -> None:
+    """There, a set has another order. A function that is the same everywhere passes, whether it has a name or not."""
+    given = PaidTo(frozenset(f"account-{number}" for number in range(9)))
+    said = r"The id of PaidTo\(.* is 'account-.*', and 'account-.*' in another process\. .* hash\(\), .*"
+    assert re.fullmatch(said, told(ids_of(tmp_path, given)))
+    assert told(ids_of(tmp_path, given, message_id=sorted_id("paid"))) == ""
+    assert told(ids_of(tmp_path, {"head": {"id": "m1"}}, message_id=by_path("head.id"))) == ""
+
+
+@pytest.mark.parametrize(("here", "there"), [(None, "1"), ("random", "1"), ("0", "1"), ("1", "2")])
+def test_the_other_process_has_another_seed(here: str | None, there: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the seed of this process is fixed."""
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    if here is not None:
+        monkeypatch.setenv("PYTHONHASHSEED", here)
+    assert called_elsewhere(partial(os.getenv, "PYTHONHASHSEED")) == there
+
+
+def test_an_id_that_no_other_process_can_compute_is_refused(tmp_path: Path) -> None:
+    """It would pass in one process; the text names the class. With an id in the message, nothing is computed."""
+
+    class Local:
+        message_id = "m1"
+
+    with pytest.raises(UnusableError, match=r"<locals>\.Local.*; define the events and message_id= in a module"):
+        ids_of(tmp_path, Local())
+    assert ids_of(tmp_path, ("m1", Local())) is None
+
+
+def test_an_error_of_the_other_process_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It cannot import what this process has made by hand."""
+    module = types.ModuleType("made_by_hand")
+    monkeypatch.setitem(sys.modules, "made_by_hand", module)
+    exec("def found(event): return event['id']", vars(module))
+    with pytest.raises(UnusableError, match="ModuleNotFoundError: No module named 'made_by_hand'; define the events"):
+        ids_of(tmp_path, {"id": "m1"}, message_id=vars(module)["found"])
 
 
 def test_a_handler_may_change_its_event(tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ def test_generated_schedules_deliver_every_message_in_an_allowed_order(keys: lis
         assert {number for turn in schedule for number in turn.messages} == {*range(6)}
         assert is_allowed(schedule, keys)
     assert {turn.fault for schedule in found for turn in schedule} == {None, *FAULTS}
-    burst = set() if keys == ["a"] * 6 else {"burst"}
-    assert {turn.how for schedule in found for turn in schedule} == {"deliver", "batch"} | burst
+    at_once = set() if keys == ["a"] * 6 else {"burst", "beside"}
+    assert {turn.how for schedule in found for turn in schedule} == {"deliver", "batch"} | at_once
     assert any(sum(len(turn.messages) for turn in schedule) > 6 for schedule in found[2:])
 
 
@@ -63,6 +63,8 @@ def test_messages_of_one_key_are_not_delivered_at_the_same_time() -> None:
     """Messages of two keys may be."""
     assert not is_allowed((Turn("burst", (0, 1)),), ["a", "a"])
     assert is_allowed((Turn("burst", (0, 1)),), ["a", "b"])
+    assert not is_allowed((Turn("beside", (0, 1)),), ["a", "a"])
+    assert is_allowed((Turn("beside", (0, 1)),), ["a", "b"])
 
 
 @pytest.mark.parametrize("may_drop", [True, False])

@@ -3,11 +3,25 @@
 from typing import Any
 
 import pytest
-from sqlalchemy import Enum, ForeignKey, MetaData, String, create_engine, func, inspect, select
+from sqlalchemy import (
+    CheckConstraint,
+    Column,
+    Enum,
+    ForeignKey,
+    Integer,
+    MetaData,
+    String,
+    Table,
+    create_engine,
+    func,
+    inspect,
+    select,
+)
+from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
 from databases import Database
-from kit_handlers import PAYMENTS, Base, Paid, add, read_sums, sums
+from kit_handlers import PAYMENTS, Base, Paid, Totals, add, read_sums, sums
 from projector_dedup import on, projector
 from projector_dedup.testing.checking import UnusableError
 from projector_dedup.testing.exactly_once import ProjectorCheck
@@ -32,6 +46,32 @@ def test_tables_in_the_schema_of_a_tenant_stay(postgresql: Database) -> None:
     assert inspect(plain).get_table_names("tenant_a") == before
     assert inspect(plain).get_table_names() == []
     plain.dispose()
+
+
+def test_a_database_that_is_refused_stays_as_it_is(database: Database) -> None:
+    """It has the table with rows, and nothing else: no table of the library, and none that the metadata also names."""
+    engine = create_engine(database.url())
+    Totals.__table__.create(engine)  # type: ignore[attr-defined]  # of FromClause
+    with Session(engine) as session, session.begin():
+        session.add(Totals(account="a", amount=5))
+    with pytest.raises(UnusableError, match="deletes all rows of the table kit_totals, which is not empty"):
+        check_on(engine, add)
+    assert inspect(engine).get_table_names() == ["kit_totals"]
+    with Session(engine) as session:
+        assert read_sums(session) == {"a": 5}
+    engine.dispose()
+
+
+def test_nothing_stays_if_a_table_cannot_be_created(database: Database) -> None:
+    """Those that were created before it are dropped, also where CREATE TABLE commits."""
+    broken = MetaData()
+    Table("kit_a", broken, Column("id", Integer, primary_key=True))
+    Table("kit_b", broken, Column("id", Integer, primary_key=True), CheckConstraint("no condition ("))
+    engine = create_engine(database.url())
+    with pytest.raises(SQLAlchemyError, match="kit_b"):
+        check_on(engine, add, metadata=broken)
+    assert inspect(engine).get_table_names() == []
+    engine.dispose()
 
 
 class OfTrees(DeclarativeBase):
