@@ -13,8 +13,9 @@ from typing import Any
 from .extras import needs
 
 with needs("pubsub"):
-    from google.api_core.exceptions import DeadlineExceeded
+    from google.api_core.exceptions import DeadlineExceeded, InvalidArgument
     from google.cloud.pubsub_v1 import PublisherClient, SubscriberClient
+    from google.pubsub_v1 import PublisherClient as _Service
 
 from ..dispatcher import Dispatcher
 from ..errors import RefusedError
@@ -27,7 +28,8 @@ __all__ = ["Consumer", "replay"]
 _POLL = 5.0  # seconds that a request waits for messages; `stop` takes as long if no message comes
 _MANY = 10  # messages of one request
 _REJECTED_FOR = "x-rejected-for"
-_BY_PUBSUB = "CloudPubSubDeadLetter"  # prefix of the attributes that Pub/Sub adds when it moves a dead letter itself
+_BY_PUBSUB = ("CloudPubSubDeadLetter", "goog")
+"""Prefixes of the attributes that Pub/Sub adds: to a dead letter that it moves itself, and to any message."""
 _SUBSCRIBER = "subscriber is a google.cloud.pubsub_v1.SubscriberClient"
 _PUBLISHER = "publisher is a google.cloud.pubsub_v1.PublisherClient"
 
@@ -104,7 +106,10 @@ class Consumer:
             _delay(self._subscriber, self._name, received, delay)
             return
         if settled.reject:
-            _publish(self._publisher, dead, received.message, {_REJECTED_FOR: settled.reason})
+            try:
+                _publish(self._publisher, dead, received.message, {_REJECTED_FOR: settled.reason})
+            except InvalidArgument:  # the reason may be an attribute too many; any other error occurs again
+                _publish(self._publisher, dead, received.message, {})
             self._settling.kept(settled)
         self._subscriber.acknowledge(request={"subscription": self._name, "ack_ids": [received.ack_id]})
 
@@ -157,7 +162,11 @@ def _publish(publisher: Any, topic: str, message: Any, marks: Mapping[str, str])
         for name, value in message.attributes.items()
         if name != _REJECTED_FOR and not name.startswith(_BY_PUBSUB)
     }
-    publisher.publish(topic, message.data, **{**attributes, **marks}).result()
+    copy = {"data": message.data, "attributes": {**attributes, **marks}}
+    if not (message.data or copy["attributes"]):  # Pub/Sub refuses a message without both
+        copy["attributes"] = dict(message.attributes)
+    # Not publisher.publish(topic, data, **attributes): an attribute may have the name of an argument.
+    _Service.publish(publisher, request={"topic": topic, "messages": [copy]})
 
 
 def _incoming(received: Any, subscription: str) -> Incoming:

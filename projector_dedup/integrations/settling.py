@@ -39,7 +39,7 @@ __all__ = ["Settled", "Settling"]
 
 logger = logging.getLogger("projector_dedup.consumers")
 
-MAX_REASON = 500  # characters of an error in a log line and in a header
+MAX_REASON = 1_000  # bytes of an error in a log line and in a header; an attribute of Pub/Sub has at most 1,024
 MAX_NAMES = 10  # headers that one log line names
 
 _REASONS: tuple[tuple[tuple[type[BaseException], ...], Reason], ...] = (  # the first match counts
@@ -315,4 +315,5 @@ def _reason(error: BaseException) -> str:
         text = "; ".join([str(error), *getattr(error, "__notes__", ())])
     except Exception:  # noqa: BLE001  # a failing __str__ of the user's error must not stop the consumer
         text = "(its text cannot be read)"
-    return printable(f"{type(error).__name__}: {text}"[:MAX_REASON])
+    whole = printable(f"{type(error).__name__}: {text}"[:MAX_REASON])
+    return whole.encode()[:MAX_REASON].decode(errors="ignore")  # a character has up to ten bytes, escaped or not
