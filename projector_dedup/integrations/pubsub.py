@@ -6,6 +6,7 @@ Needs the extra ``pubsub``.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
@@ -21,7 +22,7 @@ from ..dispatcher import Dispatcher
 from ..errors import RefusedError
 from .incoming import Convert, Incoming, json_event
 from .ordered import deliver_in_order
-from .settling import Settled, Settling, expect
+from .settling import HELD, QUIET, Settled, Settling, expect
 
 __all__ = ["Consumer", "replay"]
 
@@ -119,21 +120,22 @@ def replay(subscriber: SubscriberClient, publisher: PublisherClient, subscriptio
 
     ``dead_letters`` is the full name of a subscription of the dead-letter topic. Fix the cause first, and replay while
     the markers are kept. Every subscription of the topic gets the messages; where they were applied before, they are
-    duplicates. ``replay`` returns after five seconds without a dead letter.
+    duplicates. ``replay`` returns after five seconds without a dead letter from before its start.
     """
     expect(SubscriberClient, subscriber, _SUBSCRIBER)
     expect(PublisherClient, publisher, _PUBLISHER)
     client: Any = subscriber
     topic = client.get_subscription(request={"subscription": subscription}).topic
-    began, count, newer = datetime.now(UTC), 0, list[Any]()
-    while letters := _pull(client, dead_letters):
+    began, last, count, newer = datetime.now(UTC), time.monotonic(), 0, list[Any]()
+    while time.monotonic() < last + QUIET and (letters := _pull(client, dead_letters)):
         for letter in letters:
             if letter.message.publish_time > began:  # rejected again: publishing it would never end
+                _delay(client, dead_letters, letter, HELD)
                 newer.append(letter)
                 continue
             _publish(publisher, topic, letter.message, {})
             client.acknowledge(request={"subscription": dead_letters, "ack_ids": [letter.ack_id]})
-            count += 1
+            count, last = count + 1, time.monotonic()
     for letter in newer:
         _delay(client, dead_letters, letter, 0)
     return count

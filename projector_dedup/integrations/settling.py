@@ -41,6 +41,10 @@ logger = logging.getLogger("projector_dedup.consumers")
 
 MAX_REASON = 1_000  # bytes of an error in a log line and in a header; an attribute of Pub/Sub has at most 1,024
 MAX_NAMES = 10  # headers that one log line names
+QUIET = 5.0
+"""The seconds without an older dead letter after which a replay ends, if its broker cannot count or order them."""
+HELD = 600
+"""The seconds for which such a replay keeps a newer dead letter back: otherwise the broker would send it again."""
 
 _REASONS: tuple[tuple[tuple[type[BaseException], ...], Reason], ...] = (  # the first match counts
     ((InvalidMessageIdError,), "invalid_id"),

@@ -22,7 +22,7 @@ from ..dispatcher import Dispatcher
 from ..errors import RefusedError
 from .incoming import Convert, Incoming, json_event
 from .ordered import deliver_in_order
-from .settling import Settled, Settling, expect, logger
+from .settling import HELD, QUIET, Settled, Settling, expect, logger
 
 __all__ = ["Consumer", "lambda_handler", "replay"]
 
@@ -130,20 +130,22 @@ def replay(client: BaseClient, queue_url: str) -> int:
     """Move the present dead letters of a queue back to it, and return their number.
 
     Fix the cause first. Replay while the markers are kept: a message that was applied before is then a duplicate.
+    ``replay`` returns if SQS has no dead letter, or for five seconds none from before its start.
     """
     expect(BaseClient, client, _CLIENT)
     sqs: Any = client
     dead, began = _dead_letter_queue(sqs, queue_url), time.time() * 1000
-    count, newer = 0, list[_Message]()
-    while letters := _receive(sqs, dead, 1):
+    last, count, newer = time.monotonic(), 0, list[_Message]()
+    while time.monotonic() < last + QUIET and (letters := _receive(sqs, dead, 1)):
         for letter in letters:
             if int(letter["Attributes"]["SentTimestamp"]) > began:  # rejected again: moving it would never end
+                _delay(sqs, dead, [(letter, HELD)])
                 newer.append(letter)
                 continue
             kept = {name: value for name, value in _attributes(letter).items() if name != _REJECTED_FOR}
             _send(sqs, queue_url, letter, kept)
             sqs.delete_message(QueueUrl=dead, ReceiptHandle=letter["ReceiptHandle"])
-            count += 1
+            count, last = count + 1, time.monotonic()
     _delay(sqs, dead, [(letter, 0) for letter in newer])
     return count
 
