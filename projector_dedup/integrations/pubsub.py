@@ -6,6 +6,7 @@ Needs the extra ``pubsub``.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
@@ -13,21 +14,23 @@ from typing import Any
 from .extras import needs
 
 with needs("pubsub"):
-    from google.api_core.exceptions import DeadlineExceeded
+    from google.api_core.exceptions import DeadlineExceeded, InvalidArgument
     from google.cloud.pubsub_v1 import PublisherClient, SubscriberClient
+    from google.pubsub_v1 import PublisherClient as _Service
 
 from ..dispatcher import Dispatcher
 from ..errors import RefusedError
 from .incoming import Convert, Incoming, json_event
 from .ordered import deliver_in_order
-from .settling import Settled, Settling, expect
+from .settling import HELD, QUIET, Settled, Settling, expect
 
 __all__ = ["Consumer", "replay"]
 
 _POLL = 5.0  # seconds that a request waits for messages; `stop` takes as long if no message comes
 _MANY = 10  # messages of one request
 _REJECTED_FOR = "x-rejected-for"
-_BY_PUBSUB = "CloudPubSubDeadLetter"  # prefix of the attributes that Pub/Sub adds when it moves a dead letter itself
+_BY_PUBSUB = ("CloudPubSubDeadLetter", "goog")
+"""Prefixes of the attributes that Pub/Sub adds: to a dead letter that it moves itself, and to any message."""
 _SUBSCRIBER = "subscriber is a google.cloud.pubsub_v1.SubscriberClient"
 _PUBLISHER = "publisher is a google.cloud.pubsub_v1.PublisherClient"
 
@@ -104,7 +107,10 @@ class Consumer:
             _delay(self._subscriber, self._name, received, delay)
             return
         if settled.reject:
-            _publish(self._publisher, dead, received.message, {_REJECTED_FOR: settled.reason})
+            try:
+                _publish(self._publisher, dead, received.message, {_REJECTED_FOR: settled.reason})
+            except InvalidArgument:  # the reason may be an attribute too many; any other error occurs again
+                _publish(self._publisher, dead, received.message, {})
             self._settling.kept(settled)
         self._subscriber.acknowledge(request={"subscription": self._name, "ack_ids": [received.ack_id]})
 
@@ -114,21 +120,22 @@ def replay(subscriber: SubscriberClient, publisher: PublisherClient, subscriptio
 
     ``dead_letters`` is the full name of a subscription of the dead-letter topic. Fix the cause first, and replay while
     the markers are kept. Every subscription of the topic gets the messages; where they were applied before, they are
-    duplicates. ``replay`` returns after five seconds without a dead letter.
+    duplicates. ``replay`` returns after five seconds without a dead letter from before its start.
     """
     expect(SubscriberClient, subscriber, _SUBSCRIBER)
     expect(PublisherClient, publisher, _PUBLISHER)
     client: Any = subscriber
     topic = client.get_subscription(request={"subscription": subscription}).topic
-    began, count, newer = datetime.now(UTC), 0, list[Any]()
-    while letters := _pull(client, dead_letters):
+    began, last, count, newer = datetime.now(UTC), time.monotonic(), 0, list[Any]()
+    while time.monotonic() < last + QUIET and (letters := _pull(client, dead_letters)):
         for letter in letters:
             if letter.message.publish_time > began:  # rejected again: publishing it would never end
+                _delay(client, dead_letters, letter, HELD)
                 newer.append(letter)
                 continue
             _publish(publisher, topic, letter.message, {})
             client.acknowledge(request={"subscription": dead_letters, "ack_ids": [letter.ack_id]})
-            count += 1
+            count, last = count + 1, time.monotonic()
     for letter in newer:
         _delay(client, dead_letters, letter, 0)
     return count
@@ -157,7 +164,11 @@ def _publish(publisher: Any, topic: str, message: Any, marks: Mapping[str, str])
         for name, value in message.attributes.items()
         if name != _REJECTED_FOR and not name.startswith(_BY_PUBSUB)
     }
-    publisher.publish(topic, message.data, **{**attributes, **marks}).result()
+    copy = {"data": message.data, "attributes": {**attributes, **marks}}
+    if not (message.data or copy["attributes"]):  # Pub/Sub refuses a message without both
+        copy["attributes"] = dict(message.attributes)
+    # Not publisher.publish(topic, data, **attributes): an attribute may have the name of an argument.
+    _Service.publish(publisher, request={"topic": topic, "messages": [copy]})
 
 
 def _incoming(received: Any, subscription: str) -> Incoming:

@@ -39,8 +39,12 @@ __all__ = ["Settled", "Settling"]
 
 logger = logger_of("projector_dedup.consumers")
 
-MAX_REASON = 500  # characters of an error in a log line and in a header
+MAX_REASON = 1_000  # bytes of an error in a log line and in a header; an attribute of Pub/Sub has at most 1,024
 MAX_NAMES = 10  # headers that one log line names
+QUIET = 5.0
+"""The seconds without an older dead letter after which a replay ends, if its broker cannot count or order them."""
+HELD = 600
+"""The seconds for which such a replay keeps a newer dead letter back: otherwise the broker would send it again."""
 
 _REASONS: tuple[tuple[tuple[type[BaseException], ...], Reason], ...] = (  # the first match counts
     ((InvalidMessageIdError,), "invalid_id"),
@@ -315,4 +319,5 @@ def _reason(error: BaseException) -> str:
         text = "; ".join([str(error), *getattr(error, "__notes__", ())])
     except Exception:  # noqa: BLE001  # a failing __str__ of the user's error must not stop the consumer
         text = "(its text cannot be read)"
-    return printable(f"{type(error).__name__}: {text}"[:MAX_REASON])
+    whole = printable(f"{type(error).__name__}: {text}"[:MAX_REASON])
+    return whole.encode()[:MAX_REASON].decode(errors="ignore")  # a character has up to ten bytes, escaped or not

@@ -22,7 +22,7 @@ from ..dispatcher import Dispatcher
 from ..errors import RefusedError
 from .incoming import Convert, Incoming, json_event
 from .ordered import deliver_in_order
-from .settling import Settled, Settling, expect, logger
+from .settling import HELD, QUIET, Settled, Settling, expect, logger
 
 __all__ = ["Consumer", "lambda_handler", "replay"]
 
@@ -80,7 +80,8 @@ class Consumer:
         queue = _Queue(self._client, self._url, self._settling)
         while not self._stopping:
             if messages := _receive(self._client, self._url, _POLL):
-                queue.delete(queue.settle(messages))
+                done, _ = queue.settle(messages)
+                _delete(self._client, self._url, done)
 
     def stop(self, *_: object) -> None:
         """Make ``run`` return after the current messages are settled. Any thread or signal handler may call this."""
@@ -119,12 +120,8 @@ def lambda_handler(
         source: str = event["Records"][0]["eventSourceARN"]  # Lambda takes each batch from one queue
         if source not in queues:
             queues[source] = _Queue(client, _url_of(client, source), settling)
-        done = {message["MessageId"] for message in queues[source].settle(messages)}
-        return {
-            "batchItemFailures": [
-                {"itemIdentifier": message["MessageId"]} for message in messages if message["MessageId"] not in done
-            ]
-        }
+        _, again = queues[source].settle(messages)
+        return {"batchItemFailures": [{"itemIdentifier": message["MessageId"]} for message in again]}
 
     return handler
 
@@ -133,22 +130,23 @@ def replay(client: BaseClient, queue_url: str) -> int:
     """Move the present dead letters of a queue back to it, and return their number.
 
     Fix the cause first. Replay while the markers are kept: a message that was applied before is then a duplicate.
+    ``replay`` returns if SQS has no dead letter, or for five seconds none from before its start.
     """
     expect(BaseClient, client, _CLIENT)
     sqs: Any = client
     dead, began = _dead_letter_queue(sqs, queue_url), time.time() * 1000
-    count, newer = 0, set[str]()
-    while letters := _receive(sqs, dead, 1):
+    last, count, newer = time.monotonic(), 0, list[_Message]()
+    while time.monotonic() < last + QUIET and (letters := _receive(sqs, dead, 1)):
         for letter in letters:
             if int(letter["Attributes"]["SentTimestamp"]) > began:  # rejected again: moving it would never end
-                newer.add(letter["ReceiptHandle"])
+                _delay(sqs, dead, [(letter, HELD)])
+                newer.append(letter)
                 continue
             kept = {name: value for name, value in _attributes(letter).items() if name != _REJECTED_FOR}
             _send(sqs, queue_url, letter, kept)
             sqs.delete_message(QueueUrl=dead, ReceiptHandle=letter["ReceiptHandle"])
-            count += 1
-    for handle in newer:
-        sqs.change_message_visibility(QueueUrl=dead, ReceiptHandle=handle, VisibilityTimeout=0)
+            count, last = count + 1, time.monotonic()
+    _delay(sqs, dead, [(letter, 0) for letter in newer])
     return count
 
 
@@ -159,31 +157,24 @@ class _Queue:
         self._client, self._url, self._settling = client, url, settling
         self._dead = _dead_letter_queue(client, url)
 
-    def settle(self, messages: Sequence[_Message]) -> list[_Message]:
-        """Deliver messages, and return those that are done. SQS delivers the others again after their delay."""
+    def settle(self, messages: Sequence[_Message]) -> tuple[list[_Message], list[_Message]]:
+        """Deliver messages. Return those to delete, and those that SQS delivers again after their delay."""
         done: list[_Message] = []
-        delays: dict[str, int] = {}
+        delays: list[tuple[_Message, int]] = []
         for message, settled in zip(messages, self._deliver(messages), strict=True):
             if settled is None:  # SQS delivers it after the message before it in its group is settled
-                delays[message["ReceiptHandle"]] = 0
-            elif settled.acknowledge or settled.reject:
-                if settled.reject:
-                    self._keep(message, settled.reason)
-                    self._settling.kept(settled)
+                delays.append((message, 0))
+            elif settled.reject:
+                self._keep(message, settled.reason)
+                self._settling.kept(settled)
+                # At once: if a later request fails, the batch comes again, and with it one more dead letter.
+                _delete(self._client, self._url, [message])
+            elif settled.acknowledge:
                 done.append(message)
             else:
-                delays[message["ReceiptHandle"]] = math.ceil(settled.delay)
-        self._batch(
-            self._client.change_message_visibility_batch,
-            [{"ReceiptHandle": handle, "VisibilityTimeout": delay} for handle, delay in delays.items()],
-        )
-        return done
-
-    def delete(self, messages: Sequence[_Message]) -> None:
-        """Delete messages that are done."""
-        self._batch(
-            self._client.delete_message_batch, [{"ReceiptHandle": message["ReceiptHandle"]} for message in messages]
-        )
+                delays.append((message, math.ceil(settled.delay)))
+        _delay(self._client, self._url, delays)
+        return done, [message for message, _ in delays]
 
     def _deliver(self, messages: Sequence[_Message]) -> list[Settled | None]:
         """Return a ``Settled`` for each message; None if the message must wait for another one of its group."""
@@ -204,18 +195,6 @@ class _Queue:
                 pass
         return _send(self._client, self._dead, message, attributes)
 
-    def _batch(self, request: Callable[..., Any], entries: Sequence[dict[str, Any]]) -> None:
-        """Send one request for many messages. SQS delivers a message again if the request fails for it."""
-        if not entries:
-            return
-        named = [{"Id": str(number), **entry} for number, entry in enumerate(entries)]
-        failed = request(QueueUrl=self._url, Entries=named).get("Failed", [])
-        if failed:
-            logger.warning(
-                "SQS could not delete or delay %d messages of queue %s (%s), and delivers them again",
-                *(len(failed), _name(self._url), ", ".join(sorted({each["Code"] for each in failed}))),
-            )
-
 
 def _settling(dispatcher: Dispatcher, convert: Convert, max_attempts: int | None, max_delay: float) -> Settling:
     return Settling(dispatcher, convert, max_attempts=max_attempts, max_delay=max_delay, broker="sqs")
@@ -231,6 +210,27 @@ def _receive(client: Any, url: str, seconds: int) -> list[_Message]:
         MessageSystemAttributeNames=["All"],
     ).get("Messages", [])
     return found
+
+
+def _delete(client: Any, url: str, messages: Sequence[_Message]) -> None:
+    _batch(client.delete_message_batch, url, [{"ReceiptHandle": each["ReceiptHandle"]} for each in messages])
+
+
+def _delay(client: Any, url: str, delays: Sequence[tuple[_Message, int]]) -> None:
+    """Have SQS deliver each message again after its number of seconds."""
+    entries = [{"ReceiptHandle": each["ReceiptHandle"], "VisibilityTimeout": delay} for each, delay in delays]
+    _batch(client.change_message_visibility_batch, url, entries)
+
+
+def _batch(request: Callable[..., Any], url: str, entries: Sequence[Mapping[str, Any]]) -> None:
+    """Send one request for each ten messages. SQS delivers a message again if the request fails for it."""
+    for first in range(0, len(entries), _MANY):
+        named = [{"Id": str(number), **entry} for number, entry in enumerate(entries[first : first + _MANY])]
+        if failed := request(QueueUrl=url, Entries=named).get("Failed", []):
+            logger.warning(
+                "SQS could not delete or delay %d messages of queue %s (%s), and delivers them again",
+                *(len(failed), _name(url), ", ".join(sorted({each["Code"] for each in failed}))),
+            )
 
 
 def _send(client: Any, url: str, message: _Message, attributes: Mapping[str, Any]) -> None:

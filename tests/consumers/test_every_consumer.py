@@ -2,6 +2,7 @@
 
 import logging
 import re
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -170,6 +171,37 @@ def test_poison_is_kept_with_its_reason_and_replayed_after_the_mend(consumer: Ad
     consumer.consume_until(consumer.settled({"a": 2, "b": 1}))
     assert consumer.queue.dead() == []
     assert consumer.queue.replay() == 0
+
+
+def test_a_replay_ends_while_a_producer_goes_on_with_poison(consumer: Adapter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes the dead letters that were there when it began; those that come meanwhile stay dead letters."""
+    monkeypatch.setattr("projector_dedup.integrations.pubsub._POLL", 5.0)  # a request waits longer than poison takes
+    RULES["b"] = "poison"
+    NOTES.all.clear()
+    sent, ended = [1], threading.Event()
+
+    def produce() -> None:
+        while not ended.wait(0.1):
+            sent.append(sent[-1] + 1)
+            consumer.pay((sent[-1], "b"))
+
+    def all_are_dead() -> bool:
+        return consumer.queue.left() == 0 and {each.body for each in consumer.queue.dead()} == bodies
+
+    consumer.pay((1, "b"))
+    with ThreadPoolExecutor(2) as others:
+        try:
+            with consumer.consuming():
+                producing = others.submit(produce)
+                wait_for(lambda: sum(each.outcome == "dead_letter" for each in NOTES.all) > 2, "three dead letters", 60)
+                replaying = others.submit(consumer.queue.replay)
+                wait_for(replaying.done, "the replay to return", 40)
+        finally:
+            ended.set()
+    producing.result()
+    assert replaying.result() >= 1
+    bodies = {payment(number, "b") for number in sent}
+    consumer.consume_until(all_are_dead)
 
 
 def test_an_id_in_the_body_stays_the_only_one(consumer: Adapter) -> None:

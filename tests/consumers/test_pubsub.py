@@ -15,6 +15,7 @@ from databases import Database
 from payments import RULES, KilledError, payment
 from projector_dedup import Defer, RefusedError
 from projector_dedup.integrations import pubsub as plug
+from projector_dedup.message import printable
 from pubsub_rig import pubsub
 
 PAGE = Path(__file__).parents[2] / "docs" / "consumers" / "pubsub.md"
@@ -100,6 +101,67 @@ def test_a_dead_letter_has_the_attributes_of_its_message(rig: PubSubSubscription
     assert rig.queue.replay() == 1
     (again,) = rig.queue._messages(rig.queue.subscription)
     assert dict(again.attributes) == given
+
+
+NAMES = ("self", "topic", "data", "ordering_key", "retry", "timeout")
+
+
+@pytest.mark.parametrize("name", [*NAMES, "x" * 256])
+def test_an_attribute_may_have_any_name(rig: PubSubSubscription, name: str) -> None:
+    """Also that of an argument of Google's client: the dead letter and its replay have the attribute."""
+    RULES["b"] = "poison"
+    rig.queue.send_named(payment(1, "b"), {name: "v"})
+    rig.consume_until(lambda: len(rig.queue.dead()) == 1)
+    (letter,) = rig.queue.dead_messages()
+    assert letter.attributes[name] == "v"
+    assert rig.queue.replay() == 1
+    (again,) = rig.queue._messages(rig.queue.subscription)
+    assert dict(again.attributes) == {name: "v"}
+
+
+@pytest.mark.parametrize("name", ["googclient_schemaencoding", "CloudPubSubDeadLetterSourceTopicPublishTime"])
+def test_what_the_service_adds_is_not_published_again(rig: PubSubSubscription, name: str) -> None:
+    """Google refuses some of it: the dead letter and its replay are without it, also if nothing else is left."""
+    RULES["b"] = "poison"
+    rig.queue.send_named(payment(1, "b"), {name: "v", "trace": "t"})
+    rig.queue.send_named(b"", {name: "v"})
+    rig.consume_until(lambda: len(rig.queue.dead()) == 2)
+    assert {*rig.queue.letters()} == {payment(1, "b"), b""}
+    assert not any(name in each.attributes for each in rig.queue.dead_messages())
+    assert rig.queue.replay() == 2
+    again = {each.data: dict(each.attributes) for each in rig.queue._messages(rig.queue.subscription)}
+    assert again[payment(1, "b")] == {"trace": "t"}
+    assert [*again[b""]] == ["x-rejected-for"]  # Pub/Sub takes no message without data and attributes
+
+
+@pytest.mark.parametrize(("count", "has_reason"), [(99, True), (100, False)])
+def test_a_dead_letter_without_room_for_its_reason_is_without_it(
+    rig: PubSubSubscription, count: int, has_reason: bool
+) -> None:
+    """It has all attributes of its message: Pub/Sub takes a hundred."""
+    RULES["b"] = "poison"
+    given = {f"attribute-{number}": "x" for number in range(count)}
+    rig.queue.send_named(payment(1, "b"), given)
+    rig.consume_until(lambda: len(rig.queue.dead()) == 1)
+    (letter,) = rig.queue.dead_messages()
+    found = dict(letter.attributes)
+    assert ("x-rejected-for" in found) == has_reason
+    assert {name: value for name, value in found.items() if name != "x-rejected-for"} == given
+
+
+@pytest.mark.parametrize("text", ["\N{SNOWMAN}", "\N{LANGUAGE TAG}", "\0", "x"], ids=["snowman", "tag", "null", "x"])
+def test_a_reason_is_cut_to_the_bytes_that_an_attribute_has(rig: PubSubSubscription, text: str) -> None:
+    """However many bytes one character has, escaped or not."""
+
+    def fail() -> None:
+        raise ValueError(text * 5_000)
+
+    RULES["b"] = fail
+    rig.pay((1, "b"))
+    rig.consume_until(lambda: len(rig.queue.dead()) == 1)
+    (reason,) = rig.queue.letters().values()
+    assert reason.startswith(f"ValueError: {printable(text)}")
+    assert 900 < len(reason.encode()) <= 1024
 
 
 def test_a_replay_leaves_what_is_rejected_meanwhile(rig: PubSubSubscription, monkeypatch: pytest.MonkeyPatch) -> None:

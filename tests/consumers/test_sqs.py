@@ -178,7 +178,10 @@ def test_the_queues_of_the_page_are_as_the_consumer_needs_them(rig: SqsQueue, tm
 
 def invoke(queue: Sqs, handler: Callable[[Any, object], Any]) -> set[str]:
     """Receive a batch as Lambda does, invoke a handler, delete what it does not name; return the bodies it named."""
-    if not (messages := queue.receive()):
+    messages: list[Any] = []
+    while received := queue.receive():  # Lambda gathers up to 10,000 messages for one invocation
+        messages += received
+    if not messages:
         return set()  # Lambda invokes nothing
     event = {"Records": [_record(message, queue.arn(queue.url)) for message in messages]}
     failed = {each["itemIdentifier"] for each in handler(event, None)["batchItemFailures"]}
@@ -232,6 +235,37 @@ def test_lambda_without_messages_has_no_failure(rig: SqsQueue) -> None:
     """An event may be empty."""
     handler = lambda_handler(rig.queue.client, payments.dispatcher(rig.engine))
     assert handler({"Records": []}, None) == {"batchItemFailures": []}
+
+
+def test_lambda_gets_any_number_of_messages_back(rig: SqsQueue) -> None:
+    """SQS takes ten in one request; the dead letter of the batch is one."""
+    RULES.update(early="early", poison="poison")
+    rig.pay((0, "poison"), *((number, "early") for number in range(1, 12)))
+    handler = lambda_handler(rig.queue.client, payments.dispatcher(rig.engine), max_delay=1)
+    assert invoke(rig.queue, handler) == {payment(number, "early").decode() for number in range(1, 12)}
+    assert rig.queue.left() == 11
+    assert len(rig.queue.dead()) == 1
+    RULES.clear()
+    wait_for(lambda: not invoke(rig.queue, handler) and rig.queue.left() == 0, "the early ones", 30)
+    assert rig.applied == ({"early": 11}, 11)
+
+
+def test_lambda_keeps_one_dead_letter_of_a_batch_that_comes_again(rig: SqsQueue) -> None:
+    """Here the function may not delay messages: it raises until somebody gives it the permission."""
+    RULES.update(early="early", poison="poison")
+    client = rig.queue.new_client()
+
+    def refuse(**_: Any) -> None:
+        raise client.exceptions.ClientError({"Error": {"Code": "AccessDenied"}}, "ChangeMessageVisibilityBatch")
+
+    client.meta.events.register("provide-client-params.sqs.ChangeMessageVisibilityBatch", refuse)
+    rig.pay((1, "poison"), (2, "early"))
+    handler = lambda_handler(client, payments.dispatcher(rig.engine))
+    for _ in range(2):
+        with pytest.raises(client.exceptions.ClientError, match="AccessDenied"):
+            wait_for(lambda: invoke(rig.queue, handler), "Lambda to get the batch", 30)
+    assert len(rig.queue.dead()) == 1
+    assert rig.queue.left() == 1
 
 
 def test_lambda_keeps_the_order_of_a_group(fifo: SqsFifoQueue) -> None:

@@ -51,18 +51,22 @@ class Sqs:
 
     def __init__(self, *, fifo: bool = False, receives: int = 1000) -> None:
         self.environment = server()
-        self.client: Any = boto3.client(
+        self.client: Any = self.new_client()
+        self._end = ".fifo" if fifo else ""
+        self._name = f"payments-{secrets.token_hex(6)}"
+        self.dead_url = self.make_dead()
+        policy = {"deadLetterTargetArn": self.arn(self.dead_url), "maxReceiveCount": receives}
+        self.url = self._make("", {"VisibilityTimeout": str(VISIBILITY), "RedrivePolicy": json.dumps(policy)})
+
+    def new_client(self) -> Any:
+        """Make another client of the server."""
+        return boto3.client(
             "sqs",
             endpoint_url=self.environment["AWS_ENDPOINT_URL"],
             region_name=self.environment["AWS_DEFAULT_REGION"],
             aws_access_key_id="test",
             aws_secret_access_key="test",
         )
-        self._end = ".fifo" if fifo else ""
-        self._name = f"payments-{secrets.token_hex(6)}"
-        self.dead_url = self.make_dead()
-        policy = {"deadLetterTargetArn": self.arn(self.dead_url), "maxReceiveCount": receives}
-        self.url = self._make("", {"VisibilityTimeout": str(VISIBILITY), "RedrivePolicy": json.dumps(policy)})
 
     def _make(self, suffix: str, attributes: Mapping[str, str]) -> str:
         given = {**attributes, **({"FifoQueue": "true"} if self._end else {})}

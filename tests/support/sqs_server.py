@@ -1,7 +1,8 @@
 """Amazon SQS as moto emulates it, in a process of its own: ``python sqs_server.py 5000``.
 
 moto changes its lists of messages without a lock, and can lose one if two requests come at once. So requests are
-answered one after the other, and one that waits for messages waits outside.
+answered one after the other, and one that waits for messages waits outside. moto takes any number of messages whose
+visibility changes in one request: a request with more than ten is passed to it as one that sends, which it refuses.
 """
 
 import io
@@ -16,7 +17,8 @@ from typing import Any
 from moto.server import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import run_simple
 
-RECEIVE = "AmazonSQS.ReceiveMessage"
+RECEIVE, SEND = "AmazonSQS.ReceiveMessage", "AmazonSQS.SendMessageBatch"
+MANY = 10  # entries of one request
 PAUSE = 0.05  # seconds between two looks for messages
 
 
@@ -35,6 +37,11 @@ class OneAfterTheOther:
             asked = json.loads(body)
             until += asked.pop("WaitTimeSeconds", 0)
             body = json.dumps({**asked, "WaitTimeSeconds": 0}).encode()
+        elif b'"Entries"' in body and len((asked := json.loads(body))["Entries"]) > MANY:
+            body = json.dumps(
+                {**asked, "Entries": [{**each, "MessageBody": "x"} for each in asked["Entries"]]}
+            ).encode()
+            environ = {**environ, "HTTP_X_AMZ_TARGET": SEND}
         while True:
             given: dict[str, Any] = {}
             again = {**environ, "wsgi.input": io.BytesIO(body), "CONTENT_LENGTH": str(len(body))}
