@@ -32,11 +32,11 @@ MAX_PROMISE = 1_690  # lines of those
 MAX_WITH_GUARD = 2_410  # and of ``guard``, which also knows what a snapshot hides (ADR 46)
 
 MAX_ROOMS = {  # lines of a package, and of the files at the root together
-    "root": 6_200,  # the rule of ADR 46, events of their own, and claims that the database refuses
+    "root": 6_240,  # the rule of ADR 46, events of their own, claims that the database refuses, log lines that nobody forges
     "dialects": 2_610,  # traced drivers, settings that hide rows
     "commands": 1_860,
     "effects": 1_970,
-    "integrations": 4_810,
+    "integrations": 4_820,
     "maintenance": 3_760,
     "testing": 3_700,  # the ids in another process
     "cli": 2_090,
