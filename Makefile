@@ -26,9 +26,9 @@ test: .venv/dev.stamp
 lowest: .venv-lowest/lowest.stamp
 	@.venv-lowest/bin/python -m pytest -n $(WORKERS) --dist worksteal $(or $(ARGS),$(AT_LOWEST))
 
-AT_LOWEST := tests/delivery/test_contract.py::TestDefault tests/consumers/test_every_consumer.py tests/consumers/test_celery.py \
-    tests/consumers/test_typed_events.py tests/integrations tests/commands/test_handle.py tests/commands/test_codecs.py \
-    tests/commands/test_fingerprints.py tests/delivery/test_exported_members.py -m "not slow" \
+AT_LOWEST := tests/core/test_contract.py::TestDefault tests/brokers/test_every_consumer.py tests/brokers/test_celery.py \
+    tests/brokers/test_typed_events.py tests/integrations tests/commands/test_handle.py tests/commands/test_codecs.py \
+    tests/commands/test_fingerprints.py tests/core/test_exported_members.py -m "not slow" \
     -k "not many_messages and not two_messages and (sqlite or not (test_recorded or test_endpoints or test_starlette or test_handle))"
 
 # The library broken in many small ways, and whether the tests notice: all, ARGS="--pick 12", or ARGS="--list".
@@ -61,7 +61,7 @@ SEED ?= 1
 
 explore: .venv/dev.stamp
 	@PROJECTOR_DEDUP_TEST_EXPLORE=$(EACH) PROJECTOR_DEDUP_TEST_SEED=$(SEED) \
-	    $(BIN)/python -m pytest -v tests/exploring $(ARGS)
+	    $(BIN)/python -m pytest -v tests/proofs/exploring $(ARGS)
 
 # Handlers by lot, alone and with the library: 2,000 on one database, ARGS="--engine mariadb", say. Half an hour or more.
 harmless: .venv/dev.stamp

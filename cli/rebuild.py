@@ -16,11 +16,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from sqlalchemy.util import greenlet_spawn
 
 from projector_dedup import AsyncDispatcher, BatchFailed, Delivery, Dispatcher
-from projector_dedup.maintenance.lacking import Lacking, alacking, lacking
-from projector_dedup.maintenance.rebuild import Rebuilt, aend_rebuild, arebuild, end_rebuild
-from projector_dedup.maintenance.rebuild import rebuild as fill
 from projector_dedup.maintenance.state import moment_with_zone
 from projector_dedup.message import printable
+from projector_dedup.rebuild.lacking import Lacking, alacking, lacking
+from projector_dedup.rebuild.rebuild import Rebuilt, aend_rebuild, arebuild, end_rebuild
+from projector_dedup.rebuild.rebuild import rebuild as fill
 
 from .check import from_application, imported
 from .options import EXIT_CODES, Number, WholeNumber, debug_option

@@ -64,7 +64,7 @@ PAGES = {
     "SECURITY.md": "project/security.md",
     "benchmarks/RESULTS.md": "project/results.md",
     "benchmarks/README.md": "project/benchmarks.md",
-    "tests/delivery/costs.md": "project/costs.md",
+    "tests/core/costs.md": "project/costs.md",
 }
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#|/)([^)#\s]+)")
 

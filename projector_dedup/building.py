@@ -1,7 +1,7 @@
 """``building`` registers a new generation of a projector beside the old one, so that you can rebuild a read model.
 
 The old and the new generation are ordinary projectors. Each has its own name, markers and tables, so each applies a
-message once. A query over their markers finds the messages that the new one lacks (``maintenance.rebuild``).
+message once. A query over their markers finds the messages that the new one lacks (``rebuild.rebuild``).
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ def postgresql(url: str | None) -> Iterator[Server]:
     """The server of ``url``, or one from a wheel, whose data lies beside the interpreter: /tmp may be memory."""
     with contextlib.ExitStack() as stack:
         if url is None:
-            from projector_dedup.testing.postgres import embedded_postgres
+            from private_postgres import embedded_postgres
 
             folder = stack.enter_context(tempfile.TemporaryDirectory(dir=sys.prefix, prefix="postgres-"))
             url = stack.enter_context(embedded_postgres(Path(folder) / "data"))

@@ -14,8 +14,8 @@ from sqlalchemy.ext.asyncio import (
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from projector_dedup import AsyncDispatcher, make_tables, on, projector
-from projector_dedup.integrations.aio_pika import Consumer
-from projector_dedup.integrations.typed_events import into
+from projector_dedup.brokers.aio_pika import Consumer
+from projector_dedup.brokers.typed_events import into
 
 DATABASE_URL = os.environ.get("DATABASE_URL", "sqlite+aiosqlite:///payments.db")
 AMQP_URL = os.environ.get("AMQP_URL", "amqp://localhost")

@@ -8,8 +8,8 @@ from sqlalchemy import String, create_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
 
 from projector_dedup import Dispatcher, make_tables, on, projector
-from projector_dedup.integrations.celery import delivering_task
-from projector_dedup.integrations.typed_events import into
+from projector_dedup.brokers.celery import delivering_task
+from projector_dedup.brokers.typed_events import into
 
 DATABASE_URL = os.environ.get("DATABASE_URL", "sqlite:///payments.db")
 AMQP_URL = os.environ.get("AMQP_URL", "amqp://localhost")

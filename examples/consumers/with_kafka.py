@@ -9,8 +9,8 @@ from sqlalchemy import String, create_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
 
 from projector_dedup import Dispatcher, make_tables, on, projector
-from projector_dedup.integrations.kafka import Consumer, begin
-from projector_dedup.integrations.typed_events import into
+from projector_dedup.brokers.kafka import Consumer, begin
+from projector_dedup.brokers.typed_events import into
 
 DATABASE_URL = os.environ.get("DATABASE_URL", "sqlite:///payments.db")
 KAFKA = os.environ.get("KAFKA", "localhost:9092")

@@ -15,8 +15,8 @@ from sqlalchemy.ext.asyncio import (
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from projector_dedup import AsyncDispatcher, make_tables, on, projector
-from projector_dedup.integrations.nats import Consumer
-from projector_dedup.integrations.typed_events import into
+from projector_dedup.brokers.nats import Consumer
+from projector_dedup.brokers.typed_events import into
 
 DATABASE_URL = os.environ.get("DATABASE_URL", "sqlite+aiosqlite:///payments.db")
 NATS_URL = os.environ.get("NATS_URL", "nats://localhost:4222")

@@ -22,8 +22,8 @@ from sqlalchemy import URL, BigInteger, String
 from sqlalchemy.orm import Mapped, Session, mapped_column, sessionmaker
 
 from projector_dedup import Dispatcher, building, on, projector
-from projector_dedup.maintenance.lacking import lacking
-from projector_dedup.maintenance.rebuild import end_rebuild, rebuild
+from projector_dedup.rebuild.lacking import lacking
+from projector_dedup.rebuild.rebuild import end_rebuild, rebuild
 
 from .flights import FlightScheduled, Totals
 from .projectors import TABLES, Base, CarrierTotals, IdempotentCarriers

@@ -35,7 +35,7 @@ from projector_dedup.effects import (
     make_effect_tables,
     resend,
 )
-from projector_dedup.integrations.starlette import (
+from projector_dedup.http.starlette import (
     IdempotencyKey,
     endpoint_session,
     install,

@@ -302,7 +302,7 @@ class Aiomysql(MariaDB):
 
 # PyMySQL takes whatever comes next on the line for the answer to its last command. When a signal handler raises after
 # the command was sent, SQLAlchemy discards the connection, but not for every exception and not wherever it talks to the
-# database; then each later statement gets the answer to the one before it (tests/delivery/test_interrupts.py).
+# database; then each later statement gets the answer to the one before it (tests/core/test_interrupts.py).
 #
 # Whenever a connection goes back to its pool, SQLAlchemy sends ROLLBACK. Right behind the end of a transaction that is
 # a round trip for nothing. psycopg knows that, PyMySQL does not (docs/adr/0019-what-a-message-costs.md).

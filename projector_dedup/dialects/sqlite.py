@@ -202,7 +202,7 @@ class Aiosqlite(SQLite):
 # Since Python 3.11, ``sqlite3.Connection.close()`` leaves unfinished cursors alone, and SQLite keeps a connection with
 # an unfinished statement alive, locks included, until the cursor dies. An interrupted statement leaves just that:
 # SQLAlchemy invalidates the connection, which closes it, while the exception's traceback holds the cursor. Every writer
-# of the database then waits for the garbage collector (tests/delivery/test_interrupts.py).
+# of the database then waits for the garbage collector (tests/core/test_interrupts.py).
 
 _MANY = 50  # cursors; with more, those that are gone are forgotten
 

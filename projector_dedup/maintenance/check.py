@@ -33,9 +33,8 @@ from ..markers import insert_marker, marker_key
 from ..message import MAX_MESSAGE_ID_BYTES, printable
 from ..tables import DedupTables, default_tables, full_name
 from .databases import Finding, advice, database_of
-from .rebuild_state import open_rebuilds
 from .running import KINDS, connected_to, other_kind
-from .state import SCHEMA_VERSION, duration, in_hours, moment_with_zone, read_state
+from .state import SCHEMA_VERSION, duration, in_hours, moment_with_zone, open_rebuilds, read_state
 from .stats import Ages
 
 _LONG = "x" * (MAX_MESSAGE_ID_BYTES - 1)

@@ -31,7 +31,6 @@ from ..tables import DedupTables, default_tables
 from .check import verify
 from .databases import Expired, database_of
 from .horizon import declare_first, expired_now, lock_horizon, write_horizon
-from .rebuild_state import kept_handlers, open_rebuilds
 from .running import connected_to, run_with_retries
 from .state import (
     CLEANED_AT,
@@ -40,7 +39,9 @@ from .state import (
     advance_state,
     in_hours,
     insert_state,
+    kept_handlers,
     moment_text,
+    open_rebuilds,
     pruned_key,
     read_state,
     write_state,
@@ -128,7 +129,7 @@ def prune(
     its marker was deleted, it is late (``Dispatcher(late=...)``). A message without a time is applied *again*. If no
     horizon is declared, the run declares its retention as the horizon, and deletes only markers of messages without a
     time; a run an hour later deletes the others. While a rebuild of a projector is open, the markers of both
-    generations are kept (``maintenance.rebuild``).
+    generations are kept (``rebuild.rebuild``).
 
     Returns a ``Pruned``. Raises ``ValueError`` for an argument out of range, ``RetentionTooShortError`` for a retention
     below the declared horizon, ``MissingTableError``, ``UnsupportedDatabaseError`` for an engine that a dispatcher

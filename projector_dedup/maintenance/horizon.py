@@ -15,8 +15,7 @@ from sqlalchemy.engine import Connection
 from ..late import MARGIN, REDELIVERY_HORIZON
 from ..tables import DedupTables
 from .databases import Expired, database_of
-from .rebuild_state import kept_handlers, open_rebuilds
-from .state import HORIZON_BEFORE, insert_state, moment_text, state_of, write_state
+from .state import HORIZON_BEFORE, insert_state, kept_handlers, moment_text, open_rebuilds, state_of, write_state
 
 
 def expired_now(

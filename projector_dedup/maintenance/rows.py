@@ -37,8 +37,8 @@ from ..options import RetryPolicy
 from ..tables import DedupTables, default_tables
 from .check import verify
 from .databases import CUTOFF, database_of
-from .rebuild_state import refuse_kept
 from .running import PASSING, connected_to, refuse_other_kind, run_with_retries
+from .state import refuse_kept
 
 MAX_BATCH_SIZE = 10_000
 

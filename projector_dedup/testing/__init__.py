@@ -1,7 +1,7 @@
 """Tools for your tests: an outer transaction around a test, and the contract suite for a database.
 
 `external_transaction` needs only the library. The contract suite needs pytest, so import it by name:
-`from projector_dedup.testing.contract import ProjectorContract, Subject`. `projector_dedup.testing.postgres` starts a
+`from contract import ProjectorContract, Subject`. `private_postgres` starts a
 private PostgreSQL server. `projector_dedup.testing.provider` is an unreliable payment provider, for tests of effects.
 `projector_dedup.testing.exactly_once` is the check behind the pytest fixture `exactly_once`.
 """

@@ -10,11 +10,11 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import pydantic
 import pytest
+from kit import PATIENCE
 
 from command_rig import SQLITE, USUAL_ONES, Desk, Held, PlaceOrder, desks
 from projector_dedup.commands import Call, InvalidKeyError, KeyReusedError, fields
 from projector_dedup.commands.fingerprint import digest
-from projector_dedup.testing.kit import PATIENCE
 
 desk = desks(SQLITE)
 every_desk = desks(USUAL_ONES, "every_desk")

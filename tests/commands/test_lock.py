@@ -6,6 +6,7 @@ from typing import Any
 from uuid import UUID
 
 import pytest
+from kit import PATIENCE
 from sqlalchemy import event, func, select
 
 from command_rig import SYNC_ONES, USUAL_ONES, Desk, Held, Order, Placed, PlaceOrder, desk_on, desks, place
@@ -15,7 +16,6 @@ from projector_dedup import HandlerDefinitionError, InProgress, RetryPolicy
 from projector_dedup.commands import Call, InvalidKeyError, abegin_command, begin_command, default_command_tables
 from projector_dedup.commands.lock import LOCK
 from projector_dedup.maintenance.cleanup import cleanup
-from projector_dedup.testing.kit import PATIENCE
 
 RIVALS = 3
 LEVELS = ("READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE")

@@ -5,13 +5,13 @@ from itertools import combinations_with_replacement, product
 from typing import Any
 
 import pytest
+from kit import PATIENCE
 from sqlalchemy import event
 from sqlalchemy.orm import sessionmaker
 
 from command_rig import USUAL_ONES, Desk, Placed, PlaceOrder, desks, place
 from projector_dedup import Outcome
 from projector_dedup.commands import Call, Rejected, Rejection
-from projector_dedup.testing.kit import PATIENCE
 
 ENDINGS = ("run", "reject", "return a rejection", "fail")
 CODES = {"run": None, "reject": "raised", "return a rejection": "returned"}

@@ -5,6 +5,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from kit import PATIENCE
 from sqlalchemy import create_engine, event
 
 from command_rig import SYNC_ONES, Balance, Desk, Held, PlaceOrder, desks
@@ -12,7 +13,6 @@ from projector_dedup import Outcome, RetryPolicy
 from projector_dedup.commands import default_command_tables
 from projector_dedup.maintenance.cleanup import prune
 from projector_dedup.maintenance.rows import forget_record
-from projector_dedup.testing.kit import PATIENCE
 
 AT_ONCE = 1e-9  # hours: whatever is committed has expired
 

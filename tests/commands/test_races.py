@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from kit import PATIENCE
 
 from command_rig import USUAL_ONES, Balance, Desk, Held, PlaceOrder, desk_on
 from databases import DRIVERS
 from projector_dedup import InProgress, Outcome, RetryPolicy
 from projector_dedup.commands import Rejected
-from projector_dedup.testing.kit import PATIENCE
 
 RIVALS = 4
 LEVELS = ("READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE")

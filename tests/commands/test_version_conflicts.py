@@ -4,6 +4,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+from kit import PATIENCE
 from sqlalchemy import Index, func, select
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
@@ -12,7 +13,6 @@ from command_rig import Desk, Order, Placed, PlaceOrder, desk_on
 from databases import DRIVERS, USUAL, USUAL_ASYNC
 from projector_dedup import RetriesExhaustedError, RetryPolicy
 from projector_dedup.commands import Call
-from projector_dedup.testing.kit import PATIENCE
 
 
 class ExpectedVersionError(Exception):

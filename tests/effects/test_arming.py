@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kit import Added
 from sqlalchemy import create_engine, select
 from sqlalchemy.orm import Session, sessionmaker
 
@@ -14,7 +15,6 @@ from projector_dedup.commands import Call, command, default_command_tables
 from projector_dedup.commands.runner import AsyncCommands, Commands
 from projector_dedup.effects import Attempt, arm, effect, stop
 from projector_dedup.tables import default_tables
-from projector_dedup.testing.kit import Added
 
 till = tills()
 

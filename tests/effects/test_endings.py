@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kit import Added, Gate
 from sqlalchemy import create_engine
 from sqlalchemy.orm import Session, sessionmaker
 
@@ -25,7 +26,6 @@ from projector_dedup.effects import (
     stop,
 )
 from projector_dedup.tables import default_tables
-from projector_dedup.testing.kit import Added, Gate
 
 till = tills()
 

@@ -6,6 +6,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+from kit import Gate, Harness, Subject
 from sqlalchemy.orm import Session
 
 from databases import USUAL_DRIVERS, Database, Driver, each_driver
@@ -25,7 +26,6 @@ from projector_dedup.effects import (
     stop,
 )
 from projector_dedup.effects.record import MAX_ERROR
-from projector_dedup.testing.kit import Gate, Harness, Subject
 
 till = tills()
 HOUR = timedelta(hours=1)

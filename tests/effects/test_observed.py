@@ -6,6 +6,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+from kit import Gate
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from prometheus_client import CollectorRegistry
@@ -17,10 +18,9 @@ from projector_dedup import Observation
 from projector_dedup.commands import AsyncCommands, Commands, Rejected, command, default_command_tables
 from projector_dedup.effects import Attempt, NotDone, NotRecordedError, ask, resend
 from projector_dedup.errors import ProjectorDedupError
-from projector_dedup.integrations.opentelemetry import OpenTelemetryObserver
-from projector_dedup.integrations.prometheus import PrometheusObserver
 from projector_dedup.maintenance.effects import resolve
-from projector_dedup.testing.kit import Gate
+from projector_dedup.metrics.opentelemetry import OpenTelemetryObserver
+from projector_dedup.metrics.prometheus import PrometheusObserver
 
 till = tills()
 HOUR = timedelta(hours=1)

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kit import Gate
 
 from command import idempotency
 from databases import USUAL_DRIVERS
@@ -15,7 +16,6 @@ from projector_dedup.effects import Attempt, EffectUnknown, LeaseLostError, Reje
 from projector_dedup.maintenance.cleanup import cleanup, prune
 from projector_dedup.maintenance.effects import advise_effects, find_effect, find_effects, resolve
 from projector_dedup.maintenance.rows import forget
-from projector_dedup.testing.kit import Gate
 
 till = tills([each for each in USUAL_DRIVERS if not each.is_async])
 

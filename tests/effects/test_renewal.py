@@ -5,13 +5,13 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+from kit import Gate
 from sqlalchemy import event
 
 from databases import until
 from effect_rig import Charge, Till, tills
 from projector_dedup import HandlerDefinitionError
 from projector_dedup.effects import Attempt, LeaseLostError, NotDone, ask, effect, resend, stop
-from projector_dedup.testing.kit import Gate
 
 till = tills()
 RENEWED = {"lease": 30, "renew_every": 0.1, "at_most": 3600}

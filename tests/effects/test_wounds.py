@@ -5,6 +5,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+from kit import Gate
 
 from effect_rig import Charge, Lost, Till, book, tills
 from projector_dedup import InProgress
@@ -21,7 +22,6 @@ from projector_dedup.effects import (
     resend,
     stop,
 )
-from projector_dedup.testing.kit import Gate
 
 till = tills()
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from contract import NEW, OLD, deployed
+from kit import PATIENCE, Added, Harness, Held, Subject, add
 from projector_dedup.cli.main import main
 from sqlalchemy import URL, create_engine, event, insert, select, text
 from sqlalchemy.exc import DBAPIError
@@ -20,8 +22,6 @@ from projector_dedup.late import REDELIVERY_HORIZON
 from projector_dedup.maintenance.cleanup import cleanup
 from projector_dedup.maintenance.rows import Renamed, rename
 from projector_dedup.tables import default_tables
-from projector_dedup.testing.contract import NEW, OLD, deployed
-from projector_dedup.testing.kit import PATIENCE, Added, Harness, Held, Subject, add
 
 MARKER = default_tables.marker
 MONDAY = datetime(2026, 3, 2, 7, 8, 9, 123456, tzinfo=UTC)

@@ -168,7 +168,7 @@ def test_an_import_that_leads_up_is_seen_and_one_that_leads_down_is_fine(tmp_pat
 # Doors ---------------------------------------------------------------------------------------------------------------
 
 
-GAUGES = "projector_dedup.integrations.prometheus_tables"
+GAUGES = "projector_dedup.metrics.prometheus_tables"
 """Reads the tables when Prometheus asks: it is of maintenance, and no module of the library imports it."""
 
 

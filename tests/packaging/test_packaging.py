@@ -123,7 +123,7 @@ def test_importing_the_library_does_not_need_the_extras(installed: Path) -> None
 
 def test_http_and_settling_need_no_framework_and_no_client_of_a_broker(installed: Path) -> None:
     """They are for every framework, and every broker, that has no module of its own here."""
-    both = "projector_dedup.integrations.http, projector_dedup.integrations.settling"
+    both = "projector_dedup.http.recording, projector_dedup.brokers.settling"
     loaded = _python(installed, "-c", f"import {both}, sys; print(*sys.modules)").split()
     clients = {"pika", "aio_pika", "nats", "redis", "confluent_kafka", "celery", "faststream"}
     assert {"fastapi", "flask", "starlette", "werkzeug", *clients} & set(loaded) == set()

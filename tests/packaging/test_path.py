@@ -21,7 +21,7 @@ from sqlalchemy.ext.asyncio import create_async_engine
 from brokers import broker
 from databases import DRIVERS, Database
 from projector_dedup import Dispatcher
-from projector_dedup.integrations.rabbitmq import queues_beside
+from projector_dedup.brokers.rabbitmq import queues_beside
 from reached import reached
 from walkthrough import steps_of, walk
 

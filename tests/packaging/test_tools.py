@@ -21,7 +21,7 @@ from sqlalchemy.pool import NullPool
 from cut_proxy import Cut, CutProxy
 from databases import DRIVERS, Database, empty, until
 from forked import PRELOADED, run_module
-from projector_dedup.testing.postgres import PrivatePostgres
+from private_postgres import PrivatePostgres
 
 
 @pytest.mark.parametrize("_turn", ["first", "second"])
@@ -82,7 +82,7 @@ def test_a_private_server_survives_a_crash_on_its_port() -> None:
 
 def test_the_private_postgres_does_not_outlive_a_killed_process() -> None:
     """No code of the process runs any more, so something beside it stops the server."""
-    program = "import pathlib, sys, time; from projector_dedup.testing.postgres import embedded_postgres\n"
+    program = "import pathlib, sys, time; from private_postgres import embedded_postgres\n"
     program += "with embedded_postgres(pathlib.Path(sys.argv[1])) as url: print(url, flush=True); time.sleep(600)"
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         command = [sys.executable, "-c", program, str(Path(folder) / "data")]

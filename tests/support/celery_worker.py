@@ -11,7 +11,7 @@ from sqlalchemy import create_engine, text
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
 
 from projector_dedup import Defer, Dispatcher, by_path, make_tables, on, projector
-from projector_dedup.integrations.celery import delivering_task
+from projector_dedup.brokers.celery import delivering_task
 
 QUEUE = os.environ["QUEUE"]
 TASK = "flights.count"

@@ -25,6 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from convergence import Messages, generate, totals_of
+from kit import Added, Harness, Subject, Total, add
 from sqlalchemy import NullPool, Row, Select, create_engine, delete, make_url, select, text
 from sqlalchemy.dialects.mysql import insert
 from sqlalchemy.orm import Session
@@ -33,8 +35,6 @@ from databases import until
 from galera import GaleraCluster, GaleraNode, GaleraUnavailableError, galera_cluster
 from projector_dedup import BatchFailed, DeliveryFailed, Outcome, ProjectorDedupError
 from projector_dedup.tables import default_tables
-from projector_dedup.testing.convergence import Messages, generate, totals_of
-from projector_dedup.testing.kit import Added, Harness, Subject, Total, add
 from standby import Primary, either, standby_of
 
 PATIENCE = 180.0  # seconds for anything that must happen

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from kit import PATIENCE, Harness
 from sqlalchemy import MetaData, String, delete, insert, select
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
@@ -22,7 +23,6 @@ from projector_dedup.commands import (
     command,
     default_command_tables,
 )
-from projector_dedup.testing.kit import PATIENCE, Harness
 from reach import reach
 
 START = 1_000_000

@@ -1,4 +1,4 @@
-"""The table of what a delivery costs, tests/delivery/costs.md: read, and written anew."""
+"""The table of what a delivery costs, tests/core/costs.md: read, and written anew."""
 
 from pathlib import Path
 
@@ -9,13 +9,13 @@ COUNTED = DRIVERS
 HEAD = """\
 # What a delivery costs: statements / round trips
 
-Counted by tests/delivery/test_round_trips.py, which fails when a count is another one. Statements are those of
+Counted by tests/core/test_round_trips.py, which fails when a count is another one. Statements are those of
 SQLAlchemy; what it hands to a driver as one, with many parameters, is one. Round trips are counted at the wire, with
 BEGIN, COMMIT and the ROLLBACK of the pool (on MariaDB); for SQLite they are the statements that it executes. The
 handler is one SELECT and one UPDATE. Batches have 100 messages on 10 rows. `a loop`: one SELECT of all rows, then the
 handler of one message for each message.
 
-PostgreSQL with a synchronous standby takes as many: tests/databases/test_standby.py counts there, too, what these rows
+PostgreSQL with a synchronous standby takes as many: tests/dialects/test_standby.py counts there, too, what these rows
 say of `new message`, `redelivery`, `claim_timeout`, `formerly` and `batch, all known`.
 """
 

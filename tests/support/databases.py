@@ -20,11 +20,11 @@ from typing import Any
 
 import psycopg
 import pytest
+from kit import PATIENCE
 from psycopg import sql
 from sqlalchemy import URL, make_url
 
-from projector_dedup.testing.kit import PATIENCE
-from projector_dedup.testing.postgres import embedded_postgres
+from private_postgres import embedded_postgres
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+from kit import Added, Harness, Total, add
 from sqlalchemy import case, select, update
 from sqlalchemy.orm import Session
 
@@ -19,7 +20,6 @@ from projector_dedup.commands import (
     command,
     default_command_tables,
 )
-from projector_dedup.testing.kit import Added, Harness, Total, add
 
 ROWS = [f"row {number}" for number in range(10)]
 

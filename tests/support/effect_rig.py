@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from kit import Harness
 from sqlalchemy import MetaData, String, select, update
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 from sqlalchemy.util import greenlet_spawn
@@ -25,7 +26,6 @@ from projector_dedup.effects import (
     stop,
 )
 from projector_dedup.effects.record import new_token
-from projector_dedup.testing.kit import Harness
 from reach import reach
 
 TABLE = default_effect_tables.marker

@@ -19,13 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kit import Harness, Subject
 from sqlalchemy import create_engine, event, select, text
 from sqlalchemy.orm import sessionmaker
 
 from effect_rig import TABLE, Charge, Till, book
 from projector_dedup.effects import Attempt, Effects, arm, effect, stop
 from projector_dedup.maintenance.effects import find_effects, resolve
-from projector_dedup.testing.kit import Harness, Subject
 
 AT_ONCE = 100  # rows that settle finds at once
 

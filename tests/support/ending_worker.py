@@ -10,8 +10,8 @@ from sqlalchemy import create_engine
 from sqlalchemy.orm import Session, sessionmaker
 
 from projector_dedup import Dispatcher, by_path, on, projector
-from projector_dedup.integrations.prometheus import PrometheusObserver
-from projector_dedup.integrations.redis import Consumer, dead_stream
+from projector_dedup.brokers.redis import Consumer, dead_stream
+from projector_dedup.metrics.prometheus import PrometheusObserver
 
 GROUP = "ending"
 

@@ -30,14 +30,14 @@ def pika() -> None:
     """Consume a queue of RabbitMQ."""
     from pika import URLParameters
 
-    from projector_dedup.integrations.pika import Consumer
+    from projector_dedup.brokers.pika import Consumer
 
     _run(Consumer(URLParameters(SETTINGS["AMQP_URL"]), QUEUE, dispatcher(), max_delay=MAX_DELAY))
 
 
 def aio_pika() -> None:
     """Consume a queue of RabbitMQ."""
-    from projector_dedup.integrations.aio_pika import Consumer
+    from projector_dedup.brokers.aio_pika import Consumer
 
     asyncio.run(_run_awaited(Consumer(SETTINGS["AMQP_URL"], QUEUE, async_dispatcher(), max_delay=MAX_DELAY)))
 
@@ -46,7 +46,7 @@ def nats() -> None:
     """Consume a stream of NATS JetStream, four messages side by side."""
     from nats import connect
 
-    from projector_dedup.integrations.nats import Consumer
+    from projector_dedup.brokers.nats import Consumer
 
     async def main() -> None:
         async with await connect(SETTINGS["NATS_URL"]) as connection:
@@ -60,7 +60,7 @@ def redis() -> None:
     """Consume a stream of Redis."""
     from redis import Redis
 
-    from projector_dedup.integrations.redis import Consumer
+    from projector_dedup.brokers.redis import Consumer
 
     client = Redis.from_url(SETTINGS["REDIS_URL"])
     _run(Consumer(client, STREAM, "airlines", dispatcher(), max_delay=MAX_DELAY, abandoned_after=10))
@@ -70,7 +70,7 @@ def kafka() -> None:
     """Consume a topic of Kafka."""
     import json
 
-    from projector_dedup.integrations.kafka import Consumer
+    from projector_dedup.brokers.kafka import Consumer
 
     _run(Consumer(json.loads(SETTINGS["KAFKA"]), [SETTINGS["TOPIC"]], dispatcher(), max_delay=MAX_DELAY))
 
@@ -79,7 +79,7 @@ def sqs() -> None:
     """Consume a queue of Amazon SQS."""
     from boto3 import client
 
-    from projector_dedup.integrations.sqs import Consumer
+    from projector_dedup.brokers.sqs import Consumer
 
     _run(Consumer(client("sqs"), SETTINGS["QUEUE_URL"], dispatcher(), max_delay=MAX_DELAY))
 
@@ -88,7 +88,7 @@ def pubsub() -> None:
     """Consume a subscription of Google Cloud Pub/Sub."""
     from google.cloud.pubsub_v1 import PublisherClient, SubscriberClient
 
-    from projector_dedup.integrations.pubsub import Consumer
+    from projector_dedup.brokers.pubsub import Consumer
 
     clients = SubscriberClient(), PublisherClient()
     _run(Consumer(*clients, SETTINGS["SUBSCRIPTION"], dispatcher(), max_delay=MAX_DELAY))
@@ -98,7 +98,7 @@ def celery() -> None:
     """Consume a queue of Celery, with two children."""
     from celery import Celery
 
-    from projector_dedup.integrations.celery import delivering_task
+    from projector_dedup.brokers.celery import delivering_task
 
     app = Celery("flights", broker=SETTINGS["AMQP_URL"])
     app.conf.update(task_default_queue=QUEUE, broker_transport_options={"confirm_publish": True})
@@ -111,8 +111,7 @@ def faststream_rabbit() -> None:
     """Consume a queue of RabbitMQ in an application of FastStream's."""
     from faststream import FastStream
     from faststream.rabbit import RabbitBroker
-
-    from projector_dedup.integrations.faststream.rabbit import subscribe
+    from projector_dedup.brokers.faststream.rabbit import subscribe
 
     broker = RabbitBroker(SETTINGS["AMQP_URL"])
     subscribe(broker, QUEUE, async_dispatcher(), max_delay=MAX_DELAY)
@@ -123,8 +122,7 @@ def faststream_nats(batch: Any = None) -> None:
     """Consume a stream of NATS JetStream in an application of FastStream's."""
     from faststream import FastStream
     from faststream.nats import NatsBroker
-
-    from projector_dedup.integrations.faststream.nats import subscribe
+    from projector_dedup.brokers.faststream.nats import subscribe
 
     broker, options = NatsBroker(SETTINGS["NATS_URL"]), {"batch": batch, "max_delay": MAX_DELAY, "ack_wait": 10}
     subscribe(broker, STREAM, f"{STREAM}.>", "airlines", async_dispatcher(), **options)

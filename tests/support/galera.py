@@ -10,7 +10,7 @@ from pathlib import Path
 from sqlalchemy import URL
 
 from private_mariadb import NotInstalledError, PrivateMariaDB, folder_for_servers, program
-from projector_dedup.testing.postgres import _free_port
+from private_postgres import _free_port
 
 Settings = Mapping[str, object]
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from kit import Added
 from sqlalchemy import Engine, ForeignKey, Index, String, create_engine, func, insert, select, text, update
 from sqlalchemy.exc import DBAPIError, IntegrityError
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
@@ -19,7 +20,6 @@ from command_rig import PlaceOrder
 from databases import Driver
 from http_rig import Reply, Shop, shop_on
 from projector_dedup import Message, Outcome
-from projector_dedup.testing.kit import Added
 
 MINE, RIVALS = 5, 7
 """The amounts that the message and its rival add."""

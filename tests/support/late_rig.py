@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from kit import PATIENCE, Added, Total
 from sqlalchemy import Connection, Engine, delete, insert, select
 
 from projector_dedup import Delivery, Message, ProjectorDedupError
@@ -17,7 +18,6 @@ from projector_dedup.maintenance import rows as rows_module
 from projector_dedup.maintenance.databases import Database
 from projector_dedup.maintenance.state import write_state
 from projector_dedup.tables import default_tables
-from projector_dedup.testing.kit import PATIENCE, Added, Total
 from projector_dedup.unit_of_work import UnitOfWork
 
 MARKER, STATE = default_tables.marker, default_tables.state

@@ -14,7 +14,7 @@ from nats.js.errors import NotFoundError
 from brokers import broker
 from consumer_rig import Sent
 from nats_garbage import send
-from projector_dedup.integrations.nats import MESSAGE_ID, REJECTED_FOR, dead_stream, replay
+from projector_dedup.brokers.nats import MESSAGE_ID, REJECTED_FOR, dead_stream, replay
 from reached import reached
 
 T = TypeVar("T")

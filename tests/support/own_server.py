@@ -7,7 +7,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from projector_dedup.testing.postgres import _free_port
+from private_postgres import _free_port
 from reached import reached
 
 

@@ -21,7 +21,7 @@ from typing import Any, Self
 from sqlalchemy import URL
 
 from databases import Driver, EngineUnavailableError
-from projector_dedup.testing.postgres import _free_port
+from private_postgres import _free_port
 
 UNNAMED: dict[str, dict[str, Any]] = {
     "psycopg": {"prepare_threshold": None},

@@ -17,7 +17,7 @@ from typing import Any
 import pymysql
 from sqlalchemy import URL
 
-from projector_dedup.testing.postgres import _free_port
+from private_postgres import _free_port
 
 PATIENCE = 120.0  # seconds until a server takes statements
 

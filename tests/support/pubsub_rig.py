@@ -21,7 +21,7 @@ from google.pubsub_v1.services.subscriber.transports import SubscriberGrpcTransp
 from consumer_rig import Sent
 from own_server import OwnServer
 from payments import payment
-from projector_dedup.integrations.pubsub import replay
+from projector_dedup.brokers.pubsub import replay
 
 DEADLINE = 10  # seconds after which Pub/Sub delivers a message again whose consumer died; the least that it takes
 PROJECT = "test"

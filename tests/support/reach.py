@@ -3,9 +3,9 @@
 from typing import Any
 
 import pytest
+from contract import Subject
 
 from databases import Driver
-from projector_dedup.testing.contract import Subject
 from reached import reached
 
 

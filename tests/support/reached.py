@@ -73,7 +73,7 @@ class Reached:
         self.ran: dict[str, str] = {}  # part -> version of the server that was reached
         self.unavailable: dict[str, str] = {}  # part or engine -> why it could not be had
         self.cells: dict[tuple[str, str], Counter[str]] = {}
-        self.orders: Counter[str] = Counter()  # case -> orders that were run (tests/exploring)
+        self.orders: Counter[str] = Counter()  # case -> orders that were run (tests/proofs/exploring)
         self._news: list[tuple[str, Any]] = []  # since the last report
         # Not to engine_connect, where a listener may choose a database: the library would ask for its tables each time;
         # nor to commit, before which a listener may execute something: no statement would take COMMIT along.

@@ -10,7 +10,7 @@ import redis
 from brokers import broker
 from consumer_rig import Sent
 from payments import payment
-from projector_dedup.integrations.redis import dead_stream, replay
+from projector_dedup.brokers.redis import dead_stream, replay
 from reached import reached
 from redis_garbage import garbage
 

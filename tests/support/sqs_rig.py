@@ -17,8 +17,8 @@ import urllib3
 
 from consumer_rig import Sent, wait_for
 from payments import payment
-from projector_dedup.integrations.sqs import replay
-from projector_dedup.testing.postgres import _free_port
+from private_postgres import _free_port
+from projector_dedup.brokers.sqs import replay
 
 VISIBILITY = 5  # seconds after which SQS delivers a message again whose consumer died
 

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import psycopg
+from kit import PATIENCE
 from sqlalchemy import URL, make_url
 
 from databases import Database, until
-from projector_dedup.testing.kit import PATIENCE
-from projector_dedup.testing.postgres import PrivatePostgres
+from private_postgres import PrivatePostgres
 from reached import reached
 
 NOBODY = "nobody"

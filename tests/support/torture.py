@@ -39,6 +39,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sess
 
 from cut_proxy import CutProxy
 from private_mariadb import NotInstalledError, PrivateMariaDB, folder_for_servers
+from private_postgres import PrivatePostgres
 from projector_dedup import (
     Action,
     AsyncDispatcher,
@@ -51,7 +52,6 @@ from projector_dedup import (
     verdict_of,
 )
 from projector_dedup.commands import Call, Commands, command, make_command_tables
-from projector_dedup.testing.postgres import PrivatePostgres
 
 ACCOUNTS = 200
 BATCH = 20

@@ -1,4 +1,4 @@
-"""The public API as type checkers see it: checked by `tests/delivery/test_types.py`, never imported."""
+"""The public API as type checkers see it: checked by `tests/core/test_types.py`, never imported."""
 
 # ruff: noqa: D102  # the names of the handlers say what they are
 

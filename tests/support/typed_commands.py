@@ -1,4 +1,4 @@
-"""The API of commands as type checkers see it: checked by `tests/delivery/test_types.py`, never imported."""
+"""The API of commands as type checkers see it: checked by `tests/core/test_types.py`, never imported."""
 
 from dataclasses import dataclass
 from typing import Any, assert_type

@@ -4,7 +4,7 @@
     make mutants ARGS="--pick 12"            # a dozen, chosen by the day's date
     make mutants ARGS="long-ids-are-cut"     # these, or a whole group
     make mutants ARGS="--list"
-    make mutants ARGS="claims --tests tests/exploring/test_every_order.py"   # by these tests, not those that each one names
+    make mutants ARGS="claims --tests tests/proofs/exploring/test_every_order.py"   # by these tests, not those that each one names
 
 A mutant counts as killed only if its tests are green without it and one of them fails with it.
 """

@@ -29,7 +29,7 @@ class Mutant:
     """The text that is replaced. Of all that is called `where`, one has it, once."""
     new: str
     tests: tuple[str, ...]
-    """The tests that notice the mutant, as pytest takes them: `tests/delivery/test_claim.py::test_x[sqlite+pysqlite]`."""
+    """The tests that notice the mutant, as pytest takes them: `tests/core/test_claim.py::test_x[sqlite+pysqlite]`."""
     hangs: bool = False
     """True if a test that does not end is how this mutant is noticed."""
 

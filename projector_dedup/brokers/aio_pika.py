@@ -1,0 +1,209 @@
+"""Consume one queue of RabbitMQ with aio-pika: acknowledge after the commit, retry, reject, replay the dead letters."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from ..extras import needs
+
+with needs("aio-pika"):
+    import aio_pika
+    from aio_pika.abc import AbstractChannel, AbstractIncomingMessage
+    from aiormq.abc import AbstractChannel as Underlay
+    from aiormq.exceptions import InvalidFrameError
+    from pamqp.commands import Basic
+
+from ..dispatcher import AsyncDispatcher
+from ..message import printable
+from .incoming import Convert, json_event
+from .rabbitmq import (
+    AROUND,
+    CANCELLED,
+    WITHOUT_ID,
+    Headers,
+    Size,
+    dead_letters,
+    headers_of_copy,
+    incoming_of,
+    new_settling,
+    queue_after,
+    queues_beside,
+)
+from .settling import Settled, logger
+
+__all__ = ["Consumer", "replay"]
+
+_UNREADABLE = (
+    "aio-pika cannot read a message of queue {queue}, or of another queue on this connection, and closes the "
+    "connection at each delivery of it: run pika's consumer, projector_dedup.brokers.pika, on the queue until it "
+    "has settled the message, then start this consumer again"
+)
+
+
+class Consumer:
+    """Delivers the messages of a durable queue to a dispatcher, ``prefetch`` of them at the same time.
+
+    The consumer acknowledges a message that is applied or is a duplicate. A message to retry waits in one of the queues
+    ``<queue>.wait.1s``, ``.5s``, ``.30s`` and ``.300s``. A rejected message goes to ``<queue>.dead``, with the error in
+    its header ``x-rejected-for``. The consumer declares all of these queues, and the work queue if it is missing.
+
+    ``url`` is the URL of RabbitMQ. ``convert`` builds the event from an ``Incoming``. Each of the ``prefetch`` messages
+    uses one connection of the engine's pool, so ``prefetch`` must be at most the size of the pool. The consumer rejects
+    a message after ``max_attempts`` deliveries; None sets no limit. ``max_delay`` limits the seconds before a retry:
+    to the longest delay of these queues that is not above it, or else to 1 second.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        queue: str,
+        dispatcher: AsyncDispatcher,
+        convert: Convert = json_event,
+        *,
+        prefetch: int = 10,
+        max_attempts: int | None = None,
+        max_delay: float = 300.0,
+    ) -> None:
+        self._settling = new_settling(
+            dispatcher,
+            convert,
+            prefetch=prefetch,
+            max_attempts=max_attempts,
+            max_delay=max_delay,
+            asynchronous=True,
+        )
+        self._url, self._queue, self._prefetch = url, queue, prefetch
+        self._stopping = False
+        self._why = ""  # the error, if an unreadable message closed the connection
+        self._inbox: asyncio.Queue[AbstractIncomingMessage | None] = asyncio.Queue()  # None ends `run`
+
+    def stop(self) -> None:
+        """Make ``run`` return after the current messages are settled. A signal handler of the loop may call this."""
+        self._stopping = True
+        self._inbox.put_nowait(None)
+
+    async def run(self) -> None:
+        """Consume until ``stop`` is called.
+
+        Raises aio-pika's error, alone or in an ``ExceptionGroup``, or ``ConnectionError``, if the connection is lost.
+        Start the process again: RabbitMQ delivers every unacknowledged message again.
+        """
+        if not self._stopping:
+            self._inbox = asyncio.Queue()  # messages of an earlier connection cannot be acknowledged on this one
+        async with await aio_pika.connect(self._url) as connection:
+            channel = await _open(await connection.channel(on_return_raises=True), self._queue)
+            await channel.set_qos(prefetch_count=self._prefetch)
+            underlay = await channel.get_underlay_channel()
+            underlay.on_consumer_cancel_callbacks.add(self._ended)
+            channel.close_callbacks.add(self._closed)
+            queue = await channel.get_queue(self._queue, ensure=False)
+            tag = await queue.consume(self._inbox.put)
+            async with asyncio.TaskGroup() as tasks:
+                while (message := await self._inbox.get()) is not None:
+                    tasks.create_task(self._settle(message))
+            if not self._stopping:
+                raise ConnectionError(self._why or CANCELLED.format(queue=self._queue))
+            await queue.cancel(tag)
+
+    def _ended(self, *_: object) -> None:
+        self._inbox.put_nowait(None)
+
+    def _closed(self, _: object, error: object) -> None:
+        self._why = unreadable(error, self._queue)
+        self._ended()
+
+    async def _settle(self, message: AbstractIncomingMessage) -> None:
+        settled = await self._settling.adeliver(incoming_of(message.body, message, self._queue))
+        if not settled.acknowledge:
+            await copy(message, self._queue, settled)
+            self._settling.kept(settled)
+        await message.ack()
+
+
+async def replay(url: str, queue: str) -> int:
+    """Publish the present dead letters of ``queue`` again, and return their number.
+
+    Fix the cause first. Replay while the markers are kept: a message that was applied before is then a duplicate.
+    ``replay`` acknowledges each dead letter after RabbitMQ has confirmed its copy in the queue.
+    """
+    async with await aio_pika.connect(url) as connection:
+        channel = await _open(await connection.channel(on_return_raises=True), queue)
+        dead = await channel.declare_queue(dead_letters(queue), passive=True)
+        waiting = dead.declaration_result.message_count or 0
+        for number in range(waiting):
+            message = await dead.get(fail=False)
+            if message is None:
+                return number
+            await copy(message, queue, None)
+            await message.ack()
+        return waiting
+
+
+async def _open(channel: AbstractChannel, queue: str) -> AbstractChannel:
+    """Declare the queues, and return the channel."""
+    try:
+        await channel.declare_queue(queue, passive=True)  # keeps the arguments of an existing queue
+    except aio_pika.exceptions.ChannelNotFoundEntity:
+        await channel.reopen()
+        await channel.declare_queue(queue, durable=True)
+    for name, arguments in queues_beside(queue).items():
+        await channel.declare_queue(name, durable=True, arguments=arguments)
+    return channel
+
+
+# Copies, published and confirmed on the channel of the message ------------------------------------------------------
+
+
+async def copy(message: AbstractIncomingMessage, work: str, settled: Settled | None) -> None:
+    """Copy a message into a wait queue or the dead-letter queue, and return after RabbitMQ has confirmed the copy.
+
+    ``settled`` is None for a dead letter, which is copied into ``work``. The channel must use publisher confirms and
+    ``on_return_raises=True``. Raises the errors of the channel.
+    """
+    channel: Underlay = message.channel
+    frame_max = channel.connection.connection_tune.frame_max
+    headers = headers_of_copy(_encodable(message), settled, _size_of(message), frame_max, work)
+    await channel.basic_publish(
+        message.body, routing_key=queue_after(work, settled), properties=_properties(message, headers), mandatory=True
+    )
+
+
+def unreadable(error: object, work: str) -> str:
+    """Log and return what to do, if ``error`` says that aiormq cannot decode the properties of a message.
+
+    Returns an empty text if another ``error`` closed the connection.
+    """
+    if not isinstance(error, (InvalidFrameError, RecursionError)):
+        return ""
+    what_to_do = _UNREADABLE.format(queue=printable(work))
+    logger.error(what_to_do)
+    return what_to_do
+
+
+def _encodable(message: AbstractIncomingMessage) -> Headers:
+    """Return headers of a copy that aiormq can encode, with ``WITHOUT_ID`` if the message has no id.
+
+    aiormq decodes a text that is not UTF-8 to ``bytes``, but encodes only ``bytearray``. It publishes a copy without an
+    id with a random one.
+    """
+    headers = {name: bytearray(value) if isinstance(value, bytes) else value for name, value in message.headers.items()}
+    return headers if message.message_id else {**headers, WITHOUT_ID: True}
+
+
+def _properties(message: AbstractIncomingMessage, headers: Headers) -> Basic.Properties:
+    """Return the properties of a copy: persistent, without an expiration, and without the producer's user id."""
+    properties = message.properties
+    properties.headers, properties.delivery_mode = dict(headers), 2
+    properties.expiration, properties.user_id = None, None
+    return properties
+
+
+def _size_of(message: AbstractIncomingMessage) -> Size:
+    """Return a function that returns the size of a copy with given headers."""
+    return lambda headers: _deeper(lambda: len(_properties(message, headers).marshal()) + AROUND)
+
+
+def _deeper(measure: Callable[[], int], frames: int = 30) -> int:
+    """Measure deeper in the stack than ``copy`` encodes: headers that are nested too deeply fail here already."""
+    return _deeper(measure, frames - 1) if frames else measure()

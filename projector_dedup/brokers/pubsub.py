@@ -1,0 +1,187 @@
+"""Consume a subscription of Google Cloud Pub/Sub: acknowledge after the commit, retry, reject, replay the dead letters.
+
+Needs the extra ``pubsub``.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from ..extras import needs
+
+with needs("pubsub"):
+    from google.api_core.exceptions import DeadlineExceeded, InvalidArgument
+    from google.cloud.pubsub_v1 import PublisherClient, SubscriberClient
+    from google.pubsub_v1 import PublisherClient as _Service
+
+from ..dispatcher import Dispatcher
+from ..errors import RefusedError
+from .incoming import Convert, Incoming, json_event
+from .settling import HELD, QUIET, Settled, Settling, deliver_in_order, expect
+
+__all__ = ["Consumer", "replay"]
+
+_POLL = 5.0  # seconds that a request waits for messages; `stop` takes as long if no message comes
+_MANY = 10  # messages of one request
+_REJECTED_FOR = "x-rejected-for"
+_BY_PUBSUB = ("CloudPubSubDeadLetter", "goog")
+"""Prefixes of the attributes that Pub/Sub adds: to a dead letter that it moves itself, and to any message."""
+_SUBSCRIBER = "subscriber is a google.cloud.pubsub_v1.SubscriberClient"
+_PUBLISHER = "publisher is a google.cloud.pubsub_v1.PublisherClient"
+
+
+class Consumer:
+    """Consumes a subscription of Google Cloud Pub/Sub, in batches of up to ten messages.
+
+    ``subscription`` is its full name, ``projects/PROJECT/subscriptions/NAME``. The consumer acknowledges a message
+    after the commit. To retry a message after a delay, it changes the acknowledgement deadline. It publishes a rejected
+    message to the dead-letter topic of the subscription, with the error in the attribute ``x-rejected-for``, and then
+    acknowledges it. Start as many processes as you need.
+
+    The consumer delivers a batch in one transaction, and settles each message separately. If the subscription has
+    message ordering, it delivers the messages one by one: while a message waits for its retry, the later messages with
+    its ordering key wait too.
+
+    ``convert`` builds the event from the data and the attributes ``message_id``, ``type``, ``occurred_at`` and
+    ``content_type``. The consumer rejects a message after ``max_attempts`` deliveries; None leaves only the limit of
+    the subscription's dead-letter policy. ``max_delay`` limits the seconds before a retry.
+
+    Raises ``HandlerDefinitionError`` if ``dispatcher`` is not a ``Dispatcher``, and ``TypeError`` for a wrong client.
+    """
+
+    def __init__(
+        self,
+        subscriber: SubscriberClient,
+        publisher: PublisherClient,
+        subscription: str,
+        dispatcher: Dispatcher,
+        convert: Convert = json_event,
+        *,
+        max_attempts: int | None = None,
+        max_delay: float = 300.0,
+    ) -> None:
+        expect(SubscriberClient, subscriber, _SUBSCRIBER)
+        expect(PublisherClient, publisher, _PUBLISHER)
+        self._subscriber: Any = subscriber
+        self._publisher: Any = publisher
+        self._name = subscription
+        self._settling = Settling(dispatcher, convert, max_attempts=max_attempts, max_delay=max_delay, broker="pubsub")
+        self._stopping = False
+
+    def run(self) -> None:
+        """Consume until ``stop`` is called.
+
+        Raises the error of the client if Pub/Sub fails. Raises ``RefusedError`` if the subscription has no dead-letter
+        policy: there is no topic for rejected messages then, and Pub/Sub does not count deliveries.
+        """
+        found = self._subscriber.get_subscription(request={"subscription": self._name})
+        if not (dead := found.dead_letter_policy.dead_letter_topic):
+            raise RefusedError(
+                f"the subscription {self._name} has no dead-letter policy, so there is no topic for rejected messages: "
+                "give it a dead-letter policy that names a topic"
+            )
+        while not self._stopping:
+            received = _pull(self._subscriber, self._name)
+            for each, settled in zip(received, self._deliver(received, found.enable_message_ordering), strict=True):
+                self._settle(each, settled, dead)
+
+    def stop(self, *_: object) -> None:
+        """Make ``run`` return after the current messages are settled. Any thread or signal handler may call this."""
+        self._stopping = True
+
+    def _deliver(self, received: Sequence[Any], ordered: bool) -> Sequence[Settled | None]:
+        incoming = [_incoming(each, self._name) for each in received]
+        if ordered:
+            return deliver_in_order(self._settling, incoming, [each.message.ordering_key for each in received])
+        return self._settling.deliver_batch(incoming)
+
+    def _settle(self, received: Any, settled: Settled | None, dead: str) -> None:
+        """Acknowledge a message, or publish it as a dead letter and acknowledge it, or let Pub/Sub deliver it again."""
+        if settled is None or not (settled.acknowledge or settled.reject):
+            delay = 0 if settled is None else math.ceil(settled.delay)
+            _delay(self._subscriber, self._name, received, delay)
+            return
+        if settled.reject:
+            try:
+                _publish(self._publisher, dead, received.message, {_REJECTED_FOR: settled.reason})
+            except InvalidArgument:  # the reason may be an attribute too many; any other error occurs again
+                _publish(self._publisher, dead, received.message, {})
+            self._settling.kept(settled)
+        self._subscriber.acknowledge(request={"subscription": self._name, "ack_ids": [received.ack_id]})
+
+
+def replay(subscriber: SubscriberClient, publisher: PublisherClient, subscription: str, dead_letters: str) -> int:
+    """Publish the present dead letters of a subscription to its topic again, and return their number.
+
+    ``dead_letters`` is the full name of a subscription of the dead-letter topic. Fix the cause first, and replay while
+    the markers are kept. Every subscription of the topic gets the messages; where they were applied before, they are
+    duplicates. ``replay`` returns after five seconds without a dead letter from before its start.
+    """
+    expect(SubscriberClient, subscriber, _SUBSCRIBER)
+    expect(PublisherClient, publisher, _PUBLISHER)
+    client: Any = subscriber
+    topic = client.get_subscription(request={"subscription": subscription}).topic
+    began, last, count, newer = datetime.now(UTC), time.monotonic(), 0, list[Any]()
+    while time.monotonic() < last + QUIET and (letters := _pull(client, dead_letters)):
+        for letter in letters:
+            if letter.message.publish_time > began:  # rejected again: publishing it would never end
+                _delay(client, dead_letters, letter, HELD)
+                newer.append(letter)
+                continue
+            _publish(publisher, topic, letter.message, {})
+            client.acknowledge(request={"subscription": dead_letters, "ack_ids": [letter.ack_id]})
+            count, last = count + 1, time.monotonic()
+    for letter in newer:
+        _delay(client, dead_letters, letter, 0)
+    return count
+
+
+def _pull(client: Any, subscription: str) -> Sequence[Any]:
+    """Return up to ten messages as soon as there is one; none after ``_POLL`` seconds."""
+    try:
+        answer = client.pull(request={"subscription": subscription, "max_messages": _MANY}, timeout=_POLL)
+    except DeadlineExceeded:
+        return []
+    found: Sequence[Any] = answer.received_messages
+    return found
+
+
+def _delay(client: Any, subscription: str, received: Any, seconds: int) -> None:
+    client.modify_ack_deadline(
+        request={"subscription": subscription, "ack_ids": [received.ack_id], "ack_deadline_seconds": seconds}
+    )
+
+
+def _publish(publisher: Any, topic: str, message: Any, marks: Mapping[str, str]) -> None:
+    """Publish a copy of a message, and return after Pub/Sub has confirmed it."""
+    attributes = {
+        name: value
+        for name, value in message.attributes.items()
+        if name != _REJECTED_FOR and not name.startswith(_BY_PUBSUB)
+    }
+    copy = {"data": message.data, "attributes": {**attributes, **marks}}
+    if not (message.data or copy["attributes"]):  # Pub/Sub refuses a message without both
+        copy["attributes"] = dict(message.attributes)
+    # Not publisher.publish(topic, data, **attributes): an attribute may have the name of an argument.
+    _Service.publish(publisher, request={"topic": topic, "messages": [copy]})
+
+
+def _incoming(received: Any, subscription: str) -> Incoming:
+    """Return a message for a converter: its data, and its attributes as headers."""
+    headers = dict(received.message.attributes)
+    return Incoming(
+        body=received.message.data,
+        message_id=headers.get("message_id"),
+        type=headers.get("type"),
+        occurred_at=headers.get("occurred_at"),
+        content_type=headers.get("content_type"),
+        headers=headers,
+        attempt=max(received.delivery_attempt, 1),
+        origin=f"subscription {subscription.rpartition('/')[2]}",
+        body_name="data of the message",
+        id_name="attribute message_id",
+    )

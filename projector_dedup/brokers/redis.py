@@ -1,0 +1,228 @@
+"""Consume a Redis stream: acknowledge after the commit, retry with a delay, keep the dead letters.
+
+Needs the extra ``redis``, and Redis 6.2 or newer.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..extras import needs
+
+with needs("redis"):
+    import redis
+
+from ..dispatcher import Dispatcher
+from ..errors import RefusedError
+from .incoming import Convert, Incoming, json_event
+from .settling import Settled, Settling, expect, logger
+
+__all__ = ["Consumer", "dead_stream", "replay"]
+
+_POLL = 1.0  # seconds between two searches for entries that are due, and the longest wait for a new entry
+_REJECTED_FOR = "x-rejected-for"
+_LATER = "later-"  # and the seconds of the delay: the owner of entries that wait for a retry
+_OWNER = re.compile(rb"later-(\d{1,3}(?:\.\d+)?(?:e-\d+)?)")  # the library never uses a delay above 999 seconds
+_MANY = 100  # entries of one owner in one search
+_LEAST_IDLE = 100  # milliseconds; keeps two processes that search at the same time from taking the same entry
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """An entry to deliver: its number, its fields, and the number of this delivery, from 1."""
+
+    number: bytes
+    fields: Mapping[bytes, bytes]
+    attempt: int
+
+
+@dataclass(frozen=True)
+class _Due:
+    """A pending entry of ``owner`` that any process may take over after ``idle`` milliseconds without a delivery."""
+
+    number: bytes
+    owner: bytes
+    idle: int
+
+
+class Consumer:
+    """Consumes the entries of ``stream`` as a member of ``group``, one after the other.
+
+    The consumer acknowledges an entry after the commit. An entry to retry stays pending until its delay ends. The
+    consumer adds a rejected entry to the stream of dead letters, and then acknowledges it. Start as many processes as
+    you need, all with the same ``group``. If the group is missing, the consumer creates it at the first entry.
+
+    ``convert`` builds the event from the fields ``body``, ``message_id`` and ``type``; the headers are all fields. The
+    consumer rejects an entry after ``max_attempts`` deliveries; None sets no limit. ``max_delay`` limits the seconds
+    before a retry. After ``abandoned_after`` seconds, another process takes over the entries of a process that died.
+    Choose more than a handler takes; otherwise two processes deliver one entry, and one of them finds a duplicate.
+
+    Raises ``HandlerDefinitionError`` for a dispatcher that is not a ``Dispatcher``, ``TypeError`` if ``client`` is not
+    a client of redis-py, and ``RefusedError`` for a client with ``decode_responses=True``.
+    """
+
+    # An entry that was read stays in its group's list of pending entries until it is acknowledged. The consumer assigns
+    # an entry to retry to a member named after the delay, for example ``later-5``. After that many seconds, the first
+    # process that finds the entry takes it over. No entry is copied, so none can be lost between two lists.
+
+    def __init__(
+        self,
+        client: redis.Redis,
+        stream: str,
+        group: str,
+        dispatcher: Dispatcher,
+        convert: Convert = json_event,
+        *,
+        max_attempts: int | None = None,
+        max_delay: float = 300.0,
+        abandoned_after: float = 60.0,
+    ) -> None:
+        expect(
+            (redis.Redis, redis.RedisCluster),
+            client,
+            'client is a redis.Redis, as in redis.Redis.from_url("redis://...")',
+        )
+        if abandoned_after <= 0:
+            raise ValueError(f"abandoned_after is a number of seconds above 0, not {abandoned_after}")
+        if ":" in group:  # otherwise two pairs of a stream and a group could share one stream of dead letters
+            raise ValueError(f"the name of a group has no colon: {group!r}")
+        self._client: Any = client  # redis-py's types say that each answer may be awaitable
+        if self._client.get_encoder().decode_responses:
+            raise RefusedError(
+                "the client has decode_responses=True, so one body that is not UTF-8 would stop every consumer: give "
+                "a client without it"
+            )
+        self._settling = Settling(dispatcher, convert, max_attempts=max_attempts, max_delay=max_delay, broker="redis")
+        self._stream, self._group, self._abandoned_after = stream, group, abandoned_after
+        self._member = f"{socket.gethostname()}-{os.getpid()}"
+        self._looked = float("-inf")
+        self._stopping = False
+
+    def run(self) -> None:
+        """Consume until ``stop`` is called. Raises the error of redis-py if Redis fails."""
+        self._open()
+        while not self._stopping:
+            for entry in itertools.chain(self._again(), self._new()):
+                self._settle(entry, self._settling.deliver(_incoming(entry, self._stream)))
+
+    def stop(self, *_: object) -> None:
+        """Make ``run`` return after the current entry is settled. Any thread or signal handler may call this."""
+        self._stopping = True
+
+    def _open(self) -> None:
+        """Create the group if it is missing; it then starts at the first entry of the stream."""
+        try:
+            self._client.xgroup_create(self._stream, self._group, id="0", mkstream=True)
+        except redis.ResponseError:
+            if all(each["name"] != self._group.encode() for each in self._client.xinfo_groups(self._stream)):
+                raise
+
+    def _new(self) -> Iterator[_Entry]:
+        """Yield the next entry that no member of the group has read, if one arrives within a second."""
+        answer = self._client.xreadgroup(
+            self._group, self._member, {self._stream: ">"}, count=1, block=round(_POLL * 1000)
+        )
+        for _, entries in answer.items() if isinstance(answer, dict) else answer or ():
+            for number, fields in entries[0] if isinstance(entries[0], list) else entries:  # protocol=3 adds a list
+                yield _Entry(number, fields, 1)
+
+    def _again(self) -> Iterator[_Entry]:
+        """Yield, once a second, the entries whose delay has ended, and those of processes that died."""
+        if time.monotonic() < self._looked + _POLL:
+            return
+        for due in self._due():
+            if self._stopping:
+                return
+            if (entry := self._take(due)) is not None:
+                yield entry
+        self._looked = time.monotonic()  # set at the end, to give new entries a second too
+
+    def _due(self) -> list[_Due]:
+        found: list[_Due] = []
+        for member in self._client.xinfo_consumers(self._stream, self._group):
+            if member["pending"]:
+                later = _OWNER.fullmatch(member["name"])
+                idle = max(_LEAST_IDLE, round(1000 * (float(later[1]) if later else self._abandoned_after)))
+                pending = self._pending("-", "+", _MANY, member["name"], idle)
+                found += [_Due(each["message_id"], member["name"], idle) for each in pending]
+        return found
+
+    def _take(self, due: _Due) -> _Entry | None:
+        """Take over an entry and return it; None if another process has it, or if it was deleted, which is logged."""
+        pending = self._pending(due.number, due.number, 1, due.owner, due.idle)
+        if not pending:  # the search may be minutes old: another process has taken over the entry or settled it
+            return None
+        for _, fields in self._client.xclaim(self._stream, self._group, self._member, due.idle, [due.number]):
+            return _Entry(due.number, fields, pending[0]["times_delivered"] + 1)
+        self._log_if_deleted(due.number)
+        return None
+
+    def _settle(self, entry: _Entry, settled: Settled) -> None:
+        """Acknowledge the entry, or add it to the dead letters, or assign it to the member of its delay."""
+        if settled.acknowledge:
+            self._client.xack(self._stream, self._group, entry.number)
+        elif settled.reject:
+            letter: dict[Any, Any] = {**entry.fields, _REJECTED_FOR: settled.reason}
+            self._client.xadd(dead_stream(self._stream, self._group), letter)
+            self._settling.kept(settled)
+            self._client.xack(self._stream, self._group, entry.number)  # last: a crash may duplicate it, not lose it
+        elif self._pending(entry.number, entry.number, 1, self._member):  # otherwise another process has taken it over
+            owner = f"{_LATER}{settled.delay:g}"
+            if not self._client.xclaim(self._stream, self._group, owner, 0, [entry.number], idle=0, justid=True):
+                self._log_if_deleted(entry.number)
+
+    def _pending(self, first: str | bytes, last: str | bytes, count: int, owner: str | bytes, idle: int = 0) -> Any:
+        """Return pending entries of one owner that were not delivered for ``idle`` milliseconds."""
+        return self._client.xpending_range(self._stream, self._group, first, last, count, owner, idle or None)
+
+    def _log_if_deleted(self, number: bytes) -> None:
+        """Log an error if an entry was deleted from the stream. XCLAIM then removes it from the pending entries too."""
+        if not self._client.xrange(self._stream, number, number):
+            logger.error(
+                "entry %s of stream %s was deleted before group %s had applied it: it is lost",
+                *(number.decode(), self._stream, self._group),
+            )
+
+
+def dead_stream(stream: str, group: str) -> str:
+    """Return the name of the stream with the dead letters of ``group`` from ``stream``."""
+    return f"{stream}:{group}:dead"
+
+
+def replay(client: redis.Redis, stream: str, group: str) -> int:
+    """Move the dead letters of a group back to its stream, and return their number.
+
+    Fix the handler or the data first. Every group of the stream gets the entries; where they were applied before, they
+    are duplicates.
+    """
+    dead = dead_stream(stream, group)
+    letters: Any = client.xrange(dead)  # excludes entries that are rejected again during the replay
+    for number, fields in letters:
+        kept = {name: value for name, value in fields.items() if name != _REJECTED_FOR.encode()}
+        client.xadd(stream, kept or fields)  # an entry needs a field
+        client.xdel(dead, number)
+    return len(letters)
+
+
+def _incoming(entry: _Entry, stream: str) -> Incoming:
+    """Return an entry for a converter: its body, its id, type and time, and all fields as headers."""
+    headers = {name.decode(errors="backslashreplace"): value for name, value in entry.fields.items()}
+    return Incoming(
+        body=entry.fields.get(b"body", b""),
+        message_id=headers.get("message_id"),
+        type=headers.get("type"),
+        occurred_at=headers.get("occurred_at"),
+        content_type=headers.get("content_type"),
+        headers=headers,
+        attempt=entry.attempt,
+        origin=f"entry {entry.number.decode()} of stream {stream}",
+        body_name='field "body" of the entry',
+        id_name='field "message_id" of the entry',
+    )

@@ -1,0 +1,338 @@
+"""Settle a broker's message: convert it, deliver it, and return whether to acknowledge, retry or reject it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from sqlalchemy.exc import TimeoutError as PoolTimeoutError
+from sqlalchemy.orm.exc import StaleDataError
+from sqlalchemy.util import await_only, greenlet_spawn
+
+from ..dialects import failure_of
+from ..dispatcher import AsyncDispatcher, Dispatcher
+from ..errors import (
+    BatchFailed,
+    BeyondRetention,
+    CommitOutcomeUnknown,
+    Defer,
+    HandlerDefinitionError,
+    InProgress,
+    InvalidMessageError,
+    InvalidMessageIdError,
+    OvertakenError,
+    ProjectorDedupError,
+    RefusedError,
+    RetriesExhaustedError,
+    UnhandledMessage,
+)
+from ..message import envelope, id_text, logger_of, printable
+from ..observer import Reason
+from ..outcome import Outcome
+from ..verdict import Action, Verdict, verdict_of
+from .incoming import Convert, Incoming, check_convert, json_event
+
+__all__ = ["Settled", "Settling"]
+
+logger = logger_of("projector_dedup.consumers")
+
+MAX_REASON = 1_000  # bytes of an error in a log line and in a header; an attribute of Pub/Sub has at most 1,024
+MAX_NAMES = 10  # headers that one log line names
+QUIET = 5.0
+"""The seconds without an older dead letter after which a replay ends, if its broker cannot count or order them."""
+HELD = 600
+"""The seconds for which such a replay keeps a newer dead letter back: otherwise the broker would send it again."""
+
+_REASONS: tuple[tuple[tuple[type[BaseException], ...], Reason], ...] = (  # the first match counts
+    ((InvalidMessageIdError,), "invalid_id"),
+    ((InvalidMessageError,), "invalid_message"),
+    ((UnhandledMessage,), "unhandled"),
+    ((BeyondRetention,), "late"),
+    ((Defer,), "deferred"),
+    ((InProgress,), "in_progress"),
+    ((RefusedError,), "refused"),
+    (
+        (RetriesExhaustedError, CommitOutcomeUnknown, OvertakenError, StaleDataError, PoolTimeoutError),
+        "database",
+    ),
+)
+
+
+_UNREAD = object()  # the event of a message for which ``convert`` has not returned
+
+
+@dataclass(frozen=True)
+class Settled:
+    """The decision about one message: the consumer acknowledges it if ``verdict`` is None, else follows the verdict.
+
+    ``reason`` is the error, shortened and printable; put it into the dead letter of a rejected message. ``label`` is
+    the reason in metrics; None if the message is acknowledged.
+    """
+
+    verdict: Verdict | None = None
+    reason: str = ""
+    label: Reason | None = None
+
+    @property
+    def acknowledge(self) -> bool:
+        """True if the message was applied, is a duplicate, or was skipped."""
+        return self.verdict is None
+
+    @property
+    def reject(self) -> bool:
+        """True if the message is a dead letter: another delivery would fail too, or ``max_attempts`` is reached."""
+        return self.verdict is not None and self.verdict.action is Action.REJECT
+
+    @property
+    def delay(self) -> float:
+        """The seconds before the message must be delivered again; 0 means at once."""
+        return 0.0 if self.verdict is None else self.verdict.delay
+
+
+class Settling:
+    """Delivers incoming messages to a dispatcher, and turns every failure into a verdict and a log line.
+
+    This class never calls the broker: the consumer acknowledges, retries or rejects as ``Settled`` says. ``convert``
+    builds the event from an ``Incoming``. A message is rejected after ``max_attempts`` deliveries; None sets no limit.
+    ``max_delay`` limits the seconds before a retry. If the broker supports only certain delays, pass them as ``delays``
+    in ascending order: the limit is then the longest of them up to ``max_delay``, or else the shortest. With
+    ``asynchronous=True``, pass an ``AsyncDispatcher`` and await ``adeliver`` and ``adeliver_batch``.
+
+    The dispatcher's observer receives each result as an observation of the kind ``delivery``, with the name of the
+    ``broker``. Call ``kept`` after the broker has confirmed a dead letter.
+
+    Raises ``HandlerDefinitionError`` if the class of the dispatcher does not match ``asynchronous``, ``TypeError`` if
+    ``max_delay`` is not a number, and ``ValueError`` for an argument out of its range.
+    """
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher | AsyncDispatcher,
+        convert: Convert = json_event,
+        *,
+        max_attempts: int | None = None,
+        max_delay: float = 300.0,
+        delays: Sequence[float] = (),
+        asynchronous: bool = False,
+        broker: str = "other",
+    ) -> None:
+        wanted = AsyncDispatcher if asynchronous else Dispatcher
+        if not isinstance(dispatcher, wanted):
+            raise HandlerDefinitionError(f"this consumer takes {wanted.__name__}, not {type(dispatcher).__name__}")
+        check_convert(convert)
+        if max_attempts is not None and max_attempts < 1:
+            raise ValueError("max_attempts is at least 1; None sets no limit")
+        expect((int, float), max_delay, "max_delay is a number of seconds, as in max_delay=5")
+        if not max_delay > 0:
+            raise ValueError(f"max_delay is a number of seconds above 0, not {max_delay}")
+        self._dispatcher: Any = dispatcher
+        self._observing, self._broker = dispatcher._observing, broker
+        self._asynchronous = asynchronous
+        self._convert = convert
+        self._max_attempts = max_attempts
+        within = [each for each in delays if each <= max_delay] or delays[:1]
+        self._max_delay = max(within, default=max_delay)
+
+    def deliver(self, incoming: Incoming) -> Settled:
+        """Deliver one message. Never raises an ``Exception``: the result and the log contain every error."""
+        event: object = _UNREAD
+        try:
+            event = self._convert(incoming)
+            self._wait(self._dispatcher.deliver(event))
+        except (Exception, asyncio.CancelledError) as error:
+            if self._ends_this_task(error):
+                raise
+            return self._failed(incoming, event, error)
+        return self._acknowledged(incoming, event)
+
+    async def adeliver(self, incoming: Incoming) -> Settled:
+        """Like ``deliver``, for an ``AsyncDispatcher``."""
+        return await greenlet_spawn(self.deliver, incoming)
+
+    def deliver_batch(self, incoming: Sequence[Incoming]) -> list[Settled]:
+        """Deliver messages in one transaction; return a result for each, in their order. Never raises an ``Exception``.
+
+        If the transaction fails with an error of no particular message, the library delivers the messages one by one.
+        """
+        settled, events = self._converted(incoming)
+        if events:
+            try:
+                self._wait(self._dispatcher.deliver_batch(list(events.values())))
+            except BatchFailed as error:
+                self._batch_failed(incoming, settled, events, error)
+            except (Exception, asyncio.CancelledError) as error:
+                if self._ends_this_task(error):
+                    raise
+                for position in events:  # only the message that causes the error fails again
+                    settled[position] = self.deliver(incoming[position])
+            else:
+                for position, event in events.items():
+                    settled[position] = self._acknowledged(incoming[position], event)
+        return settled
+
+    async def adeliver_batch(self, incoming: Sequence[Incoming]) -> list[Settled]:
+        """Like ``deliver_batch``, for an ``AsyncDispatcher``."""
+        return await greenlet_spawn(self.deliver_batch, incoming)
+
+    def kept(self, settled: Settled) -> None:
+        """Report to the observer that the broker has confirmed the dead letter of a rejected message."""
+        if self._observing is not None and settled.reject:
+            self._observing.report_delivery("dead_letter", self._broker, settled.label)
+
+    def unread(self, error: BaseException) -> Settled:
+        """Reject a message that the broker's client could not read."""
+        settled = Settled(Verdict(Action.REJECT, 0.0, error), _reason(error), "invalid_message")
+        if self._observing is not None:
+            self._observing.report_delivery("rejected", self._broker, settled.label, error=error)
+        return settled
+
+    def _acknowledged(self, incoming: Incoming, event: object) -> Settled:
+        if self._observing is not None:
+            self._observing.report_delivery(
+                "acknowledged", self._broker, None, self._id_of(incoming, event), incoming.attempt
+            )
+        return Settled()
+
+    def _wait(self, returned: Any) -> None:
+        """Wait for the coroutine that an ``AsyncDispatcher`` returns."""
+        if self._asynchronous:
+            await_only(returned)
+
+    def _ends_this_task(self, error: BaseException) -> bool:
+        """Return True if the current task was cancelled, and not only something that the handler awaited."""
+        if not isinstance(error, asyncio.CancelledError):
+            return False
+        task = asyncio.current_task() if self._asynchronous else None
+        return task is None or task.cancelling() > 0
+
+    def _converted(self, incoming: Sequence[Incoming]) -> tuple[list[Settled], dict[int, object]]:
+        """Return a result for each message, and the converted events by their position."""
+        settled, events = [Settled()] * len(incoming), {}
+        for position, each in enumerate(incoming):
+            try:
+                events[position] = self._convert(each)
+            except Exception as error:  # noqa: BLE001  # concerns this message only
+                settled[position] = self._failed(each, _UNREAD, error)
+        return settled, events
+
+    def _batch_failed(
+        self, incoming: Sequence[Incoming], settled: list[Settled], events: dict[int, object], error: BatchFailed
+    ) -> None:
+        for (position, event), delivery in zip(events.items(), error.deliveries, strict=True):
+            if delivery.outcome is Outcome.FAILED:
+                settled[position] = self._failed(incoming[position], event, delivery.error or error)
+            else:
+                settled[position] = self._acknowledged(incoming[position], event)
+
+    def _failed(self, incoming: Incoming, event: object, error: BaseException) -> Settled:
+        if isinstance(error, InvalidMessageIdError) and self._has_no_id(event):
+            error = InvalidMessageIdError(  # the dispatcher's own text addresses callers of ``deliver``
+                "the message has no id, so a redelivery could not be detected; the producer must set the "
+                f"{incoming.id_name}. If the body contains the id, give the dispatcher message_id=by_path(...)"
+            )
+        verdict = verdict_of(error, attempts=max(incoming.attempt, 1), max_attempts=self._max_attempts)
+        verdict = replace(verdict, delay=min(verdict.delay, self._max_delay))
+        if verdict.action is Action.ACKNOWLEDGE:  # of a command in convert: the event was not delivered
+            verdict = replace(verdict, action=Action.REJECT)
+        settled = Settled(verdict, _reason(error), self._label(error, verdict, read=event is not _UNREAD))
+        if self._observing is not None:
+            self._observing.report_delivery(
+                "rejected" if settled.reject else "retried",
+                self._broker,
+                settled.label,
+                self._id_of(incoming, event),
+                incoming.attempt,
+                verdict.error,
+            )
+        named = (self._name(incoming, event), printable(incoming.origin), incoming.attempt)
+        if settled.reject:
+            ours = isinstance(verdict.error, ProjectorDedupError)  # needs no traceback
+            logger.error(
+                "message %s from %s is rejected at delivery %d: %s",
+                *named,
+                settled.reason,
+                exc_info=None if ours else error,
+            )
+        else:
+            level = logging.INFO if isinstance(verdict.error, (Defer, InProgress)) else logging.WARNING
+            logger.log(
+                level,
+                "message %s from %s will be delivered again in %.1f s, after delivery %d: %s",
+                *(*named[:2], settled.delay, named[2], settled.reason),
+            )
+        return settled
+
+    def _label(self, error: BaseException, verdict: Verdict, *, read: bool) -> Reason:
+        """Return the reason for metrics. ``read`` is False if ``convert`` raised the error."""
+        if verdict.action is Action.REJECT and verdict_of(error).action in (Action.RETRY_NOW, Action.RETRY_LATER):
+            return "max_attempts"
+        decisive = verdict.error
+        for classes, reason in _REASONS:
+            if isinstance(decisive, classes):
+                return reason
+        if not read:
+            return "invalid_message"
+        return "database" if isinstance(decisive, Exception) and failure_of(decisive) is not None else "handler"
+
+    def _name(self, incoming: Incoming, event: object) -> str:
+        """Return the id of a message for a log line."""
+        found = self._id_of(incoming, event)
+        return "(without an id)" if found is None else printable(found[:80])
+
+    def _has_no_id(self, event: object) -> bool:
+        """True if the dispatcher finds no id in the event, not even an invalid one."""
+        try:
+            return event is not _UNREAD and envelope(event, None, self._dispatcher._extractor, needed=True).id is None
+        except Exception:  # noqa: BLE001  # raised by the user's extractor, or for an invalid id
+            return False
+
+    def _id_of(self, incoming: Incoming, event: object) -> str | None:
+        """Return the message's id from the broker, or else the one that the dispatcher finds; None if there is none."""
+        value = incoming.message_id
+        if value is None and event is not _UNREAD:
+            try:
+                value = id_text(envelope(event, None, self._dispatcher._extractor, needed=False))
+            except Exception:  # noqa: BLE001  # raised by the user's extractor, or for an invalid id
+                value = None
+        text = value.decode(errors="backslashreplace") if isinstance(value, bytes) else value
+        return text if isinstance(text, str) else None
+
+
+def named_in_log(headers: Sequence[object]) -> str:
+    """Return the names of the first ``MAX_NAMES`` headers for one log line."""
+    return ", ".join(printable(str(name)[:80]) for name in headers[:MAX_NAMES])
+
+
+def expect(kind: type | tuple[type, ...], value: object, said: str) -> None:
+    """Raise ``TypeError`` if an argument of a consumer is not of this ``kind``. ``said`` says what to pass."""
+    if not isinstance(value, kind):
+        given = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+        raise TypeError(f"{said}, not {given}")
+
+
+def _reason(error: BaseException) -> str:
+    """Return the error's class, text and notes. A note says what to do before the message is delivered again."""
+    try:
+        text = "; ".join([str(error), *getattr(error, "__notes__", ())])
+    except Exception:  # noqa: BLE001  # a failing __str__ of the user's error must not stop the consumer
+        text = "(its text cannot be read)"
+    whole = printable(f"{type(error).__name__}: {text}"[:MAX_REASON])
+    return whole.encode()[:MAX_REASON].decode(errors="ignore")  # a character has up to ten bytes, escaped or not
+
+
+def deliver_in_order(settling: Settling, incoming: Sequence[Incoming], groups: Sequence[str]) -> list[Settled | None]:
+    """Deliver messages one by one, and return a ``Settled`` for each; None if it must wait for one of its group.
+
+    Messages with the group "" are in no group. A rejected message does not delay its group.
+    """
+    answers: list[Settled | None] = []
+    waiting: set[str] = set()  # groups with a message that is retried
+    for each, group in zip(incoming, groups, strict=True):
+        settled = None if group in waiting else settling.deliver(each)
+        if group and settled is not None and not settled.acknowledge and not settled.reject:
+            waiting.add(group)
+        answers.append(settled)
+    return answers

@@ -1,0 +1,310 @@
+"""Consume a queue of Amazon SQS, in a process or in AWS Lambda: acknowledge, retry, reject, replay the dead letters.
+
+Needs the extra ``sqs``.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ..extras import needs
+
+with needs("sqs"):
+    from botocore.client import BaseClient
+    from botocore.exceptions import ClientError
+
+from ..dispatcher import Dispatcher
+from ..errors import RefusedError
+from .incoming import Convert, Incoming, json_event
+from .settling import HELD, QUIET, Settled, Settling, deliver_in_order, expect, logger
+
+__all__ = ["Consumer", "lambda_handler", "replay"]
+
+_POLL = 5  # whole seconds that a request waits for messages; `stop` takes as long if no message comes
+_MANY = 10  # messages of one request: the limit of SQS
+_MAX_ATTRIBUTES = 10  # of one message: the limit of SQS
+_REJECTED_FOR = "x-rejected-for"
+_CLIENT = 'client is what boto3.client("sqs") returns'
+
+_Message = Mapping[str, Any]
+"""A message as ``receive_message`` returns it."""
+
+
+class Consumer:
+    """Consumes a queue of Amazon SQS, standard or FIFO, in batches of up to ten messages.
+
+    The consumer deletes a message after the commit. To retry a message after a delay, it changes the visibility
+    timeout. It sends a rejected message to the dead-letter queue of the queue's redrive policy, with the error in the
+    attribute ``x-rejected-for``, and then deletes it. Start as many processes as you need.
+
+    The consumer delivers a batch of a standard queue in one transaction, and settles each message separately. It
+    delivers the messages of a FIFO queue one by one: while a message waits for its retry, the later messages of its
+    group wait too.
+
+    ``convert`` builds the event from the body and the attributes ``message_id``, ``type``, ``occurred_at`` and
+    ``content_type``. The consumer rejects a message after ``max_attempts`` receives, counted by SQS; None sets no
+    limit. ``max_delay`` limits the seconds before a retry.
+
+    Raises ``HandlerDefinitionError`` for a dispatcher that is not a ``Dispatcher``, and ``TypeError`` if ``client`` is
+    not a client of boto3.
+    """
+
+    def __init__(
+        self,
+        client: BaseClient,
+        queue_url: str,
+        dispatcher: Dispatcher,
+        convert: Convert = json_event,
+        *,
+        max_attempts: int | None = None,
+        max_delay: float = 300.0,
+    ) -> None:
+        expect(BaseClient, client, _CLIENT)
+        self._client: Any = client  # boto3 creates the methods at run time
+        self._url = queue_url
+        self._settling = _settling(dispatcher, convert, max_attempts, max_delay)
+        self._stopping = False
+
+    def run(self) -> None:
+        """Consume until ``stop`` is called.
+
+        Raises the error of boto3 if SQS fails. Raises ``RefusedError`` if the queue has no redrive policy, because
+        there is no queue for rejected messages then.
+        """
+        queue = _Queue(self._client, self._url, self._settling)
+        while not self._stopping:
+            if messages := _receive(self._client, self._url, _POLL):
+                done, _ = queue.settle(messages)
+                _delete(self._client, self._url, done)
+
+    def stop(self, *_: object) -> None:
+        """Make ``run`` return after the current messages are settled. Any thread or signal handler may call this."""
+        self._stopping = True
+
+
+def lambda_handler(
+    client: BaseClient,
+    dispatcher: Dispatcher,
+    convert: Convert = json_event,
+    *,
+    max_attempts: int | None = None,
+    max_delay: float = 300.0,
+) -> Callable[[Mapping[str, Any], object], dict[str, list[dict[str, str]]]]:
+    """Return a handler for AWS Lambda that settles the messages of each invocation like ``Consumer``.
+
+    ::
+
+        handler = lambda_handler(boto3.client("sqs"), dispatcher, convert)
+
+    The handler returns ``batchItemFailures``: the messages that SQS must deliver again. Lambda deletes all others.
+    **Give the event source mapping the function response type ReportBatchItemFailures.** Without it, Lambda deletes all
+    messages of the batch, and the failed messages are lost.
+
+    If boto3 fails, the handler raises its error. Lambda then delivers the whole batch again, and the applied messages
+    are duplicates.
+    """
+    expect(BaseClient, client, _CLIENT)
+    settling = _settling(dispatcher, convert, max_attempts, max_delay)
+    queues: dict[str, _Queue] = {}
+
+    def handler(event: Mapping[str, Any], context: object = None) -> dict[str, list[dict[str, str]]]:  # noqa: ARG001
+        if not event["Records"]:
+            return {"batchItemFailures": []}
+        messages = [_of_lambda(record) for record in event["Records"]]
+        source: str = event["Records"][0]["eventSourceARN"]  # Lambda takes each batch from one queue
+        if source not in queues:
+            queues[source] = _Queue(client, _url_of(client, source), settling)
+        _, again = queues[source].settle(messages)
+        return {"batchItemFailures": [{"itemIdentifier": message["MessageId"]} for message in again]}
+
+    return handler
+
+
+def replay(client: BaseClient, queue_url: str) -> int:
+    """Move the present dead letters of a queue back to it, and return their number.
+
+    Fix the cause first. Replay while the markers are kept: a message that was applied before is then a duplicate.
+    ``replay`` returns if SQS has no dead letter, or for five seconds none from before its start.
+    """
+    expect(BaseClient, client, _CLIENT)
+    sqs: Any = client
+    dead, began = _dead_letter_queue(sqs, queue_url), time.time() * 1000
+    last, count, newer = time.monotonic(), 0, list[_Message]()
+    while time.monotonic() < last + QUIET and (letters := _receive(sqs, dead, 1)):
+        for letter in letters:
+            if int(letter["Attributes"]["SentTimestamp"]) > began:  # rejected again: moving it would never end
+                _delay(sqs, dead, [(letter, HELD)])
+                newer.append(letter)
+                continue
+            kept = {name: value for name, value in _attributes(letter).items() if name != _REJECTED_FOR}
+            _send(sqs, queue_url, letter, kept)
+            sqs.delete_message(QueueUrl=dead, ReceiptHandle=letter["ReceiptHandle"])
+            count, last = count + 1, time.monotonic()
+    _delay(sqs, dead, [(letter, 0) for letter in newer])
+    return count
+
+
+class _Queue:
+    """A queue whose messages are delivered, and then either done or returned to SQS with a delay."""
+
+    def __init__(self, client: Any, url: str, settling: Settling) -> None:
+        self._client, self._url, self._settling = client, url, settling
+        self._dead = _dead_letter_queue(client, url)
+
+    def settle(self, messages: Sequence[_Message]) -> tuple[list[_Message], list[_Message]]:
+        """Deliver messages. Return those to delete, and those that SQS delivers again after their delay."""
+        done: list[_Message] = []
+        delays: list[tuple[_Message, int]] = []
+        for message, settled in zip(messages, self._deliver(messages), strict=True):
+            if settled is None:  # SQS delivers it after the message before it in its group is settled
+                delays.append((message, 0))
+            elif settled.reject:
+                self._keep(message, settled.reason)
+                self._settling.kept(settled)
+                # At once: if a later request fails, the batch comes again, and with it one more dead letter.
+                _delete(self._client, self._url, [message])
+            elif settled.acknowledge:
+                done.append(message)
+            else:
+                delays.append((message, math.ceil(settled.delay)))
+        _delay(self._client, self._url, delays)
+        return done, [message for message, _ in delays]
+
+    def _deliver(self, messages: Sequence[_Message]) -> list[Settled | None]:
+        """Return a ``Settled`` for each message; None if the message must wait for another one of its group."""
+        incoming = [_incoming(message, self._url) for message in messages]
+        if not _is_fifo(self._url):
+            return [*self._settling.deliver_batch(incoming)]
+        groups = [message["Attributes"]["MessageGroupId"] for message in messages]
+        return deliver_in_order(self._settling, incoming, groups)
+
+    def _keep(self, message: _Message, reason: str) -> None:
+        """Send a rejected message to the dead-letter queue; without the reason if the message has no room for it."""
+        attributes = _attributes(message)
+        if _REJECTED_FOR in attributes or len(attributes) < _MAX_ATTRIBUTES:
+            marked = {**attributes, _REJECTED_FOR: {"DataType": "String", "StringValue": reason}}
+            try:
+                return _send(self._client, self._dead, message, marked)
+            except ClientError:  # the reason may make the message too long; any other error occurs again below
+                pass
+        return _send(self._client, self._dead, message, attributes)
+
+
+def _settling(dispatcher: Dispatcher, convert: Convert, max_attempts: int | None, max_delay: float) -> Settling:
+    return Settling(dispatcher, convert, max_attempts=max_attempts, max_delay=max_delay, broker="sqs")
+
+
+def _receive(client: Any, url: str, seconds: int) -> list[_Message]:
+    """Return up to ten messages as soon as there is one; none after ``seconds``."""
+    found: list[_Message] = client.receive_message(
+        QueueUrl=url,
+        MaxNumberOfMessages=_MANY,
+        WaitTimeSeconds=seconds,
+        MessageAttributeNames=["All"],
+        MessageSystemAttributeNames=["All"],
+    ).get("Messages", [])
+    return found
+
+
+def _delete(client: Any, url: str, messages: Sequence[_Message]) -> None:
+    _batch(client.delete_message_batch, url, [{"ReceiptHandle": each["ReceiptHandle"]} for each in messages])
+
+
+def _delay(client: Any, url: str, delays: Sequence[tuple[_Message, int]]) -> None:
+    """Have SQS deliver each message again after its number of seconds."""
+    entries = [{"ReceiptHandle": each["ReceiptHandle"], "VisibilityTimeout": delay} for each, delay in delays]
+    _batch(client.change_message_visibility_batch, url, entries)
+
+
+def _batch(request: Callable[..., Any], url: str, entries: Sequence[Mapping[str, Any]]) -> None:
+    """Send one request for each ten messages. SQS delivers a message again if the request fails for it."""
+    for first in range(0, len(entries), _MANY):
+        named = [{"Id": str(number), **entry} for number, entry in enumerate(entries[first : first + _MANY])]
+        if failed := request(QueueUrl=url, Entries=named).get("Failed", []):
+            logger.warning(
+                "SQS could not delete or delay %d messages of queue %s (%s), and delivers them again",
+                *(len(failed), _name(url), ", ".join(sorted({each["Code"] for each in failed}))),
+            )
+
+
+def _send(client: Any, url: str, message: _Message, attributes: Mapping[str, Any]) -> None:
+    """Send a copy of a message. In a FIFO queue, the copy stays in its group, and SQS drops a second copy."""
+    fifo = {
+        "MessageGroupId": message["Attributes"].get("MessageGroupId"),
+        "MessageDeduplicationId": message["MessageId"],  # with the original's own value, SQS would drop a replay
+    }
+    client.send_message(
+        QueueUrl=url, MessageBody=message["Body"], MessageAttributes=attributes, **(fifo if _is_fifo(url) else {})
+    )
+
+
+def _dead_letter_queue(client: Any, url: str) -> str:
+    """Return the URL of the queue that the redrive policy of a queue names."""
+    attributes = client.get_queue_attributes(QueueUrl=url, AttributeNames=["All"])["Attributes"]
+    policy = json.loads(attributes.get("RedrivePolicy") or "{}")
+    if not (target := policy.get("deadLetterTargetArn")):
+        raise RefusedError(
+            f"the queue {_name(url)} has no redrive policy, so there is no queue for rejected messages: give it a "
+            "redrive policy that names a dead-letter queue"
+        )
+    return _url_of(client, target)
+
+
+def _url_of(client: Any, arn: str) -> str:
+    account, name = arn.split(":")[4:6]
+    url: str = client.get_queue_url(QueueName=name, QueueOwnerAWSAccountId=account)["QueueUrl"]
+    return url
+
+
+def _name(url: str) -> str:
+    return url.rpartition("/")[2]
+
+
+def _is_fifo(url: str) -> bool:
+    return url.endswith(".fifo")  # SQS requires this suffix
+
+
+def _attributes(message: _Message) -> dict[str, dict[str, Any]]:
+    """Return the attributes of a message in the form that ``send_message`` takes."""
+    taken = ("DataType", "StringValue", "BinaryValue")
+    found: Mapping[str, Mapping[str, Any]] = message.get("MessageAttributes") or {}
+    return {name: {key: each[key] for key in taken if key in each} for name, each in found.items()}
+
+
+def _incoming(message: _Message, url: str) -> Incoming:
+    """Return a message for a converter: its body, and its attributes as headers."""
+    headers = {name: each.get("StringValue", each.get("BinaryValue")) for name, each in _attributes(message).items()}
+    return Incoming(
+        body=message["Body"].encode(),
+        message_id=headers.get("message_id"),
+        type=headers.get("type"),
+        occurred_at=headers.get("occurred_at"),
+        content_type=headers.get("content_type"),
+        headers=headers,
+        attempt=int(message["Attributes"]["ApproximateReceiveCount"]),
+        origin=f"queue {_name(url)}",
+        id_name="message attribute message_id",
+    )
+
+
+def _of_lambda(record: Mapping[str, Any]) -> _Message:
+    """Return a record of Lambda's event in the form of ``receive_message``."""
+    attributes: dict[str, dict[str, Any]] = {}
+    for name, each in record.get("messageAttributes", {}).items():
+        attributes[name] = {"DataType": each["dataType"]}
+        if each.get("binaryValue") is not None:
+            attributes[name]["BinaryValue"] = base64.b64decode(each["binaryValue"])
+        else:
+            attributes[name]["StringValue"] = each["stringValue"]
+    return {
+        "MessageId": record["messageId"],
+        "ReceiptHandle": record["receiptHandle"],
+        "Body": record["body"],
+        "Attributes": record["attributes"],
+        "MessageAttributes": attributes,
+    }
