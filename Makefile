@@ -17,9 +17,11 @@ demo: .venv/demo.stamp
 # Tests wait for databases more than they compute, some for minutes: a worker that has nothing left takes over from another.
 # WORKERS=0 runs them in one process, for a debugger.
 WORKERS ?= 4
+# The tests of a wing alone: WING=brokers, say.
+WING ?=
 
 test: .venv/dev.stamp
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(if $(WING),tests/$(WING)) $(ARGS)
 
 # What meets other packages, at the lowest versions that the extras allow, in an environment of its own: each client of
 # a broker, each framework, each driver once.
@@ -27,13 +29,13 @@ lowest: .venv-lowest/lowest.stamp
 	@.venv-lowest/bin/python -m pytest -n $(WORKERS) --dist worksteal $(or $(ARGS),$(AT_LOWEST))
 
 AT_LOWEST := tests/core/test_contract.py::TestDefault tests/brokers/test_every_consumer.py tests/brokers/test_celery.py \
-    tests/brokers/test_typed_events.py tests/integrations tests/commands/test_handle.py tests/commands/test_codecs.py \
+    tests/brokers/test_typed_events.py tests/http tests/metrics tests/commands/test_handle.py tests/commands/test_codecs.py \
     tests/commands/test_fingerprints.py tests/core/test_exported_members.py -m "not slow" \
     -k "not many_messages and not two_messages and (sqlite or not (test_recorded or test_endpoints or test_starlette or test_handle))"
 
 # The library broken in many small ways, and whether the tests notice: all, ARGS="--pick 12", or ARGS="--list".
 mutants: .venv/dev.stamp
-	@PYTHONPATH=tests/support $(BIN)/python -m mutants $(ARGS)
+	@PYTHONPATH=tests/support:tests/contract $(BIN)/python -m mutants $(ARGS)
 
 # The contract, and its results into docs/tested-on.md.
 matrix: .venv/dev.stamp
@@ -41,19 +43,19 @@ matrix: .venv/dev.stamp
 
 # Three nodes of Galera, PostgreSQL with a standby, faults under load; prints what came of it. Some minutes.
 cluster: .venv/dev.stamp
-	@PYTHONPATH=tests/support $(BIN)/python -m cluster $(ARGS)
+	@PYTHONPATH=tests/support:tests/contract $(BIN)/python -m cluster $(ARGS)
 
 # 200,000 deliveries on servers that crash, by workers that are killed 1,000 times, on PostgreSQL and MariaDB. An hour or more.
 torture: .venv/dev.stamp
-	@PYTHONPATH=tests/support $(BIN)/python -m torture $(ARGS)
+	@PYTHONPATH=tests/support:tests/contract $(BIN)/python -m torture $(ARGS)
 
 # 10,000 effects at a provider that lies, in processes that are killed; prints what came of them. Half an hour.
 effects-proof: .venv/dev.stamp
-	@PYTHONPATH=tests/support $(BIN)/python -m effects_proof $(ARGS)
+	@PYTHONPATH=tests/support:tests/contract $(BIN)/python -m effects_proof $(ARGS)
 
 # Two processes settle 100,000 effects on each engine (fewer: ARGS="--rows 10000"), and are killed meanwhile. Half an hour or more.
 effects-sweep: .venv/dev.stamp
-	@PYTHONPATH=tests/support $(BIN)/python -m effect_sweep $(ARGS)
+	@PYTHONPATH=tests/support:tests/contract $(BIN)/python -m effect_sweep $(ARGS)
 
 # Clients in the orders of their round trips, for so many seconds with each case and driver. Two hours; EACH=10 tries it.
 EACH ?= 60
@@ -65,7 +67,7 @@ explore: .venv/dev.stamp
 
 # Handlers by lot, alone and with the library: 2,000 on one database, ARGS="--engine mariadb", say. Half an hour or more.
 harmless: .venv/dev.stamp
-	@PYTHONPATH=tests/support $(BIN)/python -m harmless --programs 2000 $(ARGS)
+	@PYTHONPATH=tests/support:tests/contract $(BIN)/python -m harmless --programs 2000 $(ARGS)
 
 # Other libraries at the same provider, in an environment of their own; they need Redis. A minute.
 effects-peers: .venv-peers/peers.stamp
@@ -74,8 +76,8 @@ effects-peers: .venv-peers/peers.stamp
 # Which planted mistakes of handlers other test kits find, each in an environment of its own; they need PostgreSQL. Five minutes.
 # One handler: ARGS=Naive.
 kit-peers: .venv-kits/frontrun/kit.stamp .venv-kits/protean/kit.stamp
-	@PYTHONPATH=tests/support .venv-kits/frontrun/bin/frontrun .venv-kits/frontrun/bin/python benchmarks/kit_peers.py frontrun $(ARGS)
-	@PYTHONPATH=tests/support .venv-kits/protean/bin/python benchmarks/kit_peers.py protean $(ARGS)
+	@PYTHONPATH=tests/support:tests/contract .venv-kits/frontrun/bin/frontrun .venv-kits/frontrun/bin/python benchmarks/kit_peers.py frontrun $(ARGS)
+	@PYTHONPATH=tests/support:tests/contract .venv-kits/protean/bin/python benchmarks/kit_peers.py protean $(ARGS)
 
 lint: .venv/dev.stamp
 	@$(BIN)/ruff check

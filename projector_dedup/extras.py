@@ -1,4 +1,4 @@
-"""Name the extra to install, where the package that an integration plugs into is not there."""
+"""Name the extra to install, where the package that a module needs is not there."""
 
 from __future__ import annotations
 

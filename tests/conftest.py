@@ -19,6 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+pytest.register_assert_rewrite("contract", "convergence", "kit", "races")  # first: pytest explains their asserts
+
 from hypothesis import settings
 from sqlalchemy import URL, Engine, create_engine
 from sqlalchemy.orm import Session, sessionmaker
@@ -38,7 +41,6 @@ from databases import (
 )
 from pgbouncer import PgBouncer
 from projector_dedup.tables import default_metadata
-from projector_dedup.testing import contract  # noqa: F401  # before any of its parts: pytest explains their asserts
 from reached import PLAIN, is_plain, reached
 from rig import outsides_fixture, rig_on_fixture  # noqa: F401  # fixtures
 

@@ -6,14 +6,13 @@ import base64
 import binascii
 import inspect
 import json
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from decimal import Decimal, InvalidOperation
 from typing import Any, NoReturn
 
 from ..errors import InvalidMessageError, InvalidMessageIdError
+from ..json_numbers import finite
 from ..message import Message, cloudevents, printable
 
 __all__ = ["Convert", "Incoming", "cloudevent", "json_event", "json_of", "moment_of", "text_of"]
@@ -22,24 +21,6 @@ MAX_TEXT_BYTES = 512
 """The longest text that the library takes from a header or a property, in bytes of UTF-8."""
 
 _CLOUDEVENT_PREFIXES = ("ce-", "ce_", "cloudevents:", "cloudevents_")  # HTTP and NATS, Kafka, AMQP, AMQP with JMS
-
-
-def finite(text: str) -> float:
-    """Return the float of a JSON number. Raises ``ValueError`` for a number beyond its range: Python reads Infinity."""
-    value = float(text)
-    if math.isinf(value):
-        raise ValueError(f"{text} is beyond the range of a float")
-    return value
-
-
-def exact(text: str) -> float | Decimal:
-    """Return the float of a JSON number, or the Decimal if the float is another number. Raises ``ValueError``."""
-    value = finite(text)
-    try:
-        written = Decimal(text)
-    except InvalidOperation as error:
-        raise ValueError(f"{text} is beyond the range of a Decimal") from error
-    return value if Decimal(repr(value)) == written else written
 
 
 @dataclass(frozen=True)

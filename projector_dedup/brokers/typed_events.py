@@ -14,8 +14,9 @@ with needs("events"):
     from pydantic import TypeAdapter, ValidationError
 
 from ..errors import HandlerDefinitionError, InvalidMessageError
+from ..json_numbers import exact
 from ..message import IdExtractor, Message, TypeExtractor, attribute_or_key, printable
-from .incoming import Convert, Incoming, check_convert, exact, json_event
+from .incoming import Convert, Incoming, check_convert, json_event
 
 Build = Callable[[Any, bool], Any]
 

@@ -3,9 +3,11 @@
 from .codecs import Codec, json, raw, typed_json
 from .errors import (
     DuplicateCommandError,
+    Handled,
     InvalidKeyError,
     KeyReusedError,
     Rejected,
+    Rejection,
     ResultError,
     ResultUnreadableError,
     UnusableKeyError,
@@ -16,8 +18,6 @@ from .operation import (
     AsyncCommand,
     Call,
     Command,
-    Handled,
-    Rejection,
     command,
     derived_id,
     derived_key,

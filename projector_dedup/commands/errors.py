@@ -1,4 +1,4 @@
-"""The errors of commands, and what to do after each.
+"""The answer of a command, and the errors of commands with what to do after each.
 
 ::
 
@@ -19,12 +19,14 @@ catch ``DuplicateCommandError`` itself, because the error would roll back the ha
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, Generic, TypeVar, cast
 
 from ..errors import ProjectorDedupError, RefusedError
+from ..outcome import Outcome
 
-if TYPE_CHECKING:
-    from .operation import Handled
+R = TypeVar("R")
 
 
 class InvalidKeyError(RefusedError, ValueError):
@@ -89,3 +91,47 @@ class Rejected(ProjectorDedupError):
         self.code = code
         self.detail = detail
         self.replayed = replayed
+
+
+# The answer of a command ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """Return it from a handler instead of a result. The library records it together with the handler's writes.
+
+    ``detail`` is any JSON value. To roll back the handler's writes, raise ``Rejected`` instead.
+    """
+
+    code: str
+    detail: Any = None
+
+
+@dataclass(frozen=True)
+class Handled(Generic[R]):
+    """The result of ``Commands.handle``. If ``handle`` returns it, the outcome of the command is recorded.
+
+    - ``outcome``: ``APPLIED`` for the caller whose command ran, ``DUPLICATE`` for every caller who called again.
+    - ``value``: what the handler returned, or None after a rejection.
+    - ``rejection``: the ``Rejection``, or None if the command has a result.
+    - ``recorded_at``: when the transaction of the record began, by the database's clock. None for the first caller.
+    - ``durable``: False only inside ``testing.external_transaction``.
+    """
+
+    outcome: Outcome
+    value: R | None
+    rejection: Rejection | None = None
+    recorded_at: datetime | None = None
+    durable: bool = True
+
+    @property
+    def replayed(self) -> bool:
+        """True if the command was handled before, and this is the recorded answer."""
+        return self.outcome is Outcome.DUPLICATE
+
+    @property
+    def result(self) -> R:
+        """The recorded result. Raises ``Rejected`` if the recorded answer is a rejection."""
+        if self.rejection is not None:
+            raise Rejected(self.rejection.code, self.rejection.detail, replayed=self.replayed)
+        return cast(R, self.value)

@@ -6,7 +6,6 @@ import inspect
 import typing
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from hashlib import sha256
 from types import UnionType
 from typing import Any, Generic, Literal, Never, TypeVar, Union, cast, get_args, get_origin, overload
@@ -17,9 +16,8 @@ from sqlalchemy.orm import Session
 from ..asyncio_names import AsyncSession
 from ..errors import HandlerDefinitionError
 from ..message import valid_formerly, valid_handler
-from ..outcome import Outcome
 from .codecs import Codec, json, raw, typed_json
-from .errors import InvalidKeyError, Rejected
+from .errors import InvalidKeyError, Rejection
 from .fingerprint import Fingerprint, whole
 from .lock import LOCK, LockFunction
 from .record import MAX_CODEC_BYTES
@@ -89,50 +87,6 @@ class Call(_Call[Session]):
 @dataclass(frozen=True)
 class AsyncCall(_Call[AsyncSession]):
     """The second argument of an ``async def`` handler, with an ``AsyncSession``. See ``Call``."""
-
-
-# What a caller gets -----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Rejection:
-    """Return it from a handler instead of a result. The library records it together with the handler's writes.
-
-    ``detail`` is any JSON value. To roll back the handler's writes, raise ``Rejected`` instead.
-    """
-
-    code: str
-    detail: Any = None
-
-
-@dataclass(frozen=True)
-class Handled(Generic[R]):
-    """The result of ``Commands.handle``. If ``handle`` returns it, the outcome of the command is recorded.
-
-    - ``outcome``: ``APPLIED`` for the caller whose command ran, ``DUPLICATE`` for every caller who called again.
-    - ``value``: what the handler returned, or None after a rejection.
-    - ``rejection``: the ``Rejection``, or None if the command has a result.
-    - ``recorded_at``: when the transaction of the record began, by the database's clock. None for the first caller.
-    - ``durable``: False only inside ``testing.external_transaction``.
-    """
-
-    outcome: Outcome
-    value: R | None
-    rejection: Rejection | None = None
-    recorded_at: datetime | None = None
-    durable: bool = True
-
-    @property
-    def replayed(self) -> bool:
-        """True if the command was handled before, and this is the recorded answer."""
-        return self.outcome is Outcome.DUPLICATE
-
-    @property
-    def result(self) -> R:
-        """The recorded result. Raises ``Rejected`` if the recorded answer is a rejection."""
-        if self.rejection is not None:
-            raise Rejected(self.rejection.code, self.rejection.detail, replayed=self.replayed)
-        return cast(R, self.value)
 
 
 # @command ---------------------------------------------------------------------------------------------------------

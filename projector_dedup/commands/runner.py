@@ -33,10 +33,18 @@ from ..retry import Attempts
 from ..unit_of_work import UnitOfWork
 from ..waiting import AWAITING, BLOCKING
 from .codecs import Codec, as_json, encoded, json
-from .errors import DuplicateCommandError, InvalidKeyError, Rejected, ResultError, ResultUnreadableError
+from .errors import (
+    DuplicateCommandError,
+    Handled,
+    InvalidKeyError,
+    Rejected,
+    Rejection,
+    ResultError,
+    ResultUnreadableError,
+)
 from .fingerprint import digest
 from .lock import keys_of, take
-from .operation import NO_RESULT, AsyncCall, AsyncCommand, Call, Command, Handled, Operation, Rejection, checked
+from .operation import NO_RESULT, AsyncCall, AsyncCommand, Call, Command, Operation, checked
 from .record import (
     DEFAULT,
     REJECTED,

@@ -41,9 +41,9 @@ from ..errors import (
     RetriesExhaustedError,
     UncopyableError,
 )
+from ..json_numbers import exact
 from ..message import logger_of
 from ..own_event import Originals
-from .incoming import exact
 
 __all__ = ["ANSWERED", "KEY_HEADER", "Answers", "IdempotencyKeyError", "Problem", "read_key", "replay_headers"]
 

@@ -12,7 +12,7 @@ with needs("opentelemetry"):
     from opentelemetry.util.types import AttributeValue
 
 from ..observer import Observation
-from .measures import AGE_BUCKETS, age_of, duration_of, series_of
+from . import AGE_BUCKETS, age_of, duration_of, series_of
 
 __all__ = ["OpenTelemetryObserver"]
 

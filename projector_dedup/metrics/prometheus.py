@@ -10,7 +10,7 @@ with needs("prometheus"):
     from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram
 
 from ..observer import Observation
-from .measures import AGE_BUCKETS, Series, age_of, duration_of, series_of
+from . import AGE_BUCKETS, Series, age_of, duration_of, series_of
 
 __all__ = ["PrometheusObserver"]
 

@@ -1,14 +1,12 @@
-"""Tools for your tests: an outer transaction around a test, and the contract suite for a database.
+"""Tools for your tests of handlers, commands and effects.
 
-`external_transaction` needs only the library. The contract suite needs pytest, so import it by name:
-`from contract import ProjectorContract, Subject`. `private_postgres` starts a
-private PostgreSQL server. `projector_dedup.testing.provider` is an unreliable payment provider, for tests of effects.
-`projector_dedup.testing.exactly_once` is the check behind the pytest fixture `exactly_once`.
+The pytest fixtures ``exactly_once``, ``answered_once`` and ``settled`` prove a projector, a command and an effect
+(docs/testing.md). ``projector_dedup.testing.provider`` is an unreliable payment provider. ``external_transaction``
+rolls back what a test has delivered. The contract of a database is in the repository, in ``tests/contract``.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
@@ -19,11 +17,6 @@ if TYPE_CHECKING:
     from ..effects import AsyncEffects, Effects
 
 __all__ = ["external_transaction"]
-
-if "pytest" in sys.modules:  # before the contract is imported, so that pytest explains its asserts
-    parts = ("contract", "convergence", "kit", "races")
-    sys.modules["pytest"].register_assert_rewrite(*(f"{__name__}.{part}" for part in parts))
-
 
 D = TypeVar("D", bound="Dispatcher | AsyncDispatcher | Commands | AsyncCommands | Effects | AsyncEffects")
 

@@ -7,12 +7,12 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from kit import Gate, Harness, Subject
 from sqlalchemy.orm import Session
 
 from adapters import Adapter, adapter
 from databases import Database
 from effect_rig import Charge, Lost, Till, book
+from kit import Gate, Harness, Subject
 from payments import RULES, payment
 from projector_dedup.brokers.incoming import Incoming, json_event
 from projector_dedup.effects import Attempt, NotDone, Rejected, resend

@@ -20,9 +20,9 @@ from kafka_garbage import produce
 from kafka_rig import headers_of
 from payments import RULES, payment
 from projector_dedup import Defer, Message, RefusedError
+from projector_dedup.brokers import kafka as plug
 from projector_dedup.brokers.incoming import Incoming, text_of
 from projector_dedup.brokers.kafka import ATTEMPT, NOT_BEFORE, OCCURRED, Consumer, begin, replay
-from projector_dedup.integrations import kafka as plug
 
 FAR = {NOT_BEFORE: "99999999999999"}  # a header by which a message waits, for some thousand years
 

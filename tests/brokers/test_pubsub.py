@@ -14,7 +14,7 @@ from adapters import PubSubSubscription, adapter
 from databases import Database
 from payments import RULES, KilledError, payment
 from projector_dedup import Defer, RefusedError
-from projector_dedup.integrations import pubsub as plug
+from projector_dedup.brokers import pubsub as plug
 from projector_dedup.message import printable
 from pubsub_rig import pubsub
 

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import redis.asyncio
 
-from projector_dedup.integrations import kafka as of_kafka
-from projector_dedup.integrations import nats as of_nats
-from projector_dedup.integrations import pika as of_pika
-from projector_dedup.integrations import pubsub as of_pubsub
-from projector_dedup.integrations import redis as of_redis
-from projector_dedup.integrations import sqs as of_sqs
+from projector_dedup.brokers import kafka as of_kafka
+from projector_dedup.brokers import nats as of_nats
+from projector_dedup.brokers import pika as of_pika
+from projector_dedup.brokers import pubsub as of_pubsub
+from projector_dedup.brokers import redis as of_redis
+from projector_dedup.brokers import sqs as of_sqs
 
 ANY: Any = None
 CASES: dict[str, tuple[Callable[[], object], str]] = {

@@ -10,9 +10,9 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import pydantic
 import pytest
-from kit import PATIENCE
 
 from command_rig import SQLITE, USUAL_ONES, Desk, Held, PlaceOrder, desks
+from kit import PATIENCE
 from projector_dedup.commands import Call, InvalidKeyError, KeyReusedError, fields
 from projector_dedup.commands.fingerprint import digest
 

@@ -6,11 +6,11 @@ from typing import Any
 from uuid import UUID
 
 import pytest
-from kit import PATIENCE
 from sqlalchemy import event, func, select
 
 from command_rig import SYNC_ONES, USUAL_ONES, Desk, Held, Order, Placed, PlaceOrder, desk_on, desks, place
 from databases import DRIVERS, Database
+from kit import PATIENCE
 from meter import metered
 from projector_dedup import HandlerDefinitionError, InProgress, RetryPolicy
 from projector_dedup.commands import Call, InvalidKeyError, abegin_command, begin_command, default_command_tables

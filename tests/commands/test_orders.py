@@ -5,11 +5,11 @@ from itertools import combinations_with_replacement, product
 from typing import Any
 
 import pytest
-from kit import PATIENCE
 from sqlalchemy import event
 from sqlalchemy.orm import sessionmaker
 
 from command_rig import USUAL_ONES, Desk, Placed, PlaceOrder, desks, place
+from kit import PATIENCE
 from projector_dedup import Outcome
 from projector_dedup.commands import Call, Rejected, Rejection
 

@@ -5,10 +5,10 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from kit import PATIENCE
 from sqlalchemy import create_engine, event
 
 from command_rig import SYNC_ONES, Balance, Desk, Held, PlaceOrder, desks
+from kit import PATIENCE
 from projector_dedup import Outcome, RetryPolicy
 from projector_dedup.commands import default_command_tables
 from projector_dedup.maintenance.cleanup import prune

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from kit import PATIENCE
 
 from command_rig import USUAL_ONES, Balance, Desk, Held, PlaceOrder, desk_on
 from databases import DRIVERS
+from kit import PATIENCE
 from projector_dedup import InProgress, Outcome, RetryPolicy
 from projector_dedup.commands import Rejected
 

@@ -4,13 +4,13 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from kit import PATIENCE
 from sqlalchemy import Index, func, select
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from command_rig import Desk, Order, Placed, PlaceOrder, desk_on
 from databases import DRIVERS, USUAL, USUAL_ASYNC
+from kit import PATIENCE
 from projector_dedup import RetriesExhaustedError, RetryPolicy
 from projector_dedup.commands import Call
 

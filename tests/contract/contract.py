@@ -20,6 +20,10 @@ from functools import partial
 from typing import Any
 
 import pytest
+from sqlalchemy import insert, null, select, text
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.orm import Session
+
 from convergence import (
     BatchRaceContract,
     ConvergenceContract,
@@ -29,11 +33,6 @@ from convergence import (
     totals_of,
 )
 from kit import Added, Broken, Gate, Harness, Held, Interruption, Subject, Total, add, broken, until_acknowledged
-from races import LostUpdateContract, RaceContract
-from sqlalchemy import insert, null, select, text
-from sqlalchemy.exc import DBAPIError
-from sqlalchemy.orm import Session
-
 from projector_dedup.dialects import Failure, dialect_of
 from projector_dedup.errors import (
     BatchFailed,
@@ -48,6 +47,7 @@ from projector_dedup.message import Message
 from projector_dedup.outcome import Outcome
 from projector_dedup.tables import default_tables
 from projector_dedup.testing import external_transaction
+from races import LostUpdateContract, RaceContract
 
 __all__ = ["ISOLATION", "ConcurrencyContract", "ProjectorContract", "Subject"]
 

@@ -21,9 +21,9 @@ from multiprocessing.process import BaseProcess
 from typing import Any, Literal
 
 import pytest
-from kit import PATIENCE, Added, Broken, Harness, Subject, add, until_acknowledged
 from sqlalchemy.orm import Session
 
+from kit import PATIENCE, Added, Broken, Harness, Subject, add, until_acknowledged
 from projector_dedup.errors import BatchFailed, DeliveryFailed, RetriesExhaustedError
 from projector_dedup.message import Message
 from projector_dedup.outcome import Outcome

@@ -14,10 +14,10 @@ from functools import partial
 from typing import Any
 
 import pytest
-from kit import Account, Added, Broken, Gate, Harness, Held, Total, add, until_acknowledged
 from sqlalchemy import select, update
 from sqlalchemy.orm import Session, joinedload
 
+from kit import Account, Added, Broken, Gate, Harness, Held, Total, add, until_acknowledged
 from projector_dedup.dialects import dialect_of
 from projector_dedup.errors import InProgress, RetriesExhaustedError, UnlockedWriteError
 from projector_dedup.outcome import Outcome

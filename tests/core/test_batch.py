@@ -8,13 +8,13 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
-from kit import Added, Base, Harness, Subject, Total, add
 from sqlalchemy import Engine, create_engine, event
 from sqlalchemy.orm import Session, sessionmaker
 from sqlalchemy.orm.exc import FlushError, StaleDataError
 
 from cut_proxy import Cut, CutProxy
 from databases import Database
+from kit import Added, Base, Harness, Subject, Total, add
 from marked import one_of_each_engine  # noqa: F401  # a fixture
 from projector_dedup import (
     BatchFailed,

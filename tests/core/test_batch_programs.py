@@ -3,11 +3,11 @@
 from typing import Any
 
 import pytest
-from kit import Added, Harness
 from sqlalchemy.orm import Session
 
 import programs
 from databases import USUAL_DRIVERS, Driver
+from kit import Added, Harness
 from projector_dedup import BatchFailed, Message, Outcome, RetryPolicy
 from reach import reach
 

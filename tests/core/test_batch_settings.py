@@ -4,11 +4,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from kit import Added, Base, Harness, Subject, add
 from sqlalchemy import Engine, create_engine, event, func, literal, select, text
 from sqlalchemy.orm import Session
 
 from databases import DRIVERS, Database, Driver
+from kit import Added, Base, Harness, Subject, add
 from misbehaviour import swallow
 from projector_dedup import BatchFailed, Message, Outcome
 from projector_dedup.dialects import MariaDB, PostgreSQL, SQLite

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from kit import Added, Base, Harness, Subject, Total, add
 from sqlalchemy import URL, Connection, Engine, create_engine, event, select, text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_async_engine
@@ -16,6 +15,7 @@ from sqlalchemy.orm import Session, make_transient_to_detached, scoped_session, 
 from sqlalchemy.pool import Pool, SingletonThreadPool, StaticPool
 
 from databases import Database
+from kit import Added, Base, Harness, Subject, Total, add
 from projector_dedup import (
     Action,
     AsyncDispatcher,

@@ -1,8 +1,8 @@
 """The contract, on every engine, driver and isolation level, and wherever a level can be set."""
 
 import pytest
-from contract import ISOLATION, ConcurrencyContract, ProjectorContract, Subject
 
+from contract import ISOLATION, ConcurrencyContract, ProjectorContract, Subject
 from databases import DRIVERS, USUAL_DRIVERS
 from projector_dedup import configure_sqlite
 from reach import reach

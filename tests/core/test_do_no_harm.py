@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from kit import Added
 from sqlalchemy import insert, select, text, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -38,6 +37,7 @@ from harm import (
     scene_on,
     skips_bad_lines,
 )
+from kit import Added
 from projector_dedup import (
     Outcome,
     OvertakenError,

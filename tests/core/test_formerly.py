@@ -6,13 +6,13 @@ from datetime import UTC, datetime
 from typing import Any
 
 import pytest
-from contract import NEW, OLD, deployed
-from kit import Added, Harness, Held, Subject, Total, add
 from sqlalchemy import URL, create_engine, insert, select, text
 from sqlalchemy.orm import Session, sessionmaker
 
+from contract import NEW, OLD, deployed
 from cut_proxy import CutProxy
 from databases import Database
+from kit import Added, Harness, Held, Subject, Total, add
 from projector_dedup import (
     Dispatcher,
     HandlerDefinitionError,

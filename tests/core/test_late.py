@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from kit import Added, Harness, Subject, Total, add
 from projector_dedup.cli.main import main
 from sqlalchemy import Connection, Engine, create_engine, event, insert, select, text, update
 from sqlalchemy.orm import Session, sessionmaker
 
 from databases import USUAL_ASYNC, Database
+from kit import Added, Harness, Subject, Total, add
 from late_rig import (
     DAY,
     ID,

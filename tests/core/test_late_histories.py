@@ -8,10 +8,10 @@ from random import Random
 from typing import Any
 
 import pytest
-from kit import Added, Harness, Subject, Total
 from sqlalchemy import Engine, create_engine, delete, update
 
 from databases import Database
+from kit import Added, Harness, Subject, Total
 from late_rig import MARKER, STATE, Claims, Clock, meanwhile, outcome
 from projector_dedup import Message, ProjectorDedupError, RefusedError, RetentionTooShortError, from_uuid7
 from projector_dedup.maintenance.cleanup import declare_horizon, prune

@@ -12,7 +12,6 @@ from types import FrameType
 from typing import Any, cast
 
 import pytest
-from kit import Added, Harness, Subject, add
 from sqlalchemy import URL, Engine, create_engine
 from sqlalchemy.orm import Session, sessionmaker
 from sqlalchemy.orm.exc import StaleDataError
@@ -20,6 +19,7 @@ from sqlalchemy.orm.exc import StaleDataError
 import projector_dedup.observer
 from cut_proxy import CutProxy
 from databases import DRIVERS, Database
+from kit import Added, Harness, Subject, add
 from projector_dedup import (
     BatchFailed,
     Defer,

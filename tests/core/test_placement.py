@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kit import Added, Harness, Subject
 from sqlalchemy import (
     Delete,
     Engine,
@@ -25,6 +24,7 @@ from sqlalchemy.ext.asyncio import async_sessionmaker
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
 
 from databases import USUAL_DRIVERS, Database, Driver, each_driver
+from kit import Added, Harness, Subject
 from marked import one_of_each_engine  # noqa: F401  # a fixture
 from projector_dedup import (
     DedupTables,

@@ -9,11 +9,11 @@ from typing import Any
 from zoneinfo import ZoneInfo
 
 import pytest
-from kit import Added, Harness, Subject
 from sqlalchemy import delete, select
 from sqlalchemy.orm import Session
 
 from databases import DRIVERS, Database, Driver, each_driver
+from kit import Added, Harness, Subject
 from projector_dedup import (
     BatchFailed,
     Delivery,

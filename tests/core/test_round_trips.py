@@ -7,11 +7,11 @@ Counts, not times: they are the same on every machine. After an intended change:
 import os
 
 import pytest
-from kit import Total
 
 from costs import COUNTED, PATH, column, rendered, written
 from databases import ENGINES, Driver
 from deliveries import ROWS, WAYS
+from kit import Total
 from meter import metered
 from reached import reached
 

@@ -10,11 +10,11 @@ from contextlib import closing, contextmanager
 from typing import Any
 
 import pytest
-from kit import Added, Base, Harness, Subject, add
 from sqlalchemy import Engine, create_engine, event, text
 from sqlalchemy.orm import Session
 
 from databases import Database, Driver, each_driver, spread
+from kit import Added, Base, Harness, Subject, add
 from projector_dedup import BatchFailed, Dispatcher, Message, Outcome, UnsafeSessionError
 from projector_dedup.tables import default_metadata
 

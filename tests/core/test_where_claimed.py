@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from kit import Added, Base, Harness, Subject, add
 from sqlalchemy import Engine, create_engine, text
 from sqlalchemy.orm import Session
 
 from databases import USUAL_DRIVERS, Database, Driver
+from kit import Added, Base, Harness, Subject, add
 from misbehaviour import execute_raw
 from projector_dedup import Outcome, TransactionViolatedError
 from projector_dedup.tables import default_metadata

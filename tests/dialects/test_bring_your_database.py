@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kit import Added, add
 from sqlalchemy import Engine, create_engine, insert, select
 from sqlalchemy.exc import DBAPIError, IntegrityError, OperationalError
 from sqlalchemy.orm import Session, sessionmaker
 
 from databases import Database
+from kit import Added, add
 from projector_dedup import Dispatcher, UnsupportedDatabaseError, claim, on, projector
 from projector_dedup.dialects import Failure, MariaDB, PostgreSQL, SQLite, dialect_of, failure_of
 from projector_dedup.dialects.dialect import _DIALECTS
@@ -71,7 +71,7 @@ def test_the_suite_passes_as_it_is_printed(postgresql: Database, tmp_path: Path)
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "test_our_database.py"],
         cwd=tmp_path,
-        env={**os.environ, "OUR_DATABASE_URL": url},
+        env={**os.environ, "OUR_DATABASE_URL": url, "PYTHONPATH": str(ROOT / "tests" / "contract")},
         capture_output=True,
         text=True,
         check=False,

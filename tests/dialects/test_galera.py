@@ -7,13 +7,13 @@ from concurrent.futures import Future
 from typing import Any
 
 import pytest
-from kit import PATIENCE, Added, Harness, Held, Subject, Total, add
 from sqlalchemy import Engine, create_engine
 from sqlalchemy.orm import Session
 
 from command import idempotency
 from databases import Database, until
 from galera import GaleraCluster, GaleraNode, GaleraUnavailableError, galera_cluster
+from kit import PATIENCE, Added, Harness, Held, Subject, Total, add
 from projector_dedup import Outcome
 from projector_dedup.maintenance.check import check
 from projector_dedup.maintenance.databases import Finding, database_of

@@ -13,12 +13,12 @@ from typing import Any
 from zoneinfo import ZoneInfo
 
 import pytest
-from contract import LOOK_ALIKES, ClaimContract, ConcurrencyContract, OnceContract
-from kit import PATIENCE, Added, Broken, Gate, Harness, Subject, Total, add
 from sqlalchemy import Engine, create_engine, delete, event, func, insert, literal, select, text, update
 from sqlalchemy.orm import Session, sessionmaker
 
+from contract import LOOK_ALIKES, ClaimContract, ConcurrencyContract, OnceContract
 from databases import DRIVERS, USUAL_DRIVERS, Database, Driver, mariadb_connection
+from kit import PATIENCE, Added, Broken, Gate, Harness, Subject, Total, add
 from projector_dedup import (
     Dispatcher,
     InProgress,

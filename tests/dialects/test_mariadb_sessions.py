@@ -13,13 +13,12 @@ from functools import partial
 from typing import Any
 
 import pytest
-from kit import Harness, Subject, Total
-from races import LostUpdateContract, RaceContract
 from sqlalchemy import NullPool, event, text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 
 from databases import DRIVERS, USUAL_DRIVERS, Database, Driver
+from kit import Harness, Subject, Total
 from projector_dedup import (
     MissingTableError,
     Outcome,
@@ -28,6 +27,7 @@ from projector_dedup import (
     TransactionViolatedError,
 )
 from projector_dedup.dialects import mariadb
+from races import LostUpdateContract, RaceContract
 from rig import NOTHING, Durable, Rig, add, done, outsides_fixture, rig_on_fixture  # noqa: F401  # fixtures
 from rig import Total as Row
 

@@ -3,10 +3,10 @@
 from typing import Any
 
 import pytest
-from kit import Added, Harness, Subject, Total
 
 from command_rig import Balance, desk_on
 from databases import DRIVERS, Database, Driver
+from kit import Added, Harness, Subject, Total
 from projector_dedup import Message, Outcome
 
 OTHERS = {

@@ -13,19 +13,19 @@ from typing import Any
 import psycopg
 import pytest
 from click.testing import CliRunner
-from contract import ConcurrencyContract, Subject
-from kit import Harness
 from projector_dedup.cli.main import main
-from races import LostUpdateContract
 from sqlalchemy import event, text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 
 from cancellation import cancel_at_every_await
+from contract import ConcurrencyContract, Subject
 from cut_proxy import Cut, CutProxy
 from databases import DRIVERS, USUAL_DRIVERS, Database, Driver
+from kit import Harness
 from pgbouncer import UNNAMED, PgBouncer, recipe
 from projector_dedup import CommitOutcomeUnknown, Outcome, RetriesExhaustedError, RetryPolicy, UnsupportedDatabaseError
+from races import LostUpdateContract
 from reach import reach
 from rig import NOTHING, ONCE, Durable, Outside, Rig, add, outsides_fixture, rig_on_fixture  # noqa: F401  # fixtures
 

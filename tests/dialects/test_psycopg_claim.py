@@ -9,7 +9,6 @@ from typing import Any
 
 import psycopg
 import pytest
-from kit import Added, Base, Total
 from sqlalchemy import Engine, create_engine, event, select, text
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_async_engine
@@ -17,6 +16,7 @@ from sqlalchemy.orm import Session, sessionmaker
 
 from cut_proxy import CutProxy
 from databases import Database
+from kit import Added, Base, Total
 from projector_dedup import (
     AsyncDispatcher,
     Dispatcher,

@@ -4,11 +4,11 @@ from collections.abc import Iterator
 
 import psycopg
 import pytest
-from kit import Base, Harness, Subject
 from sqlalchemy import Engine, MetaData, create_engine, make_url
 
 from command import idempotency
 from databases import DRIVERS, Driver, until
+from kit import Base, Harness, Subject
 from private_postgres import PrivatePostgres
 from projector_dedup import Outcome, RetriesExhaustedError, RetryPolicy, make_tables
 from projector_dedup.maintenance.check import check

@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from contract import ConcurrencyContract
-from convergence import Broker, generate, totals_of
-from kit import Added, Harness, Subject, Total, add, until_acknowledged
 from sqlalchemy import URL, create_engine, event, text
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import Session, sessionmaker
 from sqlalchemy.pool import Pool, QueuePool, SingletonThreadPool
 
+from contract import ConcurrencyContract
+from convergence import Broker, generate, totals_of
 from databases import DRIVERS, Database, Driver
+from kit import Added, Harness, Subject, Total, add, until_acknowledged
 from projector_dedup import (
     CommitOutcomeUnknown,
     Dispatcher,

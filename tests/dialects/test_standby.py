@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import pytest
-from kit import PATIENCE, Added, Harness, Subject, Total
 from sqlalchemy import delete, make_url, text
 from sqlalchemy.orm import Session
 
@@ -16,6 +15,7 @@ from command_rig import Desk
 from costs import column, written
 from databases import DRIVERS, Driver
 from deliveries import ROWS, WAYS
+from kit import PATIENCE, Added, Harness, Subject, Total
 from meter import metered
 from projector_dedup import (
     AsyncUnitOfWork,

@@ -4,12 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kit import Added
 from sqlalchemy import create_engine, select
 from sqlalchemy.orm import Session, sessionmaker
 
 from databases import Database
 from effect_rig import TABLE, Charge, Payment, Till, tills
+from kit import Added
 from projector_dedup import UnsafeSessionError
 from projector_dedup.commands import Call, command, default_command_tables
 from projector_dedup.commands.runner import AsyncCommands, Commands

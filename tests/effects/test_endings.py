@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kit import Added, Gate
 from sqlalchemy import create_engine
 from sqlalchemy.orm import Session, sessionmaker
 
 from effect_rig import Charge, Lost, Till, tills
+from kit import Added, Gate
 from projector_dedup import HandlerDefinitionError, UnsafeSessionError
 from projector_dedup.effects import (
     Attempt,

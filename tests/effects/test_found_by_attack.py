@@ -6,11 +6,11 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from kit import Gate, Harness, Subject
 from sqlalchemy.orm import Session
 
 from databases import USUAL_DRIVERS, Database, Driver, each_driver
 from effect_rig import Charge, Lost, Till, till_on, tills
+from kit import Gate, Harness, Subject
 from projector_dedup import HandlerDefinitionError, UnsafeSessionError
 from projector_dedup.effects import (
     Attempt,

@@ -6,7 +6,6 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from kit import Gate
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from prometheus_client import CollectorRegistry
@@ -14,6 +13,7 @@ from sqlalchemy.orm import Session
 from sqlalchemy.util import greenlet_spawn
 
 from effect_rig import Charge, Lost, Till, tills
+from kit import Gate
 from projector_dedup import Observation
 from projector_dedup.commands import AsyncCommands, Commands, Rejected, command, default_command_tables
 from projector_dedup.effects import Attempt, NotDone, NotRecordedError, ask, resend

@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kit import Gate
 
 from command import idempotency
 from databases import USUAL_DRIVERS
 from effect_rig import Charge, Till, tills
+from kit import Gate
 from projector_dedup import RefusedError
 from projector_dedup.commands import default_command_tables
 from projector_dedup.effects import Attempt, EffectUnknown, LeaseLostError, Rejected, default_effect_tables

@@ -5,11 +5,11 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from kit import Gate
 from sqlalchemy import event
 
 from databases import until
 from effect_rig import Charge, Till, tills
+from kit import Gate
 from projector_dedup import HandlerDefinitionError
 from projector_dedup.effects import Attempt, LeaseLostError, NotDone, ask, effect, resend, stop
 

@@ -5,9 +5,9 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from kit import Gate
 
 from effect_rig import Charge, Lost, Till, book, tills
+from kit import Gate
 from projector_dedup import InProgress
 from projector_dedup.effects import (
     Attempt,

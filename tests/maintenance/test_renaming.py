@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from contract import NEW, OLD, deployed
-from kit import PATIENCE, Added, Harness, Held, Subject, add
 from projector_dedup.cli.main import main
 from sqlalchemy import URL, create_engine, event, insert, select, text
 from sqlalchemy.exc import DBAPIError
 
+from contract import NEW, OLD, deployed
 from cut_proxy import CutProxy
 from databases import Database
+from kit import PATIENCE, Added, Harness, Held, Subject, add
 from marked import on_one_database, one_of_each_engine  # noqa: F401  # a fixture
 from projector_dedup import MissingTableError, Outcome, RefusedError, UnitOfWork
 from projector_dedup.late import REDELIVERY_HORIZON

@@ -25,7 +25,6 @@ from databases import Database
 from ending_worker import GROUP
 from own_server import OwnServer
 from payments import Base, Payments, payment
-from private_postgres import _free_port
 from projector_dedup import Dispatcher, RetryPolicy, by_path, make_tables, on, projector
 from projector_dedup.brokers.incoming import Incoming
 from projector_dedup.brokers.redis import dead_stream
@@ -35,6 +34,7 @@ from projector_dedup.maintenance.cleanup import prune
 from projector_dedup.metrics.prometheus import PrometheusObserver
 from projector_dedup.metrics.prometheus_tables import TablesCollector
 from projector_dedup.tables import default_tables
+from projector_dedup.testing.provider import free_port
 from reached import reached
 from redis_rig import RedisStream
 
@@ -72,7 +72,7 @@ class EndingWorker:
     """A process of `ending_worker.py`, whose consumer ends by itself when it gets a message."""
 
     def __init__(self, redis: Redis) -> None:
-        self.port = _free_port()
+        self.port = free_port()
         self._queue = RedisStream(redis.queue.address)
         url = redis.database.url().render_as_string(hide_password=False)
         ours = {"STREAM": self._queue.stream, "REDIS_URL": self._queue.address, "DATABASE_URL": url}

@@ -6,7 +6,6 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
-from kit import Added, Harness, Subject, add
 from opentelemetry import metrics, trace
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
@@ -20,6 +19,7 @@ from sqlalchemy.orm.exc import StaleDataError
 
 from cut_proxy import CutProxy
 from databases import DRIVERS, USUAL, USUAL_ASYNC, Database
+from kit import Added, Harness, Subject, add
 from projector_dedup import BatchFailed, Defer, Message, RetryPolicy, UnhandledMessage
 from projector_dedup.brokers.incoming import Incoming
 from projector_dedup.brokers.settling import Settling

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from convergence import generate, totals_of
 
 from cluster import COLUMNS, Broker, Ran
+from convergence import generate, totals_of
 
 SUPPORT = Path(__file__).parents[1] / "support"
 MESSAGES = generate(1, 20)

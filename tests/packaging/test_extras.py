@@ -1,4 +1,4 @@
-"""An integration that is imported without the package it plugs into says which extra to install."""
+"""A module that is imported without the package it needs says which extra to install."""
 
 import json
 import subprocess
@@ -10,29 +10,29 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-INTEGRATIONS = ROOT / "projector_dedup" / "integrations"
+WINGS = ("brokers", "http", "metrics")
 
-NEEDED = {  # by each integration: the package that is looked for first, and the extra that installs it
-    "aio_pika": ("aio_pika", "aio-pika"),
-    "celery": ("celery", "celery"),
-    "faststream": ("faststream", "faststream"),
-    "faststream.nats": ("faststream", "faststream"),
-    "faststream.rabbit": ("faststream", "faststream"),
-    "flask": ("flask", "flask"),
-    "kafka": ("confluent_kafka", "kafka"),
-    "litestar": ("litestar", "litestar"),
-    "nats": ("nats", "nats"),
-    "opentelemetry": ("opentelemetry", "opentelemetry"),
-    "pika": ("pika", "pika"),
-    "prometheus": ("prometheus_client", "prometheus"),
-    "prometheus_tables": ("prometheus_client", "prometheus"),
-    "pubsub": ("google", "pubsub"),
-    "redis": ("redis", "redis"),
-    "sqs": ("botocore", "sqs"),
-    "starlette": ("starlette", "starlette"),
-    "typed_events": ("pydantic", "events"),
+NEEDED = {  # by each module: the package that is looked for first, and the extra that installs it
+    "brokers.aio_pika": ("aio_pika", "aio-pika"),
+    "brokers.celery": ("celery", "celery"),
+    "brokers.faststream": ("faststream", "faststream"),
+    "brokers.faststream.nats": ("faststream", "faststream"),
+    "brokers.faststream.rabbit": ("faststream", "faststream"),
+    "http.flask": ("flask", "flask"),
+    "brokers.kafka": ("confluent_kafka", "kafka"),
+    "http.litestar": ("litestar", "litestar"),
+    "brokers.nats": ("nats", "nats"),
+    "metrics.opentelemetry": ("opentelemetry", "opentelemetry"),
+    "brokers.pika": ("pika", "pika"),
+    "metrics.prometheus": ("prometheus_client", "prometheus"),
+    "metrics.prometheus_tables": ("prometheus_client", "prometheus"),
+    "brokers.pubsub": ("google", "pubsub"),
+    "brokers.redis": ("redis", "redis"),
+    "brokers.sqs": ("botocore", "sqs"),
+    "http.starlette": ("starlette", "starlette"),
+    "brokers.typed_events": ("pydantic", "events"),
 }
-NO_PACKAGE = {"extras", "http", "incoming", "measures", "ordered", "rabbitmq", "settling"}
+NO_PACKAGE = {"brokers.incoming", "brokers.rabbitmq", "brokers.settling", "http.recording"}
 
 PROGRAM = """
 import importlib, json, sys
@@ -40,7 +40,7 @@ sys.path[:0] = sys.argv[1:3]
 said = {}
 for name in sys.argv[3:]:
     try:
-        importlib.import_module("projector_dedup.integrations." + name)
+        importlib.import_module("projector_dedup." + name)
         said[name] = ["", ""]
     except ImportError as error:
         said[name] = [error.name, str(error)]
@@ -82,8 +82,9 @@ def test_an_integration_without_its_package_names_the_extra(said: dict[str, tupl
 
 def test_every_integration_is_tried() -> None:
     """A new one gets its line above."""
-    stems = {path.relative_to(INTEGRATIONS).with_suffix("") for path in INTEGRATIONS.rglob("*.py")}
-    names = {".".join(stem.parts).removesuffix(".__init__") for stem in stems} - {"__init__"}
+    package = ROOT / "projector_dedup"
+    stems = {path.relative_to(package).with_suffix("") for wing in WINGS for path in (package / wing).rglob("*.py")}
+    names = {".".join(stem.parts).removesuffix(".__init__") for stem in stems} - {*WINGS}
     assert names == {*NEEDED, *NO_PACKAGE}
 
 

@@ -28,14 +28,14 @@ from nats_garbage import garbage, send
 from nats_rig import DURABLE, JetStream, jet_stream
 from payments import RULES, payment
 from projector_dedup import AsyncDispatcher
+from projector_dedup.brokers import aio_pika, celery, kafka, redis
+from projector_dedup.brokers import nats as of_nats
+from projector_dedup.brokers import pika as of_pika
+from projector_dedup.brokers import pubsub as of_pubsub
+from projector_dedup.brokers import sqs as of_sqs
 from projector_dedup.brokers.faststream import nats as faststream_nats
 from projector_dedup.brokers.faststream import rabbit as faststream_rabbit
 from projector_dedup.brokers.rabbitmq import dead_letters
-from projector_dedup.integrations import aio_pika, celery, kafka, redis
-from projector_dedup.integrations import nats as of_nats
-from projector_dedup.integrations import pika as of_pika
-from projector_dedup.integrations import pubsub as of_pubsub
-from projector_dedup.integrations import sqs as of_sqs
 from pubsub_rig import PubSub, pubsub
 from rabbitmq_rig import RabbitMQ, rabbitmq
 from redis_rig import GROUP, RedisStream, redis_stream

@@ -12,7 +12,7 @@ import kombu
 
 from brokers import broker
 from consumer_rig import Sent
-from projector_dedup.integrations import celery as plug
+from projector_dedup.brokers import celery as plug
 from reached import reached
 
 TASK = "flights.count"

@@ -25,14 +25,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from convergence import Messages, generate, totals_of
-from kit import Added, Harness, Subject, Total, add
 from sqlalchemy import NullPool, Row, Select, create_engine, delete, make_url, select, text
 from sqlalchemy.dialects.mysql import insert
 from sqlalchemy.orm import Session
 
+from convergence import Messages, generate, totals_of
 from databases import until
 from galera import GaleraCluster, GaleraNode, GaleraUnavailableError, galera_cluster
+from kit import Added, Harness, Subject, Total, add
 from projector_dedup import BatchFailed, DeliveryFailed, Outcome, ProjectorDedupError
 from projector_dedup.tables import default_tables
 from standby import Primary, either, standby_of

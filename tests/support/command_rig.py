@@ -9,11 +9,11 @@ from functools import partial
 from typing import Any
 
 import pytest
-from kit import PATIENCE, Harness
 from sqlalchemy import MetaData, String, delete, insert, select
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
 from databases import DRIVERS, USUAL, USUAL_ASYNC
+from kit import PATIENCE, Harness
 from projector_dedup.commands import (
     AsyncCall,
     AsyncCommands,

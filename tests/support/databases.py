@@ -20,10 +20,10 @@ from typing import Any
 
 import psycopg
 import pytest
-from kit import PATIENCE
 from psycopg import sql
 from sqlalchemy import URL, make_url
 
+from kit import PATIENCE
 from private_postgres import embedded_postgres
 
 

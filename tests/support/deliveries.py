@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from kit import Added, Harness, Total, add
 from sqlalchemy import case, select, update
 from sqlalchemy.orm import Session
 
+from kit import Added, Harness, Total, add
 from meter import LARGE, Deliver
 from projector_dedup import BatchFailed, Message, Outcome
 from projector_dedup.commands import (

@@ -7,12 +7,12 @@ from functools import partial
 from typing import Any
 
 import pytest
-from kit import Harness
 from sqlalchemy import MetaData, String, select, update
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 from sqlalchemy.util import greenlet_spawn
 
 from databases import DRIVERS, USUAL_DRIVERS
+from kit import Harness
 from projector_dedup.effects import (
     AsyncEffects,
     Attempt,

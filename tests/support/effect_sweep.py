@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kit import Harness, Subject
 from sqlalchemy import create_engine, event, select, text
 from sqlalchemy.orm import sessionmaker
 
 from effect_rig import TABLE, Charge, Till, book
+from kit import Harness, Subject
 from projector_dedup.effects import Attempt, Effects, arm, effect, stop
 from projector_dedup.maintenance.effects import find_effects, resolve
 

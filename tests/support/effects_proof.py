@@ -26,7 +26,6 @@ from itertools import count, cycle, pairwise
 from pathlib import Path
 from typing import Any
 
-from kit import Harness, Subject
 from sqlalchemy import URL, func, select
 
 from databases import (
@@ -41,6 +40,7 @@ from databases import (
 )
 from effect_rig import TABLE, Charge, Till
 from effect_victim import WINDOW, Victim, Victims
+from kit import Harness, Subject
 from projector_dedup.maintenance.effects import find_effects, resolve
 from projector_dedup.testing.provider import Behaviour, Call, Provider
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from sqlalchemy import URL
 
 from private_mariadb import NotInstalledError, PrivateMariaDB, folder_for_servers, program
-from private_postgres import _free_port
+from projector_dedup.testing.provider import free_port
 
 Settings = Mapping[str, object]
 
@@ -34,7 +34,7 @@ class GaleraNode(PrivateMariaDB):
     def __init__(self, name: str, folder: Path, settings: Settings) -> None:
         super().__init__(folder)
         self.name = name
-        self._group_port, self._ist_port, self._sst_port = (_free_port() for _ in range(3))
+        self._group_port, self._ist_port, self._sst_port = (free_port() for _ in range(3))
         self._settings = settings
 
     @property

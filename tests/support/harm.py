@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from kit import Added
 from sqlalchemy import Engine, ForeignKey, Index, String, create_engine, func, insert, select, text, update
 from sqlalchemy.exc import DBAPIError, IntegrityError
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
@@ -19,6 +18,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 from command_rig import PlaceOrder
 from databases import Driver
 from http_rig import Reply, Shop, shop_on
+from kit import Added
 from projector_dedup import Message, Outcome
 
 MINE, RIVALS = 5, 7

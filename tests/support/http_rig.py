@@ -20,9 +20,9 @@ from sqlalchemy.orm import Session
 from command_rig import Desk, PlaceOrder, desk_on, place
 from cut_proxy import CutProxy
 from databases import DRIVERS, USUAL, USUAL_ASYNC, Driver
+from projector_dedup.http import flask as flask_plug
+from projector_dedup.http import starlette as starlette_plug
 from projector_dedup.http.starlette import IdempotencyKey
-from projector_dedup.integrations import flask as flask_plug
-from projector_dedup.integrations import starlette as starlette_plug
 
 WEB = [driver for driver in DRIVERS if driver.drivername == (USUAL_ASYNC if driver.is_async else USUAL)[driver.engine]]
 """The usual drivers of each engine: one to reach it from FastAPI, one from Flask."""

@@ -11,8 +11,8 @@ from confluent_kafka import Consumer, Message, Producer, TopicPartition
 
 from consumer_rig import Sent
 from kafka_cluster import KafkaCluster
+from projector_dedup.brokers import kafka as plug
 from projector_dedup.brokers.kafka import aside
-from projector_dedup.integrations import kafka as plug
 
 TIMEOUT = 30.0
 PARTITIONS = 4

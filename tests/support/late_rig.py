@@ -8,9 +8,9 @@ from functools import partial
 from typing import Any
 
 import pytest
-from kit import PATIENCE, Added, Total
 from sqlalchemy import Connection, Engine, delete, insert, select
 
+from kit import PATIENCE, Added, Total
 from projector_dedup import Delivery, Message, ProjectorDedupError
 from projector_dedup import late as late_module
 from projector_dedup.maintenance import cleanup as cleanup_module

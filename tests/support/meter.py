@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from kit import Harness, Subject
 from sqlalchemy import URL, event
 
 from cut_proxy import CutProxy
+from kit import Harness, Subject
 
 WARM = 8
 """Deliveries after which drivers have prepared their statements (psycopg after five uses)."""

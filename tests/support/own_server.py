@@ -7,7 +7,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from private_postgres import _free_port
+from projector_dedup.testing.provider import free_port
 from reached import reached
 
 
@@ -18,7 +18,7 @@ class OwnServer:
         found = shutil.which(program)
         if found is None:
             reached.give_up(name, program, f"{program} is not installed")
-        self.port = _free_port()
+        self.port = free_port()
         self._command = [found, *(each.format(port=self.port, folder=folder) for each in arguments)]
         self._log = folder / "log"
         self._process: subprocess.Popen[bytes] | None = None

@@ -21,7 +21,7 @@ from typing import Any, Self
 from sqlalchemy import URL
 
 from databases import Driver, EngineUnavailableError
-from private_postgres import _free_port
+from projector_dedup.testing.provider import free_port
 
 UNNAMED: dict[str, dict[str, Any]] = {
     "psycopg": {"prepare_threshold": None},
@@ -46,7 +46,7 @@ class PgBouncer:
         if program is None:
             raise EngineUnavailableError("it is not installed; on Debian: apt-get install pgbouncer")
         self.version = _version(program)
-        self._port = _free_port()
+        self._port = free_port()
         self._stack = contextlib.ExitStack()
         self._command = [program]
         settings = {

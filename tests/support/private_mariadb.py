@@ -17,7 +17,7 @@ from typing import Any
 import pymysql
 from sqlalchemy import URL
 
-from private_postgres import _free_port
+from projector_dedup.testing.provider import free_port
 
 PATIENCE = 120.0  # seconds until a server takes statements
 
@@ -30,7 +30,7 @@ class PrivateMariaDB:
     """One server. Its data survive `kill()`."""
 
     def __init__(self, folder: Path) -> None:
-        self.port = _free_port()
+        self.port = free_port()
         self._folder = folder
         self._process: subprocess.Popen[bytes] | None = None
 

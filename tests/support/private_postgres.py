@@ -6,9 +6,7 @@ port of 127.0.0.1 and trusts every local user: keep nothing of value in it.
 
 import contextlib
 import os
-import random
 import shutil
-import socket
 import subprocess
 import warnings
 from collections.abc import Iterator
@@ -16,19 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-# Below the range from which systems take the ports of outgoing connections: a client that keeps knocking while
-# the server restarts could otherwise be given the server's own port, connect to itself, and keep the server out.
-_PORTS = range(15_000, 32_000)
-
-
-def _free_port() -> int:
-    for port in random.sample(_PORTS, 100):
-        with contextlib.closing(socket.socket()) as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-    raise RuntimeError(
-        "Found no free TCP port on 127.0.0.1 after 100 attempts; set PROJECTOR_DEDUP_TEST_POSTGRESQL_URL to a server."
-    )
+from projector_dedup.testing.provider import free_port
 
 
 def _can_run_as_pgserver() -> bool:
@@ -63,7 +49,7 @@ class PrivatePostgres:
                 "useradd, which is not in PATH. Add /usr/sbin to PATH, or set PROJECTOR_DEDUP_TEST_POSTGRESQL_URL."
             )
         self._wheel = get_server(folder, start=False, cleanup_mode=None)
-        self._port = _free_port()
+        self._port = free_port()
 
     @property
     def url(self) -> str:

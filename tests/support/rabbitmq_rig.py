@@ -11,8 +11,8 @@ from pika.adapters.blocking_connection import BlockingChannel
 from amqp_fields import Raw
 from brokers import broker
 from consumer_rig import Sent
+from projector_dedup.brokers import pika as plug
 from projector_dedup.brokers.rabbitmq import REJECTED_FOR, WITHOUT_ID, dead_letters, queues_beside
-from projector_dedup.integrations import pika as plug
 from reached import reached
 
 

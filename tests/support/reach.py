@@ -3,8 +3,8 @@
 from typing import Any
 
 import pytest
-from contract import Subject
 
+from contract import Subject
 from databases import Driver
 from reached import reached
 

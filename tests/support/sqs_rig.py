@@ -17,8 +17,8 @@ import urllib3
 
 from consumer_rig import Sent, wait_for
 from payments import payment
-from private_postgres import _free_port
 from projector_dedup.brokers.sqs import replay
+from projector_dedup.testing.provider import free_port
 
 VISIBILITY = 5  # seconds after which SQS delivers a message again whose consumer died
 
@@ -26,7 +26,7 @@ VISIBILITY = 5  # seconds after which SQS delivers a message again whose consume
 @cache
 def server() -> dict[str, str]:
     """Start the server of this process, and return the environment of its clients."""
-    port = _free_port()
+    port = free_port()
     program = Path(__file__).with_name("sqs_server.py")
     process = subprocess.Popen([sys.executable, program, str(port)], stderr=subprocess.DEVNULL)
     atexit.register(process.kill)

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import psycopg
-from kit import PATIENCE
 from sqlalchemy import URL, make_url
 
 from databases import Database, until
+from kit import PATIENCE
 from private_postgres import PrivatePostgres
 from reached import reached
 

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kit import PATIENCE, Harness
 from sqlalchemy import create_engine, event
 from sqlalchemy.exc import DBAPIError, IntegrityError
 from sqlalchemy.ext.asyncio import create_async_engine
@@ -40,6 +39,7 @@ from algorithms import (
 from command_rig import Desk, Placed, PlaceOrder, desk_on, place
 from cut_proxy import CutProxy
 from databases import DRIVERS, USUAL, USUAL_ASYNC
+from kit import PATIENCE, Harness
 from projector_dedup.commands import Call
 
 OURS = [driver for driver in DRIVERS if driver.drivername == (USUAL_ASYNC if driver.is_async else USUAL)[driver.engine]]

@@ -1,4 +1,9 @@
-"""Labels and buckets that the observers for Prometheus and OpenTelemetry share."""
+"""Metrics and traces of deliveries (docs/observing.md).
+
+``prometheus`` and ``opentelemetry`` have an observer for a dispatcher; ``prometheus_tables`` reads the tables when
+Prometheus asks. Each needs the extra ``prometheus`` or ``opentelemetry``. Here are the labels and buckets that both
+observers share.
+"""
 
 from __future__ import annotations
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from nats.js.api import AckPolicy, ConsumerConfig
-
 from faststream.nats import JStream, NatsBroker, PullSub
+from nats.js.api import AckPolicy, ConsumerConfig
 
 from ...dispatcher import AsyncDispatcher
 from ..incoming import Convert, json_event
