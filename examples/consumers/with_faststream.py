@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from faststream import FastStream
 from faststream.rabbit import RabbitBroker
-from projector_dedup.brokers.faststream.rabbit import subscribe
 from sqlalchemy import String
 from sqlalchemy.ext.asyncio import (
     AsyncSession,
@@ -16,6 +15,7 @@ from sqlalchemy.ext.asyncio import (
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from projector_dedup import AsyncDispatcher, make_tables, on, projector
+from projector_dedup.brokers.faststream.rabbit import subscribe
 from projector_dedup.brokers.typed_events import into
 
 DATABASE_URL = os.environ.get("DATABASE_URL", "sqlite+aiosqlite:///payments.db")

@@ -111,6 +111,7 @@ def faststream_rabbit() -> None:
     """Consume a queue of RabbitMQ in an application of FastStream's."""
     from faststream import FastStream
     from faststream.rabbit import RabbitBroker
+
     from projector_dedup.brokers.faststream.rabbit import subscribe
 
     broker = RabbitBroker(SETTINGS["AMQP_URL"])
@@ -122,6 +123,7 @@ def faststream_nats(batch: Any = None) -> None:
     """Consume a stream of NATS JetStream in an application of FastStream's."""
     from faststream import FastStream
     from faststream.nats import NatsBroker
+
     from projector_dedup.brokers.faststream.nats import subscribe
 
     broker, options = NatsBroker(SETTINGS["NATS_URL"]), {"batch": batch, "max_delay": MAX_DELAY, "ack_wait": 10}

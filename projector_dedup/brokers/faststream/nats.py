@@ -16,7 +16,7 @@ from . import AS_IT_CAME, is_of_a_test, raise_errors
 __all__ = ["subscribe"]
 
 _FIRST_DELIVERY = "$JS.ACK.stream.durable.1.1.1.0.0"
-"""Where JetStream would expect the answer to a message. It contains the numbers of the message and of its delivery."""
+"""The address of an answer in JetStream. It contains the numbers of the message and of its delivery."""
 
 
 def subscribe(
