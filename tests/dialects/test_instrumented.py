@@ -143,8 +143,9 @@ def test_pymysql_behind_another_proxy_is_refused(rig_on: RigOn, proxy: Any) -> N
 def test_a_connection_that_lacks_an_attribute_is_refused(rig_on: RigOn, driver: Driver) -> None:
     """The first delivery says that the connections are not the driver's, and is to be retried."""
     rig = wrapping(rig_on(driver), Lacking)
-    with pytest.raises(UnsupportedDatabaseError) as refused:
+    with pytest.raises(Exception) as refused:  # noqa: PT011  # its class is what the test asks
         rig.deliver(add)
+    assert isinstance(refused.value, UnsupportedDatabaseError)
     assert verdict_of(refused.value).action is Action.RETRY_LATER
     assert rig.durable() == NOTHING
 
