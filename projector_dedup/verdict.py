@@ -49,7 +49,9 @@ NOW, LATER, REJECT, ACKNOWLEDGE = Action.RETRY_NOW, Action.RETRY_LATER, Action.R
 
 OURS: dict[str, Answer] = {
     "ProjectorDedupError": Answer(LATER, "the message was not applied"),
-    "RefusedError": Answer(LATER, "configuration or code must be corrected; the message is not the cause"),
+    "RefusedError": Answer(
+        LATER, "configuration or code must be corrected; the message is not the cause", unlimited=True
+    ),
     "InvalidMessageError": Answer(REJECT, "the message itself is wrong"),
     "BeyondRetention": Answer(REJECT, "the message may have been applied before, and its marker deleted"),
     "UnhandledMessage": Answer(REJECT, "no handler takes the message"),
@@ -71,6 +73,7 @@ OURS: dict[str, Answer] = {
     "Rejected": Answer(REJECT, "the handler rejected the command, and the library has recorded that"),
     # Errors of effects, which this file must not import.
     "EffectUnknown": Answer(LATER, "settle finds out whether the effect was done", unlimited=True),
+    "NotArmedError": Answer(LATER, "the transaction that arms the effect may not have committed yet"),
     "NotDone": Answer(LATER, "the effect was not sent"),
     "DoubleEffectError": Answer(REJECT, "the effect was done twice, and a person must decide"),
 }
@@ -115,8 +118,9 @@ def verdict_of(error: BaseException, *, attempts: int = 1, max_attempts: int | N
 
     Returns a ``Verdict``. The delay of ``RETRY_LATER`` is 1 second after the first delivery, then 5 and 30, and 300
     from the fourth delivery on. ``RETRY_NOW`` is for the first delivery only; later ones get ``RETRY_LATER``.
-    ``max_attempts`` never rejects after ``CommitOutcomeUnknown``, ``InProgress`` or ``EffectUnknown``, and never if the
-    worker was told to stop. ``ACKNOWLEDGE`` is only for a ``DuplicateCommandError`` of ``Commands.handle``.
+    ``max_attempts`` never rejects after ``RefusedError`` (a wrong configuration or deployment),
+    ``CommitOutcomeUnknown``, ``InProgress`` or ``EffectUnknown``, and never if the worker was told to stop.
+    ``ACKNOWLEDGE`` is only for a ``DuplicateCommandError`` of ``Commands.handle``.
 
     If ``error`` is a group (``DeliveryFailed``, any ``ExceptionGroup``), one error to retry is enough for a retry, with
     the longest delay. Raises ``ValueError`` if ``attempts`` or ``max_attempts`` is less than 1.

@@ -99,12 +99,12 @@ def test_the_delay_grows_with_the_deliveries() -> None:
 
 
 def test_the_last_attempt_is_rejected() -> None:
-    """Also after `Defer`, but not where the message may be applied already, or the worker was told to stop."""
+    """Also after `Defer`, but not where the message may be applied, the deployment is wrong, or the worker stops."""
     error: BaseException
     for error in (Defer(), RetriesExhaustedError()):
         assert verdict_of(error, attempts=4, max_attempts=5).action is Action.RETRY_LATER
         assert verdict_of(error, attempts=5, max_attempts=5).action is Action.REJECT
-    for error in (CommitOutcomeUnknown(), InProgress(), asyncio.CancelledError()):
+    for error in (CommitOutcomeUnknown(), InProgress(), MissingTableError(), asyncio.CancelledError()):
         assert verdict_of(error, attempts=5, max_attempts=5).action is Action.RETRY_LATER
 
 
