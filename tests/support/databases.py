@@ -23,7 +23,6 @@ import pytest
 from psycopg import sql
 from sqlalchemy import URL, make_url
 
-from kit import PATIENCE
 from private_postgres import embedded_postgres
 
 
@@ -129,7 +128,7 @@ class Database:
         return _dsn(self._url)
 
 
-def until(true: Callable[[], object], patience: float = PATIENCE) -> None:
+def until(true: Callable[[], object], patience: float = 30.0) -> None:
     """Wait for something that must happen."""
     deadline = time.monotonic() + patience
     while not true():

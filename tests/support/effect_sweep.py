@@ -91,7 +91,8 @@ def sweep(till: Till, folder: Path, rows: int, kills: int, seed: int) -> Swept:
     command = [sys.executable, __file__, "--settle", url, str(log), "--rows", str(rows)]
 
     def start() -> subprocess.Popen[str]:
-        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        surrounded = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        return subprocess.Popen(command, env=surrounded, stdout=subprocess.PIPE, text=True)
 
     began, two = time.monotonic(), [start(), start()]
     for number in sorted(dice.sample(range(1, rows * 9 // 10), kills)):

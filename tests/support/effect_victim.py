@@ -141,7 +141,10 @@ class Victims:
     def __init__(self, database: URL, provider: str, patience: float = 5) -> None:
         url = database.render_as_string(hide_password=False)
         command = [sys.executable, __file__, url, provider, str(patience)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        surrounded = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        self._process = subprocess.Popen(
+            command, env=surrounded, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
 
     def run(self, policy: str, key: str | None, die_at: int = 0) -> int:
         """Run the armed effect, or settle; return the number of steps, or 0 if the process was killed."""
