@@ -249,8 +249,8 @@ def _tell(found: Lacking, projector: str, *, as_json: bool, source_vouches: bool
         )
     if found.number:
         raise Failed(
-            f"{found.number:,} messages are lacking; correct the failures, and run the rebuild with a source that has "
-            "these messages"
+            f"{found.number:,} {'message is' if found.number == 1 else 'messages are'} lacking; correct the "
+            "failures, and run the rebuild with a source that has the missing ones"
         )
     if found.building:
         raise Failed(

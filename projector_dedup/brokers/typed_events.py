@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -57,15 +58,12 @@ def into(
     builders = {name: _builder(name, kind) for name, kind in types.items()}
 
     def converted(incoming: Incoming) -> Message:
-        rounded: list[_Rounded] = []
+        rounded: list[str] = []
 
         def parse_float(text: str) -> float:
-            number = exact(text)
-            if isinstance(number, float):
-                return number
-            rounded.append(_Rounded(number))
-            rounded[-1].written, rounded[-1].mark = number, f"NaN{len(rounded)}"
-            return rounded[-1]
+            if not isinstance(exact(text), float):
+                rounded.append(text)
+            return float(text)
 
         message = convert(replace(incoming, parse_float=parse_float))
         if not isinstance(message, Message):
@@ -78,18 +76,36 @@ def into(
                 "type=by_path(...) if the body has it"
             )
         if not isinstance(name, str) or name not in builders:
-            plain = cast(Message, convert(incoming)) if rounded else message  # whose handlers get floats
-            return replace(message, id=found, body=plain.body)
-        return replace(message, id=found, type=types[name], body=builders[name](message.body, bool(rounded)))
+            return replace(message, id=found)
+        body = _with_exact_numbers(convert, incoming, message.body) if rounded else message.body
+        return replace(message, id=found, type=types[name], body=builders[name](body, bool(rounded)))
 
     return converted
 
 
 class _Rounded(float):
-    """A number of a JSON body that no float is, as the nearest float: for converters, which may compute with it."""
+    """A number of a JSON body that no float is, as the nearest float."""
 
     written: Decimal
     mark: str  # a NaN of its own
+
+
+def _with_exact_numbers(convert: Convert, incoming: Incoming, plain: Any) -> Any:
+    """Return the body with a ``_Rounded`` for each rounded number, or ``plain`` if the converter cannot use those."""
+    count = itertools.count(1)
+
+    def parse_float(text: str) -> float:
+        number = exact(text)
+        if isinstance(number, float):
+            return number
+        rounded = _Rounded(number)
+        rounded.written, rounded.mark = number, f"NaN{next(count)}"
+        return rounded
+
+    try:
+        return cast(Message, convert(replace(incoming, parse_float=parse_float))).body
+    except Exception:  # noqa: BLE001  # of a converter that takes floats only; the first call has succeeded
+        return plain
 
 
 def _with(body: Any, change: Callable[[_Rounded], object]) -> Any:
@@ -126,9 +142,10 @@ def _by_pydantic(name: str, kind: type[Any]) -> Build:
         """Make texts of the rounded numbers that become Decimals: Pydantic reads a number in JSON as a float."""
         try:
             adapter.validate_json(json.dumps(_with(body, lambda number: number.mark)), strict=True)
-        except ValidationError as error:  # only a Decimal refuses a NaN in a text as not finite
-            found = {str(each["input"]) for each in error.errors(include_url=False) if each["type"] == "finite_number"}
-            return _with(body, lambda number: str(number.written) if number.mark in found else number)
+        except ValidationError as error:  # a Decimal refuses a NaN in a text as not finite, a float as no number
+            refused = {(each["type"], str(each["input"])) for each in error.errors(include_url=False)}
+            only = {mark for kind, mark in refused if kind == "finite_number" and ("float_type", mark) not in refused}
+            return _with(body, lambda number: str(number.written) if number.mark in only else number)
         except Exception:  # noqa: BLE001  # of a validator of the user's, which must not be given a text
             return body
         return body

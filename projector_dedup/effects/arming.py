@@ -13,7 +13,7 @@ from ..commands.fingerprint import digest
 from ..commands.record import RecordKey
 from ..dialects import dialect_of
 from ..errors import HandlerDefinitionError, OvertakenError, RefusedError
-from ..markers import bind_of_marker, connection_of, library_errors, session_of
+from ..markers import bind_of_marker, claim_errors, connection_of, session_of
 from ..message import printable
 from .definition import AsyncEffect, Definition, Effect
 from .record import EffectTables, NewRow, default_effect_tables, mark_armed, new_token, read
@@ -57,7 +57,7 @@ def arm(
         )
     connection = connection_of(session, tables, bind_of_marker(session, tables))
     dialect, table = dialect_of(connection), tables.marker
-    with library_errors(connection, dialect, tables):
+    with claim_errors(connection, dialect, tables):
         if dialect.insert_new(connection, table, new.values(armed=True, token=new_token())):
             return
     mark_armed(connection, table, new.key.stored, new.identity)

@@ -11,10 +11,11 @@ import re
 import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal
 from email.message import Message
 from enum import Enum
 from hashlib import sha256
-from typing import Any, Final, Literal, TypeVar
+from typing import Any, Final, Literal, NamedTuple, TypeVar
 from uuid import UUID
 
 from ..commands import (
@@ -318,10 +319,16 @@ class Received:
         return re.split(rb"\r\n--" + re.escape(boundary) + rb"(?=--|[ \t]*\r\n)", b"\r\n" + body)
 
 
+class _Exact(NamedTuple):
+    """A number that no float is. No other value of JSON has its fingerprint."""
+
+    number: Decimal
+
+
 def _number(text: str) -> object:
-    """Return a number of a body: the float, or, for one that it would round, the Decimal in a tuple (it is no text)."""
+    """Return a number of a body: the float, or an ``_Exact`` for one that it would round."""
     number = exact(text)
-    return number if isinstance(number, float) else (number,)
+    return number if isinstance(number, float) else _Exact(number)
 
 
 class NotCommittedError(ProjectorDedupError):

@@ -29,7 +29,7 @@ from sqlalchemy.orm import Session, sessionmaker
 from sqlalchemy.schema import sort_tables_and_constraints
 
 from ..commands.record import RecordKey
-from ..errors import BatchFailed
+from ..errors import BatchFailed, ProjectorDedupError
 from ..message import Message, id_text
 from ..options import RetryPolicy
 from ..tables import DedupTables
@@ -356,8 +356,11 @@ class Check(ABC):
         if workers.rejected is not None:
             number, error = workers.rejected
             said = f"Message {self.names[number]} becomes a dead letter: {type(error).__name__}: {error}"
-            remedy = "Raise Defer to wait for another message, or give redelivers=True if your broker repeats each."
-            return Failure(f"rejected: {type(error).__name__}", f"{said}\n{remedy}")
+            if not isinstance(error, ProjectorDedupError):  # whose text says what to do
+                said += (
+                    "\nRaise Defer to wait for another message, or give redelivers=True if your broker repeats each."
+                )
+            return Failure(f"rejected: {type(error).__name__}", said)
         if workers.waiting and (failure := self.unended(workers.waiting[0], workers.error)) is not None:
             return failure
         delivered = sorted({number for turn in schedule for number in turn.messages})

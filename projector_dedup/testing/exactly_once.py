@@ -94,7 +94,8 @@ class ProjectorCheck(Check):
         for each, here, other in zip(computed, ids(), there, strict=True):
             if here != other:
                 said = f"The id of {self.name_of(each)} is {here!r}, and {other!r} in another process."
-                return Failure("id", f"{said} It must not come from hash(), the order of a set, or a counter.")
+                remedy = "It must not come from hash(), the order of a set, a counter, or a value that the test has set"
+                return Failure("id", f"{said} {remedy}; for the last, give pairs (message_id, event).")
         return None
 
     def worker(self) -> Any:

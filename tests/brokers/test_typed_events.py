@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from decimal import Decimal
 from functools import partial
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, Literal, cast
 from uuid import UUID
 
 import msgspec
@@ -339,3 +339,46 @@ def test_a_wrong_argument_is_refused_at_start_up(factory: sessionmaker[Session])
 
     with pytest.raises(ValueError, match="does not await: give a plain function"):
         Settling(Dispatcher(factory, Seen()), convert)
+
+
+class Cash(BaseModel):
+    kind: Literal["cash"]
+    amount: Decimal
+
+
+class Meter(BaseModel):
+    kind: Literal["meter"]
+    amount: float
+
+
+class Measured(BaseModel):
+    item: Cash | Meter
+
+
+@pytest.mark.parametrize("kind", [Cash, Meter])
+def test_the_digits_of_a_number_choose_no_class(kind: type[Cash | Meter]) -> None:
+    """In a union whose places may be a float or a Decimal, a long number is a float, as a short one is."""
+    name = kind.__name__.lower()
+    for number in ("1.5", "0.30000000000000001"):
+        body = b'{"item": {"kind": "%s", "amount": %s}}' % (name.encode(), number.encode())
+        event = into({"measured": Measured})(Incoming(body, type="measured", message_id="m1"))
+        assert isinstance(event, Message)
+        assert type(event.body.item) is kind
+
+
+def test_a_converter_that_encodes_gets_floats() -> None:
+    """It may compute an id of the whole body: a number of many digits is a float of Python's own there."""
+
+    def convert(incoming: Incoming) -> Message:
+        body = json_of(incoming)
+        return Message(msgspec.json.encode(body).decode(), body, type="priced")
+
+    number = "1234567890123.4567"
+    event = into({"priced": PricedOnce}, convert)(Incoming(b'{"price": %s}' % number.encode()))
+    assert isinstance(event, Message)
+    assert (event.id, event.body) == ('{"price":1234567890123.4568}', PricedOnce(Decimal("1234567890123.4568")))
+
+
+@dataclass(frozen=True)
+class PricedOnce:
+    price: Decimal

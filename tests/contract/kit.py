@@ -335,6 +335,9 @@ class Harness:
     def _statement_ends(self, connection: object, *_: object) -> None:
         self._running.pop(connection, None)
 
+    # It executes nothing: the library may send COMMIT along, as in a program without listeners (dialects/listeners.py).
+    _statement_ends.__module__ = "projector_dedup.contract"
+
 
 def _on_connection(function: Callable[..., None], session: Session) -> None:
     function(session.connection())

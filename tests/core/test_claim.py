@@ -19,8 +19,11 @@ from kit import Added, Base, Harness, Subject, Total, add
 from projector_dedup import (
     Action,
     AsyncDispatcher,
+    BatchFailed,
     Dispatcher,
     InProgress,
+    InvalidMessageIdError,
+    Message,
     MissingTableError,
     Outcome,
     RefusedError,
@@ -409,6 +412,36 @@ def test_a_role_without_rights_loses_no_message(on_postgresql: Harness) -> None:
             connection.execute(text(f"drop role {role}"))
     assert verdict_of(raised.value).action is Action.RETRY_LATER
     assert nothing_durable(on_postgresql)
+
+
+@pytest.mark.parametrize("way", ["single", "batch"])
+def test_an_id_that_the_encoding_lacks_is_the_messages_fault(on_postgresql: Harness, way: str) -> None:
+    """In a database in LATIN1 it is refused as an id, and the others of its batch are applied."""
+    name = f"pdtest_{secrets.token_hex(4)}"
+    url = on_postgresql.subject.url.update_query_dict({"client_encoding": "utf8"})
+    admin = create_engine(on_postgresql.subject.url, isolation_level="AUTOCOMMIT")
+    with admin.connect() as connection:
+        connection.execute(
+            text(f"create database {name} encoding 'LATIN1' template template0 lc_collate 'C' lc_ctype 'C'")
+        )
+    engine = create_engine(url.set(database=name))
+    try:
+        default_metadata.create_all(engine)
+        Base.metadata.create_all(engine)
+        dispatcher = Dispatcher(sessionmaker(engine), totals)
+        if way == "single":
+            with pytest.raises(InvalidMessageIdError, match="cannot store this id"):
+                dispatcher.deliver(Added(), message_id="order-\u20ac5")
+        else:
+            with pytest.raises(BatchFailed) as raised:
+                dispatcher.deliver_batch([Message(each, Added()) for each in ("a", "order-\u20ac5", "b")])
+            failed = [each.message_id for each in raised.value.deliveries if each.error is not None]
+            assert failed == ["order-\u20ac5"]
+    finally:
+        engine.dispose()
+        with admin.connect() as connection:
+            connection.execute(text(f"drop database {name} with (force)"))
+        admin.dispose()
 
 
 # SQLite ----------------------------------------------------------------------------------------------------------

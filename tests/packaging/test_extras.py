@@ -62,7 +62,7 @@ def _importable_without_extras(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str]]:
-    """What each integration says where only SQLAlchemy is installed: the package that is missing, and the text."""
+    """What each module says where only SQLAlchemy is installed: the package that is missing, and the text."""
     folder = _importable_without_extras(tmp_path_factory.mktemp("bare"))
     command = [sys.executable, "-I", "-S", "-c", PROGRAM, str(ROOT), str(folder), *NEEDED, *sorted(NO_PACKAGE)]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -70,7 +70,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str]]
     return {name: (missing, text) for name, (missing, text) in json.loads(run.stdout).items()}
 
 
-def test_an_integration_without_its_package_names_the_extra(said: dict[str, tuple[str, str]]) -> None:
+def test_a_module_without_its_package_names_the_extra(said: dict[str, tuple[str, str]]) -> None:
     """As a line to run, and the extra is one of ours; the rest needs none: consumers of one's own are built on it."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
     assert {extra for _, extra in NEEDED.values()} <= extras.keys()
@@ -80,7 +80,7 @@ def test_an_integration_without_its_package_names_the_extra(said: dict[str, tupl
     }
 
 
-def test_every_integration_is_tried() -> None:
+def test_every_module_is_tried() -> None:
     """A new one gets its line above."""
     package = ROOT / "projector_dedup"
     stems = {path.relative_to(package).with_suffix("") for wing in WINGS for path in (package / wing).rglob("*.py")}

@@ -47,7 +47,7 @@ WINGS: dict[str, set[str]] = {  # a wing imports the core, and of the other wing
 PROMISE = ("delivery", "unit_of_work", "markers", "opening", "retry", "waiting")
 """The files to read before one believes that a message is applied once."""
 MAX_PROMISE = 1_690  # lines of those
-MAX_WITH_GUARD = 2_410  # and of ``guard``, which also knows what a snapshot hides (ADR 46)
+MAX_WITH_GUARD = 2_420  # and of ``guard``, which also knows what a snapshot hides (ADR 46)
 
 MAX_ROOMS = {  # lines of a package, and of the files at the root together
     "root": 6_300,  # the rule of ADR 46, events of their own, refused claims, log lines that nobody forges
@@ -55,11 +55,11 @@ MAX_ROOMS = {  # lines of a package, and of the files at the root together
     "commands": 1_860,
     "effects": 1_970,
     "brokers": 3_490,
-    "http": 970,
+    "http": 980,
     "metrics": 380,
     "rebuild": 670,
     "maintenance": 3_130,
-    "testing": 2_200,  # the ids in another process
+    "testing": 2_220,  # the ids in another process
     "cli": 2_090,
     "migrations": 280,
 }

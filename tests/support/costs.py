@@ -4,7 +4,7 @@ from pathlib import Path
 
 from databases import DRIVERS, ENGINES, Driver
 
-PATH = Path(__file__).parents[1] / "delivery" / "costs.md"
+PATH = Path(__file__).parents[1] / "core" / "costs.md"
 COUNTED = DRIVERS
 HEAD = """\
 # What a delivery costs: statements / round trips

@@ -162,6 +162,11 @@ def test_an_id_is_computed_in_another_process_too(tmp_path: Path) -> None:
     assert told(ids_of(tmp_path, given, message_id=sorted_id("paid"))) == ""
     assert told(ids_of(tmp_path, {"head": {"id": "m1"}}, message_id=by_path("head.id"))) == ""
 
+    def joined(event: PaidTo, *, by: str = "-") -> str:
+        return by.join(sorted(event.accounts))
+
+    assert told(ids_of(tmp_path, given, message_id=joined)) == ""
+
 
 @pytest.mark.parametrize(("here", "there"), [(None, "1"), ("random", "1"), ("0", "1"), ("1", "2")])
 def test_the_other_process_has_another_seed(here: str | None, there: str, monkeypatch: pytest.MonkeyPatch) -> None:
