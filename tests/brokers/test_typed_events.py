@@ -342,16 +342,22 @@ def test_a_wrong_argument_is_refused_at_start_up(factory: sessionmaker[Session])
 
 
 class Cash(BaseModel):
+    """Has a Decimal."""
+
     kind: Literal["cash"]
     amount: Decimal
 
 
 class Meter(BaseModel):
+    """Has a float."""
+
     kind: Literal["meter"]
     amount: float
 
 
 class Measured(BaseModel):
+    """Has either."""
+
     item: Cash | Meter
 
 
@@ -381,4 +387,6 @@ def test_a_converter_that_encodes_gets_floats() -> None:
 
 @dataclass(frozen=True)
 class PricedOnce:
+    """Has a Decimal, and nothing else."""
+
     price: Decimal
