@@ -258,7 +258,7 @@ def test_a_server_that_cannot_be_reached_is_503(cut_shop: Shop, proxy: CutProxy)
     assert problem(cut_shop.send()) == (503, "try-again")
 
 
-MOST = 24  # files of the library
+MOST = 25  # files of the library; one more tells the numbers that a float rounds
 
 
 @pytest.mark.parametrize("driver", [driver for driver in WEB if driver.engine == "postgresql"], ids=str)
