@@ -86,9 +86,11 @@ def test_the_private_postgres_does_not_outlive_a_killed_process() -> None:
     program += "with embedded_postgres(pathlib.Path(sys.argv[1])) as url: print(url, flush=True); time.sleep(600)"
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         command = [sys.executable, "-c", program, str(Path(folder) / "data")]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             url = process.stdout.readline().strip()
+            assert url
             psycopg.connect(url).close()
             process.kill()
         until(lambda: not (Path(folder) / "data" / "postmaster.pid").exists())
