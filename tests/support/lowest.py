@@ -5,7 +5,7 @@ import tomllib
 from pathlib import Path
 
 PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
-REQUIREMENT = re.compile(r"([\w.-]+)(?:\[.*\])?>=([\d.]+)")
+REQUIREMENT = re.compile(r"([\w.-]+)(?:\[.*\])?>=([\d.]+(?:b\d+)?)")
 
 
 def constraints() -> list[str]:
