@@ -98,7 +98,7 @@ def report_failure(handler: Handler, message: Message, error: Exception) -> None
     """Log that a handler of the new generation has failed on the message, and call ``dead``."""
     logger.warning(
         "building: %s failed on message %s (%s: %s); the delivery continues, and %s",
-        printable(handler.identity),
+        handler.identity,
         logged_id(message),
         type(error).__name__,
         printable(str(error))[:300],
@@ -113,7 +113,7 @@ def report_failure(handler: Handler, message: Message, error: Exception) -> None
     except Exception as failure:  # noqa: BLE001  # the old generation has settled the message
         logger.error(
             "building: the function dead= of %s failed on message %s: %s",
-            printable(handler.owner),
+            handler.owner,
             logged_id(message),
             type(failure).__name__,
         )

@@ -44,13 +44,13 @@ def log_lowered(identity: str, *, by_lock: bool) -> None:
             "handler %s takes a lock and then reads, so the library runs it again at READ COMMITTED, where its lock "
             "protects what it reads. If its locks protect every row that it changes, declare isolation='READ "
             "COMMITTED', and the handler runs once",
-            printable(identity),
+            identity,
         )
     else:
         logger.info(
             "handler %s violates a constraint, perhaps by a row that its snapshot hides, so the library runs it again "
             "at READ COMMITTED",
-            printable(identity),
+            identity,
         )
 
 
@@ -247,7 +247,7 @@ class Chunk:
             type(error).__name__,
             logged_id(self.messages[0]),
             others,
-            printable(self.identity),
+            self.identity,
             extra=self._extra(self.messages[0], "retry", attempts),
         )
         if self.watch is not None:

@@ -13,7 +13,7 @@ from sqlalchemy.orm import Session
 
 from .asyncio_names import AsyncSession
 from .errors import HandlerDefinitionError
-from .message import Message, Route, logger_of, printable, valid_formerly, valid_handler
+from .message import Message, Route, logger_of, valid_formerly, valid_handler
 
 logger = logger_of("projector_dedup")
 
@@ -239,7 +239,7 @@ def warn_of_unused_id(handler: Handler) -> None:
         logger.warning(
             "handler %s was given a message_id, but is not idempotent, so a redelivery is applied again; write "
             "@projector(idempotent=True), or give no message_id",
-            printable(handler.identity),
+            handler.identity,
         )
 
 
@@ -249,7 +249,7 @@ def warn_of_result(identity: str, result: object) -> None:
         _warned_of_results.add(identity)
         logger.warning(
             "handler %s returned %s, and the library ignores what a handler returns",
-            printable(identity),
+            identity,
             type(result).__name__,
         )
 

@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 
 from .errors import BeyondRetention, Defer, InProgress, InvalidMessageError
 from .handler import Handler
-from .message import Message, Route, id_text, logger_of, moment_in_utc, printable
+from .message import Message, Route, id_text, logger_of, moment_in_utc
 from .outcome import Outcome
 from .retry import Attempts
 
@@ -210,7 +210,7 @@ class Observing:
                 logger.warning(  # without the error's text, which might contain the message's body
                     "the observer failed; deliveries continue, and later failures are not logged: %s in %s, line %s",
                     type(failure).__name__,
-                    printable(place.filename),
+                    place.filename,
                     place.lineno,
                 )
 

@@ -24,7 +24,6 @@ with needs("nats"):
 
 from ..dispatcher import AsyncDispatcher
 from ..errors import RefusedError
-from ..message import printable
 from .incoming import MAX_TEXT_BYTES, Convert, Incoming, json_event
 from .settling import Settled, Settling, expect, logger, named_in_log
 
@@ -294,7 +293,7 @@ async def keep(connection: Client, message: Msg, stream: str, durable: str, reas
             if changed:
                 logger.warning(
                     "the dead letter of message %d of stream %s lacks or changes %d of its headers: %s",
-                    *(number, printable(stream), len(changed), named_in_log(changed)),
+                    *(number, stream, len(changed), named_in_log(changed)),
                 )
             return True
     logger.error(
@@ -336,7 +335,7 @@ async def replay(connection: Client, stream: str, durable: str) -> int:
                 logger.error(
                     "message %d of stream %s is not replayed, because nats-py cannot publish to the subject in its "
                     "header %s",
-                    *(number, printable(dead), SUBJECT),
+                    *(number, dead, SUBJECT),
                 )
                 continue
             kept = {name: value for name, value in headers.items() if name not in _LEFT_OUT and _NAME.fullmatch(name)}

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..dispatcher import AsyncDispatcher, Dispatcher
-from ..message import printable
 from ..verdict import DELAYS
 from .incoming import Convert, Incoming
 from .settling import Settled, Settling, logger, named_in_log
@@ -141,7 +140,7 @@ def headers_of_copy(
     left_out = [name for name in everything if name not in kept]
     logger.warning(
         "a message from queue %s is copied without %d of its headers, which cannot be encoded or have no room: %s",
-        *(printable(queue), len(left_out), named_in_log(left_out)),
+        *(queue, len(left_out), named_in_log(left_out)),
     )
     return {name: value for name, value in everything.items() if name in kept}
 

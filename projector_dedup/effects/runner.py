@@ -329,7 +329,7 @@ class _Effects:
             logger.warning(
                 "%d effects with the name %s have been due for more than an hour, and this process has no such effect",
                 number,
-                printable(name),
+                name,
             )
 
     def _settle_one(self, effect: Definition[Any, Any], row: Seen, settled: Settled) -> None:

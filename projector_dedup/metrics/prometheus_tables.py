@@ -78,7 +78,7 @@ class TablesCollector(Collector):
             if name not in self._failed:
                 self._failed.add(name)
                 reason = printable(f"{type(error).__name__}: {error}"[:500])
-                logger.warning("the table %s could not be read for its metrics: %s", printable(name), reason)
+                logger.warning("the table %s could not be read for its metrics: %s", name, reason)
             return None
         self._failed.discard(name)
         return found

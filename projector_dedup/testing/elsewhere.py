@@ -44,9 +44,8 @@ class _Sender(pickle.Pickler):
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
-        self.folders: set[str] = (
-            set()
-        )  # in which the modules can be imported: pytest may have loaded them by their files
+        #: where the modules can be imported, because pytest may have loaded them by their files
+        self.folders: set[str] = set()
 
     def reducer_override(self, given: Any) -> Any:
         name = str(getattr(given, "__module__", ""))

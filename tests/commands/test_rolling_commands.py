@@ -4,7 +4,6 @@ Each key is asked for in both processes at once; some of them die in the handler
 """
 
 import json
-import os
 import random
 import signal
 import subprocess
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from command import importing
 from command_rig import SYNC_ONES, Desk, desks
 from projector_dedup.commands import default_command_tables
 from projector_dedup.maintenance.rows import rename
@@ -106,13 +106,12 @@ class Server:
         code = self.folder / f"{self.version}.py"
         code.write_text(WORKER + CODE[self.version] + SERVE)
         url = self.desk.harness.subject.url.render_as_string(hide_password=False)
-        path = os.pathsep.join(each for each in sys.path if each)
         self._process = subprocess.Popen(
             [sys.executable, str(code), url],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "PYTHONPATH": path},
+            env=importing(),
         )
         return self
 

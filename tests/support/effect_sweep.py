@@ -22,6 +22,7 @@ from typing import Any
 from sqlalchemy import create_engine, event, select, text
 from sqlalchemy.orm import sessionmaker
 
+from command import importing
 from effect_rig import TABLE, Charge, Till, book
 from kit import Harness, Subject
 from projector_dedup.effects import Attempt, Effects, arm, effect, stop
@@ -91,8 +92,7 @@ def sweep(till: Till, folder: Path, rows: int, kills: int, seed: int) -> Swept:
     command = [sys.executable, __file__, "--settle", url, str(log), "--rows", str(rows)]
 
     def start() -> subprocess.Popen[str]:
-        surrounded = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        return subprocess.Popen(command, env=surrounded, stdout=subprocess.PIPE, text=True)
+        return subprocess.Popen(command, env=importing(), stdout=subprocess.PIPE, text=True)
 
     began, two = time.monotonic(), [start(), start()]
     for number in sorted(dice.sample(range(1, rows * 9 // 10), kills)):

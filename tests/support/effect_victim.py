@@ -24,6 +24,7 @@ from sqlalchemy import URL, create_engine, make_url
 from sqlalchemy.ext.asyncio import async_sessionmaker, create_async_engine
 from sqlalchemy.orm import sessionmaker
 
+from command import importing
 from effect_rig import Charge, book, function_of, refuse
 from projector_dedup.effects import (
     AsyncEffects,
@@ -141,9 +142,8 @@ class Victims:
     def __init__(self, database: URL, provider: str, patience: float = 5) -> None:
         url = database.render_as_string(hide_password=False)
         command = [sys.executable, __file__, url, provider, str(patience)]
-        surrounded = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         self._process = subprocess.Popen(
-            command, env=surrounded, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            command, env=importing(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
     def run(self, policy: str, key: str | None, die_at: int = 0) -> int:

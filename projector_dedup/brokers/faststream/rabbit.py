@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from faststream.rabbit import Channel, RabbitBroker, RabbitQueue
 
 from ...dispatcher import AsyncDispatcher
-from ...message import printable
 from ..aio_pika import copy, unreadable
 from ..incoming import Convert, json_event
 from ..rabbitmq import incoming_of, new_settling, queues_beside
@@ -70,8 +69,8 @@ def subscribe(
         except Exception as error:  # noqa: BLE001  # FastStream would keep it neither settled nor delivered again
             logger.error(
                 "a message from queue %s could not be settled, and is given back to it: %s",
-                printable(work.name),
-                printable(f"{type(error).__name__}: {error}"[:500]),
+                work.name,
+                f"{type(error).__name__}: {error}"[:500],
             )
             await asyncio.sleep(_PAUSE)
             with contextlib.suppress(Exception):  # the connection is lost: RabbitMQ takes the message back by itself
