@@ -209,7 +209,7 @@ def _named(function: Callable[..., Any]) -> Any:
     [
         (on, "the events of the handler"),
         (lambda: on(Paid()), "the events of the handler"),  # type: ignore[call-overload]  # that is the mistake
-        (lambda: projector(idempotent=True)(_plain), "has no @on"),
+        (lambda: projector(idempotent=True)(lambda _event, _session: None), "has no @on"),  # nobody has given it one
         (lambda: projector(read_models=["totals"]), "list of mapped classes"),  # type: ignore[list-item]
         (lambda: projector(read_models=Totals), "list of mapped classes"),  # type: ignore[call-overload]
         (lambda: Dispatcher(FACTORY), "has no projector"),
