@@ -6,7 +6,6 @@ Needs the extra ``pubsub``.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
@@ -21,7 +20,7 @@ with needs("pubsub"):
 from ..dispatcher import Dispatcher
 from ..errors import RefusedError
 from .incoming import Convert, Incoming, json_event
-from .settling import HELD, QUIET, Settled, Settling, deliver_in_order, expect
+from .settling import Settled, Settling, deliver_in_order, expect, replay_older
 
 __all__ = ["Consumer", "replay"]
 
@@ -125,19 +124,18 @@ def replay(subscriber: SubscriberClient, publisher: PublisherClient, subscriptio
     expect(PublisherClient, publisher, _PUBLISHER)
     client: Any = subscriber
     topic = client.get_subscription(request={"subscription": subscription}).topic
-    began, last, count, newer = datetime.now(UTC), time.monotonic(), 0, list[Any]()
-    while time.monotonic() < last + QUIET and (letters := _pull(client, dead_letters)):
-        for letter in letters:
-            if letter.message.publish_time > began:  # rejected again: publishing it would never end
-                _delay(client, dead_letters, letter, HELD)
-                newer.append(letter)
-                continue
-            _publish(publisher, topic, letter.message, {})
-            client.acknowledge(request={"subscription": dead_letters, "ack_ids": [letter.ack_id]})
-            count, last = count + 1, time.monotonic()
-    for letter in newer:
-        _delay(client, dead_letters, letter, 0)
-    return count
+    began = datetime.now(UTC)
+
+    def move(letter: Any) -> None:
+        _publish(publisher, topic, letter.message, {})
+        client.acknowledge(request={"subscription": dead_letters, "ack_ids": [letter.ack_id]})
+
+    return replay_older(
+        lambda: _pull(client, dead_letters),
+        move,
+        is_newer=lambda letter: letter.message.publish_time > began,
+        delay=lambda letter, seconds: _delay(client, dead_letters, letter, seconds),
+    )
 
 
 def _pull(client: Any, subscription: str) -> Sequence[Any]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from sqlalchemy.orm.exc import StaleDataError
@@ -37,14 +38,14 @@ from .incoming import Convert, Incoming, check_convert, json_event
 
 __all__ = ["Settled", "Settling"]
 
+L = TypeVar("L")  # a dead letter, as the broker's client has it
+
 logger = logger_of("projector_dedup.consumers")
 
 MAX_REASON = 1_000  # bytes of an error in a log line and in a header; an attribute of Pub/Sub has at most 1,024
 MAX_NAMES = 10  # headers that one log line names
-QUIET = 5.0
-"""The seconds without an older dead letter after which a replay ends, if its broker cannot count or order them."""
-HELD = 600
-"""The seconds for which such a replay keeps a newer dead letter back: otherwise the broker would send it again."""
+_QUIET = 5.0  # seconds without an older dead letter, after which `replay_older` ends
+_HELD = 600  # seconds for which it keeps a newer one back: otherwise the broker would send it again
 
 _REASONS: tuple[tuple[tuple[type[BaseException], ...], Reason], ...] = (  # the first match counts
     ((InvalidMessageIdError,), "invalid_id"),
@@ -336,3 +337,30 @@ def deliver_in_order(settling: Settling, incoming: Sequence[Incoming], groups: S
             waiting.add(group)
         answers.append(settled)
     return answers
+
+
+def replay_older(
+    receive: Callable[[], Sequence[L]],
+    move: Callable[[L], object],
+    *,
+    is_newer: Callable[[L], bool],
+    delay: Callable[[L, int], object],
+) -> int:
+    """Move the dead letters that were there before the start, and return their number.
+
+    For a broker that can neither count nor order them: ``receive`` returns some, and none if there is none. A message
+    that is rejected again meanwhile is a newer letter: moving it would never end. ``delay`` holds it back for a number
+    of seconds.
+    """
+    last, count, newer = time.monotonic(), 0, list[L]()
+    while time.monotonic() < last + _QUIET and (letters := receive()):
+        for letter in letters:
+            if is_newer(letter):
+                delay(letter, _HELD)
+                newer.append(letter)
+                continue
+            move(letter)
+            count, last = count + 1, time.monotonic()
+    for letter in newer:
+        delay(letter, 0)
+    return count

@@ -21,7 +21,7 @@ with needs("sqs"):
 from ..dispatcher import Dispatcher
 from ..errors import RefusedError
 from .incoming import Convert, Incoming, json_event
-from .settling import HELD, QUIET, Settled, Settling, deliver_in_order, expect, logger
+from .settling import Settled, Settling, deliver_in_order, expect, logger, replay_older
 
 __all__ = ["Consumer", "lambda_handler", "replay"]
 
@@ -134,19 +134,18 @@ def replay(client: BaseClient, queue_url: str) -> int:
     expect(BaseClient, client, _CLIENT)
     sqs: Any = client
     dead, began = _dead_letter_queue(sqs, queue_url), time.time() * 1000
-    last, count, newer = time.monotonic(), 0, list[_Message]()
-    while time.monotonic() < last + QUIET and (letters := _receive(sqs, dead, 1)):
-        for letter in letters:
-            if int(letter["Attributes"]["SentTimestamp"]) > began:  # rejected again: moving it would never end
-                _delay(sqs, dead, [(letter, HELD)])
-                newer.append(letter)
-                continue
-            kept = {name: value for name, value in _attributes(letter).items() if name != _REJECTED_FOR}
-            _send(sqs, queue_url, letter, kept)
-            sqs.delete_message(QueueUrl=dead, ReceiptHandle=letter["ReceiptHandle"])
-            count, last = count + 1, time.monotonic()
-    _delay(sqs, dead, [(letter, 0) for letter in newer])
-    return count
+
+    def move(letter: _Message) -> None:
+        kept = {name: value for name, value in _attributes(letter).items() if name != _REJECTED_FOR}
+        _send(sqs, queue_url, letter, kept)
+        sqs.delete_message(QueueUrl=dead, ReceiptHandle=letter["ReceiptHandle"])
+
+    return replay_older(
+        lambda: _receive(sqs, dead, 1),
+        move,
+        is_newer=lambda letter: int(letter["Attributes"]["SentTimestamp"]) > began,
+        delay=lambda letter, seconds: _delay(sqs, dead, [(letter, seconds)]),
+    )
 
 
 class _Queue:
