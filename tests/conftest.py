@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import pytest
 
@@ -41,7 +42,7 @@ from databases import (
 )
 from pgbouncer import PgBouncer
 from projector_dedup.tables import default_metadata
-from reached import PLAIN, is_plain, reached
+from reached import PART, left_out, reached
 from rig import outsides_fixture, rig_on_fixture  # noqa: F401  # fixtures
 
 settings.register_profile("untimed", deadline=None)  # how long an example takes is the machine's affair
@@ -59,11 +60,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the slow tests of a plain `make test`."""
-    if is_plain(config):
+    """Leave out what `reached.left_out` names, and all but one part of the tests where the environment asks for it.
+
+    `PROJECTOR_DEDUP_TEST_PART=2/3` is the second of three parts. A test is always in the same one.
+    """
+    for marker, reason in left_out(config).items():
         for item in items:
-            if item.get_closest_marker("slow"):
-                item.add_marker(pytest.mark.skip(reason=PLAIN))
+            if item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=reason))
+    if PART:
+        part, parts = map(int, PART.split("/"))
+        items[:] = [item for item in items if crc32(item.nodeid.encode()) % parts == part - 1]
 
 
 def pytest_collection_finish() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -13,6 +13,7 @@ from .workers import Tally
 
 NAIVE, IDEMPOTENT = "@projector", "@projector(idempotent=True)"
 _BAR = 29  # columns of the longest bar
+_SHOWN = 6  # carriers with a row of their own: the whole demo fits a terminal of 24 rows
 _WIDTHS = (8, 11, 10, 12, 12, 11)  # columns of the numbers of the table
 _GREEN, _RED = 32, 31
 
@@ -51,7 +52,7 @@ def progress(name: str, total: int) -> Iterator[Callable[[int], None]]:
 
 
 def show(result: Result) -> None:
-    """Print the totals of each carrier, the faults that both projectors met, and the bars."""
+    """Print the totals of the carriers, the faults that both projectors met, and the bars."""
     tally, flights = result.tally, _all(result.expected).flights
     print(*_table(result), sep="\n")
     others = f", and {tally.by_others} times by somebody else" if tally.by_others else ""
@@ -68,8 +69,11 @@ def _table(result: Result) -> Iterator[str]:
     yield f"{'flights':>15}{'miles':>35}"
     heads = zip(_WIDTHS, ("naive", "idempotent", "data file") * 2, strict=True)
     yield "carrier" + "".join(f"{head:>{width}}{'' if head == 'data file' else '  '}" for width, head in heads)
-    for carrier in sorted(result.expected):
-        yield f"{carrier:7}" + _row([totals.get(carrier, Totals(0, 0)) for totals in sides])
+    carriers = sorted(result.expected, key=lambda carrier: result.expected[carrier].flights, reverse=True)
+    for carrier in carriers[:_SHOWN]:
+        yield f"{carrier:7}" + _row([_all(totals, [carrier]) for totals in sides])
+    if others := carriers[_SHOWN:]:
+        yield f"others {_row([_all(totals, others) for totals in sides])}"
     yield f"{'all':7}" + _row([_all(totals) for totals in sides])
 
 
@@ -100,8 +104,10 @@ def _bars(result: Result) -> Iterator[str]:
         yield f"{name:28}{bar}{' ' * (_BAR - length)} {counted:>7,} {verdict}"
 
 
-def _all(totals: Mapping[str, Totals]) -> Totals:
-    return Totals(sum(each.flights for each in totals.values()), sum(each.miles for each in totals.values()))
+def _all(totals: Mapping[str, Totals], carriers: Collection[str] | None = None) -> Totals:
+    """Return the sums over all carriers, or over these."""
+    counted = [each for carrier, each in totals.items() if carriers is None or carrier in carriers]
+    return Totals(sum(each.flights for each in counted), sum(each.miles for each in counted))
 
 
 def _paint(text: str, colour: int) -> str:

@@ -3,7 +3,8 @@
 The last lines of a run say what was not tested, why, and how to test that too.
 `PROJECTOR_DEDUP_TEST_REQUIRE=postgresql,mariadb,sqlite,pgbouncer,rabbitmq,nats,redis,galera`, in one word, makes it a
 failure if a driver of these, or one of these, is not tested. A plain `make test` leaves out the tests that are marked
-`slow`; whoever selects tests (by a path, `-k` or `-m`) or requires an engine runs those too.
+`slow` or `nightly`. Whoever requires an engine runs the slow ones too, and whoever selects tests (by a path, `-k` or
+`-m`) all that are selected.
 `PROJECTOR_DEDUP_TEST_MATRIX=write` puts the contract's part into docs/tested-on.md, `check` fails where that page says
 something else. Tests may run in several processes (pytest-xdist): what a test reached travels with its report.
 """
@@ -50,20 +51,23 @@ REMEDIES = {
     "prometheus": "apt-get install prometheus",
 }
 """How to test what was not tested, by the word by which it is required; CONTRIBUTING.md has the rest."""
-PLAIN = "slow: left out of a plain run; make test ARGS=tests"
+SLOW = "slow: left out of a plain run; make test ARGS=tests"
+NIGHTLY = "nightly: make nightly; make test ARGS=tests"
 
 REQUIRED = set(os.environ.get("PROJECTOR_DEDUP_TEST_REQUIRE", "").replace(",", " ").split())
 MATRIX = os.environ.get("PROJECTOR_DEDUP_TEST_MATRIX")
+PART = os.environ.get("PROJECTOR_DEDUP_TEST_PART")  # one of several parts of the tests: it need not reach everything
 if unknown := REQUIRED - set(PARTS.values()):
     raise pytest.UsageError(f"PROJECTOR_DEDUP_TEST_REQUIRE names {unknown}; known are {set(PARTS.values())}.")
 
 Table = dict[str, dict[str, str]]  # row -> level -> what the cell says
 
 
-def is_plain(config: pytest.Config) -> bool:
-    """True if no test was selected on the command line, and no engine is required."""
-    selected = config.args_source is pytest.Config.ArgsSource.ARGS or config.option.keyword or config.option.markexpr
-    return not selected and not REQUIRED
+def left_out(config: pytest.Config) -> dict[str, str]:
+    """Return the marks whose tests are left out, with the reason: none where the command line selects tests."""
+    if config.args_source is pytest.Config.ArgsSource.ARGS or config.option.keyword or config.option.markexpr:
+        return {}
+    return {"nightly": NIGHTLY} if REQUIRED else {"slow": SLOW, "nightly": NIGHTLY}
 
 
 class Reached:
@@ -140,7 +144,7 @@ class Reached:
             return
         if MATRIX == "write":
             self._write_page()
-        missing = any(PARTS[part] in REQUIRED for part in self.not_run())
+        missing = not PART and any(PARTS[part] in REQUIRED for part in self.not_run())
         if (missing or self._differs()) and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
@@ -150,10 +154,12 @@ class Reached:
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Say what was not tested: where it was required, that makes this run a failure."""
-        if slow := sum(report.longrepr[2].endswith(PLAIN) for report in terminalreporter.stats.get("skipped", [])):
-            terminalreporter.write_line(f"not tested: {slow:,} tests ({PLAIN})")
+        skipped = [report.longrepr[2] for report in terminalreporter.stats.get("skipped", [])]
+        for reason in (SLOW, NIGHTLY):
+            if left := sum(each.endswith(reason) for each in skipped):
+                terminalreporter.write_line(f"not tested: {left:,} tests ({reason})")
         for part in self.not_run():
-            if PARTS[part] in REQUIRED:
+            if PARTS[part] in REQUIRED and not PART:
                 terminalreporter.write_line(f"REQUIRED, but not tested: {part} ({self.why_not(part)})", red=True)
             elif part in self.unavailable or PARTS[part] in self.unavailable:
                 terminalreporter.write_line(
@@ -177,12 +183,14 @@ class Reached:
         return table
 
     def _differs(self) -> str:
-        """The rows of this Python and SQLAlchemy where the page says something else."""
+        """The rows of this Python and SQLAlchemy where the page says something else of a cell that ran."""
         record = _record()
-        if MATRIX != "check" or COMBINATION not in record:  # it tells of the combinations that were asked to write it
+        if (
+            MATRIX != "check" or PART or COMBINATION not in record
+        ):  # it tells of the combinations that were asked to write it
             return ""
-        recorded, found = record.get(COMBINATION, {}), self._table()
-        rows = [row for row in {**recorded, **found} if recorded.get(row) != found.get(row)]
+        recorded, found = record[COMBINATION], self._table()
+        rows = [row for row, cells in found.items() if not cells.items() <= recorded.get(row, {}).items()]
         return ", ".join(rows) or ("" if rendered(record) in PAGE.read_text() else "its text was changed by hand")
 
     def _write_page(self) -> None:
