@@ -253,6 +253,12 @@ def test_every_decision_is_in_the_index() -> None:
     assert [line for line in lines if line not in index] == []
 
 
+def test_a_decision_is_short() -> None:
+    """Each record has at most 600 words, and the table of what did not help at most 2,500."""
+    lengths = {name: len(_text(f"docs/adr/{name}").split()) for name in [*ADRS, "tried.md"]}
+    assert {name: words for name, words in lengths.items() if words > (2_500 if name == "tried.md" else 600)} == {}
+
+
 REFERENCE = "\n".join(_text(page) for page in PAGES if page.startswith("docs/api/"))
 
 
