@@ -63,7 +63,7 @@ PAGES = {
     "CONTRIBUTING.md": "project/contributing.md",
     "SECURITY.md": "project/security.md",
     "benchmarks/RESULTS.md": "project/results.md",
-    "benchmarks/README.md": "project/benchmarks.md",
+    "benchmarks/README.md": "project/results.md",
     "tests/core/costs.md": "project/costs.md",
 }
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#|/)([^)#\s]+)")

@@ -21,8 +21,7 @@ def trips(bench: Bench) -> Section:
     return Section(
         "trips",
         "Round trips for each message",
-        "A round trip is counted when the client speaks after the server has spoken, once drivers have prepared their "
-        "statements. A batch shares its round trips.",
+        "Counted by a proxy, after the drivers have prepared their statements. A batch shares its round trips.",
         [
             Table(
                 ["contender", "new", "redelivered"],
@@ -59,9 +58,8 @@ def storage(bench: Bench) -> Section:
     return Section(
         "storage",
         "Bytes for each message",
-        "Write-ahead log: from after a CHECKPOINT and a warm-up, with the changes of the read model in it; `more` is "
-        f"beside `{who.BASE}`. Disk: growth of the table that remembers messages, and of its indexes. Ids are UUIDs "
-        "as text (36 bytes). Random ids leave pages of an index about 70 % full, and a young index is emptier.",
+        f"Write-ahead log after a CHECKPOINT, with the changes of the read model; `more` than `{who.BASE}`. Disk: growth "
+        "of the table that remembers messages, and of its indexes. Ids are random UUIDs as text (36 bytes).",
         [Table(["contender", "log", "more", "table", "indexes"], rows)],
         rounds=found,
     )

@@ -15,11 +15,9 @@ def meeting(bench: Bench) -> Section:
     section = Section(
         "meeting",
         "Messages that meet",
-        "Threads of one process, each with a connection; every message new. `÷ no dedup`: the rate of `deliver` by "
-        "that of the same handler in `session.begin()` in the same round, medians (quartiles). `no dedup` runs at the "
-        "server's default level, and again after a unique violation or a deadlock. `runs`: how often `deliver` ran the "
-        "handler for each message. PostgreSQL takes a second to find a deadlock. A delivery that raised "
-        "`RetriesExhaustedError` comes again.",
+        "Threads of one process; every message new. `÷ no dedup`: the rate of `deliver` by that of the same handler in "
+        "`session.begin()` in the same round, which runs again after a unique violation or a deadlock: medians "
+        "(quartiles). `runs`: of the handler, for each message.",
     )
     rows = [_row(bench, section, shape, threads) for shape in SHAPES for threads in _ROUNDS]
     columns = ["handler", "threads", "÷ no dedup", "msg/s", "runs", "deliver: read model", "no dedup: read model"]

@@ -44,10 +44,9 @@ def rates(bench: Bench) -> Section:
     return Section(
         "rates",
         "New messages, one worker",
-        f"Rates divided by that of `{who.BASE}` in the same round, those under asyncio by that of the same driver "
-        "without deduplication: medians (quartiles). `CPU` is the client's, for each message. The contenders under "
-        "asyncio have 32 tasks and connections, all others one connection. Protean and eventsourcing have no batches."
-        + missing,
+        f"Rates divided by that of `{who.BASE}` in the same round, under asyncio by that of the same driver without "
+        "deduplication: medians (quartiles). `CPU`: of the client, for each message. Under asyncio: 32 tasks and "
+        "connections." + missing,
         tables,
         [
             _bars("rates-single", "One message, one transaction", singles, base),
@@ -82,9 +81,9 @@ def redeliveries(bench: Bench) -> Section:
     return Section(
         "redeliveries",
         "Redeliveries",
-        "Each message is, with that probability, one of the last 2,000 again. Rates are divided by that of "
-        f"`{who.BASE}` at the same share, which applies every redelivery; 0 % is above. eventsourcing "
-        "tracks the position in one ordered stream: it refuses whatever is not later than the last.",
+        "With that probability, a message is one of the last 2,000 again. Rates are divided by that of "
+        f"`{who.BASE}` at the same share, which applies every redelivery. eventsourcing tracks a position in one "
+        "ordered stream.",
         [
             Table(["rate ÷ no dedup", *columns], [[name, *found] for name, found in zip(names, ratios, strict=True)]),
             Table(["read model", *columns], [[row[0].contender.name, *(str(e.totals()) for e in row)] for row in rows]),
@@ -102,9 +101,8 @@ def latency(bench: Bench) -> Section:
         proxied, delayed = (_round_trip(bench.postgresql, each) for each in (direct, wire))
         race(entries, bench.rounds(25), 2 * bench.seconds, wire.through)
     told = (
-        f"A proxy holds each round trip up. `SELECT 1` by psycopg took {_round_trip(bench.postgresql) * 1e6:,.0f} µs "
-        f"directly, {proxied * 1e6:,.0f} µs through the proxy, {delayed * 1e6:,.0f} µs through it with the delay "
-        "(medians): the 32 connections of an async contender also wait for their 32 proxies."
+        f"A proxy delays each round trip. `SELECT 1` by psycopg took {_round_trip(bench.postgresql) * 1e6:,.0f} µs "
+        f"directly, {proxied * 1e6:,.0f} µs through the proxy, {delayed * 1e6:,.0f} µs with the delay (medians)."
     )
     plot = _bars("latency", "With 0.5 ms added to each round trip", entries, entries[0], logarithmic=True)
     plot.marks = {}
@@ -130,8 +128,7 @@ def engines(bench: Bench) -> Section:
     section = Section(
         "engines",
         "SQLite and MariaDB",
-        f"Rates divided by that of `{who.BASE}` on the same engine. SQLite: files on this machine's disk, "
-        "`configure_sqlite()` (write-ahead log) for everybody.",
+        f"Rates divided by that of `{who.BASE}` on the same engine. SQLite: files, with a write-ahead log.",
     )
     with sqlite() as files:
         for server in filter(None, (files, bench.mariadb)):

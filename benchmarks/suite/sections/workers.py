@@ -89,10 +89,8 @@ def workers(bench: Bench) -> Section:
     section = Section(
         "workers",
         "Several workers",
-        "Processes, each with one connection; every message new; a delivery that raises comes again, as a broker would "
-        f"bring it (none did, where no table tells). Rates are divided by that of `{who.BASE}` with as many workers, "
-        "in the same round (medians). eventsourcing is not among them: its position admits one consumer for each "
-        "stream.",
+        "Processes, each with one connection; every message new; a delivery that raises comes again. Rates are divided "
+        f"by that of `{who.BASE}` with as many workers in the same round (medians).",
         rounds={_label(*cell): found.rates for cell, found in cells.items()},
     )
     some_raised = any(turn.raised for found in cells.values() for turn in found.turns)

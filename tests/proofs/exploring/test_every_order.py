@@ -1,6 +1,6 @@
 """Two clients keep the promises in every order of their round trips, with at most one fault.
 
-actors.py and asking.py have the cases. docs/project/exploration.md says what is explored, what is not, and what
+actors.py and asking.py have the cases. docs/project/proofs.md says what is explored, what is not, and what
 exploration finds. To run one order alone, paste the test that a failure prints.
 """
 
