@@ -149,7 +149,7 @@ def _for_cleanup(found: Ages, tables: DedupTables) -> str | None:
             "cleanup keeps every marker that is still needed."
         )
     if state.cleaned_at is None:
-        return f"Next: put {cleanup} into cron (docs/runbook.md: prune from cron)."
+        return f"Next: put {cleanup} into cron (docs/operations.md: cron)."
     return f"Next: run {cleanup} to delete expired {tables.noun}s." if found.has_expired else None
 
 

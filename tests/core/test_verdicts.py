@@ -44,7 +44,7 @@ from projector_dedup.effects import errors as errors_of_effects
 from projector_dedup.verdict import FAILURES, NAMED, OTHERS, OURS, Answer
 from provoked import PROVOKED
 
-RUNBOOK = Path(__file__).parents[2] / "docs" / "runbook.md"
+PAGE = Path(__file__).parents[2] / "docs" / "verdicts.md"
 
 
 class NotYet(Defer):
@@ -255,7 +255,7 @@ def test_deliveries_are_counted_from_one(attempts: int, max_attempts: int | None
         verdict_of(Defer(), attempts=attempts, max_attempts=max_attempts)
 
 
-# The runbook ----------------------------------------------------------------------------------------------------------
+# The page -------------------------------------------------------------------------------------------------------------
 
 
 def _errors() -> list[type[ProjectorDedupError]]:
@@ -273,7 +273,7 @@ def _row(names: list[str], answer: Answer) -> str:
 
 
 def rendered() -> Iterator[str]:
-    """The lines of the runbook's table, made of the tables that `verdict_of` looks into."""
+    """The lines of the page's table, made of the tables that `verdict_of` looks into."""
     yield "| raised | answer | why |"
     yield "|---|---|---|"
     for name, answer in OURS.items():
@@ -296,13 +296,13 @@ def rendered() -> Iterator[str]:
         yield _row([f"{module}{kind.__name__}"], answer)
 
 
-def test_the_runbook_has_the_table() -> None:
+def test_the_page_has_the_table() -> None:
     """Line for line. After an intended change: APPROVE=1, then read the difference."""
     table = "\n".join(rendered())
-    text = RUNBOOK.read_text(encoding="utf-8")
+    text = PAGE.read_text(encoding="utf-8")
     if os.environ.get("APPROVE"):
         text = re.sub(r"\| raised \| answer(.*\n\|)*.*", lambda _: table, text)
-        RUNBOOK.write_text(text, encoding="utf-8")
+        PAGE.write_text(text, encoding="utf-8")
     assert f"\n\n{table}\n\n" in text
 
 

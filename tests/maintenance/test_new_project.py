@@ -10,17 +10,18 @@ from pathlib import Path
 
 import projector_dedup.migrations.versions
 import pytest
-from sqlalchemy import create_engine, inspect, select
+from sqlalchemy import create_engine, inspect
 
 from alembic_project import run_python
 from databases import Database
-from projector_dedup import ProcessedMessage
 from projector_dedup.maintenance.check import check, check_alembic, check_installed_revisions
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 OURS = Path(projector_dedup.migrations.versions.__path__[0])
+INIT = "alembic init migrations"
+ENV = "from models import metadata as target_metadata"
 MODELS = """
 from sqlalchemy import Column, Integer, MetaData, Table
 from projector_dedup import make_tables
@@ -29,13 +30,6 @@ metadata = MetaData()
 Table("account_totals", metadata, Column("id", Integer, primary_key=True){more})
 make_tables(metadata)
 """
-
-
-def _recipe() -> list[tuple[str, str]]:
-    """The blocks of the section of the runbook: their language and their text."""
-    text = (ROOT / "docs" / "runbook.md").read_text(encoding="utf-8")
-    section = text.partition("### Begin with our Alembic branch\n")[2].partition("\n### ")[0]
-    return re.findall(r"^```(\w+)\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
 
 
 def _replaced(path: Path, line: str, by: str) -> None:
@@ -71,35 +65,6 @@ class NewProject:
             said += done.stdout
         return said
 
-    def follow(self, recipe: list[tuple[str, str]]) -> str:
-        """Follow the recipe to the first revision; return what the last block says."""
-        (_, init), (_, ini), (_, env), (_, first) = recipe
-        self.run(init)
-        _replaced(self.ini, "path_separator = os", ini.rstrip())
-        _replaced(self.ini, "sqlalchemy.url = driver://user:pass@localhost/dbname", f"sqlalchemy.url = {self.url}")
-        _replaced(self.folder / "migrations" / "env.py", "target_metadata = None", env.rstrip())
-        return self.run(first)
-
-
-def test_the_recipe_works_in_an_empty_project(sqlite: Database, tmp_path: Path) -> None:
-    """As it is written: our tables are there and right, the project's revisions are in its own folder."""
-    *begin, (_, later) = _recipe()
-    ours = sorted(each.name for each in OURS.glob("*.py"))
-    project = NewProject(tmp_path, sqlite)
-    assert "No new upgrade operations" in project.follow(begin)
-    project.model(more=", Column('more', Integer)")
-    project.run(later)
-    assert "No new upgrade operations" in project.run("alembic check\n")
-    assert len(list((tmp_path / "migrations" / "versions").glob("*.py"))) == 2
-    assert sorted(each.name for each in OURS.glob("*.py")) == ours
-    assert check_alembic(project.ini) == check_alembic(project.ini, run=True) == check_installed_revisions() == []
-    engine = create_engine(sqlite.url())
-    assert not [finding for finding in check(engine) if finding.fatal]
-    assert {column["name"] for column in inspect(engine).get_columns("account_totals")} == {"id", "more"}
-    with engine.connect() as connection:
-        assert connection.execute(select(ProcessedMessage)).all() == []
-    engine.dispose()
-
 
 def _steps() -> list[str]:
     """The blocks of the steps of way b in docs/tables.md, without the indentation of the list."""
@@ -116,10 +81,9 @@ def test_the_steps_of_the_page_keep_revisions_in_the_project(history: bool, sqli
     first, ini, upgrade, later = _steps()
     ours = sorted(each.name for each in OURS.glob("*.py"))
     project = NewProject(tmp_path, sqlite)
-    (_, init), _, (_, env), *_ = _recipe()
-    project.run(init)
+    project.run(INIT)
     _replaced(project.ini, "sqlalchemy.url = driver://user:pass@localhost/dbname", f"sqlalchemy.url = {project.url}")
-    _replaced(tmp_path / "migrations" / "env.py", "target_metadata = None", env.rstrip())
+    _replaced(tmp_path / "migrations" / "env.py", "target_metadata = None", ENV)
     if history:
         (tmp_path / "models.py").write_text(MODELS.format(more="").replace("make_tables(metadata)", ""))
         project.run('alembic revision --autogenerate -m "theirs"\nalembic upgrade head\nalembic revision -m "second"')
@@ -145,9 +109,9 @@ def test_the_steps_of_the_page_keep_revisions_in_the_project(history: bool, sqli
 
 def test_a_block_pasted_below_the_line_of_alembic_init(sqlite: Database, tmp_path: Path) -> None:
     """A second `path_separator` is told in one line with its remedy; the command goes on, without a traceback."""
-    (_, init), (_, ini), *_ = _recipe()
+    _, ini, *_ = _steps()
     project = NewProject(tmp_path, sqlite)
-    project.run(init)
+    project.run(INIT)
     _replaced(project.ini, "path_separator = os", f"path_separator = os\n{ini.rstrip()}")
     (finding,) = check_alembic(project.ini)
     assert not finding.fatal

@@ -1,4 +1,4 @@
-"""What the runbook tells an operator to type or to write is run as it stands there."""
+"""What docs/operations.md and the runbook tell an operator to type or to write is run as it stands there."""
 
 import json
 import logging
@@ -32,7 +32,7 @@ def add(event: dict[str, int], session: Session) -> None:
 
 
 def _block(section: str, language: str) -> str:
-    text = (ROOT / "docs" / "runbook.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
     found = re.search(rf"^### {section}\n(?:(?!^### ).*\n)*?^```{language}\n((?:.*\n)*?)^```", text, re.MULTILINE)
     assert found is not None
     return found[1]
@@ -42,10 +42,9 @@ def test_the_line_of_the_crontab_works_as_cron_runs_it(sqlite: Database, tmp_pat
     """With cron's PATH and nothing else in the environment, the command alone deletes what is old."""
     engine = create_engine(sqlite.url())
     fill(engine, [400] * 5 + [0] * 2)
-    fields = re.fullmatch(r"(?:[\d*]+ +){5}app +(.*)\n", _block("Prune from cron", "text"))
+    fields = re.fullmatch(r"(?:[\d*]+ +){5}app +(.*)\n", _block("cron", "text"))
     assert fields is not None
     assert "%" not in fields[1]
-    assert fields[0].strip() in (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
     settings = tmp_path / "env"
     url = sqlite.url().render_as_string(hide_password=False)
     settings.write_text(f"export PROJECTOR_DEDUP_DATABASE_URL='{url}'\n")
@@ -81,7 +80,7 @@ class Rounds(Event):
 
 def _keep_pruned() -> Any:
     names: dict[str, Any] = {"__name__": "worker"}
-    exec(_block("Prune from a worker's own timer", "python"), names)
+    exec(_block("A thread of the worker", "python"), names)
     return names["keep_pruned"]
 
 

@@ -2,9 +2,11 @@
 
 import ast
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import pytest
 from projector_dedup.cli.main import main
 
@@ -12,7 +14,8 @@ from projector_dedup import errors
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("projector_dedup", "cli", "migrations")
-RUNBOOK = " ".join((ROOT / "docs" / "runbook.md").read_text(encoding="utf-8").split())
+PAGE = (ROOT / "docs" / "runbook.md").read_text(encoding="utf-8")
+RUNBOOK = " ".join(PAGE.split())
 
 LOGGED = {f"logger.{level}" for level in ("debug", "info", "warning", "error", "exception", "critical", "log")}
 FOUND = {"Finding", "advice"}
@@ -67,3 +70,32 @@ def test_everything_that_is_said_is_in_the_runbook(names: set[str], at_least: in
     said = _said(names)
     assert len(said) >= at_least
     assert {place: words for place, words in said.items() if words not in RUNBOOK} == {}
+
+
+# It is read at night ---------------------------------------------------------------------------------------------------
+
+
+def test_each_section_is_one_screen() -> None:
+    """At most 26 lines, and within them something to type; the whole page has at most 4,000 words."""
+    sections = re.split(r"^#+ ", PAGE, flags=re.MULTILINE)
+    named = re.findall(r"^### (.+)$", PAGE, re.MULTILINE)
+    assert len(named) > 30
+    assert [section.partition("\n")[0] for section in sections if section.strip().count("\n") > 26] == []
+    typed = re.compile(r"^(    \S|```)", re.MULTILINE)
+    assert [each for each in sections if each.partition("\n")[0] in named and not typed.search(each)] == []
+    assert len(PAGE.split()) <= 4000
+
+
+def test_each_command_exists() -> None:
+    """With each of its options, in the blocks and in the sentences."""
+    blocks = re.findall(r"^ +(?:python -m projector_dedup|idempotency) (.*?)(?: +#.*)?$", PAGE, re.MULTILINE)
+    lines = [*blocks, *re.findall(r"`idempotency ([^`]*)`", RUNBOOK)]
+    assert len(lines) > 40
+    for line in lines:
+        found: click.Command = main
+        for word in shlex.split(line):
+            if isinstance(found, click.Group) and not word.startswith("-"):
+                assert word in found.commands, line
+                found = found.commands[word]
+            elif word.startswith("--"):
+                assert any(word in each.opts for each in found.params), line
