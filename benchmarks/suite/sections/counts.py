@@ -58,8 +58,8 @@ def storage(bench: Bench) -> Section:
     return Section(
         "storage",
         "Bytes for each message",
-        f"Write-ahead log after a CHECKPOINT, with the changes of the read model; `more` than `{who.BASE}`. Disk: growth "
-        "of the table that remembers messages, and of its indexes. Ids are random UUIDs as text (36 bytes).",
+        f"Write-ahead log after a CHECKPOINT, with the changes of the read model; `more` than `{who.BASE}`. Disk: "
+        "growth of the table that remembers messages, and of its indexes. Ids are random UUIDs as text (36 bytes).",
         [Table(["contender", "log", "more", "table", "indexes"], rows)],
         rounds=found,
     )

@@ -74,7 +74,10 @@ def redeliveries(bench: Bench) -> Section:
         race(entries[share], bench.rounds(40), bench.seconds)
     columns = [f"{share} %" for share in _SHARES]
     rows = [list(each) for each in zip(*entries.values(), strict=True)]  # a contender, at each share
-    ratios = [[str(entry.ratios(entries[share][0])) for share, entry in zip(_SHARES, row, strict=True)] for row in rows]
+    found = [
+        [f"{entry.ratios(entries[share][0])}, {entry.totals()}" for share, entry in zip(_SHARES, row, strict=True)]
+        for row in rows
+    ]
     names = [row[0].contender.name for row in rows]
     plot = _bars("redeliveries", "90 % redeliveries", entries[90], entries[90][0], logarithmic=True)
     plot.axis, plot.marks = f"rate ÷ {who.BASE}, which counts them all", {}
@@ -85,8 +88,10 @@ def redeliveries(bench: Bench) -> Section:
         f"`{who.BASE}` at the same share, which applies every redelivery. eventsourcing tracks a position in one "
         "ordered stream.",
         [
-            Table(["rate ÷ no dedup", *columns], [[name, *found] for name, found in zip(names, ratios, strict=True)]),
-            Table(["read model", *columns], [[row[0].contender.name, *(str(e.totals()) for e in row)] for row in rows]),
+            Table(
+                ["rate ÷ no dedup, read model", *columns],
+                [[name, *cells] for name, cells in zip(names, found, strict=True)],
+            )
         ],
         [plot],
         {name: rate for share in _SHARES for name, rate in rounds_of(entries[share], f", {share} %").items()},

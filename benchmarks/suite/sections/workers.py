@@ -53,9 +53,9 @@ class _Found:
         return [turn.messages / turn.seconds for turn in self.turns]
 
     @property
-    def kept(self) -> str:
-        """Of what was delivered."""
-        return "right" if self.found == self.expected else f"{self.found / self.expected - 1:+.1%}"
+    def wrong(self) -> str:
+        """What the read model has more or less than was delivered; empty if it is right."""
+        return "" if self.found == self.expected else f", {self.found / self.expected - 1:+.1%}"
 
     @property
     def raised(self) -> str:
@@ -90,26 +90,26 @@ def workers(bench: Bench) -> Section:
         "workers",
         "Several workers",
         "Processes, each with one connection; every message new; a delivery that raises comes again. Rates are divided "
-        f"by that of `{who.BASE}` with as many workers in the same round (medians).",
+        f"by that of `{who.BASE}` with as many workers in the same round (medians). Beside it: what a wrong read model "
+        "lacks.",
         rounds={_label(*cell): found.rates for cell, found in cells.items()},
     )
+    rates, raised = f"rate ÷ {who.BASE}", "deliveries that raised, of all"
     some_raised = any(turn.raised for found in cells.values() for turn in found.turns)
     for kind, rows in _READ_MODELS.items():
 
         def table(title: str, kind: str = kind) -> Table:
             shown: dict[str, Callable[[Cell], str]] = {
-                f"rate ÷ {who.BASE}": lambda cell: f"{_ratio(section, cell, cell[2]).middle:.2f}",
-                "read model": lambda cell: cells[cell].kept,
-                "deliveries that raised, of all": lambda cell: cells[cell].raised,
+                rates: lambda cell: f"{_ratio(section, cell, cell[2]).middle:.2f}{cells[cell].wrong}",
+                raised: lambda cell: cells[cell].raised,
             }
             lines = [[name, *(shown[title]((name, kind, count)) for count in _WORKERS)] for name in names]
             return Table([f"{kind}, workers:", *map(str, _WORKERS)], lines, title)
 
-        section.tables += [table(f"rate ÷ {who.BASE}"), table("read model")]
-        section.tables += [table("deliveries that raised, of all")] if some_raised else []
+        section.tables += [table(rates), *([table(raised)] if some_raised else [])]
         lines = {}
         for name in names:
-            wrong = any(cells[name, kind, count].kept != "right" for count in _WORKERS)  # a rate is not worth much then
+            wrong = any(cells[name, kind, count].wrong for count in _WORKERS)  # a rate is not worth much then
             points = [(float(count), *_ratio(section, (name, kind, count), 1)) for count in _WORKERS]
             lines[name + (" (WRONG)" if wrong else "")] = points
         axis = f"rate ÷ {who.BASE}, 1 worker"
