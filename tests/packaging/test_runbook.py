@@ -72,7 +72,7 @@ def test_everything_that_is_said_is_in_the_runbook(names: set[str], at_least: in
     assert {place: words for place, words in said.items() if words not in RUNBOOK} == {}
 
 
-# It is read at night ---------------------------------------------------------------------------------------------------
+# It is read at night --------------------------------------------------------------------------------------------------
 
 
 def test_each_section_is_one_screen() -> None:
