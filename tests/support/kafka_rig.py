@@ -90,6 +90,18 @@ class Kafka:
         """The position of the group in each partition of a topic."""
         return [place.offset for place in self._positions(self._group, topic)]
 
+    def skip(self, topic: str) -> None:
+        """Move the group's position behind the next message of a topic, as ``kafka-consumer-groups`` does.
+
+        By a member of the group: the mock takes a position of an existing group from nobody else.
+        """
+        member = Consumer(self.config)
+        member.subscribe([topic])
+        message = member.poll(TIMEOUT)
+        assert message is not None
+        member.commit(message=message, asynchronous=False)
+        member.close()
+
     def replay(self) -> int:
         """Publish the dead letters again, by the library."""
         return plug.replay(self.config, self.topic)
