@@ -11,6 +11,7 @@ from sqlalchemy.engine import Connection
 from sqlalchemy.orm import Mapped, registry
 
 from .dialects.columns import TABLE_OPTIONS, exact_text, moment, utc_now
+from .errors import RefusedError
 from .message import MAX_HANDLER_BYTES, MAX_MESSAGE_ID_BYTES
 
 DEFAULT_NAME = "processed_message"
@@ -88,7 +89,8 @@ def make_tables(metadata: MetaData, name: str = DEFAULT_NAME, schema: str | None
     ``tables=`` to each dispatcher. One database may have several pairs of tables.
 
     Raises ``ValueError`` for a name that is empty or longer than 43 bytes: the database would cut its index names.
-    Raises ``TypeError`` for anything but a ``MetaData``.
+    Raises ``TypeError`` for anything but a ``MetaData``. Raises ``RefusedError`` if ``metadata`` already has a table of
+    that name: keep the result of the first call.
     """
     given: object = metadata
     if not isinstance(given, MetaData):
@@ -99,6 +101,14 @@ def make_tables(metadata: MetaData, name: str = DEFAULT_NAME, schema: str | None
             f"{len(name.encode())}: with a longer name, the database would cut the names of the indexes; choose "
             "another name"
         )
+    within = schema if schema is not None else metadata.schema
+    for each in (name, f"{name}_state"):
+        key = each if within is None else f"{within}.{each}"
+        if key in metadata.tables:
+            raise RefusedError(
+                f"this MetaData already has a table {key}: add these tables once and keep the result; choose another "
+                "name for a second pair of tables"
+            )
     marker = Table(
         name,
         metadata,

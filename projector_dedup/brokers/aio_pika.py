@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 
 from ..extras import needs
 
@@ -15,6 +14,7 @@ with needs("aio-pika"):
     from pamqp.commands import Basic
 
 from ..dispatcher import AsyncDispatcher
+from ..errors import RefusedError
 from ..message import printable
 from .incoming import Convert, json_event
 from .rabbitmq import (
@@ -34,10 +34,13 @@ from .settling import Settled, logger
 
 __all__ = ["Consumer", "replay"]
 
+_BY_PIKA = (
+    "run pika's consumer, projector_dedup.brokers.pika, on the queue until it has settled the message, or stops and "
+    "says how to drop it, then start this consumer again"
+)
 _UNREADABLE = (
     "aio-pika cannot read a message of queue {queue}, or of another queue on this connection, and closes the "
-    "connection at each delivery of it: run pika's consumer, projector_dedup.brokers.pika, on the queue until it "
-    "has settled the message, then start this consumer again"
+    f"connection at each delivery of it: {_BY_PIKA}"
 )
 
 
@@ -87,7 +90,8 @@ class Consumer:
         """Consume until ``stop`` is called.
 
         Raises aio-pika's error, alone or in an ``ExceptionGroup``, or ``ConnectionError``, if the connection is lost.
-        Start the process again: RabbitMQ delivers every unacknowledged message again.
+        Start the process again: RabbitMQ delivers every unacknowledged message again. Raises ``RefusedError`` in an
+        ``ExceptionGroup`` for a message that aio-pika can read but not copy.
         """
         if not self._stopping:
             self._inbox = asyncio.Queue()  # messages of an earlier connection cannot be acknowledged on this one
@@ -159,14 +163,23 @@ async def copy(message: AbstractIncomingMessage, work: str, settled: Settled | N
     """Copy a message into a wait queue or the dead-letter queue, and return after RabbitMQ has confirmed the copy.
 
     ``settled`` is None for a dead letter, which is copied into ``work``. The channel must use publisher confirms and
-    ``on_return_raises=True``. Raises the errors of the channel.
+    ``on_return_raises=True``. Raises the errors of the channel, and ``RefusedError`` for headers that aio-pika can
+    read but not write.
     """
     channel: Underlay = message.channel
     frame_max = channel.connection.connection_tune.frame_max
     headers = headers_of_copy(_encodable(message), settled, _size_of(message), frame_max, work)
-    await channel.basic_publish(
-        message.body, routing_key=queue_after(work, settled), properties=_properties(message, headers), mandatory=True
-    )
+    properties = _properties(message, headers)
+    try:
+        await channel.basic_publish(
+            message.body, routing_key=queue_after(work, settled), properties=properties, mandatory=True
+        )
+    except RecursionError as error:  # `headers_of_copy` has measured them with more room on Python's stack
+        raise RefusedError(
+            f"aio-pika cannot copy the message {printable(str(message.message_id))} of RabbitMQ's queue "
+            f"{printable(work)} (delivery tag {message.delivery_tag}), because its headers are nested too deeply: "
+            f"{_BY_PIKA}"
+        ) from error
 
 
 def unreadable(error: object, work: str) -> str:
@@ -201,9 +214,4 @@ def _properties(message: AbstractIncomingMessage, headers: Headers) -> Basic.Pro
 
 def _size_of(message: AbstractIncomingMessage) -> Size:
     """Return a function that returns the size of a copy with given headers."""
-    return lambda headers: _deeper(lambda: len(_properties(message, headers).marshal()) + AROUND)
-
-
-def _deeper(measure: Callable[[], int], frames: int = 30) -> int:
-    """Measure deeper in the stack than ``copy`` encodes: headers that are nested too deeply fail here already."""
-    return _deeper(measure, frames - 1) if frames else measure()
+    return lambda headers: len(_properties(message, headers).marshal()) + AROUND

@@ -61,10 +61,7 @@ CAME_FROM = "projector-dedup-origin"
 """The header with the topic, the partition and the offset of the original."""
 REASON = "projector-dedup-reason"
 """The header of a dead letter with the error, shortened."""
-LEFT_OUT = "projector-dedup-left-out"
-"""The header of a copy that lacks the headers of its message. They may contain the id, so a replay rejects the copy."""
-OURS = frozenset({ATTEMPT, NOT_BEFORE, OCCURRED, CAME_FROM, REASON, LEFT_OUT})
-_NO_TEXT = b"\xff"  # is not UTF-8: a message with this id is rejected
+OURS = frozenset({ATTEMPT, NOT_BEFORE, OCCURRED, CAME_FROM, REASON})
 _get_headers = methodcaller("headers")  # CPython 3.11 does not detect that a quickened message.headers() has failed
 _LARGEST = 1 << 64  # the library never writes a larger number
 
@@ -116,8 +113,9 @@ class Consumer:
     def run(self) -> None:
         """Consume until ``stop`` is called. At the end, commit the offsets of settled messages and leave the group.
 
-        Raises ``RefusedError`` if the group has no position, a topic is missing, or a copy is too large for its topic.
-        Raises ``KafkaException`` for an error from which librdkafka does not recover: start the process again.
+        Raises ``RefusedError`` if the group has no position, a topic is missing, a copy is too large for its topic, or
+        confluent-kafka cannot decode a message. Raises ``KafkaException`` for an error from which librdkafka does not
+        recover: start the process again.
         """
         try:
             for topic in {*self._retry, *self._dead.values()}:
@@ -338,19 +336,24 @@ def _checked(places: list[TopicPartition]) -> list[TopicPartition]:
 
 
 class Received:
-    """One message from a topic. It reads the library's own headers only if the topic is one of copies (``copied``)."""
+    """One message from a topic. It reads the library's own headers only if the topic is one of copies (``copied``).
+
+    Raises ``RefusedError`` if confluent-kafka cannot decode the headers: the id may be among them.
+    """
 
     def __init__(self, message: Message, *, copied: bool) -> None:
         self.message = message
         self.topic, self.partition, self.offset = place_of(message)
-        found = _headers(message)
-        self._all: Headers = found or []
+        try:
+            self._all: Headers = _get_headers(message) or []
+        except (SystemError, UnicodeDecodeError) as error:  # SystemError, if an error is set beside a result
+            raise RefusedError(
+                f"confluent-kafka cannot decode the headers of a message of Kafka, {self.origin}: the name of one is "
+                f"not UTF-8. To drop the message, stop the group and move its position from {self.offset} to "
+                f"{self.offset + 1}: kafka-consumer-groups --reset-offsets --topic {self.topic}:{self.partition} "
+                f"--to-offset {self.offset + 1}"
+            ) from error
         ours = dict(self._all) if copied else {}
-        if found is None:
-            ours[LEFT_OUT] = "headers"
-            logger.warning(
-                "a header of %s has a name that is not UTF-8, so confluent-kafka gives none of its headers", self.origin
-            )
         self._ours = {name: value for name, value in ours.items() if name in OURS}
         self.attempt = max(_number(self._ours.get(ATTEMPT), 1), 1)
         self.due = _number(self._ours.get(NOT_BEFORE), 0) / 1000
@@ -369,7 +372,7 @@ class Received:
                 found[name] = [found[name], value] if name in found else value
         return Incoming(
             self.message.value() or b"",
-            message_id=_NO_TEXT if LEFT_OUT in self._ours else found.get(id_header),
+            message_id=found.get(id_header),
             type=found.get("type"),
             occurred_at=self._occurred_at(),
             content_type=found.get("content-type"),
@@ -385,7 +388,7 @@ class Received:
 
         The names in ``added`` are ``attempt``, ``not_before`` and ``reason``.
         """
-        kept = {name: value for name, value in self._ours.items() if name in (OCCURRED, CAME_FROM, LEFT_OUT)}
+        kept = {name: value for name, value in self._ours.items() if name in (OCCURRED, CAME_FROM)}
         kept.setdefault(CAME_FROM, self.origin)
         if (occurred_at := self._occurred_at()) is not None:
             kept[OCCURRED] = str(round(occurred_at * 1000))
@@ -407,15 +410,6 @@ def place_of(message: Message) -> tuple[str, int, int]:
     if topic is None or partition is None or offset is None:
         raise ValueError("a message that was consumed has a topic, a partition and an offset")
     return topic, partition, offset
-
-
-def _headers(message: Message) -> Headers | None:
-    """Return the headers of a message; None if confluent-kafka cannot read them."""
-    try:
-        found = _get_headers(message) or []
-    except (SystemError, UnicodeDecodeError):  # CPython raises SystemError if an error is set beside a result
-        return None
-    return list(found.items() if isinstance(found, Mapping) else found)
 
 
 def _number(value: str | bytes | None, default: int) -> int:

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-import struct
-from typing import Any
+from collections.abc import Iterator
 
 from ..extras import needs
 
 with needs("pika"):
-    from pika import BasicProperties, BlockingConnection, SelectConnection
+    from pika import BasicProperties, BlockingConnection
     from pika.adapters.blocking_connection import BlockingChannel
     from pika.connection import Parameters
-    from pika.data import decode_value
-    from pika.exceptions import ChannelClosedByBroker
-    from pika.spec import FRAME_HEADER_SIZE
+    from pika.exceptions import ChannelClosedByBroker, StreamLostError
 
 from ..dispatcher import Dispatcher
+from ..message import printable
 from .incoming import Convert, json_event
 from .rabbitmq import (
     AROUND,
@@ -36,8 +35,12 @@ __all__ = ["Consumer", "replay"]
 
 _LOOKS_UP_EVERY = 0.5  # seconds that `stop` takes if no message comes
 _PARAMETERS = 'parameters are those of pika, as in pika.URLParameters("amqp://...")'
-_UNREADABLE = (ValueError, OverflowError, OSError, RecursionError)  # pika raises them for years > 9999 or deep nesting
-_READABLE_TYPES = {ord("T"): ord("l"), ord("F"): ord("x"), ord("A"): ord("x")}  # AMQP types of equal length
+_LOST = (
+    "the connection to RabbitMQ was lost at queue {queue}: {error}. Start again: RabbitMQ sends every unacknowledged "
+    "message again. But if this names a ValueError, an OverflowError, a RecursionError or a value that is too large, "
+    "pika cannot decode a message among the first {prefetch} of the queue, and stops at it each time. A consumer with "
+    "prefetch=1 stops when that message is the first one: drop it with `rabbitmqadmin get`, with ack_requeue_false"
+)
 
 
 class Consumer:
@@ -78,9 +81,10 @@ class Consumer:
     def run(self) -> None:
         """Consume until ``stop`` is called. Raises pika's error, or ``ConnectionError``, if RabbitMQ is lost.
 
-        Start the process again then: RabbitMQ delivers every unacknowledged message again.
+        Start the process again then: RabbitMQ delivers every unacknowledged message again. If pika cannot decode a
+        message, it closes the connection at each delivery of that message. The error says how to find and drop it.
         """
-        with BlockingConnection(self._parameters, _impl_class=_Connection) as connection:
+        with _losing(self._queue, self._prefetch), BlockingConnection(self._parameters) as connection:
             channel = _open(connection, self._queue)
             channel.basic_qos(prefetch_count=self._prefetch)
             for method, properties, body in channel.consume(self._queue, inactivity_timeout=_LOOKS_UP_EVERY):
@@ -103,10 +107,11 @@ def replay(parameters: Parameters, queue: str) -> int:
     """Publish the present dead letters of ``queue`` again, and return their number.
 
     Fix the cause first. Replay while the markers are kept: a message that was applied before is then a duplicate.
-    ``replay`` acknowledges each dead letter after RabbitMQ has confirmed its copy in the queue.
+    ``replay`` acknowledges each dead letter after RabbitMQ has confirmed its copy in the queue. Raises
+    ``ConnectionError`` if the connection is lost, as it is at a dead letter that pika cannot decode.
     """
     expect(Parameters, parameters, _PARAMETERS)
-    with BlockingConnection(parameters, _impl_class=_Connection) as connection:
+    with _losing(dead_letters(queue), 1), BlockingConnection(parameters) as connection:
         channel = _open(connection, queue)
         waiting = channel.queue_declare(dead_letters(queue), passive=True).method.message_count
         for number in range(waiting):
@@ -116,6 +121,18 @@ def replay(parameters: Parameters, queue: str) -> int:
             _copy(channel, properties, body, queue, None, parameters.frame_max)
             channel.basic_ack(method.delivery_tag)
         return int(waiting)
+
+
+@contextlib.contextmanager
+def _losing(queue: str, prefetch: int) -> Iterator[None]:
+    """Raise ``ConnectionError``, which names the queue, if the connection is lost while messages of ``queue`` arrive.
+
+    pika has one error for a lost connection and for a message that it cannot decode.
+    """
+    try:
+        yield
+    except StreamLostError as error:
+        raise ConnectionError(_LOST.format(queue=printable(queue), error=error, prefetch=prefetch)) from error
 
 
 def _open(connection: BlockingConnection, queue: str) -> BlockingChannel:
@@ -159,39 +176,3 @@ def _copied(properties: BasicProperties, headers: Headers) -> BasicProperties:
 def _size_of(properties: BasicProperties) -> Size:
     """Return a function that returns the size of a copy with given headers."""
     return lambda headers: sum(map(len, _copied(properties, headers).encode())) + AROUND
-
-
-class _Connection(SelectConnection):  # type: ignore[misc]  # pika has no types
-    """Reads headers that pika cannot decode. Without it, pika closes every connection that receives one."""
-
-    _frame_buffer: bytes
-
-    def _read_frame(self) -> Any:
-        try:
-            return super()._read_frame()
-        except _UNREADABLE:
-            self._frame_buffer = _readable(self._frame_buffer)
-            return super()._read_frame()
-
-
-def _readable(frame: bytes) -> bytes:
-    """Return a frame of the same length whose headers pika can decode, for a frame with the properties of a message.
-
-    Timestamps become integers; tables and arrays become bytes. Only the octet with the type of such a value changes, so
-    a copy of the message keeps all other octets.
-    """
-    readable = bytearray(frame)
-    at = FRAME_HEADER_SIZE + 12  # skip the class, the weight and the length of the body
-    (flags,) = struct.unpack_from(">H", frame, at)
-    at += 2
-    for flag in (BasicProperties.FLAG_CONTENT_TYPE, BasicProperties.FLAG_CONTENT_ENCODING):
-        if flags & flag:
-            at += 1 + frame[at]
-    (length,) = struct.unpack_from(">I", frame, at)
-    at += 4
-    end = at + length
-    while at < end:
-        at += 1 + frame[at]  # the name of the header
-        readable[at] = _READABLE_TYPES.get(frame[at], frame[at])
-        _, at = decode_value(readable, at)
-    return bytes(readable)

@@ -43,8 +43,8 @@ def into(
     of another type is passed on as it is, under its name.
 
     The JSON must fit the class: "30" is no number. Fields that the class does not have are ignored. A ``Decimal`` gets
-    every digit of a JSON number that ``json_of`` has read. The converter raises ``InvalidMessageError``, which names
-    the field, for a body that does not fit.
+    every digit of a JSON number that ``json_of`` has read. The converter raises ``InvalidMessageError`` for a body that
+    does not fit. The error names each field that does not fit; of a msgspec struct, the first one.
 
     Raises ``HandlerDefinitionError`` for a class that cannot be built of JSON. Pydantic builds all but structs; the
     extra is ``projector-dedup[events]``.
@@ -154,9 +154,10 @@ def _by_pydantic(name: str, kind: type[Any]) -> Build:
         try:  # as JSON: a moment is a text there, and a text is no number
             return adapter.validate_json(json.dumps(with_digits(body) if rounded else body), strict=True)
         except ValidationError as error:
-            first = error.errors(include_input=False, include_url=False)[0]
-            place = ".".join(str(part) for part in first["loc"])
-            raise _unfit(name, kind, f"{place or 'the whole'}: {first['msg']}") from error
+            flaws = error.errors(include_input=False, include_url=False)
+            places = (".".join(str(part) for part in each["loc"]) or "the whole" for each in flaws)
+            said = "; ".join(f"{place}: {each['msg']}" for place, each in zip(places, flaws, strict=True))
+            raise _unfit(name, kind, said) from error
 
     return build
 
@@ -179,6 +180,6 @@ def _struct(name: str, kind: type[Any]) -> Build:
 
 def _unfit(name: str, kind: type[Any], flaw: str) -> InvalidMessageError:
     return InvalidMessageError(
-        f"a message of the type {printable(name)} does not fit {kind.__qualname__} ({printable(flaw)[:300]}); correct "
+        f"a message of the type {printable(name)} does not fit {kind.__qualname__} ({printable(flaw)[:800]}); correct "
         "the producer, or the class"
     )

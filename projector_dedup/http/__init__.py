@@ -1,6 +1,6 @@
 """HTTP endpoints that repeat their recorded answer when a client repeats a request (docs/http.md).
 
-``starlette`` is for FastAPI and Starlette, ``flask`` for Flask and ``litestar`` for Litestar; each needs the extra of
-its name. ``recording`` is what they share: use it to write an endpoint for another framework. Each endpoint is a
-command of ``projector_dedup.commands``.
+``starlette`` is for FastAPI and Starlette, and ``flask`` for Flask; each needs the extra of its name. ``recording`` is
+what they share: use it to write an endpoint for another framework. Each endpoint is a command of
+``projector_dedup.commands``.
 """

@@ -79,17 +79,31 @@ def test_whatever_a_client_sends_into_the_retry_topic_is_applied_delayed_or_a_de
     assert set(rig.applied[0]) == {"a", "behind", "c"}
 
 
-def test_headers_that_cannot_be_read_are_named_and_their_message_is_rejected(
-    rig: KafkaTopic, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The id may be among them, so a replay of the dead letter is rejected again, although the body has an id."""
-    headers: list[tuple[bytes, bytes | None]] = [(b"message_id", b"m2"), (b"caf\xe9", b"1")]
-    produce(rig.queue.config["bootstrap.servers"], rig.queue.topic, [(payment(1), headers, 0)])
+UNREADABLE: list[tuple[bytes, bytes | None]] = [(b"message_id", b"m2"), (b"caf\xe9", b"1")]
+
+
+def test_headers_that_cannot_be_read_end_the_consumer_which_names_their_message(rig: KafkaTopic) -> None:
+    """The id may be among them, although the body has one. A person moves the position behind the message."""
+    rig.queue.send(payment(1))
+    produce(rig.queue.config["bootstrap.servers"], rig.queue.topic, [(payment(2), UNREADABLE, 0)])
+    rig.queue.send(payment(3, "behind"))
     for _ in range(2):
-        rig.consume_until(lambda: len(rig.queue.dead()) == 1)
-        assert [each.body for each in rig.queue.dead()] == [payment(1)]
-        assert rig.queue.replay() == 1
-    assert f"a header of {rig.queue.topic} [0] at offset 0 has a name that is not UTF-8" in caplog.text
+        with pytest.raises(RefusedError, match=rf"of Kafka, {rig.queue.topic} \[0\] at offset 1: .* --to-offset 2"):
+            rig.consume_until(lambda: False)
+        assert rig.queue.committed(rig.queue.topic)[0] == 1
+        assert rig.applied == ({"a": 1}, 1)
+    rig.queue.skip(rig.queue.topic)
+    rig.consume_until(rig.settled({"a": 1, "behind": 1}))
+    assert rig.queue.dead() == []
+
+
+def test_a_dead_letter_whose_headers_cannot_be_read_ends_the_replay(rig: KafkaTopic) -> None:
+    """With its place; what is before it is replayed."""
+    rig.queue.send(payment(1), topic=rig.queue.dead_letters)
+    produce(rig.queue.config["bootstrap.servers"], rig.queue.dead_letters, [(payment(2), UNREADABLE, 0)])
+    with pytest.raises(RefusedError, match=rf"of Kafka, {rig.queue.dead_letters} \[0\] at offset 1: "):
+        rig.queue.replay()
+    rig.consume_until(rig.settled({"a": 1}))
 
 
 @pytest.mark.parametrize("rule", ["poison", "early"])

@@ -130,6 +130,7 @@ def test_a_cloud_event_and_a_body_with_its_own_id_and_type() -> None:
     [
         ("paid", {"amount": "much"}, "the type paid does not fit Paid (amount: "),
         ("paid", {"note": 7}, "the type paid does not fit Paid (note: Input should be a valid string)"),
+        ("paid", {"at": 7, "note": 7}, "be a valid datetime; note: Input should be a valid string); correct"),
         (
             "refunded",
             {"amount": "5"},

@@ -1,11 +1,11 @@
 """The tables: named as the user likes, refused where they could not keep the promise, and queried as an entity."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta, timezone
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, MetaData, create_engine, inspect, select, text
+from sqlalchemy import Engine, MetaData, Table, create_engine, inspect, select, text
 from sqlalchemy.orm import DeclarativeBase, Session, sessionmaker
 
 from databases import Database
@@ -17,12 +17,15 @@ from projector_dedup import (
     MissingTableError,
     Outcome,
     ProcessedMessage,
+    RefusedError,
     UnitOfWork,
     claim,
     make_tables,
     on,
     projector,
 )
+from projector_dedup.commands import make_command_tables
+from projector_dedup.effects import make_effect_tables
 
 AT = datetime(2026, 1, 2, 3, 4, 5, 678901, tzinfo=timezone(timedelta(hours=5, minutes=30)))
 
@@ -136,6 +139,30 @@ def test_a_base_in_place_of_its_metadata_is_named() -> None:
 
     with pytest.raises(TypeError, match=r"takes a MetaData, such as Base\.metadata, not <class"):
         make_tables(Base)  # type: ignore[arg-type]  # that is the point
+
+
+@pytest.mark.parametrize("make", [make_tables, make_command_tables, make_effect_tables])
+@pytest.mark.parametrize("schema", [None, "elsewhere"])
+def test_tables_that_are_there_already_are_named(make: Callable[..., object], schema: str | None) -> None:
+    """Whether they are of an earlier call or the user's own; a name in another schema is another table."""
+    metadata = MetaData()
+    make(metadata, "seen", schema)
+    make(metadata, "seen", "third")
+    full = "seen" if schema is None else f"{schema}.seen"
+    with pytest.raises(RefusedError, match=rf"already has a table {full}: add these tables once and keep the result"):
+        make(metadata, "seen", schema)
+    Table("taken_state", metadata, schema=schema)
+    with pytest.raises(RefusedError, match=f"already has a table {full.replace('seen', 'taken')}_state"):
+        make(metadata, "taken", schema)
+    assert "taken" not in {table.name for table in metadata.tables.values()}
+
+
+def test_the_schema_of_the_metadata_counts() -> None:
+    """As SQLAlchemy puts it before each name without one."""
+    metadata = MetaData(schema="of_all")
+    make_tables(metadata)
+    with pytest.raises(RefusedError, match=r"of_all\.processed_message"):
+        make_tables(metadata)
 
 
 def _in_utc(moment: datetime) -> datetime:

@@ -169,7 +169,7 @@ def test_the_page_does_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     user = SimpleNamespace(id="tenant-7")
     page: dict[str, Any] = {"__name__": "page"}
     exec(snippets("commands.md")[0], page)
-    fastapi_handles, flask_handles, fastapi_records, _litestar = snippets("http.md")
+    fastapi_handles, flask_handles, fastapi_records, _by_hand = snippets("http.md")
 
     page["app"] = flask.Flask("page")
     page["app"].before_request(lambda: setattr(flask.g, "user", user))

@@ -20,7 +20,6 @@ NEEDED = {  # by each module: the package that is looked for first, and the extr
     "brokers.faststream.rabbit": ("faststream", "faststream"),
     "http.flask": ("flask", "flask"),
     "brokers.kafka": ("confluent_kafka", "kafka"),
-    "http.litestar": ("litestar", "litestar"),
     "brokers.nats": ("nats", "nats"),
     "metrics.opentelemetry": ("opentelemetry", "opentelemetry"),
     "brokers.pika": ("pika", "pika"),

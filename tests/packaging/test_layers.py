@@ -83,7 +83,6 @@ PRIVATE = {
     "_on_connect_isolation_level": "SQLAlchemy, Dialect: create_engine(isolation_level=...) leaves no other trace",
     "_pool": "SQLAlchemy, QueuePool: connections that nobody uses; to check one out would ping, recycle or close it",
     "_process_msg": "nats-py, Client: messages come through here as bytes, before nats-py fails at their headers",
-    "_read_frame": "pika, SelectConnection: where headers are decoded, and a consumer can read those that pika cannot",
     "_rollback_impl": "SQLAlchemy, Connection: ROLLBACK comes through here, as COMMIT through _commit_impl",
 }
 """Every private name of SQLAlchemy or of a driver that the library uses, and why there is no public one."""

@@ -196,8 +196,8 @@ class _OnRabbitMQ(Adapter):
     """A consumer of a queue of RabbitMQ."""
 
     few: ClassVar[Mapping[str, Any]] = {"prefetch": 2}
-    reads_all = False
-    """True if the client can read what others cannot."""
+    reads_octets = False
+    """True if the client can read texts that are not UTF-8."""
 
     def __init__(self, database: Database, queue: RabbitMQ) -> None:
         super().__init__(database)
@@ -216,7 +216,7 @@ class _OnRabbitMQ(Adapter):
     def send_strange(self) -> int:
         """Publish headers of every type that AMQP has."""
         count = 0
-        for properties in drawn(10, unreadable=self.reads_all):
+        for properties in drawn(10, octets=self.reads_octets):
             for account in "abc":
                 count += 1
                 self.queue.send_octets(payment(count, account), message_id=short(b"p%d" % count), **properties)
@@ -231,7 +231,7 @@ class Pika(_OnRabbitMQ, _Plain):
     """RabbitMQ, by pika."""
 
     program = "with_pika.py"
-    reads_all = True
+    reads_octets = True
 
     def make(self, dispatcher: Any, **options: Any) -> of_pika.Consumer:
         """Make a consumer."""

@@ -78,33 +78,42 @@ VALUES = {
     "octets": b"x" + _long(b"\xff\xfe"),
     "nothing": b"V",
     "timestamp": moment(1_356_998_400),
-    "timestamp in milliseconds": moment(1_356_998_400_000),
-    "first second of the year 10000": moment(253_402_300_800),
     "table": b"F" + table((b"a", b"S" + _long(b"\xff"))),
     "array": array(b"S" + _long(b"\xff"), b"V"),
     "nested array": nested(100),
     "array that is longer when pika encodes it": array(*[b"b\x01"] * 60_000),
 }
-"""Values of each type of RabbitMQ, https://www.rabbitmq.com/amqp-0-9-1-errata.html, that aio-pika can decode."""
+"""Values of each type of RabbitMQ, https://www.rabbitmq.com/amqp-0-9-1-errata.html, that every client can decode."""
+
+LATE_VALUES = {
+    "timestamp in milliseconds": moment(1_356_998_400_000),
+    "first second of the year 10000": moment(253_402_300_800),
+}
+"""Values over which pika closes the connection, and aio-pika does not."""
+
+OCTET_VALUES = {"table with a name that is not UTF-8": b"F" + table((b"\xff", b"V"))}
+"""Values over which aio-pika closes the connection, and pika does not."""
 
 UNREADABLE_VALUES = {
     "last timestamp": moment((1 << 64) - 1),
     "table with a timestamp": b"F" + table((b"t", moment(1 << 62))),
     "array with a timestamp": array(moment(1 << 62)),
-    "table with a name that is not UTF-8": b"F" + table((b"\xff", b"V")),
     "array that is nested too deeply": nested(20_000),
 }
-"""Values over which aio-pika closes the connection."""
+"""Values over which every client closes the connection."""
 
 NAMES = (b"h", b"", b"x-deliveries", b"x-rejected-for", b"n" * 255)
-UNREADABLE_NAMES = (b"\xff\xfe",)
+OCTET_NAMES = (b"\xff\xfe",)
 
 
-def drawn(times: int, *, unreadable: bool) -> Iterator[dict[str, Any]]:
-    """Headers with each value alone, then so many tables of headers at random; the same in each run."""
+def drawn(times: int, *, octets: bool) -> Iterator[dict[str, Any]]:
+    """Headers with each value alone, then so many tables of headers at random; the same in each run.
+
+    With ``octets`` they are those that pika can decode, with texts that are not UTF-8; else those of aio-pika.
+    """
     dice = random.Random(20130101)
-    values = [*VALUES.values(), *(UNREADABLE_VALUES.values() if unreadable else ())]
-    names = [*NAMES, *(UNREADABLE_NAMES if unreadable else ())]
+    values = [*VALUES.values(), *(OCTET_VALUES if octets else LATE_VALUES).values()]
+    names = [*NAMES, *(OCTET_NAMES if octets else ())]
     for value in values:
         yield {"headers": table((b"h", value))}
     small = [value for value in values if len(value) < 1_000]
@@ -114,5 +123,5 @@ def drawn(times: int, *, unreadable: bool) -> Iterator[dict[str, Any]]:
         texts = dice.sample(
             ["content_type", "content_encoding", "correlation_id", "reply_to", "app_id", "cluster_id"], 3
         )
-        text = dice.choice([b"", b"a", b"a" * 255, *([b"\xff"] if unreadable else ())])
+        text = dice.choice([b"", b"a", b"a" * 255, *([b"\xff"] if octets else ())])
         yield {"headers": table(*some), **{name: short(text) for name in texts}}

@@ -32,15 +32,15 @@ class Kafka:
             "heartbeat.interval.ms": 300,
             "auto.commit.interval.ms": 500,
             "fetch.wait.max.ms": 20,  # else each look at a topic takes half a second
-            "log_level": 3,
+            "log_level": 0,  # librdkafka logs on stderr, to the end of the run, that the cluster of a past test is gone
         }
         self.retry, self.dead_letters = aside(self.topic, self.config, "retry"), aside(self.topic, self.config, "dead")
         for topic in (self.topic, self.retry, self.dead_letters):
             cluster.make_topic(topic, PARTITIONS)
         self._producer = Producer({"bootstrap.servers": cluster.brokers, "log_level": 0})
-        self._replay = {**self.config, "group.id": f"{self.config['group.id']}.replay", "log_level": 0}
+        self._replay = {**self.config, "group.id": f"{self.config['group.id']}.replay"}
         self._reader = Consumer({**self._replay, "enable.auto.commit": False})
-        self._group = Consumer({**self.config, "log_level": 0})
+        self._group = Consumer(self.config)
         plug.begin(self.config, [self.topic])
 
     def publish(self, messages: Sequence[Sent]) -> None:
@@ -89,6 +89,18 @@ class Kafka:
     def committed(self, topic: str) -> list[int]:
         """The position of the group in each partition of a topic."""
         return [place.offset for place in self._positions(self._group, topic)]
+
+    def skip(self, topic: str) -> None:
+        """Move the group's position behind the next message of a topic, as ``kafka-consumer-groups`` does.
+
+        By a member of the group: the mock takes a position of an existing group from nobody else.
+        """
+        member = Consumer(self.config)
+        member.subscribe([topic])
+        message = member.poll(TIMEOUT)
+        assert message is not None
+        member.commit(message=message, asynchronous=False)
+        member.close()
 
     def replay(self) -> int:
         """Publish the dead letters again, by the library."""

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pika
+import pytest
 from pika.adapters.blocking_connection import BlockingChannel
 
 from amqp_fields import Raw
@@ -40,6 +41,11 @@ class RabbitMQ:
         """Publish, and return when RabbitMQ has it all."""
         for each in messages:
             self.send(each.body, message_id=each.id, type=each.type, delivery_mode=2)
+
+    def drop_first(self, queue: str | None = None) -> None:
+        """Drop the first message, which pika cannot decode, as a person does by ``rabbitmqadmin get``."""
+        with pytest.raises(pika.exceptions.StreamLostError), pika.BlockingConnection(self.parameters) as connection:
+            connection.channel().basic_get(queue or self.queue, auto_ack=True)
 
     def count(self, queue: str | None = None) -> int:
         """How many messages a queue has that are not in flight; 0 if there is no such queue."""
