@@ -116,10 +116,7 @@ def _cleaned(deployment: Deployment, *, dry_run: bool, **bounds: Any) -> tuple[s
             facts = {"deleted": found, "complete": done.complete, "seconds": seconds}
             if done.rebuilt:
                 names = ", ".join(printable(name) for name in done.rebuilt)
-                line += (
-                    f" Kept the markers of open rebuilds: {names} (finish `idempotency rebuild` with --verify or "
-                    "--abandon)."
-                )
+                line += f" Kept the markers of open rebuilds: {names} (finish them by `idempotency rebuild --verify`)."
                 facts["rebuilds"] = list(done.rebuilt)
             if done.declared is not None:
                 line += (

@@ -28,7 +28,7 @@ from .output import Failed, harmless, json_option, noted, one_line, print_json, 
 
 T = TypeVar("T")
 
-_DISPATCHER, _SOURCE, _RESET = "myapp.consumer:dispatcher", "myapp.archive:payments", "myapp.projectors:reset_totals"
+_DISPATCHER, _SOURCE = "myapp.consumer:dispatcher", "myapp.archive:payments"
 _SHOWN = 20  # ids of lacking messages
 
 _on_stderr = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -45,11 +45,9 @@ _on_stderr = Console(stderr=True, highlight=False, soft_wrap=True)
 @click.option(
     "--source",
     metavar="MODULE:SOURCE",
-    help="The old messages in their original order: an iterable, or a function that returns one. A function with an "
-    f"argument gets the id of the message after which to start, or None: {_SOURCE}.",
+    help=f"The old messages in their original order: an iterable, or a function that returns one: {_SOURCE}.",
 )
 @click.option("--verify", is_flag=True, help="Read no messages; list those that the new generation lacks.")
-@click.option("--abandon", is_flag=True, help="End the rebuild without success, so that cleanup deletes markers again.")
 @click.option(
     "--beside", metavar="NAME", help="With --verify: the old generation.  [default: the one of building(...)]"
 )
@@ -65,12 +63,6 @@ _on_stderr = Console(stderr=True, highlight=False, soft_wrap=True)
     is_flag=True,
     help="With --verify: confirm that the source had all messages from before the oldest marker, which the command "
     "cannot compare.",
-)
-@click.option(
-    "--reset",
-    metavar="MODULE:FUNCTION",
-    help="Rebuild in place: delete the markers, and call this function with a session to empty the read model. Stop "
-    f"every worker first: {_RESET}.",
 )
 @click.option(
     "--batch-size", type=WholeNumber(min=1), default=200, show_default=True, help="How many messages in a batch."
@@ -91,11 +83,9 @@ def rebuild(
     projector: str,
     source: str | None,
     verify: bool,
-    abandon: bool,
     beside: str | None,
     settle: float,
     source_vouches: bool,
-    reset: str | None,
     batch_size: int,
     limit: int | None,
     until: datetime | None,
@@ -107,26 +97,20 @@ def rebuild(
 
     Use it to rebuild a read model. First register the new generation in your application with
     building(NewProjector(), beside="old-name"), and deploy. Then run this command with --source. You may interrupt it
-    at any time and run it again. Then remove building(...), deploy, and run this command with --verify: exit code 0
-    means that no message is lacking, and that you can switch the reads. Until then, cleanup keeps the markers of both
-    generations.
+    at any time and start it again: it skips the messages that were applied. Then remove building(...), deploy, and run
+    this command with --verify: exit code 0 means that no message is lacking, and that you can switch the reads. Until
+    then, cleanup keeps the markers of both generations.
 
     \b
     Examples:
       idempotency rebuild --app shop:app --projector totals-2 --source shop:events
       idempotency rebuild --app shop:app --projector totals-2 --verify
-      idempotency rebuild --app shop:app --projector totals-2 --abandon
     """
-    if (source is not None) + verify + abandon != 1:
-        raise click.UsageError("give one of --source MODULE:SOURCE, --verify and --abandon")
+    if (source is not None) == verify:
+        raise click.UsageError("give either --source MODULE:SOURCE or --verify")
     with one_line(debug=debug):
         dispatcher = from_application(app, (Dispatcher, AsyncDispatcher), _DISPATCHER)
-        if abandon:
-            was_open = _called(dispatcher, end_rebuild, aend_rebuild, projector)
-            if not was_open:
-                raise Failed(f"there is no open rebuild of {printable(projector)}; check the name of the projector")
-            say(f"The rebuild of {printable(projector)} is abandoned. Cleanup deletes its markers again.")
-        elif verify:
+        if verify:
             found = _called(dispatcher, lacking, alacking, projector, beside=beside, settle=settle)
             _tell(found, projector, as_json=as_json, source_vouches=source_vouches)
             _called(dispatcher, end_rebuild, aend_rebuild, projector)
@@ -135,7 +119,6 @@ def rebuild(
                 "batch_size": batch_size,
                 "limit": limit,
                 "until": None if until is None else until.replace(tzinfo=UTC),
-                "reset": None if reset is None else imported(reset, "--reset", _RESET),
             }
             _fill(dispatcher, projector, str(source), as_json=as_json, keep_going=keep_going, **arguments)
 
@@ -182,12 +165,7 @@ def _fill(dispatcher: Any, projector: str, place: str, *, as_json: bool, keep_go
             f"before, {done.skipped:,} not handled by {printable(projector)}, {done.failed:,} failed."
         )
         if done.complete and not done.failed:
-            in_place = arguments["reset"] is not None
-            say(
-                "Next: start the workers."
-                if in_place
-                else "Next: remove building(...) everywhere, deploy, and run this command with --verify."
-            )
+            say("Next: remove building(...) everywhere, deploy, and run this command with --verify.")
     if interrupted():
         raise Failed("interrupted; run this command again")
     if done.failed:

@@ -278,8 +278,7 @@ def forget(
     call with this key runs the command again. Without ID, it deletes all records of the --scope. With --effects, it
     deletes finished effects in the same way, so that the next `arm` sends them again. It refuses unfinished effects.
 
-    With --all and --handler, it deletes all markers of one handler. Stop the workers and empty the read model first, or
-    use `idempotency rebuild --reset`, which does all of this.
+    With --all and --handler, it deletes all markers of one handler. Stop the workers and empty the read model first.
 
     \b
     Examples:

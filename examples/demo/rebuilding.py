@@ -14,7 +14,7 @@ import random
 import signal
 import textwrap
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -215,17 +215,13 @@ def _deliver_live(url: URL, flights: Sequence[FlightScheduled], knows_both: bool
 
 
 def _rebuild(url: URL, archive: Sequence[FlightScheduled], failing: frozenset[str], done: Any) -> None:
-    """Rebuild from an archive that can start behind a flight."""
+    """Rebuild from an archive; a process that was killed is started again, and reads it from the first flight."""
     factory = sessionmaker(open_engine(url))
     new = building(Carriers2(failing), beside=OLD)
     dispatcher = Dispatcher(factory, IdempotentCarriers(), new, tables=TABLES)
-    place = {flight.message_id: number for number, flight in enumerate(archive)}
-
-    def source(after: str | None) -> Iterator[FlightScheduled]:
-        done.value = 0 if after is None else place[after] + 1
-        yield from archive[done.value :]
+    done.value = 0
 
     def read(more: int) -> None:
         done.value += more
 
-    rebuild(dispatcher, NEW, source, batch_size=_BATCH, on_batch=read, failed=lambda _delivery: None)
+    rebuild(dispatcher, NEW, archive, batch_size=_BATCH, on_batch=read, failed=lambda _delivery: None)

@@ -26,36 +26,19 @@ _MARGIN = 0.1  # the part of the lease (at most a second) that is reserved for w
 
 @dataclass(frozen=True)
 class Lease:
-    """How long an attempt may take, in seconds."""
+    """How long an attempt may take, in seconds. Raises ``HandlerDefinitionError`` for more than a day."""
 
     seconds: float
-    renew_every: float | None  #: None: the library does not renew the lease
-    at_most: float  #: with all renewals
 
-    @classmethod
-    def checked(cls, lease: object, renew_every: object, at_most: object) -> Lease:
-        """Return the lease. Raises ``HandlerDefinitionError``."""
-        seconds = _seconds("lease", lease, MAX_LEASE)
-        if renew_every is None and at_most is None:
-            return cls(seconds, None, seconds)
-        if renew_every is None or at_most is None:
-            raise HandlerDefinitionError(
-                "give renew_every= and at_most= together; otherwise the lease of a hanging attempt would never end"
-            )
-        every, longest = _seconds("renew_every", renew_every, seconds / 2), _seconds("at_most", at_most, MAX_LEASE)
-        if longest <= seconds:
-            raise HandlerDefinitionError(f"at_most must be longer than the lease ({seconds:g} s), not {longest:g} s")
-        return cls(seconds, every, longest)
+    def __post_init__(self) -> None:
+        given: Any = self.seconds  # a caller without a type checker may pass anything
+        if isinstance(given, bool) or not isinstance(given, int | float) or not 0.1 <= given <= MAX_LEASE:
+            raise HandlerDefinitionError(f"lease must be 0.1 to {MAX_LEASE:,} seconds (a day), not {given!r}")
 
     @property
     def ms(self) -> int:
         """The length of the lease, in milliseconds."""
         return int(self.seconds * 1000)
-
-    @property
-    def at_most_ms(self) -> int:
-        """The length with all renewals, in milliseconds."""
-        return int(self.at_most * 1000)
 
 
 @dataclass
@@ -63,8 +46,8 @@ class Attempt:
     """One attempt at an effect: the second argument of the effect's function and of the ask function.
 
     ``key`` is the idempotency key for the provider, the same in all attempts at one effect. ``number`` counts the
-    attempts from 1. ``lease`` is the longest time of the attempt in seconds, with all renewals. In a unit test, create
-    one yourself: ``Attempt("key")``.
+    attempts from 1. ``lease`` is the longest time of the attempt in seconds. In a unit test, create one yourself:
+    ``Attempt("key")``.
     """
 
     key: str
@@ -189,14 +172,7 @@ class _Decorator:
         return (AsyncEffect if inspect.iscoroutinefunction(function) else Effect)(function, *self._arguments)
 
 
-def effect(
-    *misplaced: Never,
-    name: str,
-    lease: float,
-    unknown: Policy,
-    renew_every: float | None = None,
-    at_most: float | None = None,
-) -> _Decorator:
+def effect(*misplaced: Never, name: str, lease: float, unknown: Policy) -> _Decorator:
     """Make an effect of a function that calls another system, such as a payment provider.
 
     The library calls the function with ``(request, attempt)``. The function sends the request with the idempotency key
@@ -205,27 +181,18 @@ def effect(
     request and answer as JSON, by their annotations.
 
     - ``name``: identifies the effect permanently. Rename it only with ``idempotency rename``.
-    - ``lease``: how long an attempt may take, in seconds.
+    - ``lease``: how long an attempt may take, in seconds: at most 86,400, a day.
     - ``unknown``: the policy after an attempt without an answer: ``resend(...)``, ``ask(...)`` or ``stop``.
-    - ``renew_every``: seconds. A thread or a task renews the lease at this interval while the function runs. Use it for
-      calls whose duration you do not know. If the database is unreachable meanwhile, the lease ends.
-    - ``at_most``: the longest time of an attempt with all renewals, in seconds.
 
     Raises ``HandlerDefinitionError`` for a wrong argument, and if request or answer cannot be stored.
     """
     if misplaced:
         raise HandlerDefinitionError('@effect takes named arguments: @effect(name="billing.charge", lease=30, ...)')
     valid_handler(name)
-    length = Lease.checked(lease, renew_every, at_most)
+    length = Lease(lease)
     if not isinstance(unknown, Resend | Ask | Stop):
         raise HandlerDefinitionError(f"unknown must be a policy (resend(...), ask(...) or stop), not {unknown!r}")
     return _Decorator(name, length, unknown)
-
-
-def _seconds(name: str, given: object, longest: float) -> float:
-    if isinstance(given, bool) or not isinstance(given, int | float) or not 0.1 <= given <= longest:
-        raise HandlerDefinitionError(f"{name} must be 0.1 to {longest:,g} seconds, not {given!r}")
-    return float(given)
 
 
 def _request_codec(name: str, function: Callable[..., Any]) -> Codec[Any]:

@@ -225,11 +225,6 @@ def take_to_ask(connection: Connection, table: Table, row: Seen, token: str, lea
     return _take(connection, table, row, latest, _leased(token, lease) | {"ended_at": row.last_ended_at})
 
 
-def renew(connection: Connection, table: Table, row: Seen, token: str, lease: int) -> bool:
-    """Let the lease that has this ``token`` end in ``lease`` milliseconds; return False if it was taken over."""
-    return _changed(connection, update(table).where(_has_token(table, row, token)).values(_leased(token, lease)))
-
-
 def _leased(token: str, lease: int) -> dict[str, Any]:
     until = now_ms() + lease
     return {"token": token, "lease_until": until, "next_at": until}
@@ -255,7 +250,7 @@ def release(
     """Give the row back without an outcome, with other ``values``; ``settle`` looks at it in ``next_in`` ms, or never.
 
     ``held`` is the token that it must have. Does nothing if it was taken over, or has an outcome; or evidence, unless
-    ``over``. A row that nobody has taken keeps its ``lease_until``; does nothing if that was renewed since.
+    ``over``. A row that nobody has taken keeps its ``lease_until``; does nothing if the attempt has ended since.
     """
     conditions = [_has_token(table, row, held), table.c.outcome.is_(None)]
     if "lease_until" in values:
@@ -352,7 +347,7 @@ def _has_token(table: Table, row: Seen, token: str) -> Any:
 
 
 def _is_unchanged(table: Table, row: Seen) -> Any:
-    """Return the condition that the row is as it was read: the end and the renewal of an attempt change no token."""
+    """Return the condition that the row is as it was read: the end of an attempt changes no token."""
     column, lease = table.c, _has_lease(table, row)
     return _has_token(table, row, row.token) & column.outcome.is_(None) & column.evidence.is_(None) & lease
 

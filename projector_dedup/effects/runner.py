@@ -10,7 +10,7 @@ import json
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, replace
 from enum import Enum, auto
@@ -57,7 +57,6 @@ from .record import (
     new_token,
     shown,
 )
-from .renewal import renewing
 from .steps import HOUR, Do, Step, next_step, pace
 
 logger = logger_of("projector_dedup")
@@ -277,7 +276,7 @@ class _Effects:
                 return False
             if new is not None:
                 refuse_other_request(row.fingerprint, new)
-            step = next_step(row, effect.unknown, effect.lease.at_most_ms)
+            step = next_step(row, effect.unknown, effect.lease.ms)
             if step.do is not Do.SEND:
                 found[:] = [(step, row, None)]
                 return False
@@ -334,7 +333,7 @@ class _Effects:
 
     def _settle_one(self, effect: Definition[Any, Any], row: Seen, settled: Settled) -> None:
         """Do what the policy permits. Log an error instead of raising it, so that ``settle`` continues."""
-        step = next_step(row, effect.unknown, effect.lease.at_most_ms)
+        step = next_step(row, effect.unknown, effect.lease.ms)
         try:
             if step.do is Do.RECORD:
                 outcome = self._record_left(effect, row)
@@ -445,33 +444,12 @@ class _Effects:
         return DONE
 
     def _call(self, effect: Definition[Any, Any], function: Callable[..., Any], taken: _Taken) -> Any:
-        every, renew = effect.lease.renew_every, partial(self._renew, taken)
-        renewed = nullcontext() if every is None else renewing(every, renew, asynchronous=self._asynchronous)
-        with _noted(), renewed:
+        with _noted():
             returned = function(taken.given, taken.attempt)
             check_result(effect.identity, returned, asynchronous=self._asynchronous)
             value = await_only(returned) if self._asynchronous else returned
         check_result(effect.identity, value, asynchronous=False)
         return value
-
-    def _renew(self, taken: _Taken) -> bool:
-        """Renew the lease. Return False if no further renewal is possible."""
-        lease, row, renewed = taken.effect.lease, taken.row, False
-        left = lease.at_most - (time.monotonic() - taken.attempt.began)
-        if left <= 0:
-            return False
-
-        def change(connection: Connection, _: Dialect) -> bool:
-            nonlocal renewed
-            renewed = record.renew(connection, self._tables.marker, row, taken.token, min(lease.ms, int(left * 1000)))
-            return renewed
-
-        try:
-            self._transact(row.key, change)
-        except Exception as error:  # noqa: BLE001  # the next one may succeed
-            logger.warning("%s: the lease could not be renewed (%s)", _label(row), shown(error))
-            return True
-        return renewed
 
     def _encoded(self, effect: Definition[Any, Any], value: Any) -> bytes:
         data = encoded(effect.codec, value, f"{effect.identity} returned {type(value).__name__}")
@@ -783,7 +761,7 @@ class AsyncEffects(_Effects):
 
 
 def _new_taken(effect: Definition[Any, Any], new: NewRow, token: str, began: float) -> _Taken:
-    attempt = Attempt(new.provider_key, 1, effect.lease.at_most, began)
+    attempt = Attempt(new.provider_key, 1, effect.lease.seconds, began)
     given = effect.request_codec.loads(new.request)
     return _Taken(effect, Seen.of_new(new, token), token, given, attempt, Step(Do.SEND), set_first=True)
 
@@ -791,7 +769,7 @@ def _new_taken(effect: Definition[Any, Any], new: NewRow, token: str, began: flo
 def _taken(effect: Definition[Any, Any], row: Seen, token: str, began: float, step: Step) -> _Taken:
     number = row.attempt if step.do is Do.ASK else row.attempt + 1
     called = step.do is Do.ASK  # in an ask function, `NotDone` would mean that the provider has not done it
-    attempt = Attempt(row.provider_key, number, effect.lease.at_most, began, called)
+    attempt = Attempt(row.provider_key, number, effect.lease.seconds, began, called)
     given = effect.request_codec.loads(row.request)  # before the row is taken, in case the request cannot be read
     return _Taken(effect, row, token, given, attempt, step, set_first=row.first_sent_at is None)
 

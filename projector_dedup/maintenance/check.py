@@ -359,26 +359,17 @@ def _listed(names: Collection[str]) -> str:
 
 
 def advise_rebuilds(engine: Engine, *, tables: DedupTables = default_tables) -> list[Finding]:
-    """Return unfinished rebuilds in place, and rebuilds beside live traffic that have been open for days."""
+    """Return the rebuilds that have been open for days."""
     with connected_to(engine, tables) as connection:
         now, rebuilds = database_of(connection).now(connection), open_rebuilds(connection, tables)
-    in_place = [
-        Finding(
-            f"the rebuild in place of {printable(name)} is not finished: its markers are deleted, so redelivered "
-            "messages would be applied again",
-            "stop its workers, and run `idempotency rebuild --reset` again until it prints that you can start them",
-        )
-        for name, each in sorted(rebuilds.items())
-        if each.beside is None
-    ]
-    return in_place + [
+    return [
         advice(
             f"a rebuild of {printable(name)} has been open for {duration(now - each.opened_at)}: cleanup keeps all "
             "markers of both generations",
-            "finish it, and run `idempotency rebuild --verify`, which ends it; or end it with --abandon",
+            "finish it with `idempotency rebuild --verify`, or drop the new generation (docs/rebuild.md)",
         )
         for name, each in sorted(rebuilds.items())
-        if each.beside is not None and now - each.opened_at > _SLACK
+        if now - each.opened_at > _SLACK
     ]
 
 

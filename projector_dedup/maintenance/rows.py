@@ -36,7 +36,7 @@ from ..message import printable, valid_handler, valid_message_id
 from ..options import RetryPolicy
 from ..tables import DedupTables, default_tables
 from .check import verify
-from .databases import CUTOFF, database_of
+from .databases import database_of
 from .running import PASSING, connected_to, refuse_other_kind, run_with_retries
 from .state import refuse_kept
 
@@ -129,36 +129,30 @@ def forget_all(
     engine: Engine,
     handler: str,
     *,
-    before: datetime | None = None,
     tables: DedupTables = default_tables,
     batch_size: int = 1_000,
     on_batch: Callable[[int], None] | None = None,
-    rebuild: str = "",
 ) -> int:
     """Delete all markers of a handler, so that every redelivered message is applied *again*.
 
-    Returns their number. With ``before``, a time with a zone, only markers that were processed earlier are deleted. The
-    function does not undo changes in the read model, and does not delete unfinished effects.
+    Returns their number. The function does not undo changes in the read model, and does not delete unfinished effects.
 
     Every batch is a short transaction, so you can interrupt a run and run it again. ``on_batch`` is called with the
     number of deleted markers of each batch, and may raise to end the run. New markers may remain.
 
-    Raises ``RefusedError`` for a name that no handler can have, and if an open rebuild of another projector than
-    ``rebuild`` needs the markers. Raises ``MissingTableError`` for a missing table, and ``RetriesExhaustedError`` if a
-    transient error lasted too long.
+    Raises ``RefusedError`` for a name that no handler can have, and if an open rebuild needs the markers. Raises
+    ``MissingTableError`` for a missing table, and ``RetriesExhaustedError`` if a transient error lasted too long.
     """
     marker = tables.marker
     verify(engine, tables)
     dialect = dialect_of(engine)
     dialect.prepare(engine)
     its = [marker.c.handler == valid_handler(handler), *_finished(tables)]
-    if before is not None:
-        its.append(marker.c.processed_at < bindparam("before", before, type_=CUTOFF))
     look = select(marker.c.message_id).where(*its).order_by(marker.c.message_id).limit(batch_size)
 
     def batch(after: str, connection: Connection) -> tuple[str, int]:
         dialect.begin(connection, None, None)
-        refuse_kept(connection, tables, [handler], of=rebuild)
+        refuse_kept(connection, tables, [handler])
         ids = connection.execute(look.where(marker.c.message_id > after)).scalars().all()
         if not ids:
             return after, 0

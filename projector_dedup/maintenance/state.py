@@ -127,8 +127,8 @@ def moment_text(moment: datetime) -> str:
     return moment.astimezone(UTC).isoformat(timespec="microseconds")
 
 
-# The open rebuilds: each has a row until it is verified, ended or abandoned. Cleanup keeps the markers of both
-# generations of an open one: otherwise a rebuild that takes longer than the retention would apply messages again.
+# The open rebuilds: each has a row until it is verified or ended. Cleanup keeps the markers of both generations of an
+# open one: otherwise a rebuild that is started again after the retention would apply messages again.
 
 _PREFIX = "rebuild:"
 
@@ -138,21 +138,17 @@ class OpenRebuild:
     """A rebuild, as the state table stores it.
 
     - ``opened``: when the rebuild began, by the database's clock.
-    - ``beside``: the old generation, or None for a rebuild in place.
+    - ``beside``: the old generation.
     - ``handlers``: all names under which both generations have markers.
     - ``known_since``: the time up to which markers were deleted when the rebuild began.
-    - ``after``: the id of the last message of the last batch, if the source can start after an id.
     - ``complete``: True if a run has read a source to its end, and no message failed.
-    - ``forgetting``: True until a rebuild in place has reset the read model.
     """
 
     opened: str
-    beside: str | None
+    beside: str
     handlers: list[str] = field(default_factory=list)
     known_since: str | None = None
-    after: str | None = None
     complete: bool = False
-    forgetting: bool = False
 
     @property
     def opened_at(self) -> datetime:
@@ -173,7 +169,7 @@ def open_rebuilds(connection: Connection, tables: DedupTables) -> dict[str, Open
     except (TypeError, ValueError) as error:
         raise RefusedError(
             f"{full_name(tables.state, connection)} has a value that is no rebuild of this version, though its key "
-            f"begins with {_PREFIX!r}: give that rebuild up (`idempotency rebuild --abandon`), and begin again"
+            f"begins with {_PREFIX!r}: delete that row, and start the rebuild again"
         ) from error
 
 
@@ -182,17 +178,13 @@ def kept_handlers(rebuilds: Mapping[str, OpenRebuild]) -> frozenset[str]:
     return frozenset(name for each in rebuilds.values() for name in each.handlers)
 
 
-def refuse_kept(
-    connection: Connection, tables: DedupTables, names: Collection[str], *, of: str = "", in_place_only: bool = False
-) -> None:
-    """Raise ``RefusedError`` if an open rebuild of another projector than ``of`` needs the markers of these names."""
+def refuse_kept(connection: Connection, tables: DedupTables, names: Collection[str]) -> None:
+    """Raise ``RefusedError`` if an open rebuild needs the markers of these names."""
     for projector, each in open_rebuilds(connection, tables).items():
-        if projector == of or (in_place_only and each.beside is not None):
-            continue
         if not {*names}.isdisjoint(each.handlers):
             raise RefusedError(
-                f"the rebuild of {printable(projector)} is open, and needs these markers: verify it, or give it up "
-                "(`idempotency rebuild --verify`, --abandon), and do this then"
+                f"the rebuild of {printable(projector)} is open, and needs these markers: finish it with `idempotency "
+                "rebuild --verify`, or drop the new generation (docs/rebuild.md), and do this then"
             )
 
 

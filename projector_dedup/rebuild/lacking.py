@@ -131,7 +131,7 @@ def _refuse_unknown(known: OpenRebuild, handlers: Sequence[Handler]) -> None:
         raise RefusedError(
             "the rebuild was opened with handlers that the dispatcher does not have any more: "
             f"{', '.join(sorted(map(printable, missing))[:5])}. Bring them back (formerly=[...] for a name that was "
-            "changed), or give the rebuild up and begin again"
+            "changed), or drop the new generation (docs/rebuild.md) and begin again"
         )
 
 

@@ -99,7 +99,7 @@ class EffectCheck(KeyedCheck):
         while not isinstance(policy, Stop):
             after = max(after, policy.after if isinstance(policy, Ask) else 0)
             policy = policy.then
-        passed = self._effect.lease.at_most_ms + after + 1000
+        passed = self._effect.lease.ms + after + 1000
         times = [each for each in self._rows.c if isinstance(each.type, BigInteger)]
         older = update(self._rows).values({each.name: each - passed for each in times})
         await self.on_connection(lambda connection: connection.execute(older))

@@ -28,16 +28,8 @@ archive = [Message(f"p{number:02}", number, "paid") for number in range(12)]
 refunds = [Message("r01", 1, "refunded")]
 
 
-def behind(after):
-    return iter([message for message in archive if after is None or message.id > after])
-
-
-def empty(session):
-    session.execute(text("DELETE FROM old"))
-
-
-async def empty_async(session):
-    await session.execute(text("DELETE FROM old"))
+def opened():
+    return iter(archive)
 
 
 def kept(table, fails=()):
@@ -91,9 +83,9 @@ def shop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     sys.modules.pop("shop")
 
 
-def run(*arguments: str, projector: str = "totals-2") -> Result:
+def run(*arguments: str) -> Result:
     """`idempotency rebuild` of the new generation."""
-    return CliRunner().invoke(main, ["rebuild", "--projector", projector, *arguments])
+    return CliRunner().invoke(main, ["rebuild", "--projector", "totals-2", *arguments])
 
 
 def numbers(engine: Engine, table: str) -> list[int]:
@@ -139,7 +131,7 @@ def test_what_is_lacking_is_named(shop: Engine) -> None:
     assert ended.exit_code == 1
     assert "message p04 was not applied: ValueError: number 4 is not understood." in ended.stderr
     assert "--keep-going" in ended.stderr
-    done = run("--app", "shop:failing", "--source", "shop:behind", "--batch-size", "5", "--keep-going")
+    done = run("--app", "shop:failing", "--source", "shop:opened", "--batch-size", "5", "--keep-going")
     assert done.exit_code == 1
     assert "failed: message p04: ValueError: number 4 is not understood\n" in done.stderr
     assert "2 messages failed, see above" in done.stderr
@@ -147,7 +139,7 @@ def test_what_is_lacking_is_named(shop: Engine) -> None:
     assert found.exit_code == 1
     assert "10 of 12 messages of the old generation, 2 lacking" in found.stdout
     assert "  lacking: p04\n  lacking: p07\n" in found.stdout
-    mended = run("--app", "shop:during", "--source", "shop:behind", "--json")
+    mended = run("--app", "shop:during", "--source", "shop:opened", "--json")
     facts = json.loads(mended.stdout)
     assert mended.exit_code == 0
     assert (facts["read"], facts["applied"], facts["complete"]) == (12, 2, True)
@@ -156,14 +148,14 @@ def test_what_is_lacking_is_named(shop: Engine) -> None:
 
 
 def test_cleanup_says_what_it_keeps(shop: Engine) -> None:
-    """And a rebuild that is given up is kept for no longer."""
+    """And the markers of a rebuild that has ended are kept for no longer."""
     url = "sqlite:///shop.db"
     assert run("--app", "shop:during", "--source", "shop:archive", "--limit", "3").exit_code == 0
     with shop.begin() as connection:
         connection.execute(default_tables.marker.update().values(processed_at=datetime(2026, 1, 1, tzinfo=UTC)))
     kept = CliRunner().invoke(main, ["cleanup", "--database-url", url])
     assert (
-        "Deleted 0 markers older than 168 hours. Kept the markers of open rebuilds: totals-2 (finish `idempotency"
+        "Deleted 0 markers older than 168 hours. Kept the markers of open rebuilds: totals-2 (finish them by `"
         in kept.stdout
     )
     as_json = CliRunner().invoke(main, ["cleanup", "--database-url", url, "--log-json"])
@@ -177,9 +169,8 @@ def test_cleanup_says_what_it_keeps(shop: Engine) -> None:
     checked = CliRunner().invoke(main, ["check", "--database-url", url])
     assert checked.exit_code == 0
     assert "advice: a rebuild of totals-2 has been open for" in checked.stdout
-    given_up = run("--app", "shop:during", "--abandon")
-    assert "is abandoned. Cleanup deletes its markers again" in given_up.stdout
-    assert run("--app", "shop:during", "--abandon").exit_code == 1
+    with shop.begin() as connection:
+        connection.execute(default_tables.state.delete().where(its))
     assert prune(shop).deleted == 15
     nothing = run("--app", "shop:after", "--verify", "--beside", "totals")
     assert nothing.exit_code == 1
@@ -190,17 +181,6 @@ def test_cleanup_says_what_it_keeps(shop: Engine) -> None:
     assert unknown.exit_code == 1
     assert "the markers of earlier messages were deleted" in unknown.stderr
     assert run("--app", "shop:after", "--verify", "--beside", "totals", "--source-vouches").exit_code == 0
-
-
-def test_in_place(shop: Engine) -> None:
-    """The markers go, the read model is emptied by the application's function, and the source is delivered."""
-    with shop.begin() as connection:
-        connection.execute(text("INSERT INTO old VALUES (99)"))
-        connection.execute(default_tables.marker.update().values(processed_at=datetime(2026, 1, 1, tzinfo=UTC)))
-    done = run("--app", "shop:before", "--source", "shop:archive", "--reset", "shop:empty", projector="totals")
-    assert done.exit_code == 0, done.output
-    assert numbers(shop, "old") == list(range(12))
-    assert not is_open(shop)
 
 
 def test_all_markers_of_a_handler_are_forgotten(shop: Engine) -> None:
@@ -217,15 +197,15 @@ def test_all_markers_of_a_handler_are_forgotten(shop: Engine) -> None:
 
 @pytest.mark.usefixtures("shop")
 def test_a_wrong_command_line_says_what_to_do() -> None:
-    """One of three; a place that can be imported; a projector that is there."""
+    """One of two; a place that can be imported; a projector that is there."""
     assert run("--app", "shop:during").exit_code == 2
-    assert run("--app", "shop:during", "--verify", "--abandon").exit_code == 2
+    assert run("--app", "shop:during", "--verify", "--source", "shop:archive").exit_code == 2
     missing = run("--app", "shop:during", "--source", "shop:archives")
     assert missing.exit_code == 1
     assert "--source shop:archives cannot be imported: AttributeError" in missing.stderr
     in_use = run("--app", "shop:after", "--source", "shop:archive")
     assert in_use.exit_code == 1
-    assert "totals-2 is in use: register it by building(..., beside=...)" in in_use.stderr
+    assert "totals-2 is in use: register the new generation by building(..., beside=...)" in in_use.stderr
     skipped = run("--app", "shop:during", "--source", "shop:refunds")
     assert skipped.exit_code == 1
     assert "totals-2 handles none of these messages; check their types" in skipped.stderr

@@ -69,6 +69,40 @@ def test_a_sweep_does_not_take_what_has_ended_since_it_looked(till: Till, record
     assert (till.row("second").outcome is not None) is records
 
 
+@pytest.mark.parametrize("policy", ["resend", "ask", "stop"])
+def test_a_sweep_does_not_touch_what_was_given_back_since_it_looked(till: Till, policy: str) -> None:
+    """The lease had ended when the sweep read it; the end of an attempt that has sent nothing changes no token."""
+    sweeping, slow = Gate(till.harness), Gate(till.harness)
+
+    def body(request: Charge, attempt: Attempt) -> str:
+        if request.order == "first":
+            sweeping.stop()
+            return till.plain(request, attempt)
+        slow.stop()
+        raise NotDone
+
+    def not_there(_request: Charge, _attempt: Attempt) -> str:
+        raise NotDone
+
+    asks = ask(till.function(not_there), after=timedelta(minutes=5), within=HOUR)
+    unknown: Any = {"resend": resend(within=HOUR), "ask": asks, "stop": stop}[policy]
+    charge = till.effect(body, unknown)
+    till.arm(charge, Charge("second"), key="second")
+    attempt = till.harness.start(till.run, charge, None, "second")
+    slow.arrival()
+    till.pass_time(40)
+    till.arm(charge, Charge("first"), key="first")
+    till.change("first", next_at=1)
+    sweep = till.harness.start(till.settle, charge)
+    sweeping.arrival()
+    slow.open()
+    assert isinstance(attempt.exception(), NotDone)
+    given_back = till.row("second")
+    sweeping.open()
+    assert sweep.result() == "1 done, 1 skipped"
+    assert (till.row("second"), given_back.lease_until, len(till.sent)) == (given_back, None, 1)
+
+
 @pytest.mark.parametrize("when", ["during", "after"])
 def test_arming_what_run_has_made_counts(till: Till, when: str) -> None:
     """``NotDone`` does not delete a row that somebody has armed since."""
@@ -353,8 +387,25 @@ def test_an_ask_is_not_taken_after_its_window(till: Till) -> None:
     assert (asked, len(till.sent)) == ([], 1)
 
 
-@pytest.mark.parametrize("lease", [0.0004, float("inf"), float("nan"), 10**12, True])
-def test_a_lease_is_a_time_that_makes_sense(lease: Any) -> None:
-    """Else it ends every sweep."""
-    with pytest.raises(HandlerDefinitionError, match="lease"):
+@pytest.mark.parametrize("lease", [0.0004, float("inf"), float("nan"), 86_401, True, "a day"])
+def test_a_lease_is_at_most_a_day(lease: Any) -> None:
+    """A lease that makes no sense would end every sweep."""
+    with pytest.raises(HandlerDefinitionError, match=r"lease must be 0\.1 to 86,400 seconds \(a day\), not"):
         effect(name="x", lease=lease, unknown=stop)
+
+
+def test_an_attempt_may_take_a_day(till: Till) -> None:
+    """No sweep takes the effect before that, and the value is recorded."""
+    gate = Gate(till.harness)
+
+    def body(request: Charge, attempt: Attempt) -> str:
+        gate.stop()
+        return till.plain(request, attempt)
+
+    charge = till.effect(body, lease=86_400)
+    attempt = till.harness.start(till.run, charge)
+    gate.arrival()
+    till.pass_time(86_300)
+    assert till.settle(charge) == ""
+    gate.open()
+    assert (attempt.result(), till.payments()) == ("pi_1", [("o1", "pi_1")])

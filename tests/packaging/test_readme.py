@@ -54,6 +54,7 @@ QUICK_START = _snippets("README.md")[0]
         ("docs/concurrency.md", [QUICK_START]),
         ("docs/operations.md", [QUICK_START]),
         ("docs/tables.md", [QUICK_START]),
+        ("docs/rebuild.md", [QUICK_START]),
     ],
 )
 def test_what_is_typed_prints_what_it_says(tmp_path: Path, page: str, before: list[str]) -> None:

@@ -109,10 +109,9 @@ class Till:
         recorded: Callable[..., Any] | None = None,
         refused: Callable[..., Any] | None = None,
         name: str = "till.charge",
-        **settings: Any,
     ) -> Any:
         """Return an effect of ``body`` that records payments."""
-        made = effect(name=name, lease=lease, unknown=unknown, **settings)(self.function(body or self.plain))
+        made = effect(name=name, lease=lease, unknown=unknown)(self.function(body or self.plain))
         made.recorded(self.function(recorded or book))
         made.refused(self.function(refused or refuse))
         return made
