@@ -178,6 +178,16 @@ def test_an_identity_that_cannot_be_a_key_is_refused(name: str) -> None:
 
 def test_calling_stays_what_it_was() -> None:
     """A decorated method or function is called in a unit test as if it were not decorated."""
+def test_an_identity_that_is_too_long_says_how_long_it_may_be() -> None:
+    """And what to do, which is not to hash it: that is advice for message ids."""
+    with pytest.raises(RefusedError) as refused:
+        Dispatcher(FACTORY, projector(idempotent=True, name="x" * 300)(on(Paid)(lambda _event, _session: None)))
+    assert str(refused.value) == (
+        "a handler's identity must have at most 255 bytes of UTF-8, and this one has 300: "
+        f"{'x' * 40}...; give it a shorter name"
+    )
+
+
     with Session() as session:
         totals = Totals()
         totals.add(Paid(), session)
