@@ -466,6 +466,8 @@ class BatchResults:
 
 
 def _ids(deliveries: list[Delivery]) -> str:
-    failed = [each.message_id for each in deliveries if each.outcome is Outcome.FAILED]
-    names = ["one without a known id" if each is None else printable(each) for each in failed[:5]]
+    failed = [(place, each.message_id) for place, each in enumerate(deliveries) if each.outcome is Outcome.FAILED]
+    names = [
+        f"deliveries[{place}] without a known id" if known is None else printable(known) for place, known in failed[:5]
+    ]
     return ", ".join(names) + (", ..." if len(failed) > 5 else "")
