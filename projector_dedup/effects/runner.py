@@ -35,7 +35,7 @@ from ..handler import check_result
 from ..markers import library_errors, marker_key
 from ..message import logger_of, printable
 from ..observer import Observed, Observer, Observing
-from ..options import RetryPolicy, UnitOptions, check_session_factory
+from ..options import NamedInErrors, RetryPolicy, UnitOptions, check_session_factory
 from ..reentry import is_handling
 from ..retry import Attempts
 from ..unit_of_work import UnitOfWork
@@ -167,7 +167,7 @@ class _Taken:
     set_first: bool  #: True if no earlier attempt may have sent something
 
 
-class _Effects:
+class _Effects(NamedInErrors):
     """The part that ``Effects`` and ``AsyncEffects`` share."""
 
     _asynchronous: bool
@@ -710,19 +710,9 @@ class _Effects:
 class Effects(_Effects):
     """Sends effects: ``run`` sends one now, ``settle`` handles all that are due.
 
-    Threads may share the object.
+    Threads may share the object. ``projector_dedup.options`` describes the arguments that are not described here.
 
-    - ``session_factory``: a ``sessionmaker`` with one engine.
-    - ``effects``: a list of functions with ``@effect``.
-    - ``tables``: the result of ``make_effect_tables``.
-    - ``scope``: ``"required"`` refuses calls without a scope.
-    - ``retry``: how often, and for how long, the library retries a transaction after a transient error.
-    - ``max_result_bytes``: the largest value that the library records, in bytes. After a larger value the effect is
-      unknown. MariaDB stores values of at most half of its ``max_allowed_packet``.
-    - ``observer``: receives the outcome of each effect; see ``Observer``.
-
-    Raises ``HandlerDefinitionError`` for a wrong effect, ``UnsafeSessionError`` for a wrong session factory, and
-    ``ValueError`` for any other wrong argument.
+    - ``effects``: a list of functions with ``@effect``. Raises ``HandlerDefinitionError`` for any other list.
     """
 
     _asynchronous = False
