@@ -10,6 +10,7 @@ import pytest
 from sqlalchemy import create_engine
 from sqlalchemy.orm import Session, sessionmaker
 
+from databases import USUAL_DRIVERS
 from effect_rig import Charge, Lost, Till, tills
 from kit import Added, Gate
 from projector_dedup import HandlerDefinitionError, UnsafeSessionError
@@ -63,6 +64,33 @@ def test_a_commit_without_a_reply_is_asked_about(till: Till, call: str, lost: in
         assert till.run(charge) == "pi_1" if call == "run" else till.settle(charge) == "1 done"
     assert till.run(charge) == "pi_1"
     assert (len(till.sent), till.payments(), till.row().attempt) == (1, [("o1", "pi_1")], 1)
+
+
+@pytest.mark.parametrize("till", [each for each in USUAL_DRIVERS if not each.is_async], indirect=True, ids=str)
+def test_a_removal_that_was_not_committed_is_no_removal(till: Till) -> None:
+    """The COMMIT of the removal fails, and the effect is armed before the next try: it is not forgotten."""
+    dialect: Any = till.harness.engine.dialect
+    commits, commit = [0], dialect.do_commit
+
+    def sends_nothing(_request: Charge, _attempt: Attempt) -> str:
+        raise NotDone
+
+    def lost(connection: Any) -> None:
+        commits[0] += 1
+        if commits[0] != 2:
+            commit(connection)
+            return
+        connection.rollback()
+        till.harness.start(till.arm, charge).result()
+        raise dialect.loaded_dbapi.OperationalError("the server went away")
+
+    charge = till.effect(sends_nothing)
+    dialect.do_commit = lost
+    with pytest.raises(NotDone):
+        till.run(charge)
+    del dialect.do_commit
+    row = till.row()
+    assert (row.armed, row.attempt, row.first_sent_at, row.lease_until) == (True, 1, None, None)
 
 
 def test_a_lease_that_ran_out_is_no_permission(till: Till) -> None:
