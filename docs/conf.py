@@ -14,12 +14,15 @@ from sphinx.application import Sphinx
 from sphinx.pycode import ModuleAnalyzer
 
 import projector_dedup
+from projector_dedup import options
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
 sys.path.insert(0, str(DOCS))
 
 from parameters import listed  # noqa: E402  # it lies beside this file
+
+SHARED = (inspect.getdoc(options) or "").splitlines()  # describes the arguments that several classes have
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
@@ -94,7 +97,8 @@ def setup(app: Sphinx) -> None:
     def docstring_read(_app: Sphinx, _kind: str, _name: str, described: Any, _options: Any, lines: list[str]) -> None:
         if inspect.isfunction(described) or (inspect.isclass(described) and not issubclass(described, BaseException)):
             with contextlib.suppress(ValueError):  # a class without a signature, such as an alias of dict
-                lines[:] = listed(lines, inspect.signature(described).parameters)
+                shared = SHARED if any("projector_dedup.options" in line for line in lines) else ()
+                lines[:] = listed(lines, inspect.signature(described).parameters, shared)
 
     for decorator in (projector_dedup.projector, projector_dedup.on):
         source = ModuleAnalyzer.for_module(decorator.__module__)

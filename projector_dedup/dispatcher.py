@@ -48,7 +48,7 @@ from .message import (
     route_of,
 )
 from .observer import Observer, Observing
-from .options import RetryPolicy, UnitOptions, check_session_factory
+from .options import NamedInErrors, RetryPolicy, UnitOptions, check_session_factory
 from .outcome import Delivery, Outcome
 from .own_event import Originals
 from .tables import DedupTables, default_tables
@@ -57,7 +57,7 @@ from .waiting import AWAITING, BLOCKING, Waiting
 F = TypeVar("F")
 
 
-class BaseDispatcher(Generic[F]):
+class BaseDispatcher(NamedInErrors, Generic[F]):
     """The part that both dispatchers share. It checks the settings and finds the handlers of a message."""
 
     _waiting: Waiting
@@ -259,22 +259,13 @@ class BaseDispatcher(Generic[F]):
 class Dispatcher(BaseDispatcher[sessionmaker[Any]]):
     """Delivers each message to the handlers of its projectors. Each handler runs in its own transaction.
 
-    Threads may share a dispatcher.
+    Threads may share a dispatcher. ``projector_dedup.options`` describes the arguments that are not described here.
 
-    - ``session_factory``: a ``sessionmaker`` with one engine. Every attempt opens a new session with it.
     - ``projectors``: instances of ``@projector`` classes, or function projectors.
     - ``message_id``: the extractor that finds the id in an event. The default reads ``event.message_id``.
     - ``type``: the extractor that finds the type of events that are dictionaries: ``type=by_path("type")``.
     - ``unhandled``: ``"raise"`` raises ``UnhandledMessage`` for a message without a handler. ``"ignore"`` returns
       ``SKIPPED``.
-    - ``tables``: the result of ``make_tables``.
-    - ``retry``: how often, and for how long, the dispatcher retries after a transient error.
-    - ``claim_timeout``: the longest wait, in seconds, for another delivery of the same message. After that, the
-      dispatcher raises ``InProgress``. With None, only the database limits the wait.
-    - ``isolation``: overrides the isolation level.
-    - ``strict``: True asks the server before COMMIT whether the claim's transaction is still open, which costs one or
-      two round trips.
-    - ``observer``: receives the outcome of each message; see ``Observer``.
     - ``late``: decides about a new message that is so old that its marker may be deleted. ``"raise"`` raises
       ``BeyondRetention``, ``"skip"`` skips the message, ``"apply"`` applies it, possibly for the second time. Only a
       message with an ``occurred_at`` can be late.
@@ -321,8 +312,7 @@ class Dispatcher(BaseDispatcher[sessionmaker[Any]]):
 class AsyncDispatcher(BaseDispatcher[async_sessionmaker[Any]]):
     """Delivers each message to ``async def`` handlers. Each handler runs in its own transaction.
 
-    Tasks of one event loop may share a dispatcher. ``session_factory`` is an ``async_sessionmaker``. All other
-    arguments are those of ``Dispatcher``.
+    Tasks of one event loop may share a dispatcher. The arguments are those of ``Dispatcher``.
     """
 
     _waiting = AWAITING
@@ -466,6 +456,8 @@ class BatchResults:
 
 
 def _ids(deliveries: list[Delivery]) -> str:
-    failed = [each.message_id for each in deliveries if each.outcome is Outcome.FAILED]
-    names = ["one without a known id" if each is None else printable(each) for each in failed[:5]]
+    failed = [(place, each.message_id) for place, each in enumerate(deliveries) if each.outcome is Outcome.FAILED]
+    names = [
+        f"deliveries[{place}] without a known id" if known is None else printable(known) for place, known in failed[:5]
+    ]
     return ", ".join(names) + (", ..." if len(failed) > 5 else "")

@@ -80,7 +80,8 @@ def valid_message_id(value: object) -> str:
             f"a message id must be text, not {type(value).__name__}; convert it before you deliver the message: bytes "
             "by value.decode(), a number by str(value)"
         )
-    return _bounded(str.__str__(value), "a message id", MAX_MESSAGE_ID_BYTES, InvalidMessageIdError)
+    remedy = "hashed(extractor) shortens long ids"
+    return _bounded(str.__str__(value), "a message id", MAX_MESSAGE_ID_BYTES, InvalidMessageIdError, remedy)
 
 
 def valid_route(value: object) -> Route:
@@ -128,7 +129,7 @@ def moment_in_utc(value: object) -> datetime:
 @lru_cache
 def valid_handler(identity: str) -> str:
     """Return a handler's identity unchanged. Raises ``RefusedError`` if a database could not store it as a key."""
-    return _bounded(identity, "a handler's identity", MAX_HANDLER_BYTES, RefusedError)
+    return _bounded(identity, "a handler's identity", MAX_HANDLER_BYTES, RefusedError, "give it a shorter name")
 
 
 def valid_formerly(names: object, error: type[RefusedError] = RefusedError) -> tuple[str, ...]:
@@ -140,10 +141,11 @@ def valid_formerly(names: object, error: type[RefusedError] = RefusedError) -> t
         return ()
     if isinstance(names, str) or not isinstance(names, Collection) or not all(isinstance(name, str) for name in names):
         raise error('formerly must be a list of names, as in formerly=["billing.projections.Totals"]')
-    return tuple(sorted({_bounded(name, "a former name", MAX_HANDLER_BYTES, error) for name in names}))
+    remedy = "no marker can have it, so remove it"
+    return tuple(sorted({_bounded(name, "a former name", MAX_HANDLER_BYTES, error, remedy) for name in names}))
 
 
-def _bounded(text: str, what: str, limit: int, error: type[RefusedError]) -> str:
+def _bounded(text: str, what: str, limit: int, error: type[RefusedError], remedy: str) -> str:
     if not text:
         raise error(f"{what} must not be empty")
     try:
@@ -155,7 +157,7 @@ def _bounded(text: str, what: str, limit: int, error: type[RefusedError]) -> str
     if size > limit:
         raise error(
             f"{what} must have at most {limit} bytes of UTF-8, and this one has {size}: {printable(text[:40])}...; "
-            "hashed(extractor) shortens long ids"
+            f"{remedy}"
         )
     return text
 

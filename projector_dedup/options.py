@@ -1,9 +1,43 @@
-"""Options: the retry policy, the settings of a unit of work, and the check of the session factory."""
+"""The arguments that ``UnitOfWork``, ``Dispatcher``, ``Commands`` and ``Effects`` share.
+
+The async classes have the same arguments. ``UnitOfWork`` has no ``retry`` and no ``observer``. ``Effects`` has no
+``claim_timeout``, ``isolation`` or ``strict``. Only ``Commands`` and ``Effects`` have ``scope`` and
+``max_result_bytes``.
+
+- ``session_factory``: a ``sessionmaker`` with one engine; for an async class, an ``async_sessionmaker``. The library
+  opens a new session with it for every attempt. For anything else the class raises ``UnsafeSessionError``.
+- ``tables``: where the library stores markers (the result of ``make_tables``), the records of commands
+  (``make_command_tables``) or effects (``make_effect_tables``). The default is the tables with the default names. For
+  tables of another kind ``Commands`` and ``Effects`` raise ``ValueError``. If the tables are missing, the first claim
+  raises ``MissingTableError``.
+- ``retry``: a ``RetryPolicy``: how often, and for how long, the library retries a transaction after a transient error.
+  The default is ``RetryPolicy()``: at most 20 attempts, none later than 5 seconds after the first failure. After the
+  last attempt the library raises ``RetriesExhaustedError``.
+- ``claim_timeout``: the longest wait, in seconds, for another transaction that has claimed the same message or the same
+  key. After that the library raises ``InProgress``. With None, the default, only the database limits the wait. A value
+  that is not positive raises ``ValueError``.
+- ``isolation``: the isolation level of each transaction, such as ``"READ COMMITTED"``. A level that ``@projector`` or
+  ``@command`` declares has precedence. With None, the default, the library uses the level that the engine was given, or
+  else one at which no update is lost. A level that the database does not have raises ``UnsafeSessionError`` at the
+  first claim.
+- ``strict``: True asks the server before COMMIT whether the claim's transaction is still open, which costs one or two
+  round trips. If it is not, the library raises ``TransactionViolatedError``. The default is False: the library asks
+  only after the handler has used the driver's own connection, or SQL such as CALL that may hide a COMMIT.
+- ``observer``: an ``Observer``, which receives the outcome of each message, command or effect. The default is None.
+- ``scope``: ``"required"`` refuses each call without a ``scope=`` with ``HandlerDefinitionError``, so that two tenants
+  never share a key. The default is ``"optional"``. Any other value raises ``ValueError``.
+- ``max_result_bytes``: the largest result of a command, or value of an effect, that the library records, in bytes. The
+  default is 65,536. MariaDB stores values of at most half of its ``max_allowed_packet``. After a larger result the
+  command is rolled back and raises ``ResultError``. After a larger value the effect is unknown.
+"""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import random
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 from sqlalchemy.orm import sessionmaker
@@ -51,14 +85,9 @@ class RetryPolicy:
 
 @dataclass(frozen=True)
 class UnitOptions:
-    """The settings of a unit of work, the same for every message of one handler.
+    """The settings of a unit of work, the same for every message of one handler: shared arguments, and the following.
 
-    - ``claim_timeout``: the longest wait, in seconds, for another delivery of the same message. With None, only
-      the database limits the wait.
-    - ``isolation``: overrides the isolation level that invariant I6 requires.
     - ``read_models``: entities whose rows the library reads under lock.
-    - ``strict``: before COMMIT, ask the server whether the claim's transaction is still open. This detects a COMMIT on
-      the driver's own connection, and costs one or two round trips.
     - ``external``: permits a transaction that the caller commits.
     - ``warn``: logs an isolation level that loses updates, once for each engine.
     - ``building``: forbids the handler to arm effects.
@@ -83,6 +112,23 @@ class UnitOptions:
     def __post_init__(self) -> None:
         if self.claim_timeout is not None and self.claim_timeout <= 0:
             raise ValueError("claim_timeout (seconds) must be positive; None waits without a limit")
+
+
+class NamedInErrors:
+    """A base of which Python's error for a misspelt argument names the derived class that the user has called.
+
+    Otherwise the error would name the private class that defines ``__init__``.
+    """
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "__init__" not in vars(cls):
+            inherited: Any = inspect.getattr_static(cls, "__init__")
+            own = FunctionType(inherited.__code__, inherited.__globals__, closure=inherited.__closure__)
+            functools.update_wrapper(own, inherited)
+            own.__defaults__, own.__kwdefaults__ = inherited.__defaults__, inherited.__kwdefaults__
+            own.__qualname__ = f"{cls.__qualname__}.__init__"
+            cls.__init__ = own  # type: ignore[method-assign]
 
 
 def check_session_factory(factory: object, *, asynchronous: bool) -> None:

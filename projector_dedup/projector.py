@@ -236,7 +236,9 @@ def on(
     - ``name``: the name of the handler, which markers store. The default is the name of the method, so give a name
       before you rename the method.
     - ``formerly``: former names of the method, or, with a dot, former identities of the whole handler. Old and new code
-      may run at the same time (docs/operations.md).
+      may run at the same time (docs/operations.md). If the projector has former names too, the library stores a marker
+      for each combination: four, if each had one other name. If both were renamed at once, declare only the former
+      identity here, such as ``formerly=["Totals.add"]``: that is two markers.
     - ``subclasses``: True also takes events of derived classes.
     - ``envelope``: True passes the ``Message`` instead of its body.
     - ``batch``: True passes a list with all new events of a ``deliver_batch``, in their order. ``deliver`` then passes

@@ -71,7 +71,9 @@ class UnitOfWork:
                 uow.commit()
 
     If the block ends without ``commit()``, everything is rolled back, including the marker. A unit of work does not
-    retry; ``Dispatcher`` does. ``read_models`` is as in ``@projector``; all other arguments are as in ``Dispatcher``.
+    retry; ``Dispatcher`` does. ``projector_dedup.options`` describes the arguments that are not described here.
+
+    - ``read_models``: entities whose rows the library reads under lock, as in ``@projector``.
     """
 
     session: Session

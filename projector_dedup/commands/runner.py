@@ -26,7 +26,7 @@ from ..handler import check_result
 from ..markers import bind_of_marker, claim, marker_key
 from ..message import logger_of, printable
 from ..observer import Observed, Observer, Observing, outcome_of
-from ..options import RetryPolicy, UnitOptions, check_session_factory
+from ..options import NamedInErrors, RetryPolicy, UnitOptions, check_session_factory
 from ..outcome import Outcome
 from ..own_event import Originals
 from ..retry import Attempts
@@ -305,7 +305,7 @@ def _read(operation: Operation[Any, Any], record: Record) -> Any:
 # In a transaction of their own ----------------------------------------------------------------------------------------
 
 
-class _Handling:
+class _Handling(NamedInErrors):
     """The part that ``Commands`` and ``AsyncCommands`` share."""
 
     _asynchronous: bool
@@ -417,18 +417,7 @@ class _Handling:
 class Commands(_Handling):
     """Handles each command once, in its own transaction together with the record of its outcome.
 
-    Threads may share the object.
-
-    - ``session_factory``: a ``sessionmaker`` with one engine.
-    - ``tables``: the result of ``make_command_tables``.
-    - ``scope``: ``"required"`` refuses calls without a scope.
-    - ``retry``: how often, and for how long, the library retries after a transient error.
-    - ``claim_timeout``: the longest wait, in seconds, for another caller with the same key. After that, ``handle``
-      raises ``InProgress``. With None, only the database limits the wait.
-    - ``isolation``, ``strict``, ``observer``: as in ``Dispatcher``.
-    - ``max_result_bytes``: the largest result that the library records, in bytes.
-
-    Raises ``UnsafeSessionError`` for a wrong session factory, and ``ValueError`` for any other wrong argument.
+    Threads may share the object. ``projector_dedup.options`` describes the arguments.
     """
 
     _asynchronous = False

@@ -7,7 +7,8 @@ process that takes a row writes a new token. Times are milliseconds since 1970 o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 from uuid import uuid4
 
@@ -32,6 +33,7 @@ from sqlalchemy.engine import Connection
 
 from ..commands.operation import derived_id
 from ..commands.record import MAX_CODEC_BYTES, RESULT, RecordKey
+from ..dialects import dialect_of
 from ..dialects.columns import exact_bytes, exact_text, now_ms, utc_now
 from ..message import printable
 from ..tables import DedupTables, make_tables
@@ -186,6 +188,18 @@ class Seen:
 _SEEN = tuple(name for name in Seen.__dataclass_fields__ if name != "now")
 
 
+@dataclass(frozen=True)
+class Change:
+    """A statement that changes one row, and how to recognise its change in the row.
+
+    A COMMIT can succeed although its reply is lost. Then the statement runs again and changes nothing, because the row
+    has another token or an outcome now, or is gone. ``is_in`` distinguishes this from a change of another process.
+    """
+
+    run: Callable[[Connection], bool]  #: runs the statement; returns True if it changed the row
+    is_in: Callable[[Seen | None], bool]  #: True if the row (None: it is gone) has this change
+
+
 def new_token() -> str:
     """Return a token that no other change of any row has."""
     return uuid4().hex
@@ -213,16 +227,25 @@ def overdue(connection: Connection, table: Table, known: set[str], ms: int) -> l
     return [(name, number) for name, number in found]
 
 
-def take(connection: Connection, table: Table, row: Seen, token: str, lease: int, *, latest: int | None) -> bool:
-    """Take the row for another attempt; return False if somebody was faster, or if it is later than ``latest``."""
+def insert(table: Table, new: NewRow, token: str, lease: int) -> Change:
+    """Insert the row and take it for the first attempt. Change nothing if there is a row."""
+    values = new.values(armed=False, token=token, lease=lease)
+    return Change(
+        lambda connection: dialect_of(connection).insert_new(connection, table, values),
+        lambda now: _has(now, token=token),
+    )
+
+
+def take(table: Table, row: Seen, token: str, lease: int, *, latest: int | None) -> Change:
+    """Take the row for another attempt. Change nothing if somebody was faster, or if it is later than ``latest``."""
     first = now_ms() if row.first_sent_at is None else row.first_sent_at
     begun = {"attempt": row.attempt + 1, "first_sent_at": first, "ended_at": None}
-    return _take(connection, table, row, latest, _leased(token, lease) | begun)
+    return _take(table, row, latest, token, _leased(token, lease) | begun)
 
 
-def take_to_ask(connection: Connection, table: Table, row: Seen, token: str, lease: int, *, latest: int | None) -> bool:
+def take_to_ask(table: Table, row: Seen, token: str, lease: int, *, latest: int | None) -> Change:
     """Take the row to ask the provider: no attempt begins, and the end of the last one stays."""
-    return _take(connection, table, row, latest, _leased(token, lease) | {"ended_at": row.last_ended_at})
+    return _take(table, row, latest, token, _leased(token, lease) | {"ended_at": row.last_ended_at})
 
 
 def _leased(token: str, lease: int) -> dict[str, Any]:
@@ -230,27 +253,19 @@ def _leased(token: str, lease: int) -> dict[str, Any]:
     return {"token": token, "lease_until": until, "next_at": until}
 
 
-def _take(connection: Connection, table: Table, row: Seen, latest: int | None, values: dict[str, Any]) -> bool:
+def _take(table: Table, row: Seen, latest: int | None, token: str, values: dict[str, Any]) -> Change:
     conditions = [_is_unchanged(table, row)]
     if latest is not None:
         conditions.append(now_ms() <= latest)
-    return _changed(connection, update(table).where(*conditions).values(values))
+    return _by(update(table).where(*conditions).values(values), lambda now: _has(now, token=token))
 
 
-def release(
-    connection: Connection,
-    table: Table,
-    row: Seen,
-    held: str,
-    next_in: int | None,
-    *,
-    over: bool = False,
-    **values: Any,
-) -> bool:
+def release(table: Table, row: Seen, held: str, next_in: int | None, *, over: bool = False, **values: Any) -> Change:
     """Give the row back without an outcome, with other ``values``; ``settle`` looks at it in ``next_in`` ms, or never.
 
-    ``held`` is the token that it must have. Does nothing if it was taken over, or has an outcome; or evidence, unless
-    ``over``. A row that nobody has taken keeps its ``lease_until``; does nothing if the attempt has ended since.
+    ``held`` is the token that it must have. Changes nothing if it was taken over, or has an outcome; or evidence,
+    unless ``over``. A row that nobody has taken keeps its ``lease_until``; changes nothing if the attempt has ended
+    since. After a lost COMMIT a release changes the row again, unless it has given the row another token.
     """
     conditions = [_has_token(table, row, held), table.c.outcome.is_(None)]
     if "lease_until" in values:
@@ -261,7 +276,13 @@ def release(
     given = {"lease_until": None, "next_at": next_at, **values}
     if "error" in given:  # in ASCII: the database, or the connection, may have no other letters
         given["error"] = given["error"].encode("ascii", "backslashreplace").decode()[:MAX_ERROR]
-    return _changed(connection, update(table).where(*conditions).values(given))
+    return _by(update(table).where(*conditions).values(given), lambda now: _has(now, token=values.get("token")))
+
+
+def keep(table: Table, row: Seen, token: str, next_in: int, kept: dict[str, Any], error: str) -> Change:
+    """End the attempt, and keep its ``evidence`` in the row, unless the row has evidence or an outcome."""
+    given_back = release(table, row, token, next_in, **kept, ended_at=now_ms(), error=error)
+    return replace(given_back, is_in=lambda now: _has(now, token=token, **kept))
 
 
 def mark_armed(connection: Connection, table: Table, message_id: str, handler: str) -> None:
@@ -270,15 +291,13 @@ def mark_armed(connection: Connection, table: Table, message_id: str, handler: s
     connection.execute(update(table).where(*made_by_run).values(armed=True))
 
 
-def remove(connection: Connection, table: Table, row: Seen, token: str) -> bool:
+def remove(table: Table, row: Seen, token: str) -> Change:
     """Delete a row that ``run`` made, and of which nothing was sent: nobody asked for it to be driven."""
     unfinished = (table.c.outcome.is_(None), table.c.evidence.is_(None), table.c.armed.is_(False))
-    return _changed(connection, delete(table).where(_has_token(table, row, token), *unfinished))
+    return _by(delete(table).where(_has_token(table, row, token), *unfinished), lambda now: now is None)
 
 
-def finish(
-    connection: Connection, table: Table, row: Seen, token: str, outcome: int, data: bytes, by: str, *, over: bool
-) -> bool:
+def finish(table: Table, row: Seen, token: str, outcome: int, data: bytes, by: str, *, over: bool) -> Change:
     """Record the outcome. ``over``: also over evidence. An outcome is never written again."""
     conditions = [_has_token(table, row, token), table.c.outcome.is_(None)]
     if not over:
@@ -293,7 +312,8 @@ def finish(
         "stopped_at": None,
         "error": None,
     }
-    return _changed(connection, update(table).where(*conditions).values(values))
+    statement = update(table).where(*conditions).values(values)
+    return _by(statement, lambda now: _has(now, token=token, outcome=outcome, result=data))
 
 
 def evidence(outcome: int, data: bytes, attempt: int | None) -> dict[str, Any]:
@@ -301,9 +321,7 @@ def evidence(outcome: int, data: bytes, attempt: int | None) -> dict[str, Any]:
     return {"evidence_outcome": outcome, "evidence": data, "evidence_attempt": attempt}
 
 
-def keep_beside(
-    connection: Connection, table: Table, row: Seen, token: str, attempt: int, values: dict[str, Any]
-) -> bool:
+def keep_beside(table: Table, row: Seen, token: str, attempt: int, values: dict[str, Any]) -> Change:
     """Keep ``evidence`` that came after the row had been taken over; the first value stays.
 
     A rejection is kept only if no ``attempt`` with a higher number has begun: it says nothing of that one.
@@ -314,7 +332,7 @@ def keep_beside(
     else:
         free = column.evidence.is_(None) & (column.attempt == attempt)
     next_at = case((column.outcome.is_(None), now_ms()), else_=None)  # what has stopped is recorded now
-    return _changed(connection, update(table).where(*late, free).values(values | {"next_at": next_at}))
+    return _by(update(table).where(*late, free).values(values | {"next_at": next_at}), lambda now: _has(now, **values))
 
 
 def shown(error: BaseException) -> str:
@@ -355,6 +373,14 @@ def _is_unchanged(table: Table, row: Seen) -> Any:
 def _has_lease(table: Table, row: Seen) -> Any:
     until = table.c.lease_until
     return until.is_(None) if row.lease_until is None else until == row.lease_until
+
+
+def _has(now: Seen | None, **values: Any) -> bool:
+    return now is not None and all(getattr(now, name) == value for name, value in values.items())
+
+
+def _by(statement: Any, is_in: Callable[[Seen | None], bool]) -> Change:
+    return Change(lambda connection: _changed(connection, statement), is_in)
 
 
 def _changed(connection: Connection, statement: Any) -> bool:

@@ -17,6 +17,7 @@ from enum import Enum, auto
 from functools import partial
 from typing import Any, Literal, NoReturn, TypeVar, cast
 
+from sqlalchemy import Table
 from sqlalchemy.engine import Connection
 from sqlalchemy.orm import Session, sessionmaker
 from sqlalchemy.util import await_only, greenlet_spawn
@@ -35,7 +36,7 @@ from ..handler import check_result
 from ..markers import library_errors, marker_key
 from ..message import logger_of, printable
 from ..observer import Observed, Observer, Observing
-from ..options import RetryPolicy, UnitOptions, check_session_factory
+from ..options import NamedInErrors, RetryPolicy, UnitOptions, check_session_factory
 from ..reentry import is_handling
 from ..retry import Attempts
 from ..unit_of_work import UnitOfWork
@@ -50,6 +51,7 @@ from .record import (
     ATTEMPT,
     DONE,
     PERSON,
+    Change,
     EffectTables,
     NewRow,
     Seen,
@@ -119,6 +121,41 @@ class _Transaction:
 
 
 @dataclass
+class _Changing:
+    """The change of one row in one transaction, and what became of it.
+
+    ``run`` makes the ``change``. If that changes nothing, ``run`` reads the row and decides:
+
+    - The row has the change, because an earlier ``run`` has committed it and only the reply to the COMMIT was lost.
+    - Another process was faster: ``otherwise`` gets the row (None: it is gone), and returns another change or None.
+    """
+
+    table: Table
+    key: tuple[str, str]
+    change: Change | None
+    otherwise: Callable[[Seen | None], Change | None]
+    reads: bool  #: True reads the row in any case
+    made: Change | None = None  #: the change that the row has
+    now: Seen | None = None  #: the row as it was read
+    _written: Change | None = None  # by an earlier run, whose COMMIT may have lost its reply
+
+    def run(self, connection: Connection, _: Dialect) -> bool:
+        """Change the row. Return True if there is something to commit."""
+        made = self.change if self.change is not None and self.change.run(connection) else None
+        if made is None or self.reads:
+            self.now = record.read(connection, self.table, *self.key)
+        if made is None:
+            if self._written is not None and self._written.is_in(self.now):
+                self.made = self._written
+                return False
+            made = self.otherwise(self.now)
+            if made is not None and not made.run(connection):
+                raise OvertakenError("another process has changed the effect meanwhile; try again")
+        self.made = self._written = made
+        return made is not None
+
+
+@dataclass
 class Settled:
     """The result of ``settle``: the number of effects by what happened to them."""
 
@@ -166,7 +203,7 @@ class _Taken:
     set_first: bool  #: True if no earlier attempt may have sent something
 
 
-class _Effects:
+class _Effects(NamedInErrors):
     """The part that ``Effects`` and ``AsyncEffects`` share."""
 
     _asynchronous: bool
@@ -257,36 +294,26 @@ class _Effects:
     ) -> tuple[Step, Seen | None, _Taken | None]:
         """Take the row or insert it. If neither is possible, return the next step."""
         table, token, lease, began = self._tables.marker, new_token(), effect.lease.ms, time.monotonic()
-        found: list[tuple[Step, Seen | None, _Taken | None]] = []
+        insert = None if new is None else record.insert(table, new, token, lease)
+        found: list[tuple[Step, Seen, _Taken | None]] = []
 
-        def change(connection: Connection, dialect: Dialect) -> bool:
-            if new is not None and dialect.insert_new(
-                connection, table, new.values(armed=False, token=token, lease=lease)
-            ):
-                found[:] = [(Step(Do.SEND), None, _new_taken(effect, new, token, began))]
-                return True
-            row = record.read(connection, table, *key)
+        def otherwise(row: Seen | None) -> Change | None:
             if row is None:
                 if new is not None:
                     raise OvertakenError("the row of the effect was deleted meanwhile; run it again")
                 raise NotArmedError(
                     f"no effect {effect.identity} is armed under this key; arm it, or pass its request to run()"
                 )
-            if row.token == token:  # the interrupted COMMIT succeeded
-                return False
             if new is not None:
                 refuse_other_request(row.fingerprint, new)
             step = next_step(row, effect.unknown, effect.lease.ms)
-            if step.do is not Do.SEND:
-                found[:] = [(step, row, None)]
-                return False
-            taken = _taken(effect, row, token, began, step)
-            if not record.take(connection, table, row, token, lease, latest=step.latest):
-                raise OvertakenError("another process took the effect; try again")
+            taken = _taken(effect, row, token, began, step) if step.do is Do.SEND else None
             found[:] = [(step, row, taken)]
-            return True
+            return None if taken is None else record.take(table, row, token, lease, latest=step.latest)
 
-        self._transact(key, change)
+        made = self._change(key, insert, otherwise).made
+        if new is not None and made is insert:
+            return Step(Do.SEND), None, _new_taken(effect, new, token, began)
         self._report_armed(found[0][2])
         return found[0]
 
@@ -371,24 +398,11 @@ class _Effects:
 
     def _take(self, effect: Definition[Any, Any], row: Seen, step: Step) -> _Taken | None:
         """Take the row for the step with one statement. Return None if another process was faster."""
-        table, token, lease, began = self._tables.marker, new_token(), effect.lease.ms, time.monotonic()
-        taken, mine = _taken(effect, row, token, began, step), False
-
-        def change(connection: Connection, _: Dialect) -> bool:
-            nonlocal mine
-            if step.do is Do.ASK:
-                changed = record.take_to_ask(connection, table, row, token, lease, latest=step.latest)
-            else:
-                changed = record.take(connection, table, row, token, lease, latest=step.latest)
-            if mine and not changed:  # find out whether an interrupted COMMIT succeeded
-                now = record.read(connection, table, *row.key)
-                mine = now is not None and now.token == token
-            else:
-                mine = changed
-            return changed
-
-        self._transact(row.key, change)
-        if not mine:
+        token = new_token()
+        taken = _taken(effect, row, token, time.monotonic(), step)
+        take = record.take_to_ask if step.do is Do.ASK else record.take
+        change = take(self._tables.marker, row, token, effect.lease.ms, latest=step.latest)
+        if self._change(row.key, change).made is None:
             return None
         self._report_armed(taken)
         return taken
@@ -460,43 +474,21 @@ class _Effects:
         self, taken: _Taken, error: Exception, *, at_once: bool = False, delete: bool = False, **values: Any
     ) -> None:
         """End the attempt without an outcome. ``delete`` deletes the row, unless it was armed."""
-        row, table = taken.row, self._tables.marker
+        row = taken.row
         nothing_sent = values.get("first_sent_at", 0) is None
         self._report("not_done" if nothing_sent else "unknown", row, taken, error)
         if delete and not row.armed:
-            removed = False
-
-            def remove(connection: Connection, _: Dialect) -> bool:
-                nonlocal removed
-                removed = record.remove(connection, table, row, taken.token) or removed
-                return removed
-
-            self._transact(taken.row.key, remove)
-            if removed:
+            removed = self._change(row.key, record.remove(self._tables.marker, row, taken.token)).made
+            if removed is not None:
                 return  # otherwise the row was armed meanwhile
         given = {"ended_at": now_ms(), "error": shown(error), **values}
         self._release(
             row, taken.token, 0 if at_once else pace(row, taken.effect.lease.ms, sent=not nothing_sent), **given
         )
 
-    def _release(
-        self,
-        row: Seen,
-        held: str,
-        next_in: int | None,
-        *,
-        over: bool = False,
-        **values: Any,
-    ) -> bool:
-        released = False
-
-        def change(connection: Connection, _: Dialect) -> bool:
-            nonlocal released
-            released = record.release(connection, self._tables.marker, row, held, next_in, over=over, **values)
-            return released
-
-        self._transact(row.key, change)
-        return released
+    def _release(self, row: Seen, held: str, next_in: int | None, *, over: bool = False, **values: Any) -> bool:
+        release = record.release(self._tables.marker, row, held, next_in, over=over, **values)
+        return self._change(row.key, release).made is not None
 
     # The outcome --------------------------------------------------------------------------------------------------
 
@@ -526,32 +518,26 @@ class _Effects:
 
     def _finish(self, effect: Definition[Any, Any], row: Seen, token: str, outcome: _Outcome) -> _Found:
         """Write the outcome, and call ``recorded`` or ``refused`` in the same transaction."""
-        table, found = self._tables.marker, _Found.MINE
-        written = outcome.number, outcome.data, outcome.by
+        found = _Found.MINE
+        finish = partial(record.finish, self._tables.marker, row, token, outcome.number, outcome.data, outcome.by)
+        recording = finish(over=row.evidence is not None)
 
-        def change(connection: Connection, _: Dialect) -> bool:
+        def otherwise(now: Seen | None) -> Change | None:
             nonlocal found
             found = _Found.MINE
-            if record.finish(connection, table, row, token, *written, over=row.evidence is not None):
-                return True
-            now = record.read(connection, table, *row.key)
-            if now is None or now.token != token:
+            if now is None or now.token != token or not (now.outcome is None or recording.is_in(now)):
                 found = _Found.TAKEN_OVER
-                return False
+                return None
             evidence = now.evidence_outcome, now.evidence
             of_attempt = row.evidence is None and now.evidence_attempt is not None
             if of_attempt and outcome.by == ATTEMPT and _is_double(effect, outcome, *evidence):
                 found = _Found.DOUBLE
-            if now.outcome is not None:  # the interrupted COMMIT succeeded, or another process wrote the outcome
-                if (now.outcome, now.result) != written[:2]:
-                    found = _Found.TAKEN_OVER
-                return False
+            if now.outcome is not None:  # another process has recorded the same outcome
+                return None
             if now.evidence_outcome == DONE and not (outcome.by == ATTEMPT and outcome.number == DONE):
                 found = _Found.OVERRULED
-                return record.release(connection, table, row, token, 0, over=True)  # the next settle records it
-            if not record.finish(connection, table, row, token, *written, over=True):
-                raise OvertakenError("the effect was changed meanwhile; try again")
-            return True
+                return record.release(self._tables.marker, row, token, 0, over=True)  # the next settle records it
+            return finish(over=True)
 
         function = effect.on_recorded if outcome.number == DONE else effect.on_refused
 
@@ -560,7 +546,7 @@ class _Effects:
                 return None
             return lambda: function(*_own_arguments(effect, row, outcome), uow.handlers_session)
 
-        self._transact(row.key, change, handler)
+        self._change(row.key, recording, otherwise, handler)
         if found is _Found.OVERRULED:
             logger.error("%s: an earlier attempt was done, but a later answer differs: check the provider", _label(row))
             raise EffectUnknown(f"{_label(row)} was done by an earlier attempt; `settle` records its value")
@@ -571,39 +557,21 @@ class _Effects:
 
         Return False if another process has taken over the row, or an earlier attempt has left its outcome there.
         """
-        row, table, kept = taken.row, self._tables.marker, False
-        number = taken.attempt.number if outcome.by == ATTEMPT else None
-        kept_values = record.evidence(outcome.number, outcome.data, number)
-        kept_values |= {"ended_at": now_ms(), "error": shown(why)}
-
-        def change(connection: Connection, _: Dialect) -> bool:
-            nonlocal kept
-            if record.release(connection, table, row, taken.token, pace(row, taken.effect.lease.ms), **kept_values):
-                kept = True
-                return True
-            now = record.read(connection, table, *taken.row.key)
-            if now is not None and now.token == taken.token:  # an interrupted COMMIT may have succeeded
-                recorded = (now.outcome, now.result) == (outcome.number, outcome.data)
-                kept = recorded or (now.evidence_attempt, now.evidence) == (number, outcome.data)
-            return False
-
-        self._transact(taken.row.key, change)
-        return kept
+        row, table, written = taken.row, self._tables.marker, (outcome.number, outcome.data)
+        kept = record.evidence(*written, taken.attempt.number if outcome.by == ATTEMPT else None)
+        keep = record.keep(table, row, taken.token, pace(row, taken.effect.lease.ms), kept, shown(why))
+        changing = self._change(row.key, keep)
+        recorded = record.finish(table, row, taken.token, *written, outcome.by, over=True)  # by a lost COMMIT
+        return changing.made is not None or recorded.is_in(changing.now)
 
     def _keep_beside(self, taken: _Taken, outcome: _Outcome) -> NoReturn:
         """Keep an outcome that came after another process had taken over the row, and raise ``LeaseLostError``."""
         effect, row, table = taken.effect, taken.row, self._tables.marker
-        number, kept, seen = taken.attempt.number, False, list[Seen | None]()
+        number = taken.attempt.number
         values = record.evidence(outcome.number, outcome.data, number if outcome.by == ATTEMPT else None)
-
-        def change(connection: Connection, _: Dialect) -> bool:
-            nonlocal kept
-            kept = record.keep_beside(connection, table, row, taken.token, number, values) or kept
-            seen[:] = [record.read(connection, table, *taken.row.key)]
-            return kept
-
-        self._transact(taken.row.key, change)
-        now = seen[0]
+        keep = record.keep_beside(table, row, taken.token, number, values)
+        changing = self._change(row.key, keep, reads=True)
+        kept, now = changing.made is not None, changing.now
         if now is None:
             self._report("fenced", row, taken)
             raise LeaseLostError(f"{_label(row)} has an outcome, but its row was deleted meanwhile", outcome.result)
@@ -675,6 +643,20 @@ class _Effects:
         began, number = (None, row.attempt) if taken is None else (taken.attempt.began, taken.attempt.number)
         self._observing.report_call("effect", outcome, row.handler, row.message_id, began, number, error)
 
+    def _change(
+        self,
+        key: tuple[str, str],
+        change: Change | None,
+        otherwise: Callable[[Seen | None], Change | None] = lambda _: None,
+        handler: Callable[[UnitOfWork], Callable[[], Any] | None] = lambda _: None,
+        *,
+        reads: bool = False,
+    ) -> _Changing:
+        """Change the row of an effect in a transaction of its own, in which ``handler`` runs too. See ``_Changing``."""
+        changing = _Changing(self._tables.marker, key, change, otherwise, reads)
+        self._transact(key, changing.run, handler)
+        return changing
+
     def _transact(
         self,
         key: tuple[str, str],
@@ -688,19 +670,9 @@ class _Effects:
 class Effects(_Effects):
     """Sends effects: ``run`` sends one now, ``settle`` handles all that are due.
 
-    Threads may share the object.
+    Threads may share the object. ``projector_dedup.options`` describes the arguments that are not described here.
 
-    - ``session_factory``: a ``sessionmaker`` with one engine.
-    - ``effects``: a list of functions with ``@effect``.
-    - ``tables``: the result of ``make_effect_tables``.
-    - ``scope``: ``"required"`` refuses calls without a scope.
-    - ``retry``: how often, and for how long, the library retries a transaction after a transient error.
-    - ``max_result_bytes``: the largest value that the library records, in bytes. After a larger value the effect is
-      unknown. MariaDB stores values of at most half of its ``max_allowed_packet``.
-    - ``observer``: receives the outcome of each effect; see ``Observer``.
-
-    Raises ``HandlerDefinitionError`` for a wrong effect, ``UnsafeSessionError`` for a wrong session factory, and
-    ``ValueError`` for any other wrong argument.
+    - ``effects``: a list of functions with ``@effect``. Raises ``HandlerDefinitionError`` for any other list.
     """
 
     _asynchronous = False

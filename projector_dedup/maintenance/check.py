@@ -191,10 +191,10 @@ def _keeps_effects(connection: Connection, table: Table, stored: str, effect: st
     known = evidence(DONE, whole, 1) | {"error": "x" * MAX_ERROR, "decision": "x" * 1000}
     try:
         new = read(connection, table, stored, effect)
-        if new is None or not release(connection, table, new, new.token, 0, **known):
+        if new is None or not release(table, new, new.token, 0, **known).run(connection):
             return False
         kept = read(connection, table, stored, effect)
-        if not finish(connection, table, new, new.token, DONE, whole, ATTEMPT, over=True):
+        if not finish(table, new, new.token, DONE, whole, ATTEMPT, over=True).run(connection):
             return False
         done = read(connection, table, stored, effect)
     except TypeError:  # a text where bytes should be

@@ -73,7 +73,7 @@ def test_what_cannot_be_routed_takes_no_other_with_it(sessions: sessionmaker[Ses
         Dispatcher(sessions, totals).deliver_batch(batch)
     assert outcomes(failed.value.deliveries) == [APPLIED, FAILED, FAILED, APPLIED]
     assert [type(error) for error in failed.value.exceptions] == [InvalidMessageIdError, UnhandledMessage]
-    assert "2 of 4 messages failed (one without a known id, m2)" in str(failed.value)
+    assert "2 of 4 messages failed (deliveries[1] without a known id, m2)" in str(failed.value)
     assert [delivery.message_id for delivery in failed.value.deliveries] == ["m1", None, "m2", "m3"]
     unrouted = [dict(delivery.errors) for delivery in failed.value.deliveries]
     assert unrouted == [{}, *({"(not routed)": error} for error in failed.value.exceptions), {}]

@@ -12,7 +12,7 @@ from sqlalchemy.orm import Session
 
 from databases import DRIVERS, SERVERS, Driver, each_driver
 from misbehaviour import execute_raw
-from projector_dedup import Outcome, RetryPolicy, TransactionViolatedError
+from projector_dedup import Outcome, RetriesExhaustedError, RetryPolicy, TransactionViolatedError
 from rig import NOTHING, ONCE, Durable, Rig, Total, add
 
 
@@ -194,7 +194,9 @@ def test_a_session_of_the_handlers_own_waits_for_itself_on_sqlite(
             second.execute(text("insert into total values ('own', 5)"))
             second.commit()
 
-    with pytest.raises(Exception, match=r"locked|failing"):
+    with pytest.raises(
+        RetriesExhaustedError, match=r"a second session of the handler.* locked.* write through the ses"
+    ):
         rig.deliver(handler, retry=RetryPolicy(attempts=1))
     assert rig.durable() == Durable(0, 0)
     rig.assert_nothing_is_left()

@@ -4,6 +4,7 @@ import asyncio
 import copy
 import functools
 import hashlib
+import inspect
 import pickle
 import uuid
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from sqlalchemy.orm import Session, scoped_session, sessionmaker
 import projector_dedup
 from projector_dedup import (
     AsyncDispatcher,
+    AsyncUnitOfWork,
     BatchFailed,
     CleanupInterruptedError,
     Delivery,
@@ -33,6 +35,7 @@ from projector_dedup import (
     RefusedError,
     TransactionViolatedError,
     UnhandledMessage,
+    UnitOfWork,
     UnsafeSessionError,
     by_path,
     cloudevents,
@@ -42,6 +45,8 @@ from projector_dedup import (
     projector,
 )
 from projector_dedup import errors as public_errors
+from projector_dedup.commands import AsyncCommands, Commands
+from projector_dedup.effects import AsyncEffects, Effects
 from projector_dedup.testing import external_transaction
 
 FACTORY = sessionmaker(create_engine("sqlite://"))  # nothing connects where a definition is refused
@@ -171,6 +176,16 @@ def test_an_identity_that_cannot_be_a_key_is_refused(name: str) -> None:
     """At start-up, not at the first message."""
     with pytest.raises(RefusedError, match="identity"):
         Dispatcher(FACTORY, projector(idempotent=True, name=name)(on(Paid)(lambda _event, _session: None)))
+
+
+def test_an_identity_that_is_too_long_says_how_long_it_may_be() -> None:
+    """And what to do, which is not to hash it: that is advice for message ids."""
+    with pytest.raises(RefusedError) as refused:
+        Dispatcher(FACTORY, projector(idempotent=True, name="x" * 300)(on(Paid)(lambda _event, _session: None)))
+    assert str(refused.value) == (
+        "a handler's identity must have at most 255 bytes of UTF-8, and this one has 300: "
+        f"{'x' * 40}...; give it a shorter name"
+    )
 
 
 # Definitions -----------------------------------------------------------------------------------------------------
@@ -514,10 +529,19 @@ def test_a_session_that_cannot_be_looked_at_is_not_refused() -> None:
 
 
 def test_an_unknown_option_names_what_the_user_wrote() -> None:
-    """Not a private class, which nobody could look up."""
-    for dispatcher in (Dispatcher, AsyncDispatcher):
-        with pytest.raises(TypeError, match=r"^BaseDispatcher.__init__\(\) got an unexpected .* 'retries'"):
-            dispatcher(FACTORY, retries=3)  # type: ignore[call-arg, arg-type]
+    """The class that was called, not a private base of it, which nobody could look up."""
+
+    class Own(Dispatcher):
+        """A class of the user's."""
+
+    classes: tuple[Any, ...] = (
+        *(Dispatcher, AsyncDispatcher, UnitOfWork, AsyncUnitOfWork, Commands, AsyncCommands, Effects, AsyncEffects),
+        Own,
+    )
+    for each in classes:
+        with pytest.raises(TypeError, match=rf"\b{each.__name__}.__init__\(\) got an unexpected .* 'retries'"):
+            each(FACTORY, retries=3)
+    assert inspect.signature(Dispatcher) == inspect.signature(AsyncDispatcher)
 
 
 def test_handlers_may_have_more_parameters_with_defaults() -> None:

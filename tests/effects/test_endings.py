@@ -1,7 +1,7 @@
 """Endings that are easy to get wrong: a lease that ran out, a COMMIT without a reply, an ask that came to nothing."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -10,9 +10,10 @@ import pytest
 from sqlalchemy import create_engine
 from sqlalchemy.orm import Session, sessionmaker
 
+from databases import USUAL_DRIVERS
 from effect_rig import Charge, Lost, Till, tills
 from kit import Added, Gate
-from projector_dedup import HandlerDefinitionError, UnsafeSessionError
+from projector_dedup import HandlerDefinitionError, RetryPolicy, UnsafeSessionError
 from projector_dedup.effects import (
     Attempt,
     DoubleEffectError,
@@ -20,6 +21,7 @@ from projector_dedup.effects import (
     EffectUnknown,
     LeaseLostError,
     NotDone,
+    NotRecordedError,
     ask,
     effect,
     resend,
@@ -30,6 +32,7 @@ from projector_dedup.tables import default_tables
 till = tills()
 
 HOUR = timedelta(hours=1)
+BLOCKING = [each for each in USUAL_DRIVERS if not each.is_async]
 
 
 @contextmanager
@@ -63,6 +66,67 @@ def test_a_commit_without_a_reply_is_asked_about(till: Till, call: str, lost: in
         assert till.run(charge) == "pi_1" if call == "run" else till.settle(charge) == "1 done"
     assert till.run(charge) == "pi_1"
     assert (len(till.sent), till.payments(), till.row().attempt) == (1, [("o1", "pi_1")], 1)
+
+
+@pytest.mark.parametrize("fails", ["recorded", "COMMIT"])
+def test_a_value_is_kept_though_a_commit_has_no_reply(till: Till, fails: str) -> None:
+    """Either the COMMIT that keeps the value, or that which recorded it, and which nobody may ask about again."""
+
+    def broken(_request: Charge, _value: str, _session: Session) -> None:
+        raise ZeroDivisionError
+
+    charge = till.effect(recorded=broken if fails == "recorded" else None)
+    retry = RetryPolicy(attempts=2 if fails == "recorded" else 1)
+    run = till.effects(charge, retry=retry).run
+    with lost_reply_of_commit(till, 2), pytest.raises(NotRecordedError, match="the row keeps the outcome"):
+        till.harness.run(run, charge, Charge(), key="k1")
+    row = till.row()
+    assert (row.outcome is None, row.evidence is None) == ((True, False) if fails == "recorded" else (False, True))
+
+
+@pytest.mark.parametrize("till", BLOCKING, indirect=True, ids=str)
+def test_a_late_value_is_kept_though_its_commit_has_no_reply(till: Till) -> None:
+    """The error says that the row keeps it."""
+    first = 2 if till.harness.engine.dialect.name == "postgresql" else 1  # on PostgreSQL, what changes nothing commits
+
+    with ExitStack() as stack:
+
+        def overtaken(request: Charge, attempt: Attempt) -> str:
+            till.change(stopped_at=None)  # another process has taken over
+            stack.enter_context(lost_reply_of_commit(till, first))
+            return till.plain(request, attempt)
+
+        charge = till.effect(overtaken)
+        with pytest.raises(LeaseLostError, match="the row keeps the outcome"):
+            till.run(charge)
+    assert till.row().evidence_attempt == 1
+
+
+@pytest.mark.parametrize("till", BLOCKING, indirect=True, ids=str)
+def test_a_removal_that_was_not_committed_is_no_removal(till: Till) -> None:
+    """The COMMIT of the removal fails, and the effect is armed before the next try: it is not forgotten."""
+    dialect: Any = till.harness.engine.dialect
+    commits, commit = [0], dialect.do_commit
+
+    def sends_nothing(_request: Charge, _attempt: Attempt) -> str:
+        raise NotDone
+
+    def lost(connection: Any) -> None:
+        commits[0] += 1
+        if commits[0] != 2:
+            commit(connection)
+            return
+        connection.rollback()
+        till.harness.start(till.arm, charge).result()
+        raise dialect.loaded_dbapi.OperationalError("the server went away")
+
+    charge = till.effect(sends_nothing)
+    dialect.do_commit = lost
+    with pytest.raises(NotDone):
+        till.run(charge)
+    del dialect.do_commit
+    row = till.row()
+    assert (row.armed, row.attempt, row.first_sent_at, row.lease_until) == (True, 1, None, None)
 
 
 def test_a_lease_that_ran_out_is_no_permission(till: Till) -> None:

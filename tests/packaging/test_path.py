@@ -18,6 +18,7 @@ import pytest
 from sqlalchemy import create_engine
 from sqlalchemy.ext.asyncio import create_async_engine
 
+import projector_dedup.options
 from brokers import broker
 from databases import DRIVERS, Database
 from projector_dedup import Dispatcher
@@ -171,7 +172,7 @@ def test_code_fits_on_a_narrow_screen() -> None:
 
 
 def test_the_reference_lists_parameters() -> None:
-    """What the docstring of the dispatcher says of each option is an entry of the list, and what it raises is not."""
+    """What the docstring of the dispatcher, or of all classes, says of an option is an entry; what it raises is not."""
     spec = importlib.util.spec_from_file_location("parameters", DOCS / "parameters.py")
     assert spec is not None
     assert spec.loader is not None
@@ -180,7 +181,8 @@ def test_the_reference_lists_parameters() -> None:
     options = [
         each.name for each in inspect.signature(Dispatcher).parameters.values() if each.kind is each.KEYWORD_ONLY
     ]
-    lines = module.listed((inspect.getdoc(Dispatcher) or "").splitlines(), options)
+    own, shared = ((inspect.getdoc(each) or "").splitlines() for each in (Dispatcher, projector_dedup.options))
+    lines = module.listed(own, options, shared)
     fields = dict(re.findall(r"^:param (\w+): (.+)$", "\n".join(lines), re.MULTILINE))
     assert [name for name in options if name not in fields] == []
     assert fields["claim_timeout"].startswith("the longest wait, in seconds, ")
