@@ -11,7 +11,7 @@ TOOLS := tests/support:tests/contract:tests/proofs
 DRIVERS := postgresql,psycopg2,asyncpg,pymysql,asyncmy,aiomysql,aiosqlite
 
 .DELETE_ON_ERROR:
-.PHONY: demo test lowest newest outside nightly mutants matrix cluster torture explore harmless effects-proof effects-sweep effects-peers kit-peers lint types docs dist sbom try-release bench
+.PHONY: demo test lowest newest outside nightly mutants matrix cluster torture explore harmless effects-proof effects-sweep effects-peers kit-peers lint types docs pictures dist sbom try-release bench
 
 demo: .venv/demo.stamp
 	@PYTHONPATH=examples $(BIN)/python -m demo $(ARGS)
@@ -106,6 +106,10 @@ types: .venv/dev.stamp
 docs: .venv/docs.stamp
 	@$(BIN)/python -m sphinx -b html -E -W --keep-going -q docs build/docs
 	@echo "build/docs/index.html"
+
+# The pictures of the pages: what commands print, and the dark twins.
+pictures: .venv/dev.stamp
+	@$(BIN)/python docs/pictures.py
 
 # What is released, in dist/: the source distribution, and the wheel that is built from it.
 dist: .venv/release.stamp

@@ -70,10 +70,15 @@ PAGES = {
     "tests/core/costs.md": "project/costs.md",
 }
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#|/)([^)#\s]+)")
+PICTURE = re.compile(r"^!\[(.*)\]\((.*)-light\.svg\)$", re.MULTILINE)
+TWINS = "\n\n".join(f"```{{image}} \\2-{each}.svg\n:class: only-{each}\n:alt: \\1\n```" for each in ("light", "dark"))
 
 
 def on_the_site(text: str, folder: Path) -> str:
-    """Return the text of a file in ``folder`` with its links to files as paths of the site."""
+    """Return the text of a file in ``folder`` with its links to files as paths of the site.
+
+    A picture that has a dark twin beside it is shown with that twin.
+    """
 
     def path_of(link: re.Match[str]) -> str:
         target = (folder / link[1]).resolve()
@@ -82,7 +87,7 @@ def on_the_site(text: str, folder: Path) -> str:
         page = PAGES.get(os.path.relpath(target, ROOT))
         return "/" + (page or os.path.relpath(target, DOCS))
 
-    return LINK.sub(path_of, text)
+    return PICTURE.sub(TWINS, LINK.sub(path_of, text))
 
 
 def setup(app: Sphinx) -> None:
