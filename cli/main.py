@@ -21,7 +21,7 @@ try:
     from .output import Failed, fitted, without_secrets
     from .rebuild import rebuild
     from .rows import forget, rename, show
-    from .schema import migrate, schema
+    from .schema import schema
     from .stats import show_stats
 except ModuleNotFoundError as error:
     if not str(error.name).startswith("rich"):
@@ -73,7 +73,7 @@ def _version() -> str:
     message=f"projector-dedup %(version)s (SQLAlchemy {sqlalchemy.__version__}, Python {platform.python_version()})",
 )
 def main() -> None:
-    """Create and check the tables of projector-dedup, delete old markers, and inspect markers.
+    """Check the tables of projector-dedup, delete old markers, and inspect markers.
 
     Run `check` after each deployment, and `cleanup` every day from cron. The other commands are for operators.
 
@@ -85,5 +85,5 @@ def main() -> None:
     """
 
 
-for _command in (check, migrate, schema, cleanup, horizon, show_stats, show, forget, rename, rebuild, effects):
+for _command in (check, schema, cleanup, horizon, show_stats, show, forget, rename, rebuild, effects):
     main.add_command(_command)

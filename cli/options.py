@@ -78,13 +78,13 @@ class Deployment:
         return f"{number:,} {self.tables.noun}{'' if number == 1 else 's'}"
 
     @contextmanager
-    def opened(self, *, create: bool = False) -> Iterator[Engine]:
+    def opened(self) -> Iterator[Engine]:
         """Connect once, and yield an engine for the database with a limited wait for locks.
 
-        With ``create``, a missing SQLite file is created. Raises `Failed`, with the remedy, for a missing SQLite file,
-        if the connection fails, or if a statement waits too long for a lock.
+        Raises `Failed`, with the remedy, for a missing SQLite file, if the connection fails, or if a statement waits
+        too long for a lock.
         """
-        engine = self._engine(create)
+        engine = self._engine()
         try:
             self._connect(engine)
             yield limited(engine, self.lock_timeout)
@@ -99,10 +99,10 @@ class Deployment:
         finally:
             engine.dispose()
 
-    def _engine(self, create: bool) -> Engine:
+    def _engine(self) -> Engine:
         url, driver = self.url, self.url.drivername.partition("+")[2]
         if url.get_backend_name() == "sqlite":
-            _refuse_no_file(url, create)
+            _refuse_no_file(url)
         arguments: dict[str, Any] = {"prepare_threshold": None} if driver == "psycopg" else {}  # for PgBouncer
         if driver in _EXTRAS and "connect_timeout" not in url.query:
             arguments["connect_timeout"] = _CONNECT_TIMEOUT
@@ -161,13 +161,13 @@ def parse(text: str) -> URL:
     return url
 
 
-def _refuse_no_file(url: URL, create: bool) -> None:
+def _refuse_no_file(url: URL) -> None:
     name = url.database or ":memory:"
     if ":memory:" in name or "mode=memory" in name:
         raise Failed(
             "an SQLite database in memory is new and empty for this command; give a file, as in sqlite:///file.db"
         )
-    if not create and not name.startswith("file:") and not Path(name).is_file():
+    if not name.startswith("file:") and not Path(name).is_file():
         raise Failed(
             f"there is no file {name}; write three slashes before a relative path, and four before an absolute one"
         )

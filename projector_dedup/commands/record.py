@@ -51,7 +51,7 @@ def make_command_tables(metadata: MetaData, name: str = DEFAULT_NAME, schema: st
     ``schema`` is the database schema, or None for the default one. If you give a name or a schema, pass the result as
     ``tables=`` to ``Commands``. One database may have several pairs of tables, each with its own retention.
 
-    Raises ``ValueError`` for a name that is empty or longer than 43 bytes: the database would cut its index names.
+    Raises ``ValueError`` for a name that is empty or longer than 47 bytes: the database would cut its index names.
     """
     tables = make_tables(metadata, name, schema)
     for column in (

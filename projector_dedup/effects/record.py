@@ -71,7 +71,7 @@ def make_effect_tables(metadata: MetaData, name: str = DEFAULT_NAME, schema: str
     ``schema`` is the database schema, or None for the default one. If you give a name or a schema, pass the result as
     ``tables=`` to ``Effects`` and ``arm``.
 
-    Raises ``ValueError`` for a name that is empty or longer than 43 bytes: the database would cut its index names.
+    Raises ``ValueError`` for a name that is empty or longer than 47 bytes: the database would cut its index names.
     """
     tables = make_tables(metadata, name, schema)
     finished = tables.marker.c.processed_at

@@ -80,7 +80,7 @@ def _check_version(connection: Connection, tables: DedupTables) -> list[Finding]
     if written is None or written == str(ours):
         return []
     problem = f"{full_name(tables.marker, connection)} is at schema version {written}, and this code is for {ours}"
-    migrate = f"run `idempotency migrate{tables.option}`, or `alembic upgrade heads` if your Alembic owns the tables"
+    upgrade = f"run `alembic upgrade heads`, or change the tables to what `idempotency schema{tables.option}` prints"
     if not written.isdecimal():
         known = f"{SCHEMA_VERSION!r} of {full_name(tables.state, connection)}"
         return [
@@ -92,8 +92,8 @@ def _check_version(connection: Connection, tables: DedupTables) -> list[Finding]
     if int(written) > ours:
         return [Finding(problem, "upgrade projector-dedup here, because a newer version has migrated the tables")]
     if int(written) < ours - 1:
-        return [Finding(problem, f"this code works with version {ours - 1} too, but not with older ones; {migrate}")]
-    return [Finding(problem, f"this code works with both; when no older code runs any more, {migrate}", fatal=False)]
+        return [Finding(problem, f"this code works with version {ours - 1} too, but not with older ones; {upgrade}")]
+    return [Finding(problem, f"this code works with both; when no older code runs any more, {upgrade}", fatal=False)]
 
 
 def _check_comparison(connection: Connection, tables: DedupTables) -> list[Finding]:

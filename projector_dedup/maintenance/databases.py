@@ -1,13 +1,11 @@
-"""The differences between databases for cleanup, migrations, statistics and checks.
+"""The differences between databases for cleanup, statistics and checks.
 
 Deliveries do not use this module.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import datetime
 from math import ceil
@@ -36,7 +34,6 @@ from sqlalchemy.sql.compiler import SQLCompiler
 
 from ..dialects import MariaDB, PostgreSQL, SQLite, dialect_of
 from ..dialects.columns import moment, utc_now
-from ..errors import RetriesExhaustedError
 from ..late import in_utc
 
 
@@ -107,9 +104,6 @@ class Database:
     keeps_zones: ClassVar[bool] = False
     """True if the database has a type for times with a time zone."""
 
-    transactional_ddl: ClassVar[bool | None] = None
-    """True if a migration is one transaction; None to leave it to what Alembic says of the database."""
-
     # Cleanup --------------------------------------------------------------------------------------------------------
 
     def now(self, connection: Connection) -> datetime:
@@ -133,15 +127,6 @@ class Database:
         transaction or the database has no limit.
         """
         return None
-
-    def migrating(self, connection: Connection, name: str) -> AbstractContextManager[None]:
-        """Return a block for a migration of the table set ``name``: a second migration waits for the first.
-
-        The block is entered in the migration's transaction. A statement in the block that must wait for other
-        transactions soon fails with a lock timeout, and the caller runs the migration again. Otherwise every later
-        transaction would wait behind the migration.
-        """
-        return nullcontext()
 
     # For the people who run it ----------------------------------------------------------------------------------------
 
@@ -203,14 +188,6 @@ class OnPostgreSQL(Database):
         connection.exec_driver_sql(f"SET LOCAL lock_timeout = {max(1, round(seconds * 1000))}")
         return None
 
-    def migrating(self, connection: Connection, name: str) -> AbstractContextManager[None]:
-        """Take a lock that the transaction holds, so that it is released behind a pooler too; return an empty block."""
-        # At a stricter level the snapshot would be older than the wait, and not show what the other migration did.
-        connection.exec_driver_sql("SET TRANSACTION ISOLATION LEVEL READ COMMITTED")
-        connection.exec_driver_sql("SET LOCAL lock_timeout = '500ms'")
-        connection.execute(select(func.pg_advisory_xact_lock(func.hashtextextended(f"projector_dedup {name}", 0))))
-        return nullcontext()
-
 
 def _regclass(connection: Connection, table: Table) -> str:
     """Return the table's name, quoted, as the server's functions take it."""
@@ -262,8 +239,6 @@ def _replication(connection: Connection) -> Iterator[Finding]:
 
 
 # MariaDB -------------------------------------------------------------------------------------------------------------
-
-_RIVAL = 60  # seconds that a migration waits for another one
 
 
 class OnMariaDB(Database):
@@ -327,32 +302,6 @@ class OnMariaDB(Database):
         connection.exec_driver_sql(f"SET {setting}")
         return f"SET {usual}"
 
-    @contextmanager
-    def migrating(self, connection: Connection, name: str) -> Iterator[None]:
-        """Hold a lock of the session while the block runs: a lock of the transaction would end with the first DDL.
-
-        Names of locks belong to the whole server, and have 64 characters at most, so the name is hashed with the
-        database. Raises ``RetriesExhaustedError`` if another migration holds the lock for too long.
-        """
-        database = connection.exec_driver_sql("SELECT database()").scalar_one()
-        lock = f"projector_dedup {hashlib.sha256(f'{database} {name}'.encode()).hexdigest()[:40]}"
-        usual = connection.exec_driver_sql("SELECT @@session.lock_wait_timeout").scalar_one()
-        if connection.scalar(select(func.get_lock(lock, _RIVAL))) != 1:
-            raise RetriesExhaustedError(
-                f"another migration of {name} has been running for {_RIVAL} seconds; nothing was changed; run this "
-                "migration again later"
-            )
-        try:
-            connection.exec_driver_sql("SET lock_wait_timeout = 1")  # of metadata locks; the default is a day
-            connection.commit()
-            yield
-        finally:
-            if not connection.invalidated:
-                connection.rollback()
-                connection.exec_driver_sql(f"SET lock_wait_timeout = {int(usual)}")
-                connection.scalar(select(func.release_lock(lock)))
-                connection.commit()
-
 
 class _ImpatientDelete(Delete):
     """Waits for a lock at most a second: in a small table the planner makes a DELETE read rows that others hold."""
@@ -388,8 +337,6 @@ _SIZE = text(
 class OnSQLite(Database):
     """SQLite."""
 
-    transactional_ddl = True  # once ``migrating`` has begun; sqlite3 itself begins for rows only
-
     def cleanup_statement(self, expired: Expired) -> Executable:
         """Return a DELETE of the oldest expired markers, by rowid."""
         rowid: ColumnElement[Any] = literal_column("rowid")
@@ -421,11 +368,6 @@ class OnSQLite(Database):
         usual = connection.exec_driver_sql("PRAGMA busy_timeout").scalar_one()
         connection.exec_driver_sql(f"PRAGMA busy_timeout = {round(seconds * 1000)}")
         return f"PRAGMA busy_timeout = {usual}"
-
-    def migrating(self, connection: Connection, name: str) -> AbstractContextManager[None]:
-        """Take the write lock, which also makes DDL part of the transaction. Return an empty block."""
-        dialect_of(connection).begin(connection, None, None)
-        return nullcontext()
 
 
 # The database of an engine --------------------------------------------------------------------------------------------

@@ -115,11 +115,6 @@ def limited(engine: Engine, lock_timeout: float = LOCK_TIMEOUT) -> Engine:
     return copy
 
 
-def unlimited(engine: Engine) -> Engine:
-    """Return a copy of the engine without the limit, for a migration, which has a shorter one."""
-    return engine.execution_options(**{_OPTION: None})
-
-
 def _limit(connection: Connection) -> None:
     seconds = connection.get_execution_options().get(_OPTION)
     if seconds is not None:

@@ -20,7 +20,7 @@ from ..tables import DedupTables, default_tables, full_name
 from .databases import database_of
 from .running import connected_to
 
-SCHEMA_VERSION = "schema_version"  #: of the tables, where `idempotency migrate`, its SQL or our revisions made them
+SCHEMA_VERSION = "schema_version"  #: of the tables, where our revisions or the SQL of `idempotency schema` made them
 HORIZON_BEFORE = "horizon_before"  #: hours and a moment: the horizon that workers may use until then, after a change
 RETENTION = "retention_hours"  #: of the last complete cleanup of all handlers
 CLEANED_AT = "cleaned_at"  #: when that cleanup ended: ISO 8601, UTC, by the database's clock

@@ -14,7 +14,7 @@ from sqlalchemy import URL, MetaData, create_engine, text
 import projector_dedup
 from command import idempotency
 from databases import Database
-from marked import on_one_database, one_of_each_engine  # noqa: F401  # a fixture
+from marked import metadata, on_one_database, one_of_each_engine  # noqa: F401  # a fixture
 
 SECRET = "s3cret"
 
@@ -68,12 +68,15 @@ def test_a_text_that_is_no_number_is_called_so(arguments: list[str], said: str) 
 
 def test_one_hour_is_no_hours(sqlite: Database) -> None:
     """The number and its word agree."""
+    engine = create_engine(sqlite.url())
+    metadata.create_all(engine)
+    engine.dispose()
     url = sqlite.url().render_as_string(hide_password=False)
-    commands = [["migrate"], ["horizon", "1"], ["horizon"], ["cleanup"], ["horizon", "0.5", "--yes"]]
+    commands = [["horizon", "1"], ["horizon"], ["cleanup"], ["horizon", "0.5", "--yes"]]
     said = [idempotency(*command, "--database-url", url).stdout for command in commands]
     horizon = "The redelivery horizon is 1 hour.\n"
     half = "The redelivery horizon is 0.5 hours.\n"
-    assert said[1:] == [horizon, horizon, "Deleted 0 markers older than 1 hour.\n", half]
+    assert said == [horizon, horizon, "Deleted 0 markers older than 1 hour.\n", half]
 
 
 def test_help_says_the_defaults() -> None:
@@ -129,7 +132,11 @@ def test_the_variable_is_one_url_whatever_it_has(tmp_path: Path) -> None:
     """Blanks do not separate two URLs."""
     folder = tmp_path / "my data"
     folder.mkdir()
-    done = idempotency("migrate", PROJECTOR_DEDUP_DATABASE_URL=f"sqlite:///{folder}/x.db")
+    url = f"sqlite:///{folder}/x.db"
+    engine = create_engine(url)
+    metadata.create_all(engine)
+    engine.dispose()
+    done = idempotency("check", PROJECTOR_DEDUP_DATABASE_URL=url)
     assert done.returncode == 0, done.stderr
 
 
@@ -146,7 +153,6 @@ def test_a_missing_table_is_told_with_its_remedy(command: list[str], sync_url: U
         done = idempotency(*command, "--database-url", sync_url.render_as_string(hide_password=False))
     assert_failed_in_one_line(done)
     assert "processed_message is missing" in done.stdout + done.stderr
-    assert "idempotency migrate" in done.stdout + done.stderr
     assert "idempotency schema" in done.stdout + done.stderr
 
 

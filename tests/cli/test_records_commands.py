@@ -17,12 +17,11 @@ from marked import on_one_database
 from projector_dedup.commands import Begun, Call, Commands, Rejected, begin_command, command, raw
 from projector_dedup.commands import default_command_tables as tables
 from projector_dedup.late import PRUNED_UNTIL
-from projector_dedup.maintenance.schema import migrate
 from projector_dedup.maintenance.state import write_state
 from projector_dedup.tables import default_tables
 
 ANSWER = {"order": 7, "note": "grün\u202e"}
-WITH_COMMANDS = ["check", "cleanup", "forget", "horizon", "migrate", "rename", "schema", "show", "stats"]
+WITH_COMMANDS = ["check", "cleanup", "forget", "horizon", "rename", "schema", "show", "stats"]
 
 
 @command(name="shop.place")
@@ -51,7 +50,7 @@ def picture(asked: dict[str, int], call: Call) -> bytes:
 def engine(database: Database) -> Iterator[Engine]:
     """An engine on each database, with the tables of commands in it."""
     engine = create_engine(database.url())
-    migrate(engine, tables)
+    tables.marker.metadata.create_all(engine)
     yield engine
     engine.dispose()
 
@@ -87,7 +86,7 @@ def test_tables_of_commands_beside_those_of_projectors_are_named(engine: Engine,
         return idempotency(name, PROJECTOR_DEDUP_DATABASE_URL=url).stdout
 
     assert (hint in said()) is (name == "check")  # stats says that there is no table to count
-    migrate(engine, default_tables)
+    default_tables.marker.metadata.create_all(engine)
     assert hint in said()
     assert hint not in ask(engine, name)[1]
     tables.marker.drop(engine)
@@ -106,13 +105,13 @@ def test_help_names_the_option(name: str) -> None:
 # Tables ----------------------------------------------------------------------------------------------------------
 
 
-def test_tables_are_made_checked_and_counted(database: Database) -> None:
-    """`migrate`, `check`, `stats`, `cleanup`, `horizon` and `rename`, each on processed_command, in its own words."""
+def test_tables_are_checked_and_counted(database: Database) -> None:
+    """`check`, `stats`, `cleanup`, `horizon` and `rename`, each on processed_command, in its own words."""
     engine = create_engine(database.url())
     code, _, wrong = ask(engine, "check")
     assert code == 1
     assert "there is no file" in wrong or "is not ready" in wrong
-    assert ask(engine, "migrate") == (0, "processed_command was created at version 1.\n", "")
+    tables.marker.metadata.create_all(engine)
     assert "processed_command is ready.\n" in ask(engine, "check")[1]
     handle(engine, place, "k", "s")
     lines = [line.split() for line in ask(engine, "stats")[1].splitlines()]
@@ -143,7 +142,7 @@ def test_schema_prints_the_tables(database: Database) -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [["check"], ["migrate"], ["show", "k"], ["forget", "k", "--yes"], ["stats"], ["horizon"], ["rename", "a", "b"]],
+    [["check"], ["show", "k"], ["forget", "k", "--yes"], ["stats"], ["horizon"], ["rename", "a", "b"]],
     ids=" ".join,
 )
 @on_one_database
@@ -279,7 +278,7 @@ def test_forget_of_a_scope(engine: Engine) -> None:
 def test_forget_of_a_scope_asks(answer: str, code: int, sqlite: Database) -> None:
     """Only a yes deletes."""
     engine = create_engine(sqlite.url())
-    migrate(engine, tables)
+    tables.marker.metadata.create_all(engine)
     handle(engine, place, "k", "a")
     handle(engine, cancel, "k", "a")
     url = engine.url.render_as_string()

@@ -12,6 +12,14 @@ from marked import one_of_each_engine  # noqa: F401  # a fixture
 from owning import TWICE, fatal, second_schema, state_of, twice  # noqa: F401  # second_schema is a fixture
 from projector_dedup import make_tables
 from projector_dedup.maintenance.check import check_alembic
+from projector_dedup.tables import default_metadata
+
+
+def create_tables(database: Database) -> None:
+    """Create the tables as `create_all` does."""
+    engine = create_engine(database.url())
+    default_metadata.create_all(engine)
+    engine.dispose()
 
 
 def test_the_branch_lives_beside_the_users_history(
@@ -100,7 +108,7 @@ def test_the_command_checks_the_configuration(given: bool, sqlite: Database, tmp
     elsewhere.mkdir()
     options = ["--alembic-config", str(tmp_path / "alembic.ini")] if given else []
     folder = elsewhere if given else tmp_path
-    run_python("-m", "projector_dedup", "migrate", "--database-url", url)
+    create_tables(sqlite)
     for separator, code in (("os", 1), ("newline", 0)):
         project.configure(separator, locations=OURS)
         done = run_python(*command, *options, cwd=folder)
@@ -113,7 +121,7 @@ def test_the_command_checks_the_configuration(given: bool, sqlite: Database, tmp
 def test_code_of_the_folder_is_run_only_if_it_is_named(named: bool, sqlite: Database, tmp_path: Path) -> None:
     """What an alembic.ini of the current folder names is somebody else's code, and cron would run it."""
     url = sqlite.url().render_as_string()
-    run_python("-m", "projector_dedup", "migrate", "--database-url", url)
+    create_tables(sqlite)
     project = Project(tmp_path, sqlite)
     project.configure(locations=OURS)
     trace = tmp_path / "was run"

@@ -109,7 +109,7 @@ def test_one_handlers_markers_go_alone(engine: Engine) -> None:
 def test_a_missing_table_is_named(engine: Engine) -> None:
     """With what creates it, instead of a driver's error; also where the horizon is declared or asked for."""
     for refused in (cleanup, redelivery_horizon, lambda engine: declare_horizon(engine, 24)):
-        with pytest.raises(MissingTableError, match=r"is missing.*idempotency migrate"):
+        with pytest.raises(MissingTableError, match=r"is missing.*idempotency schema"):
             refused(engine)
 
 

@@ -1,4 +1,4 @@
-"""The tables of commands: three ways to own them, what `check` finds wrong with them, and their records in bulk."""
+"""The tables of commands: the ways to own them, what `check` finds wrong with them, and their records in bulk."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +18,6 @@ from owning import (  # noqa: F401  # second_schema is a fixture
     place,
     run_script,
     second_schema,
-    state_of,
     twice,
 )
 from projector_dedup import MissingTableError, Outcome, make_tables
@@ -39,7 +38,7 @@ from projector_dedup.maintenance.rows import (
     forget_scope,
     rename,
 )
-from projector_dedup.maintenance.schema import Migrated, ddl, migrate
+from projector_dedup.maintenance.schema import ddl
 from projector_dedup.maintenance.stats import stats
 from projector_dedup.tables import default_tables
 
@@ -53,12 +52,6 @@ def cancel(asked: dict[str, int], call: Call) -> str:
     return "x" * asked["amount"]
 
 
-def revision_of(engine: Engine, name: str) -> str:
-    """The revision in the set's own version table."""
-    with engine.connect() as connection:
-        return str(connection.exec_driver_sql(f"SELECT version_num FROM {name}_alembic_version").scalar_one())
-
-
 def keys_of(engine: Engine, tables: CommandTables = default_command_tables) -> list[tuple[str, str]]:
     """The key and the operation of each record, as another connection sees them."""
     other = create_engine(engine.url)
@@ -66,35 +59,6 @@ def keys_of(engine: Engine, tables: CommandTables = default_command_tables) -> l
         rows = connection.execute(select(tables.marker.c.message_id, tables.marker.c.handler)).all()
     other.dispose()
     return sorted((row.message_id, row.handler) for row in rows)
-
-
-# Migrated --------------------------------------------------------------------------------------------------------
-
-
-def test_a_run_that_died_before_the_first_table_is_finished(engine: Engine) -> None:
-    """Where DDL commits, the version table may say 0001, which makes no table of commands, and be all there is."""
-    run_script(engine, "CREATE TABLE processed_command_alembic_version (version_num VARCHAR(32) NOT NULL PRIMARY KEY)")
-    run_script(engine, "INSERT INTO processed_command_alembic_version VALUES ('projector_dedup_0001')")
-    assert migrate(engine, default_command_tables) == Migrated(before=None, after=1)
-    assert twice(engine, default_command_tables) == TWICE
-
-
-def test_tables_of_projectors_stay_at_their_revision(engine: Engine) -> None:
-    """Code of the version before finds the revision that it knows, beside tables of commands that it does not."""
-    migrate(engine)
-    before = described(engine, default_tables)
-    migrate(engine, default_command_tables)
-    assert migrate(engine) == Migrated(before=1, after=1)
-    assert revision_of(engine, "processed_message") == "projector_dedup_0001"
-    assert described(engine, default_tables) == before
-    assert state_of(engine, default_tables) == {"schema_version": "1"}
-
-
-def test_tables_of_projectors_at_a_later_revision_are_up_to_date(engine: Engine) -> None:
-    """`alembic upgrade head` in a checkout leads them past their own last revision."""
-    migrate(engine)
-    run_script(engine, "UPDATE processed_message_alembic_version SET version_num = 'projector_dedup_0002'")
-    assert migrate(engine) == Migrated(before=1, after=1)
 
 
 # The user's Alembic ----------------------------------------------------------------------------------------------
@@ -150,7 +114,7 @@ def test_what_is_missing_is_told_with_the_right_remedy(engine: Engine) -> None:
     tables = make_command_tables(MetaData(), "orders")
     with pytest.raises(MissingTableError) as told:
         verify(engine, tables)
-    for words in ("make_command_tables(metadata, name='orders')", "`idempotency migrate --commands --table orders`"):
+    for words in ("make_command_tables(metadata, name='orders')", "`idempotency schema --commands --table orders`"):
         assert words in str(told.value)
 
 
@@ -193,13 +157,13 @@ def test_a_column_that_changes_what_it_keeps_is_found(engine: Engine, column: st
 
 def test_the_trial_leaves_no_record(engine: Engine) -> None:
     """Nor anything else that another connection could see."""
-    migrate(engine, default_command_tables)
+    default_command_tables.marker.metadata.create_all(engine)
     assert fatal(engine, default_command_tables) == []
     assert keys_of(engine) == []
 
 
 def test_either_kind_is_told_from_the_other(engine: Engine) -> None:
-    """By check, migrate, rename, stats, find, forget and cleanup."""
+    """By check, rename, stats, find, forget and cleanup."""
     default_tables.marker.metadata.create_all(engine)
     default_command_tables.marker.metadata.create_all(engine)
     assert twice(engine, default_command_tables) == TWICE
@@ -210,7 +174,6 @@ def test_either_kind_is_told_from_the_other(engine: Engine) -> None:
     assert fatal(engine, as_markers) == ["processed_command is a table of commands, not of projectors"]
     assert fatal(engine, as_records) == ["processed_message is a table of projectors, not of commands"]
     refusals: list[Callable[[], object]] = [
-        lambda: migrate(engine, as_markers),
         lambda: rename(engine, "shop.place", "new", tables=as_markers),
         lambda: verify(engine, as_markers),
         lambda: stats(engine, tables=as_markers),
@@ -220,7 +183,6 @@ def test_either_kind_is_told_from_the_other(engine: Engine) -> None:
         with pytest.raises(MissingTableError, match=r"of commands, not of projectors; .*add --commands"):
             refused()
     refusals = [
-        lambda: migrate(engine, as_records),
         lambda: stats(engine, tables=as_records),
         lambda: find_records(engine, "k", tables=as_records),
         lambda: forget_record(engine, "k", operation="o", tables=as_records),

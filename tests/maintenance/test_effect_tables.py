@@ -1,4 +1,4 @@
-"""The tables of effects: three ways to own them, what `check` finds wrong with them, and what is never deleted."""
+"""The tables of effects: the ways to own them, what `check` finds wrong with them, and what is never deleted."""
 
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,7 +13,6 @@ from marked import one_of_each_engine  # noqa: F401  # a fixture
 from owning import (  # noqa: F401  # second_schema is a fixture
     TWICE,
     charge,
-    described,
     fatal,
     made_by_our_revisions,
     run_script,
@@ -26,7 +25,7 @@ from projector_dedup.dialects.columns import utc_now
 from projector_dedup.effects import Effects, EffectTables, arm, default_effect_tables, make_effect_tables
 from projector_dedup.maintenance.cleanup import count_expired, prune
 from projector_dedup.maintenance.rows import forget, forget_scope, rename
-from projector_dedup.maintenance.schema import Migrated, ddl, migrate
+from projector_dedup.maintenance.schema import ddl
 from projector_dedup.maintenance.stats import stats
 from projector_dedup.tables import default_tables
 
@@ -49,25 +48,11 @@ def rows(engine: Engine) -> list[tuple[str, str]]:
 @pytest.fixture
 def owned(engine: Engine) -> Engine:
     """An engine on a database that has the tables of effects."""
-    migrate(engine, default_effect_tables)
+    default_effect_tables.marker.metadata.create_all(engine)
     return engine
 
 
 # Owned -----------------------------------------------------------------------------------------------------------
-
-
-def test_tables_of_the_release_before_stay_as_they_are(engine: Engine) -> None:
-    """Markers and records that are there keep their rows, their revisions and their structure; effects come beside."""
-    migrate(engine)
-    migrate(engine, default_command_tables)
-    assert twice(engine, default_tables) == twice(engine, default_command_tables) == TWICE
-    before = [described(engine, tables) for tables in (default_tables, default_command_tables)]
-    assert migrate(engine, default_effect_tables) == Migrated(before=None, after=1)
-    assert twice(engine, default_effect_tables) == TWICE
-    for tables in (default_tables, default_command_tables):
-        assert migrate(engine, tables) == Migrated(before=1, after=1)
-        assert set(twice(engine, tables)) == {Outcome.DUPLICATE}
-    assert [described(engine, tables) for tables in (default_tables, default_command_tables)] == before
 
 
 def test_our_revisions_in_the_users_environment(

@@ -16,6 +16,7 @@ from alembic_project import run_python
 from databases import Database
 from projector_dedup import ProcessedMessage
 from projector_dedup.maintenance.check import check, check_alembic, check_installed_revisions
+from projector_dedup.tables import default_metadata
 
 pytestmark = pytest.mark.slow
 
@@ -154,7 +155,9 @@ def test_a_block_pasted_below_the_line_of_alembic_init(sqlite: Database, tmp_pat
     assert "option 'path_separator' in section 'alembic' already exists" in finding.problem
     assert "remove the older line" in finding.remedy
     url = sqlite.url().render_as_string()
-    run_python("-m", "projector_dedup", "migrate", "--database-url", url)
+    engine = create_engine(url)
+    default_metadata.create_all(engine)
+    engine.dispose()
     done = run_python("-m", "projector_dedup", "check", "--database-url", url, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert "alembic.ini could not be read: " in done.stdout

@@ -1,13 +1,124 @@
-"""`check`: the tables that a database has are those that the library expects, or it says what mends them."""
+"""`schema` and `check`: the SQL makes the tables that the library expects; of others, `check` says what mends them."""
+
+from collections.abc import Callable
 
 import pytest
-from sqlalchemy import Engine, MetaData, create_engine, inspect, text
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+from sqlalchemy import Engine, MetaData, create_engine, func, inspect, select, text
 
+from alembic_project import run_python
 from databases import Database
 from marked import one_of_each_engine  # noqa: F401  # a fixture
-from projector_dedup import MissingTableError, make_tables
+from owning import (  # noqa: F401  # second_schema is a fixture
+    TWICE,
+    deliver,
+    described,
+    fatal,
+    run_script,
+    second_schema,
+    state_of,
+    twice,
+)
+from projector_dedup import DedupTables, MissingTableError, Outcome, make_tables
+from projector_dedup.commands import make_command_tables
+from projector_dedup.effects import make_effect_tables
 from projector_dedup.maintenance.check import check, verify
+from projector_dedup.maintenance.schema import ddl
+from projector_dedup.maintenance.state import write_state
 from projector_dedup.tables import default_metadata as metadata
+from projector_dedup.tables import default_tables
+
+# The SQL ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [make_tables, make_command_tables, make_effect_tables])
+def test_the_sql_makes_the_tables(engine: Engine, schema: str | None, make: Callable[..., DedupTables]) -> None:
+    """Of any name, in any schema, side by side, as `create_all` makes them, and with the schema version."""
+    default = make(MetaData()).marker.name
+    for name, place in ((default, None), ("inbox", None), ("inbox2", schema), ("t" * 47, schema)):
+        tables = make(MetaData(), name, place)
+        run_script(engine, ddl(engine.dialect.name, tables))
+        if name == default:  # the only table as yet
+            with engine.connect() as connection:
+                context = MigrationContext.configure(connection, opts={"compare_server_default": True})
+                assert compare_metadata(context, tables.marker.metadata) == []
+        made = described(engine, tables)
+        assert twice(engine, tables) == TWICE
+        assert fatal(engine, tables) == []
+        assert state_of(engine, tables) == {"schema_version": str(tables.version)}
+        tables.marker.metadata.drop_all(engine)
+        tables.marker.metadata.create_all(engine)
+        assert described(engine, tables) == made
+
+
+def test_the_command_schema_prints_what_makes_the_tables(database: Database) -> None:
+    """For the table that was asked for, with the rights that an application user needs."""
+    done = run_python("-m", "projector_dedup", "schema", "--dialect", database.engine, "--table", "inbox")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"-- for {database.engine} (--dialect names another database: ")
+    assert "-- GRANT SELECT, INSERT, UPDATE, DELETE ON inbox_state TO" in done.stdout
+    engine = create_engine(database.url())
+    run_script(engine, done.stdout)
+    assert fatal(engine, make_tables(MetaData(), "inbox")) == []
+    assert state_of(engine, make_tables(MetaData(), "inbox")) == {"schema_version": "1"}
+    engine.dispose()
+
+
+def test_a_name_that_is_too_long_is_told_in_one_line(sqlite: Database) -> None:
+    """By every command that takes a name."""
+    for command in (["schema"], ["check", "--database-url", sqlite.url().render_as_string()]):
+        done = run_python("-m", "projector_dedup", *command, "--table", "t" * 48)
+        assert done.returncode == 1
+        assert done.stderr.startswith("Error: the name of the marker table must have 1 to 47 bytes, and ")
+        assert len(done.stderr.splitlines()) == 1
+
+
+# Versions --------------------------------------------------------------------------------------------------------
+
+
+def test_code_of_the_old_version_claims_after_an_upgrade(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing that was claimed before or after it is lost or applied again, and `check` calls the tables ready."""
+    run_script(engine, ddl(engine.dialect.name))
+    assert deliver(engine, "before") is Outcome.APPLIED
+    run_script(
+        engine,
+        "ALTER TABLE processed_message ADD COLUMN note TEXT; UPDATE processed_message_state SET value = '2'",
+    )
+    assert deliver(engine, "after") is Outcome.APPLIED
+    assert {deliver(engine, each) for each in ("before", "after")} == {Outcome.DUPLICATE}
+    with engine.connect() as connection:
+        assert connection.scalar(select(func.count()).select_from(default_tables.marker)) == 2
+    monkeypatch.setattr(DedupTables, "revisions", ("a revision",) * 2)
+    assert fatal(engine) == []
+
+
+@pytest.mark.parametrize(
+    ("written", "code", "problem"),
+    [
+        (None, 3, None),
+        ("3", 3, None),
+        ("2", 3, "advice"),
+        ("1", 3, "works with version 2 too, but not with older ones; run `alembic upgrade heads`"),
+        ("4", 3, "upgrade projector-dedup here"),
+        ("x", 3, "another program wrote"),
+    ],
+)
+def test_check_knows_two_versions(
+    engine: Engine, written: str | None, code: int, problem: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own and the one before, for rolling deploys; without a number the structure decides."""
+    monkeypatch.setattr(DedupTables, "revisions", ("a revision",) * code)
+    default_tables.marker.metadata.create_all(engine)
+    with engine.begin() as connection:
+        write_state(connection, default_tables, {"schema_version": written})
+    found = [finding for finding in check(engine) if "schema version" in finding.problem]
+    assert [finding.fatal for finding in found] == ([] if problem is None else [problem != "advice"])
+    if problem not in (None, "advice"):
+        assert str(problem) in found[0].remedy
+
+
+# What is wrong with tables ---------------------------------------------------------------------------------------
 
 
 def test_create_all_yields_the_same(engine: Engine) -> None:
