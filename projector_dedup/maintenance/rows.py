@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import partial
-from itertools import takewhile
 from typing import Any
 
 from sqlalchemy import (
@@ -19,13 +18,12 @@ from sqlalchemy import (
     exists,
     literal,
     literal_column,
-    or_,
     select,
 )
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.sql import Delete, Insert
 
-from ..commands import CommandTables, InvalidKeyError, default_command_tables
+from ..commands import CommandTables, default_command_tables
 from ..commands.record import DEFAULT, REJECTED, RESULT, RecordKey
 from ..dialects import Dialect, Failure, dialect_of
 from ..dialects.columns import now_ms
@@ -246,72 +244,6 @@ def forget_record(
     operation can have, and ``MissingTableError`` if the tables are missing or of another kind.
     """
     return forget(engine, RecordKey.of(key, scope).stored, handler=operation, tables=tables)
-
-
-def forget_scope(
-    engine: Engine,
-    scope: object,
-    *,
-    operation: str | None = None,
-    tables: DedupTables = default_command_tables,
-    on_batch: Callable[[int], None] | None = None,
-    batch_size: int = 1_000,
-) -> int:
-    """Delete all records of a scope, such as a tenant, or those of one operation in it. Return their number.
-
-    With tables of effects, the function deletes the finished effects of the scope.
-
-    The next call with one of their keys runs the command *again*. Every batch is a short transaction, so you can
-    interrupt a run and run it again. New records may remain. ``on_batch`` is called with the number of deleted records
-    of each batch, and may raise to end the run.
-
-    Raises ``InvalidKeyError`` for a scope that no command can have, ``MissingTableError`` if the tables are missing or
-    of another kind, and ``RetriesExhaustedError`` if a transient error lasted too long.
-    """
-    if scope is None:
-        raise InvalidKeyError("forget_scope() needs a scope: a text or a UUID, such as the tenant")
-    operation = None if operation is None else valid_handler(operation)
-    record, prefix = tables.marker, RecordKey.of("x", scope).stored.removesuffix("x")
-    verify(engine, tables)
-    dialect = dialect_of(engine)
-    dialect.prepare(engine)
-    look, after = _next_rows(record, batch_size), {"message_id": prefix, "handler": ""}
-
-    def batch(connection: Connection) -> tuple[Sequence[Row[Any]], int]:
-        dialect.begin(connection, None, None)
-        # The keys of a scope are neighbours in the primary key. They begin with the length of the scope and the scope,
-        # and no key of another scope does: "1:a" is not "2:ab". The page ends at the first other key, so that no other
-        # scope is affected, however the database compares texts.
-        page = list(takewhile(lambda row: row.message_id.startswith(prefix), connection.execute(look, after)))
-        these = [row for row in page if operation in (None, row.handler)]
-        number = 0
-        for name in {row.handler for row in these}:
-            ids = [row.message_id for row in these if row.handler == name]
-            one_operation = (record.c.handler == name) & record.c.message_id.in_(ids)
-            number += connection.execute(delete(record).where(one_operation, *_finished(tables))).rowcount
-        return page, number
-
-    deleted = 0
-    while True:
-        page, number = run_with_retries(batch, engine, dialect, RetryPolicy())
-        if not page:
-            return deleted
-        after = {"message_id": page[-1].message_id, "handler": page[-1].handler}
-        deleted += number
-        if on_batch is not None and number:
-            on_batch(number)
-
-
-def _next_rows(record: Table, size: int) -> Select[Any]:
-    """Return a SELECT of the rows after ``:message_id`` and ``:handler``, in the order of the primary key."""
-    message_id, handler = (bindparam(column.name, type_=column.type) for column in record.primary_key)
-    behind = or_(record.c.message_id > message_id, record.c.handler > handler)
-    return (
-        select(record.c.message_id, record.c.handler)
-        .where(record.c.message_id >= message_id, behind)  # the first condition finds the place in the index
-        .order_by(record.c.message_id, record.c.handler)
-        .limit(size)
-    )
 
 
 # Renamed handlers -------------------------------------------------------------------------------------------------

@@ -203,18 +203,6 @@ def test_in_place(shop: Engine) -> None:
     assert not is_open(shop)
 
 
-def test_all_markers_of_a_handler_are_forgotten(shop: Engine) -> None:
-    """It asks; and --all goes with a handler alone."""
-    url = ["--database-url", "sqlite:///shop.db"]
-    for wrong in (["--all"], ["p01", "--handler", "totals", "--all"]):
-        assert CliRunner().invoke(main, ["forget", *url, *wrong, "--yes"]).exit_code == 2
-    assert CliRunner().invoke(main, ["forget", *url, "--handler", "total", "--all", "--yes"]).exit_code == 1
-    done = CliRunner().invoke(main, ["forget", *url, "--handler", "totals", "--all", "--yes"])
-    assert done.stdout == "Deleted 12 markers of totals.\n"
-    with shop.connect() as connection:
-        assert connection.execute(select(default_tables.marker)).all() == []
-
-
 @pytest.mark.usefixtures("shop")
 def test_a_wrong_command_line_says_what_to_do() -> None:
     """One of three; a place that can be imported; a projector that is there."""

@@ -25,7 +25,6 @@ from projector_dedup.commands import (
     Call,
     Commands,
     CommandTables,
-    InvalidKeyError,
     command,
     default_command_tables,
     make_command_tables,
@@ -35,14 +34,11 @@ from projector_dedup.maintenance.cleanup import prune
 from projector_dedup.maintenance.rows import (
     find_records,
     forget_record,
-    forget_scope,
     rename,
 )
 from projector_dedup.maintenance.schema import ddl
 from projector_dedup.maintenance.stats import stats
 from projector_dedup.tables import default_tables
-
-LAST_SIGN = "\U0010ffff"
 
 
 @command(name="shop.cancel")
@@ -186,7 +182,6 @@ def test_either_kind_is_told_from_the_other(engine: Engine) -> None:
         lambda: stats(engine, tables=as_records),
         lambda: find_records(engine, "k", tables=as_records),
         lambda: forget_record(engine, "k", operation="o", tables=as_records),
-        lambda: forget_scope(engine, "s", tables=as_records),
         lambda: prune(engine, tables=as_records),
     ]
     for refused in refusals:
@@ -226,40 +221,6 @@ def test_a_record_is_found_by_its_scope_and_key(engine: Engine) -> None:
     assert forget_record(engine, "k", scope="s", operation="shop.place") == 1
     assert [each.handler for each in find_records(engine, "k", scope="s")] == ["shop.cancel"]
     assert commands.handle(place, {"amount": 4}, key="k", scope="s").outcome is Outcome.APPLIED
-
-
-SCOPES = ["a", "ab", "A", "a ", "1", "1:a", "é", "e", "z", LAST_SIGN, LAST_SIGN * 2, "a%", "a_", "10", "x" * 10]
-
-
-def test_a_scope_is_forgotten_exactly(engine: Engine) -> None:
-    """Of scopes that look alike or begin alike only the one that is named; page by page, and one operation if asked."""
-    default_command_tables.marker.metadata.create_all(engine)
-    rows = [
-        {"message_id": f"{len(scope)}:{scope}{key}", "handler": operation}
-        for scope in ["", *SCOPES]
-        for key in ["1", "b", ":", "é", LAST_SIGN, "k k", "zz"]
-        for operation in ("o1", "o2")
-    ]
-    with engine.begin() as connection:
-        connection.execute(default_command_tables.marker.insert(), rows)
-    left = {(row["message_id"], row["handler"]) for row in rows}
-    batches: list[int] = []
-    assert forget_scope(engine, "a", operation="o2", batch_size=3, on_batch=batches.append) == 7
-    assert max(batches) <= 3
-    assert sum(batches) == 7
-    left -= {(message_id, "o2") for message_id, _ in left if message_id.startswith("1:a")}
-    assert set(keys_of(engine)) == left
-    for scope in SCOPES:
-        expected = {each for each in left if each[0].startswith(f"{len(scope)}:{scope}")}
-        assert forget_scope(engine, scope, batch_size=5) == len(expected)
-        left -= expected
-        assert set(keys_of(engine)) == left
-    assert {message_id[:2] for message_id, _ in left} == {"0:"}
-    assert forget_scope(engine, "a") == 0
-    for nobody in (None, ""):
-        with pytest.raises(InvalidKeyError):
-            forget_scope(engine, nobody)
-    assert set(keys_of(engine)) == left
 
 
 def test_a_renamed_operation_answers_as_before(engine: Engine) -> None:

@@ -24,7 +24,7 @@ from projector_dedup.commands import default_command_tables, make_command_tables
 from projector_dedup.dialects.columns import utc_now
 from projector_dedup.effects import Effects, EffectTables, arm, default_effect_tables, make_effect_tables
 from projector_dedup.maintenance.cleanup import count_expired, prune
-from projector_dedup.maintenance.rows import forget, forget_scope, rename
+from projector_dedup.maintenance.rows import forget, rename
 from projector_dedup.maintenance.schema import ddl
 from projector_dedup.maintenance.stats import stats
 from projector_dedup.tables import default_tables
@@ -124,7 +124,7 @@ def test_the_kinds_are_told_from_each_other(engine: Engine) -> None:
 
 
 def test_what_is_not_finished_is_never_deleted(owned: Engine) -> None:
-    """By cleanup, which counts it as of no age; by forget, which names it; by forget of a scope, which leaves it."""
+    """By cleanup, which counts it as of no age; by forget, which names it."""
     effects = Effects(sessionmaker(owned), [charge])
     effects.run(charge, 3, key="done", scope="s")
     for key in ("k1", "k2"):
@@ -142,11 +142,10 @@ def test_what_is_not_finished_is_never_deleted(owned: Engine) -> None:
     assert (name.markers, name.oldest, name.newest) == (2, None, None)
     with pytest.raises(RefusedError, match=r"shop\.charge: an unfinished effect cannot be deleted"):
         forget(owned, "1:sk1", handler="shop.charge", tables=default_effect_tables)
-    assert forget_scope(owned, "s", tables=default_effect_tables) == 0
     assert len(rows(owned)) == 2
     effects.settle()
     assert forget(owned, "1:sk1", handler="shop.charge", tables=default_effect_tables) == 1
-    assert forget_scope(owned, "s", tables=default_effect_tables) == 1
+    assert rows(owned) == [("1:sk2", "shop.charge")]
 
 
 def test_a_renamed_effect_is_moved_with_its_provider_key(owned: Engine) -> None:
