@@ -7,7 +7,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
@@ -16,7 +15,7 @@ from sqlalchemy import Engine, inspect
 
 from projector_dedup import AsyncDispatcher, DedupTables, Dispatcher
 from projector_dedup.effects import EffectTables
-from projector_dedup.maintenance.check import advise, advise_rebuilds, check_alembic, check_installed_revisions
+from projector_dedup.maintenance.check import advise, advise_rebuilds, check_installed_revisions
 from projector_dedup.maintenance.check import check as findings_of
 from projector_dedup.maintenance.databases import Finding
 from projector_dedup.maintenance.effects import advise_effects
@@ -31,12 +30,6 @@ _EXAMPLE = "myapp.consumer:dispatcher"
 
 @click.command(epilog=EXIT_CODES)
 @database_options
-@click.option(
-    "--alembic-config",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Check that this alembic.ini finds the revisions of projector-dedup, if it names them. This imports all "
-    "revisions that it names, as Alembic does.  [default: read ./alembic.ini if it exists, and import nothing]",
-)
 @click.option(
     "--app",
     "apps",
@@ -53,9 +46,7 @@ _EXAMPLE = "myapp.consumer:dispatcher"
     help="Exit with 1 for problems only, or also for advice, such as old markers that cleanup should have deleted.",
 )
 @json_option
-def check(
-    deployment: Deployment, alembic_config: Path | None, apps: tuple[str, ...], fail_on: str, as_json: bool
-) -> None:
+def check(deployment: Deployment, apps: tuple[str, ...], fail_on: str, as_json: bool) -> None:
     """Check the tables, and print what to do about each problem.
 
     Run it after each deployment, and from monitoring. It compares the tables with those that this version of
@@ -75,11 +66,9 @@ def check(
         option = deployment.tables.option.strip()
         raise click.UsageError(f"--app checks the handlers of dispatchers, so it cannot be used with {option}")
     identities = _identities_of(apps)
-    config = alembic_config or Path("alembic.ini")
     tables, found = deployment.tables, None
     with deployment.opened() as engine:
         findings = findings_of(engine, tables)
-        findings += check_alembic(config, run=alembic_config is not None) if config.is_file() else []
         findings += check_installed_revisions()
         if not any(finding.fatal for finding in findings) and not tables.keyed:
             findings += advise_rebuilds(engine, tables=tables)

@@ -1,23 +1,17 @@
 """Compare the tables of a database with those that this version needs, and return each problem with its remedy.
 
-``check`` examines the tables and the database, ``advise`` the age of the markers and the handlers, and
-``check_alembic`` an ``alembic.ini`` that does not find the library's revisions.
+``check`` examines the tables and the database, ``advise`` the age of the markers and the handlers.
 """
 
 from __future__ import annotations
 
-import configparser
 import secrets
-import warnings
 from collections.abc import Collection, Iterator, Set
 from datetime import datetime, timedelta
 from importlib.resources import files
-from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from alembic.config import Config
-from alembic.script import ScriptDirectory
 from sqlalchemy import ColumnElement, Table, inspect, select
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import DBAPIError
@@ -47,9 +41,6 @@ _WHOLE = Record(RESULT, "x" * MAX_CODEC_BYTES, _EVERY_BYTE * 256, _EVERY_BYTE[-3
 _MINUTE = 60_000  # milliseconds
 
 _SLACK = timedelta(days=2)  # do not report one missed cleanup, for example at a weekend
-
-_BRANCH = "projector_dedup"
-_LOCATION = "projector_dedup.migrations:versions"
 
 
 def check(engine: Engine, tables: DedupTables = default_tables) -> list[Finding]:
@@ -385,59 +376,8 @@ def advise_rebuilds(engine: Engine, *, tables: DedupTables = default_tables) -> 
 # Alembic ----------------------------------------------------------------------------------------------------------
 
 
-def check_alembic(config_path: str | PathLike[str], *, run: bool = False) -> list[Finding]:
-    """Return the problems of an ``alembic.ini``, or none if its ``version_locations`` do not name this package.
-
-    Alembic silently ignores locations that it cannot find, and ``alembic upgrade heads`` then exits with 0. By default
-    the function only reads the file, which needs Alembic 1.16. With ``run`` it imports all revisions, as Alembic does,
-    and so runs their code. It does not use a database.
-    """
-    path = Path(config_path)
-    remedy = "run this command in a folder where `alembic heads` works"
-    try:
-        config = Config(path)
-        if _BRANCH not in (config.get_main_option("version_locations") or ""):
-            return []
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # the user sees these warnings when Alembic runs
-            if _imported(config) if run else _named(config):
-                return []
-    except (configparser.Error, OSError, UnicodeDecodeError) as error:
-        problem = f"{path} could not be read: {' '.join(str(error).split())}"
-        remedy = (
-            "Alembic cannot read it either; each option may be in its section only once: if you added a block below "
-            "the lines of `alembic init`, remove the older line, such as a second path_separator"
-        )
-    except Exception as error:  # noqa: BLE001  # the user's own revisions may raise anything
-        reason = (str(error).strip().splitlines() or [""])[0]
-        problem = f"{path} names {_BRANCH}, but its revisions could not be read: {type(error).__name__}: {reason}"
-    else:
-        return [
-            Finding(
-                f"{path} names {_BRANCH} in version_locations, but Alembic does not find it there, and reports nothing",
-                f"write {_LOCATION} on a separate line, with `path_separator = newline` (before Alembic 1.16: "
-                "version_path_separator), because other separators split it at its colon, or do not split locations; "
-                f"`alembic heads` must show ({_BRANCH})",
-            )
-        ]
-    return [advice(problem, remedy)]
-
-
-def _imported(config: Config) -> bool:
-    """Import all revisions, and return True if the library's branch is among them."""
-    revisions = ScriptDirectory.from_config(config).walk_revisions()
-    return any(_BRANCH in revision.branch_labels for revision in revisions)
-
-
-def _named(config: Config) -> bool:
-    """True if one of the locations, as Alembic splits them, is the library's folder."""
-    ours = _installed_versions()
-    locations = config.get_version_locations_list() or ()
-    return any(each == _LOCATION or Path(each).resolve() == ours for each in locations)
-
-
 def _installed_versions() -> Path:
-    return Path(str(files(_LOCATION.partition(":")[0]).joinpath("versions"))).resolve()
+    return Path(str(files("projector_dedup.migrations").joinpath("versions")))
 
 
 def check_installed_revisions() -> list[Finding]:
