@@ -5,7 +5,7 @@ Deliveries do not use this module.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import datetime
 from math import ceil
@@ -168,8 +168,17 @@ class OnPostgreSQL(Database):
         return delete(expired.marker).where(impatient, literal_column("ctid") == batch, expired.among(expired.marker))
 
     def findings(self, connection: Connection, marker: Table) -> list[Finding]:
-        """Return findings about settings with which a crash or a failover would lose data."""
-        return [*_persistence(connection, marker), *_replication(connection)]
+        """Return a finding if a crash of the server would empty the marker table."""
+        name = _regclass(connection, marker)
+        unlogged = text("SELECT relpersistence = 'u' FROM pg_class WHERE oid = to_regclass(:name)")
+        if not connection.scalar(unlogged, {"name": name}):
+            return []
+        return [
+            Finding(
+                f"{name} is UNLOGGED, so a crash of the server empties it, but not the read model",
+                f"every redelivery after a crash would be applied again; ALTER TABLE {name} SET LOGGED",
+            )
+        ]
 
     def size(self, connection: Connection, table: Table) -> int | None:
         """Return the bytes of the table with all indexes."""
@@ -195,49 +204,6 @@ def _regclass(connection: Connection, table: Table) -> str:
     return ".".join(quote(part) for part in (schema, table.name) if part)
 
 
-def _persistence(connection: Connection, table: Table) -> Iterator[Finding]:
-    name = _regclass(connection, table)
-    unlogged = text("SELECT relpersistence = 'u' FROM pg_class WHERE oid = to_regclass(:name)")
-    if connection.scalar(unlogged, {"name": name}):
-        yield Finding(
-            f"{name} is UNLOGGED, so a crash of the server empties it, but not the read model",
-            f"every redelivery after a crash would be applied again; ALTER TABLE {name} SET LOGGED",
-        )
-
-
-# A COMMIT that has waited for a synchronous standby is still there after a failover to it. One that has not may be lost
-# by a failover, although its message was acknowledged (docs/clusters.md).
-
-# A subscriber of logical replication (Debezium, say) is no server to fail over to.
-_REPLICATION = text(
-    """
-    SELECT current_user AS role, current_setting('synchronous_commit') AS waits,
-        current_setting('synchronous_standby_names') AS names,
-        EXISTS (
-            SELECT FROM pg_stat_replication WHERE pid NOT IN
-                (SELECT active_pid FROM pg_replication_slots WHERE slot_type = 'logical' AND active_pid IS NOT NULL)
-        ) AS has_standby
-    """
-)
-
-
-def _replication(connection: Connection) -> Iterator[Finding]:
-    """Yield advice if a crash or a failover loses messages that were acknowledged."""
-    found = connection.execute(_REPLICATION).one()
-    if found.waits == "off":
-        yield advice(
-            f"synchronous_commit is off for {found.role}, so a crash loses the last acknowledged messages",
-            "turn it on for the role that delivers: ALTER ROLE ... SET synchronous_commit = on",
-        )
-    if found.has_standby and (not found.names or found.waits in ("off", "local")):
-        reason = f"synchronous_commit = {found.waits}" if found.names else "synchronous_standby_names is empty"
-        yield advice(
-            f"replication is asynchronous ({reason}), so a failover loses the last acknowledged messages",
-            "name the standby in synchronous_standby_names; until then, replay the last minutes from an archive after "
-            "each failover (docs/clusters.md)",
-        )
-
-
 # MariaDB -------------------------------------------------------------------------------------------------------------
 
 
@@ -256,27 +222,16 @@ class OnMariaDB(Database):
         )
 
     def findings(self, connection: Connection, marker: Table) -> list[Finding]:
-        """Return advice about the server's release and about a log that is not flushed."""
-        found = []
-        if not MariaDB.is_dependable(connection):
-            found.append(
-                advice(
-                    "this server does not reliably refuse lost updates at REPEATABLE READ, so projectors run at "
-                    "SERIALIZABLE, where every read locks",
-                    "upgrade to MariaDB 10.6.27, 10.11.18, 11.4.12, 11.8.8, 12.3.3 or later",
-                )
+        """Return advice about a release that does not refuse lost updates."""
+        if MariaDB.is_dependable(connection):
+            return []
+        return [
+            advice(
+                "this server does not reliably refuse lost updates at REPEATABLE READ, so projectors run at "
+                "SERIALIZABLE, where every read locks",
+                "upgrade to MariaDB 10.6.27, 10.11.18, 11.4.12, 11.8.8, 12.3.3 or later",
             )
-        flushed = connection.exec_driver_sql("SELECT @@global.innodb_flush_log_at_trx_commit").scalar_one()
-        if flushed != 1:
-            setting = "innodb_flush_log_at_trx_commit"
-            found.append(
-                advice(
-                    f"{setting} = {flushed}, so a crash of the machine loses the last acknowledged messages",
-                    f"run SET GLOBAL {setting} = 1, and write it into the server's configuration (in a cluster, on "
-                    "every node)",
-                )
-            )
-        return found
+        ]
 
     def size(self, connection: Connection, table: Table) -> int | None:
         """Return the bytes of the table with all indexes, as InnoDB estimates them; None if it does not know."""
@@ -343,24 +298,17 @@ class OnSQLite(Database):
         return delete(expired.marker).where(rowid.in_(expired.oldest(expired.marker, rowid)))
 
     def findings(self, connection: Connection, marker: Table) -> list[Finding]:
-        """Return advice about the journal mode.
-
-        Without write-ahead logging a reader makes writers wait at COMMIT; with it, several files do not commit as one.
-        """
+        """Return advice if markers and read model may be in several files that do not commit as one."""
         mode = connection.exec_driver_sql("PRAGMA journal_mode").scalar_one()
         files = [file for _, _, file in connection.exec_driver_sql("PRAGMA database_list") if file]
-        if mode == "wal" and len(files) > 1:  # https://www.sqlite.org/lang_attach.html
-            return [
-                advice(
-                    "databases are attached, and with write-ahead logging a crash during COMMIT may commit one file "
-                    "and not another",
-                    "put the markers into the file of the read model: make_tables(metadata, schema=...)",
-                )
-            ]
-        if mode in ("wal", "memory"):
+        if mode != "wal" or len(files) < 2:  # https://www.sqlite.org/lang_attach.html
             return []
         return [
-            advice(f"the journal mode is {mode}", "call projector_dedup.configure_sqlite(engine) once, at start-up")
+            advice(
+                "databases are attached, and with write-ahead logging a crash during COMMIT may commit one file and "
+                "not another",
+                "put the markers into the file of the read model: make_tables(metadata, schema=...)",
+            )
         ]
 
     def limit_waits(self, connection: Connection, seconds: float) -> str | None:

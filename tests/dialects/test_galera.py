@@ -16,8 +16,6 @@ from galera import GaleraCluster, GaleraNode, GaleraUnavailableError, galera_clu
 from kit import PATIENCE, Added, Harness, Held, Subject, Total, add
 from owning import run_script
 from projector_dedup import Outcome, make_tables
-from projector_dedup.maintenance.check import check
-from projector_dedup.maintenance.databases import Finding
 from projector_dedup.maintenance.schema import ddl
 from reached import reached
 
@@ -169,31 +167,8 @@ def test_tables_that_are_created_through_one_node_are_on_the_other(cluster: Gale
     engine = create_engine(first.url)
     run_script(engine, ddl("mariadb", make_tables(MetaData(), "moved")))
     engine.dispose()
-    assert idempotency("check", "--database-url", url_of(second), "--table", "moved").returncode == 0
-
-
-# What `check` says ---------------------------------------------------------------------------------------------------
-
-
-def about(found: list[Finding], word: str) -> list[Finding]:
-    """The findings with this word in them."""
-    return [finding for finding in found if word in finding.problem]
-
-
-def url_of(node: GaleraNode) -> str:
-    """Its URL, as an argument."""
-    return node.url.render_as_string(hide_password=False)
-
-
-def test_a_log_that_is_not_flushed_is_advice(cluster: GaleraCluster, engine: Engine) -> None:
-    """By MariaDB's setting, on a node as on a server alone; the remedy mends it."""
-    assert about(check(engine), "innodb_flush_log_at_trx_commit") == []
-    for value in (0, 2):
-        cluster.nodes[0].execute(f"SET GLOBAL innodb_flush_log_at_trx_commit = {value}")
-        (found,) = about(check(engine), f"innodb_flush_log_at_trx_commit = {value}")
-        assert not found.fatal
-        cluster.nodes[0].execute(found.remedy.removeprefix("run ").partition(",")[0])
-        assert about(check(engine), "innodb_flush_log_at_trx_commit") == []
+    url = second.url.render_as_string(hide_password=False)
+    assert idempotency("check", "--database-url", url, "--table", "moved").returncode == 0
 
 
 def test_no_server_of_the_tests_deletes_temporary_tables_of_another(cluster: GaleraCluster, mariadb: Database) -> None:
@@ -204,16 +179,3 @@ def test_no_server_of_the_tests_deletes_temporary_tables_of_another(cluster: Gal
         ((folder,),) = node.execute("SELECT @@tmpdir")
         folders.add(folder)
     assert len(folders) == 1 + len(cluster.nodes)
-
-
-def test_a_server_alone_is_no_node(database_of_mariadb: Engine) -> None:
-    """A server of the same program that is in no cluster."""
-    assert about(check(database_of_mariadb), "Galera") == []
-
-
-@pytest.fixture
-def database_of_mariadb(mariadb: Database) -> Iterator[Engine]:
-    """The usual server."""
-    engine = create_engine(mariadb.url())
-    yield engine
-    engine.dispose()
