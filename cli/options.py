@@ -15,8 +15,7 @@ from sqlalchemy import URL, Engine, MetaData, create_engine, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
 
 from projector_dedup import DedupTables
-from projector_dedup.dialects import Failure, dialect_of
-from projector_dedup.maintenance.running import KINDS, LOCK_TIMEOUT, limited
+from projector_dedup.maintenance.running import KINDS
 
 from .output import Failed, one_line, reason
 
@@ -57,7 +56,6 @@ class Deployment:
 
     url: URL
     tables: DedupTables
-    lock_timeout: float
 
     def __str__(self) -> str:
         marker = self.tables.marker.fullname
@@ -79,23 +77,14 @@ class Deployment:
 
     @contextmanager
     def opened(self) -> Iterator[Engine]:
-        """Connect once, and yield an engine for the database with a limited wait for locks.
+        """Connect once, and yield an engine for the database.
 
-        Raises `Failed`, with the remedy, for a missing SQLite file, if the connection fails, or if a statement waits
-        too long for a lock.
+        Raises `Failed`, with the remedy, for a missing SQLite file, or if the connection fails.
         """
         engine = self._engine()
         try:
             self._connect(engine)
-            yield limited(engine, self.lock_timeout)
-        except Exception as error:
-            if not _is_lock_timeout(engine, error):
-                raise
-            raise Failed(
-                f"{reason(error)}: another transaction locked {self.tables.marker.fullname} for more than "
-                f"{self.lock_timeout:g} seconds; end the transaction that has been open for long, or wait longer with "
-                "--lock-timeout (docs/runbook.md: a table is locked)"
-            ) from error
+            yield engine
         finally:
             engine.dispose()
 
@@ -106,8 +95,6 @@ class Deployment:
         arguments: dict[str, Any] = {"prepare_threshold": None} if driver == "psycopg" else {}  # for PgBouncer
         if driver in _EXTRAS and "connect_timeout" not in url.query:
             arguments["connect_timeout"] = _CONNECT_TIMEOUT
-        if driver == "pysqlite":  # not configure_sqlite(), which would change the journal mode of the file
-            arguments["timeout"] = self.lock_timeout  # seconds to wait for a writer
         try:
             return create_engine(url, connect_args=arguments)
         except (NoSuchModuleError, ImportError) as error:
@@ -127,14 +114,12 @@ class Deployment:
                 if sqlite:
                     connection.exec_driver_sql("PRAGMA schema_version")  # makes SQLite open the file
         except (DBAPIError, OSError) as error:
-            if _is_lock_timeout(engine, error):
-                raise
             raise Failed(
                 f"cannot connect to {self.database}: {reason(error)}; check that the server runs, and that host, port, "
                 "user, password and database are correct"
                 if not sqlite
-                else f"cannot open {self.database}: {reason(error)}; check that it is an SQLite file, and that you may "
-                "write to its folder"
+                else f"cannot open {self.database}: {reason(error)}; check that it is an SQLite file that no other "
+                "program locks, and that you may write to its folder"
             ) from error
 
 
@@ -171,14 +156,6 @@ def _refuse_no_file(url: URL) -> None:
         raise Failed(
             f"there is no file {name}; write three slashes before a relative path, and four before an absolute one"
         )
-
-
-def _is_lock_timeout(engine: Engine, error: Exception) -> bool:
-    """True if the error, or its cause, means that a statement waited too long for a lock."""
-    found: BaseException | None = error
-    while found is not None and not isinstance(found, DBAPIError):
-        found = found.__cause__
-    return found is not None and dialect_of(engine).classify(found) is Failure.LOCK_TIMEOUT
 
 
 class Number(click.FloatRange):
@@ -256,19 +233,12 @@ def database_options(command: Callable[..., Any], *, kinds: Sequence[type[DedupT
     """
 
     @wraps(command)
-    def run(database_url: str, tables: DedupTables, lock_timeout: float, debug: bool, **rest: Any) -> Any:
+    def run(database_url: str, tables: DedupTables, debug: bool, **rest: Any) -> Any:
         with one_line(debug=debug):
-            return command(Deployment(parse(database_url), tables, lock_timeout), **rest)
+            return command(Deployment(parse(database_url), tables), **rest)
 
     options: tuple[Callable[[Any], Any], ...] = (
         debug_option,
-        click.option(
-            "--lock-timeout",
-            type=Number(min=0.01, max=86_400),
-            default=LOCK_TIMEOUT,
-            show_default=True,
-            help="How many seconds a statement waits for a lock of another transaction. MariaDB takes whole seconds.",
-        ),
         partial(table_options, kinds=kinds),
         click.option(
             "--database-url",

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import datetime
-from math import ceil
 from typing import Any, ClassVar
 
 from sqlalchemy import (
@@ -120,14 +119,6 @@ class Database:
         same = (batch.c.message_id == marker.c.message_id, batch.c.handler == marker.c.handler)
         return delete(marker).where(select(literal_column("1")).select_from(batch).where(*same).exists())
 
-    def limit_waits(self, connection: Connection, seconds: float) -> str | None:
-        """Limit the wait of each statement of this new transaction for a lock to ``seconds``.
-
-        Return the statement that restores the usual limit of the session, or None if the limit ends with the
-        transaction or the database has no limit.
-        """
-        return None
-
     # For the people who run it ----------------------------------------------------------------------------------------
 
     def findings(self, connection: Connection, marker: Table) -> list[Finding]:
@@ -192,11 +183,6 @@ class OnPostgreSQL(Database):
         found = connection.scalar(text("SELECT reltuples FROM pg_class WHERE oid = to_regclass(:name)"), name)
         return None if found is None or found < 0 else int(found)
 
-    def limit_waits(self, connection: Connection, seconds: float) -> str | None:
-        """Set ``lock_timeout`` for the transaction: behind a pooler a session's setting would meet somebody else."""
-        connection.exec_driver_sql(f"SET LOCAL lock_timeout = {max(1, round(seconds * 1000))}")
-        return None
-
 
 def _regclass(connection: Connection, table: Table) -> str:
     """Return the table's name, quoted, as the server's functions take it."""
@@ -244,18 +230,6 @@ class OnMariaDB(Database):
         place = {"schema": connection.schema_for_object(table), "name": table.name}
         found = connection.scalar(_ROWS, place)
         return None if found is None else int(found)
-
-    def limit_waits(self, connection: Connection, seconds: float) -> str | None:
-        """Set the session's limits for locks of tables, where the default is a day, and of rows."""
-        names = ("lock_wait_timeout", "innodb_lock_wait_timeout")
-        found = connection.exec_driver_sql(f"SELECT {', '.join(f'@@session.{name}' for name in names)}").one()
-        limits = [min(int(usual), max(1, ceil(seconds))) for usual in found]
-        setting, usual = (
-            ", ".join(f"{name} = {int(value)}" for name, value in zip(names, values, strict=True))
-            for values in (limits, found)
-        )
-        connection.exec_driver_sql(f"SET {setting}")
-        return f"SET {usual}"
 
 
 class _ImpatientDelete(Delete):
@@ -310,12 +284,6 @@ class OnSQLite(Database):
                 "put the markers into the file of the read model: make_tables(metadata, schema=...)",
             )
         ]
-
-    def limit_waits(self, connection: Connection, seconds: float) -> str | None:
-        """Set the busy timeout of the connection."""
-        usual = connection.exec_driver_sql("PRAGMA busy_timeout").scalar_one()
-        connection.exec_driver_sql(f"PRAGMA busy_timeout = {round(seconds * 1000)}")
-        return f"PRAGMA busy_timeout = {usual}"
 
 
 # The database of an engine --------------------------------------------------------------------------------------------

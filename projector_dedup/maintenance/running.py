@@ -1,4 +1,4 @@
-"""The common parts of maintenance: the check of the tables' kind, the limit of lock waits, and the retries."""
+"""The common parts of maintenance: the check of the tables' kind, and the retries."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from sqlalchemy import event, inspect
+from sqlalchemy import inspect
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import DBAPIError
 
@@ -24,9 +24,6 @@ from .databases import Finding, database_of
 T = TypeVar("T")
 
 PASSING = (Failure.TRANSIENT, Failure.READ_ONLY, Failure.LOCK_TIMEOUT)  #: kinds of errors after which to retry
-LOCK_TIMEOUT = 10.0  #: seconds
-_OPTION = "projector_dedup_lock_timeout"  # of a connection: its limit in seconds
-_USUAL = "projector_dedup_usual_limit"  # in the info of a connection: the statement that restores its own limit
 
 KINDS: tuple[type[DedupTables], ...] = (DedupTables, CommandTables, EffectTables)
 """The kinds of tables. Each has the columns of those before it, and some of its own."""
@@ -91,43 +88,6 @@ def refuse_other_kind(connection: Connection, tables: DedupTables) -> None:
     finding = other_kind(connection, tables, columns)
     if finding is not None:
         raise MissingTableError(f"{finding.problem}; {finding.remedy}")
-
-
-# How long it waits ------------------------------------------------------------------------------------------------
-
-
-def limited(engine: Engine, lock_timeout: float = LOCK_TIMEOUT) -> Engine:
-    """Return a copy of ``engine`` whose statements wait at most ``lock_timeout`` seconds for a lock.
-
-    Pass the copy to the functions of this package. A statement that waits longer fails, and the functions retry if they
-    can. The copy shares the pool of ``engine``, and restores the usual limit of each connection. MariaDB counts whole
-    seconds.
-
-    Raises ``ValueError`` for a time that is not positive.
-    """
-    if not lock_timeout > 0:
-        raise ValueError(f"lock_timeout (seconds) must be positive, not {lock_timeout:g}")
-    copy = engine.execution_options(**{_OPTION: lock_timeout})
-    if engine.get_execution_options().get(_OPTION) is None:  # otherwise the engine has these listeners already
-        event.listen(copy, "begin", _limit)
-        event.listen(copy, "commit", _give_back)
-        event.listen(copy, "rollback", _give_back)
-    return copy
-
-
-def _limit(connection: Connection) -> None:
-    seconds = connection.get_execution_options().get(_OPTION)
-    if seconds is not None:
-        connection.info[_USUAL] = database_of(connection).limit_waits(connection, seconds)
-
-
-def _give_back(connection: Connection) -> None:
-    if connection.invalidated or (usual := connection.info.pop(_USUAL, None)) is None:
-        return
-    try:
-        connection.exec_driver_sql(usual)
-    except DBAPIError:  # the connection is lost; the error that ended the transaction is raised elsewhere
-        connection.invalidate()
 
 
 # Retries ----------------------------------------------------------------------------------------------------------

@@ -159,6 +159,23 @@ def test_a_partitioned_table_loses_nothing_that_is_young(postgresql: Database) -
     engine.dispose()
 
 
+def test_nothing_is_set_for_others_behind_a_pooler(postgresql: Database) -> None:
+    """Every statement of a cleanup is in a transaction, and every setting is the transaction's own."""
+    engine, sent = create_engine(postgresql.url()), []
+    fill(engine, [1000])
+    event.listen(
+        engine,
+        "before_cursor_execute",
+        lambda connection, _cursor, statement, *_: sent.append(
+            (statement, connection.connection.driver_connection.autocommit)
+        ),
+    )
+    assert prune(engine).deleted == 1
+    engine.dispose()
+    assert [statement for statement, _ in sent if statement.startswith("SET ")] == []
+    assert {autocommit for _, autocommit in sent} == {False}
+
+
 # Others -------------------------------------------------------------------------------------------------------------
 
 
