@@ -21,14 +21,14 @@ from ..commands.record import MAX_CODEC_BYTES, RESULT, Record, RecordKey, recall
 from ..dialects import Dialect, Failure, dialect_of
 from ..effects import EffectTables
 from ..effects.record import ATTEMPT, DONE, MAX_ERROR, NewRow, evidence, finish, new_token, read, release
-from ..errors import MissingTableError, RefusedError
+from ..errors import RefusedError
 from ..late import in_utc
 from ..markers import insert_marker, marker_key
 from ..message import MAX_MESSAGE_ID_BYTES, printable
 from ..tables import DedupTables, default_tables, full_name
 from .databases import Finding, advice, database_of
 from .running import KINDS, connected_to, other_kind
-from .state import SCHEMA_VERSION, duration, in_hours, moment_with_zone, open_rebuilds, read_state
+from .state import duration, in_hours, moment_with_zone, open_rebuilds, version_findings
 from .stats import Ages
 
 _LONG = "x" * (MAX_MESSAGE_ID_BYTES - 1)
@@ -57,34 +57,9 @@ def _check_tables(connection: Connection, tables: DedupTables) -> list[Finding]:
         finding for table in (tables.marker, tables.state) for finding in check_table(connection, table, tables)
     ]
     if not any(finding.fatal for finding in findings):
-        findings += _check_version(connection, tables)
+        findings += version_findings(connection, tables)
         findings += _check_comparison(connection, tables)
     return findings
-
-
-def _check_version(connection: Connection, tables: DedupTables) -> list[Finding]:
-    """Compare the schema version in the state table with that of this code.
-
-    If no version was written, return no finding: the user owns these tables, and ``check_table`` checks their columns.
-    """
-    written, ours = read_state(connection, tables).get(SCHEMA_VERSION), tables.version
-    if written is None or written == str(ours):
-        return []
-    problem = f"{full_name(tables.marker, connection)} is at schema version {written}, and this code is for {ours}"
-    upgrade = f"run `alembic upgrade heads`, or change the tables to what `idempotency schema{tables.option}` prints"
-    if not written.isdecimal():
-        known = f"{SCHEMA_VERSION!r} of {full_name(tables.state, connection)}"
-        return [
-            Finding(
-                problem,
-                f"another program wrote {known}; set it to the value that `idempotency schema{tables.option}` inserts",
-            )
-        ]
-    if int(written) > ours:
-        return [Finding(problem, "upgrade projector-dedup here, because a newer version has migrated the tables")]
-    if int(written) < ours - 1:
-        return [Finding(problem, f"this code works with version {ours - 1} too, but not with older ones; {upgrade}")]
-    return [Finding(problem, f"this code works with both; when no older code runs any more, {upgrade}", fatal=False)]
 
 
 def _check_comparison(connection: Connection, tables: DedupTables) -> list[Finding]:
@@ -201,18 +176,6 @@ def _keeps_effects(connection: Connection, table: Table, stored: str, effect: st
         and off is not None
         and off < timedelta(minutes=1)
     )
-
-
-def verify(engine: Engine, tables: DedupTables = default_tables) -> None:
-    """Raise ``MissingTableError`` for the first fatal finding about the tables.
-
-    The function inserts test markers, and rolls them back. It does not check settings of the database.
-    """
-    with engine.connect() as connection:
-        findings = _check_tables(connection, tables)
-    for finding in findings:
-        if finding.fatal:
-            raise MissingTableError(f"{finding.problem}; {finding.remedy}")
 
 
 def check_table(connection: Connection, table: Table, tables: DedupTables) -> Iterator[Finding]:

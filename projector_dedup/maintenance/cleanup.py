@@ -28,7 +28,6 @@ from ..late import PRUNED_UNTIL, REDELIVERY_HORIZON
 from ..message import logger_of, printable, valid_handler
 from ..options import RetryPolicy
 from ..tables import DedupTables, default_tables
-from .check import verify
 from .databases import Expired, database_of
 from .horizon import declare_first, expired_now, lock_horizon, write_horizon
 from .running import connected_to, run_with_retries
@@ -44,6 +43,7 @@ from .state import (
     open_rebuilds,
     pruned_key,
     read_state,
+    require_tables,
     write_state,
 )
 
@@ -137,9 +137,8 @@ def prune(
     """
     _check_bounds(retention_hours, batch_size, max_batches, time_budget, pause)
     handler = None if handler is None else valid_handler(handler)
-    verify(engine, tables)
+    require_tables(engine, tables)
     dialect = dialect_of(engine)
-    dialect.prepare(engine)
     hours = retention_of(engine, retention_hours, tables=tables)
     deadline = None if time_budget is None else time.monotonic() + time_budget
     run = _Run(engine, dialect, retry, tables)
@@ -204,7 +203,7 @@ def count_expired(
     """
     if retention_hours is not None:
         check_hours("retention_hours", retention_hours)
-    verify(engine, tables)
+    require_tables(engine, tables)
     hours = retention_of(engine, retention_hours, tables=tables)
     with connected(engine) as connection:
         expired = expired_now(connection, tables, hours, handler, up_to)
@@ -387,9 +386,8 @@ def declare_horizon(engine: Engine, hours: float | None, *, tables: DedupTables 
     """
     if hours is not None:
         check_hours("the redelivery horizon", hours)
-    verify(engine, tables)
+    require_tables(engine, tables)
     dialect = dialect_of(engine)
-    dialect.prepare(engine)
 
     def step(connection: Connection) -> None:
         dialect.begin(connection, None, None)

@@ -33,10 +33,9 @@ from ..late import in_utc
 from ..message import printable, valid_handler, valid_message_id
 from ..options import RetryPolicy
 from ..tables import DedupTables, default_tables
-from .check import verify
 from .databases import CUTOFF, database_of
 from .running import PASSING, connected_to, refuse_other_kind, run_with_retries
-from .state import refuse_kept
+from .state import refuse_kept, require_tables
 
 MAX_BATCH_SIZE = 10_000
 
@@ -107,8 +106,7 @@ def forget(
     conditions = [marker.c.message_id == valid_message_id(message_id)]
     if handler is not None:
         conditions.append(marker.c.handler == valid_handler(handler))
-    verify(engine, tables)
-    dialect.prepare(engine)
+    require_tables(engine, tables)
     deleted: set[str] = set()  # also those of an attempt whose COMMIT was lost: the next one finds nothing any more
 
     def step(connection: Connection) -> None:
@@ -146,9 +144,8 @@ def forget_all(
     transient error lasted too long.
     """
     marker = tables.marker
-    verify(engine, tables)
+    require_tables(engine, tables)
     dialect = dialect_of(engine)
-    dialect.prepare(engine)
     its = [marker.c.handler == valid_handler(handler), *_finished(tables)]
     if before is not None:
         its.append(marker.c.processed_at < bindparam("before", before, type_=CUTOFF))
@@ -298,9 +295,8 @@ def rename(
         raise ValueError(f"the old and the new name are both {printable(old)}; give two different names")
     if not 1 <= batch_size <= MAX_BATCH_SIZE:
         raise ValueError(f"batch_size must be between 1 and {MAX_BATCH_SIZE:,}, not {batch_size}")
-    verify(engine, tables)
+    require_tables(engine, tables)
     dialect = dialect_of(engine)
-    dialect.prepare(engine)
     if isinstance(tables, EffectTables) and not remove_old:
         raise RefusedError(
             f"an effect cannot be copied to another name, because the copy of {printable(old)} would also be sent. "

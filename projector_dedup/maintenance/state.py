@@ -9,15 +9,15 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime, timedelta
 
-from sqlalchemy import select
+from sqlalchemy import false, select
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import IntegrityError
 
-from ..errors import RefusedError
+from ..errors import MissingTableError, RefusedError
 from ..late import PRUNED_UNTIL, REDELIVERY_HORIZON, in_utc
 from ..message import MAX_HANDLER_BYTES, printable
 from ..tables import DedupTables, default_tables, full_name
-from .databases import database_of
+from .databases import Finding, database_of
 from .running import connected_to
 
 SCHEMA_VERSION = "schema_version"  #: of the tables, where our revisions or the SQL of `idempotency schema` made them
@@ -78,6 +78,40 @@ def pruned_until(engine: Engine, *, tables: DedupTables = default_tables) -> dat
 def read_state(connection: Connection, tables: DedupTables) -> dict[str, str]:
     """Return all keys of the state table with their values."""
     return {row.key: row.value for row in connection.execute(select(tables.state.c.key, tables.state.c.value))}
+
+
+def version_findings(connection: Connection, tables: DedupTables) -> list[Finding]:
+    """Compare the stored schema version with that of this code. Return no finding if none was stored."""
+    written, ours = read_state(connection, tables).get(SCHEMA_VERSION), tables.version
+    if written is None or written == str(ours):
+        return []
+    problem = f"{full_name(tables.marker, connection)} is at schema version {written}, and this code is for {ours}"
+    upgrade = f"run `alembic upgrade heads`, or change the tables to what `idempotency schema{tables.option}` prints"
+    if not written.isdecimal():
+        known = f"{SCHEMA_VERSION!r} of {full_name(tables.state, connection)}"
+        return [
+            Finding(
+                problem,
+                f"another program wrote {known}; set it to the value that `idempotency schema{tables.option}` inserts",
+            )
+        ]
+    if int(written) > ours:
+        return [Finding(problem, "upgrade projector-dedup here, because a newer version has migrated the tables")]
+    if int(written) < ours - 1:
+        return [Finding(problem, f"this code works with version {ours - 1} too, but not with older ones; {upgrade}")]
+    return [Finding(problem, f"this code works with both; when no older code runs any more, {upgrade}", fatal=False)]
+
+
+def require_tables(engine: Engine, tables: DedupTables) -> None:
+    """Raise ``MissingTableError`` if the stored schema version or the columns do not fit this code.
+
+    Only ``check`` verifies more, because it inserts rows to find out.
+    """
+    with connected_to(engine, tables) as connection:
+        for finding in version_findings(connection, tables):
+            if finding.fatal:
+                raise MissingTableError(f"{finding.problem}; {finding.remedy}")
+        connection.execute(select(*tables.marker.columns).where(false()))  # without a version, the columns decide
 
 
 def write_state(connection: Connection, tables: DedupTables, values: Mapping[str, str | None]) -> None:

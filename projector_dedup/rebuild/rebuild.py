@@ -22,7 +22,6 @@ from ..dialects import dialect_of
 from ..dispatcher import AsyncDispatcher, Dispatcher
 from ..errors import BatchFailed, RefusedError
 from ..late import in_utc
-from ..maintenance.check import verify
 from ..maintenance.rows import forget_all
 from ..maintenance.running import connected_to, run_with_retries
 from ..maintenance.state import (
@@ -34,6 +33,7 @@ from ..maintenance.state import (
     pruned_key,
     read_state,
     refuse_kept,
+    require_tables,
     state_of,
     write_rebuild,
 )
@@ -201,7 +201,7 @@ class _Run:
         if not (iterable or callable(source)):
             raise ValueError(f"source is an iterable of messages, or a function that returns one, not {source!r}")
         resumes = not iterable and _takes_an_id(source)
-        verify(self._engine, self._tables)
+        require_tables(self._engine, self._tables)
         self._begin()
         messages = islice(self._before_until(self._messages(source, resumes=resumes)), limit)
         batch = [*islice(messages, batch_size)]  # a source that fails at once fails here

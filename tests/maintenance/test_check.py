@@ -15,9 +15,9 @@ from marked import fill, metadata, on_one_database, one_of_each_engine, tables, 
 from projector_dedup import AsyncDispatcher, Dispatcher, configure_sqlite, on, projector
 from projector_dedup.asyncio_names import async_sessionmaker
 from projector_dedup.late import REDELIVERY_HORIZON
-from projector_dedup.maintenance.check import advise, check, verify
+from projector_dedup.maintenance.check import advise, check
 from projector_dedup.maintenance.databases import Finding
-from projector_dedup.maintenance.state import CLEANED_AT, RETENTION, State, duration, write_state
+from projector_dedup.maintenance.state import CLEANED_AT, RETENTION, State, duration, require_tables, write_state
 from projector_dedup.maintenance.stats import Ages
 
 NOW = datetime(2026, 5, 1, 12, tzinfo=UTC)
@@ -54,7 +54,7 @@ def test_an_unlogged_table_is_fatal(on_postgresql: Engine) -> None:
     assert finding.fatal
     done = idempotency("check", PROJECTOR_DEDUP_DATABASE_URL=url_of(on_postgresql))
     assert (done.returncode, "problem: processed_message is UNLOGGED" in done.stdout) == (1, True)
-    verify(on_postgresql, tables)
+    require_tables(on_postgresql, tables)
     run(on_postgresql, finding.remedy.partition("; ")[2])
     assert about(check(on_postgresql, tables), "UNLOGGED") == []
 

@@ -1,11 +1,12 @@
 """`schema` and `check`: the SQL makes the tables that the library expects; of others, `check` says what mends them."""
 
+import re
 from collections.abc import Callable
 
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
-from sqlalchemy import Engine, MetaData, create_engine, func, inspect, select, text
+from sqlalchemy import Engine, MetaData, create_engine, event, func, inspect, select, text
 
 from alembic_project import run_python
 from databases import Database
@@ -23,9 +24,11 @@ from owning import (  # noqa: F401  # second_schema is a fixture
 from projector_dedup import DedupTables, MissingTableError, Outcome, make_tables
 from projector_dedup.commands import make_command_tables
 from projector_dedup.effects import make_effect_tables
-from projector_dedup.maintenance.check import check, verify
+from projector_dedup.maintenance.check import check
+from projector_dedup.maintenance.cleanup import count_expired, declare_horizon, prune
+from projector_dedup.maintenance.rows import forget, rename
 from projector_dedup.maintenance.schema import ddl
-from projector_dedup.maintenance.state import write_state
+from projector_dedup.maintenance.state import require_tables, write_state
 from projector_dedup.tables import default_metadata as metadata
 from projector_dedup.tables import default_tables
 
@@ -114,8 +117,48 @@ def test_check_knows_two_versions(
         write_state(connection, default_tables, {"schema_version": written})
     found = [finding for finding in check(engine) if "schema version" in finding.problem]
     assert [finding.fatal for finding in found] == ([] if problem is None else [problem != "advice"])
-    if problem not in (None, "advice"):
-        assert str(problem) in found[0].remedy
+    if problem in (None, "advice"):
+        require_tables(engine, default_tables)
+        return
+    assert str(problem) in found[0].remedy
+    for refused in LOOKS:
+        with pytest.raises(MissingTableError, match=re.escape(str(problem))):
+            refused(engine)
+
+
+@pytest.mark.parametrize("version", [None, "1"], ids=["create_all", "schema"])
+def test_columns_that_are_missing_are_told_before_anything_is_deleted(engine: Engine, version: str | None) -> None:
+    """By one look, with what to do, whether a version is stored or not; `check` says which column."""
+    default_tables.marker.metadata.create_all(engine)
+    with engine.begin() as connection:
+        write_state(connection, default_tables, {"schema_version": version})
+        connection.execute(text("ALTER TABLE processed_message DROP COLUMN occurred_at"))
+    for refused in LOOKS:
+        with pytest.raises(MissingTableError, match=r"does not have the columns .*`idempotency check` prints what is"):
+            refused(engine)
+    assert fatal(engine) == ["processed_message has no column occurred_at"]
+
+
+def test_no_marker_is_inserted_to_try_the_table(engine: Engine) -> None:
+    """That is `check`'s, which somebody runs on purpose."""
+    run_script(engine, ddl(engine.dialect.name))
+    assert deliver(engine, "m1") is Outcome.APPLIED
+    sent: list[str] = []
+    event.listen(engine, "before_cursor_execute", lambda _connection, _cursor, statement, *_: sent.append(statement))
+    for look in LOOKS[:-1]:
+        look(engine)
+    rename(engine, "h", "new", dry_run=True)
+    assert [each for each in sent if each.startswith("INSERT INTO processed_message ")] == []
+
+
+LOOKS: list[Callable[[Engine], object]] = [
+    prune,
+    count_expired,
+    lambda engine: declare_horizon(engine, 24),
+    lambda engine: forget(engine, "nobody"),
+    lambda engine: rename(engine, "a", "b"),
+]
+"""What looks at the tables once, before it changes or counts anything."""
 
 
 # What is wrong with tables ---------------------------------------------------------------------------------------
@@ -126,8 +169,8 @@ def test_create_all_yields_the_same(engine: Engine) -> None:
     metadata = MetaData()
     tables = make_tables(metadata, name="inbox")
     metadata.create_all(engine)
-    assert not [finding for finding in check(engine, tables) if finding.fatal]
-    verify(engine, tables)
+    assert fatal(engine, tables) == []
+    require_tables(engine, tables)
 
 
 def test_two_sets_of_tables_live_in_one_database(engine: Engine) -> None:
@@ -159,8 +202,6 @@ def test_check_says_what_is_wrong(engine: Engine, ddl: str, problem: str) -> Non
     assert findings
     assert findings[0].fatal
     assert findings[0].remedy
-    with pytest.raises(MissingTableError):
-        verify(engine)
 
 
 @pytest.mark.parametrize(
