@@ -19,7 +19,7 @@ from projector_dedup.maintenance.check import advise, advise_rebuilds, check_ins
 from projector_dedup.maintenance.check import check as findings_of
 from projector_dedup.maintenance.databases import Finding
 from projector_dedup.maintenance.effects import advise_effects
-from projector_dedup.maintenance.running import KINDS
+from projector_dedup.maintenance.schema import KINDS
 from projector_dedup.maintenance.stats import Ages, Stats, ages, stats
 
 from .options import EXIT_CODES, Deployment, database_options

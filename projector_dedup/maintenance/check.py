@@ -27,7 +27,8 @@ from ..markers import insert_marker, marker_key
 from ..message import MAX_MESSAGE_ID_BYTES, printable
 from ..tables import DedupTables, default_tables, full_name
 from .databases import Finding, advice, database_of
-from .running import KINDS, connected_to, other_kind
+from .running import connected_to
+from .schema import KINDS
 from .state import duration, in_hours, moment_with_zone, open_rebuilds, version_findings
 from .stats import Ages
 
@@ -185,10 +186,6 @@ def check_table(connection: Connection, table: Table, tables: DedupTables) -> It
         yield Finding(f"the table {name} is missing", tables.remedy(connection))
         return
     present = {column["name"]: column for column in inspector.get_columns(table.name, schema=schema)}
-    other = other_kind(connection, tables, present) if table is tables.marker else None
-    if other is not None:
-        yield other
-        return
     remedy = tables.mending(connection)
     for column in table.columns:
         if column.name not in present:

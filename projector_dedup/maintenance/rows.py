@@ -34,7 +34,7 @@ from ..message import printable, valid_handler, valid_message_id
 from ..options import RetryPolicy
 from ..tables import DedupTables, default_tables
 from .databases import CUTOFF, database_of
-from .running import PASSING, connected_to, refuse_other_kind, run_with_retries
+from .running import PASSING, connected_to, run_with_retries
 from .state import refuse_kept, require_tables
 
 MAX_BATCH_SIZE = 10_000
@@ -69,7 +69,6 @@ def find_rows(engine: Engine, message_id: str, tables: DedupTables) -> list[tupl
     """Return each row of an id, sorted by handler: as a marker, and with all columns of its table."""
     marker = tables.marker
     with connected_to(engine, tables) as connection:
-        refuse_other_kind(connection, tables)
         now = database_of(engine).now(connection)
         statement = select(marker).where(marker.c.message_id == message_id).order_by(marker.c.handler)
         rows = connection.execute(statement).all()
@@ -209,7 +208,7 @@ def find_records(
     """Return the records of one key in one scope, sorted by operation.
 
     The list is empty if no command was handled, or cleanup has deleted the records. Raises ``InvalidKeyError`` for a
-    key or a scope that no command can have, and ``MissingTableError`` if the tables are missing or of another kind.
+    key or a scope that no command can have, and ``MissingTableError`` if the tables are missing.
     """
     asked = RecordKey.of(key, scope)
     return [
@@ -238,7 +237,7 @@ def forget_record(
     Returns the number of deleted records, 0 or 1. The function does not undo what the command did.
 
     Raises ``InvalidKeyError`` for a key or a scope that no command can have, ``RefusedError`` for a name that no
-    operation can have, and ``MissingTableError`` if the tables are missing or of another kind.
+    operation can have, and ``MissingTableError`` if the tables are missing.
     """
     return forget(engine, RecordKey.of(key, scope).stored, handler=operation, tables=tables)
 

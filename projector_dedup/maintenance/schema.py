@@ -1,4 +1,4 @@
-"""Print the tables as SQL: ``ddl`` returns the statements that create them."""
+"""The kinds of tables, and the SQL that creates them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,13 @@ from typing import Any
 from sqlalchemy import Dialect, insert, make_url
 from sqlalchemy.schema import CreateIndex, CreateTable
 
+from ..commands import CommandTables
+from ..effects import EffectTables
 from ..tables import DedupTables, default_tables
 from .state import SCHEMA_VERSION
+
+KINDS: tuple[type[DedupTables], ...] = (DedupTables, CommandTables, EffectTables)
+"""The kinds of tables. Each has the columns of those before it, and some of its own."""
 
 _RIGHTS = "SELECT, INSERT, UPDATE, DELETE"
 

@@ -15,7 +15,7 @@ from ..tables import DedupTables, default_tables
 from .databases import database_of
 from .effects import unknown_effects
 from .horizon import expired_now
-from .running import connected_to, refuse_other_kind
+from .running import connected_to
 from .state import DEFAULT_RETENTION_HOURS, State, state_of
 
 _LOOKED_AT = 1_000  # the newest markers
@@ -81,7 +81,6 @@ def stats(engine: Engine, *, tables: DedupTables = default_tables, retention_hou
     """
     marker = tables.marker
     with connected_to(engine, tables) as connection:
-        refuse_other_kind(connection, tables)
         found = _ages(connection, tables, retention_hours)
         expired = expired_now(connection, tables, found.retention_hours)
         at = marker.c.processed_at

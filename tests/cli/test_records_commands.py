@@ -140,29 +140,6 @@ def test_schema_prints_the_tables(database: Database) -> None:
         assert "outcome" in done.stdout
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [["check"], ["show", "k"], ["forget", "k", "--yes"], ["stats"], ["horizon"], ["rename", "a", "b"]],
-    ids=" ".join,
-)
-@on_one_database
-def test_the_wrong_kind_of_tables_is_told(arguments: list[str], engine: Engine) -> None:
-    """In both directions, by the option to say or to leave out; nothing is changed."""
-    default_tables.marker.metadata.create_all(engine)
-    handle(engine, place, "k")
-    url = engine.url.render_as_string(hide_password=False)
-    operation = ["--operation", "shop.place"] if arguments[0] == "forget" else []
-    said = idempotency(*arguments, *operation, "--commands", "--table", "processed_message", "--database-url", url)
-    assert said.returncode == 1
-    assert "processed_message is a table of projectors, not of commands" in said.stdout + said.stderr
-    assert "leave out --commands" in said.stdout + said.stderr
-    said = idempotency(*arguments, "--table", "processed_command", "--database-url", url)
-    assert said.returncode == 1
-    assert "processed_command is a table of commands, not of projectors" in said.stdout + said.stderr
-    assert "add --commands" in said.stdout + said.stderr
-    assert left(engine) == [("0:k", "shop.place")]
-
-
 @on_one_database
 def test_a_record_without_an_outcome_is_shown_as_one(engine: Engine) -> None:
     """It answers nobody. --app is of projectors."""

@@ -20,7 +20,7 @@ from owning import (  # noqa: F401  # second_schema is a fixture
     second_schema,
     twice,
 )
-from projector_dedup import MissingTableError, Outcome, make_tables
+from projector_dedup import MissingTableError, Outcome
 from projector_dedup.commands import (
     Call,
     Commands,
@@ -159,35 +159,18 @@ def test_the_trial_leaves_no_record(engine: Engine) -> None:
     assert keys_of(engine) == []
 
 
-def test_either_kind_is_told_from_the_other(engine: Engine) -> None:
-    """By check, rename, stats, find, forget and cleanup."""
+def test_a_table_of_markers_is_no_table_of_commands(engine: Engine) -> None:
+    """It lacks columns, and the error says how to create the table."""
     default_tables.marker.metadata.create_all(engine)
-    default_command_tables.marker.metadata.create_all(engine)
-    assert twice(engine, default_command_tables) == TWICE
-    as_markers, as_records = (
-        make_tables(MetaData(), "processed_command"),
-        make_command_tables(MetaData(), "processed_message"),
-    )
-    assert fatal(engine, as_markers) == ["processed_command is a table of commands, not of projectors"]
-    assert fatal(engine, as_records) == ["processed_message is a table of projectors, not of commands"]
-    refusals: list[Callable[[], object]] = [
-        lambda: rename(engine, "shop.place", "new", tables=as_markers),
-        lambda: stats(engine, tables=as_markers),
-        lambda: prune(engine, tables=as_markers),
-    ]
-    for refused in refusals:
-        with pytest.raises(MissingTableError, match=r"of commands, not of projectors; .*add --commands"):
-            refused()
-    refusals = [
-        lambda: stats(engine, tables=as_records),
+    as_records = make_command_tables(MetaData(), "processed_message")
+    asks: list[Callable[[], object]] = [
         lambda: find_records(engine, "k", tables=as_records),
         lambda: forget_record(engine, "k", operation="o", tables=as_records),
         lambda: prune(engine, tables=as_records),
     ]
-    for refused in refusals:
-        with pytest.raises(MissingTableError, match=r"of projectors, not of commands; .*leave out --commands"):
+    for refused in asks:
+        with pytest.raises(MissingTableError, match=r"does not have the columns .*make_command_tables\("):
             refused()
-    assert keys_of(engine) == [("1:sé ", "shop.place")]
 
 
 def test_advice_speaks_of_records(engine: Engine) -> None:

@@ -19,8 +19,7 @@ from owning import (  # noqa: F401  # second_schema is a fixture
     second_schema,
     twice,
 )
-from projector_dedup import MissingTableError, Outcome, RefusedError, make_tables
-from projector_dedup.commands import default_command_tables, make_command_tables
+from projector_dedup import Outcome, RefusedError
 from projector_dedup.dialects.columns import utc_now
 from projector_dedup.effects import Effects, EffectTables, arm, default_effect_tables, make_effect_tables
 from projector_dedup.maintenance.cleanup import count_expired, prune
@@ -104,20 +103,6 @@ def test_a_column_that_loses_effects_is_found(engine: Engine, column: str, kinds
     assert "external_effect" in problems[0]
     assert ("is not NULL in a row without an outcome" in problems[0]) is (column == "processed_at")
     assert rows(engine) == []
-
-
-def test_the_kinds_are_told_from_each_other(engine: Engine) -> None:
-    """In each direction, by the option to say or to leave out."""
-    for tables in (default_tables, default_command_tables, default_effect_tables):
-        tables.marker.metadata.create_all(engine)
-    for maker, name, told in (
-        (make_tables, "external_effect", "a table of effects, not of projectors; add --effects, and"),
-        (make_command_tables, "external_effect", "of effects, not of commands; add --effects instead of --commands"),
-        (make_effect_tables, "processed_message", "of projectors, not of effects; .*leave out --effects"),
-        (make_effect_tables, "processed_command", "of commands, not of effects; add --commands instead of --effects"),
-    ):
-        with pytest.raises(MissingTableError, match=told):
-            stats(engine, tables=maker(MetaData(), name))
 
 
 # Looked after ----------------------------------------------------------------------------------------------------

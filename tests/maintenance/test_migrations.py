@@ -14,7 +14,7 @@ from databases import Database
 from marked import one_of_each_engine  # noqa: F401  # a fixture
 from owning import TWICE, described, fatal, run_script, state_of, twice
 from projector_dedup import make_tables
-from projector_dedup.maintenance.running import KINDS
+from projector_dedup.maintenance.schema import KINDS
 from projector_dedup.tables import default_metadata, default_tables
 
 ROOT = Path(__file__).parents[2]
