@@ -20,7 +20,7 @@ from projector_dedup.maintenance.check import check as findings_of
 from projector_dedup.maintenance.databases import Finding
 from projector_dedup.maintenance.effects import advise_effects
 from projector_dedup.maintenance.schema import KINDS
-from projector_dedup.maintenance.stats import Ages, Stats, ages, stats
+from projector_dedup.maintenance.stats import Ages, ages, handlers_of
 
 from .options import EXIT_CODES, Deployment, database_options
 from .output import Failed, coloured, fitted, json_option, print_json, reason, say
@@ -74,8 +74,8 @@ def check(deployment: Deployment, apps: tuple[str, ...], fail_on: str, as_json: 
             findings += advise_rebuilds(engine, tables=tables)
         fatal = sum(finding.fatal for finding in findings)
         if not fatal:
-            found = stats(engine, tables=tables) if apps else ages(engine, tables=tables)
-            unknown = {each.handler for each in found.handlers} - identities if isinstance(found, Stats) else set()
+            found = ages(engine, tables=tables)
+            unknown = handlers_of(engine, tables=tables) - identities if apps else frozenset()
             findings += advise(found, unknown, tables=tables)
             findings += advise_effects(engine, tables=tables) if isinstance(tables, EffectTables) else []
         if as_json:
@@ -111,12 +111,6 @@ def after_check(findings: Sequence[Finding], found: Ages | None, tables: DedupTa
     if findings:
         return "Next: follow the advice above; deliveries may continue meanwhile."
     return _for_cleanup(found, tables) or "Next: nothing. Run this after each deployment, and alert on exit code 1."
-
-
-def after_stats(found: Ages, tables: DedupTables) -> str:
-    """Return what to do after the statistics."""
-    command = f"`idempotency check{tables.option}`"
-    return _for_cleanup(found, tables) or f"Next: nothing. {command} reports when there is something to do."
 
 
 def others_beside(engine: Engine, tables: DedupTables) -> str:

@@ -22,7 +22,6 @@ try:
     from .rebuild import rebuild
     from .rows import forget, rename, show
     from .schema import schema
-    from .stats import show_stats
 except ModuleNotFoundError as error:
     if not str(error.name).startswith("rich"):
         raise
@@ -81,9 +80,9 @@ def main() -> None:
     Examples:
       idempotency check --database-url postgresql+psycopg://app@db/orders
       PROJECTOR_DEDUP_DATABASE_URL=... idempotency cleanup --retention-hours 168
-      PROJECTOR_DEDUP_DATABASE_URL=... idempotency stats
+      PROJECTOR_DEDUP_DATABASE_URL=... idempotency show payment-1
     """
 
 
-for _command in (check, schema, cleanup, horizon, show_stats, show, forget, rename, rebuild, effects):
+for _command in (check, schema, cleanup, horizon, show, forget, rename, rebuild, effects):
     main.add_command(_command)

@@ -244,7 +244,7 @@ def keeps_records(connection: Connection, dialect: Dialect, tables: CommandTable
 def advise(found: Ages, unknown: Set[str] = frozenset(), *, tables: DedupTables = default_tables) -> list[Finding]:
     """Return advice about the ``tables`` by the ages of their markers. No advice is fatal.
 
-    ``unknown`` are the handlers that have markers (``stats``), but are in no dispatcher of these tables
+    ``unknown`` are the handlers that have markers, but are in no dispatcher of these tables
     (``Dispatcher.identities``).
     """
     return [*_pruning(found, tables), *_horizon(found, tables), *_unknown(unknown), *_timeless(found)]

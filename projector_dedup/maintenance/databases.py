@@ -1,4 +1,4 @@
-"""The differences between databases for cleanup, statistics and checks.
+"""The differences between databases for cleanup, checks and gauges.
 
 Deliveries do not use this module.
 """
@@ -125,10 +125,6 @@ class Database:
         """Return problems and advice about the settings of this database and of the marker table."""
         return []
 
-    def size(self, connection: Connection, table: Table) -> int | None:
-        """Return the bytes of the table with all indexes, or None if the database does not report them."""
-        return None
-
     def estimated_rows(self, connection: Connection, table: Table) -> int | None:
         """Return the number of rows by the server's statistics, without a scan; None if the server has none."""
         return None
@@ -170,12 +166,6 @@ class OnPostgreSQL(Database):
                 f"every redelivery after a crash would be applied again; ALTER TABLE {name} SET LOGGED",
             )
         ]
-
-    def size(self, connection: Connection, table: Table) -> int | None:
-        """Return the bytes of the table with all indexes."""
-        name = {"name": _regclass(connection, table)}
-        found: int | None = connection.scalar(text("SELECT pg_total_relation_size(to_regclass(:name))"), name)
-        return found
 
     def estimated_rows(self, connection: Connection, table: Table) -> int | None:
         """Return the number of rows as of the last VACUUM or ANALYZE; None if there was none."""
@@ -219,12 +209,6 @@ class OnMariaDB(Database):
             )
         ]
 
-    def size(self, connection: Connection, table: Table) -> int | None:
-        """Return the bytes of the table with all indexes, as InnoDB estimates them; None if it does not know."""
-        place = {"schema": connection.schema_for_object(table), "name": table.name}
-        found = connection.scalar(_SIZE, place)
-        return None if found is None else int(found)
-
     def estimated_rows(self, connection: Connection, table: Table) -> int | None:
         """Return the number of rows as InnoDB estimates it; None if it does not know."""
         place = {"schema": connection.schema_for_object(table), "name": table.name}
@@ -249,12 +233,6 @@ def _compile_impatient(element: _ImpatientDelete, compiler: SQLCompiler, **optio
 _ROWS = text(
     """
     SELECT table_rows FROM information_schema.tables
-    WHERE table_schema = coalesce(:schema, database()) AND table_name = :name
-    """
-)
-_SIZE = text(
-    """
-    SELECT data_length + index_length FROM information_schema.tables
     WHERE table_schema = coalesce(:schema, database()) AND table_name = :name
     """
 )

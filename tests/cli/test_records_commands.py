@@ -21,7 +21,7 @@ from projector_dedup.maintenance.state import write_state
 from projector_dedup.tables import default_tables
 
 ANSWER = {"order": 7, "note": "grün\u202e"}
-WITH_COMMANDS = ["check", "cleanup", "forget", "horizon", "rename", "schema", "show", "stats"]
+WITH_COMMANDS = ["check", "cleanup", "forget", "horizon", "rename", "schema", "show"]
 
 
 @command(name="shop.place")
@@ -76,19 +76,18 @@ def ask(engine: Engine, *arguments: str) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
-@pytest.mark.parametrize("name", ["check", "stats"])
-def test_tables_of_commands_beside_those_of_projectors_are_named(engine: Engine, name: str) -> None:
+def test_tables_of_commands_beside_those_of_projectors_are_named(engine: Engine) -> None:
     """Also where those of projectors are missing; not where those of commands are meant, or are not there."""
     hint = " The tables of commands are here too: run this command with --commands for them."
     url = engine.url.render_as_string(hide_password=False)
 
     def said() -> str:
-        return idempotency(name, PROJECTOR_DEDUP_DATABASE_URL=url).stdout
+        return idempotency("check", PROJECTOR_DEDUP_DATABASE_URL=url).stdout
 
-    assert (hint in said()) is (name == "check")  # stats says that there is no table to count
+    assert hint in said()
     default_tables.marker.metadata.create_all(engine)
     assert hint in said()
-    assert hint not in ask(engine, name)[1]
+    assert hint not in ask(engine, "check")[1]
     tables.marker.drop(engine)
     assert "Next: " in (last := said())
     assert hint not in last
@@ -105,8 +104,8 @@ def test_help_names_the_option(name: str) -> None:
 # Tables ----------------------------------------------------------------------------------------------------------
 
 
-def test_tables_are_checked_and_counted(database: Database) -> None:
-    """`check`, `stats`, `cleanup`, `horizon` and `rename`, each on processed_command, in its own words."""
+def test_tables_are_checked_and_cleaned(database: Database) -> None:
+    """`check`, `cleanup`, `horizon` and `rename`, each on processed_command, in its own words."""
     engine = create_engine(database.url())
     code, _, wrong = ask(engine, "check")
     assert code == 1
@@ -114,9 +113,6 @@ def test_tables_are_checked_and_counted(database: Database) -> None:
     tables.marker.metadata.create_all(engine)
     assert "processed_command is ready.\n" in ask(engine, "check")[1]
     handle(engine, place, "k", "s")
-    lines = [line.split() for line in ask(engine, "stats")[1].splitlines()]
-    assert ["records", "1"] in lines
-    assert ["operation", "records", "oldest", "(UTC)", "newest", "(UTC)"] in lines
     assert ask(engine, "rename", "shop.place", "shop.order")[1] == (
         "Copied 1 record of shop.place to shop.order; 0 were there already.\n"
     )

@@ -78,7 +78,7 @@ def deployment(oldest: float | None = 1, **state: float) -> Ages:
     kept = state.get("retention_hours")
     at = None if oldest is None else NOW - timedelta(hours=oldest)
     known = State(None, state.get("horizon_hours"), kept, moments.get("cleaned_at"), moments.get("pruned_until"))
-    return Ages(NOW, at, at, kept or 168, known, ())
+    return Ages(NOW, at, kept or 168, known, ())
 
 
 @pytest.mark.parametrize(

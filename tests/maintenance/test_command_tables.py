@@ -38,7 +38,7 @@ from projector_dedup.maintenance.rows import (
 )
 from projector_dedup.maintenance.schema import ddl
 from projector_dedup.maintenance.state import require_tables
-from projector_dedup.maintenance.stats import stats
+from projector_dedup.maintenance.stats import ages
 from projector_dedup.tables import default_tables
 
 
@@ -179,7 +179,7 @@ def test_advice_speaks_of_records(engine: Engine) -> None:
     twice(engine, default_command_tables)
     with engine.begin() as connection:
         connection.execute(update(default_command_tables.marker).values(processed_at=text("'2020-01-01 00:00:00'")))
-    found = stats(engine, tables=default_command_tables)
+    found = ages(engine, tables=default_command_tables)
     (finding,) = advise(found, tables=default_command_tables)
     assert finding.problem.startswith("the oldest record is ")
     assert "`idempotency cleanup --commands`" in finding.remedy

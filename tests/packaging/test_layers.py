@@ -178,7 +178,7 @@ def test_an_import_that_leads_up_is_seen_and_one_that_leads_down_is_fine(tmp_pat
         "from . import Dispatcher",
         "from . import handler",
         "import projector_dedup.cli.main",
-        "def later():\n    from projector_dedup.maintenance.stats import stats",
+        "def later():\n    from projector_dedup.maintenance.stats import ages",
     ]
     down = ["from .errors import Defer", "from . import tables", "import sqlalchemy"]
     for line in up + down:
