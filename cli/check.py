@@ -15,12 +15,12 @@ from sqlalchemy import Engine, inspect
 
 from projector_dedup import AsyncDispatcher, DedupTables, Dispatcher
 from projector_dedup.effects import EffectTables
-from projector_dedup.maintenance.check import advise, advise_rebuilds, check_installed_revisions
+from projector_dedup.maintenance.check import advise, advise_rebuilds, check_handlers, check_installed_revisions
 from projector_dedup.maintenance.check import check as findings_of
 from projector_dedup.maintenance.databases import Finding
 from projector_dedup.maintenance.effects import advise_effects
 from projector_dedup.maintenance.schema import KINDS
-from projector_dedup.maintenance.stats import Ages, ages, handlers_of
+from projector_dedup.maintenance.stats import Ages, ages
 
 from .options import EXIT_CODES, Deployment, database_options
 from .output import Failed, coloured, fitted, json_option, print_json, reason, say
@@ -35,8 +35,8 @@ _EXAMPLE = "myapp.consumer:dispatcher"
     "apps",
     multiple=True,
     metavar="MODULE:DISPATCHER",
-    help=f"A dispatcher of your application, or a function without arguments that returns one: {_EXAMPLE}. The check "
-    "then lists handlers in the table that no dispatcher has. Repeat it for every dispatcher with these tables.",
+    help=f"A dispatcher of your application, or a function without arguments that returns one: {_EXAMPLE}. A handler "
+    "that has markers, but is in no dispatcher, is then a problem. Repeat it for every dispatcher with these tables.",
 )
 @click.option(
     "--fail-on",
@@ -68,16 +68,14 @@ def check(deployment: Deployment, apps: tuple[str, ...], fail_on: str, as_json: 
     identities = _identities_of(apps)
     tables, found = deployment.tables, None
     with deployment.opened() as engine:
-        findings = findings_of(engine, tables)
-        findings += check_installed_revisions()
-        if not any(finding.fatal for finding in findings) and not tables.keyed:
-            findings += advise_rebuilds(engine, tables=tables)
-        fatal = sum(finding.fatal for finding in findings)
-        if not fatal:
+        findings = findings_of(engine, tables) + check_installed_revisions()
+        if not any(finding.fatal for finding in findings):
             found = ages(engine, tables=tables)
-            unknown = handlers_of(engine, tables=tables) - identities if apps else frozenset()
-            findings += advise(found, unknown, tables=tables)
+            findings += [] if tables.keyed else advise_rebuilds(engine, tables=tables)
+            findings += check_handlers(engine, identities, tables=tables) if apps else []
+            findings += advise(found, tables=tables)
             findings += advise_effects(engine, tables=tables) if isinstance(tables, EffectTables) else []
+        fatal = sum(finding.fatal for finding in findings)
         if as_json:
             answer = {"ready": not fatal, "findings": [asdict(finding) for finding in findings]}
             print_json({**deployment.place, **answer})
@@ -105,8 +103,8 @@ def _print(findings: list[Finding]) -> None:
 
 
 def after_check(findings: Sequence[Finding], found: Ages | None, tables: DedupTables) -> str:
-    """Return what to do after a check. ``found`` is None if the tables have a problem."""
-    if found is None:
+    """Return what to do after a check. ``found`` is None if the tables could not be read."""
+    if found is None or any(finding.fatal for finding in findings):
         return "Next: solve each problem above, then run this command again."
     if findings:
         return "Next: follow the advice above; deliveries may continue meanwhile."

@@ -127,8 +127,8 @@ def _cleaned(deployment: Deployment, *, dry_run: bool, **bounds: Any) -> tuple[s
                 facts["declared_horizon_hours"] = done.declared
         if not found and handler is not None and not has_markers(engine, handler, tables=tables):
             raise Failed(
-                f"there is no {tables.noun} of {printable(handler)} in {deployment}; check the name (the "
-                f"column handler of {tables.marker.fullname} has all names)"
+                f"there is no {tables.noun} of {printable(handler)} in {deployment}; check the name in the "
+                f"column handler of {tables.marker.fullname}"
             )
     return line, facts
 

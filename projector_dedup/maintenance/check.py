@@ -30,7 +30,7 @@ from .databases import Finding, advice, database_of
 from .running import connected_to
 from .schema import KINDS
 from .state import duration, in_hours, moment_with_zone, open_rebuilds, version_findings
-from .stats import Ages
+from .stats import Ages, handlers_of
 
 _LONG = "x" * (MAX_MESSAGE_ID_BYTES - 1)
 _LOOK_ALIKES = ("a", "A", "a ", "e", "\N{LATIN SMALL LETTER E WITH ACUTE}", "1", "01", _LONG + "1", _LONG + "2")
@@ -241,13 +241,9 @@ def keeps_records(connection: Connection, dialect: Dialect, tables: CommandTable
 # Advice -----------------------------------------------------------------------------------------------------------
 
 
-def advise(found: Ages, unknown: Set[str] = frozenset(), *, tables: DedupTables = default_tables) -> list[Finding]:
-    """Return advice about the ``tables`` by the ages of their markers. No advice is fatal.
-
-    ``unknown`` are the handlers that have markers, but are in no dispatcher of these tables
-    (``Dispatcher.identities``).
-    """
-    return [*_pruning(found, tables), *_horizon(found, tables), *_unknown(unknown), *_timeless(found)]
+def advise(found: Ages, *, tables: DedupTables = default_tables) -> list[Finding]:
+    """Return advice about the ``tables`` by the ages of their markers. No advice is fatal."""
+    return [*_pruning(found, tables), *_horizon(found, tables), *_timeless(found)]
 
 
 def _pruning(found: Ages, tables: DedupTables) -> Iterator[Finding]:
@@ -284,16 +280,6 @@ def _horizon(found: Ages, tables: DedupTables) -> Iterator[Finding]:
         )
 
 
-def _unknown(unknown: Set[str]) -> Iterator[Finding]:
-    if unknown:
-        yield advice(
-            f"markers of handlers that the application does not have: {_listed(unknown)}",
-            "if a handler was renamed, its messages would be applied again under the new name: run `idempotency rename "
-            "OLD NEW`, and write formerly=[...] while old code runs. If it was removed or belongs to another "
-            "application, ignore this",
-        )
-
-
 def _timeless(found: Ages) -> Iterator[Finding]:
     if found.timeless and found.state.pruned_until is not None:
         yield advice(
@@ -301,6 +287,24 @@ def _timeless(found: Ages) -> Iterator[Finding]:
             "a message without a time that comes again after cleanup has deleted its marker is applied again, without "
             "any notice; set occurred_at, or give the dispatcher an extractor, such as occurred_at=from_uuid7",
         )
+
+
+def check_handlers(engine: Engine, known: Set[str], *, tables: DedupTables = default_tables) -> list[Finding]:
+    """Return a problem if there are markers of handlers that are not ``known``. The function reads every marker.
+
+    ``known`` are the present and former names of the application's handlers (``Dispatcher.identities``).
+    """
+    unknown = handlers_of(engine, tables=tables) - known
+    if not unknown:
+        return []
+    return [
+        Finding(
+            f"markers of handlers that the application does not have: {_listed(unknown)}",
+            "if a handler was renamed, its messages are applied again under the new name: write formerly=[...], or run "
+            "`idempotency rename OLD NEW --remove-old` if no old code runs. If another application has it, add its "
+            f"dispatcher (--app). If it was removed, delete its rows in {tables.marker.fullname}",
+        )
+    ]
 
 
 def _listed(names: Collection[str]) -> str:
