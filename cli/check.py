@@ -17,8 +17,8 @@ from projector_dedup import AsyncDispatcher, DedupTables, Dispatcher
 from projector_dedup.effects import EffectTables
 from projector_dedup.maintenance.check import advise, advise_rebuilds, check_handlers, check_installed_revisions
 from projector_dedup.maintenance.check import check as findings_of
-from projector_dedup.maintenance.databases import Finding
 from projector_dedup.maintenance.effects import advise_effects
+from projector_dedup.maintenance.findings import Finding
 from projector_dedup.maintenance.schema import KINDS
 from projector_dedup.maintenance.stats import Ages, ages
 

@@ -26,10 +26,12 @@ from ..late import in_utc
 from ..markers import insert_marker, marker_key
 from ..message import MAX_MESSAGE_ID_BYTES, printable
 from ..tables import DedupTables, default_tables, full_name
-from .databases import Finding, advice, database_of
+from .databases import database_of
+from .findings import Finding, advice, server_findings
+from .rebuilds import open_rebuilds
 from .running import connected_to
-from .schema import KINDS
-from .state import duration, in_hours, moment_with_zone, open_rebuilds, version_findings
+from .schema import KINDS, version_findings
+from .state import duration, in_hours, moment_with_zone
 from .stats import Ages, handlers_of
 
 _LONG = "x" * (MAX_MESSAGE_ID_BYTES - 1)
@@ -50,7 +52,7 @@ def check(engine: Engine, tables: DedupTables = default_tables) -> list[Finding]
     The function inserts test rows, and rolls them back.
     """
     with engine.connect() as connection:
-        return _check_tables(connection, tables) + database_of(engine).findings(connection, tables.marker)
+        return [*_check_tables(connection, tables), *server_findings(connection, tables.marker)]
 
 
 def _check_tables(connection: Connection, tables: DedupTables) -> list[Finding]:

@@ -1,7 +1,4 @@
-"""The differences between databases for cleanup, checks and gauges.
-
-Deliveries do not use this module.
-"""
+"""The markers that a cleanup deletes, and how each database deletes them. Deliveries do not use this module."""
 
 from __future__ import annotations
 
@@ -23,7 +20,6 @@ from sqlalchemy import (
     literal_column,
     or_,
     select,
-    text,
 )
 from sqlalchemy.dialects import sqlite
 from sqlalchemy.engine import Connection, Engine
@@ -34,21 +30,6 @@ from sqlalchemy.sql.compiler import SQLCompiler
 from ..dialects import MariaDB, PostgreSQL, SQLite, dialect_of
 from ..dialects.columns import moment, utc_now
 from ..late import in_utc
-
-
-@dataclass(frozen=True)
-class Finding:
-    """A problem and its remedy. If it is ``fatal``, deliveries fail, or messages may be lost or applied twice."""
-
-    problem: str
-    remedy: str
-    fatal: bool = True
-
-
-def advice(problem: str, remedy: str) -> Finding:
-    """Return a finding that is not fatal."""
-    return Finding(problem, remedy, fatal=False)
-
 
 # SQLite compares text, and its clock has whole seconds. So the cutoff must have whole seconds too.
 _WHOLE_SECONDS = "%(year)04d-%(month)02d-%(day)02d %(hour)02d:%(minute)02d:%(second)02d"
@@ -103,8 +84,6 @@ class Database:
     keeps_zones: ClassVar[bool] = False
     """True if the database has a type for times with a time zone."""
 
-    # Cleanup --------------------------------------------------------------------------------------------------------
-
     def now(self, connection: Connection) -> datetime:
         """Return the current time in UTC, by the clock that claims take their time from."""
         return in_utc(connection.execute(select(utc_now())).scalar_one())
@@ -118,16 +97,6 @@ class Database:
         batch = expired.oldest(old, old.c.message_id, old.c.handler).subquery("batch")
         same = (batch.c.message_id == marker.c.message_id, batch.c.handler == marker.c.handler)
         return delete(marker).where(select(literal_column("1")).select_from(batch).where(*same).exists())
-
-    # For the people who run it ----------------------------------------------------------------------------------------
-
-    def findings(self, connection: Connection, marker: Table) -> list[Finding]:
-        """Return problems and advice about the settings of this database and of the marker table."""
-        return []
-
-    def estimated_rows(self, connection: Connection, table: Table) -> int | None:
-        """Return the number of rows by the server's statistics, without a scan; None if the server has none."""
-        return None
 
 
 # PostgreSQL ----------------------------------------------------------------------------------------------------------
@@ -154,31 +123,6 @@ class OnPostgreSQL(Database):
         # An address is unique in one partition only: a row of another partition with this address may be young.
         return delete(expired.marker).where(impatient, literal_column("ctid") == batch, expired.among(expired.marker))
 
-    def findings(self, connection: Connection, marker: Table) -> list[Finding]:
-        """Return a finding if a crash of the server would empty the marker table."""
-        name = _regclass(connection, marker)
-        unlogged = text("SELECT relpersistence = 'u' FROM pg_class WHERE oid = to_regclass(:name)")
-        if not connection.scalar(unlogged, {"name": name}):
-            return []
-        return [
-            Finding(
-                f"{name} is UNLOGGED, so a crash of the server empties it, but not the read model",
-                f"every redelivery after a crash would be applied again; ALTER TABLE {name} SET LOGGED",
-            )
-        ]
-
-    def estimated_rows(self, connection: Connection, table: Table) -> int | None:
-        """Return the number of rows as of the last VACUUM or ANALYZE; None if there was none."""
-        name = {"name": _regclass(connection, table)}
-        found = connection.scalar(text("SELECT reltuples FROM pg_class WHERE oid = to_regclass(:name)"), name)
-        return None if found is None or found < 0 else int(found)
-
-
-def _regclass(connection: Connection, table: Table) -> str:
-    """Return the table's name, quoted, as the server's functions take it."""
-    quote, schema = connection.dialect.identifier_preparer.quote, connection.schema_for_object(table)
-    return ".".join(quote(part) for part in (schema, table.name) if part)
-
 
 # MariaDB -------------------------------------------------------------------------------------------------------------
 
@@ -197,24 +141,6 @@ class OnMariaDB(Database):
             marker.c.handler == batch.c.handler,
         )
 
-    def findings(self, connection: Connection, marker: Table) -> list[Finding]:
-        """Return advice about a release that does not refuse lost updates."""
-        if MariaDB.is_dependable(connection):
-            return []
-        return [
-            advice(
-                "this server does not reliably refuse lost updates at REPEATABLE READ, so projectors run at "
-                "SERIALIZABLE, where every read locks",
-                "upgrade to MariaDB 10.6.27, 10.11.18, 11.4.12, 11.8.8, 12.3.3 or later",
-            )
-        ]
-
-    def estimated_rows(self, connection: Connection, table: Table) -> int | None:
-        """Return the number of rows as InnoDB estimates it; None if it does not know."""
-        place = {"schema": connection.schema_for_object(table), "name": table.name}
-        found = connection.scalar(_ROWS, place)
-        return None if found is None else int(found)
-
 
 class _ImpatientDelete(Delete):
     """Waits for a lock at most a second: in a small table the planner makes a DELETE read rows that others hold."""
@@ -230,14 +156,6 @@ def _compile_impatient(element: _ImpatientDelete, compiler: SQLCompiler, **optio
     return f"SET STATEMENT {settings} FOR {statement}" if mariadb else statement
 
 
-_ROWS = text(
-    """
-    SELECT table_rows FROM information_schema.tables
-    WHERE table_schema = coalesce(:schema, database()) AND table_name = :name
-    """
-)
-
-
 # SQLite --------------------------------------------------------------------------------------------------------------
 
 
@@ -248,20 +166,6 @@ class OnSQLite(Database):
         """Return a DELETE of the oldest expired markers, by rowid."""
         rowid: ColumnElement[Any] = literal_column("rowid")
         return delete(expired.marker).where(rowid.in_(expired.oldest(expired.marker, rowid)))
-
-    def findings(self, connection: Connection, marker: Table) -> list[Finding]:
-        """Return advice if markers and read model may be in several files that do not commit as one."""
-        mode = connection.exec_driver_sql("PRAGMA journal_mode").scalar_one()
-        files = [file for _, _, file in connection.exec_driver_sql("PRAGMA database_list") if file]
-        if mode != "wal" or len(files) < 2:  # https://www.sqlite.org/lang_attach.html
-            return []
-        return [
-            advice(
-                "databases are attached, and with write-ahead logging a crash during COMMIT may commit one file and "
-                "not another",
-                "put the markers into the file of the read model: make_tables(metadata, schema=...)",
-            )
-        ]
 
 
 # The database of an engine --------------------------------------------------------------------------------------------

@@ -23,10 +23,10 @@ from ..effects.steps import State, state_of
 from ..errors import RefusedError
 from ..message import printable, valid_handler
 from ..options import RetryPolicy
-from .databases import Finding, advice
+from .findings import Finding, advice
 from .running import connected_to, run_with_retries
-from .schema import KINDS
-from .state import in_hours, require_tables
+from .schema import KINDS, require_tables
+from .state import in_hours
 from .state import state_of as read_state_of
 
 Decided = Literal["done", "rejected", "not done"]

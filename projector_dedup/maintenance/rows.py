@@ -34,8 +34,9 @@ from ..message import printable, valid_handler, valid_message_id
 from ..options import RetryPolicy
 from ..tables import DedupTables, default_tables
 from .databases import CUTOFF, database_of
+from .rebuilds import refuse_kept
 from .running import PASSING, connected_to, run_with_retries
-from .state import refuse_kept, require_tables
+from .schema import require_tables
 
 MAX_BATCH_SIZE = 10_000
 

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
-from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
-from sqlalchemy import false, select
+from sqlalchemy import select
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import IntegrityError
 
-from ..errors import MissingTableError, RefusedError
 from ..late import PRUNED_UNTIL, REDELIVERY_HORIZON, in_utc
-from ..message import MAX_HANDLER_BYTES, printable
-from ..tables import DedupTables, default_tables, full_name
-from .databases import Finding, database_of
+from ..tables import DedupTables, default_tables
+from .databases import database_of
 from .running import connected_to
 
 SCHEMA_VERSION = "schema_version"  #: of the tables, where our revisions or the SQL of `idempotency schema` made them
@@ -80,40 +77,6 @@ def read_state(connection: Connection, tables: DedupTables) -> dict[str, str]:
     return {row.key: row.value for row in connection.execute(select(tables.state.c.key, tables.state.c.value))}
 
 
-def version_findings(connection: Connection, tables: DedupTables) -> list[Finding]:
-    """Compare the stored schema version with that of this code. Return no finding if none was stored."""
-    written, ours = read_state(connection, tables).get(SCHEMA_VERSION), tables.version
-    if written is None or written == str(ours):
-        return []
-    problem = f"{full_name(tables.marker, connection)} is at schema version {written}, and this code is for {ours}"
-    upgrade = f"run `alembic upgrade heads`, or change the tables to what `idempotency schema{tables.option}` prints"
-    if not written.isdecimal():
-        known = f"{SCHEMA_VERSION!r} of {full_name(tables.state, connection)}"
-        return [
-            Finding(
-                problem,
-                f"another program wrote {known}; set it to the value that `idempotency schema{tables.option}` inserts",
-            )
-        ]
-    if int(written) > ours:
-        return [Finding(problem, "upgrade projector-dedup here, because a newer version has migrated the tables")]
-    if int(written) < ours - 1:
-        return [Finding(problem, f"this code works with version {ours - 1} too, but not with older ones; {upgrade}")]
-    return [Finding(problem, f"this code works with both; when no older code runs any more, {upgrade}", fatal=False)]
-
-
-def require_tables(engine: Engine, tables: DedupTables) -> None:
-    """Raise ``MissingTableError`` if the stored schema version or the columns do not fit this code.
-
-    Only ``check`` verifies more, because it inserts rows to find out.
-    """
-    with connected_to(engine, tables) as connection:
-        for finding in version_findings(connection, tables):
-            if finding.fatal:
-                raise MissingTableError(f"{finding.problem}; {finding.remedy}")
-        connection.execute(select(*tables.marker.columns).where(false()))  # without a version, the columns decide
-
-
 def write_state(connection: Connection, tables: DedupTables, values: Mapping[str, str | None]) -> None:
     """Write ``values``, and delete the keys whose value is None, in the caller's transaction.
 
@@ -161,95 +124,9 @@ def moment_text(moment: datetime) -> str:
     return moment.astimezone(UTC).isoformat(timespec="microseconds")
 
 
-# The open rebuilds: each has a row until it is verified, ended or abandoned. Cleanup keeps the markers of both
-# generations of an open one: otherwise a rebuild that takes longer than the retention would apply messages again.
-
-_PREFIX = "rebuild:"
-
-
-@dataclass(frozen=True)
-class OpenRebuild:
-    """A rebuild, as the state table stores it.
-
-    - ``opened``: when the rebuild began, by the database's clock.
-    - ``beside``: the old generation, or None for a rebuild in place.
-    - ``handlers``: all names under which both generations have markers.
-    - ``known_since``: the time up to which markers were deleted when the rebuild began.
-    - ``after``: the id of the last message of the last batch, if the source can start after an id.
-    - ``complete``: True if a run has read a source to its end, and no message failed.
-    - ``forgetting``: True until a rebuild in place has reset the read model.
-    """
-
-    opened: str
-    beside: str | None
-    handlers: list[str] = field(default_factory=list)
-    known_since: str | None = None
-    after: str | None = None
-    complete: bool = False
-    forgetting: bool = False
-
-    @property
-    def opened_at(self) -> datetime:
-        """The moment ``opened``, in UTC."""
-        return datetime.fromisoformat(self.opened)
-
-    @property
-    def known_since_at(self) -> datetime | None:
-        """The moment ``known_since``, in UTC."""
-        return None if self.known_since is None else datetime.fromisoformat(self.known_since)
-
-
-def open_rebuilds(connection: Connection, tables: DedupTables) -> dict[str, OpenRebuild]:
-    """Return the open rebuilds by the names of their projectors. Raises ``RefusedError`` for a wrong value."""
-    found = {key: value for key, value in read_state(connection, tables).items() if key.startswith(_PREFIX)}
-    try:
-        return {key.removeprefix(_PREFIX): OpenRebuild(**json.loads(value)) for key, value in found.items()}
-    except (TypeError, ValueError) as error:
-        raise RefusedError(
-            f"{full_name(tables.state, connection)} has a value that is no rebuild of this version, though its key "
-            f"begins with {_PREFIX!r}: give that rebuild up (`idempotency rebuild --abandon`), and begin again"
-        ) from error
-
-
-def kept_handlers(rebuilds: Mapping[str, OpenRebuild]) -> frozenset[str]:
-    """Return the names of these open rebuilds' handlers, whose markers cleanup keeps."""
-    return frozenset(name for each in rebuilds.values() for name in each.handlers)
-
-
-def refuse_kept(
-    connection: Connection, tables: DedupTables, names: Collection[str], *, of: str = "", in_place_only: bool = False
-) -> None:
-    """Raise ``RefusedError`` if an open rebuild of another projector than ``of`` needs the markers of these names."""
-    for projector, each in open_rebuilds(connection, tables).items():
-        if projector == of or (in_place_only and each.beside is not None):
-            continue
-        if not {*names}.isdisjoint(each.handlers):
-            raise RefusedError(
-                f"the rebuild of {printable(projector)} is open, and needs these markers: verify it, or give it up "
-                "(`idempotency rebuild --verify`, --abandon), and do this then"
-            )
-
-
-def write_rebuild(connection: Connection, tables: DedupTables, projector: str, rebuild: OpenRebuild) -> None:
-    """Write the row of a rebuild in the caller's transaction."""
-    key = _PREFIX + projector
-    if len(key.encode()) > MAX_HANDLER_BYTES:
-        raise RefusedError(
-            f"the name {printable(projector[:40])}... is too long for a rebuild: it has more than "
-            f"{MAX_HANDLER_BYTES - len(_PREFIX)} bytes; give the projector a shorter one"
-        )
-    write_state(connection, tables, {key: json.dumps(asdict(rebuild))})
-
-
 def now_text(connection: Connection) -> str:
     """Return the current time of the database's clock, as text."""
     return moment_text(database_of(connection).now(connection))
-
-
-def end(connection: Connection, tables: DedupTables, projector: str) -> bool:
-    """Delete the row of a rebuild, even if its value is wrong. Return False if there was none."""
-    state = tables.state
-    return connection.execute(state.delete().where(state.c.key == _PREFIX + projector)).rowcount > 0
 
 
 # Moments and spans of time ----------------------------------------------------------------------------------------

@@ -5,15 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
-from sqlalchemy import func, select
+from sqlalchemy import Table, func, select, text
 from sqlalchemy.engine import Connection, Engine
 
+from ..dialects import MariaDB, PostgreSQL, dialect_of
 from ..dialects.columns import utc_now
 from ..effects import EffectTables
 from ..late import MARGIN, in_utc
 from ..tables import DedupTables, default_tables
 from .databases import database_of
 from .effects import unknown_effects
+from .findings import regclass
 from .running import connected_to
 from .state import DEFAULT_RETENTION_HOURS, State, state_of
 
@@ -85,10 +87,10 @@ def gauges(engine: Engine, *, tables: DedupTables = default_tables) -> Gauges:
     """
     marker = tables.marker
     with connected_to(engine, tables) as connection:
-        database, state = database_of(connection), state_of(connection, tables)
+        state = state_of(connection, tables)
         first = select(func.min(marker.c.processed_at)).scalar_subquery()  # which reads one end of the index
         oldest, now = (_moment(each) for each in connection.execute(select(first, utc_now())).one())
-        rows, unknown = database.estimated_rows(connection, marker), None
+        rows, unknown = _estimated_rows(connection, marker), None
         if isinstance(tables, EffectTables):
             some = unknown_effects(tables).limit(MAX_UNKNOWN).subquery("some")
             unknown = connection.scalar(select(func.count()).select_from(some))
@@ -96,6 +98,21 @@ def gauges(engine: Engine, *, tables: DedupTables = default_tables) -> Gauges:
         return Gauges(rows, None, None, unknown)
     age = (now - oldest).total_seconds()
     return Gauges(rows, age, max(0.0, age - 3600 * _kept_hours(state)), unknown)
+
+
+def _estimated_rows(connection: Connection, table: Table) -> int | None:
+    """Return the number of rows by the server's statistics, without a scan; None if the server has none."""
+    dialect = dialect_of(connection)
+    if isinstance(dialect, PostgreSQL):  # as of the last VACUUM or ANALYZE; -1 if there was none
+        asked = text("SELECT nullif(reltuples, -1) FROM pg_class WHERE oid = to_regclass(:name)")
+        found = connection.scalar(asked, {"name": regclass(connection, table)})
+    elif isinstance(dialect, MariaDB):
+        place = "table_schema = coalesce(:schema, database()) AND table_name = :name"
+        asked = text(f"SELECT table_rows FROM information_schema.tables WHERE {place}")  # noqa: S608  # no value
+        found = connection.scalar(asked, {"schema": connection.schema_for_object(table), "name": table.name})
+    else:
+        return None
+    return None if found is None else int(found)
 
 
 def _kept_hours(state: State) -> float:

@@ -22,21 +22,11 @@ from ..dialects import dialect_of
 from ..dispatcher import AsyncDispatcher, Dispatcher
 from ..errors import BatchFailed, RefusedError
 from ..late import in_utc
+from ..maintenance.rebuilds import OpenRebuild, end, open_rebuilds, refuse_kept, write_rebuild
 from ..maintenance.rows import forget_all
 from ..maintenance.running import connected_to, run_with_retries
-from ..maintenance.state import (
-    OpenRebuild,
-    end,
-    moment_text,
-    now_text,
-    open_rebuilds,
-    pruned_key,
-    read_state,
-    refuse_kept,
-    require_tables,
-    state_of,
-    write_rebuild,
-)
+from ..maintenance.schema import require_tables
+from ..maintenance.state import moment_text, now_text, pruned_key, read_state, state_of
 from ..message import Message, moment_in_utc, printable
 from ..options import RetryPolicy
 from ..outcome import Delivery, Outcome

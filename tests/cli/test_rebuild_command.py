@@ -13,7 +13,7 @@ from sqlalchemy import Engine, create_engine, select, text
 
 from projector_dedup import Message
 from projector_dedup.maintenance.cleanup import prune
-from projector_dedup.maintenance.state import open_rebuilds
+from projector_dedup.maintenance.rebuilds import open_rebuilds
 from projector_dedup.tables import default_metadata, default_tables
 
 APPLICATION = """

@@ -52,7 +52,6 @@ from projector_dedup import (
 )
 from projector_dedup.late import MARGIN, PRUNED_UNTIL, REDELIVERY_HORIZON
 from projector_dedup.maintenance import cleanup as cleanup_module
-from projector_dedup.maintenance import horizon
 from projector_dedup.maintenance.check import advise
 from projector_dedup.maintenance.cleanup import count_expired, declare_horizon, prune, redelivery_horizon
 from projector_dedup.maintenance.rows import rename
@@ -355,7 +354,7 @@ def test_a_horizon_that_is_declared_meanwhile_is_kept(
 ) -> None:
     """The first cleanup declares nothing if somebody else has done so since it looked."""
     applied_once(cleaner)
-    lock_horizon = horizon.lock_horizon
+    lock_horizon = cleanup_module.lock_horizon
 
     def looking(connection: Connection, tables: DedupTables) -> bool:
         found = lock_horizon(connection, tables)

@@ -41,7 +41,7 @@ from projector_dedup import (
 )
 from projector_dedup.maintenance.check import check
 from projector_dedup.maintenance.cleanup import cleanup
-from projector_dedup.maintenance.state import require_tables
+from projector_dedup.maintenance.schema import require_tables
 
 Body = Callable[[Any, Session], Any]
 

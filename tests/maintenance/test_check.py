@@ -16,8 +16,9 @@ from projector_dedup import AsyncDispatcher, Dispatcher, configure_sqlite, on, p
 from projector_dedup.asyncio_names import async_sessionmaker
 from projector_dedup.late import REDELIVERY_HORIZON
 from projector_dedup.maintenance.check import advise, check, check_handlers
-from projector_dedup.maintenance.databases import Finding
-from projector_dedup.maintenance.state import CLEANED_AT, RETENTION, State, duration, require_tables, write_state
+from projector_dedup.maintenance.findings import Finding
+from projector_dedup.maintenance.schema import require_tables
+from projector_dedup.maintenance.state import CLEANED_AT, RETENTION, State, duration, write_state
 from projector_dedup.maintenance.stats import Ages
 
 NOW = datetime(2026, 5, 1, 12, tzinfo=UTC)

@@ -36,8 +36,7 @@ from projector_dedup.maintenance.rows import (
     forget_record,
     rename,
 )
-from projector_dedup.maintenance.schema import ddl
-from projector_dedup.maintenance.state import require_tables
+from projector_dedup.maintenance.schema import ddl, require_tables
 from projector_dedup.maintenance.stats import ages
 from projector_dedup.tables import default_tables
 

@@ -27,8 +27,8 @@ from projector_dedup.effects import make_effect_tables
 from projector_dedup.maintenance.check import check
 from projector_dedup.maintenance.cleanup import count_expired, declare_horizon, prune
 from projector_dedup.maintenance.rows import forget, rename
-from projector_dedup.maintenance.schema import ddl
-from projector_dedup.maintenance.state import require_tables, write_state
+from projector_dedup.maintenance.schema import ddl, require_tables
+from projector_dedup.maintenance.state import write_state
 from projector_dedup.tables import default_metadata as metadata
 from projector_dedup.tables import default_tables
 

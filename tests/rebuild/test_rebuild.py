@@ -38,8 +38,9 @@ from projector_dedup.late import REDELIVERY_HORIZON
 from projector_dedup.maintenance.check import advise_rebuilds
 from projector_dedup.maintenance.cleanup import cleanup, count_expired, prune
 from projector_dedup.maintenance.databases import database_of
+from projector_dedup.maintenance.rebuilds import open_rebuilds
 from projector_dedup.maintenance.rows import forget_all, rename
-from projector_dedup.maintenance.state import open_rebuilds, pruned_until, write_state
+from projector_dedup.maintenance.state import pruned_until, write_state
 from projector_dedup.rebuild import rebuild as rebuilding
 from projector_dedup.rebuild.lacking import Lacking, alacking, lacking, pairs_of
 from projector_dedup.rebuild.rebuild import Rebuilt, aend_rebuild, arebuild, end_rebuild, rebuild
