@@ -27,9 +27,8 @@ PRUNED_HANDLER = "pruned:"  #: with the hash of a handler's name: cleanup may ha
 
 @dataclass(frozen=True)
 class State:
-    """The values of the state table. Each is None if it was never written or is not valid."""
+    """The horizon and the last cleanups, from the state table. Each value is None if it is missing or not valid."""
 
-    schema_version: str | None
     horizon_hours: float | None
     retention_hours: float | None
     cleaned_at: datetime | None
@@ -53,7 +52,6 @@ def state_of(connection: Connection, tables: DedupTables) -> State:
     known = read_state(connection, tables)
     hours, _, until = known.get(HORIZON_BEFORE, "").partition(" ")
     return State(
-        known.get(SCHEMA_VERSION),
         _hours(known.get(REDELIVERY_HORIZON)),
         _hours(known.get(RETENTION)),
         _moment(known.get(CLEANED_AT)),

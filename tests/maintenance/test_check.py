@@ -78,7 +78,7 @@ def deployment(oldest: float | None = 1, **state: float) -> Ages:
     moments = {name: NOW - timedelta(hours=state[name]) for name in ("cleaned_at", "pruned_until") if name in state}
     kept = state.get("retention_hours")
     at = None if oldest is None else NOW - timedelta(hours=oldest)
-    known = State(None, state.get("horizon_hours"), kept, moments.get("cleaned_at"), moments.get("pruned_until"))
+    known = State(state.get("horizon_hours"), kept, moments.get("cleaned_at"), moments.get("pruned_until"))
     return Ages(NOW, at, kept or 168, known, ())
 
 

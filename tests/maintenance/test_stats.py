@@ -9,7 +9,7 @@ from databases import Database
 from marked import fill, one_of_each_engine, tables  # noqa: F401  # a fixture
 from projector_dedup import MissingTableError, make_tables
 from projector_dedup.late import PRUNED_UNTIL, REDELIVERY_HORIZON
-from projector_dedup.maintenance.state import CLEANED_AT, RETENTION, SCHEMA_VERSION, write_state
+from projector_dedup.maintenance.state import CLEANED_AT, RETENTION, write_state
 from projector_dedup.maintenance.stats import ages, handlers_of
 
 CLOSE = timedelta(minutes=2)  # between this machine's clock and the database's
@@ -47,7 +47,6 @@ def test_what_the_deployment_knows_of_itself(engine: Engine) -> None:
     """The state table, read; what cannot be read is as if it was never told."""
     fill(engine, {})
     told = {
-        SCHEMA_VERSION: "1",
         REDELIVERY_HORIZON: "240",
         RETENTION: "336.5",
         CLEANED_AT: "2026-01-02T03:04:05+00:00",
@@ -56,7 +55,7 @@ def test_what_the_deployment_knows_of_itself(engine: Engine) -> None:
     with engine.begin() as connection:
         write_state(connection, tables, told)
     state = ages(engine, tables=tables).state
-    assert (state.schema_version, state.horizon_hours, state.retention_hours) == ("1", 240, 336.5)
+    assert (state.horizon_hours, state.retention_hours) == (240, 336.5)
     assert (state.cleaned_at, state.pruned_until) == (datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC), None)
 
 
