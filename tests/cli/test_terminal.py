@@ -1,5 +1,6 @@
 """The command on a terminal: lines break between words; the last line says what is next."""
 
+import re
 from datetime import UTC, datetime
 
 import pytest
@@ -56,3 +57,18 @@ def test_long_lines_break_between_words(sqlite: Database) -> None:
         assert [line for line in seen.splitlines() if len(line) > 80 and not words & set(line.split())] == []
         assert len(piped.stderr.splitlines()) == 1
         assert len(seen.splitlines()) > 2
+
+
+def test_a_table_fits_a_terminal_of_80_columns(sqlite: Database) -> None:
+    """No line is longer, whatever the handlers are called, and nothing of the names is cut off."""
+    engine = create_engine(sqlite.url())
+    name = "".join(f"part{number}." for number in range(20))
+    fill(engine, {name: [1], "a.add": [1]})
+    engine.dispose()
+    code, seen = on_a_terminal("show", "0", "--database-url", sqlite.url().render_as_string(), NO_COLOR="1")
+    assert code == 0
+    seen = re.sub(r"\x1b\[\d*m", "", seen)
+    drawn = seen[seen.index(" handler") :].splitlines()
+    assert max(map(len, drawn)) <= 80
+    width = drawn[0].index("processed")
+    assert "".join(line[:width].strip() for line in drawn[2:]).replace("a.add", "") == name
