@@ -7,7 +7,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
@@ -16,12 +15,12 @@ from sqlalchemy import Engine, inspect
 
 from projector_dedup import AsyncDispatcher, DedupTables, Dispatcher
 from projector_dedup.effects import EffectTables
-from projector_dedup.maintenance.check import advise, advise_rebuilds, check_alembic, check_installed_revisions
+from projector_dedup.maintenance.check import advise, advise_rebuilds, check_handlers, check_installed_revisions
 from projector_dedup.maintenance.check import check as findings_of
-from projector_dedup.maintenance.databases import Finding
 from projector_dedup.maintenance.effects import advise_effects
-from projector_dedup.maintenance.running import KINDS
-from projector_dedup.maintenance.stats import Ages, Stats, ages, stats
+from projector_dedup.maintenance.findings import Finding
+from projector_dedup.maintenance.schema import KINDS
+from projector_dedup.maintenance.stats import Ages, ages
 
 from .options import EXIT_CODES, Deployment, database_options
 from .output import Failed, coloured, fitted, json_option, print_json, reason, say
@@ -32,18 +31,12 @@ _EXAMPLE = "myapp.consumer:dispatcher"
 @click.command(epilog=EXIT_CODES)
 @database_options
 @click.option(
-    "--alembic-config",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Check that this alembic.ini finds the revisions of projector-dedup, if it names them. This imports all "
-    "revisions that it names, as Alembic does.  [default: read ./alembic.ini if it exists, and import nothing]",
-)
-@click.option(
     "--app",
     "apps",
     multiple=True,
     metavar="MODULE:DISPATCHER",
-    help=f"A dispatcher of your application, or a function without arguments that returns one: {_EXAMPLE}. The check "
-    "then lists handlers in the table that no dispatcher has. Repeat it for every dispatcher with these tables.",
+    help=f"A dispatcher of your application, or a function without arguments that returns one: {_EXAMPLE}. A handler "
+    "that has markers, but is in no dispatcher, is then a problem. Repeat it for every dispatcher with these tables.",
 )
 @click.option(
     "--fail-on",
@@ -53,9 +46,7 @@ _EXAMPLE = "myapp.consumer:dispatcher"
     help="Exit with 1 for problems only, or also for advice, such as old markers that cleanup should have deleted.",
 )
 @json_option
-def check(
-    deployment: Deployment, alembic_config: Path | None, apps: tuple[str, ...], fail_on: str, as_json: bool
-) -> None:
+def check(deployment: Deployment, apps: tuple[str, ...], fail_on: str, as_json: bool) -> None:
     """Check the tables, and print what to do about each problem.
 
     Run it after each deployment, and from monitoring. It compares the tables with those that this version of
@@ -75,20 +66,16 @@ def check(
         option = deployment.tables.option.strip()
         raise click.UsageError(f"--app checks the handlers of dispatchers, so it cannot be used with {option}")
     identities = _identities_of(apps)
-    config = alembic_config or Path("alembic.ini")
     tables, found = deployment.tables, None
     with deployment.opened() as engine:
-        findings = findings_of(engine, tables)
-        findings += check_alembic(config, run=alembic_config is not None) if config.is_file() else []
-        findings += check_installed_revisions()
-        if not any(finding.fatal for finding in findings) and not tables.keyed:
-            findings += advise_rebuilds(engine, tables=tables)
-        fatal = sum(finding.fatal for finding in findings)
-        if not fatal:
-            found = stats(engine, tables=tables) if apps else ages(engine, tables=tables)
-            unknown = {each.handler for each in found.handlers} - identities if isinstance(found, Stats) else set()
-            findings += advise(found, unknown, tables=tables)
+        findings = findings_of(engine, tables) + check_installed_revisions()
+        if not any(finding.fatal for finding in findings):
+            found = ages(engine, tables=tables)
+            findings += [] if tables.keyed else advise_rebuilds(engine, tables=tables)
+            findings += check_handlers(engine, identities, tables=tables) if apps else []
+            findings += advise(found, tables=tables)
             findings += advise_effects(engine, tables=tables) if isinstance(tables, EffectTables) else []
+        fatal = sum(finding.fatal for finding in findings)
         if as_json:
             answer = {"ready": not fatal, "findings": [asdict(finding) for finding in findings]}
             print_json({**deployment.place, **answer})
@@ -116,18 +103,12 @@ def _print(findings: list[Finding]) -> None:
 
 
 def after_check(findings: Sequence[Finding], found: Ages | None, tables: DedupTables) -> str:
-    """Return what to do after a check. ``found`` is None if the tables have a problem."""
-    if found is None:
+    """Return what to do after a check. ``found`` is None if the tables could not be read."""
+    if found is None or any(finding.fatal for finding in findings):
         return "Next: solve each problem above, then run this command again."
     if findings:
         return "Next: follow the advice above; deliveries may continue meanwhile."
     return _for_cleanup(found, tables) or "Next: nothing. Run this after each deployment, and alert on exit code 1."
-
-
-def after_stats(found: Ages, tables: DedupTables) -> str:
-    """Return what to do after the statistics."""
-    command = f"`idempotency check{tables.option}`"
-    return _for_cleanup(found, tables) or f"Next: nothing. {command} reports when there is something to do."
 
 
 def others_beside(engine: Engine, tables: DedupTables) -> str:

@@ -7,7 +7,6 @@ from typing import Any
 
 import click
 
-from projector_dedup.maintenance.check import verify
 from projector_dedup.maintenance.cleanup import (
     COUNTED,
     MAX_HOURS,
@@ -98,7 +97,6 @@ def _cleaned(deployment: Deployment, *, dry_run: bool, **bounds: Any) -> tuple[s
     """Delete expired markers (or count them in a dry run). Return the result as a line of text and as JSON values."""
     handler, tables = bounds["handler"], deployment.tables
     with deployment.opened() as engine:
-        verify(engine, tables)
         hours = retention_of(engine, bounds["retention_hours"], tables=tables)
         what = f"{'' if handler is None else f' of {printable(handler)}'} older than {in_hours(hours)}"
         if dry_run:
@@ -126,8 +124,8 @@ def _cleaned(deployment: Deployment, *, dry_run: bool, **bounds: Any) -> tuple[s
                 facts["declared_horizon_hours"] = done.declared
         if not found and handler is not None and not has_markers(engine, handler, tables=tables):
             raise Failed(
-                f"there is no {tables.noun} of {printable(handler)} in {deployment}; check the name "
-                f"(`idempotency stats{tables.option}` lists all names)"
+                f"there is no {tables.noun} of {printable(handler)} in {deployment}; check the name in the "
+                f"column handler of {tables.marker.fullname}"
             )
     return line, facts
 
@@ -152,7 +150,6 @@ def horizon(deployment: Deployment, hours: float | None, yes: bool) -> None:
     """
     tables = deployment.tables
     with deployment.opened() as engine:
-        verify(engine, tables)
         known = redelivery_horizon(engine, tables=tables)
         if hours is not None:
             if known is not None and hours < known and not yes:

@@ -98,7 +98,8 @@ def list_effects(deployment: Deployment, unknown: bool, older_than: timedelta, l
     if as_json:
         print_json({**deployment.place, "complete": not more, "effects": [_as_object(each) for each in found]})
     elif not found:
-        say(f"{deployment}: there is no such effect.")
+        asked_for = " matches the options" if unknown or older_than else ""
+        say(f"{deployment}: no unfinished effect{asked_for}.")
     else:
         table(
             ("effect", "key", "scope", "state", "attempts", "age"),

@@ -21,8 +21,7 @@ try:
     from .output import Failed, fitted, without_secrets
     from .rebuild import rebuild
     from .rows import forget, rename, show
-    from .schema import migrate, schema
-    from .stats import show_stats
+    from .schema import schema
 except ModuleNotFoundError as error:
     if not str(error.name).startswith("rich"):
         raise
@@ -73,7 +72,7 @@ def _version() -> str:
     message=f"projector-dedup %(version)s (SQLAlchemy {sqlalchemy.__version__}, Python {platform.python_version()})",
 )
 def main() -> None:
-    """Create and check the tables of projector-dedup, delete old markers, and inspect markers.
+    """Check the tables of projector-dedup, delete old markers, and inspect markers.
 
     Run `check` after each deployment, and `cleanup` every day from cron. The other commands are for operators.
 
@@ -81,9 +80,9 @@ def main() -> None:
     Examples:
       idempotency check --database-url postgresql+psycopg://app@db/orders
       PROJECTOR_DEDUP_DATABASE_URL=... idempotency cleanup --retention-hours 168
-      PROJECTOR_DEDUP_DATABASE_URL=... idempotency stats
+      PROJECTOR_DEDUP_DATABASE_URL=... idempotency show payment-1
     """
 
 
-for _command in (check, migrate, schema, cleanup, horizon, show_stats, show, forget, rename, rebuild, effects):
+for _command in (check, schema, cleanup, horizon, show, forget, rename, rebuild, effects):
     main.add_command(_command)

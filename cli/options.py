@@ -15,8 +15,7 @@ from sqlalchemy import URL, Engine, MetaData, create_engine, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
 
 from projector_dedup import DedupTables
-from projector_dedup.dialects import Failure, dialect_of
-from projector_dedup.maintenance.running import KINDS, LOCK_TIMEOUT, limited
+from projector_dedup.maintenance.schema import KINDS
 
 from .output import Failed, one_line, reason
 
@@ -57,7 +56,6 @@ class Deployment:
 
     url: URL
     tables: DedupTables
-    lock_timeout: float
 
     def __str__(self) -> str:
         marker = self.tables.marker.fullname
@@ -78,36 +76,25 @@ class Deployment:
         return f"{number:,} {self.tables.noun}{'' if number == 1 else 's'}"
 
     @contextmanager
-    def opened(self, *, create: bool = False) -> Iterator[Engine]:
-        """Connect once, and yield an engine for the database with a limited wait for locks.
+    def opened(self) -> Iterator[Engine]:
+        """Connect once, and yield an engine for the database.
 
-        With ``create``, a missing SQLite file is created. Raises `Failed`, with the remedy, for a missing SQLite file,
-        if the connection fails, or if a statement waits too long for a lock.
+        Raises `Failed`, with the remedy, for a missing SQLite file, or if the connection fails.
         """
-        engine = self._engine(create)
+        engine = self._engine()
         try:
             self._connect(engine)
-            yield limited(engine, self.lock_timeout)
-        except Exception as error:
-            if not _is_lock_timeout(engine, error):
-                raise
-            raise Failed(
-                f"{reason(error)}: another transaction locked {self.tables.marker.fullname} for more than "
-                f"{self.lock_timeout:g} seconds; end the transaction that has been open for long, or wait longer with "
-                "--lock-timeout (docs/runbook.md: a table is locked)"
-            ) from error
+            yield engine
         finally:
             engine.dispose()
 
-    def _engine(self, create: bool) -> Engine:
+    def _engine(self) -> Engine:
         url, driver = self.url, self.url.drivername.partition("+")[2]
         if url.get_backend_name() == "sqlite":
-            _refuse_no_file(url, create)
+            _refuse_no_file(url)
         arguments: dict[str, Any] = {"prepare_threshold": None} if driver == "psycopg" else {}  # for PgBouncer
         if driver in _EXTRAS and "connect_timeout" not in url.query:
             arguments["connect_timeout"] = _CONNECT_TIMEOUT
-        if driver == "pysqlite":  # not configure_sqlite(), which would change the journal mode of the file
-            arguments["timeout"] = self.lock_timeout  # seconds to wait for a writer
         try:
             return create_engine(url, connect_args=arguments)
         except (NoSuchModuleError, ImportError) as error:
@@ -127,14 +114,12 @@ class Deployment:
                 if sqlite:
                     connection.exec_driver_sql("PRAGMA schema_version")  # makes SQLite open the file
         except (DBAPIError, OSError) as error:
-            if _is_lock_timeout(engine, error):
-                raise
             raise Failed(
                 f"cannot connect to {self.database}: {reason(error)}; check that the server runs, and that host, port, "
                 "user, password and database are correct"
                 if not sqlite
-                else f"cannot open {self.database}: {reason(error)}; check that it is an SQLite file, and that you may "
-                "write to its folder"
+                else f"cannot open {self.database}: {reason(error)}; check that it is an SQLite file that no other "
+                "program locks, and that you may write to its folder"
             ) from error
 
 
@@ -144,41 +129,28 @@ def parse(text: str) -> URL:
     Raises `Failed`, without quoting the text, if it is not the URL of a database.
     """
     try:
-        url = make_url(text.strip())
+        url = make_url(text)
     except (ArgumentError, ValueError):  # their texts quote the URL with its password
         raise Failed(f"the database URL cannot be read; write it like {_EXAMPLE}") from None
-    if url.drivername.count("+") > 1:
-        raise Failed(f"the database URL names more than one driver; write it like {_EXAMPLE}")
-    if "@" in (url.host or "") or "@" in text.partition("?")[2]:
-        raise Failed("the database URL has more than one @; in a password, write @ as %40 and ? as %3F")
-    if "@" in (url.database or "") and url.get_backend_name() != "sqlite":
-        raise Failed("the database URL has a / before its @; in a user name, write / as %2F and @ as %40")
-    if url.get_backend_name() in ("mysql", "mariadb") and not url.database:
-        raise Failed(f"the database URL names no database; write it like {_EXAMPLE}")
-    url = url.set(drivername=_DRIVERS.get(url.drivername, url.drivername))
-    if url.drivername == "postgresql+psycopg" and "ssl" in url.query:  # asyncpg's name for sslmode
-        url = url.difference_update_query(["ssl"]).update_query_dict({"sslmode": url.query["ssl"]})
-    return url
+    path = "" if url.get_backend_name() == "sqlite" else url.database
+    if "@" in f"{url.host}/{path}?{text.partition('?')[2]}":  # a part of the password may be in what we print
+        raise Failed(
+            "the database URL has an @ behind its host; in a user name or a password, write @ as %40, / as %2F and ? "
+            "as %3F"
+        )
+    return url.set(drivername=_DRIVERS.get(url.drivername, url.drivername))
 
 
-def _refuse_no_file(url: URL, create: bool) -> None:
+def _refuse_no_file(url: URL) -> None:
     name = url.database or ":memory:"
     if ":memory:" in name or "mode=memory" in name:
         raise Failed(
             "an SQLite database in memory is new and empty for this command; give a file, as in sqlite:///file.db"
         )
-    if not create and not name.startswith("file:") and not Path(name).is_file():
+    if not name.startswith("file:") and not Path(name).is_file():
         raise Failed(
             f"there is no file {name}; write three slashes before a relative path, and four before an absolute one"
         )
-
-
-def _is_lock_timeout(engine: Engine, error: Exception) -> bool:
-    """True if the error, or its cause, means that a statement waited too long for a lock."""
-    found: BaseException | None = error
-    while found is not None and not isinstance(found, DBAPIError):
-        found = found.__cause__
-    return found is not None and dialect_of(engine).classify(found) is Failure.LOCK_TIMEOUT
 
 
 class Number(click.FloatRange):
@@ -198,20 +170,6 @@ class WholeNumber(click.IntRange):
     """A whole number in a range. Click would call any other text "not a valid integer range"."""
 
     name = "whole number"
-
-
-class _OneText(click.types.StringParamType):
-    """A text that may contain blanks. click would split the variable of an option that may be repeated at blanks."""
-
-    def split_envvar_value(self, rv: str) -> list[str]:
-        """Return the whole value of the variable."""
-        return [rv]
-
-
-def _only_one(_context: click.Context, _parameter: click.Parameter, given: tuple[str, ...]) -> str | None:
-    if len(given) > 1:  # otherwise click would silently take the last one
-        raise click.BadParameter("give it once; for several values, run the command once for each")
-    return given[0] if given else None
 
 
 def table_options(command: Callable[..., Any], *, kinds: Sequence[type[DedupTables]] = KINDS) -> Callable[..., Any]:
@@ -237,12 +195,7 @@ def table_options(command: Callable[..., Any], *, kinds: Sequence[type[DedupTabl
         words = f"Use the tables of {each.subject}, not those of {first.subject}."
         run = click.option(each.option.strip(), each.subject, is_flag=True, help=words)(run)
     for option in (
-        click.option(
-            "--schema",
-            multiple=True,
-            callback=_only_one,
-            help="The schema of the table.  [default: the connection's own]",
-        ),
+        click.option("--schema", help="The schema of the table.  [default: the connection's own]"),
         click.option("--table", help=f"The name of the table.  [default: {usual}]"),
     ):
         run = option(run)
@@ -256,28 +209,18 @@ def database_options(command: Callable[..., Any], *, kinds: Sequence[type[DedupT
     """
 
     @wraps(command)
-    def run(database_url: str, tables: DedupTables, lock_timeout: float, debug: bool, **rest: Any) -> Any:
+    def run(database_url: str, tables: DedupTables, debug: bool, **rest: Any) -> Any:
         with one_line(debug=debug):
-            return command(Deployment(parse(database_url), tables, lock_timeout), **rest)
+            return command(Deployment(parse(database_url), tables), **rest)
 
     options: tuple[Callable[[Any], Any], ...] = (
         debug_option,
-        click.option(
-            "--lock-timeout",
-            type=Number(min=0.01, max=86_400),
-            default=LOCK_TIMEOUT,
-            show_default=True,
-            help="How many seconds a statement waits for a lock of another transaction. MariaDB takes whole seconds.",
-        ),
         partial(table_options, kinds=kinds),
         click.option(
             "--database-url",
             envvar="PROJECTOR_DEDUP_DATABASE_URL",
             show_envvar=True,
             required=True,
-            type=_OneText(),
-            multiple=True,
-            callback=_only_one,
             help="The SQLAlchemy URL of the read model's database. An async driver is replaced by a sync driver. Other "
             "users of the machine can see arguments, so use the variable for a URL with a password.",
         ),

@@ -23,7 +23,6 @@ from rich.text import Text
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
 from projector_dedup import ProjectorDedupError
-from projector_dedup.maintenance.state import duration, moment_with_zone
 from projector_dedup.message import printable, traced
 
 _WIDTH = 80  # columns of a terminal that does not report its width
@@ -163,21 +162,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, timedelta):
         return value.total_seconds()
     raise TypeError(f"{type(value).__name__} cannot be printed as JSON")
-
-
-def ago(at: datetime | None, now: datetime) -> str:
-    """Return a time and its age at ``now``, or "-" for None."""
-    return "-" if at is None else f"{moment_with_zone(at)} ({duration(now - at)} ago)"
-
-
-def size(number: int | None) -> str:
-    """Return a number of bytes in a readable unit, such as "1.5 MB", or "unknown" for None."""
-    if number is None:
-        return "unknown"
-    value, units = float(number), ["bytes", "kB", "MB", "GB", "TB"]
-    while value >= 1000 and len(units) > 1:
-        value, units = value / 1000, units[1:]
-    return f"{value:.{0 if units[0] == 'bytes' else 1}f} {units[0]}"
 
 
 def capital(text: str) -> str:

@@ -23,8 +23,6 @@ from projector_dedup.maintenance.rows import (
     StoredRecord,
     find,
     find_records,
-    forget_all,
-    forget_scope,
 )
 from projector_dedup.maintenance.rows import forget as delete_markers
 from projector_dedup.maintenance.rows import rename as rename_markers
@@ -252,106 +250,48 @@ def readable(data: bytes | None) -> Any:
         return text
 
 
-@click.command(epilog=EXIT_CODES, short_help="Delete the markers of a message, or of a handler.")
+@click.command(epilog=EXIT_CODES, short_help="Delete the markers of a message.")
 @database_options
-@click.argument("message_id", metavar="[ID]", required=False)
+@click.argument("message_id", metavar="ID")
 @_handler_option("Only the marker of this handler, or the record of this operation.  [default: all handlers]")
 @_scope_option
-@click.option(
-    "--all", "everything", is_flag=True, help="Delete all markers of --handler, so that every message is applied again."
-)
 @click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
-def forget(
-    deployment: Deployment,
-    message_id: str | None,
-    handler: str | None,
-    scope: str | None,
-    everything: bool,
-    yes: bool,
-) -> None:
+def forget(deployment: Deployment, message_id: str, handler: str | None, scope: str | None, yes: bool) -> None:
     """Delete the markers of the message ID, so that a redelivery is applied again.
 
     Use it to apply a message again. The read model keeps what the message has changed, so first undo that, or the
     message counts twice. The command prints the markers and asks for confirmation, unless you give --yes.
 
     With --commands, ID is the key of a command of the --operation. The command deletes its record, so that the next
-    call with this key runs the command again. Without ID, it deletes all records of the --scope. With --effects, it
-    deletes finished effects in the same way, so that the next `arm` sends them again. It refuses unfinished effects.
-
-    With --all and --handler, it deletes all markers of one handler. Stop the workers and empty the read model first.
+    call with this key runs the command again. With --effects, it deletes a finished effect in the same way, so that the
+    next `arm` sends it again. It refuses an unfinished effect.
 
     \b
     Examples:
       idempotency forget payment-1 --database-url sqlite:///read_model.db
       idempotency forget payment-1 --handler account-totals.add_payment --yes
-      idempotency forget --handler account-totals.add_payment --all
       idempotency forget req-abc --commands --operation shop.place --scope t7
-      idempotency forget --commands --scope tenant-7
     """
-    if everything and (message_id is not None or scope is not None or handler is None):
-        raise click.UsageError("--all deletes all markers of one handler; give --handler, and neither ID nor --scope")
-    wanted = None if message_id is None else _wanted(deployment, message_id, scope, handler)
-    keyed = deployment.tables.keyed
-    if wanted is None and not everything and (not keyed or scope is None):
-        raise click.UsageError(
-            "give the ID of a message, or --commands and --scope for all records of a scope, or --handler and --all"
-        )
-    if wanted is not None and keyed and handler is None:
+    wanted, tables = _wanted(deployment, message_id, scope, handler), deployment.tables
+    if tables.keyed and handler is None:
         raise click.UsageError("give the --operation of the key, because another operation may have the same key")
     if not yes:
         require_terminal()
-    with deployment.opened() as engine:
-        if wanted is not None:
-            _forget_rows(wanted, engine, yes=yes)
-        elif everything:
-            _forget_all(deployment, engine, str(handler), yes=yes)
-        else:
-            _forget_scope(deployment, engine, str(scope), handler, yes=yes)
-
-
-def _forget_rows(wanted: _Wanted, engine: Engine, *, yes: bool) -> None:
-    deployment, tables = wanted.deployment, wanted.deployment.tables
     done, again = "was applied by", "a redelivery {} applied again"
     if isinstance(tables, EffectTables):
         done, again = "was armed for", "an effect with this key {} sent again when it is armed again"
     elif tables.keyed:
         done, again = "was handled by", "a command with this key {} handled again"
-    found = wanted.chosen(engine)
-    say(f"{capital(str(wanted))} {done}:")
-    _print(found)
-    if not yes and not confirmed(f"Delete these {tables.noun}s? {capital(again.format('will be'))}"):
-        raise Failed(f"nothing was deleted in {deployment}")
-    deleted = sum(delete_markers(engine, wanted.stored, handler=each.handler, tables=tables) for each in found)
-    names, rest = (", ".join(printable(each.handler) for each in some) for some in (found, wanted.found(engine)))
-    but = f", unless one of these remaining names is a name of that {tables.handler} too: {rest}" if rest else ""
-    say(f"Deleted {deployment.rows(deleted)}. {capital(again.format('is'))}, by {names}{but}.")
-
-
-def _forget_all(deployment: Deployment, engine: Engine, handler: str, *, yes: bool) -> None:
-    tables = deployment.tables
-    question = f"Delete all {tables.noun}s of {printable(handler)}? Redeliveries and repeated calls will run again"
-    if not yes and not confirmed(question):
-        raise Failed(f"nothing was deleted in {deployment}")
-    with between_batches("Deleted") as after:
-        deleted = forget_all(engine, handler, tables=tables, on_batch=after)
-    if not deleted:
-        raise Failed(f"there is no {tables.noun} of {printable(handler)} in {deployment}; check the name")
-    say(f"Deleted {deployment.rows(deleted)} of {printable(handler)}.")
-
-
-def _forget_scope(deployment: Deployment, engine: Engine, scope: str, operation: str | None, *, yes: bool) -> None:
-    tables = deployment.tables
-    of = f"scope {printable(scope)}" + ("" if operation is None else f", operation {printable(operation)}")
-    question = f"Delete all {tables.noun}s of {of}? A repeated call with one of their keys will run the command again"
-    if isinstance(tables, EffectTables):
-        question = f"Delete all finished effects of {of}? They will be sent again when they are armed again"
-    if not yes and not confirmed(question):
-        raise Failed(f"nothing was deleted in {deployment}")
-    with between_batches("Deleted") as after:
-        deleted = forget_scope(engine, scope, operation=operation, tables=tables, on_batch=after)
-    if not deleted:
-        raise Failed(f"there is no {tables.noun} of {of} in {deployment}; check the names")
-    say(f"Deleted {deployment.rows(deleted)} of {of}.")
+    with deployment.opened() as engine:
+        found = wanted.chosen(engine)
+        say(f"{capital(str(wanted))} {done}:")
+        _print(found)
+        if not yes and not confirmed(f"Delete these {tables.noun}s? {capital(again.format('will be'))}"):
+            raise Failed(f"nothing was deleted in {deployment}")
+        deleted = sum(delete_markers(engine, wanted.stored, handler=each.handler, tables=tables) for each in found)
+        names, rest = (", ".join(printable(each.handler) for each in some) for some in (found, wanted.found(engine)))
+        but = f", unless one of these remaining names is a name of that {tables.handler} too: {rest}" if rest else ""
+        say(f"Deleted {deployment.rows(deleted)}. {capital(again.format('is'))}, by {names}{but}.")
 
 
 @click.command(epilog=EXIT_CODES, short_help="Copy the markers of a handler to its new name.")

@@ -1,1 +1,1 @@
-"""The Alembic environment and the revisions that create the library's own tables."""
+"""The Alembic revisions that create the library's own tables, and the options that name the tables."""

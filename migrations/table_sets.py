@@ -10,10 +10,8 @@ from projector_dedup.commands import CommandTables
 from projector_dedup.effects import EffectTables
 from projector_dedup.tables import DEFAULT_NAME, DedupTables
 
-OPTION = "projector_dedup_tables"
-
 _NAMED_BY = {
-    DedupTables: (OPTION, DEFAULT_NAME),
+    DedupTables: ("projector_dedup_tables", DEFAULT_NAME),
     CommandTables: ("projector_dedup_command_tables", ""),
     EffectTables: ("projector_dedup_effect_tables", ""),
 }
@@ -25,12 +23,8 @@ def table_sets(config: Config | None, kind: type[DedupTables] = DedupTables) -> 
 
     The user names the table sets in alembic.ini: ``projector_dedup_tables = processed_message, billing.inbox``,
     ``projector_dedup_command_tables = processed_command`` and ``projector_dedup_effect_tables = external_effect``. An
-    option without names means no tables. ``migrate()`` instead sets its tables, of any kind, as the attribute
-    ``projector_dedup_tables`` of the configuration. This attribute takes precedence over the options.
+    option without names means no tables.
     """
-    given: DedupTables | None = config.attributes.get(OPTION) if config else None
-    if given is not None:
-        return [(given.marker.schema, given.marker.name)] if type(given) is kind else []
     option, usual = _NAMED_BY[kind]
     found: str | list[str] | None = config.get_alembic_option(option) if config else None
     if found is None:

@@ -110,8 +110,8 @@ class Lateness:
             kind = MissingTableError if failure is Failure.NO_TABLE else RefusedError
             raise kind(
                 f"{full_name(state, connection)} cannot be read, so a late message could not be detected: "
-                f"{printable(str(error.orig))[:200]}; create the table if it is missing (`idempotency migrate`), or "
-                "grant SELECT on it, or give the dispatcher late='apply'"
+                f"{printable(str(error.orig))[:200]}; create the table if it is missing (`idempotency schema` prints "
+                "the SQL), or grant SELECT on it, or give the dispatcher late='apply'"
             ) from error
         moments = []
         try:

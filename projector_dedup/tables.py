@@ -15,7 +15,7 @@ from .errors import RefusedError
 from .message import MAX_HANDLER_BYTES, MAX_MESSAGE_ID_BYTES
 
 DEFAULT_NAME = "processed_message"
-MAX_NAME_BYTES = 63 - len("_alembic_version_pkc")  #: PostgreSQL cuts names of more than 63 bytes silently
+MAX_NAME_BYTES = 63 - len("ix__processed_at")  #: PostgreSQL cuts names of more than 63 bytes silently
 
 
 @dataclass(frozen=True, repr=False)
@@ -62,9 +62,9 @@ class DedupTables:
             given += f", schema={self.marker.schema!r}"
         elsewhere = ", on the engine that has this schema_translate_map" if schema != self.marker.schema else ""
         return (
-            f"call {self.maker}(metadata{given}), and create it with your Alembic (`alembic upgrade heads`) or with "
-            f"metadata.create_all(engine); or run `idempotency migrate{options}` "
-            f"(`idempotency schema{options}` prints the DDL){elsewhere}"
+            f"call {self.maker}(metadata{given}), and create it with your Alembic (`alembic upgrade heads`), in "
+            f"development with metadata.create_all(engine); or run the SQL that `idempotency schema{options}` "
+            f"prints{elsewhere}"
         )
 
     def mending(self, connection: Connection) -> str:
@@ -88,7 +88,7 @@ def make_tables(metadata: MetaData, name: str = DEFAULT_NAME, schema: str | None
     ``schema`` is the database schema, or None for the default one. If you give a name or a schema, pass the result as
     ``tables=`` to each dispatcher. One database may have several pairs of tables.
 
-    Raises ``ValueError`` for a name that is empty or longer than 43 bytes: the database would cut its index names.
+    Raises ``ValueError`` for a name that is empty or longer than 47 bytes: the database would cut its index names.
     Raises ``TypeError`` for anything but a ``MetaData``. Raises ``RefusedError`` if ``metadata`` already has a table of
     that name: keep the result of the first call.
     """

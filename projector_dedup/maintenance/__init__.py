@@ -1,8 +1,10 @@
 """The Python API behind the command ``idempotency``: nothing that delivers a message imports it.
 
-``schema`` makes and changes the tables, and prints them as SQL. ``check`` finds what is wrong with them, or looked
-after by nobody. ``cleanup`` deletes expired markers, and keeps how late a message may come again. ``stats`` counts
-markers. ``rows`` finds and deletes those of a message, a command's key or a scope, and renames those of a handler.
-``running`` limits how long all of them wait for a lock (``limited``) and tries again what may pass; ``state`` is the
-state table.
+- ``cleanup`` deletes expired markers, and declares how late a message may come again.
+- ``check`` finds what is wrong with the tables; ``stats`` has the age of the markers, and the gauges for Prometheus.
+- ``rows`` finds and deletes the rows of a message or a key, and renames those of a handler.
+- ``effects`` finds unfinished effects, and writes a person's decision.
+- ``schema`` prints the tables as SQL, and compares their version with that of this code.
+- ``databases`` has the DELETE of each database, ``running`` retries after transient errors, ``state`` reads and writes
+  the state table, and ``rebuilds`` the open rebuilds in it.
 """

@@ -1,23 +1,17 @@
 """Compare the tables of a database with those that this version needs, and return each problem with its remedy.
 
-``check`` examines the tables and the database, ``advise`` the age of the markers and the handlers, and
-``check_alembic`` an ``alembic.ini`` that does not find the library's revisions.
+``check`` examines the tables and the database, ``advise`` the age of the markers and the handlers.
 """
 
 from __future__ import annotations
 
-import configparser
 import secrets
-import warnings
 from collections.abc import Collection, Iterator, Set
 from datetime import datetime, timedelta
 from importlib.resources import files
-from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from alembic.config import Config
-from alembic.script import ScriptDirectory
 from sqlalchemy import ColumnElement, Table, inspect, select
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import DBAPIError
@@ -27,15 +21,18 @@ from ..commands.record import MAX_CODEC_BYTES, RESULT, Record, RecordKey, recall
 from ..dialects import Dialect, Failure, dialect_of
 from ..effects import EffectTables
 from ..effects.record import ATTEMPT, DONE, MAX_ERROR, NewRow, evidence, finish, new_token, read, release
-from ..errors import MissingTableError, RefusedError
+from ..errors import RefusedError
 from ..late import in_utc
 from ..markers import insert_marker, marker_key
 from ..message import MAX_MESSAGE_ID_BYTES, printable
 from ..tables import DedupTables, default_tables, full_name
-from .databases import Finding, advice, database_of
-from .running import KINDS, connected_to, other_kind
-from .state import SCHEMA_VERSION, duration, in_hours, moment_with_zone, open_rebuilds, read_state
-from .stats import Ages
+from .databases import database_of
+from .findings import Finding, advice, server_findings
+from .rebuilds import open_rebuilds
+from .running import connected_to
+from .schema import KINDS, version_findings
+from .state import duration, in_hours, moment_with_zone
+from .stats import Ages, handlers_of
 
 _LONG = "x" * (MAX_MESSAGE_ID_BYTES - 1)
 _LOOK_ALIKES = ("a", "A", "a ", "e", "\N{LATIN SMALL LETTER E WITH ACUTE}", "1", "01", _LONG + "1", _LONG + "2")
@@ -48,9 +45,6 @@ _MINUTE = 60_000  # milliseconds
 
 _SLACK = timedelta(days=2)  # do not report one missed cleanup, for example at a weekend
 
-_BRANCH = "projector_dedup"
-_LOCATION = "projector_dedup.migrations:versions"
-
 
 def check(engine: Engine, tables: DedupTables = default_tables) -> list[Finding]:
     """Return every problem of the tables and of the database's settings. An empty list means no problem.
@@ -58,7 +52,7 @@ def check(engine: Engine, tables: DedupTables = default_tables) -> list[Finding]
     The function inserts test rows, and rolls them back.
     """
     with engine.connect() as connection:
-        return _check_tables(connection, tables) + database_of(engine).findings(connection, tables.marker)
+        return [*_check_tables(connection, tables), *server_findings(connection, tables.marker)]
 
 
 def _check_tables(connection: Connection, tables: DedupTables) -> list[Finding]:
@@ -66,34 +60,9 @@ def _check_tables(connection: Connection, tables: DedupTables) -> list[Finding]:
         finding for table in (tables.marker, tables.state) for finding in check_table(connection, table, tables)
     ]
     if not any(finding.fatal for finding in findings):
-        findings += _check_version(connection, tables)
+        findings += version_findings(connection, tables)
         findings += _check_comparison(connection, tables)
     return findings
-
-
-def _check_version(connection: Connection, tables: DedupTables) -> list[Finding]:
-    """Compare the schema version in the state table with that of this code.
-
-    If no version was written, return no finding: the user owns these tables, and ``check_table`` checks their columns.
-    """
-    written, ours = read_state(connection, tables).get(SCHEMA_VERSION), tables.version
-    if written is None or written == str(ours):
-        return []
-    problem = f"{full_name(tables.marker, connection)} is at schema version {written}, and this code is for {ours}"
-    migrate = f"run `idempotency migrate{tables.option}`, or `alembic upgrade heads` if your Alembic owns the tables"
-    if not written.isdecimal():
-        known = f"{SCHEMA_VERSION!r} of {full_name(tables.state, connection)}"
-        return [
-            Finding(
-                problem,
-                f"another program wrote {known}; set it to the value that `idempotency schema{tables.option}` inserts",
-            )
-        ]
-    if int(written) > ours:
-        return [Finding(problem, "upgrade projector-dedup here, because a newer version has migrated the tables")]
-    if int(written) < ours - 1:
-        return [Finding(problem, f"this code works with version {ours - 1} too, but not with older ones; {migrate}")]
-    return [Finding(problem, f"this code works with both; when no older code runs any more, {migrate}", fatal=False)]
 
 
 def _check_comparison(connection: Connection, tables: DedupTables) -> list[Finding]:
@@ -212,18 +181,6 @@ def _keeps_effects(connection: Connection, table: Table, stored: str, effect: st
     )
 
 
-def verify(engine: Engine, tables: DedupTables = default_tables) -> None:
-    """Raise ``MissingTableError`` for the first fatal finding about the tables.
-
-    The function inserts test markers, and rolls them back. It does not check settings of the database.
-    """
-    with engine.connect() as connection:
-        findings = _check_tables(connection, tables)
-    for finding in findings:
-        if finding.fatal:
-            raise MissingTableError(f"{finding.problem}; {finding.remedy}")
-
-
 def check_table(connection: Connection, table: Table, tables: DedupTables) -> Iterator[Finding]:
     """Yield the problems of the structure of ``table``, which is one of ``tables``. Write nothing."""
     inspector, schema, name = inspect(connection), connection.schema_for_object(table), full_name(table, connection)
@@ -231,10 +188,6 @@ def check_table(connection: Connection, table: Table, tables: DedupTables) -> It
         yield Finding(f"the table {name} is missing", tables.remedy(connection))
         return
     present = {column["name"]: column for column in inspector.get_columns(table.name, schema=schema)}
-    other = other_kind(connection, tables, present) if table is tables.marker else None
-    if other is not None:
-        yield other
-        return
     remedy = tables.mending(connection)
     for column in table.columns:
         if column.name not in present:
@@ -290,13 +243,9 @@ def keeps_records(connection: Connection, dialect: Dialect, tables: CommandTable
 # Advice -----------------------------------------------------------------------------------------------------------
 
 
-def advise(found: Ages, unknown: Set[str] = frozenset(), *, tables: DedupTables = default_tables) -> list[Finding]:
-    """Return advice about the ``tables`` by the ages of their markers. No advice is fatal.
-
-    ``unknown`` are the handlers that have markers (``stats``), but are in no dispatcher of these tables
-    (``Dispatcher.identities``).
-    """
-    return [*_pruning(found, tables), *_horizon(found, tables), *_unknown(unknown), *_timeless(found)]
+def advise(found: Ages, *, tables: DedupTables = default_tables) -> list[Finding]:
+    """Return advice about the ``tables`` by the ages of their markers. No advice is fatal."""
+    return [*_pruning(found, tables), *_horizon(found, tables), *_timeless(found)]
 
 
 def _pruning(found: Ages, tables: DedupTables) -> Iterator[Finding]:
@@ -333,16 +282,6 @@ def _horizon(found: Ages, tables: DedupTables) -> Iterator[Finding]:
         )
 
 
-def _unknown(unknown: Set[str]) -> Iterator[Finding]:
-    if unknown:
-        yield advice(
-            f"markers of handlers that the application does not have: {_listed(unknown)}",
-            "if a handler was renamed, its messages would be applied again under the new name: run `idempotency rename "
-            "OLD NEW`, and write formerly=[...] while old code runs. If it was removed or belongs to another "
-            "application, ignore this",
-        )
-
-
 def _timeless(found: Ages) -> Iterator[Finding]:
     if found.timeless and found.state.pruned_until is not None:
         yield advice(
@@ -350,6 +289,24 @@ def _timeless(found: Ages) -> Iterator[Finding]:
             "a message without a time that comes again after cleanup has deleted its marker is applied again, without "
             "any notice; set occurred_at, or give the dispatcher an extractor, such as occurred_at=from_uuid7",
         )
+
+
+def check_handlers(engine: Engine, known: Set[str], *, tables: DedupTables = default_tables) -> list[Finding]:
+    """Return a problem if there are markers of handlers that are not ``known``. The function reads every marker.
+
+    ``known`` are the present and former names of the application's handlers (``Dispatcher.identities``).
+    """
+    unknown = handlers_of(engine, tables=tables) - known
+    if not unknown:
+        return []
+    return [
+        Finding(
+            f"markers of handlers that the application does not have: {_listed(unknown)}",
+            "if a handler was renamed, its messages are applied again under the new name: write formerly=[...], or run "
+            "`idempotency rename OLD NEW --remove-old` if no old code runs. If another application has it, add its "
+            f"dispatcher (--app). If it was removed, delete its rows in {tables.marker.fullname}",
+        )
+    ]
 
 
 def _listed(names: Collection[str]) -> str:
@@ -376,59 +333,8 @@ def advise_rebuilds(engine: Engine, *, tables: DedupTables = default_tables) -> 
 # Alembic ----------------------------------------------------------------------------------------------------------
 
 
-def check_alembic(config_path: str | PathLike[str], *, run: bool = False) -> list[Finding]:
-    """Return the problems of an ``alembic.ini``, or none if its ``version_locations`` do not name this package.
-
-    Alembic silently ignores locations that it cannot find, and ``alembic upgrade heads`` then exits with 0. By default
-    the function only reads the file, which needs Alembic 1.16. With ``run`` it imports all revisions, as Alembic does,
-    and so runs their code. It does not use a database.
-    """
-    path = Path(config_path)
-    remedy = "run this command in a folder where `alembic heads` works"
-    try:
-        config = Config(path)
-        if _BRANCH not in (config.get_main_option("version_locations") or ""):
-            return []
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # the user sees these warnings when Alembic runs
-            if _imported(config) if run else _named(config):
-                return []
-    except (configparser.Error, OSError, UnicodeDecodeError) as error:
-        problem = f"{path} could not be read: {' '.join(str(error).split())}"
-        remedy = (
-            "Alembic cannot read it either; each option may be in its section only once: if you added a block below "
-            "the lines of `alembic init`, remove the older line, such as a second path_separator"
-        )
-    except Exception as error:  # noqa: BLE001  # the user's own revisions may raise anything
-        reason = (str(error).strip().splitlines() or [""])[0]
-        problem = f"{path} names {_BRANCH}, but its revisions could not be read: {type(error).__name__}: {reason}"
-    else:
-        return [
-            Finding(
-                f"{path} names {_BRANCH} in version_locations, but Alembic does not find it there, and reports nothing",
-                f"write {_LOCATION} on a separate line, with `path_separator = newline` (before Alembic 1.16: "
-                "version_path_separator), because other separators split it at its colon, or do not split locations; "
-                f"`alembic heads` must show ({_BRANCH})",
-            )
-        ]
-    return [advice(problem, remedy)]
-
-
-def _imported(config: Config) -> bool:
-    """Import all revisions, and return True if the library's branch is among them."""
-    revisions = ScriptDirectory.from_config(config).walk_revisions()
-    return any(_BRANCH in revision.branch_labels for revision in revisions)
-
-
-def _named(config: Config) -> bool:
-    """True if one of the locations, as Alembic splits them, is the library's folder."""
-    ours = _installed_versions()
-    locations = config.get_version_locations_list() or ()
-    return any(each == _LOCATION or Path(each).resolve() == ours for each in locations)
-
-
 def _installed_versions() -> Path:
-    return Path(str(files(_LOCATION.partition(":")[0]).joinpath("versions"))).resolve()
+    return Path(str(files("projector_dedup.migrations").joinpath("versions")))
 
 
 def check_installed_revisions() -> list[Finding]:

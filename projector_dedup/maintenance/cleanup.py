@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import partial
 from typing import TypedDict, TypeVar, Unpack
 
@@ -24,26 +25,26 @@ from ..errors import (
     RetriesExhaustedError,
     UnsupportedDatabaseError,
 )
-from ..late import PRUNED_UNTIL, REDELIVERY_HORIZON
+from ..late import MARGIN, PRUNED_UNTIL, REDELIVERY_HORIZON
 from ..message import logger_of, printable, valid_handler
 from ..options import RetryPolicy
 from ..tables import DedupTables, default_tables
-from .check import verify
 from .databases import Expired, database_of
-from .horizon import declare_first, expired_now, lock_horizon, write_horizon
+from .rebuilds import kept_handlers, open_rebuilds
 from .running import connected_to, run_with_retries
+from .schema import require_tables
 from .state import (
     CLEANED_AT,
     DEFAULT_RETENTION_HOURS,
+    HORIZON_BEFORE,
     RETENTION,
     advance_state,
     in_hours,
     insert_state,
-    kept_handlers,
     moment_text,
-    open_rebuilds,
     pruned_key,
     read_state,
+    state_of,
     write_state,
 )
 
@@ -137,9 +138,8 @@ def prune(
     """
     _check_bounds(retention_hours, batch_size, max_batches, time_budget, pause)
     handler = None if handler is None else valid_handler(handler)
-    verify(engine, tables)
+    require_tables(engine, tables)
     dialect = dialect_of(engine)
-    dialect.prepare(engine)
     hours = retention_of(engine, retention_hours, tables=tables)
     deadline = None if time_budget is None else time.monotonic() + time_budget
     run = _Run(engine, dialect, retry, tables)
@@ -169,7 +169,7 @@ def prune(
     if expired is not None:
         left = _delete_all(run, expired, ended, pause=pause, stop=stop, on_batch=on_batch)
     if left is None and handler is None:
-        _record(run, tables, lambda connection: _cleaned(connection, tables, hours))
+        _record(run, tables, hours)
     return Pruned(run.deleted, left, tuple(sorted(rebuilds)), declared)
 
 
@@ -204,7 +204,7 @@ def count_expired(
     """
     if retention_hours is not None:
         check_hours("retention_hours", retention_hours)
-    verify(engine, tables)
+    require_tables(engine, tables)
     hours = retention_of(engine, retention_hours, tables=tables)
     with connected(engine) as connection:
         expired = expired_now(connection, tables, hours, handler, up_to)
@@ -348,14 +348,13 @@ def _rest(seconds: float, stop: Callable[[], bool] | None) -> None:
         time.sleep(min(left, _ALERT))
 
 
-def _cleaned(connection: Connection, tables: DedupTables, hours: float) -> None:
-    """Write that a cleanup of all handlers has ended."""
-    now = moment_text(database_of(connection).now(connection))
-    write_state(connection, tables, {RETENTION: repr(float(hours)), CLEANED_AT: now})
+def _record(run: _Run, tables: DedupTables, hours: float) -> None:
+    """Write that a cleanup of all handlers has ended. Log an error instead of raising it: the markers are deleted."""
 
+    def write(connection: Connection) -> None:
+        now = moment_text(database_of(connection).now(connection))
+        write_state(connection, tables, {RETENTION: repr(float(hours)), CLEANED_AT: now})
 
-def _record(run: _Run, tables: DedupTables, write: Callable[[Connection], None]) -> None:
-    """Write into the state table. Log an error instead of raising it, so that the run continues."""
     try:
         run.attempt(write)
     except (DBAPIError, CleanupInterruptedError) as error:
@@ -387,14 +386,14 @@ def declare_horizon(engine: Engine, hours: float | None, *, tables: DedupTables 
     """
     if hours is not None:
         check_hours("the redelivery horizon", hours)
-    verify(engine, tables)
+    require_tables(engine, tables)
     dialect = dialect_of(engine)
-    dialect.prepare(engine)
 
     def step(connection: Connection) -> None:
         dialect.begin(connection, None, None)
         lock_horizon(connection, tables)
-        write_horizon(connection, tables, hours)
+        text = None if hours is None else repr(float(hours))
+        write_state(connection, tables, {**_before(connection, tables), REDELIVERY_HORIZON: text})
 
     run_with_retries(step, engine, dialect, RetryPolicy())
 
@@ -407,3 +406,43 @@ def redelivery_horizon(engine: Engine, *, tables: DedupTables = default_tables) 
     with connected_to(engine, tables) as connection:
         declared = read_state(connection, tables).get(REDELIVERY_HORIZON)
     return None if declared is None else float(declared)
+
+
+def expired_now(
+    connection: Connection, tables: DedupTables, hours: float, handler: str | None = None, batch_size: int = 0
+) -> Expired:
+    """Return the markers that a cleanup with a retention of ``hours`` would delete now. Nothing is written.
+
+    ``late`` explains why markers of messages stay longer than the horizon.
+    """
+    now, state = database_of(connection).now(connection), state_of(connection, tables)
+    kept = kept_handlers(open_rebuilds(connection, tables))
+    if tables.keyed:  # records and effects: what comes again after them is not detected
+        return Expired(tables.marker, now - timedelta(hours=hours), handler, batch_size, kept)
+    judged = state.judged_hours(now)
+    undated = math.isinf(judged)
+    cutoff = now - timedelta(hours=hours if undated else max(hours, judged)) - MARGIN
+    return Expired(tables.marker, cutoff, handler, batch_size, kept, undated)
+
+
+def lock_horizon(connection: Connection, tables: DedupTables) -> bool:
+    """Lock the row of the declared horizon until the transaction ends. Return False if no horizon is declared."""
+    state = tables.state
+    row = select(state.c.value).where(state.c.key == REDELIVERY_HORIZON).with_for_update()
+    return connection.execute(row).first() is not None
+
+
+def declare_first(connection: Connection, tables: DedupTables, hours: float) -> bool:
+    """Declare the horizon in the caller's transaction. Return False if another transaction has declared one."""
+    before = _before(connection, tables)
+    if not insert_state(connection, tables, REDELIVERY_HORIZON, repr(float(hours))):
+        return False
+    write_state(connection, tables, before)
+    return True
+
+
+def _before(connection: Connection, tables: DedupTables) -> dict[str, str]:
+    """Return the horizon by which workers may judge messages until they have read a change that happens now."""
+    now = database_of(connection).now(connection)
+    hours = state_of(connection, tables).judged_hours(now)
+    return {HORIZON_BEFORE: f"{hours!r} {moment_text(now + MARGIN)}"}

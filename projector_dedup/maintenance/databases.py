@@ -1,16 +1,10 @@
-"""The differences between databases for cleanup, migrations, statistics and checks.
-
-Deliveries do not use this module.
-"""
+"""The markers that a cleanup deletes, and how each database deletes them. Deliveries do not use this module."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import datetime
-from math import ceil
 from typing import Any, ClassVar
 
 from sqlalchemy import (
@@ -26,7 +20,6 @@ from sqlalchemy import (
     literal_column,
     or_,
     select,
-    text,
 )
 from sqlalchemy.dialects import sqlite
 from sqlalchemy.engine import Connection, Engine
@@ -36,23 +29,7 @@ from sqlalchemy.sql.compiler import SQLCompiler
 
 from ..dialects import MariaDB, PostgreSQL, SQLite, dialect_of
 from ..dialects.columns import moment, utc_now
-from ..errors import RetriesExhaustedError
 from ..late import in_utc
-
-
-@dataclass(frozen=True)
-class Finding:
-    """A problem and its remedy. If it is ``fatal``, deliveries fail, or messages may be lost or applied twice."""
-
-    problem: str
-    remedy: str
-    fatal: bool = True
-
-
-def advice(problem: str, remedy: str) -> Finding:
-    """Return a finding that is not fatal."""
-    return Finding(problem, remedy, fatal=False)
-
 
 # SQLite compares text, and its clock has whole seconds. So the cutoff must have whole seconds too.
 _WHOLE_SECONDS = "%(year)04d-%(month)02d-%(day)02d %(hour)02d:%(minute)02d:%(second)02d"
@@ -107,11 +84,6 @@ class Database:
     keeps_zones: ClassVar[bool] = False
     """True if the database has a type for times with a time zone."""
 
-    transactional_ddl: ClassVar[bool | None] = None
-    """True if a migration is one transaction; None to leave it to what Alembic says of the database."""
-
-    # Cleanup --------------------------------------------------------------------------------------------------------
-
     def now(self, connection: Connection) -> datetime:
         """Return the current time in UTC, by the clock that claims take their time from."""
         return in_utc(connection.execute(select(utc_now())).scalar_one())
@@ -125,37 +97,6 @@ class Database:
         batch = expired.oldest(old, old.c.message_id, old.c.handler).subquery("batch")
         same = (batch.c.message_id == marker.c.message_id, batch.c.handler == marker.c.handler)
         return delete(marker).where(select(literal_column("1")).select_from(batch).where(*same).exists())
-
-    def limit_waits(self, connection: Connection, seconds: float) -> str | None:
-        """Limit the wait of each statement of this new transaction for a lock to ``seconds``.
-
-        Return the statement that restores the usual limit of the session, or None if the limit ends with the
-        transaction or the database has no limit.
-        """
-        return None
-
-    def migrating(self, connection: Connection, name: str) -> AbstractContextManager[None]:
-        """Return a block for a migration of the table set ``name``: a second migration waits for the first.
-
-        The block is entered in the migration's transaction. A statement in the block that must wait for other
-        transactions soon fails with a lock timeout, and the caller runs the migration again. Otherwise every later
-        transaction would wait behind the migration.
-        """
-        return nullcontext()
-
-    # For the people who run it ----------------------------------------------------------------------------------------
-
-    def findings(self, connection: Connection, marker: Table) -> list[Finding]:
-        """Return problems and advice about the settings of this database and of the marker table."""
-        return []
-
-    def size(self, connection: Connection, table: Table) -> int | None:
-        """Return the bytes of the table with all indexes, or None if the database does not report them."""
-        return None
-
-    def estimated_rows(self, connection: Connection, table: Table) -> int | None:
-        """Return the number of rows by the server's statistics, without a scan; None if the server has none."""
-        return None
 
 
 # PostgreSQL ----------------------------------------------------------------------------------------------------------
@@ -182,88 +123,8 @@ class OnPostgreSQL(Database):
         # An address is unique in one partition only: a row of another partition with this address may be young.
         return delete(expired.marker).where(impatient, literal_column("ctid") == batch, expired.among(expired.marker))
 
-    def findings(self, connection: Connection, marker: Table) -> list[Finding]:
-        """Return findings about settings with which a crash or a failover would lose data."""
-        return [*_persistence(connection, marker), *_replication(connection)]
-
-    def size(self, connection: Connection, table: Table) -> int | None:
-        """Return the bytes of the table with all indexes."""
-        name = {"name": _regclass(connection, table)}
-        found: int | None = connection.scalar(text("SELECT pg_total_relation_size(to_regclass(:name))"), name)
-        return found
-
-    def estimated_rows(self, connection: Connection, table: Table) -> int | None:
-        """Return the number of rows as of the last VACUUM or ANALYZE; None if there was none."""
-        name = {"name": _regclass(connection, table)}
-        found = connection.scalar(text("SELECT reltuples FROM pg_class WHERE oid = to_regclass(:name)"), name)
-        return None if found is None or found < 0 else int(found)
-
-    def limit_waits(self, connection: Connection, seconds: float) -> str | None:
-        """Set ``lock_timeout`` for the transaction: behind a pooler a session's setting would meet somebody else."""
-        connection.exec_driver_sql(f"SET LOCAL lock_timeout = {max(1, round(seconds * 1000))}")
-        return None
-
-    def migrating(self, connection: Connection, name: str) -> AbstractContextManager[None]:
-        """Take a lock that the transaction holds, so that it is released behind a pooler too; return an empty block."""
-        # At a stricter level the snapshot would be older than the wait, and not show what the other migration did.
-        connection.exec_driver_sql("SET TRANSACTION ISOLATION LEVEL READ COMMITTED")
-        connection.exec_driver_sql("SET LOCAL lock_timeout = '500ms'")
-        connection.execute(select(func.pg_advisory_xact_lock(func.hashtextextended(f"projector_dedup {name}", 0))))
-        return nullcontext()
-
-
-def _regclass(connection: Connection, table: Table) -> str:
-    """Return the table's name, quoted, as the server's functions take it."""
-    quote, schema = connection.dialect.identifier_preparer.quote, connection.schema_for_object(table)
-    return ".".join(quote(part) for part in (schema, table.name) if part)
-
-
-def _persistence(connection: Connection, table: Table) -> Iterator[Finding]:
-    name = _regclass(connection, table)
-    unlogged = text("SELECT relpersistence = 'u' FROM pg_class WHERE oid = to_regclass(:name)")
-    if connection.scalar(unlogged, {"name": name}):
-        yield Finding(
-            f"{name} is UNLOGGED, so a crash of the server empties it, but not the read model",
-            f"every redelivery after a crash would be applied again; ALTER TABLE {name} SET LOGGED",
-        )
-
-
-# A COMMIT that has waited for a synchronous standby is still there after a failover to it. One that has not may be lost
-# by a failover, although its message was acknowledged (docs/clusters.md).
-
-# A subscriber of logical replication (Debezium, say) is no server to fail over to.
-_REPLICATION = text(
-    """
-    SELECT current_user AS role, current_setting('synchronous_commit') AS waits,
-        current_setting('synchronous_standby_names') AS names,
-        EXISTS (
-            SELECT FROM pg_stat_replication WHERE pid NOT IN
-                (SELECT active_pid FROM pg_replication_slots WHERE slot_type = 'logical' AND active_pid IS NOT NULL)
-        ) AS has_standby
-    """
-)
-
-
-def _replication(connection: Connection) -> Iterator[Finding]:
-    """Yield advice if a crash or a failover loses messages that were acknowledged."""
-    found = connection.execute(_REPLICATION).one()
-    if found.waits == "off":
-        yield advice(
-            f"synchronous_commit is off for {found.role}, so a crash loses the last acknowledged messages",
-            "turn it on for the role that delivers: ALTER ROLE ... SET synchronous_commit = on",
-        )
-    if found.has_standby and (not found.names or found.waits in ("off", "local")):
-        reason = f"synchronous_commit = {found.waits}" if found.names else "synchronous_standby_names is empty"
-        yield advice(
-            f"replication is asynchronous ({reason}), so a failover loses the last acknowledged messages",
-            "name the standby in synchronous_standby_names; until then, replay the last minutes from an archive after "
-            "each failover (docs/clusters.md)",
-        )
-
 
 # MariaDB -------------------------------------------------------------------------------------------------------------
-
-_RIVAL = 60  # seconds that a migration waits for another one
 
 
 class OnMariaDB(Database):
@@ -280,79 +141,6 @@ class OnMariaDB(Database):
             marker.c.handler == batch.c.handler,
         )
 
-    def findings(self, connection: Connection, marker: Table) -> list[Finding]:
-        """Return advice about the server's release and about a log that is not flushed."""
-        found = []
-        if not MariaDB.is_dependable(connection):
-            found.append(
-                advice(
-                    "this server does not reliably refuse lost updates at REPEATABLE READ, so projectors run at "
-                    "SERIALIZABLE, where every read locks",
-                    "upgrade to MariaDB 10.6.27, 10.11.18, 11.4.12, 11.8.8, 12.3.3 or later",
-                )
-            )
-        flushed = connection.exec_driver_sql("SELECT @@global.innodb_flush_log_at_trx_commit").scalar_one()
-        if flushed != 1:
-            setting = "innodb_flush_log_at_trx_commit"
-            found.append(
-                advice(
-                    f"{setting} = {flushed}, so a crash of the machine loses the last acknowledged messages",
-                    f"run SET GLOBAL {setting} = 1, and write it into the server's configuration (in a cluster, on "
-                    "every node)",
-                )
-            )
-        return found
-
-    def size(self, connection: Connection, table: Table) -> int | None:
-        """Return the bytes of the table with all indexes, as InnoDB estimates them; None if it does not know."""
-        place = {"schema": connection.schema_for_object(table), "name": table.name}
-        found = connection.scalar(_SIZE, place)
-        return None if found is None else int(found)
-
-    def estimated_rows(self, connection: Connection, table: Table) -> int | None:
-        """Return the number of rows as InnoDB estimates it; None if it does not know."""
-        place = {"schema": connection.schema_for_object(table), "name": table.name}
-        found = connection.scalar(_ROWS, place)
-        return None if found is None else int(found)
-
-    def limit_waits(self, connection: Connection, seconds: float) -> str | None:
-        """Set the session's limits for locks of tables, where the default is a day, and of rows."""
-        names = ("lock_wait_timeout", "innodb_lock_wait_timeout")
-        found = connection.exec_driver_sql(f"SELECT {', '.join(f'@@session.{name}' for name in names)}").one()
-        limits = [min(int(usual), max(1, ceil(seconds))) for usual in found]
-        setting, usual = (
-            ", ".join(f"{name} = {int(value)}" for name, value in zip(names, values, strict=True))
-            for values in (limits, found)
-        )
-        connection.exec_driver_sql(f"SET {setting}")
-        return f"SET {usual}"
-
-    @contextmanager
-    def migrating(self, connection: Connection, name: str) -> Iterator[None]:
-        """Hold a lock of the session while the block runs: a lock of the transaction would end with the first DDL.
-
-        Names of locks belong to the whole server, and have 64 characters at most, so the name is hashed with the
-        database. Raises ``RetriesExhaustedError`` if another migration holds the lock for too long.
-        """
-        database = connection.exec_driver_sql("SELECT database()").scalar_one()
-        lock = f"projector_dedup {hashlib.sha256(f'{database} {name}'.encode()).hexdigest()[:40]}"
-        usual = connection.exec_driver_sql("SELECT @@session.lock_wait_timeout").scalar_one()
-        if connection.scalar(select(func.get_lock(lock, _RIVAL))) != 1:
-            raise RetriesExhaustedError(
-                f"another migration of {name} has been running for {_RIVAL} seconds; nothing was changed; run this "
-                "migration again later"
-            )
-        try:
-            connection.exec_driver_sql("SET lock_wait_timeout = 1")  # of metadata locks; the default is a day
-            connection.commit()
-            yield
-        finally:
-            if not connection.invalidated:
-                connection.rollback()
-                connection.exec_driver_sql(f"SET lock_wait_timeout = {int(usual)}")
-                connection.scalar(select(func.release_lock(lock)))
-                connection.commit()
-
 
 class _ImpatientDelete(Delete):
     """Waits for a lock at most a second: in a small table the planner makes a DELETE read rows that others hold."""
@@ -368,64 +156,16 @@ def _compile_impatient(element: _ImpatientDelete, compiler: SQLCompiler, **optio
     return f"SET STATEMENT {settings} FOR {statement}" if mariadb else statement
 
 
-_ROWS = text(
-    """
-    SELECT table_rows FROM information_schema.tables
-    WHERE table_schema = coalesce(:schema, database()) AND table_name = :name
-    """
-)
-_SIZE = text(
-    """
-    SELECT data_length + index_length FROM information_schema.tables
-    WHERE table_schema = coalesce(:schema, database()) AND table_name = :name
-    """
-)
-
-
 # SQLite --------------------------------------------------------------------------------------------------------------
 
 
 class OnSQLite(Database):
     """SQLite."""
 
-    transactional_ddl = True  # once ``migrating`` has begun; sqlite3 itself begins for rows only
-
     def cleanup_statement(self, expired: Expired) -> Executable:
         """Return a DELETE of the oldest expired markers, by rowid."""
         rowid: ColumnElement[Any] = literal_column("rowid")
         return delete(expired.marker).where(rowid.in_(expired.oldest(expired.marker, rowid)))
-
-    def findings(self, connection: Connection, marker: Table) -> list[Finding]:
-        """Return advice about the journal mode.
-
-        Without write-ahead logging a reader makes writers wait at COMMIT; with it, several files do not commit as one.
-        """
-        mode = connection.exec_driver_sql("PRAGMA journal_mode").scalar_one()
-        files = [file for _, _, file in connection.exec_driver_sql("PRAGMA database_list") if file]
-        if mode == "wal" and len(files) > 1:  # https://www.sqlite.org/lang_attach.html
-            return [
-                advice(
-                    "databases are attached, and with write-ahead logging a crash during COMMIT may commit one file "
-                    "and not another",
-                    "put the markers into the file of the read model: make_tables(metadata, schema=...)",
-                )
-            ]
-        if mode in ("wal", "memory"):
-            return []
-        return [
-            advice(f"the journal mode is {mode}", "call projector_dedup.configure_sqlite(engine) once, at start-up")
-        ]
-
-    def limit_waits(self, connection: Connection, seconds: float) -> str | None:
-        """Set the busy timeout of the connection."""
-        usual = connection.exec_driver_sql("PRAGMA busy_timeout").scalar_one()
-        connection.exec_driver_sql(f"PRAGMA busy_timeout = {round(seconds * 1000)}")
-        return f"PRAGMA busy_timeout = {usual}"
-
-    def migrating(self, connection: Connection, name: str) -> AbstractContextManager[None]:
-        """Take the write lock, which also makes DDL part of the transaction. Return an empty block."""
-        dialect_of(connection).begin(connection, None, None)
-        return nullcontext()
 
 
 # The database of an engine --------------------------------------------------------------------------------------------

@@ -23,8 +23,9 @@ from ..effects.steps import State, state_of
 from ..errors import RefusedError
 from ..message import printable, valid_handler
 from ..options import RetryPolicy
-from .databases import Finding, advice
-from .running import KINDS, connected_to, refuse_other_kind, run_with_retries
+from .findings import Finding, advice
+from .running import connected_to, run_with_retries
+from .schema import KINDS, require_tables
 from .state import in_hours
 from .state import state_of as read_state_of
 
@@ -77,7 +78,7 @@ def find_effects(
     ``unknown`` returns only effects that may or may not have been done. ``older_than`` returns only effects that were
     armed at least this long ago. ``limit`` is the largest number of effects to return.
 
-    Raises ``MissingTableError`` if the tables are missing, or are of another kind.
+    Raises ``MissingTableError`` if the tables are missing.
     """
     table = tables.marker
     wanted = _selected(tables).where(table.c.outcome.is_(None))
@@ -87,7 +88,6 @@ def find_effects(
     needs_a_person = case((table.c.stopped_at.is_(None), 1), else_=0)
     wanted = wanted.order_by(needs_a_person, table.c.armed_at, table.c.message_id).limit(limit)
     with connected_to(engine, tables) as connection:
-        refuse_other_kind(connection, tables)
         return [_stored(row) for row in connection.execute(wanted).all()]
 
 
@@ -102,10 +102,9 @@ def find_effect(
     """Return the effect of this key in this scope, or of the name ``effect`` if several effects have the key.
 
     Raises ``RefusedError`` if there is none or more than one, ``InvalidKeyError`` for a key that no effect can have,
-    and ``MissingTableError`` if the tables are missing or are of another kind.
+    and ``MissingTableError`` if the tables are missing.
     """
     with connected_to(engine, tables) as connection:
-        refuse_other_kind(connection, tables)
         return _stored(_one(connection, tables, RecordKey.of(key, scope), effect))
 
 
@@ -114,7 +113,6 @@ def effects_of(
 ) -> list[StoredEffect]:
     """Return the effects of one key in one scope, by name."""
     with connected_to(engine, tables) as connection:
-        refuse_other_kind(connection, tables)
         return [_stored(row) for row in _all(connection, tables, RecordKey.of(key, scope))]
 
 
@@ -174,10 +172,8 @@ def resolve(
             _refuse(now, attempt)
         return _stored(now)
 
-    with connected_to(engine, tables) as connection:
-        refuse_other_kind(connection, tables)
+    require_tables(engine, tables)
     dialect = dialect_of(engine)
-    dialect.prepare(engine)
     return run_with_retries(decide, engine, dialect, RetryPolicy())
 
 
@@ -313,7 +309,7 @@ def unknown_effects(tables: EffectTables) -> Select[Any]:
 def advise_effects(engine: Engine, *, tables: EffectTables = default_effect_tables) -> list[Finding]:
     """Return advice about effects that are not finished. No advice is fatal.
 
-    Raises ``MissingTableError`` if the tables are missing, or are of another kind.
+    Raises ``MissingTableError`` if the tables are missing.
     """
     column, unknown = tables.marker.c, _is_unknown(tables)
     long_ago = now_ms() - int(_LONG_AGO / timedelta(milliseconds=1))
@@ -329,7 +325,6 @@ def advise_effects(engine: Engine, *, tables: EffectTables = default_effect_tabl
         )
     ).where(column.outcome.is_(None))
     with connected_to(engine, tables) as connection:
-        refuse_other_kind(connection, tables)
         stopped, unknown_now, armed, kept = (int(number) for number in connection.execute(counts).one())
         found = list(_pruned_too_early(connection, tables))
     settle = "run `idempotency effects settle --app ...` from cron, and read its log lines"

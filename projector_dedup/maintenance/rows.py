@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import partial
-from itertools import takewhile
 from typing import Any
 
 from sqlalchemy import (
@@ -19,13 +18,12 @@ from sqlalchemy import (
     exists,
     literal,
     literal_column,
-    or_,
     select,
 )
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.sql import Delete, Insert
 
-from ..commands import CommandTables, InvalidKeyError, default_command_tables
+from ..commands import CommandTables, default_command_tables
 from ..commands.record import DEFAULT, REJECTED, RESULT, RecordKey
 from ..dialects import Dialect, Failure, dialect_of
 from ..dialects.columns import now_ms
@@ -35,10 +33,10 @@ from ..late import in_utc
 from ..message import printable, valid_handler, valid_message_id
 from ..options import RetryPolicy
 from ..tables import DedupTables, default_tables
-from .check import verify
 from .databases import database_of
-from .running import PASSING, connected_to, refuse_other_kind, run_with_retries
-from .state import refuse_kept
+from .rebuilds import refuse_kept
+from .running import PASSING, connected_to, run_with_retries
+from .schema import require_tables
 
 MAX_BATCH_SIZE = 10_000
 
@@ -72,7 +70,6 @@ def find_rows(engine: Engine, message_id: str, tables: DedupTables) -> list[tupl
     """Return each row of an id, sorted by handler: as a marker, and with all columns of its table."""
     marker = tables.marker
     with connected_to(engine, tables) as connection:
-        refuse_other_kind(connection, tables)
         now = database_of(engine).now(connection)
         statement = select(marker).where(marker.c.message_id == message_id).order_by(marker.c.handler)
         rows = connection.execute(statement).all()
@@ -109,8 +106,7 @@ def forget(
     conditions = [marker.c.message_id == valid_message_id(message_id)]
     if handler is not None:
         conditions.append(marker.c.handler == valid_handler(handler))
-    verify(engine, tables)
-    dialect.prepare(engine)
+    require_tables(engine, tables)
     deleted: set[str] = set()  # also those of an attempt whose COMMIT was lost: the next one finds nothing any more
 
     def step(connection: Connection) -> None:
@@ -123,49 +119,6 @@ def forget(
 
     run_with_retries(step, engine, dialect, RetryPolicy())
     return len(deleted)
-
-
-def forget_all(
-    engine: Engine,
-    handler: str,
-    *,
-    tables: DedupTables = default_tables,
-    batch_size: int = 1_000,
-    on_batch: Callable[[int], None] | None = None,
-) -> int:
-    """Delete all markers of a handler, so that every redelivered message is applied *again*.
-
-    Returns their number. The function does not undo changes in the read model, and does not delete unfinished effects.
-
-    Every batch is a short transaction, so you can interrupt a run and run it again. ``on_batch`` is called with the
-    number of deleted markers of each batch, and may raise to end the run. New markers may remain.
-
-    Raises ``RefusedError`` for a name that no handler can have, and if an open rebuild needs the markers. Raises
-    ``MissingTableError`` for a missing table, and ``RetriesExhaustedError`` if a transient error lasted too long.
-    """
-    marker = tables.marker
-    verify(engine, tables)
-    dialect = dialect_of(engine)
-    dialect.prepare(engine)
-    its = [marker.c.handler == valid_handler(handler), *_finished(tables)]
-    look = select(marker.c.message_id).where(*its).order_by(marker.c.message_id).limit(batch_size)
-
-    def batch(after: str, connection: Connection) -> tuple[str, int]:
-        dialect.begin(connection, None, None)
-        refuse_kept(connection, tables, [handler])
-        ids = connection.execute(look.where(marker.c.message_id > after)).scalars().all()
-        if not ids:
-            return after, 0
-        return ids[-1], connection.execute(delete(marker).where(*its, marker.c.message_id.in_(ids))).rowcount
-
-    last, deleted = "", 0  # the empty text is before every id
-    while True:
-        after, number = run_with_retries(partial(batch, last), engine, dialect, RetryPolicy())
-        if after == last:
-            return deleted
-        last, deleted = after, deleted + number
-        if on_batch is not None and number:
-            on_batch(number)
 
 
 def _finished(tables: DedupTables) -> list[ColumnElement[bool]]:
@@ -208,7 +161,7 @@ def find_records(
     """Return the records of one key in one scope, sorted by operation.
 
     The list is empty if no command was handled, or cleanup has deleted the records. Raises ``InvalidKeyError`` for a
-    key or a scope that no command can have, and ``MissingTableError`` if the tables are missing or of another kind.
+    key or a scope that no command can have, and ``MissingTableError`` if the tables are missing.
     """
     asked = RecordKey.of(key, scope)
     return [
@@ -237,75 +190,9 @@ def forget_record(
     Returns the number of deleted records, 0 or 1. The function does not undo what the command did.
 
     Raises ``InvalidKeyError`` for a key or a scope that no command can have, ``RefusedError`` for a name that no
-    operation can have, and ``MissingTableError`` if the tables are missing or of another kind.
+    operation can have, and ``MissingTableError`` if the tables are missing.
     """
     return forget(engine, RecordKey.of(key, scope).stored, handler=operation, tables=tables)
-
-
-def forget_scope(
-    engine: Engine,
-    scope: object,
-    *,
-    operation: str | None = None,
-    tables: DedupTables = default_command_tables,
-    on_batch: Callable[[int], None] | None = None,
-    batch_size: int = 1_000,
-) -> int:
-    """Delete all records of a scope, such as a tenant, or those of one operation in it. Return their number.
-
-    With tables of effects, the function deletes the finished effects of the scope.
-
-    The next call with one of their keys runs the command *again*. Every batch is a short transaction, so you can
-    interrupt a run and run it again. New records may remain. ``on_batch`` is called with the number of deleted records
-    of each batch, and may raise to end the run.
-
-    Raises ``InvalidKeyError`` for a scope that no command can have, ``MissingTableError`` if the tables are missing or
-    of another kind, and ``RetriesExhaustedError`` if a transient error lasted too long.
-    """
-    if scope is None:
-        raise InvalidKeyError("forget_scope() needs a scope: a text or a UUID, such as the tenant")
-    operation = None if operation is None else valid_handler(operation)
-    record, prefix = tables.marker, RecordKey.of("x", scope).stored.removesuffix("x")
-    verify(engine, tables)
-    dialect = dialect_of(engine)
-    dialect.prepare(engine)
-    look, after = _next_rows(record, batch_size), {"message_id": prefix, "handler": ""}
-
-    def batch(connection: Connection) -> tuple[Sequence[Row[Any]], int]:
-        dialect.begin(connection, None, None)
-        # The keys of a scope are neighbours in the primary key. They begin with the length of the scope and the scope,
-        # and no key of another scope does: "1:a" is not "2:ab". The page ends at the first other key, so that no other
-        # scope is affected, however the database compares texts.
-        page = list(takewhile(lambda row: row.message_id.startswith(prefix), connection.execute(look, after)))
-        these = [row for row in page if operation in (None, row.handler)]
-        number = 0
-        for name in {row.handler for row in these}:
-            ids = [row.message_id for row in these if row.handler == name]
-            one_operation = (record.c.handler == name) & record.c.message_id.in_(ids)
-            number += connection.execute(delete(record).where(one_operation, *_finished(tables))).rowcount
-        return page, number
-
-    deleted = 0
-    while True:
-        page, number = run_with_retries(batch, engine, dialect, RetryPolicy())
-        if not page:
-            return deleted
-        after = {"message_id": page[-1].message_id, "handler": page[-1].handler}
-        deleted += number
-        if on_batch is not None and number:
-            on_batch(number)
-
-
-def _next_rows(record: Table, size: int) -> Select[Any]:
-    """Return a SELECT of the rows after ``:message_id`` and ``:handler``, in the order of the primary key."""
-    message_id, handler = (bindparam(column.name, type_=column.type) for column in record.primary_key)
-    behind = or_(record.c.message_id > message_id, record.c.handler > handler)
-    return (
-        select(record.c.message_id, record.c.handler)
-        .where(record.c.message_id >= message_id, behind)  # the first condition finds the place in the index
-        .order_by(record.c.message_id, record.c.handler)
-        .limit(size)
-    )
 
 
 # Renamed handlers -------------------------------------------------------------------------------------------------
@@ -360,9 +247,8 @@ def rename(
         raise ValueError(f"the old and the new name are both {printable(old)}; give two different names")
     if not 1 <= batch_size <= MAX_BATCH_SIZE:
         raise ValueError(f"batch_size must be between 1 and {MAX_BATCH_SIZE:,}, not {batch_size}")
-    verify(engine, tables)
+    require_tables(engine, tables)
     dialect = dialect_of(engine)
-    dialect.prepare(engine)
     if isinstance(tables, EffectTables) and not remove_old:
         raise RefusedError(
             f"an effect cannot be copied to another name, because the copy of {printable(old)} would also be sent. "

@@ -1,4 +1,4 @@
-"""The common parts of maintenance: the check of the tables' kind, the limit of lock waits, and the retries."""
+"""The common parts of maintenance: a connection that names missing tables, and retries after transient errors."""
 
 from __future__ import annotations
 
@@ -7,38 +7,20 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from sqlalchemy import event, inspect
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import DBAPIError
 
 from ..closing import connected
-from ..commands import CommandTables, default_command_tables
 from ..dialects import Dialect, Failure, dialect_of
-from ..effects import EffectTables, default_effect_tables
 from ..errors import MissingTableError, RetriesExhaustedError
 from ..message import printable
 from ..options import RetryPolicy
-from ..tables import DedupTables, default_tables, full_name
-from .databases import Finding, database_of
+from ..tables import DedupTables
+from .databases import database_of
 
 T = TypeVar("T")
 
 PASSING = (Failure.TRANSIENT, Failure.READ_ONLY, Failure.LOCK_TIMEOUT)  #: kinds of errors after which to retry
-LOCK_TIMEOUT = 10.0  #: seconds
-_OPTION = "projector_dedup_lock_timeout"  # of a connection: its limit in seconds
-_USUAL = "projector_dedup_usual_limit"  # in the info of a connection: the statement that restores its own limit
-
-KINDS: tuple[type[DedupTables], ...] = (DedupTables, CommandTables, EffectTables)
-"""The kinds of tables. Each has the columns of those before it, and some of its own."""
-_COLUMNS = {
-    DedupTables: {each.name for each in default_tables.marker.primary_key},
-    CommandTables: {each.name for each in default_command_tables.marker.columns},
-    EffectTables: {each.name for each in default_effect_tables.marker.columns},
-}
-_COLUMNS_OF_ALL = {each.name for each in default_tables.marker.columns}
-
-
-# Which tables -----------------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -56,86 +38,6 @@ def connected_to(engine: Engine, tables: DedupTables) -> Iterator[Connection]:
             if dialect.classify(error) is Failure.NO_TABLE:
                 raise MissingTableError(tables.missing(connection)) from error
             raise
-
-
-def other_kind(connection: Connection, tables: DedupTables, columns: Collection[str]) -> Finding | None:
-    """Return a finding if the table with these ``columns`` is of another kind than ``tables``, else None.
-
-    A table that lacks some columns of its kind is still of this kind.
-    """
-    has, wanted = set(columns), next(kind for kind in reversed(KINDS) if isinstance(tables, kind))
-    found = next((kind for kind in reversed(KINDS) if _COLUMNS[kind] <= has), wanted)
-    if found is wanted or (_COLUMNS[wanted] - _COLUMNS[found] - _COLUMNS_OF_ALL) & has:
-        return None
-    problem = f"{full_name(tables.marker, connection)} is a table of {found.subject}, not of {tables.subject}"
-    if not found.option:
-        return Finding(
-            problem,
-            f"give the name of a table of {tables.maker}(), such as {tables.default_name}; or, if you mean the table "
-            f"of {found.subject}, leave out{tables.option}",
-        )
-    instead = f" instead of{tables.option}" if tables.option else ""
-    return Finding(
-        problem,
-        f"add{found.option}{instead}, and use {found.maker}() in Python; or give the name of a table of "
-        f"{tables.maker}()",
-    )
-
-
-def refuse_other_kind(connection: Connection, tables: DedupTables) -> None:
-    """Raise ``MissingTableError`` if the table exists, and is of another kind than ``tables`` (``other_kind``)."""
-    schema, inspector = connection.schema_for_object(tables.marker), inspect(connection)
-    if not inspector.has_table(tables.marker.name, schema=schema):
-        return
-    columns = [column["name"] for column in inspector.get_columns(tables.marker.name, schema=schema)]
-    finding = other_kind(connection, tables, columns)
-    if finding is not None:
-        raise MissingTableError(f"{finding.problem}; {finding.remedy}")
-
-
-# How long it waits ------------------------------------------------------------------------------------------------
-
-
-def limited(engine: Engine, lock_timeout: float = LOCK_TIMEOUT) -> Engine:
-    """Return a copy of ``engine`` whose statements wait at most ``lock_timeout`` seconds for a lock.
-
-    Pass the copy to the functions of this package. A statement that waits longer fails, and the functions retry if they
-    can. The copy shares the pool of ``engine``, and restores the usual limit of each connection. MariaDB counts whole
-    seconds.
-
-    Raises ``ValueError`` for a time that is not positive.
-    """
-    if not lock_timeout > 0:
-        raise ValueError(f"lock_timeout (seconds) must be positive, not {lock_timeout:g}")
-    copy = engine.execution_options(**{_OPTION: lock_timeout})
-    if engine.get_execution_options().get(_OPTION) is None:  # otherwise the engine has these listeners already
-        event.listen(copy, "begin", _limit)
-        event.listen(copy, "commit", _give_back)
-        event.listen(copy, "rollback", _give_back)
-    return copy
-
-
-def unlimited(engine: Engine) -> Engine:
-    """Return a copy of the engine without the limit, for a migration, which has a shorter one."""
-    return engine.execution_options(**{_OPTION: None})
-
-
-def _limit(connection: Connection) -> None:
-    seconds = connection.get_execution_options().get(_OPTION)
-    if seconds is not None:
-        connection.info[_USUAL] = database_of(connection).limit_waits(connection, seconds)
-
-
-def _give_back(connection: Connection) -> None:
-    if connection.invalidated or (usual := connection.info.pop(_USUAL, None)) is None:
-        return
-    try:
-        connection.exec_driver_sql(usual)
-    except DBAPIError:  # the connection is lost; the error that ended the transaction is raised elsewhere
-        connection.invalidate()
-
-
-# Retries ----------------------------------------------------------------------------------------------------------
 
 
 def run_with_retries(

@@ -1,21 +1,22 @@
-"""Statistics of the marker table: how many markers each handler has, how old they are, how many have expired."""
+"""The age of the markers of a table, the handlers that have some, and the gauges for Prometheus."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
-from sqlalchemy import case, func, select
+from sqlalchemy import Table, func, select, text
 from sqlalchemy.engine import Connection, Engine
 
+from ..dialects import MariaDB, PostgreSQL, dialect_of
 from ..dialects.columns import utc_now
 from ..effects import EffectTables
 from ..late import MARGIN, in_utc
 from ..tables import DedupTables, default_tables
 from .databases import database_of
 from .effects import unknown_effects
-from .horizon import expired_now
-from .running import connected_to, refuse_other_kind
+from .findings import regclass
+from .running import connected_to
 from .state import DEFAULT_RETENTION_HOURS, State, state_of
 
 _LOOKED_AT = 1_000  # the newest markers
@@ -23,30 +24,15 @@ MAX_UNKNOWN = 1_000  #: effects that ``gauges`` counts
 
 
 @dataclass(frozen=True)
-class HandlerStats:
-    """The number of markers of one handler, and when its oldest and its newest were written.
-
-    Effects that are not finished have no age. Both moments are None if a name has no others.
-    """
-
-    handler: str
-    markers: int
-    oldest: datetime | None
-    newest: datetime | None
-
-
-@dataclass(frozen=True)
 class Ages:
-    """The oldest and the newest marker of a table, and its state table, at the moment ``at`` by the database's clock.
+    """The oldest marker of a table, and its state table, at the moment ``at`` by the database's clock.
 
-    ``retention_hours`` is how long cleanup keeps markers: the retention that you gave, else that of the last complete
-    cleanup, else the declared horizon, else 168. ``timeless`` are handlers that have applied messages without a time
-    lately.
+    ``retention_hours`` is how long markers must be kept: the declared horizon or the retention of the last complete
+    cleanup, whichever is longer, else 168. ``timeless`` are handlers that have applied messages without a time lately.
     """
 
     at: datetime
     oldest: datetime | None
-    newest: datetime | None
     retention_hours: float
     state: State
     timeless: tuple[str, ...]
@@ -57,61 +43,25 @@ class Ages:
         return self.oldest is not None and self.oldest < self.at - timedelta(hours=self.retention_hours) - MARGIN
 
 
-@dataclass(frozen=True)
-class Stats(Ages):
-    """The ages, and how many markers there are: in all, those that cleanup would delete now, and of each handler.
-
-    ``bytes`` includes indexes, and is None where the database cannot tell.
-    """
-
-    markers: int
-    expired: int
-    handlers: tuple[HandlerStats, ...]
-    bytes: int | None
-
-
-def stats(engine: Engine, *, tables: DedupTables = default_tables, retention_hours: float | None = None) -> Stats:
-    """Count the markers of each handler and return the statistics of the table.
-
-    Every marker is read: that takes some seconds for ten million of them. Deliveries go on meanwhile. A marker counts
-    as expired if a cleanup with ``retention_hours`` would delete it now; the default is the retention of the last
-    complete cleanup, else the declared horizon, else 168.
-
-    Raises ``MissingTableError`` if the tables are missing.
-    """
-    marker = tables.marker
-    with connected_to(engine, tables) as connection:
-        refuse_other_kind(connection, tables)
-        found = _ages(connection, tables, retention_hours)
-        expired = expired_now(connection, tables, found.retention_hours)
-        at = marker.c.processed_at
-        rows = connection.execute(
-            select(
-                marker.c.handler,
-                func.count().label("markers"),
-                func.min(at).label("oldest"),
-                func.max(at).label("newest"),
-                func.sum(case((expired.among(marker), 1), else_=0)).label("expired"),
-            ).group_by(marker.c.handler)
-        ).all()
-        size = database_of(connection).size(connection, marker)
-    handlers = [HandlerStats(row.handler, row.markers, _moment(row.oldest), _moment(row.newest)) for row in rows]
-    return Stats(
-        **vars(found),
-        markers=sum(row.markers for row in rows),
-        expired=sum(int(row.expired) for row in rows),
-        handlers=tuple(sorted(handlers, key=lambda each: (-each.markers, each.handler))),
-        bytes=size,
-    )
-
-
 def ages(engine: Engine, *, tables: DedupTables = default_tables) -> Ages:
-    """Return how old the markers are; it reads both ends of an index and the state table, however big the table is.
+    """Return how old the markers are. The cost does not grow with the table: one end of an index is read.
 
     Raises ``MissingTableError`` if the tables are missing.
     """
     with connected_to(engine, tables) as connection:
-        return _ages(connection, tables, None)
+        now, state = database_of(connection).now(connection), state_of(connection, tables)
+        oldest = _moment(connection.scalar(select(func.min(tables.marker.c.processed_at))))
+        timeless = () if tables.keyed else _timeless(connection, tables)
+    return Ages(now, oldest, _kept_hours(state), state, timeless)
+
+
+def handlers_of(engine: Engine, *, tables: DedupTables = default_tables) -> frozenset[str]:
+    """Return the names of all handlers that have a marker. The function reads every marker.
+
+    Raises ``MissingTableError`` if the tables are missing.
+    """
+    with connected_to(engine, tables) as connection:
+        return frozenset(connection.scalars(select(tables.marker.c.handler).distinct()))
 
 
 @dataclass(frozen=True)
@@ -137,10 +87,10 @@ def gauges(engine: Engine, *, tables: DedupTables = default_tables) -> Gauges:
     """
     marker = tables.marker
     with connected_to(engine, tables) as connection:
-        database, state = database_of(connection), state_of(connection, tables)
+        state = state_of(connection, tables)
         first = select(func.min(marker.c.processed_at)).scalar_subquery()  # which reads one end of the index
         oldest, now = (_moment(each) for each in connection.execute(select(first, utc_now())).one())
-        rows, unknown = database.estimated_rows(connection, marker), None
+        rows, unknown = _estimated_rows(connection, marker), None
         if isinstance(tables, EffectTables):
             some = unknown_effects(tables).limit(MAX_UNKNOWN).subquery("some")
             unknown = connection.scalar(select(func.count()).select_from(some))
@@ -150,12 +100,19 @@ def gauges(engine: Engine, *, tables: DedupTables = default_tables) -> Gauges:
     return Gauges(rows, age, max(0.0, age - 3600 * _kept_hours(state)), unknown)
 
 
-def _ages(connection: Connection, tables: DedupTables, retention_hours: float | None) -> Ages:
-    now, state, at = database_of(connection).now(connection), state_of(connection, tables), tables.marker.c.processed_at
-    ends = [connection.scalar(select(end(at))) for end in (func.min, func.max)]  # two reads of the index
-    oldest, newest = (_moment(end) for end in ends)
-    timeless = () if tables.keyed else _timeless(connection, tables)
-    return Ages(now, oldest, newest, retention_hours or _kept_hours(state), state, timeless)
+def _estimated_rows(connection: Connection, table: Table) -> int | None:
+    """Return the number of rows by the server's statistics, without a scan; None if the server has none."""
+    dialect = dialect_of(connection)
+    if isinstance(dialect, PostgreSQL):  # as of the last VACUUM or ANALYZE; -1 if there was none
+        asked = text("SELECT nullif(reltuples, -1) FROM pg_class WHERE oid = to_regclass(:name)")
+        found = connection.scalar(asked, {"name": regclass(connection, table)})
+    elif isinstance(dialect, MariaDB):
+        place = "table_schema = coalesce(:schema, database()) AND table_name = :name"
+        asked = text(f"SELECT table_rows FROM information_schema.tables WHERE {place}")  # noqa: S608  # no value
+        found = connection.scalar(asked, {"schema": connection.schema_for_object(table), "name": table.name})
+    else:
+        return None
+    return None if found is None else int(found)
 
 
 def _kept_hours(state: State) -> float:

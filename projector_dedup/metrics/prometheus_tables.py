@@ -15,7 +15,6 @@ with needs("prometheus"):
     from prometheus_client.core import GaugeMetricFamily
     from prometheus_client.registry import Collector
 
-from ..maintenance.running import limited
 from ..maintenance.stats import Gauges, gauges
 from ..message import logger_of, printable
 from ..tables import DedupTables, default_tables
@@ -32,7 +31,6 @@ _GAUGES = {
 }
 """The gauges of a table by their names in ``Gauges``."""
 _UP = ("projector_dedup_tables_up", "1 if the table could be read, 0 if not.")
-_LOCK_TIMEOUT = 1.0  # seconds: Prometheus gives up a scrape after 10
 
 
 class TablesCollector(Collector):
@@ -42,8 +40,9 @@ class TablesCollector(Collector):
     server's statistics and ends of indexes; its cost does not grow with the tables. A gauge that the database cannot
     tell cheaply is absent, as is the number of rows on SQLite.
 
-    ``engine`` is synchronous, also beside an ``AsyncDispatcher``. Give it a short connect timeout. ``tables`` are the
-    tables to read: markers, commands, effects. If a table cannot be read, ``projector_dedup_tables_up`` is 0, its other
+    ``engine`` is synchronous, also beside an ``AsyncDispatcher``. Give it a short connect timeout
+    and a short lock timeout, because a scrape waits for both (docs/observing.md). ``tables`` are the tables to read:
+    markers, commands, effects. If a table cannot be read, ``projector_dedup_tables_up`` is 0, its other
     gauges are absent, and the first failure is logged; the scrape itself succeeds.
 
     Raises ``TypeError`` for an engine that is asynchronous.
@@ -52,7 +51,7 @@ class TablesCollector(Collector):
     def __init__(self, engine: Engine, tables: Sequence[DedupTables] = (default_tables,)) -> None:
         if engine.dialect.is_async:
             raise TypeError("engine is a synchronous Engine, as create_engine(...) returns it, not an asynchronous one")
-        self._engine, self._tables = limited(engine, _LOCK_TIMEOUT), tuple(tables)
+        self._engine, self._tables = engine, tuple(tables)
         self._failed: set[str] = set()
 
     def describe(self) -> Iterable[GaugeMetricFamily]:

@@ -2,5 +2,5 @@
 
 ``rebuild`` delivers the history to the new generation, which the application has registered with ``building``.
 ``lacking`` compares the markers of both generations, and finds the messages that the new one lacks. The state of an
-open rebuild is in the state table (``maintenance.state``).
+open rebuild is in the state table (``maintenance.rebuilds``).
 """

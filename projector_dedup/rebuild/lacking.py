@@ -20,8 +20,9 @@ from sqlalchemy.util import greenlet_spawn
 from ..dispatcher import AsyncDispatcher, Dispatcher
 from ..errors import RefusedError
 from ..handler import Handler
+from ..maintenance.rebuilds import OpenRebuild, open_rebuilds
 from ..maintenance.running import connected_to
-from ..maintenance.state import OpenRebuild, open_rebuilds, state_of
+from ..maintenance.state import state_of
 from ..message import Route, printable
 from ..tables import DedupTables
 from ..waiting import AWAITING, BLOCKING, Waiting

@@ -18,19 +18,10 @@ from sqlalchemy.util import await_only, greenlet_spawn
 from ..dialects import dialect_of
 from ..dispatcher import AsyncDispatcher, Dispatcher
 from ..errors import BatchFailed, RefusedError
-from ..maintenance.check import verify
+from ..maintenance.rebuilds import OpenRebuild, end, open_rebuilds, write_rebuild
 from ..maintenance.running import connected_to, run_with_retries
-from ..maintenance.state import (
-    OpenRebuild,
-    end,
-    moment_text,
-    now_text,
-    open_rebuilds,
-    pruned_key,
-    read_state,
-    state_of,
-    write_rebuild,
-)
+from ..maintenance.schema import require_tables
+from ..maintenance.state import moment_text, now_text, pruned_key, read_state, state_of
 from ..message import Message, moment_in_utc, printable
 from ..options import RetryPolicy
 from ..outcome import Delivery, Outcome
@@ -180,7 +171,7 @@ class _Run:
         iterable = hasattr(source, "__iter__") or hasattr(source, "__aiter__")
         if not (iterable or callable(source)):
             raise ValueError(f"source is an iterable of messages, or a function that returns one, not {source!r}")
-        verify(self._engine, self._tables)
+        require_tables(self._engine, self._tables)
         self._begin()
         messages = islice(self._before_until(self._messages(source)), limit)
         while batch := [*islice(messages, batch_size)]:

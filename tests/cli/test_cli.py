@@ -14,7 +14,7 @@ from sqlalchemy import URL, MetaData, create_engine, text
 import projector_dedup
 from command import idempotency
 from databases import Database
-from marked import on_one_database, one_of_each_engine  # noqa: F401  # a fixture
+from marked import metadata, on_one_database, one_of_each_engine  # noqa: F401  # a fixture
 
 SECRET = "s3cret"
 
@@ -68,12 +68,15 @@ def test_a_text_that_is_no_number_is_called_so(arguments: list[str], said: str) 
 
 def test_one_hour_is_no_hours(sqlite: Database) -> None:
     """The number and its word agree."""
+    engine = create_engine(sqlite.url())
+    metadata.create_all(engine)
+    engine.dispose()
     url = sqlite.url().render_as_string(hide_password=False)
-    commands = [["migrate"], ["horizon", "1"], ["horizon"], ["cleanup"], ["horizon", "0.5", "--yes"]]
+    commands = [["horizon", "1"], ["horizon"], ["cleanup"], ["horizon", "0.5", "--yes"]]
     said = [idempotency(*command, "--database-url", url).stdout for command in commands]
     horizon = "The redelivery horizon is 1 hour.\n"
     half = "The redelivery horizon is 0.5 hours.\n"
-    assert said[1:] == [horizon, horizon, "Deleted 0 markers older than 1 hour.\n", half]
+    assert said == [horizon, horizon, "Deleted 0 markers older than 1 hour.\n", half]
 
 
 def test_help_says_the_defaults() -> None:
@@ -100,12 +103,9 @@ def test_version() -> None:
         ("cleanup", "--database-url", "sqlite:///x.db", "--retention-hours", "0"),
         ("cleanup", "--database-url", "sqlite:///x.db", "--retention-hours", "nan"),
         ("cleanup", "--database-url", "sqlite:///x.db", "--batch-size", "0"),
-        ("stats", "--database-url", "sqlite:///x.db", "--retention-hours", "0"),
         ("show", "--database-url", "sqlite:///x.db", ""),
         ("forget", "--database-url", "sqlite:///x.db", "x" * 513, "--yes"),
         ("forget", "--database-url", "sqlite:///x.db", "payment-1"),
-        ("cleanup", "--database-url", "sqlite:///x.db", "--database-url", "sqlite:///y.db"),
-        ("check", "--database-url", "sqlite:///x.db", "--schema", "a", "--schema", "b"),
     ],
     ids=" ".join,
 )
@@ -129,13 +129,15 @@ def test_the_variable_is_one_url_whatever_it_has(tmp_path: Path) -> None:
     """Blanks do not separate two URLs."""
     folder = tmp_path / "my data"
     folder.mkdir()
-    done = idempotency("migrate", PROJECTOR_DEDUP_DATABASE_URL=f"sqlite:///{folder}/x.db")
+    url = f"sqlite:///{folder}/x.db"
+    engine = create_engine(url)
+    metadata.create_all(engine)
+    engine.dispose()
+    done = idempotency("check", PROJECTOR_DEDUP_DATABASE_URL=url)
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize(
-    "command", [["check"], ["cleanup"], ["stats"], ["show", "x"], ["forget", "x", "--yes"]], ids=" ".join
-)
+@pytest.mark.parametrize("command", [["check"], ["cleanup"], ["show", "x"], ["forget", "x", "--yes"]], ids=" ".join)
 @on_one_database
 def test_a_missing_table_is_told_with_its_remedy(command: list[str], sync_url: URL) -> None:
     """Without the tables every command fails, names the table, and says how to create it."""
@@ -146,7 +148,6 @@ def test_a_missing_table_is_told_with_its_remedy(command: list[str], sync_url: U
         done = idempotency(*command, "--database-url", sync_url.render_as_string(hide_password=False))
     assert_failed_in_one_line(done)
     assert "processed_message is missing" in done.stdout + done.stderr
-    assert "idempotency migrate" in done.stdout + done.stderr
     assert "idempotency schema" in done.stdout + done.stderr
 
 
@@ -173,20 +174,19 @@ def test_another_table_and_another_schema(postgresql: Database) -> None:
     [
         (f"postgresql://app:{SECRET}@127.0.0.1:1/orders", ["cannot connect", "app:***@127.0.0.1:1/orders"]),
         (f"postgresql://app:{SECRET}@127.0.0.1:port/orders", ["cannot be read", "postgresql+psycopg://"]),
-        (f"postgresql://app:{SECRET}@1@127.0.0.1/orders", ["more than one @", "%40"]),
-        (f"postgresql://app:1@{SECRET}?x@127.0.0.1/orders", ["more than one @", "%3F"]),
+        (f"postgresql://app:{SECRET}@1@127.0.0.1/orders", ["an @ behind its host", "%40"]),
+        (f"postgresql://app:1@{SECRET}?x@127.0.0.1/orders", ["an @ behind its host", "%3F"]),
         (f"postgresql://127.0.0.1:1/orders?password={SECRET}", ["cannot connect", "127.0.0.1:1/orders: "]),
         (f"postgresql://127.0.0.1:1/orders?pasword={SECRET}&sslmode=require", ["pasword"]),
         (f"mariadb://127.0.0.1:1/orders?pasword={SECRET}", ["pasword"]),
-        (f"postgresql://a/b:{SECRET}@127.0.0.1/orders", ["a / before its @", "%2F"]),
-        (f"mariadb://a/b:{SECRET}@127.0.0.1/orders", ["a / before its @", "%2F"]),
+        (f"postgresql://a/b:{SECRET}@127.0.0.1/orders", ["an @ behind its host", "%2F"]),
+        (f"mariadb://a/b:{SECRET}@127.0.0.1/orders", ["an @ behind its host", "%2F"]),
         (f"no url at all {SECRET}", ["cannot be read"]),
         (f"nosuchdb://app:{SECRET}@127.0.0.1/orders", ["does not support nosuchdb"]),
         (f"oracle+nosuchdriver://app:{SECRET}@127.0.0.1/orders", ["does not support oracle+nosuchdriver"]),
         (f"mssql+pymssql://app:{SECRET}@127.0.0.1/orders", ["does not support mssql+pymssql", "postgresql+psycopg"]),
         (f"mariadb://app:{SECRET}@127.0.0.1:1/orders", ["cannot connect", "app:***@127.0.0.1:1/orders: Can't connect"]),
         (f"mysql+asyncmy://app:{SECRET}@127.0.0.1:1/orders", ["cannot connect", "mysql+pymysql"]),
-        (f"mariadb://app:{SECRET}@127.0.0.1", ["names no database", "mariadb+pymysql://"]),
         ("sqlite:///no/such/file.db", ["there is no file no/such/file.db"]),
         ("sqlite://", ["in memory", "sqlite:///file.db"]),
     ],
@@ -206,7 +206,6 @@ def test_another_table_and_another_schema(postgresql: Database) -> None:
         "driver",
         "no-mariadb",
         "no-mariadb-async",
-        "no-database",
         "no-file",
         "memory",
     ],
@@ -261,12 +260,6 @@ def test_a_file_that_is_no_database(tmp_path: Path) -> None:
     assert_failed_in_one_line(idempotency("check", "--database-url", f"sqlite:///{path}"), "letter.txt")
 
 
-def test_a_url_with_two_drivers_is_told_so() -> None:
-    """Not in SQLAlchemy's words about values to unpack."""
-    done = idempotency("check", "--database-url", "postgresql+psycopg+asyncpg://app@h/orders")
-    assert_failed_in_one_line(done, "the database URL names more than one driver; write it like")
-
-
 def test_a_password_in_the_wrong_place_is_not_echoed() -> None:
     """A URL that was given as an argument instead of an option is not repeated with its password."""
     done = idempotency("check", "--database-url", "sqlite:///x.db", f"postgresql://app:{SECRET}@127.0.0.1/orders")
@@ -290,11 +283,6 @@ def test_a_password_in_the_wrong_place_is_not_echoed() -> None:
 def test_an_async_driver_is_replaced_by_its_sync_twin(given: str, used: str) -> None:
     """The URL that the application uses works for the command."""
     assert parse(given).drivername == used
-
-
-def test_an_ssl_parameter_of_asyncpg_is_translated() -> None:
-    """`ssl=require`, which only asyncpg knows, becomes `sslmode=require`."""
-    assert parse("postgresql+asyncpg://h/d?ssl=require&x=1").query == {"sslmode": "require", "x": "1"}
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from sqlalchemy import Engine, create_engine, select, text
 
 from projector_dedup import Message
 from projector_dedup.maintenance.cleanup import prune
-from projector_dedup.maintenance.state import open_rebuilds
+from projector_dedup.maintenance.rebuilds import open_rebuilds
 from projector_dedup.tables import default_metadata, default_tables
 
 APPLICATION = """
@@ -183,16 +183,6 @@ def test_cleanup_says_what_it_keeps(shop: Engine) -> None:
     assert run("--app", "shop:after", "--verify", "--beside", "totals", "--source-vouches").exit_code == 0
 
 
-def test_all_markers_of_a_handler_are_forgotten(shop: Engine) -> None:
-    """It asks; and --all goes with a handler alone."""
-    url = ["--database-url", "sqlite:///shop.db"]
-    for wrong in (["--all"], ["p01", "--handler", "totals", "--all"]):
-        assert CliRunner().invoke(main, ["forget", *url, *wrong, "--yes"]).exit_code == 2
-    assert CliRunner().invoke(main, ["forget", *url, "--handler", "total", "--all", "--yes"]).exit_code == 1
-    done = CliRunner().invoke(main, ["forget", *url, "--handler", "totals", "--all", "--yes"])
-    assert done.stdout == "Deleted 12 markers of totals.\n"
-    with shop.connect() as connection:
-        assert connection.execute(select(default_tables.marker)).all() == []
 
 
 @pytest.mark.usefixtures("shop")

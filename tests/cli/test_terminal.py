@@ -4,7 +4,7 @@ import re
 from datetime import UTC, datetime
 
 import pytest
-from sqlalchemy import Engine, create_engine, update
+from sqlalchemy import create_engine, update
 
 from command import idempotency, on_a_terminal
 from databases import Database
@@ -22,7 +22,7 @@ def _next(*command: str) -> str:
 
 
 def test_what_is_next(sqlite: Database) -> None:
-    """`check` and `stats` lead from empty tables to a cleanup that runs by itself, and then say so."""
+    """`check` leads from empty tables to a cleanup that runs by itself, and then says so."""
     url = sqlite.url().render_as_string()
     engine = create_engine(url)
     open(sqlite.url().database or "", "a").close()
@@ -30,36 +30,25 @@ def test_what_is_next(sqlite: Database) -> None:
     metadata.create_all(engine)
     with engine.begin() as connection:
         connection.exec_driver_sql("PRAGMA journal_mode = wal")
-    for command in ("check", "stats"):
-        assert "`idempotency horizon HOURS`" in _next(command, "--database-url", url)
+    assert "`idempotency horizon HOURS`" in _next("check", "--database-url", url)
     declare_horizon(engine, 100)
-    for command in ("check", "stats"):
-        assert "put `idempotency cleanup` into cron" in _next(command, "--database-url", url)
+    assert "put `idempotency cleanup` into cron" in _next("check", "--database-url", url)
     cleanup(engine)
     assert "nothing. Run this after each deploy" in _next("check", "--database-url", url)
-    assert "nothing. `idempotency check`" in _next("stats", "--database-url", url)
     fill(engine, [130])
     with engine.begin() as connection:
         connection.execute(update(tables.marker).values(occurred_at=datetime.now(UTC)))  # else that is advised
-    for command in ("check", "stats"):
-        assert "run `idempotency cleanup` to delete expired markers" in _next(command, "--database-url", url)
+    assert "run `idempotency cleanup` to delete expired markers" in _next("check", "--database-url", url)
     fill(engine, {"another": [1000]})
     assert "follow the advice above" in _next("check", "--database-url", url)
     engine.dispose()
-
-
-def test_statistics_of_tables_that_a_migration_of_ones_own_made(engine: Engine) -> None:
-    """That no schema version is recorded is nothing wrong, and the line says so."""
-    metadata.create_all(engine)
-    done = idempotency("stats", "--database-url", url_of(engine))
-    assert re.search(r"schema version +not recorded: idempotency did not create the tables", done.stdout)
 
 
 def test_long_lines_break_between_words(sqlite: Database) -> None:
     """On a terminal of 80 columns no line is longer, and no word is cut; in a pipe each stays in one line."""
     url = sqlite.url().render_as_string()
     open(sqlite.url().database or "", "a").close()
-    for command in (["check"], ["stats"], ["show", "x"]):
+    for command in (["check"], ["show", "x"]):
         piped = idempotency(*command, "--database-url", url)
         code, seen = on_a_terminal(*command, "--database-url", url, NO_COLOR="1")
         assert code == piped.returncode == 1
@@ -68,3 +57,18 @@ def test_long_lines_break_between_words(sqlite: Database) -> None:
         assert [line for line in seen.splitlines() if len(line) > 80 and not words & set(line.split())] == []
         assert len(piped.stderr.splitlines()) == 1
         assert len(seen.splitlines()) > 2
+
+
+def test_a_table_fits_a_terminal_of_80_columns(sqlite: Database) -> None:
+    """No line is longer, whatever the handlers are called, and nothing of the names is cut off."""
+    engine = create_engine(sqlite.url())
+    name = "".join(f"part{number}." for number in range(20))
+    fill(engine, {name: [1], "a.add": [1]})
+    engine.dispose()
+    code, seen = on_a_terminal("show", "0", "--database-url", sqlite.url().render_as_string(), NO_COLOR="1")
+    assert code == 0
+    seen = re.sub(r"\x1b\[\d*m", "", seen)
+    drawn = seen[seen.index(" handler") :].splitlines()
+    assert max(map(len, drawn)) <= 80
+    width = drawn[0].index("processed")
+    assert "".join(line[:width].strip() for line in drawn[2:]).replace("a.add", "") == name

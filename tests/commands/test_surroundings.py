@@ -20,7 +20,7 @@ def test_a_missing_table_says_how_to_make_it(database: Database) -> None:
     """By the maker of such tables, and by the command with the option that means them."""
     engine = create_engine(database.url())
     Base.metadata.create_all(engine)
-    with pytest.raises(MissingTableError, match=r"make_command_tables\(metadata\).*idempotency migrate --commands"):
+    with pytest.raises(MissingTableError, match=r"make_command_tables\(metadata\).*idempotency schema --commands"):
         Commands(sessionmaker(engine)).handle(placing, PlaceOrder(), key="k1")
     engine.dispose()
 

@@ -39,8 +39,9 @@ from projector_dedup import (
     on,
     projector,
 )
-from projector_dedup.maintenance.check import check, verify
+from projector_dedup.maintenance.check import check
 from projector_dedup.maintenance.cleanup import cleanup
+from projector_dedup.maintenance.schema import require_tables
 
 Body = Callable[[Any, Session], Any]
 
@@ -358,7 +359,7 @@ def test_check_and_cleanup_look_where_the_engine_does(home: tuple[Engine, tuple[
     first, second = (engine.execution_options(schema_translate_map={None: schema}) for schema in schemas)
     Base.metadata.create_all(first)
     assert not [finding for finding in check(first, TABLES) if finding.fatal]
-    verify(first, TABLES)
+    require_tables(first, TABLES)
     missing = [finding for finding in check(second, TABLES) if finding.fatal]
     assert missing[0].problem == f"the table {schemas[1]}.processed_message is missing"
     assert "schema_translate_map" in missing[0].remedy
@@ -401,7 +402,7 @@ def test_tables_of_several_names_and_schemas_know_nothing_of_each_other(home: tu
     Base.metadata.create_all(engine)
     handler = projector(idempotent=True, name="totals")(on(dict)(add()))
     for tables in kinds:
-        verify(engine, tables)
+        require_tables(engine, tables)
         dispatcher = Dispatcher(sessionmaker(engine), handler, tables=tables)
         outcomes = [dispatcher.deliver({}, message_id="m1").outcome for _ in range(2)]
         assert outcomes == [Outcome.APPLIED, Outcome.DUPLICATE]

@@ -59,7 +59,7 @@ ANSWERS: list[tuple[BaseException, Action]] = [
     (RetriesExhaustedError("down"), LATER),
     (UncopyableError("changed"), LATER),
     (CommitOutcomeUnknown("cut"), LATER),
-    (MissingTableError("migrate"), LATER),
+    (MissingTableError("create them"), LATER),
     (HandlerDefinitionError("sync"), LATER),
     (OvertakenError("taken"), NOW),
     (InvalidMessageIdError("no id"), REJECT),

@@ -7,16 +7,16 @@ from concurrent.futures import Future
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, create_engine
+from sqlalchemy import Engine, MetaData, create_engine
 from sqlalchemy.orm import Session
 
 from command import idempotency
 from databases import Database, until
 from galera import GaleraCluster, GaleraNode, GaleraUnavailableError, galera_cluster
 from kit import PATIENCE, Added, Harness, Held, Subject, Total, add
-from projector_dedup import Outcome
-from projector_dedup.maintenance.check import check
-from projector_dedup.maintenance.databases import Finding, database_of
+from owning import run_script
+from projector_dedup import Outcome, make_tables
+from projector_dedup.maintenance.schema import ddl
 from reached import reached
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
@@ -160,44 +160,15 @@ def test_a_row_that_changes_after_it_was_read_loses_no_update(harnesses: list[Ha
     assert (runs, second.totals()) == ([0, 1], {"a": 2})
 
 
-def test_migrations_through_two_nodes_do_not_wait_for_each_other(harnesses: list[Harness]) -> None:
-    """The lock that keeps them apart is the node's own: migrate through one node."""
-    with contextlib.ExitStack() as stack:
-        for harness in harnesses:
-            connection = stack.enter_context(harness.engine.connect())
-            stack.enter_context(database_of(harness.engine).migrating(connection, "processed_message"))
-
-
 @pytest.mark.usefixtures("harnesses")
-def test_what_is_migrated_through_one_node_is_on_the_other(cluster: GaleraCluster) -> None:
+def test_tables_that_are_created_through_one_node_are_on_the_other(cluster: GaleraCluster) -> None:
     """With the state table and its version; the other node is ready at once."""
-    first, second = (["--database-url", url_of(node), "--table", "moved"] for node in cluster.nodes)
-    assert idempotency("migrate", *first).returncode == 0
-    assert idempotency("check", *second).returncode == 0
-
-
-# What `check` says ---------------------------------------------------------------------------------------------------
-
-
-def about(found: list[Finding], word: str) -> list[Finding]:
-    """The findings with this word in them."""
-    return [finding for finding in found if word in finding.problem]
-
-
-def url_of(node: GaleraNode) -> str:
-    """Its URL, as an argument."""
-    return node.url.render_as_string(hide_password=False)
-
-
-def test_a_log_that_is_not_flushed_is_advice(cluster: GaleraCluster, engine: Engine) -> None:
-    """By MariaDB's setting, on a node as on a server alone; the remedy mends it."""
-    assert about(check(engine), "innodb_flush_log_at_trx_commit") == []
-    for value in (0, 2):
-        cluster.nodes[0].execute(f"SET GLOBAL innodb_flush_log_at_trx_commit = {value}")
-        (found,) = about(check(engine), f"innodb_flush_log_at_trx_commit = {value}")
-        assert not found.fatal
-        cluster.nodes[0].execute(found.remedy.removeprefix("run ").partition(",")[0])
-        assert about(check(engine), "innodb_flush_log_at_trx_commit") == []
+    first, second, *_ = cluster.nodes
+    engine = create_engine(first.url)
+    run_script(engine, ddl("mariadb", make_tables(MetaData(), "moved")))
+    engine.dispose()
+    url = second.url.render_as_string(hide_password=False)
+    assert idempotency("check", "--database-url", url, "--table", "moved").returncode == 0
 
 
 def test_no_server_of_the_tests_deletes_temporary_tables_of_another(cluster: GaleraCluster, mariadb: Database) -> None:
@@ -208,16 +179,3 @@ def test_no_server_of_the_tests_deletes_temporary_tables_of_another(cluster: Gal
         ((folder,),) = node.execute("SELECT @@tmpdir")
         folders.add(folder)
     assert len(folders) == 1 + len(cluster.nodes)
-
-
-def test_a_server_alone_is_no_node(database_of_mariadb: Engine) -> None:
-    """A server of the same program that is in no cluster."""
-    assert about(check(database_of_mariadb), "Galera") == []
-
-
-@pytest.fixture
-def database_of_mariadb(mariadb: Database) -> Iterator[Engine]:
-    """The usual server."""
-    engine = create_engine(mariadb.url())
-    yield engine
-    engine.dispose()

@@ -3,6 +3,7 @@
 Deadlocks and lock timeouts are routine there, and cost a retry, never a message.
 """
 
+import re
 import threading
 import time
 from collections import Counter
@@ -33,7 +34,7 @@ from projector_dedup import (
     on,
     projector,
 )
-from projector_dedup.maintenance.check import check, verify
+from projector_dedup.maintenance.check import check
 from projector_dedup.maintenance.cleanup import cleanup
 from projector_dedup.tables import default_metadata, default_tables
 
@@ -520,16 +521,14 @@ def test_check_finds_nothing_in_our_tables(engine: Engine) -> None:
     ],
 )
 def test_check_finds_what_loses_messages(engine: Engine, change: str, problem: str, remedy: str) -> None:
-    """Fatal, with what is wrong and what mends it; `verify` raises it, so `cleanup` does not run either."""
+    """Fatal, with what is wrong and what mends it; nothing of the trial is left."""
     with engine.begin() as connection:
         connection.execute(text(f"ALTER TABLE processed_message {change}"))
     (finding,) = check(engine)
     assert finding.fatal
-    with pytest.raises(MissingTableError, match=problem) as failure:
-        verify(engine)
-    assert remedy in str(failure.value)
-    with pytest.raises(MissingTableError, match=problem):
-        cleanup(engine)
+    told = f"{finding.problem}; {finding.remedy}"
+    assert re.search(problem, told)
+    assert remedy in told
     with engine.connect() as connection:
         assert connection.scalar(text("SELECT count(*) FROM processed_message")) == 0
 

@@ -173,11 +173,13 @@ def test_the_command(till: Till, tmp_path: Path) -> None:
     code, shown, _ = effects("show", "k1")
     assert (code, "then run `idempotency effects resolve`" in shown) == (0, True)
     assert max(map(len, effects("list")[1].splitlines())) <= 80
-    assert "k1" not in effects("list", "--older-than", "1d")[1]
+    assert effects("list", "--older-than", "1d")[1].endswith(": no unfinished effect matches the options.\n")
     assert "write a number and s, m, h or d, for example 15m" in effects("list", "--older-than", "1 day")[2]
     assert effects("resolve", "k1", "--attempt", "1", "--done", '"pi_77"', "--reason", "it shows pi_77")[0] == 0
     code, settled, wrong = effects("settle", "--app", "shop_of_test:effects")
     assert (code, settled.split(",")[0]) == (0, "1 done"), wrong
+    code, listed, _ = effects("list")
+    assert (code, listed.endswith(": no unfinished effect.\n")) == (0, True)  # it is there, and done
     assert till.payments() == [("o1", "pi_77")]
 
 

@@ -15,8 +15,9 @@ from marked import fill, metadata, on_one_database, one_of_each_engine, tables, 
 from projector_dedup import AsyncDispatcher, Dispatcher, configure_sqlite, on, projector
 from projector_dedup.asyncio_names import async_sessionmaker
 from projector_dedup.late import REDELIVERY_HORIZON
-from projector_dedup.maintenance.check import advise, check, verify
-from projector_dedup.maintenance.databases import Finding
+from projector_dedup.maintenance.check import advise, check, check_handlers
+from projector_dedup.maintenance.findings import Finding
+from projector_dedup.maintenance.schema import require_tables
 from projector_dedup.maintenance.state import CLEANED_AT, RETENTION, State, duration, write_state
 from projector_dedup.maintenance.stats import Ages
 
@@ -54,7 +55,7 @@ def test_an_unlogged_table_is_fatal(on_postgresql: Engine) -> None:
     assert finding.fatal
     done = idempotency("check", PROJECTOR_DEDUP_DATABASE_URL=url_of(on_postgresql))
     assert (done.returncode, "problem: processed_message is UNLOGGED" in done.stdout) == (1, True)
-    verify(on_postgresql, tables)
+    require_tables(on_postgresql, tables)
     run(on_postgresql, finding.remedy.partition("; ")[2])
     assert about(check(on_postgresql, tables), "UNLOGGED") == []
 
@@ -77,8 +78,8 @@ def deployment(oldest: float | None = 1, **state: float) -> Ages:
     moments = {name: NOW - timedelta(hours=state[name]) for name in ("cleaned_at", "pruned_until") if name in state}
     kept = state.get("retention_hours")
     at = None if oldest is None else NOW - timedelta(hours=oldest)
-    known = State(None, state.get("horizon_hours"), kept, moments.get("cleaned_at"), moments.get("pruned_until"))
-    return Ages(NOW, at, at, kept or 168, known, ())
+    known = State(state.get("horizon_hours"), kept, moments.get("cleaned_at"), moments.get("pruned_until"))
+    return Ages(NOW, at, kept or 168, known, ())
 
 
 @pytest.mark.parametrize(
@@ -171,15 +172,16 @@ def test_a_dispatcher_tells_what_its_handlers_are_called() -> None:
     assert AsyncDispatcher(async_sessionmaker(), Awaited()).identities == {"awaited.add"}
 
 
-def test_handlers_that_the_application_does_not_know() -> None:
+def test_handlers_that_the_application_does_not_know(engine: Engine) -> None:
     """They are named, ten at most, with the command that mends it."""
-    (finding,) = advise(deployment(), {"old\n.add", *(f"old.{number:02}" for number in range(11))})
-    assert not finding.fatal
+    fill(engine, {"old\n.add": [1], **{f"old.{number:02}": [1] for number in range(11)}, "new.add": [1]})
+    (finding,) = check_handlers(engine, {"new.add"}, tables=tables)
+    assert finding.fatal
     assert finding.problem.endswith(
         ": old\\n.add, old.00, old.01, old.02, old.03, old.04, old.05, old.06, old.07, old.08 and 2 more"
     )
     assert "idempotency rename OLD NEW" in finding.remedy
-    assert advise(deployment()) == []
+    assert check_handlers(engine, {"new.add", "old\n.add", *(f"old.{number:02}" for number in range(11))}) == []
 
 
 APP = """
@@ -230,9 +232,23 @@ def test_check_asks_the_application(place: str, app: str, engine: Engine) -> Non
         keys = [{"message_id": "1", "handler": handler} for handler in ("totals.add", "shop.Totals.add")]
         connection.execute(insert(tables.marker), keys)
     done = idempotency("check", "--app", place, cwd=app, PROJECTOR_DEDUP_DATABASE_URL=url_of(engine))
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "advice: markers of handlers that the application does not have: shop.Totals.add\n" in done.stdout
+    assert done.returncode == 1
+    assert "problem: markers of handlers that the application does not have: shop.Totals.add\n" in done.stdout
     assert "idempotency rename OLD NEW" in done.stdout
+
+
+@pytest.mark.parametrize(("formerly", "code"), [("", 1), ('formerly=["shop.Totals"]', 0)], ids=["without", "formerly"])
+@on_one_database
+def test_a_renamed_handler_is_a_problem_unless_it_has_its_former_name(
+    formerly: str, code: int, app: str, engine: Engine
+) -> None:
+    """Its messages would be applied again; with `formerly` they are duplicates, and the exit code is 0."""
+    fill(engine, {"shop.Totals.add": [1]})
+    renamed = APP.replace('name="totals")', f'name="totals", {formerly})')
+    (Path(app) / "renamed.py").write_text(renamed)
+    done = idempotency("check", "--app", "renamed:dispatcher", cwd=app, PROJECTOR_DEDUP_DATABASE_URL=url_of(engine))
+    assert (done.returncode, "is not ready" in done.stderr) == (code, code == 1)
+    assert ("the application does not have: shop.Totals.add" in done.stdout) is (code == 1)
 
 
 @on_one_database

@@ -42,7 +42,6 @@ from projector_dedup.maintenance.cleanup import (
 )
 from projector_dedup.maintenance.databases import Expired, database_of
 from projector_dedup.maintenance.state import CLEANED_AT, RETENTION, read_state
-from projector_dedup.maintenance.stats import stats
 from pruning import uncommitted_batch
 
 HASTY = RetryPolicy(within=0.3)
@@ -109,7 +108,7 @@ def test_one_handlers_markers_go_alone(engine: Engine) -> None:
 def test_a_missing_table_is_named(engine: Engine) -> None:
     """With what creates it, instead of a driver's error; also where the horizon is declared or asked for."""
     for refused in (cleanup, redelivery_horizon, lambda engine: declare_horizon(engine, 24)):
-        with pytest.raises(MissingTableError, match=r"is missing.*idempotency migrate"):
+        with pytest.raises(MissingTableError, match=r"is missing.*idempotency schema"):
             refused(engine)
 
 
@@ -157,6 +156,23 @@ def test_a_partitioned_table_loses_nothing_that_is_young(postgresql: Database) -
     assert prune(engine, batch_size=150) == Pruned(400, None, declared=168)
     assert len(left(engine)) == 1600
     engine.dispose()
+
+
+def test_nothing_is_set_for_others_behind_a_pooler(postgresql: Database) -> None:
+    """Every statement of a cleanup is in a transaction, and every setting is the transaction's own."""
+    engine, sent = create_engine(postgresql.url()), []
+    fill(engine, [1000])
+    event.listen(
+        engine,
+        "before_cursor_execute",
+        lambda connection, _cursor, statement, *_: sent.append(
+            (statement, connection.connection.driver_connection.autocommit)
+        ),
+    )
+    assert prune(engine).deleted == 1
+    engine.dispose()
+    assert [statement for statement, _ in sent if statement.startswith("SET ")] == []
+    assert {autocommit for _, autocommit in sent} == {False}
 
 
 # Others -------------------------------------------------------------------------------------------------------------
@@ -482,12 +498,12 @@ def test_a_handlers_markers_and_bounds(engine: Engine) -> None:
 @on_one_database
 @pytest.mark.parametrize("dry_run", [False, True], ids=["", "--dry-run"])
 def test_a_handler_that_nobody_knows_is_refused(dry_run: bool, engine: Engine) -> None:
-    """A misspelt name deletes nothing and says so, with the command that has the names."""
+    """A misspelt name deletes nothing and says so, with the place that has the names."""
     fill(engine, [1000] * 7)
     code, said, wrong = run(engine, "cleanup", "--handler", "H", *(["--dry-run"] if dry_run else []))
     assert (code, said) == (1, "")
     assert "no marker of H in " in wrong
-    assert "check the name (`idempotency stats` lists all names)" in wrong
+    assert "check the name in the column handler of processed_message" in wrong
     assert len(left(engine)) == 7
 
 
@@ -564,10 +580,10 @@ def test_without_a_retention_the_declared_horizon_is_taken(engine: Engine) -> No
     """It is the retention, be it longer or shorter than 168 hours, which are taken if none was declared."""
     fill(engine, [400, 340, 300, 120, 60])
     declare_horizon(engine, 336)
-    assert (count_expired(engine), stats(engine).expired, cleanup(engine)) == (2, 2, 2)
+    assert (count_expired(engine), cleanup(engine)) == (2, 2)
     assert left(engine) == ["2", "3", "4"]
     declare_horizon(engine, None)
-    assert (count_expired(engine), stats(engine).expired, cleanup(engine)) == (1, 0, 1)  # the last run kept 336 hours
+    assert (count_expired(engine), cleanup(engine)) == (1, 1)
     assert redelivery_horizon(engine) == 168
     declare_horizon(engine, 100)
     assert (count_expired(engine), cleanup(engine)) == (1, 1)

@@ -1,4 +1,4 @@
-"""The tables of commands: three ways to own them, what `check` finds wrong with them, and their records in bulk."""
+"""The tables of commands: the ways to own them, what `check` finds wrong with them, and their records in bulk."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -18,32 +18,27 @@ from owning import (  # noqa: F401  # second_schema is a fixture
     place,
     run_script,
     second_schema,
-    state_of,
     twice,
 )
-from projector_dedup import MissingTableError, Outcome, make_tables
+from projector_dedup import MissingTableError, Outcome
 from projector_dedup.commands import (
     Call,
     Commands,
     CommandTables,
-    InvalidKeyError,
     command,
     default_command_tables,
     make_command_tables,
 )
-from projector_dedup.maintenance.check import advise, verify
+from projector_dedup.maintenance.check import advise
 from projector_dedup.maintenance.cleanup import prune
 from projector_dedup.maintenance.rows import (
     find_records,
     forget_record,
-    forget_scope,
     rename,
 )
-from projector_dedup.maintenance.schema import Migrated, ddl, migrate
-from projector_dedup.maintenance.stats import stats
+from projector_dedup.maintenance.schema import ddl, require_tables
+from projector_dedup.maintenance.stats import ages
 from projector_dedup.tables import default_tables
-
-LAST_SIGN = "\U0010ffff"
 
 
 @command(name="shop.cancel")
@@ -53,12 +48,6 @@ def cancel(asked: dict[str, int], call: Call) -> str:
     return "x" * asked["amount"]
 
 
-def revision_of(engine: Engine, name: str) -> str:
-    """The revision in the set's own version table."""
-    with engine.connect() as connection:
-        return str(connection.exec_driver_sql(f"SELECT version_num FROM {name}_alembic_version").scalar_one())
-
-
 def keys_of(engine: Engine, tables: CommandTables = default_command_tables) -> list[tuple[str, str]]:
     """The key and the operation of each record, as another connection sees them."""
     other = create_engine(engine.url)
@@ -66,35 +55,6 @@ def keys_of(engine: Engine, tables: CommandTables = default_command_tables) -> l
         rows = connection.execute(select(tables.marker.c.message_id, tables.marker.c.handler)).all()
     other.dispose()
     return sorted((row.message_id, row.handler) for row in rows)
-
-
-# Migrated --------------------------------------------------------------------------------------------------------
-
-
-def test_a_run_that_died_before_the_first_table_is_finished(engine: Engine) -> None:
-    """Where DDL commits, the version table may say 0001, which makes no table of commands, and be all there is."""
-    run_script(engine, "CREATE TABLE processed_command_alembic_version (version_num VARCHAR(32) NOT NULL PRIMARY KEY)")
-    run_script(engine, "INSERT INTO processed_command_alembic_version VALUES ('projector_dedup_0001')")
-    assert migrate(engine, default_command_tables) == Migrated(before=None, after=1)
-    assert twice(engine, default_command_tables) == TWICE
-
-
-def test_tables_of_projectors_stay_at_their_revision(engine: Engine) -> None:
-    """Code of the version before finds the revision that it knows, beside tables of commands that it does not."""
-    migrate(engine)
-    before = described(engine, default_tables)
-    migrate(engine, default_command_tables)
-    assert migrate(engine) == Migrated(before=1, after=1)
-    assert revision_of(engine, "processed_message") == "projector_dedup_0001"
-    assert described(engine, default_tables) == before
-    assert state_of(engine, default_tables) == {"schema_version": "1"}
-
-
-def test_tables_of_projectors_at_a_later_revision_are_up_to_date(engine: Engine) -> None:
-    """`alembic upgrade head` in a checkout leads them past their own last revision."""
-    migrate(engine)
-    run_script(engine, "UPDATE processed_message_alembic_version SET version_num = 'projector_dedup_0002'")
-    assert migrate(engine) == Migrated(before=1, after=1)
 
 
 # The user's Alembic ----------------------------------------------------------------------------------------------
@@ -149,8 +109,8 @@ def test_what_is_missing_is_told_with_the_right_remedy(engine: Engine) -> None:
     """The maker and the option of this kind of tables, with the name that was given."""
     tables = make_command_tables(MetaData(), "orders")
     with pytest.raises(MissingTableError) as told:
-        verify(engine, tables)
-    for words in ("make_command_tables(metadata, name='orders')", "`idempotency migrate --commands --table orders`"):
+        require_tables(engine, tables)
+    for words in ("make_command_tables(metadata, name='orders')", "`idempotency schema --commands --table orders`"):
         assert words in str(told.value)
 
 
@@ -160,8 +120,8 @@ def test_a_column_that_is_missing_is_found(engine: Engine, column: str) -> None:
     default_command_tables.marker.metadata.create_all(engine)
     run_script(engine, f"ALTER TABLE processed_command DROP COLUMN {column}")
     assert fatal(engine, default_command_tables) == [f"processed_command has no column {column}"]
-    with pytest.raises(MissingTableError, match=rf"has no column {column}; .*make_command_tables\(\)"):
-        verify(engine, default_command_tables)
+    with pytest.raises(MissingTableError, match=r"does not have the columns .*make_command_tables\("):
+        require_tables(engine, default_command_tables)
 
 
 @pytest.mark.parametrize(
@@ -193,44 +153,23 @@ def test_a_column_that_changes_what_it_keeps_is_found(engine: Engine, column: st
 
 def test_the_trial_leaves_no_record(engine: Engine) -> None:
     """Nor anything else that another connection could see."""
-    migrate(engine, default_command_tables)
+    default_command_tables.marker.metadata.create_all(engine)
     assert fatal(engine, default_command_tables) == []
     assert keys_of(engine) == []
 
 
-def test_either_kind_is_told_from_the_other(engine: Engine) -> None:
-    """By check, migrate, rename, stats, find, forget and cleanup."""
+def test_a_table_of_markers_is_no_table_of_commands(engine: Engine) -> None:
+    """It lacks columns, and the error says how to create the table."""
     default_tables.marker.metadata.create_all(engine)
-    default_command_tables.marker.metadata.create_all(engine)
-    assert twice(engine, default_command_tables) == TWICE
-    as_markers, as_records = (
-        make_tables(MetaData(), "processed_command"),
-        make_command_tables(MetaData(), "processed_message"),
-    )
-    assert fatal(engine, as_markers) == ["processed_command is a table of commands, not of projectors"]
-    assert fatal(engine, as_records) == ["processed_message is a table of projectors, not of commands"]
-    refusals: list[Callable[[], object]] = [
-        lambda: migrate(engine, as_markers),
-        lambda: rename(engine, "shop.place", "new", tables=as_markers),
-        lambda: verify(engine, as_markers),
-        lambda: stats(engine, tables=as_markers),
-        lambda: prune(engine, tables=as_markers),
-    ]
-    for refused in refusals:
-        with pytest.raises(MissingTableError, match=r"of commands, not of projectors; .*add --commands"):
-            refused()
-    refusals = [
-        lambda: migrate(engine, as_records),
-        lambda: stats(engine, tables=as_records),
+    as_records = make_command_tables(MetaData(), "processed_message")
+    asks: list[Callable[[], object]] = [
         lambda: find_records(engine, "k", tables=as_records),
         lambda: forget_record(engine, "k", operation="o", tables=as_records),
-        lambda: forget_scope(engine, "s", tables=as_records),
         lambda: prune(engine, tables=as_records),
     ]
-    for refused in refusals:
-        with pytest.raises(MissingTableError, match=r"of projectors, not of commands; .*leave out --commands"):
+    for refused in asks:
+        with pytest.raises(MissingTableError, match=r"does not have the columns .*make_command_tables\("):
             refused()
-    assert keys_of(engine) == [("1:sé ", "shop.place")]
 
 
 def test_advice_speaks_of_records(engine: Engine) -> None:
@@ -239,7 +178,7 @@ def test_advice_speaks_of_records(engine: Engine) -> None:
     twice(engine, default_command_tables)
     with engine.begin() as connection:
         connection.execute(update(default_command_tables.marker).values(processed_at=text("'2020-01-01 00:00:00'")))
-    found = stats(engine, tables=default_command_tables)
+    found = ages(engine, tables=default_command_tables)
     (finding,) = advise(found, tables=default_command_tables)
     assert finding.problem.startswith("the oldest record is ")
     assert "`idempotency cleanup --commands`" in finding.remedy
@@ -264,40 +203,6 @@ def test_a_record_is_found_by_its_scope_and_key(engine: Engine) -> None:
     assert forget_record(engine, "k", scope="s", operation="shop.place") == 1
     assert [each.handler for each in find_records(engine, "k", scope="s")] == ["shop.cancel"]
     assert commands.handle(place, {"amount": 4}, key="k", scope="s").outcome is Outcome.APPLIED
-
-
-SCOPES = ["a", "ab", "A", "a ", "1", "1:a", "é", "e", "z", LAST_SIGN, LAST_SIGN * 2, "a%", "a_", "10", "x" * 10]
-
-
-def test_a_scope_is_forgotten_exactly(engine: Engine) -> None:
-    """Of scopes that look alike or begin alike only the one that is named; page by page, and one operation if asked."""
-    default_command_tables.marker.metadata.create_all(engine)
-    rows = [
-        {"message_id": f"{len(scope)}:{scope}{key}", "handler": operation}
-        for scope in ["", *SCOPES]
-        for key in ["1", "b", ":", "é", LAST_SIGN, "k k", "zz"]
-        for operation in ("o1", "o2")
-    ]
-    with engine.begin() as connection:
-        connection.execute(default_command_tables.marker.insert(), rows)
-    left = {(row["message_id"], row["handler"]) for row in rows}
-    batches: list[int] = []
-    assert forget_scope(engine, "a", operation="o2", batch_size=3, on_batch=batches.append) == 7
-    assert max(batches) <= 3
-    assert sum(batches) == 7
-    left -= {(message_id, "o2") for message_id, _ in left if message_id.startswith("1:a")}
-    assert set(keys_of(engine)) == left
-    for scope in SCOPES:
-        expected = {each for each in left if each[0].startswith(f"{len(scope)}:{scope}")}
-        assert forget_scope(engine, scope, batch_size=5) == len(expected)
-        left -= expected
-        assert set(keys_of(engine)) == left
-    assert {message_id[:2] for message_id, _ in left} == {"0:"}
-    assert forget_scope(engine, "a") == 0
-    for nobody in (None, ""):
-        with pytest.raises(InvalidKeyError):
-            forget_scope(engine, nobody)
-    assert set(keys_of(engine)) == left
 
 
 def test_a_renamed_operation_answers_as_before(engine: Engine) -> None:

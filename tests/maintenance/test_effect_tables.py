@@ -1,4 +1,4 @@
-"""The tables of effects: three ways to own them, what `check` finds wrong with them, and what is never deleted."""
+"""The tables of effects: the ways to own them, what `check` finds wrong with them, and what is never deleted."""
 
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,21 +13,19 @@ from marked import one_of_each_engine  # noqa: F401  # a fixture
 from owning import (  # noqa: F401  # second_schema is a fixture
     TWICE,
     charge,
-    described,
     fatal,
     made_by_our_revisions,
     run_script,
     second_schema,
     twice,
 )
-from projector_dedup import MissingTableError, Outcome, RefusedError, make_tables
-from projector_dedup.commands import default_command_tables, make_command_tables
+from projector_dedup import Outcome, RefusedError
 from projector_dedup.dialects.columns import utc_now
 from projector_dedup.effects import Effects, EffectTables, arm, default_effect_tables, make_effect_tables
 from projector_dedup.maintenance.cleanup import count_expired, prune
-from projector_dedup.maintenance.rows import forget, forget_scope, rename
-from projector_dedup.maintenance.schema import Migrated, ddl, migrate
-from projector_dedup.maintenance.stats import stats
+from projector_dedup.maintenance.rows import forget, rename
+from projector_dedup.maintenance.schema import ddl
+from projector_dedup.maintenance.stats import ages
 from projector_dedup.tables import default_tables
 
 TABLE = default_effect_tables.marker
@@ -49,25 +47,11 @@ def rows(engine: Engine) -> list[tuple[str, str]]:
 @pytest.fixture
 def owned(engine: Engine) -> Engine:
     """An engine on a database that has the tables of effects."""
-    migrate(engine, default_effect_tables)
+    default_effect_tables.marker.metadata.create_all(engine)
     return engine
 
 
 # Owned -----------------------------------------------------------------------------------------------------------
-
-
-def test_tables_of_the_release_before_stay_as_they_are(engine: Engine) -> None:
-    """Markers and records that are there keep their rows, their revisions and their structure; effects come beside."""
-    migrate(engine)
-    migrate(engine, default_command_tables)
-    assert twice(engine, default_tables) == twice(engine, default_command_tables) == TWICE
-    before = [described(engine, tables) for tables in (default_tables, default_command_tables)]
-    assert migrate(engine, default_effect_tables) == Migrated(before=None, after=1)
-    assert twice(engine, default_effect_tables) == TWICE
-    for tables in (default_tables, default_command_tables):
-        assert migrate(engine, tables) == Migrated(before=1, after=1)
-        assert set(twice(engine, tables)) == {Outcome.DUPLICATE}
-    assert [described(engine, tables) for tables in (default_tables, default_command_tables)] == before
 
 
 def test_our_revisions_in_the_users_environment(
@@ -121,25 +105,11 @@ def test_a_column_that_loses_effects_is_found(engine: Engine, column: str, kinds
     assert rows(engine) == []
 
 
-def test_the_kinds_are_told_from_each_other(engine: Engine) -> None:
-    """In each direction, by the option to say or to leave out."""
-    for tables in (default_tables, default_command_tables, default_effect_tables):
-        tables.marker.metadata.create_all(engine)
-    for maker, name, told in (
-        (make_tables, "external_effect", "a table of effects, not of projectors; add --effects, and"),
-        (make_command_tables, "external_effect", "of effects, not of commands; add --effects instead of --commands"),
-        (make_effect_tables, "processed_message", "of projectors, not of effects; .*leave out --effects"),
-        (make_effect_tables, "processed_command", "of commands, not of effects; add --commands instead of --effects"),
-    ):
-        with pytest.raises(MissingTableError, match=told):
-            stats(engine, tables=maker(MetaData(), name))
-
-
 # Looked after ----------------------------------------------------------------------------------------------------
 
 
 def test_what_is_not_finished_is_never_deleted(owned: Engine) -> None:
-    """By cleanup, which counts it as of no age; by forget, which names it; by forget of a scope, which leaves it."""
+    """By cleanup, which counts it as of no age; by forget, which names it."""
     effects = Effects(sessionmaker(owned), [charge])
     effects.run(charge, 3, key="done", scope="s")
     for key in ("k1", "k2"):
@@ -148,20 +118,17 @@ def test_what_is_not_finished_is_never_deleted(owned: Engine) -> None:
         connection.execute(update(TABLE).values(armed_at=0))
         old = datetime(2020, 1, 1, tzinfo=UTC)
         connection.execute(update(TABLE).where(TABLE.c.outcome.is_not(None)).values(processed_at=old))
-    found = stats(owned, tables=default_effect_tables)
-    assert (found.markers, found.expired, found.oldest, found.newest) == (3, 1, old, old)
+    assert ages(owned, tables=default_effect_tables).oldest == old
     assert count_expired(owned, tables=default_effect_tables) == 1
     assert prune(owned, tables=default_effect_tables).deleted == 1
     assert prune(owned, tables=default_effect_tables).deleted == 0
-    (name,) = stats(owned, tables=default_effect_tables).handlers
-    assert (name.markers, name.oldest, name.newest) == (2, None, None)
+    assert ages(owned, tables=default_effect_tables).oldest is None
     with pytest.raises(RefusedError, match=r"shop\.charge: an unfinished effect cannot be deleted"):
         forget(owned, "1:sk1", handler="shop.charge", tables=default_effect_tables)
-    assert forget_scope(owned, "s", tables=default_effect_tables) == 0
     assert len(rows(owned)) == 2
     effects.settle()
     assert forget(owned, "1:sk1", handler="shop.charge", tables=default_effect_tables) == 1
-    assert forget_scope(owned, "s", tables=default_effect_tables) == 1
+    assert rows(owned) == [("1:sk2", "shop.charge")]
 
 
 def test_a_renamed_effect_is_moved_with_its_provider_key(owned: Engine) -> None:

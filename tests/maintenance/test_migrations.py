@@ -1,20 +1,20 @@
-"""Whoever creates the tables, our migration, `create_all` or the user's own migration: they are the same tables."""
+"""Whoever creates the tables, our revisions, `create_all` or the user's own migration: they are the same tables."""
 
-import os
-import subprocess
 from pathlib import Path
 
 from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.config import Config
 from alembic.migration import MigrationContext
+from alembic.script import ScriptDirectory
 from sqlalchemy import Engine, MetaData, inspect
 
+from alembic_project import OURS, Project
 from databases import Database
-from forked import run_module
 from marked import one_of_each_engine  # noqa: F401  # a fixture
 from owning import TWICE, described, fatal, run_script, state_of, twice
 from projector_dedup import make_tables
+from projector_dedup.maintenance.schema import KINDS
 from projector_dedup.tables import default_metadata, default_tables
 
 ROOT = Path(__file__).parents[2]
@@ -37,47 +37,51 @@ engine.dispose()
 """
 
 
-def _alembic(database: Database, *arguments: str) -> subprocess.CompletedProcess[str]:
-    url = database.url().render_as_string(hide_password=False)
-    return run_module("alembic", *arguments, cwd=ROOT, env={**os.environ, "PROJECTOR_DEDUP_DATABASE_URL": url})
+OFFLINE = """
+from alembic import context
+
+context.configure(dialect_name=context.config.get_main_option("dialect"), literal_binds=True)
+with context.begin_transaction():
+    context.run_migrations()
+"""
 
 
-def test_the_migration_yields_what_make_tables_does(database: Database, engine: Engine) -> None:
-    """The database describes its tables in the words that it has for `create_all`'s; `downgrade base` drops them."""
+def test_our_revisions_yield_what_make_tables_does(database: Database, engine: Engine, tmp_path: Path) -> None:
+    """The database describes the tables in the same words, whether our revisions or `create_all` made them."""
     default_metadata.create_all(engine)
     expected = described(engine)
     default_metadata.drop_all(engine)
-    upgrade = _alembic(database, "upgrade", "head")
-    assert upgrade.returncode == 0, upgrade.stderr
+    project = Project(tmp_path, database)
+    project.configure(locations=OURS)
+    project.model("make_tables(metadata)")
+    project.alembic("upgrade", "heads")
     assert described(engine) == expected
-    compared = _alembic(database, "check")
-    assert "No new upgrade operations detected" in compared.stdout + compared.stderr
     assert fatal(engine) == []
     assert state_of(engine) == {"schema_version": "1"}
-    downgrade = _alembic(database, "downgrade", "base")
-    assert downgrade.returncode == 0, downgrade.stderr
-    assert inspect(engine).get_table_names() == ["processed_message_alembic_version"]
+    project.alembic("downgrade", "projector_dedup@base")
+    assert inspect(engine).get_table_names() == ["alembic_version"]
 
 
-def test_the_migration_can_be_written_to_a_file(database: Database, engine: Engine) -> None:
-    """`alembic upgrade head --sql` needs no database, and its statements create what the migration does."""
+def test_our_revisions_can_be_written_to_a_file(database: Database, engine: Engine, tmp_path: Path) -> None:
+    """`alembic upgrade heads --sql` needs no database, and its statements create what the revisions do."""
     default_metadata.create_all(engine)
     expected = described(engine)
     default_metadata.drop_all(engine)
-    written = _alembic(database, "upgrade", "head", "--sql")
-    assert written.returncode == 0, written.stderr
-    run_script(engine, written.stdout)
+    project = Project(tmp_path, database)
+    (tmp_path / "scripts" / "env.py").write_text(OFFLINE)
+    project.configure(locations=OURS, dialect=database.engine)
+    said = project.alembic("upgrade", "heads", "--sql").splitlines()
+    run_script(engine, "\n".join(line for line in said if not line.startswith("INFO ")))
     assert described(engine) == expected
     assert state_of(engine) == {"schema_version": "1"}
 
 
-def test_the_migration_without_a_database_says_what_to_set() -> None:
-    """One line, no traceback."""
-    environment = {name: value for name, value in os.environ.items() if name != "PROJECTOR_DEDUP_DATABASE_URL"}
-    run = run_module("alembic", "upgrade", "head", cwd=ROOT, env=environment)
-    assert run.returncode == 1
-    assert "set PROJECTOR_DEDUP_DATABASE_URL" in run.stderr
-    assert "Traceback" not in run.stderr
+def test_the_newest_revision_is_that_of_one_kind_of_tables() -> None:
+    """The kinds together name every revision, so that the newest one is the last of one of them."""
+    script = ScriptDirectory(str(ROOT / "migrations"))
+    revisions = [each.revision for each in script.walk_revisions()]
+    assert sorted(revisions) == sorted(each for kind in KINDS for each in kind.revisions)
+    assert script.get_heads() == [max(revisions)]
 
 
 def test_the_users_own_migration_runs_unedited(database: Database, engine: Engine, tmp_path: Path) -> None:

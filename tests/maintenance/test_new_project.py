@@ -12,9 +12,8 @@ import projector_dedup.migrations.versions
 import pytest
 from sqlalchemy import create_engine, inspect
 
-from alembic_project import run_python
 from databases import Database
-from projector_dedup.maintenance.check import check, check_alembic, check_installed_revisions
+from projector_dedup.maintenance.check import check, check_installed_revisions
 
 pytestmark = pytest.mark.slow
 
@@ -100,29 +99,11 @@ def test_the_steps_of_the_page_keep_revisions_in_the_project(history: bool, sqli
     assert sorted(each.name for each in OURS.glob("*.py")) == ours
     written = (tmp_path / "migrations" / "versions").glob("*.py")
     assert not [each.name for each in written if "processed_message" in each.read_text()]
-    assert check_alembic(project.ini) == check_alembic(project.ini, run=True) == check_installed_revisions() == []
+    assert check_installed_revisions() == []
     engine = create_engine(sqlite.url())
     assert not [finding for finding in check(engine) if finding.fatal]
     assert {column["name"] for column in inspect(engine).get_columns("account_totals")} == {"id", "more"}
     engine.dispose()
-
-
-def test_a_block_pasted_below_the_line_of_alembic_init(sqlite: Database, tmp_path: Path) -> None:
-    """A second `path_separator` is told in one line with its remedy; the command goes on, without a traceback."""
-    _, ini, *_ = _steps()
-    project = NewProject(tmp_path, sqlite)
-    project.run(INIT)
-    _replaced(project.ini, "path_separator = os", f"path_separator = os\n{ini.rstrip()}")
-    (finding,) = check_alembic(project.ini)
-    assert not finding.fatal
-    assert "option 'path_separator' in section 'alembic' already exists" in finding.problem
-    assert "remove the older line" in finding.remedy
-    url = sqlite.url().render_as_string()
-    run_python("-m", "projector_dedup", "migrate", "--database-url", url)
-    done = run_python("-m", "projector_dedup", "check", "--database-url", url, cwd=tmp_path)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "alembic.ini could not be read: " in done.stdout
-    assert "Traceback" not in done.stdout
 
 
 def test_a_revision_of_theirs_in_our_package_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,13 +1,167 @@
-"""`check`: the tables that a database has are those that the library expects, or it says what mends them."""
+"""`schema` and `check`: the SQL makes the tables that the library expects; of others, `check` says what mends them."""
+
+import re
+from collections.abc import Callable
 
 import pytest
-from sqlalchemy import Engine, MetaData, create_engine, inspect, text
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+from sqlalchemy import Engine, MetaData, create_engine, event, func, inspect, select, text
 
+from alembic_project import run_python
 from databases import Database
 from marked import one_of_each_engine  # noqa: F401  # a fixture
-from projector_dedup import MissingTableError, make_tables
-from projector_dedup.maintenance.check import check, verify
+from owning import (  # noqa: F401  # second_schema is a fixture
+    TWICE,
+    deliver,
+    described,
+    fatal,
+    run_script,
+    second_schema,
+    state_of,
+    twice,
+)
+from projector_dedup import DedupTables, MissingTableError, Outcome, make_tables
+from projector_dedup.commands import make_command_tables
+from projector_dedup.effects import make_effect_tables
+from projector_dedup.maintenance.check import check
+from projector_dedup.maintenance.cleanup import count_expired, declare_horizon, prune
+from projector_dedup.maintenance.rows import forget, rename
+from projector_dedup.maintenance.schema import ddl, require_tables
+from projector_dedup.maintenance.state import write_state
 from projector_dedup.tables import default_metadata as metadata
+from projector_dedup.tables import default_tables
+
+# The SQL ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [make_tables, make_command_tables, make_effect_tables])
+def test_the_sql_makes_the_tables(engine: Engine, schema: str | None, make: Callable[..., DedupTables]) -> None:
+    """Of any name, in any schema, side by side, as `create_all` makes them, and with the schema version."""
+    default = make(MetaData()).marker.name
+    for name, place in ((default, None), ("inbox", None), ("inbox2", schema), ("t" * 47, schema)):
+        tables = make(MetaData(), name, place)
+        run_script(engine, ddl(engine.dialect.name, tables))
+        if name == default:  # the only table as yet
+            with engine.connect() as connection:
+                context = MigrationContext.configure(connection, opts={"compare_server_default": True})
+                assert compare_metadata(context, tables.marker.metadata) == []
+        made = described(engine, tables)
+        assert twice(engine, tables) == TWICE
+        assert fatal(engine, tables) == []
+        assert state_of(engine, tables) == {"schema_version": str(tables.version)}
+        tables.marker.metadata.drop_all(engine)
+        tables.marker.metadata.create_all(engine)
+        assert described(engine, tables) == made
+
+
+def test_the_command_schema_prints_what_makes_the_tables(database: Database) -> None:
+    """For the table that was asked for, with the rights that an application user needs."""
+    done = run_python("-m", "projector_dedup", "schema", "--dialect", database.engine, "--table", "inbox")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"-- for {database.engine} (--dialect names another database: ")
+    assert "-- GRANT SELECT, INSERT, UPDATE, DELETE ON inbox_state TO" in done.stdout
+    engine = create_engine(database.url())
+    run_script(engine, done.stdout)
+    assert fatal(engine, make_tables(MetaData(), "inbox")) == []
+    assert state_of(engine, make_tables(MetaData(), "inbox")) == {"schema_version": "1"}
+    engine.dispose()
+
+
+def test_a_name_that_is_too_long_is_told_in_one_line(sqlite: Database) -> None:
+    """By every command that takes a name."""
+    for command in (["schema"], ["check", "--database-url", sqlite.url().render_as_string()]):
+        done = run_python("-m", "projector_dedup", *command, "--table", "t" * 48)
+        assert done.returncode == 1
+        assert done.stderr.startswith("Error: the name of the marker table must have 1 to 47 bytes, and ")
+        assert len(done.stderr.splitlines()) == 1
+
+
+# Versions --------------------------------------------------------------------------------------------------------
+
+
+def test_code_of_the_old_version_claims_after_an_upgrade(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing that was claimed before or after it is lost or applied again, and `check` calls the tables ready."""
+    run_script(engine, ddl(engine.dialect.name))
+    assert deliver(engine, "before") is Outcome.APPLIED
+    run_script(
+        engine,
+        "ALTER TABLE processed_message ADD COLUMN note TEXT; UPDATE processed_message_state SET value = '2'",
+    )
+    assert deliver(engine, "after") is Outcome.APPLIED
+    assert {deliver(engine, each) for each in ("before", "after")} == {Outcome.DUPLICATE}
+    with engine.connect() as connection:
+        assert connection.scalar(select(func.count()).select_from(default_tables.marker)) == 2
+    monkeypatch.setattr(DedupTables, "revisions", ("a revision",) * 2)
+    assert fatal(engine) == []
+
+
+@pytest.mark.parametrize(
+    ("written", "code", "problem"),
+    [
+        (None, 3, None),
+        ("3", 3, None),
+        ("2", 3, "advice"),
+        ("1", 3, "works with version 2 too, but not with older ones; run `alembic upgrade heads`"),
+        ("4", 3, "upgrade projector-dedup here"),
+        ("x", 3, "another program wrote"),
+    ],
+)
+def test_check_knows_two_versions(
+    engine: Engine, written: str | None, code: int, problem: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own and the one before, for rolling deploys; without a number the structure decides."""
+    monkeypatch.setattr(DedupTables, "revisions", ("a revision",) * code)
+    default_tables.marker.metadata.create_all(engine)
+    with engine.begin() as connection:
+        write_state(connection, default_tables, {"schema_version": written})
+    found = [finding for finding in check(engine) if "schema version" in finding.problem]
+    assert [finding.fatal for finding in found] == ([] if problem is None else [problem != "advice"])
+    if problem in (None, "advice"):
+        require_tables(engine, default_tables)
+        return
+    assert str(problem) in found[0].remedy
+    for refused in LOOKS:
+        with pytest.raises(MissingTableError, match=re.escape(str(problem))):
+            refused(engine)
+
+
+@pytest.mark.parametrize("version", [None, "1"], ids=["create_all", "schema"])
+def test_columns_that_are_missing_are_told_before_anything_is_deleted(engine: Engine, version: str | None) -> None:
+    """By one look, with what to do, whether a version is stored or not; `check` says which column."""
+    default_tables.marker.metadata.create_all(engine)
+    with engine.begin() as connection:
+        write_state(connection, default_tables, {"schema_version": version})
+        connection.execute(text("ALTER TABLE processed_message DROP COLUMN occurred_at"))
+    for refused in LOOKS:
+        with pytest.raises(MissingTableError, match=r"does not have the columns .*`idempotency check` prints what is"):
+            refused(engine)
+    assert fatal(engine) == ["processed_message has no column occurred_at"]
+
+
+def test_no_marker_is_inserted_to_try_the_table(engine: Engine) -> None:
+    """That is `check`'s, which somebody runs on purpose."""
+    run_script(engine, ddl(engine.dialect.name))
+    assert deliver(engine, "m1") is Outcome.APPLIED
+    sent: list[str] = []
+    event.listen(engine, "before_cursor_execute", lambda _connection, _cursor, statement, *_: sent.append(statement))
+    for look in LOOKS[:-1]:
+        look(engine)
+    rename(engine, "h", "new", dry_run=True)
+    assert [each for each in sent if each.startswith("INSERT INTO processed_message ")] == []
+
+
+LOOKS: list[Callable[[Engine], object]] = [
+    prune,
+    count_expired,
+    lambda engine: declare_horizon(engine, 24),
+    lambda engine: forget(engine, "nobody"),
+    lambda engine: rename(engine, "a", "b"),
+]
+"""What looks at the tables once, before it changes or counts anything."""
+
+
+# What is wrong with tables ---------------------------------------------------------------------------------------
 
 
 def test_create_all_yields_the_same(engine: Engine) -> None:
@@ -15,8 +169,8 @@ def test_create_all_yields_the_same(engine: Engine) -> None:
     metadata = MetaData()
     tables = make_tables(metadata, name="inbox")
     metadata.create_all(engine)
-    assert not [finding for finding in check(engine, tables) if finding.fatal]
-    verify(engine, tables)
+    assert fatal(engine, tables) == []
+    require_tables(engine, tables)
 
 
 def test_two_sets_of_tables_live_in_one_database(engine: Engine) -> None:
@@ -48,8 +202,6 @@ def test_check_says_what_is_wrong(engine: Engine, ddl: str, problem: str) -> Non
     assert findings
     assert findings[0].fatal
     assert findings[0].remedy
-    with pytest.raises(MissingTableError):
-        verify(engine)
 
 
 @pytest.mark.parametrize(

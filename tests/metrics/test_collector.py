@@ -157,8 +157,8 @@ def test_an_asynchronous_engine_is_refused() -> None:
 
 
 def test_a_scrape_does_not_wait_for_a_table_that_is_locked(postgresql: Database) -> None:
-    """A migration holds it: the table is reported as not readable, within the time of a scrape."""
-    engine = create_engine(postgresql.url())
+    """With the engine of the page, beside a migration: the table is not readable, within the time of a scrape."""
+    engine = create_engine(postgresql.url(), connect_args={"connect_timeout": 3, "options": "-c lock_timeout=1000"})
     fill(engine, [1])
     with engine.begin() as migration:
         migration.exec_driver_sql("LOCK TABLE processed_message IN ACCESS EXCLUSIVE MODE")

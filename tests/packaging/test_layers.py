@@ -59,10 +59,10 @@ MAX_ROOMS = {  # lines of a package, and of the files at the root together
     "http": 980,
     "metrics": 380,
     "rebuild": 560,
-    "maintenance": 3_130,
+    "maintenance": 2_400,
     "testing": 2_220,  # the ids in another process
-    "cli": 2_090,
-    "migrations": 280,
+    "cli": 1_830,
+    "migrations": 210,
 }
 MAX_FILES = 108  # of `projector_dedup`, without the command and the migrations
 
@@ -178,7 +178,7 @@ def test_an_import_that_leads_up_is_seen_and_one_that_leads_down_is_fine(tmp_pat
         "from . import Dispatcher",
         "from . import handler",
         "import projector_dedup.cli.main",
-        "def later():\n    from projector_dedup.maintenance.stats import stats",
+        "def later():\n    from projector_dedup.maintenance.stats import ages",
     ]
     down = ["from .errors import Defer", "from . import tables", "import sqlalchemy"]
     for line in up + down:
