@@ -12,7 +12,7 @@ the handler may have committed, and the guard does not find out what. The guard 
 handler swallows the exception, and then the unit of work never commits.
 
 The guard also *gives an attempt up* if the handler would go on with rows that are older than it expects, because the
-library has raised the isolation level (docs/adr/0046). Then the library runs the message again.
+library has raised the isolation level (docs/adr/0004-lost-updates.md). Then the library runs the message again.
 """
 
 from __future__ import annotations
@@ -362,7 +362,7 @@ class Guard:
     # What the snapshot hides ----------------------------------------------------------------------------------------
     #
     # If the library has raised the isolation level, the snapshot can be older than the handler expects: a row that
-    # another transaction has inserted since is hidden, and no error says so (docs/adr/0046).
+    # another transaction has inserted since is hidden, and no error says so (docs/adr/0004-lost-updates.md).
 
     def sees_new_rows(self) -> bool:
         """True if no statement of this transaction can miss a row, so that ``before_read`` and ``sent`` do nothing."""

@@ -6,7 +6,7 @@ A message without a marker is late if it occurred before the *late moment*, whic
 2. the moment up to which cleanups have deleted markers, as the state table stores it. It never goes back.
 
 A worker reads the late moment after a claim, in the transaction of the claim, and keeps it for ``FRESH`` seconds. So
-it may rely on a late moment that is too early. These rules make that harmless (docs/adr/0044):
+it may rely on a moment that is too early. These rules make that harmless (docs/adr/0009-cleanup-and-late-messages.md):
 
 - A cleanup deletes a marker only if its message occurred before now minus the horizon minus ``MARGIN``.
 - A cleanup deletes by a *lowered* horizon ``MARGIN`` after the change at the earliest.

@@ -3,7 +3,7 @@
 The session's class is private, so that the guard's listeners reach no session of the user. The module refuses an engine
 on which the guarantees would not hold. It sets the isolation level before the transaction begins. If a user's listener
 has already begun the transaction, for example to select a tenant, the module keeps its settings and sets the level by
-SQL inside the transaction, if the database can do that (docs/adr/0025-what-is-set-for-a-transaction.md).
+SQL inside the transaction, if the database can do that (docs/adr/0005-handlers-and-transactions.md).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ logger = logger_of("projector_dedup")
 _TOO_LATE = {"25001", "25P02"}  # active_sql_transaction: a query has run; in_failed_sql_transaction
 
 _begun_by_claims: WeakKeyDictionary[Engine, bool] = WeakKeyDictionary()
-"""True for engines that send BEGIN together with the claim. Decided at their first unit of work (ADR 23)."""
+"""True for engines whose claims send BEGIN, too. Decided once (docs/adr/0006-round-trips-and-batches.md)."""
 
 _warned_of: WeakKeyDictionary[EngineDialect, set[str]] = WeakKeyDictionary()
 """The isolation levels for which the library has logged that they lose updates, for an engine and its copies."""
@@ -306,13 +306,13 @@ class _Taking:
 
 
 def _usual_level(engine: Engine, dialect: Dialect, options: UnitOptions, *, marked: bool) -> str | None:
-    """Return the level to set if the user has chosen none. None keeps the engine's level (docs/adr/0046)."""
+    """Return the level to set if the user has chosen none. None keeps the engine's (docs/adr/0004-lost-updates.md)."""
     detecting = dialect.detecting_isolation
     if detecting is None:
         return None
     default: str | None = engine.dialect.default_isolation_level
     if dialect.begins_with_level and default is not None and is_as_strict(default, detecting):
-        return default  # set it in any case, because the next connection may have another default (docs/adr/0011)
+        return default  # the next connection may have another default (docs/adr/0007-pgbouncer-and-standbys.md)
     if options.read_models or options.lowered:
         return dialect.locking_isolation
     return detecting if marked else None

@@ -80,7 +80,7 @@ def projector(
     - ``formerly``: the former names of the projector (of a function: former identities). The library claims each
       message under these names too, so old and new code may run at the same time.
     - ``read_models``: the entities that the handlers change, if many workers change the same rows. The library reads
-      their rows under lock, on PostgreSQL at READ COMMITTED (docs/adr/0003-lost-updates.md). A handler that changes a
+      their rows under lock, on PostgreSQL at READ COMMITTED (docs/adr/0004-lost-updates.md). A handler that changes a
       row of another entity without a lock then gets an ``UnlockedWriteError``.
     - ``isolation``: overrides the isolation level.
     Raises ``HandlerDefinitionError`` for a wrong argument, at import.

@@ -3,7 +3,7 @@
 A lock is a row in the record table, under a reserved operation name. The first statement of each transaction updates
 this row, so a second command waits for the COMMIT of the first before it reads anything. At REPEATABLE READ and above
 PostgreSQL refuses the second update, and the library retries the whole transaction. So no command uses values that it
-read before it had the lock (docs/adr/0042-locks-of-commands.md).
+read before it had the lock (docs/adr/0012-commands.md).
 """
 
 from __future__ import annotations

@@ -305,7 +305,7 @@ class Aiomysql(MariaDB):
 # database; then each later statement gets the answer to the one before it (tests/core/test_interrupts.py).
 #
 # Whenever a connection goes back to its pool, SQLAlchemy sends ROLLBACK. Right behind the end of a transaction that is
-# a round trip for nothing. psycopg knows that, PyMySQL does not (docs/adr/0019-what-a-message-costs.md).
+# a round trip for nothing. psycopg knows that, PyMySQL does not (docs/adr/0006-round-trips-and-batches.md).
 
 IN_TRANSACTION = 1  # SERVER_STATUS_IN_TRANS of the client-server protocol
 
@@ -450,7 +450,7 @@ def _set_statement(element: _BoundedInsert, compiler: SQLCompiler, **options: An
 # the pool by code that needs other settings: if only projectors use an engine, that is one round trip for each
 # connection, not for each message.
 #
-# Each physical connection is asked for itself: behind one address there may be another server tomorrow (docs/adr/0023).
+# Each physical connection is asked: one address can lead to two servers (docs/adr/0008-mariadb-and-galera.md).
 
 SETTING = "innodb_snapshot_isolation"
 DEPENDABLE = {(10, 6): 27, (10, 11): 18, (11, 4): 12, (11, 8): 8, (12, 3): 3}
@@ -564,7 +564,7 @@ def _is_dependable(version: str) -> bool:
 # Tables --------------------------------------------------------------------------------------------------------------
 #
 # The catalogue is asked once per table and physical connection, since another connection may lead to another server;
-# and once per unit of work if a listener may have chosen another database meanwhile (docs/adr/0023).
+# and once per unit of work if a listener may have chosen another database (docs/adr/0008-mariadb-and-galera.md).
 
 _QUERY = text(
     """

@@ -117,7 +117,7 @@ class PostgreSQL(Dialect):
     def prepare(self, engine: Engine) -> None:
         """Raise ``UnsupportedDatabaseError`` behind a pooler if the driver names prepared statements by number.
 
-        Other clients of the pooler give the same names to other statements (docs/adr/0011).
+        Other clients of the pooler give the same names to other statements (docs/adr/0007-pgbouncer-and-standbys.md).
         """
         listen_once(engine, before_others=True, checkout=[refusing(engine.dialect, self.refuse_pooler)])
         with asking(), connected(engine):
@@ -428,8 +428,8 @@ def _insert_many(marker: Table, lists: tuple[str, ...], bounded: bool) -> Execut
 def _before(*, bounded: bool) -> Subquery:
     """Return a subquery that runs before the INSERT, in the statement of the claim.
 
-    It writes a message to the log, so that the COMMIT of a duplicate waits for the standby, too (docs/adr/0024). If
-    ``bounded``, it also bounds the claim's wait for locks, and the handler's (docs/adr/0006).
+    Its log message makes the COMMIT of a duplicate wait for the standby (docs/adr/0007-pgbouncer-and-standbys.md). If
+    ``bounded``, it also bounds the claim's wait for locks, and the handler's (docs/adr/0003-acknowledge.md).
     """
     columns: list[ColumnElement[Any]] = [WRITTEN_FOR_STANDBY.label("standby")]
     if bounded:
@@ -450,7 +450,7 @@ def _delete(marker: Table) -> Delete:
 #
 # COMMIT makes a marker visible on the primary when the standby has it, or when the wait for the standby is ended: by a
 # cancellation, a lost connection or a crash. So a marker that is found may be one that only the primary has. A COMMIT
-# waits for all that was committed before it, but only if its own transaction has written something (docs/adr/0024).
+# waits for earlier ones only if its own transaction has written something (docs/adr/0007-pgbouncer-and-standbys.md).
 
 WRITTEN_FOR_STANDBY: ColumnElement[Any] = literal_column(
     "CASE WHEN current_setting('synchronous_standby_names') <> '' "

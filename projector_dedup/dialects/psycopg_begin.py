@@ -1,11 +1,11 @@
-"""Send BEGIN with the claim, and COMMIT with the last statement, in one round trip of psycopg 3 (docs/adr/0019).
+"""Send BEGIN with the claim, and COMMIT with the last statement, in one round trip of psycopg 3.
 
 psycopg sends BEGIN separately before the first statement and waits for the answer, which costs a round trip for every
 message. A pipeline of libpq waits once for both. SQLAlchemy sees a cursor that executes the claim, so echo, events and
 errors work as usual. psycopg sees a transaction that has begun. Ids are sent as parameters, never as text.
 
 The last statement of a transaction is sent together with COMMIT in the same way. If it fails, the server skips the
-COMMIT.
+COMMIT (docs/adr/0006-round-trips-and-batches.md).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Every UPDATE of a row names the token that the row must have, so it changes nothing if another process was faster. A
 process that takes a row writes a new token. Times are milliseconds since 1970 of the database's clock
-(docs/adr/0041-effects.md).
+(docs/adr/0014-effects.md).
 """
 
 from __future__ import annotations

@@ -183,8 +183,6 @@ def test_cleanup_says_what_it_keeps(shop: Engine) -> None:
     assert run("--app", "shop:after", "--verify", "--beside", "totals", "--source-vouches").exit_code == 0
 
 
-
-
 @pytest.mark.usefixtures("shop")
 def test_a_wrong_command_line_says_what_to_do() -> None:
     """One of two; a place that can be imported; a projector that is there."""

@@ -1,6 +1,6 @@
 """A handler that is right in a session of its own is right here: its locks protect its reads, and no conflict is lost.
 
-In each test another transaction commits between the claim and the handler's first statement (docs/adr/0046).
+In each test a rival commits between the claim and the handler's first statement (docs/adr/0004-lost-updates.md).
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""The lowered run compares each unlocked row that it changes with what it has read (docs/adr/0046).
+"""The lowered run compares each unlocked row that it changes with what it has read (docs/adr/0004-lost-updates.md).
 
 A difference runs the handler again. A value that cannot be compared must not, because no later run would end.
 """

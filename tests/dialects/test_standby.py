@@ -1,4 +1,4 @@
-"""A synchronous standby of PostgreSQL: a marker that only the primary has does not make a duplicate (ADR 24)."""
+"""A synchronous standby of PostgreSQL: a marker that only the primary has does not make a duplicate."""
 
 import subprocess
 import sys

@@ -47,10 +47,10 @@ WINGS: dict[str, set[str]] = {  # a wing imports the core, and of the other wing
 PROMISE = ("delivery", "unit_of_work", "markers", "opening", "retry", "waiting")
 """The files to read before one believes that a message is applied once."""
 MAX_PROMISE = 1_690  # lines of those
-MAX_WITH_GUARD = 2_420  # and of ``guard``, which also knows what a snapshot hides (ADR 46)
+MAX_WITH_GUARD = 2_420  # and of ``guard``, which also knows what a snapshot hides
 
 MAX_ROOMS = {  # lines of a package, and of the files at the root together
-    "root": 6_340,  # the rule of ADR 46, events of their own, refused claims, log lines that nobody forges, and one
+    "root": 6_340,  # locks and snapshots, events of their own, refused claims, log lines that nobody forges, and one
     # description of the arguments that units of work, dispatchers, commands and effects share
     "dialects": 2_610,  # traced drivers, settings that hide rows
     "commands": 1_860,
