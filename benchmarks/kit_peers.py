@@ -24,8 +24,9 @@ from sqlalchemy.ext.asyncio import async_sessionmaker, create_async_engine
 from sqlalchemy.orm import Session, sessionmaker
 
 from kit_handlers import MISTAKES, PAYMENTS, RIGHT, Base, Case, Paid
-from projector_dedup import AsyncDispatcher, Dispatcher, RetryPolicy
+from projector_dedup import AsyncDispatcher, Dispatcher
 from projector_dedup.handler import handlers_of
+from projector_dedup.options import RetryPolicy
 from projector_dedup.tables import default_tables
 
 SERVER = os.environ.get("PROJECTOR_DEDUP_TEST_POSTGRESQL_URL", "postgresql://postgres@127.0.0.1:5432/postgres")

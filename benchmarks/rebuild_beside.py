@@ -16,7 +16,8 @@ from typing import Any
 from sqlalchemy import String, create_engine, select
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
 
-from projector_dedup import Dispatcher, Message, building, make_tables, on, projector
+from projector_dedup import Dispatcher, Message, make_tables, on, projector
+from projector_dedup.building import building
 from projector_dedup.rebuild.rebuild import end_rebuild, rebuild
 
 ROWS = 100

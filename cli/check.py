@@ -13,7 +13,7 @@ from typing import Any
 import click
 from sqlalchemy import Engine, inspect
 
-from projector_dedup import AsyncDispatcher, DedupTables, Dispatcher
+from projector_dedup import AsyncDispatcher, Dispatcher
 from projector_dedup.effects import EffectTables
 from projector_dedup.maintenance.check import advise, advise_rebuilds, check_handlers, check_installed_revisions
 from projector_dedup.maintenance.check import check as findings_of
@@ -21,6 +21,7 @@ from projector_dedup.maintenance.effects import advise_effects
 from projector_dedup.maintenance.findings import Finding
 from projector_dedup.maintenance.schema import KINDS
 from projector_dedup.maintenance.stats import Ages, ages
+from projector_dedup.tables import DedupTables
 
 from .options import EXIT_CODES, Deployment, database_options
 from .output import Failed, coloured, fitted, json_option, print_json, reason, say

@@ -14,8 +14,8 @@ import click
 from sqlalchemy import URL, Engine, MetaData, create_engine, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
 
-from projector_dedup import DedupTables
 from projector_dedup.maintenance.schema import KINDS
+from projector_dedup.tables import DedupTables
 
 from .output import Failed, one_line, reason
 

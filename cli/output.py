@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
-from projector_dedup import ProjectorDedupError
+from projector_dedup.errors import ProjectorDedupError
 from projector_dedup.message import printable, traced
 
 _WIDTH = 80  # columns of a terminal that does not report its width

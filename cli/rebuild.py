@@ -15,9 +15,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from sqlalchemy.util import greenlet_spawn
 
-from projector_dedup import AsyncDispatcher, BatchFailed, Delivery, Dispatcher
+from projector_dedup import AsyncDispatcher, Dispatcher
+from projector_dedup.errors import BatchFailed
 from projector_dedup.maintenance.state import moment_with_zone
 from projector_dedup.message import printable
+from projector_dedup.outcome import Delivery
 from projector_dedup.rebuild.lacking import Lacking, alacking, lacking
 from projector_dedup.rebuild.rebuild import Rebuilt, aend_rebuild, arebuild, end_rebuild
 from projector_dedup.rebuild.rebuild import rebuild as fill

@@ -10,7 +10,6 @@ from typing import Any
 import click
 from sqlalchemy import Engine
 
-from projector_dedup import DedupTables
 from projector_dedup.commands import CommandTables
 from projector_dedup.commands.record import RecordKey
 from projector_dedup.effects import EffectTables
@@ -28,6 +27,7 @@ from projector_dedup.maintenance.rows import forget as delete_markers
 from projector_dedup.maintenance.rows import rename as rename_markers
 from projector_dedup.maintenance.state import duration, moment_with_zone, moment_without_zone, pruned_until
 from projector_dedup.message import printable, valid_message_id
+from projector_dedup.tables import DedupTables
 
 from .options import EXIT_CODES, Deployment, WholeNumber, database_options
 from .output import (

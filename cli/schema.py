@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import click
 
-from projector_dedup import DedupTables
 from projector_dedup.maintenance.schema import ddl
+from projector_dedup.tables import DedupTables
 
 from .options import EXIT_CODES, debug_option, table_options
 from .output import one_line

@@ -21,7 +21,8 @@ from typing import Any
 from sqlalchemy import URL, BigInteger, String
 from sqlalchemy.orm import Mapped, Session, mapped_column, sessionmaker
 
-from projector_dedup import Dispatcher, building, on, projector
+from projector_dedup import Dispatcher, on, projector
+from projector_dedup.building import building
 from projector_dedup.rebuild.lacking import lacking
 from projector_dedup.rebuild.rebuild import end_rebuild, rebuild
 

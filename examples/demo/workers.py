@@ -15,7 +15,8 @@ from typing import Any
 from sqlalchemy import URL, Engine, create_engine, event
 from sqlalchemy.orm import Session, sessionmaker
 
-from projector_dedup import Dispatcher, Outcome, configure_sqlite
+from projector_dedup import Dispatcher, Outcome
+from projector_dedup.dialects import configure_sqlite
 
 from .flights import FlightScheduled
 from .projectors import TABLES, IdempotentCarriers, NaiveCarriers

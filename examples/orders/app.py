@@ -21,8 +21,8 @@ from sqlalchemy import MetaData, String
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_async_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-from projector_dedup import InProgress, configure_sqlite
 from projector_dedup.commands import AsyncCall, AsyncCommands, command, make_command_tables
+from projector_dedup.dialects import configure_sqlite
 from projector_dedup.effects import (
     AsyncEffects,
     Attempt,
@@ -35,6 +35,7 @@ from projector_dedup.effects import (
     make_effect_tables,
     resend,
 )
+from projector_dedup.errors import InProgress
 from projector_dedup.http.starlette import (
     IdempotencyKey,
     endpoint_session,

@@ -16,7 +16,8 @@ from consumer_rig import Sent, prove, wait_for
 from databases import Database
 from kafka_cluster import KafkaCluster, kafka_cluster
 from payments import NOTES, RULES, KilledError, payment
-from projector_dedup import Defer, HandlerDefinitionError
+from projector_dedup import Defer
+from projector_dedup.errors import HandlerDefinitionError
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:\\s*The 'queue' task attribute:DeprecationWarning"

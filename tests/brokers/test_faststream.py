@@ -12,8 +12,9 @@ from sqlalchemy import create_engine
 import payments
 from databases import Database
 from payments import RULES
-from projector_dedup import AsyncDispatcher, Defer, InvalidMessageIdError
+from projector_dedup import AsyncDispatcher, Defer
 from projector_dedup.brokers.faststream import nats, rabbit
+from projector_dedup.errors import InvalidMessageIdError
 
 Publish = Callable[[str, str | None], Any]
 """Publishes a payment to an account, with an id."""

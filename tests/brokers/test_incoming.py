@@ -10,8 +10,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from incoming_garbage import ATTRIBUTES, BODIES, HEADERS
-from projector_dedup import InvalidMessageError, InvalidMessageIdError, Message, cloudevents
+from projector_dedup import Message
 from projector_dedup.brokers.incoming import Incoming, cloudevent, json_event, json_of, moment_of, text_of
+from projector_dedup.errors import InvalidMessageError, InvalidMessageIdError
+from projector_dedup.message import cloudevents
 
 NOON = datetime(2013, 1, 1, 12, tzinfo=UTC)
 

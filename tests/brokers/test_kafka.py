@@ -19,10 +19,11 @@ from kafka_cluster import MESSAGE_TOO_LARGE, NOT_AUTHORIZED, PRODUCE, UNKNOWN_TO
 from kafka_garbage import produce
 from kafka_rig import headers_of
 from payments import RULES, payment
-from projector_dedup import Defer, Message, RefusedError
+from projector_dedup import Defer, Message
 from projector_dedup.brokers import kafka as plug
 from projector_dedup.brokers.incoming import Incoming, text_of
 from projector_dedup.brokers.kafka import ATTEMPT, NOT_BEFORE, OCCURRED, Consumer, begin, replay
+from projector_dedup.errors import RefusedError
 
 FAR = {NOT_BEFORE: "99999999999999"}  # a header by which a message waits, for some thousand years
 

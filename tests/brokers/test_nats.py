@@ -21,7 +21,8 @@ from databases import Database
 from nats_rig import DURABLE, JetStream
 from own_server import OwnServer
 from payments import RULES, payment
-from projector_dedup import AsyncDispatcher, RefusedError
+from projector_dedup import AsyncDispatcher
+from projector_dedup.errors import RefusedError
 
 
 @pytest.fixture

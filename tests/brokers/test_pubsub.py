@@ -13,8 +13,9 @@ import payments
 from adapters import PubSubSubscription, adapter
 from databases import Database
 from payments import RULES, KilledError, payment
-from projector_dedup import Defer, RefusedError
+from projector_dedup import Defer
 from projector_dedup.brokers import pubsub as plug
+from projector_dedup.errors import RefusedError
 from projector_dedup.message import printable
 from pubsub_rig import pubsub
 

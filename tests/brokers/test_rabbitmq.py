@@ -22,9 +22,9 @@ from amqp_fields import LATE_VALUES, OCTET_VALUES, UNREADABLE_VALUES, VALUES, dr
 from consumer_rig import wait_for
 from databases import Database
 from payments import RULES, KilledError, payment
-from projector_dedup import RefusedError
 from projector_dedup.brokers.incoming import cloudevent
 from projector_dedup.brokers.rabbitmq import DELIVERIES, REJECTED_FOR, WITHOUT_ID, dead_letters, queues_beside
+from projector_dedup.errors import RefusedError
 from walk import files_entered
 
 FRAME = 131_072  # bytes, which the server offers

@@ -21,8 +21,9 @@ from consumer_rig import wait_for
 from databases import Database
 from own_server import own_redis
 from payments import RULES, payment
-from projector_dedup import Defer, RefusedError
+from projector_dedup import Defer
 from projector_dedup.brokers.redis import Consumer, replay
+from projector_dedup.errors import RefusedError
 from redis_rig import GROUP, RedisStream
 
 

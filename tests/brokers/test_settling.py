@@ -19,26 +19,21 @@ import payments
 from databases import Database
 from incoming_garbage import ATTRIBUTES, BODIES, HEADERS
 from payments import RULES, AsyncPayments, Payments
-from projector_dedup import (
-    AsyncDispatcher,
+from projector_dedup import AsyncDispatcher, Defer, Dispatcher, on, projector
+from projector_dedup.brokers.incoming import Incoming, cloudevent, json_event, json_of
+from projector_dedup.brokers.settling import Settled, Settling
+from projector_dedup.commands import DuplicateCommandError
+from projector_dedup.errors import (
     BeyondRetention,
     CommitOutcomeUnknown,
-    Defer,
-    Dispatcher,
     HandlerDefinitionError,
     InProgress,
     InvalidMessageError,
     InvalidMessageIdError,
     MissingTableError,
     UnhandledMessage,
-    by_path,
-    on,
-    projector,
 )
-from projector_dedup.brokers.incoming import Incoming, cloudevent, json_event, json_of
-from projector_dedup.brokers.settling import Settled, Settling
-from projector_dedup.commands import DuplicateCommandError
-from projector_dedup.message import IdExtractor, attribute_or_key
+from projector_dedup.message import IdExtractor, attribute_or_key, by_path
 
 
 class UnprintableError(Exception):

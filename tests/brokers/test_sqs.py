@@ -19,8 +19,9 @@ from adapters import SqsFifoQueue, SqsQueue, adapter
 from consumer_rig import wait_for
 from databases import Database
 from payments import RULES, KilledError, payment
-from projector_dedup import Defer, RefusedError
+from projector_dedup import Defer
 from projector_dedup.brokers.sqs import lambda_handler, replay
+from projector_dedup.errors import RefusedError
 from sqs_rig import Sqs, sqs
 
 

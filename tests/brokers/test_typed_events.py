@@ -14,19 +14,12 @@ from pydantic import BaseModel, BeforeValidator, Field
 from sqlalchemy.orm import Session, sessionmaker
 from typing_extensions import TypedDict  # Pydantic takes that of `typing` from Python 3.12 on
 
-from projector_dedup import (
-    Dispatcher,
-    HandlerDefinitionError,
-    InvalidMessageError,
-    Message,
-    UnhandledMessage,
-    by_path,
-    on,
-    projector,
-)
+from projector_dedup import Dispatcher, Message, on, projector
 from projector_dedup.brokers.incoming import Incoming, cloudevent, json_of
 from projector_dedup.brokers.settling import Settling
 from projector_dedup.brokers.typed_events import into
+from projector_dedup.errors import HandlerDefinitionError, InvalidMessageError, UnhandledMessage
+from projector_dedup.message import by_path
 
 
 @dataclass

@@ -10,7 +10,8 @@ from sqlalchemy.orm import sessionmaker
 from command import idempotency, on_a_terminal
 from databases import Database
 from marked import metadata, on_one_database, one_of_each_engine, tables, url_of  # noqa: F401  # a fixture
-from projector_dedup import Dispatcher, InvalidMessageIdError, MissingTableError, Outcome, on, projector
+from projector_dedup import Dispatcher, Outcome, on, projector
+from projector_dedup.errors import InvalidMessageIdError, MissingTableError
 from projector_dedup.late import PRUNED_UNTIL
 from projector_dedup.maintenance.cleanup import declare_horizon
 from projector_dedup.maintenance.rows import find, forget

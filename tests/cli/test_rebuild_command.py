@@ -21,7 +21,8 @@ from sqlalchemy import create_engine, text
 from sqlalchemy.ext.asyncio import async_sessionmaker, create_async_engine
 from sqlalchemy.orm import sessionmaker
 
-from projector_dedup import AsyncDispatcher, Dispatcher, Message, building, on, projector
+from projector_dedup import AsyncDispatcher, Dispatcher, Message, on, projector
+from projector_dedup.building import building
 
 archive = [Message(f"p{number:02}", number, "paid") for number in range(12)]
 

@@ -10,7 +10,7 @@ from sqlalchemy.orm import Session, sessionmaker
 
 from command_rig import START, Balance, Base, Order, Placed, PlaceOrder, place
 from databases import Database
-from projector_dedup import AsyncDispatcher, HandlerDefinitionError, Message, on, projector
+from projector_dedup import AsyncDispatcher, Message, on, projector
 from projector_dedup.commands import (
     AsyncBegun,
     AsyncCall,
@@ -29,6 +29,7 @@ from projector_dedup.commands import (
     default_command_tables,
     derived_key,
 )
+from projector_dedup.errors import HandlerDefinitionError
 from projector_dedup.tables import default_tables
 
 placing = command(name="desk.place")(place)

@@ -12,8 +12,8 @@ from sqlalchemy.orm import Session, sessionmaker
 from command_rig import START, Balance, Base, Desk, Placed, PlaceOrder, desks, place
 from databases import DRIVERS, USUAL, Database
 from misbehaviour import execute_raw
-from projector_dedup import TransactionViolatedError
 from projector_dedup.commands import Call, Commands, InvalidKeyError, command, default_command_tables
+from projector_dedup.errors import TransactionViolatedError
 
 POSTGRESQL = [driver for driver in DRIVERS if driver.engine == "postgresql"]
 desk = desks(POSTGRESQL)

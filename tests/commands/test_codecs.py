@@ -16,7 +16,6 @@ import pydantic
 import pytest
 
 from command_rig import SQLITE, USUAL_ONES, Balance, Desk, PlaceOrder, desks, place
-from projector_dedup import HandlerDefinitionError
 from projector_dedup.commands import (
     Call,
     Codec,
@@ -27,6 +26,7 @@ from projector_dedup.commands import (
     command,
     json,
 )
+from projector_dedup.errors import HandlerDefinitionError
 
 desk = desks(SQLITE)
 every_desk = desks(USUAL_ONES, "every_desk")

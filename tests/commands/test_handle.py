@@ -7,8 +7,9 @@ from sqlalchemy.exc import IntegrityError
 
 from command_rig import Balance, Desk, Placed, PlaceOrder, desks, place
 from databases import DRIVERS
-from projector_dedup import Outcome, RetryPolicy
+from projector_dedup import Outcome
 from projector_dedup.commands import AsyncCall, Call, Rejected, Rejection
+from projector_dedup.options import RetryPolicy
 
 desk = desks(DRIVERS)
 

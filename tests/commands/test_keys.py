@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from sqlalchemy.orm import Session
 
 from command_rig import USUAL_ONES, Desk, Placed, PlaceOrder, desks, place
-from projector_dedup import Action, HandlerDefinitionError, verdict_of
 from projector_dedup.commands import (
     Call,
     DuplicateCommandError,
@@ -18,6 +17,8 @@ from projector_dedup.commands import (
     derived_key,
 )
 from projector_dedup.commands.record import RecordKey
+from projector_dedup.errors import HandlerDefinitionError
+from projector_dedup.verdict import Action, verdict_of
 
 TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=20)
 

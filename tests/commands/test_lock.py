@@ -12,10 +12,11 @@ from command_rig import SYNC_ONES, USUAL_ONES, Desk, Held, Order, Placed, PlaceO
 from databases import DRIVERS, Database
 from kit import PATIENCE
 from meter import metered
-from projector_dedup import HandlerDefinitionError, InProgress, RetryPolicy
 from projector_dedup.commands import Call, InvalidKeyError, abegin_command, begin_command, default_command_tables
 from projector_dedup.commands.lock import LOCK
+from projector_dedup.errors import HandlerDefinitionError, InProgress
 from projector_dedup.maintenance.cleanup import cleanup
+from projector_dedup.options import RetryPolicy
 
 RIVALS = 3
 LEVELS = ("READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE")

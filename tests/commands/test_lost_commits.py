@@ -9,7 +9,9 @@ from command_rig import Desk, desks
 from cut_proxy import Cut, CutProxy
 from databases import DRIVERS
 from http_rig import Shop
-from projector_dedup import CommitOutcomeUnknown, Outcome, RetryPolicy
+from projector_dedup import Outcome
+from projector_dedup.errors import CommitOutcomeUnknown
+from projector_dedup.options import RetryPolicy
 
 SERVERS = [driver for driver in DRIVERS if driver.engine != "sqlite"]
 

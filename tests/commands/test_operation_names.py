@@ -7,9 +7,9 @@ from sqlalchemy.orm import Session
 
 from command_rig import SQLITE, USUAL_ONES, Desk, PlaceOrder, desks
 from databases import DRIVERS
-from projector_dedup import HandlerDefinitionError, RefusedError
 from projector_dedup.commands import AsyncCommands, Call, Commands, Handled, begin_command, command
 from projector_dedup.commands.errors import InvalidKeyError
+from projector_dedup.errors import HandlerDefinitionError, RefusedError
 
 desk = desks(DRIVERS)
 on_sqlite = desks(SQLITE, "on_sqlite")

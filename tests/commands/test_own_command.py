@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 
 from command_rig import USUAL_ONES, Desk, Placed, PlaceOrder, desks, place
-from projector_dedup import Action, RetryPolicy, UncopyableError, verdict_of
 from projector_dedup.commands import Call
+from projector_dedup.errors import UncopyableError
+from projector_dedup.options import RetryPolicy
+from projector_dedup.verdict import Action, verdict_of
 
 desk = desks(USUAL_ONES)
 

@@ -9,10 +9,11 @@ from sqlalchemy import create_engine, event
 
 from command_rig import SYNC_ONES, Balance, Desk, Held, PlaceOrder, desks
 from kit import PATIENCE
-from projector_dedup import Outcome, RetryPolicy
+from projector_dedup import Outcome
 from projector_dedup.commands import default_command_tables
 from projector_dedup.maintenance.cleanup import prune
 from projector_dedup.maintenance.rows import forget_record
+from projector_dedup.options import RetryPolicy
 
 AT_ONCE = 1e-9  # hours: whatever is committed has expired
 

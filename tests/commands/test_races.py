@@ -10,8 +10,10 @@ import pytest
 from command_rig import USUAL_ONES, Balance, Desk, Held, PlaceOrder, desk_on
 from databases import DRIVERS
 from kit import PATIENCE
-from projector_dedup import InProgress, Outcome, RetryPolicy
+from projector_dedup import Outcome
 from projector_dedup.commands import Rejected
+from projector_dedup.errors import InProgress
+from projector_dedup.options import RetryPolicy
 
 RIVALS = 4
 LEVELS = ("READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE")

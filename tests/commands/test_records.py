@@ -6,8 +6,9 @@ from sqlalchemy.exc import DBAPIError
 
 from command_rig import Desk, Placed, PlaceOrder, desks, place
 from databases import DRIVERS
-from projector_dedup import Outcome, TransactionViolatedError
+from projector_dedup import Outcome
 from projector_dedup.commands import Call, Rejected, default_command_tables
+from projector_dedup.errors import TransactionViolatedError
 from projector_dedup.maintenance.cleanup import cleanup
 
 RECORD = default_command_tables.marker

@@ -6,8 +6,9 @@ from sqlalchemy.orm import Session, sessionmaker
 
 from command_rig import START, SYNC_ONES, Balance, Base, Desk, Order, Placed, PlaceOrder, desks, place
 from databases import Database
-from projector_dedup import MissingTableError, make_tables
+from projector_dedup import make_tables
 from projector_dedup.commands import Call, Commands, Handled, command, default_command_tables, make_command_tables
+from projector_dedup.errors import MissingTableError
 from projector_dedup.testing import external_transaction
 
 placing = command(name="desk.place")(place)

@@ -11,8 +11,9 @@ from sqlalchemy.orm import Session
 from command_rig import Desk, Order, Placed, PlaceOrder, desk_on
 from databases import DRIVERS, USUAL, USUAL_ASYNC
 from kit import PATIENCE
-from projector_dedup import RetriesExhaustedError, RetryPolicy
 from projector_dedup.commands import Call
+from projector_dedup.errors import RetriesExhaustedError
+from projector_dedup.options import RetryPolicy
 
 
 class ExpectedVersionError(Exception):

@@ -16,27 +16,23 @@ from cut_proxy import Cut, CutProxy
 from databases import Database
 from kit import Added, Base, Harness, Subject, Total, add
 from marked import one_of_each_engine  # noqa: F401  # a fixture
-from projector_dedup import (
+from projector_dedup import Dispatcher, Message, Outcome, on, projector
+from projector_dedup.errors import (
     BatchFailed,
     CommitOutcomeUnknown,
-    Delivery,
-    Dispatcher,
     InProgress,
     InvalidMessageIdError,
-    Message,
     MissingTableError,
-    Outcome,
     RefusedError,
     RetriesExhaustedError,
-    RetryPolicy,
     TransactionViolatedError,
     UnhandledMessage,
-    UnitOfWork,
     UnsafeSessionError,
-    on,
-    projector,
 )
+from projector_dedup.options import RetryPolicy
+from projector_dedup.outcome import Delivery
 from projector_dedup.tables import default_metadata
+from projector_dedup.unit_of_work import UnitOfWork
 
 APPLIED, DUPLICATE, FAILED = Outcome.APPLIED, Outcome.DUPLICATE, Outcome.FAILED
 totals = projector(idempotent=True, name="totals")(on(Added)(add))

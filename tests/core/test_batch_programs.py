@@ -8,7 +8,9 @@ from sqlalchemy.orm import Session
 import programs
 from databases import USUAL_DRIVERS, Driver
 from kit import Added, Harness
-from projector_dedup import BatchFailed, Message, Outcome, RetryPolicy
+from projector_dedup import Message, Outcome
+from projector_dedup.errors import BatchFailed
+from projector_dedup.options import RetryPolicy
 from reach import reach
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # programs do what SQLAlchemy warns of

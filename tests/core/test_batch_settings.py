@@ -10,8 +10,9 @@ from sqlalchemy.orm import Session
 from databases import DRIVERS, Database, Driver
 from kit import Added, Base, Harness, Subject, add
 from misbehaviour import swallow
-from projector_dedup import BatchFailed, Message, Outcome
+from projector_dedup import Message, Outcome
 from projector_dedup.dialects import MariaDB, PostgreSQL, SQLite
+from projector_dedup.errors import BatchFailed
 from projector_dedup.tables import default_metadata
 
 APPLIED, DUPLICATE, FAILED = Outcome.APPLIED, Outcome.DUPLICATE, Outcome.FAILED

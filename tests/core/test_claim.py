@@ -16,29 +16,23 @@ from sqlalchemy.pool import Pool, SingletonThreadPool, StaticPool
 
 from databases import Database
 from kit import Added, Base, Harness, Subject, Total, add
-from projector_dedup import (
-    Action,
-    AsyncDispatcher,
+from projector_dedup import AsyncDispatcher, Dispatcher, Message, Outcome, on, projector
+from projector_dedup.errors import (
     BatchFailed,
-    Dispatcher,
     InProgress,
     InvalidMessageIdError,
-    Message,
     MissingTableError,
-    Outcome,
     RefusedError,
     RetriesExhaustedError,
-    RetryPolicy,
     TransactionViolatedError,
-    UnitOfWork,
     UnsafeSessionError,
     UnsupportedDatabaseError,
-    claim,
-    on,
-    projector,
-    verdict_of,
 )
+from projector_dedup.markers import claim
+from projector_dedup.options import RetryPolicy
 from projector_dedup.tables import default_metadata, default_tables
+from projector_dedup.unit_of_work import UnitOfWork
+from projector_dedup.verdict import Action, verdict_of
 
 totals = projector(idempotent=True, name="totals")(on(Added)(add))
 

@@ -21,8 +21,10 @@ from sqlalchemy.util import greenlet_spawn
 from cut_proxy import Cut, CutProxy
 from databases import SERVERS, Database, Driver, each_driver
 from private_postgres import PrivatePostgres
-from projector_dedup import CommitOutcomeUnknown, Outcome, RetriesExhaustedError, RetryPolicy
+from projector_dedup import Outcome
 from projector_dedup.dialects import Status, dialect_of
+from projector_dedup.errors import CommitOutcomeUnknown, RetriesExhaustedError
+from projector_dedup.options import RetryPolicy
 from rig import NOTHING, ONCE, Durable, Outside, Rig, add, create_tables, done
 
 RigOn = Callable[..., Rig]

@@ -16,23 +16,14 @@ from sqlalchemy.orm import Session, sessionmaker
 from cut_proxy import CutProxy
 from databases import DRIVERS, SERVERS, Database, Driver, each_driver, mariadb_database
 from private_mariadb import NotInstalledError, private_mariadb
-from projector_dedup import (
-    CleanupInterruptedError,
-    Dispatcher,
-    Message,
-    MissingTableError,
-    Outcome,
-    RetriesExhaustedError,
-    RetryPolicy,
-    UnitOfWork,
-    UnsafeSessionError,
-    on,
-    projector,
-)
+from projector_dedup import Dispatcher, Message, Outcome, on, projector
 from projector_dedup.closing import connected
 from projector_dedup.dialects.postgresql import Psycopg
+from projector_dedup.errors import CleanupInterruptedError, MissingTableError, RetriesExhaustedError, UnsafeSessionError
 from projector_dedup.maintenance.cleanup import cleanup
 from projector_dedup.maintenance.running import run_with_retries
+from projector_dedup.options import RetryPolicy
+from projector_dedup.unit_of_work import UnitOfWork
 from reached import reached
 from rig import NOTHING, ONCE, Durable, Outside, Rig, add, create_tables
 

@@ -4,7 +4,7 @@ import pytest
 
 from contract import ISOLATION, ConcurrencyContract, ProjectorContract, Subject
 from databases import DRIVERS, USUAL_DRIVERS
-from projector_dedup import configure_sqlite
+from projector_dedup.dialects import configure_sqlite
 from reach import reach
 
 SQLITE = [driver for driver in DRIVERS if driver.engine == "sqlite"]

@@ -38,16 +38,11 @@ from harm import (
     skips_bad_lines,
 )
 from kit import Added
-from projector_dedup import (
-    Outcome,
-    OvertakenError,
-    RetryPolicy,
-    TransactionViolatedError,
-    UnitOfWork,
-    on,
-    projector,
-)
+from projector_dedup import Outcome, on, projector
+from projector_dedup.errors import OvertakenError, TransactionViolatedError
+from projector_dedup.options import RetryPolicy
 from projector_dedup.testing import external_transaction
+from projector_dedup.unit_of_work import UnitOfWork
 
 Way = Callable[[Scene], None]
 WAYS: tuple[Way, ...] = (Scene.deliver, Scene.deliver_batch, Scene.command, Scene.endpoint)

@@ -21,7 +21,8 @@ import pytest
 import costs
 from databases import DRIVERS, SERVERS, USUAL_DRIVERS, Driver, each_driver
 from fault_points import SCENARIOS, Fault, Point, RaisedError, Scenario, Told, Worker, number_of, totals_of
-from projector_dedup import BatchFailed, CommitOutcomeUnknown, Outcome
+from projector_dedup import Outcome
+from projector_dedup.errors import BatchFailed, CommitOutcomeUnknown
 from reached import reached
 from rig import Outside
 

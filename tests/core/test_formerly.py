@@ -13,19 +13,11 @@ from contract import NEW, OLD, deployed
 from cut_proxy import CutProxy
 from databases import Database
 from kit import Added, Harness, Held, Subject, Total, add
-from projector_dedup import (
-    Dispatcher,
-    HandlerDefinitionError,
-    InProgress,
-    MissingTableError,
-    Outcome,
-    RefusedError,
-    UnitOfWork,
-    claim,
-    on,
-    projector,
-)
+from projector_dedup import Dispatcher, Outcome, on, projector
+from projector_dedup.errors import HandlerDefinitionError, InProgress, MissingTableError, RefusedError
+from projector_dedup.markers import claim
 from projector_dedup.tables import default_tables
+from projector_dedup.unit_of_work import UnitOfWork
 
 FACTORY = sessionmaker(create_engine("sqlite://"))  # nothing connects where a definition is refused
 HERE = __name__
@@ -335,8 +327,8 @@ def test_asyncio(async_url: URL) -> None:
     """`AsyncUnitOfWork.claim` and an `async def` handler, by each asynchronous driver."""
     from sqlalchemy.ext.asyncio import async_sessionmaker, create_async_engine
 
-    from projector_dedup import AsyncUnitOfWork
     from projector_dedup.tables import default_metadata
+    from projector_dedup.unit_of_work import AsyncUnitOfWork
 
     async def outcomes() -> list[bool]:
         engine = create_async_engine(async_url)

@@ -20,7 +20,8 @@ from misbehaviour import (
     Verdict,
     told_apart,
 )
-from projector_dedup import Outcome, TransactionViolatedError
+from projector_dedup import Outcome
+from projector_dedup.errors import TransactionViolatedError
 from rig import NOTHING, ONCE, Durable, Outside, Rig, add
 
 

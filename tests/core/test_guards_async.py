@@ -11,7 +11,8 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from databases import DRIVERS, USUAL_DRIVERS, Driver, each_driver
 from misbehaviour import Misbehaviour, Verdict, told_apart
-from projector_dedup import Outcome, TransactionViolatedError
+from projector_dedup import Outcome
+from projector_dedup.errors import TransactionViolatedError
 from rig import NOTHING, ONCE, Rig, add
 
 H, R, B, P, C, D, E = Verdict

@@ -16,15 +16,10 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
 from databases import SERVERS, Driver, each_driver, mariadb_connection, spread
 from misbehaviour import bad_flush, driver_of, execute_raw, fail, swallow
-from projector_dedup import (
-    Defer,
-    Outcome,
-    RetriesExhaustedError,
-    RetryPolicy,
-    TransactionViolatedError,
-    UnsafeSessionError,
-)
+from projector_dedup import Defer, Outcome
+from projector_dedup.errors import RetriesExhaustedError, TransactionViolatedError, UnsafeSessionError
 from projector_dedup.guard import GuardedSession
+from projector_dedup.options import RetryPolicy
 from rig import NOTHING, ONCE, Durable, Rig, Total, add
 
 RigOn = Callable[[Driver], Rig]

@@ -12,7 +12,9 @@ from sqlalchemy.orm import Session
 
 from databases import DRIVERS, SERVERS, Driver, each_driver
 from misbehaviour import execute_raw
-from projector_dedup import Outcome, RetriesExhaustedError, RetryPolicy, TransactionViolatedError
+from projector_dedup import Outcome
+from projector_dedup.errors import RetriesExhaustedError, TransactionViolatedError
+from projector_dedup.options import RetryPolicy
 from rig import NOTHING, ONCE, Durable, Rig, Total, add
 
 

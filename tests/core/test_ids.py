@@ -11,7 +11,10 @@ from sqlalchemy import Engine, MetaData, create_engine, event, select
 from sqlalchemy.orm import Session
 
 from databases import Database
-from projector_dedup import InvalidMessageIdError, ProcessedMessage, claim, make_tables
+from projector_dedup import make_tables
+from projector_dedup.errors import InvalidMessageIdError
+from projector_dedup.markers import claim
+from projector_dedup.tables import ProcessedMessage
 
 HANDLER = "h"
 

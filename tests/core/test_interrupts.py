@@ -17,7 +17,7 @@ from sqlalchemy.orm import Session
 
 from cancellation import assert_others_can_write, cancel_at_every_await
 from databases import USUAL_DRIVERS, Driver, each_driver
-from projector_dedup import AsyncUnitOfWork
+from projector_dedup.unit_of_work import AsyncUnitOfWork
 from rig import NOTHING, ONCE, Durable, Rig, add
 
 pytestmark = pytest.mark.slow

@@ -32,23 +32,14 @@ from late_rig import (
     outcome,
     total,
 )
-from projector_dedup import (
-    Action,
+from projector_dedup import Dispatcher, Message, Outcome, on, projector
+from projector_dedup.errors import (
     BatchFailed,
     BeyondRetention,
-    Dispatcher,
     InProgress,
     InvalidMessageError,
-    Message,
     MissingTableError,
-    Observation,
-    Outcome,
     RefusedError,
-    from_ulid,
-    from_uuid7,
-    on,
-    projector,
-    verdict_of,
 )
 from projector_dedup.late import MARGIN, PRUNED_UNTIL, REDELIVERY_HORIZON
 from projector_dedup.maintenance import cleanup as cleanup_module
@@ -57,8 +48,11 @@ from projector_dedup.maintenance.cleanup import count_expired, declare_horizon, 
 from projector_dedup.maintenance.rows import rename
 from projector_dedup.maintenance.state import moment_text, write_state
 from projector_dedup.maintenance.stats import ages
+from projector_dedup.message import from_ulid, from_uuid7
+from projector_dedup.observer import Observation
 from projector_dedup.tables import DedupTables, default_tables
 from projector_dedup.testing import external_transaction
+from projector_dedup.verdict import Action, verdict_of
 
 LEVELS = {
     "postgresql": ("READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE"),

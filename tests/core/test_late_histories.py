@@ -13,9 +13,11 @@ from sqlalchemy import Engine, create_engine, delete, update
 from databases import Database
 from kit import Added, Harness, Subject, Total
 from late_rig import MARKER, STATE, Claims, Clock, meanwhile, outcome
-from projector_dedup import Message, ProjectorDedupError, RefusedError, RetentionTooShortError, from_uuid7
+from projector_dedup import Message
+from projector_dedup.errors import ProjectorDedupError, RefusedError, RetentionTooShortError
 from projector_dedup.maintenance.cleanup import declare_horizon, prune
 from projector_dedup.maintenance.rows import rename
+from projector_dedup.message import from_uuid7
 
 HISTORIES = {"sqlite": 120, "postgresql": 40, "mariadb": 40}
 HORIZONS = (2, 5, 12, 48)

@@ -19,9 +19,11 @@ from sqlalchemy.orm import (
 )
 
 from databases import Database
-from projector_dedup import Dispatcher, Message, Outcome, UnitOfWork, UnlockedWriteError, make_tables, on, projector
+from projector_dedup import Dispatcher, Message, Outcome, make_tables, on, projector
 from projector_dedup.commands import Call, Commands, command
 from projector_dedup.dialects import Failure, dialect_of
+from projector_dedup.errors import UnlockedWriteError
+from projector_dedup.unit_of_work import UnitOfWork
 
 
 class Base(DeclarativeBase):

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 from sqlalchemy.orm import Session, sessionmaker
 
-from projector_dedup import Dispatcher, RetriesExhaustedError, on, projector
+from projector_dedup import Dispatcher, on, projector
 from projector_dedup.brokers.incoming import Incoming
 from projector_dedup.brokers.settling import Settling
 from projector_dedup.commands import Rejected
+from projector_dedup.errors import RetriesExhaustedError
 from projector_dedup.http.recording import Answers
 from projector_dedup.message import logger_of
 

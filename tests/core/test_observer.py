@@ -20,22 +20,18 @@ import projector_dedup.observer
 from cut_proxy import CutProxy
 from databases import DRIVERS, Database
 from kit import Added, Harness, Subject, add
-from projector_dedup import (
+from projector_dedup import Defer, Dispatcher, Message, on, projector
+from projector_dedup.errors import (
     BatchFailed,
-    Defer,
     DeliveryFailed,
-    Dispatcher,
     InProgress,
     InvalidMessageIdError,
-    Message,
-    Observation,
     RetriesExhaustedError,
-    RetryPolicy,
     UnhandledMessage,
-    by_path,
-    on,
-    projector,
 )
+from projector_dedup.message import by_path
+from projector_dedup.observer import Observation
+from projector_dedup.options import RetryPolicy
 from projector_dedup.tables import default_metadata
 from reach import reach
 

@@ -18,21 +18,11 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
 
 from databases import Driver, each_driver
-from projector_dedup import (
-    Action,
-    AsyncDispatcher,
-    BatchFailed,
-    DeliveryFailed,
-    Dispatcher,
-    Message,
-    Outcome,
-    RetryPolicy,
-    UncopyableError,
-    on,
-    projector,
-    verdict_of,
-)
+from projector_dedup import AsyncDispatcher, Dispatcher, Message, Outcome, on, projector
+from projector_dedup.errors import BatchFailed, DeliveryFailed, UncopyableError
+from projector_dedup.options import RetryPolicy
 from projector_dedup.own_event import Originals, is_immutable
+from projector_dedup.verdict import Action, verdict_of
 from rig import NOTHING, Durable, Rig, add
 
 RigOn = Callable[..., Rig]

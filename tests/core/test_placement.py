@@ -26,22 +26,14 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sess
 from databases import USUAL_DRIVERS, Database, Driver, each_driver
 from kit import Added, Harness, Subject
 from marked import one_of_each_engine  # noqa: F401  # a fixture
-from projector_dedup import (
-    DedupTables,
-    Dispatcher,
-    MissingTableError,
-    Outcome,
-    TransactionViolatedError,
-    UnsafeSessionError,
-    claim,
-    configure_sqlite,
-    make_tables,
-    on,
-    projector,
-)
+from projector_dedup import Dispatcher, Outcome, make_tables, on, projector
+from projector_dedup.dialects import configure_sqlite
+from projector_dedup.errors import MissingTableError, TransactionViolatedError, UnsafeSessionError
 from projector_dedup.maintenance.check import check
 from projector_dedup.maintenance.cleanup import cleanup
 from projector_dedup.maintenance.schema import require_tables
+from projector_dedup.markers import claim
+from projector_dedup.tables import DedupTables
 
 Body = Callable[[Any, Session], Any]
 

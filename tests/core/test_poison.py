@@ -14,18 +14,17 @@ from sqlalchemy.orm import Session
 
 from databases import DRIVERS, Database, Driver, each_driver
 from kit import Added, Harness, Subject
-from projector_dedup import (
+from projector_dedup import Message, Outcome
+from projector_dedup.errors import (
     BatchFailed,
-    Delivery,
     InvalidMessageError,
     InvalidMessageIdError,
-    Message,
-    Outcome,
     RefusedError,
-    UnitOfWork,
     UnsafeSessionError,
 )
+from projector_dedup.outcome import Delivery
 from projector_dedup.tables import default_tables
+from projector_dedup.unit_of_work import UnitOfWork
 
 MARKER = default_tables.marker
 APPLIED, FAILED = Outcome.APPLIED, Outcome.FAILED

@@ -19,35 +19,26 @@ from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session, async_ses
 from sqlalchemy.orm import Session, scoped_session, sessionmaker
 
 import projector_dedup
-from projector_dedup import (
-    AsyncDispatcher,
-    AsyncUnitOfWork,
-    BatchFailed,
-    CleanupInterruptedError,
-    Delivery,
-    DeliveryFailed,
-    Dispatcher,
-    HandlerDefinitionError,
-    InvalidMessageError,
-    InvalidMessageIdError,
-    Message,
-    Outcome,
-    RefusedError,
-    TransactionViolatedError,
-    UnhandledMessage,
-    UnitOfWork,
-    UnsafeSessionError,
-    by_path,
-    cloudevents,
-    hashed,
-    kafka,
-    on,
-    projector,
-)
+from projector_dedup import AsyncDispatcher, Dispatcher, Message, Outcome, on, projector
 from projector_dedup import errors as public_errors
 from projector_dedup.commands import AsyncCommands, Commands
 from projector_dedup.effects import AsyncEffects, Effects
+from projector_dedup.errors import (
+    BatchFailed,
+    CleanupInterruptedError,
+    DeliveryFailed,
+    HandlerDefinitionError,
+    InvalidMessageError,
+    InvalidMessageIdError,
+    RefusedError,
+    TransactionViolatedError,
+    UnhandledMessage,
+    UnsafeSessionError,
+)
+from projector_dedup.message import by_path, cloudevents, hashed, kafka
+from projector_dedup.outcome import Delivery
 from projector_dedup.testing import external_transaction
+from projector_dedup.unit_of_work import AsyncUnitOfWork, UnitOfWork
 
 FACTORY = sessionmaker(create_engine("sqlite://"))  # nothing connects where a definition is refused
 ASYNC_FACTORY = async_sessionmaker(create_async_engine("sqlite+aiosqlite://"))

@@ -17,25 +17,15 @@ from sqlalchemy.orm import Session, sessionmaker
 from sqlalchemy.pool import NullPool
 
 from databases import DRIVERS, SERVERS, Driver, each_driver
-from projector_dedup import (
-    AsyncDispatcher,
-    AsyncUnitOfWork,
-    BatchFailed,
-    DeliveryFailed,
-    Dispatcher,
-    Message,
-    Outcome,
-    RetryPolicy,
-    UnitOfWork,
-    UnsafeSessionError,
-    claim,
-    on,
-    projector,
-)
+from projector_dedup import AsyncDispatcher, Dispatcher, Message, Outcome, on, projector
+from projector_dedup.errors import BatchFailed, DeliveryFailed, UnsafeSessionError
 from projector_dedup.guard import GuardedSession
+from projector_dedup.markers import claim
+from projector_dedup.options import RetryPolicy
 from projector_dedup.reentry import Handling
 from projector_dedup.tables import default_tables
 from projector_dedup.testing import external_transaction
+from projector_dedup.unit_of_work import AsyncUnitOfWork, UnitOfWork
 from rig import NOTHING, ONCE, Durable, Rig, add, create_tables, done
 
 RigOn = Callable[..., Rig]

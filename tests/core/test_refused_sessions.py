@@ -7,8 +7,10 @@ import pytest
 from sqlalchemy.ext.horizontal_shard import ShardedSession
 
 from databases import USUAL_DRIVERS, Driver
-from projector_dedup import Action, Message, UnsafeSessionError, verdict_of
+from projector_dedup import Message
+from projector_dedup.errors import UnsafeSessionError
 from projector_dedup.testing import external_transaction
+from projector_dedup.verdict import Action, verdict_of
 from rig import NOTHING, Rig, add
 
 RigOn = Callable[..., Rig]

@@ -12,15 +12,9 @@ from sqlalchemy.orm import Session, sessionmaker
 from sqlalchemy.orm.exc import StaleDataError
 
 from databases import Database, Driver, each_driver
-from projector_dedup import (
-    CommitOutcomeUnknown,
-    Dispatcher,
-    Outcome,
-    RetriesExhaustedError,
-    RetryPolicy,
-    on,
-    projector,
-)
+from projector_dedup import Dispatcher, Outcome, on, projector
+from projector_dedup.errors import CommitOutcomeUnknown, RetriesExhaustedError
+from projector_dedup.options import RetryPolicy
 from rig import NOTHING, ONCE, TOTAL, Durable, Rig, Total, add, state, tables_on
 
 Body = Callable[[Session], object]

@@ -9,23 +9,13 @@ from sqlalchemy import Engine, MetaData, Table, create_engine, inspect, select, 
 from sqlalchemy.orm import DeclarativeBase, Session, sessionmaker
 
 from databases import Database
-from projector_dedup import (
-    BatchFailed,
-    DedupTables,
-    Dispatcher,
-    Message,
-    MissingTableError,
-    Outcome,
-    ProcessedMessage,
-    RefusedError,
-    UnitOfWork,
-    claim,
-    make_tables,
-    on,
-    projector,
-)
+from projector_dedup import Dispatcher, Message, Outcome, make_tables, on, projector
 from projector_dedup.commands import make_command_tables
 from projector_dedup.effects import make_effect_tables
+from projector_dedup.errors import BatchFailed, MissingTableError, RefusedError
+from projector_dedup.markers import claim
+from projector_dedup.tables import DedupTables, ProcessedMessage
+from projector_dedup.unit_of_work import UnitOfWork
 
 AT = datetime(2026, 1, 2, 3, 4, 5, 678901, tzinfo=timezone(timedelta(hours=5, minutes=30)))
 

@@ -15,7 +15,8 @@ from sqlalchemy.orm import Session
 
 from databases import Database, Driver, each_driver, spread
 from kit import Added, Base, Harness, Subject, add
-from projector_dedup import BatchFailed, Dispatcher, Message, Outcome, UnsafeSessionError
+from projector_dedup import Dispatcher, Message, Outcome
+from projector_dedup.errors import BatchFailed, UnsafeSessionError
 from projector_dedup.tables import default_metadata
 
 APPLIED, DUPLICATE = Outcome.APPLIED, Outcome.DUPLICATE

@@ -33,7 +33,8 @@ async def wrong() -> None:
 MISTAKES = """
 from collections.abc import Sequence
 
-from projector_dedup import AsyncDispatcher, Dispatcher, Message, RetryPolicy, on, projector
+from projector_dedup import AsyncDispatcher, Dispatcher, Message, on, projector
+from projector_dedup.options import RetryPolicy
 from projector_dedup.commands import Call, command
 from sqlalchemy import Engine
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker

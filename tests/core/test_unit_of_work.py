@@ -9,17 +9,9 @@ from sqlalchemy import Engine, event, text
 from sqlalchemy.orm import Session, sessionmaker
 
 from marked import one_of_each_engine  # noqa: F401  # a fixture
-from projector_dedup import (
-    Dispatcher,
-    InProgress,
-    Message,
-    Outcome,
-    TransactionViolatedError,
-    UnitOfWork,
-    UnsafeSessionError,
-    on,
-    projector,
-)
+from projector_dedup import Dispatcher, Message, Outcome, on, projector
+from projector_dedup.errors import InProgress, TransactionViolatedError, UnsafeSessionError
+from projector_dedup.unit_of_work import UnitOfWork
 from rig import NOTHING, ONCE, Durable, Total, state, tables_on
 
 

@@ -9,27 +9,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy.orm.exc import StaleDataError
 
-from projector_dedup import (
-    Action,
-    BatchFailed,
-    CommitOutcomeUnknown,
-    Defer,
-    Delivery,
-    DeliveryFailed,
-    HandlerDefinitionError,
-    InProgress,
-    InvalidMessageIdError,
-    MissingTableError,
-    OvertakenError,
-    ProjectorDedupError,
-    RetriesExhaustedError,
-    TransactionViolatedError,
-    UncopyableError,
-    UnhandledMessage,
-    Verdict,
-    errors,
-    verdict_of,
-)
+from projector_dedup import Defer, errors
 from projector_dedup.commands import errors as errors_of_commands
 from projector_dedup.commands.errors import (
     DuplicateCommandError,
@@ -41,7 +21,23 @@ from projector_dedup.commands.errors import (
 )
 from projector_dedup.dialects import Failure
 from projector_dedup.effects import errors as errors_of_effects
-from projector_dedup.verdict import FAILURES, NAMED, OTHERS, OURS, Answer
+from projector_dedup.errors import (
+    BatchFailed,
+    CommitOutcomeUnknown,
+    DeliveryFailed,
+    HandlerDefinitionError,
+    InProgress,
+    InvalidMessageIdError,
+    MissingTableError,
+    OvertakenError,
+    ProjectorDedupError,
+    RetriesExhaustedError,
+    TransactionViolatedError,
+    UncopyableError,
+    UnhandledMessage,
+)
+from projector_dedup.outcome import Delivery
+from projector_dedup.verdict import FAILURES, NAMED, OTHERS, OURS, Action, Answer, Verdict, verdict_of
 from provoked import PROVOKED
 
 PAGE = Path(__file__).parents[2] / "docs" / "verdicts.md"

@@ -12,24 +12,12 @@ from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.orm import Session, sessionmaker
 
 from databases import DRIVERS, Database, Driver, each_driver
-from projector_dedup import (
-    Action,
-    BatchFailed,
-    Defer,
-    DeliveryFailed,
-    Dispatcher,
-    Message,
-    MissingTableError,
-    Outcome,
-    RetriesExhaustedError,
-    RetryPolicy,
-    on,
-    projector,
-    verdict_of,
-)
+from projector_dedup import Defer, Dispatcher, Message, Outcome, on, projector
 from projector_dedup.commands import Call, Commands, DuplicateCommandError, command
 from projector_dedup.dialects import sqlstate_of
-from projector_dedup.verdict import FAILURES
+from projector_dedup.errors import BatchFailed, DeliveryFailed, MissingTableError, RetriesExhaustedError
+from projector_dedup.options import RetryPolicy
+from projector_dedup.verdict import FAILURES, Action, verdict_of
 from provoked import FIRST, PROVOKED, Provoked, held, make_provoked
 from rig import tables_on
 

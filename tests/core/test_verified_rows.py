@@ -27,7 +27,8 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, deferred, mapped_co
 
 from databases import DRIVERS, USUAL_DRIVERS
 from harm import Parent, Scene, append, scene_on
-from projector_dedup import RetryPolicy, UnlockedWriteError
+from projector_dedup.errors import UnlockedWriteError
+from projector_dedup.options import RetryPolicy
 
 
 class Base(DeclarativeBase):

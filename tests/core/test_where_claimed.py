@@ -14,7 +14,8 @@ from sqlalchemy.orm import Session
 from databases import USUAL_DRIVERS, Database, Driver
 from kit import Added, Base, Harness, Subject, add
 from misbehaviour import execute_raw
-from projector_dedup import Outcome, TransactionViolatedError
+from projector_dedup import Outcome
+from projector_dedup.errors import TransactionViolatedError
 from projector_dedup.tables import default_metadata
 
 APPLIED = Outcome.APPLIED

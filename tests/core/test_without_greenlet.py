@@ -8,7 +8,8 @@ import sys
 sys.modules["greenlet"] = None  # as if it were not installed
 from sqlalchemy import create_engine
 from sqlalchemy.orm import Session, sessionmaker
-from projector_dedup import AsyncDispatcher, Dispatcher, UnsafeSessionError, on, projector
+from projector_dedup import AsyncDispatcher, Dispatcher, on, projector
+from projector_dedup.errors import UnsafeSessionError
 from projector_dedup.tables import default_metadata
 
 @projector(idempotent=True, name="nothing")

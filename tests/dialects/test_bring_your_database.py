@@ -16,12 +16,14 @@ from sqlalchemy.orm import Session, sessionmaker
 
 from databases import Database
 from kit import Added, add
-from projector_dedup import Dispatcher, UnsupportedDatabaseError, claim, on, projector
+from projector_dedup import Dispatcher, on, projector
 from projector_dedup.dialects import Failure, MariaDB, PostgreSQL, SQLite, dialect_of, failure_of
 from projector_dedup.dialects.dialect import _DIALECTS
+from projector_dedup.errors import UnsupportedDatabaseError
 from projector_dedup.maintenance.check import check
 from projector_dedup.maintenance.databases import Database as Maintained
 from projector_dedup.maintenance.databases import Expired
+from projector_dedup.markers import claim
 from projector_dedup.tables import default_metadata, default_tables
 
 ROOT = Path(__file__).parents[2]

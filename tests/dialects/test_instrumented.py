@@ -17,7 +17,9 @@ from opentelemetry.instrumentation.sqlite3 import SQLite3Instrumentor
 from sqlalchemy import bindparam, event
 
 from databases import DRIVERS, Driver, each_driver
-from projector_dedup import Action, Outcome, UnsupportedDatabaseError, verdict_of
+from projector_dedup import Outcome
+from projector_dedup.errors import UnsupportedDatabaseError
+from projector_dedup.verdict import Action, verdict_of
 from rig import NOTHING, ONCE, TOTAL, Rig, add
 
 RigOn = Callable[..., Rig]

@@ -20,23 +20,13 @@ from sqlalchemy.orm import Session, sessionmaker
 from contract import LOOK_ALIKES, ClaimContract, ConcurrencyContract, OnceContract
 from databases import DRIVERS, USUAL_DRIVERS, Database, Driver, mariadb_connection
 from kit import PATIENCE, Added, Broken, Gate, Harness, Subject, Total, add
-from projector_dedup import (
-    Dispatcher,
-    InProgress,
-    Message,
-    MissingTableError,
-    Outcome,
-    ProcessedMessage,
-    RefusedError,
-    RetryPolicy,
-    UnsafeSessionError,
-    claim,
-    on,
-    projector,
-)
+from projector_dedup import Dispatcher, Message, Outcome, on, projector
+from projector_dedup.errors import InProgress, MissingTableError, RefusedError, UnsafeSessionError
 from projector_dedup.maintenance.check import check
 from projector_dedup.maintenance.cleanup import cleanup
-from projector_dedup.tables import default_metadata, default_tables
+from projector_dedup.markers import claim
+from projector_dedup.options import RetryPolicy
+from projector_dedup.tables import ProcessedMessage, default_metadata, default_tables
 
 MARIADB = [driver for driver in DRIVERS if driver.engine == "mariadb"]
 ONE_OF_EACH_KIND = [driver for driver in MARIADB if driver in USUAL_DRIVERS]

@@ -19,14 +19,10 @@ from sqlalchemy.orm import Session
 
 from databases import DRIVERS, USUAL_DRIVERS, Database, Driver
 from kit import Harness, Subject, Total
-from projector_dedup import (
-    MissingTableError,
-    Outcome,
-    RetriesExhaustedError,
-    RetryPolicy,
-    TransactionViolatedError,
-)
+from projector_dedup import Outcome
 from projector_dedup.dialects import mariadb
+from projector_dedup.errors import MissingTableError, RetriesExhaustedError, TransactionViolatedError
+from projector_dedup.options import RetryPolicy
 from races import LostUpdateContract, RaceContract
 from rig import NOTHING, Durable, Rig, add, done, outsides_fixture, rig_on_fixture  # noqa: F401  # fixtures
 from rig import Total as Row

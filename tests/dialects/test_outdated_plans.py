@@ -13,7 +13,8 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 
 from databases import DRIVERS, Driver
-from projector_dedup import Outcome, RetryPolicy
+from projector_dedup import Outcome
+from projector_dedup.options import RetryPolicy
 from rig import NOTHING, Durable, Rig, Total, add, done, outsides_fixture, rig_on_fixture  # noqa: F401  # fixtures
 
 POSTGRESQL = [driver for driver in DRIVERS if driver.engine == "postgresql"]

@@ -24,7 +24,9 @@ from cut_proxy import Cut, CutProxy
 from databases import DRIVERS, USUAL_DRIVERS, Database, Driver
 from kit import Harness
 from pgbouncer import UNNAMED, PgBouncer, recipe
-from projector_dedup import CommitOutcomeUnknown, Outcome, RetriesExhaustedError, RetryPolicy, UnsupportedDatabaseError
+from projector_dedup import Outcome
+from projector_dedup.errors import CommitOutcomeUnknown, RetriesExhaustedError, UnsupportedDatabaseError
+from projector_dedup.options import RetryPolicy
 from races import LostUpdateContract
 from reach import reach
 from rig import NOTHING, ONCE, Durable, Outside, Rig, add, outsides_fixture, rig_on_fixture  # noqa: F401  # fixtures

@@ -17,21 +17,11 @@ from sqlalchemy.orm import Session, sessionmaker
 from cut_proxy import CutProxy
 from databases import Database
 from kit import Added, Base, Total
-from projector_dedup import (
-    AsyncDispatcher,
-    Dispatcher,
-    InProgress,
-    MissingTableError,
-    Outcome,
-    UnitOfWork,
-    UnsafeSessionError,
-    UnsupportedDatabaseError,
-    make_tables,
-    on,
-    projector,
-)
+from projector_dedup import AsyncDispatcher, Dispatcher, Outcome, make_tables, on, projector
 from projector_dedup.dialects import dialect_of
+from projector_dedup.errors import InProgress, MissingTableError, UnsafeSessionError, UnsupportedDatabaseError
 from projector_dedup.tables import default_metadata
+from projector_dedup.unit_of_work import UnitOfWork
 
 TOGETHER, APART = 4, 5
 """Round trips of a new message."""

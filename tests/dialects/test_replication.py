@@ -7,7 +7,9 @@ from sqlalchemy import make_url
 
 from databases import DRIVERS, Driver
 from kit import Harness, Subject
-from projector_dedup import Outcome, RetriesExhaustedError, RetryPolicy
+from projector_dedup import Outcome
+from projector_dedup.errors import RetriesExhaustedError
+from projector_dedup.options import RetryPolicy
 from reached import reached
 from standby import Primary, Standby, either, own_primary, standby_of
 

@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 
 from databases import DRIVERS, USUAL_DRIVERS, Driver
-from projector_dedup import Action, Message, RetryPolicy, UnsafeSessionError, verdict_of
+from projector_dedup import Message
+from projector_dedup.errors import UnsafeSessionError
 from projector_dedup.maintenance.cleanup import prune
 from projector_dedup.maintenance.rows import forget
+from projector_dedup.options import RetryPolicy
+from projector_dedup.verdict import Action, verdict_of
 from rig import NOTHING, Durable, Rig, add
 
 RigOn = Callable[..., Rig]

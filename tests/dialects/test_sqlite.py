@@ -22,20 +22,17 @@ from contract import ConcurrencyContract
 from convergence import Broker, generate, totals_of
 from databases import DRIVERS, Database, Driver
 from kit import Added, Harness, Subject, Total, add, until_acknowledged
-from projector_dedup import (
+from projector_dedup import Dispatcher, Outcome, on, projector
+from projector_dedup.dialects import configure_sqlite
+from projector_dedup.errors import (
     CommitOutcomeUnknown,
-    Dispatcher,
-    Outcome,
     RetriesExhaustedError,
-    RetryPolicy,
     TransactionViolatedError,
     UnsafeSessionError,
     UnsupportedDatabaseError,
-    claim,
-    configure_sqlite,
-    on,
-    projector,
 )
+from projector_dedup.markers import claim
+from projector_dedup.options import RetryPolicy
 
 SQLITE = [driver for driver in DRIVERS if driver.engine == "sqlite"]
 HASTY = 0.001  # seconds; a writer that meets another one hears "database is locked" nearly at once

@@ -17,21 +17,19 @@ from databases import DRIVERS, Driver
 from deliveries import ROWS, WAYS
 from kit import PATIENCE, Added, Harness, Subject, Total
 from meter import metered
-from projector_dedup import (
-    AsyncUnitOfWork,
+from projector_dedup import Message, Outcome
+from projector_dedup.commands import default_command_tables
+from projector_dedup.errors import (
     BatchFailed,
     CommitOutcomeUnknown,
-    Message,
-    Outcome,
     RetriesExhaustedError,
-    RetryPolicy,
     TransactionViolatedError,
-    UnitOfWork,
     UnsafeSessionError,
-    claim,
 )
-from projector_dedup.commands import default_command_tables
+from projector_dedup.markers import claim
+from projector_dedup.options import RetryPolicy
 from projector_dedup.tables import default_tables
+from projector_dedup.unit_of_work import AsyncUnitOfWork, UnitOfWork
 from reached import reached
 from standby import Primary, Standby, own_primary, standby_of
 
@@ -317,7 +315,7 @@ WORKER = """
 import sys
 from sqlalchemy import create_engine
 from sqlalchemy.orm import sessionmaker
-from projector_dedup import UnitOfWork
+from projector_dedup.unit_of_work import UnitOfWork
 with UnitOfWork(sessionmaker(create_engine(sys.argv[1]))) as uow:
     uow.claim("m1", "totals")
     uow.commit()

@@ -10,10 +10,10 @@ from sqlalchemy.orm import Session, sessionmaker
 from databases import Database
 from effect_rig import TABLE, Charge, Payment, Till, tills
 from kit import Added
-from projector_dedup import UnsafeSessionError
 from projector_dedup.commands import Call, command, default_command_tables
 from projector_dedup.commands.runner import AsyncCommands, Commands
 from projector_dedup.effects import Attempt, arm, effect, stop
+from projector_dedup.errors import UnsafeSessionError
 from projector_dedup.tables import default_tables
 
 till = tills()

@@ -13,7 +13,6 @@ from sqlalchemy.orm import Session, sessionmaker
 from databases import USUAL_DRIVERS
 from effect_rig import Charge, Lost, Till, tills
 from kit import Added, Gate
-from projector_dedup import HandlerDefinitionError, RetryPolicy, UnsafeSessionError
 from projector_dedup.effects import (
     Attempt,
     DoubleEffectError,
@@ -27,6 +26,8 @@ from projector_dedup.effects import (
     resend,
     stop,
 )
+from projector_dedup.errors import HandlerDefinitionError, UnsafeSessionError
+from projector_dedup.options import RetryPolicy
 from projector_dedup.tables import default_tables
 
 till = tills()

@@ -11,7 +11,6 @@ from sqlalchemy.orm import Session
 from databases import USUAL_DRIVERS, Database, Driver, each_driver
 from effect_rig import Charge, Lost, Till, till_on, tills
 from kit import Gate, Harness, Subject
-from projector_dedup import HandlerDefinitionError, UnsafeSessionError
 from projector_dedup.effects import (
     Attempt,
     EffectUnknown,
@@ -26,6 +25,7 @@ from projector_dedup.effects import (
     stop,
 )
 from projector_dedup.effects.record import MAX_ERROR
+from projector_dedup.errors import HandlerDefinitionError, UnsafeSessionError
 
 till = tills()
 HOUR = timedelta(hours=1)

@@ -14,13 +14,13 @@ from sqlalchemy.util import greenlet_spawn
 
 from effect_rig import Charge, Lost, Till, tills
 from kit import Gate
-from projector_dedup import Observation
 from projector_dedup.commands import AsyncCommands, Commands, Rejected, command, default_command_tables
 from projector_dedup.effects import Attempt, NotDone, NotRecordedError, ask, resend
 from projector_dedup.errors import ProjectorDedupError
 from projector_dedup.maintenance.effects import resolve
 from projector_dedup.metrics.opentelemetry import OpenTelemetryObserver
 from projector_dedup.metrics.prometheus import PrometheusObserver
+from projector_dedup.observer import Observation
 
 till = tills()
 HOUR = timedelta(hours=1)

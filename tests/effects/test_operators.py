@@ -10,9 +10,9 @@ from command import idempotency, importing
 from databases import USUAL_DRIVERS
 from effect_rig import Charge, Till, tills
 from kit import Gate
-from projector_dedup import RefusedError
 from projector_dedup.commands import default_command_tables
 from projector_dedup.effects import Attempt, EffectUnknown, LeaseLostError, Rejected, default_effect_tables
+from projector_dedup.errors import RefusedError
 from projector_dedup.maintenance.cleanup import cleanup, prune
 from projector_dedup.maintenance.effects import advise_effects, find_effect, find_effects, resolve
 from projector_dedup.maintenance.rows import forget

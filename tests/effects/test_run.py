@@ -8,7 +8,6 @@ from sqlalchemy.orm import Session
 
 from databases import DRIVERS
 from effect_rig import Charge, Till, tills
-from projector_dedup import UnsafeSessionError
 from projector_dedup.commands import KeyReusedError
 from projector_dedup.effects import (
     AsyncEffects,
@@ -21,6 +20,7 @@ from projector_dedup.effects import (
     arm,
     resend,
 )
+from projector_dedup.errors import UnsafeSessionError
 from projector_dedup.testing import external_transaction
 
 till = tills(DRIVERS)

@@ -8,7 +8,6 @@ import pytest
 
 from effect_rig import Charge, Lost, Till, book, tills
 from kit import Gate
-from projector_dedup import InProgress
 from projector_dedup.effects import (
     Attempt,
     DoubleEffectError,
@@ -22,6 +21,7 @@ from projector_dedup.effects import (
     resend,
     stop,
 )
+from projector_dedup.errors import InProgress
 
 till = tills()
 

@@ -9,8 +9,8 @@ from command_rig import Placed, PlaceOrder, place
 from cut_proxy import Cut, CutProxy
 from databases import Driver
 from http_rig import SERVERS, WEB, Shop, commits, problem, shop_on
-from projector_dedup import RetryPolicy
 from projector_dedup.commands import Call, Rejected
+from projector_dedup.options import RetryPolicy
 from walk import files_entered
 
 

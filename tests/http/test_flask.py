@@ -13,7 +13,7 @@ from werkzeug.serving import make_server
 
 from command_rig import Order
 from http_rig import WEB, Shop, problem, shop_on
-from projector_dedup import HandlerDefinitionError, UnsafeSessionError
+from projector_dedup.errors import HandlerDefinitionError, UnsafeSessionError
 from projector_dedup.http.flask import endpoint_session, install, recorded_endpoint
 
 SYNC = [driver for driver in WEB if driver.engine == "sqlite" and not driver.is_async]  # the engine has no part in it

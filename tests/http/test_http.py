@@ -13,17 +13,17 @@ import httpx
 import pytest
 from sqlalchemy.ext.asyncio import create_async_engine
 
-from projector_dedup import (
+from projector_dedup import Defer
+from projector_dedup.commands import Handled, InvalidKeyError, KeyReusedError, Rejected, UnusableKeyError
+from projector_dedup.commands.fingerprint import digest
+from projector_dedup.commands.record import RecordKey
+from projector_dedup.errors import (
     CommitOutcomeUnknown,
-    Defer,
     InProgress,
     MissingTableError,
     RetriesExhaustedError,
     UncopyableError,
 )
-from projector_dedup.commands import Handled, InvalidKeyError, KeyReusedError, Rejected, UnusableKeyError
-from projector_dedup.commands.fingerprint import digest
-from projector_dedup.commands.record import RecordKey
 from projector_dedup.http.recording import Answers, IdempotencyKeyError, Received, read_key, replay_headers
 from projector_dedup.outcome import Outcome
 

@@ -19,10 +19,11 @@ from command_rig import Balance, Order
 from cut_proxy import Cut, CutProxy
 from databases import Driver
 from http_rig import FRAMEWORK, WEB, Reply, Shop, commits, problem, shop_on
-from projector_dedup import HandlerDefinitionError, RetryPolicy
 from projector_dedup.commands import Rejected
+from projector_dedup.errors import HandlerDefinitionError
 from projector_dedup.http import recording as plug
 from projector_dedup.http.recording import CLAIM_TIMEOUT, CODEC, PUBLIC, Answer, Received
+from projector_dedup.options import RetryPolicy
 
 
 @pytest.fixture(params=WEB, ids=str)

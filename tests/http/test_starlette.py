@@ -20,7 +20,7 @@ from command_rig import Order, PlaceOrder
 from cut_proxy import CutProxy
 from databases import Driver
 from http_rig import SERVERS, WEB, Shop, shop_on
-from projector_dedup import HandlerDefinitionError
+from projector_dedup.errors import HandlerDefinitionError
 from projector_dedup.http.starlette import (
     IdempotencyKey,
     endpoint_session,

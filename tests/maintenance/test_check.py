@@ -12,8 +12,9 @@ from sqlalchemy.orm import sessionmaker
 from command import idempotency, on_a_terminal
 from databases import Database
 from marked import fill, metadata, on_one_database, one_of_each_engine, tables, url_of  # noqa: F401  # a fixture
-from projector_dedup import AsyncDispatcher, Dispatcher, configure_sqlite, on, projector
+from projector_dedup import AsyncDispatcher, Dispatcher, on, projector
 from projector_dedup.asyncio_names import async_sessionmaker
+from projector_dedup.dialects import configure_sqlite
 from projector_dedup.late import REDELIVERY_HORIZON
 from projector_dedup.maintenance.check import advise, check, check_handlers
 from projector_dedup.maintenance.findings import Finding

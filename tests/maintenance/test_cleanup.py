@@ -23,14 +23,8 @@ from sqlalchemy.orm import Session
 
 from databases import DRIVERS, Database, Driver
 from marked import fill, left, metadata, on_one_database, one_of_each_engine, tables, url_of  # noqa: F401  # a fixture
-from projector_dedup import (
-    CleanupInterruptedError,
-    MissingTableError,
-    RetentionTooShortError,
-    RetryPolicy,
-    claim,
-)
 from projector_dedup.dialects import dialect_of
+from projector_dedup.errors import CleanupInterruptedError, MissingTableError, RetentionTooShortError
 from projector_dedup.late import PRUNED_UNTIL
 from projector_dedup.maintenance.cleanup import (
     Pruned,
@@ -42,6 +36,8 @@ from projector_dedup.maintenance.cleanup import (
 )
 from projector_dedup.maintenance.databases import Expired, database_of
 from projector_dedup.maintenance.state import CLEANED_AT, RETENTION, read_state
+from projector_dedup.markers import claim
+from projector_dedup.options import RetryPolicy
 from pruning import uncommitted_batch
 
 HASTY = RetryPolicy(within=0.3)

@@ -20,7 +20,7 @@ from owning import (  # noqa: F401  # second_schema is a fixture
     second_schema,
     twice,
 )
-from projector_dedup import MissingTableError, Outcome
+from projector_dedup import Outcome
 from projector_dedup.commands import (
     Call,
     Commands,
@@ -29,6 +29,7 @@ from projector_dedup.commands import (
     default_command_tables,
     make_command_tables,
 )
+from projector_dedup.errors import MissingTableError
 from projector_dedup.maintenance.check import advise
 from projector_dedup.maintenance.cleanup import prune
 from projector_dedup.maintenance.rows import (

@@ -19,9 +19,10 @@ from owning import (  # noqa: F401  # second_schema is a fixture
     second_schema,
     twice,
 )
-from projector_dedup import Outcome, RefusedError
+from projector_dedup import Outcome
 from projector_dedup.dialects.columns import utc_now
 from projector_dedup.effects import Effects, EffectTables, arm, default_effect_tables, make_effect_tables
+from projector_dedup.errors import RefusedError
 from projector_dedup.maintenance.cleanup import count_expired, prune
 from projector_dedup.maintenance.rows import forget, rename
 from projector_dedup.maintenance.schema import ddl

@@ -17,11 +17,13 @@ from cut_proxy import CutProxy
 from databases import Database
 from kit import PATIENCE, Added, Harness, Held, Subject, add
 from marked import on_one_database, one_of_each_engine  # noqa: F401  # a fixture
-from projector_dedup import MissingTableError, Outcome, RefusedError, UnitOfWork
+from projector_dedup import Outcome
+from projector_dedup.errors import MissingTableError, RefusedError
 from projector_dedup.late import REDELIVERY_HORIZON
 from projector_dedup.maintenance.cleanup import cleanup
 from projector_dedup.maintenance.rows import Renamed, rename
 from projector_dedup.tables import default_tables
+from projector_dedup.unit_of_work import UnitOfWork
 
 MARKER = default_tables.marker
 MONDAY = datetime(2026, 3, 2, 7, 8, 9, 123456, tzinfo=UTC)

@@ -16,7 +16,8 @@ from sqlalchemy.orm import Session, sessionmaker
 
 from databases import Database
 from marked import fill, left
-from projector_dedup import Dispatcher, Outcome, configure_sqlite, make_tables, on, projector
+from projector_dedup import Dispatcher, Outcome, make_tables, on, projector
+from projector_dedup.dialects import configure_sqlite
 
 ROOT = Path(__file__).parents[2]
 metadata = MetaData()

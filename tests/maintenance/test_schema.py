@@ -21,16 +21,17 @@ from owning import (  # noqa: F401  # second_schema is a fixture
     state_of,
     twice,
 )
-from projector_dedup import DedupTables, MissingTableError, Outcome, make_tables
+from projector_dedup import Outcome, make_tables
 from projector_dedup.commands import make_command_tables
 from projector_dedup.effects import make_effect_tables
+from projector_dedup.errors import MissingTableError
 from projector_dedup.maintenance.check import check
 from projector_dedup.maintenance.cleanup import count_expired, declare_horizon, prune
 from projector_dedup.maintenance.rows import forget, rename
 from projector_dedup.maintenance.schema import ddl, require_tables
 from projector_dedup.maintenance.state import write_state
+from projector_dedup.tables import DedupTables, default_tables
 from projector_dedup.tables import default_metadata as metadata
-from projector_dedup.tables import default_tables
 
 # The SQL ---------------------------------------------------------------------------------------------------------
 

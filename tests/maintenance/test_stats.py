@@ -7,7 +7,8 @@ from sqlalchemy import Engine, MetaData, create_engine, insert, text
 
 from databases import Database
 from marked import fill, one_of_each_engine, tables  # noqa: F401  # a fixture
-from projector_dedup import MissingTableError, make_tables
+from projector_dedup import make_tables
+from projector_dedup.errors import MissingTableError
 from projector_dedup.late import PRUNED_UNTIL, REDELIVERY_HORIZON
 from projector_dedup.maintenance.state import CLEANED_AT, RETENTION, write_state
 from projector_dedup.maintenance.stats import ages, handlers_of

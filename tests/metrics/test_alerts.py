@@ -25,14 +25,16 @@ from databases import Database
 from ending_worker import GROUP
 from own_server import OwnServer
 from payments import Base, Payments, payment
-from projector_dedup import Dispatcher, RetryPolicy, by_path, make_tables, on, projector
+from projector_dedup import Dispatcher, make_tables, on, projector
 from projector_dedup.brokers.incoming import Incoming
 from projector_dedup.brokers.redis import dead_stream
 from projector_dedup.brokers.settling import Settling
 from projector_dedup.effects import Attempt, Effects, arm, default_effect_tables, effect, stop
 from projector_dedup.maintenance.cleanup import prune
+from projector_dedup.message import by_path
 from projector_dedup.metrics.prometheus import PrometheusObserver
 from projector_dedup.metrics.prometheus_tables import TablesCollector
+from projector_dedup.options import RetryPolicy
 from projector_dedup.tables import default_tables
 from projector_dedup.testing.provider import free_port
 from reached import reached

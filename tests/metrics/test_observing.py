@@ -20,11 +20,13 @@ from sqlalchemy.orm.exc import StaleDataError
 from cut_proxy import CutProxy
 from databases import DRIVERS, USUAL, USUAL_ASYNC, Database
 from kit import Added, Harness, Subject, add
-from projector_dedup import BatchFailed, Defer, Message, RetryPolicy, UnhandledMessage
+from projector_dedup import Defer, Message
 from projector_dedup.brokers.incoming import Incoming
 from projector_dedup.brokers.settling import Settling
+from projector_dedup.errors import BatchFailed, UnhandledMessage
 from projector_dedup.metrics.opentelemetry import OpenTelemetryObserver
 from projector_dedup.metrics.prometheus import PrometheusObserver
+from projector_dedup.options import RetryPolicy
 from reach import reach
 
 SIX = [driver for driver in DRIVERS if driver.drivername in (USUAL_ASYNC if driver.is_async else USUAL).values()]

@@ -33,7 +33,8 @@ from convergence import Messages, generate, totals_of
 from databases import until
 from galera import GaleraCluster, GaleraNode, GaleraUnavailableError, galera_cluster
 from kit import Added, Harness, Subject, Total, add
-from projector_dedup import BatchFailed, DeliveryFailed, Outcome, ProjectorDedupError
+from projector_dedup import Outcome
+from projector_dedup.errors import BatchFailed, DeliveryFailed, ProjectorDedupError
 from projector_dedup.tables import default_tables
 from standby import Primary, either, standby_of
 

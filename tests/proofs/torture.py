@@ -40,18 +40,10 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sess
 from cut_proxy import CutProxy
 from private_mariadb import NotInstalledError, PrivateMariaDB, folder_for_servers
 from private_postgres import PrivatePostgres
-from projector_dedup import (
-    Action,
-    AsyncDispatcher,
-    Delivery,
-    Dispatcher,
-    Message,
-    make_tables,
-    on,
-    projector,
-    verdict_of,
-)
+from projector_dedup import AsyncDispatcher, Dispatcher, Message, make_tables, on, projector
 from projector_dedup.commands import Call, Commands, command, make_command_tables
+from projector_dedup.outcome import Delivery
+from projector_dedup.verdict import Action, verdict_of
 
 ACCOUNTS = 200
 BATCH = 20

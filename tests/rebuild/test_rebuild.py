@@ -17,29 +17,17 @@ from sqlalchemy.ext.asyncio import async_sessionmaker, create_async_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
 
 from databases import DRIVERS, Database, Driver
-from projector_dedup import (
-    AsyncDispatcher,
-    BatchFailed,
-    BeyondRetention,
-    Defer,
-    DeliveryFailed,
-    Dispatcher,
-    HandlerDefinitionError,
-    Message,
-    Observation,
-    Outcome,
-    RefusedError,
-    building,
-    on,
-    projector,
-)
+from projector_dedup import AsyncDispatcher, Defer, Dispatcher, Message, Outcome, on, projector
+from projector_dedup.building import building
 from projector_dedup.effects import arm, default_effect_tables, effect, stop
+from projector_dedup.errors import BatchFailed, BeyondRetention, DeliveryFailed, HandlerDefinitionError, RefusedError
 from projector_dedup.handler import handlers_of
 from projector_dedup.late import REDELIVERY_HORIZON
 from projector_dedup.maintenance.cleanup import cleanup, count_expired, prune
 from projector_dedup.maintenance.rebuilds import open_rebuilds
 from projector_dedup.maintenance.rows import rename
 from projector_dedup.maintenance.state import pruned_until, write_state
+from projector_dedup.observer import Observation
 from projector_dedup.rebuild.lacking import Lacking, alacking, lacking, pairs_of
 from projector_dedup.rebuild.rebuild import Rebuilt, aend_rebuild, arebuild, end_rebuild, rebuild
 from projector_dedup.tables import default_metadata, default_tables

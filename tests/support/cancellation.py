@@ -8,7 +8,8 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from projector_dedup import Delivery, Outcome
+from projector_dedup import Outcome
+from projector_dedup.outcome import Delivery
 from rig import NOTHING, ONCE, Rig, add
 
 

@@ -10,8 +10,9 @@ import celery
 from sqlalchemy import create_engine, text
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
 
-from projector_dedup import Defer, Dispatcher, by_path, make_tables, on, projector
+from projector_dedup import Defer, Dispatcher, make_tables, on, projector
 from projector_dedup.brokers.celery import delivering_task
+from projector_dedup.message import by_path
 
 QUEUE = os.environ["QUEUE"]
 TASK = "flights.count"

@@ -10,7 +10,7 @@ from sqlalchemy.orm import Session
 
 from kit import Added, Harness, Total, add
 from meter import LARGE, Deliver
-from projector_dedup import BatchFailed, Message, Outcome
+from projector_dedup import Message, Outcome
 from projector_dedup.commands import (
     AsyncCall,
     AsyncCommands,
@@ -20,6 +20,7 @@ from projector_dedup.commands import (
     command,
     default_command_tables,
 )
+from projector_dedup.errors import BatchFailed
 
 ROWS = [f"row {number}" for number in range(10)]
 

@@ -9,8 +9,9 @@ from prometheus_client import start_http_server
 from sqlalchemy import create_engine
 from sqlalchemy.orm import Session, sessionmaker
 
-from projector_dedup import Dispatcher, by_path, on, projector
+from projector_dedup import Dispatcher, on, projector
 from projector_dedup.brokers.redis import Consumer, dead_stream
+from projector_dedup.message import by_path
 from projector_dedup.metrics.prometheus import PrometheusObserver
 
 GROUP = "ending"

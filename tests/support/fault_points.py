@@ -38,19 +38,12 @@ from sqlalchemy.pool import PoolProxiedConnection
 
 from cut_proxy import CutProxy
 from databases import Database, Driver
-from projector_dedup import (
-    AsyncDispatcher,
-    BatchFailed,
-    Delivery,
-    Dispatcher,
-    Message,
-    Outcome,
-    RetryPolicy,
-    on,
-    projector,
-)
+from projector_dedup import AsyncDispatcher, Dispatcher, Message, Outcome, on, projector
 from projector_dedup.commands import AsyncCall, AsyncCommands, Call, Commands, Handled, command, json
+from projector_dedup.errors import BatchFailed
 from projector_dedup.inherited import leave_to_parent
+from projector_dedup.options import RetryPolicy
+from projector_dedup.outcome import Delivery
 from rig import HANDLER, Total
 
 BLOCK_IN_C = {"psycopg2", "MySQLdb"}

@@ -14,7 +14,8 @@ from sqlalchemy import Engine, String, create_engine
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_async_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
 
-from projector_dedup import AsyncDispatcher, Defer, Dispatcher, by_path, make_tables, on, projector
+from projector_dedup import AsyncDispatcher, Defer, Dispatcher, make_tables, on, projector
+from projector_dedup.message import by_path
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
 from demo.flights import read_flights  # the demo reads the same data

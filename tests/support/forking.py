@@ -11,7 +11,8 @@ from collections.abc import Callable
 from sqlalchemy import Connection, create_engine, insert, pool, text
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
 
-from projector_dedup import Dispatcher, Message, claim, make_tables, on, projector
+from projector_dedup import Dispatcher, Message, make_tables, on, projector
+from projector_dedup.markers import claim
 
 CHILDREN, MESSAGES = 3, 8
 OPEN: list[Connection] = []

@@ -11,11 +11,13 @@ import pytest
 from sqlalchemy import Connection, Engine, delete, insert, select
 
 from kit import PATIENCE, Added, Total
-from projector_dedup import Delivery, Message, ProjectorDedupError
+from projector_dedup import Message
 from projector_dedup import late as late_module
+from projector_dedup.errors import ProjectorDedupError
 from projector_dedup.maintenance import cleanup as cleanup_module
 from projector_dedup.maintenance.databases import Database
 from projector_dedup.maintenance.state import write_state
+from projector_dedup.outcome import Delivery
 from projector_dedup.tables import default_tables
 from projector_dedup.unit_of_work import UnitOfWork
 

@@ -9,12 +9,12 @@ from sqlalchemy.schema import CreateIndex, CreateTable
 
 from alembic_project import OURS, Project, another_schema
 from databases import Database
-from projector_dedup import DedupTables, Dispatcher, Outcome, on, projector
+from projector_dedup import Dispatcher, Outcome, on, projector
 from projector_dedup.commands import Call, Commands, CommandTables, command
 from projector_dedup.effects import Attempt, Effects, EffectTables, effect, stop
 from projector_dedup.maintenance.check import check
 from projector_dedup.maintenance.state import read_state
-from projector_dedup.tables import default_tables
+from projector_dedup.tables import DedupTables, default_tables
 
 TWICE = [Outcome.APPLIED, Outcome.DUPLICATE]
 

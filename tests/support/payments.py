@@ -8,17 +8,9 @@ from sqlalchemy import URL, Engine, func, select, text
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
 
-from projector_dedup import (
-    AsyncDispatcher,
-    Defer,
-    Dispatcher,
-    Observation,
-    Observer,
-    by_path,
-    make_tables,
-    on,
-    projector,
-)
+from projector_dedup import AsyncDispatcher, Defer, Dispatcher, make_tables, on, projector
+from projector_dedup.message import by_path
+from projector_dedup.observer import Observation, Observer
 
 
 class KilledError(BaseException):

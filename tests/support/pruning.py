@@ -7,8 +7,8 @@ from datetime import UTC, datetime, timedelta
 from sqlalchemy import Engine
 from sqlalchemy.engine import Connection
 
-from projector_dedup import DedupTables
 from projector_dedup.maintenance.databases import Expired, database_of
+from projector_dedup.tables import DedupTables
 
 
 @contextmanager

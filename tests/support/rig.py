@@ -28,8 +28,10 @@ from databases import (
     postgresql_database,
     sqlite_database,
 )
-from projector_dedup import AsyncDispatcher, Delivery, Dispatcher, Message, RetryPolicy, on, projector
+from projector_dedup import AsyncDispatcher, Dispatcher, Message, on, projector
 from projector_dedup.commands import default_command_tables
+from projector_dedup.options import RetryPolicy
+from projector_dedup.outcome import Delivery
 from projector_dedup.tables import default_metadata, default_tables
 
 Handler = Callable[[Session], object] | Callable[[AsyncSession], Awaitable[object]]

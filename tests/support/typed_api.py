@@ -8,21 +8,12 @@ from typing import Any, assert_type
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 from sqlalchemy.orm import Session, sessionmaker
 
-from projector_dedup import (
-    Action,
-    AsyncDispatcher,
-    AsyncUnitOfWork,
-    Delivery,
-    DeliveryFailed,
-    Dispatcher,
-    Message,
-    Outcome,
-    UnitOfWork,
-    claim,
-    on,
-    projector,
-    verdict_of,
-)
+from projector_dedup import AsyncDispatcher, Dispatcher, Message, Outcome, on, projector
+from projector_dedup.errors import DeliveryFailed
+from projector_dedup.markers import claim
+from projector_dedup.outcome import Delivery
+from projector_dedup.unit_of_work import AsyncUnitOfWork, UnitOfWork
+from projector_dedup.verdict import Action, verdict_of
 
 
 class Paid:

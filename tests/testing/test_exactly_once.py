@@ -16,7 +16,8 @@ from sqlalchemy.orm import Session
 
 from databases import Database
 from kit_handlers import MISTAKES, PAYMENTS, RIGHT, Base, Case, Paid, Totals, add, read_sums, sums
-from projector_dedup import by_path, on, projector
+from projector_dedup import on, projector
+from projector_dedup.message import by_path
 from projector_dedup.testing.checking import Report, UnusableError, engine_on
 from projector_dedup.testing.elsewhere import called_elsewhere
 from projector_dedup.testing.exactly_once import ProjectorCheck, is_async

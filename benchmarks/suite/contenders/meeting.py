@@ -12,7 +12,7 @@ from sqlalchemy import URL, Index, select, update
 from sqlalchemy.exc import DBAPIError, IntegrityError
 from sqlalchemy.orm import Mapped, Session, mapped_column
 
-from projector_dedup import RetriesExhaustedError
+from projector_dedup.errors import RetriesExhaustedError
 
 from ..harness import ROWS, Item
 from .orm import Added, Base, Deliver, Given, Total, add

@@ -11,7 +11,9 @@ from sqlalchemy import URL, Engine, String, create_engine, insert, select, text
 from sqlalchemy.dialects import postgresql
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
 
-from projector_dedup import Dispatcher, Message, claim, configure_sqlite, make_tables, on, projector
+from projector_dedup import Dispatcher, Message, make_tables, on, projector
+from projector_dedup.dialects import configure_sqlite
+from projector_dedup.markers import claim
 
 from ..harness import ROWS, Contender, Item
 from ..servers import DRIVERS, Place

@@ -26,22 +26,13 @@ import command_rig
 from algorithms import REQUEST
 from command_rig import Placed, PlaceOrder, place
 from databases import Database, Driver
-from projector_dedup import (
-    AsyncDispatcher,
-    BatchFailed,
-    DeliveryFailed,
-    Dispatcher,
-    Message,
-    Observation,
-    Outcome,
-    on,
-    projector,
-)
+from projector_dedup import AsyncDispatcher, Dispatcher, Message, Outcome, on, projector
 from projector_dedup.commands import AsyncCall, AsyncCommands, Call, Commands, command
 from projector_dedup.effects import default_effect_tables
-from projector_dedup.errors import ProjectorDedupError
+from projector_dedup.errors import BatchFailed, DeliveryFailed, ProjectorDedupError
 from projector_dedup.maintenance.cleanup import prune
 from projector_dedup.maintenance.rows import forget, rename
+from projector_dedup.observer import Observation
 from rig import QUICK, Outside, Total
 from scheduler import PATIENCE, Client, Order, Scheduler, Step, server_of
 

@@ -23,21 +23,12 @@ from sqlalchemy.orm.exc import StaleDataError
 from sqlalchemy.util import await_only, greenlet_spawn
 
 from databases import DRIVERS, USUAL, Database, Driver
-from projector_dedup import (
-    Action,
-    AsyncDispatcher,
-    BatchFailed,
-    Delivery,
-    DeliveryFailed,
-    Dispatcher,
-    Message,
-    Outcome,
-    on,
-    projector,
-    verdict_of,
-)
+from projector_dedup import AsyncDispatcher, Dispatcher, Message, Outcome, on, projector
 from projector_dedup.commands import AsyncCall, AsyncCommands, Call, Commands, command, default_command_tables
+from projector_dedup.errors import BatchFailed, DeliveryFailed
+from projector_dedup.outcome import Delivery
 from projector_dedup.tables import default_metadata
+from projector_dedup.verdict import Action, verdict_of
 from rig import Outside
 
 from . import tables
