@@ -1,6 +1,7 @@
-"""The house: tiers, wings, a core that is small enough to read, known private names."""
+"""The house: tiers, wings, how much one reads for a change, known private names."""
 
 import ast
+import re
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -43,28 +44,6 @@ WINGS: dict[str, set[str]] = {  # a wing imports the core, and of the other wing
     "rebuild": {"maintenance"},
     "testing": {"commands", "effects"},
 }
-
-PROMISE = ("delivery", "unit_of_work", "markers", "opening", "retry", "waiting")
-"""The files to read before one believes that a message is applied once."""
-MAX_PROMISE = 1_690  # lines of those
-MAX_WITH_GUARD = 2_420  # and of ``guard``, which also knows what a snapshot hides
-
-MAX_ROOMS = {  # lines of a package, and of the files at the root together
-    "root": 6_340,  # locks and snapshots, events of their own, refused claims, log lines that nobody forges, and one
-    # description of the arguments that units of work, dispatchers, commands and effects share
-    "dialects": 2_610,  # traced drivers, settings that hide rows
-    "commands": 1_860,
-    "effects": 1_970,
-    "brokers": 3_490,
-    "http": 980,
-    "metrics": 380,
-    "rebuild": 560,
-    "maintenance": 2_400,
-    "testing": 2_220,  # the ids in another process
-    "cli": 1_830,
-    "migrations": 210,
-}
-MAX_FILES = 108  # of `projector_dedup`, without the command and the migrations
 
 DRIVERS = {
     "postgresql": {"psycopg", "psycopg2", "asyncpg"},
@@ -138,11 +117,6 @@ def violations(module: str, path: Path) -> list[str]:
         for imported in _ours(module, path)
         if _unit(imported) != here and TIER_OF[_unit(imported)] > TIER_OF[here]
     ]
-
-
-def lines_of(*modules: str) -> int:
-    """The lines of modules together, comments and docstrings too: those are read as well."""
-    return sum(SOURCES[f"projector_dedup.{module}"].read_bytes().count(b"\n") for module in modules)
 
 
 def test_every_file_has_a_tier() -> None:
@@ -221,23 +195,23 @@ def test_a_database_is_known_in_its_own_file_only(database: str) -> None:
     assert outside == set()
 
 
-# Sizes ---------------------------------------------------------------------------------------------------------------
+# What one reads for a change ---------------------------------------------------------------------------------------
 
 
-def test_the_promise_can_be_read_in_an_hour() -> None:
-    """Claim, handler, commit, retry, and the guards that watch: what somebody reads who has to believe it."""
-    assert lines_of(*PROMISE) <= MAX_PROMISE
-    assert lines_of(*PROMISE, "guard") <= MAX_WITH_GUARD
+def test_a_change_needs_no_more_reading_than_the_map_says() -> None:
+    """docs/architecture.md names the files to read for each change, their number, and the most lines they may have."""
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    table = page.partition("## What you read for a change\n")[2]
+    changes = re.findall(r"^\| ([^|]+) \| ([^|]+) \| (\d+) \| ([\d,]+) \|$", table, re.MULTILINE)
+    assert len(changes) == 12
+    for change, read, files, lines in changes:
+        paths = [ROOT / ("" if name.startswith("cli/") else "projector_dedup") / name for name in _names(read)]
+        found = sum(path.read_bytes().count(b"\n") for path in paths)
+        assert (len(paths), found <= int(lines.replace(",", ""))) == (int(files), True), f"{change}: {found:,} lines"
 
 
-def test_no_room_grows() -> None:
-    """A room that needs more lines holds more than its idea: what can be refused by name, or told in the docs?"""
-    lines = dict.fromkeys(MAX_ROOMS, 0)
-    for module, path in SOURCES.items():
-        unit = _unit(module)
-        lines[unit if unit in lines else "root"] += path.read_bytes().count(b"\n")
-    assert {room: count for room, count in lines.items() if count > MAX_ROOMS[room]} == {}
-    assert sum(1 for module in SOURCES if _unit(module) not in {"cli", "migrations"}) <= MAX_FILES
+def _names(read: str) -> list[str]:
+    return re.findall(r"`([\w/]+\.py)`", read)
 
 
 # Private names of others ---------------------------------------------------------------------------------------------
