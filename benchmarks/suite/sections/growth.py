@@ -45,8 +45,8 @@ def table_size(bench: Bench) -> Section:
     return Section(
         "table-size",
         "Cost against the number of markers",
-        "Cost of a new message, divided by that with 10,000 markers in the same round. Random ids. Read models: "
-        f"{'WRONG at ' + ', '.join(wrong) if wrong else 'right'}.",
+        "Cost of a new message, divided by that with 10,000 markers in the same round. Random ids."
+        + (f" Read models WRONG at {', '.join(wrong)}." if wrong else ""),
         [Table(["markers", *costs], rows)],
         [Plot("table-size", "Cost of a new message", "÷ cost at 10,000", [], lines, "markers", logarithmic_x=True)],
         {

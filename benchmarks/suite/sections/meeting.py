@@ -16,8 +16,8 @@ def meeting(bench: Bench) -> Section:
         "meeting",
         "Messages that meet",
         "Threads of one process; every message new. `÷ no dedup`: the rate of `deliver` by that of the same handler in "
-        "`session.begin()` in the same round, which runs again after a unique violation or a deadlock: medians "
-        "(quartiles). `runs`: of the handler, for each message.",
+        "`session.begin()` in the same round, which runs again after a unique violation or a deadlock. `runs`: of the "
+        "handler, for each message.",
     )
     rows = [_row(bench, section, shape, threads) for shape in SHAPES for threads in _ROUNDS]
     columns = ["handler", "threads", "÷ no dedup", "msg/s", "runs", "deliver: read model", "no dedup: read model"]

@@ -44,9 +44,8 @@ def rates(bench: Bench) -> Section:
     return Section(
         "rates",
         "New messages, one worker",
-        f"Rates divided by that of `{who.BASE}` in the same round, under asyncio by that of the same driver without "
-        "deduplication: medians (quartiles). `CPU`: of the client, for each message. Under asyncio: 32 tasks and "
-        "connections." + missing,
+        f"Rates divided by that of `{who.BASE}` in the same round, under asyncio (32 tasks and connections) by that of "
+        "the same driver without deduplication. `CPU`: of the client, for each message." + missing,
         tables,
         [
             _bars("rates-single", "One message, one transaction", singles, base),
@@ -85,8 +84,7 @@ def redeliveries(bench: Bench) -> Section:
         "redeliveries",
         "Redeliveries",
         "With that probability, a message is one of the last 2,000 again. Rates are divided by that of "
-        f"`{who.BASE}` at the same share, which applies every redelivery. eventsourcing tracks a position in one "
-        "ordered stream.",
+        f"`{who.BASE}` at the same share, which applies every redelivery.",
         [
             Table(
                 ["rate ÷ no dedup, read model", *columns],

@@ -90,8 +90,7 @@ def workers(bench: Bench) -> Section:
         "workers",
         "Several workers",
         "Processes, each with one connection; every message new; a delivery that raises comes again. Rates are divided "
-        f"by that of `{who.BASE}` with as many workers in the same round (medians). Beside it: what a wrong read model "
-        "lacks.",
+        f"by that of `{who.BASE}` with as many workers in the same round. Beside it: what a wrong read model lacks.",
         rounds={_label(*cell): found.rates for cell, found in cells.items()},
     )
     rates, raised = f"rate ÷ {who.BASE}", "deliveries that raised, of all"
