@@ -262,9 +262,8 @@ def _errors() -> list[type[ProjectorDedupError]]:
 
 
 def _row(names: list[str], answer: Answer) -> str:
-    again = "retry now; from the second delivery on, later"
-    said = {NOW: again, LATER: "retry later", REJECT: "reject"}.get(answer.action, answer.action.value)
-    limit = ", whatever `max_attempts` says" if answer.unlimited else ""
+    said = {NOW: "now, then later", LATER: "later"}.get(answer.action, answer.action.value)
+    limit = ", unlimited" if answer.unlimited else ""
     return f"| {', '.join(f'`{name}`' for name in names)} | {said}{limit} | {answer.why} |"
 
 
