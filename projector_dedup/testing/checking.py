@@ -44,7 +44,7 @@ from .fault_points import (
     kill_this_process,
     told,
 )
-from .schedules import How, Schedule, Turn, is_allowed, schedules, smaller, smallest, split
+from .schedules import How, Schedule, Turn, is_allowed, is_reordered, schedules, smaller, smallest, split
 
 SHRINKING = 3.0
 """Seconds after which no smaller schedule is tried."""
@@ -73,10 +73,14 @@ class Report:
     failure: Failure
     schedule: Schedule
     tried: int
+    ordered: bool  #: True if the user has declared an order, or cannot declare one
 
     def lines(self, names: Sequence[str]) -> Iterator[str]:
         """Yield the report, with the names of the messages, line by line."""
         yield self.failure.text
+        if not self.ordered and is_reordered(self.schedule):
+            yield "These messages do not come in the order of your list. If your broker keeps their order, declare it:"
+            yield "ordered=True, or ordered=lambda event: event.account_id for the order of each account."
         if not self.schedule:  # every schedule passes
             return
         yield "The smallest schedule that fails:"
@@ -197,6 +201,11 @@ class Check(ABC):
     # Running ---------------------------------------------------------------------------------------------------------
 
     @property
+    def ordered(self) -> bool:
+        """True if the user has declared an order, or cannot declare one."""
+        return self.keys is not None
+
+    @property
     def names(self) -> list[str]:
         """The names of the messages in a report."""
         return [self.name_of(each) for each in self.messages]
@@ -211,7 +220,7 @@ class Check(ABC):
                 if (failure := fails(schedule)) is not None:
                     return self._shrunk(schedule, failure, fails, tried)
         failure = self.difference()
-        return None if failure is None else Report(failure, (), tried)
+        return None if failure is None else Report(failure, (), tried, ordered=True)
 
     def run_one(self, schedule: Sequence[Any]) -> Report | None:
         """Run one schedule, given as tuples ``(how, positions of messages, fault or None)``."""
@@ -231,7 +240,7 @@ class Check(ABC):
                 )
         with self._ready() as fails:
             failure = fails(given)
-        return None if failure is None else Report(failure, given, 1)
+        return None if failure is None else Report(failure, given, 1, self.ordered)
 
     def _shrunk(
         self, schedule: Schedule, failure: Failure, fails: Callable[[Schedule], Failure | None], tried: int
@@ -255,7 +264,7 @@ class Check(ABC):
             return True
 
         schedule = smallest(schedule, candidates, fails_alike)
-        return Report(failure, schedule, tried)
+        return Report(failure, schedule, tried, self.ordered)
 
     # The database ----------------------------------------------------------------------------------------------------
 

@@ -160,6 +160,12 @@ def is_allowed(schedule: Schedule, keys: Sequence[Hashable] | None) -> bool:
     return True
 
 
+def is_reordered(schedule: Schedule) -> bool:
+    """True if a message comes for the first time after one that is behind it in the list."""
+    first = list(dict.fromkeys(number for turn in schedule for number in turn.messages))
+    return first != sorted(first)
+
+
 def smaller(schedule: Schedule, *, may_drop: bool) -> Iterator[Schedule]:
     """Yield schedules that are one step simpler. With ``may_drop``, some of them leave out a message altogether."""
     numbers = sorted({number for turn in schedule for number in turn.messages})

@@ -111,6 +111,11 @@ class EffectCheck(KeyedCheck):
         late = any(call.behaviour is Behaviour.DO_LATE for call in self._provider.calls())
         time.sleep((self._provider.delay if late else 0) + self._provider.index_lag)
 
+    @property
+    def ordered(self) -> bool:
+        """True: effects have no order that a user could declare."""
+        return True
+
     def unended(self, number: int, error: Exception | None) -> Failure | None:  # noqa: ARG002  # complaint judges it
         """Return None: what is unknown may stay unknown, for example if the provider repeats its error."""
         return None

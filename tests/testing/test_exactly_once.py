@@ -72,6 +72,13 @@ def test_a_failure_is_told_as_the_smallest_schedule(checked: Callable[..., Repor
     ]
 
 
+@pytest.mark.parametrize(("name", "is_told"), [("OrderAssumed", True), ("Naive", False)])
+def test_an_order_that_nobody_declared_is_told(name: str, is_told: bool, checked: Callable[..., Report | None]) -> None:
+    """Where the messages of the smallest schedule come in another order than in the list."""
+    (case,) = [case for case in MISTAKES if str(case) == name]
+    assert ("ordered=True, or ordered=lambda event:" in told(checked(case))) is is_told
+
+
 def test_a_value_is_compared_after_all_messages(checked: Callable[..., Report | None]) -> None:
     """With a value instead of a function, the smallest schedule still has every message."""
     (naive,) = [case for case in MISTAKES if str(case) == "Naive"]
