@@ -66,7 +66,7 @@ def but(*clients: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("consumer", [each for each in ALL if each not in clients], indirect=True)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_killed_consumers_are_exact(consumer: Adapter) -> None:
     """Two processes, both killed, poison, garbage, messages before their time: the read model equals the file."""

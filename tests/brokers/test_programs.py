@@ -109,7 +109,7 @@ def program(consumer: Adapter, tmp_path: Path) -> Iterator[Program]:
         yield made
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_a_program_is_exact(consumer: Adapter, program: Program) -> None:
     """Pasted and run, it applies once what its page and others publish twice. Some messages are no payments.

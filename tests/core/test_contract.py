@@ -28,7 +28,7 @@ class TestDefault(ProjectorContract):
         return reach(request, request.param)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 class TestChosenIsolation(ConcurrencyContract):
     """The levels that a user may choose, set at each place where that can be done."""
 

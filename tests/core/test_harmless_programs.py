@@ -13,7 +13,6 @@ from harmless.running import WAYS, Judged, Stage, judge, quiet
 from harmless.turn import FREE, LOCKS, UNDER_LOCK, Lock, Turn, Work
 from reached import reached
 
-slow = pytest.mark.slow
 EACH = 4  # programs of a test
 USUAL = [driver for driver in USUAL_DRIVERS if not driver.is_async]
 OTHERS = [driver for driver in DRIVERS if driver not in USUAL]
@@ -50,7 +49,7 @@ def test_programs_that_are_right_alone_are_right_with_the_library(
     assert sum(one.left_out is None for one in judged) >= EACH / 2  # else the draw is of little use
 
 
-@slow
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("driver", OTHERS, ids=str)
 def test_on_other_drivers(request: pytest.FixtureRequest, driver: Driver) -> None:
@@ -58,7 +57,7 @@ def test_on_other_drivers(request: pytest.FixtureRequest, driver: Driver) -> Non
     assert not _harm(_judged(request, driver, range(101, 104), *WAYS))
 
 
-@slow
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("driver", USUAL, ids=str)
 def test_many_programs(request: pytest.FixtureRequest, driver: Driver) -> None:
@@ -66,7 +65,7 @@ def test_many_programs(request: pytest.FixtureRequest, driver: Driver) -> None:
     assert not _harm(_judged(request, driver, range(201, 221), *WAYS))
 
 
-@slow
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("driver", USUAL, ids=str)
 def test_each_lock_and_each_work(request: pytest.FixtureRequest, driver: Driver) -> None:

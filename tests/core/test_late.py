@@ -64,7 +64,7 @@ EVERY_LEVEL = [
         engine,
         level,
         id=f"{engine}-{level or 'usual'}",
-        marks=[] if level in (None, "REPEATABLE READ") else [pytest.mark.slow],
+        marks=[] if level in (None, "REPEATABLE READ") else [pytest.mark.nightly],
     )
     for engine, levels in LEVELS.items()
     for level in levels

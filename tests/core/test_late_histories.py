@@ -137,6 +137,7 @@ def cleaner(database: Database) -> Iterator[Engine]:
     engine.dispose()
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("database", HISTORIES, indirect=True)
 def test_in_no_history_is_a_message_applied_twice(

@@ -63,7 +63,7 @@ def test_the_dialect_is_registered_as_it_is_printed(by_pg8000: Engine) -> None:
         del _DIALECTS["postgresql", "pg8000"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_suite_passes_as_it_is_printed(postgresql: Database, tmp_path: Path) -> None:
     """Copied into two files, the whole contract passes; the page leaves nothing out."""
     pytest.importorskip("pg8000")

@@ -33,7 +33,7 @@ from projector_dedup.unit_of_work import AsyncUnitOfWork, UnitOfWork
 from reached import reached
 from standby import Primary, Standby, own_primary, standby_of
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 POSTGRESQL = [driver for driver in DRIVERS if driver.engine == "postgresql"]
 HEARING = [driver for driver in POSTGRESQL if driver.module != "psycopg2"]

@@ -27,6 +27,7 @@ def provider(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Provider]:
         yield provider
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(600)  # some twenty processes that are killed one after the other
 @pytest.mark.parametrize(("till", "policy"), CELLS, indirect=["till"])
 def test_killed_at_every_step(till: Till, provider: Provider, policy: str) -> None:

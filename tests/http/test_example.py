@@ -105,7 +105,7 @@ class Clients:
             await asyncio.gather(*(send(reference) for reference in [*ORDERS] * TIMES))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_every_order_is_placed_once_though_the_server_is_killed(mariadb: Database) -> None:
     """Whatever the clients were told or not told, one order for each key, and one answer to each."""
     port = free_port()
@@ -222,6 +222,7 @@ def test_an_order_by_card_is_charged_by_its_endpoint(sqlite: Database, tmp_path:
         assert Counter(deed.body.get("customer") for deed in bank.deeds()) == {None: 2, "c": 2}
 
 
+@pytest.mark.nightly
 def test_an_order_is_charged_by_the_sweep_if_its_server_was_killed(postgresql: Database, tmp_path: Path) -> None:
     """The charge was armed with the order; the client asks again, and is shown what became of it."""
     port = free_port()

@@ -15,7 +15,7 @@ from sqlalchemy import create_engine, inspect
 from databases import Database
 from projector_dedup.maintenance.check import check, check_installed_revisions
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 ROOT = Path(__file__).parents[2]
 OURS = Path(projector_dedup.migrations.versions.__path__[0])

@@ -340,7 +340,7 @@ def test_every_fault_rings_within_a_minute_and_a_healthy_worker_does_not(shop: S
     wait_until(all_ring, WITHIN, lambda: f"these do not ring: {silent}")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_a_consumer_that_is_started_again_and_again_rings(shop: Shop, prometheus: Prometheus) -> None:
     """It is up for two seconds of each run, so no look at ``up`` alone finds it down for long."""

@@ -47,7 +47,7 @@ def test_a_run_that_is_not_as_promised_says_so(given: dict[str, Any]) -> None:
     assert str(told["totals"]).startswith("WRONG: ") is ("wrong" in given)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_a_small_run_of_postgresql(tmp_path: Path) -> None:
     """Three failovers."""

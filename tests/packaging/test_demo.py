@@ -121,6 +121,7 @@ def test_the_demo_on_sqlite(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.nightly
 def test_the_demo_on_a_server(postgresql: Database, tmp_path: Path) -> None:
     """On a database of the user's it uses tables of its own and drops them; other tables stay."""
     engine = create_engine(postgresql.url())
@@ -132,6 +133,7 @@ def test_the_demo_on_a_server(postgresql: Database, tmp_path: Path) -> None:
     engine.dispose()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("where", ["sqlite", "mariadb"])
 def test_a_rebuild_beside_live_workers(where: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     """Processes are killed, one worker runs old code: each omission is named, and in the end nothing is lacking."""
@@ -181,6 +183,7 @@ def test_a_run_that_shows_nothing_or_something_wrong_is_a_failure(
         main()
 
 
+@pytest.mark.nightly
 def test_a_worker_that_is_killed_from_outside_changes_nothing() -> None:
     """SIGKILL while it delivers, twice for each projector: the idempotent one is exact all the same."""
     killed: list[set[int | None]] = []  # for each projector

@@ -20,7 +20,7 @@ def torture(before: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return done
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("server", ["postgresql", "mariadb"])
 def test_a_short_run_is_as_promised(server: str) -> None:
@@ -37,7 +37,7 @@ def test_a_short_run_is_as_promised(server: str) -> None:
     assert cells[-1] == "as promised"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_a_projector_without_markers_is_found() -> None:
     """Half of the messages come twice, so every account has too much."""

@@ -41,11 +41,11 @@ class Section:
 
 
 SECTIONS = (
-    Section("lowest", 3),
-    Section("newest", 3),
+    Section("lowest", 2),
+    Section("newest", 2),
     Section("try-release", 1),
-    Section("outside", 4),
-    Section("mutants", 3, "--pick 6"),
+    Section("outside", 8),
+    Section("mutants", 1, "--pick 6"),
     Section("explore"),
     Section("effects-proof"),
     Section("effects-sweep"),

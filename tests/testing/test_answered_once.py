@@ -36,14 +36,14 @@ def test_a_mistake_is_found(case: Case, tmp_path: Path) -> None:
     assert checked(case, tmp_path / "kit.sqlite3") is not None
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("case", RIGHT, ids=str)
 def test_a_right_command_passes(case: Case, tmp_path: Path) -> None:
     """On SQLite."""
     assert told(checked(case, tmp_path / "kit.sqlite3")) == ""
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("engine", ["postgresql", "mariadb"])
 def test_a_right_command_passes_on_a_server(engine: str, request: pytest.FixtureRequest) -> None:
     """Where connections are lost, too."""

@@ -51,7 +51,7 @@ def test_a_mistake_is_found(case: Case, checked: Callable[..., Report | None]) -
     assert checked(case) is not None
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("case", RIGHT, ids=str)
 def test_a_right_projector_passes(case: Case, checked: Callable[..., Report | None]) -> None:
     """No schedule makes its read model wrong."""

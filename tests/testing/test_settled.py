@@ -42,14 +42,14 @@ def test_a_mistake_is_found(effect: Any, checked: Checked) -> None:
     assert checked(effect) is not None
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("effect", RIGHT, ids=lambda each: each.__name__)
 def test_a_right_effect_passes(effect: Any, checked: Checked) -> None:
     """On SQLite."""
     assert told(checked(effect)) == ""
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("engine", ["postgresql", "mariadb"])
 def test_a_right_effect_passes_on_a_server(engine: str, checked: Checked, request: pytest.FixtureRequest) -> None:
     """Where effects of a burst do run at the same time."""

@@ -477,7 +477,7 @@ class Case:
     check: Callable[["Stage", Round], object] = lambda stage, at: stage.check_counts(at)
     faults: int = 1  #: in one order, in the usual tests; `make explore` has one fault in each case
     surprises: int | None = 1  #: the usual tests leave out orders with more of them; None: none is left out
-    is_slow: bool = False  #: True: a plain `make test` leaves it out
+    is_long: bool = False  #: True: only `make nightly` and `make explore` run it
     is_sync: bool = False  #: True: the work is not written for asyncio
 
 
@@ -667,14 +667,20 @@ def two_messages(
 CASES = {
     each.name: each
     for each in (
-        Case("one message", (deliver, deliver), with_row, surprises=None, is_slow=True),
+        Case("one message", (deliver, deliver), with_row, surprises=None, is_long=True),
         Case("two messages, one row", (deliver_own, deliver_own), with_row, partial(Stage.check_counts, messages=2)),
         Case("two messages, a new row", (deliver_own, deliver_own), check=partial(Stage.check_counts, messages=2)),
         Case(
             "a handler that fails", (fail_and_deliver, deliver_own), with_row, partial(Stage.check_counts, messages=2)
         ),
         Case("a handler that fails, and a rival", (fail_and_deliver, deliver), with_row),
-        Case("a batch that fails", (deliver_failing_batch, deliver), with_row, partial(Stage.check_counts, messages=2)),
+        Case(
+            "a batch that fails",
+            (deliver_failing_batch, deliver),
+            with_row,
+            partial(Stage.check_counts, messages=2),
+            is_long=True,
+        ),
         Case(
             "a batch and a message",
             (deliver_batch_by_new_code, deliver_by_old_code),
@@ -695,13 +701,13 @@ CASES = {
             applied_by_old_code,
             check_renamed,
             faults=0,
-            is_slow=True,
+            is_long=True,
             is_sync=True,
         ),
         Case(
-            "cleanup", (do_prune, deliver_young), applied_long_ago, check_pruned, faults=0, is_slow=True, is_sync=True
+            "cleanup", (do_prune, deliver_young), applied_long_ago, check_pruned, faults=0, is_long=True, is_sync=True
         ),
-        Case("forget", (do_forget, deliver_to_two), applied, check_forgotten, is_sync=True),
+        Case("forget", (do_forget, deliver_to_two), applied, check_forgotten, is_sync=True, is_long=True),
         two_messages("insert or update, a new row", insert_or_update, lambda _stage, _round: None),
         two_messages("bad lines are skipped", skip_bad_lines),
         two_messages("a ledger under a lock", append_line, account="|%"),

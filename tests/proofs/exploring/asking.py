@@ -416,7 +416,14 @@ CASES = {
         Case("a command", (ask, ask), with_customer, check_asked(ask)),
         Case("one key in two scopes", (ask_in_a_scope,) * 2, with_lookalikes, check_asked(ask_in_a_scope, 0, 1)),
         Case("two commands with one key", (ask_for_another,) * 2, with_customer, check_another),
-        Case("a command that is rejected", (ask_if_paid, pay_and_ask), without_money, check_rejected, is_sync=True),
+        Case(
+            "a command that is rejected",
+            (ask_if_paid, pay_and_ask),
+            without_money,
+            check_rejected,
+            is_sync=True,
+            is_long=True,
+        ),
         Case("two commands under locks", (ask_under_locks,) * 2, with_used_locks, check_locked),
         Case(
             "a command, old and new code",
@@ -425,11 +432,13 @@ CASES = {
             check_renamed,
             is_sync=True,
         ),
-        Case("a command that is forgotten", (do_forget, ask), asked, check_forgotten, is_slow=True, is_sync=True),
-        Case("a command, three times", (ask_beside_a_listener,) * 3, with_customer, check_beside_a_listener),
+        Case("a command that is forgotten", (do_forget, ask), asked, check_forgotten, is_long=True, is_sync=True),
+        Case(
+            "a command, three times", (ask_beside_a_listener,) * 3, with_customer, check_beside_a_listener, is_long=True
+        ),
         Case("an effect", (deliver_and_arm, deliver_and_arm), with_row, check_armed),
-        Case("an effect that is sent", **sending("stop")),
-        Case("an effect that is sent again", **sending("resend")),
-        Case("an effect that is rejected", **sending("reject")),
+        Case("an effect that is sent", **sending("stop"), is_long=True),
+        Case("an effect that is sent again", **sending("resend"), is_long=True),
+        Case("an effect that is rejected", **sending("reject"), is_long=True),
     )
 }

@@ -59,7 +59,7 @@ ALL = [
         driver,
         _bounded(driver, case),
         id=f"{case.name}-{driver}",
-        marks=pytest.mark.slow if case.is_slow and not SECONDS else (),
+        marks=pytest.mark.nightly if case.is_long and not SECONDS else (),
     )
     for case in CASES.values()
     for driver in SERVED
