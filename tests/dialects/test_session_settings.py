@@ -8,6 +8,9 @@ from datetime import UTC, datetime
 from typing import Any
 
 import pytest
+from sqlalchemy import text
+from sqlalchemy.exc import OperationalError
+from sqlalchemy.orm import Session
 
 from databases import DRIVERS, USUAL_DRIVERS, Driver
 from projector_dedup import Message
@@ -111,7 +114,6 @@ LATER += [
     (PSYCOPG, setting)
     for setting in (
         "default_transaction_read_only=on",
-        "statement_timeout=1",
         "array_nulls=off",
         "client_encoding=SQL_ASCII",
         "search_path=pg_catalog",
@@ -137,3 +139,17 @@ def test_a_setting_that_prevents_deliveries_makes_no_poison(rig_on: RigOn, drive
     assert Action.REJECT not in [verdict_of(error).action for error in raised if error is not None]
     durable = rig.durable()
     assert durable.markers == durable.amount
+
+
+def test_a_statement_timeout_makes_no_poison(rig_on: RigOn) -> None:
+    """The server cancels a statement of the handler: the message is not rejected, and nothing is applied."""
+    rig = rig_on(PSYCOPG, **set_by_deployment(PSYCOPG, "statement_timeout=250"))
+
+    def slow(session: Session) -> None:
+        add(session)
+        session.execute(text("select pg_sleep(60)"))
+
+    with pytest.raises(OperationalError, match="statement timeout") as raised:
+        rig.deliver(slow, retry=RetryPolicy(attempts=2, base=0.0005))
+    assert verdict_of(raised.value).action is not Action.REJECT
+    assert rig.durable() == NOTHING
