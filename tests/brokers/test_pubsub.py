@@ -61,6 +61,7 @@ def test_the_messages_of_one_request_are_one_transaction(rig: PubSubSubscription
     assert len(rig.queue.dead()) == 1
 
 
+@pytest.mark.nightly
 def test_what_kills_its_consumer_is_moved_by_the_dead_letter_policy(postgresql: Database) -> None:
     """Pub/Sub counts the deliveries; the replay is without the attributes that it has added."""
     with pubsub(attempts=5) as queue:

@@ -77,6 +77,7 @@ def test_the_messages_of_one_request_are_one_transaction(rig: SqsQueue) -> None:
     assert len(rig.queue.dead()) == 1
 
 
+@pytest.mark.nightly
 def test_what_kills_its_consumer_is_moved_by_the_redrive_policy(postgresql: Database) -> None:
     """SQS counts the receives: nobody else can."""
     with sqs(receives=2) as queue:

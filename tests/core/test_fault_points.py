@@ -181,7 +181,8 @@ def walks() -> Iterator[Any]:
             rare = [Fault.INTERRUPT, Fault.KILL] if driver.engine == "sqlite" else [Fault.INTERRUPT]
             walked += product(rare, ["new message"])
         for fault, name in walked:
-            yield pytest.param(driver, fault, name, id=f"{driver}-{fault.name.lower()}-{name}")
+            marks = pytest.mark.nightly if driver.is_async and name != "new message" else ()
+            yield pytest.param(driver, fault, name, id=f"{driver}-{fault.name.lower()}-{name}", marks=marks)
 
 
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")  # the child starts threads, and uses no others

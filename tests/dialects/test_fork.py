@@ -29,7 +29,7 @@ WAYS = [  # by whom the parent has used the engine; how the children start; the 
 ]
 USUAL_WAYS = [("by others, with a ping", "fork", "QueuePool"), ("by others", "claims by hand", "QueuePool")]
 CASES = [
-    pytest.param(driver, *way, id=f"{driver}-{', '.join(way)}")
+    pytest.param(driver, *way, id=f"{driver}-{', '.join(way)}", marks=() if way in WAYS[:2] else pytest.mark.nightly)
     for driver in DRIVERS
     if driver.engine in SERVERS and not driver.is_async
     for way in (*WAYS, *(USUAL_WAYS if driver in USUAL_DRIVERS else ()))
