@@ -1,8 +1,10 @@
 """`make nightly`: what guards against the outside (versions, Pythons, mutants), and the proofs that take long.
 
-make nightly                     # everything, and its result into docs/tested-on.md; some hours
-make nightly ARGS=--today        # one of the parts, chosen by the date: each `.ci/run` does so; a minute
-make nightly ARGS=--list
+    make nightly                     # everything, and its result into docs/tested-on.md; some hours
+    make nightly ARGS=--today        # one of the parts, chosen by the date: each `.ci/run` does so
+    make nightly ARGS=--list
+
+Without ``--today`` and ``--part``, the sections that cannot be cut run too.
 """
 
 import argparse
