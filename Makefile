@@ -33,7 +33,7 @@ lowest: .venv-lowest/lowest.stamp
 
 AT_LOWEST := tests/core/test_contract.py::TestDefault tests/brokers/test_every_consumer.py tests/brokers/test_celery.py \
     tests/brokers/test_typed_events.py tests/http tests/metrics tests/commands/test_handle.py tests/commands/test_codecs.py \
-    tests/commands/test_fingerprints.py tests/core/test_exported_members.py -m "not slow" \
+    tests/commands/test_fingerprints.py tests/core/test_exported_members.py -m "not slow and not nightly" \
     -k "not many_messages and not two_messages and (sqlite or not (test_recorded or test_endpoints or test_starlette or test_handle))"
 
 # The contract on the newest Python that is found, with SQLAlchemy 2.0.
