@@ -12,7 +12,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import ColumnElement, Table, inspect, select
+from sqlalchemy import ColumnElement, Table, select
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import DBAPIError
 
@@ -30,7 +30,7 @@ from .databases import database_of
 from .findings import Finding, advice, server_findings
 from .rebuilds import open_rebuilds
 from .running import connected_to
-from .schema import KINDS, version_findings
+from .schema import KINDS, has_default, structure_findings, version_findings
 from .state import duration, in_hours, moment_with_zone
 from .stats import Ages, handlers_of
 
@@ -56,9 +56,7 @@ def check(engine: Engine, tables: DedupTables = default_tables) -> list[Finding]
 
 
 def _check_tables(connection: Connection, tables: DedupTables) -> list[Finding]:
-    findings = [
-        finding for table in (tables.marker, tables.state) for finding in check_table(connection, table, tables)
-    ]
+    findings = structure_findings(connection, tables)
     if not any(finding.fatal for finding in findings):
         findings += version_findings(connection, tables)
         findings += _check_comparison(connection, tables)
@@ -103,19 +101,12 @@ def _check_comparison(connection: Connection, tables: DedupTables) -> list[Findi
     if late:
         column = f"{full_name(tables.marker, connection)}.processed_at"
         if tables.marker.c.processed_at.nullable:
-            return [_has_default(column, remedy)]
+            return [has_default(column, remedy)]
         wrong = f"{column} is not the time at which a row is inserted"
         return [Finding(wrong, "cleanup would delete new rows; correct the default of the column; " + remedy)]
     what = "an effect" if isinstance(tables, EffectTables) else "a record"
     problem = f"{full_name(tables.marker, connection)} does not store {what} exactly as it was written"
     return [] if kept else [Finding(problem, "results would be cut or changed; " + remedy)]
-
-
-def _has_default(column: str, remedy: str) -> Finding:
-    return Finding(
-        f"{column} is not NULL in a row without an outcome",
-        "cleanup would delete unfinished effects; the column must be nullable and have no default; " + remedy,
-    )
 
 
 def _insert(connection: Connection, dialect: Dialect, tables: DedupTables, key: dict[str, Any]) -> bool:
@@ -179,53 +170,6 @@ def _keeps_effects(connection: Connection, table: Table, stored: str, effect: st
         and off is not None
         and off < timedelta(minutes=1)
     )
-
-
-def check_table(connection: Connection, table: Table, tables: DedupTables) -> Iterator[Finding]:
-    """Yield the problems of the structure of ``table``, which is one of ``tables``. Write nothing."""
-    inspector, schema, name = inspect(connection), connection.schema_for_object(table), full_name(table, connection)
-    if not inspector.has_table(table.name, schema=schema):
-        yield Finding(f"the table {name} is missing", tables.remedy(connection))
-        return
-    present = {column["name"]: column for column in inspector.get_columns(table.name, schema=schema)}
-    remedy = tables.mending(connection)
-    for column in table.columns:
-        if column.name not in present:
-            yield Finding(f"{name} has no column {column.name}", remedy)
-            continue
-        found = present[column.name]
-        if column.server_default is not None and found["nullable"] and found["default"] is None:
-            yield Finding(
-                f"{name}.{column.name} may be NULL, and has no default",
-                f"cleanup would never delete a {tables.noun} without this time; " + remedy,
-            )
-        if column.name == "processed_at" and column.nullable and (not found["nullable"] or found["default"]):
-            yield _has_default(f"{name}.{column.name}", remedy)
-        kind = found["type"]
-        if database_of(connection).keeps_zones and getattr(kind, "timezone", True) is False:
-            yield Finding(
-                f"{name}.{column.name} has no time zone",
-                "cleanup in a session with another time zone would delete too early; " + remedy,
-            )
-        wanted, length = (getattr(kind, "length", None) for kind in (column.type, kind))
-        if wanted is not None and length is not None and length < wanted:
-            yield Finding(
-                f"{name}.{column.name} takes {length} characters or bytes, not {wanted}",
-                "longer values would fail, or be cut and taken for one another; " + remedy,
-            )
-    expected = [column.name for column in table.primary_key]
-    actual = inspector.get_pk_constraint(table.name, schema=schema)["constrained_columns"]
-    indexes = inspector.get_indexes(table.name, schema=schema)
-    unique = [set(index["column_names"]) for index in indexes if index["unique"]]
-    if set(actual) != set(expected) and set(expected) not in unique:
-        yield Finding(
-            f"{name} has no unique index over ({', '.join(expected)})",
-            "without one a duplicate would be applied; " + remedy,
-        )
-    for index in table.indexes:
-        first = next(iter(index.columns)).name
-        if not any(one["column_names"][:1] == [first] for one in indexes):
-            yield advice(f"{name} has no index on {first}", "create it, or cleanup reads the whole table")
 
 
 def keeps_records(connection: Connection, dialect: Dialect, tables: CommandTables, stored: str, operation: str) -> bool:

@@ -1,10 +1,11 @@
-"""The kinds of tables, their schema version, and the SQL that creates them."""
+"""The kinds of tables, their structure and schema version, and the SQL that creates them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
-from sqlalchemy import Dialect, false, insert, make_url, select
+from sqlalchemy import Dialect, MetaData, Table, insert, inspect, make_url
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.schema import CreateIndex, CreateTable
 
@@ -12,12 +13,17 @@ from ..commands import CommandTables
 from ..effects import EffectTables
 from ..errors import MissingTableError
 from ..tables import DedupTables, default_tables, full_name
-from .findings import Finding
+from .databases import database_of
+from .findings import Finding, advice
 from .running import connected_to
 from .state import SCHEMA_VERSION, read_state
 
 KINDS: tuple[type[DedupTables], ...] = (DedupTables, CommandTables, EffectTables)
 """The kinds of tables. Each has the columns of those before it, and some of its own."""
+
+_OF_ANY_KIND = {
+    column.name for kind in KINDS for column in kind.make(MetaData(), kind.default_name, None).marker.columns
+}
 
 _RIGHTS = "SELECT, INSERT, UPDATE, DELETE"
 
@@ -44,16 +50,82 @@ def version_findings(connection: Connection, tables: DedupTables) -> list[Findin
     return [Finding(problem, f"this code works with both; when no older code runs any more, {upgrade}", fatal=False)]
 
 
+def structure_findings(connection: Connection, tables: DedupTables) -> list[Finding]:
+    """Return the problems of the columns and keys of both tables. Write nothing."""
+    return [each for table in (tables.marker, tables.state) for each in _table_findings(connection, table, tables)]
+
+
+def _table_findings(connection: Connection, table: Table, tables: DedupTables) -> Iterator[Finding]:
+    """Yield the problems of the structure of ``table``, which is one of ``tables``. Write nothing."""
+    inspector, schema, name = inspect(connection), connection.schema_for_object(table), full_name(table, connection)
+    if not inspector.has_table(table.name, schema=schema):
+        yield Finding(f"the table {name} is missing", tables.remedy(connection))
+        return
+    present = {column["name"]: column for column in inspector.get_columns(table.name, schema=schema)}
+    remedy = tables.mending(connection)
+    if table is tables.marker and (theirs := sorted(_OF_ANY_KIND & present.keys() - table.columns.keys())):
+        yield Finding(
+            f"{name} is a table of another kind: it has the columns {', '.join(theirs)}",
+            f"name a table of {tables.maker}(); or use the maker of its kind, and its option of `idempotency`",
+        )
+        return
+    for column in table.columns:
+        if column.name not in present:
+            yield Finding(f"{name} has no column {column.name}", remedy)
+            continue
+        found = present[column.name]
+        if column.server_default is not None and found["nullable"] and found["default"] is None:
+            yield Finding(
+                f"{name}.{column.name} may be NULL, and has no default",
+                f"cleanup would never delete a {tables.noun} without this time; " + remedy,
+            )
+        if column.name == "processed_at" and column.nullable and (not found["nullable"] or found["default"]):
+            yield has_default(f"{name}.{column.name}", remedy)
+        kind = found["type"]
+        if database_of(connection).keeps_zones and getattr(kind, "timezone", True) is False:
+            yield Finding(
+                f"{name}.{column.name} has no time zone",
+                "cleanup in a session with another time zone would delete too early; " + remedy,
+            )
+        wanted, length = (getattr(kind, "length", None) for kind in (column.type, kind))
+        if wanted is not None and length is not None and length < wanted:
+            yield Finding(
+                f"{name}.{column.name} takes {length} characters or bytes, not {wanted}",
+                "longer values would fail, or be cut and taken for one another; " + remedy,
+            )
+    expected = [column.name for column in table.primary_key]
+    actual = inspector.get_pk_constraint(table.name, schema=schema)["constrained_columns"]
+    indexes = inspector.get_indexes(table.name, schema=schema)
+    unique = [set(index["column_names"]) for index in indexes if index["unique"]]
+    if set(actual) != set(expected) and set(expected) not in unique:
+        yield Finding(
+            f"{name} has no unique index over ({', '.join(expected)})",
+            "without one a duplicate would be applied; " + remedy,
+        )
+    for index in table.indexes:
+        first = next(iter(index.columns)).name
+        if not any(one["column_names"][:1] == [first] for one in indexes):
+            yield advice(f"{name} has no index on {first}", "create it, or cleanup reads the whole table")
+
+
+def has_default(column: str, remedy: str) -> Finding:
+    """Return the finding that a row gets a time before it has an outcome."""
+    return Finding(
+        f"{column} is not NULL in a row without an outcome",
+        "cleanup would delete unfinished effects; the column must be nullable and have no default; " + remedy,
+    )
+
+
 def require_tables(engine: Engine, tables: DedupTables) -> None:
-    """Raise ``MissingTableError`` if the stored schema version or the columns do not fit this code.
+    """Raise ``MissingTableError`` if the structure of the tables or the stored schema version do not fit this code.
 
     Only ``check`` verifies more, because it inserts rows to find out.
     """
     with connected_to(engine, tables) as connection:
-        for finding in version_findings(connection, tables):
-            if finding.fatal:
-                raise MissingTableError(f"{finding.problem}; {finding.remedy}")
-        connection.execute(select(*tables.marker.columns).where(false()))  # without a version, the columns decide
+        for look in (structure_findings, version_findings):
+            for finding in look(connection, tables):
+                if finding.fatal:
+                    raise MissingTableError(f"{finding.problem}; {finding.remedy}")
 
 
 def ddl(database: str, tables: DedupTables = default_tables) -> str:

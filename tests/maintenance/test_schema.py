@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
-from sqlalchemy import Engine, MetaData, create_engine, event, func, inspect, select, text
+from sqlalchemy import Column, Engine, MetaData, String, Table, Text, create_engine, event, func, inspect, select, text
 
 from alembic_project import run_python
 from databases import Database
@@ -129,15 +129,49 @@ def test_check_knows_two_versions(
 
 @pytest.mark.parametrize("version", [None, "1"], ids=["create_all", "schema"])
 def test_columns_that_are_missing_are_told_before_anything_is_deleted(engine: Engine, version: str | None) -> None:
-    """By one look, with what to do, whether a version is stored or not; `check` says which column."""
+    """By one look, which names the column as `check` does, whether a version is stored or not."""
     default_tables.marker.metadata.create_all(engine)
     with engine.begin() as connection:
         write_state(connection, default_tables, {"schema_version": version})
         connection.execute(text("ALTER TABLE processed_message DROP COLUMN occurred_at"))
     for refused in LOOKS:
-        with pytest.raises(MissingTableError, match=r"does not have the columns .*`idempotency check` prints what is"):
+        with pytest.raises(MissingTableError, match="processed_message has no column occurred_at; write a migration"):
             refused(engine)
     assert fatal(engine) == ["processed_message has no column occurred_at"]
+
+
+@pytest.mark.parametrize("make", [make_command_tables, make_effect_tables], ids=lambda make: make.__name__)
+def test_a_table_of_another_kind_is_refused(engine: Engine, make: Callable[..., DedupTables]) -> None:
+    """It has all columns of a marker; forgetting a "marker" would delete an answer, or an effect that is not sent."""
+    its = make(MetaData(), "other")
+    its.marker.metadata.create_all(engine)
+    given = make_tables(MetaData(), "other")
+    assert len(fatal(engine, given)) == 1
+    for refused in LOOKS:
+        with pytest.raises(MissingTableError, match="other is a table of another kind: it has the columns"):
+            refused(engine, given)
+    require_tables(engine, its)
+
+
+def test_times_without_a_zone_are_refused(postgresql: Database) -> None:
+    """Cleanup in a session with another zone would take new markers for old ones, and a message would count twice."""
+    engine = create_engine(postgresql.url())
+    default_tables.marker.metadata.create_all(engine)
+    run_script(engine, "ALTER TABLE processed_message ALTER processed_at TYPE timestamp")
+    for refused in LOOKS:
+        with pytest.raises(MissingTableError, match=r"processed_message\.processed_at has no time zone"):
+            refused(engine)
+    engine.dispose()
+
+
+def test_a_state_table_without_its_key_is_refused(engine: Engine) -> None:
+    """It may have two horizons, and cleanup would keep the shorter one."""
+    default_tables.marker.metadata.create_all(engine)
+    run_script(engine, "DROP TABLE processed_message_state")
+    Table("processed_message_state", MetaData(), Column("key", String(255)), Column("value", Text)).create(engine)
+    for refused in LOOKS:
+        with pytest.raises(MissingTableError, match=r"processed_message_state has no unique index over \(key\)"):
+            refused(engine)
 
 
 def test_no_marker_is_inserted_to_try_the_table(engine: Engine) -> None:
@@ -152,12 +186,12 @@ def test_no_marker_is_inserted_to_try_the_table(engine: Engine) -> None:
     assert [each for each in sent if each.startswith("INSERT INTO processed_message ")] == []
 
 
-LOOKS: list[Callable[[Engine], object]] = [
-    prune,
-    count_expired,
-    lambda engine: declare_horizon(engine, 24),
-    lambda engine: forget(engine, "nobody"),
-    lambda engine: rename(engine, "a", "b"),
+LOOKS: list[Callable[..., object]] = [
+    lambda engine, tables=default_tables: prune(engine, tables=tables),
+    lambda engine, tables=default_tables: count_expired(engine, tables=tables),
+    lambda engine, tables=default_tables: declare_horizon(engine, 24, tables=tables),
+    lambda engine, tables=default_tables: forget(engine, "nobody", tables=tables),
+    lambda engine, tables=default_tables: rename(engine, "a", "b", tables=tables),
 ]
 """What looks at the tables once, before it changes or counts anything."""
 
