@@ -246,7 +246,8 @@ def check_handlers(engine: Engine, known: Set[str], *, tables: DedupTables = def
     return [
         Finding(
             f"markers of handlers that the application does not have: {_listed(unknown)}",
-            "if a handler was renamed, its messages are applied again under the new name: write formerly=[...], or run "
+            "if a handler was renamed, its messages are applied again under the new name: write the name above into the "
+            "formerly=[...] of its @on (of a function: of its @projector), or run "
             "`idempotency rename OLD NEW --remove-old` if no old code runs. If another application has it, add its "
             f"dispatcher (--app). If it was removed, delete its rows in {tables.marker.fullname}",
         )
