@@ -193,7 +193,7 @@ def test_a_replay_ends_while_a_producer_goes_on_with_poison(consumer: Adapter, m
     consumer.pay((1, "b"))
     with ThreadPoolExecutor(2) as others:
         try:
-            with consumer.consuming():
+            with consumer.consuming(**consumer.soon):  # what it holds when it is stopped comes again soon
                 producing = others.submit(produce)
                 wait_for(lambda: sum(each.outcome == "dead_letter" for each in NOTES.all) > 2, "three dead letters", 60)
                 replaying = others.submit(consumer.queue.replay)
@@ -203,7 +203,7 @@ def test_a_replay_ends_while_a_producer_goes_on_with_poison(consumer: Adapter, m
     producing.result()
     assert replaying.result() >= 1
     bodies = {payment(number, "b") for number in sent}
-    consumer.consume_until(all_are_dead)
+    consumer.consume_until(all_are_dead, **consumer.soon)
 
 
 def test_an_id_in_the_body_stays_the_only_one(consumer: Adapter) -> None:
