@@ -150,9 +150,9 @@ def horizon(deployment: Deployment, hours: float | None, yes: bool) -> None:
     """
     tables = deployment.tables
     with deployment.opened() as engine:
-        known = redelivery_horizon(engine, tables=tables)
+        known = None if hours is not None and yes else redelivery_horizon(engine, tables=tables)
         if hours is not None:
-            if known is not None and hours < known and not yes:
+            if known is not None and hours < known:
                 question = (
                     f"{deployment}: the horizon is {in_hours(known)}. A message that comes later is refused as late, "
                     f"or applied again if it carries no time. Lower it to {in_hours(hours)}?"

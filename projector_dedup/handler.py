@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -132,6 +132,7 @@ def handlers_of(target: Any) -> list[Handler]:
     if not marked:
         raise HandlerDefinitionError(f"{cls.__qualname__} has no handler; decorate its methods with @on(Event)")
     owner = settings.name or f"{cls.__module__}.{cls.__qualname__}"
+    _refuse_identities(owner, settings.formerly, {part for name, on in marked.items() for part in (name, on.name)})
     owners, pinned = [owner, *settings.formerly], is_pinned(cls, settings)
     return [
         handler_of(
@@ -155,6 +156,20 @@ def _inherited(on: On, base: type[Any], cls: type[Any]) -> On:
 def joined(owners: Iterable[str], parts: Iterable[str]) -> set[str]:
     """Return every identity ``owner.part``."""
     return {f"{owner}.{part}" for owner, part in product(owners, parts)}
+
+
+def _refuse_identities(owner: str, formerly: Iterable[str], parts: Collection[str | None]) -> None:
+    """Raise ``HandlerDefinitionError`` if a former name of a projector class is the identity of a handler.
+
+    No marker has the name ``old-projector.method.method``, so every message would be applied again.
+    """
+    for name in formerly:
+        former, _, part = name.rpartition(".")
+        if former and part in parts:
+            raise HandlerDefinitionError(
+                f"{owner} has @projector(formerly=[{name!r}]), but that is the name of a handler: write the former "
+                f"name of the projector there, {former!r}, or write {name!r} in the formerly=[...] of its @on"
+            )
 
 
 def is_pinned(target: Any, settings: Settings) -> bool:

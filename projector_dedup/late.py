@@ -117,16 +117,24 @@ class Lateness:
         try:
             if REDELIVERY_HORIZON in found:
                 hours, now = found[REDELIVERY_HORIZON]
-                moments.append(in_utc(now) - timedelta(hours=float(hours)))
+                moments.append(in_utc(now) - timedelta(hours=stored_hours(hours)))
             if PRUNED_UNTIL in found:
                 moments.append(datetime.fromisoformat(found[PRUNED_UNTIL][0]))
             return max(moments, default=None)
         except (ValueError, TypeError, OverflowError):  # TypeError: a moment without a time zone
             raise RefusedError(
                 f"{full_name(state, connection)} has a wrong value for {REDELIVERY_HORIZON} or {PRUNED_UNTIL}, so a "
-                "late message could not be detected; declare the horizon again (`idempotency horizon HOURS`), or "
-                "restore the value from a backup"
+                "late message could not be detected; declare the horizon again (`idempotency horizon HOURS --yes`), "
+                "or restore the value from a backup"
             ) from None
+
+
+def stored_hours(text: str) -> float:
+    """Return the hours that a text of the state table says. Raises ``ValueError`` for what the library never writes."""
+    hours = float(text)
+    if not hours > 0:  # nor nan
+        raise ValueError(f"{text!r} is no positive number of hours")
+    return hours
 
 
 def in_utc(moment: datetime) -> datetime:

@@ -246,12 +246,17 @@ def check_handlers(engine: Engine, known: Set[str], *, tables: DedupTables = def
     return [
         Finding(
             f"markers of handlers that the application does not have: {_listed(unknown)}",
-            "if a handler was renamed, its messages are applied again under the new name: write the name above into the "
-            "formerly=[...] of its @on (of a function: of its @projector), or run "
-            "`idempotency rename OLD NEW --remove-old` if no old code runs. If another application has it, add its "
-            f"dispatcher (--app). If it was removed, delete its rows in {tables.marker.fullname}",
+            "if a handler was renamed, its messages are applied again under the new name: write "
+            f"{_former(min(unknown))} for it, or run `idempotency rename OLD NEW --remove-old` if no old code runs. If "
+            "another application has it, add its dispatcher (--app). If it was removed, delete its rows in "
+            f"{tables.marker.fullname}",
         )
     ]
+
+
+def _former(name: str) -> str:
+    """Return the decorator that declares the former identity of a handler. Only that of a function may have no dot."""
+    return f"@{'on(...' if '.' in name else 'projector(...'}, formerly=[{name!r}])"
 
 
 def _listed(names: Collection[str]) -> str:

@@ -21,11 +21,12 @@ from ..closing import connected
 from ..dialects import Dialect, Failure, dialect_of
 from ..errors import (
     CleanupInterruptedError,
+    RefusedError,
     RetentionTooShortError,
     RetriesExhaustedError,
     UnsupportedDatabaseError,
 )
-from ..late import MARGIN, PRUNED_UNTIL, REDELIVERY_HORIZON
+from ..late import MARGIN, PRUNED_UNTIL, REDELIVERY_HORIZON, stored_hours
 from ..message import logger_of, printable, valid_handler
 from ..options import RetryPolicy
 from ..tables import DedupTables, default_tables
@@ -401,11 +402,17 @@ def declare_horizon(engine: Engine, hours: float | None, *, tables: DedupTables 
 def redelivery_horizon(engine: Engine, *, tables: DedupTables = default_tables) -> float | None:
     """Return the declared horizon in hours, or None if none was declared.
 
-    Raises ``MissingTableError`` if the state table is missing.
+    Raises ``MissingTableError`` if the state table is missing, and ``RefusedError`` for a value that is no horizon.
     """
     with connected_to(engine, tables) as connection:
         declared = read_state(connection, tables).get(REDELIVERY_HORIZON)
-    return None if declared is None else float(declared)
+    try:
+        return None if declared is None else stored_hours(declared)
+    except ValueError as error:
+        raise RefusedError(
+            f"{tables.state.fullname} has a wrong value for {REDELIVERY_HORIZON}: {error}; declare the horizon again "
+            "(`idempotency horizon HOURS --yes`)"
+        ) from None
 
 
 def expired_now(

@@ -37,6 +37,7 @@ from .databases import database_of
 from .rebuilds import refuse_kept
 from .running import PASSING, connected_to, run_with_retries
 from .schema import require_tables
+from .state import insert_state, pruned_key, read_state
 
 MAX_BATCH_SIZE = 10_000
 
@@ -266,6 +267,8 @@ def rename(
         total += renamed
         if on_batch is not None:
             on_batch(total)
+    if not dry_run:
+        run_with_retries(partial(_tell_of_pruned, dialect, tables, old, new), engine, dialect, policy)
     if total == Renamed() and not run_with_retries(batch.new_is_known, engine, dialect, policy):
         raise RefusedError(
             f"neither {printable(old)} nor {printable(new)} has a {tables.noun} in {tables.marker.fullname}; check the "
@@ -273,6 +276,14 @@ def rename(
             f"{printable(old)}, nothing is left to rename: remove `formerly` from the code"
         )
     return total
+
+
+def _tell_of_pruned(dialect: Dialect, tables: DedupTables, old: str, new: str, connection: Connection) -> None:
+    """If cleanup may have deleted markers of ``old``, store that for ``new``, whose copies lack the same messages."""
+    dialect.begin(connection, None, None)
+    known = read_state(connection, tables)
+    if pruned_key(old) in known and pruned_key(new) not in known:
+        insert_state(connection, tables, pruned_key(new), new)
 
 
 class _Batch:

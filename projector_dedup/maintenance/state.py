@@ -12,7 +12,7 @@ from sqlalchemy import select
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import IntegrityError
 
-from ..late import PRUNED_UNTIL, REDELIVERY_HORIZON, in_utc
+from ..late import PRUNED_UNTIL, REDELIVERY_HORIZON, in_utc, stored_hours
 from ..tables import DedupTables, default_tables
 from .databases import database_of
 from .running import connected_to
@@ -158,7 +158,7 @@ def moment_without_zone(at: datetime) -> str:
 
 def _hours(text: str | None) -> float | None:
     try:
-        return None if text is None else float(text)
+        return None if text is None else stored_hours(text)
     except ValueError:
         return None
 

@@ -6,7 +6,7 @@ at once, and deliver live messages meanwhile. ``lacking`` then returns the messa
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, Callable, Iterable, Iterator
+from collections.abc import AsyncIterable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import islice
@@ -18,6 +18,7 @@ from sqlalchemy.util import await_only, greenlet_spawn
 from ..dialects import dialect_of
 from ..dispatcher import AsyncDispatcher, Dispatcher
 from ..errors import BatchFailed, RefusedError
+from ..handler import Handler
 from ..maintenance.rebuilds import OpenRebuild, end, open_rebuilds, write_rebuild
 from ..maintenance.running import connected_to, run_with_retries
 from ..maintenance.schema import require_tables
@@ -207,8 +208,9 @@ class _Run:
                     f"another rebuild of {printable(self._projector)} is open, beside {printable(known.beside)}: "
                     "verify that one first, or build a generation with another name"
                 )
+            kept = () if known is None else known.handlers
+            self._refuse_pruned(connection, [each for each in self._handlers if each.names.isdisjoint(kept)])
             if known is None:
-                self._refuse_pruned(connection)
                 pruned_until = state_of(connection, self._tables).pruned_until
                 since = None if pruned_until is None else moment_text(pruned_until)
                 return replace(self._open, opened=now_text(connection), known_since=since)
@@ -217,10 +219,13 @@ class _Run:
 
         self._write(opened)
 
-    def _refuse_pruned(self, connection: Connection) -> None:
-        """Raise ``RefusedError`` if markers of the new generation were pruned: their messages would count twice."""
+    def _refuse_pruned(self, connection: Connection, handlers: Sequence[Handler]) -> None:
+        """Raise ``RefusedError`` if markers of ``handlers``, which are new to the rebuild, were pruned.
+
+        The messages of such markers would count twice.
+        """
         known = read_state(connection, self._tables)
-        pruned = [name for each in self._handlers for name in each.names if pruned_key(name) in known]
+        pruned = [name for each in handlers for name in each.names if pruned_key(name) in known]
         if pruned:
             raise RefusedError(
                 f"cleanup has deleted markers of {printable(min(pruned))}, so a rebuild would apply their messages "

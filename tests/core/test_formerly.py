@@ -146,6 +146,8 @@ def test_former_names_stay_with_the_class_that_they_were_given_to() -> None:
         ({"formerly": 7}, "list of names"),
         ({"formerly": [7]}, "list of names"),
         ({"formerly": [""]}, "must not be empty"),
+        ({"formerly": ["a.Old.add"]}, "there, 'a.Old', or write 'a.Old.add' in"),
+        ({"formerly": ["Old.plus"], "part": "plus"}, "but that is the name of a handler"),
         ({"parts": ["a\0b"]}, "NUL"),
         ({"formerly": ["x" * 250], "parts": ["y" * 10]}, "must have at most 255 bytes"),
         ({"formerly": ["Old"], "idempotent": False}, "idempotent=True"),

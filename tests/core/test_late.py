@@ -674,7 +674,7 @@ def test_late_messages_of_a_batch_fail_alone(pruned: Engine, harness: Harness, s
 def test_without_the_late_moment_nothing_is_applied(key: str, harness: Harness, cleaner: Engine) -> None:
     """A missing table and a wrong value are refused, with what to do, also in a batch; without a time messages pass."""
     dispatcher = harness.dispatcher()
-    for value in ("yesterday", "2026-01-01T00:00:00"):
+    for value in ("yesterday", "2026-01-01T00:00:00", "-5", "0", "nan"):
         with cleaner.begin() as connection:
             write_state(connection, default_tables, {key: value})
         with pytest.raises(RefusedError, match="wrong value for redelivery_horizon_hours or pruned_until"):

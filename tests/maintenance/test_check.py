@@ -181,8 +181,12 @@ def test_handlers_that_the_application_does_not_know(engine: Engine) -> None:
     assert finding.problem.endswith(
         ": old\\n.add, old.00, old.01, old.02, old.03, old.04, old.05, old.06, old.07, old.08 and 2 more"
     )
-    assert "idempotency rename OLD NEW" in finding.remedy
-    assert check_handlers(engine, {"new.add", "old\n.add", *(f"old.{number:02}" for number in range(11))}) == []
+    assert "write @on(..., formerly=['old\\n.add']) for it, or run `idempotency rename OLD NEW" in finding.remedy
+    known = {"new.add", "old\n.add", *(f"old.{number:02}" for number in range(11))}
+    assert check_handlers(engine, known, tables=tables) == []
+    fill(engine, {"count": [1]})
+    (finding,) = check_handlers(engine, known, tables=tables)
+    assert "write @projector(..., formerly=['count']) for it" in finding.remedy
 
 
 APP = """

@@ -22,6 +22,7 @@ from projector_dedup.errors import MissingTableError, RefusedError
 from projector_dedup.late import REDELIVERY_HORIZON
 from projector_dedup.maintenance.cleanup import cleanup
 from projector_dedup.maintenance.rows import Renamed, rename
+from projector_dedup.maintenance.state import read_state
 from projector_dedup.tables import default_tables
 from projector_dedup.unit_of_work import UnitOfWork
 
@@ -278,6 +279,27 @@ def test_nothing_is_applied_twice_beside_deliveries_and_cleanup(harness: Harness
     assert outcomes == {Outcome.DUPLICATE}
     assert harness.totals() == dict.fromkeys(messages, 1)
     assert {message_id for message_id, _ in harness.markers()} == set(messages)
+
+
+@pytest.mark.parametrize("remove_old", [True, False])
+def test_the_new_name_is_known_to_be_pruned_if_the_old_one_was(harness: Harness, remove_old: bool) -> None:
+    """Else a rebuild of the new name would apply the messages again whose markers are gone."""
+    write(harness, ("m3", "another"), ("m1", OLD))  # the second has no time, so nothing but its age keeps it
+    assert cleanup(harness.engine) == 1
+    write(harness, ("m2", OLD))
+    rename(harness.engine, OLD, NEW, dry_run=True)
+    assert pruned(harness) == {OLD}
+    rename(harness.engine, OLD, NEW, remove_old=remove_old)
+    assert pruned(harness) == {OLD, NEW}
+    rename(harness.engine, "another", NEW)
+    rename(harness.engine, NEW, "a third")
+    assert pruned(harness) == {OLD, NEW, "a third"}
+
+
+def pruned(harness: Harness) -> set[str]:
+    """The handlers of which the state table says that cleanup may have deleted markers."""
+    with harness.engine.connect() as connection:
+        return {value for key, value in read_state(connection, default_tables).items() if key.startswith("pruned:")}
 
 
 # The command -----------------------------------------------------------------------------------------------------

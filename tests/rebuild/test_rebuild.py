@@ -611,6 +611,30 @@ def test_a_generation_whose_markers_were_pruned_is_not_filled(shop: Shop) -> Non
     assert shop.totals(New) == totals_of(messages)
 
 
+@on_sqlite
+def test_a_handler_whose_markers_were_pruned_does_not_join_an_open_rebuild(shop: Shop) -> None:
+    """Its messages would be applied again too, though the rebuild was opened before."""
+
+    def counting(part: str) -> Any:
+        return on("paid", name=part)(lambda _self, body, session: adding(New)(body, session))
+
+    def grown(*parts: str) -> Any:
+        methods = {part: counting(part) for part in parts}
+        return projector(idempotent=True, name="totals-2")(type("Grown", (), methods))()
+
+    def both(*parts: str) -> Any:
+        return shop.dispatcher(shop.old(), building(grown(*parts), beside="totals"))
+
+    messages = [replace(message, occurred_at=None) for message in payments(3)]
+    shop.deliver(shop.dispatcher(grown("later")), messages)
+    shop.age(500)
+    _pruned(shop, 3)
+    shop.rebuild(both("first"), messages)
+    with pytest.raises(RefusedError, match=r"cleanup has deleted markers of totals-2\.later, so a rebuild would apply"):
+        shop.rebuild(both("first", "later"), messages)
+    assert sum(shop.totals(New).values()) == 2 * sum(message.body["amount"] for message in messages)
+
+
 def _pruned(shop: Shop, number: int) -> None:
     """Prune by a horizon that was declared long ago."""
     with shop.outside.begin() as connection:
