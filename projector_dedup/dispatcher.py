@@ -14,7 +14,7 @@ from sqlalchemy.orm import Session, sessionmaker
 from sqlalchemy.util import greenlet_spawn
 
 from .asyncio_names import async_sessionmaker
-from .batch import Result, deliver_batch
+from .batch import NOT_TRIED, Result, deliver_batch
 from .building import handlers_of_all, may_fail, report_failure
 from .delivery import Chunk, deliver
 from .errors import (
@@ -22,6 +22,7 @@ from .errors import (
     DeliveryFailed,
     HandlerDefinitionError,
     RefusedError,
+    RetriesExhaustedError,
     UnhandledMessage,
     UnsafeSessionError,
 )
@@ -222,8 +223,8 @@ class BaseDispatcher(NamedInErrors, Generic[F]):
                     chunk.watch.failed(error)
         return results.settled_delivery()
 
-    def _deliver_batch(self, events: Iterable[object]) -> list[Delivery]:
-        batch, originals = self._route_all(events), Originals()
+    def _deliver_batch(self, events: Iterable[object], in_order: bool) -> list[Delivery]:
+        batch, originals = self._route_all(events, in_order), Originals()
         for handler in self._handlers.values():
             if messages := batch.messages_for(handler):
                 options = self._options[handler.identity]
@@ -236,23 +237,27 @@ class BaseDispatcher(NamedInErrors, Generic[F]):
                     self._policy,
                     self._waiting,
                     self._observing,
+                    in_order=in_order and handler.beside is None,  # nobody redelivers what a new generation leaves out
                 )
                 batch.handled(handler, *became)
         return batch.settled_deliveries()
 
-    def _route_all(self, events: Iterable[object]) -> BatchResults:
+    def _route_all(self, events: Iterable[object], in_order: bool) -> BatchResults:
         given: object = events
         if isinstance(given, (str, bytes, Mapping, Message)) or not isinstance(given, Iterable):
             raise RefusedError(
                 f"deliver_batch takes a list of messages, not one {type(events).__name__}; for one message call "
                 "deliver(event)"
             )
-        batch = BatchResults()
+        batch, stopped = BatchResults(), False
         for event in events:
             try:
+                if stopped:
+                    raise RetriesExhaustedError(NOT_TRIED)
                 batch.routed(*self._resolve(event, None))
             except Exception as error:  # noqa: BLE001  # it concerns this message alone: its extractor failed, for example
                 batch.not_routed(id_text(event) if isinstance(event, Message) else None, error)
+                stopped = in_order
         return batch
 
 
@@ -292,7 +297,7 @@ class Dispatcher(BaseDispatcher[sessionmaker[Any]]):
         """
         return self._deliver(event, message_id)
 
-    def deliver_batch(self, events: Iterable[object]) -> list[Delivery]:
+    def deliver_batch(self, events: Iterable[object], *, in_order: bool = False) -> list[Delivery]:
         """Deliver many messages together: each handler runs with one claim, one transaction and one COMMIT.
 
         If the body of an event does not contain its id, pass a ``Message``. Each handler gets its messages in the order
@@ -305,8 +310,11 @@ class Dispatcher(BaseDispatcher[sessionmaker[Any]]):
         found the failing one, and applies all others. Handlers run again during this search, so keep side effects out
         of them. You can deliver the same batch again at any time. Raises ``RefusedError`` if ``events`` is a single
         message.
+
+        With ``in_order``, a handler gets no message after the first one on which it fails. These messages fail too,
+        with ``RetriesExhaustedError``: deliver them again after the first one.
         """
-        return self._deliver_batch(events)
+        return self._deliver_batch(events, in_order)
 
 
 class AsyncDispatcher(BaseDispatcher[async_sessionmaker[Any]]):
@@ -325,12 +333,12 @@ class AsyncDispatcher(BaseDispatcher[async_sessionmaker[Any]]):
         """
         return await greenlet_spawn(self._deliver, event, message_id)
 
-    async def deliver_batch(self, events: Iterable[object]) -> list[Delivery]:
+    async def deliver_batch(self, events: Iterable[object], *, in_order: bool = False) -> list[Delivery]:
         """Deliver many messages together: each handler runs with one claim, one transaction and one COMMIT.
 
         The arguments, the result and the errors are those of ``Dispatcher.deliver_batch``.
         """
-        return await greenlet_spawn(self._deliver_batch, events)
+        return await greenlet_spawn(self._deliver_batch, events, in_order)
 
 
 def _shown(route: Route) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 from ..extras import needs
 
@@ -27,6 +28,7 @@ from .rabbitmq import (
     headers_of_copy,
     incoming_of,
     new_settling,
+    prefetch_of,
     queue_after,
     queues_beside,
 )
@@ -45,16 +47,18 @@ _UNREADABLE = (
 
 
 class Consumer:
-    """Delivers the messages of a durable queue to a dispatcher, ``prefetch`` of them at the same time.
+    """Delivers the messages of a durable queue to a dispatcher, several of them at the same time.
 
     The consumer acknowledges a message that is applied or is a duplicate. A message to retry waits in one of the queues
     ``<queue>.wait.1s``, ``.5s``, ``.30s`` and ``.300s``. A rejected message goes to ``<queue>.dead``, with the error in
     its header ``x-rejected-for``. The consumer declares all of these queues, and the work queue if it is missing.
 
-    ``url`` is the URL of RabbitMQ. ``convert`` builds the event from an ``Incoming``. Each of the ``prefetch`` messages
-    uses one connection of the engine's pool, so ``prefetch`` must be at most the size of the pool. The consumer rejects
-    a message after ``max_attempts`` deliveries; None sets no limit. ``max_delay`` limits the seconds before a retry:
-    to the longest delay of these queues that is not above it, or else to 1 second.
+    ``url`` is the URL of RabbitMQ. ``convert`` builds the event from an ``Incoming``. Up to ``batch`` messages that are
+    there share one transaction. If fewer are there, the consumer waits ``batch_wait`` seconds for more. RabbitMQ sends
+    up to ``prefetch`` messages in advance; the default is 10, or twice the ``batch`` if that is more. ``prefetch /
+    batch`` transactions run at the same time, and each uses one connection of the engine's pool: the pool must have as
+    many. The consumer rejects a message after ``max_attempts`` deliveries; None sets no limit. ``max_delay`` limits the
+    seconds before a retry: to the longest delay of these queues that is not above it, or else to 1 second.
     """
 
     def __init__(
@@ -64,19 +68,18 @@ class Consumer:
         dispatcher: AsyncDispatcher,
         convert: Convert = json_event,
         *,
-        prefetch: int = 10,
+        batch: int = 1,
+        batch_wait: float = 0.0,
+        prefetch: int | None = None,
         max_attempts: int | None = None,
         max_delay: float = 300.0,
     ) -> None:
+        self._prefetch = prefetch_of(prefetch, 10, batch, batch_wait)
+        self._batch, self._batch_wait = batch, batch_wait
         self._settling = new_settling(
-            dispatcher,
-            convert,
-            prefetch=prefetch,
-            max_attempts=max_attempts,
-            max_delay=max_delay,
-            asynchronous=True,
+            dispatcher, convert, max_attempts=max_attempts, max_delay=max_delay, asynchronous=True
         )
-        self._url, self._queue, self._prefetch = url, queue, prefetch
+        self._url, self._queue = url, queue
         self._stopping = False
         self._why = ""  # the error, if an unreadable message closed the connection
         self._inbox: asyncio.Queue[AbstractIncomingMessage | None] = asyncio.Queue()  # None ends `run`
@@ -104,8 +107,8 @@ class Consumer:
             queue = await channel.get_queue(self._queue, ensure=False)
             tag = await queue.consume(self._inbox.put)
             async with asyncio.TaskGroup() as tasks:
-                while (message := await self._inbox.get()) is not None:
-                    tasks.create_task(self._settle(message))
+                for _ in range(self._prefetch // self._batch):
+                    tasks.create_task(self._consume())
             if not self._stopping:
                 raise ConnectionError(self._why or CANCELLED.format(queue=self._queue))
             await queue.cancel(tag)
@@ -117,12 +120,34 @@ class Consumer:
         self._why = unreadable(error, self._queue)
         self._ended()
 
-    async def _settle(self, message: AbstractIncomingMessage) -> None:
-        settled = await self._settling.adeliver(incoming_of(message.body, message, self._queue))
-        if not settled.acknowledge:
-            await copy(message, self._queue, settled)
-            self._settling.kept(settled)
-        await message.ack()
+    async def _consume(self) -> None:
+        """Settle messages until None is in the inbox, which stays there for the other tasks."""
+        while (message := await self._inbox.get()) is not None:
+            messages = [message, *self._waiting(self._batch - 1)]
+            if self._batch_wait and len(messages) < self._batch:
+                await asyncio.sleep(self._batch_wait)
+                messages += self._waiting(self._batch - len(messages))
+            await self._settle(messages)
+        self._ended()
+
+    def _waiting(self, most: int) -> list[AbstractIncomingMessage]:
+        """Take up to ``most`` messages that are in the inbox."""
+        found: list[AbstractIncomingMessage] = []
+        while len(found) < most and not self._inbox.empty():
+            if (message := self._inbox.get_nowait()) is None:
+                self._ended()
+                break
+            found.append(message)
+        return found
+
+    async def _settle(self, messages: Sequence[AbstractIncomingMessage]) -> None:
+        """Deliver messages, and acknowledge each by itself, because other tasks have earlier ones."""
+        incoming = [incoming_of(each.body, each, self._queue) for each in messages]
+        for message, settled in zip(messages, await self._settling.adeliver_batch(incoming), strict=True):
+            if not settled.acknowledge:
+                await copy(message, self._queue, settled)
+                self._settling.kept(settled)
+            await message.ack()
 
 
 async def replay(url: str, queue: str) -> int:

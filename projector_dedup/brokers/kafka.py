@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import time
 from collections import deque
@@ -20,7 +21,7 @@ from ..dispatcher import Dispatcher
 from ..errors import RefusedError
 from ..verdict import Action
 from .incoming import Convert, Incoming, json_event
-from .settling import Settled, Settling, expect, logger
+from .settling import Settled, Settling, check_batch, expect, logger
 
 __all__ = ["Consumer", "begin", "replay"]
 
@@ -76,9 +77,10 @@ class Consumer:
 
     ``config`` is the configuration of confluent-kafka, with a ``group.id``. ``convert`` builds the event from an
     ``Incoming``. ``id_header`` names the header with the message id. **An offset is never used as the id**: an outbox
-    that publishes an event again creates another offset. The consumer rejects a message after ``max_attempts``
-    deliveries; None sets no limit. ``max_delay`` limits the seconds before a retry; later copies in the same partition
-    wait too.
+    that publishes an event again creates another offset. Up to ``batch`` messages that are there share one transaction.
+    If fewer are there, the consumer waits ``batch_wait`` seconds for more. The consumer rejects a message after
+    ``max_attempts`` deliveries; None sets no limit. ``max_delay`` limits the seconds before a retry; later copies in
+    the same partition wait too.
 
     Raises ``ValueError`` for settings that could lose messages, and ``TypeError`` if ``config`` is not a dictionary.
     """
@@ -91,6 +93,8 @@ class Consumer:
         convert: Convert = json_event,
         *,
         id_header: str = "message_id",
+        batch: int = 1,
+        batch_wait: float = 0.0,
         max_attempts: int | None = None,
         max_delay: float = 300.0,
     ) -> None:
@@ -98,6 +102,8 @@ class Consumer:
         if isinstance(topics, str) or not topics:
             raise ValueError('topics is a list of names, as in ["payments"]')
         self._settling = Settling(dispatcher, convert, max_attempts=max_attempts, max_delay=max_delay, broker="kafka")
+        check_batch(batch, batch_wait)
+        self._batch, self._batch_wait = batch, batch_wait
         self._id_header, self._max_delay = id_header, max_delay
         self._retry = {topic: aside(topic, config, "retry") for topic in topics}
         self._dead = {topic: aside(topic, config, "dead") for topic in topics}
@@ -127,20 +133,25 @@ class Consumer:
             self._client.close()
 
     def stop(self, *_: object) -> None:
-        """Make ``run`` return after the current message is settled. Any thread or signal handler may call this."""
+        """Make ``run`` return after the current messages are settled. Any thread or signal handler may call this."""
         self._stopped = True
 
     def _step(self) -> None:
-        """Poll one message, and settle the waiting messages that are due."""
-        message = self._client.poll(self._patience())
-        if message is not None and (error := message.error()) is not None:
-            self._log_or_raise(error)
-        elif message is not None:
+        """Poll messages, and settle those that are due, with the waiting messages that are due."""
+        messages = self._client.consume(1, self._patience())
+        if messages and self._batch > 1:
+            messages += self._client.consume(self._batch - 1, self._batch_wait)
+        ready: list[Received] = []
+        for message in messages:
+            if (error := message.error()) is not None:
+                self._log_or_raise(error)
+                continue
             received = Received(message, copied=message.topic() in self._copied)
             if received.due > time.time() or (received.topic, received.partition) in self._waiting:
                 self._hold_back(received)
             else:
-                self._settle(received)
+                ready.append(received)
+        self._settle(ready)
         self._settle_due()
 
     def _patience(self) -> float:
@@ -164,9 +175,10 @@ class Consumer:
         second. Resuming a partition that is not paused has no effect.
         """
         for place, line in list(self._waiting.items()):
-            while line and line[0].due <= time.time() and not self._stopped:
-                self._settle(line[0])
-                line.popleft()
+            while not self._stopped and (due := _first_due(line, self._batch)):
+                self._settle(due)
+                for _ in due:
+                    line.popleft()
             if not line:
                 del self._waiting[place]
                 self._resumed_at = 0.0
@@ -180,22 +192,27 @@ class Consumer:
         for each in partitions:
             self._waiting.pop((each.topic, each.partition), None)
 
-    def _settle(self, received: Received) -> None:
-        """Deliver a message, publish a copy if it is not applied, and store its offset after that."""
-        attempt = received.attempt
-        settled = self._settling.deliver(received.incoming(self._id_header, attempt))
-        while settled.verdict is not None and settled.verdict.action is Action.RETRY_NOW and not self._stopped:
-            attempt += 1
-            settled = self._settling.deliver(received.incoming(self._id_header, attempt))
-        if not settled.acknowledge:
-            self._publish_copy(received, settled, attempt)
+    def _settle(self, messages: Sequence[Received]) -> None:
+        """Deliver messages in their order, publish a copy of each that is not applied, and store each offset then."""
+        rest = deque(messages)
+        while rest:
+            for settled in self._settling.deliver_in_order([each.incoming(self._id_header) for each in rest]):
+                if settled.verdict is not None and settled.verdict.action is Action.RETRY_NOW and not self._stopped:
+                    rest[0].attempt += 1  # and it is the first again
+                    continue
+                received = rest.popleft()
+                if not settled.acknowledge:
+                    self._publish_copy(received, settled)
+                self._store_offset(received)
+
+    def _store_offset(self, received: Received) -> None:
         try:
             self._client.store_offsets(received.message)
         except KafkaException as error:
             if error.args[0].name() != "_STATE":  # another member has the partition now, and detects a duplicate
                 raise
 
-    def _publish_copy(self, received: Received, settled: Settled, attempt: int) -> None:
+    def _publish_copy(self, received: Received, settled: Settled) -> None:
         """Publish a copy to the retry topic, or to the dead-letter topic if the message is rejected.
 
         Raises ``RefusedError`` for a copy that is too large for its topic, and ``KafkaException`` if Kafka refuses
@@ -203,11 +220,11 @@ class Consumer:
         """
         if settled.reject:
             topic = self._dead[received.topic]
-            headers = received.copy_headers(attempt=attempt, reason=settled.reason)
+            headers = received.copy_headers(attempt=received.attempt, reason=settled.reason)
         else:
             topic = self._retry[received.topic]
             not_before = round((time.time() + settled.delay) * 1000)
-            headers = received.copy_headers(attempt=attempt + 1, not_before=not_before)
+            headers = received.copy_headers(attempt=received.attempt + 1, not_before=not_before)
         try:
             put_copy(self._producer, received.message, topic, headers)
             self._settling.kept(settled)
@@ -229,6 +246,12 @@ class Consumer:
         if error.fatal() or not (error.retriable() or error.name() in PASSING):
             raise KafkaException(error)
         logger.warning("Kafka: %s; the consumer continues", error.str())
+
+
+def _first_due(line: Sequence[Received], most: int) -> list[Received]:
+    """Return up to ``most`` messages at the beginning of a line that are due."""
+    now = time.time()
+    return [*itertools.takewhile(lambda each: each.due <= now, itertools.islice(line, most))]
 
 
 # Positions that you set by hand: of a new group, and of dead letters to replay ---------------------------------------
@@ -364,7 +387,7 @@ class Received:
         """The topic, the partition and the offset of the message, for log lines."""
         return f"{self.topic} [{self.partition}] at offset {self.offset}"
 
-    def incoming(self, id_header: str, attempt: int) -> Incoming:
+    def incoming(self, id_header: str) -> Incoming:
         """Return the message for a converter. A header that appears twice is a list, so a converter rejects it."""
         found: dict[str, object] = {}
         for name, value in self._all:
@@ -377,7 +400,7 @@ class Received:
             occurred_at=self._occurred_at(),
             content_type=found.get("content-type"),
             headers=found,
-            attempt=attempt,
+            attempt=self.attempt,
             origin=self.origin,
             id_name=f"header {id_header}",
             key=self.message.key(),

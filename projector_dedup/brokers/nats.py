@@ -25,12 +25,13 @@ with needs("nats"):
 from ..dispatcher import AsyncDispatcher
 from ..errors import RefusedError
 from .incoming import MAX_TEXT_BYTES, Convert, Incoming, json_event
-from .settling import Settled, Settling, expect, logger, named_in_log
+from .settling import Settled, Settling, check_batch, expect, logger, named_in_log
 
 __all__ = ["Consumer", "dead_stream", "replay"]
 
 _NO_TEXT = b"\xff"  # is not UTF-8, and replaces an unreadable value: a message with this id is rejected
 _TOO_LARGE = 300.0  # seconds before the retry of a rejected message that is too large for a dead letter
+_AT_ONCE = 0.01  # seconds in which the server sends messages that are there
 _POLL = 1.0  # seconds that one fetch waits; `stop` takes as long if no message comes
 UNREADABLE = "\ufffd"
 """Replaces bytes that are not UTF-8 in the value of a header, and separates the values of a repeated header."""
@@ -58,8 +59,9 @@ class Consumer:
 
     The consumer acknowledges a message after the commit, and returns a message to retry to the server with a delay. It
     publishes a rejected message to the stream of dead letters, and acknowledges it after that stream has confirmed it.
-    ``in_flight`` messages are delivered at the same time; with 1 they are delivered in the order of the stream, except
-    for retries. Start as many processes as you need, all with the same ``durable``.
+    Up to ``batch`` messages that are there share one transaction. If fewer are there, the consumer waits ``batch_wait``
+    seconds for more. ``in_flight`` messages, or batches, are delivered at the same time; with 1 they are delivered in
+    the order of the stream, except for retries. Start as many processes as you need, all with the same ``durable``.
 
     ``convert`` builds the event from an ``Incoming``. The consumer rejects a message after ``max_attempts`` deliveries;
     None sets no limit. ``max_delay`` limits the seconds before a retry. After ``ack_wait`` seconds, the server delivers
@@ -78,6 +80,8 @@ class Consumer:
         convert: Convert = json_event,
         *,
         subject: str | None = None,
+        batch: int = 1,
+        batch_wait: float = 0.0,
         max_attempts: int | None = None,
         max_delay: float = 300.0,
         in_flight: int = 1,
@@ -91,6 +95,8 @@ class Consumer:
             dispatcher, convert, max_attempts=max_attempts, max_delay=max_delay, asynchronous=True, broker="nats"
         )
         self._stream, self._subject, self._durable = stream, subject, durable
+        check_batch(batch, batch_wait)
+        self._batch, self._batch_wait = batch, max(batch_wait, _AT_ONCE)
         self._in_flight, self._ack_wait = in_flight, ack_wait
         self._stopping = False
 
@@ -152,8 +158,10 @@ class Consumer:
 
     async def _consume(self, pull: Pull) -> None:
         while not self._stopping:
-            for message in await self.fetch(pull, 1):
-                await self.settle(message)
+            if messages := await self.fetch(pull, 1):
+                if self._batch > 1:
+                    messages += await pull.fetch(self._batch - 1, self._batch_wait)
+                await self.settle(messages)
 
     async def fetch(self, pull: Pull, batch: int) -> list[Msg]:
         """Return up to ``batch`` messages that arrive within a second.
@@ -172,12 +180,7 @@ class Consumer:
                 )
         return messages
 
-    async def settle(self, message: Msg) -> None:
-        """Deliver one message, extend its ``ack_wait`` meanwhile, and then acknowledge, retry or reject it."""
-        async with self._kept_alive([message]):
-            await self._answer(message, await self._settling.adeliver(incoming_of(message, self._stream)))
-
-    async def settle_batch(self, messages: Sequence[Msg]) -> None:
+    async def settle(self, messages: Sequence[Msg]) -> None:
         """Deliver messages in one transaction, extend their ``ack_wait`` meanwhile, and settle each separately.
 
         If the server refuses an acknowledgement or a dead letter, raises the first error after settling the others.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 
 from ..extras import needs
 
@@ -26,13 +27,15 @@ from .rabbitmq import (
     headers_of_copy,
     incoming_of,
     new_settling,
+    prefetch_of,
     queue_after,
     queues_beside,
 )
-from .settling import Settled, expect
+from .settling import Settled, expect, filled
 
 __all__ = ["Consumer", "replay"]
 
+_Message = tuple[int, BasicProperties, bytes]  # the delivery tag, the properties and the body
 _LOOKS_UP_EVERY = 0.5  # seconds that `stop` takes if no message comes
 _PARAMETERS = 'parameters are those of pika, as in pika.URLParameters("amqp://...")'
 _LOST = (
@@ -44,16 +47,18 @@ _LOST = (
 
 
 class Consumer:
-    """Delivers the messages of a durable queue to a dispatcher, one after the other.
+    """Delivers the messages of a durable queue to a dispatcher, one after the other or in batches.
 
     The consumer acknowledges a message that is applied or is a duplicate. A message to retry waits in one of the queues
     ``<queue>.wait.1s``, ``.5s``, ``.30s`` and ``.300s``. A rejected message goes to ``<queue>.dead``, with the error in
     its header ``x-rejected-for``. The consumer declares all of these queues, and the work queue if it is missing.
 
-    ``convert`` builds the event from an ``Incoming``. RabbitMQ sends up to ``prefetch`` messages in advance. The
-    consumer rejects a message after ``max_attempts`` deliveries; None sets no limit. ``max_delay`` limits the seconds
-    before a retry: to the longest delay of these queues that is not above it, or else to 1 second. Raises ``TypeError``
-    if ``parameters`` are not those of pika.
+    ``convert`` builds the event from an ``Incoming``. Up to ``batch`` messages that are there share one transaction and
+    one acknowledgement. If fewer are there, the consumer waits ``batch_wait`` seconds for more. RabbitMQ sends up to
+    ``prefetch`` messages in advance; the default is 20, or twice the ``batch`` if that is more. The consumer rejects a
+    message after ``max_attempts`` deliveries; None sets no limit. ``max_delay`` limits the seconds before a retry: to
+    the longest delay of these queues that is not above it, or else to 1 second. Raises ``TypeError`` if ``parameters``
+    are not those of pika.
     """
 
     def __init__(
@@ -63,19 +68,21 @@ class Consumer:
         dispatcher: Dispatcher,
         convert: Convert = json_event,
         *,
-        prefetch: int = 20,
+        batch: int = 1,
+        batch_wait: float = 0.0,
+        prefetch: int | None = None,
         max_attempts: int | None = None,
         max_delay: float = 300.0,
     ) -> None:
         expect(Parameters, parameters, _PARAMETERS)
-        self._settling = new_settling(
-            dispatcher, convert, prefetch=prefetch, max_attempts=max_attempts, max_delay=max_delay
-        )
-        self._parameters, self._queue, self._prefetch = parameters, queue, prefetch
+        self._prefetch = prefetch_of(prefetch, 20, batch, batch_wait)
+        self._batch, self._batch_wait = batch, batch_wait
+        self._settling = new_settling(dispatcher, convert, max_attempts=max_attempts, max_delay=max_delay)
+        self._parameters, self._queue = parameters, queue
         self._stopping = False
 
     def stop(self, *_: object) -> None:
-        """Make ``run`` return after the current message is settled. Any thread or signal handler may call this."""
+        """Make ``run`` return after the current messages are settled. Any thread or signal handler may call this."""
         self._stopping = True
 
     def run(self) -> None:
@@ -87,20 +94,38 @@ class Consumer:
         with _losing(self._queue, self._prefetch), BlockingConnection(self._parameters) as connection:
             channel = _open(connection, self._queue)
             channel.basic_qos(prefetch_count=self._prefetch)
-            for method, properties, body in channel.consume(self._queue, inactivity_timeout=_LOOKS_UP_EVERY):
-                if method is not None:
-                    self._settle(channel, method.delivery_tag, properties, body)
-                if self._stopping:
-                    channel.cancel()
-                    return
-            raise ConnectionError(CANCELLED.format(queue=self._queue))
+            while not self._stopping:
+                found = self._received(channel, self._batch, _LOOKS_UP_EVERY)
+                if messages := filled(found, self._batch, self._batch_wait, partial(self._received, channel)):
+                    self._settle(channel, messages)
+            channel.cancel()
 
-    def _settle(self, channel: BlockingChannel, tag: int, properties: BasicProperties, body: bytes) -> None:
-        settled = self._settling.deliver(incoming_of(body, properties, self._queue))
-        if not settled.acknowledge:
+    def _received(self, channel: BlockingChannel, most: int, seconds: float = 0.0) -> list[_Message]:
+        """Return up to ``most`` messages that are there; wait ``seconds`` for the first."""
+        found: list[_Message] = []
+        while len(found) < most:
+            came = next(channel.consume(self._queue, inactivity_timeout=0 if found else seconds), None)
+            if came is None:
+                raise ConnectionError(CANCELLED.format(queue=self._queue))
+            method, properties, body = came
+            if method is None:
+                break
+            found.append((method.delivery_tag, properties, body))
+        return found
+
+    def _settle(self, channel: BlockingChannel, messages: Sequence[_Message]) -> None:
+        """Deliver messages, copy those that are not applied, and acknowledge."""
+        answers = self._settling.deliver_batch([incoming_of(body, each, self._queue) for _, each, body in messages])
+        applied = []
+        for (tag, properties, body), settled in zip(messages, answers, strict=True):
+            if settled.acknowledge:
+                applied.append(tag)
+                continue
             _copy(channel, properties, body, self._queue, settled, self._parameters.frame_max)
             self._settling.kept(settled)
-        channel.basic_ack(tag)
+            channel.basic_ack(tag)  # at once: if a later copy fails, this one is not made again
+        if applied:  # every earlier message of the channel is acknowledged, or applied too
+            channel.basic_ack(applied[-1], multiple=True)
 
 
 def replay(parameters: Parameters, queue: str) -> int:

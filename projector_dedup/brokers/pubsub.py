@@ -20,12 +20,13 @@ with needs("pubsub"):
 from ..dispatcher import Dispatcher
 from ..errors import RefusedError
 from .incoming import Convert, Incoming, json_event
-from .settling import Settled, Settling, deliver_in_order, expect, replay_older
+from .settling import Settled, Settling, check_batch, deliver_in_groups, expect, replay_older
 
 __all__ = ["Consumer", "replay"]
 
 _POLL = 5.0  # seconds that a request waits for messages; `stop` takes as long if no message comes
-_MANY = 10  # messages of one request
+_MANY = 10  # messages of one request, if the user does not say
+_MOST = 1_000  # messages of one request: the limit of Pub/Sub
 _REJECTED_FOR = "x-rejected-for"
 _BY_PUBSUB = ("CloudPubSubDeadLetter", "goog")
 """Prefixes of the attributes that Pub/Sub adds: to a dead letter that it moves itself, and to any message."""
@@ -34,7 +35,7 @@ _PUBLISHER = "publisher is a google.cloud.pubsub_v1.PublisherClient"
 
 
 class Consumer:
-    """Consumes a subscription of Google Cloud Pub/Sub, in batches of up to ten messages.
+    """Consumes a subscription of Google Cloud Pub/Sub, in batches.
 
     ``subscription`` is its full name, ``projects/PROJECT/subscriptions/NAME``. The consumer acknowledges a message
     after the commit. To retry a message after a delay, it changes the acknowledgement deadline. It publishes a rejected
@@ -42,12 +43,12 @@ class Consumer:
     acknowledges it. Start as many processes as you need.
 
     The consumer delivers a batch in one transaction, and settles each message separately. If the subscription has
-    message ordering, it delivers the messages one by one: while a message waits for its retry, the later messages with
-    its ordering key wait too.
+    message ordering, then while a message waits for its retry, the later messages with its ordering key wait too.
 
     ``convert`` builds the event from the data and the attributes ``message_id``, ``type``, ``occurred_at`` and
-    ``content_type``. The consumer rejects a message after ``max_attempts`` deliveries; None leaves only the limit of
-    the subscription's dead-letter policy. ``max_delay`` limits the seconds before a retry.
+    ``content_type``. Up to ``batch`` messages, at most 1,000, share one transaction; Pub/Sub decides how many it
+    returns. The consumer rejects a message after ``max_attempts`` deliveries; None leaves only the limit of the
+    subscription's dead-letter policy. ``max_delay`` limits the seconds before a retry.
 
     Raises ``HandlerDefinitionError`` if ``dispatcher`` is not a ``Dispatcher``, and ``TypeError`` for a wrong client.
     """
@@ -60,9 +61,12 @@ class Consumer:
         dispatcher: Dispatcher,
         convert: Convert = json_event,
         *,
+        batch: int = _MANY,
         max_attempts: int | None = None,
         max_delay: float = 300.0,
     ) -> None:
+        check_batch(batch, most=_MOST, limit="the limit of a request")
+        self._batch = batch
         expect(SubscriberClient, subscriber, _SUBSCRIBER)
         expect(PublisherClient, publisher, _PUBLISHER)
         self._subscriber: Any = subscriber
@@ -84,7 +88,7 @@ class Consumer:
                 "give it a dead-letter policy that names a topic"
             )
         while not self._stopping:
-            received = _pull(self._subscriber, self._name)
+            received = _pull(self._subscriber, self._name, self._batch)
             for each, settled in zip(received, self._deliver(received, found.enable_message_ordering), strict=True):
                 self._settle(each, settled, dead)
 
@@ -95,7 +99,7 @@ class Consumer:
     def _deliver(self, received: Sequence[Any], ordered: bool) -> Sequence[Settled | None]:
         incoming = [_incoming(each, self._name) for each in received]
         if ordered:
-            return deliver_in_order(self._settling, incoming, [each.message.ordering_key for each in received])
+            return deliver_in_groups(self._settling, incoming, [each.message.ordering_key for each in received])
         return self._settling.deliver_batch(incoming)
 
     def _settle(self, received: Any, settled: Settled | None, dead: str) -> None:
@@ -138,14 +142,13 @@ def replay(subscriber: SubscriberClient, publisher: PublisherClient, subscriptio
     )
 
 
-def _pull(client: Any, subscription: str) -> Sequence[Any]:
-    """Return up to ten messages as soon as there is one; none after ``_POLL`` seconds."""
+def _pull(client: Any, subscription: str, most: int = _MANY) -> list[Any]:
+    """Return up to ``most`` messages as soon as there is one; none after ``_POLL`` seconds."""
     try:
-        answer = client.pull(request={"subscription": subscription, "max_messages": _MANY}, timeout=_POLL)
+        answer = client.pull(request={"subscription": subscription, "max_messages": most}, timeout=_POLL)
     except DeadlineExceeded:
         return []
-    found: Sequence[Any] = answer.received_messages
-    return found
+    return list(answer.received_messages)
 
 
 def _delay(client: Any, subscription: str, received: Any, seconds: int) -> None:

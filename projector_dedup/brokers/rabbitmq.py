@@ -15,7 +15,7 @@ from typing import Any
 from ..dispatcher import AsyncDispatcher, Dispatcher
 from ..verdict import DELAYS
 from .incoming import Convert, Incoming
-from .settling import Settled, Settling, logger, named_in_log
+from .settling import Settled, Settling, check_batch, logger, named_in_log
 
 DELIVERIES = "x-deliveries"
 """The header of a copy with the number of earlier deliveries."""
@@ -52,17 +52,11 @@ def new_settling(
     dispatcher: Dispatcher | AsyncDispatcher,
     convert: Convert,
     *,
-    prefetch: int,
     max_attempts: int | None,
     max_delay: float,
     asynchronous: bool = False,
 ) -> Settling:
-    """Return the ``Settling`` of a consumer, limited to the delays of the wait queues.
-
-    Raises ``ValueError`` for a ``prefetch`` below 1, and the errors of ``Settling``.
-    """
-    if prefetch < 1:
-        raise ValueError("prefetch is at least 1: with 0, RabbitMQ sends the whole queue at once")
+    """Return the ``Settling`` of a consumer, limited to the delays of the wait queues."""
     return Settling(
         dispatcher,
         convert,
@@ -72,6 +66,17 @@ def new_settling(
         asynchronous=asynchronous,
         broker="rabbitmq",
     )
+
+
+def prefetch_of(prefetch: int | None, default: int, batch: int = 1, batch_wait: float = 0.0) -> int:
+    """Return how many messages RabbitMQ sends in advance: ``prefetch``, or else enough for two batches.
+
+    Raises ``ValueError`` for a ``prefetch`` below 1, and the errors of ``check_batch``.
+    """
+    if prefetch is not None and prefetch < 1:
+        raise ValueError("prefetch is at least 1: with 0, RabbitMQ sends the whole queue at once")
+    check_batch(batch, batch_wait, most=prefetch, limit="prefetch")
+    return max(default, 2 * batch) if prefetch is None else prefetch
 
 
 def queue_after(queue: str, settled: Settled | None) -> str:

@@ -10,7 +10,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ with needs("redis"):
 from ..dispatcher import Dispatcher
 from ..errors import RefusedError
 from .incoming import Convert, Incoming, json_event
-from .settling import Settled, Settling, expect, logger
+from .settling import Settled, Settling, check_batch, expect, filled, logger
 
 __all__ = ["Consumer", "dead_stream", "replay"]
 
@@ -53,16 +53,18 @@ class _Due:
 
 
 class Consumer:
-    """Consumes the entries of ``stream`` as a member of ``group``, one after the other.
+    """Consumes the entries of ``stream`` as a member of ``group``, one after the other or in batches.
 
     The consumer acknowledges an entry after the commit. An entry to retry stays pending until its delay ends. The
     consumer adds a rejected entry to the stream of dead letters, and then acknowledges it. Start as many processes as
     you need, all with the same ``group``. If the group is missing, the consumer creates it at the first entry.
 
-    ``convert`` builds the event from the fields ``body``, ``message_id`` and ``type``; the headers are all fields. The
-    consumer rejects an entry after ``max_attempts`` deliveries; None sets no limit. ``max_delay`` limits the seconds
-    before a retry. After ``abandoned_after`` seconds, another process takes over the entries of a process that died.
-    Choose more than a handler takes; otherwise two processes deliver one entry, and one of them finds a duplicate.
+    ``convert`` builds the event from the fields ``body``, ``message_id`` and ``type``; the headers are all fields. Up
+    to ``batch`` entries that are there share one transaction and one acknowledgement. If fewer are there, the consumer
+    waits ``batch_wait`` seconds for more. The consumer rejects an entry after ``max_attempts`` deliveries; None sets no
+    limit. ``max_delay`` limits the seconds before a retry. After ``abandoned_after`` seconds, another process takes
+    over the entries of a process that died. Choose more than a batch takes; otherwise two processes deliver one
+    entry, and one of them finds a duplicate.
 
     Raises ``HandlerDefinitionError`` for a dispatcher that is not a ``Dispatcher``, ``TypeError`` if ``client`` is not
     a client of redis-py, and ``RefusedError`` for a client with ``decode_responses=True``.
@@ -80,6 +82,8 @@ class Consumer:
         dispatcher: Dispatcher,
         convert: Convert = json_event,
         *,
+        batch: int = 1,
+        batch_wait: float = 0.0,
         max_attempts: int | None = None,
         max_delay: float = 300.0,
         abandoned_after: float = 60.0,
@@ -100,7 +104,9 @@ class Consumer:
                 "a client without it"
             )
         self._settling = Settling(dispatcher, convert, max_attempts=max_attempts, max_delay=max_delay, broker="redis")
+        check_batch(batch, batch_wait)
         self._stream, self._group, self._abandoned_after = stream, group, abandoned_after
+        self._batch, self._batch_wait = batch, batch_wait
         self._member = f"{socket.gethostname()}-{os.getpid()}"
         self._looked = float("-inf")
         self._stopping = False
@@ -109,11 +115,15 @@ class Consumer:
         """Consume until ``stop`` is called. Raises the error of redis-py if Redis fails."""
         self._open()
         while not self._stopping:
-            for entry in itertools.chain(self._again(), self._new()):
-                self._settle(entry, self._settling.deliver(_incoming(entry, self._stream)))
+            again = self._again()
+            while entries := [*itertools.islice(again, self._batch)]:
+                self._settle(entries)
+            found = self._new(self._batch, round(_POLL * 1000))
+            if entries := filled(found, self._batch, self._batch_wait, self._new):
+                self._settle(entries)
 
     def stop(self, *_: object) -> None:
-        """Make ``run`` return after the current entry is settled. Any thread or signal handler may call this."""
+        """Make ``run`` return after the current entries are settled. Any thread or signal handler may call this."""
         self._stopping = True
 
     def _open(self) -> None:
@@ -124,14 +134,14 @@ class Consumer:
             if all(each["name"] != self._group.encode() for each in self._client.xinfo_groups(self._stream)):
                 raise
 
-    def _new(self) -> Iterator[_Entry]:
-        """Yield the next entry that no member of the group has read, if one arrives within a second."""
-        answer = self._client.xreadgroup(
-            self._group, self._member, {self._stream: ">"}, count=1, block=round(_POLL * 1000)
-        )
-        for _, entries in answer.items() if isinstance(answer, dict) else answer or ():
-            for number, fields in entries[0] if isinstance(entries[0], list) else entries:  # protocol=3 adds a list
-                yield _Entry(number, fields, 1)
+    def _new(self, most: int, wait: int | None = None) -> list[_Entry]:
+        """Return up to ``most`` entries that no member of the group has read; wait ``wait`` milliseconds for one."""
+        answer = self._client.xreadgroup(self._group, self._member, {self._stream: ">"}, count=most, block=wait)
+        return [
+            _Entry(number, fields, 1)
+            for _, entries in (answer.items() if isinstance(answer, dict) else answer or ())
+            for number, fields in (entries[0] if isinstance(entries[0], list) else entries)  # protocol=3 adds a list
+        ]
 
     def _again(self) -> Iterator[_Entry]:
         """Yield, once a second, the entries whose delay has ended, and those of processes that died."""
@@ -164,11 +174,18 @@ class Consumer:
         self._log_if_deleted(due.number)
         return None
 
-    def _settle(self, entry: _Entry, settled: Settled) -> None:
-        """Acknowledge the entry, or add it to the dead letters, or assign it to the member of its delay."""
-        if settled.acknowledge:
-            self._client.xack(self._stream, self._group, entry.number)
-        elif settled.reject:
+    def _settle(self, entries: Sequence[_Entry]) -> None:
+        """Deliver entries, and acknowledge together those that are applied."""
+        answers = self._settling.deliver_batch([_incoming(each, self._stream) for each in entries])
+        for entry, settled in zip(entries, answers, strict=True):
+            if not settled.acknowledge:
+                self._settle_failed(entry, settled)
+        if applied := [each.number for each, settled in zip(entries, answers, strict=True) if settled.acknowledge]:
+            self._client.xack(self._stream, self._group, *applied)
+
+    def _settle_failed(self, entry: _Entry, settled: Settled) -> None:
+        """Add the entry to the dead letters, or assign it to the member of its delay."""
+        if settled.reject:
             letter: dict[Any, Any] = {**entry.fields, _REJECTED_FOR: settled.reason}
             self._client.xadd(dead_stream(self._stream, self._group), letter)
             self._settling.kept(settled)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -39,12 +40,14 @@ from .incoming import Convert, Incoming, check_convert, json_event
 __all__ = ["Settled", "Settling"]
 
 L = TypeVar("L")  # a dead letter, as the broker's client has it
+M = TypeVar("M")  # a message, likewise
 
 logger = logger_of("projector_dedup.consumers")
 
 MAX_REASON = 1_000  # bytes of an error in a log line and in a header; an attribute of Pub/Sub has at most 1,024
 MAX_NAMES = 10  # headers that one log line names
 _QUIET = 5.0  # seconds without an older dead letter, after which `replay_older` ends
+_LONGEST_WAIT = 10.0  # seconds that a consumer may wait for more messages: it looks whether it is stopped in between
 _HELD = 600  # seconds for which it keeps a newer one back: otherwise the broker would send it again
 
 _REASONS: tuple[tuple[tuple[type[BaseException], ...], Reason], ...] = (  # the first match counts
@@ -158,6 +161,8 @@ class Settling:
 
         If the transaction fails with an error of no particular message, the library delivers the messages one by one.
         """
+        if len(incoming) == 1:
+            return [self.deliver(incoming[0])]
         settled, events = self._converted(incoming)
         if events:
             try:
@@ -178,6 +183,34 @@ class Settling:
         """Like ``deliver_batch``, for an ``AsyncDispatcher``."""
         return await greenlet_spawn(self.deliver_batch, incoming)
 
+    def deliver_in_order(self, incoming: Sequence[Incoming]) -> list[Settled]:
+        """Deliver messages in one transaction, as far as they succeed. Never raises an ``Exception``.
+
+        Returns a result for each message up to the first that is not acknowledged, or for fewer. The others are still
+        to be delivered, after that one.
+        """
+        events: list[object] = []
+        if len(incoming) > 1:
+            with contextlib.suppress(Exception):  # ``convert`` raises it again when that message is the first
+                for each in incoming:
+                    events.append(self._convert(each))
+        if not events:
+            return [self.deliver(incoming[0])]
+        try:
+            deliveries = self._wait(self._dispatcher.deliver_batch(events, in_order=True))
+        except BatchFailed as error:
+            deliveries = error.deliveries
+        except (Exception, asyncio.CancelledError) as error:
+            if self._ends_this_task(error):
+                raise
+            return [self.deliver(incoming[0])]
+        settled: list[Settled] = []
+        for each, event, delivery in zip(incoming, events, deliveries, strict=False):
+            if delivery.error is not None:
+                return [*settled, self._failed(each, event, delivery.error)]
+            settled.append(self._acknowledged(each, event))
+        return settled
+
     def kept(self, settled: Settled) -> None:
         """Report to the observer that the broker has confirmed the dead letter of a rejected message."""
         if self._observing is not None and settled.reject:
@@ -197,10 +230,9 @@ class Settling:
             )
         return Settled()
 
-    def _wait(self, returned: Any) -> None:
-        """Wait for the coroutine that an ``AsyncDispatcher`` returns."""
-        if self._asynchronous:
-            await_only(returned)
+    def _wait(self, returned: Any) -> Any:
+        """Return the result of a call of the dispatcher. An ``AsyncDispatcher`` returns a coroutine."""
+        return await_only(returned) if self._asynchronous else returned
 
     def _ends_this_task(self, error: BaseException) -> bool:
         """Return True if the current task was cancelled, and not only something that the handler awaited."""
@@ -324,19 +356,46 @@ def _reason(error: BaseException) -> str:
     return whole.encode()[:MAX_REASON].decode(errors="ignore")  # a character has up to ten bytes, escaped or not
 
 
-def deliver_in_order(settling: Settling, incoming: Sequence[Incoming], groups: Sequence[str]) -> list[Settled | None]:
-    """Deliver messages one by one, and return a ``Settled`` for each; None if it must wait for one of its group.
+def deliver_in_groups(settling: Settling, incoming: Sequence[Incoming], groups: Sequence[str]) -> list[Settled | None]:
+    """Deliver messages, and return a ``Settled`` for each; None if it must wait for one of its group.
 
     Messages with the group "" are in no group. A rejected message does not delay its group.
     """
-    answers: list[Settled | None] = []
-    waiting: set[str] = set()  # groups with a message that is retried
-    for each, group in zip(incoming, groups, strict=True):
-        settled = None if group in waiting else settling.deliver(each)
-        if group and settled is not None and not settled.acknowledge and not settled.reject:
-            waiting.add(group)
-        answers.append(settled)
+    answers: list[Settled | None] = [None] * len(incoming)
+    rest = [*range(len(incoming))]
+    while rest:
+        settled = settling.deliver_in_order([incoming[number] for number in rest])
+        for number, answer in zip(rest, settled, strict=False):
+            answers[number] = answer
+        last, rest = rest[len(settled) - 1], rest[len(settled) :]
+        if groups[last] and not settled[-1].acknowledge and not settled[-1].reject:
+            rest = [number for number in rest if groups[number] != groups[last]]
     return answers
+
+
+def check_batch(batch: object, batch_wait: object = 0.0, *, most: int | None = None, limit: str = "") -> None:
+    """Raise ``TypeError`` or ``ValueError`` for a ``batch`` that is no number from 1 to ``most``, which is a ``limit``.
+
+    The same for a ``batch_wait`` that is no number of seconds.
+    """
+    if type(batch) is not int:
+        raise TypeError(f"batch is a whole number of messages, as in batch=100, not {batch!r}")
+    if batch < 1 or (most is not None and batch > most):
+        raise ValueError(f"batch is at least 1{f', and at most {limit}, {most}' if most else ''}: not {batch}")
+    expect((int, float), batch_wait, "batch_wait is a number of seconds, as in batch_wait=0.1")
+    if not 0 <= float(batch_wait) <= _LONGEST_WAIT:  # type: ignore[arg-type]
+        raise ValueError(f"batch_wait is a number of seconds from 0 to {_LONGEST_WAIT:g}, not {batch_wait}")
+
+
+def filled(found: list[M], batch: int, batch_wait: float, receive: Callable[[int], Sequence[M]]) -> list[M]:
+    """Return the messages ``found``, and what has come ``batch_wait`` seconds later, at most ``batch`` in all.
+
+    ``receive`` returns up to so many messages that are there.
+    """
+    if batch_wait and 0 < len(found) < batch:
+        time.sleep(batch_wait)
+        found += receive(batch - len(found))
+    return found
 
 
 def replay_older(

@@ -10,6 +10,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from ..extras import needs
@@ -21,7 +22,7 @@ with needs("sqs"):
 from ..dispatcher import Dispatcher
 from ..errors import RefusedError
 from .incoming import Convert, Incoming, json_event
-from .settling import Settled, Settling, deliver_in_order, expect, logger, replay_older
+from .settling import Settled, Settling, check_batch, deliver_in_groups, expect, filled, logger, replay_older
 
 __all__ = ["Consumer", "lambda_handler", "replay"]
 
@@ -36,19 +37,19 @@ _Message = Mapping[str, Any]
 
 
 class Consumer:
-    """Consumes a queue of Amazon SQS, standard or FIFO, in batches of up to ten messages.
+    """Consumes a queue of Amazon SQS, standard or FIFO, in batches.
 
     The consumer deletes a message after the commit. To retry a message after a delay, it changes the visibility
     timeout. It sends a rejected message to the dead-letter queue of the queue's redrive policy, with the error in the
     attribute ``x-rejected-for``, and then deletes it. Start as many processes as you need.
 
-    The consumer delivers a batch of a standard queue in one transaction, and settles each message separately. It
-    delivers the messages of a FIFO queue one by one: while a message waits for its retry, the later messages of its
-    group wait too.
+    The consumer delivers a batch in one transaction, and settles each message separately. In a FIFO queue, while a
+    message waits for its retry, the later messages of its group wait too.
 
     ``convert`` builds the event from the body and the attributes ``message_id``, ``type``, ``occurred_at`` and
-    ``content_type``. The consumer rejects a message after ``max_attempts`` receives, counted by SQS; None sets no
-    limit. ``max_delay`` limits the seconds before a retry.
+    ``content_type``. Up to ``batch`` messages share one transaction; SQS returns at most 10. If fewer are there, the
+    consumer waits ``batch_wait`` seconds for more. The consumer rejects a message after ``max_attempts`` receives,
+    counted by SQS; None sets no limit. ``max_delay`` limits the seconds before a retry.
 
     Raises ``HandlerDefinitionError`` for a dispatcher that is not a ``Dispatcher``, and ``TypeError`` if ``client`` is
     not a client of boto3.
@@ -61,10 +62,14 @@ class Consumer:
         dispatcher: Dispatcher,
         convert: Convert = json_event,
         *,
+        batch: int = _MANY,
+        batch_wait: float = 0.0,
         max_attempts: int | None = None,
         max_delay: float = 300.0,
     ) -> None:
         expect(BaseClient, client, _CLIENT)
+        check_batch(batch, batch_wait, most=_MANY, limit="the limit of SQS")
+        self._batch, self._batch_wait = batch, batch_wait
         self._client: Any = client  # boto3 creates the methods at run time
         self._url = queue_url
         self._settling = _settling(dispatcher, convert, max_attempts, max_delay)
@@ -78,7 +83,8 @@ class Consumer:
         """
         queue = _Queue(self._client, self._url, self._settling)
         while not self._stopping:
-            if messages := _receive(self._client, self._url, _POLL):
+            found = _receive(self._client, self._url, _POLL, self._batch)
+            if messages := filled(found, self._batch, self._batch_wait, partial(_receive, self._client, self._url, 0)):
                 done, _ = queue.settle(messages)
                 _delete(self._client, self._url, done)
 
@@ -180,7 +186,7 @@ class _Queue:
         if not _is_fifo(self._url):
             return [*self._settling.deliver_batch(incoming)]
         groups = [message["Attributes"]["MessageGroupId"] for message in messages]
-        return deliver_in_order(self._settling, incoming, groups)
+        return deliver_in_groups(self._settling, incoming, groups)
 
     def _keep(self, message: _Message, reason: str) -> None:
         """Send a rejected message to the dead-letter queue; without the reason if the message has no room for it."""
@@ -198,11 +204,11 @@ def _settling(dispatcher: Dispatcher, convert: Convert, max_attempts: int | None
     return Settling(dispatcher, convert, max_attempts=max_attempts, max_delay=max_delay, broker="sqs")
 
 
-def _receive(client: Any, url: str, seconds: int) -> list[_Message]:
-    """Return up to ten messages as soon as there is one; none after ``seconds``."""
+def _receive(client: Any, url: str, seconds: int, most: int = _MANY) -> list[_Message]:
+    """Return up to ``most`` messages as soon as there is one; none after ``seconds``."""
     found: list[_Message] = client.receive_message(
         QueueUrl=url,
-        MaxNumberOfMessages=_MANY,
+        MaxNumberOfMessages=most,
         WaitTimeSeconds=seconds,
         MessageAttributeNames=["All"],
         MessageSystemAttributeNames=["All"],

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import payments
-from adapters import CLIENTS, KAFKA, Adapter, adapter
+from adapters import BATCHED, CLIENTS, KAFKA, Adapter, adapter
 from consumer_rig import Sent, prove, wait_for
 from databases import Database
 from kafka_cluster import KafkaCluster, kafka_cluster
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:\\s*The 'queue' task attribute:DeprecationWarning"
 )  # of Celery, for 6.0
 
-ALL = (*CLIENTS, KAFKA)
+ALL = (*CLIENTS, KAFKA, *(f"{each}-batches" for each in BATCHED))
 BROKERS = {
     **dict.fromkeys(("Pika", "AioPika", "FastStreamRabbit"), "rabbitmq"),
     **dict.fromkeys(("Nats", "FastStreamNats", "FastStreamNatsBatches"), "nats"),
@@ -57,14 +57,15 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KafkaCluster]:
 @pytest.fixture(params=ALL)
 def consumer(request: pytest.FixtureRequest, postgresql: Database) -> Iterator[Adapter]:
     """A queue of the test's own, and a consumer of it, by each client in turn."""
-    cluster = request.getfixturevalue("cluster") if request.param == KAFKA else None
+    cluster = request.getfixturevalue("cluster") if request.param.startswith(KAFKA) else None
     with adapter(request.param, postgresql, cluster) as made:
         yield made
 
 
 def but(*clients: str) -> pytest.MarkDecorator:
     """Try all clients but these; whoever leaves one out says why."""
-    return pytest.mark.parametrize("consumer", [each for each in ALL if each not in clients], indirect=True)
+    tried = [each for each in ALL if each.removesuffix("-batches") not in clients]
+    return pytest.mark.parametrize("consumer", tried, indirect=True)
 
 
 @pytest.mark.nightly
@@ -109,12 +110,12 @@ def test_messages_before_their_time_come_again_and_hold_nobody_up(
     """However many they are: more than are in flight at a time."""
     caplog.set_level(logging.INFO, "projector_dedup.consumers")
     RULES["b"] = "early"
-    consumer.pay(*((number, "b") for number in range(6)), (6, "a"))
+    consumer.pay(*((number, "b") for number in range(13)), (13, "a"))
 
     def applied_when_it_is_time() -> bool:
-        if consumer.applied == ({"a": 1}, 1) and caplog.text.count("will be delivered again in") >= 6:
+        if consumer.applied == ({"a": 1}, 1) and caplog.text.count("will be delivered again in") >= 13:
             RULES.clear()
-        return consumer.settled({"a": 1, "b": 6})()
+        return consumer.settled({"a": 1, "b": 13})()
 
     consumer.consume_until(applied_when_it_is_time, max_delay=0.2, **consumer.few)
     assert consumer.queue.dead() == []

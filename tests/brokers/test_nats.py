@@ -269,7 +269,7 @@ def test_a_batch_whose_dead_letter_cannot_be_kept_settles_the_others(rig: Nats) 
             messages = await fetching.fetch(4, timeout=10)
             assert len(messages) == 4
             with pytest.raises(nats.errors.Error):
-                await consumer.settle_batch(messages)
+                await consumer.settle(messages)
             async with asyncio.timeout(10):  # nobody confirms an acknowledgement
                 while (await streams.consumer_info(rig.queue.stream, DURABLE)).num_ack_pending != 1:
                     await connection.flush()

@@ -426,10 +426,10 @@ MOST = 22  # files of the library; ``late`` too, because the broker's messages h
 def test_a_message_enters_few_files(rig: Pika) -> None:
     """From pika's callback to the acknowledgement, once the engine is known."""
     consumer: Any = rig.make(payments.dispatcher(rig.engine, observer=None))
-    channel: Any = SimpleNamespace(basic_ack=lambda _tag: None)
+    channel: Any = SimpleNamespace(basic_ack=lambda _tag, **_: None)
     for number in range(3):
-        consumer._settle(channel, 1, pika.BasicProperties(message_id=f"p{number}"), payment(number))
+        consumer._settle(channel, [(1, pika.BasicProperties(message_id=f"p{number}"), payment(number))])
     with files_entered() as entered:
-        consumer._settle(channel, 1, pika.BasicProperties(message_id="measured"), payment(3))
+        consumer._settle(channel, [(1, pika.BasicProperties(message_id="measured"), payment(3))])
     assert rig.applied == ({"a": 4}, 4)
     assert len(entered) <= MOST, " ".join(sorted(entered))

@@ -52,7 +52,8 @@ def test_a_group_keeps_its_order_while_one_of_it_is_retried(fifo: SqsFifoQueue) 
     for number, (account, group) in enumerate([("first", "g"), ("second", "g"), ("other", "h")]):
         fifo.queue.send(payment(number, account).decode(), group)
     fifo.consume_until(fifo.settled({"first": 1, "second": 1, "other": 1}), max_delay=1)
-    assert order == ["first", "other", "first", "first", "second"]
+    assert order.index("other") < order.index("second")  # a message that fails is tried again alone
+    assert order.index("second") > len(order) - 1 - order[::-1].index("first")
 
 
 def test_a_rejected_message_lets_its_group_go_on(fifo: SqsFifoQueue) -> None:

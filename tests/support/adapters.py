@@ -65,6 +65,7 @@ class Adapter:
 
     def __init__(self, database: Database) -> None:
         self.database = database
+        self.batched: Mapping[str, Any] = {}
         self.engine = create_engine(database.url())
         payments.dispatcher(self.engine)  # makes the tables
 
@@ -114,7 +115,7 @@ class Adapter:
 
         def run() -> None:
             try:
-                self.run(stops.append, **{**self.options, **options})
+                self.run(stops.append, **{**self.options, **self.batched, **options})
             except BaseException as error:  # noqa: BLE001  # for the test
                 errors.append(error)
 
@@ -195,7 +196,7 @@ class _Awaited(Adapter):
 class _OnRabbitMQ(Adapter):
     """A consumer of a queue of RabbitMQ."""
 
-    few: ClassVar[Mapping[str, Any]] = {"prefetch": 2}
+    few: ClassVar[Mapping[str, Any]] = {"prefetch": 6}
     reads_octets = False
     """True if the client can read texts that are not UTF-8."""
 
@@ -536,6 +537,8 @@ CLIENTS: Mapping[str, tuple[type[Any], Callable[[], contextlib.AbstractContextMa
 }
 """By name, the adapter of a client, and the queue that it is given; Kafka's has a cluster."""
 KAFKA = "kafka"
+BATCHED = ("pika", "aio-pika", "nats", "redis", KAFKA)
+"""Clients whose consumers take one message at a time; as ``pika-batches``, they take several."""
 POLLS = ((of_nats, "_POLL"), (redis, "_POLL"), (kafka, "WAIT"), (of_pika, "_LOOKS_UP_EVERY"), (of_pubsub, "_POLL"))
 """The seconds that a consumer waits for a message before it looks whether it was stopped."""
 
@@ -549,12 +552,15 @@ def adapter(client: str, database: Database, cluster: KafkaCluster | None = None
         for module, name in POLLS:
             patch.setattr(module, name, 0.2)
         patch.setattr(of_sqs, "_POLL", 1)  # SQS takes whole seconds
-        if client == KAFKA:
+        name = client if client in CLIENTS else client.removesuffix("-batches")
+        if name == KAFKA:
             assert cluster is not None
             made: Adapter = KafkaTopic(database, stack.enter_context(contextlib.closing(Kafka(cluster))))
         else:
-            kind, opened = CLIENTS[client]
+            kind, opened = CLIENTS[name]
             made = kind(database, stack.enter_context(opened()))
+        if client != name:
+            made.batched = {"batch": 6}
         made.client = client
         try:
             yield made

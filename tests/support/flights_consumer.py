@@ -1,6 +1,6 @@
 """A process that counts flights with the consumer of one client: `prove` starts it, kills it and starts it again.
 
-``python flights_consumer.py pika`` consumes the queue that the environment names.
+``python flights_consumer.py pika`` consumes the queue that the environment names, ``pika-batches`` in batches.
 """
 
 import asyncio
@@ -14,6 +14,7 @@ from flights import MAX_DELAY, async_dispatcher, dispatcher
 
 SETTINGS = os.environ
 QUEUE, STREAM = SETTINGS.get("QUEUE", ""), SETTINGS.get("STREAM", "")
+OPTIONS: dict[str, Any] = {"max_delay": MAX_DELAY}
 
 
 def _run(consumer: Any) -> None:
@@ -32,14 +33,14 @@ def pika() -> None:
 
     from projector_dedup.brokers.pika import Consumer
 
-    _run(Consumer(URLParameters(SETTINGS["AMQP_URL"]), QUEUE, dispatcher(), max_delay=MAX_DELAY))
+    _run(Consumer(URLParameters(SETTINGS["AMQP_URL"]), QUEUE, dispatcher(), **OPTIONS))
 
 
 def aio_pika() -> None:
     """Consume a queue of RabbitMQ."""
     from projector_dedup.brokers.aio_pika import Consumer
 
-    asyncio.run(_run_awaited(Consumer(SETTINGS["AMQP_URL"], QUEUE, async_dispatcher(), max_delay=MAX_DELAY)))
+    asyncio.run(_run_awaited(Consumer(SETTINGS["AMQP_URL"], QUEUE, async_dispatcher(), **OPTIONS)))
 
 
 def nats() -> None:
@@ -50,7 +51,7 @@ def nats() -> None:
 
     async def main() -> None:
         async with await connect(SETTINGS["NATS_URL"]) as connection:
-            options: dict[str, Any] = {"in_flight": 4, "max_delay": MAX_DELAY, "ack_wait": 10}
+            options = {"in_flight": 4, "ack_wait": 10, **OPTIONS}
             await _run_awaited(Consumer(connection, STREAM, "airlines", async_dispatcher(), **options))
 
     asyncio.run(main())
@@ -63,7 +64,7 @@ def redis() -> None:
     from projector_dedup.brokers.redis import Consumer
 
     client = Redis.from_url(SETTINGS["REDIS_URL"])
-    _run(Consumer(client, STREAM, "airlines", dispatcher(), max_delay=MAX_DELAY, abandoned_after=10))
+    _run(Consumer(client, STREAM, "airlines", dispatcher(), abandoned_after=10, **OPTIONS))
 
 
 def kafka() -> None:
@@ -72,7 +73,7 @@ def kafka() -> None:
 
     from projector_dedup.brokers.kafka import Consumer
 
-    _run(Consumer(json.loads(SETTINGS["KAFKA"]), [SETTINGS["TOPIC"]], dispatcher(), max_delay=MAX_DELAY))
+    _run(Consumer(json.loads(SETTINGS["KAFKA"]), [SETTINGS["TOPIC"]], dispatcher(), **OPTIONS))
 
 
 def sqs() -> None:
@@ -147,4 +148,8 @@ CONSUMERS: Mapping[str, Callable[[], None]] = {
 }
 
 if __name__ == "__main__":
-    CONSUMERS[sys.argv[1]]()
+    client = sys.argv[1]
+    if client not in CONSUMERS:
+        client = client.removesuffix("-batches")
+        OPTIONS["batch"] = 20
+    CONSUMERS[client]()

@@ -97,7 +97,7 @@ def subscribe(
                 raise_errors(await settling.adeliver_batch(incoming))
             return
         (consumer,) = consumers
-        await (consumer.settle(raw) if batch is None else consumer.settle_batch(raw))
+        await consumer.settle(messages)
 
     subscriber(settle)
     subscriber.start = start  # a broker has no hook between connecting and fetching

@@ -11,7 +11,7 @@ from faststream.rabbit import Channel, RabbitBroker, RabbitQueue
 from ...dispatcher import AsyncDispatcher
 from ..aio_pika import copy, unreadable
 from ..incoming import Convert, json_event
-from ..rabbitmq import incoming_of, new_settling, queues_beside
+from ..rabbitmq import incoming_of, new_settling, prefetch_of, queues_beside
 from ..settling import logger
 from . import AS_IT_CAME, is_of_a_test, raise_errors
 
@@ -46,9 +46,8 @@ def subscribe(
     the longest delay of at most ``max_delay`` seconds, or else in the first one. Raises ``HandlerDefinitionError`` for
     a dispatcher that is not an ``AsyncDispatcher``.
     """
-    settling = new_settling(
-        dispatcher, convert, prefetch=prefetch, max_attempts=max_attempts, max_delay=max_delay, asynchronous=True
-    )
+    prefetch = prefetch_of(prefetch, 10)
+    settling = new_settling(dispatcher, convert, max_attempts=max_attempts, max_delay=max_delay, asynchronous=True)
     work = RabbitQueue(queue, durable=True) if isinstance(queue, str) else queue
     beside: dict[str, Any] = queues_beside(work.name)
     for name, arguments in beside.items():  # without a handler, a queue is declared and not consumed
