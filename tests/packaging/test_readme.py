@@ -118,12 +118,11 @@ class Channel:
 
 @pytest.fixture
 def consumer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The snippets of docs/guarantees.md and docs/handlers.md as one module, with a handler that rejects an amount."""
+    """The snippets of docs/guarantees.md as one module, with a handler that rejects an amount."""
     monkeypatch.chdir(tmp_path)
     module: Any = ModuleType("consumer")
     monkeypatch.setitem(sys.modules, "consumer", module)  # where SQLAlchemy and dataclasses look for annotations
-    batch = [snippet for snippet in _snippets("docs/handlers.md") if "def on_messages" in snippet]
-    for snippet in [QUICK_START, *_snippets("docs/guarantees.md"), *batch]:
+    for snippet in [QUICK_START, *_snippets("docs/guarantees.md")]:
         exec(compile(snippet, "README.md", "exec"), vars(module))
 
     @projector(idempotent=True, name="consumer")
@@ -156,20 +155,13 @@ MESSAGES = [
 """Delivery tag, message id, body, and what the consumer is to do."""
 
 
-@pytest.mark.parametrize("in_a_batch", [False, True], ids=["one by one", "in a batch"])
-def test_the_consumer_survives_poison(consumer: Any, in_a_batch: bool) -> None:
+def test_the_consumer_survives_poison(consumer: Any) -> None:
     """Each message is acknowledged, comes again later, or goes to the dead letters, and no other is touched by it."""
     consumer.logger = SimpleNamespace(warning=lambda *_: None)
     channel = Channel()
-    given = [
-        (SimpleNamespace(delivery_tag=tag, redelivered=tag == "redelivered"), SimpleNamespace(message_id=id_), body)
-        for tag, id_, body, _ in MESSAGES
-    ]
-    if in_a_batch:
-        consumer.on_messages(channel, given)
-    else:
-        for each in given:
-            consumer.on_message(channel, *each)
+    for tag, id_, body, _ in MESSAGES:
+        method = SimpleNamespace(delivery_tag=tag, redelivered=tag == "redelivered")
+        consumer.on_message(channel, method, SimpleNamespace(message_id=id_), body)
     assert channel.done == {tag: done for tag, _, _, done in MESSAGES}
     assert channel.delays == [1.0]
     with Session(consumer.engine) as session:

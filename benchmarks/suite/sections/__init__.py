@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 from ..harness import Bench
 from ..results import Section
-from . import counts, growth, meeting, races, workers
+from . import consume, counts, growth, meeting, races, workers
 
 SECTIONS: dict[str, Callable[[Bench], Section]] = {
     "rates": races.rates,
+    "consume": consume.consume,
     "redeliveries": races.redeliveries,
     "trips": counts.trips,
     "latency": races.latency,
