@@ -204,10 +204,13 @@ def test_a_change_needs_no_more_reading_than_the_map_says() -> None:
     table = page.partition("## What you read for a change\n")[2]
     changes = re.findall(r"^\| ([^|]+) \| ([^|]+) \| (\d+) \| ([\d,]+) \|$", table, re.MULTILINE)
     assert len(changes) == 12
+    over: list[str] = []
     for change, read, files, lines in changes:
         paths = [ROOT / ("" if name.startswith("cli/") else "projector_dedup") / name for name in _names(read)]
         found = sum(path.read_bytes().count(b"\n") for path in paths)
-        assert (len(paths), found <= int(lines.replace(",", ""))) == (int(files), True), f"{change}: {found:,} lines"
+        if len(paths) != int(files) or found > int(lines.replace(",", "")):
+            over.append(f"{change}: {len(paths)} files with {found:,} lines")
+    assert over == []
 
 
 def _names(read: str) -> list[str]:
