@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from ..harness import Bench
 from ..results import Section
-from . import consume, counts, growth, meeting, races, workers
+from . import batched, consume, counts, growth, meeting, races, workers
 
 SECTIONS: dict[str, Callable[[Bench], Section]] = {
     "rates": races.rates,
@@ -16,6 +16,7 @@ SECTIONS: dict[str, Callable[[Bench], Section]] = {
     "latency": races.latency,
     "workers": workers.workers,
     "meeting": meeting.meeting,
+    "batches": batched.batched,
     "storage": counts.storage,
     "table-size": growth.table_size,
     "engines": races.engines,
