@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from sqlalchemy.orm import Session
 
-from databases import USUAL_DRIVERS, Database, Driver, each_driver
-from effect_rig import Charge, Lost, Till, till_on, tills
+from databases import USUAL_DRIVERS, Database, Driver
+from effect_rig import Charge, Lost, Till, tills
 from kit import Gate, Harness, Subject
 from projector_dedup.effects import (
     Attempt,
@@ -251,36 +251,24 @@ def test_letters_that_a_connection_does_not_know_hinder_nothing(driver: Driver, 
     with Harness(Subject(url)) as harness:
         till = Till(harness)
         till.create_tables()
-        _fails_in_other_letters(till)
+
+        def recorded(_request: Charge, _value: str, _session: Session) -> None:
+            raise ValueError("\N{RIGHTWARDS ARROW}")
+
+        def ends(made: Any, key: str) -> Any:
+            till.arm(made, key=key)
+            return type(till.harness.start(till.run, made, key=key).exception())
+
+        assert ends(till.effect(recorded=recorded), "k1") is NotRecordedError
+        assert (till.row("k1").evidence, till.row("k1").error) == (b'"pi_1"', r"ValueError: \u2192")
+        not_sent = till.body(NotDone("\N{RIGHTWARDS ARROW} " + "ä" * MAX_ERROR))
+        assert ends(till.effect(not_sent), "k2") is NotDone
+        assert (till.row("k2").first_sent_at, len(till.row("k2").error)) == (None, MAX_ERROR)
 
 
-def _fails_in_other_letters(till: Till) -> None:
-    def not_sent(_request: Charge, _attempt: Attempt) -> str:
-        raise NotDone("\N{RIGHTWARDS ARROW} " + "ä" * MAX_ERROR)
-
-    def recorded(_request: Charge, _value: str, _session: Session) -> None:
-        raise ValueError("\N{RIGHTWARDS ARROW}")
-
-    def ends(made: Any, key: str) -> Any:
-        till.arm(made, key=key)
-        return type(till.harness.start(till.run, made, key=key).exception())
-
-    assert ends(till.effect(recorded=recorded), "k1") is NotRecordedError
-    assert (till.row("k1").evidence, till.row("k1").error) == (b'"pi_1"', r"ValueError: \u2192")
-    assert ends(till.effect(not_sent), "k2") is NotDone
-    assert (till.row("k2").first_sent_at, len(till.row("k2").error)) == (None, MAX_ERROR)
-
-
-@each_driver(is_async=False, usual=True)
-def test_a_thread_that_a_body_has_started_may_run_effects_when_the_body_has_ended(
-    request: pytest.FixtureRequest, driver: Driver
-) -> None:
+@pytest.mark.parametrize("till", [driver for driver in USUAL_DRIVERS if not driver.is_async], indirect=True, ids=str)
+def test_a_thread_that_a_body_has_started_may_run_effects_when_the_body_has_ended(till: Till) -> None:
     """It has a copy of the body's context."""
-    with till_on(request, driver) as till:
-        _runs_in_a_copy(till)
-
-
-def _runs_in_a_copy(till: Till) -> None:
     copies = list[contextvars.Context]()
 
     def body(request: Charge, attempt: Attempt) -> str:

@@ -163,19 +163,20 @@ def totals_of(numbers: Iterable[int]) -> dict[str, int]:
     return dict(totals)
 
 
-def _add(account: str, amount: int, session: Session) -> None:
-    total = session.get(Total, account)
+def add(happened: Any, session: Session) -> None:
+    """A handler of ordinary ORM code: read the account, create it if missing, add."""
+    total = session.get(Total, happened["account"])
     if total is None:
-        total = Total(account=account, amount=0)
+        total = Total(account=happened["account"], amount=0)
         session.add(total)
-    total.amount += amount
+    total.amount += happened["amount"]
 
 
 def _apply(happened: dict[str, Any], session: Session) -> None:
     """Change two rows: the first is flushed here, the second by the COMMIT."""
-    _add(happened["account"], happened["amount"], session)
+    add(happened, session)
     session.flush()
-    _add("all", happened["amount"], session)
+    add(happened | {"account": "all"}, session)
 
 
 class Desk:

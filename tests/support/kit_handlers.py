@@ -19,6 +19,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
 from projector_dedup import Defer, Message, on, projector
+from projector_dedup.testing.exactly_once import ProjectorCheck
 
 
 class Base(DeclarativeBase):
@@ -103,6 +104,12 @@ def lock(paid: Paid, session: Session) -> None:
 def add_in_database(paid: Paid, session: Session) -> None:
     """Let the database add to the row."""
     session.execute(update(Totals).where(Totals.account == paid.account).values(amount=Totals.amount + paid.amount))
+
+
+def check_of(made: Any, messages: Sequence[Any] = (), **settings: Any) -> ProjectorCheck:
+    """Return the check of a projector, by default with all payments and the sums of the read model."""
+    usual = {"expected": sums, "read": read_sums, "metadata": Base.metadata}
+    return ProjectorCheck(made, messages or PAYMENTS, **{**usual, **settings})
 
 
 def add(paid: Paid, session: Session) -> None:

@@ -15,12 +15,12 @@ import pytest
 from sqlalchemy.orm import Session
 
 from databases import Database
-from kit_handlers import MISTAKES, PAYMENTS, RIGHT, Base, Case, Paid, Totals, add, read_sums, sums
+from kit_handlers import MISTAKES, PAYMENTS, RIGHT, Base, Case, Paid, Totals, add, check_of, sums
 from projector_dedup import on, projector
 from projector_dedup.message import by_path
 from projector_dedup.testing.checking import Report, UnusableError, engine_on
 from projector_dedup.testing.elsewhere import called_elsewhere
-from projector_dedup.testing.exactly_once import ProjectorCheck, is_async
+from projector_dedup.testing.exactly_once import is_async
 
 CASES = {str(case): case for case in (*MISTAKES, *RIGHT)}
 
@@ -34,9 +34,8 @@ def checked_fixture(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[
             database = request.getfixturevalue("postgresql")
         url = tmp_path / "kit.sqlite3" if database is None else database.url()
         engine = engine_on(url, asynchronous=is_async(case.make), **case.engine)
-        settings = {"expected": case.expected, "metadata": Base.metadata, **case.options, **arguments}
-        check = ProjectorCheck(case.make, PAYMENTS, read=case.read, engine=engine, **settings)
-        return check.run(seed=1, count=4)
+        settings = {"expected": case.expected, "read": case.read, "engine": engine, **case.options, **arguments}
+        return check_of(case.make, **settings).run(seed=1, count=4)
 
     return checked
 
@@ -152,16 +151,8 @@ def ids_of(tmp_path: Path, *messages: object, **arguments: Any) -> Report | None
         def apply(self, _event: object, session: Session) -> None:
             add(Paid("", "a", 1), session)
 
-    check = ProjectorCheck(
-        Counts,
-        messages,
-        expected=lambda given: {"a": len(given)},
-        read=read_sums,
-        engine=engine_on(tmp_path / "kit.sqlite3", asynchronous=False),
-        metadata=Base.metadata,
-        **arguments,
-    )
-    return check.run(1, 0)
+    engine = engine_on(tmp_path / "kit.sqlite3", asynchronous=False)
+    return check_of(Counts, messages, expected=lambda given: {"a": len(given)}, engine=engine, **arguments).run(1, 0)
 
 
 def test_an_id_is_computed_in_another_process_too(tmp_path: Path) -> None:
@@ -221,9 +212,8 @@ def test_a_handler_may_change_its_event(tmp_path: Path) -> None:
             add(Paid("", "b", event.pop()), session)
 
     engine = engine_on(tmp_path / "kit.sqlite3", asynchronous=False)
-    expected = {"a": 5, "b": 5}
-    settings: dict[str, Any] = {"expected": expected, "read": read_sums, "engine": engine, "metadata": Base.metadata}
-    assert ProjectorCheck(Pops, [("m1", [1, 2]), ("m2", [1, 3])], **settings).run(1, 30) is None
+    check = check_of(Pops, [("m1", [1, 2]), ("m2", [1, 3])], expected={"a": 5, "b": 5}, engine=engine)
+    assert check.run(1, 30) is None
 
 
 @pytest.mark.parametrize(
