@@ -111,6 +111,8 @@ def test_the_provider_has_forgotten_the_key(till: Till) -> None:
     assert len(till.sent) == 3
     till.pass_time(50)  # 710 s are over, and 290 are less than a lease
     assert till.settle(charge) == ""
+    till.run_unknown(charge)
+    assert len(till.sent) == 3
     till.pass_time(700)
     assert till.settle(charge) == "1 stopped"
     till.run_unknown(charge)

@@ -190,13 +190,6 @@ class Desk:
         answer = self._commands.handle(self._operation, asked.body, key=asked.id)
         return self._awaited(asked, answer) if asyncio.iscoroutine(answer) else self._checked(asked, answer)
 
-    def deliver_batch(self, asked: Sequence[Message]) -> Any:
-        """Handle one after the other."""
-        return self._all(asked) if isinstance(self._commands, AsyncCommands) else list(map(self.deliver, asked))
-
-    async def _all(self, asked: Sequence[Message]) -> list[Delivery]:
-        return [await self.deliver(each) for each in asked]
-
     async def _awaited(self, asked: Message, answer: Any) -> Delivery:
         return self._checked(asked, await answer)
 
@@ -376,7 +369,9 @@ class Worker:
         return outcome
 
     def redeliver_all(self, numbers: Iterable[int]) -> list[Outcome]:
-        """Deliver messages in one batch without any points."""
+        """Deliver messages in one batch without any points; a desk handles its commands one by one."""
+        if self._is_command:
+            return list(map(self.redeliver, numbers))
         deliveries = self._run(self._dispatcher.deliver_batch, list(map(message, numbers)))
         return [delivery.outcome for delivery in deliveries]
 

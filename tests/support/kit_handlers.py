@@ -153,13 +153,10 @@ def case(
     """Register a handler of payments, or a class of handlers, as a case under its name."""
 
     def register(given: Any) -> Any:
-        declared = projector(idempotent=idempotent, name=given.__name__, read_models=read_models)
-        if isinstance(given, type):
-            made = make = declared(given)
-        else:
-            made = declared(on(Paid, batch=batch, envelope=envelope)(given))
-            make = partial(_same, made)
-        into.append(Case(given.__name__, make, **arguments))
+        declared: Any = projector(idempotent=idempotent, name=given.__name__, read_models=read_models)
+        is_class = isinstance(given, type)
+        made = declared(given if is_class else on(Paid, batch=batch, envelope=envelope)(given))
+        into.append(Case(given.__name__, made if is_class else partial(_same, made), **arguments))
         return made
 
     return register
@@ -294,11 +291,7 @@ def looks_elsewhere_and_swallows(paid: Paid, session: Session) -> None:
     """The same, after it has read by a connection of its own."""
     with session.get_bind().engine.connect() as another:
         another.execute(select(func.count()).select_from(Entry))
-    try:
-        add(paid, session)
-        session.flush()
-    except SQLAlchemyError:
-        session.expunge_all()
+    swallows_database_errors(paid, session)
 
 
 @mistake()
