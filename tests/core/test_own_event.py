@@ -101,9 +101,8 @@ def added(*amounts: int) -> list[Message]:
 
 @each_driver(usual=True)
 @pytest.mark.parametrize("envelope", [False, True])
-def test_the_second_attempt_gets_the_event_as_it_was(driver: Driver, rig_on: RigOn, envelope: bool) -> None:
+def test_the_second_attempt_gets_the_event_as_it_was(rig: Rig, envelope: bool) -> None:
     """After a conflict the handler runs again, with the event that the caller has delivered."""
-    rig = rig_on(driver)
     change: Change = (lambda message, session: cents(message.body, session)) if envelope else cents
     (message,) = added(3)
     wait(rig, one(rig, failing(Conflict, change), envelope=envelope).deliver(message))
@@ -112,28 +111,23 @@ def test_the_second_attempt_gets_the_event_as_it_was(driver: Driver, rig_on: Rig
 
 
 @each_driver(usual=True)
-def test_the_next_handler_gets_the_event_as_it_was(driver: Driver, rig_on: RigOn) -> None:
+def test_the_next_handler_gets_the_event_as_it_was(rig: Rig) -> None:
     """What one handler changes in its event does not reach the other one."""
-    rig = rig_on(driver)
     wait(rig, one(rig, cents, cents).deliver(added(3)[0]))
     assert rig.durable() == Durable(2, 600)
 
 
 @each_driver(usual=True)
-def test_each_handler_of_a_batch_gets_the_events_as_they_were(driver: Driver, rig_on: RigOn) -> None:
+def test_each_handler_of_a_batch_gets_the_events_as_they_were(rig: Rig) -> None:
     """The second handler of a batch gets other objects than the first one."""
-    rig = rig_on(driver)
     wait(rig, one(rig, cents, cents).deliver_batch(added(1, 2)))
     assert rig.durable() == Durable(4, 600)
 
 
 @each_driver(usual=True)
 @pytest.mark.parametrize("error", [Conflict, Poison])
-def test_the_parts_of_a_batch_get_the_events_as_they_were(
-    driver: Driver, rig_on: RigOn, error: type[Exception]
-) -> None:
+def test_the_parts_of_a_batch_get_the_events_as_they_were(rig: Rig, error: type[Exception]) -> None:
     """A batch that runs again, whole or in parts, begins with the events of the caller."""
-    rig = rig_on(driver)
 
     def change(event: Any, session: Session) -> None:
         cents(event, session)
@@ -147,9 +141,8 @@ def test_the_parts_of_a_batch_get_the_events_as_they_were(
 
 @each_driver(usual=True)
 @pytest.mark.parametrize("error", [Conflict, Poison])
-def test_a_list_of_events_is_new_at_each_try(driver: Driver, rig_on: RigOn, error: type[Exception]) -> None:
+def test_a_list_of_events_is_new_at_each_try(rig: Rig, error: type[Exception]) -> None:
     """A handler with ``batch=True`` that changes its list and its events gets both as they were."""
-    rig = rig_on(driver)
 
     def change(events: Any, session: Session) -> None:
         for _ in range(len(events)):
@@ -186,17 +179,15 @@ def held(event: Held, session: Session) -> None:
 
 
 @each_driver(usual=True)
-def test_an_event_that_cannot_be_copied_is_run_once(driver: Driver, rig_on: RigOn) -> None:
+def test_an_event_that_cannot_be_copied_is_run_once(rig: Rig) -> None:
     """The library hands out the event itself, and applies it like any other."""
-    rig = rig_on(driver)
     wait(rig, one(rig, held).deliver(Message("m1", Held(3), type="added")))
     assert rig.durable() == Durable(1, 300)
 
 
 @each_driver(usual=True)
-def test_an_event_that_cannot_be_copied_is_not_run_again(driver: Driver, rig_on: RigOn) -> None:
+def test_an_event_that_cannot_be_copied_is_not_run_again(rig: Rig) -> None:
     """After a conflict an error says why, nothing is applied, and a consumer lets the broker redeliver the message."""
-    rig = rig_on(driver)
     dispatcher = one(rig, failing(Conflict, held))
     with pytest.raises(
         UncopyableError, match=r"the Held was not handed out again: .* TypeError: cannot pickle .*__deepcopy__"
@@ -209,9 +200,8 @@ def test_an_event_that_cannot_be_copied_is_not_run_again(driver: Driver, rig_on:
 
 
 @each_driver(usual=True)
-def test_the_next_handler_does_not_get_what_cannot_be_copied(driver: Driver, rig_on: RigOn) -> None:
+def test_the_next_handler_does_not_get_what_cannot_be_copied(rig: Rig) -> None:
     """The first handler has applied the message, so the redelivery gives the event to the second one."""
-    rig = rig_on(driver)
     dispatcher = one(rig, held, held)
     with pytest.raises(DeliveryFailed) as raised:
         wait(rig, dispatcher.deliver(Message("m1", Held(3), type="added")))
@@ -224,9 +214,8 @@ def test_the_next_handler_does_not_get_what_cannot_be_copied(driver: Driver, rig
 
 
 @each_driver(usual=True)
-def test_a_batch_that_cannot_be_copied_is_not_split(driver: Driver, rig_on: RigOn) -> None:
+def test_a_batch_that_cannot_be_copied_is_not_split(rig: Rig) -> None:
     """The failing message keeps its error, those that ran before it wait for a redelivery, others are applied."""
-    rig = rig_on(driver)
 
     def change(event: Held, session: Session) -> None:
         held(event, session)
@@ -242,9 +231,8 @@ def test_a_batch_that_cannot_be_copied_is_not_split(driver: Driver, rig_on: RigO
 
 
 @each_driver(usual=True)
-def test_a_list_that_cannot_be_copied_is_not_split(driver: Driver, rig_on: RigOn) -> None:
+def test_a_list_that_cannot_be_copied_is_not_split(rig: Rig) -> None:
     """A handler with ``batch=True`` gets such events once. All of them wait for a redelivery."""
-    rig = rig_on(driver)
 
     def change(events: list[Held], session: Session) -> None:
         for event in events:

@@ -35,8 +35,10 @@ REFUSED = "inside a handler"
 BOUNDS = {"postgresql": "set lock_timeout = '500ms'", "mariadb": "set innodb_lock_wait_timeout = 1"}
 
 
-def bound_waits(rig: Rig) -> Rig:
+@pytest.fixture(name="rig")
+def rig_fixture(driver: Driver, rig_on: RigOn) -> Rig:
     """Without the refusal a delivery waits for its own lock: let the database end that wait, and the test fail."""
+    rig = rig_on(driver)
     _bound(rig.sync_engine)
     return rig
 
@@ -117,11 +119,8 @@ def added(message_id: str) -> Message:
 @pytest.mark.parametrize("idempotent", [True, False], ids=["marked", "unmarked"])
 @pytest.mark.parametrize("message_id", ["m-1", "m-2"], ids=["same message", "other message"])
 @each_driver(usual=True)
-def test_a_delivery_inside_a_handler_is_refused(
-    driver: Driver, message_id: str, idempotent: bool, rig_on: RigOn
-) -> None:
+def test_a_delivery_inside_a_handler_is_refused(message_id: str, idempotent: bool, rig: Rig) -> None:
     """The inner delivery raises at once, the outer one fails with the same error, and nothing of either is durable."""
-    rig = bound_waits(rig_on(driver))
     refusals: list[UnsafeSessionError] = []
     inner = inner_delivery(rig, message_id, idempotent=idempotent)
 
@@ -135,16 +134,15 @@ def test_a_delivery_inside_a_handler_is_refused(
     with pytest.raises(UnsafeSessionError, match=REFUSED) as raised:
         deliver_with(rig, noted)
     assert refusals == [raised.value]
-    assert rig.durable() == NOTHING
-    rig.assert_nothing_is_left()
+    rig.assert_settled(NOTHING)
     assert rig.deliver(add).outcome is Outcome.APPLIED
     assert rig.durable() == ONCE
 
 
 @each_driver(usual=True)
-def test_the_refusal_is_not_retried(driver: Driver, rig_on: RigOn) -> None:
+def test_the_refusal_is_not_retried(rig: Rig) -> None:
     """A handler that delivers will do so again: it runs once, however many attempts the policy has."""
-    rig, calls = bound_waits(rig_on(driver)), []
+    calls: list[Session] = []
     inner = inner_delivery(rig)
 
     def handler(session: Session) -> None:
@@ -157,9 +155,8 @@ def test_the_refusal_is_not_retried(driver: Driver, rig_on: RigOn) -> None:
 
 
 @each_driver(usual=True)
-def test_a_batch_inside_a_handler_is_refused(driver: Driver, rig_on: RigOn) -> None:
+def test_a_batch_inside_a_handler_is_refused(rig: Rig) -> None:
     """``deliver_batch`` reports every message of the inner batch as refused."""
-    rig = bound_waits(rig_on(driver))
     dispatcher = dispatcher_on(other_factory(rig))
     with pytest.raises(BatchFailed) as raised:
         deliver_with(rig, lambda: dispatcher.deliver_batch([added("m-2"), added("m-3")]))
@@ -169,9 +166,8 @@ def test_a_batch_inside_a_handler_is_refused(driver: Driver, rig_on: RigOn) -> N
 
 
 @each_driver(usual=True)
-def test_a_delivery_by_a_handler_of_a_batch_is_refused(driver: Driver, rig_on: RigOn) -> None:
+def test_a_delivery_by_a_handler_of_a_batch_is_refused(rig: Rig) -> None:
     """The message whose handler delivers fails, and the others of its batch are applied."""
-    rig = bound_waits(rig_on(driver))
     inner = dispatcher_on(other_factory(rig))
 
     def body(happened: Any, session: Session) -> None:
@@ -216,11 +212,8 @@ def by_a_function_projector(factory: Any) -> Any:
 
 @pytest.mark.parametrize("deliver", [by_another_dispatcher, by_a_unit_of_work, by_a_function_projector])
 @each_driver(usual=True)
-def test_every_way_to_deliver_inside_a_handler_is_refused(
-    driver: Driver, deliver: Callable[[Any], Any], rig_on: RigOn
-) -> None:
+def test_every_way_to_deliver_inside_a_handler_is_refused(deliver: Callable[[Any], Any], rig: Rig) -> None:
     """Whoever delivers on the handler's engine, and nothing of either is durable."""
-    rig = bound_waits(rig_on(driver))
     factory = other_factory(rig)
     with pytest.raises(UnsafeSessionError, match=REFUSED):
         deliver_with(rig, lambda: deliver(factory))
@@ -228,9 +221,8 @@ def test_every_way_to_deliver_inside_a_handler_is_refused(
 
 
 @each_driver(usual=True)
-def test_a_claim_on_the_handlers_own_session_is_no_reentry(driver: Driver, rig_on: RigOn) -> None:
+def test_a_claim_on_the_handlers_own_session_is_no_reentry(rig: Rig) -> None:
     """Its marker is one more row of the handler's transaction."""
-    rig = rig_on(driver)
 
     def handler(session: Session) -> None:
         add(session)
@@ -241,9 +233,8 @@ def test_a_claim_on_the_handlers_own_session_is_no_reentry(driver: Driver, rig_o
 
 
 @each_driver(is_async=False, usual=True)
-def test_a_claim_on_another_session_inside_a_handler_is_refused(driver: Driver, rig_on: RigOn) -> None:
+def test_a_claim_on_another_session_inside_a_handler_is_refused(rig: Rig) -> None:
     """Such a marker would commit without the handler's, and could wait for it."""
-    rig = bound_waits(rig_on(driver))
     factory = other_factory(rig)
 
     def claims() -> None:
@@ -256,9 +247,8 @@ def test_a_claim_on_another_session_inside_a_handler_is_refused(driver: Driver, 
 
 
 @each_driver(is_async=False, usual=True)
-def test_a_refusal_that_the_handler_swallows_leaves_its_own_work_whole(driver: Driver, rig_on: RigOn) -> None:
+def test_a_refusal_that_the_handler_swallows_leaves_its_own_work_whole(rig: Rig) -> None:
     """The inner delivery did nothing and said so; the handler's transaction was not touched, so it may go on."""
-    rig = bound_waits(rig_on(driver))
     inner = inner_delivery(rig)
 
     def swallow() -> None:
@@ -273,9 +263,8 @@ def test_a_refusal_that_the_handler_swallows_leaves_its_own_work_whole(driver: D
 
 
 @each_driver(usual=True)
-def test_a_delivery_after_the_handler_is_none(driver: Driver, rig_on: RigOn) -> None:
+def test_a_delivery_after_the_handler_is_none(driver: Driver, rig: Rig) -> None:
     """A handler that has returned, or failed, is forgotten, also by one and the same task."""
-    rig = rig_on(driver)
     deliver = rig.adeliver if driver.is_async else rig.deliver
 
     def fails(session: Session) -> None:
@@ -294,17 +283,15 @@ def test_a_delivery_after_the_handler_is_none(driver: Driver, rig_on: RigOn) -> 
 
 
 @each_driver(is_async=False, usual=True)
-def test_several_handlers_of_one_event_do_not_deliver_inside_each_other(driver: Driver, rig_on: RigOn) -> None:
+def test_several_handlers_of_one_event_do_not_deliver_inside_each_other(rig: Rig) -> None:
     """A dispatcher calls them one after the other."""
-    rig = rig_on(driver)
     dispatcher_on(rig.factory, adds, adds, adds).deliver(added("m-1"))
     assert rig.durable() == Durable(3, 3)
 
 
 @each_driver(is_async=False, usual=True)
-def test_several_refused_handlers_are_reported_together(driver: Driver, rig_on: RigOn) -> None:
+def test_several_refused_handlers_are_reported_together(rig: Rig) -> None:
     """An inner event with two handlers fails with ``DeliveryFailed``, and so does the outer delivery."""
-    rig = bound_waits(rig_on(driver))
     dispatcher = dispatcher_on(other_factory(rig), adds, adds)
     with pytest.raises(DeliveryFailed) as raised:
         deliver_with(rig, lambda: dispatcher.deliver(added("m-2")))
@@ -313,9 +300,8 @@ def test_several_refused_handlers_are_reported_together(driver: Driver, rig_on: 
 
 
 @each_driver(is_async=False, usual=True)
-def test_a_delivery_by_a_listener_that_hears_of_the_commit_is_none(driver: Driver, rig_on: RigOn) -> None:
+def test_a_delivery_by_a_listener_that_hears_of_the_commit_is_none(rig: Rig) -> None:
     """After COMMIT no lock is held, so ``after_commit`` may deliver what the handler has collected."""
-    rig = bound_waits(rig_on(driver))
     factory, inner = sessionmaker(rig.sync_engine), inner_delivery(rig)
     event.listen(factory, "after_commit", lambda _session: inner())
     dispatcher_on(factory).deliver(added("m-1"))
@@ -323,21 +309,18 @@ def test_a_delivery_by_a_listener_that_hears_of_the_commit_is_none(driver: Drive
 
 
 @each_driver(is_async=False, usual=True)
-def test_a_delivery_by_a_listener_before_the_commit_is_refused(driver: Driver, rig_on: RigOn) -> None:
+def test_a_delivery_by_a_listener_before_the_commit_is_refused(rig: Rig) -> None:
     """The handler's locks are still held in ``before_commit``."""
-    rig = bound_waits(rig_on(driver))
     factory, inner = sessionmaker(rig.sync_engine), inner_delivery(rig)
     event.listen(factory, "before_commit", lambda _session: inner())
     with pytest.raises(UnsafeSessionError, match=REFUSED):
         dispatcher_on(factory).deliver(added("m-1"))
-    assert rig.durable() == NOTHING
-    rig.assert_nothing_is_left()
+    rig.assert_settled(NOTHING)
 
 
 @each_driver(usual=True)
-def test_a_delivery_on_another_database_is_none(driver: Driver, rig_on: RigOn, tmp_path: Any) -> None:
+def test_a_delivery_on_another_database_is_none(driver: Driver, rig: Rig, tmp_path: Any) -> None:
     """A second database has locks of its own; but whoever comes back from there to the first is refused."""
-    rig = bound_waits(rig_on(driver))
     elsewhere = DRIVERS[-1] if driver.is_async else DRIVERS[-2]
     url = URL.create(drivername=elsewhere.drivername, database=str(tmp_path / "other"))
     create_tables(url.set(drivername="sqlite"))
@@ -355,9 +338,8 @@ def test_a_delivery_on_another_database_is_none(driver: Driver, rig_on: RigOn, t
 
 
 @each_driver(*SERVERS, usual=True)
-def test_a_delivery_on_another_engine_of_the_database_is_not_seen(driver: Driver, rig_on: RigOn) -> None:
+def test_a_delivery_on_another_engine_of_the_database_is_not_seen(rig: Rig) -> None:
     """It may deliver what waits for nothing of the handler's (docs/handlers.md)."""
-    rig = bound_waits(rig_on(driver))
     other = dispatcher_on(factory_of(rig.engine.url))
 
     def handler(_session: Session) -> None:
@@ -383,9 +365,8 @@ def test_units_of_work_side_by_side_are_none(driver: Driver, rig_on: RigOn) -> N
 
 
 @each_driver(is_async=True, usual=True)
-def test_a_task_of_the_handler_is_refused_while_the_handler_runs(driver: Driver, rig_on: RigOn) -> None:
+def test_a_task_of_the_handler_is_refused_while_the_handler_runs(rig: Rig) -> None:
     """To await it would be to wait for oneself."""
-    rig = bound_waits(rig_on(driver))
     inner = inner_delivery(rig)
     with pytest.raises(UnsafeSessionError, match=REFUSED):
         deliver_with(rig, lambda: asyncio.gather(inner()))
@@ -393,9 +374,8 @@ def test_a_task_of_the_handler_is_refused_while_the_handler_runs(driver: Driver,
 
 
 @each_driver(is_async=True, usual=True)
-def test_a_task_that_outlives_the_handler_may_deliver(driver: Driver, rig_on: RigOn) -> None:
+def test_a_task_that_outlives_the_handler_may_deliver(rig: Rig) -> None:
     """Its context is a copy of the handler's, in which the handler has ended."""
-    rig = bound_waits(rig_on(driver))
     tasks: list[asyncio.Task[Any]] = []
 
     async def deliver() -> None:
@@ -419,9 +399,8 @@ def test_a_task_that_outlives_the_handler_may_deliver(driver: Driver, rig_on: Ri
 
 
 @each_driver(is_async=False, usual=True)
-def test_a_thread_that_was_given_the_context_is_refused(driver: Driver, rig_on: RigOn) -> None:
+def test_a_thread_that_was_given_the_context_is_refused(rig: Rig) -> None:
     """``asyncio.to_thread`` copies the context: a synchronous delivery in it is inside the handler."""
-    rig = bound_waits(rig_on(driver))
     inner = inner_delivery(rig)
     with pytest.raises(UnsafeSessionError, match=REFUSED):
         deliver_with(rig, lambda: asyncio.run(asyncio.to_thread(inner)))
@@ -429,9 +408,8 @@ def test_a_thread_that_was_given_the_context_is_refused(driver: Driver, rig_on: 
 
 
 @each_driver(*SERVERS, is_async=False)
-def test_a_thread_of_its_own_is_not_seen(driver: Driver, rig_on: RigOn) -> None:
+def test_a_thread_of_its_own_is_not_seen(rig: Rig) -> None:
     """It has a context of its own, and may deliver what waits for nothing of the handler's (docs/handlers.md)."""
-    rig = bound_waits(rig_on(driver))
     inner = inner_delivery(rig)
 
     def handler(_session: Session) -> None:
@@ -444,9 +422,8 @@ def test_a_thread_of_its_own_is_not_seen(driver: Driver, rig_on: RigOn) -> None:
 
 
 @each_driver(is_async=True, usual=True)
-def test_tasks_side_by_side_do_not_see_each_others_handlers(driver: Driver, rig_on: RigOn) -> None:
+def test_tasks_side_by_side_do_not_see_each_others_handlers(rig: Rig) -> None:
     """Deliveries of different tasks overlap as ever."""
-    rig = rig_on(driver)
 
     async def deliver() -> None:
         await asyncio.gather(*(rig.adeliver(add, f"m-{number}") for number in range(8)))
@@ -466,9 +443,8 @@ def test_a_delivery_that_is_closed_in_another_context_disturbs_nobody() -> None:
 
 
 @each_driver(usual=True)
-def test_a_test_in_an_outer_transaction_is_told_too(driver: Driver, rig_on: RigOn) -> None:
+def test_a_test_in_an_outer_transaction_is_told_too(rig: Rig) -> None:
     """What would wait for ever in production is refused where one connection would let it pass."""
-    rig = rig_on(driver)
 
     def in_an_outer_transaction() -> None:
         connection = rig.engine.connect() if isinstance(rig.engine, Engine) else done(rig.engine.connect().start())

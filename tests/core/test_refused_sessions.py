@@ -19,9 +19,8 @@ usual_drivers = pytest.mark.parametrize("driver", USUAL_DRIVERS, ids=str)
 
 
 @usual_drivers
-def test_a_session_that_chooses_a_shard_for_each_row_is_refused(rig_on: RigOn, driver: Driver) -> None:
+def test_a_session_that_chooses_a_shard_for_each_row_is_refused(rig: Rig) -> None:
     """Its rows could be in another database than the marker; the error names the class, and nothing is lost."""
-    rig = rig_on(driver)
     rig.session_class = ShardedSession
     with pytest.raises(UnsafeSessionError, match="ShardedSession chooses a connection for each row") as refused:
         rig.deliver(add)
@@ -30,9 +29,8 @@ def test_a_session_that_chooses_a_shard_for_each_row_is_refused(rig_on: RigOn, d
 
 
 @usual_drivers
-def test_an_external_transaction_needs_a_connection(rig_on: RigOn, driver: Driver) -> None:
+def test_an_external_transaction_needs_a_connection(rig: Rig, driver: Driver) -> None:
     """On an engine the library would commit for real, and the test would not notice."""
-    rig = rig_on(driver)
 
     def deliver() -> None:
         delivered: Any = dispatcher.deliver(Message("m-1", {}, type="added"))

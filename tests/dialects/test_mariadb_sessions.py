@@ -267,9 +267,8 @@ def test_a_handlers_own_second_connection_is_the_users(rig_on: RigOn, driver: Dr
 
 
 @usual_drivers
-def test_it_needs_no_privilege(rig_on: RigOn, driver: Driver) -> None:
+def test_it_needs_no_privilege(rig: Rig, driver: Driver) -> None:
     """A user who may read and write their own tables and nothing else can have it."""
-    rig = rig_on(driver)
     name = str(rig.outside.database.url().database)
     rig.outside.execute(f"CREATE USER IF NOT EXISTS {name}@'%' IDENTIFIED BY 'pw'")
     try:
@@ -316,9 +315,8 @@ def race(rig: Rig) -> int:
     [(ON, OFF), (USUAL, WEAK), (STRONG, USUAL), (STRONG, WEAK), (f"{ON}, SESSION tx_isolation = 'SERIALIZABLE'", OFF)],
     ids=["setting", "level", "serializable", "weak", "both"],
 )
-def test_two_messages_on_one_row_both_count(rig_on: RigOn, driver: Driver, first: str, later: str) -> None:
+def test_two_messages_on_one_row_both_count(rig: Rig, first: str, later: str) -> None:
     """I6 on connections that are set otherwise than the first one of their engine."""
-    rig = rig_on(driver)
     begin_with(rig, first, later)
     rig.deliver(add, "m1")
     release = hold_a_connection(rig)

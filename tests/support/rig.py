@@ -38,6 +38,11 @@ Handler = Callable[[Session], object] | Callable[[AsyncSession], Awaitable[objec
 
 HANDLER = "totals"
 QUICK = RetryPolicy(base=0.0005)
+CONFLICT = {
+    "postgresql": "do $$ begin raise exception 'conflict' using errcode = '40001'; end $$",
+    "mariadb": "signal sqlstate '40001' set mysql_errno = 1213, message_text = 'conflict'",
+}
+"""Statements that the server answers as if another transaction were in the way."""
 
 
 class Base(DeclarativeBase):
@@ -64,6 +69,21 @@ def add(session: Session, amount: int = 1) -> None:
         session.add(total)
     total.amount += amount
     session.flush()
+
+
+class Counting:
+    """A good handler that counts its runs. The first run does something else, too, after it has added 1."""
+
+    def __init__(self, first: Callable[[Session], object] = lambda _session: None) -> None:
+        self.runs = 0
+        self._first = first
+
+    def __call__(self, session: Session) -> None:
+        """Add 1."""
+        self.runs += 1
+        add(session)
+        if self.runs == 1:
+            self._first(session)
 
 
 def done(result: Any) -> Any:
@@ -269,6 +289,11 @@ class Rig:
         """Return what is durable, as another connection sees it."""
         return self.outside.durable()
 
+    def assert_settled(self, durable: Durable) -> None:
+        """Others see this state, and nothing of a delivery is left: no connection, transaction or lock."""
+        assert (found := self.durable()) == durable, found
+        self.assert_nothing_is_left()
+
     def assert_nothing_is_left(self) -> None:
         """No connection is out of the pool, and nothing is open or locked in the database."""
         assert self.sync_engine.pool.checkedout() == 0  # type: ignore[attr-defined]  # a QueuePool
@@ -330,3 +355,9 @@ def rig_on_fixture(request: pytest.FixtureRequest) -> Iterator[Callable[..., Rig
             return stack.enter_context(Rig(driver, outside, **options))
 
         yield make
+
+
+@pytest.fixture(name="rig")
+def rig_fixture(driver: Driver, rig_on: Callable[..., Rig]) -> Rig:
+    """A rig on the driver of the test, on empty tables."""
+    return rig_on(driver)
