@@ -25,9 +25,7 @@ from projector_dedup import Outcome
 from projector_dedup.dialects import Status, dialect_of
 from projector_dedup.errors import CommitOutcomeUnknown, RetriesExhaustedError
 from projector_dedup.options import RetryPolicy
-from rig import NOTHING, ONCE, Counting, Durable, Outside, Rig, add, create_tables, done
-
-RigOn = Callable[..., Rig]
+from rig import NOTHING, ONCE, Counting, Durable, Outside, Rig, RigOn, add, create_tables, done
 
 
 @pytest.fixture
@@ -72,6 +70,7 @@ def test_a_cut_commit_is_asked_for_by_claiming_again(
     assert rig.durable() == ONCE
     after_unknown = [record for record in caplog.records if getattr(record, "after_unknown_commit", False)]
     assert len(after_unknown) == (outcome is Outcome.DUPLICATE)
+    assert all("after_unknown_commit" in record.getMessage() for record in after_unknown)
     rig.assert_nothing_is_left()
 
 

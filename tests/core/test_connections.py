@@ -25,12 +25,11 @@ from projector_dedup.maintenance.running import run_with_retries
 from projector_dedup.options import RetryPolicy
 from projector_dedup.unit_of_work import UnitOfWork
 from reached import reached
-from rig import NOTHING, ONCE, Counting, Durable, Outside, Rig, add, create_tables
+from rig import NOTHING, ONCE, Counting, Durable, Outside, Rig, RigOn, add, create_tables
 
 FEW = RetryPolicy(attempts=2, base=0)
 AT_ONCE = RetryPolicy(base=0)
 POOL = 5
-RigOn = Callable[..., Rig]
 
 
 # A server that refuses ROLLBACK too -----------------------------------------------------------------------------------

@@ -20,9 +20,7 @@ from projector_dedup import Defer, Outcome
 from projector_dedup.errors import RetriesExhaustedError, TransactionViolatedError, UnsafeSessionError
 from projector_dedup.guard import GuardedSession
 from projector_dedup.options import RetryPolicy
-from rig import CONFLICT, NOTHING, ONCE, Counting, Durable, Rig, Total, add
-
-RigOn = Callable[[Driver], Rig]
+from rig import CONFLICT, NOTHING, ONCE, Counting, Durable, Rig, RigOn, Total, add
 
 
 def raises_value_error(session: Session) -> None:
@@ -493,23 +491,18 @@ def test_a_listener_to_statements_may_look_at_the_connection(
     rig.assert_settled(ONCE)
 
 
-@each_driver(usual=True)
-def test_a_swallowed_flush_error_names_the_remedy(rig: Rig) -> None:
-    """It comes out as a violation that says what to write, not as SQLAlchemy's PendingRollbackError."""
-
-    def handler(session: Session) -> None:
-        add(session)
-        swallow(bad_flush, session)
-
-    with pytest.raises(TransactionViolatedError, match="begin_nested"):
-        rig.deliver(handler)
+SWALLOWED: dict[str, tuple[Callable[[Session], object], str]] = {
+    "flush": (lambda session: swallow(bad_flush, session), "begin_nested"),
+    "begin": (lambda session: swallow(session.begin), r"called session\.begin\(\).*begin_nested\(\)"),
+}
 
 
 @each_driver(usual=True)
-def test_a_begin_names_the_remedy(rig: Rig) -> None:
-    """SQLAlchemy would only say that a transaction is begun."""
-    with pytest.raises(TransactionViolatedError, match=r"called session\.begin\(\).*begin_nested\(\)") as raised:
-        rig.deliver(lambda session: swallow(session.begin))
+@pytest.mark.parametrize(("do", "remedy"), SWALLOWED.values(), ids=SWALLOWED)
+def test_a_swallowed_error_names_the_remedy(do: Callable[[Session], object], remedy: str, rig: Rig) -> None:
+    """A violation says what to write: SQLAlchemy says "pending rollback", and that a transaction is begun."""
+    with pytest.raises(TransactionViolatedError, match=remedy) as raised:
+        rig.deliver(Counting(do))
     assert (raised.value.durable, rig.durable()) == (False, NOTHING)
 
 

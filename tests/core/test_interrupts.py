@@ -7,7 +7,6 @@ Synchronous: a signal raises an exception at every point that a timer can hit (`
 import asyncio
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,11 +17,9 @@ from sqlalchemy.orm import Session
 from cancellation import assert_others_can_write, cancel_at_every_await
 from databases import USUAL_DRIVERS, Driver, each_driver
 from projector_dedup.unit_of_work import AsyncUnitOfWork
-from rig import NOTHING, ONCE, Durable, Rig, add
+from rig import NOTHING, ONCE, Durable, Rig, RigOn, add
 
 pytestmark = pytest.mark.slow
-
-RigOn = Callable[..., Rig]
 
 
 @each_driver(is_async=True)

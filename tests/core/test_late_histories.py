@@ -11,13 +11,14 @@ import pytest
 from sqlalchemy import Engine, create_engine, delete, update
 
 from databases import Database
-from kit import Added, Harness, Subject, Total
+from kit import Added, Harness, Total
 from late_rig import MARKER, STATE, Claims, Clock, meanwhile, outcome
 from projector_dedup import Message
 from projector_dedup.errors import ProjectorDedupError, RefusedError, RetentionTooShortError
 from projector_dedup.maintenance.cleanup import declare_horizon, prune
 from projector_dedup.maintenance.rows import rename
 from projector_dedup.message import from_uuid7
+from ready import ready
 
 HISTORIES = {"sqlite": 120, "postgresql": 40, "mariadb": 40}
 HORIZONS = (2, 5, 12, 48)
@@ -151,8 +152,7 @@ def test_in_no_history_is_a_message_applied_twice(
         running[-1].announced()
 
     meanwhile(monkeypatch, announced)
-    with Harness(Subject(database.url())) as harness:
-        harness.create_tables()
+    with ready(database.url()) as harness:
         for seed in range(HISTORIES[database.engine]):
             with cleaner.begin() as connection:
                 for table in (MARKER, STATE, Total):

@@ -7,7 +7,6 @@ import asyncio
 import threading
 from collections.abc import Callable
 from contextvars import copy_context
-from functools import partial
 from typing import Any
 
 import pytest
@@ -17,20 +16,29 @@ from sqlalchemy.orm import Session, sessionmaker
 from sqlalchemy.pool import NullPool
 
 from databases import DRIVERS, SERVERS, Driver, each_driver
-from projector_dedup import AsyncDispatcher, Dispatcher, Message, Outcome, on, projector
+from projector_dedup import Message, Outcome
 from projector_dedup.errors import BatchFailed, DeliveryFailed, UnsafeSessionError
 from projector_dedup.guard import GuardedSession
 from projector_dedup.markers import claim
-from projector_dedup.options import RetryPolicy
 from projector_dedup.reentry import Handling
 from projector_dedup.tables import default_tables
 from projector_dedup.testing import external_transaction
 from projector_dedup.unit_of_work import AsyncUnitOfWork, UnitOfWork
-from rig import NOTHING, ONCE, Durable, Rig, add, create_tables, done
+from rig import (
+    NOTHING,
+    ONCE,
+    ONE_ATTEMPT,
+    Durable,
+    Rig,
+    RigOn,
+    add,
+    added,
+    create_tables,
+    dispatcher_on,
+    done,
+    handler_of,
+)
 
-RigOn = Callable[..., Rig]
-Body = Callable[[Any, Session], object]
-ONE_ATTEMPT = RetryPolicy(attempts=1)
 REFUSED = "inside a handler"
 BOUNDS = {"postgresql": "set lock_timeout = '500ms'", "mariadb": "set innodb_lock_wait_timeout = 1"}
 
@@ -91,31 +99,6 @@ def adds(_event: object, session: Session) -> None:
     add(session)
 
 
-def handler_of(factory: Any, body: Body, name: str) -> Any:
-    """A function projector of the factory's kind."""
-
-    def direct(event: object, session: Session) -> None:
-        body(event, session)
-
-    async def awaited(event: object, session: AsyncSession) -> None:
-        await session.run_sync(partial(body, event))
-
-    function: Any = awaited if isinstance(factory, async_sessionmaker) else direct
-    return projector(idempotent=True, name=name)(on("added")(function))
-
-
-def dispatcher_on(factory: Any, *bodies: Body) -> Any:
-    """A dispatcher of new handlers, each of one body."""
-    handlers = [handler_of(factory, body, f"other-{number}") for number, body in enumerate(bodies or (adds,))]
-    kind: Any = AsyncDispatcher if isinstance(factory, async_sessionmaker) else Dispatcher
-    return kind(factory, *handlers, retry=ONE_ATTEMPT)
-
-
-def added(message_id: str) -> Message:
-    """A message for the handlers of ``dispatcher_on``."""
-    return Message(message_id, {"account": "a"}, type="added")
-
-
 @pytest.mark.parametrize("idempotent", [True, False], ids=["marked", "unmarked"])
 @pytest.mark.parametrize("message_id", ["m-1", "m-2"], ids=["same message", "other message"])
 @each_driver(usual=True)
@@ -157,7 +140,7 @@ def test_the_refusal_is_not_retried(rig: Rig) -> None:
 @each_driver(usual=True)
 def test_a_batch_inside_a_handler_is_refused(rig: Rig) -> None:
     """``deliver_batch`` reports every message of the inner batch as refused."""
-    dispatcher = dispatcher_on(other_factory(rig))
+    dispatcher = dispatcher_on(other_factory(rig), adds)
     with pytest.raises(BatchFailed) as raised:
         deliver_with(rig, lambda: dispatcher.deliver_batch([added("m-2"), added("m-3")]))
     assert [type(error) for error in raised.value.exceptions] == [UnsafeSessionError]
@@ -168,7 +151,7 @@ def test_a_batch_inside_a_handler_is_refused(rig: Rig) -> None:
 @each_driver(usual=True)
 def test_a_delivery_by_a_handler_of_a_batch_is_refused(rig: Rig) -> None:
     """The message whose handler delivers fails, and the others of its batch are applied."""
-    inner = dispatcher_on(other_factory(rig))
+    inner = dispatcher_on(other_factory(rig), adds)
 
     def body(happened: Any, session: Session) -> None:
         add(session)
@@ -187,7 +170,7 @@ def test_a_delivery_by_a_handler_of_a_batch_is_refused(rig: Rig) -> None:
 
 def by_another_dispatcher(factory: Any) -> Any:
     """Another dispatcher, with other handlers, on a copy of the engine."""
-    return dispatcher_on(factory).deliver(added("m-2"))
+    return dispatcher_on(factory, adds).deliver(added("m-2"))
 
 
 def by_a_unit_of_work(factory: Any) -> Any:
@@ -304,7 +287,7 @@ def test_a_delivery_by_a_listener_that_hears_of_the_commit_is_none(rig: Rig) -> 
     """After COMMIT no lock is held, so ``after_commit`` may deliver what the handler has collected."""
     factory, inner = sessionmaker(rig.sync_engine), inner_delivery(rig)
     event.listen(factory, "after_commit", lambda _session: inner())
-    dispatcher_on(factory).deliver(added("m-1"))
+    dispatcher_on(factory, adds).deliver(added("m-1"))
     assert rig.durable() == Durable(2, 2)
 
 
@@ -314,7 +297,7 @@ def test_a_delivery_by_a_listener_before_the_commit_is_refused(rig: Rig) -> None
     factory, inner = sessionmaker(rig.sync_engine), inner_delivery(rig)
     event.listen(factory, "before_commit", lambda _session: inner())
     with pytest.raises(UnsafeSessionError, match=REFUSED):
-        dispatcher_on(factory).deliver(added("m-1"))
+        dispatcher_on(factory, adds).deliver(added("m-1"))
     rig.assert_settled(NOTHING)
 
 
@@ -325,7 +308,7 @@ def test_a_delivery_on_another_database_is_none(driver: Driver, rig: Rig, tmp_pa
     url = URL.create(drivername=elsewhere.drivername, database=str(tmp_path / "other"))
     create_tables(url.set(drivername="sqlite"))
     other = factory_of(url)
-    there = dispatcher_on(other)
+    there = dispatcher_on(other, adds)
     deliver_with(rig, lambda: there.deliver(added("m-2")))
     assert rig.durable() == ONCE
 
@@ -340,7 +323,7 @@ def test_a_delivery_on_another_database_is_none(driver: Driver, rig: Rig, tmp_pa
 @each_driver(*SERVERS, usual=True)
 def test_a_delivery_on_another_engine_of_the_database_is_not_seen(rig: Rig) -> None:
     """It may deliver what waits for nothing of the handler's (docs/handlers.md)."""
-    other = dispatcher_on(factory_of(rig.engine.url))
+    other = dispatcher_on(factory_of(rig.engine.url), adds)
 
     def handler(_session: Session) -> None:
         done(other.deliver(added("m-2")))
@@ -449,7 +432,7 @@ def test_a_test_in_an_outer_transaction_is_told_too(rig: Rig) -> None:
     def in_an_outer_transaction() -> None:
         connection = rig.engine.connect() if isinstance(rig.engine, Engine) else done(rig.engine.connect().start())
         factory = type(rig.factory)(connection)
-        with external_transaction(dispatcher_on(factory)) as inner:
+        with external_transaction(dispatcher_on(factory, adds)) as inner:
             outer = dispatcher_on(factory, lambda _event, _session: done(inner.deliver(added("m-2"))))
             with external_transaction(outer), pytest.raises(UnsafeSessionError, match=REFUSED):
                 done(outer.deliver(added("m-1")))

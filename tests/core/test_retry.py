@@ -12,10 +12,11 @@ from sqlalchemy.orm import Session, sessionmaker
 from sqlalchemy.orm.exc import StaleDataError
 
 from databases import SERVERS, Database, each_driver
-from kit import Harness, Held, Subject
+from kit import Held
 from projector_dedup import Dispatcher, Outcome, on, projector
 from projector_dedup.errors import CommitOutcomeUnknown, RetriesExhaustedError
 from projector_dedup.options import RetryPolicy
+from ready import ready
 from rig import CONFLICT, NOTHING, ONCE, TOTAL, Counting, Durable, Rig, Total, add
 
 on_each_server = each_driver(*SERVERS, is_async=False, usual=True)
@@ -25,8 +26,7 @@ VIOLATION = text("insert into total values ('same', 1), ('same', 2)")
 @pytest.mark.parametrize("database", SERVERS, indirect=True)
 def test_a_slow_winner_does_not_cost_the_loser_its_retries(database: Database) -> None:
     """The time for retries starts at the first failure: a loser that waited longer than that is still a duplicate."""
-    with Harness(Subject(database.url())) as harness:
-        harness.create_tables()
+    with ready(database.url()) as harness:
         held = Held(harness)
         dispatcher = harness.dispatcher(harness.handler(held), retry=RetryPolicy(within=0.05))
         winner = harness.start(harness.deliver, dispatcher)

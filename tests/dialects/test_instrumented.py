@@ -20,9 +20,7 @@ from databases import DRIVERS, Driver, each_driver
 from projector_dedup import Outcome
 from projector_dedup.errors import UnsupportedDatabaseError
 from projector_dedup.verdict import Action, verdict_of
-from rig import NOTHING, ONCE, TOTAL, Rig, add
-
-RigOn = Callable[..., Rig]
+from rig import NOTHING, ONCE, TOTAL, Rig, RigOn, add
 
 INSTRUMENTORS: dict[str, Any] = {
     "psycopg": PsycopgInstrumentor,

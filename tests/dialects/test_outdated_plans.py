@@ -15,7 +15,7 @@ from sqlalchemy.orm import Session
 from databases import DRIVERS, Driver
 from projector_dedup import Outcome
 from projector_dedup.options import RetryPolicy
-from rig import NOTHING, Durable, Rig, Total, add, done, outsides_fixture, rig_on_fixture  # noqa: F401  # fixtures
+from rig import NOTHING, Durable, Rig, RigOn, Total, add, done
 
 POSTGRESQL = [driver for driver in DRIVERS if driver.engine == "postgresql"]
 AT_ONCE = RetryPolicy(base=0)
@@ -26,7 +26,7 @@ EVERYTHING = "select * from total where account <> 'z'"
 
 
 @pytest.fixture(name="warm")
-def warm_fixture(rig_on: Callable[..., Rig]) -> Iterator[Callable[[Driver], Rig]]:
+def warm_fixture(rig_on: RigOn) -> Iterator[Callable[[Driver], Rig]]:
     """A rig with a full pool, each connection of which has prepared what the handler will ask."""
     rigs: list[Rig] = []
 

@@ -29,14 +29,14 @@ from projector_dedup.errors import CommitOutcomeUnknown, RetriesExhaustedError, 
 from projector_dedup.options import RetryPolicy
 from races import LostUpdateContract
 from reach import reach
-from rig import NOTHING, ONCE, Counting, Durable, Outside, Rig, add
+from ready import ready
+from rig import NOTHING, ONCE, Counting, Durable, Outside, Rig, RigOn, add
 
 POSTGRESQL = [driver for driver in DRIVERS if driver.engine == "postgresql"]
 USUAL = [driver for driver in POSTGRESQL if driver in USUAL_DRIVERS]
 NAMING = [driver for driver in POSTGRESQL if recipe(driver)]
 on_postgresql = pytest.mark.parametrize("driver", POSTGRESQL, ids=str)
 Bouncer = Callable[..., PgBouncer]
-RigOn = Callable[..., Rig]
 
 
 @pytest.fixture
@@ -90,8 +90,7 @@ class TestFewServerConnections(LostUpdateContract):
     @pytest.fixture(params=USUAL, ids=str)
     def harness(self, request: pytest.FixtureRequest) -> Iterator[Harness]:
         """Two who meet on a row, and somebody who looks."""
-        with Harness(behind(request, request.param, 3)) as harness:
-            harness.create_tables()
+        with ready(behind(request, request.param, 3)) as harness:
             yield harness
             harness.drop_tables()
 

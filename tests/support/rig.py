@@ -11,6 +11,7 @@ import sqlite3
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self, cast
 
 import psycopg
@@ -35,9 +36,11 @@ from projector_dedup.outcome import Delivery
 from projector_dedup.tables import default_metadata, default_tables
 
 Handler = Callable[[Session], object] | Callable[[AsyncSession], Awaitable[object]]
+Body = Callable[[Any, Session], object]
 
 HANDLER = "totals"
 QUICK = RetryPolicy(base=0.0005)
+ONE_ATTEMPT = RetryPolicy(attempts=1)
 CONFLICT = {
     "postgresql": "do $$ begin raise exception 'conflict' using errcode = '40001'; end $$",
     "mariadb": "signal sqlstate '40001' set mysql_errno = 1213, message_text = 'conflict'",
@@ -183,8 +186,29 @@ class Outside:
             self._postgresql.close()
 
 
-def _added(message_id: str) -> Message:
-    return Message(message_id, {"account": "a"}, type="added")
+def added(message_id: str, body: Any = None) -> Message:
+    """A message for the handlers of a rig."""
+    return Message(message_id, {"account": "a"} if body is None else body, type="added")
+
+
+def handler_of(factory: Any, body: Body, name: str, **options: Any) -> Any:
+    """A projector of the factory's kind, whose handler is `body`; the options are those of `on`."""
+
+    async def awaited(event: Any, session: AsyncSession) -> None:
+        await session.run_sync(partial(body, event))
+
+    def direct(event: Any, session: Session) -> None:
+        body(event, session)
+
+    function: Any = awaited if isinstance(factory, async_sessionmaker) else direct
+    return projector(idempotent=True, name=name)(on("added", **options)(function))
+
+
+def dispatcher_on(factory: Any, *bodies: Body, retry: RetryPolicy = ONE_ATTEMPT, **options: Any) -> Any:
+    """A dispatcher of the factory's kind, with a projector for each of `bodies`. By default it tries once."""
+    kind: Any = AsyncDispatcher if isinstance(factory, async_sessionmaker) else Dispatcher
+    handlers = [handler_of(factory, body, f"other-{number}", **options) for number, body in enumerate(bodies)]
+    return kind(factory, *handlers, retry=retry)
 
 
 def tables_on(engine: Engine) -> Engine:
@@ -235,12 +259,12 @@ class Rig:
         """Deliver one message to `handler`; the options are those of projector and dispatcher, idempotent and quick."""
         if isinstance(self.engine, AsyncEngine):
             return cast(Delivery, self.run(self.adeliver(handler, message_id, **options)))
-        return cast(Delivery, self._dispatcher(handler, **options).deliver(_added(message_id)))
+        return cast(Delivery, self._dispatcher(handler, **options).deliver(added(message_id)))
 
     async def adeliver(self, handler: Handler, message_id: str = "m-1", **options: Any) -> Delivery:
         """The same, inside the event loop."""
         assert isinstance(self.engine, AsyncEngine)
-        return cast(Delivery, await self._dispatcher(handler, **options).deliver(_added(message_id)))
+        return cast(Delivery, await self._dispatcher(handler, **options).deliver(added(message_id)))
 
     def _dispatcher(self, handler: Any, *, idempotent: bool = True, retry: RetryPolicy = QUICK, **options: Any) -> Any:
         async def run_awaited(_event: object, session: AsyncSession) -> None:
@@ -253,6 +277,10 @@ class Rig:
         if self.driver.is_async:
             return AsyncDispatcher(self.factory, declared(on("added")(run_awaited)), retry=retry, **options)
         return Dispatcher(self.factory, declared(on("added")(run)), retry=retry, **options)
+
+    def result(self, delivered: Any) -> Any:
+        """Return what a dispatcher of this rig returned, awaited if it is asynchronous."""
+        return self.run(delivered) if self.driver.is_async else delivered
 
     def run(self, work: Any) -> Any:
         """Run a coroutine in the loop that this rig's connections live in."""
@@ -311,6 +339,9 @@ class Rig:
             self.engine.dispose()
 
 
+RigOn = Callable[..., Rig]
+
+
 # Fixtures, which conftest.py imports ------------------------------------------------------------------------------
 
 
@@ -341,7 +372,7 @@ def outsides_fixture(
 
 
 @pytest.fixture(name="rig_on")
-def rig_on_fixture(request: pytest.FixtureRequest) -> Iterator[Callable[..., Rig]]:
+def rig_on_fixture(request: pytest.FixtureRequest) -> Iterator[RigOn]:
     """Make a rig on the given driver, on empty tables."""
     with contextlib.ExitStack() as stack:
 
@@ -358,6 +389,6 @@ def rig_on_fixture(request: pytest.FixtureRequest) -> Iterator[Callable[..., Rig
 
 
 @pytest.fixture(name="rig")
-def rig_fixture(driver: Driver, rig_on: Callable[..., Rig]) -> Rig:
+def rig_fixture(driver: Driver, rig_on: RigOn) -> Rig:
     """A rig on the driver of the test, on empty tables."""
     return rig_on(driver)
