@@ -501,8 +501,13 @@ SWALLOWED: dict[str, tuple[Callable[[Session], object], str]] = {
 @pytest.mark.parametrize(("do", "remedy"), SWALLOWED.values(), ids=SWALLOWED)
 def test_a_swallowed_error_names_the_remedy(do: Callable[[Session], object], remedy: str, rig: Rig) -> None:
     """A violation says what to write: SQLAlchemy says "pending rollback", and that a transaction is begun."""
+
+    def handler(session: Session) -> None:
+        add(session)
+        do(session)
+
     with pytest.raises(TransactionViolatedError, match=remedy) as raised:
-        rig.deliver(Counting(do))
+        rig.deliver(handler)
     assert (raised.value.durable, rig.durable()) == (False, NOTHING)
 
 
