@@ -90,7 +90,7 @@ effects-peers: .venv-peers/peers.stamp
 	@PYTHONWARNINGS=ignore .venv-peers/bin/python benchmarks/effect_peers.py
 
 # Which planted mistakes of handlers other test kits find, each in an environment of its own; they need PostgreSQL. Five minutes.
-# One handler: ARGS=Naive.
+# One handler: ARGS=naive.
 kit-peers: .venv-kits/frontrun/kit.stamp .venv-kits/protean/kit.stamp
 	@PYTHONPATH=$(TOOLS) .venv-kits/frontrun/bin/frontrun .venv-kits/frontrun/bin/python benchmarks/kit_peers.py frontrun $(ARGS)
 	@PYTHONPATH=$(TOOLS) .venv-kits/protean/bin/python benchmarks/kit_peers.py protean $(ARGS)

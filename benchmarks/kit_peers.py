@@ -31,9 +31,9 @@ from projector_dedup.tables import default_tables
 
 SERVER = os.environ.get("PROJECTOR_DEDUP_TEST_POSTGRESQL_URL", "postgresql://postgres@127.0.0.1:5432/postgres")
 LIMIT, EXPLORING = 25.0, 2.5  # seconds for a mistake, and for each scenario and strategy of frontrun
-CONTROLS = [each for each in RIGHT if str(each) in ("Sums", "Atomic", "SumsAsync")]
+CONTROLS = [each for each in RIGHT if str(each) in ("right_sums", "atomic", "sums_async")]
 CASES = {str(each): each for each in [*MISTAKES, *CONTROLS]}
-BATCHES = ("LastOfTheBatch", "LocksOnlyOne")  # mistakes that only a batch shows
+BATCHES = ("last_of_the_batch", "locks_only_one")  # mistakes that only a batch shows
 
 Numbers = tuple[int, ...]  # positions in PAYMENTS; 0, 1, 3 and 4 are of one account
 SCENARIOS: dict[str, tuple[Numbers, ...]] = {  # of frontrun: what was delivered before, and by each worker
@@ -158,7 +158,7 @@ def protean(name: str, url: URL) -> tuple[str, str]:
         @on(received)
         def apply(self, event: Any) -> None:  # Protean makes a projector for each event
             paid = Paid(event.message_id, event.account, event.amount)
-            case.make().apply(paid, current_uow.get_session("default")())
+            handlers_of(case.make())[0].function(paid, current_uow.get_session("default")())
 
     domain.projector(Planted, projector_for=total, aggregates=[account], idempotent=handler.idempotent)
     domain.init(traverse=False)

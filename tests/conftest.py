@@ -6,6 +6,7 @@
 `engine`                 the same, as a SQLAlchemy Engine that is disposed of in the end
 `factory`                sessions on an SQLite database that has the marker table
 `pgbouncer`              starts a PgBouncer before a database
+`rig`                    a `Rig` on the test's driver
 `rig_on`, `outsides`     makes a `Rig` on a driver; the databases behind it, seen from outside
 """
 
@@ -43,7 +44,7 @@ from databases import (
 from pgbouncer import PgBouncer
 from projector_dedup.tables import default_metadata
 from reached import PART, left_out, reached
-from rig import outsides_fixture, rig_on_fixture  # noqa: F401  # fixtures
+from rig import outsides_fixture, rig_fixture, rig_on_fixture  # noqa: F401  # fixtures
 
 settings.register_profile("untimed", deadline=None)  # how long an example takes is the machine's affair
 settings.load_profile("untimed")

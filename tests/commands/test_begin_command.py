@@ -4,13 +4,13 @@ import asyncio
 from typing import Any
 
 import pytest
-from sqlalchemy import URL, Engine, create_engine, select
-from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_async_engine
-from sqlalchemy.orm import Session, sessionmaker
+from sqlalchemy import create_engine
+from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.orm import Session
 
-from command_rig import START, Balance, Base, Order, Placed, PlaceOrder, place
-from databases import Database
-from projector_dedup import AsyncDispatcher, Message, on, projector
+from command_rig import SQLITE, START, Balance, Desk, Placed, PlaceOrder, desks, place
+from databases import DRIVERS, Database
+from projector_dedup import Message, on, projector
 from projector_dedup.commands import (
     AsyncBegun,
     AsyncCall,
@@ -26,34 +26,16 @@ from projector_dedup.commands import (
     abegin_command,
     begin_command,
     command,
-    default_command_tables,
     derived_key,
 )
 from projector_dedup.errors import HandlerDefinitionError
-from projector_dedup.tables import default_tables
 
 placing = command(name="desk.place")(place)
 
 
-@pytest.fixture
-def desk(engine: Engine) -> Engine:
-    """The tables, on each synchronous driver."""
-    create_tables(engine)
-    return engine
-
-
-def create_tables(engine: Engine) -> None:
-    """Create the tables, and give the customer an account."""
-    for metadata in (Base.metadata, default_command_tables.marker.metadata, default_tables.marker.metadata):
-        metadata.create_all(engine)
-    with Session(engine) as session, session.begin():
-        session.add(Balance(customer="alice", amount=START))
-
-
-def orders(engine: Engine) -> list[str]:
-    """The orders that were placed, as another connection sees them."""
-    with create_engine(engine.url).connect() as connection:
-        return list(connection.scalars(select(Order.note)))
+desk = desks([driver for driver in DRIVERS if not driver.is_async])
+later_desk = desks([driver for driver in DRIVERS if driver.is_async], "later_desk")
+on_sqlite = desks(SQLITE, "on_sqlite")
 
 
 def ask(session: Session, order: PlaceOrder, **said: Any) -> Handled[Placed]:
@@ -66,54 +48,54 @@ def ask(session: Session, order: PlaceOrder, **said: Any) -> Handled[Placed]:
     return begun.record(placed)
 
 
-def test_it_commits_with_the_callers_transaction(desk: Engine) -> None:
+def test_it_commits_with_the_callers_transaction(desk: Desk) -> None:
     """And rolls back with it: the next one is new."""
     answers = []
     for commits in (False, True, True):
-        with Session(desk) as session:
+        with desk.harness.factory() as session:
             answers.append(ask(session, PlaceOrder(3), key="k1"))
             if commits:
                 session.commit()
     assert [answer.replayed for answer in answers] == [False, False, True]
     assert {answer.result.left for answer in answers} == {START - 3}
-    assert orders(desk) == ["k1"]
+    assert desk.orders() == ["k1"]
 
 
-def test_it_and_commands_know_each_others_records(desk: Engine) -> None:
+def test_it_and_commands_know_each_others_records(desk: Desk) -> None:
     """One record, whoever made it."""
-    commands = Commands(sessionmaker(desk))
+    commands = Commands(desk.harness.factory)
     first = commands.handle(placing, PlaceOrder(3), key="k1", scope="t")
-    with Session(desk) as session:
+    with desk.harness.factory() as session:
         assert ask(session, PlaceOrder(3), key="k1", scope="t").result == first.result
         assert not ask(session, PlaceOrder(4), key="k2", scope="t").replayed
         session.commit()
     assert commands.handle(placing, PlaceOrder(4), key="k2", scope="t").replayed
-    assert sorted(orders(desk)) == ["k1", "k2"]
+    assert sorted(desk.orders()) == ["k1", "k2"]
 
 
-def test_what_cannot_be_recorded_leaves_the_caller_to_roll_back(desk: Engine) -> None:
+def test_what_cannot_be_recorded_leaves_the_caller_to_roll_back(desk: Desk) -> None:
     """A result of the wrong type, say."""
-    with Session(desk) as session:
+    with desk.harness.factory() as session:
         begun = begin_command(session, placing, PlaceOrder(), key="k1")
         assert isinstance(begun, Begun)
         with pytest.raises(ResultError):
             begun.record("no order")
-    with Session(desk) as session:
+    with desk.harness.factory() as session:
         assert isinstance(begin_command(session, placing, PlaceOrder(), key="k1"), Begun)
 
 
-def test_a_command_without_a_record_is_not_committed_as_done(desk: Engine) -> None:
+def test_a_command_without_a_record_is_not_committed_as_done(desk: Desk) -> None:
     """Whoever forgets to record has claimed a key that nobody can answer: the next caller is told to look."""
-    with Session(desk) as session:
+    with desk.harness.factory() as session:
         assert isinstance(begin_command(session, placing, PlaceOrder(), key="k1"), Begun)
         session.commit()
-    with Session(desk) as session, pytest.raises(ResultUnreadableError, match="without an outcome"):
+    with desk.harness.factory() as session, pytest.raises(ResultUnreadableError, match="without an outcome"):
         begin_command(session, placing, PlaceOrder(), key="k1")
 
 
-def test_another_command_and_no_key_are_refused(desk: Engine) -> None:
+def test_another_command_and_no_key_are_refused(desk: Desk) -> None:
     """As by ``Commands``."""
-    with Session(desk) as session:
+    with desk.harness.factory() as session:
         ask(session, PlaceOrder(1), key="k1")
         with pytest.raises(KeyReusedError):
             ask(session, PlaceOrder(2), key="k1")
@@ -131,20 +113,17 @@ def now(order: PlaceOrder, call: Call) -> int:
     return place(order, call).left
 
 
-def test_who_asks_again_gets_the_present_answer(sqlite: Database) -> None:
+def test_who_asks_again_gets_the_present_answer(on_sqlite: Desk) -> None:
     """An operation with ``default=`` stores no result: the caller's transaction sees how things stand."""
-    engine = create_engine(sqlite.url())
-    create_tables(engine)
     answers = []
     for key in ("k1", "k2", "k1"):
-        with Session(engine) as session:
+        with on_sqlite.harness.factory() as session:
             begun = begin_command(session, now, PlaceOrder(3), key=key)
             if isinstance(begun, Begun):
                 begun = begun.record(now(PlaceOrder(3), begun.call))
             answers.append((begun.result, begun.replayed))
             session.commit()
     assert answers == [(START - 3, False), (START - 6, False), (START - 6, True)]
-    engine.dispose()
 
 
 async def _placing_later(order: PlaceOrder, call: AsyncCall) -> Placed:
@@ -178,24 +157,15 @@ class Manager:
 
 
 @pytest.mark.parametrize("operation", [placing_later, now_later], ids=["result", "default"])
-def test_an_async_process_manager_issues_a_command_once(async_url: URL, operation: Any) -> None:
+def test_an_async_process_manager_issues_a_command_once(later_desk: Desk, operation: Any) -> None:
     """In the transaction of its event, with the record; another event that leads to it gets the answer."""
-
-    async def main() -> None:
-        engine = create_async_engine(async_url)
-        async with engine.connect() as connection:
-            await connection.run_sync(lambda sync: create_tables(sync.engine))
-        manager = Manager(operation)
-        dispatcher = AsyncDispatcher(async_sessionmaker(engine), manager)
-        for message_id in ("m1", "m1", "m2"):
-            await dispatcher.deliver(Message(message_id, "o-77", "paid"))
-        async with AsyncSession(engine) as session:
-            assert len((await session.scalars(select(Order.note))).all()) == 1
-        left = [placed.left for placed in manager.answers]
-        assert left == [START - 3, START - 3]
-        await engine.dispose()
-
-    asyncio.run(main())
+    harness, manager = later_desk.harness, Manager(operation)
+    harness.create_tables()
+    dispatcher = harness.dispatcher(manager)
+    for message_id in ("m1", "m1", "m2"):
+        harness.run(dispatcher.deliver, Message(message_id, "o-77", "paid"))
+    assert len(later_desk.orders()) == 1
+    assert [placed.left for placed in manager.answers] == [START - 3, START - 3]
 
 
 def test_each_form_takes_operations_of_its_own_kind(sqlite: Database) -> None:

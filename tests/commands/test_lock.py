@@ -1,14 +1,13 @@
 """``@command(lock=...)``: commands of one subject take turns, on every driver, at every level."""
 
 import threading
-from collections.abc import Iterator
 from typing import Any
 from uuid import UUID
 
 import pytest
 from sqlalchemy import event, func, select
 
-from command_rig import SYNC_ONES, USUAL_ONES, Desk, Held, Order, Placed, PlaceOrder, desk_on, desks, place
+from command_rig import LEVELS, SYNC_ONES, USUAL_ONES, Desk, Held, Order, Placed, PlaceOrder, desks, place
 from databases import DRIVERS, Database
 from kit import PATIENCE
 from meter import metered
@@ -19,24 +18,10 @@ from projector_dedup.maintenance.cleanup import cleanup
 from projector_dedup.options import RetryPolicy
 
 RIVALS = 3
-LEVELS = ("READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE")
-SUBJECTS = [pytest.param((driver, None), id=f"{driver}") for driver in DRIVERS] + [
-    pytest.param((driver, level), id=f"{driver}, {level}")
-    for driver in USUAL_ONES
-    if driver.engine != "sqlite"
-    for level in LEVELS
-]
+desk = desks(DRIVERS, levels=LEVELS)
 server = desks([driver for driver in USUAL_ONES if driver.engine != "sqlite"], name="server")
 usual = desks(USUAL_ONES, name="usual")
 sync = desks(SYNC_ONES, name="sync")
-
-
-@pytest.fixture(params=SUBJECTS)
-def desk(request: pytest.FixtureRequest) -> Iterator[Desk]:
-    """A desk on each driver, at the usual level and at each that may be chosen."""
-    driver, level = request.param
-    with desk_on(request, driver, dispatcher_isolation=level) as desk:
-        yield desk
 
 
 def one_for_all(order: PlaceOrder, call: Call) -> Placed:

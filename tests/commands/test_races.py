@@ -2,12 +2,11 @@
 
 import threading
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from command_rig import USUAL_ONES, Balance, Desk, Held, PlaceOrder, desk_on
+from command_rig import LEVELS, Balance, Desk, Held, PlaceOrder, desks
 from databases import DRIVERS
 from kit import PATIENCE
 from projector_dedup import Outcome
@@ -16,21 +15,7 @@ from projector_dedup.errors import InProgress
 from projector_dedup.options import RetryPolicy
 
 RIVALS = 4
-LEVELS = ("READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE")
-SUBJECTS = [pytest.param((driver, None), id=f"{driver}") for driver in DRIVERS] + [
-    pytest.param((driver, level), id=f"{driver}, {level}")
-    for driver in USUAL_ONES
-    if driver.engine != "sqlite"
-    for level in LEVELS
-]
-
-
-@pytest.fixture(params=SUBJECTS)
-def desk(request: pytest.FixtureRequest) -> Iterator[Desk]:
-    """A desk on each driver, at the usual level and at each that may be chosen."""
-    driver, level = request.param
-    with desk_on(request, driver, dispatcher_isolation=level) as desk:
-        yield desk
+desk = desks(DRIVERS, levels=LEVELS)
 
 
 def together(desk: Desk, held: Held, **said: Any) -> tuple[Any, list[Any]]:

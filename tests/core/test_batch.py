@@ -14,7 +14,7 @@ from sqlalchemy.orm.exc import FlushError, StaleDataError
 
 from cut_proxy import Cut, CutProxy
 from databases import Database
-from kit import Added, Base, Harness, Subject, Total, add
+from kit import Added, Base, Total, add
 from marked import one_of_each_engine  # noqa: F401  # a fixture
 from projector_dedup import Dispatcher, Message, Outcome, on, projector
 from projector_dedup.errors import (
@@ -33,6 +33,7 @@ from projector_dedup.options import RetryPolicy
 from projector_dedup.outcome import Delivery
 from projector_dedup.tables import default_metadata
 from projector_dedup.unit_of_work import UnitOfWork
+from ready import ready
 
 APPLIED, DUPLICATE, FAILED = Outcome.APPLIED, Outcome.DUPLICATE, Outcome.FAILED
 totals = projector(idempotent=True, name="totals")(on(Added)(add))
@@ -196,8 +197,7 @@ def test_what_concerns_all_is_not_tried_for_each(engine: Engine) -> None:
 @pytest.mark.parametrize("closes", [False, True], ids=["", "closes"])
 def test_a_commit_of_the_handlers_own_is_told_of_every_message(postgresql: Database, closes: bool) -> None:
     """The markers of all are durable by then, so none of them may be taken for applied, or tried again."""
-    with Harness(Subject(postgresql.url())) as harness:
-        harness.create_tables()
+    with ready(postgresql.url()) as harness:
 
         def body(happened: Added, session: Session) -> None:
             add(happened, session)
@@ -272,8 +272,7 @@ def test_what_concerns_one_message_is_not_taken_for_all(sessions: sessionmaker[S
 def test_markers_are_claimed_in_one_order(postgresql: Database) -> None:
     """Whatever the order of the messages: two batches that meet wait for each other, and not in a circle."""
     claimed: list[list[str]] = []
-    with Harness(Subject(postgresql.url())) as harness:
-        harness.create_tables()
+    with ready(postgresql.url()) as harness:
 
         def see(_c: object, _u: object, statement: str, parameters: Any, *_: object) -> None:
             if "ON CONFLICT" in statement:
@@ -293,8 +292,7 @@ def test_one_event_is_no_batch(sessions: sessionmaker[Session], one: Any) -> Non
 
 def test_a_look_that_could_see_what_is_rolled_back_is_refused(mariadb: Database) -> None:
     """At READ UNCOMMITTED a rival's marker would make a duplicate of a message that nobody applies."""
-    with Harness(Subject(mariadb.url(), engine_isolation="READ UNCOMMITTED")) as harness:
-        harness.create_tables()
+    with ready(mariadb.url(), engine_isolation="READ UNCOMMITTED") as harness:
         with pytest.raises(BatchFailed) as failed:
             harness.dispatcher().deliver_batch(numbered(1, 2))
         assert [type(error) for error in failed.value.exceptions] == [UnsafeSessionError]
@@ -304,8 +302,7 @@ def test_a_look_that_could_see_what_is_rolled_back_is_refused(mariadb: Database)
 def test_batches_with_a_bound_warn_of_nothing(postgresql: Database) -> None:
     """A warning that is an error would turn them into single messages."""
     calls: list[int] = []
-    with Harness(Subject(postgresql.url())) as harness:
-        harness.create_tables()
+    with ready(postgresql.url()) as harness:
 
         def body(happened: list[Added], _session: Session) -> None:
             calls.append(len(happened))
@@ -321,8 +318,7 @@ def test_batches_with_a_bound_warn_of_nothing(postgresql: Database) -> None:
 @pytest.mark.parametrize(("cut", "first"), [("before", APPLIED), ("after", DUPLICATE)])
 def test_a_cut_commit_is_asked_for_by_claiming_again(postgresql: Database, cut: Cut, first: Outcome) -> None:
     """All of the batch happened, or none of it."""
-    with CutProxy(postgresql.url()) as proxy, Harness(Subject(proxy.through(postgresql.url()))) as harness:
-        harness.create_tables()
+    with CutProxy(postgresql.url()) as proxy, ready(proxy.through(postgresql.url())) as harness:
         dispatcher = harness.dispatcher()
         dispatcher.deliver_batch(numbered(7, 8))
         proxy.cut_commit(cut)

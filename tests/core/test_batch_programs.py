@@ -12,6 +12,7 @@ from projector_dedup import Message, Outcome
 from projector_dedup.errors import BatchFailed
 from projector_dedup.options import RetryPolicy
 from reach import reach
+from ready import ready
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # programs do what SQLAlchemy warns of
 slow = pytest.mark.slow
@@ -54,8 +55,7 @@ def checked(
     request: pytest.FixtureRequest, driver: Driver, drawn: dict[str, programs.Program], **arguments: Any
 ) -> None:
     """Check these programs through one driver: together and one by one, all must be the same."""
-    with Harness(reach(request, driver, **arguments)) as harness:
-        harness.create_tables()
+    with ready(reach(request, driver, **arguments)) as harness:
         harness.transact(lambda session: programs.prepare(session.connection()))
         for name, program in drawn.items():
             one_by_one = run(harness, name, program, together=False)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, create_engine, event, func, literal, select, text
+from sqlalchemy import Engine, event, func, literal, select, text
 from sqlalchemy.orm import Session
 
 from databases import DRIVERS, Database, Driver
@@ -13,7 +13,7 @@ from misbehaviour import swallow
 from projector_dedup import Message, Outcome
 from projector_dedup.dialects import MariaDB, PostgreSQL, SQLite
 from projector_dedup.errors import BatchFailed
-from projector_dedup.tables import default_metadata
+from ready import engine_on, ready
 
 APPLIED, DUPLICATE, FAILED = Outcome.APPLIED, Outcome.DUPLICATE, Outcome.FAILED
 SCHEMAS = {"a": "public", "b": "tenant_b"}
@@ -27,14 +27,11 @@ EXPECTED = {tenant: sum(each.body.amount for each in MESSAGES if each.body.keys 
 @pytest.fixture
 def schemas(postgresql: Database) -> Iterator[Engine]:
     """The tables, and the read model in a second schema."""
-    engine = create_engine(postgresql.url())
-    with engine.begin() as connection:
-        connection.execute(text("CREATE SCHEMA tenant_b"))
-        default_metadata.create_all(connection)
-        for schema in (None, "tenant_b"):
-            Base.metadata.create_all(connection.execution_options(schema_translate_map={None: schema}))
-    yield engine
-    engine.dispose()
+    with engine_on(postgresql.url()) as engine:
+        with engine.begin() as connection:
+            connection.execute(text("CREATE SCHEMA tenant_b"))
+            Base.metadata.create_all(connection.execution_options(schema_translate_map={None: "tenant_b"}))
+        yield engine
 
 
 def totals(engine: Engine) -> dict[str, dict[str, int]]:
@@ -147,8 +144,7 @@ def test_constraints_that_a_handler_defers_are_deferred_for_its_message_only(
         for statement in statements[happened.keys[0]]:
             session.execute(text(statement))
 
-    with Harness(Subject(database.url())) as harness:
-        harness.create_tables()
+    with ready(database.url()) as harness:
         if engine_name == "sqlite":
             enforce(harness.engine)
         with harness.engine.begin() as connection:

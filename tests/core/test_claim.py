@@ -15,7 +15,7 @@ from sqlalchemy.orm import Session, make_transient_to_detached, scoped_session, 
 from sqlalchemy.pool import Pool, SingletonThreadPool, StaticPool
 
 from databases import Database
-from kit import Added, Base, Harness, Subject, Total, add
+from kit import Added, Base, Harness, Total, add
 from projector_dedup import AsyncDispatcher, Dispatcher, Message, Outcome, on, projector
 from projector_dedup.errors import (
     BatchFailed,
@@ -33,6 +33,7 @@ from projector_dedup.options import RetryPolicy
 from projector_dedup.tables import default_metadata, default_tables
 from projector_dedup.unit_of_work import UnitOfWork
 from projector_dedup.verdict import Action, verdict_of
+from ready import engine_on, ready, role_on
 
 totals = projector(idempotent=True, name="totals")(on(Added)(add))
 
@@ -40,16 +41,14 @@ totals = projector(idempotent=True, name="totals")(on(Added)(add))
 @pytest.fixture
 def harness(sync_url: URL) -> Iterator[Harness]:
     """The contract's tables, through each synchronous driver."""
-    with Harness(Subject(sync_url)) as harness:
-        harness.create_tables()
+    with ready(sync_url) as harness:
         yield harness
 
 
 @pytest.fixture
 def on_postgresql(postgresql: Database) -> Iterator[Harness]:
     """The contract's tables on PostgreSQL."""
-    with Harness(Subject(postgresql.url())) as harness:
-        harness.create_tables()
+    with ready(postgresql.url()) as harness:
         yield harness
 
 
@@ -359,15 +358,6 @@ def test_the_bound_ends_with_the_transaction(on_postgresql: Harness) -> None:
     engine.dispose()
 
 
-def test_the_pooled_connection_has_its_isolation_level_back(on_postgresql: Harness) -> None:
-    """The raised level is the unit of work's; the user's own transactions keep theirs."""
-    engine = create_engine(on_postgresql.subject.url, pool_size=1, max_overflow=0)
-    Dispatcher(sessionmaker(engine), totals).deliver(Added(), message_id="m1")
-    with engine.connect() as connection:
-        assert connection.scalar(text("show transaction_isolation")) == "read committed"
-    engine.dispose()
-
-
 @pytest.mark.parametrize(
     ("change", "error"),
     [
@@ -391,19 +381,11 @@ def test_only_a_row_or_no_row_is_an_outcome(on_postgresql: Harness, change: str,
 
 def test_a_role_without_rights_loses_no_message(on_postgresql: Harness) -> None:
     """The error names what the server says; the message is no poison."""
-    role = f"pdtest_{secrets.token_hex(4)}"
-    with on_postgresql.engine.begin() as connection:
-        connection.execute(text(f"create role {role}"))
-        connection.execute(text(f"grant usage on schema public to {role}"))
-    try:
+    with role_on(on_postgresql.engine) as role:
         engine = create_engine(on_postgresql.subject.url, connect_args={"options": f"-c role={role}"})
         with pytest.raises(RefusedError, match=r"permission denied.*The message is not the cause") as raised:
             Dispatcher(sessionmaker(engine), totals).deliver(Added(), message_id="m1")
         engine.dispose()
-    finally:
-        with on_postgresql.engine.begin() as connection:
-            connection.execute(text(f"drop owned by {role}"))
-            connection.execute(text(f"drop role {role}"))
     assert verdict_of(raised.value).action is Action.RETRY_LATER
     assert nothing_durable(on_postgresql)
 
@@ -418,21 +400,18 @@ def test_an_id_that_the_encoding_lacks_is_the_messages_fault(on_postgresql: Harn
         connection.execute(
             text(f"create database {name} encoding 'LATIN1' template template0 lc_collate 'C' lc_ctype 'C'")
         )
-    engine = create_engine(url.set(database=name))
     try:
-        default_metadata.create_all(engine)
-        Base.metadata.create_all(engine)
-        dispatcher = Dispatcher(sessionmaker(engine), totals)
-        if way == "single":
-            with pytest.raises(InvalidMessageIdError, match="cannot store this id"):
-                dispatcher.deliver(Added(), message_id="order-\u20ac5")
-        else:
-            with pytest.raises(BatchFailed) as raised:
-                dispatcher.deliver_batch([Message(each, Added()) for each in ("a", "order-\u20ac5", "b")])
-            failed = [each.message_id for each in raised.value.deliveries if each.error is not None]
-            assert failed == ["order-\u20ac5"]
+        with engine_on(url.set(database=name)) as engine:
+            dispatcher = Dispatcher(sessionmaker(engine), totals)
+            if way == "single":
+                with pytest.raises(InvalidMessageIdError, match="cannot store this id"):
+                    dispatcher.deliver(Added(), message_id="order-\u20ac5")
+            else:
+                with pytest.raises(BatchFailed) as raised:
+                    dispatcher.deliver_batch([Message(each, Added()) for each in ("a", "order-\u20ac5", "b")])
+                failed = [each.message_id for each in raised.value.deliveries if each.error is not None]
+                assert failed == ["order-\u20ac5"]
     finally:
-        engine.dispose()
         with admin.connect() as connection:
             connection.execute(text(f"drop database {name} with (force)"))
         admin.dispose()
@@ -448,23 +427,17 @@ def test_a_begin_hook_of_the_users_own_is_fine(sqlite: Database) -> None:
         ({"isolation_level": None, "timeout": 1}, None),
         ({"isolation_level": "IMMEDIATE"}, None),
     ]:
-        engine = create_engine(sqlite.url(), connect_args=arguments)
-        if hook:
-            event.listen(engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN"))
-        default_metadata.create_all(engine)
-        Base.metadata.create_all(engine)
-        dispatcher = Dispatcher(sessionmaker(engine), totals)
-        outcomes = [dispatcher.deliver(Added(), message_id=str(arguments)).outcome for _ in range(2)]
-        assert outcomes == [Outcome.APPLIED, Outcome.DUPLICATE]
-        engine.dispose()
+        with engine_on(sqlite.url(), connect_args=arguments) as engine:
+            if hook:
+                event.listen(engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN"))
+            dispatcher = Dispatcher(sessionmaker(engine), totals)
+            outcomes = [dispatcher.deliver(Added(), message_id=str(arguments)).outcome for _ in range(2)]
+            assert outcomes == [Outcome.APPLIED, Outcome.DUPLICATE]
 
 
 @pytest.mark.parametrize("idempotent", [True, False])
 def test_nobody_writes_between_what_a_handler_reads_and_writes_on_sqlite(sqlite: Database, idempotent: bool) -> None:
     """The write lock is taken before anything is read, also where there is no marker to claim."""
-    engine = create_engine(sqlite.url())
-    default_metadata.create_all(engine)
-    Base.metadata.create_all(engine)
     refused: list[str] = []
 
     @projector(idempotent=idempotent, name="reads first")
@@ -478,46 +451,39 @@ def test_nobody_writes_between_what_a_handler_reads_and_writes_on_sqlite(sqlite:
             refused.append(str(error))
         rival.close()
 
-    Dispatcher(sessionmaker(engine), reads_first).deliver(Added(), message_id="m1")
+    with engine_on(sqlite.url()) as engine:
+        Dispatcher(sessionmaker(engine), reads_first).deliver(Added(), message_id="m1")
     assert refused == ["database is locked"]
-    engine.dispose()
 
 
 def test_the_bound_of_a_claim_ends_with_it_on_sqlite(sqlite: Database) -> None:
     """Whoever has the connection next waits for a lock as long as the engine says."""
-    engine = create_engine(sqlite.url(), connect_args={"timeout": 3}, pool_size=1, max_overflow=0)
-    default_metadata.create_all(engine)
-    Base.metadata.create_all(engine)
-    Dispatcher(sessionmaker(engine), totals, claim_timeout=0.05).deliver(Added(), message_id="m1")
-    with engine.connect() as connection:
-        assert connection.exec_driver_sql("PRAGMA busy_timeout").scalar_one() == 3000
-    engine.dispose()
+    with engine_on(sqlite.url(), connect_args={"timeout": 3}, pool_size=1, max_overflow=0) as engine:
+        Dispatcher(sessionmaker(engine), totals, claim_timeout=0.05).deliver(Added(), message_id="m1")
+        with engine.connect() as connection:
+            assert connection.exec_driver_sql("PRAGMA busy_timeout").scalar_one() == 3000
 
 
 def test_a_connection_that_is_closed_holds_no_lock_though_a_cursor_is_alive_on_sqlite(sqlite: Database) -> None:
     """A traceback, say, holds the cursor of the statement that was interrupted; others write all the same."""
-    engine = create_engine(sqlite.url())
-    default_metadata.create_all(engine)
-    Base.metadata.create_all(engine)
-    Dispatcher(sessionmaker(engine), totals).deliver(Added(), message_id="m1")
-    with engine.connect() as connection:
-        connection.exec_driver_sql("BEGIN IMMEDIATE")
-        driver: Any = connection.connection.driver_connection
-        unfinished = driver.execute("SELECT 1 FROM contract_total UNION ALL SELECT 2")
-        unfinished.fetchone()
-        connection.invalidate()
-    other = sqlite3.connect(str(sqlite.url().database), timeout=0, isolation_level=None)
-    other.execute("BEGIN IMMEDIATE")
-    other.close()
-    del unfinished
-    engine.dispose()
+    with engine_on(sqlite.url()) as engine:
+        Dispatcher(sessionmaker(engine), totals).deliver(Added(), message_id="m1")
+        with engine.connect() as connection:
+            connection.exec_driver_sql("BEGIN IMMEDIATE")
+            driver: Any = connection.connection.driver_connection
+            unfinished = driver.execute("SELECT 1 FROM contract_total UNION ALL SELECT 2")
+            unfinished.fetchone()
+            connection.invalidate()
+        other = sqlite3.connect(str(sqlite.url().database), timeout=0, isolation_level=None)
+        other.execute("BEGIN IMMEDIATE")
+        other.close()
+        del unfinished
 
 
 def test_what_a_refused_commit_of_somebody_left_open_is_not_adopted(sqlite: Database) -> None:
     """A caller's own claim whose COMMIT was refused (a reader held the file) is not there for the next delivery."""
     engine = create_engine(sqlite.url(), connect_args={"timeout": 0.1}, pool_size=1, max_overflow=0)
-    with Harness(Subject(sqlite.url())) as harness:
-        harness.create_tables()
+    with ready(sqlite.url()):
         dispatcher = Dispatcher(sessionmaker(engine), totals)
         for earlier in ("e1", "e2", "e3"):  # a reader that is not at its end holds the file
             dispatcher.deliver(Added(), message_id=earlier)

@@ -25,9 +25,7 @@ from projector_dedup import Outcome
 from projector_dedup.dialects import Status, dialect_of
 from projector_dedup.errors import CommitOutcomeUnknown, RetriesExhaustedError
 from projector_dedup.options import RetryPolicy
-from rig import NOTHING, ONCE, Durable, Outside, Rig, add, create_tables, done
-
-RigOn = Callable[..., Rig]
+from rig import NOTHING, ONCE, Counting, Durable, Outside, Rig, RigOn, add, create_tables, done
 
 
 @pytest.fixture
@@ -44,18 +42,6 @@ def through(proxy: CutProxy, driver: Driver, rig_on: RigOn) -> Rig:
     """A rig whose connections go through the proxy."""
     rig = rig_on(driver)
     return rig_on(driver, url=proxy.through(rig.outside.database.url()))
-
-
-class Counting:
-    """A good handler that counts how often it was entered."""
-
-    def __init__(self) -> None:
-        self.entered = 0
-
-    def __call__(self, session: Session) -> None:
-        """Add 1."""
-        self.entered += 1
-        add(session)
 
 
 # The line is cut at COMMIT -----------------------------------------------------------------------------------------
@@ -80,10 +66,11 @@ def test_a_cut_commit_is_asked_for_by_claiming_again(
     with caplog.at_level(logging.INFO, "projector_dedup"):
         assert rig.deliver(handler).outcome is outcome
     assert proxy.cuts == 1
-    assert handler.entered == entered
+    assert handler.runs == entered
     assert rig.durable() == ONCE
     after_unknown = [record for record in caplog.records if getattr(record, "after_unknown_commit", False)]
     assert len(after_unknown) == (outcome is Outcome.DUPLICATE)
+    assert all("after_unknown_commit" in record.getMessage() for record in after_unknown)
     rig.assert_nothing_is_left()
 
 
@@ -98,9 +85,8 @@ def test_several_cuts_in_a_row_end_exactly_once(
         proxy.cut_commit(cut)
     happened = cuts[-1] == "after"
     assert rig.deliver(handler).outcome is (Outcome.DUPLICATE if happened else Outcome.APPLIED)
-    assert rig.durable() == ONCE
-    assert handler.entered == cuts.count("before") + 1
-    rig.assert_nothing_is_left()
+    assert handler.runs == cuts.count("before") + 1
+    rig.assert_settled(ONCE)
 
 
 @each_driver(*SERVERS)
@@ -113,8 +99,7 @@ def test_a_cut_that_no_retry_could_ask_about_is_unknown(
     proxy.cut_commit(cut)
     with pytest.raises(CommitOutcomeUnknown):
         rig.deliver(handler, retry=RetryPolicy(attempts=1))
-    rig.assert_nothing_is_left()
-    assert rig.durable() == durable
+    rig.assert_settled(durable)
     assert rig.deliver(handler).outcome is (Outcome.APPLIED if durable == NOTHING else Outcome.DUPLICATE)
     assert rig.durable() == ONCE
 
@@ -126,7 +111,7 @@ def test_every_commit_cut_is_unknown(driver: Driver, proxy: CutProxy, rig_on: Ri
     proxy.cut_commit("before", times=3)
     with pytest.raises(CommitOutcomeUnknown):
         rig.deliver(handler, retry=RetryPolicy(attempts=3, base=0.0005))
-    assert handler.entered == 3
+    assert handler.runs == 3
     rig.assert_nothing_is_left()
     assert rig.deliver(handler).outcome is Outcome.APPLIED
     assert rig.durable() == ONCE
@@ -144,7 +129,7 @@ def test_a_server_that_cannot_be_reached_after_the_cut_is_unknown(
     with pytest.raises(CommitOutcomeUnknown):
         rig.deliver(handler, retry=RetryPolicy(attempts=4, base=0.0005))
     proxy.server = server
-    assert handler.entered == 1
+    assert handler.runs == 1
     assert rig.deliver(handler).outcome is Outcome.DUPLICATE
     assert rig.durable() == ONCE
 
@@ -156,13 +141,13 @@ def test_after_a_cut_a_free_claim_makes_the_outcome_known(driver: Driver, proxy:
 
     def handler(session: Session) -> None:
         good(session)
-        if good.entered == 2:
+        if good.runs == 2:
             raise ValueError("no such account")
 
     proxy.cut_commit("before")
     with pytest.raises(ValueError, match="no such account"):
         rig.deliver(handler)
-    assert good.entered == 2
+    assert good.runs == 2
     assert rig.durable() == NOTHING
 
 
@@ -176,9 +161,8 @@ def test_without_a_marker_there_is_nobody_to_ask(
     proxy.cut_commit(cut)
     with pytest.raises(CommitOutcomeUnknown):
         rig.deliver(handler, idempotent=False)
-    assert handler.entered == 1
-    rig.assert_nothing_is_left()
-    assert rig.durable() == Durable(0, amount)
+    assert handler.runs == 1
+    rig.assert_settled(Durable(0, amount))
 
 
 # The connection is killed by the server ---------------------------------------------------------------------------
@@ -189,23 +173,18 @@ with_and_without_a_level = pytest.mark.parametrize("isolation", [None, "SERIALIZ
 
 @each_driver(*SERVERS)
 @with_and_without_a_level
-def test_a_connection_that_died_in_the_pool_is_replaced(driver: Driver, isolation: str | None, rig_on: RigOn) -> None:
+def test_a_connection_that_died_in_the_pool_is_replaced(isolation: str | None, rig: Rig) -> None:
     """The claim finds out, or what sets the isolation level before it, and runs again on a new connection."""
-    rig = rig_on(driver)
     rig.deliver(add, "m-0", isolation=isolation)
     rig.outside.kill_others()
     assert rig.deliver(add, isolation=isolation).outcome is Outcome.APPLIED
-    assert rig.durable() == Durable(2, 2)
-    rig.assert_nothing_is_left()
+    rig.assert_settled(Durable(2, 2))
 
 
 @each_driver(*SERVERS)
 @with_and_without_a_level
-def test_a_connection_that_was_closed_in_the_pool_is_replaced(
-    driver: Driver, isolation: str | None, rig_on: RigOn
-) -> None:
+def test_a_connection_that_was_closed_in_the_pool_is_replaced(isolation: str | None, rig: Rig) -> None:
     """What its driver says of that has no number, with some, and is no end of the matter with any."""
-    rig = rig_on(driver)
     pooled: list[Any] = []
     event.listen(rig.sync_engine, "checkout", lambda _dbapi, record, _proxy: pooled.append(record.driver_connection))
     rig.deliver(add, "m-0", isolation=isolation)
@@ -214,28 +193,23 @@ def test_a_connection_that_was_closed_in_the_pool_is_replaced(
         rig.run(closing)
     assert dialect_of(rig.sync_engine).status(pooled[-1]) is Status.BUSY, "known without asking the server"
     assert rig.deliver(add, isolation=isolation).outcome is Outcome.APPLIED
-    assert rig.durable() == Durable(2, 2)
-    rig.assert_nothing_is_left()
+    rig.assert_settled(Durable(2, 2))
 
 
 @each_driver(*SERVERS)
 @pytest.mark.parametrize("afterwards", ["the handler goes on", "the handler returns"])
-def test_a_backend_killed_in_the_handler_is_retried(driver: Driver, afterwards: str, rig_on: RigOn) -> None:
+def test_a_backend_killed_in_the_handler_is_retried(afterwards: str, rig: Rig) -> None:
     """The whole unit runs again, whether a statement or only the COMMIT finds out; a lost COMMIT is asked for."""
-    rig = rig_on(driver)
-    attempts = iter(range(100))
 
-    def handler(session: Session) -> None:
-        add(session)
-        if next(attempts) == 0:
-            rig.outside.kill_others()
-            if afterwards == "the handler goes on":
-                session.execute(text("select 1"))
+    def is_killed(session: Session) -> None:
+        rig.outside.kill_others()
+        if afterwards == "the handler goes on":
+            session.execute(text("select 1"))
 
+    handler = Counting(is_killed)
     assert rig.deliver(handler).outcome is Outcome.APPLIED
-    assert rig.durable() == ONCE
-    assert next(attempts) == 2
-    rig.assert_nothing_is_left()
+    assert handler.runs == 2
+    rig.assert_settled(ONCE)
 
 
 # The server answers COMMIT with an error -----------------------------------------------------------------------------
@@ -254,9 +228,8 @@ def deferred(outsides: dict[str, Outside | str]) -> Iterator[None]:
 
 @each_driver("postgresql")
 @pytest.mark.usefixtures("deferred")
-def test_a_constraint_that_commit_finds_violated_is_the_users_error(driver: Driver, rig_on: RigOn) -> None:
+def test_a_constraint_that_commit_finds_violated_is_the_users_error(rig: Rig) -> None:
     """COMMIT was refused, so nothing is unknown: the marker is gone, the error is the handler's, no reconnect."""
-    rig = rig_on(driver)
 
     def handler(session: Session) -> None:
         add(session)
@@ -264,16 +237,14 @@ def test_a_constraint_that_commit_finds_violated_is_the_users_error(driver: Driv
 
     with pytest.raises(IntegrityError):
         rig.deliver(handler)
-    assert rig.durable() == NOTHING
-    rig.assert_nothing_is_left()
+    rig.assert_settled(NOTHING)
     assert rig.deliver(add).outcome is Outcome.APPLIED
     assert rig.connects == 1
 
 
 @each_driver("sqlite")
-def test_a_constraint_that_commit_finds_violated_is_the_users_error_on_sqlite(driver: Driver, rig_on: RigOn) -> None:
+def test_a_constraint_that_commit_finds_violated_is_the_users_error_on_sqlite(rig: Rig) -> None:
     """The same for a deferred foreign key, after which SQLite keeps the transaction open: it is rolled back."""
-    rig = rig_on(driver)
     event.listen(rig.sync_engine, "connect", lambda dbapi, _record: dbapi.execute("pragma foreign_keys = on"))
     rig.outside.execute("drop table if exists child")
     rig.outside.execute("create table child (parent text references total (account) deferrable initially deferred)")
@@ -284,8 +255,7 @@ def test_a_constraint_that_commit_finds_violated_is_the_users_error_on_sqlite(dr
 
     with pytest.raises(IntegrityError):
         rig.deliver(handler)
-    assert rig.durable() == NOTHING
-    rig.assert_nothing_is_left()
+    rig.assert_settled(NOTHING)
     assert rig.deliver(add).outcome is Outcome.APPLIED
     assert rig.connects == 1
 
@@ -342,19 +312,15 @@ def test_a_reader_in_the_way_of_commit_is_waited_out_by_retries(driver: Driver, 
 
         assert rig.deliver(handler).outcome is Outcome.APPLIED
     assert next(attempts) == 2
-    assert rig.durable() == ONCE
-    rig.assert_nothing_is_left()
+    rig.assert_settled(ONCE)
 
 
 # What is not the database's doing --------------------------------------------------------------------------------
 
 
 @each_driver()
-def test_a_listener_that_fails_after_the_commit_does_not_undo_it(
-    driver: Driver, rig_on: RigOn, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_listener_that_fails_after_the_commit_does_not_undo_it(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
     """The commit is known to have happened, so it is `APPLIED`; the user's listener is reported by the log."""
-    rig = rig_on(driver)
 
     def handler(session: Session) -> None:
         add(session)
@@ -364,15 +330,13 @@ def test_a_listener_that_fails_after_the_commit_does_not_undo_it(
             raise ValueError
 
     assert rig.deliver(handler).outcome is Outcome.APPLIED
-    assert rig.durable() == ONCE
     assert "listener" in caplog.text
-    rig.assert_nothing_is_left()
+    rig.assert_settled(ONCE)
 
 
 @each_driver()
-def test_a_listener_that_fails_before_the_commit_is_an_ordinary_error(driver: Driver, rig_on: RigOn) -> None:
+def test_a_listener_that_fails_before_the_commit_is_an_ordinary_error(rig: Rig) -> None:
     """COMMIT was not sent, so nothing is unknown."""
-    rig = rig_on(driver)
 
     def handler(session: Session) -> None:
         add(session)
@@ -383,8 +347,7 @@ def test_a_listener_that_fails_before_the_commit_is_an_ordinary_error(driver: Dr
 
     with pytest.raises(ZeroDivisionError):
         rig.deliver(handler)
-    assert rig.durable() == NOTHING
-    rig.assert_nothing_is_left()
+    rig.assert_settled(NOTHING)
 
 
 # A server that is stopped as in a crash, and comes back, while messages are delivered -------------------------------

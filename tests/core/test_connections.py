@@ -25,12 +25,11 @@ from projector_dedup.maintenance.running import run_with_retries
 from projector_dedup.options import RetryPolicy
 from projector_dedup.unit_of_work import UnitOfWork
 from reached import reached
-from rig import NOTHING, ONCE, Durable, Outside, Rig, add, create_tables
+from rig import NOTHING, ONCE, Counting, Durable, Outside, Rig, RigOn, add, create_tables
 
 FEW = RetryPolicy(attempts=2, base=0)
 AT_ONCE = RetryPolicy(base=0)
 POOL = 5
-RigOn = Callable[..., Rig]
 
 
 # A server that refuses ROLLBACK too -----------------------------------------------------------------------------------
@@ -66,8 +65,7 @@ def checked_out(rig: Rig) -> int:
 
 def assert_all_is_well(rig: Rig) -> None:
     """Nothing was applied, and all is there to apply it."""
-    rig.assert_nothing_is_left()
-    assert rig.durable() == NOTHING
+    rig.assert_settled(NOTHING)
     assert rig.deliver(add).outcome is Outcome.APPLIED
     assert rig.durable() == ONCE
 
@@ -151,8 +149,7 @@ def test_a_duplicate_loses_no_connection(driver: Driver, refusing: Refusing) -> 
                 rig.deliver(add, retry=FEW)
             assert checked_out(rig) == 0
     assert rig.deliver(add).outcome is Outcome.DUPLICATE
-    assert rig.durable() == ONCE
-    rig.assert_nothing_is_left()
+    rig.assert_settled(ONCE)
 
 
 @each_driver(*SERVERS, is_async=False)
@@ -222,20 +219,6 @@ def _read(rig: Rig, error: Exception | None = None) -> None:
 ROLE = "reader_that_writes"
 
 
-def assert_the_pool_moves_on(rig: Rig, move: Callable[[], object]) -> None:
-    """While there is no other server the message is not applied; then each delivery is, at the first try."""
-    rig.fill(POOL)
-    for _ in range(2):
-        with pytest.raises(RetriesExhaustedError, match="read-only transaction"):
-            rig.deliver(add, retry=FEW)
-        assert rig.sync_engine.pool.checkedout() == 0  # type: ignore[attr-defined]  # a QueuePool
-    move()
-    for number in range(POOL + 2):
-        assert rig.deliver(add, f"m{number}", retry=AT_ONCE).outcome is Outcome.APPLIED
-    assert rig.durable() == Durable(POOL + 2, POOL + 2)
-    rig.assert_nothing_is_left()
-
-
 class Standby:
     """Makes the connections of an engine be those to a PostgreSQL that takes no writes, until it is moved."""
 
@@ -269,9 +252,17 @@ def standby_fixture(rig_on: RigOn) -> Callable[[Driver], tuple[Rig, Standby]]:
 
 @each_driver("postgresql")
 def test_deliveries_reach_the_new_primary(driver: Driver, standby: Callable[[Driver], tuple[Rig, Standby]]) -> None:
-    """A connection that met a standby is not used again, and the message is tried on another."""
+    """While there is no other server the message is not applied; then each delivery is, at the first try."""
     rig, server = standby(driver)
-    assert_the_pool_moves_on(rig, server.move)
+    rig.fill(POOL)
+    for _ in range(2):
+        with pytest.raises(RetriesExhaustedError, match="read-only transaction"):
+            rig.deliver(add, retry=FEW)
+        assert rig.sync_engine.pool.checkedout() == 0  # type: ignore[attr-defined]  # a QueuePool
+    server.move()
+    for number in range(POOL + 2):
+        assert rig.deliver(add, f"m{number}", retry=AT_ONCE).outcome is Outcome.APPLIED
+    rig.assert_settled(Durable(POOL + 2, POOL + 2))
 
 
 @each_driver("postgresql")
@@ -356,8 +347,7 @@ def test_deliveries_reach_a_mariadb_that_takes_writes(
         for number in range(POOL):
             assert rig.deliver(add, f"m{number}", retry=AT_ONCE).outcome is Outcome.APPLIED
         assert rig.connects == before + 2  # those of the two attempts
-        assert rig.durable() == Durable(POOL, POOL)
-        rig.assert_nothing_is_left()
+        rig.assert_settled(Durable(POOL, POOL))
 
 
 # A connection that is lost where nobody speaks to the server, or where SQLAlchemy does not see it -----------------
@@ -367,9 +357,8 @@ ROWS = f"SELECT a.n FROM {SERIES} a, {SERIES} b"  # more than the line holds
 
 
 @each_driver(*SERVERS, is_async=True)
-def test_a_connection_that_is_lost_while_the_handler_awaits_something_else(driver: Driver, rig_on: RigOn) -> None:
+def test_a_connection_that_is_lost_while_the_handler_awaits_something_else(rig: Rig) -> None:
     """asyncpg knows of that before anything is sent; the handler has not closed it, and is run again."""
-    rig = rig_on(driver)
     runs: list[int] = []
 
     async def handler(session: AsyncSession) -> None:
@@ -382,8 +371,7 @@ def test_a_connection_that_is_lost_while_the_handler_awaits_something_else(drive
 
     assert rig.deliver(handler).outcome is Outcome.APPLIED
     assert len(runs) == 2
-    assert rig.durable() == ONCE
-    rig.assert_nothing_is_left()
+    rig.assert_settled(ONCE)
 
 
 @pytest.mark.parametrize("where", ["when it is new", "in the pool", "in a transaction"])
@@ -417,24 +405,19 @@ def test_a_connection_that_the_server_ends_because_it_is_idle_is_named(
 
 
 @pytest.mark.parametrize("driver", STREAMS, ids=str)
-def test_a_connection_that_is_lost_while_a_result_is_streamed(driver: Driver, rig_on: RigOn) -> None:
+def test_a_connection_that_is_lost_while_a_result_is_streamed(rig: Rig) -> None:
     """The driver's own error comes unwrapped there."""
-    rig = rig_on(driver)
-    runs: list[int] = []
 
-    def handler(session: Session) -> None:
-        runs.append(1)
-        add(session)
-        if len(runs) == 1:
-            result = session.execute(text(ROWS), execution_options={"stream_results": True, "yield_per": 10})
-            result.fetchone()
-            rig.outside.kill_others()
-            result.fetchall()
+    def streams(session: Session) -> None:
+        result = session.execute(text(ROWS), execution_options={"stream_results": True, "yield_per": 10})
+        result.fetchone()
+        rig.outside.kill_others()
+        result.fetchall()
 
+    handler = Counting(streams)
     assert rig.deliver(handler).outcome is Outcome.APPLIED
-    assert len(runs) == 2
-    assert rig.durable() == ONCE
-    rig.assert_nothing_is_left()
+    assert handler.runs == 2
+    rig.assert_settled(ONCE)
 
 
 # Other pools than the usual one -------------------------------------------------------------------------------------
@@ -463,9 +446,8 @@ def test_whatever_the_pool_a_message_is_applied_once(rig_on: RigOn, driver: Driv
 
 
 @each_driver("mariadb", is_async=False)
-def test_a_level_that_a_listener_sets_is_not_taken_for_the_servers(driver: Driver, rig_on: RigOn) -> None:
+def test_a_level_that_a_listener_sets_is_not_taken_for_the_servers(rig: Rig) -> None:
     """READ COMMITTED set on connecting, after SQLAlchemy has asked for the level, would lose updates."""
-    rig = rig_on(driver)
 
     @event.listens_for(rig.sync_engine, "connect")
     def _set(dbapi_connection: Any, _record: object) -> None:
@@ -512,5 +494,4 @@ def test_a_connection_that_a_listener_takes_before_its_level_is_set_is_refused(
     else:
         with pytest.raises(UnsafeSessionError, match="after_begin"):
             dispatcher.deliver(Message("m-1", None, type="added"))
-    assert rig.durable() == (ONCE if sufficient else NOTHING)
-    rig.assert_nothing_is_left()
+    rig.assert_settled(ONCE if sufficient else NOTHING)

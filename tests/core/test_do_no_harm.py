@@ -26,6 +26,7 @@ from harm import (
     Child,
     Offer,
     Parent,
+    Play,
     Scene,
     Sum,
     append,
@@ -34,7 +35,7 @@ from harm import (
     locks_and_inserts_from_select,
     locks_parent,
     locks_the_table,
-    scene_on,
+    play_fixture,  # noqa: F401  # a fixture
     skips_bad_lines,
 )
 from kit import Added
@@ -82,11 +83,9 @@ def _levels_of_locks(driver: Driver, _way: Way) -> tuple[str, ...]:
 @pytest.mark.parametrize(
     ("driver", "body", "way", "level"), _cases(lambda driver: LOCKING[driver.engine], levels=_levels_of_locks)
 )
-def test_a_lock_protects_what_is_read_after_it(
-    request: pytest.FixtureRequest, driver: Driver, body: Body, way: Way, level: str | None
-) -> None:
+def test_a_lock_protects_what_is_read_after_it(play: Play, body: Body, way: Way, level: str | None) -> None:
     """The handler locks, reads the last line and inserts the next: the rival's line counts."""
-    with scene_on(request, driver, body, dispatcher_isolation=level) as scene:
+    with play(body, dispatcher_isolation=level) as scene:
         way(scene)
         assert scene.balance() == MINE + RIVALS
 
@@ -95,11 +94,9 @@ def test_a_lock_protects_what_is_read_after_it(
     ("driver", "body", "way", "level"),
     _cases(lambda _driver: UPSERTS, levels=lambda driver, _way: LEVELS[driver.engine]),
 )
-def test_a_row_that_the_snapshot_hides_counts(
-    request: pytest.FixtureRequest, driver: Driver, body: Body, way: Way, level: str | None
-) -> None:
+def test_a_row_that_the_snapshot_hides_counts(play: Play, body: Body, way: Way, level: str | None) -> None:
     """The INSERT in a savepoint meets the rival's row, which the snapshot does not show: both amounts count."""
-    with scene_on(request, driver, body, dispatcher_isolation=level) as scene:
+    with play(body, dispatcher_isolation=level) as scene:
         way(scene)
         assert scene.balance() == MINE + RIVALS
 
@@ -107,18 +104,14 @@ def test_a_row_that_the_snapshot_hides_counts(
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("level", [None, "REPEATABLE READ"])
 @pytest.mark.parametrize("driver", [each for each in SERVERS if each in USUAL_DRIVERS], ids=str)
-def test_a_conflict_in_a_savepoint_runs_the_handler_again(
-    request: pytest.FixtureRequest, driver: Driver, way: Way, level: str | None
-) -> None:
+def test_a_conflict_in_a_savepoint_runs_the_handler_again(play: Play, way: Way, level: str | None) -> None:
     """The handler skips lines that the database refuses. A line that met a rival's change is a good one."""
 
     def reads(session: Session) -> None:
         session.scalar(select(Sum.amount).where(Sum.account == "a"))  # on MariaDB this takes the snapshot
 
-    with scene_on(request, driver, skips_bad_lines, dispatcher_isolation=level, before=reads) as scene:
-        with Session(scene.engine) as session:
-            session.add(Sum(account="a", amount=1))
-            session.commit()
+    with play(skips_bad_lines, dispatcher_isolation=level, before=reads) as scene:
+        scene.store(Sum(account="a", amount=1))
         way(scene)
         assert scene.balance() == 1 + MINE + RIVALS
         assert scene.runs > 1
@@ -131,10 +124,10 @@ postgresql = pytest.mark.parametrize("driver", PSYCOPG, ids=str)
 
 @pytest.mark.parametrize("driver", POSTGRESQL, ids=str)
 def test_the_lowered_run_is_no_attempt_and_comes_once(
-    request: pytest.FixtureRequest, driver: Driver, caplog: pytest.LogCaptureFixture
+    driver: Driver, play: Play, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The library runs the handler again at once, without a retry, and logs once which declaration spares it."""
-    with scene_on(request, driver, locks_parent) as scene, caplog.at_level(logging.INFO, "projector_dedup"):
+    with play(locks_parent) as scene, caplog.at_level(logging.INFO, "projector_dedup"):
         scene.deliver(retry=ONCE, declared={"name": f"lowered-{driver.module}-{driver.is_async}"})
         assert scene.runs == 2
         scene.deliver_batch(retry=ONCE)
@@ -143,64 +136,58 @@ def test_the_lowered_run_is_no_attempt_and_comes_once(
 
 
 @postgresql
-def test_a_declared_level_spares_the_first_run(request: pytest.FixtureRequest, driver: Driver) -> None:
+def test_a_declared_level_spares_the_first_run(play: Play) -> None:
     """With isolation='READ COMMITTED' the handler runs once."""
-    with scene_on(request, driver, locks_parent) as scene:
+    with play(locks_parent) as scene:
         scene.deliver(declared={"isolation": "READ COMMITTED"})
         assert (scene.runs, scene.balance()) == (1, MINE + RIVALS)
 
 
 @postgresql
-def test_a_chosen_level_is_not_lowered(request: pytest.FixtureRequest, driver: Driver) -> None:
+def test_a_chosen_level_is_not_lowered(play: Play) -> None:
     """With isolation='REPEATABLE READ' the handler runs once, as it would run in a session of that level."""
-    with scene_on(request, driver, locks_parent, begins=0) as scene:
+    with play(locks_parent, begins=0) as scene:
         scene.deliver(declared={"isolation": "REPEATABLE READ"})
         assert (scene.runs, scene.balance()) == (1, MINE)
 
 
 @pytest.mark.parametrize("driver", [each for each in SERVERS if each in USUAL_DRIVERS], ids=str)
-def test_a_lock_of_the_first_message_of_a_batch_protects_its_reads(
-    request: pytest.FixtureRequest, driver: Driver
-) -> None:
+def test_a_lock_of_the_first_message_of_a_batch_protects_its_reads(play: Play) -> None:
     """The claim of a batch takes the snapshot, also on MariaDB, where the claim of a single message takes none."""
 
     def locks_for_one(session: Session, account: str, amount: int) -> None:
         if account == "a":  # the other message takes no lock, which would also run the batch again
             locks_parent(session, account, amount)
 
-    with scene_on(request, driver, locks_for_one) as scene:
+    with play(locks_for_one) as scene:
         scene.deliver_batch(first="a")
         assert scene.balance() == MINE + RIVALS
 
 
 @pytest.mark.parametrize("driver", [each for each in SERVERS if each in USUAL_DRIVERS], ids=str)
-def test_a_lock_beside_duplicates_protects_its_reads(request: pytest.FixtureRequest, driver: Driver) -> None:
+def test_a_lock_beside_duplicates_protects_its_reads(play: Play) -> None:
     """The claim of a batch takes the snapshot, also if only one of its messages is new."""
-    with scene_on(request, driver, locks_parent) as scene:
+    with play(locks_parent) as scene:
         scene.deliver_batch(repeats=True)
         assert scene.balance() == MINE + RIVALS
 
 
 @pytest.mark.parametrize("driver", [each for each in SERVERS if each in USUAL_DRIVERS], ids=str)
-def test_a_message_of_a_batch_that_changes_a_row_and_reads_runs_once(
-    request: pytest.FixtureRequest, driver: Driver
-) -> None:
+def test_a_message_of_a_batch_that_changes_a_row_and_reads_runs_once(play: Play) -> None:
     """The UPDATE of a flush is no lock: the database itself compares the row."""
 
     def adds_and_reads(session: Session, account: str, amount: int) -> None:
         session.get_one(Sum, account).amount += amount
         append(session, account, amount)
 
-    with scene_on(request, driver, adds_and_reads, begins=0) as scene:
-        with Session(scene.engine) as session:
-            session.add_all([Sum(account="a", amount=1), Sum(account="other", amount=1)])
-            session.commit()
+    with play(adds_and_reads, begins=0) as scene:
+        scene.store(Sum(account="a", amount=1), Sum(account="other", amount=1))
         scene.deliver_batch(first="a")
         assert scene.runs == 1
 
 
 @postgresql
-def test_a_handler_that_locks_and_changes_one_row_runs_once(request: pytest.FixtureRequest, driver: Driver) -> None:
+def test_a_handler_that_locks_and_changes_one_row_runs_once(play: Play) -> None:
     """A lock without a later read costs nothing: the database itself compares the row."""
 
     def locks_and_adds(session: Session, account: str, amount: int) -> None:
@@ -208,18 +195,16 @@ def test_a_handler_that_locks_and_changes_one_row_runs_once(request: pytest.Fixt
         session.flush()
         session.add(Parent(account=f"after-{amount}"))
 
-    with scene_on(request, driver, locks_and_adds, begins=0) as scene:
-        with Session(scene.engine) as session:
-            session.add(Sum(account="a", amount=1))
-            session.commit()
+    with play(locks_and_adds, begins=0) as scene:
+        scene.store(Sum(account="a", amount=1))
         scene.deliver()
         assert (scene.runs, scene.balance()) == (1, 1 + MINE)
 
 
 @postgresql
-def test_an_insert_that_meets_a_visible_row_runs_once(request: pytest.FixtureRequest, driver: Driver) -> None:
+def test_an_insert_that_meets_a_visible_row_runs_once(play: Play) -> None:
     """A unique violation with a row that the snapshot shows costs one question, and no second run."""
-    with scene_on(request, driver, inserts_or_updates, begins=0) as scene:
+    with play(inserts_or_updates, begins=0) as scene:
         scene.rival()
         scene.deliver()
         assert (scene.runs, scene.balance()) == (1, MINE + RIVALS)
@@ -228,14 +213,14 @@ def test_an_insert_that_meets_a_visible_row_runs_once(request: pytest.FixtureReq
 @pytest.mark.parametrize("level", ["REPEATABLE READ", None])
 @postgresql
 def test_a_unique_index_that_the_library_does_not_know_runs_the_handler_twice_at_most(
-    request: pytest.FixtureRequest, driver: Driver, level: str | None
+    play: Play, level: str | None
 ) -> None:
     """No column of the table has the value of the index lower(account), so the library cannot find the row."""
 
     def inserts_or_ignores(session: Session, account: str, amount: int) -> None:
         inserts_or_updates(session, account.upper(), amount)
 
-    with scene_on(request, driver, inserts_or_ignores, dispatcher_isolation=level, begins=0) as scene:
+    with play(inserts_or_ignores, dispatcher_isolation=level, begins=0) as scene:
         with scene.engine.begin() as connection:
             connection.exec_driver_sql("create unique index harm_lower on harm_sum (lower(account))")
             connection.exec_driver_sql("insert into harm_sum values ('a', 1)")
@@ -260,7 +245,7 @@ def _adds(session: Session) -> None:
 
 
 @pytest.mark.parametrize("driver", POSTGRESQL, ids=str)
-def test_an_unlocked_row_keeps_both_updates(request: pytest.FixtureRequest, driver: Driver) -> None:
+def test_an_unlocked_row_keeps_both_updates(play: Play) -> None:
     """The rival changes, in the lowered run, a row that the handler has read without a lock."""
     rivals: list[int] = []
 
@@ -276,23 +261,19 @@ def test_an_unlocked_row_keeps_both_updates(request: pytest.FixtureRequest, driv
             session.get_one(Sum, "a").amount += 10
             session.commit()
 
-    with scene_on(request, driver, _locks_then(change), begins=0) as scene:
-        with Session(scene.engine) as session:
-            session.add(Sum(account="a", amount=100))
-            session.commit()
+    with play(_locks_then(change), begins=0) as scene:
+        scene.store(Sum(account="a", amount=100))
         scene.deliver()
-        with Session(scene.engine) as session:
-            assert session.get_one(Sum, "a").amount == 111
-        assert scene.runs == 3
+        assert (scene.runs, scene.balance()) == (3, 111)
 
 
 # Where the library cannot run a handler again -------------------------------------------------------------------------
 
 
 @postgresql
-def test_a_unit_of_work_says_at_which_level_to_run_it_again(request: pytest.FixtureRequest, driver: Driver) -> None:
+def test_a_unit_of_work_says_at_which_level_to_run_it_again(play: Play) -> None:
     """It has no dispatcher that could do so. At the level of the error it is right."""
-    with scene_on(request, driver, locks_parent) as scene:
+    with play(locks_parent) as scene:
         factory = scene.shop.harness.factory
         with UnitOfWork(factory) as uow:
             assert uow.claim("m1", "harm")
@@ -306,9 +287,9 @@ def test_a_unit_of_work_says_at_which_level_to_run_it_again(request: pytest.Fixt
 
 
 @postgresql
-def test_a_test_of_the_user_finds_the_lock(request: pytest.FixtureRequest, driver: Driver) -> None:
+def test_a_test_of_the_user_finds_the_lock(play: Play) -> None:
     """In the outer transaction of a test the handler raises, unless its level is declared."""
-    with scene_on(request, driver, locks_parent, begins=0) as scene, scene.shop.harness.outer_transaction() as factory:
+    with play(locks_parent, begins=0) as scene, scene.shop.harness.outer_transaction() as factory:
         for declared, right in (({}, False), ({"isolation": "READ COMMITTED"}, True)):
             handler = scene._handler(**declared)
             dispatcher = scene.shop.harness.dispatcher(handler, factory=factory)
@@ -331,9 +312,7 @@ def _raises(_session: Session) -> None:
 
 @pytest.mark.parametrize("goes_on", [lambda _session: None, _sends, _raises], ids=["returns", "sends", "raises"])
 @postgresql
-def test_a_handler_cannot_swallow_it(
-    request: pytest.FixtureRequest, driver: Driver, goes_on: Callable[[Session], None]
-) -> None:
+def test_a_handler_cannot_swallow_it(play: Play, goes_on: Callable[[Session], None]) -> None:
     """The library runs the handler again although the handler has caught the error and goes on."""
 
     def swallows(session: Session, account: str, amount: int) -> None:
@@ -342,13 +321,13 @@ def test_a_handler_cannot_swallow_it(
         except OvertakenError:
             goes_on(session)
 
-    with scene_on(request, driver, swallows) as scene:
+    with play(swallows) as scene:
         scene.deliver()
         assert scene.balance() == MINE + RIVALS
 
 
 @postgresql
-def test_a_handler_that_catches_everything_and_tries_again_ends(request: pytest.FixtureRequest, driver: Driver) -> None:
+def test_a_handler_that_catches_everything_and_tries_again_ends(play: Play) -> None:
     """The loop of an attempt that was given up is ended by an exception that ``except Exception`` does not catch."""
     rounds: list[int] = []
 
@@ -359,7 +338,7 @@ def test_a_handler_that_catches_everything_and_tries_again_ends(request: pytest.
             with contextlib.suppress(Exception):
                 return locks_parent(session, account, amount)
 
-    with scene_on(request, driver, tries_again) as scene:
+    with play(tries_again) as scene:
         scene.deliver()
         assert (scene.runs, scene.balance()) == (2, MINE + RIVALS)
 
@@ -368,9 +347,9 @@ def test_a_handler_that_catches_everything_and_tries_again_ends(request: pytest.
 
 
 @postgresql
-def test_a_function_that_reads_behind_a_lock_is_a_read(request: pytest.FixtureRequest, driver: Driver) -> None:
+def test_a_function_that_reads_behind_a_lock_is_a_read(play: Play) -> None:
     """Its SQL names no table, and the lock stands behind another statement."""
-    with scene_on(request, driver, locks_and_calls_a_function) as scene:
+    with play(locks_and_calls_a_function) as scene:
         with scene.engine.begin() as connection:
             connection.exec_driver_sql(FUNCTION)
         scene.deliver()
@@ -379,9 +358,7 @@ def test_a_function_that_reads_behind_a_lock_is_a_read(request: pytest.FixtureRe
 
 @pytest.mark.parametrize("caught", [True, False], ids=["caught", "raised"])
 @postgresql
-def test_a_parent_that_the_snapshot_hides_is_found(
-    request: pytest.FixtureRequest, driver: Driver, caught: bool
-) -> None:
+def test_a_parent_that_the_snapshot_hides_is_found(play: Play, caught: bool) -> None:
     """The rival inserts the parent, and the handler's child refers to it."""
 
     def inserts(session: Session, _account: str, amount: int) -> None:
@@ -396,7 +373,7 @@ def test_a_parent_that_the_snapshot_hides_is_found(
                 raise
             session.add(Sum(account="parked", amount=amount))
 
-    with scene_on(request, driver, inserts) as scene:
+    with play(inserts) as scene:
         scene.deliver()
         with Session(scene.engine) as session:
             assert session.scalars(select(Child.account)).all() == ["new"]
@@ -404,9 +381,7 @@ def test_a_parent_that_the_snapshot_hides_is_found(
 
 
 @postgresql
-def test_a_row_outside_of_a_partial_index_is_not_the_one_that_was_met(
-    request: pytest.FixtureRequest, driver: Driver
-) -> None:
+def test_a_row_outside_of_a_partial_index_is_not_the_one_that_was_met(play: Play) -> None:
     """The snapshot shows an old offer of the account, and hides the active one of the rival."""
 
     def offers(session: Session, account: str, amount: int) -> None:
@@ -417,24 +392,21 @@ def test_a_row_outside_of_a_partial_index_is_not_the_one_that_was_met(
             active = update(Offer).where(Offer.account == account, Offer.active)
             session.execute(active.values(amount=Offer.amount + amount))
 
-    with scene_on(request, driver, offers) as scene:
-        with Session(scene.engine) as session:
-            session.add(Offer(account="a", active=False))
-            session.commit()
+    with play(offers) as scene:
+        scene.store(Offer(account="a", active=False))
         scene.deliver()
-        with Session(scene.engine) as session:
-            assert session.scalar(select(Offer.amount).where(Offer.active)) == MINE + RIVALS
+        assert scene.read(select(Offer.amount).where(Offer.active)) == MINE + RIVALS
 
 
 @postgresql
-def test_the_handlers_schema_stays(request: pytest.FixtureRequest, driver: Driver) -> None:
+def test_the_handlers_schema_stays(play: Play) -> None:
     """The question for the row goes to the tenant of the handler, and so does what the handler writes next."""
 
     def of_tenant(session: Session, account: str, amount: int) -> None:
         session.connection().execution_options(schema_translate_map={None: "harm_tenant"})
         inserts_or_updates(session, account, amount)
 
-    with scene_on(request, driver, of_tenant, begins=0) as scene:
+    with play(of_tenant, begins=0) as scene:
         with scene.engine.begin() as connection:
             connection.exec_driver_sql("create schema harm_tenant")
             tenant = connection.execution_options(schema_translate_map={None: "harm_tenant"})
@@ -448,7 +420,7 @@ def test_the_handlers_schema_stays(request: pytest.FixtureRequest, driver: Drive
 
 
 @postgresql
-def test_many_rows_that_cannot_be_looked_for_cost_one_run(request: pytest.FixtureRequest, driver: Driver) -> None:
+def test_many_rows_that_cannot_be_looked_for_cost_one_run(play: Play) -> None:
     """At a level that the library must not lower, a handler of text that inserts or ignores runs twice at most."""
 
     def inserts_or_ignores(session: Session, account: str, amount: int) -> None:
@@ -456,16 +428,14 @@ def test_many_rows_that_cannot_be_looked_for_cost_one_run(request: pytest.Fixtur
             with contextlib.suppress(IntegrityError), session.begin_nested():
                 session.execute(text(f"insert into harm_sum values ('{account}{number}', {amount})"))
 
-    with scene_on(request, driver, inserts_or_ignores, begins=0, dispatcher_isolation="REPEATABLE READ") as scene:
+    with play(inserts_or_ignores, begins=0, dispatcher_isolation="REPEATABLE READ") as scene:
         scene.rival()
         scene.deliver()
         assert (scene.runs, scene.balance("a7")) == (2, RIVALS)
 
 
 @postgresql
-def test_a_commit_on_the_drivers_connection_is_heard_of_behind_a_lock(
-    request: pytest.FixtureRequest, driver: Driver
-) -> None:
+def test_a_commit_on_the_drivers_connection_is_heard_of_behind_a_lock(play: Play) -> None:
     """The attempt was given up, and then the handler commits what it has written until then: it does not run again."""
 
     def commits_below(session: Session, account: str, amount: int) -> None:
@@ -475,14 +445,14 @@ def test_a_commit_on_the_drivers_connection_is_heard_of_behind_a_lock(
             locks_parent(session, account, amount)
         below.commit()
 
-    with scene_on(request, driver, commits_below, begins=0) as scene:
+    with play(commits_below, begins=0) as scene:
         with pytest.raises(TransactionViolatedError) as raised:
             scene.deliver()
         assert (raised.value.durable, scene.runs) == (True, 1)
 
 
 @pytest.mark.parametrize("driver", PSYCOPG, ids=str)
-def test_a_handler_that_commits_again_and_again_ends(request: pytest.FixtureRequest, driver: Driver) -> None:
+def test_a_handler_that_commits_again_and_again_ends(play: Play) -> None:
     """The guard ends a loop that catches the error of a violation, too."""
     rounds: list[int] = []
 
@@ -494,12 +464,12 @@ def test_a_handler_that_commits_again_and_again_ends(request: pytest.FixtureRequ
                 session.execute(text("commit"))
                 return
 
-    with scene_on(request, driver, commits, begins=0) as scene, pytest.raises(TransactionViolatedError):
+    with play(commits, begins=0) as scene, pytest.raises(TransactionViolatedError):
         scene.deliver()
 
 
 @postgresql
-def test_many_rows_of_an_unknown_index_cost_a_few_runs(request: pytest.FixtureRequest, driver: Driver) -> None:
+def test_many_rows_of_an_unknown_index_cost_a_few_runs(play: Play) -> None:
     """At a level that the library must not lower, an index that the table does not declare exhausts no retries."""
 
     def inserts_or_ignores(session: Session, account: str, amount: int) -> None:
@@ -507,7 +477,7 @@ def test_many_rows_of_an_unknown_index_cost_a_few_runs(request: pytest.FixtureRe
             with contextlib.suppress(IntegrityError), session.begin_nested():
                 session.add(Sum(account=f"{account.upper() if amount == MINE else account}{number}", amount=amount))
 
-    with scene_on(request, driver, inserts_or_ignores, begins=0, dispatcher_isolation="REPEATABLE READ") as scene:
+    with play(inserts_or_ignores, begins=0, dispatcher_isolation="REPEATABLE READ") as scene:
         with scene.engine.begin() as connection:
             connection.exec_driver_sql("create unique index harm_lower on harm_sum (lower(account))")
         scene.rival()
@@ -519,7 +489,7 @@ ASYNCPG = [each for each in POSTGRESQL if each in USUAL_DRIVERS and each.is_asyn
 
 
 @pytest.mark.parametrize("driver", ASYNCPG, ids=str)
-def test_a_loop_in_a_task_group_ends(request: pytest.FixtureRequest, driver: Driver) -> None:
+def test_a_loop_in_a_task_group_ends(play: Play) -> None:
     """A TaskGroup puts the exception that ends the handler into a group."""
     runs: list[int] = []
 
@@ -535,7 +505,7 @@ def test_a_loop_in_a_task_group_ends(request: pytest.FixtureRequest, driver: Dri
         async with asyncio.TaskGroup() as group:
             group.create_task(tries_again())
 
-    with scene_on(request, driver, locks_parent) as scene:
+    with play(locks_parent) as scene:
         handler = projector(idempotent=True, name="groups")(on(Added)(loops))
         dispatcher = scene.shop.harness.dispatcher(handler)
         assert scene.shop.harness.deliver(dispatcher).outcome is Outcome.APPLIED

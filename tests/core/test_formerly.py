@@ -1,6 +1,5 @@
 """`formerly=[...]`: which names a handler has had, what is refused, and what a claim of several names is."""
 
-import asyncio
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from typing import Any
@@ -11,13 +10,15 @@ from sqlalchemy.orm import Session, sessionmaker
 
 from contract import NEW, OLD, deployed
 from cut_proxy import CutProxy
-from databases import Database
+from databases import Database, Driver, each_driver
 from kit import Added, Harness, Held, Subject, Total, add
 from projector_dedup import Dispatcher, Outcome, on, projector
 from projector_dedup.errors import HandlerDefinitionError, InProgress, MissingTableError, RefusedError
 from projector_dedup.markers import claim
 from projector_dedup.tables import default_tables
-from projector_dedup.unit_of_work import UnitOfWork
+from projector_dedup.unit_of_work import AsyncUnitOfWork, UnitOfWork
+from reach import reach
+from ready import ready
 
 FACTORY = sessionmaker(create_engine("sqlite://"))  # nothing connects where a definition is refused
 HERE = __name__
@@ -204,8 +205,7 @@ def test_a_claim_refuses_them_too(formerly: Any) -> None:
 @pytest.fixture
 def harness(sync_url: URL) -> Iterator[Harness]:
     """The contract's tables, through each synchronous driver."""
-    with Harness(Subject(sync_url)) as harness:
-        harness.create_tables()
+    with ready(sync_url) as harness:
         yield harness
 
 
@@ -258,8 +258,7 @@ def test_who_waits_for_the_first_name_holds_no_other(
 ) -> None:
     """Every version takes the names in one order, whichever is its own, so that no two can wait for each other."""
     database: Database = request.getfixturevalue(server)
-    with Harness(Subject(database.url())) as harness:
-        harness.create_tables()
+    with ready(database.url()) as harness:
         dispatcher = harness.dispatcher(harness.handler(add, own, formerly=["c", "a", "b"]), claim_timeout=timeout)
         with UnitOfWork(harness.factory) as first:
             assert first.claim("m1", "a")
@@ -275,8 +274,7 @@ def test_who_waits_for_the_first_name_holds_no_other(
 def test_a_duplicate_does_not_wait_for_the_names_behind_it(mariadb: Database) -> None:
     """The INSERT fails at the first marker that is there; what a rival holds after it, nobody need ask."""
     impatient = {"connect_args": {"init_command": "SET SESSION innodb_lock_wait_timeout = 1"}}
-    with Harness(Subject(mariadb.url(), engine_arguments=impatient)) as harness:
-        harness.create_tables()
+    with ready(mariadb.url(), engine_arguments=impatient) as harness:
         harness.transact(lambda session: claim(session, "m1", "b"))
         with UnitOfWork(harness.factory) as rival, UnitOfWork(harness.factory) as uow:
             assert rival.claim("m1", "c")
@@ -286,8 +284,7 @@ def test_a_duplicate_does_not_wait_for_the_names_behind_it(mariadb: Database) ->
 @pytest.mark.parametrize("first", [OLD, NEW])
 def test_a_marker_that_only_looks_alike_is_no_duplicate(mariadb: Database, first: str) -> None:
     """I7: on a table whose columns take "a" for "A" the claim of several names raises, too."""
-    with Harness(Subject(mariadb.url())) as harness:
-        harness.create_tables()
+    with ready(mariadb.url()) as harness:
         with harness.engine.begin() as connection:
             connection.execute(text("alter table processed_message modify message_id varchar(191) not null"))
         with harness.engine.begin() as connection:
@@ -325,25 +322,19 @@ def test_it_costs_no_round_trip(postgresql: Database) -> None:
     assert counts["one"] == counts["two"] == (4, 2)
 
 
-def test_asyncio(async_url: URL) -> None:
+@each_driver(is_async=True)
+def test_asyncio(request: pytest.FixtureRequest, driver: Driver) -> None:
     """`AsyncUnitOfWork.claim` and an `async def` handler, by each asynchronous driver."""
-    from sqlalchemy.ext.asyncio import async_sessionmaker, create_async_engine
-
-    from projector_dedup.tables import default_metadata
-    from projector_dedup.unit_of_work import AsyncUnitOfWork
 
     async def outcomes() -> list[bool]:
-        engine = create_async_engine(async_url)
-        async with engine.begin() as connection:
-            await connection.run_sync(default_metadata.create_all)
         found = []
         for name, formerly in ((OLD, []), (NEW, [OLD]), (OLD, [NEW])):
             for timeout in (None, 5.0):
-                async with AsyncUnitOfWork(async_sessionmaker(engine), claim_timeout=timeout) as uow:
+                async with AsyncUnitOfWork(there.factory, claim_timeout=timeout) as uow:
                     found.append(await uow.claim(str(timeout), name, formerly=formerly))
                     if found[-1]:
                         await uow.commit()
-        await engine.dispose()
         return found
 
-    assert asyncio.run(outcomes()) == [True, True, False, False, False, False]
+    with ready(reach(request, driver)) as there:
+        assert there.run(outcomes) == [True, True, False, False, False, False]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from sqlalchemy.orm import Session
 
-from databases import DRIVERS, USUAL_DRIVERS, Driver
+from databases import DRIVERS, USUAL_DRIVERS
 from misbehaviour import (
     BELOW,
     COMMITS,
@@ -86,15 +86,8 @@ def _procedures(outsides: dict[str, Outside | str]) -> None:
 
 @pytest.mark.usefixtures("_procedures")
 @pytest.mark.parametrize(("driver", "case", "verdict", "ending"), list(_cases()))
-def test_what_becomes_of_a_misbehaviour(
-    driver: Driver,
-    case: Misbehaviour,
-    verdict: Verdict,
-    ending: Ending,
-    rig_on: Callable[[Driver], Rig],
-) -> None:
+def test_what_becomes_of_a_misbehaviour(case: Misbehaviour, verdict: Verdict, ending: Ending, rig: Rig) -> None:
     """It is prevented, found out or harmless, as `misbehaviour.py` says; nothing stays open; a redelivery is right."""
-    rig = rig_on(driver)
     raised_at_once: list[BaseException] = []
 
     def handler(session: Session) -> None:
@@ -138,8 +131,7 @@ def test_what_becomes_of_a_misbehaviour(
         assert getattr(raised.value, "durable", False) == (verdict in (Verdict.DURABLE, Verdict.ENDED))
         if expected is Exception:
             assert raised.value is raised_at_once[-1]
-    assert rig.durable() == durable
-    rig.assert_nothing_is_left()
+    rig.assert_settled(durable)
     assert any(isinstance(error, TransactionViolatedError) for error in raised_at_once) == (
         verdict is Verdict.PREVENTED
     )
@@ -147,5 +139,4 @@ def test_what_becomes_of_a_misbehaviour(
         assert rig.connects == 1
     again = rig.deliver(add)
     assert again.outcome is (Outcome.APPLIED if durable == NOTHING else Outcome.DUPLICATE)
-    assert rig.durable() == (ONCE if durable == NOTHING else durable)
-    rig.assert_nothing_is_left()
+    rig.assert_settled(ONCE if durable == NOTHING else durable)

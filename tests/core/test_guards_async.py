@@ -9,7 +9,7 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from databases import DRIVERS, USUAL_DRIVERS, Driver, each_driver
+from databases import DRIVERS, USUAL_DRIVERS, each_driver
 from misbehaviour import Misbehaviour, Verdict, told_apart
 from projector_dedup import Outcome
 from projector_dedup.errors import TransactionViolatedError
@@ -123,11 +123,8 @@ def _cases() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("driver", "do", "verdict", "ending"), [*_cases()])
-def test_what_becomes_of_an_asynchronous_misbehaviour(
-    driver: Driver, do: Do, verdict: Verdict, ending: str, rig_on: Callable[[Driver], Rig]
-) -> None:
+def test_what_becomes_of_an_asynchronous_misbehaviour(do: Do, verdict: Verdict, ending: str, rig: Rig) -> None:
     """What is awaited is prevented or found out as what is called is; nothing stays open; a redelivery is right."""
-    rig = rig_on(driver)
 
     async def handler(session: AsyncSession) -> None:
         await session.run_sync(add)
@@ -148,17 +145,14 @@ def test_what_becomes_of_an_asynchronous_misbehaviour(
             rig.deliver(handler)
         assert isinstance(raised.value, TransactionViolatedError) == (verdict in (D, E) or not fails)
         assert getattr(raised.value, "durable", False) == (verdict in (D, E))
-    assert rig.durable() == durable
-    rig.assert_nothing_is_left()
+    rig.assert_settled(durable)
     assert rig.deliver(add).outcome is (Outcome.APPLIED if durable == NOTHING else Outcome.DUPLICATE)
-    assert rig.durable() == ONCE
-    rig.assert_nothing_is_left()
+    rig.assert_settled(ONCE)
 
 
 @each_driver(is_async=True)
-def test_a_query_that_a_timeout_ends_runs_the_handler_again(driver: Driver, rig_on: Callable[[Driver], Rig]) -> None:
+def test_a_query_that_a_timeout_ends_runs_the_handler_again(rig: Rig) -> None:
     """The timeout ends the connection, which the handler cannot know: it swallows the timeout and goes on."""
-    rig = rig_on(driver)
     runs: list[int] = []
 
     async def handler(session: AsyncSession) -> None:
@@ -175,9 +169,8 @@ def test_a_query_that_a_timeout_ends_runs_the_handler_again(driver: Driver, rig_
 
 
 @each_driver(is_async=True, usual=True)
-def test_a_call_without_await_is_left_to_pythons_warning(driver: Driver, rig_on: Callable[[Driver], Rig]) -> None:
+def test_a_call_without_await_is_left_to_pythons_warning(rig: Rig) -> None:
     """Its statement is not sent, and the message is applied without it (docs/handlers.md)."""
-    rig = rig_on(driver)
 
     async def handler(session: AsyncSession) -> None:
         await session.run_sync(add)
@@ -189,9 +182,8 @@ def test_a_call_without_await_is_left_to_pythons_warning(driver: Driver, rig_on:
 
 
 @each_driver(module="asyncpg")
-def test_an_error_of_a_streamed_result_is_not_missed(driver: Driver, rig_on: Callable[[Driver], Rig]) -> None:
+def test_an_error_of_a_streamed_result_is_not_missed(rig: Rig) -> None:
     """It comes while rows are fetched, past every statement; asyncpg would not tell, so the server is asked."""
-    rig = rig_on(driver)
 
     async def handler(session: AsyncSession) -> None:
         await session.run_sync(add)
@@ -205,5 +197,4 @@ def test_an_error_of_a_streamed_result_is_not_missed(driver: Driver, rig_on: Cal
 
     with pytest.raises(TransactionViolatedError):
         rig.deliver(handler)
-    assert rig.durable() == NOTHING
-    rig.assert_nothing_is_left()
+    rig.assert_settled(NOTHING)

@@ -20,9 +20,7 @@ from projector_dedup import Defer, Outcome
 from projector_dedup.errors import RetriesExhaustedError, TransactionViolatedError, UnsafeSessionError
 from projector_dedup.guard import GuardedSession
 from projector_dedup.options import RetryPolicy
-from rig import NOTHING, ONCE, Durable, Rig, Total, add
-
-RigOn = Callable[[Driver], Rig]
+from rig import CONFLICT, NOTHING, ONCE, Counting, Durable, Rig, RigOn, Total, add
 
 
 def raises_value_error(session: Session) -> None:
@@ -67,15 +65,11 @@ ERRORS: dict[Callable[[Session], None], type[Exception]] = {
 
 
 @spread("handler", list(ERRORS))
-def test_a_handlers_own_error_is_what_the_caller_gets(
-    driver: Driver, handler: Callable[[Session], None], rig_on: RigOn
-) -> None:
+def test_a_handlers_own_error_is_what_the_caller_gets(handler: Callable[[Session], None], rig: Rig) -> None:
     """It surfaces as it is, nothing is durable, the connection is kept, and a redelivery applies."""
-    rig = rig_on(driver)
     with pytest.raises(ERRORS[handler]):
         rig.deliver(handler)
-    assert rig.durable() == NOTHING
-    rig.assert_nothing_is_left()
+    rig.assert_settled(NOTHING)
     assert rig.deliver(add).outcome is Outcome.APPLIED
     assert rig.deliver(add).outcome is Outcome.DUPLICATE
     assert rig.durable() == ONCE
@@ -133,14 +127,12 @@ MADE_OF_A_CONFLICT: dict[str, Callable[[Session], object]] = {
 
 @spread("then", MADE_OF_A_CONFLICT, *SERVERS)
 def test_a_serialization_failure_is_retried_whatever_the_handler_makes_of_it(
-    driver: Driver, then: Callable[[Session], object], rig_on: RigOn
+    then: Callable[[Session], object], rig: Rig
 ) -> None:
     """The first error of the transaction decides: the whole unit runs again, on the connection that it had."""
-    rig = rig_on(driver)
     assert rig.deliver(overtaken(rig, then)).outcome is Outcome.APPLIED
-    assert rig.durable() == ONCE
     assert rig.connects == 1
-    rig.assert_nothing_is_left()
+    rig.assert_settled(ONCE)
 
 
 CONFLICT_AT_500 = """
@@ -151,69 +143,47 @@ CONFLICT_AT_500 = """
 
 
 @each_driver("postgresql")
-def test_a_serialization_failure_of_a_streamed_result_is_retried(driver: Driver, rig_on: RigOn) -> None:
+def test_a_serialization_failure_of_a_streamed_result_is_retried(driver: Driver, rig: Rig) -> None:
     """It comes while rows are fetched, past the guard; from asyncpg as the driver's own error, which is not wrapped."""
-    rig = rig_on(driver)
-    failed: list[Exception] = []
 
-    def handler(session: Session) -> None:
-        if not failed:
-            session.execute(text(CONFLICT_AT_500))
-            rows = session.execute(
-                text("select pg_temp.conflict(n) from generate_series(1, 2000) n"), execution_options={"yield_per": 10}
-            )
-            try:
-                rows.all()
-            except Exception as error:
-                failed.append(error)
-                raise
-        add(session)
+    def streams(session: Session) -> None:
+        session.execute(text(CONFLICT_AT_500))
+        rows = session.execute(
+            text("select pg_temp.conflict(n) from generate_series(1, 2000) n"), execution_options={"yield_per": 10}
+        )
+        with pytest.raises(Exception, match="conflict") as failed:
+            rows.all()
+        assert isinstance(failed.value, DBAPIError) is (driver.module != "asyncpg")
+        raise failed.value
 
+    handler = Counting(streams)
     assert rig.deliver(handler).outcome is Outcome.APPLIED
-    assert isinstance(failed[0], DBAPIError) is (driver.module != "asyncpg")
-    assert rig.durable() == ONCE
-    assert rig.connects == 1
-    rig.assert_nothing_is_left()
+    assert (handler.runs, rig.connects) == (2, 1)
+    rig.assert_settled(ONCE)
 
 
 @each_driver("postgresql")
-def test_a_serialization_failure_of_the_drivers_cursor_is_retried(driver: Driver, rig_on: RigOn) -> None:
+def test_a_serialization_failure_of_the_drivers_cursor_is_retried(rig: Rig) -> None:
     """The driver's own error is known by its SQLSTATE too."""
-    rig = rig_on(driver)
-    attempts = iter(range(100))
-
-    def handler(session: Session) -> None:
-        if next(attempts) == 0:
-            execute_raw(session, "do $$ begin raise exception 'conflict' using errcode = '40001'; end $$")
-        add(session)
-
+    handler = Counting(lambda session: execute_raw(session, CONFLICT["postgresql"]))
     assert rig.deliver(handler).outcome is Outcome.APPLIED
-    assert next(attempts) == 2
-    assert rig.durable() == ONCE
-    assert rig.connects == 1
-    rig.assert_nothing_is_left()
+    assert (handler.runs, rig.connects) == (2, 1)
+    rig.assert_settled(ONCE)
 
 
 @each_driver("mariadb")
-def test_a_deadlock_of_the_drivers_cursor_is_retried(driver: Driver, rig_on: RigOn) -> None:
+def test_a_deadlock_of_the_drivers_cursor_is_retried(rig: Rig) -> None:
     """The server has ended the transaction, and no marker is there: the handler has not committed."""
-    rig = rig_on(driver)
     rival = Rival(rig)
-    attempts = iter(range(100))
 
-    def handler(session: Session) -> None:
-        add(session)
-        if next(attempts) == 0:
-            try:
-                rival.deadlocks(session, execute_raw)
-            finally:
-                rival.goes()
+    def meets(session: Session) -> None:
+        with contextlib.closing(rival):
+            rival.deadlocks(session, execute_raw)
 
+    handler = Counting(meets)
     assert rig.deliver(handler).outcome is Outcome.APPLIED
-    assert next(attempts) == 2
-    assert rig.durable() == ONCE
-    assert rig.connects == 1
-    rig.assert_nothing_is_left()
+    assert (handler.runs, rig.connects) == (2, 1)
+    rig.assert_settled(ONCE)
 
 
 def as_text(session: Session, sql: str) -> None:
@@ -249,7 +219,7 @@ class Rival:
         """1205, at once."""
         session.execute(text("select amount from total where account = 'c' for update nowait"))
 
-    def goes(self) -> None:
+    def close(self) -> None:
         """Roll back and hang up."""
         if self._thread is not None:
             self._thread.join()
@@ -318,54 +288,37 @@ MADE_OF_A_DEADLOCK: dict[str, Callable[[Collide, Session], object]] = {
 @pytest.mark.parametrize("collide", [Rival.deadlocks, Rival.times_out])
 @spread("then", MADE_OF_A_DEADLOCK, "mariadb")
 def test_a_deadlock_is_retried_whatever_the_handler_makes_of_it(
-    driver: Driver,
-    collide: Callable[[Rival, Session], None],
-    then: Callable[[Collide, Session], object],
-    rig_on: RigOn,
+    collide: Callable[[Rival, Session], None], then: Callable[[Collide, Session], object], rig: Rig
 ) -> None:
     """The whole unit runs again, and nothing that was written in between is kept; so after a lock timeout, too."""
-    rig = rig_on(driver)
     rival = Rival(rig)
-    attempts = iter(range(100))
 
-    def handler(session: Session) -> None:
-        add(session)
-        if next(attempts) == 0:
-            try:
-                then(lambda inner: collide(rival, inner), session)
-            finally:
-                rival.goes()
+    def meets(session: Session) -> None:
+        with contextlib.closing(rival):
+            then(lambda inner: collide(rival, inner), session)
 
+    handler = Counting(meets)
     assert rig.deliver(handler).outcome is Outcome.APPLIED
     forgiven = collide is Rival.times_out and then is and_its_savepoint_is_rolled_back
-    assert next(attempts) == (1 if forgiven else 2)  # the server has rolled back to the savepoint: nothing is lost
-    assert rig.durable() == ONCE
+    assert handler.runs == (1 if forgiven else 2)  # the server has rolled back to the savepoint: nothing is lost
     assert rig.connects == 1
-    rig.assert_nothing_is_left()
+    rig.assert_settled(ONCE)
 
 
 @each_driver(*SERVERS)
 @pytest.mark.parametrize("idempotent", [True, False])
-def test_a_connection_that_was_killed_and_swallowed_is_retried(driver: Driver, idempotent: bool, rig_on: RigOn) -> None:
+def test_a_connection_that_was_killed_and_swallowed_is_retried(idempotent: bool, rig: Rig) -> None:
     """The handler goes on writing, and none of it is kept: the whole unit runs again, and counts once."""
-    rig = rig_on(driver)
-    attempts = iter(range(100))
-    mine, kill = {
-        "postgresql": ("select pg_backend_pid()", "select pg_terminate_backend({})"),
-        "mariadb": ("select connection_id()", "kill {}"),
-    }[driver.engine]
 
-    def handler(session: Session) -> None:
-        add(session)
-        if next(attempts) == 0:
-            rig.outside.execute(kill.format(session.scalar(text(mine))))
-            swallow(add, session, 10)
-            swallow(session.execute, text("insert into total values ('late', 10)"))
+    def is_killed_and_writes_on(session: Session) -> None:
+        rig.outside.kill_others()
+        swallow(add, session, 10)
+        swallow(session.execute, text("insert into total values ('late', 10)"))
 
+    handler = Counting(is_killed_and_writes_on)
     assert rig.deliver(handler, idempotent=idempotent).outcome is Outcome.APPLIED
-    assert rig.durable() == Durable(int(idempotent), 1)
     assert rig.connects == 2
-    rig.assert_nothing_is_left()
+    rig.assert_settled(Durable(int(idempotent), 1))
 
 
 def leaves_a_stream(session: Session) -> object:
@@ -397,10 +350,9 @@ def leaves_a_stream_and_takes_the_driver(session: Session) -> object:
 )
 @pytest.mark.filterwarnings("ignore:Previous unbuffered result was left incomplete")
 def test_a_result_that_is_left_unread_is_thrown_away_or_an_error_at_once(
-    driver: Driver, leave: Callable[[Session], object], strict: bool, rig_on: RigOn
+    driver: Driver, leave: Callable[[Session], object], strict: bool, rig: Rig
 ) -> None:
     """The drivers in Python drop the rest, with a warning; mysqlclient says "commands out of sync", once."""
-    rig = rig_on(driver)
     kept: list[object] = []
 
     def handler(session: Session) -> None:
@@ -417,14 +369,12 @@ def test_a_result_that_is_left_unread_is_thrown_away_or_an_error_at_once(
         assert rig.deliver(handler, strict=strict).outcome is Outcome.APPLIED
     kept.clear()
     rig.deliver(add, strict=strict)
-    assert rig.durable() == ONCE
-    rig.assert_nothing_is_left()
+    rig.assert_settled(ONCE)
 
 
 @each_driver(module="MySQLdb")
-def test_a_commit_that_mysqlclient_does_not_send_is_no_unknown_outcome(driver: Driver, rig_on: RigOn) -> None:
+def test_a_commit_that_mysqlclient_does_not_send_is_no_unknown_outcome(rig: Rig) -> None:
     """The second result of a statement that was two was left unread, so COMMIT was not sent: nothing is applied."""
-    rig = rig_on(driver)
 
     def handler(session: Session) -> None:
         add(session)
@@ -437,7 +387,7 @@ def test_a_commit_that_mysqlclient_does_not_send_is_no_unknown_outcome(driver: D
     assert rig.connects == 1
     assert rig.durable() == NOTHING
     assert rig.deliver(add).outcome is Outcome.APPLIED
-    rig.assert_nothing_is_left()
+    rig.assert_settled(ONCE)
 
 
 class KeptBase(DeclarativeBase):
@@ -490,10 +440,9 @@ WRITES: dict[str, Callable[[Session], object]] = {
 @pytest.mark.parametrize("storage", ["MyISAM", "Aria"])
 @spread("write", WRITES, "mariadb")
 def test_a_read_model_without_transactions_is_refused(
-    driver: Driver, storage: str, write: Callable[[Session], object], rig_on: RigOn
+    storage: str, write: Callable[[Session], object], rig: Rig
 ) -> None:
     """Before it is written, for no rollback would take it back; swallowed or not, the table stays as it was."""
-    rig = rig_on(driver)
     rig.outside.execute(f"create or replace table kept (id int primary key, amount int default 0) engine={storage}")
     rig.outside.execute("insert into kept values (1, 0)")
 
@@ -518,11 +467,8 @@ def test_a_read_model_without_transactions_is_refused(
 
 
 @spread("handler", [rolls_back_and_raises, add, raises_integrity_error, raises_integrity_error_in_flush])
-def test_nothing_is_marked_unless_the_driver_is_lent(
-    driver: Driver, handler: Callable[[Session], None], rig_on: RigOn
-) -> None:
+def test_nothing_is_marked_unless_the_driver_is_lent(handler: Callable[[Session], None], rig: Rig) -> None:
     """Neither a good handler nor a rollback pays for a savepoint, though SQLAlchemy takes the driver to roll back."""
-    rig = rig_on(driver)
     sent: list[str] = []
     event.listen(rig.sync_engine, "before_cursor_execute", lambda *arguments: sent.append(arguments[2]))
     with contextlib.suppress(IntegrityError):
@@ -542,44 +488,34 @@ def test_a_listener_to_statements_may_look_at_the_connection(
     assert rig.deliver(add, strict=strict).outcome is Outcome.APPLIED
     assert rig.deliver(add, strict=strict).outcome is Outcome.DUPLICATE
     assert seen
-    assert rig.durable() == ONCE
-    rig.assert_nothing_is_left()
+    rig.assert_settled(ONCE)
+
+
+SWALLOWED: dict[str, tuple[Callable[[Session], object], str]] = {
+    "flush": (lambda session: swallow(bad_flush, session), "begin_nested"),
+    "begin": (lambda session: swallow(session.begin), r"called session\.begin\(\).*begin_nested\(\)"),
+}
 
 
 @each_driver(usual=True)
-def test_a_swallowed_flush_error_names_the_remedy(driver: Driver, rig_on: RigOn) -> None:
-    """It comes out as a violation that says what to write, not as SQLAlchemy's PendingRollbackError."""
-    rig = rig_on(driver)
+@pytest.mark.parametrize(("do", "remedy"), SWALLOWED.values(), ids=SWALLOWED)
+def test_a_swallowed_error_names_the_remedy(do: Callable[[Session], object], remedy: str, rig: Rig) -> None:
+    """A violation says what to write: SQLAlchemy says "pending rollback", and that a transaction is begun."""
 
     def handler(session: Session) -> None:
         add(session)
-        swallow(bad_flush, session)
+        do(session)
 
-    with pytest.raises(TransactionViolatedError, match="begin_nested"):
+    with pytest.raises(TransactionViolatedError, match=remedy) as raised:
         rig.deliver(handler)
-
-
-@each_driver(usual=True)
-def test_a_begin_names_the_remedy(driver: Driver, rig_on: RigOn) -> None:
-    """SQLAlchemy would only say that a transaction is begun."""
-    rig = rig_on(driver)
-    with pytest.raises(TransactionViolatedError, match=r"called session\.begin\(\).*begin_nested\(\)") as raised:
-        rig.deliver(lambda session: swallow(session.begin))
     assert (raised.value.durable, rig.durable()) == (False, NOTHING)
 
 
 @each_driver("postgresql", "mariadb")
 @pytest.mark.parametrize("begins", ["", "BEGIN"])
-def test_a_conflict_after_a_commit_of_the_handlers_own_is_not_retried(
-    driver: Driver, begins: str, rig_on: RigOn
-) -> None:
+def test_a_conflict_after_a_commit_of_the_handlers_own_is_not_retried(driver: Driver, begins: str, rig: Rig) -> None:
     """A second attempt would find the committed marker, and call half of the work a duplicate."""
-    rig = rig_on(driver)
     attempts: list[int] = []
-    conflict = {
-        "postgresql": "do $$ begin raise exception 'conflict' using errcode = '40001'; end $$",
-        "mariadb": "signal sqlstate '40001' set mysql_errno = 1213, message_text = 'deadlock'",
-    }[driver.engine]
 
     def handler(session: Session) -> None:
         attempts.append(1)
@@ -587,7 +523,7 @@ def test_a_conflict_after_a_commit_of_the_handlers_own_is_not_retried(
         driver_of(session).commit()
         if begins:
             execute_raw(session, begins)
-        execute_raw(session, conflict)
+        execute_raw(session, CONFLICT[driver.engine])
 
     with pytest.raises(TransactionViolatedError, match="idempotency show") as raised:
         rig.deliver(handler)
@@ -597,9 +533,8 @@ def test_a_conflict_after_a_commit_of_the_handlers_own_is_not_retried(
 
 @each_driver()
 @pytest.mark.parametrize("ends", ["commit", "rollback"])
-def test_a_connection_that_the_handler_closes_below_may_be_committed(driver: Driver, ends: str, rig_on: RigOn) -> None:
+def test_a_connection_that_the_handler_closes_below_may_be_committed(ends: str, rig: Rig) -> None:
     """Nobody can be asked any more, so the error does not say that everything was rolled back."""
-    rig = rig_on(driver)
 
     def handler(session: Session) -> None:
         add(session)
@@ -610,15 +545,13 @@ def test_a_connection_that_the_handler_closes_below_may_be_committed(driver: Dri
     with pytest.raises(TransactionViolatedError) as raised:
         rig.deliver(handler)
     assert raised.value.durable
-    assert rig.durable() == (ONCE if ends == "commit" else NOTHING)
-    rig.assert_nothing_is_left()
+    rig.assert_settled(ONCE if ends == "commit" else NOTHING)
 
 
 @each_driver(usual=True)
 @pytest.mark.parametrize("name", ["begin", "commit"])
-def test_a_call_that_is_prevented_hides_no_commit(name: str, driver: Driver, rig_on: RigOn) -> None:
+def test_a_call_that_is_prevented_hides_no_commit(name: str, rig: Rig) -> None:
     """A marker that was committed on the driver's connection before is reported as such."""
-    rig = rig_on(driver)
 
     def commits(session: Session) -> None:
         add(session)
@@ -631,9 +564,8 @@ def test_a_call_that_is_prevented_hides_no_commit(name: str, driver: Driver, rig
 
 
 @each_driver(usual=True)
-def test_a_prevented_commit_is_remembered_to_the_end(driver: Driver, rig_on: RigOn) -> None:
+def test_a_prevented_commit_is_remembered_to_the_end(rig: Rig) -> None:
     """After it was swallowed no statement runs any more, and the last word is the first violation."""
-    rig = rig_on(driver)
     later: list[BaseException] = []
 
     def handler(session: Session) -> None:
@@ -647,14 +579,12 @@ def test_a_prevented_commit_is_remembered_to_the_end(driver: Driver, rig_on: Rig
     with pytest.raises(TransactionViolatedError, match=r"session\.commit\(\)") as raised:
         rig.deliver(handler)
     assert later == [raised.value] * 2
-    assert rig.durable() == NOTHING
-    rig.assert_nothing_is_left()
+    rig.assert_settled(NOTHING)
 
 
 @each_driver(usual=True)
-def test_a_session_kept_after_its_message_is_dead(driver: Driver, rig_on: RigOn) -> None:
+def test_a_session_kept_after_its_message_is_dead(rig: Rig) -> None:
     """Whoever stores the session, or its connection, and uses it later gets an error, and writes nothing."""
-    rig = rig_on(driver)
     kept: list[Session] = []
 
     def handler(session: Session) -> None:
@@ -671,14 +601,12 @@ def test_a_session_kept_after_its_message_is_dead(driver: Driver, rig_on: RigOn)
             session.commit()
 
     rig.deliver(use, "m-2")
-    assert rig.durable() == Durable(2, 1)
-    rig.assert_nothing_is_left()
+    rig.assert_settled(Durable(2, 1))
 
 
 @each_driver()
-def test_a_connection_kept_after_its_message_is_closed(driver: Driver, rig_on: RigOn) -> None:
+def test_a_connection_kept_after_its_message_is_closed(rig: Rig) -> None:
     """The connection is an ordinary, closed one again."""
-    rig = rig_on(driver)
     kept = []
 
     def handler(session: Session) -> None:
@@ -695,26 +623,20 @@ def test_a_connection_kept_after_its_message_is_closed(driver: Driver, rig_on: R
 
 
 @each_driver()
-def test_a_lost_connection_that_was_swallowed_is_retried(driver: Driver, rig_on: RigOn) -> None:
+def test_a_lost_connection_that_was_swallowed_is_retried(rig: Rig) -> None:
     """The whole unit runs again on a new connection, and counts once."""
-    rig = rig_on(driver)
-    attempts = iter(range(100))
 
-    def handler(session: Session) -> None:
-        add(session)
-        if next(attempts) == 0:
-            session.connection().connection.dbapi_connection.close()  # type: ignore[union-attr]  # it is open
-            swallow(fail, session)
+    def closes_it(session: Session) -> None:
+        session.connection().connection.dbapi_connection.close()  # type: ignore[union-attr]  # it is open
+        swallow(fail, session)
 
-    assert rig.deliver(handler).outcome is Outcome.APPLIED
-    assert rig.durable() == ONCE
-    rig.assert_nothing_is_left()
+    assert rig.deliver(Counting(closes_it)).outcome is Outcome.APPLIED
+    rig.assert_settled(ONCE)
 
 
 @each_driver()
-def test_without_a_marker_the_transaction_is_guarded_too(driver: Driver, rig_on: RigOn) -> None:
+def test_without_a_marker_the_transaction_is_guarded_too(rig: Rig) -> None:
     """A projector that is not idempotent gets invariant I4; what it committed below is never called rolled back."""
-    rig = rig_on(driver)
 
     def commits(session: Session) -> None:
         add(session)
@@ -744,23 +666,20 @@ def test_without_a_marker_the_transaction_is_guarded_too(driver: Driver, rig_on:
 
 
 @each_driver(is_async=False)
-def test_a_detached_connection_still_commits(driver: Driver, rig_on: RigOn) -> None:
+def test_a_detached_connection_still_commits(rig: Rig) -> None:
     """It has left the pool, and marker and writes are in it all the same."""
-    rig = rig_on(driver)
 
     def handler(session: Session) -> None:
         session.connection().detach()
         add(session)
 
     assert rig.deliver(handler).outcome is Outcome.APPLIED
-    assert rig.durable() == ONCE
-    rig.assert_nothing_is_left()
+    rig.assert_settled(ONCE)
 
 
 @each_driver(usual=True)
-def test_a_sessionmaker_that_is_dropped_is_forgotten(driver: Driver, rig_on: RigOn) -> None:
+def test_a_sessionmaker_that_is_dropped_is_forgotten(rig: Rig) -> None:
     """Whoever makes a sessionmaker for every message leaves no class behind for each of them."""
-    rig = rig_on(driver)
 
     def classes() -> int:
         gc.collect()
@@ -778,9 +697,8 @@ def test_a_sessionmaker_that_is_dropped_is_forgotten(driver: Driver, rig_on: Rig
 
 @each_driver("mariadb")
 @pytest.mark.parametrize("swallows", [False, True])
-def test_an_error_that_a_driver_tells_nobody_cannot_happen(driver: Driver, swallows: bool, rig_on: RigOn) -> None:
+def test_an_error_that_a_driver_tells_nobody_cannot_happen(swallows: bool, rig: Rig) -> None:
     """The second statement of one text may fail, or roll everything back, in silence: such texts are refused."""
-    rig = rig_on(driver)
 
     def handler(session: Session) -> None:
         add(session)
@@ -847,9 +765,8 @@ def _waits_for_all(connection: Any, rig: Rig) -> None:
 
 @each_driver("mariadb")
 @pytest.mark.parametrize("number", [1206, 1213, 1020])
-def test_an_error_by_which_the_server_rolls_back_is_remembered(driver: Driver, number: int, rig_on: RigOn) -> None:
+def test_an_error_by_which_the_server_rolls_back_is_remembered(number: int, rig: Rig) -> None:
     """A full lock table, 1206, too: swallowed, it is a reason to run the whole unit again, never `APPLIED`."""
-    rig = rig_on(driver)
 
     def handler(session: Session) -> None:
         add(session)

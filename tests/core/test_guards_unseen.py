@@ -10,7 +10,7 @@ import pytest
 from sqlalchemy import literal_column, select, text
 from sqlalchemy.orm import Session
 
-from databases import DRIVERS, SERVERS, Driver, each_driver
+from databases import DRIVERS, SERVERS, each_driver
 from misbehaviour import execute_raw
 from projector_dedup import Outcome
 from projector_dedup.errors import RetriesExhaustedError, TransactionViolatedError
@@ -103,18 +103,15 @@ def handler_of(unseen: Unseen) -> Callable[[Session], None]:
 
 
 @pytest.mark.parametrize(("driver", "unseen"), CASES)
-def test_it_is_not_seen(driver: Driver, unseen: Unseen, rig_on: Callable[[Driver], Rig]) -> None:
+def test_it_is_not_seen(unseen: Unseen, rig: Rig) -> None:
     """The delivery says `APPLIED`, and what is durable is not what the handler was delivered for."""
-    rig = rig_on(driver)
     assert rig.deliver(handler_of(unseen)).outcome is Outcome.APPLIED
-    assert rig.durable() == unseen.durable
-    rig.assert_nothing_is_left()
+    rig.assert_settled(unseen.durable)
 
 
 @pytest.mark.parametrize(("driver", "unseen"), CASES)
-def test_strict_asks_the_server(driver: Driver, unseen: Unseen, rig_on: Callable[[Driver], Rig]) -> None:
+def test_strict_asks_the_server(unseen: Unseen, rig: Rig) -> None:
     """`strict=True` finds out that the transaction is another. Nobody asks what became of the claim's."""
-    rig = rig_on(driver)
     if unseen.strict is None:
         assert rig.deliver(handler_of(unseen), strict=True).outcome is Outcome.APPLIED
         assert rig.durable() == unseen.durable
@@ -132,9 +129,8 @@ def test_strict_asks_the_server(driver: Driver, unseen: Unseen, rig_on: Callable
 @pytest.mark.parametrize(
     "driver", [each for each in DRIVERS if each.module in HAVE_CURSORS and not each.is_async], ids=str
 )
-def test_strict_is_not_deceived_by_lending_the_driver_later(driver: Driver, rig_on: Callable[[Driver], Rig]) -> None:
+def test_strict_is_not_deceived_by_lending_the_driver_later(rig: Rig) -> None:
     """The mark was set behind the claim; a second one would vouch for the transaction that came after it."""
-    rig = rig_on(driver)
 
     def handler(session: Session) -> None:
         add(session)
@@ -144,16 +140,12 @@ def test_strict_is_not_deceived_by_lending_the_driver_later(driver: Driver, rig_
     with pytest.raises(TransactionViolatedError) as raised:
         rig.deliver(handler, strict=True)
     assert raised.value.durable
-    assert rig.durable() == ONCE
-    rig.assert_nothing_is_left()
+    rig.assert_settled(ONCE)
 
 
 @each_driver("mariadb")
-def test_sql_text_into_a_table_without_transactions_is_not_looked_into(
-    driver: Driver, rig_on: Callable[[Driver], Rig]
-) -> None:
+def test_sql_text_into_a_table_without_transactions_is_not_looked_into(rig: Rig) -> None:
     """The ORM's and Core's writes to it are refused; what text writes there stays when the handler fails."""
-    rig = rig_on(driver)
     rig.outside.execute("create or replace table kept (id int) engine=MyISAM")
 
     def handler(session: Session) -> None:
@@ -168,9 +160,8 @@ def test_sql_text_into_a_table_without_transactions_is_not_looked_into(
 
 
 @each_driver(*SERVERS)
-def test_a_session_of_the_handlers_own_is_its_own(driver: Driver, rig_on: Callable[[Driver], Rig]) -> None:
+def test_a_session_of_the_handlers_own_is_its_own(rig: Rig) -> None:
     """What a handler writes through a second session commits by itself: a failure does not take it back."""
-    rig = rig_on(driver)
 
     def handler(session: Session) -> None:
         add(session)
@@ -185,11 +176,8 @@ def test_a_session_of_the_handlers_own_is_its_own(driver: Driver, rig_on: Callab
 
 
 @each_driver("sqlite")
-def test_a_session_of_the_handlers_own_waits_for_itself_on_sqlite(
-    driver: Driver, rig_on: Callable[[Driver], Rig]
-) -> None:
+def test_a_session_of_the_handlers_own_waits_for_itself_on_sqlite(rig: Rig) -> None:
     """There is one writer, and it is the unit of work: the second session gets "locked", and nothing is lost."""
-    rig = rig_on(driver)
 
     def handler(session: Session) -> None:
         with Session(session.get_bind()) as second:
@@ -200,5 +188,4 @@ def test_a_session_of_the_handlers_own_waits_for_itself_on_sqlite(
         RetriesExhaustedError, match=r"a second session of the handler.* locked.* write through the ses"
     ):
         rig.deliver(handler, retry=RetryPolicy(attempts=1))
-    assert rig.durable() == Durable(0, 0)
-    rig.assert_nothing_is_left()
+    rig.assert_settled(Durable(0, 0))

@@ -7,14 +7,14 @@ from typing import Any, cast
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from sqlalchemy import Engine, MetaData, create_engine, event, select
+from sqlalchemy import Engine, event, select
 from sqlalchemy.orm import Session
 
 from databases import Database
-from projector_dedup import make_tables
 from projector_dedup.errors import InvalidMessageIdError
 from projector_dedup.markers import claim
 from projector_dedup.tables import ProcessedMessage
+from ready import engine_on
 
 HANDLER = "h"
 
@@ -51,12 +51,8 @@ def no_id() -> st.SearchStrategy[object]:
 @pytest.fixture
 def engine(database: Database) -> Iterator[Engine]:
     """An engine on each database, with the marker table."""
-    engine = create_engine(database.url())
-    metadata = MetaData()
-    make_tables(metadata)
-    metadata.create_all(engine)
-    yield engine
-    engine.dispose()
+    with engine_on(database.url()) as engine:
+        yield engine
 
 
 def examples(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -7,7 +7,6 @@ Synchronous: a signal raises an exception at every point that a timer can hit (`
 import asyncio
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,11 +17,9 @@ from sqlalchemy.orm import Session
 from cancellation import assert_others_can_write, cancel_at_every_await
 from databases import USUAL_DRIVERS, Driver, each_driver
 from projector_dedup.unit_of_work import AsyncUnitOfWork
-from rig import NOTHING, ONCE, Durable, Rig, add
+from rig import NOTHING, ONCE, Durable, Rig, RigOn, add
 
 pytestmark = pytest.mark.slow
-
-RigOn = Callable[..., Rig]
 
 
 @each_driver(is_async=True)
@@ -40,10 +37,9 @@ def test_a_delivery_cancelled_at_any_await_leaves_nothing_behind(
 @each_driver(is_async=True)
 @pytest.mark.parametrize(("ends_by", "durable"), [("commit", ONCE), ("rollback", NOTHING)])
 def test_a_cancellation_during_commit_or_rollback_waits_for_the_answer(
-    driver: Driver, ends_by: str, durable: Durable, rig_on: RigOn
+    ends_by: str, durable: Durable, rig: Rig
 ) -> None:
     """The delivery is cancelled, but only when the transaction has ended: nothing is unknown, no connection is lost."""
-    rig = rig_on(driver)
     rig.deliver(add, "warm")
     rig.outside.empty()
 
@@ -54,8 +50,7 @@ def test_a_cancellation_during_commit_or_rollback_waits_for_the_answer(
             await task
 
     rig.run(deliver())
-    assert rig.durable() == durable
-    rig.assert_nothing_is_left()
+    rig.assert_settled(durable)
     rig.deliver(add)
     assert rig.durable() == ONCE
     assert rig.connects == 1
@@ -67,9 +62,8 @@ def _fails(session: Session) -> None:
 
 
 @each_driver(is_async=True)
-def test_a_cancelled_commit_of_the_callers_waits_for_the_answer(driver: Driver, rig_on: RigOn) -> None:
+def test_a_cancelled_commit_of_the_callers_waits_for_the_answer(rig: Rig) -> None:
     """`AsyncUnitOfWork.commit` commits, closes the session, and only then is the task cancelled."""
-    rig = rig_on(driver)
     engine = rig.engine
     assert isinstance(engine, AsyncEngine)
 
@@ -88,16 +82,14 @@ def test_a_cancelled_commit_of_the_callers_waits_for_the_answer(driver: Driver, 
     rig.deliver(add, "warm")
     rig.outside.empty()
     rig.run(commit_and_cancel())
-    assert rig.durable() == ONCE
-    rig.assert_nothing_is_left()
+    rig.assert_settled(ONCE)
     rig.deliver(add, "after")
     assert rig.connects == 1
 
 
 @each_driver(is_async=True)
-def test_many_deliveries_cancelled_at_once_leave_nothing_behind(driver: Driver, rig_on: RigOn) -> None:
+def test_many_deliveries_cancelled_at_once_leave_nothing_behind(rig: Rig) -> None:
     """Deliveries that wait for each other's rows are cancelled in the midst; what was not durable is redelivered."""
-    rig = rig_on(driver)
     ids = [f"m-{number}" for number in range(12)]
 
     async def deliver_and_cancel(steps: int) -> None:
@@ -129,9 +121,8 @@ def test_many_deliveries_cancelled_at_once_leave_nothing_behind(driver: Driver, 
     ],
     ids=str,
 )
-def test_a_delivery_interrupted_by_a_signal_leaves_nothing_behind(driver: Driver, kind: str, rig_on: RigOn) -> None:
+def test_a_delivery_interrupted_by_a_signal_leaves_nothing_behind(driver: Driver, kind: str, rig: Rig) -> None:
     """Ctrl-C, or a SIGTERM that raises, at many points of a delivery: nothing is held, and each message counts once."""
-    rig = rig_on(driver)
     worker = subprocess.run(
         [
             sys.executable,

@@ -1,6 +1,5 @@
 """A job queue that enqueues on the handler's own connection: the job commits with the marker, or not at all."""
 
-from collections.abc import Callable
 from typing import Any
 
 import procrastinate
@@ -12,7 +11,7 @@ from sqlalchemy.orm import Session
 
 from databases import Driver, each_driver
 from projector_dedup import Outcome
-from rig import NOTHING, ONCE, Outside, Rig, add
+from rig import NOTHING, ONCE, Outside, Rig, RigOn, add
 
 # The connectors are never opened: each job is enqueued on a connection that is given.
 QUEUE = procrastinate.App(connector=procrastinate.SyncPsycopgConnector())
@@ -60,7 +59,7 @@ def _queue(outsides: dict[str, Outside | str]) -> None:
 
 
 @pytest.fixture
-def rig(driver: Driver, rig_on: Callable[[Driver], Rig], _queue: None) -> Rig:
+def rig(driver: Driver, rig_on: RigOn, _queue: None) -> Rig:
     """A database without messages and jobs."""
     made = rig_on(driver)
     made.outside.execute("truncate procrastinate_jobs cascade")

@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 from projector_dedup.cli.main import main
 from sqlalchemy import Connection, Engine, create_engine, event, insert, select, text, update
-from sqlalchemy.orm import Session, sessionmaker
+from sqlalchemy.orm import Session
 
 from databases import USUAL_ASYNC, Database
 from kit import Added, Harness, Subject, Total, add
@@ -32,7 +32,7 @@ from late_rig import (
     outcome,
     total,
 )
-from projector_dedup import Dispatcher, Message, Outcome, on, projector
+from projector_dedup import Message, Outcome
 from projector_dedup.errors import (
     BatchFailed,
     BeyondRetention,
@@ -53,6 +53,7 @@ from projector_dedup.observer import Observation
 from projector_dedup.tables import DedupTables, default_tables
 from projector_dedup.testing import external_transaction
 from projector_dedup.verdict import Action, verdict_of
+from ready import engine_on, make_contract_tables, ready, role_on
 
 LEVELS = {
     "postgresql": ("READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE"),
@@ -88,8 +89,7 @@ def cleaner(database: Database) -> Iterator[Engine]:
 @pytest.fixture
 def harness(database: Database) -> Iterator[Harness]:
     """A harness on the usual driver of each engine, with its tables."""
-    with Harness(Subject(database.url())) as made:
-        made.create_tables()
+    with ready(database.url()) as made:
         yield made
 
 
@@ -169,8 +169,7 @@ def test_in_no_order_it_is_applied_twice(
 ) -> None:
     """Two cleanups, an hour apart, announce and delete, and the horizon changes; the delivery comes anywhere."""
     every = 1 if level in (None, "REPEATABLE READ") else 6
-    with Harness(Subject(database.url(), dispatcher_isolation=level)) as harness:
-        harness.create_tables()
+    with ready(database.url(), dispatcher_isolation=level) as harness:
         found: dict[Any, str] = {}
         for order in orders(SCENARIOS[scenario][1], database.engine)[::every]:
             found[order] = in_order(order, scenario, harness, cleaner, clock, monkeypatch)
@@ -183,8 +182,7 @@ def test_in_no_order_it_is_applied_twice_by_asyncio(
     database: Database, cleaner: Engine, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The code is the same, so every tenth order does."""
-    with Harness(Subject(database.url(USUAL_ASYNC[database.engine]))) as harness:
-        harness.create_tables()
+    with ready(database.url(USUAL_ASYNC[database.engine])) as harness:
         found = set()
         for scenario, (_, steps) in SCENARIOS.items():
             for order in orders(steps, database.engine)[::10]:
@@ -476,29 +474,17 @@ def test_without_the_right_to_write_the_state_dated_markers_are_kept(
     postgresql: Database, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The others are deleted; the log names the table and the rights, each time."""
-    owner = create_engine(postgresql.url())
-    with Harness(Subject(postgresql.url())) as harness:
-        harness.create_tables()
-    applied_once(owner)
-    role = f"pruner_{postgresql.url().database}"
-    with owner.begin() as connection:
-        row = {"message_id": "no time", "handler": "totals", "processed_at": OLD, "occurred_at": None}
-        connection.execute(insert(MARKER), row)
-        connection.execute(text(f"CREATE ROLE {role} LOGIN"))
-        connection.execute(text(f"GRANT USAGE ON SCHEMA public TO {role}"))
-        connection.execute(text(f"GRANT SELECT, INSERT, UPDATE, DELETE ON {MARKER.name} TO {role}"))
-        connection.execute(text(f"GRANT SELECT ON {STATE.name} TO {role}"))
-    engine = create_engine(postgresql.url(), connect_args={"options": f"-c role={role}"})
-    try:
+    grants = f"SELECT, INSERT, UPDATE, DELETE ON {MARKER.name}", f"SELECT ON {STATE.name}"
+    with engine_on(postgresql.url()) as owner, role_on(owner, *grants) as role:
+        applied_once(owner)
+        with owner.begin() as connection:
+            row = {"message_id": "no time", "handler": "totals", "processed_at": OLD, "occurred_at": None}
+            connection.execute(insert(MARKER), row)
+        engine = create_engine(postgresql.url(), connect_args={"options": f"-c role={role}"})
         assert [prune(engine).deleted, prune(engine).deleted] == [1, 0]
+        engine.dispose()
         with owner.connect() as connection:
             assert connection.execute(select(MARKER.c.message_id)).scalars().all() == [ID]
-    finally:
-        engine.dispose()
-        with owner.begin() as connection:
-            connection.execute(text(f"DROP OWNED BY {role}"))
-            connection.execute(text(f"DROP ROLE {role}"))
-        owner.dispose()
     assert caplog.text.count("because it could not write into processed_message_state") == 2
 
 
@@ -620,12 +606,10 @@ def test_each_tenant_has_its_own_late_moment(postgresql: Database, listen: Calla
     """A listener chooses the tenant's schema for each transaction: the message is late for one, new to the other."""
     owner = create_engine(postgresql.url())
     tenants = ("tenant_a", "tenant_b")
-    for tenant in tenants:
-        mapped = owner.execution_options(schema_translate_map={None: tenant})
-        with mapped.begin() as connection:
+    with owner.begin() as connection:
+        for tenant in tenants:
             connection.exec_driver_sql(f"CREATE SCHEMA {tenant}")
-            default_tables.marker.metadata.create_all(connection)
-            Total.metadata.create_all(connection)
+    make_contract_tables(owner, *tenants)
     with owner.begin() as connection:
         value = {"value": moment_text(OLD + DAY)}
         connection.execute(text(f"INSERT INTO tenant_b.{STATE.name} VALUES ('{PRUNED_UNTIL}', :value)"), value)
@@ -693,36 +677,18 @@ def test_without_the_late_moment_nothing_is_applied(key: str, harness: Harness, 
 
 def test_a_user_who_may_not_read_the_state_is_told(postgresql: Database) -> None:
     """The error names the table and the right; `late="apply"` needs neither."""
-    owner = create_engine(postgresql.url())
-    with Harness(Subject(postgresql.url())) as harness:
-        harness.create_tables()
-    role = f"worker_{postgresql.url().database}"
-    with owner.begin() as connection:
-        connection.execute(text(f"CREATE ROLE {role} LOGIN"))
-        connection.execute(text(f"GRANT USAGE ON SCHEMA public TO {role}"))
-        connection.execute(text(f"GRANT SELECT, INSERT, UPDATE ON {MARKER.name}, contract_total TO {role}"))
-
-    def adding(happened: Added, session: Session) -> None:
-        add(happened, session)
-
-    engine = create_engine(postgresql.url(), connect_args={"options": f"-c role={role}"})
-    handler = projector(idempotent=True, name="totals")(on(Added)(adding))
-    try:
-        with pytest.raises(RefusedError, match="grant SELECT on it"):
-            Dispatcher(sessionmaker(engine), handler).deliver(again())
-        assert Dispatcher(sessionmaker(engine), handler, late="apply").deliver(again()).outcome is Outcome.APPLIED
-    finally:
-        engine.dispose()
-        with owner.begin() as connection:
-            connection.execute(text(f"DROP OWNED BY {role}"))
-            connection.execute(text(f"DROP ROLE {role}"))
-        owner.dispose()
+    grant = f"SELECT, INSERT, UPDATE ON {MARKER.name}, {Total.__tablename__}"
+    with engine_on(postgresql.url()) as owner, role_on(owner, grant) as role:
+        by_role = {"connect_args": {"options": f"-c role={role}"}}
+        with Harness(Subject(postgresql.url(), engine_arguments=by_role)) as harness:
+            with pytest.raises(RefusedError, match="grant SELECT on it"):
+                harness.deliver(harness.dispatcher(), again(), None)
+            assert harness.deliver(harness.dispatcher(late="apply"), again(), None).outcome is Outcome.APPLIED
 
 
 def test_a_connection_that_is_lost_while_the_state_is_read_costs_an_attempt(postgresql: Database) -> None:
     """The delivery is tried again, and reads again."""
-    with Harness(Subject(postgresql.url())) as harness:
-        harness.create_tables()
+    with ready(postgresql.url()) as harness:
         admin = create_engine(postgresql.url())
         killed: list[int] = []
 

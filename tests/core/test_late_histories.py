@@ -1,23 +1,25 @@
 """In no random history of deliveries, cleanups, changed horizons and a rename is a message applied twice."""
 
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from random import Random
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, create_engine, delete, update
+from sqlalchemy import Engine, delete, update
 
 from databases import Database
-from kit import Added, Harness, Subject, Total
+from kit import Added, Harness, Total
 from late_rig import MARKER, STATE, Claims, Clock, meanwhile, outcome
+from marked import one_of_each_engine  # noqa: F401  # a fixture
 from projector_dedup import Message
 from projector_dedup.errors import ProjectorDedupError, RefusedError, RetentionTooShortError
 from projector_dedup.maintenance.cleanup import declare_horizon, prune
 from projector_dedup.maintenance.rows import rename
 from projector_dedup.message import from_uuid7
+from ready import ready
 
 HISTORIES = {"sqlite": 120, "postgresql": 40, "mariadb": 40}
 HORIZONS = (2, 5, 12, 48)
@@ -129,19 +131,11 @@ class History:
             self.random.choice(acts)()
 
 
-@pytest.fixture
-def cleaner(database: Database) -> Iterator[Engine]:
-    """The engine of whoever cleans up."""
-    engine = create_engine(database.url())
-    yield engine
-    engine.dispose()
-
-
 @pytest.mark.nightly
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("database", HISTORIES, indirect=True)
 def test_in_no_history_is_a_message_applied_twice(
-    database: Database, cleaner: Engine, monkeypatch: pytest.MonkeyPatch
+    database: Database, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Fresh and old readings, renames, cleanups, horizons raised, lowered and taken back, and time that passes."""
     clock, claims, seen = Clock(monkeypatch), Claims(monkeypatch), set()
@@ -151,14 +145,13 @@ def test_in_no_history_is_a_message_applied_twice(
         running[-1].announced()
 
     meanwhile(monkeypatch, announced)
-    with Harness(Subject(database.url())) as harness:
-        harness.create_tables()
+    with ready(database.url()) as harness:
         for seed in range(HISTORIES[database.engine]):
-            with cleaner.begin() as connection:
+            with engine.begin() as connection:
                 for table in (MARKER, STATE, Total):
                     connection.execute(delete(table))
             clock.ahead = timedelta()
-            running.append(History(seed, harness, cleaner, clock, claims))
+            running.append(History(seed, harness, engine, clock, claims))
             running[-1].run()
             twice = {key: amount for key, amount in harness.totals().items() if amount != 1}
             assert not twice, "\n".join([f"seed {seed}: {twice}", *running[-1].log])

@@ -5,14 +5,13 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import FrameType
 from typing import Any, cast
 
 import pytest
-from sqlalchemy import URL, Engine, create_engine
+from sqlalchemy import Engine
 from sqlalchemy.orm import Session, sessionmaker
 from sqlalchemy.orm.exc import StaleDataError
 
@@ -32,8 +31,8 @@ from projector_dedup.errors import (
 from projector_dedup.message import by_path
 from projector_dedup.observer import Observation
 from projector_dedup.options import RetryPolicy
-from projector_dedup.tables import default_metadata
 from reach import reach
+from ready import engine_on, ready
 
 THREE = [each for each in DRIVERS if str(each) in ("postgresql+psycopg", "mariadb+asyncmy (async)", "sqlite+pysqlite")]
 ADDED = f"{Added.__module__}.Added"
@@ -79,16 +78,14 @@ def notes() -> Notes:
 @pytest.fixture(params=THREE, ids=str)
 def harness(request: pytest.FixtureRequest) -> Iterator[Harness]:
     """The contract's tables on each database, through a synchronous driver or an asynchronous one."""
-    with Harness(reach(request, request.param)) as harness:
-        harness.create_tables()
+    with ready(reach(request, request.param)) as harness:
         yield harness
 
 
 @pytest.fixture
 def on_sqlite(sqlite: Database) -> Iterator[Harness]:
     """The contract's tables, where it does not matter on which engine."""
-    with Harness(Subject(sqlite.url())) as harness:
-        harness.create_tables()
+    with ready(sqlite.url()) as harness:
         yield harness
 
 
@@ -144,8 +141,7 @@ def test_what_is_raised_is_told_apart(harness: Harness, notes: Notes, error: Exc
 
 def test_a_rival_that_holds_the_claim(postgresql: Database, notes: Notes) -> None:
     """The claim's own timeout is observed as a message in progress."""
-    with Harness(Subject(postgresql.url())) as harness:
-        harness.create_tables()
+    with ready(postgresql.url()) as harness:
         dispatcher = harness.dispatcher(observer=notes, claim_timeout=0.2)
 
         def deliver_meanwhile(_session: Session) -> None:
@@ -183,8 +179,7 @@ def test_retries_that_are_used_up(harness: Harness, notes: Notes) -> None:
 def test_a_commit_whose_answer_was_lost(request: pytest.FixtureRequest, engine: str, notes: Notes) -> None:
     """The retry finds the marker that this delivery wrote itself: a duplicate that counts as applied."""
     url = request.getfixturevalue(engine).url()
-    with CutProxy(url) as proxy, Harness(Subject(proxy.through(url))) as harness:
-        harness.create_tables()
+    with CutProxy(url) as proxy, ready(proxy.through(url)) as harness:
         dispatcher = harness.dispatcher(observer=notes)
         proxy.cut_commit("after")
         harness.deliver(dispatcher)
@@ -203,8 +198,7 @@ def test_a_redelivery_whose_commit_was_interrupted_was_applied_before(
 ) -> None:
     """This delivery applied only what its own COMMIT may have written: an older duplicate does not count as applied."""
     url = postgresql.url()
-    with CutProxy(url) as proxy, Harness(Subject(proxy.through(url))) as harness:
-        harness.create_tables()
+    with CutProxy(url) as proxy, ready(proxy.through(url)) as harness:
         harness.deliver(harness.dispatcher())
         dispatcher = harness.dispatcher(observer=notes)
         proxy.cut_commit("after")
@@ -542,34 +536,13 @@ def test_an_id_cannot_forge_a_line(
         assert vars(record)["message_id"].isprintable()
 
 
-@contextmanager
-def engine_of(url: URL, **options: Any) -> Iterator[Engine]:
-    """An engine whose database has the marker table."""
-    engine = create_engine(url, **options)
-    default_metadata.create_all(engine)
-    yield engine
-    engine.dispose()
-
-
-def test_a_duplicate_after_an_unknown_commit_says_so(server: Database, log: pytest.LogCaptureFixture) -> None:
-    """The answer to COMMIT is lost: the retry finds the marker, and the line says what that was."""
-    with CutProxy(server.url()) as proxy, engine_of(proxy.through(server.url())) as engine:
-        dispatcher = meets(sessionmaker(engine))
-        proxy.cut_commit("after")
-        dispatcher.deliver({"card": SECRET}, message_id="m1")
-    last = log.records[-1]
-    assert fields(last) == ("m1", "h", "duplicate", 2)
-    assert vars(last)["after_unknown_commit"] is True
-    assert "after_unknown_commit" in last.getMessage()
-
-
 def test_a_chosen_read_committed_is_warned_of_once(server: Database, log: pytest.LogCaptureFixture) -> None:
     """Where lost updates are possible because the user asked for that level, a dispatcher says so, once.
 
     Also once for all copies of an engine: a Session class may make one for every session, with a tenant's schema say.
     """
     for copies in (False, True):
-        with engine_of(server.url(), isolation_level="READ COMMITTED") as engine:
+        with engine_on(server.url(), isolation_level="READ COMMITTED") as engine:
 
             class Copying(Session):
                 """Asks for each session's own copy of the engine."""

@@ -14,18 +14,16 @@ from zoneinfo import ZoneInfo
 
 import pytest
 from sqlalchemy.event import listen
-from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
 
 from databases import Driver, each_driver
-from projector_dedup import AsyncDispatcher, Dispatcher, Message, Outcome, on, projector
+from projector_dedup import Message, Outcome
 from projector_dedup.errors import BatchFailed, DeliveryFailed, UncopyableError
 from projector_dedup.options import RetryPolicy
 from projector_dedup.own_event import Originals, is_immutable
 from projector_dedup.verdict import Action, verdict_of
-from rig import NOTHING, Durable, Rig, add
+from rig import NOTHING, Durable, Rig, RigOn, add, added, dispatcher_on
 
-RigOn = Callable[..., Rig]
 Change = Callable[[Any, Session], None]
 
 
@@ -48,31 +46,9 @@ class Held:
         self.lock = threading.Lock()
 
 
-def function(change: Change, driver: Driver, **options: Any) -> Any:
-    """A handler of ``change``, which takes messages of the type "added"."""
-
-    async def awaited(event: Any, session: AsyncSession) -> None:
-        await session.run_sync(lambda inner: change(event, inner))
-
-    def direct(event: Any, session: Session) -> None:
-        change(event, session)
-
-    return on("added", **options)(awaited if driver.is_async else direct)
-
-
 def one(rig: Rig, *changes: Change, **options: Any) -> Any:
     """A dispatcher with a projector for each of ``changes``."""
-    made: Any = AsyncDispatcher if rig.driver.is_async else Dispatcher
-    projectors = [
-        projector(idempotent=True, name=f"p{number}")(function(change, rig.driver, **options))
-        for number, change in enumerate(changes)
-    ]
-    return made(rig.factory, *projectors, retry=AGAIN)
-
-
-def wait(rig: Rig, result: Any) -> Any:
-    """The result, which is awaited under asyncio."""
-    return rig.run(result) if rig.driver.is_async else result
+    return dispatcher_on(rig.factory, *changes, retry=AGAIN, **options)
 
 
 def cents(event: Any, session: Session) -> None:
@@ -94,46 +70,40 @@ def failing(error: type[Exception], change: Change, times: int = 1) -> Change:
     return changed
 
 
-def added(*amounts: int) -> list[Message]:
+def amounts(*numbers: int) -> list[Message]:
     """A message for each amount."""
-    return [Message(f"m{number}", {"amount": amount}, type="added") for number, amount in enumerate(amounts)]
+    return [added(f"m{at}", {"amount": number}) for at, number in enumerate(numbers)]
 
 
 @each_driver(usual=True)
 @pytest.mark.parametrize("envelope", [False, True])
-def test_the_second_attempt_gets_the_event_as_it_was(driver: Driver, rig_on: RigOn, envelope: bool) -> None:
+def test_the_second_attempt_gets_the_event_as_it_was(rig: Rig, envelope: bool) -> None:
     """After a conflict the handler runs again, with the event that the caller has delivered."""
-    rig = rig_on(driver)
     change: Change = (lambda message, session: cents(message.body, session)) if envelope else cents
-    (message,) = added(3)
-    wait(rig, one(rig, failing(Conflict, change), envelope=envelope).deliver(message))
+    (message,) = amounts(3)
+    rig.result(one(rig, failing(Conflict, change), envelope=envelope).deliver(message))
     assert rig.durable() == Durable(1, 300)
     assert message.body == {"amount": 3}
 
 
 @each_driver(usual=True)
-def test_the_next_handler_gets_the_event_as_it_was(driver: Driver, rig_on: RigOn) -> None:
+def test_the_next_handler_gets_the_event_as_it_was(rig: Rig) -> None:
     """What one handler changes in its event does not reach the other one."""
-    rig = rig_on(driver)
-    wait(rig, one(rig, cents, cents).deliver(added(3)[0]))
+    rig.result(one(rig, cents, cents).deliver(amounts(3)[0]))
     assert rig.durable() == Durable(2, 600)
 
 
 @each_driver(usual=True)
-def test_each_handler_of_a_batch_gets_the_events_as_they_were(driver: Driver, rig_on: RigOn) -> None:
+def test_each_handler_of_a_batch_gets_the_events_as_they_were(rig: Rig) -> None:
     """The second handler of a batch gets other objects than the first one."""
-    rig = rig_on(driver)
-    wait(rig, one(rig, cents, cents).deliver_batch(added(1, 2)))
+    rig.result(one(rig, cents, cents).deliver_batch(amounts(1, 2)))
     assert rig.durable() == Durable(4, 600)
 
 
 @each_driver(usual=True)
 @pytest.mark.parametrize("error", [Conflict, Poison])
-def test_the_parts_of_a_batch_get_the_events_as_they_were(
-    driver: Driver, rig_on: RigOn, error: type[Exception]
-) -> None:
+def test_the_parts_of_a_batch_get_the_events_as_they_were(rig: Rig, error: type[Exception]) -> None:
     """A batch that runs again, whole or in parts, begins with the events of the caller."""
-    rig = rig_on(driver)
 
     def change(event: Any, session: Session) -> None:
         cents(event, session)
@@ -141,21 +111,20 @@ def test_the_parts_of_a_batch_get_the_events_as_they_were(
             last(event, session)
 
     last = failing(error, lambda _event, _session: None)
-    wait(rig, one(rig, change).deliver_batch(added(1, 2, 3, 4)))
+    rig.result(one(rig, change).deliver_batch(amounts(1, 2, 3, 4)))
     assert rig.durable() == Durable(4, 1_000)
 
 
 @each_driver(usual=True)
 @pytest.mark.parametrize("error", [Conflict, Poison])
-def test_a_list_of_events_is_new_at_each_try(driver: Driver, rig_on: RigOn, error: type[Exception]) -> None:
+def test_a_list_of_events_is_new_at_each_try(rig: Rig, error: type[Exception]) -> None:
     """A handler with ``batch=True`` that changes its list and its events gets both as they were."""
-    rig = rig_on(driver)
 
     def change(events: Any, session: Session) -> None:
         for _ in range(len(events)):
             cents(events.pop(), session)
 
-    wait(rig, one(rig, failing(error, change), batch=True).deliver_batch(added(1, 2, 3)))
+    rig.result(one(rig, failing(error, change), batch=True).deliver_batch(amounts(1, 2, 3)))
     assert rig.durable() == Durable(3, 600)
 
 
@@ -186,73 +155,68 @@ def held(event: Held, session: Session) -> None:
 
 
 @each_driver(usual=True)
-def test_an_event_that_cannot_be_copied_is_run_once(driver: Driver, rig_on: RigOn) -> None:
+def test_an_event_that_cannot_be_copied_is_run_once(rig: Rig) -> None:
     """The library hands out the event itself, and applies it like any other."""
-    rig = rig_on(driver)
-    wait(rig, one(rig, held).deliver(Message("m1", Held(3), type="added")))
+    rig.result(one(rig, held).deliver(added("m1", Held(3))))
     assert rig.durable() == Durable(1, 300)
 
 
 @each_driver(usual=True)
-def test_an_event_that_cannot_be_copied_is_not_run_again(driver: Driver, rig_on: RigOn) -> None:
+def test_an_event_that_cannot_be_copied_is_not_run_again(rig: Rig) -> None:
     """After a conflict an error says why, nothing is applied, and a consumer lets the broker redeliver the message."""
-    rig = rig_on(driver)
     dispatcher = one(rig, failing(Conflict, held))
     with pytest.raises(
         UncopyableError, match=r"the Held was not handed out again: .* TypeError: cannot pickle .*__deepcopy__"
     ) as raised:
-        wait(rig, dispatcher.deliver(Message("m1", Held(3), type="added")))
+        rig.result(dispatcher.deliver(added("m1", Held(3))))
     assert rig.durable() == NOTHING
     assert verdict_of(raised.value).action is Action.RETRY_LATER
-    wait(rig, dispatcher.deliver(Message("m1", Held(3), type="added")))  # decoded again by the consumer
+    rig.result(dispatcher.deliver(added("m1", Held(3))))  # decoded again by the consumer
     assert rig.durable() == Durable(1, 300)
 
 
 @each_driver(usual=True)
-def test_the_next_handler_does_not_get_what_cannot_be_copied(driver: Driver, rig_on: RigOn) -> None:
+def test_the_next_handler_does_not_get_what_cannot_be_copied(rig: Rig) -> None:
     """The first handler has applied the message, so the redelivery gives the event to the second one."""
-    rig = rig_on(driver)
     dispatcher = one(rig, held, held)
     with pytest.raises(DeliveryFailed) as raised:
-        wait(rig, dispatcher.deliver(Message("m1", Held(3), type="added")))
+        rig.result(dispatcher.deliver(added("m1", Held(3))))
     assert [type(error) for error in raised.value.exceptions] == [UncopyableError]
     assert verdict_of(raised.value).action is Action.RETRY_LATER
     assert rig.durable() == Durable(1, 300)
-    delivery = wait(rig, dispatcher.deliver(Message("m1", Held(3), type="added")))
+    delivery = rig.result(dispatcher.deliver(added("m1", Held(3))))
     assert [*delivery.outcomes.values()] == [Outcome.DUPLICATE, Outcome.APPLIED]
     assert rig.durable() == Durable(2, 600)
 
 
 @each_driver(usual=True)
-def test_a_batch_that_cannot_be_copied_is_not_split(driver: Driver, rig_on: RigOn) -> None:
+def test_a_batch_that_cannot_be_copied_is_not_split(rig: Rig) -> None:
     """The failing message keeps its error, those that ran before it wait for a redelivery, others are applied."""
-    rig = rig_on(driver)
 
     def change(event: Held, session: Session) -> None:
         held(event, session)
         if event.amount == 300:
             raise Poison
 
-    batch = [Message(f"m{amount}", Held(amount), type="added") for amount in (1, 2, 3, 4, 5)]
+    batch = [added(f"m{amount}", Held(amount)) for amount in (1, 2, 3, 4, 5)]
     with pytest.raises(BatchFailed) as raised:
-        wait(rig, one(rig, change).deliver_batch(batch))
+        rig.result(one(rig, change).deliver_batch(batch))
     errors = [type(delivery.error) for delivery in raised.value.deliveries]
     assert errors == [UncopyableError, UncopyableError, Poison, type(None), type(None)]
     assert rig.durable() == Durable(2, 900)
 
 
 @each_driver(usual=True)
-def test_a_list_that_cannot_be_copied_is_not_split(driver: Driver, rig_on: RigOn) -> None:
+def test_a_list_that_cannot_be_copied_is_not_split(rig: Rig) -> None:
     """A handler with ``batch=True`` gets such events once. All of them wait for a redelivery."""
-    rig = rig_on(driver)
 
     def change(events: list[Held], session: Session) -> None:
         for event in events:
             held(event, session)
 
-    batch = [Message(f"m{amount}", Held(amount), type="added") for amount in (1, 2, 3)]
+    batch = [added(f"m{amount}", Held(amount)) for amount in (1, 2, 3)]
     with pytest.raises(BatchFailed) as raised:
-        wait(rig, one(rig, failing(Poison, change), batch=True).deliver_batch(batch))
+        rig.result(one(rig, failing(Poison, change), batch=True).deliver_batch(batch))
     assert {type(delivery.error) for delivery in raised.value.deliveries} == {UncopyableError}
     assert rig.durable() == NOTHING
 
@@ -266,7 +230,7 @@ def test_a_claim_that_fails_hands_out_nothing(sqlite_rig: Rig) -> None:
             raise failures.pop()
 
     listen(sqlite_rig.sync_engine, "before_cursor_execute", fail)
-    one(sqlite_rig, held).deliver(Message("m1", Held(3), type="added"))
+    one(sqlite_rig, held).deliver(added("m1", Held(3)))
     assert not failures
     assert sqlite_rig.durable() == Durable(1, 300)
 
@@ -388,7 +352,7 @@ def test_a_frozen_dataclass_that_holds_a_list_is_copied(sqlite_rig: Rig) -> None
         event.inside.append(1)
         add(session, len(event.inside))
 
-    one(sqlite_rig, failing(Conflict, change)).deliver(Message("m1", Paid([]), type="added"))
+    one(sqlite_rig, failing(Conflict, change)).deliver(added("m1", Paid([])))
     assert sqlite_rig.durable() == Durable(1, 1)
 
 
@@ -399,7 +363,7 @@ def test_a_class_says_how_it_is_copied(sqlite_rig: Rig) -> None:
         def __deepcopy__(self, memo: object) -> "Copied":
             return Copied(self.amount)
 
-    one(sqlite_rig, failing(Conflict, held)).deliver(Message("m1", Copied(3), type="added"))
+    one(sqlite_rig, failing(Conflict, held)).deliver(added("m1", Copied(3)))
     assert sqlite_rig.durable() == Durable(1, 300)
 
 

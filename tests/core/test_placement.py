@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,31 +34,10 @@ from projector_dedup.maintenance.check import check
 from projector_dedup.maintenance.cleanup import cleanup
 from projector_dedup.maintenance.schema import require_tables
 from projector_dedup.markers import claim
-from projector_dedup.tables import DedupTables
+from projector_dedup.tables import DedupTables, default_metadata, default_tables
+from rig import ONCE, Base, Durable, Total, state, tables_on
 
 Body = Callable[[Any, Session], Any]
-
-
-class Base(DeclarativeBase):
-    """A read model and the markers, in no schema of their own."""
-
-
-class Total(Base):
-    """What accumulates."""
-
-    __tablename__ = "total"
-    key: Mapped[str] = mapped_column(String(20), primary_key=True)
-    amount: Mapped[int]
-
-
-class Other(Base):
-    """Another table of the same read model."""
-
-    __tablename__ = "other"
-    key: Mapped[str] = mapped_column(String(20), primary_key=True)
-
-
-TABLES = make_tables(Base.metadata)
 
 
 class PerTenant(DeclarativeBase):
@@ -70,7 +50,7 @@ class TenantTotal(PerTenant):
     """What accumulates, once for each tenant."""
 
     __tablename__ = "total"
-    key: Mapped[str] = mapped_column(String(20), primary_key=True)
+    account: Mapped[str] = mapped_column(String(20), primary_key=True)
     amount: Mapped[int]
 
 
@@ -83,7 +63,7 @@ def add(model: type[Any] = Total) -> Body:
     def body(_event: object, session: Session) -> None:
         total = session.get(model, "a")
         if total is None:
-            session.add(total := model(key="a", amount=0))
+            session.add(total := model(account="a", amount=0))
         total.amount += 1
 
     return body
@@ -108,10 +88,10 @@ class Place:
             schema_translate_map={None if name == "none" else name: schema for name, schema in schemas.items()}
         )
 
-    def create(self, metadata: MetaData, bind: Any) -> None:
-        """``create_all``, through ``bind``."""
-        create = metadata.create_all
-        self.harness.transact(lambda session: create(session.connection()), self.harness.factory_for(bind))
+    def create(self, bind: Any, *metadata: MetaData) -> None:
+        """``create_all``, through ``bind``: the markers and the read model, or those of other metadata."""
+        for each in metadata or (default_metadata, Base.metadata):
+            self.harness.transact(partial(_create, each), self.harness.factory_for(bind))
 
     def execute(self, *statements: str) -> None:
         """SQL text, in a transaction of its own."""
@@ -123,7 +103,7 @@ class Place:
         factory: Any,
         message_id: str = "m1",
         *,
-        tables: DedupTables = TABLES,
+        tables: DedupTables = default_tables,
         strict: bool = False,
         **settings: Any,
     ) -> Outcome:
@@ -145,12 +125,16 @@ class Place:
 
         def look(session: Session) -> tuple[list[str], int]:
             query = text(f"select message_id from {prefix}processed_message order by 1")
-            ids = session.scalars(query.columns(TABLES.marker.c.message_id))
+            ids = session.scalars(query.columns(default_tables.marker.c.message_id))
             amount = session.scalar(text(f"select coalesce(sum(amount), 0) from {prefix}total"))
             return list(ids), int(amount)
 
         found: tuple[list[str], int] = self.harness.transact(look)
         return found
+
+
+def _create(metadata: MetaData, session: Session) -> None:
+    metadata.create_all(session.connection())
 
 
 NOTHING: tuple[list[str], int] = ([], 0)
@@ -198,7 +182,7 @@ def tenants(place: Place) -> list[Any]:
     """The engine twice, with a map that moves all tables without a schema to the one, and to the other."""
     engines = [place.mapped(none=schema) for schema in place.schemas]
     for engine in engines:
-        place.create(Base.metadata, engine)
+        place.create(engine)
     return engines
 
 
@@ -244,13 +228,13 @@ def test_one_dispatcher_serves_the_tenant_of_the_moment(place: Place, tenants: l
 def test_a_map_that_moves_the_read_model_alone_is_refused(place: Place) -> None:
     """Tenants would share one table of ids, where the second tenant's message 1 is a duplicate of the first's."""
     tenant = place.mapped(per_tenant=place.schemas[0])
-    place.create(Base.metadata, place.engine)
-    place.create(PerTenant.metadata, tenant)
+    place.create(place.engine)
+    place.create(tenant, PerTenant.metadata)
     factory = place.factory(tenant)
     with pytest.raises(UnsafeSessionError, match=r"would share its markers.*\{None: None, \.\.\.\}"):
         place.deliver(fail, factory)
     with pytest.raises(UnsafeSessionError, match="would share its markers"):
-        place.harness.transact(lambda session: claim(session, "m1", "totals", tables=TABLES), factory)
+        place.harness.transact(lambda session: claim(session, "m1", "totals"), factory)
     assert place.durable() == NOTHING
     assert place.deliver(add(TenantTotal), factory, tables=TENANT_TABLES) is Outcome.APPLIED
     assert place.durable(place.schemas[0]) == (["m1"], 1)
@@ -259,9 +243,9 @@ def test_a_map_that_moves_the_read_model_alone_is_refused(place: Place) -> None:
 def test_shared_markers_are_shared_by_those_who_say_so(place: Place) -> None:
     """A map that names the marker's schema is taken at its word: an id that two tenants have in common is one."""
     tenants = [place.mapped(none=None, per_tenant=schema) for schema in place.schemas]
-    place.create(Base.metadata, place.engine)
+    place.create(place.engine)
     for tenant in tenants:
-        place.create(PerTenant.metadata, tenant)
+        place.create(tenant, PerTenant.metadata)
     factories = [place.factory(tenant) for tenant in tenants]
     assert [place.deliver(add(TenantTotal), factory) for factory in factories] == [
         Outcome.APPLIED,
@@ -274,7 +258,7 @@ def test_shared_markers_are_shared_by_those_who_say_so(place: Place) -> None:
 
 def _per_statement(session: Session, schema: str) -> None:
     options = {"schema_translate_map": {None: schema}}
-    session.execute(insert(Total).values(key="a", amount=1), execution_options=options)
+    session.execute(insert(Total).values(account="a", amount=1), execution_options=options)
 
 
 def _in_place(session: Session, schema: str) -> None:
@@ -349,26 +333,26 @@ def test_check_and_cleanup_look_where_the_engine_does(home: tuple[Engine, tuple[
     """The tenant whose tables are there is well, the other's are missing; only the first one's markers are pruned."""
     engine, schemas = home
     first, second = (engine.execution_options(schema_translate_map={None: schema}) for schema in schemas)
-    Base.metadata.create_all(first)
-    assert not [finding for finding in check(first, TABLES) if finding.fatal]
-    require_tables(first, TABLES)
-    missing = [finding for finding in check(second, TABLES) if finding.fatal]
+    tables_on(first)
+    assert not [finding for finding in check(first) if finding.fatal]
+    require_tables(first, default_tables)
+    missing = [finding for finding in check(second) if finding.fatal]
     assert missing[0].problem == f"the table {schemas[1]}.processed_message is missing"
     assert "schema_translate_map" in missing[0].remedy
     with pytest.raises(MissingTableError, match=schemas[1]):
-        cleanup(second, tables=TABLES)
-    Base.metadata.create_all(second)
+        cleanup(second)
+    tables_on(second)
     marker = {"message_id": "m1", "handler": "h"}
     old = text("update processed_message set processed_at = '2020-01-01 00:00:00'")
     for tenant, schema in zip((first, second), schemas, strict=True):
         with tenant.begin() as connection:
-            connection.execute(insert(TABLES.marker), marker)
+            connection.execute(insert(default_tables.marker), marker)
             connection.execute(text(str(old).replace("processed_message", f"{schema}.processed_message")))
-    assert cleanup(first, tables=TABLES) == 1
+    assert cleanup(first) == 1
     counts = []
     for tenant in (first, second):
         with tenant.connect() as connection:
-            counts.append(len(connection.execute(select(TABLES.marker)).all()))
+            counts.append(len(connection.execute(select(default_tables.marker)).all()))
     assert counts == [0, 1]
 
 
@@ -376,11 +360,11 @@ def test_a_table_that_lacks_something_is_named_as_the_engine_addresses_it(home: 
     """Columns and indexes are those of the tenant's table, not of one that has the same name elsewhere."""
     engine, schemas = home
     tenant = engine.execution_options(schema_translate_map={None: schemas[0]})
-    Base.metadata.create_all(engine)
+    tables_on(engine)
     with engine.begin() as connection:
         columns = "message_id varchar(20), handler varchar(20), occurred_at timestamp"
         connection.execute(text(f"create table {schemas[0]}.processed_message ({columns})"))
-    problems = " ".join(finding.problem for finding in check(tenant, TABLES) if finding.fatal)
+    problems = " ".join(finding.problem for finding in check(tenant) if finding.fatal)
     assert f"{schemas[0]}.processed_message has no column processed_at" in problems
     assert f"{schemas[0]}.processed_message has no unique index over (message_id, handler)" in problems
 
@@ -391,7 +375,7 @@ def test_tables_of_several_names_and_schemas_know_nothing_of_each_other(home: tu
     metadata = MetaData()
     kinds = [make_tables(metadata, name, schema) for name in ("inbox", "seen") for schema in schemas]
     metadata.create_all(engine)
-    Base.metadata.create_all(engine)
+    tables_on(engine)
     handler = projector(idempotent=True, name="totals")(on(dict)(add()))
     for tables in kinds:
         require_tables(engine, tables)
@@ -426,24 +410,17 @@ def databases(engine: Engine, tmp_path: Path) -> Iterator[list[Engine]]:
     """Two databases of each kind, both with all tables."""
     with another_database(engine, tmp_path) as other:
         for each in (engine, other):
-            Base.metadata.create_all(each)
+            tables_on(each)
         yield [engine, other]
-
-
-def durable(engine: Engine) -> tuple[list[str], int]:
-    """Message ids and total, as another connection sees them."""
-    with Session(engine) as session:
-        total = session.get(Total, "a")
-        return sorted(session.scalars(select(TABLES.marker.c.message_id))), 0 if total is None else total.amount
 
 
 def test_two_databases_in_one_process_know_nothing_of_each_other(databases: list[Engine]) -> None:
     """One id, one handler: applied once in each."""
     handler = projector(idempotent=True, name="totals")(on(dict)(add()))
-    dispatchers = [Dispatcher(sessionmaker(engine), handler, tables=TABLES) for engine in databases]
+    dispatchers = [Dispatcher(sessionmaker(engine), handler) for engine in databases]
     outcomes = [dispatcher.deliver({}, message_id="m1").outcome for _ in range(2) for dispatcher in dispatchers]
     assert outcomes == [Outcome.APPLIED] * 2 + [Outcome.DUPLICATE] * 2
-    assert [durable(engine) for engine in databases] == [(["m1"], 1)] * 2
+    assert [state(engine) for engine in databases] == [ONCE] * 2
 
 
 # Sessions with several binds ---------------------------------------------------------------------------------------
@@ -457,7 +434,7 @@ def _statements(engine: Engine) -> list[str]:
 
 def by_binds(first: Engine, second: Engine) -> sessionmaker[Session]:
     """Tables have engines: the read model is elsewhere."""
-    return sessionmaker(binds={TABLES.marker: first, Other: first, Total: second})
+    return sessionmaker(binds={default_tables.marker: first, TenantTotal: first, Total: second})
 
 
 def by_model(first: Engine, second: Engine) -> sessionmaker[Session]:
@@ -490,8 +467,8 @@ def test_a_read_model_on_another_engine_never_commits_without_its_marker(
     """The handler's first use of the second engine is prevented: nothing of either is durable."""
     handler = projector(idempotent=True, name="totals")(on(dict)(add()))
     with pytest.raises(TransactionViolatedError, match="second database connection"):
-        Dispatcher(route(*databases), handler, tables=TABLES).deliver({}, message_id="m1")
-    assert [durable(engine) for engine in databases] == [NOTHING, NOTHING]
+        Dispatcher(route(*databases), handler).deliver({}, message_id="m1")
+    assert [state(engine) for engine in databases] == [Durable(0, 0)] * 2
 
 
 @pytest.mark.parametrize("route", ROUTES)
@@ -500,9 +477,9 @@ def test_a_declared_read_model_on_another_engine_is_refused_before_the_claim(
 ) -> None:
     """What ``read_models`` names is asked for its engine first: no statement reaches either database."""
     seen = [_statements(engine) for engine in databases]
-    handler = projector(idempotent=True, name="totals", read_models=[Other, Total])(on(dict)(fail))
+    handler = projector(idempotent=True, name="totals", read_models=[TenantTotal, Total])(on(dict)(fail))
     with pytest.raises(UnsafeSessionError, match="on another engine"):
-        Dispatcher(route(*databases), handler, tables=TABLES).deliver({}, message_id="m1")
+        Dispatcher(route(*databases), handler).deliver({}, message_id="m1")
     assert seen == [[], []]
 
 
@@ -511,13 +488,13 @@ def test_binds_that_come_to_one_engine_are_fine(
     engine: Engine, route: Callable[[Engine, Engine], sessionmaker[Session]]
 ) -> None:
     """However a session finds its engine, what counts is that marker and read model have the same."""
-    Base.metadata.create_all(engine)
+    tables_on(engine)
     for message_id, settings in [("m1", {}), ("m2", {"read_models": [Total]})]:
         handler = projector(idempotent=True, name="totals", **settings)(on(dict)(add()))  # type: ignore[call-overload]  # one of two
-        dispatcher = Dispatcher(route(engine, engine), handler, tables=TABLES)
+        dispatcher = Dispatcher(route(engine, engine), handler)
         outcomes = [dispatcher.deliver({}, message_id=message_id).outcome for _ in range(2)]
         assert outcomes == [Outcome.APPLIED, Outcome.DUPLICATE]
-    assert durable(engine) == (["m1", "m2"], 2)
+    assert state(engine) == Durable(2, 2)
 
 
 def test_a_handler_that_only_writes_may_have_a_session_that_splits(databases: list[Engine]) -> None:
@@ -526,19 +503,19 @@ def test_a_handler_that_only_writes_may_have_a_session_that_splits(databases: li
     @projector(idempotent=True, name="totals")
     @on(dict)
     def writes(_event: object, session: Session) -> None:
-        session.add(Total(key="a", amount=1))
+        session.add(Total(account="a", amount=1))
 
-    dispatcher = Dispatcher(by_statement(*databases), writes, tables=TABLES)
+    dispatcher = Dispatcher(by_statement(*databases), writes)
     assert dispatcher.deliver({}, message_id="m1").outcome is Outcome.APPLIED
-    assert [durable(engine) for engine in databases] == [(["m1"], 1), NOTHING]
+    assert [state(engine) for engine in databases] == [ONCE, Durable(0, 0)]
 
 
 def test_binds_of_an_async_session_are_held_to_the_same(place: Place) -> None:
     """Another engine on the same database is a second connection, and refused; the same engine is not."""
-    place.create(Base.metadata, place.engine)
-    place.deliver(add(), place.factory(None, binds={TABLES.marker: place.engine, Total: place.engine}))
+    place.create(place.engine)
+    place.deliver(add(), place.factory(None, binds={default_tables.marker: place.engine, Total: place.engine}))
     clone = place.engine.execution_options()
-    elsewhere = place.factory(None, binds={TABLES.marker: place.engine, Total: clone})
+    elsewhere = place.factory(None, binds={default_tables.marker: place.engine, Total: clone})
     with pytest.raises(TransactionViolatedError, match="second database connection"):
         place.deliver(add(), elsewhere, "m2")
     with pytest.raises(UnsafeSessionError, match="on another engine"):
@@ -566,23 +543,23 @@ def test_the_search_path_leads_both_to_its_first_schema(driver: Driver, postgres
         with Harness(subject) as harness:
             place = Place(harness, engines[0], schemas)
             place.execute(f"create schema {schema}")
-            place.create(Base.metadata, place.engine)
+            place.create(place.engine)
             outcomes = [place.deliver(add(), harness.factory, strict=True) for _ in range(2)]
             assert outcomes == [Outcome.APPLIED, Outcome.DUPLICATE]
             assert place.durable(schema) == (["m1"], 1)
             if not driver.is_async:
-                assert not [finding for finding in check(harness.engine, TABLES) if finding.fatal]
+                assert not [finding for finding in check(harness.engine) if finding.fatal]
 
 
 def test_check_warns_of_attached_files_that_do_not_commit_as_one(sqlite: Database, tmp_path: Path) -> None:
     """Under write-ahead logging SQLite commits file by file; a crash in between keeps the one and loses the other."""
     engine = create_engine(sqlite.url())
     configure_sqlite(engine)
-    Base.metadata.create_all(engine)
-    assert check(engine, TABLES) == []
+    tables_on(engine)
+    assert check(engine) == []
     engine.dispose()
     add_schemas(engine, tmp_path)
-    (advice,) = check(engine, TABLES)
+    (advice,) = check(engine)
     assert not advice.fatal
     assert "may commit one file" in advice.problem
     assert "make_tables(metadata, schema=" in advice.remedy

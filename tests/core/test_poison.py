@@ -3,7 +3,7 @@
 import copy
 import logging
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import UTC, date, datetime, timedelta, timezone, tzinfo
 from typing import Any
 from zoneinfo import ZoneInfo
@@ -12,8 +12,8 @@ import pytest
 from sqlalchemy import delete, select
 from sqlalchemy.orm import Session
 
-from databases import DRIVERS, Database, Driver, each_driver
-from kit import Added, Harness, Subject
+from databases import DRIVERS, Driver, each_driver
+from kit import Added, Harness
 from projector_dedup import Message, Outcome
 from projector_dedup.errors import (
     BatchFailed,
@@ -25,6 +25,8 @@ from projector_dedup.errors import (
 from projector_dedup.outcome import Delivery
 from projector_dedup.tables import default_tables
 from projector_dedup.unit_of_work import UnitOfWork
+from reach import reach
+from ready import ready
 
 MARKER = default_tables.marker
 APPLIED, FAILED = Outcome.APPLIED, Outcome.FAILED
@@ -103,22 +105,17 @@ MOMENTS = [
 ]
 
 
-@pytest.fixture(name="harness_on")
-def harness_on_fixture(request: pytest.FixtureRequest) -> Iterator[Callable[[Driver], Harness]]:
-    """Make a harness on an empty database with the tables, for a driver."""
-    made: list[Harness] = []
+@pytest.fixture
+def driver() -> Driver:
+    """SQLite's, where a test does not name its drivers."""
+    return DRIVERS[-2]
 
-    def make(driver: Driver) -> Harness:
-        if not driver.installed:
-            pytest.skip(f"{driver.module} is not installed")
-        database: Database = request.getfixturevalue(driver.engine)
-        made.append(Harness(Subject(database.url(driver.name_in_url))))
-        made[0].create_tables()
-        return made[0]
 
-    yield make
-    for each in made:
-        each.close()
+@pytest.fixture
+def harness(request: pytest.FixtureRequest, driver: Driver) -> Iterator[Harness]:
+    """The contract's tables, through the driver."""
+    with ready(reach(request, driver)) as made:
+        yield made
 
 
 def of(harness: Harness, batch: list[Any]) -> list[Delivery]:
@@ -174,9 +171,8 @@ def test_a_message_keeps_what_it_was_given() -> None:
 
 
 @each_driver()
-def test_every_moment_that_is_accepted_is_stored(driver: Driver, harness_on: Callable[[Driver], Harness]) -> None:
+def test_every_moment_that_is_accepted_is_stored(harness: Harness) -> None:
     """Alone and in a batch, to the microsecond, from the first to the last year, of a subclass too."""
-    harness = harness_on(driver)
     ends = [Message(str(at), Added(), occurred_at=at) for at in ENDS_OF_TIME]
     assert [each.outcome for each in of(harness, ends)] == [APPLIED] * 2, (
         "the zero time of other languages is no poison"
@@ -199,11 +195,8 @@ def test_every_moment_that_is_accepted_is_stored(driver: Driver, harness_on: Cal
     [{"occurred_at": NO_MOMENTS["after the year 9999"]}, {"id": 5}, {"type": ["paid"]}, {"body": OfAnOddClass()}],
     ids=lambda poison: next(iter(poison)),
 )
-def test_poison_that_was_not_checked_fails_alone(
-    poison: Any, driver: Driver, harness_on: Callable[[Driver], Harness]
-) -> None:
+def test_poison_that_was_not_checked_fails_alone(poison: Any, harness: Harness) -> None:
     """A message that was unpickled, or made by a subclass, takes no other of its batch with it."""
-    harness = harness_on(driver)
     batch = [Message(f"m{number}", Added()) for number in range(7)]
     batch[3] = unchecked(batch[3], **poison)
     assert [each.outcome for each in of(harness, batch)] == [*[APPLIED] * 3, FAILED, *[APPLIED] * 3]
@@ -211,9 +204,8 @@ def test_poison_that_was_not_checked_fails_alone(
     assert harness.markers() == [(f"m{number}", "totals") for number in (0, 1, 2, 4, 5, 6)]
 
 
-def test_an_id_is_taken_by_its_text(harness_on: Callable[[Driver], Harness], caplog: pytest.LogCaptureFixture) -> None:
+def test_an_id_is_taken_by_its_text(harness: Harness, caplog: pytest.LogCaptureFixture) -> None:
     """In the claim, in the log and in the delivery, whatever the methods of its class do."""
-    harness = harness_on(DRIVERS[-2])
     with caplog.at_level(logging.DEBUG, "projector_dedup"):
         for outcome in (APPLIED, Outcome.DUPLICATE):
             found = of(harness, [Message(HostileText("m1"), Added()), Message("m2", Added())])
@@ -221,17 +213,15 @@ def test_an_id_is_taken_by_its_text(harness_on: Callable[[Driver], Harness], cap
     assert harness.totals() == {"a": 2}
 
 
-def test_an_event_of_a_class_that_cannot_be_hashed_is_refused(harness_on: Callable[[Driver], Harness]) -> None:
+def test_an_event_of_a_class_that_cannot_be_hashed_is_refused(harness: Harness) -> None:
     """By name, and without an envelope too."""
-    harness = harness_on(DRIVERS[-2])
     with pytest.raises(InvalidMessageError, match="hashable"):
         harness.deliver(harness.dispatcher(), OfAnOddClass())
 
 
 @pytest.mark.parametrize("bad", NO_MOMENTS.values(), ids=NO_MOMENTS)
-def test_a_unit_of_work_refuses_what_is_no_moment(bad: Any, harness_on: Callable[[Driver], Harness]) -> None:
+def test_a_unit_of_work_refuses_what_is_no_moment(bad: Any, harness: Harness) -> None:
     """In claim() and claim_many(), before anything is written."""
-    harness = harness_on(DRIVERS[-2])
     with pytest.raises(InvalidMessageError, match="occurred_at"), UnitOfWork(harness.factory) as uow:
         uow.claim("m", "totals", occurred_at=bad)
     with pytest.raises(InvalidMessageError, match="occurred_at"), UnitOfWork(harness.factory) as uow:
@@ -240,17 +230,15 @@ def test_a_unit_of_work_refuses_what_is_no_moment(bad: Any, harness_on: Callable
 
 
 @pytest.mark.parametrize("bad", ["m1", "ab", ("m1",)])
-def test_ids_without_a_moment_are_no_pairs(bad: Any, harness_on: Callable[[Driver], Harness]) -> None:
+def test_ids_without_a_moment_are_no_pairs(bad: Any, harness: Harness) -> None:
     """Two letters are no pair either."""
-    harness = harness_on(DRIVERS[-2])
     with pytest.raises(UnsafeSessionError, match="takes pairs"), UnitOfWork(harness.factory) as uow:
         uow.claim_many([bad], "totals")
     assert harness.markers() == []
 
 
-def test_an_id_that_nobody_needs_is_left_away(harness_on: Callable[[Driver], Harness]) -> None:
+def test_an_id_that_nobody_needs_is_left_away(harness: Harness) -> None:
     """An event without handlers that claim may have anything for a message_id; given as such, it is refused."""
-    harness = harness_on(DRIVERS[-2])
     plain = harness.dispatcher(harness.handler(_nothing, idempotent=False))
     event = Added()
     object.__setattr__(event, "message_id", 7)

@@ -7,7 +7,6 @@ import asyncio
 import threading
 from collections.abc import Callable
 from contextvars import copy_context
-from functools import partial
 from typing import Any
 
 import pytest
@@ -17,26 +16,37 @@ from sqlalchemy.orm import Session, sessionmaker
 from sqlalchemy.pool import NullPool
 
 from databases import DRIVERS, SERVERS, Driver, each_driver
-from projector_dedup import AsyncDispatcher, Dispatcher, Message, Outcome, on, projector
+from projector_dedup import Message, Outcome
 from projector_dedup.errors import BatchFailed, DeliveryFailed, UnsafeSessionError
 from projector_dedup.guard import GuardedSession
 from projector_dedup.markers import claim
-from projector_dedup.options import RetryPolicy
 from projector_dedup.reentry import Handling
 from projector_dedup.tables import default_tables
 from projector_dedup.testing import external_transaction
 from projector_dedup.unit_of_work import AsyncUnitOfWork, UnitOfWork
-from rig import NOTHING, ONCE, Durable, Rig, add, create_tables, done
+from rig import (
+    NOTHING,
+    ONCE,
+    ONE_ATTEMPT,
+    Durable,
+    Rig,
+    RigOn,
+    add,
+    added,
+    create_tables,
+    dispatcher_on,
+    done,
+    handler_of,
+)
 
-RigOn = Callable[..., Rig]
-Body = Callable[[Any, Session], object]
-ONE_ATTEMPT = RetryPolicy(attempts=1)
 REFUSED = "inside a handler"
 BOUNDS = {"postgresql": "set lock_timeout = '500ms'", "mariadb": "set innodb_lock_wait_timeout = 1"}
 
 
-def bound_waits(rig: Rig) -> Rig:
+@pytest.fixture(name="rig")
+def rig_fixture(driver: Driver, rig_on: RigOn) -> Rig:
     """Without the refusal a delivery waits for its own lock: let the database end that wait, and the test fail."""
+    rig = rig_on(driver)
     _bound(rig.sync_engine)
     return rig
 
@@ -89,39 +99,11 @@ def adds(_event: object, session: Session) -> None:
     add(session)
 
 
-def handler_of(factory: Any, body: Body, name: str) -> Any:
-    """A function projector of the factory's kind."""
-
-    def direct(event: object, session: Session) -> None:
-        body(event, session)
-
-    async def awaited(event: object, session: AsyncSession) -> None:
-        await session.run_sync(partial(body, event))
-
-    function: Any = awaited if isinstance(factory, async_sessionmaker) else direct
-    return projector(idempotent=True, name=name)(on("added")(function))
-
-
-def dispatcher_on(factory: Any, *bodies: Body) -> Any:
-    """A dispatcher of new handlers, each of one body."""
-    handlers = [handler_of(factory, body, f"other-{number}") for number, body in enumerate(bodies or (adds,))]
-    kind: Any = AsyncDispatcher if isinstance(factory, async_sessionmaker) else Dispatcher
-    return kind(factory, *handlers, retry=ONE_ATTEMPT)
-
-
-def added(message_id: str) -> Message:
-    """A message for the handlers of ``dispatcher_on``."""
-    return Message(message_id, {"account": "a"}, type="added")
-
-
 @pytest.mark.parametrize("idempotent", [True, False], ids=["marked", "unmarked"])
 @pytest.mark.parametrize("message_id", ["m-1", "m-2"], ids=["same message", "other message"])
 @each_driver(usual=True)
-def test_a_delivery_inside_a_handler_is_refused(
-    driver: Driver, message_id: str, idempotent: bool, rig_on: RigOn
-) -> None:
+def test_a_delivery_inside_a_handler_is_refused(message_id: str, idempotent: bool, rig: Rig) -> None:
     """The inner delivery raises at once, the outer one fails with the same error, and nothing of either is durable."""
-    rig = bound_waits(rig_on(driver))
     refusals: list[UnsafeSessionError] = []
     inner = inner_delivery(rig, message_id, idempotent=idempotent)
 
@@ -135,16 +117,15 @@ def test_a_delivery_inside_a_handler_is_refused(
     with pytest.raises(UnsafeSessionError, match=REFUSED) as raised:
         deliver_with(rig, noted)
     assert refusals == [raised.value]
-    assert rig.durable() == NOTHING
-    rig.assert_nothing_is_left()
+    rig.assert_settled(NOTHING)
     assert rig.deliver(add).outcome is Outcome.APPLIED
     assert rig.durable() == ONCE
 
 
 @each_driver(usual=True)
-def test_the_refusal_is_not_retried(driver: Driver, rig_on: RigOn) -> None:
+def test_the_refusal_is_not_retried(rig: Rig) -> None:
     """A handler that delivers will do so again: it runs once, however many attempts the policy has."""
-    rig, calls = bound_waits(rig_on(driver)), []
+    calls: list[Session] = []
     inner = inner_delivery(rig)
 
     def handler(session: Session) -> None:
@@ -157,10 +138,9 @@ def test_the_refusal_is_not_retried(driver: Driver, rig_on: RigOn) -> None:
 
 
 @each_driver(usual=True)
-def test_a_batch_inside_a_handler_is_refused(driver: Driver, rig_on: RigOn) -> None:
+def test_a_batch_inside_a_handler_is_refused(rig: Rig) -> None:
     """``deliver_batch`` reports every message of the inner batch as refused."""
-    rig = bound_waits(rig_on(driver))
-    dispatcher = dispatcher_on(other_factory(rig))
+    dispatcher = dispatcher_on(other_factory(rig), adds)
     with pytest.raises(BatchFailed) as raised:
         deliver_with(rig, lambda: dispatcher.deliver_batch([added("m-2"), added("m-3")]))
     assert [type(error) for error in raised.value.exceptions] == [UnsafeSessionError]
@@ -169,10 +149,9 @@ def test_a_batch_inside_a_handler_is_refused(driver: Driver, rig_on: RigOn) -> N
 
 
 @each_driver(usual=True)
-def test_a_delivery_by_a_handler_of_a_batch_is_refused(driver: Driver, rig_on: RigOn) -> None:
+def test_a_delivery_by_a_handler_of_a_batch_is_refused(rig: Rig) -> None:
     """The message whose handler delivers fails, and the others of its batch are applied."""
-    rig = bound_waits(rig_on(driver))
-    inner = dispatcher_on(other_factory(rig))
+    inner = dispatcher_on(other_factory(rig), adds)
 
     def body(happened: Any, session: Session) -> None:
         add(session)
@@ -191,7 +170,7 @@ def test_a_delivery_by_a_handler_of_a_batch_is_refused(driver: Driver, rig_on: R
 
 def by_another_dispatcher(factory: Any) -> Any:
     """Another dispatcher, with other handlers, on a copy of the engine."""
-    return dispatcher_on(factory).deliver(added("m-2"))
+    return dispatcher_on(factory, adds).deliver(added("m-2"))
 
 
 def by_a_unit_of_work(factory: Any) -> Any:
@@ -216,11 +195,8 @@ def by_a_function_projector(factory: Any) -> Any:
 
 @pytest.mark.parametrize("deliver", [by_another_dispatcher, by_a_unit_of_work, by_a_function_projector])
 @each_driver(usual=True)
-def test_every_way_to_deliver_inside_a_handler_is_refused(
-    driver: Driver, deliver: Callable[[Any], Any], rig_on: RigOn
-) -> None:
+def test_every_way_to_deliver_inside_a_handler_is_refused(deliver: Callable[[Any], Any], rig: Rig) -> None:
     """Whoever delivers on the handler's engine, and nothing of either is durable."""
-    rig = bound_waits(rig_on(driver))
     factory = other_factory(rig)
     with pytest.raises(UnsafeSessionError, match=REFUSED):
         deliver_with(rig, lambda: deliver(factory))
@@ -228,9 +204,8 @@ def test_every_way_to_deliver_inside_a_handler_is_refused(
 
 
 @each_driver(usual=True)
-def test_a_claim_on_the_handlers_own_session_is_no_reentry(driver: Driver, rig_on: RigOn) -> None:
+def test_a_claim_on_the_handlers_own_session_is_no_reentry(rig: Rig) -> None:
     """Its marker is one more row of the handler's transaction."""
-    rig = rig_on(driver)
 
     def handler(session: Session) -> None:
         add(session)
@@ -241,9 +216,8 @@ def test_a_claim_on_the_handlers_own_session_is_no_reentry(driver: Driver, rig_o
 
 
 @each_driver(is_async=False, usual=True)
-def test_a_claim_on_another_session_inside_a_handler_is_refused(driver: Driver, rig_on: RigOn) -> None:
+def test_a_claim_on_another_session_inside_a_handler_is_refused(rig: Rig) -> None:
     """Such a marker would commit without the handler's, and could wait for it."""
-    rig = bound_waits(rig_on(driver))
     factory = other_factory(rig)
 
     def claims() -> None:
@@ -256,9 +230,8 @@ def test_a_claim_on_another_session_inside_a_handler_is_refused(driver: Driver, 
 
 
 @each_driver(is_async=False, usual=True)
-def test_a_refusal_that_the_handler_swallows_leaves_its_own_work_whole(driver: Driver, rig_on: RigOn) -> None:
+def test_a_refusal_that_the_handler_swallows_leaves_its_own_work_whole(rig: Rig) -> None:
     """The inner delivery did nothing and said so; the handler's transaction was not touched, so it may go on."""
-    rig = bound_waits(rig_on(driver))
     inner = inner_delivery(rig)
 
     def swallow() -> None:
@@ -273,9 +246,8 @@ def test_a_refusal_that_the_handler_swallows_leaves_its_own_work_whole(driver: D
 
 
 @each_driver(usual=True)
-def test_a_delivery_after_the_handler_is_none(driver: Driver, rig_on: RigOn) -> None:
+def test_a_delivery_after_the_handler_is_none(driver: Driver, rig: Rig) -> None:
     """A handler that has returned, or failed, is forgotten, also by one and the same task."""
-    rig = rig_on(driver)
     deliver = rig.adeliver if driver.is_async else rig.deliver
 
     def fails(session: Session) -> None:
@@ -294,17 +266,15 @@ def test_a_delivery_after_the_handler_is_none(driver: Driver, rig_on: RigOn) -> 
 
 
 @each_driver(is_async=False, usual=True)
-def test_several_handlers_of_one_event_do_not_deliver_inside_each_other(driver: Driver, rig_on: RigOn) -> None:
+def test_several_handlers_of_one_event_do_not_deliver_inside_each_other(rig: Rig) -> None:
     """A dispatcher calls them one after the other."""
-    rig = rig_on(driver)
     dispatcher_on(rig.factory, adds, adds, adds).deliver(added("m-1"))
     assert rig.durable() == Durable(3, 3)
 
 
 @each_driver(is_async=False, usual=True)
-def test_several_refused_handlers_are_reported_together(driver: Driver, rig_on: RigOn) -> None:
+def test_several_refused_handlers_are_reported_together(rig: Rig) -> None:
     """An inner event with two handlers fails with ``DeliveryFailed``, and so does the outer delivery."""
-    rig = bound_waits(rig_on(driver))
     dispatcher = dispatcher_on(other_factory(rig), adds, adds)
     with pytest.raises(DeliveryFailed) as raised:
         deliver_with(rig, lambda: dispatcher.deliver(added("m-2")))
@@ -313,36 +283,32 @@ def test_several_refused_handlers_are_reported_together(driver: Driver, rig_on: 
 
 
 @each_driver(is_async=False, usual=True)
-def test_a_delivery_by_a_listener_that_hears_of_the_commit_is_none(driver: Driver, rig_on: RigOn) -> None:
+def test_a_delivery_by_a_listener_that_hears_of_the_commit_is_none(rig: Rig) -> None:
     """After COMMIT no lock is held, so ``after_commit`` may deliver what the handler has collected."""
-    rig = bound_waits(rig_on(driver))
     factory, inner = sessionmaker(rig.sync_engine), inner_delivery(rig)
     event.listen(factory, "after_commit", lambda _session: inner())
-    dispatcher_on(factory).deliver(added("m-1"))
+    dispatcher_on(factory, adds).deliver(added("m-1"))
     assert rig.durable() == Durable(2, 2)
 
 
 @each_driver(is_async=False, usual=True)
-def test_a_delivery_by_a_listener_before_the_commit_is_refused(driver: Driver, rig_on: RigOn) -> None:
+def test_a_delivery_by_a_listener_before_the_commit_is_refused(rig: Rig) -> None:
     """The handler's locks are still held in ``before_commit``."""
-    rig = bound_waits(rig_on(driver))
     factory, inner = sessionmaker(rig.sync_engine), inner_delivery(rig)
     event.listen(factory, "before_commit", lambda _session: inner())
     with pytest.raises(UnsafeSessionError, match=REFUSED):
-        dispatcher_on(factory).deliver(added("m-1"))
-    assert rig.durable() == NOTHING
-    rig.assert_nothing_is_left()
+        dispatcher_on(factory, adds).deliver(added("m-1"))
+    rig.assert_settled(NOTHING)
 
 
 @each_driver(usual=True)
-def test_a_delivery_on_another_database_is_none(driver: Driver, rig_on: RigOn, tmp_path: Any) -> None:
+def test_a_delivery_on_another_database_is_none(driver: Driver, rig: Rig, tmp_path: Any) -> None:
     """A second database has locks of its own; but whoever comes back from there to the first is refused."""
-    rig = bound_waits(rig_on(driver))
     elsewhere = DRIVERS[-1] if driver.is_async else DRIVERS[-2]
     url = URL.create(drivername=elsewhere.drivername, database=str(tmp_path / "other"))
     create_tables(url.set(drivername="sqlite"))
     other = factory_of(url)
-    there = dispatcher_on(other)
+    there = dispatcher_on(other, adds)
     deliver_with(rig, lambda: there.deliver(added("m-2")))
     assert rig.durable() == ONCE
 
@@ -355,10 +321,9 @@ def test_a_delivery_on_another_database_is_none(driver: Driver, rig_on: RigOn, t
 
 
 @each_driver(*SERVERS, usual=True)
-def test_a_delivery_on_another_engine_of_the_database_is_not_seen(driver: Driver, rig_on: RigOn) -> None:
+def test_a_delivery_on_another_engine_of_the_database_is_not_seen(rig: Rig) -> None:
     """It may deliver what waits for nothing of the handler's (docs/handlers.md)."""
-    rig = bound_waits(rig_on(driver))
-    other = dispatcher_on(factory_of(rig.engine.url))
+    other = dispatcher_on(factory_of(rig.engine.url), adds)
 
     def handler(_session: Session) -> None:
         done(other.deliver(added("m-2")))
@@ -383,9 +348,8 @@ def test_units_of_work_side_by_side_are_none(driver: Driver, rig_on: RigOn) -> N
 
 
 @each_driver(is_async=True, usual=True)
-def test_a_task_of_the_handler_is_refused_while_the_handler_runs(driver: Driver, rig_on: RigOn) -> None:
+def test_a_task_of_the_handler_is_refused_while_the_handler_runs(rig: Rig) -> None:
     """To await it would be to wait for oneself."""
-    rig = bound_waits(rig_on(driver))
     inner = inner_delivery(rig)
     with pytest.raises(UnsafeSessionError, match=REFUSED):
         deliver_with(rig, lambda: asyncio.gather(inner()))
@@ -393,9 +357,8 @@ def test_a_task_of_the_handler_is_refused_while_the_handler_runs(driver: Driver,
 
 
 @each_driver(is_async=True, usual=True)
-def test_a_task_that_outlives_the_handler_may_deliver(driver: Driver, rig_on: RigOn) -> None:
+def test_a_task_that_outlives_the_handler_may_deliver(rig: Rig) -> None:
     """Its context is a copy of the handler's, in which the handler has ended."""
-    rig = bound_waits(rig_on(driver))
     tasks: list[asyncio.Task[Any]] = []
 
     async def deliver() -> None:
@@ -419,9 +382,8 @@ def test_a_task_that_outlives_the_handler_may_deliver(driver: Driver, rig_on: Ri
 
 
 @each_driver(is_async=False, usual=True)
-def test_a_thread_that_was_given_the_context_is_refused(driver: Driver, rig_on: RigOn) -> None:
+def test_a_thread_that_was_given_the_context_is_refused(rig: Rig) -> None:
     """``asyncio.to_thread`` copies the context: a synchronous delivery in it is inside the handler."""
-    rig = bound_waits(rig_on(driver))
     inner = inner_delivery(rig)
     with pytest.raises(UnsafeSessionError, match=REFUSED):
         deliver_with(rig, lambda: asyncio.run(asyncio.to_thread(inner)))
@@ -429,9 +391,8 @@ def test_a_thread_that_was_given_the_context_is_refused(driver: Driver, rig_on: 
 
 
 @each_driver(*SERVERS, is_async=False)
-def test_a_thread_of_its_own_is_not_seen(driver: Driver, rig_on: RigOn) -> None:
+def test_a_thread_of_its_own_is_not_seen(rig: Rig) -> None:
     """It has a context of its own, and may deliver what waits for nothing of the handler's (docs/handlers.md)."""
-    rig = bound_waits(rig_on(driver))
     inner = inner_delivery(rig)
 
     def handler(_session: Session) -> None:
@@ -444,9 +405,8 @@ def test_a_thread_of_its_own_is_not_seen(driver: Driver, rig_on: RigOn) -> None:
 
 
 @each_driver(is_async=True, usual=True)
-def test_tasks_side_by_side_do_not_see_each_others_handlers(driver: Driver, rig_on: RigOn) -> None:
+def test_tasks_side_by_side_do_not_see_each_others_handlers(rig: Rig) -> None:
     """Deliveries of different tasks overlap as ever."""
-    rig = rig_on(driver)
 
     async def deliver() -> None:
         await asyncio.gather(*(rig.adeliver(add, f"m-{number}") for number in range(8)))
@@ -466,14 +426,13 @@ def test_a_delivery_that_is_closed_in_another_context_disturbs_nobody() -> None:
 
 
 @each_driver(usual=True)
-def test_a_test_in_an_outer_transaction_is_told_too(driver: Driver, rig_on: RigOn) -> None:
+def test_a_test_in_an_outer_transaction_is_told_too(rig: Rig) -> None:
     """What would wait for ever in production is refused where one connection would let it pass."""
-    rig = rig_on(driver)
 
     def in_an_outer_transaction() -> None:
         connection = rig.engine.connect() if isinstance(rig.engine, Engine) else done(rig.engine.connect().start())
         factory = type(rig.factory)(connection)
-        with external_transaction(dispatcher_on(factory)) as inner:
+        with external_transaction(dispatcher_on(factory, adds)) as inner:
             outer = dispatcher_on(factory, lambda _event, _session: done(inner.deliver(added("m-2"))))
             with external_transaction(outer), pytest.raises(UnsafeSessionError, match=REFUSED):
                 done(outer.deliver(added("m-1")))

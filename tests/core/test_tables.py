@@ -1,14 +1,14 @@
 """The tables: named as the user likes, refused where they could not keep the promise, and queried as an entity."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta, timezone
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, MetaData, Table, create_engine, inspect, select, text
+from sqlalchemy import Engine, MetaData, Table, inspect, select, text
 from sqlalchemy.orm import DeclarativeBase, Session, sessionmaker
 
-from databases import Database
+from marked import one_of_each_engine  # noqa: F401  # a fixture
 from projector_dedup import Dispatcher, Message, Outcome, make_tables, on, projector
 from projector_dedup.commands import make_command_tables
 from projector_dedup.effects import make_effect_tables
@@ -24,14 +24,6 @@ AT = datetime(2026, 1, 2, 3, 4, 5, 678901, tzinfo=timezone(timedelta(hours=5, mi
 @on(dict)
 def handler(event: dict[str, Any], session: Session) -> None:
     """Do nothing."""
-
-
-@pytest.fixture
-def engine(database: Database) -> Iterator[Engine]:
-    """An engine on each empty database."""
-    engine = create_engine(database.url())
-    yield engine
-    engine.dispose()
 
 
 def created(engine: Engine, name: str = "processed_message", schema: str | None = None) -> DedupTables:

@@ -14,10 +14,11 @@ from sqlalchemy import Engine, create_engine, event, text
 from sqlalchemy.orm import Session
 
 from databases import Database, Driver, each_driver, spread
-from kit import Added, Base, Harness, Subject, add
+from kit import Added, Harness, Subject, add
 from projector_dedup import Dispatcher, Message, Outcome
 from projector_dedup.errors import BatchFailed, UnsafeSessionError
 from projector_dedup.tables import default_metadata
+from ready import make_contract_tables, ready, role_on
 
 APPLIED, DUPLICATE = Outcome.APPLIED, Outcome.DUPLICATE
 SCHEMAS = {"a": "public", "b": "tenant_b"}
@@ -137,10 +138,7 @@ def tenants_on(database: Database, driver: Driver, body: Callable[..., Any] = ad
     owner = create_engine(database.url("postgresql+psycopg"))
     with owner.begin() as connection:
         connection.execute(text("CREATE SCHEMA tenant_b"))
-        for schema in (None, "tenant_b"):
-            mapped = connection.execution_options(schema_translate_map={None: schema})
-            default_metadata.create_all(mapped)
-            Base.metadata.create_all(mapped)
+    make_contract_tables(owner, "tenant_b")
     with Harness(Subject(database.url(driver.name_in_url), **options)) as harness:
         yield Tenants(owner, harness, body)
     owner.dispose()
@@ -236,8 +234,7 @@ def test_rows_of_a_tenant_by_a_variable_are_that_tenants(
     postgresql: Database, driver: Driver, isolation: str | None
 ) -> None:
     """Row level security by `current_setting()`, set for the transaction when a connection is taken from the pool."""
-    name, password = f"pdtest_{secrets.token_hex(4)}", secrets.token_hex(8)
-    owner = create_engine(postgresql.url("postgresql+psycopg"))
+    owner, password = create_engine(postgresql.url("postgresql+psycopg")), secrets.token_hex(8)
     default_metadata.create_all(owner)
     with owner.begin() as connection:
         for each in (
@@ -245,13 +242,12 @@ def test_rows_of_a_tenant_by_a_variable_are_that_tenants(
             "PRIMARY KEY (tenant, key))",
             "ALTER TABLE contract_total ENABLE ROW LEVEL SECURITY",
             "CREATE POLICY own ON contract_total USING (tenant = current_setting('app.tenant'))",
-            f"CREATE ROLE {name} LOGIN PASSWORD '{password}'",
-            f"ALTER ROLE {name} SET app.tenant = 'a'",
-            f"GRANT USAGE ON SCHEMA public TO {name}",
-            f"GRANT SELECT, INSERT, UPDATE, DELETE ON ALL TABLES IN SCHEMA public TO {name}",
         ):
             connection.execute(text(each))
-    try:
+    everything = "SELECT, INSERT, UPDATE, DELETE ON ALL TABLES IN SCHEMA public"
+    with role_on(owner, everything, password=password) as name:
+        with owner.begin() as connection:
+            connection.execute(text(f"ALTER ROLE {name} SET app.tenant = 'a'"))
         url = postgresql.url(driver.name_in_url).set(username=name, password=password)
         with Harness(Subject(url, dispatcher_isolation=isolation)) as harness:
             tenants = Tenants(owner, harness)
@@ -266,11 +262,7 @@ def test_rows_of_a_tenant_by_a_variable_are_that_tenants(
             rows = connection.execute(text("SELECT tenant, amount FROM contract_total"))
             found = dict(map(tuple, rows))
         assert found == {tenant: total for tenant, (_, total) in tenants.expected().items()}
-    finally:
-        with owner.begin() as connection:
-            connection.execute(text(f"DROP OWNED BY {name}"))
-            connection.execute(text(f"DROP ROLE {name}"))
-        owner.dispose()
+    owner.dispose()
 
 
 @pytest.fixture
@@ -280,10 +272,7 @@ def second_database(mariadb: Database) -> Iterator[str]:
     owner = create_engine(mariadb.url("mariadb+pymysql"))
     with owner.begin() as connection:
         connection.execute(text(f"CREATE DATABASE {name}"))
-        for schema in (None, name):
-            mapped = connection.execution_options(schema_translate_map={None: schema})
-            default_metadata.create_all(mapped)
-            Base.metadata.create_all(mapped)
+    make_contract_tables(owner, name)
     yield name
     with owner.begin() as connection:
         connection.execute(text(f"DROP DATABASE {name}"))
@@ -336,8 +325,7 @@ def test_on_sqlite_a_transaction_that_a_listener_has_begun_is_the_units(sqlite: 
         execute("BEGIN")
         execute("PRAGMA defer_foreign_keys = ON")
 
-    with Harness(Subject(sqlite.url("sqlite+pysqlite"))) as harness:
-        harness.create_tables()
+    with ready(sqlite.url("sqlite+pysqlite")) as harness:
         by_checkout(harness, begin)
         dispatcher: Dispatcher = harness.dispatcher(harness.handler(body))
         outcomes = [dispatcher.deliver(Added(), message_id=each).outcome for each in ("m1", "m2", "m1")]

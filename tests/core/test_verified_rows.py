@@ -96,18 +96,13 @@ class Verified:
 
     def __init__(self, scene: Scene) -> None:
         self._scene = scene
+        self.stored, self.read = scene.store, scene.read
         scene.begins = 0
 
     @property
     def runs(self) -> int:
         """How often the handler was called."""
         return self._scene.runs
-
-    def stored(self, *rows: object) -> None:
-        """Store rows before the message comes."""
-        with Session(self._scene.engine) as session:
-            session.add_all(rows)
-            session.commit()
 
     def deliver(self, read: Callable[[Session], Any], change: Callable[[Any], object], rival: Change = nothing) -> None:
         """Deliver a message whose handler changes what it has read. The rival comes between the two."""
@@ -127,11 +122,6 @@ class Verified:
         with Session(self._scene.engine) as session:
             rival(session)
             session.commit()
-
-    def read(self, statement: Any) -> Any:
-        """Return a value that is committed."""
-        with Session(self._scene.engine) as session:
-            return session.scalar(statement)
 
 
 @pytest.fixture(name="verified")

@@ -3,20 +3,19 @@
 A handler that keeps its transaction is applied; one that ended it is reported, whatever else it chose.
 """
 
-import secrets
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, create_engine, text
+from sqlalchemy import create_engine, text
 from sqlalchemy.orm import Session
 
 from databases import USUAL_DRIVERS, Database, Driver
-from kit import Added, Base, Harness, Subject, add
+from kit import Added, Harness, Subject, add
 from misbehaviour import execute_raw
 from projector_dedup import Outcome
 from projector_dedup.errors import TransactionViolatedError
-from projector_dedup.tables import default_metadata
+from ready import make_contract_tables, role_on
 
 APPLIED = Outcome.APPLIED
 on_drivers_of = {
@@ -39,10 +38,10 @@ def as_raw(session: Session, sql: str) -> None:
 class Place:
     """A database with the tables, and what a handler may choose in it."""
 
-    def __init__(self, database: Database, elsewhere: str, role: str = "") -> None:
+    def __init__(self, database: Database, elsewhere: str) -> None:
         self.database = database
         self.elsewhere = elsewhere  # a schema or database that has the tables too
-        self.role = role  # that may not read markers
+        self.role = ""  # that may not read markers
         self.owner = create_engine(database.url())
 
     def harness(self, driver: Driver) -> Harness:
@@ -55,34 +54,16 @@ class Place:
             return int(connection.scalar(text(f"SELECT count(*) FROM {table}")) or 0)
 
 
-def make_tables_in(engine: Engine, schema: str) -> None:
-    """The same tables twice."""
-    with engine.begin() as connection:
-        for each in (None, schema):
-            mapped = connection.execution_options(schema_translate_map={None: each})
-            default_metadata.create_all(mapped)
-            Base.metadata.create_all(mapped)
-
-
 @pytest.fixture
 def schemas(postgresql: Database) -> Iterator[Place]:
     """PostgreSQL: a second schema, an empty one, and a role."""
-    place = Place(postgresql, "elsewhere", f"pdtest_{secrets.token_hex(4)}")
+    place = Place(postgresql, "elsewhere")
     with place.owner.begin() as connection:
-        for each in (
-            "CREATE SCHEMA elsewhere",
-            "CREATE SCHEMA nothing",
-            f"CREATE ROLE {place.role}",
-            f"GRANT USAGE ON SCHEMA public TO {place.role}",
-        ):
-            connection.execute(text(each))
-    make_tables_in(place.owner, "elsewhere")
-    with place.owner.begin() as connection:
-        connection.execute(text(f"GRANT SELECT, INSERT, UPDATE ON contract_total TO {place.role}"))
-    yield place
-    with place.owner.begin() as connection:
-        connection.execute(text(f"DROP OWNED BY {place.role}"))
-        connection.execute(text(f"DROP ROLE {place.role}"))
+        for each in ("elsewhere", "nothing"):
+            connection.execute(text(f"CREATE SCHEMA {each}"))
+    make_contract_tables(place.owner, "elsewhere")
+    with role_on(place.owner, "SELECT, INSERT, UPDATE ON contract_total") as place.role:
+        yield place
     place.owner.dispose()
 
 
@@ -92,7 +73,7 @@ def second_database(mariadb: Database) -> Iterator[Place]:
     place = Place(mariadb, f"{mariadb.url().database}_b")
     with place.owner.begin() as connection:
         connection.execute(text(f"CREATE DATABASE {place.elsewhere}"))
-    make_tables_in(place.owner, place.elsewhere)
+    make_contract_tables(place.owner, place.elsewhere)
     yield place
     with place.owner.begin() as connection:
         connection.execute(text(f"DROP DATABASE {place.elsewhere}"))
@@ -103,8 +84,7 @@ def second_database(mariadb: Database) -> Iterator[Place]:
 def temporary(sqlite: Database) -> Iterator[Place]:
     """SQLite: the main file."""
     place = Place(sqlite, "main")
-    for metadata in (default_metadata, Base.metadata):
-        metadata.create_all(place.owner)
+    make_contract_tables(place.owner)
     yield place
     place.owner.dispose()
 

@@ -20,9 +20,7 @@ from databases import DRIVERS, Driver, each_driver
 from projector_dedup import Outcome
 from projector_dedup.errors import UnsupportedDatabaseError
 from projector_dedup.verdict import Action, verdict_of
-from rig import NOTHING, ONCE, TOTAL, Rig, add
-
-RigOn = Callable[..., Rig]
+from rig import NOTHING, ONCE, TOTAL, Rig, RigOn, add
 
 INSTRUMENTORS: dict[str, Any] = {
     "psycopg": PsycopgInstrumentor,
@@ -59,8 +57,7 @@ def wrapping(rig: Rig, proxy: Callable[[Any], Any]) -> Rig:
 def assert_applied_once(rig: Rig) -> None:
     """The first delivery applies, and the second one is a duplicate."""
     assert [rig.deliver(add).outcome for _ in range(2)] == [Outcome.APPLIED, Outcome.DUPLICATE]
-    assert rig.durable() == ONCE
-    rig.assert_nothing_is_left()
+    rig.assert_settled(ONCE)
 
 
 @pytest.mark.parametrize("driver", [each for each in DRIVERS if each.module in INSTRUMENTORS], ids=str)
@@ -71,9 +68,8 @@ def test_a_traced_driver_delivers(rig_on: RigOn, driver: Driver) -> None:
 
 
 @each_driver()
-def test_a_traced_engine_delivers(rig_on: RigOn, driver: Driver) -> None:
+def test_a_traced_engine_delivers(rig: Rig) -> None:
     """OpenTelemetry's listeners, which add a comment to each statement, change nothing."""
-    rig = rig_on(driver)
     instrumentor = SQLAlchemyInstrumentor()
     instrumentor.instrument(skip_dep_check=True, engine=rig.sync_engine, enable_commenter=True)
     try:
@@ -153,11 +149,8 @@ def test_a_connection_that_lacks_an_attribute_is_refused(rig_on: RigOn, driver: 
 
 
 @each_driver("postgresql", module="psycopg")
-def test_a_conflict_in_a_pipeline_logs_no_warning(
-    rig_on: RigOn, driver: Driver, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_conflict_in_a_pipeline_logs_no_warning(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
     """psycopg's `executemany` uses a pipeline; the library retries its conflict, and nobody needs to know."""
-    rig = rig_on(driver)
     rig.outside.execute("insert into total values ('a', 0)")
     runs: list[int] = []
 

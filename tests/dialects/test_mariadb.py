@@ -19,7 +19,7 @@ from sqlalchemy.orm import Session, sessionmaker
 
 from contract import LOOK_ALIKES, ClaimContract, ConcurrencyContract, OnceContract
 from databases import DRIVERS, USUAL_DRIVERS, Database, Driver, mariadb_connection
-from kit import PATIENCE, Added, Broken, Gate, Harness, Subject, Total, add
+from kit import PATIENCE, Added, Broken, Gate, Harness, Held, Subject, Total, add
 from projector_dedup import Dispatcher, Message, Outcome, on, projector
 from projector_dedup.errors import InProgress, MissingTableError, RefusedError, UnsafeSessionError
 from projector_dedup.maintenance.check import check
@@ -27,6 +27,7 @@ from projector_dedup.maintenance.cleanup import cleanup
 from projector_dedup.markers import claim
 from projector_dedup.options import RetryPolicy
 from projector_dedup.tables import ProcessedMessage, default_metadata, default_tables
+from ready import ready
 
 MARIADB = [driver for driver in DRIVERS if driver.engine == "mariadb"]
 ONE_OF_EACH_KIND = [driver for driver in MARIADB if driver in USUAL_DRIVERS]
@@ -82,16 +83,14 @@ def subject(
 @pytest.fixture(name="harness", params=MARIADB, ids=str)
 def harness_fixture(request: pytest.FixtureRequest, mariadb: Database) -> Iterator[Harness]:
     """The contract's tables, through each driver."""
-    with Harness(subject(mariadb, request.param)) as harness:
-        harness.create_tables()
+    with ready(subject(mariadb, request.param)) as harness:
         yield harness
 
 
 @pytest.fixture
 def usual(mariadb: Database) -> Iterator[Harness]:
     """The same, for what the server does whichever driver asks."""
-    with Harness(subject(mariadb, USUAL)) as harness:
-        harness.create_tables()
+    with ready(subject(mariadb, USUAL)) as harness:
         yield harness
 
 
@@ -120,8 +119,7 @@ def test_keys_compare_byte_for_byte(mariadb: Database, driver: Driver, setting: 
     at = datetime(2026, 1, 2, 3, 4, 5, 678901, tzinfo=timezone(timedelta(hours=2)))
     batch = [Message(each, Added(), occurred_at=at if len(each) > 1 else None) for each in IDS]
     names, many = ("h", "H", "h ", "h'", "h\\"), ("ö'", "ソ\\")
-    with Harness(subject(mariadb, driver, collation=collation, charset=charset, sql_mode=mode)) as harness:
-        harness.create_tables()
+    with ready(subject(mariadb, driver, collation=collation, charset=charset, sql_mode=mode)) as harness:
         for name, options in zip(many, ({}, {"claim_timeout": 1.0}), strict=True):
             handler = harness.handler(lambda *_: None, name, batch=True)
             dispatcher = harness.dispatcher(handler, **options)
@@ -141,8 +139,7 @@ def test_keys_compare_byte_for_byte(mariadb: Database, driver: Driver, setting: 
 @pytest.mark.parametrize("first", MARIADB, ids=str)
 def test_an_id_is_the_same_through_every_driver_and_connection(mariadb: Database, first: Driver) -> None:
     """What a driver claimed on a latin1 connection is a duplicate to every other, on any connection."""
-    with Harness(subject(mariadb, first, charset="latin1")) as harness:
-        harness.create_tables()
+    with ready(subject(mariadb, first, charset="latin1")) as harness:
         assert all(harness.transact(lambda session: [claim(session, each, "h") for each in IDS]))
     for second, charset in zip(MARIADB, ("utf8mb4", "gbk", None, "latin1"), strict=True):
         with Harness(subject(mariadb, second, charset=charset, sql_mode="")) as harness:
@@ -158,8 +155,7 @@ class TestNotStrict(OnceContract, ClaimContract):
         given = subject(
             mariadb, request.param, collation="utf8mb4_unicode_ci", charset="latin1", sql_mode="ANSI_QUOTES"
         )
-        with Harness(given) as harness:
-            harness.create_tables()
+        with ready(given) as harness:
             yield harness
 
 
@@ -210,8 +206,7 @@ def test_the_marker_is_text_to_queries(mariadb: Database, driver: Driver, charse
         session.refresh(mine)
         assert (mine.message_id, mine.processed_at.microsecond >= 0) == ("ソ\\", True)
 
-    with Harness(subject(mariadb, driver, charset=charset, sql_mode="NO_BACKSLASH_ESCAPES")) as harness:
-        harness.create_tables()
+    with ready(subject(mariadb, driver, charset=charset, sql_mode="NO_BACKSLASH_ESCAPES")) as harness:
         harness.transact(core)
         harness.transact(orm)
         assert harness.markers() == sorted([("a", "ö"), ("ソ'", "h"), ("ソ\\", "h")])
@@ -292,8 +287,7 @@ def test_a_collation_that_merges_ids_loses_no_message(usual: Harness, column: st
 
 def test_a_column_that_cuts_ids_loses_no_message(mariadb: Database) -> None:
     """Where the mode is not strict, a short column keeps a part of the id: one that begins alike is no duplicate."""
-    with Harness(subject(mariadb, MARIADB[0], sql_mode="")) as harness:
-        harness.create_tables()
+    with ready(subject(mariadb, MARIADB[0], sql_mode="")) as harness:
         run(harness, "ALTER TABLE processed_message MODIFY message_id VARBINARY(3) NOT NULL")
         harness.deliver(harness.dispatcher(), message_id="abcd")
         for message_id in ("abce", "abcd"):
@@ -354,8 +348,7 @@ def test_a_marker_table_without_transactions_is_refused(usual: Harness, storage:
 def test_our_tables_are_innodb_whatever_the_servers_default_is(mariadb: Database) -> None:
     """`make_tables` says so; a read model that leaves it to a default of MyISAM is refused before it is written."""
     given = subject(mariadb, USUAL, default_storage_engine="MyISAM")
-    with Harness(given) as harness:
-        harness.create_tables()
+    with ready(given) as harness:
         engines = harness.transact(
             lambda session: {row.table_name: row.engine for row in session.execute(text(ENGINES))}
         )
@@ -394,8 +387,7 @@ MOMENTS = [
 def far_from_utc(request: pytest.FixtureRequest, mariadb: Database) -> Iterator[Harness]:
     """Through each driver, on connections of another time zone."""
     driver, zone = request.param
-    with Harness(subject(mariadb, driver, time_zone=zone)) as harness:
-        harness.create_tables()
+    with ready(subject(mariadb, driver, time_zone=zone)) as harness:
         yield harness
 
 
@@ -576,8 +568,7 @@ class Seen:
 @pytest.fixture(params=ONE_OF_EACH_KIND, ids=str)
 def of_each_kind(request: pytest.FixtureRequest, mariadb: Database) -> Iterator[Harness]:
     """One synchronous driver, one asynchronous."""
-    with Harness(subject(mariadb, request.param)) as harness:
-        harness.create_tables()
+    with ready(subject(mariadb, request.param)) as harness:
         yield harness
 
 
@@ -586,24 +577,14 @@ def test_the_rollback_storm(mariadb: Database, driver: Driver, way: str) -> None
     """When the winner rolls back, several of those who wait get a deadlock (1213): one applies, the rest skip."""
     isolation, settings = WAYS[way]
     rivals = 6
-    with Harness(subject(mariadb, driver, isolation=isolation)) as harness:
-        harness.create_tables()
-        seen, gate, runs = Seen(harness), Gate(harness), []
-
-        def body(happened: Added, session: Session) -> None:
-            runs.append(happened)
-            add(happened, session)
-            session.flush()
-            if len(runs) == 1:
-                gate.stop()
-                raise Broken
-
-        dispatcher = harness.dispatcher(harness.handler(body, **settings), retry=PATIENT)
+    with ready(subject(mariadb, driver, isolation=isolation)) as harness:
+        seen, held = Seen(harness), Held(harness, fails=True)
+        dispatcher = harness.dispatcher(harness.handler(held, **settings), retry=PATIENT)
         winner = harness.start(harness.deliver, dispatcher)
-        gate.arrival()
+        held.gate.arrival()
         losers = [harness.start(harness.deliver, dispatcher) for _ in range(rivals)]
         harness.waits(rivals)
-        gate.open()
+        held.gate.open()
         assert isinstance(winner.exception(), Broken)
         outcomes = Counter(loser.result().outcome for loser in losers)
         assert outcomes == {Outcome.APPLIED: 1, Outcome.DUPLICATE: rivals - 1}
@@ -615,8 +596,7 @@ def test_the_rollback_storm(mariadb: Database, driver: Driver, way: str) -> None
 def test_neighbouring_rows_are_both_created(mariadb: Database, driver: Driver, way: str) -> None:
     """Both messages look for a row that is not there, in one gap, before either inserts; both count."""
     isolation, settings = WAYS[way]
-    with Harness(subject(mariadb, driver, isolation=isolation)) as harness:
-        harness.create_tables()
+    with ready(subject(mariadb, driver, isolation=isolation)) as harness:
         harness.transact(lambda session: session.add_all([Total(key="a", amount=0), Total(key="z", amount=0)]))
         gate = Gate(harness)
 
@@ -641,24 +621,14 @@ def test_neighbouring_rows_are_both_created(mariadb: Database, driver: Driver, w
 @pytest.mark.parametrize("driver", ONE_OF_EACH_KIND, ids=str)
 def test_the_servers_own_lock_timeout_is_no_duplicate(mariadb: Database, driver: Driver, fails: bool) -> None:
     """1205 on a claim, after `innodb_lock_wait_timeout`, is retried until the winner's end says what is true."""
-    with Harness(subject(mariadb, driver, innodb_lock_wait_timeout=1)) as harness:
-        harness.create_tables()
-        seen, gate = Seen(harness), Gate(harness)
-
-        def body(happened: Added, session: Session) -> None:
-            add(happened, session)
-            session.flush()
-            gate.stop()
-            if fails and not seen.numbers[-1]:
-                seen.numbers[-1] += 1
-                raise Broken
-
-        dispatcher = harness.dispatcher(harness.handler(body), retry=PATIENT)
+    with ready(subject(mariadb, driver, innodb_lock_wait_timeout=1)) as harness:
+        seen, held = Seen(harness), Held(harness, fails=fails)
+        dispatcher = harness.dispatcher(harness.handler(held), retry=PATIENT)
         winner = harness.start(harness.deliver, dispatcher)
-        gate.arrival()
+        held.gate.arrival()
         loser = harness.start(harness.deliver, dispatcher)
         seen.wait_for(1205)
-        gate.open()
+        held.gate.open()
         assert isinstance(winner.exception(), Broken) is fails
         assert loser.result().outcome is (Outcome.APPLIED if fails else Outcome.DUPLICATE)
         assert (harness.totals(), harness.markers()) == ({"a": 1}, [("m1", "totals")])
@@ -667,17 +637,11 @@ def test_the_servers_own_lock_timeout_is_no_duplicate(mariadb: Database, driver:
 @pytest.mark.parametrize(("driver", "bound"), [*((driver, 0.25) for driver in MARIADB), (USUAL, 1.5)], ids=str)
 def test_claim_timeout_is_precise(mariadb: Database, driver: Driver, bound: float) -> None:
     """It is ended by its own bound (1969), which knows milliseconds; the server's own for locks is 1 s here (1205)."""
-    with Harness(subject(mariadb, driver, innodb_lock_wait_timeout=1)) as harness:
-        harness.create_tables()
-        gate = Gate(harness)
-
-        def body(happened: Added, session: Session) -> None:
-            add(happened, session)
-            gate.stop()
-
-        handler = harness.handler(body)
+    with ready(subject(mariadb, driver, innodb_lock_wait_timeout=1)) as harness:
+        held = Held(harness)
+        handler = harness.handler(held)
         winner = harness.start(harness.deliver, harness.dispatcher(handler))
-        gate.arrival()
+        held.gate.arrival()
         hasty = harness.dispatcher(handler, claim_timeout=bound)
         began = time.monotonic()
         with pytest.raises(InProgress, match=f"{bound} s") as refused:
@@ -685,7 +649,7 @@ def test_claim_timeout_is_precise(mariadb: Database, driver: Driver, bound: floa
         assert time.monotonic() - began >= bound
         cause: Any = refused.value.__cause__
         assert cause.orig.args[0] == 1969
-        gate.open()
+        held.gate.open()
         assert winner.result().outcome is Outcome.APPLIED
         assert harness.deliver(hasty).outcome is Outcome.DUPLICATE
 

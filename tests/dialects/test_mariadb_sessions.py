@@ -18,13 +18,14 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 
 from databases import DRIVERS, USUAL_DRIVERS, Database, Driver
-from kit import Harness, Subject, Total
+from kit import Harness, Total
 from projector_dedup import Outcome
 from projector_dedup.dialects import mariadb
 from projector_dedup.errors import MissingTableError, RetriesExhaustedError, TransactionViolatedError
 from projector_dedup.options import RetryPolicy
 from races import LostUpdateContract, RaceContract
-from rig import NOTHING, Durable, Rig, add, done, outsides_fixture, rig_on_fixture  # noqa: F401  # fixtures
+from ready import ready
+from rig import NOTHING, Durable, Rig, RigOn, add, done
 from rig import Total as Row
 
 MARIADB = [driver for driver in DRIVERS if driver.engine == "mariadb"]
@@ -41,7 +42,6 @@ POOLS: dict[str, tuple[dict[str, Any], str]] = {  # and what its sessions begin 
     "no pool": ({"poolclass": NullPool}, USUAL),
     "a weaker level": (ONE, WEAK),
 }
-RigOn = Callable[..., Rig]
 
 every_driver = pytest.mark.parametrize("driver", MARIADB, ids=str)
 usual_drivers = pytest.mark.parametrize("driver", [each for each in MARIADB if each in USUAL_DRIVERS], ids=str)
@@ -267,9 +267,8 @@ def test_a_handlers_own_second_connection_is_the_users(rig_on: RigOn, driver: Dr
 
 
 @usual_drivers
-def test_it_needs_no_privilege(rig_on: RigOn, driver: Driver) -> None:
+def test_it_needs_no_privilege(rig: Rig, driver: Driver) -> None:
     """A user who may read and write their own tables and nothing else can have it."""
-    rig = rig_on(driver)
     name = str(rig.outside.database.url().database)
     rig.outside.execute(f"CREATE USER IF NOT EXISTS {name}@'%' IDENTIFIED BY 'pw'")
     try:
@@ -316,9 +315,8 @@ def race(rig: Rig) -> int:
     [(ON, OFF), (USUAL, WEAK), (STRONG, USUAL), (STRONG, WEAK), (f"{ON}, SESSION tx_isolation = 'SERIALIZABLE'", OFF)],
     ids=["setting", "level", "serializable", "weak", "both"],
 )
-def test_two_messages_on_one_row_both_count(rig_on: RigOn, driver: Driver, first: str, later: str) -> None:
+def test_two_messages_on_one_row_both_count(rig: Rig, first: str, later: str) -> None:
     """I6 on connections that are set otherwise than the first one of their engine."""
-    rig = rig_on(driver)
     begin_with(rig, first, later)
     rig.deliver(add, "m1")
     release = hold_a_connection(rig)
@@ -430,8 +428,7 @@ class TestWithoutSnapshotIsolation(RaceContract, LostUpdateContract):
     @pytest.fixture
     def harness(self, driver: Driver, mariadb: Database) -> Iterator[Harness]:
         """As `create_engine` makes it."""
-        with Harness(Subject(mariadb.url(driver.drivername))) as harness:
-            harness.create_tables()
+        with ready(mariadb.url(driver.drivername)) as harness:
             yield harness
 
     def test_projectors_run_at_serializable(self, harness: Harness) -> None:

@@ -15,7 +15,7 @@ from sqlalchemy.orm import Session
 from databases import DRIVERS, Driver
 from projector_dedup import Outcome
 from projector_dedup.options import RetryPolicy
-from rig import NOTHING, Durable, Rig, Total, add, done, outsides_fixture, rig_on_fixture  # noqa: F401  # fixtures
+from rig import NOTHING, Durable, Rig, RigOn, Total, add, done
 
 POSTGRESQL = [driver for driver in DRIVERS if driver.engine == "postgresql"]
 AT_ONCE = RetryPolicy(base=0)
@@ -26,7 +26,7 @@ EVERYTHING = "select * from total where account <> 'z'"
 
 
 @pytest.fixture(name="warm")
-def warm_fixture(rig_on: Callable[..., Rig]) -> Iterator[Callable[[Driver], Rig]]:
+def warm_fixture(rig_on: RigOn) -> Iterator[Callable[[Driver], Rig]]:
     """A rig with a full pool, each connection of which has prepared what the handler will ask."""
     rigs: list[Rig] = []
 
@@ -70,9 +70,8 @@ def test_messages_are_applied_whatever_was_prepared(driver: Driver, warm: Callab
 
     for number in range(POOL + 1):
         assert rig.deliver(read_everything, f"m{number}", retry=AT_ONCE).outcome is Outcome.APPLIED
-    assert rig.durable() == Durable(POOL + 1, POOL + 1)
     assert (len(runs) > POOL + 1) == (driver.module != "psycopg2"), "the others had prepared it"
-    rig.assert_nothing_is_left()
+    rig.assert_settled(Durable(POOL + 1, POOL + 1))
 
 
 @pytest.mark.parametrize("driver", POSTGRESQL, ids=str)
@@ -91,9 +90,8 @@ def test_a_handler_that_swallows_it_is_run_again(driver: Driver, warm: Callable[
 
 
 @pytest.mark.parametrize("driver", POSTGRESQL, ids=str)
-def test_what_the_server_does_not_support_is_the_users_error(driver: Driver, rig_on: Callable[..., Rig]) -> None:
+def test_what_the_server_does_not_support_is_the_users_error(rig: Rig) -> None:
     """The handler ran once: trying again would not help."""
-    rig = rig_on(driver)
     runs: list[int] = []
 
     def not_supported(session: Session) -> None:

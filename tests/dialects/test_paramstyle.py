@@ -6,8 +6,9 @@ import pytest
 
 from command_rig import Balance, desk_on
 from databases import DRIVERS, Database, Driver
-from kit import Added, Harness, Subject, Total
+from kit import Added, Total
 from projector_dedup import Message, Outcome
+from ready import ready
 
 OTHERS = {
     "psycopg": ("format",),
@@ -29,8 +30,7 @@ def test_messages_are_claimed_in_any_style(request: pytest.FixtureRequest, drive
     if not driver.installed:
         pytest.skip(f"{driver.module} is not installed")
     database: Database = request.getfixturevalue(driver.engine)
-    with Harness(Subject(database.url(driver.name_in_url), engine_arguments={"paramstyle": style})) as harness:
-        harness.create_tables()
+    with ready(database.url(driver.name_in_url), engine_arguments={"paramstyle": style}) as harness:
         dispatchers = {
             "plain": harness.dispatcher(harness.handler(name="plain")),
             "strict": harness.dispatcher(harness.handler(name="strict"), strict=True),

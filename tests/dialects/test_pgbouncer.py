@@ -29,14 +29,14 @@ from projector_dedup.errors import CommitOutcomeUnknown, RetriesExhaustedError, 
 from projector_dedup.options import RetryPolicy
 from races import LostUpdateContract
 from reach import reach
-from rig import NOTHING, ONCE, Durable, Outside, Rig, add, outsides_fixture, rig_on_fixture  # noqa: F401  # fixtures
+from ready import ready
+from rig import NOTHING, ONCE, Counting, Durable, Outside, Rig, RigOn, add
 
 POSTGRESQL = [driver for driver in DRIVERS if driver.engine == "postgresql"]
 USUAL = [driver for driver in POSTGRESQL if driver in USUAL_DRIVERS]
 NAMING = [driver for driver in POSTGRESQL if recipe(driver)]
 on_postgresql = pytest.mark.parametrize("driver", POSTGRESQL, ids=str)
 Bouncer = Callable[..., PgBouncer]
-RigOn = Callable[..., Rig]
 
 
 @pytest.fixture
@@ -90,8 +90,7 @@ class TestFewServerConnections(LostUpdateContract):
     @pytest.fixture(params=USUAL, ids=str)
     def harness(self, request: pytest.FixtureRequest) -> Iterator[Harness]:
         """Two who meet on a row, and somebody who looks."""
-        with Harness(behind(request, request.param, 3)) as harness:
-            harness.create_tables()
+        with ready(behind(request, request.param, 3)) as harness:
             yield harness
             harness.drop_tables()
 
@@ -181,8 +180,7 @@ def test_a_cut_commit_is_asked_for_on_either_line(
             rig.deliver(add, "m-2", retry=RetryPolicy(attempts=1))
         assert rig.deliver(add, "m-2").outcome is outcome
         assert proxy.cuts == 2
-        assert rig.durable() == Durable(2, 2)
-        rig.assert_nothing_is_left()
+        rig.assert_settled(Durable(2, 2))
 
 
 @on_postgresql
@@ -191,19 +189,16 @@ def test_a_server_connection_that_dies_in_the_handler_is_retried(
 ) -> None:
     """PgBouncer reports the loss in words of its own; the whole unit runs again, on another connection."""
     rig = rig_on(driver, url=pgbouncer(server.url(), pool_size=2).through(server.url()), **recipe(driver))
-    attempts = iter(range(100))
 
-    def handler(session: Session) -> None:
-        add(session)
-        if next(attempts) == 0:
-            pid = session.execute(text("select pg_backend_pid()")).scalar_one()
-            rig.outside.execute(f"select pg_terminate_backend({pid}, 5000)")
-            session.execute(text("select 1"))
+    def is_killed(session: Session) -> None:
+        pid = session.execute(text("select pg_backend_pid()")).scalar_one()
+        rig.outside.execute(f"select pg_terminate_backend({pid}, 5000)")
+        session.execute(text("select 1"))
 
+    handler = Counting(is_killed)
     assert rig.deliver(handler).outcome is Outcome.APPLIED
-    assert next(attempts) == 2
-    assert rig.durable() == ONCE
-    rig.assert_nothing_is_left()
+    assert handler.runs == 2
+    rig.assert_settled(ONCE)
 
 
 @pytest.mark.filterwarnings("ignore:<psycopg.AsyncServerCursor:ResourceWarning")  # the stream that was cut off
@@ -224,9 +219,8 @@ def test_a_delivery_cancelled_at_any_await_leaves_nothing_behind(
 
 
 @pytest.mark.parametrize("driver", [driver for driver in POSTGRESQL if not driver.is_async], ids=str)
-def test_the_command_prunes_through_it(driver: Driver, server: Database, pgbouncer: Bouncer, rig_on: RigOn) -> None:
+def test_the_command_prunes_through_it(driver: Driver, server: Database, pgbouncer: Bouncer, rig: Rig) -> None:
     """`idempotency cleanup` needs no arguments for it, however many batches there are."""
-    rig = rig_on(driver)
     rig.outside.execute(
         "insert into processed_message (message_id, handler, processed_at) "
         "select n::text, 'h', now() - interval '1 year' from generate_series(1, 9) n"
@@ -259,8 +253,7 @@ def test_numbered_statements_are_refused(driver: Driver, server: Database, pgbou
     for _ in range(2):  # also when the driver has its statements in its cache
         with pytest.raises(UnsupportedDatabaseError, match=re.escape(remedy)):
             rig.deliver(add)
-    assert rig.durable() == NOTHING
-    rig.assert_nothing_is_left()
+    rig.assert_settled(NOTHING)
 
 
 def test_numbered_statements_would_be_mixed_up_in_silence(server: Database, pgbouncer: Bouncer) -> None:
@@ -293,8 +286,7 @@ def test_statements_of_unique_names_that_are_cached_are_an_error(
         server_process(holder)
         with pytest.raises(RetriesExhaustedError, match="does not exist"):
             rig.deliver(add, "m-2")
-    assert rig.durable() == ONCE
-    rig.assert_nothing_is_left()
+    rig.assert_settled(ONCE)
 
 
 @on_postgresql
@@ -304,8 +296,7 @@ def test_statement_mode_is_an_error(driver: Driver, server: Database, pgbouncer:
     rig = rig_on(driver, url=bouncer.through(server.url()), **recipe(driver))
     with pytest.raises((RetriesExhaustedError, DBAPIError)):
         rig.deliver(add, retry=RetryPolicy(attempts=2))
-    assert rig.durable() == NOTHING
-    rig.assert_nothing_is_left()
+    rig.assert_settled(NOTHING)
 
 
 @pytest.mark.parametrize("driver", NAMING, ids=str)

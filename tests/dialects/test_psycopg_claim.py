@@ -16,12 +16,13 @@ from sqlalchemy.orm import Session, sessionmaker
 
 from cut_proxy import CutProxy
 from databases import Database
-from kit import Added, Base, Total
+from kit import Added, Total
 from projector_dedup import AsyncDispatcher, Dispatcher, Outcome, make_tables, on, projector
 from projector_dedup.dialects import dialect_of
 from projector_dedup.errors import InProgress, MissingTableError, UnsafeSessionError, UnsupportedDatabaseError
 from projector_dedup.tables import default_metadata
 from projector_dedup.unit_of_work import UnitOfWork
+from ready import engine_on
 
 TOGETHER, APART = 4, 5
 """Round trips of a new message."""
@@ -29,13 +30,9 @@ TOGETHER, APART = 4, 5
 
 def prepare(database: Database) -> None:
     """The tables, and one row."""
-    engine = create_engine(database.url())
-    for metadata in (default_metadata, Base.metadata):
-        metadata.create_all(engine)
-    with Session(engine) as session:
+    with engine_on(database.url()) as engine, Session(engine) as session:
         session.add(Total(key="a", amount=0))
         session.commit()
-    engine.dispose()
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 The settings come as a deployment makes them: by `init_command` on MariaDB, by `options` on PostgreSQL.
 """
 
-from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
@@ -19,9 +18,7 @@ from projector_dedup.maintenance.cleanup import prune
 from projector_dedup.maintenance.rows import forget
 from projector_dedup.options import RetryPolicy
 from projector_dedup.verdict import Action, verdict_of
-from rig import NOTHING, Durable, Rig, add
-
-RigOn = Callable[..., Rig]
+from rig import NOTHING, Durable, Rig, RigOn, add
 
 MARIADB = [driver for driver in DRIVERS if driver.engine == "mariadb"]
 PSYCOPG = next(driver for driver in USUAL_DRIVERS if driver.module == "psycopg")
@@ -58,8 +55,8 @@ def message(message_id: str) -> Message:
 
 def deliver(rig: Rig, *message_ids: str, **options: Any) -> list[str]:
     """The outcomes of a batch, which may be one of a single message."""
-    delivered: Any = rig._dispatcher(add, **options).deliver_batch([message(each) for each in message_ids])
-    return [each.outcome.value for each in (rig.run(delivered) if rig.driver.is_async else delivered)]
+    delivered = rig._dispatcher(add, **options).deliver_batch([message(each) for each in message_ids])
+    return [each.outcome.value for each in rig.result(delivered)]
 
 
 CASES = [

@@ -33,6 +33,7 @@ from projector_dedup.errors import (
 )
 from projector_dedup.markers import claim
 from projector_dedup.options import RetryPolicy
+from ready import ready
 
 SQLITE = [driver for driver in DRIVERS if driver.engine == "sqlite"]
 HASTY = 0.001  # seconds; a writer that meets another one hears "database is locked" nearly at once
@@ -53,8 +54,7 @@ def url(request: pytest.FixtureRequest, sqlite: Database) -> URL:
 @pytest.fixture(params=JOURNALS)
 def harness(request: pytest.FixtureRequest, url: URL) -> Iterator[Harness]:
     """The contract's tables in either journal mode, with a busy timeout that is always too short."""
-    with Harness(Subject(url, **JOURNALS[request.param])) as harness:
-        harness.create_tables()
+    with ready(url, **JOURNALS[request.param]) as harness:
         yield harness
 
 
@@ -250,8 +250,7 @@ def _commit_on_a_full_disk(journal: str, url: URL, line: Connection) -> None:
 @pytest.mark.parametrize("journal", JOURNALS)
 def test_a_commit_that_cannot_be_written_is_not_acknowledged(journal: str, url: URL) -> None:
     """No room when COMMIT comes to write: whether it did is not guessed, nothing is applied, a redelivery applies."""
-    with Harness(Subject(url, **JOURNALS[journal])) as harness:
-        harness.create_tables()
+    with ready(url, **JOURNALS[journal]) as harness:
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
         process = context.Process(target=_commit_on_a_full_disk, args=(journal, url, theirs))

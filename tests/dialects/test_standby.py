@@ -8,8 +8,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from sqlalchemy import delete, make_url, text
-from sqlalchemy.orm import Session
+from sqlalchemy import delete, make_url
 
 from command_rig import Desk
 from costs import column, written
@@ -23,14 +22,13 @@ from projector_dedup.errors import (
     BatchFailed,
     CommitOutcomeUnknown,
     RetriesExhaustedError,
-    TransactionViolatedError,
-    UnsafeSessionError,
 )
 from projector_dedup.markers import claim
 from projector_dedup.options import RetryPolicy
 from projector_dedup.tables import default_tables
 from projector_dedup.unit_of_work import AsyncUnitOfWork, UnitOfWork
 from reached import reached
+from ready import ready
 from standby import Primary, Standby, own_primary, standby_of
 
 pytestmark = pytest.mark.nightly
@@ -65,8 +63,7 @@ def harness(primary: Primary, driver: Driver) -> Iterator[Harness]:
     primary.answer()
     primary.execute("drop schema public cascade")
     primary.execute("create schema public")
-    with Harness(Subject(primary.database.url().set(drivername=driver.name_in_url))) as harness:
-        harness.create_tables()
+    with ready(primary.database.url().set(drivername=driver.name_in_url)) as harness:
         try:
             yield harness
         finally:
@@ -208,18 +205,6 @@ def test_who_waits_for_no_standby_is_not_kept_waiting(
         primary.execute(f"{user} default")
 
 
-def test_a_duplicate_writes_nothing_without_a_standby(harness: Harness) -> None:
-    """Its transaction has no id, so nothing is in the log, and COMMIT waits for no disk."""
-    redeliver = alone(harness)
-    assert redeliver() is Outcome.DUPLICATE
-
-    def written_by_claim(session: Session) -> Any:
-        assert not claim(session, "m1", NEW)
-        return session.execute(text("select pg_current_xact_id_if_assigned()")).scalar_one()
-
-    assert harness.transact(written_by_claim) is None
-
-
 # The wait is ended -------------------------------------------------------------------------------------------------
 
 
@@ -335,28 +320,6 @@ def test_what_a_killed_worker_has_left_waits(primary: Primary, harness: Harness)
     primary.next_wait(redelivery)
     primary.answer()
     assert redelivery.result(PATIENCE).outcome is Outcome.DUPLICATE
-
-
-# A unit of work by hand ----------------------------------------------------------------------------------------------
-
-
-def test_a_duplicate_may_be_answered_from_the_read_model(harness: Harness) -> None:
-    """After a claim that found nothing new the session reads on, but what it writes is never committed."""
-    harness.deliver(harness.dispatcher())
-    with UnitOfWork(harness.factory) as uow:
-        assert not uow.claim("m1", NEW)
-        total = uow.session.get_one(Total, "a")
-        assert total.amount == 1
-        total.amount = 5
-        uow.session.flush()
-        with pytest.raises(UnsafeSessionError, match="duplicate"):
-            uow.commit()
-    assert harness.totals() == {"a": 1}
-    with pytest.raises(TransactionViolatedError), UnitOfWork(harness.factory) as uow:  # noqa: PT012
-        assert not uow.claim("m1", NEW)
-        uow.session.get_one(Total, "a").amount = 5
-        uow.session.commit()
-    assert harness.totals() == {"a": 1}
 
 
 # A real standby ------------------------------------------------------------------------------------------------------

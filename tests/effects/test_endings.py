@@ -1,6 +1,6 @@
 """Endings that are easy to get wrong: a lease that ran out, a COMMIT without a reply, an ask that came to nothing."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -11,13 +11,12 @@ from sqlalchemy import create_engine
 from sqlalchemy.orm import Session, sessionmaker
 
 from databases import USUAL_DRIVERS
-from effect_rig import Charge, Lost, Till, tills
+from effect_rig import Charge, Till, tills
 from kit import Added, Gate
 from projector_dedup.effects import (
     Attempt,
     DoubleEffectError,
     Effects,
-    EffectUnknown,
     LeaseLostError,
     NotDone,
     NotRecordedError,
@@ -109,9 +108,6 @@ def test_a_removal_that_was_not_committed_is_no_removal(till: Till) -> None:
     dialect: Any = till.harness.engine.dialect
     commits, commit = [0], dialect.do_commit
 
-    def sends_nothing(_request: Charge, _attempt: Attempt) -> str:
-        raise NotDone
-
     def lost(connection: Any) -> None:
         commits[0] += 1
         if commits[0] != 2:
@@ -121,33 +117,13 @@ def test_a_removal_that_was_not_committed_is_no_removal(till: Till) -> None:
         till.harness.start(till.arm, charge).result()
         raise dialect.loaded_dbapi.OperationalError("the server went away")
 
-    charge = till.effect(sends_nothing)
+    charge = till.effect(till.body(NotDone()))
     dialect.do_commit = lost
     with pytest.raises(NotDone):
         till.run(charge)
     del dialect.do_commit
     row = till.row()
     assert (row.armed, row.attempt, row.first_sent_at, row.lease_until) == (True, 1, None, None)
-
-
-def test_a_lease_that_ran_out_is_no_permission(till: Till) -> None:
-    """A process was killed in the middle of its attempt: with ``stop``, nobody sends it again."""
-
-    class Killed(BaseException):
-        pass
-
-    def killed(request: Charge, attempt: Attempt) -> str:
-        till.plain(request, attempt)
-        raise Killed
-
-    charge = till.effect(killed)
-    with pytest.raises(Killed):
-        till.run(charge)
-    till.pass_time(31)
-    with pytest.raises(EffectUnknown):
-        till.run(charge)
-    assert till.settle(charge) == "1 stopped"
-    assert len(till.sent) == 1
 
 
 def test_an_ask_function_without_time_knows_nothing(till: Till) -> None:
@@ -160,8 +136,7 @@ def test_an_ask_function_without_time_knows_nothing(till: Till) -> None:
 
     after = timedelta(seconds=60)
     charge = till.effect(till.loses_reply, ask(till.function(suspended), after=after, within=timedelta(hours=1)))
-    with pytest.raises(EffectUnknown):
-        till.run(charge)
+    till.run_unknown(charge)
     till.pass_time(61)
     assert till.settle(charge) == "1 unknown"
     till.pass_time(300)
@@ -169,35 +144,22 @@ def test_an_ask_function_without_time_knows_nothing(till: Till) -> None:
     assert len(till.sent) == 1
 
 
-@pytest.mark.parametrize(("waits", "sent"), [((71,), 1), ((69,), 2), ((60, 60), 2)], ids=str)
-def test_the_window_of_a_resend(till: Till, waits: tuple[int, ...], sent: int) -> None:
-    """It counts from the first sending, and the lease of the last attempt must fit into it."""
+def _waiting(till: Till, gates: list[Gate]) -> Callable[[Charge, Attempt], str]:
+    """Return a body that does the deed; each attempt waits at its own gate, and returns a value of its own."""
 
-    def always_lost(request: Charge, attempt: Attempt) -> str:
+    def body(request: Charge, attempt: Attempt) -> str:
         till.plain(request, attempt)
-        raise Lost
+        gates[attempt.number - 1].stop()
+        return f"pi_{attempt.number}"
 
-    charge = till.effect(always_lost, resend(within=timedelta(seconds=100)), lease=30)
-    for wait in (0, *waits):
-        till.pass_time(wait)
-        with pytest.raises(EffectUnknown):
-            till.run(charge)
-    assert len(till.sent) == sent
+    return body
 
 
 def test_an_attempt_that_was_taken_over_writes_nothing(till: Till) -> None:
     """Its successor is under way: the late value is kept beside, and the successor hears of it."""
     gates = [Gate(till.harness), Gate(till.harness)]
-
-    def slow(request: Charge, attempt: Attempt) -> str:
-        till.plain(request, attempt)
-        gates[attempt.number - 1].stop()
-        return f"pi_{attempt.number}"
-
-    charge = till.effect(slow, resend(within=timedelta(hours=1)))
-    first = till.harness.start(till.run, charge)
-    gates[0].arrival()
-    till.pass_time(31)
+    charge = till.effect(_waiting(till, gates), resend(within=HOUR))
+    first = till.overdue(charge, gates[0])
     second = till.harness.start(till.run, charge)
     gates[1].arrival()
     gates[0].open()
@@ -233,23 +195,17 @@ def test_a_handler_does_not_send_by_way_of_another_database(till: Till, tmp_path
 
 def test_two_values_of_which_none_could_be_recorded_are_heard_of(till: Till) -> None:
     """The first value stays in the row; the second attempt tells that there were two."""
-    gate = Gate(till.harness)
-
-    def slow(request: Charge, attempt: Attempt) -> str:
-        till.plain(request, attempt)
-        gate.stop()
-        return f"pi_{attempt.number}"
+    gates = [Gate(till.harness), Gate(till.harness)]
 
     def broken(_request: Charge, _value: str, _session: Session) -> None:
         raise ZeroDivisionError
 
-    charge = till.effect(slow, resend(within=HOUR), recorded=broken)
-    first = till.harness.start(till.run, charge)
-    gate.arrival()
-    till.pass_time(40)
+    charge = till.effect(_waiting(till, gates), resend(within=HOUR), recorded=broken)
+    first = till.overdue(charge, gates[0])
     second = till.harness.start(till.run, charge)
-    gate.arrival()
-    gate.open()
+    gates[1].arrival()
+    for gate in gates:
+        gate.open()
     raised = [each.exception() for each in (first, second)]
     assert DoubleEffectError in {type(each) for each in raised}, raised
     assert (len(till.sent), till.row().evidence is None) == (2, False)
@@ -258,16 +214,9 @@ def test_two_values_of_which_none_could_be_recorded_are_heard_of(till: Till) -> 
 def test_a_late_attempt_that_sent_nothing_takes_the_question_back(till: Till) -> None:
     """Nobody has to decide any more: the effect is armed again."""
     gate = Gate(till.harness)
-
-    def slow(_request: Charge, _attempt: Attempt) -> str:
-        gate.stop()
-        raise NotDone
-
-    charge = till.effect(slow)
+    charge = till.effect(till.body(NotDone(), gate=gate))
     till.arm(charge)
-    first = till.harness.start(till.run, charge, None)
-    gate.arrival()
-    till.pass_time(40)
+    first = till.overdue(charge, gate, None)
     assert till.settle(charge) == "1 stopped"
     gate.open()
     assert isinstance(first.exception(), NotDone)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from sqlalchemy.orm import Session
 
-from databases import USUAL_DRIVERS, Database, Driver, each_driver
-from effect_rig import Charge, Lost, Till, till_on, tills
+from databases import USUAL_DRIVERS, Database, Driver
+from effect_rig import Charge, Lost, Till, tills
 from kit import Gate, Harness, Subject
 from projector_dedup.effects import (
     Attempt,
@@ -81,11 +81,7 @@ def test_a_sweep_does_not_touch_what_was_given_back_since_it_looked(till: Till, 
         slow.stop()
         raise NotDone
 
-    def not_there(_request: Charge, _attempt: Attempt) -> str:
-        raise NotDone
-
-    asks = ask(till.function(not_there), after=timedelta(minutes=5), within=HOUR)
-    unknown: Any = {"resend": resend(within=HOUR), "ask": asks, "stop": stop}[policy]
+    unknown: Any = {"resend": resend(within=HOUR), "ask": till.asks(NotDone(), after=300), "stop": stop}[policy]
     charge = till.effect(body, unknown)
     till.arm(charge, Charge("second"), key="second")
     attempt = till.harness.start(till.run, charge, None, "second")
@@ -116,11 +112,7 @@ def test_arming_what_run_has_made_counts(till: Till, when: str) -> None:
             raise ends.pop(0)
         return till.plain(_request, _attempt)
 
-    def not_there(_request: Charge, _attempt: Attempt) -> str:
-        raise NotDone
-
-    unknown = ask(till.function(not_there), after=timedelta(seconds=5), within=HOUR)
-    charge = till.effect(body, unknown)
+    charge = till.effect(body, till.asks(NotDone()))
     with pytest.raises((NotDone, EffectUnknown)):
         till.run(charge)
     if when == "after":
@@ -133,19 +125,8 @@ def test_arming_what_run_has_made_counts(till: Till, when: str) -> None:
 
 def test_what_settle_could_not_send_is_not_forgotten(till: Till) -> None:
     """``run`` made the row, and its caller was told that ``settle`` drives the effect, or was killed."""
-    ends: list[Exception] = [Lost(), NotDone()]
-
-    def body(request: Charge, attempt: Attempt) -> str:
-        if ends:
-            raise ends.pop(0)
-        return till.plain(request, attempt)
-
-    def not_there(_request: Charge, _attempt: Attempt) -> str:
-        raise NotDone
-
-    charge = till.effect(body, ask(till.function(not_there), after=timedelta(seconds=5), within=HOUR))
-    with pytest.raises(EffectUnknown):
-        till.run(charge)
+    charge = till.effect(till.body(Lost(), NotDone(), "pi_1"), till.asks(NotDone()))
+    till.run_unknown(charge)
     settled = list[str]()
     for _ in range(3):
         till.pass_time(600 * 2 ** len(settled))
@@ -202,22 +183,9 @@ def test_a_late_rejection_says_nothing_of_a_later_attempt(till: Till, later: boo
     """The later one is unknown, and may have been done. If there is none, the rejection is recorded."""
     gate, asked = Gate(till.harness), Gate(till.harness)
 
-    def body(request: Charge, attempt: Attempt) -> str:
-        if attempt.number == 1:
-            gate.stop()
-            raise Rejected("card_declined")
-        till.plain(request, attempt)
-        raise Lost
-
-    def cannot_tell(_request: Charge, _attempt: Attempt) -> str:
-        asked.stop()
-        raise StillUnknown
-
-    asks = ask(till.function(cannot_tell), after=timedelta(seconds=5), within=HOUR)
-    charge = till.effect(body, resend(within=HOUR) if later else asks)
-    first = till.harness.start(till.run, charge)
-    gate.arrival()
-    till.pass_time(40)
+    body = till.body(Rejected("card_declined"), Lost(), gate=gate)
+    charge = till.effect(body, resend(within=HOUR) if later else till.asks(StillUnknown(), gate=asked))
+    first = till.overdue(charge, gate)
     sweep = till.harness.start(till.settle, charge)
     if not later:
         asked.arrival()
@@ -238,19 +206,12 @@ def test_a_late_value_is_stronger_than_a_rejection_that_is_kept(till: Till) -> N
     """The second attempt's rejection could not be recorded; then the first one returns."""
     gate = Gate(till.harness)
 
-    def body(request: Charge, attempt: Attempt) -> str:
-        if attempt.number == 2:
-            raise Rejected("card_declined")
-        gate.stop()
-        return till.plain(request, attempt)
-
     def refused(_request: Charge, _why: Rejected, _session: Session) -> None:
         raise ZeroDivisionError
 
+    body = till.body("pi_1", Rejected("card_declined"), gate=gate)
     charge = till.effect(body, resend(within=HOUR), refused=refused)
-    first = till.harness.start(till.run, charge)
-    gate.arrival()
-    till.pass_time(40)
+    first = till.overdue(charge, gate)
     assert till.settle(charge) == "1 failed"
     gate.open()
     assert isinstance(first.exception(), LeaseLostError)
@@ -262,21 +223,14 @@ def test_a_late_answer_of_an_ask_is_no_second_deed(till: Till, caplog: pytest.Lo
     """It may have found what the later attempt has done."""
     gate, answers = Gate(till.harness), [True, False]
 
-    def body(request: Charge, attempt: Attempt) -> str:
-        till.plain(request, attempt)
-        if attempt.number == 1:
-            raise Lost
-        return "pi_2"
-
     def listed(_request: Charge, _attempt: Attempt) -> str:
         if answers.pop(0):
             gate.stop()
             return "pi_2"
         raise NotDone
 
-    charge = till.effect(body, ask(till.function(listed), after=timedelta(seconds=5), within=HOUR))
-    with pytest.raises(EffectUnknown):
-        till.run(charge)
+    charge = till.effect(till.loses_reply, ask(till.function(listed), after=timedelta(seconds=5), within=HOUR))
+    till.run_unknown(charge)
     till.pass_time(40)
     slow = till.harness.start(till.settle, charge)
     gate.arrival()
@@ -297,36 +251,24 @@ def test_letters_that_a_connection_does_not_know_hinder_nothing(driver: Driver, 
     with Harness(Subject(url)) as harness:
         till = Till(harness)
         till.create_tables()
-        _fails_in_other_letters(till)
+
+        def recorded(_request: Charge, _value: str, _session: Session) -> None:
+            raise ValueError("\N{RIGHTWARDS ARROW}")
+
+        def ends(made: Any, key: str) -> Any:
+            till.arm(made, key=key)
+            return type(till.harness.start(till.run, made, key=key).exception())
+
+        assert ends(till.effect(recorded=recorded), "k1") is NotRecordedError
+        assert (till.row("k1").evidence, till.row("k1").error) == (b'"pi_1"', r"ValueError: \u2192")
+        not_sent = till.body(NotDone("\N{RIGHTWARDS ARROW} " + "ä" * MAX_ERROR))
+        assert ends(till.effect(not_sent), "k2") is NotDone
+        assert (till.row("k2").first_sent_at, len(till.row("k2").error)) == (None, MAX_ERROR)
 
 
-def _fails_in_other_letters(till: Till) -> None:
-    def not_sent(_request: Charge, _attempt: Attempt) -> str:
-        raise NotDone("\N{RIGHTWARDS ARROW} " + "ä" * MAX_ERROR)
-
-    def recorded(_request: Charge, _value: str, _session: Session) -> None:
-        raise ValueError("\N{RIGHTWARDS ARROW}")
-
-    def ends(made: Any, key: str) -> Any:
-        till.arm(made, key=key)
-        return type(till.harness.start(till.run, made, key=key).exception())
-
-    assert ends(till.effect(recorded=recorded), "k1") is NotRecordedError
-    assert (till.row("k1").evidence, till.row("k1").error) == (b'"pi_1"', r"ValueError: \u2192")
-    assert ends(till.effect(not_sent), "k2") is NotDone
-    assert (till.row("k2").first_sent_at, len(till.row("k2").error)) == (None, MAX_ERROR)
-
-
-@each_driver(is_async=False, usual=True)
-def test_a_thread_that_a_body_has_started_may_run_effects_when_the_body_has_ended(
-    request: pytest.FixtureRequest, driver: Driver
-) -> None:
+@pytest.mark.parametrize("till", [driver for driver in USUAL_DRIVERS if not driver.is_async], indirect=True, ids=str)
+def test_a_thread_that_a_body_has_started_may_run_effects_when_the_body_has_ended(till: Till) -> None:
     """It has a copy of the body's context."""
-    with till_on(request, driver) as till:
-        _runs_in_a_copy(till)
-
-
-def _runs_in_a_copy(till: Till) -> None:
     copies = list[contextvars.Context]()
 
     def body(request: Charge, attempt: Attempt) -> str:
@@ -358,7 +300,7 @@ def test_an_interruption_while_recording_keeps_the_value(till: Till) -> None:
 
 def test_an_ask_is_not_taken_after_its_window(till: Till) -> None:
     """The sweep was slow: the provider may have forgotten by now."""
-    gate, asked = Gate(till.harness), list[int]()
+    gate = Gate(till.harness)
 
     def body(request: Charge, attempt: Attempt) -> str:
         if request.order == "slow":
@@ -367,14 +309,8 @@ def test_an_ask_is_not_taken_after_its_window(till: Till) -> None:
         till.plain(request, attempt)
         raise Lost
 
-    def not_there(_request: Charge, _attempt: Attempt) -> str:
-        asked.append(1)
-        raise NotDone
-
-    unknown = ask(till.function(not_there), after=timedelta(seconds=5), within=timedelta(seconds=60))
-    charge = till.effect(body, unknown)
-    with pytest.raises(EffectUnknown):
-        till.run(charge)
+    charge = till.effect(body, till.asks(NotDone(), within=60))
+    till.run_unknown(charge)
     till.pass_time(31)
     till.arm(charge, Charge("slow"), key="slow")
     till.change("slow", next_at=1)
@@ -384,7 +320,7 @@ def test_an_ask_is_not_taken_after_its_window(till: Till) -> None:
     time.sleep(1.2)
     gate.open()
     assert sweep.result() == "1 done, 1 skipped"
-    assert (asked, len(till.sent)) == ([], 1)
+    assert (till.asked, len(till.sent)) == ([], 1)
 
 
 @pytest.mark.parametrize("lease", [0.0004, float("inf"), float("nan"), 86_401, True, "a day"])
@@ -397,12 +333,7 @@ def test_a_lease_is_at_most_a_day(lease: Any) -> None:
 def test_an_attempt_may_take_a_day(till: Till) -> None:
     """No sweep takes the effect before that, and the value is recorded."""
     gate = Gate(till.harness)
-
-    def body(request: Charge, attempt: Attempt) -> str:
-        gate.stop()
-        return till.plain(request, attempt)
-
-    charge = till.effect(body, lease=86_400)
+    charge = till.effect(till.body(gate=gate), lease=86_400)
     attempt = till.harness.start(till.run, charge)
     gate.arrival()
     till.pass_time(86_300)

@@ -15,7 +15,7 @@ from sqlalchemy.util import greenlet_spawn
 from effect_rig import Charge, Lost, Till, tills
 from kit import Gate
 from projector_dedup.commands import AsyncCommands, Commands, Rejected, command, default_command_tables
-from projector_dedup.effects import Attempt, NotDone, NotRecordedError, ask, resend
+from projector_dedup.effects import NotDone, NotRecordedError, resend
 from projector_dedup.errors import ProjectorDedupError
 from projector_dedup.maintenance.effects import resolve
 from projector_dedup.metrics.opentelemetry import OpenTelemetryObserver
@@ -63,12 +63,7 @@ ENDINGS = [
 def test_each_ending_of_an_armed_effect_is_told(till: Till, raised: Exception | None, outcomes: list[str]) -> None:
     """With the key as it is stored, the attempt, and the error if there is no outcome."""
 
-    def body(request: Charge, attempt: Attempt) -> str:
-        if raised is not None:
-            raise raised
-        return till.plain(request, attempt)
-
-    told, charge = Told(), till.effect(body)
+    told, charge = Told(), till.effect(till.body(raised))
     till.arm(charge)
     _do(till, "settle", told, charge)
     assert told.outcomes == outcomes
@@ -132,14 +127,7 @@ def test_what_cannot_be_recorded_is_told_once_for_each_try(till: Till) -> None:
 def test_a_late_value_is_told(till: Till, same: bool) -> None:
     """Equal values of a ``resend`` are one deed."""
     gate, told = Gate(till.harness), Told()
-
-    def slow(request: Charge, attempt: Attempt) -> str:
-        till.plain(request, attempt)
-        if attempt.number == 1:
-            gate.stop()
-        return "pi" if same else f"pi_{attempt.number}"
-
-    charge = till.effect(slow, resend(within=HOUR))
+    charge = till.effect(till.body("pi", "pi" if same else "pi_2", gate=gate), resend(within=HOUR))
     first = till.harness.start(_do, till, "run", told, charge, charge, Charge(), key="k1")
     gate.arrival()
     till.pass_time(40)
@@ -151,9 +139,7 @@ def test_a_late_value_is_told(till: Till, same: bool) -> None:
 
 def test_an_ask_is_told(till: Till) -> None:
     """What the provider has done is done."""
-    told = Told()
-    listed = till.function(lambda _request, _attempt: "pi_1")
-    charge = till.effect(till.loses_reply, ask(listed, after=timedelta(seconds=5), within=HOUR))
+    told, charge = Told(), till.effect(till.loses_reply, till.asks("pi_1"))
     _do(till, "run", told, charge, charge, Charge(), key="k1")
     till.pass_time(40)
     _do(till, "settle", told, charge)

@@ -8,10 +8,10 @@ import pytest
 
 from command import idempotency, importing
 from databases import USUAL_DRIVERS
-from effect_rig import Charge, Till, tills
+from effect_rig import Till, tills
 from kit import Gate
 from projector_dedup.commands import default_command_tables
-from projector_dedup.effects import Attempt, EffectUnknown, LeaseLostError, Rejected, default_effect_tables
+from projector_dedup.effects import Attempt, LeaseLostError, Rejected, default_effect_tables
 from projector_dedup.errors import RefusedError
 from projector_dedup.maintenance.cleanup import cleanup, prune
 from projector_dedup.maintenance.effects import advise_effects, find_effect, find_effects, resolve
@@ -25,8 +25,7 @@ SAID: dict[str, Any] = {"why": "the provider shows it", "who": "ada"}
 def _stopped(till: Till) -> Any:
     """Return an effect whose reply was lost, and whose policy has ended."""
     charge = till.effect(till.loses_reply)
-    with pytest.raises(EffectUnknown):
-        till.run(charge)
+    till.run_unknown(charge)
     till.pass_time(31)
     assert till.settle(charge) == "1 stopped"
     return charge
@@ -96,17 +95,8 @@ def test_a_decision_gives_way_to_the_attempt_and_is_not_forgotten_in_silence(
 ) -> None:
     """Its lease had ended when somebody decided, and it returned before the decision was recorded."""
     gate = Gate(till.harness)
-
-    def body(request: Charge, attempt: Attempt) -> str:
-        gate.stop()
-        if ends == "rejected":
-            raise Rejected("card_declined")
-        return till.plain(request, attempt)
-
-    charge = till.effect(body)
-    attempt = till.harness.start(till.run, charge)
-    gate.arrival()
-    till.pass_time(40)
+    charge = till.effect(till.body(Rejected("card_declined") if ends == "rejected" else "pi_1", gate=gate))
+    attempt = till.overdue(charge, gate)
     resolve(till.harness.engine, "k1", attempt=1, **said, **SAID)
     gate.open()
     assert isinstance(attempt.exception(), LeaseLostError)

@@ -54,12 +54,7 @@ def test_an_effect_is_sent_once_and_answered_as_often_as_it_is_asked(till: Till)
 
 def test_a_rejection_is_recorded_and_replayed(till: Till) -> None:
     """The provider said no, and is not asked again."""
-
-    def refuse(request: Charge, attempt: Attempt) -> str:
-        till.plain(request, attempt)
-        raise Rejected("card_declined", {"of": request.amount})
-
-    charge = till.effect(refuse)
+    charge = till.effect(till.body(Rejected("card_declined", {"of": 30})))
     for replayed in (False, True):
         with pytest.raises(Rejected, match="card_declined") as told:
             till.run(charge)
@@ -69,12 +64,8 @@ def test_a_rejection_is_recorded_and_replayed(till: Till) -> None:
 
 def test_what_surely_was_not_sent_leaves_nothing(till: Till) -> None:
     """Nobody asked for the row to be driven: it is deleted, and the next call begins anew."""
-
-    def not_now(_request: Charge, _attempt: Attempt) -> str:
-        raise NotDone
-
     with pytest.raises(NotDone):
-        till.run(till.effect(not_now))
+        till.run(till.effect(till.body(NotDone())))
     assert till.row() is None
     assert till.run(till.effect()) == "pi_1"
 
@@ -100,8 +91,7 @@ def test_an_armed_effect_that_was_not_sent_stays_armed(till: Till) -> None:
 def test_another_request_under_the_same_key_is_refused_before_anything_else(till: Till) -> None:
     """Whether it is armed, unknown or done."""
     charge = till.effect(till.loses_reply)
-    with pytest.raises(EffectUnknown):
-        till.run(charge)
+    till.run_unknown(charge)
     with pytest.raises(KeyReusedError):
         till.run(charge, Charge(amount=31))
     with pytest.raises(KeyReusedError):

@@ -1,6 +1,5 @@
 """The ways in which effects are repeated or forgotten elsewhere, each as one test (docs/effects.md)."""
 
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -11,13 +10,12 @@ from kit import Gate
 from projector_dedup.effects import (
     Attempt,
     DoubleEffectError,
-    EffectUnknown,
     LeaseLostError,
     NotDone,
     NotRecordedError,
+    Policy,
     Rejected,
     StillUnknown,
-    ask,
     resend,
     stop,
 )
@@ -27,39 +25,20 @@ till = tills()
 
 HOUR = timedelta(hours=1)
 
-
-def _answer(till: Till, found: Callable[[], str]) -> Any:
-    """Return an ask function that counts how often it was called."""
-    asked: list[str] = []
-
-    def look(_request: Charge, attempt: Attempt) -> str:
-        asked.append(attempt.key)
-        return found()
-
-    made = till.function(look)
-    made.asked = asked
-    return made
-
-
-def _unknown(till: Till, charge: Any) -> None:
-    with pytest.raises(EffectUnknown):
-        till.run(charge)
-
-
 # The reply is lost --------------------------------------------------------------------------------------------------
 
 
 def test_a_lost_reply_is_a_question_for_a_person_with_stop(till: Till) -> None:
     """Nothing is sent again, however long it takes; it is stopped, and no sweep looks at it any more."""
     charge = till.effect(till.loses_reply)
-    _unknown(till, charge)
-    _unknown(till, charge)
+    till.run_unknown(charge)
+    till.run_unknown(charge)
     till.pass_time(31)
     assert till.settle(charge) == "1 stopped"
     assert till.settle(charge) == ""
     till.pass_time(10**6)
     assert till.settle(charge) == ""
-    _unknown(till, charge)
+    till.run_unknown(charge)
     row = till.row()
     assert (len(till.sent), row.outcome, row.next_at, row.stopped_at is None) == (1, None, None, False)
     assert "Lost" in row.error
@@ -68,7 +47,7 @@ def test_a_lost_reply_is_a_question_for_a_person_with_stop(till: Till) -> None:
 def test_a_lost_reply_is_sent_again_under_the_same_key_with_resend(till: Till) -> None:
     """At once, by whoever asks again; or by the sweep."""
     charge = till.effect(till.loses_reply, resend(within=HOUR))
-    _unknown(till, charge)
+    till.run_unknown(charge)
     assert till.run(charge) == "pi_2"
     assert till.sent == [till.row().provider_key] * 2
     assert till.payments() == [("o1", "pi_2")]
@@ -77,26 +56,21 @@ def test_a_lost_reply_is_sent_again_under_the_same_key_with_resend(till: Till) -
 def test_the_client_gives_up_and_the_sweep_drives_on(till: Till) -> None:
     """The row that ``run`` made has the request; nobody has to call again."""
     charge = till.effect(till.loses_reply, resend(within=HOUR))
-    _unknown(till, charge)
+    till.run_unknown(charge)
     assert till.settle(charge) == ""
     till.pass_time(31)
     assert till.settle(charge) == "1 done"
     assert till.payments() == [("o1", "pi_2")]
 
 
-def test_a_process_that_was_killed_leaves_a_question_when_its_lease_ends(till: Till) -> None:
-    """What is no Exception passes through: nothing is written, as after a kill."""
+@pytest.mark.parametrize("policy", [resend(within=HOUR), stop], ids=["resend", "stop"])
+def test_a_process_that_was_killed_leaves_a_question_when_its_lease_ends(till: Till, policy: Policy) -> None:
+    """What is no Exception passes through: nothing is written, as after a kill. With ``stop``, nobody sends again."""
 
     class Killed(BaseException):
         pass
 
-    def killed(request: Charge, attempt: Attempt) -> str:
-        till.plain(request, attempt)
-        if len(till.sent) == 1:
-            raise Killed
-        return "pi_2"
-
-    charge = till.effect(killed, resend(within=HOUR))
+    charge = till.effect(till.body(Killed()), policy)
     with pytest.raises(Killed):
         till.run(charge)
     with pytest.raises(InProgress) as told:
@@ -104,19 +78,16 @@ def test_a_process_that_was_killed_leaves_a_question_when_its_lease_ends(till: T
     assert 0 < (told.value.retry_after or 0) <= 30
     assert till.settle(charge) == ""
     till.pass_time(31)
-    assert till.settle(charge) == "1 done"
-    assert till.sent == [till.row().provider_key] * 2
+    if policy is stop:
+        till.run_unknown(charge)
+    assert till.settle(charge) == ("1 stopped" if policy is stop else "1 done")
+    assert till.sent == [till.row().provider_key] * (1 if policy is stop else 2)
 
 
 def test_a_caller_waits_for_an_attempt_that_is_under_way(till: Till) -> None:
     """With ``wait=`` it gets the value, and nothing is sent by it."""
     gate = Gate(till.harness)
-
-    def slow(request: Charge, attempt: Attempt) -> str:
-        gate.stop()
-        return till.plain(request, attempt)
-
-    charge = till.effect(slow)
+    charge = till.effect(till.body(gate=gate))
     first = till.harness.start(till.run, charge)
     gate.arrival()
     second = till.harness.start(till.run, charge, wait=20)
@@ -131,34 +102,28 @@ def test_a_caller_waits_for_an_attempt_that_is_under_way(till: Till) -> None:
 
 def test_the_provider_has_forgotten_the_key(till: Till) -> None:
     """The window counts from the first sending, however often it was sent since, and a whole lease must fit."""
-
-    def always_lost(request: Charge, attempt: Attempt) -> str:
-        till.plain(request, attempt)
-        raise Lost
-
-    charge = till.effect(always_lost, resend(within=timedelta(seconds=1000)), lease=300)
-    _unknown(till, charge)
+    charge = till.effect(till.body(Lost(), Lost(), Lost()), resend(within=timedelta(seconds=1000)), lease=300)
+    till.run_unknown(charge)
     till.pass_time(350)
     assert till.settle(charge) == "1 unknown"
     till.pass_time(310)
-    _unknown(till, charge)
+    till.run_unknown(charge)
     assert len(till.sent) == 3
     till.pass_time(50)  # 710 s are over, and 290 are less than a lease
     assert till.settle(charge) == ""
+    till.run_unknown(charge)
+    assert len(till.sent) == 3
     till.pass_time(700)
     assert till.settle(charge) == "1 stopped"
-    _unknown(till, charge)
+    till.run_unknown(charge)
     assert len(till.sent) == 3
 
 
 def test_after_the_window_the_next_policy_decides(till: Till) -> None:
     """``then=`` may ask."""
-    found = _answer(till, lambda: "pi_found")
-    charge = till.effect(
-        till.loses_reply,
-        resend(within=timedelta(seconds=40), then=ask(found, after=timedelta(seconds=5), within=HOUR)),
-    )
-    _unknown(till, charge)
+    unknown = resend(within=timedelta(seconds=40), then=till.asks("pi_found"))
+    charge = till.effect(till.loses_reply, unknown)
+    till.run_unknown(charge)
     till.pass_time(45)
     assert till.settle(charge) == "1 done"
     assert (len(till.sent), till.row().decided_by, till.payments()) == (1, "ask", [("o1", "pi_found")])
@@ -166,30 +131,16 @@ def test_after_the_window_the_next_policy_decides(till: Till) -> None:
 
 def test_an_attempt_that_was_not_sent_does_not_open_the_window_again(till: Till) -> None:
     """``NotDone`` counts only if the attempt is the first that may have sent something."""
-    ends: list[Exception] = [Lost(), NotDone(), NotDone()]
-
-    def body(request: Charge, attempt: Attempt) -> str:
-        till.plain(request, attempt)
-        raise ends.pop(0)
-
-    charge = till.effect(body, resend(within=timedelta(seconds=100)))
-    _unknown(till, charge)
+    charge = till.effect(till.body(Lost(), NotDone(), NotDone()), resend(within=timedelta(seconds=100)))
+    till.run_unknown(charge)
     first = till.row().first_sent_at
-    _unknown(till, charge)
+    till.run_unknown(charge)
     assert till.row().first_sent_at == first
 
 
 def test_not_sent_after_not_sent_begins_anew(till: Till) -> None:
     """The attempt's number does not say whether something was sent: the second attempt may be the first to send."""
-    ends: list[Exception] = [NotDone(), Lost()]
-
-    def body(request: Charge, attempt: Attempt) -> str:
-        end = ends.pop(0)
-        if isinstance(end, Lost):
-            till.plain(request, attempt)
-        raise end
-
-    charge = till.effect(body, stop)
+    charge = till.effect(till.body(NotDone(), Lost()), stop)
     till.arm(charge)
     assert till.settle(charge) == "1 not done"
     till.pass_time(31)
@@ -204,34 +155,24 @@ def test_not_sent_after_not_sent_begins_anew(till: Till) -> None:
 
 def test_the_provider_is_not_asked_before_its_index_can_know(till: Till) -> None:
     """``after`` counts from the end of the last attempt; a sweep that runs often does not move it."""
-
-    def not_there() -> str:
-        raise NotDone
-
-    found = _answer(till, not_there)
-    charge = till.effect(till.loses_reply, ask(found, after=timedelta(minutes=5), within=HOUR))
-    _unknown(till, charge)
+    charge = till.effect(till.loses_reply, till.asks(NotDone(), after=300))
+    till.run_unknown(charge)
     for _ in range(4):
         till.pass_time(60)
         till.settle(charge)
-        _unknown(till, charge)
-    assert (found.asked, len(till.sent)) == ([], 1)
+        till.run_unknown(charge)
+    assert (till.asked, len(till.sent)) == ([], 1)
     till.pass_time(61)
     assert till.settle(charge) == "1 not done"
-    assert (found.asked, len(till.sent)) == ([till.row().provider_key], 1)
+    assert (till.asked, len(till.sent)) == ([till.row().provider_key], 1)
     assert till.settle(charge) == "1 done"
     assert (len(till.sent), till.payments()) == (2, [("o1", "pi_2")])
 
 
 def test_an_ask_that_cannot_tell_is_repeated_until_its_window_ends(till: Till) -> None:
     """At a growing distance; then a person decides."""
-
-    def who_knows() -> str:
-        raise StillUnknown
-
-    found = _answer(till, who_knows)
-    charge = till.effect(till.loses_reply, ask(found, after=timedelta(seconds=60), within=timedelta(seconds=400)))
-    _unknown(till, charge)
+    charge = till.effect(till.loses_reply, till.asks(StillUnknown(), after=60, within=400))
+    till.run_unknown(charge)
     ended = till.row().ended_at
     till.pass_time(61)
     assert till.settle(charge) == "1 unknown"
@@ -241,17 +182,13 @@ def test_an_ask_that_cannot_tell_is_repeated_until_its_window_ends(till: Till) -
     assert till.row().ended_at == ended - 131_000
     till.pass_time(300)
     assert till.settle(charge) == "1 stopped"
-    assert (len(found.asked), len(till.sent)) == (2, 1)
+    assert (len(till.asked), len(till.sent)) == (2, 1)
 
 
 def test_an_ask_that_finds_a_refusal_records_it(till: Till) -> None:
     """It is the provider's answer."""
-
-    def refused() -> str:
-        raise Rejected("card_declined")
-
-    charge = till.effect(till.loses_reply, ask(_answer(till, refused), after=timedelta(seconds=60), within=HOUR))
-    _unknown(till, charge)
+    charge = till.effect(till.loses_reply, till.asks(Rejected("card_declined"), after=60))
+    till.run_unknown(charge)
     till.pass_time(61)
     assert till.settle(charge) == "1 rejected"
     assert till.payments() == [("o1", "refused: card_declined")]
@@ -285,13 +222,8 @@ def test_a_value_that_could_not_be_recorded_is_kept_and_never_sent_again(till: T
 
 def test_a_value_that_cannot_be_stored_is_a_question(till: Till) -> None:
     """It was done outside: it is not sent again."""
-
-    def odd(request: Charge, attempt: Attempt) -> Any:
-        till.plain(request, attempt)
-        return object()
-
-    charge = till.effect(odd)
-    _unknown(till, charge)
+    charge = till.effect(till.body(object()))
+    till.run_unknown(charge)
     till.pass_time(31)
     assert till.settle(charge) == "1 stopped"
     assert (len(till.sent), "object" in till.row().error) == (1, True)
@@ -302,23 +234,10 @@ def test_a_value_that_cannot_be_stored_is_a_question(till: Till) -> None:
 def test_two_attempts_that_were_done_are_heard_of(till: Till, policy: str, same: bool) -> None:
     """Unless the provider gave the same answer to the same key, which makes them one."""
     gate = Gate(till.harness)
-
-    def slow(request: Charge, attempt: Attempt) -> str:
-        till.plain(request, attempt)
-        if attempt.number == 1:
-            gate.stop()
-        return "pi" if same else f"pi_{attempt.number}"
-
-    def not_there() -> str:
-        raise NotDone
-
-    unknown = resend(within=HOUR)
-    if policy == "ask":
-        unknown = ask(_answer(till, not_there), after=timedelta(seconds=5), within=HOUR)  # type: ignore[assignment]
-    charge = till.effect(slow, unknown)
-    first = till.harness.start(till.run, charge)
-    gate.arrival()
-    till.pass_time(40)
+    values = ("pi", "pi") if same else ("pi_1", "pi_2")
+    unknown = resend(within=HOUR) if policy == "resend" else till.asks(NotDone())
+    charge = till.effect(till.body(*values, gate=gate), unknown)
+    first = till.overdue(charge, gate)
     if policy == "ask":
         assert till.settle(charge) == "1 not done"
     assert till.settle(charge) == "1 done"
@@ -334,15 +253,8 @@ def test_two_attempts_that_were_done_are_heard_of(till: Till, policy: str, same:
 def test_late_but_not_taken_over_is_in_time(till: Till) -> None:
     """The lease has ended, and nobody has taken the effect since."""
     gate = Gate(till.harness)
-
-    def slow(request: Charge, attempt: Attempt) -> str:
-        gate.stop()
-        return till.plain(request, attempt)
-
-    charge = till.effect(slow)
-    first = till.harness.start(till.run, charge)
-    gate.arrival()
-    till.pass_time(40)
+    charge = till.effect(till.body(gate=gate))
+    first = till.overdue(charge, gate)
     assert till.settle(charge) == "1 stopped"
     gate.open()
     assert (first.result(), till.payments()) == ("pi_1", [("o1", "pi_1")])
@@ -351,20 +263,8 @@ def test_late_but_not_taken_over_is_in_time(till: Till) -> None:
 def test_a_late_value_is_recorded_by_the_sweep_if_nothing_else_is(till: Till) -> None:
     """An ask had the row when the value came: the value is kept beside, and no ``NotDone`` can undo it."""
     gate, asked = Gate(till.harness), Gate(till.harness)
-
-    def slow(request: Charge, attempt: Attempt) -> str:
-        till.plain(request, attempt)
-        gate.stop()
-        return "pi_1"
-
-    def not_there() -> str:
-        asked.stop()
-        raise NotDone
-
-    charge = till.effect(slow, ask(_answer(till, not_there), after=timedelta(seconds=5), within=HOUR))
-    first = till.harness.start(till.run, charge)
-    gate.arrival()
-    till.pass_time(40)
+    charge = till.effect(till.body(gate=gate), till.asks(NotDone(), gate=asked))
+    first = till.overdue(charge, gate)
     sweep = till.harness.start(till.settle, charge)
     asked.arrival()
     gate.open()

@@ -33,17 +33,21 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from sqlalchemy import URL, String, create_engine, make_url, select, text
+from sqlalchemy import URL, create_engine, make_url, select, text
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_async_engine
-from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
+from sqlalchemy.orm import Session, sessionmaker
 
+from command_rig import Order
 from cut_proxy import CutProxy
+from fault_points import add
 from private_mariadb import NotInstalledError, PrivateMariaDB, folder_for_servers
 from private_postgres import PrivatePostgres
-from projector_dedup import AsyncDispatcher, Dispatcher, Message, make_tables, on, projector
-from projector_dedup.commands import Call, Commands, command, make_command_tables
+from projector_dedup import AsyncDispatcher, Dispatcher, Message, on, projector
+from projector_dedup.commands import Call, Commands, command
 from projector_dedup.outcome import Delivery
+from projector_dedup.tables import default_tables
 from projector_dedup.verdict import Action, verdict_of
+from rig import Total, tables_on
 
 ACCOUNTS = 200
 BATCH = 20
@@ -56,35 +60,6 @@ COLUMNS = (
 )
 WAYS = ("singles", "a new name", "cut", "few connections", "batches", "asyncio, batches", "commands", "commands, too")
 """What each worker does: deliver one by one, under a new name with the former one declared, and so on."""
-
-
-class Base(DeclarativeBase):
-    """The read model, and the tables of the library beside it."""
-
-
-class Account(Base):
-    """A sum."""
-
-    __tablename__ = "account"
-    name: Mapped[str] = mapped_column(String(8), primary_key=True)
-    amount: Mapped[int]
-
-
-class Order(Base):
-    """What a command has placed. Its number is the database's, so two runs have two answers."""
-
-    __tablename__ = "placed_order"
-    number: Mapped[int] = mapped_column(primary_key=True)
-    key: Mapped[str] = mapped_column(String(20))
-
-
-MARKER = make_tables(Base.metadata).marker
-make_command_tables(Base.metadata)
-
-
-def add(event: dict[str, Any], session: Session) -> None:
-    """Add an amount by ordinary ORM code."""
-    session.get_one(Account, event["account"]).amount += event["amount"]
 
 
 def _totals(name: str, *, formerly: Sequence[str] = (), is_async: bool = False) -> object:
@@ -105,7 +80,7 @@ def _totals(name: str, *, formerly: Sequence[str] = (), is_async: bool = False) 
 @command(name="place")
 def place(key: str, call: Call) -> int:
     """Place an order."""
-    order = Order(key=key)
+    order = Order(note=key, amount=1)
     call.session.add(order)
     call.session.flush()
     return order.number
@@ -478,17 +453,17 @@ class Run:
 
     def _create(self) -> None:
         engine = create_engine(self.server.url)
-        Base.metadata.create_all(engine)
+        Order.metadata.create_all(tables_on(engine))
         with Session(engine) as session, session.begin():
-            session.add_all(Account(name=f"a{number}", amount=0) for number in range(ACCOUNTS))
+            session.add_all(Total(account=f"a{number}", amount=0) for number in range(ACCOUNTS))
         engine.dispose()
 
     def _row(self, seconds: float) -> list[object]:
         engine = create_engine(self.server.url)
         with engine.connect() as connection:
-            found = {row.name: row.amount for row in connection.execute(select(Account.name, Account.amount))}
-            marked = set(connection.scalars(select(MARKER.c.message_id)))
-            orders = Counter(connection.scalars(select(Order.key)))
+            found = {row.account: row.amount for row in connection.execute(select(Total.account, Total.amount))}
+            marked = set(connection.scalars(select(default_tables.marker.c.message_id)))
+            orders = Counter(connection.scalars(select(Order.note)))
         engine.dispose()
         expected, answers = self.plan.totals(), defaultdict[str, set[str]](set)
         for each in self._workers:

@@ -201,12 +201,19 @@ SYNC_ONES = [driver for driver in USUAL_ONES if not driver.is_async]
 SQLITE = [driver for driver in SYNC_ONES if driver.engine == "sqlite"]
 
 
-def desks(drivers: Sequence[Any], name: str = "desk") -> Any:
-    """Return a fixture: a desk on each of the drivers in turn."""
+LEVELS = ("READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE")
 
-    @pytest.fixture(params=drivers, ids=str, name=name)
+
+def desks(drivers: Sequence[Any], name: str = "desk", levels: Sequence[str] = ()) -> Any:
+    """Return a fixture: a desk on each of the drivers in turn, and on one of each server at each of the levels."""
+    servers = [driver for driver in USUAL_ONES if driver.engine != "sqlite"]
+    params = [pytest.param((driver, None), id=str(driver)) for driver in drivers]
+    params += [pytest.param((driver, level), id=f"{driver}, {level}") for driver in servers for level in levels]
+
+    @pytest.fixture(params=params, name=name)
     def desk(request: pytest.FixtureRequest) -> Iterator[Desk]:
-        with desk_on(request, request.param) as desk:
+        driver, level = request.param
+        with desk_on(request, driver, dispatcher_isolation=level) as desk:
             yield desk
 
     return desk

@@ -2,7 +2,9 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -12,15 +14,18 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 from sqlalchemy.util import greenlet_spawn
 
 from databases import DRIVERS, USUAL_DRIVERS
-from kit import Harness
+from kit import Gate, Harness
 from projector_dedup.effects import (
     AsyncEffects,
     Attempt,
     Effects,
+    EffectUnknown,
+    NotDone,
     Policy,
     Rejected,
     aarm,
     arm,
+    ask,
     default_effect_tables,
     effect,
     stop,
@@ -75,10 +80,14 @@ def function_of(body: Callable[..., Any], returns: Any = str, *, asynchronous: b
 
 @dataclass
 class Till:
-    """One effect on one subject. ``sent`` has the provider key of each call that did the deed."""
+    """One effect on one subject.
+
+    ``sent`` has the provider key of each call that did the deed, and ``asked`` that of each question about it.
+    """
 
     harness: Harness
     sent: list[str] = field(default_factory=list)
+    asked: list[str] = field(default_factory=list)
 
     def create_tables(self) -> None:
         """Create the till's table and those of effects."""
@@ -89,6 +98,38 @@ class Till:
         """Do the deed, and return its number at the provider."""
         self.sent.append(attempt.key)
         return f"pi_{len(self.sent)}"
+
+    def body(self, *ends: Any, gate: Gate | None = None) -> Callable[..., Any]:
+        """Return a function for an effect. Each call ends as the next of ``ends``, which it raises or returns.
+
+        Each call does the deed, unless it ends with ``NotDone``. A call after the last end returns the deed's number.
+        The first attempt does the deed, and then waits at the gate.
+        """
+        left = [*ends]
+
+        def function(request: Charge, attempt: Attempt) -> Any:
+            end = left.pop(0) if left else None
+            value = None if isinstance(end, NotDone) else self.plain(request, attempt)
+            if gate is not None and attempt.number == 1:
+                gate.stop()
+            if isinstance(end, BaseException):
+                raise end
+            return value if end is None else end
+
+        return function
+
+    def asks(self, end: Any, after: float = 5, within: float = 3600, gate: Gate | None = None) -> Any:
+        """Return the policy that asks the provider. Each question ends as ``end``, which it raises or returns."""
+
+        def look(_request: Charge, attempt: Attempt) -> Any:
+            self.asked.append(attempt.key)
+            if gate is not None:
+                gate.stop()
+            if isinstance(end, Exception):
+                raise end
+            return end
+
+        return ask(self.function(look), after=timedelta(seconds=after), within=timedelta(seconds=within))
 
     def loses_reply(self, request: Charge, attempt: Attempt) -> str:
         """Do the deed; the reply is lost the first time."""
@@ -124,6 +165,18 @@ class Till:
     def run(self, made: Any, request: Charge | None = Charge(), key: Any = "k1", **said: Any) -> Any:
         """Call ``run``, and await it if it is asynchronous."""
         return self.harness.run(self.effects(made).run, made, request, key=key, **said)
+
+    def run_unknown(self, made: Any) -> None:
+        """Call ``run``, which does not learn whether the effect was done."""
+        with pytest.raises(EffectUnknown):
+            self.run(made)
+
+    def overdue(self, made: Any, gate: Gate, *said: Any) -> Future[Any]:
+        """Start an attempt, which stops at the gate, and let its lease end."""
+        attempt = self.harness.start(self.run, made, *said)
+        gate.arrival()
+        self.pass_time(40)
+        return attempt
 
     def settle(self, *effects: Any, **said: Any) -> str:
         """Call ``settle``, and return what it counted, without zeros."""

@@ -163,19 +163,20 @@ def totals_of(numbers: Iterable[int]) -> dict[str, int]:
     return dict(totals)
 
 
-def _add(account: str, amount: int, session: Session) -> None:
-    total = session.get(Total, account)
+def add(happened: Any, session: Session) -> None:
+    """A handler of ordinary ORM code: read the account, create it if missing, add."""
+    total = session.get(Total, happened["account"])
     if total is None:
-        total = Total(account=account, amount=0)
+        total = Total(account=happened["account"], amount=0)
         session.add(total)
-    total.amount += amount
+    total.amount += happened["amount"]
 
 
 def _apply(happened: dict[str, Any], session: Session) -> None:
     """Change two rows: the first is flushed here, the second by the COMMIT."""
-    _add(happened["account"], happened["amount"], session)
+    add(happened, session)
     session.flush()
-    _add("all", happened["amount"], session)
+    add(happened | {"account": "all"}, session)
 
 
 class Desk:
@@ -188,13 +189,6 @@ class Desk:
         """Handle the message as a command, under its id as the key."""
         answer = self._commands.handle(self._operation, asked.body, key=asked.id)
         return self._awaited(asked, answer) if asyncio.iscoroutine(answer) else self._checked(asked, answer)
-
-    def deliver_batch(self, asked: Sequence[Message]) -> Any:
-        """Handle one after the other."""
-        return self._all(asked) if isinstance(self._commands, AsyncCommands) else list(map(self.deliver, asked))
-
-    async def _all(self, asked: Sequence[Message]) -> list[Delivery]:
-        return [await self.deliver(each) for each in asked]
 
     async def _awaited(self, asked: Message, answer: Any) -> Delivery:
         return self._checked(asked, await answer)
@@ -375,7 +369,9 @@ class Worker:
         return outcome
 
     def redeliver_all(self, numbers: Iterable[int]) -> list[Outcome]:
-        """Deliver messages in one batch without any points."""
+        """Deliver messages in one batch without any points; a desk handles its commands one by one."""
+        if self._is_command:
+            return list(map(self.redeliver, numbers))
         deliveries = self._run(self._dispatcher.deliver_batch, list(map(message, numbers)))
         return [delivery.outcome for delivery in deliveries]
 

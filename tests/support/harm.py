@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -323,6 +324,17 @@ class Scene:
 
     # What came of it
 
+    def store(self, *rows: object) -> None:
+        """Store rows before the message comes, or beside it."""
+        with Session(self.engine) as session:
+            session.add_all(rows)
+            session.commit()
+
+    def read(self, statement: Any) -> Any:
+        """Return a value that is committed."""
+        with Session(self.engine) as session:
+            return session.scalar(statement)
+
     def balance(self, account: str | None = None) -> int:
         """Return the sum of an account by its last line, or by its row."""
         account = account or self.account
@@ -353,3 +365,12 @@ def scene_on(request: pytest.FixtureRequest, driver: Driver, body: Body, **argum
 
 def _level(subject: dict[str, Any]) -> str | None:
     return next(iter(subject.values()), None)
+
+
+Play = Callable[..., contextlib.AbstractContextManager[Scene]]
+
+
+@pytest.fixture(name="play")
+def play_fixture(request: pytest.FixtureRequest, driver: Driver) -> Play:
+    """What makes a scene on the driver of the test, of a handler and the arguments of ``scene_on``."""
+    return partial(scene_on, request, driver)

@@ -19,6 +19,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
 from projector_dedup import Defer, Message, on, projector
+from projector_dedup.testing.exactly_once import ProjectorCheck
 
 
 class Base(DeclarativeBase):
@@ -105,6 +106,12 @@ def add_in_database(paid: Paid, session: Session) -> None:
     session.execute(update(Totals).where(Totals.account == paid.account).values(amount=Totals.amount + paid.amount))
 
 
+def check_of(made: Any, messages: Sequence[Any] = (), **settings: Any) -> ProjectorCheck:
+    """Return the check of a projector, by default with all payments and the sums of the read model."""
+    usual = {"expected": sums, "read": read_sums, "metadata": Base.metadata}
+    return ProjectorCheck(made, messages or PAYMENTS, **{**usual, **settings})
+
+
 def add(paid: Paid, session: Session) -> None:
     """Ordinary ORM code: read the row, create it if missing, add."""
     row = session.get(Totals, paid.account)
@@ -118,6 +125,7 @@ def add(paid: Paid, session: Session) -> None:
 class Case:
     """One projector, and how it is checked."""
 
+    name: str
     make: Callable[[], Any]
     expected: Callable[[Sequence[Any]], Any] = sums
     read: Callable[[Session], Any] = read_sums
@@ -126,105 +134,91 @@ class Case:
     engine: dict[str, Any] = field(default_factory=dict)  #: arguments of create_engine
 
     def __str__(self) -> str:
-        return str(getattr(self.make, "__name__", self.make))
+        return self.name
 
 
 MISTAKES: list[Case] = []
 RIGHT: list[Case] = []
 
 
-def case(into: list[Case], **arguments: Any) -> Callable[[Any], Any]:
-    """Register a projector as a case, under the name of its class."""
+def case(
+    into: list[Case],
+    *,
+    idempotent: bool = True,
+    read_models: Sequence[type] = (),
+    batch: bool = False,
+    envelope: bool = False,
+    **arguments: Any,
+) -> Callable[[Any], Any]:
+    """Register a handler of payments, or a class of handlers, as a case under its name."""
 
-    def register(cls: Any) -> Any:
-        into.append(Case(cls, **arguments))
-        return cls
+    def register(given: Any) -> Any:
+        declared: Any = projector(idempotent=idempotent, name=given.__name__, read_models=read_models)
+        is_class = isinstance(given, type)
+        made = declared(given if is_class else on(Paid, batch=batch, envelope=envelope)(given))
+        into.append(Case(given.__name__, made if is_class else partial(_same, made), **arguments))
+        return made
 
     return register
 
 
+def _same(handler: Any) -> Any:
+    """Return the handler: a function keeps nothing, so each worker may have the same one."""
+    return handler
+
+
 mistake, right = partial(case, MISTAKES), partial(case, RIGHT)
-once = partial(projector, idempotent=True)
 
 
 # Mistakes -------------------------------------------------------------------------------------------------------------
 
 
-@mistake()
-@projector(name="naive")
-class Naive:
+@mistake(idempotent=False)
+def naive(paid: Paid, session: Session) -> None:
     """It counts without idempotent=True: a redelivery counts twice."""
-
-    @on(Paid)
-    def apply(self, paid: Paid, session: Session) -> None:
-        add(paid, session)
+    add(paid, session)
 
 
 @mistake()
-@once(name="commits")
-class Commits:
+def commits(paid: Paid, session: Session) -> None:
     """It commits by itself."""
-
-    @on(Paid)
-    def apply(self, paid: Paid, session: Session) -> None:
-        add(paid, session)
-        session.commit()
+    add(paid, session)
+    session.commit()
 
 
 @mistake()
-@once(name="rolls-back")
-class RollsBack:
+def rolls_back(paid: Paid, session: Session) -> None:
     """It rolls the session back after its write."""
-
-    @on(Paid)
-    def apply(self, paid: Paid, session: Session) -> None:
-        add(paid, session)
-        session.rollback()
+    add(paid, session)
+    session.rollback()
 
 
 @mistake()
-@once(name="closes")
-class Closes:
+def closes(paid: Paid, session: Session) -> None:
     """It closes the session that belongs to the library."""
-
-    @on(Paid)
-    def apply(self, paid: Paid, session: Session) -> None:
-        add(paid, session)
-        session.close()
+    add(paid, session)
+    session.close()
 
 
 @mistake(options={"message_id": lambda _: str(uuid.uuid4())})
-@once(name="new-id")
-class NewId:
+def new_id(paid: Paid, session: Session) -> None:
     """The id is made anew at each delivery, so each redelivery is a new message."""
-
-    @on(Paid)
-    def apply(self, paid: Paid, session: Session) -> None:
-        add(paid, session)
+    add(paid, session)
 
 
 @mistake(options={"message_id": lambda paid: paid.account})
-@once(name="coarse-id")
-class CoarseId:
+def coarse_id(paid: Paid, session: Session) -> None:
     """The id is that of the account, so the second payment into it counts as a duplicate."""
-
-    @on(Paid)
-    def apply(self, paid: Paid, session: Session) -> None:
-        add(paid, session)
+    add(paid, session)
 
 
 @mistake(options={"message_id": lambda paid: str(hash(paid.message_id))})
-@once(name="hash-id")
-class HashId:
+def hash_id(paid: Paid, session: Session) -> None:
     """The id is made by hash(), which has another seed in another process."""
-
-    @on(Paid)
-    def apply(self, paid: Paid, session: Session) -> None:
-        add(paid, session)
+    add(paid, session)
 
 
 @mistake()
-@once(name="keeps-sums")
 class KeepsSums:
     """It keeps the sums in the projector, where a rollback does not undo them."""
 
@@ -237,8 +231,7 @@ class KeepsSums:
         session.merge(Totals(account=paid.account, amount=self.sums[paid.account], last=0))
 
 
-@mistake()
-@projector(name="remembers-ids")
+@mistake(idempotent=False)
 class RemembersIds:
     """It remembers in memory which messages it has seen, before their transaction has committed."""
 
@@ -253,116 +246,76 @@ class RemembersIds:
 
 
 @mistake(expected=lasts, read=read_lasts)
-@once(name="order-assumed")
-class OrderAssumed:
+def order_assumed(paid: Paid, session: Session) -> None:
     """It keeps the payment that comes last, and the broker does not keep the order."""
-
-    @on(Paid)
-    def apply(self, paid: Paid, session: Session) -> None:
-        session.merge(Totals(account=paid.account, amount=0, last=paid.amount))
+    session.merge(Totals(account=paid.account, amount=0, last=paid.amount))
 
 
 @mistake()
-@once(name="row-assumed")
-class RowAssumed:
+def row_assumed(paid: Paid, session: Session) -> None:
     """It updates a row that the first payment creates, and ignores that the row may be missing."""
-
-    @on(Paid)
-    def apply(self, paid: Paid, session: Session) -> None:
-        if paid in PAYMENTS[:1] + PAYMENTS[2:3]:
-            session.add(Totals(account=paid.account, amount=paid.amount, last=0))
-        else:
-            raised = {"amount": Totals.amount + paid.amount}
-            session.execute(update(Totals).where(Totals.account == paid.account).values(raised))
+    if paid in PAYMENTS[:1] + PAYMENTS[2:3]:
+        session.add(Totals(account=paid.account, amount=paid.amount, last=0))
+    else:
+        raised = {"amount": Totals.amount + paid.amount}
+        session.execute(update(Totals).where(Totals.account == paid.account).values(raised))
 
 
 @mistake()
-@once(name="row-demanded")
-class RowDemanded:
+def row_demanded(paid: Paid, session: Session) -> None:
     """It raises until the first payment has created the row: consumers make dead letters of the payments before it."""
-
-    @on(Paid)
-    def apply(self, paid: Paid, session: Session) -> None:
-        if paid in PAYMENTS[:1] + PAYMENTS[2:3]:
-            session.add(Totals(account=paid.account, amount=paid.amount, last=0))
-        else:
-            session.get_one(Totals, paid.account).amount += paid.amount
+    if paid in PAYMENTS[:1] + PAYMENTS[2:3]:
+        session.add(Totals(account=paid.account, amount=paid.amount, last=0))
+    else:
+        session.get_one(Totals, paid.account).amount += paid.amount
 
 
 @mistake()
-@once(name="row-demanded-async")
-class RowDemandedAsync:
+async def row_demanded_async(paid: Paid, session: AsyncSession) -> None:
     """The same, under asyncio."""
-
-    @on(Paid)
-    async def apply(self, paid: Paid, session: AsyncSession) -> None:
-        await session.run_sync(lambda inner: RowDemanded.apply(self, paid, inner))  # type: ignore[arg-type]
+    await session.run_sync(partial(row_demanded, paid))
 
 
 @mistake()
-@once(name="swallows-database-errors")
-class SwallowsDatabaseErrors:
+def swallows_database_errors(paid: Paid, session: Session) -> None:
     """It logs a database error and goes on: the message counts as applied, without its write."""
-
-    @on(Paid)
-    def apply(self, paid: Paid, session: Session) -> None:
-        try:
-            add(paid, session)
-            session.flush()
-        except SQLAlchemyError:
-            session.expunge_all()
+    try:
+        add(paid, session)
+        session.flush()
+    except SQLAlchemyError:
+        session.expunge_all()
 
 
 @mistake()
-@once(name="looks-elsewhere-and-swallows")
-class LooksElsewhereAndSwallows:
+def looks_elsewhere_and_swallows(paid: Paid, session: Session) -> None:
     """The same, after it has read by a connection of its own."""
-
-    @on(Paid)
-    def apply(self, paid: Paid, session: Session) -> None:
-        with session.get_bind().engine.connect() as another:
-            another.execute(select(func.count()).select_from(Entry))
-        try:
-            add(paid, session)
-            session.flush()
-        except SQLAlchemyError:
-            session.expunge_all()
+    with session.get_bind().engine.connect() as another:
+        another.execute(select(func.count()).select_from(Entry))
+    swallows_database_errors(paid, session)
 
 
 @mistake()
-@once(name="swallows-everything")
-class SwallowsEverything:
+def swallows_everything(paid: Paid, session: Session) -> None:
     """It catches every error of its statement."""
-
-    @on(Paid)
-    def apply(self, paid: Paid, session: Session) -> None:
-        try:
-            changed = update(Totals).where(Totals.account == paid.account)
-            if not session.execute(changed.values(amount=Totals.amount + paid.amount)).rowcount:  # type: ignore[attr-defined]
-                session.execute(insert(Totals).values(account=paid.account, amount=paid.amount, last=0))
-        except Exception:  # noqa: BLE001  # the mistake
-            return
+    try:
+        changed = update(Totals).where(Totals.account == paid.account)
+        if not session.execute(changed.values(amount=Totals.amount + paid.amount)).rowcount:  # type: ignore[attr-defined]
+            session.execute(insert(Totals).values(account=paid.account, amount=paid.amount, last=0))
+    except Exception:  # noqa: BLE001  # the mistake
+        return
 
 
 @mistake()
-@once(name="second-session")
-class SecondSession:
+def second_session(paid: Paid, session: Session) -> None:
     """It writes by a session of its own, which commits although the message may roll back."""
-
-    @on(Paid)
-    def apply(self, paid: Paid, session: Session) -> None:
-        with Session(session.get_bind().engine) as own, own.begin():
-            add(paid, own)
+    with Session(session.get_bind().engine) as own, own.begin():
+        add(paid, own)
 
 
 @mistake(engine={"isolation_level": "AUTOCOMMIT"})
-@once(name="autocommit")
-class Autocommit:
+def autocommit(paid: Paid, session: Session) -> None:
     """Its engine commits each statement at once."""
-
-    @on(Paid)
-    def apply(self, paid: Paid, session: Session) -> None:
-        add(paid, session)
+    add(paid, session)
 
 
 FILE = Path(tempfile.gettempdir()) / f"projector-dedup-kit-{uuid.uuid4().hex}.txt"
@@ -379,19 +332,14 @@ def remove_file() -> None:
 
 
 @mistake(read=_read_file, options={"reset": remove_file})
-@once(name="writes-a-file")
-class WritesAFile:
+def writes_a_file(paid: Paid, session: Session) -> None:
     """It appends to a file, which a rollback does not undo."""
-
-    @on(Paid)
-    def apply(self, paid: Paid, session: Session) -> None:
-        add(paid, session)
-        with FILE.open("a") as file:
-            file.write(f"{paid.account}:{paid.amount}\n")
+    add(paid, session)
+    with FILE.open("a") as file:
+        file.write(f"{paid.account}:{paid.amount}\n")
 
 
 @mistake(options={"reset": lambda: CountsInTheClass.sums.clear()})  # noqa: PLW0108  # the class comes below
-@once(name="counts-in-the-class")
 class CountsInTheClass:
     """It counts in a variable of the class."""
 
@@ -403,73 +351,48 @@ class CountsInTheClass:
         session.merge(Totals(account=paid.account, amount=self.sums[paid.account], last=0))
 
 
-@mistake()
-@once(name="last-of-the-batch")
-class LastOfTheBatch:
+@mistake(batch=True)
+def last_of_the_batch(batch: list[Paid], session: Session) -> None:
     """It takes a whole batch, and applies the last event of each batch only."""
-
-    @on(Paid, batch=True)
-    def apply(self, batch: list[Paid], session: Session) -> None:
-        add(batch[-1], session)
+    add(batch[-1], session)
 
 
-@mistake()
-@projector(name="skips-alike")
-class SkipsAlike:
+@mistake(idempotent=False)
+def skips_alike(paid: Paid, session: Session) -> None:
     """It compares the amount with that of the last payment to recognise a redelivery."""
-
-    @on(Paid)
-    def apply(self, paid: Paid, session: Session) -> None:
-        row = session.get(Totals, paid.account)
-        if row is None or row.last != paid.amount:
-            add(paid, session)
-            session.get_one(Totals, paid.account).last = paid.amount
+    row = session.get(Totals, paid.account)
+    if row is None or row.last != paid.amount:
+        add(paid, session)
+        session.get_one(Totals, paid.account).last = paid.amount
 
 
 @mistake(options={"ordered": True})
-@once(name="always-fails")
-class AlwaysFails:
+def always_fails(paid: Paid, session: Session) -> None:
     """It fails at each delivery of the first message, so that the others wait."""
-
-    @on(Paid)
-    def apply(self, paid: Paid, session: Session) -> None:
-        session.get_one(Totals, "c")
-        add(paid, session)
+    session.get_one(Totals, "c")
+    add(paid, session)
 
 
 @mistake()
-@once(name="forgets-await")
-class ForgetsAwait:
+async def forgets_await(paid: Paid, session: AsyncSession) -> None:
     """It does not await its statement, so that nothing is written."""
-
-    @on(Paid)
-    async def apply(self, paid: Paid, session: AsyncSession) -> None:
-        session.run_sync(partial(add, paid))  # type: ignore[unused-coroutine]
+    session.run_sync(partial(add, paid))  # type: ignore[unused-coroutine]
 
 
-@mistake()
-@projector(name="naive-async")
-class NaiveAsync:
+@mistake(idempotent=False)
+async def naive_async(paid: Paid, session: AsyncSession) -> None:
     """It counts without idempotent=True, under asyncio."""
-
-    @on(Paid)
-    async def apply(self, paid: Paid, session: AsyncSession) -> None:
-        await session.run_sync(lambda inner: add(paid, inner))
+    await session.run_sync(partial(add, paid))
 
 
 @mistake()
-@once(name="commits-async")
-class CommitsAsync:
+async def commits_async(paid: Paid, session: AsyncSession) -> None:
     """It commits by itself, under asyncio."""
-
-    @on(Paid)
-    async def apply(self, paid: Paid, session: AsyncSession) -> None:
-        await session.run_sync(lambda inner: add(paid, inner))
-        await session.commit()
+    await session.run_sync(partial(add, paid))
+    await session.commit()
 
 
 @mistake(expected=lambda messages: {"all": sum(paid.amount for paid in messages)})
-@once(name="keeps-a-number")
 class KeepsANumber:
     """It keeps one sum in the projector, which a rollback does not undo and a new worker begins anew."""
 
@@ -483,211 +406,139 @@ class KeepsANumber:
 
 
 @mistake(server=True, options={"isolation": "READ COMMITTED"})
-@once(name="lost-update")
-class LostUpdate:
+def lost_update(paid: Paid, session: Session) -> None:
     """It reads, then writes a literal, at READ COMMITTED: two messages lose an update."""
-
-    @on(Paid)
-    def apply(self, paid: Paid, session: Session) -> None:
-        where = Totals.account == paid.account
-        amount = session.scalar(select(Totals.amount).where(where))
-        if amount is None:
-            session.execute(insert(Totals).values(account=paid.account, amount=paid.amount, last=0))
-        else:
-            session.execute(
-                text("UPDATE kit_totals SET amount = :amount WHERE account = :account").bindparams(
-                    amount=amount + paid.amount, account=paid.account
-                )
+    where = Totals.account == paid.account
+    amount = session.scalar(select(Totals.amount).where(where))
+    if amount is None:
+        session.execute(insert(Totals).values(account=paid.account, amount=paid.amount, last=0))
+    else:
+        session.execute(
+            text("UPDATE kit_totals SET amount = :amount WHERE account = :account").bindparams(
+                amount=amount + paid.amount, account=paid.account
             )
+        )
 
 
 @mistake(server=True, options={"isolation": "READ COMMITTED"})
-@once(name="orm-lost-update")
-class OrmLostUpdate:
+def orm_lost_update(paid: Paid, session: Session) -> None:
     """It adds to an attribute at READ COMMITTED, without read_models."""
-
-    @on(Paid)
-    def apply(self, paid: Paid, session: Session) -> None:
-        add(paid, session)
+    add(paid, session)
 
 
 @mistake(server=True, options={"isolation": "READ COMMITTED"})
-@once(name="async-lost-update")
-class AsyncLostUpdate:
+async def async_lost_update(paid: Paid, session: AsyncSession) -> None:
     """It adds to an attribute at READ COMMITTED, without read_models, under asyncio."""
-
-    @on(Paid)
-    async def apply(self, paid: Paid, session: AsyncSession) -> None:
-        await session.run_sync(lambda inner: add(paid, inner))
+    await session.run_sync(partial(add, paid))
 
 
-@mistake(server=True, options={"isolation": "READ COMMITTED"})
-@once(name="locks-only-one")
-class LocksOnlyOne:
+@mistake(batch=True, server=True, options={"isolation": "READ COMMITTED"})
+def locks_only_one(batch: list[Paid], session: Session) -> None:
     """It locks the row for one payment, but not the rows for a batch: a batch beside it loses an update."""
-
-    @on(Paid, batch=True)
-    def apply(self, batch: list[Paid], session: Session) -> None:
-        if len(batch) == 1:
-            session.get(Totals, batch[0].account, with_for_update=True)
-        for paid in batch:
-            LostUpdate.apply(self, paid, session)  # type: ignore[arg-type]
+    if len(batch) == 1:
+        session.get(Totals, batch[0].account, with_for_update=True)
+    for paid in batch:
+        lost_update(paid, session)
 
 
 @mistake(server=True, read=read_balances)
-@once(name="unlocked-ledger")
-class UnlockedLedger:
+def unlocked_ledger(paid: Paid, session: Session) -> None:
     """It reads the last line and inserts the next, without a lock: no row conflicts."""
-
-    @on(Paid)
-    def apply(self, paid: Paid, session: Session) -> None:
-        append(paid, session)
+    append(paid, session)
 
 
 @mistake(server=True, read=read_balances)
-@once(name="locks-too-late")
-class LocksTooLate:
+def locks_too_late(paid: Paid, session: Session) -> None:
     """It locks the account after it has read the last line."""
-
-    @on(Paid)
-    def apply(self, paid: Paid, session: Session) -> None:
-        last = select(Entry.amount).where(Entry.account == paid.account).order_by(Entry.id.desc()).limit(1)
-        balance = session.scalar(last) or 0
-        lock(paid, session)
-        session.execute(insert(Entry).values(account=paid.account, amount=balance + paid.amount))
+    last = select(Entry.amount).where(Entry.account == paid.account).order_by(Entry.id.desc()).limit(1)
+    balance = session.scalar(last) or 0
+    lock(paid, session)
+    session.execute(insert(Entry).values(account=paid.account, amount=balance + paid.amount))
 
 
 @mistake(server=True, read=read_balances)
-@once(name="locks-another")
-class LocksAnother:
+def locks_another(paid: Paid, session: Session) -> None:
     """It locks a name of its own, which no other message locks."""
-
-    @on(Paid)
-    def apply(self, paid: Paid, session: Session) -> None:
-        session.execute(select(func.pg_advisory_xact_lock(func.hashtext(paid.message_id))))
-        append(paid, session)
+    session.execute(select(func.pg_advisory_xact_lock(func.hashtext(paid.message_id))))
+    append(paid, session)
 
 
 @mistake(server=True, read=read_balances, options={"isolation": "REPEATABLE READ"})
-@once(name="locks-at-repeatable-read")
-class LocksAtRepeatableRead:
+def locks_at_repeatable_read(paid: Paid, session: Session) -> None:
     """It locks and then reads at REPEATABLE READ, which it has chosen: its snapshot is older than its lock."""
-
-    @on(Paid)
-    def apply(self, paid: Paid, session: Session) -> None:
-        lock(paid, session)
-        append(paid, session)
+    lock(paid, session)
+    append(paid, session)
 
 
 @mistake(server=True, read=read_balances)
-@once(name="locks-below")
-class LocksBelow:
+def locks_below(paid: Paid, session: Session) -> None:
     """It locks on the driver's own connection, where the library does not see that its snapshot is older."""
-
-    @on(Paid)
-    def apply(self, paid: Paid, session: Session) -> None:
-        driver: Any = session.connection().connection.driver_connection
-        driver.execute("SELECT pg_advisory_xact_lock(hashtext(%s))", [paid.account])
-        append(paid, session)
+    driver: Any = session.connection().connection.driver_connection
+    driver.execute("SELECT pg_advisory_xact_lock(hashtext(%s))", [paid.account])
+    append(paid, session)
 
 
 @mistake(server=True)
-@once(name="inserts-without-a-savepoint")
-class InsertsWithoutASavepoint:
+def inserts_without_a_savepoint(paid: Paid, session: Session) -> None:
     """It catches the unique violation of an INSERT that is in no savepoint: the transaction is aborted."""
-
-    @on(Paid)
-    def apply(self, paid: Paid, session: Session) -> None:
-        with contextlib.suppress(IntegrityError):
-            session.execute(insert(Totals).values(account=paid.account, amount=0, last=0))
-        add_in_database(paid, session)
+    with contextlib.suppress(IntegrityError):
+        session.execute(insert(Totals).values(account=paid.account, amount=0, last=0))
+    add_in_database(paid, session)
 
 
 @mistake()
-@once(name="skips-on-any-error")
-class SkipsOnAnyError:
+def skips_on_any_error(paid: Paid, session: Session) -> None:
     """It skips a payment if its savepoint fails, whatever the reason is."""
-
-    @on(Paid)
-    def apply(self, paid: Paid, session: Session) -> None:
-        with contextlib.suppress(DBAPIError), session.begin_nested():
-            add(paid, session)
+    with contextlib.suppress(DBAPIError), session.begin_nested():
+        add(paid, session)
 
 
 # Right ones -----------------------------------------------------------------------------------------------------------
 
 
 @right()
-@once(name="right-sums")
-class Sums:
+def right_sums(paid: Paid, session: Session) -> None:
     """It counts with idempotent=True."""
-
-    @on(Paid)
-    def apply(self, paid: Paid, session: Session) -> None:
-        add(paid, session)
+    add(paid, session)
 
 
 @right()
-@once(name="right-flushes")
-class Flushes:
+def flushes(paid: Paid, session: Session) -> None:
     """It flushes by itself, which is allowed."""
-
-    @on(Paid)
-    def apply(self, paid: Paid, session: Session) -> None:
-        add(paid, session)
-        session.flush()
+    add(paid, session)
+    session.flush()
 
 
 @right()
-@once(name="right-sql")
-class Atomic:
+def atomic(paid: Paid, session: Session) -> None:
     """It adds by one statement, and inserts the row if it is missing."""
-
-    @on(Paid)
-    def apply(self, paid: Paid, session: Session) -> None:
-        changed = update(Totals).where(Totals.account == paid.account)
-        if not session.execute(changed.values(amount=Totals.amount + paid.amount)).rowcount:  # type: ignore[attr-defined]
-            session.execute(insert(Totals).values(account=paid.account, amount=paid.amount, last=0))
+    changed = update(Totals).where(Totals.account == paid.account)
+    if not session.execute(changed.values(amount=Totals.amount + paid.amount)).rowcount:  # type: ignore[attr-defined]
+        session.execute(insert(Totals).values(account=paid.account, amount=paid.amount, last=0))
 
 
 @right(read=read_entries)
-@once(name="right-entries")
-class Entries:
+def entries(paid: Paid, session: Session) -> None:
     """It inserts a line for each message."""
-
-    @on(Paid)
-    def apply(self, paid: Paid, session: Session) -> None:
-        session.add(Entry(account=paid.account, amount=paid.amount))
+    session.add(Entry(account=paid.account, amount=paid.amount))
 
 
 @right(expected=lasts, read=read_lasts, options={"ordered": lambda paid: paid.account})
-@once(name="right-last-by-key")
-class LastByKey:
+def last_by_key(paid: Paid, session: Session) -> None:
     """It keeps the last payment, from a broker that keeps the order of each account."""
-
-    @on(Paid)
-    def apply(self, paid: Paid, session: Session) -> None:
-        session.merge(Totals(account=paid.account, amount=0, last=paid.amount))
+    session.merge(Totals(account=paid.account, amount=0, last=paid.amount))
 
 
 @right(expected=lasts, read=read_lasts, options={"ordered": True})
-@once(name="right-last")
-class LastInOrder:
+def last_in_order(paid: Paid, session: Session) -> None:
     """It keeps the last payment, from a broker that keeps the order of all messages."""
-
-    @on(Paid)
-    def apply(self, paid: Paid, session: Session) -> None:
-        session.merge(Totals(account=paid.account, amount=0, last=paid.amount))
+    session.merge(Totals(account=paid.account, amount=0, last=paid.amount))
 
 
-@right(expected=lasts, read=read_lasts, options={"ordered": lambda paid: paid.account})
-@projector(name="right-sets")
-class Sets:
+@right(idempotent=False, expected=lasts, read=read_lasts, options={"ordered": lambda paid: paid.account})
+def sets(paid: Paid, session: Session) -> None:
     """It sets a value, and needs no idempotent=True where the order is kept."""
-
-    @on(Paid)
-    def apply(self, paid: Paid, session: Session) -> None:
-        session.merge(Totals(account=paid.account, amount=0, last=paid.amount))
+    session.merge(Totals(account=paid.account, amount=0, last=paid.amount))
 
 
 def _highest(messages: Sequence[Paid]) -> dict[str, int]:
@@ -695,75 +546,54 @@ def _highest(messages: Sequence[Paid]) -> dict[str, int]:
 
 
 @right(expected=_highest, read=read_lasts)
-@once(name="right-highest")
-class Highest:
+def highest(paid: Paid, session: Session) -> None:
     """It keeps the highest payment, in any order."""
-
-    @on(Paid)
-    def apply(self, paid: Paid, session: Session) -> None:
-        row = session.get(Totals, paid.account)
-        if row is None:
-            session.add(Totals(account=paid.account, amount=0, last=paid.amount))
-        else:
-            row.last = max(row.last, paid.amount)
+    row = session.get(Totals, paid.account)
+    if row is None:
+        session.add(Totals(account=paid.account, amount=0, last=paid.amount))
+    else:
+        row.last = max(row.last, paid.amount)
 
 
 @right()
-@once(name="right-defers")
-class Defers:
+def defers(paid: Paid, session: Session) -> None:
     """It waits, by Defer, for the payment that creates the row."""
-
-    @on(Paid)
-    def apply(self, paid: Paid, session: Session) -> None:
-        row = session.get(Totals, paid.account)
-        if row is not None:
-            row.amount += paid.amount
-        elif paid in PAYMENTS[:1] + PAYMENTS[2:3]:
-            session.add(Totals(account=paid.account, amount=paid.amount, last=0))
-        else:
-            raise Defer("no account yet")
+    row = session.get(Totals, paid.account)
+    if row is not None:
+        row.amount += paid.amount
+    elif paid in PAYMENTS[:1] + PAYMENTS[2:3]:
+        session.add(Totals(account=paid.account, amount=paid.amount, last=0))
+    else:
+        raise Defer("no account yet")
 
 
 @right(options={"ordered": lambda paid: paid.account})
-@once(name="right-defers-by-key")
-class DefersByKey:
+def defers_by_key(paid: Paid, session: Session) -> None:
     """It waits, by Defer, for another account, from a broker that keeps the order of each account."""
+    if paid.account == "a" and session.get(Totals, "b") is None:
+        raise Defer("no account b yet")
+    add(paid, session)
 
-    @on(Paid)
-    def apply(self, paid: Paid, session: Session) -> None:
-        if paid.account == "a" and session.get(Totals, "b") is None:
-            raise Defer("no account b yet")
+
+@right()
+def savepoint(paid: Paid, session: Session) -> None:
+    """It tries an INSERT in a savepoint, and catches the error that means that the row is there."""
+    try:
+        with session.begin_nested():
+            session.execute(insert(Totals).values(account=paid.account, amount=0, last=0))
+    except IntegrityError:
+        pass
+    session.execute(update(Totals).where(Totals.account == paid.account).values(amount=Totals.amount + paid.amount))
+
+
+@right(batch=True)
+def whole_batch(batch: list[Paid], session: Session) -> None:
+    """It takes a whole batch, and applies all of it."""
+    for paid in batch:
         add(paid, session)
 
 
 @right()
-@once(name="right-savepoint")
-class Savepoint:
-    """It tries an INSERT in a savepoint, and catches the error that means that the row is there."""
-
-    @on(Paid)
-    def apply(self, paid: Paid, session: Session) -> None:
-        try:
-            with session.begin_nested():
-                session.execute(insert(Totals).values(account=paid.account, amount=0, last=0))
-        except IntegrityError:
-            pass
-        session.execute(update(Totals).where(Totals.account == paid.account).values(amount=Totals.amount + paid.amount))
-
-
-@right()
-@once(name="right-batch")
-class Batch:
-    """It takes a whole batch, and applies all of it."""
-
-    @on(Paid, batch=True)
-    def apply(self, batch: list[Paid], session: Session) -> None:
-        for paid in batch:
-            add(paid, session)
-
-
-@right()
-@once(name="right-cache")
 class Caches:
     """It caches in the projector what never changes."""
 
@@ -777,27 +607,18 @@ class Caches:
 
 
 @right(options={"message_id": lambda paid: f"payment:{paid.message_id}"})
-@once(name="right-extractor")
-class Extractor:
+def extractor(paid: Paid, session: Session) -> None:
     """It has its id from an extractor."""
-
-    @on(Paid)
-    def apply(self, paid: Paid, session: Session) -> None:
-        add(paid, session)
+    add(paid, session)
 
 
-@right()
-@once(name="right-envelope")
-class Envelope:
+@right(envelope=True)
+def takes_the_envelope(message: Message, session: Session) -> None:
     """It takes the envelope."""
-
-    @on(Paid, envelope=True)
-    def apply(self, message: Message, session: Session) -> None:
-        add(message.body, session)
+    add(message.body, session)
 
 
 @right(expected=lambda messages: {account: 2 * amount for account, amount in sums(messages).items()})
-@once(name="right-two")
 class TwoHandlers:
     """It has two handlers, each of which counts."""
 
@@ -811,128 +632,84 @@ class TwoHandlers:
 
 
 @right()
-@once(name="right-derived")
-class Derived:
+def derived(paid: Paid, session: Session) -> None:
     """It computes the sums from the entries that it has written."""
-
-    @on(Paid)
-    def apply(self, paid: Paid, session: Session) -> None:
-        session.add(Entry(account=paid.account, amount=paid.amount))
-        session.flush()
-        amount = session.scalar(select(func.sum(Entry.amount)).where(Entry.account == paid.account))
-        session.execute(delete(Totals).where(Totals.account == paid.account))
-        session.execute(insert(Totals).values(account=paid.account, amount=amount, last=0))
+    session.add(Entry(account=paid.account, amount=paid.amount))
+    session.flush()
+    amount = session.scalar(select(func.sum(Entry.amount)).where(Entry.account == paid.account))
+    session.execute(delete(Totals).where(Totals.account == paid.account))
+    session.execute(insert(Totals).values(account=paid.account, amount=amount, last=0))
 
 
 @right()
-@once(name="right-async")
-class SumsAsync:
+async def sums_async(paid: Paid, session: AsyncSession) -> None:
     """It counts, under asyncio."""
-
-    @on(Paid)
-    async def apply(self, paid: Paid, session: AsyncSession) -> None:
-        await session.run_sync(lambda inner: add(paid, inner))
+    await session.run_sync(partial(add, paid))
 
 
 @right(read=read_entries)
-@once(name="right-async-entries")
-class EntriesAsync:
+async def entries_async(paid: Paid, session: AsyncSession) -> None:
     """It waits for something else, and inserts a line, under asyncio."""
-
-    @on(Paid)
-    async def apply(self, paid: Paid, session: AsyncSession) -> None:
-        await asyncio.sleep(0)
-        session.add(Entry(account=paid.account, amount=paid.amount))
+    await asyncio.sleep(0)
+    session.add(Entry(account=paid.account, amount=paid.amount))
 
 
-@right(server=True, options={"isolation": "READ COMMITTED"})
-@once(name="right-read-models", read_models=[Totals])
-class ReadModels:
+@right(read_models=[Totals], server=True, options={"isolation": "READ COMMITTED"})
+def under_lock(paid: Paid, session: Session) -> None:
     """It adds to an attribute at READ COMMITTED, under lock."""
-
-    @on(Paid)
-    def apply(self, paid: Paid, session: Session) -> None:
-        add(paid, session)
+    add(paid, session)
 
 
-@right(server=True, options={"isolation": "READ COMMITTED"})
-@once(name="right-locks-the-batch")
-class LocksTheBatch:
+@right(batch=True, server=True, options={"isolation": "READ COMMITTED"})
+def locks_the_batch(batch: list[Paid], session: Session) -> None:
     """It locks the rows of a batch, in the order of their names."""
-
-    @on(Paid, batch=True)
-    def apply(self, batch: list[Paid], session: Session) -> None:
-        for account in sorted({paid.account for paid in batch}):
-            session.get(Totals, account, with_for_update=True)
-        for paid in batch:
-            LostUpdate.apply(self, paid, session)  # type: ignore[arg-type]
+    for account in sorted({paid.account for paid in batch}):
+        session.get(Totals, account, with_for_update=True)
+    for paid in batch:
+        lost_update(paid, session)
 
 
 @right(server=True)
-@once(name="right-default-isolation")
-class DefaultIsolation:
+def default_isolation(paid: Paid, session: Session) -> None:
     """It reads, then writes a literal, at the default isolation level of the library."""
-
-    @on(Paid)
-    def apply(self, paid: Paid, session: Session) -> None:
-        LostUpdate.apply(self, paid, session)  # type: ignore[arg-type]
+    lost_update(paid, session)
 
 
 @right(server=True)
-@once(name="right-insert-or-update")
-class InsertsOrUpdates:
+def inserts_or_updates(paid: Paid, session: Session) -> None:
     """It inserts in a savepoint, and updates if the row is there."""
-
-    @on(Paid)
-    def apply(self, paid: Paid, session: Session) -> None:
-        try:
-            with session.begin_nested():
-                session.add(Totals(account=paid.account, amount=paid.amount, last=0))
-        except IntegrityError:
-            add_in_database(paid, session)
+    try:
+        with session.begin_nested():
+            session.add(Totals(account=paid.account, amount=paid.amount, last=0))
+    except IntegrityError:
+        add_in_database(paid, session)
 
 
 @right(server=True, read=read_balances)
-@once(name="right-ledger")
-class LockedLedger:
+def locked_ledger(paid: Paid, session: Session) -> None:
     """It locks the name of the account, reads the last line and inserts the next."""
-
-    @on(Paid)
-    def apply(self, paid: Paid, session: Session) -> None:
-        lock(paid, session)
-        append(paid, session)
+    lock(paid, session)
+    append(paid, session)
 
 
 @right(server=True, read=read_balances, options={"isolation": "READ COMMITTED"})
-@once(name="right-ledger-below")
-class LedgerBelow:
+def ledger_below(paid: Paid, session: Session) -> None:
     """It locks on the driver's own connection, and declares the level at which that protects its reads."""
-
-    @on(Paid)
-    def apply(self, paid: Paid, session: Session) -> None:
-        LocksBelow.apply(self, paid, session)  # type: ignore[arg-type]
+    locks_below(paid, session)
 
 
 @right(server=True, read=read_balances)
-@once(name="right-ledger-of-a-row")
-class LedgerOfARow:
+def ledger_of_a_row(paid: Paid, session: Session) -> None:
     """It creates the row of the account in a savepoint, locks it, reads the last line and inserts the next."""
-
-    @on(Paid)
-    def apply(self, paid: Paid, session: Session) -> None:
-        with contextlib.suppress(IntegrityError), session.begin_nested():
-            session.execute(insert(Totals).values(account=paid.account, amount=0, last=0))
-        session.get_one(Totals, paid.account, with_for_update=True)
-        append(paid, session)
+    with contextlib.suppress(IntegrityError), session.begin_nested():
+        session.execute(insert(Totals).values(account=paid.account, amount=0, last=0))
+    session.get_one(Totals, paid.account, with_for_update=True)
+    append(paid, session)
 
 
 @right(server=True, read=read_entries)
-@once(name="right-skips-bad-lines")
-class SkipsBadLines:
+def skips_bad_lines(paid: Paid, session: Session) -> None:
     """It adds each line in a savepoint, and skips the lines that break a constraint."""
-
-    @on(Paid)
-    def apply(self, paid: Paid, session: Session) -> None:
-        for account in (None, paid.account):  # the database refuses the first
-            with contextlib.suppress(IntegrityError), session.begin_nested():
-                session.execute(insert(Entry).values(account=account, amount=paid.amount))
+    for account in (None, paid.account):  # the database refuses the first
+        with contextlib.suppress(IntegrityError), session.begin_nested():
+            session.execute(insert(Entry).values(account=account, amount=paid.amount))

@@ -11,6 +11,7 @@ import sqlite3
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self, cast
 
 import psycopg
@@ -35,9 +36,16 @@ from projector_dedup.outcome import Delivery
 from projector_dedup.tables import default_metadata, default_tables
 
 Handler = Callable[[Session], object] | Callable[[AsyncSession], Awaitable[object]]
+Body = Callable[[Any, Session], object]
 
 HANDLER = "totals"
 QUICK = RetryPolicy(base=0.0005)
+ONE_ATTEMPT = RetryPolicy(attempts=1)
+CONFLICT = {
+    "postgresql": "do $$ begin raise exception 'conflict' using errcode = '40001'; end $$",
+    "mariadb": "signal sqlstate '40001' set mysql_errno = 1213, message_text = 'conflict'",
+}
+"""Statements that the server answers as if another transaction were in the way."""
 
 
 class Base(DeclarativeBase):
@@ -64,6 +72,21 @@ def add(session: Session, amount: int = 1) -> None:
         session.add(total)
     total.amount += amount
     session.flush()
+
+
+class Counting:
+    """A good handler that counts its runs. The first run does something else, too, after it has added 1."""
+
+    def __init__(self, first: Callable[[Session], object] = lambda _session: None) -> None:
+        self.runs = 0
+        self._first = first
+
+    def __call__(self, session: Session) -> None:
+        """Add 1."""
+        self.runs += 1
+        add(session)
+        if self.runs == 1:
+            self._first(session)
 
 
 def done(result: Any) -> Any:
@@ -163,8 +186,29 @@ class Outside:
             self._postgresql.close()
 
 
-def _added(message_id: str) -> Message:
-    return Message(message_id, {"account": "a"}, type="added")
+def added(message_id: str, body: Any = None) -> Message:
+    """A message for the handlers of a rig."""
+    return Message(message_id, {"account": "a"} if body is None else body, type="added")
+
+
+def handler_of(factory: Any, body: Body, name: str, **options: Any) -> Any:
+    """A projector of the factory's kind, whose handler is `body`; the options are those of `on`."""
+
+    async def awaited(event: Any, session: AsyncSession) -> None:
+        await session.run_sync(partial(body, event))
+
+    def direct(event: Any, session: Session) -> None:
+        body(event, session)
+
+    function: Any = awaited if isinstance(factory, async_sessionmaker) else direct
+    return projector(idempotent=True, name=name)(on("added", **options)(function))
+
+
+def dispatcher_on(factory: Any, *bodies: Body, retry: RetryPolicy = ONE_ATTEMPT, **options: Any) -> Any:
+    """A dispatcher of the factory's kind, with a projector for each of `bodies`. By default it tries once."""
+    kind: Any = AsyncDispatcher if isinstance(factory, async_sessionmaker) else Dispatcher
+    handlers = [handler_of(factory, body, f"other-{number}", **options) for number, body in enumerate(bodies)]
+    return kind(factory, *handlers, retry=retry)
 
 
 def tables_on(engine: Engine) -> Engine:
@@ -215,12 +259,12 @@ class Rig:
         """Deliver one message to `handler`; the options are those of projector and dispatcher, idempotent and quick."""
         if isinstance(self.engine, AsyncEngine):
             return cast(Delivery, self.run(self.adeliver(handler, message_id, **options)))
-        return cast(Delivery, self._dispatcher(handler, **options).deliver(_added(message_id)))
+        return cast(Delivery, self._dispatcher(handler, **options).deliver(added(message_id)))
 
     async def adeliver(self, handler: Handler, message_id: str = "m-1", **options: Any) -> Delivery:
         """The same, inside the event loop."""
         assert isinstance(self.engine, AsyncEngine)
-        return cast(Delivery, await self._dispatcher(handler, **options).deliver(_added(message_id)))
+        return cast(Delivery, await self._dispatcher(handler, **options).deliver(added(message_id)))
 
     def _dispatcher(self, handler: Any, *, idempotent: bool = True, retry: RetryPolicy = QUICK, **options: Any) -> Any:
         async def run_awaited(_event: object, session: AsyncSession) -> None:
@@ -233,6 +277,10 @@ class Rig:
         if self.driver.is_async:
             return AsyncDispatcher(self.factory, declared(on("added")(run_awaited)), retry=retry, **options)
         return Dispatcher(self.factory, declared(on("added")(run)), retry=retry, **options)
+
+    def result(self, delivered: Any) -> Any:
+        """Return what a dispatcher of this rig returned, awaited if it is asynchronous."""
+        return self.run(delivered) if self.driver.is_async else delivered
 
     def run(self, work: Any) -> Any:
         """Run a coroutine in the loop that this rig's connections live in."""
@@ -269,6 +317,11 @@ class Rig:
         """Return what is durable, as another connection sees it."""
         return self.outside.durable()
 
+    def assert_settled(self, durable: Durable) -> None:
+        """Others see this state, and nothing of a delivery is left: no connection, transaction or lock."""
+        assert (found := self.durable()) == durable, found
+        self.assert_nothing_is_left()
+
     def assert_nothing_is_left(self) -> None:
         """No connection is out of the pool, and nothing is open or locked in the database."""
         assert self.sync_engine.pool.checkedout() == 0  # type: ignore[attr-defined]  # a QueuePool
@@ -284,6 +337,9 @@ class Rig:
             self._runner.close()
         else:
             self.engine.dispose()
+
+
+RigOn = Callable[..., Rig]
 
 
 # Fixtures, which conftest.py imports ------------------------------------------------------------------------------
@@ -316,7 +372,7 @@ def outsides_fixture(
 
 
 @pytest.fixture(name="rig_on")
-def rig_on_fixture(request: pytest.FixtureRequest) -> Iterator[Callable[..., Rig]]:
+def rig_on_fixture(request: pytest.FixtureRequest) -> Iterator[RigOn]:
     """Make a rig on the given driver, on empty tables."""
     with contextlib.ExitStack() as stack:
 
@@ -330,3 +386,9 @@ def rig_on_fixture(request: pytest.FixtureRequest) -> Iterator[Callable[..., Rig
             return stack.enter_context(Rig(driver, outside, **options))
 
         yield make
+
+
+@pytest.fixture(name="rig")
+def rig_fixture(driver: Driver, rig_on: RigOn) -> Rig:
+    """A rig on the driver of the test, on empty tables."""
+    return rig_on(driver)

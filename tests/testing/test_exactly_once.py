@@ -15,12 +15,14 @@ import pytest
 from sqlalchemy.orm import Session
 
 from databases import Database
-from kit_handlers import MISTAKES, PAYMENTS, RIGHT, Base, Case, Paid, Totals, add, read_sums, sums
+from kit_handlers import MISTAKES, PAYMENTS, RIGHT, Base, Case, Paid, Totals, add, check_of, sums
 from projector_dedup import on, projector
 from projector_dedup.message import by_path
 from projector_dedup.testing.checking import Report, UnusableError, engine_on
 from projector_dedup.testing.elsewhere import called_elsewhere
-from projector_dedup.testing.exactly_once import ProjectorCheck, is_async
+from projector_dedup.testing.exactly_once import is_async
+
+CASES = {str(case): case for case in (*MISTAKES, *RIGHT)}
 
 
 @pytest.fixture(name="checked")
@@ -32,9 +34,8 @@ def checked_fixture(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[
             database = request.getfixturevalue("postgresql")
         url = tmp_path / "kit.sqlite3" if database is None else database.url()
         engine = engine_on(url, asynchronous=is_async(case.make), **case.engine)
-        settings = {"expected": case.expected, "metadata": Base.metadata, **case.options, **arguments}
-        check = ProjectorCheck(case.make, PAYMENTS, read=case.read, engine=engine, **settings)
-        return check.run(seed=1, count=4)
+        settings = {"expected": case.expected, "read": case.read, "engine": engine, **case.options, **arguments}
+        return check_of(case.make, **settings).run(seed=1, count=4)
 
     return checked
 
@@ -60,7 +61,7 @@ def test_a_right_projector_passes(case: Case, checked: Callable[..., Report | No
 
 def test_a_failure_is_told_as_the_smallest_schedule(checked: Callable[..., Report | None]) -> None:
     """One message is left of six, twice; and the values are those of that schedule."""
-    (naive,) = [case for case in MISTAKES if str(case) == "Naive"]
+    naive = CASES["naive"]
     report = checked(naive)
     assert report is not None
     assert [turn.how for turn in report.schedule] == ["deliver", "deliver"]
@@ -72,16 +73,16 @@ def test_a_failure_is_told_as_the_smallest_schedule(checked: Callable[..., Repor
     ]
 
 
-@pytest.mark.parametrize(("name", "is_told"), [("OrderAssumed", True), ("Naive", False)])
+@pytest.mark.parametrize(("name", "is_told"), [("order_assumed", True), ("naive", False)])
 def test_an_order_that_nobody_declared_is_told(name: str, is_told: bool, checked: Callable[..., Report | None]) -> None:
     """Where the messages of the smallest schedule come in another order than in the list."""
-    (case,) = [case for case in MISTAKES if str(case) == name]
+    case = CASES[name]
     assert ("ordered=True, or ordered=lambda event:" in told(checked(case))) is is_told
 
 
 def test_a_value_is_compared_after_all_messages(checked: Callable[..., Report | None]) -> None:
     """With a value instead of a function, the smallest schedule still has every message."""
-    (naive,) = [case for case in MISTAKES if str(case) == "Naive"]
+    naive = CASES["naive"]
     report = checked(naive, expected=sums(PAYMENTS))
     assert report is not None
     numbers = [number for turn in report.schedule for number in turn.messages]
@@ -91,7 +92,7 @@ def test_a_value_is_compared_after_all_messages(checked: Callable[..., Report | 
 
 def test_a_value_that_cannot_be_read_is_a_failure(checked: Callable[..., Report | None]) -> None:
     """And not an error: the row that `read` looks for may be missing because of the mistake."""
-    (right,) = [case for case in RIGHT if str(case) == "Sums"]
+    right = CASES["right_sums"]
 
     def read(session: Session) -> int:
         return session.get_one(Totals, "c").amount
@@ -107,7 +108,7 @@ def test_there_are_as_many_as_the_page_says() -> None:
 
 def test_a_message_that_consumers_reject_is_a_failure(checked: Callable[..., Report | None]) -> None:
     """The report says what to raise instead; a test may say that its broker delivers again whatever the error is."""
-    (demanded,) = [case for case in MISTAKES if str(case) == "RowDemanded"]
+    demanded = CASES["row_demanded"]
     report = checked(demanded)
     said = r"Message .* becomes a dead letter: NoResultFound: .*\nRaise Defer .* redelivers=True"
     assert re.match(said, told(report))
@@ -118,7 +119,7 @@ def test_a_message_that_consumers_reject_is_a_failure(checked: Callable[..., Rep
 
 def test_no_schedule_has_a_batch_if_the_user_has_none(checked: Callable[..., Report | None]) -> None:
     """A handler that keeps only the last of a batch is right then."""
-    (last,) = [case for case in MISTAKES if str(case) == "LastOfTheBatch"]
+    last = CASES["last_of_the_batch"]
     assert checked(last) is not None
     assert told(checked(last, batches=False)) == ""
 
@@ -150,16 +151,8 @@ def ids_of(tmp_path: Path, *messages: object, **arguments: Any) -> Report | None
         def apply(self, _event: object, session: Session) -> None:
             add(Paid("", "a", 1), session)
 
-    check = ProjectorCheck(
-        Counts,
-        messages,
-        expected=lambda given: {"a": len(given)},
-        read=read_sums,
-        engine=engine_on(tmp_path / "kit.sqlite3", asynchronous=False),
-        metadata=Base.metadata,
-        **arguments,
-    )
-    return check.run(1, 0)
+    engine = engine_on(tmp_path / "kit.sqlite3", asynchronous=False)
+    return check_of(Counts, messages, expected=lambda given: {"a": len(given)}, engine=engine, **arguments).run(1, 0)
 
 
 def test_an_id_is_computed_in_another_process_too(tmp_path: Path) -> None:
@@ -219,9 +212,8 @@ def test_a_handler_may_change_its_event(tmp_path: Path) -> None:
             add(Paid("", "b", event.pop()), session)
 
     engine = engine_on(tmp_path / "kit.sqlite3", asynchronous=False)
-    expected = {"a": 5, "b": 5}
-    settings: dict[str, Any] = {"expected": expected, "read": read_sums, "engine": engine, "metadata": Base.metadata}
-    assert ProjectorCheck(Pops, [("m1", [1, 2]), ("m2", [1, 3])], **settings).run(1, 30) is None
+    check = check_of(Pops, [("m1", [1, 2]), ("m2", [1, 3])], expected={"a": 5, "b": 5}, engine=engine)
+    assert check.run(1, 30) is None
 
 
 @pytest.mark.parametrize(
@@ -236,7 +228,7 @@ def test_a_handler_may_change_its_event(tmp_path: Path) -> None:
 )
 def test_wrong_arguments_are_refused(arguments: dict[str, Any], said: str, checked: Callable[..., Any]) -> None:
     """The text names the argument."""
-    (right,) = [case for case in RIGHT if str(case) == "Sums"]
+    right = CASES["right_sums"]
     case = dataclasses.replace(right, read=arguments.pop("read", right.read))
     with pytest.raises(UnusableError, match=re.escape(said)):
         checked(case, **arguments)

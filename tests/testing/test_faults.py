@@ -10,11 +10,10 @@ from sqlalchemy import create_engine
 from sqlalchemy.orm import Session
 
 from databases import Database
-from kit_handlers import PAYMENTS, Base, Paid, add, read_sums, sums
+from kit_handlers import PAYMENTS, Paid, add, check_of
 from projector_dedup import on, projector
 from projector_dedup.testing import checking
 from projector_dedup.testing.checking import UnusableError, engine_on
-from projector_dedup.testing.exactly_once import ProjectorCheck
 
 HERE, CHILD = "this process", "another"
 
@@ -30,14 +29,7 @@ def ran(path: Path, url: str | Path, fault: str) -> list[str]:
             with path.open("a", encoding="utf-8") as file:
                 file.write(f"{os.getpid()}\n")
 
-    check = ProjectorCheck(
-        Notes,
-        PAYMENTS[:1],
-        expected=sums,
-        read=read_sums,
-        engine=engine_on(url, asynchronous=False),
-        metadata=Base.metadata,
-    )
+    check = check_of(Notes, PAYMENTS[:1], engine=engine_on(url, asynchronous=False))
     assert check.run_one([("deliver", (0,), fault)]) is None
     return [HERE if int(line) == os.getpid() else CHILD for line in path.read_text(encoding="utf-8").splitlines()]
 
@@ -81,8 +73,7 @@ def test_a_fork_that_hangs_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     def check(**arguments: Any) -> None:
         engine = engine_on(tmp_path / "kit.sqlite3", asynchronous=False)
-        settings = {"expected": sums, "read": read_sums, "metadata": Base.metadata, **arguments}
-        assert ProjectorCheck(Locks, PAYMENTS[:1], engine=engine, **settings).run(1, 0) is None
+        assert check_of(Locks, PAYMENTS[:1], engine=engine, **arguments).run(1, 0) is None
 
     with lock:
         with pytest.raises(UnusableError, match="give kills=False"):
@@ -93,12 +84,5 @@ def test_a_fork_that_hangs_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_a_pool_of_one_connection_can_lose_it(postgresql: Database) -> None:
     """Another connection ends its session, which is not of the pool."""
     engine = create_engine(postgresql.url(), pool_size=1, max_overflow=0, pool_timeout=1)
-    check = ProjectorCheck(
-        projector(idempotent=True, name="one")(on(Paid)(add)),
-        PAYMENTS[:1],
-        expected=sums,
-        read=read_sums,
-        engine=engine,
-        metadata=Base.metadata,
-    )
+    check = check_of(projector(idempotent=True, name="one")(on(Paid)(add)), PAYMENTS[:1], engine=engine)
     assert check.run_one([("deliver", (0,), "connection lost before COMMIT")]) is None

@@ -21,17 +21,15 @@ from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
 from databases import Database
-from kit_handlers import PAYMENTS, Base, Paid, Totals, add, read_sums, sums
+from kit_handlers import PAYMENTS, Base, Paid, Totals, add, check_of, read_sums
 from projector_dedup import on, projector
 from projector_dedup.testing.checking import UnusableError
-from projector_dedup.testing.exactly_once import ProjectorCheck
 
 
 def check_on(engine: Any, function: Any, **arguments: Any) -> None:
     """Check a handler by the usual schedules."""
     made = projector(idempotent=True, name="tables")(on(Paid)(function))
-    settings = {"expected": sums, "read": read_sums, "metadata": Base.metadata, "kills": False, **arguments}
-    assert ProjectorCheck(made, PAYMENTS[:2], engine=engine, **settings).run(1, 0) is None
+    assert check_of(made, PAYMENTS[:2], engine=engine, kills=False, **arguments).run(1, 0) is None
 
 
 def test_tables_in_the_schema_of_a_tenant_stay(postgresql: Database) -> None:

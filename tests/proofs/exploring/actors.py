@@ -26,6 +26,7 @@ import command_rig
 from algorithms import REQUEST
 from command_rig import Placed, PlaceOrder, place
 from databases import Database, Driver
+from fault_points import add
 from projector_dedup import AsyncDispatcher, Dispatcher, Message, Outcome, on, projector
 from projector_dedup.commands import AsyncCall, AsyncCommands, Call, Commands, command
 from projector_dedup.effects import default_effect_tables
@@ -242,15 +243,6 @@ class Worker(Client):
         at.answers.append((told or order.note, handled.rejection or handled.value))
 
 
-def add(happened: Any, session: Session) -> None:
-    """A handler of ordinary ORM code."""
-    total = session.get(Total, happened["account"])
-    if total is None:
-        session.add(Total(account=happened["account"], amount=happened["amount"]))
-    else:
-        total.amount += happened["amount"]
-
-
 def add_and_fail(happened: Any, session: Session) -> None:
     """A handler that writes, and fails."""
     add(happened, session)
@@ -339,14 +331,44 @@ LOCKED: dict[str, Any] = {"body": add_to_two, "read_models": (Total,)}
 Work = Callable[[Round, Any], object]
 
 
-def deliver(at: Round, worker: Worker) -> None:
-    """Deliver the first message."""
-    worker.deliver(at, 0)
+def delivering(*numbers: int, **declared: Any) -> Work:
+    """Return work that delivers these messages to a handler that is declared so."""
+
+    def work(at: Round, worker: Worker) -> None:
+        worker.deliver(at, *numbers, **declared)
+
+    return work
 
 
-def deliver_own(at: Round, worker: Worker) -> None:
-    """Deliver a message that no other client delivers, on the same account."""
-    worker.deliver(at, worker.number)
+def delivering_own(body: Body, **declared: Any) -> Work:
+    """Return work that delivers a message that no other client delivers, on the same account."""
+
+    def work(at: Round, worker: Worker) -> None:
+        worker.deliver(at, worker.number, body=body, **declared)
+
+    return work
+
+
+def delivering_batch(*numbers: int, **declared: Any) -> Work:
+    """Return work that delivers these messages in one batch."""
+
+    def work(at: Round, worker: Worker) -> None:
+        worker.deliver_batch(at, *numbers, body=add_by_statements, **declared)
+
+    return work
+
+
+deliver = delivering(0)
+deliver_by_old_code = delivering(0, name="old")
+deliver_by_new_code = delivering(0, **NEW)
+deliver_with_listener = delivering(0, listens=True)
+deliver_young = delivering(1, 2)  # the first was applied five hours ago, and the second is new
+deliver_own = delivering_own(add)
+deliver_or_explain = delivering_own(add_or_explain)
+deliver_locked = delivering_own(**LOCKED)
+deliver_batch = delivering_batch(0, 1, 2)
+deliver_batch_backwards = delivering_batch(2, 1, 0)
+deliver_batch_by_new_code = delivering_batch(0, 1, 2, 3, **NEW)  # old code has applied the last
 
 
 def fail_and_deliver(at: Round, worker: Worker) -> None:
@@ -365,30 +387,6 @@ def fail_beside_another(at: Round, worker: Worker) -> None:
         at.failed.append(failed.delivery.outcome)
 
 
-def deliver_own_to(body: Body) -> Work:
-    """Deliver an own message to this handler."""
-
-    def deliver_it(at: Round, worker: Worker) -> None:
-        worker.deliver(at, worker.number, body=body)
-
-    return deliver_it
-
-
-def deliver_or_explain(at: Round, worker: Worker) -> None:
-    """Deliver an own message to a handler that raises errors of its own."""
-    worker.deliver(at, worker.number, body=add_or_explain)
-
-
-def deliver_locked(at: Round, worker: Worker) -> None:
-    """Deliver an own message to a handler that changes declared entities."""
-    worker.deliver(at, worker.number, **LOCKED)
-
-
-def deliver_with_listener(at: Round, worker: Worker) -> None:
-    """Deliver the first message in a session with a listener that fails after the COMMIT."""
-    worker.deliver(at, 0, listens=True)
-
-
 def deliver_failing_batch(at: Round, worker: Worker) -> None:
     """Deliver two messages in a batch whose second message fails; then each that was not applied."""
     try:
@@ -397,36 +395,6 @@ def deliver_failing_batch(at: Round, worker: Worker) -> None:
         done = [(number, each.outcome) for number, each in enumerate(failed.deliveries) if each.error is None]
         worker.acknowledge(at, done)
         worker.deliver(at, *({0, 1} - dict(done).keys()))
-
-
-def deliver_batch(at: Round, worker: Worker) -> None:
-    """Deliver three messages in one batch."""
-    worker.deliver_batch(at, 0, 1, 2, body=add_by_statements)
-
-
-def deliver_batch_backwards(at: Round, worker: Worker) -> None:
-    """Deliver them in the other order."""
-    worker.deliver_batch(at, 2, 1, 0, body=add_by_statements)
-
-
-def deliver_batch_by_new_code(at: Round, worker: Worker) -> None:
-    """Deliver four messages in one batch, the last of which old code has applied."""
-    worker.deliver_batch(at, 0, 1, 2, 3, body=add_by_statements, **NEW)
-
-
-def deliver_by_old_code(at: Round, worker: Worker) -> None:
-    """Deliver the first message to the handler under its old name."""
-    worker.deliver(at, 0, name="old")
-
-
-def deliver_by_new_code(at: Round, worker: Worker) -> None:
-    """Deliver it to the handler under its new name, which knows the old one."""
-    worker.deliver(at, 0, **NEW)
-
-
-def deliver_young(at: Round, worker: Worker) -> None:
-    """Deliver a message that was applied five hours ago, and one that is new."""
-    worker.deliver(at, 1, 2)
 
 
 def deliver_by_both(at: Round, worker: Worker) -> None:
@@ -660,7 +628,7 @@ def two_messages(
     name: str, body: Body, prepare: Callable[[Stage, Round], object] = with_row, account: str = ""
 ) -> Case:
     """Two messages for one account, to a handler that is right in a session of its own."""
-    work = deliver_own_to(body)
+    work = delivering_own(body)
     return Case(name, (work, work), prepare, partial(Stage.check_counts, messages=2, account=account, body=body))
 
 

@@ -15,9 +15,10 @@ from typing import Any
 from sqlalchemy import event, func, insert, select
 from sqlalchemy.orm import Session
 
-from actors import Case, Round, Stage, Work, Worker, add, until_done, with_row
+from actors import Case, Round, Stage, Work, Worker, until_done, with_row
 from algorithms import Clock, Faulty, Store
 from command_rig import Order, Placed, PlaceOrder, place
+from fault_points import add
 from projector_dedup.commands import Call, KeyReusedError, Rejected, Rejection, default_command_tables
 from projector_dedup.effects import (
     Attempt,

@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import psycopg
 from sqlalchemy import URL
@@ -85,21 +85,8 @@ class Killed(BaseException):  # as KeyboardInterrupt is
 # The server ---------------------------------------------------------------------------------------------------------
 
 
-class Server(Protocol):
-    """A connection of the scheduler's own, by which it asks the server about the connections of the clients."""
-
-    def are_held(self, waiting: Sequence[set[int]], free: set[int]) -> bool:
-        """True if each of these clients waits for a lock that is held by one with a connection in `free`."""
-
-    def alive(self, sessions: set[int]) -> set[int]:
-        """Return the connections that the server still has."""
-
-    def busy(self, sessions: set[int]) -> set[int]:
-        """Return the connections that have an open transaction, and so perhaps a lock."""
-
-
 class PostgreSQLServer:
-    """Asks `pg_blocking_pids` and `pg_stat_activity`."""
+    """A connection of the scheduler's own, by which it asks `pg_blocking_pids` and `pg_stat_activity`."""
 
     def __init__(self, database: Database) -> None:
         self._connection = psycopg.connect(database.dsn, autocommit=True)
@@ -173,7 +160,10 @@ class MariaDBServer:
         self._connection.close()
 
 
-def server_of(database: Database) -> PostgreSQLServer | MariaDBServer:
+Server = PostgreSQLServer | MariaDBServer
+
+
+def server_of(database: Database) -> Server:
     """Return a connection to the server of a database."""
     return PostgreSQLServer(database) if database.engine == "postgresql" else MariaDBServer(database)
 

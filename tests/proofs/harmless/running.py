@@ -20,7 +20,7 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
 from sqlalchemy.orm import Session, sessionmaker
 from sqlalchemy.orm.exc import StaleDataError
-from sqlalchemy.util import await_only, greenlet_spawn
+from sqlalchemy.util import greenlet_spawn
 
 from databases import DRIVERS, USUAL, Database, Driver
 from projector_dedup import AsyncDispatcher, Dispatcher, Message, Outcome, on, projector
@@ -29,7 +29,7 @@ from projector_dedup.errors import BatchFailed, DeliveryFailed
 from projector_dedup.outcome import Delivery
 from projector_dedup.tables import default_metadata
 from projector_dedup.verdict import Action, verdict_of
-from rig import Outside
+from rig import Outside, done
 
 from . import tables
 from .locks import LOCK_FUNCTION, release_own_locks
@@ -367,13 +367,7 @@ def _each(run: _Run, size: int, call: Callable[[list[int]], Any]) -> Any:
                     numbers = left(numbers, _answers(numbers, call))
 
     async def awaited(share: Share) -> None:
-        for start in range(0, len(share), size):
-            numbers = list(share[start : start + size])
-            for _ in run.tries:
-                if numbers:
-                    numbers = left(
-                        numbers, await greenlet_spawn(_answers, numbers, lambda each: await_only(call(each)))
-                    )
+        await greenlet_spawn(direct, share)
 
     return awaited if run.is_async else direct
 
@@ -381,7 +375,7 @@ def _each(run: _Run, size: int, call: Callable[[list[int]], Any]) -> Any:
 def _answers(numbers: list[int], call: Callable[[list[int]], Any]) -> Sequence[Delivery]:
     """Return a delivery for each message, whether the call returns or raises."""
     try:
-        answer = call(numbers)
+        answer = done(call(numbers))
     except BatchFailed as failed:
         return failed.deliveries
     except DeliveryFailed as failed:
@@ -408,19 +402,12 @@ def _command(run: _Run) -> Any:
 
     def handled(numbers: list[int]) -> Any:
         (number,) = numbers
-        calls = [commands.handle(each, run.program.event(number), key=f"m{number}") for each in operations]
+        calls = [done(commands.handle(each, run.program.event(number), key=f"m{number}")) for each in operations]
         return Delivery(
             f"m{number}", {each.identity: call.outcome for each, call in zip(operations, calls, strict=True)}
         )
 
-    async def awaited(numbers: list[int]) -> Any:
-        (number,) = numbers
-        calls = [await commands.handle(each, run.program.event(number), key=f"m{number}") for each in operations]
-        return Delivery(
-            f"m{number}", {each.identity: call.outcome for each, call in zip(operations, calls, strict=True)}
-        )
-
-    return _each(run, 1, awaited if run.is_async else handled)
+    return _each(run, 1, handled)
 
 
 def _operation(run: _Run, handler: int) -> Any:
