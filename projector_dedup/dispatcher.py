@@ -224,6 +224,11 @@ class BaseDispatcher(NamedInErrors, Generic[F]):
         return results.settled_delivery()
 
     def _deliver_batch(self, events: Iterable[object], in_order: bool) -> list[Delivery]:
+        if in_order and any(each.beside is not None for each in self._handlers.values()):
+            raise RefusedError(
+                "while a new generation is building, deliver_batch keeps no order: it must get a message behind one on "
+                "which it fails, but not if the old one fails too. Deliver the messages one by one"
+            )
         batch, originals = self._route_all(events, in_order), Originals()
         for handler in self._handlers.values():
             if messages := batch.messages_for(handler):
@@ -237,7 +242,7 @@ class BaseDispatcher(NamedInErrors, Generic[F]):
                     self._policy,
                     self._waiting,
                     self._observing,
-                    in_order=in_order and handler.beside is None,  # nobody redelivers what a new generation leaves out
+                    in_order=in_order,
                 )
                 batch.handled(handler, *became)
         return batch.settled_deliveries()
@@ -312,7 +317,8 @@ class Dispatcher(BaseDispatcher[sessionmaker[Any]]):
         message.
 
         With ``in_order``, a handler gets no message after the first one on which it fails. These messages fail too,
-        with ``RetriesExhaustedError``: deliver them again after the first one.
+        with ``RetriesExhaustedError``: deliver them again after the first one. It is refused while a new generation is
+        ``building``.
         """
         return self._deliver_batch(events, in_order)
 

@@ -81,13 +81,14 @@ class Consumer:
         )
         self._url, self._queue = url, queue
         self._stopping = False
+        self._over = False  # True: no task takes another message
         self._why = ""  # the error, if an unreadable message closed the connection
         self._inbox: asyncio.Queue[AbstractIncomingMessage | None] = asyncio.Queue()  # None ends `run`
 
     def stop(self) -> None:
         """Make ``run`` return after the current messages are settled. A signal handler of the loop may call this."""
         self._stopping = True
-        self._inbox.put_nowait(None)
+        self._ended()
 
     async def run(self) -> None:
         """Consume until ``stop`` is called.
@@ -98,6 +99,7 @@ class Consumer:
         """
         if not self._stopping:
             self._inbox = asyncio.Queue()  # messages of an earlier connection cannot be acknowledged on this one
+            self._over = False
         async with await aio_pika.connect(self._url) as connection:
             channel = await _open(await connection.channel(on_return_raises=True), self._queue)
             await channel.set_qos(prefetch_count=self._prefetch)
@@ -114,6 +116,7 @@ class Consumer:
             await queue.cancel(tag)
 
     def _ended(self, *_: object) -> None:
+        self._over = True
         self._inbox.put_nowait(None)
 
     def _closed(self, _: object, error: object) -> None:
@@ -121,10 +124,10 @@ class Consumer:
         self._ended()
 
     async def _consume(self) -> None:
-        """Settle messages until None is in the inbox, which stays there for the other tasks."""
-        while (message := await self._inbox.get()) is not None:
+        """Settle messages until the end. None in the inbox wakes a task, which puts it back for the next."""
+        while not self._over and (message := await self._inbox.get()) is not None:
             messages = [message, *self._waiting(self._batch - 1)]
-            if self._batch_wait and len(messages) < self._batch:
+            if self._batch_wait and len(messages) < self._batch and not self._over:
                 await asyncio.sleep(self._batch_wait)
                 messages += self._waiting(self._batch - len(messages))
             await self._settle(messages)
@@ -133,11 +136,9 @@ class Consumer:
     def _waiting(self, most: int) -> list[AbstractIncomingMessage]:
         """Take up to ``most`` messages that are in the inbox."""
         found: list[AbstractIncomingMessage] = []
-        while len(found) < most and not self._inbox.empty():
-            if (message := self._inbox.get_nowait()) is None:
-                self._ended()
-                break
-            found.append(message)
+        while len(found) < most and not self._over and not self._inbox.empty():
+            if (message := self._inbox.get_nowait()) is not None:
+                found.append(message)
         return found
 
     async def _settle(self, messages: Sequence[AbstractIncomingMessage]) -> None:

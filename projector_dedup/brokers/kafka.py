@@ -102,7 +102,7 @@ class Consumer:
         if isinstance(topics, str) or not topics:
             raise ValueError('topics is a list of names, as in ["payments"]')
         self._settling = Settling(dispatcher, convert, max_attempts=max_attempts, max_delay=max_delay, broker="kafka")
-        check_batch(batch, batch_wait)
+        check_batch(batch, batch_wait, most=1_000_000, limit="the limit of confluent-kafka")
         self._batch, self._batch_wait = batch, batch_wait
         self._id_header, self._max_delay = id_header, max_delay
         self._retry = {topic: aside(topic, config, "retry") for topic in topics}
@@ -112,6 +112,7 @@ class Consumer:
         self._copied = set(self._retry.values())
         self._client = new_consumer(config)
         self._producer = new_producer(config)
+        self._gathered: list[Message] = []
         self._waiting: dict[tuple[str, int], deque[Received]] = {}
         self._resumed_at = 0.0
         self._stopped = False
@@ -138,20 +139,23 @@ class Consumer:
 
     def _step(self) -> None:
         """Poll messages, and settle those that are due, with the waiting messages that are due."""
-        messages = self._client.consume(1, self._patience())
-        if messages and self._batch > 1:
-            messages += self._client.consume(self._batch - 1, self._batch_wait)
+        self._gathered = self._client.consume(1, self._patience())
+        if self._gathered and self._batch > 1:
+            more = self._client.consume(self._batch - 1, self._batch_wait)  # `_forget` may be called meanwhile
+            self._gathered += more
         ready: list[Received] = []
-        for message in messages:
-            if (error := message.error()) is not None:
-                self._log_or_raise(error)
-                continue
-            received = Received(message, copied=message.topic() in self._copied)
-            if received.due > time.time() or (received.topic, received.partition) in self._waiting:
-                self._hold_back(received)
-            else:
-                ready.append(received)
-        self._settle(ready)
+        try:
+            for message in self._gathered:
+                if (error := message.error()) is not None:
+                    self._log_or_raise(error)
+                    continue
+                received = Received(message, copied=message.topic() in self._copied)
+                if received.due > time.time() or (received.topic, received.partition) in self._waiting:
+                    self._hold_back(received)
+                else:
+                    ready.append(received)
+        finally:
+            self._settle(ready)  # also in front of a message that ends the consumer, which may be dropped by hand
         self._settle_due()
 
     def _patience(self) -> float:
@@ -188,7 +192,9 @@ class Consumer:
             self._resumed_at = time.monotonic()
 
     def _forget(self, _client: Client, partitions: list[TopicPartition]) -> None:
-        """Drop the waiting messages of partitions that another member takes over: that member gets them again."""
+        """Drop the messages of partitions that another member takes over: that member gets them again."""
+        lost = {(each.topic, each.partition) for each in partitions}
+        self._gathered = [each for each in self._gathered if (each.topic(), each.partition()) not in lost]
         for each in partitions:
             self._waiting.pop((each.topic, each.partition), None)
 
@@ -204,6 +210,8 @@ class Consumer:
                 if not settled.acknowledge:
                     self._publish_copy(received, settled)
                 self._store_offset(received)
+            if self._stopped:
+                return  # the others come again
 
     def _store_offset(self, received: Received) -> None:
         try:

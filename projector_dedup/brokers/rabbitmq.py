@@ -27,6 +27,8 @@ WITHOUT_ID = "x-without-message-id"
 AROUND = 20
 """The bytes of a frame in addition to the properties: its start, its end, and the length of the body."""
 
+_MOST = 65_535  # messages that AMQP can send in advance
+
 CANCELLED = "RabbitMQ has ended the consumer of queue {queue}: was the queue deleted? Start it again"
 
 Headers = Mapping[str, Any]
@@ -71,12 +73,12 @@ def new_settling(
 def prefetch_of(prefetch: int | None, default: int, batch: int = 1, batch_wait: float = 0.0) -> int:
     """Return how many messages RabbitMQ sends in advance: ``prefetch``, or else enough for two batches.
 
-    Raises ``ValueError`` for a ``prefetch`` below 1, and the errors of ``check_batch``.
+    Raises ``ValueError`` for a ``prefetch`` that AMQP does not have, and the errors of ``check_batch``.
     """
-    if prefetch is not None and prefetch < 1:
-        raise ValueError("prefetch is at least 1: with 0, RabbitMQ sends the whole queue at once")
-    check_batch(batch, batch_wait, most=prefetch, limit="prefetch")
-    return max(default, 2 * batch) if prefetch is None else prefetch
+    if prefetch is not None and not 1 <= prefetch <= _MOST:
+        raise ValueError(f"prefetch is at least 1 (with 0, RabbitMQ sends the whole queue at once), at most {_MOST:,}")
+    check_batch(batch, batch_wait, most=prefetch or _MOST, limit="prefetch")
+    return min(max(default, 2 * batch), _MOST) if prefetch is None else prefetch
 
 
 def queue_after(queue: str, settled: Settled | None) -> str:

@@ -135,6 +135,7 @@ class Settling:
         self._dispatcher: Any = dispatcher
         self._observing, self._broker = dispatcher._observing, broker
         self._asynchronous = asynchronous
+        self._one_by_one = any(each.beside is not None for each in dispatcher.handlers)  # in order, see `deliver_batch`
         self._convert = convert
         self._max_attempts = max_attempts
         within = [each for each in delays if each <= max_delay] or delays[:1]
@@ -190,7 +191,7 @@ class Settling:
         to be delivered, after that one.
         """
         events: list[object] = []
-        if len(incoming) > 1:
+        if len(incoming) > 1 and not self._one_by_one:
             with contextlib.suppress(Exception):  # ``convert`` raises it again when that message is the first
                 for each in incoming:
                     events.append(self._convert(each))
@@ -382,9 +383,12 @@ def check_batch(batch: object, batch_wait: object = 0.0, *, most: int | None = N
         raise TypeError(f"batch is a whole number of messages, as in batch=100, not {batch!r}")
     if batch < 1 or (most is not None and batch > most):
         raise ValueError(f"batch is at least 1{f', and at most {limit}, {most}' if most else ''}: not {batch}")
-    expect((int, float), batch_wait, "batch_wait is a number of seconds, as in batch_wait=0.1")
-    if not 0 <= float(batch_wait) <= _LONGEST_WAIT:  # type: ignore[arg-type]
+    if not isinstance(batch_wait, (int, float)) or isinstance(batch_wait, bool):
+        raise TypeError(f"batch_wait is a number of seconds, as in batch_wait=0.1, not {batch_wait!r}")
+    if not 0 <= batch_wait <= _LONGEST_WAIT:
         raise ValueError(f"batch_wait is a number of seconds from 0 to {_LONGEST_WAIT:g}, not {batch_wait}")
+    if batch_wait and batch == 1:
+        raise ValueError("batch_wait needs a batch of more than one message, as in batch=100")
 
 
 def filled(found: list[M], batch: int, batch_wait: float, receive: Callable[[int], Sequence[M]]) -> list[M]:

@@ -10,14 +10,17 @@ from sqlalchemy.orm import sessionmaker
 
 import payments
 from adapters import BATCHED, CLIENTS, KAFKA, adapter
+from consumer_rig import wait_for
 from databases import Database
 from kafka_cluster import kafka_cluster
+from kafka_garbage import produce
 from payments import RULES, payment
 from projector_dedup import Defer, Dispatcher, Message, Outcome, on, projector
 from projector_dedup.brokers.incoming import Incoming
 from projector_dedup.brokers.settling import Settled, Settling, deliver_in_groups
 from projector_dedup.building import building
-from projector_dedup.errors import BatchFailed, RetriesExhaustedError
+from projector_dedup.errors import BatchFailed, RefusedError, RetriesExhaustedError
+from projector_dedup.message import by_path
 
 
 @pytest.mark.parametrize("client", [each for each in BATCHED if each != KAFKA])
@@ -59,12 +62,18 @@ def test_a_batch_that_no_broker_gives_is_refused(client: str, postgresql: Databa
             with pytest.raises(ValueError, match=f"and at most the limit of {says}: not {number}"):
                 rig.make(dispatcher, **{name: number})
         if client.endswith("pika"):
+            with pytest.raises(ValueError, match=r"prefetch is at least 1 .*, at most 65,535"):
+                rig.make(dispatcher, prefetch=70_000)
             with pytest.raises(ValueError, match="and at most prefetch, 6: not 7"):
                 rig.make(dispatcher, **PREFETCHED)
         if client != "pubsub":
             for seconds in (-1, 11, float("nan")):
                 with pytest.raises(ValueError, match="batch_wait is a number of seconds from 0 to 10"):
-                    rig.make(dispatcher, batch_wait=seconds)
+                    rig.make(dispatcher, batch=5, batch_wait=seconds)
+            with pytest.raises(ValueError, match="batch_wait needs a batch of more than one message"):
+                rig.make(dispatcher, batch=1, batch_wait=1)
+            with pytest.raises(TypeError, match="batch_wait is a number of seconds"):
+                rig.make(dispatcher, batch=5, batch_wait=True)
     assert set(CLIENTS) > set(LIMITS)
 
 
@@ -141,9 +150,9 @@ def test_a_group_waits_for_its_message_and_no_other_group_does(engine: Engine) -
 
 
 def test_a_batch_in_order_stops_at_a_failure_for_each_handler(engine: Engine) -> None:
-    """The errors of the messages behind it say so. A new generation gets them: nobody delivers them to it again."""
+    """The errors of the messages behind it say so."""
     payments.Base.metadata.create_all(engine)
-    got: dict[str, list[str]] = {"fails": [], "is new": [], "works": []}
+    got: dict[str, list[str]] = {"fails": [], "works": []}
 
     def noting(name: str, fails_at: str) -> Any:
         def handle(body: Any, _session: object) -> None:
@@ -153,17 +162,59 @@ def test_a_batch_in_order_stops_at_a_failure_for_each_handler(engine: Engine) ->
 
         return projector(idempotent=True, name=name)(on("noted")(handle))
 
-    new = building(noting("is new", "b"), beside="works")
-    dispatcher = Dispatcher(sessionmaker(engine), noting("fails", "b"), noting("works", ""), new)
+    dispatcher = Dispatcher(sessionmaker(engine), noting("fails", "b"), noting("works", ""))
     with pytest.raises(BatchFailed) as raised:
         dispatcher.deliver_batch([Message(each, each, "noted") for each in "abcd"], in_order=True)
     outcomes = [each.outcome for each in raised.value.deliveries]
     assert outcomes == [Outcome.APPLIED, *[Outcome.FAILED] * 3]
     assert {name: sorted(set(bodies)) for name, bodies in got.items()} == {
         "fails": ["a"],
-        "is new": ["a", "c", "d"],
         "works": ["a", "b", "c", "d"],
     }
     last = raised.value.deliveries[-1].error
     assert isinstance(last, RetriesExhaustedError)
     assert "not tried, because an earlier one failed" in str(last)
+
+
+def test_beside_a_new_generation_messages_in_order_are_delivered_one_by_one(engine: Engine) -> None:
+    """Both generations get them in their order, around one that both defer."""
+    payments.Base.metadata.create_all(engine)
+    got: dict[str, list[str]] = {"old": [], "new": []}
+    early = {"old", "new"}
+
+    def generation(name: str) -> Any:
+        def handle(body: Any, _session: object) -> None:
+            if body["account"] == "b" and name in early:
+                early.discard(name)
+                raise Defer("not yet")
+            got[name].append(body["account"])
+
+        return projector(idempotent=True, name=name)(on("payment")(handle))
+
+    new = building(generation("new"), beside="old")
+    dispatcher = Dispatcher(sessionmaker(engine), generation("old"), new, type=by_path("type"))
+    settling, messages = Settling(dispatcher), came("a", "b", "c")
+    assert said(deliver_in_groups(settling, messages, ["g"] * 3)) == "ar."
+    assert said(deliver_in_groups(settling, messages[1:], ["g"] * 2)) == "aa"
+    assert got == {"old": ["a", "b", "c"], "new": ["a", "b", "c"]}
+    with pytest.raises(RefusedError, match="keeps no order"):
+        dispatcher.deliver_batch([Message("x", {"account": "a"}, "payment")], in_order=True)
+
+
+def test_messages_in_front_of_one_that_ends_the_consumer_are_settled(postgresql: Database, tmp_path: Path) -> None:
+    """Its error says how to drop it by its offset: what came before must not be dropped with it."""
+    with kafka_cluster(tmp_path) as cluster, adapter(f"{KAFKA}-batches", postgresql, cluster) as rig:
+        good: Any = [(payment(number), [], 0) for number in range(5)]
+        produce(rig.queue.config["bootstrap.servers"], rig.queue.topic, [*good, (payment(5), [(b"\xff", b"")], 0)])
+        error = rig.failure(batch_wait=1.0)
+        assert isinstance(error, RefusedError)
+        assert rig.applied == ({"a": 5}, 5)
+
+
+def test_a_backlog_does_not_keep_a_consumer_from_stopping(postgresql: Database) -> None:
+    """The tasks of aio-pika's consumer end when it is stopped, however many messages wait."""
+    with adapter("aio-pika-batches", postgresql) as rig:
+        rig.pay(*((number, "a") for number in range(600)))
+        with rig.consuming(prefetch=12, batch_wait=0.01):
+            wait_for(lambda: rig.applied[1] > 0, "the first batch")
+        assert rig.applied[1] < 600
