@@ -46,18 +46,6 @@ def test_a_consumer_is_six_lines(example: Path) -> None:
     assert 0 < len(lines) <= (7 if "celery" in example.name else 6)
 
 
-def test_the_tabs_show_lines_of_the_programs() -> None:
-    """One tab for each client; the import and the lines behind it stand in one program, indented or not."""
-    tabs = re.findall(
-        r"^:::\{tab-item\} [^\n]*\n```python\n(.*?)\n\n(.*?)\n```", PAGES[0].read_text(), re.DOTALL | re.MULTILINE
-    )
-    programs = ["\n".join(line.strip() for line in each.read_text().split("\n")) for each in EXAMPLES]
-    assert len(tabs) == len(EXAMPLES) - 1  # FastStream has two brokers
-    for imports, lines in tabs:
-        behind = "\n".join(line.strip() for line in lines.split("\n"))
-        assert [each for each in programs if imports in each and behind in each], lines
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
 def test_no_line_of_code_is_cut(page: Path) -> None:
     """The site shows 88 columns."""
@@ -70,17 +58,3 @@ def test_no_line_of_code_is_cut(page: Path) -> None:
     assert [line for line in code if len(line) > 88] == []
     prose = [line for line in text.split("\n") if line not in code and not line.startswith(("|", "    "))]
     assert [line for line in prose if len(line) > 120] == []
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
-def test_every_link_leads_somewhere(page: Path) -> None:
-    """Every relative link is a file of the repository."""
-    for target in re.findall(r"\]\((?!https?://|#)([^)#]+)", page.read_text(encoding="utf-8")):
-        assert (page.parent / target).exists(), target
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
-def test_every_snippet_compiles(page: Path) -> None:
-    """No snippet has a typing error of ours in it."""
-    for snippet in re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE):
-        compile(snippet, page.name, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)

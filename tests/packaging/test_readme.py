@@ -95,35 +95,13 @@ def test_links_lead_somewhere() -> None:
 # A consumer ----------------------------------------------------------------------------------------------------------
 
 
-class Channel:
-    """What a consumer of the pages does to each message, by its delivery tag; `call_later` is called at once."""
-
-    def __init__(self) -> None:
-        self.done: dict[str, str] = {}
-        self.delays: list[float] = []
-        self.connection = SimpleNamespace(call_later=self._call_later)
-
-    def _call_later(self, delay: float, callback: Any) -> None:
-        self.delays.append(delay)
-        callback()
-
-    def basic_ack(self, tag: str) -> None:
-        """Note that the message is done."""
-        assert self.done.setdefault(tag, "acknowledged") == "acknowledged"
-
-    def basic_reject(self, tag: str, *, requeue: bool) -> None:
-        """Note that the message comes again, or goes to the dead letters."""
-        assert self.done.setdefault(tag, "again" if requeue else "dead letter") != "acknowledged"
-
-
 @pytest.fixture
 def consumer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The snippets of docs/guarantees.md and docs/handlers.md as one module, with a handler that rejects an amount."""
+    """The snippets of docs/guarantees.md as one module, with a handler that rejects an amount."""
     monkeypatch.chdir(tmp_path)
     module: Any = ModuleType("consumer")
     monkeypatch.setitem(sys.modules, "consumer", module)  # where SQLAlchemy and dataclasses look for annotations
-    batch = [snippet for snippet in _snippets("docs/handlers.md") if "def on_messages" in snippet]
-    for snippet in [QUICK_START, *_snippets("docs/guarantees.md"), *batch]:
+    for snippet in [QUICK_START, *_snippets("docs/guarantees.md")]:
         exec(compile(snippet, "README.md", "exec"), vars(module))
 
     @projector(idempotent=True, name="consumer")
@@ -156,26 +134,6 @@ MESSAGES = [
 """Delivery tag, message id, body, and what the consumer is to do."""
 
 
-@pytest.mark.parametrize("in_a_batch", [False, True], ids=["one by one", "in a batch"])
-def test_the_consumer_survives_poison(consumer: Any, in_a_batch: bool) -> None:
-    """Each message is acknowledged, comes again later, or goes to the dead letters, and no other is touched by it."""
-    consumer.logger = SimpleNamespace(warning=lambda *_: None)
-    channel = Channel()
-    given = [
-        (SimpleNamespace(delivery_tag=tag, redelivered=tag == "redelivered"), SimpleNamespace(message_id=id_), body)
-        for tag, id_, body, _ in MESSAGES
-    ]
-    if in_a_batch:
-        consumer.on_messages(channel, given)
-    else:
-        for each in given:
-            consumer.on_message(channel, *each)
-    assert channel.done == {tag: done for tag, _, _, done in MESSAGES}
-    assert channel.delays == [1.0]
-    with Session(consumer.engine) as session:
-        assert session.get_one(consumer.Totals, "alice").amount == 30 + 5 + 7
-
-
 def test_the_consumer_survives_poison_on_rabbitmq(consumer: Any) -> None:
     """By pika: what is poison is in the dead letters, what came too early is delivered again, and then applied."""
     connection = pika.BlockingConnection(pika.URLParameters(broker("rabbitmq")))
@@ -189,6 +147,14 @@ def test_the_consumer_survives_poison_on_rabbitmq(consumer: Any) -> None:
     for tag, id_, body, _ in MESSAGES:
         channel.basic_publish("", queue, body.encode(), pika.BasicProperties(message_id=id_, type=tag))
     came: list[str] = []
+    delays: list[float] = []
+    call_later = connection.call_later
+
+    def delayed(delay: float, callback: Any) -> object:
+        delays.append(delay)
+        return call_later(delay, callback)
+
+    connection.call_later = delayed  # type: ignore[method-assign]
 
     def on_message(channel: Any, method: Any, properties: Any, body: bytes) -> None:
         if method.redelivered:
@@ -203,7 +169,7 @@ def test_the_consumer_survives_poison_on_rabbitmq(consumer: Any) -> None:
     expected = sorted(tag for tag, _, _, done in MESSAGES if done == "dead letter")
     waiting = [channel.basic_get(dead, auto_ack=True)[1] for _ in expected]
     assert sorted(each.type for each in waiting if each) == expected
-    assert came[-1] == "too early"
+    assert (came[-1], delays) == ("too early", [1.0])
     connection.close()
     with Session(consumer.engine) as session:
         amounts = {each.account_id: each.amount for each in session.scalars(select(consumer.Totals))}
