@@ -58,17 +58,3 @@ def test_no_line_of_code_is_cut(page: Path) -> None:
     assert [line for line in code if len(line) > 88] == []
     prose = [line for line in text.split("\n") if line not in code and not line.startswith(("|", "    "))]
     assert [line for line in prose if len(line) > 120] == []
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
-def test_every_link_leads_somewhere(page: Path) -> None:
-    """Every relative link is a file of the repository."""
-    for target in re.findall(r"\]\((?!https?://|#)([^)#]+)", page.read_text(encoding="utf-8")):
-        assert (page.parent / target).exists(), target
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
-def test_every_snippet_compiles(page: Path) -> None:
-    """No snippet has a typing error of ours in it."""
-    for snippet in re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE):
-        compile(snippet, page.name, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)

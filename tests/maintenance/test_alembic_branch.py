@@ -3,13 +3,17 @@
 from importlib.resources import files
 from pathlib import Path
 
+import pytest
 from sqlalchemy import Engine, MetaData, create_engine, inspect
 
 from alembic_project import OURS, Project
 from databases import Database
 from marked import one_of_each_engine  # noqa: F401  # a fixture
-from owning import TWICE, fatal, second_schema, state_of, twice  # noqa: F401  # second_schema is a fixture
-from projector_dedup import make_tables
+from owning import TWICE, described, fatal, second_schema, state_of, twice  # noqa: F401  # second_schema is a fixture
+from projector_dedup import Outcome, make_tables
+from projector_dedup.commands import CommandTables
+from projector_dedup.effects import EffectTables
+from projector_dedup.tables import DedupTables, default_tables
 
 
 def test_the_branch_lives_beside_the_users_history(
@@ -59,3 +63,46 @@ def test_our_folder_may_be_named_by_its_path(sqlite: Database, tmp_path: Path) -
     engine = create_engine(sqlite.url())
     assert fatal(engine) == []
     engine.dispose()
+
+
+@pytest.mark.parametrize(
+    ("kind", "before"),
+    [(CommandTables, "projector_dedup_0001"), (EffectTables, "projector_dedup_0002")],
+    ids=["commands", "effects"],
+)
+def test_tables_of_a_later_kind_join_those_that_are_there(
+    database: Database, engine: Engine, schema: str | None, tmp_path: Path, kind: type[DedupTables], before: str
+) -> None:
+    """Names make them; without any, later revisions change nothing. The data stays, and the branch is taken back."""
+    project = Project(tmp_path, database)
+    project.begin_history()
+    project.configure(locations=OURS)
+    project.model("make_tables(metadata)")
+    project.alembic("upgrade", before)
+    assert twice(engine, default_tables) == TWICE
+    released = described(engine)
+    project.alembic("upgrade", "heads")
+    assert "projector_dedup_0003" in project.alembic("current")
+    assert kind.default_name not in inspect(engine).get_table_names()
+
+    other = f"other_{kind.subject}"
+    names = f"{kind.default_name}, {f'{schema}.{other}' if schema else other}"
+    project.configure(locations=OURS, **{f"projector_dedup_{kind.subject.removesuffix('s')}_tables": names})
+    project.model(
+        "make_tables(metadata)",
+        f"from {kind.__module__.rpartition('.')[0]} import {kind.maker}",
+        f"{kind.maker}(metadata)",
+        f"{kind.maker}(metadata, {other!r}, {schema!r})",
+    )
+    project.alembic("stamp", before)
+    project.alembic("upgrade", "heads")
+    assert "No new upgrade operations" in project.alembic("check")
+    for tables in (kind.make(MetaData(), kind.default_name, None), kind.make(MetaData(), other, schema)):
+        assert fatal(engine, tables) == []
+        assert twice(engine, tables) == TWICE
+        assert state_of(engine, tables) == {"schema_version": "1"}
+    assert described(engine) == released
+    project.alembic("downgrade", before)
+    assert kind.default_name not in inspect(engine).get_table_names()
+    assert described(engine) == released
+    assert set(twice(engine, default_tables)) == {Outcome.DUPLICATE}

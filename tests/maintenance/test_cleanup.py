@@ -24,7 +24,7 @@ from sqlalchemy.orm import Session
 from databases import DRIVERS, Database, Driver
 from marked import fill, left, metadata, on_one_database, one_of_each_engine, tables, url_of  # noqa: F401  # a fixture
 from projector_dedup.dialects import dialect_of
-from projector_dedup.errors import CleanupInterruptedError, MissingTableError, RetentionTooShortError
+from projector_dedup.errors import CleanupInterruptedError, RetentionTooShortError
 from projector_dedup.late import PRUNED_UNTIL
 from projector_dedup.maintenance.cleanup import (
     Pruned,
@@ -39,6 +39,7 @@ from projector_dedup.maintenance.state import CLEANED_AT, RETENTION, read_state
 from projector_dedup.markers import claim
 from projector_dedup.options import RetryPolicy
 from pruning import uncommitted_batch
+from rig import Outside
 
 HASTY = RetryPolicy(within=0.3)
 NAN, INFINITE, CENTURY = float("nan"), float("inf"), 24 * 366 * 101
@@ -99,13 +100,6 @@ def test_one_handlers_markers_go_alone(engine: Engine) -> None:
     assert count_expired(engine, handler="one") == 100
     assert cleanup(engine, handler="one", batch_size=30) == 100
     assert len(left(engine)) == 50
-
-
-def test_a_missing_table_is_named(engine: Engine) -> None:
-    """With what creates it, instead of a driver's error; also where the horizon is declared or asked for."""
-    for refused in (cleanup, redelivery_horizon, lambda engine: declare_horizon(engine, 24)):
-        with pytest.raises(MissingTableError, match=r"is missing.*idempotency schema"):
-            refused(engine)
 
 
 def test_the_index_serves_the_search_for_old_markers(engine: Engine) -> None:
@@ -303,28 +297,6 @@ def test_a_claim_that_meets_its_own_pruning_waits_for_it(engine: Engine, commits
 # Errors -------------------------------------------------------------------------------------------------------------
 
 
-def _kill_others(database: Database) -> None:
-    """End every other connection to the database, as an administrator does."""
-    admin = create_engine(database.url())
-    with admin.connect() as connection:
-        if database.engine == "postgresql":
-            connection.execute(
-                text(
-                    "SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity "
-                    "WHERE datname = current_database() AND pid <> pg_backend_pid()"
-                )
-            )
-        else:
-            for (number,) in connection.execute(
-                text(
-                    "SELECT id FROM information_schema.processlist WHERE db = database() AND id <> connection_id() "
-                    "AND command = 'Sleep'"
-                )
-            ).all():
-                connection.execute(text(f"KILL {number}"))
-    admin.dispose()
-
-
 def _before_delete(engine: Engine, act: Callable[[Connection], object], numbers: Any) -> None:
     """Run ``act`` before the DELETEs of these numbers, in their open transactions."""
     deletes = count()
@@ -340,7 +312,7 @@ def test_a_lost_connection_costs_a_batch_no_more_than_time(engine: Engine, datab
     """Two batches are killed in the middle; the run begins them again and deletes everything."""
     locks_rows(engine)
     fill(engine, [1000] * 70 + [0] * 3)
-    _before_delete(engine, lambda _: _kill_others(database), {2, 5})
+    _before_delete(engine, lambda _: Outside(database).kill_others(), {2, 5})
     assert cleanup(engine, batch_size=10) == 70
     assert len(left(engine)) == 3
 
@@ -351,7 +323,7 @@ def test_a_connection_that_is_lost_time_and_again_ends_the_run_with_the_count(
     """The error says how many markers were deleted until then, and they are."""
     locks_rows(engine)
     fill(engine, [1000] * 70 + [0] * 3)
-    _before_delete(engine, lambda _: _kill_others(database), range(3, 1000))
+    _before_delete(engine, lambda _: Outside(database).kill_others(), range(3, 1000))
     with pytest.raises(CleanupInterruptedError, match="at least 30 markers") as raised:
         cleanup(engine, batch_size=10, retry=RetryPolicy(attempts=3))
     assert raised.value.deleted == 30

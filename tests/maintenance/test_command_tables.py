@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from sqlalchemy import Engine, MetaData, create_engine, inspect, select, text, update
+from sqlalchemy import Engine, MetaData, inspect, text, update
 from sqlalchemy.orm import sessionmaker
 
 from alembic_project import OURS, Project
@@ -14,7 +14,6 @@ from owning import (  # noqa: F401  # second_schema is a fixture
     TWICE,
     described,
     fatal,
-    made_by_our_revisions,
     place,
     run_script,
     second_schema,
@@ -24,7 +23,6 @@ from projector_dedup import Outcome
 from projector_dedup.commands import (
     Call,
     Commands,
-    CommandTables,
     command,
     default_command_tables,
     make_command_tables,
@@ -37,7 +35,7 @@ from projector_dedup.maintenance.rows import (
     forget_record,
     rename,
 )
-from projector_dedup.maintenance.schema import ddl, require_tables
+from projector_dedup.maintenance.schema import require_tables
 from projector_dedup.maintenance.stats import ages
 from projector_dedup.tables import default_tables
 
@@ -47,50 +45,6 @@ def cancel(asked: dict[str, int], call: Call) -> str:
     """Answer as long a text as is asked for."""
     assert call.key is not None
     return "x" * asked["amount"]
-
-
-def keys_of(engine: Engine, tables: CommandTables = default_command_tables) -> list[tuple[str, str]]:
-    """The key and the operation of each record, as another connection sees them."""
-    other = create_engine(engine.url)
-    with other.connect() as connection:
-        rows = connection.execute(select(tables.marker.c.message_id, tables.marker.c.handler)).all()
-    other.dispose()
-    return sorted((row.message_id, row.handler) for row in rows)
-
-
-# The user's Alembic ----------------------------------------------------------------------------------------------
-
-
-def test_autogenerate_adds_the_tables_to_a_history(database: Database, engine: Engine, tmp_path: Path) -> None:
-    """As for any table of the user's; then Alembic has nothing to add."""
-    project = Project(tmp_path, database)
-    project.configure()
-    project.model("from projector_dedup.commands import make_command_tables", "make_command_tables(metadata)")
-    assert "projector_dedup" not in project.autogenerate()
-    project.alembic("upgrade", "head")
-    assert "No new upgrade operations" in project.alembic("check")
-    assert fatal(engine, default_command_tables) == []
-    assert twice(engine, default_command_tables) == TWICE
-
-
-def test_our_revisions_in_the_users_environment(
-    database: Database, engine: Engine, schema: str | None, tmp_path: Path
-) -> None:
-    """Names make tables; without any, later revisions leave what 0001 made; the branch can be taken back."""
-    project = Project(tmp_path, database)
-    project.begin_history()
-    project.configure(locations=OURS)
-    project.model("make_tables(metadata)")
-    project.alembic("upgrade", "projector_dedup_0001")
-    before = described(engine, default_tables)
-    project.alembic("upgrade", "heads")
-    assert "projector_dedup_0003" in project.alembic("current")
-    assert described(engine, default_tables) == before
-    assert "processed_command" not in inspect(engine).get_table_names()
-    made_by_our_revisions(
-        project, engine, schema, CommandTables, "projector_dedup_command_tables", "projector_dedup_0001"
-    )
-    assert described(engine, default_tables) == before
 
 
 def test_a_project_of_commands_alone(database: Database, engine: Engine, tmp_path: Path) -> None:
@@ -125,40 +79,6 @@ def test_a_column_that_is_missing_is_found(engine: Engine, column: str) -> None:
         MissingTableError, match=rf"processed_command has no column {column}; .*make_command_tables\(\)"
     ):
         require_tables(engine, default_command_tables)
-
-
-@pytest.mark.parametrize(
-    ("column", "kinds"),
-    [
-        ("result", {"postgresql": "text", "mariadb": "BLOB"}),  # the BLOB takes 64 KiB less one byte
-        ("result", {"mariadb": "LONGTEXT"}),
-        ("fingerprint", {"postgresql": "varchar(16)", "mariadb": "BINARY(16)"}),
-        ("codec", {"postgresql": "varchar(32)", "mariadb": "VARBINARY(32)", "sqlite": "VARCHAR(32)"}),
-        ("codec", {"postgresql": "bytea", "mariadb": "INT"}),
-        ("codec", {"postgresql": "char(80)", "mariadb": "BINARY(80)"}),  # pads
-        ("outcome", {"sqlite": "TEXT"}),  # gives back a text
-    ],
-    ids=str,
-)
-def test_a_column_that_changes_what_it_keeps_is_found(engine: Engine, column: str, kinds: dict[str, str]) -> None:
-    """A record is tried out: cut, converted or refused, it is not given back as it was."""
-    kind = kinds.get(engine.dialect.name)
-    if kind is None:
-        pytest.skip("no other type of this kind")
-    tables = make_command_tables(MetaData())
-    script = ddl(engine.dialect.name, tables)
-    line = next(each for each in script.splitlines() if each.strip().startswith(f"{column} "))
-    run_script(engine, script.replace(line, f"{column} {kind},"))
-    (problem,) = fatal(engine, default_command_tables)
-    assert problem.startswith(("processed_command", "no record could be inserted to try processed_command"))
-    assert keys_of(engine) == []
-
-
-def test_the_trial_leaves_no_record(engine: Engine) -> None:
-    """Nor anything else that another connection could see."""
-    default_command_tables.marker.metadata.create_all(engine)
-    assert fatal(engine, default_command_tables) == []
-    assert keys_of(engine) == []
 
 
 def test_a_table_of_markers_is_no_table_of_commands(engine: Engine) -> None:

@@ -1,33 +1,26 @@
 """The tables of effects: the ways to own them, what `check` finds wrong with them, and what is never deleted."""
 
 from datetime import UTC, datetime
-from pathlib import Path
 
 import pytest
-from sqlalchemy import Engine, MetaData, select, text, update
+from sqlalchemy import Engine, select, text, update
 from sqlalchemy.orm import Session, sessionmaker
 
-from alembic_project import OURS, Project
-from databases import Database
 from marked import one_of_each_engine  # noqa: F401  # a fixture
 from owning import (  # noqa: F401  # second_schema is a fixture
     TWICE,
     charge,
     fatal,
-    made_by_our_revisions,
     run_script,
     second_schema,
     twice,
 )
-from projector_dedup import Outcome
 from projector_dedup.dialects.columns import utc_now
-from projector_dedup.effects import Effects, EffectTables, arm, default_effect_tables, make_effect_tables
+from projector_dedup.effects import Effects, arm, default_effect_tables
 from projector_dedup.errors import RefusedError
 from projector_dedup.maintenance.cleanup import count_expired, prune
 from projector_dedup.maintenance.rows import forget, rename
-from projector_dedup.maintenance.schema import ddl
 from projector_dedup.maintenance.stats import ages
-from projector_dedup.tables import default_tables
 
 TABLE = default_effect_tables.marker
 
@@ -50,63 +43,6 @@ def owned(engine: Engine) -> Engine:
     """An engine on a database that has the tables of effects."""
     default_effect_tables.marker.metadata.create_all(engine)
     return engine
-
-
-# Owned -----------------------------------------------------------------------------------------------------------
-
-
-def test_our_revisions_in_the_users_environment(
-    database: Database, engine: Engine, schema: str | None, tmp_path: Path
-) -> None:
-    """From the released schema with data in it: names make tables, autogenerate is empty, and 0003 is taken back."""
-    project = Project(tmp_path, database)
-    project.begin_history()
-    project.configure(locations=OURS)
-    project.model("make_tables(metadata)")
-    project.alembic("upgrade", "projector_dedup_0002")
-    assert twice(engine, default_tables) == TWICE
-    made_by_our_revisions(
-        project, engine, schema, EffectTables, "projector_dedup_effect_tables", "projector_dedup_0002"
-    )
-    assert set(twice(engine, default_tables)) == {Outcome.DUPLICATE}
-
-
-# Checked ---------------------------------------------------------------------------------------------------------
-
-
-def test_the_trial_leaves_no_effect(owned: Engine) -> None:
-    """Nor anything else that another connection could see."""
-    assert fatal(owned, default_effect_tables) == []
-    assert rows(owned) == []
-
-
-@pytest.mark.parametrize(
-    ("column", "kinds"),
-    [
-        ("processed_at", {"postgresql": "timestamptz NOT NULL DEFAULT now()", "mariadb": "DATETIME(6) NOT NULL"}),
-        ("processed_at", {"sqlite": "DATETIME DEFAULT CURRENT_TIMESTAMP", "mariadb": "DATETIME(6) DEFAULT now()"}),
-        ("evidence", {"postgresql": "text", "mariadb": "BLOB"}),
-        ("provider_key", {"postgresql": "varchar(20)", "mariadb": "VARBINARY(20)", "sqlite": "VARCHAR(20)"}),
-        ("armed_at", {"postgresql": "integer", "mariadb": "INT"}),
-    ],
-    ids=str,
-)
-def test_a_column_that_loses_effects_is_found(engine: Engine, column: str, kinds: dict[str, str]) -> None:
-    """An age that an unfinished effect has, and columns that cut or refuse what is written."""
-    kind = kinds.get(engine.dialect.name)
-    if kind is None:
-        pytest.skip("no other type of this kind")
-    script = ddl(engine.dialect.name, make_effect_tables(MetaData()))
-    line = next(each for each in script.splitlines() if each.strip().startswith(f"{column} "))
-    run_script(engine, script.replace(line, f"{column} {kind},"))
-    problems = fatal(engine, default_effect_tables)
-    assert len(problems) == 1
-    assert "external_effect" in problems[0]
-    assert ("is not NULL in a row without an outcome" in problems[0]) is (column == "processed_at")
-    assert rows(engine) == []
-
-
-# Looked after ----------------------------------------------------------------------------------------------------
 
 
 def test_what_is_not_finished_is_never_deleted(owned: Engine) -> None:

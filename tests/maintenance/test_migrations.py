@@ -2,39 +2,17 @@
 
 from pathlib import Path
 
-from alembic import command
-from alembic.autogenerate import compare_metadata
-from alembic.config import Config
-from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import Engine, MetaData, inspect
+from sqlalchemy import Engine, inspect
 
 from alembic_project import OURS, Project
 from databases import Database
 from marked import one_of_each_engine  # noqa: F401  # a fixture
-from owning import TWICE, described, fatal, run_script, state_of, twice
-from projector_dedup import make_tables
+from owning import described, fatal, run_script, state_of
 from projector_dedup.maintenance.schema import KINDS
-from projector_dedup.tables import default_metadata, default_tables
+from projector_dedup.tables import default_metadata
 
 ROOT = Path(__file__).parents[2]
-
-ENVIRONMENT = """
-from alembic import context
-from projector_dedup import make_tables
-from sqlalchemy import Column, Integer, MetaData, Table, create_engine
-
-metadata = MetaData()
-Table("of_the_user", metadata, Column("id", Integer, primary_key=True))
-make_tables(metadata)
-
-engine = create_engine(context.config.get_main_option("sqlalchemy.url"))
-with engine.connect() as connection:
-    context.configure(connection=connection, target_metadata=metadata)
-    with context.begin_transaction():
-        context.run_migrations()
-engine.dispose()
-"""
 
 
 OFFLINE = """
@@ -82,31 +60,3 @@ def test_the_newest_revision_is_that_of_one_kind_of_tables() -> None:
     revisions = [each.revision for each in script.walk_revisions()]
     assert sorted(revisions) == sorted(each for kind in KINDS for each in kind.revisions)
     assert script.get_heads() == [max(revisions)]
-
-
-def test_the_users_own_migration_runs_unedited(database: Database, engine: Engine, tmp_path: Path) -> None:
-    """`revision --autogenerate` on the user's metadata renders it; then neither a second one nor `check` finds more."""
-    default_metadata.create_all(engine)
-    expected = described(engine)
-    default_metadata.drop_all(engine)
-    config = Config(tmp_path / "alembic.ini")
-    command.init(config, str(tmp_path / "scripts"))
-    (tmp_path / "scripts" / "env.py").write_text(ENVIRONMENT)
-    config.set_main_option("script_location", str(tmp_path / "scripts"))
-    config.set_main_option("sqlalchemy.url", database.url().render_as_string(hide_password=False))
-
-    command.revision(config, "ours", autogenerate=True)
-    command.upgrade(config, "head")
-    command.check(config)
-
-    assert described(engine) == expected
-    assert fatal(engine) == []
-    assert twice(engine, default_tables) == TWICE
-    assert "projector_dedup" not in next((tmp_path / "scripts" / "versions").glob("*.py")).read_text()
-
-    metadata = MetaData()
-    make_tables(metadata)
-    with engine.connect() as connection:
-        context = MigrationContext.configure(connection, opts={"compare_server_default": True})
-        differences = [each for each in compare_metadata(context, metadata) if each[0] not in ("remove_table",)]
-    assert differences == []

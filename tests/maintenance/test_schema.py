@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
-from sqlalchemy import Column, Engine, MetaData, String, Table, Text, create_engine, event, func, inspect, select, text
+from sqlalchemy import Column, Engine, MetaData, String, Table, Text, create_engine, event, func, select, text
 
 from alembic_project import run_python
 from databases import Database
@@ -26,10 +26,11 @@ from projector_dedup.commands import make_command_tables
 from projector_dedup.effects import make_effect_tables
 from projector_dedup.errors import MissingTableError
 from projector_dedup.maintenance.check import check
-from projector_dedup.maintenance.cleanup import count_expired, declare_horizon, prune
-from projector_dedup.maintenance.rows import forget, rename
+from projector_dedup.maintenance.cleanup import count_expired, declare_horizon, prune, redelivery_horizon
+from projector_dedup.maintenance.rows import find, forget, rename
 from projector_dedup.maintenance.schema import ddl, require_tables
 from projector_dedup.maintenance.state import write_state
+from projector_dedup.maintenance.stats import ages, handlers_of
 from projector_dedup.tables import DedupTables, default_tables
 from projector_dedup.tables import default_metadata as metadata
 
@@ -196,25 +197,81 @@ LOOKS: list[Callable[..., object]] = [
 """What looks at the tables once, before it changes or counts anything."""
 
 
+def test_a_missing_table_is_named(engine: Engine) -> None:
+    """With what creates it, instead of a driver's error; also by what only reads."""
+    for refused in (*LOOKS, redelivery_horizon, ages, handlers_of, lambda engine: find(engine, "1")):
+        with pytest.raises(MissingTableError, match=r"processed_message is missing.*make_tables.*idempotency schema"):
+            refused(engine)
+
+
 # What is wrong with tables ---------------------------------------------------------------------------------------
 
 
-def test_create_all_yields_the_same(engine: Engine) -> None:
-    """`make_tables` and `create_all`, under any name, leave nothing for `check` to say that matters."""
-    metadata = MetaData()
-    tables = make_tables(metadata, name="inbox")
-    metadata.create_all(engine)
+@pytest.mark.parametrize("make", [make_tables, make_command_tables, make_effect_tables])
+def test_create_all_yields_the_same(engine: Engine, make: Callable[..., DedupTables]) -> None:
+    """`create_all`, under any name, leaves nothing for `check` to say that matters, and `check` leaves no row."""
+    tables = make(MetaData(), name="inbox")
+    tables.marker.metadata.create_all(engine)
     assert fatal(engine, tables) == []
     require_tables(engine, tables)
+    assert rows_of(engine, tables) == 0
 
 
-def test_two_sets_of_tables_live_in_one_database(engine: Engine) -> None:
-    """Constraint and index names carry the table's name."""
-    metadata = MetaData()
-    for name in ("inbox_a", "inbox_b"):
-        make_tables(metadata, name=name)
-    metadata.create_all(engine)
-    assert {"inbox_a", "inbox_b"} < set(inspect(engine).get_table_names())
+def rows_of(engine: Engine, tables: DedupTables) -> int | None:
+    """How many rows there are, as another connection sees them."""
+    with engine.connect() as connection:
+        return connection.scalar(select(func.count()).select_from(tables.marker))
+
+
+@pytest.mark.parametrize(
+    ("make", "column", "kinds"),
+    [
+        (make_command_tables, "result", {"postgresql": "text", "mariadb": "BLOB"}),  # 64 KiB less one byte
+        (make_command_tables, "result", {"mariadb": "LONGTEXT"}),
+        (make_command_tables, "fingerprint", {"postgresql": "varchar(16)", "mariadb": "BINARY(16)"}),
+        (
+            make_command_tables,
+            "codec",
+            {"postgresql": "varchar(32)", "mariadb": "VARBINARY(32)", "sqlite": "VARCHAR(32)"},
+        ),
+        (make_command_tables, "codec", {"postgresql": "bytea", "mariadb": "INT"}),
+        (make_command_tables, "codec", {"postgresql": "char(80)", "mariadb": "BINARY(80)"}),  # pads
+        (make_command_tables, "outcome", {"sqlite": "TEXT"}),  # gives back a text
+        (
+            make_effect_tables,
+            "processed_at",
+            {"postgresql": "timestamptz NOT NULL DEFAULT now()", "mariadb": "DATETIME(6) NOT NULL"},
+        ),
+        (
+            make_effect_tables,
+            "processed_at",
+            {"sqlite": "DATETIME DEFAULT CURRENT_TIMESTAMP", "mariadb": "DATETIME(6) DEFAULT now()"},
+        ),
+        (make_effect_tables, "evidence", {"postgresql": "text", "mariadb": "BLOB"}),
+        (
+            make_effect_tables,
+            "provider_key",
+            {"postgresql": "varchar(20)", "mariadb": "VARBINARY(20)", "sqlite": "VARCHAR(20)"},
+        ),
+        (make_effect_tables, "armed_at", {"postgresql": "integer", "mariadb": "INT"}),
+    ],
+)
+def test_a_column_that_changes_what_it_keeps_is_found(
+    engine: Engine, make: Callable[..., DedupTables], column: str, kinds: dict[str, str]
+) -> None:
+    """A row is tried out: cut, converted or refused, it is not given back as it was, or has an age too early."""
+    kind = kinds.get(engine.dialect.name)
+    if kind is None:
+        pytest.skip("no other type of this kind")
+    tables = make(MetaData())
+    script = ddl(engine.dialect.name, tables)
+    line = next(each for each in script.splitlines() if each.strip().startswith(f"{column} "))
+    run_script(engine, script.replace(line, f"{column} {kind},"))
+    (problem,) = fatal(engine, tables)
+    name = tables.marker.name
+    assert problem.startswith((name, f"no {tables.noun} could be inserted to try {name}"))
+    assert ("is not NULL in a row without an outcome" in problem) is (column == "processed_at")
+    assert rows_of(engine, tables) == 0
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,11 @@
 
 from datetime import UTC, datetime, timedelta
 
-import pytest
 from sqlalchemy import Engine, MetaData, create_engine, insert, text
 
 from databases import Database
 from marked import fill, one_of_each_engine, tables  # noqa: F401  # a fixture
 from projector_dedup import make_tables
-from projector_dedup.errors import MissingTableError
 from projector_dedup.late import PRUNED_UNTIL, REDELIVERY_HORIZON
 from projector_dedup.maintenance.state import CLEANED_AT, RETENTION, write_state
 from projector_dedup.maintenance.stats import ages, handlers_of
@@ -73,10 +71,3 @@ def test_a_table_of_another_name_and_schema(postgresql: Database) -> None:
         assert handlers_of(where, tables=one) == {"h"}
         assert ages(where, tables=one).oldest is not None
     engine.dispose()
-
-
-def test_a_missing_table_is_named(engine: Engine) -> None:
-    """With what creates it, instead of a driver's error."""
-    for function in (ages, handlers_of):
-        with pytest.raises(MissingTableError, match=r"processed_message is missing.*make_tables"):
-            function(engine, tables=tables)

@@ -1,13 +1,11 @@
 """The tools of the tests keep their promises: databases, commands in a fork, the proxy that counts and cuts."""
 
 import asyncio
-import importlib.util
 import os
 import re
 import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,11 +16,9 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.pool import NullPool
 
-from command import importing
 from cut_proxy import Cut, CutProxy
-from databases import DRIVERS, Database, empty, until
+from databases import DRIVERS, Database, Driver, empty
 from forked import PRELOADED, run_module
-from private_postgres import PrivatePostgres
 
 
 @pytest.mark.parametrize("_turn", ["first", "second"])
@@ -34,16 +30,6 @@ def test_every_test_finds_its_database_empty(engine: Engine, _turn: str) -> None
     connection.execute(text("insert into leftover values (1)"))
     assert connection.scalar(text("select count(*) from leftover")) == 1
     connection.close()
-
-
-def test_async_drivers_reach_their_database(async_url: URL) -> None:
-    """Every asynchronous driver that is installed executes a statement."""
-
-    async def one() -> object:
-        async with create_async_engine(async_url, poolclass=NullPool).connect() as connection:
-            return await connection.scalar(text("select 1"))
-
-    assert asyncio.run(one()) == 1
 
 
 def test_a_database_refuses_the_driver_of_another_engine(database: Database) -> None:
@@ -60,42 +46,6 @@ def test_an_open_transaction_does_not_keep_the_next_test_waiting(postgresql: Dat
     with pytest.raises(psycopg.OperationalError):
         holder.execute("select 1")
     holder.close()
-
-
-def test_a_private_server_survives_a_crash_on_its_port() -> None:
-    """What was committed before a crash is there after it, under the same URL; what was not is gone."""
-    with (
-        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,  # pytest's own is closed to other users
-        PrivatePostgres(Path(folder) / "data") as server,
-    ):
-        url = server.url
-        before = psycopg.connect(url)
-        before.execute("create table survivor (n integer)")
-        before.commit()
-        before.execute("insert into survivor values (1)")
-        server.restart()
-        with pytest.raises(psycopg.OperationalError):
-            before.commit()
-        before.close()
-        with psycopg.connect(url) as after:
-            assert after.execute("select count(*) from survivor").fetchone() == (0,)
-
-
-def test_the_private_postgres_does_not_outlive_a_killed_process() -> None:
-    """No code of the process runs any more, so something beside it stops the server."""
-    program = "import pathlib, sys, time; from private_postgres import embedded_postgres\n"
-    program += "with embedded_postgres(pathlib.Path(sys.argv[1])) as url: print(url, flush=True); time.sleep(600)"
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        command = [sys.executable, "-c", program, str(Path(folder) / "data")]
-        with subprocess.Popen(command, env=importing(), stdout=subprocess.PIPE, text=True) as process:
-            assert process.stdout is not None
-            url = process.stdout.readline().strip()
-            assert url
-            psycopg.connect(url).close()
-            process.kill()
-        until(lambda: not (Path(folder) / "data" / "postmaster.pid").exists())
-        with pytest.raises(psycopg.OperationalError):
-            psycopg.connect(url)
 
 
 # A command in a fork is what it would be in a Python of its own ------------------------------------------------------
@@ -185,85 +135,37 @@ def rows(database: Database) -> list[int]:
         return list(connection.scalars(text("select n from counted order by n")))
 
 
-def with_psycopg(url: URL) -> None:
-    """COMMIT as a simple Query."""
-    with create_engine(url, poolclass=NullPool).begin() as connection:
-        connection.execute(INSERT, {"n": 1})
+async def insert_awaited(url: URL) -> None:
+    """Insert a row and commit."""
+    async with create_async_engine(url, poolclass=NullPool).begin() as connection:
+        await connection.execute(INSERT, {"n": 1})
 
 
-def with_psycopg_pipeline(url: URL) -> None:
-    """COMMIT as Parse, Bind, Execute."""
-    dsn = url.set(drivername="postgresql").render_as_string(hide_password=False)
-    with psycopg.connect(dsn) as connection, connection.pipeline():
-        connection.execute("insert into counted values (%s)", [1])
-        connection.commit()
+def insert(driver: Driver | None, url: URL) -> None:
+    """Insert a row and commit: COMMIT as this driver sends it, or without one as psycopg does in a pipeline."""
+    if driver is None:
+        dsn = url.set(drivername="postgresql").render_as_string(hide_password=False)
+        with psycopg.connect(dsn) as pipelined, pipelined.pipeline():
+            pipelined.execute("insert into counted values (%s)", [1])
+            pipelined.commit()
+    elif driver.is_async:
+        asyncio.run(insert_awaited(url.set(drivername=driver.drivername)))
+    else:
+        with create_engine(url.set(drivername=driver.drivername), poolclass=NullPool).begin() as connection:
+            connection.execute(INSERT, {"n": 1})
 
 
-def with_asyncpg(url: URL) -> None:
-    """COMMIT as asyncpg sends it."""
-
-    async def insert() -> None:
-        engine = create_async_engine(url.set(drivername="postgresql+asyncpg"), poolclass=NullPool)
-        async with engine.begin() as connection:
-            await connection.execute(INSERT, {"n": 1})
-
-    asyncio.run(insert())
-
-
-def with_mariadb_driver(module: str) -> Callable[[URL], None]:
-    """COMMIT as COM_QUERY, which every driver sends."""
-    driver = next(driver for driver in DRIVERS if driver.engine == "mariadb" and driver.module == module)
-
-    def insert(url: URL) -> None:
-        url = url.set(drivername=driver.drivername)
-        if not driver.is_async:
-            with_psycopg(url)
-            return
-
-        async def insert() -> None:
-            async with create_async_engine(url, poolclass=NullPool).begin() as connection:
-                await connection.execute(INSERT, {"n": 1})
-
-        asyncio.run(insert())
-
-    return insert
-
-
-Client = Callable[[URL], None]
-CLIENTS = [
-    pytest.param("postgresql", client, id=client.__name__)
-    for client in (with_psycopg, with_psycopg_pipeline, with_asyncpg)
-] + [
-    pytest.param("mariadb", with_mariadb_driver(module), id=module)
-    for module in ("pymysql", "MySQLdb", "asyncmy", "aiomysql")
-    if importlib.util.find_spec(module)
-]
-with_each_client = pytest.mark.parametrize(("engine", "client"), CLIENTS)
-
-
-@with_each_client
-@pytest.mark.parametrize(("cut", "durable"), [("before", []), ("after", [1])])
-def test_commit_is_cut_before_or_after_it_happens(
-    engine: str, client: Client, cut: Cut, durable: list[int], request: pytest.FixtureRequest
+@pytest.mark.parametrize("cut", [None, "before", "after"])
+@pytest.mark.parametrize("driver", [*(each for each in DRIVERS if each.engine != "sqlite"), None], ids=str)
+def test_commit_is_seen_and_cut_before_or_after_it_happens(
+    driver: Driver | None, cut: Cut | None, request: pytest.FixtureRequest
 ) -> None:
-    """The client sees the same lost connection, whether the server has committed or not."""
-    database: Database = request.getfixturevalue(engine)
-    with before(database) as proxy:
-        proxy.cut_commit(cut)
-        with pytest.raises((DBAPIError, psycopg.OperationalError)) as lost:
-            client(proxy.through(database.url()))
-        assert proxy.cuts == 1
-        if isinstance(lost.value, DBAPIError):
-            assert lost.value.connection_invalidated
-        assert rows(database) == durable
-
-
-@with_each_client
-def test_it_stops_before_and_after_a_trip(engine: str, client: Client, request: pytest.FixtureRequest) -> None:
-    """At the first stop the server has not seen COMMIT, at the second it has committed; uncut it is only a wire."""
-    database: Database = request.getfixturevalue(engine)
-    seen: list[tuple[Cut, int]] = []
+    """Whether the server has committed or not, the client sees the same lost connection; uncut it is only a wire."""
+    if driver is not None and not driver.installed:
+        pytest.skip(f"{driver.module} is not installed")
+    database: Database = request.getfixturevalue(driver.engine if driver else "postgresql")
     outside = create_engine(database.url(), poolclass=NullPool)
+    seen: list[tuple[Cut, int]] = []
 
     def look(where: Cut, trip: list[str]) -> None:
         if any(re.search(r"\bCOMMIT\b", each) for each in trip):
@@ -272,10 +174,16 @@ def test_it_stops_before_and_after_a_trip(engine: str, client: Client, request: 
 
     with before(database) as proxy:
         proxy.at_trip = look
-        client(proxy.through(database.url()))
-        assert rows(database) == [1]
-        assert proxy.cuts == 0
-    assert seen == [("before", 0), ("after", 1)]
+        if cut is None:
+            insert(driver, proxy.through(database.url()))
+            assert seen == [("before", 0), ("after", 1)]
+        else:
+            proxy.cut_commit(cut)
+            with pytest.raises((DBAPIError, psycopg.OperationalError)) as lost:
+                insert(driver, proxy.through(database.url()))
+            assert getattr(lost.value, "connection_invalidated", True)
+        assert proxy.cuts == (cut is not None)
+        assert rows(database) == ([] if cut == "before" else [1])
 
 
 def test_on_mariadb_every_command_is_a_trip(mariadb: Database) -> None:
@@ -288,16 +196,6 @@ def test_on_mariadb_every_command_is_a_trip(mariadb: Database) -> None:
             connection.execute(INSERT, {"n": 1})
         assert proxy.trips == [["Query: insert into counted values (1)"], ["Query: COMMIT"], ["Query: ROLLBACK"]]
         engine.dispose()
-
-
-def test_only_the_ordered_number_of_commits_is_cut(proxy: CutProxy, postgresql: Database) -> None:
-    """After the ordered cuts, commits go through again."""
-    proxy.cut_commit("before", times=2)
-    for _ in range(2):
-        with pytest.raises(DBAPIError):
-            with_psycopg(proxy.through(postgresql.url()))
-    with_psycopg(proxy.through(postgresql.url()))
-    assert rows(postgresql) == [1]
 
 
 def test_a_rollback_is_not_a_commit(through: Engine, proxy: CutProxy) -> None:

@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 
 import pytest
-from sqlalchemy import Engine, MetaData, inspect, select
+from sqlalchemy import Engine, MetaData, select
 from sqlalchemy.orm import sessionmaker
 from sqlalchemy.schema import CreateIndex, CreateTable
 
-from alembic_project import OURS, Project, another_schema
+from alembic_project import another_schema
 from databases import Database
 from projector_dedup import Dispatcher, Outcome, on, projector
 from projector_dedup.commands import Call, Commands, CommandTables, command
@@ -64,32 +64,6 @@ def twice(engine: Engine, tables: DedupTables) -> list[Outcome]:
     answers = [commands.handle(place, {"amount": 3}, key="é ", scope="s") for _ in range(2)]
     assert [answer.result for answer in answers] == [3, 3]
     return [answer.outcome for answer in answers]
-
-
-def made_by_our_revisions(
-    project: Project, engine: Engine, schema: str | None, kind: type[DedupTables], option: str, before: str
-) -> None:
-    """Name two table sets of a kind in alembic.ini: our revisions make them, and going back to ``before`` drops them.
-
-    Between that, autogenerate finds nothing to do, and the tables keep their promise.
-    """
-    other = f"other_{kind.subject}"
-    project.configure(locations=OURS, **{option: f"{kind.default_name}, {f'{schema}.{other}' if schema else other}"})
-    project.model(
-        "make_tables(metadata)",
-        f"from {kind.__module__.rpartition('.')[0]} import {kind.maker}",
-        f"{kind.maker}(metadata)",
-        f"{kind.maker}(metadata, {other!r}, {schema!r})",
-    )
-    project.alembic("stamp", before)
-    project.alembic("upgrade", "heads")
-    assert "No new upgrade operations" in project.alembic("check")
-    for tables in (kind.make(MetaData(), kind.default_name, None), kind.make(MetaData(), other, schema)):
-        assert fatal(engine, tables) == []
-        assert twice(engine, tables) == TWICE
-        assert state_of(engine, tables) == {"schema_version": "1"}
-    project.alembic("downgrade", before)
-    assert kind.default_name not in inspect(engine).get_table_names()
 
 
 def fatal(engine: Engine, tables: DedupTables = default_tables) -> list[str]:
