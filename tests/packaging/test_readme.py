@@ -154,7 +154,7 @@ def test_the_consumer_survives_poison_on_rabbitmq(consumer: Any) -> None:
         delays.append(delay)
         return call_later(delay, callback)
 
-    connection.call_later = delayed  # type: ignore[method-assign]
+    connection.call_later = delayed
 
     def on_message(channel: Any, method: Any, properties: Any, body: bytes) -> None:
         if method.redelivered:

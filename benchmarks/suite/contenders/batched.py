@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from sqlalchemy import URL, insert, select
+from sqlalchemy import URL, select
 from sqlalchemy.dialects import postgresql
 from sqlalchemy.orm import Session
 
@@ -66,8 +66,7 @@ class Batches(Deliver):
     def create(self, place: Place) -> None:
         """And the rows that exist."""
         super().create(place)
-        statement = insert(Total).values([{"id": row, "amount": 0} for row in range(100, KEYS)])
-        place.run(str(statement.compile(dialect=postgresql.dialect(), compile_kwargs={"literal_binds": True})))
+        place.run(f"INSERT INTO total (id, amount) SELECT id, 0 FROM generate_series(100, {KEYS - 1}) AS new (id)")
 
     def connect(self, url: URL) -> None:
         """And the threads."""

@@ -7,6 +7,7 @@ import json
 import os
 import uuid
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import nats
@@ -14,6 +15,7 @@ import pika
 import redis
 from sqlalchemy import URL
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_async_engine
+from sqlalchemy.orm import Session
 
 from projector_dedup import AsyncDispatcher, Dispatcher, on, projector
 from projector_dedup.brokers.incoming import Incoming
@@ -208,6 +210,10 @@ class Redis(Consumed):
         consumer.run()
 
 
+def _apply(event: Added, session: Session) -> None:
+    add(event, session)
+
+
 class Nats(Contender):
     """By nats-py, in one event loop."""
 
@@ -217,7 +223,7 @@ class Nats(Contender):
     def __init__(self, kind: str) -> None:
         self.name, self.kind = f"NATS: {kind}", kind
         self._stream, self._counter = f"bench-{uuid.uuid4().hex[:8]}", Counter()
-        self._options = {"batch": 1 if kind == SINGLE else BATCH}
+        self._options: dict[str, Any] = {"batch": 1 if kind == SINGLE else BATCH}
         self.markers = "" if kind == BY_HAND else TABLES.marker.name
 
     def create(self, place: Place) -> None:
@@ -283,7 +289,7 @@ class Nats(Contender):
         while count:
             for message in await pull.fetch(min(AHEAD, count)):
                 async with self._sessions.begin() as session:
-                    (await session.run_sync(lambda plain, body=message.data: add(event_of(body), plain)))
+                    await session.run_sync(partial(_apply, event_of(message.data)))
                 await message.ack()
                 count -= 1
         await pull.unsubscribe()
