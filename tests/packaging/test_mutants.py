@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mutants.catalogue import GROUPS, MUTANTS
+from mutants.catalogue import GROUPS, MUTANTS, picked, read
 from mutants.mutant import Library, Mutant, NotApplicableError
 from mutants.running import ROOT, Copy, Runner, Verdict
 
@@ -111,6 +111,30 @@ def test_a_mutant_has_one_place_or_says_what_to_do(library: Path, mutant: Mutant
     assert re.search(says, str(raised.value).replace("\n", " "))
 
 
+CATALOGUE = """
+# group: A promise.
+# A comment.
+example: It breaks.
+    where answer
+    old   if 1: \\s
+    old
+    old       return 42
+    tests tests/test_it.py::test_here[a]
+    tests tests/test_it.py::test_in_a_program
+    hangs
+"""
+
+
+def test_a_mutant_is_read_from_lines_of_words() -> None:
+    """Several lines are one text, an indentation and a space at the end are kept, and what is left out is empty."""
+    old, tests = "if 1: \n\n    return 42", ("tests/test_it.py::test_here[a]", "tests/test_it.py::test_in_a_program")
+    expected = Mutant("example", "It breaks.", "answer", old, "", tests, hangs=True)
+    assert read(CATALOGUE) == {"group": (expected,)}
+    for line in ("    where answer\n", "# group: A promise.\n", "    tests tests/test_it.py::test_here[a]\n    tests "):
+        with pytest.raises(ValueError, match=r"^catalogue.txt, (from )?line \d"):
+            read(CATALOGUE.replace(line, "    other " if "tests" in line else ""))
+
+
 def test_every_mutant_has_its_place_in_the_library() -> None:
     """Whoever moves or renames code is told here which mutants to write anew."""
     library, wrong = Library(ROOT), []
@@ -134,3 +158,12 @@ def test_mutants_have_names_of_their_own_and_say_what_they_break() -> None:
     """Every mutant can be asked for by its name, and what it breaks is one sentence."""
     assert len({*GROUPS, *(mutant.name for mutant in MUTANTS)}) == len(GROUPS) + len(MUTANTS)
     assert [mutant.name for mutant in MUTANTS if not re.fullmatch(r"[^.]([^.]|\.\S)+\.", mutant.breaks)] == []
+
+
+def test_a_day_chooses_its_mutants_from_as_many_groups_as_it_can() -> None:
+    """One date always chooses the same, another date others."""
+    chosen = picked(GROUPS, 12, "2026-01-01")
+    assert chosen == picked(GROUPS, 12, "2026-01-01")
+    assert chosen != picked(GROUPS, 12, "2026-01-02")
+    filled = [group for group in GROUPS.values() if group]
+    assert sum(any(each in group for each in chosen) for group in filled) == min(12, len(filled))

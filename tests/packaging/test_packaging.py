@@ -106,6 +106,11 @@ def test_the_wheel_says_what_it_needs(installed: Path) -> None:
     assert about.metadata["Description-Content-Type"] == "text/markdown"
 
 
+def test_the_command_runs_from_the_wheel(installed: Path) -> None:
+    """Away from the checkout, `python -m projector_dedup --version` answers with the version of the wheel."""
+    assert PYPROJECT["project"]["version"] in _python(installed, "-m", "projector_dedup", "--version")
+
+
 def test_importing_the_library_does_not_need_the_extras(installed: Path) -> None:
     """`import projector_dedup` loads no driver, no web framework and no test tool."""
     loaded = set(_python(installed, "-c", "import projector_dedup, sys; print(*sys.modules)").split())

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,9 +17,13 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.pool import NullPool
 
+from command import importing
 from cut_proxy import Cut, CutProxy
-from databases import DRIVERS, Database, Driver, empty
+from databases import DRIVERS, Database, Driver, empty, until
 from forked import PRELOADED, run_module
+from private_postgres import PrivatePostgres
+
+PSYCOPG = next(each for each in DRIVERS if each.drivername == "postgresql+psycopg")
 
 
 @pytest.mark.parametrize("_turn", ["first", "second"])
@@ -46,6 +51,42 @@ def test_an_open_transaction_does_not_keep_the_next_test_waiting(postgresql: Dat
     with pytest.raises(psycopg.OperationalError):
         holder.execute("select 1")
     holder.close()
+
+
+def test_a_private_server_survives_a_crash_on_its_port() -> None:
+    """What was committed before a crash is there after it, under the same URL; what was not is gone."""
+    with (
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,  # pytest's own is closed to other users
+        PrivatePostgres(Path(folder) / "data") as server,
+    ):
+        url = server.url
+        before = psycopg.connect(url)
+        before.execute("create table survivor (n integer)")
+        before.commit()
+        before.execute("insert into survivor values (1)")
+        server.restart()
+        with pytest.raises(psycopg.OperationalError):
+            before.commit()
+        before.close()
+        with psycopg.connect(url) as after:
+            assert after.execute("select count(*) from survivor").fetchone() == (0,)
+
+
+def test_the_private_postgres_does_not_outlive_a_killed_process() -> None:
+    """No code of the process runs any more, so something beside it stops the server."""
+    program = "import pathlib, sys, time; from private_postgres import embedded_postgres\n"
+    program += "with embedded_postgres(pathlib.Path(sys.argv[1])) as url: print(url, flush=True); time.sleep(600)"
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        command = [sys.executable, "-c", program, str(Path(folder) / "data")]
+        with subprocess.Popen(command, env=importing(), stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            url = process.stdout.readline().strip()
+            assert url
+            psycopg.connect(url).close()
+            process.kill()
+        until(lambda: not (Path(folder) / "data" / "postmaster.pid").exists())
+        with pytest.raises(psycopg.OperationalError):
+            psycopg.connect(url)
 
 
 # A command in a fork is what it would be in a Python of its own ------------------------------------------------------
@@ -196,6 +237,16 @@ def test_on_mariadb_every_command_is_a_trip(mariadb: Database) -> None:
             connection.execute(INSERT, {"n": 1})
         assert proxy.trips == [["Query: insert into counted values (1)"], ["Query: COMMIT"], ["Query: ROLLBACK"]]
         engine.dispose()
+
+
+def test_only_the_ordered_number_of_commits_is_cut(proxy: CutProxy, postgresql: Database) -> None:
+    """After the ordered cuts, commits go through again."""
+    proxy.cut_commit("before", times=2)
+    for _ in range(2):
+        with pytest.raises(DBAPIError):
+            insert(PSYCOPG, proxy.through(postgresql.url()))
+    insert(PSYCOPG, proxy.through(postgresql.url()))
+    assert rows(postgresql) == [1]
 
 
 def test_a_rollback_is_not_a_commit(through: Engine, proxy: CutProxy) -> None:
