@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from sqlalchemy import URL, select
+from sqlalchemy import select
 from sqlalchemy.dialects import postgresql
 from sqlalchemy.orm import Session
 
@@ -16,8 +15,8 @@ from projector_dedup.errors import BatchFailed, RetriesExhaustedError
 
 from ..harness import Item
 from ..servers import Place
-from .meeting import get_or_create
-from .orm import Added, Deliver, Total
+from .meeting import InThreads, get_or_create
+from .orm import Added, Total
 
 SIZE, KEYS = 100, 5_000
 NEW = 1_000_000  # the first key that no row has
@@ -49,8 +48,8 @@ _WAYS: dict[str, Callable[..., None]] = {SINGLE: get_or_create, PLAIN: get_or_cr
 WAYS = tuple(_WAYS)
 
 
-class Batches(Deliver):
-    """Threads, each of which takes the next batch as soon as it has done one; what fails comes again."""
+class Batches(InThreads):
+    """Batches, or single messages, of rows that several have; what fails comes again."""
 
     def __init__(self, way: str, workers: int, *, creates: bool) -> None:
         self.runs, self.creates = 0, creates
@@ -68,16 +67,6 @@ class Batches(Deliver):
         super().create(place)
         place.run(f"INSERT INTO total (id, amount) SELECT id, 0 FROM generate_series(100, {KEYS - 1}) AS new (id)")
 
-    def connect(self, url: URL) -> None:
-        """And the threads."""
-        super().connect(url)
-        self._threads = ThreadPoolExecutor(self.tasks)
-
-    def disconnect(self) -> None:
-        """End both."""
-        self._threads.shutdown()
-        super().disconnect()
-
     def messages(self, items: Sequence[Item]) -> Sequence[Any]:
         """In their batches. Rows are drawn: two batches have them in two orders."""
         given = [Message(item.id, Added(self._row(item))) for item in items]
@@ -87,11 +76,6 @@ class Batches(Deliver):
         if not self.creates:
             return item.row
         return NEW + item.number // _WINDOW * _WINDOW // 2 + item.row % (_WINDOW // 2)
-
-    def deliver(self, messages: Sequence[Any]) -> None:
-        """Share them out."""
-        for _ in self._threads.map(self._until_done, messages):
-            pass  # what a thread raised is raised here
 
     def _until_done(self, batch: list[Message]) -> None:
         while batch:

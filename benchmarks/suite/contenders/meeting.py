@@ -116,16 +116,8 @@ SHAPES = (
 # Contenders -----------------------------------------------------------------------------------------------------------
 
 
-class Delivered(Deliver):
-    """``Dispatcher.deliver`` in several threads, each of which takes the next message as soon as it has done one."""
-
-    def __init__(self, shape: Shape, threads: int, name: str = "deliver") -> None:
-        def change(event: Added, session: Session) -> None:
-            self.runs.append(event)
-            shape.change(event, session)
-
-        super().__init__(name, change, declared=shape.declared)
-        self.tasks, self.shape, self.runs, self._change = threads, shape, list[Added](), change
+class InThreads(Deliver):
+    """Several threads, each of which takes the next message, or batch, as soon as it has done one."""
 
     def connect(self, url: URL) -> None:
         """And the threads."""
@@ -137,14 +129,30 @@ class Delivered(Deliver):
         self._threads.shutdown()
         super().disconnect()
 
-    def messages(self, items: Sequence[Item]) -> Sequence[Any]:
-        """Each with the row of the shape."""
-        return super().messages([item._replace(row=self.shape.row(item)) for item in items])
-
     def deliver(self, messages: Sequence[Any]) -> None:
         """Share them out."""
         for _ in self._threads.map(self._until_done, messages):
             pass  # what a thread raised is raised here
+
+    def _until_done(self, message: Any) -> None:
+        """Deliver a message or a batch, again if it fails as a broker would bring it again."""
+        raise NotImplementedError
+
+
+class Delivered(InThreads):
+    """``Dispatcher.deliver`` of a shape."""
+
+    def __init__(self, shape: Shape, threads: int, name: str = "deliver") -> None:
+        def change(event: Added, session: Session) -> None:
+            self.runs.append(event)
+            shape.change(event, session)
+
+        super().__init__(name, change, declared=shape.declared)
+        self.tasks, self.shape, self.runs, self._change = threads, shape, list[Added](), change
+
+    def messages(self, items: Sequence[Item]) -> Sequence[Any]:
+        """Each with the row of the shape."""
+        return super().messages([item._replace(row=self.shape.row(item)) for item in items])
 
     def _until_done(self, message: Given) -> None:
         while True:
