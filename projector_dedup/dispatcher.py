@@ -223,8 +223,13 @@ class BaseDispatcher(NamedInErrors, Generic[F]):
                     chunk.watch.failed(error)
         return results.settled_delivery()
 
+    @property
+    def _is_building(self) -> bool:
+        """True if a new generation of a projector is ``building`` beside an old one."""
+        return any(each.beside is not None for each in self._handlers.values())
+
     def _deliver_batch(self, events: Iterable[object], in_order: bool) -> list[Delivery]:
-        if in_order and any(each.beside is not None for each in self._handlers.values()):
+        if in_order and self._is_building:
             raise RefusedError(
                 "while a new generation is building, deliver_batch keeps no order: it must get a message behind one on "
                 "which it fails, but not if the old one fails too. Deliver the messages one by one"

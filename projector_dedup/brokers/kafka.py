@@ -195,8 +195,8 @@ class Consumer:
         """Drop the messages of partitions that another member takes over: that member gets them again."""
         lost = {(each.topic, each.partition) for each in partitions}
         self._gathered = [each for each in self._gathered if (each.topic(), each.partition()) not in lost]
-        for each in partitions:
-            self._waiting.pop((each.topic, each.partition), None)
+        for place in lost:
+            self._waiting.pop(place, None)
 
     def _settle(self, messages: Sequence[Received]) -> None:
         """Deliver messages in their order, publish a copy of each that is not applied, and store each offset then."""

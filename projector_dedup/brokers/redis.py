@@ -177,10 +177,13 @@ class Consumer:
     def _settle(self, entries: Sequence[_Entry]) -> None:
         """Deliver entries, and acknowledge together those that are applied."""
         answers = self._settling.deliver_batch([_incoming(each, self._stream) for each in entries])
+        applied: list[bytes] = []
         for entry, settled in zip(entries, answers, strict=True):
-            if not settled.acknowledge:
+            if settled.acknowledge:
+                applied.append(entry.number)
+            else:
                 self._settle_failed(entry, settled)
-        if applied := [each.number for each, settled in zip(entries, answers, strict=True) if settled.acknowledge]:
+        if applied:
             self._client.xack(self._stream, self._group, *applied)
 
     def _settle_failed(self, entry: _Entry, settled: Settled) -> None:

@@ -135,7 +135,7 @@ class Settling:
         self._dispatcher: Any = dispatcher
         self._observing, self._broker = dispatcher._observing, broker
         self._asynchronous = asynchronous
-        self._one_by_one = any(each.beside is not None for each in dispatcher.handlers)  # in order, see `deliver_batch`
+        self._one_by_one = dispatcher._is_building  # what must keep its order, see `deliver_batch`
         self._convert = convert
         self._max_attempts = max_attempts
         within = [each for each in delays if each <= max_delay] or delays[:1]
