@@ -25,7 +25,7 @@ from payments import RULES, KilledError, payment
 from projector_dedup.brokers.incoming import cloudevent
 from projector_dedup.brokers.rabbitmq import DELIVERIES, REJECTED_FOR, WITHOUT_ID, dead_letters, queues_beside
 from projector_dedup.errors import RefusedError
-from walk import files_entered
+from walk import files_entered, map_anew
 
 FRAME = 131_072  # bytes, which the server offers
 POISON = "ValueError: this account cannot be read\\nreally"
@@ -423,8 +423,9 @@ MOST = 22  # files of the library; ``late`` too, because the broker's messages h
 
 
 @by("pika")
-def test_a_message_enters_few_files(rig: Pika) -> None:
+def test_a_message_enters_few_files(rig: Pika, monkeypatch: pytest.MonkeyPatch) -> None:
     """From pika's callback to the acknowledgement, once the engine is known."""
+    map_anew(monkeypatch, payments, "Balance")
     consumer: Any = rig.make(payments.dispatcher(rig.engine, observer=None))
     channel: Any = SimpleNamespace(basic_ack=lambda _tag, **_: None)
     for number in range(3):
