@@ -11,6 +11,7 @@
 """
 
 import contextlib
+import datetime
 import gc
 import os
 import signal
@@ -31,6 +32,7 @@ from sqlalchemy.orm import Session, sessionmaker
 from databases import (
     DRIVERS,
     ENGINES,
+    USUAL_DRIVERS,
     Database,
     Driver,
     EngineUnavailableError,
@@ -50,6 +52,9 @@ settings.register_profile("untimed", deadline=None)  # how long an example takes
 settings.load_profile("untimed")
 
 
+TURNS = 3  # days
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Register the report, and spare PyMySQL and the programs that tests start the certificates of the system.
 
@@ -58,20 +63,36 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(reached)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as after Ctrl-C, fixtures end the servers they started
     os.environ["SSL_CERT_FILE"] = os.devnull
+    # Once, for all processes: midnight may come.
+    os.environ.setdefault("PROJECTOR_DEDUP_TEST_DAY", str(datetime.datetime.now(datetime.UTC).toordinal()))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what `reached.left_out` names, and all but one part of the tests where the environment asks for it.
 
-    `PROJECTOR_DEDUP_TEST_PART=2/3` is the second of three parts. A test is always in the same one.
+    `PROJECTOR_DEDUP_TEST_PART=2/3` is the second of three parts. A test is always in the same one. Of what runs by
+    turns, a third is left in, another one every day.
     """
-    for marker, reason in left_out(config).items():
+    left, day = left_out(config), int(os.environ["PROJECTOR_DEDUP_TEST_DAY"])
+    for item in items:
+        if _runs_by_turns(item) and (not left or (crc32(item.nodeid.encode()) + day) % TURNS):
+            item.add_marker(pytest.mark.nightly)
+    for marker, reason in left.items():
         for item in items:
             if item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
     if PART:
         part, parts = map(int, PART.split("/"))
         items[:] = [item for item in items if crc32(item.nodeid.encode()) % parts == part - 1]
+
+
+def _runs_by_turns(item: pytest.Item) -> bool:
+    """True if the test is marked so, or runs on a driver that is not usual, and is no part of the contract."""
+    driver = (
+        item.callspec.params.get("driver") if isinstance(item, pytest.Function) and hasattr(item, "callspec") else None
+    )
+    unusual = isinstance(driver, Driver) and driver not in USUAL_DRIVERS and not item.get_closest_marker("contract")
+    return unusual or item.get_closest_marker("by_turns") is not None
 
 
 def pytest_collection_finish() -> None:

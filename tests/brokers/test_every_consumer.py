@@ -47,6 +47,11 @@ ID_NAMES = {
 REASON = "ValueError: this account cannot be read\\nreally"
 
 
+def _turned(client: str) -> Any:
+    """The batched forms run by turns."""
+    return pytest.param(client, marks=pytest.mark.by_turns if client.endswith("-batches") else ())
+
+
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KafkaCluster]:
     """A cluster for all tests of this file; each has topics of its own."""
@@ -54,7 +59,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KafkaCluster]:
         yield found
 
 
-@pytest.fixture(params=ALL)
+@pytest.fixture(params=[*map(_turned, ALL)])
 def consumer(request: pytest.FixtureRequest, postgresql: Database) -> Iterator[Adapter]:
     """A queue of the test's own, and a consumer of it, by each client in turn."""
     cluster = request.getfixturevalue("cluster") if request.param.startswith(KAFKA) else None
@@ -64,7 +69,7 @@ def consumer(request: pytest.FixtureRequest, postgresql: Database) -> Iterator[A
 
 def but(*clients: str) -> pytest.MarkDecorator:
     """Try all clients but these; whoever leaves one out says why."""
-    tried = [each for each in ALL if each.removesuffix("-batches") not in clients]
+    tried = [_turned(each) for each in ALL if each.removesuffix("-batches") not in clients]
     return pytest.mark.parametrize("consumer", tried, indirect=True)
 
 
@@ -277,6 +282,7 @@ def test_a_message_that_cannot_be_kept_is_not_acknowledged(consumer: Adapter) ->
     assert consumer.queue.left() == 0
 
 
+@pytest.mark.by_turns
 # What Celery cannot read is in test_celery.py.
 @but("celery")
 def test_whatever_a_client_sends_is_applied_delayed_or_a_dead_letter(

@@ -64,6 +64,7 @@ def test_who_waited_sees_what_the_holder_has_committed(desk: Desk) -> None:
     assert (placed, desk.orders()) == ([1, 0, 0, 0], ["a"])
 
 
+@pytest.mark.by_turns
 def test_no_number_is_given_twice(desk: Desk) -> None:
     """Four callers, two subjects, ten commands of each caller: numbers without a gap."""
     operation = desk.operation(next_number, lock=by_note)
@@ -83,6 +84,7 @@ def test_no_number_is_given_twice(desk: Desk) -> None:
     assert given == [(note, number) for note in "ab" for number in range(1, 21)]
 
 
+@pytest.mark.by_turns
 def test_several_keys_in_any_order_do_not_deadlock(usual: Desk) -> None:
     """Each command is tried once only; 50 pairs. At READ COMMITTED, where nobody who has waited begins anew."""
     first, second = (usual.operation(place, f"desk.{name}", lock=by_notes) for name in ("one", "two"))

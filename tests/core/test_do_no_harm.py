@@ -80,6 +80,7 @@ def _levels_of_locks(driver: Driver, _way: Way) -> tuple[str, ...]:
     return "READ COMMITTED", "SERIALIZABLE"  # at REPEATABLE READ such a handler is wrong without the library too
 
 
+@pytest.mark.by_turns
 @pytest.mark.parametrize(
     ("driver", "body", "way", "level"), _cases(lambda driver: LOCKING[driver.engine], levels=_levels_of_locks)
 )
@@ -90,6 +91,7 @@ def test_a_lock_protects_what_is_read_after_it(play: Play, body: Body, way: Way,
         assert scene.balance() == MINE + RIVALS
 
 
+@pytest.mark.by_turns
 @pytest.mark.parametrize(
     ("driver", "body", "way", "level"),
     _cases(lambda _driver: UPSERTS, levels=lambda driver, _way: LEVELS[driver.engine]),

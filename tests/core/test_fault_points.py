@@ -187,6 +187,7 @@ def walks() -> Iterator[Any]:
 
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")  # the child starts threads, and uses no others
 @pytest.mark.timeout(600)  # up to 62 points, with a transaction or more than ten at each
+@pytest.mark.by_turns
 @pytest.mark.parametrize(("driver", "fault", "name"), [*walks()])
 def test_a_fault_at_any_point_leaves_nothing_behind(driver: Driver, fault: Fault, name: str, outside: Outside) -> None:
     """At every point: no connection, transaction or lock stays; what was acknowledged is durable; totals are exact."""

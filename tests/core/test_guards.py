@@ -84,6 +84,7 @@ def _procedures(outsides: dict[str, Outside | str]) -> None:
         mariadb.execute("create procedure commits_and_begins() begin commit; start transaction; end")
 
 
+@pytest.mark.by_turns
 @pytest.mark.usefixtures("_procedures")
 @pytest.mark.parametrize(("driver", "case", "verdict", "ending"), list(_cases()))
 def test_what_becomes_of_a_misbehaviour(case: Misbehaviour, verdict: Verdict, ending: Ending, rig: Rig) -> None:

@@ -38,6 +38,7 @@ def _harm(judged: list[Judged]) -> list[str]:
     ]
 
 
+@pytest.mark.by_turns
 @pytest.mark.parametrize("first", range(1, 13, EACH))
 @pytest.mark.parametrize("driver", USUAL, ids=str)
 def test_programs_that_are_right_alone_are_right_with_the_library(

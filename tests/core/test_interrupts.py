@@ -22,6 +22,7 @@ from rig import NOTHING, ONCE, Durable, Rig, RigOn, add
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.by_turns
 @each_driver(is_async=True)
 @pytest.mark.filterwarnings("ignore:<psycopg.AsyncServerCursor:ResourceWarning")  # the stream that was cut off
 @pytest.mark.parametrize(
@@ -87,6 +88,7 @@ def test_a_cancelled_commit_of_the_callers_waits_for_the_answer(rig: Rig) -> Non
     assert rig.connects == 1
 
 
+@pytest.mark.by_turns
 @each_driver(is_async=True)
 def test_many_deliveries_cancelled_at_once_leave_nothing_behind(rig: Rig) -> None:
     """Deliveries that wait for each other's rows are cancelled in the midst; what was not durable is redelivered."""

@@ -156,6 +156,7 @@ def in_order(
         return outcome(worker.finish())
 
 
+@pytest.mark.by_turns
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("scenario", SCENARIOS)
 @pytest.mark.parametrize(("database", "level"), EVERY_LEVEL, indirect=["database"])

@@ -21,6 +21,7 @@ INTENDED = (
 )
 
 
+@pytest.mark.by_turns
 @pytest.mark.parametrize("driver", COUNTED, ids=str)
 def test_a_delivery_costs_what_is_written_down(request: pytest.FixtureRequest, driver: Driver) -> None:
     """No statement and no round trip more than in the table; none less either, for then the table is too high."""

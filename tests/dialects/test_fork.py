@@ -36,6 +36,7 @@ CASES = [
 ]
 
 
+@pytest.mark.by_turns
 @pytest.mark.parametrize(("driver", "used", "start", "pool"), CASES)
 def test_children_deliver_beside_the_parents_open_transactions(
     driver: Driver, used: str, start: str, pool: str, request: pytest.FixtureRequest

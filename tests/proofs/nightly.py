@@ -1,10 +1,11 @@
 """`make nightly`: what guards against the outside (versions, Pythons, mutants), and the proofs that take long.
 
-    make nightly                     # everything, and its result into docs/tested-on.md; some hours
-    make nightly ARGS=--today        # one of the parts, chosen by the date: each `.ci/run` does so
+    make nightly                             # every section; some hours
+    make nightly ARGS="--section mutants"    # this one, whole
+    make nightly ARGS=--today                # a part of one, chosen by the date: each `.ci/run` does so
     make nightly ARGS=--list
 
-Without ``--today`` and ``--part``, the sections that cannot be cut run too.
+What becomes of a whole section is written into docs/tested-on.md at once, with its date.
 """
 
 import argparse
@@ -19,7 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "tested-on.md"
-LINE = re.compile(r"^Last whole run of `make nightly`: .*$", re.MULTILINE)
+ROW = r"^- {}: ([-\w]+).*$"
 OLD = datetime.timedelta(days=30)
 
 
@@ -60,6 +61,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="make nightly", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--today", action="store_true", help="one part, chosen by the date")
     parser.add_argument("--part", type=int, metavar="N", help=f"this part, 1 to {len(PARTS)}")
+    parser.add_argument("--section", choices=[each.target for each in SECTIONS], help="all of this section")
     parser.add_argument("--list", action="store_true", help="name the sections and parts, and run none")
     options = parser.parse_args()
     today = datetime.datetime.now(datetime.UTC).date()
@@ -71,15 +73,24 @@ def main() -> int:
         print("only as a whole:", *(section.target for section in SECTIONS if not section.parts))
         return 0
     if options.today or options.part:
-        print(_told_of_the_last(today))
+        print(_told_of_old_ones(today))
         number = options.part or today.toordinal() % len(PARTS) + 1
         section, part = PARTS[number - 1]
         return 0 if _passes(f"part {number} of {len(PARTS)}", *section.command(part)) else 1
-    began = time.monotonic()
-    failed = [section.target for section in SECTIONS if not _passes(section.target, *section.command())]
-    said = f"{today}, {(time.monotonic() - began) / 60:.0f} minutes, {_verdict(failed)}"
-    PAGE.write_text(LINE.sub(f"Last whole run of `make nightly`: {said}.", PAGE.read_text(encoding="utf-8")))
+    chosen = [each for each in SECTIONS if options.section in (None, each.target)]
+    failed = [each for each in chosen if not _is_recorded(each, today)]  # all are run, whatever fails
     return 1 if failed else 0
+
+
+def _is_recorded(section: Section, today: datetime.date) -> bool:
+    """Run all of a section, and write its row into the page. Return True if it passed."""
+    began = time.monotonic()
+    passed = _passes(section.target, *section.command())
+    minutes = (time.monotonic() - began) / 60
+    row = f"- {section.target}: {today}, {minutes:.0f} minutes, {'passed' if passed else 'FAILED'}"
+    page = PAGE.read_text(encoding="utf-8")
+    PAGE.write_text(re.sub(ROW.format(section.target), row, page, flags=re.MULTILINE), encoding="utf-8")
+    return passed
 
 
 def _passes(name: str, command: list[str], environment: dict[str, str]) -> bool:
@@ -95,18 +106,17 @@ def _passes(name: str, command: list[str], environment: dict[str, str]) -> bool:
     return passed
 
 
-def _verdict(failed: list[str]) -> str:
-    return f"FAILED: {', '.join(failed)}" if failed else f"all {len(SECTIONS)} sections passed"
-
-
-def _told_of_the_last(today: datetime.date) -> str:
-    """Return the line of the page on the last whole run, and how old it is if that is more than 30 days."""
-    line = LINE.search(PAGE.read_text(encoding="utf-8"))
-    assert line is not None, f"{PAGE} has no line on the last whole run"
-    ran = re.search(r"\d{4}-\d\d-\d\d", line[0])
-    if ran is None or today - datetime.date.fromisoformat(ran[0]) > OLD:
-        return f"{line[0]} That is older than {OLD.days} days: run `make nightly`."
-    return line[0]
+def _told_of_old_ones(today: datetime.date) -> str:
+    """Return a line that names each section whose last whole run is more than 30 days ago, or was never."""
+    page, old = PAGE.read_text(encoding="utf-8"), []
+    for section in SECTIONS:
+        row = re.search(ROW.format(section.target), page, re.MULTILINE)
+        assert row is not None, f"{PAGE} has no row for {section.target}"
+        if row[1] == "never" or today - datetime.date.fromisoformat(row[1]) > OLD:
+            old.append(f"{section.target} ({row[1]})")
+    if not old:
+        return f"Every section of `make nightly` ran whole within {OLD.days} days."
+    return f'More than {OLD.days} days ago: {", ".join(old)}. Run `make nightly ARGS="--section ..."`.'
 
 
 if __name__ == "__main__":

@@ -45,6 +45,7 @@ def told(report: Report | None) -> str:
     return "" if report is None else "\n".join(report.lines([each.message_id for each in PAYMENTS]))
 
 
+@pytest.mark.by_turns
 @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")  # one of the mistakes
 @pytest.mark.parametrize("case", MISTAKES, ids=str)
 def test_a_mistake_is_found(case: Case, checked: Callable[..., Report | None]) -> None:

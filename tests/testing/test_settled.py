@@ -36,6 +36,7 @@ def told(report: Report | None) -> str:
     return "" if report is None else "\n".join(report.lines([key for key, _ in [*REQUESTS, REQUESTS[0]]]))
 
 
+@pytest.mark.by_turns
 @pytest.mark.parametrize("effect", MISTAKES, ids=lambda each: each.__name__)
 def test_a_mistake_is_found(effect: Any, checked: Checked) -> None:
     """By one of a few schedules."""

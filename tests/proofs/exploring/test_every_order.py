@@ -118,6 +118,7 @@ def _written(choice: Choice) -> str:
     return f"Choice({choice.client})" if choice.branch == "go" else f'Choice({choice.client}, "{choice.branch}")'
 
 
+@pytest.mark.by_turns
 @pytest.mark.parametrize(("driver", "case"), ALL)
 @pytest.mark.timeout(SECONDS + 300)
 def test_every_order(stage_on: Callable[..., Stage], driver: Driver, case: Case) -> None:
