@@ -17,7 +17,6 @@ from sqlalchemy import func, literal_column, select
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import DBAPIError
 
-from ..closing import connected
 from ..dialects import Dialect, Failure, dialect_of
 from ..errors import (
     CleanupInterruptedError,
@@ -33,7 +32,7 @@ from ..tables import DedupTables, default_tables
 from .databases import Expired, database_of
 from .rebuilds import kept_handlers, open_rebuilds
 from .running import connected_to, run_with_retries
-from .schema import require_tables
+from .schema import require_tables, require_tables_on
 from .state import (
     CLEANED_AT,
     DEFAULT_RETENTION_HOURS,
@@ -139,11 +138,11 @@ def prune(
     """
     _check_bounds(retention_hours, batch_size, max_batches, time_budget, pause)
     handler = None if handler is None else valid_handler(handler)
-    require_tables(engine, tables)
     dialect = dialect_of(engine)
-    hours = retention_of(engine, retention_hours, tables=tables)
+    dialect.prepare(engine)
     deadline = None if time_budget is None else time.monotonic() + time_budget
     run = _Run(engine, dialect, retry, tables)
+    hours = run.attempt(partial(_checked_retention, tables, retention_hours))
     rebuilds = run.attempt(lambda connection: open_rebuilds(connection, tables))
     look = partial(expired_now, tables=tables, hours=hours, handler=handler, batch_size=batch_size)
     try:
@@ -174,12 +173,22 @@ def prune(
     return Pruned(run.deleted, left, tuple(sorted(rebuilds)), declared)
 
 
+def _checked_retention(tables: DedupTables, hours: float | None, connection: Connection) -> float:
+    require_tables_on(connection, tables)
+    return _retention(connection, tables, hours)
+
+
 def retention_of(engine: Engine, hours: float | None, *, tables: DedupTables = default_tables) -> float:
     """Return the retention of a cleanup: ``hours``, or else the declared horizon, or else 168 hours.
 
     Raises ``RetentionTooShortError`` if ``hours`` is below the declared horizon.
     """
-    horizon = redelivery_horizon(engine, tables=tables)
+    with connected_to(engine, tables) as connection:
+        return _retention(connection, tables, hours)
+
+
+def _retention(connection: Connection, tables: DedupTables, hours: float | None) -> float:
+    horizon = _declared_horizon(connection, tables)
     if hours is None:
         return DEFAULT_RETENTION_HOURS if horizon is None else horizon
     if horizon is not None and hours < horizon:
@@ -205,9 +214,8 @@ def count_expired(
     """
     if retention_hours is not None:
         check_hours("retention_hours", retention_hours)
-    require_tables(engine, tables)
-    hours = retention_of(engine, retention_hours, tables=tables)
-    with connected(engine) as connection:
+    with connected_to(engine, tables) as connection:
+        hours = _checked_retention(tables, retention_hours, connection)
         expired = expired_now(connection, tables, hours, handler, up_to)
         statement = select(func.count()).select_from(expired.oldest(tables.marker, literal_column("1")).subquery())
         return connection.execute(statement).scalar_one()
@@ -405,7 +413,11 @@ def redelivery_horizon(engine: Engine, *, tables: DedupTables = default_tables) 
     Raises ``MissingTableError`` if the state table is missing, and ``RefusedError`` for a value that is no horizon.
     """
     with connected_to(engine, tables) as connection:
-        declared = read_state(connection, tables).get(REDELIVERY_HORIZON)
+        return _declared_horizon(connection, tables)
+
+
+def _declared_horizon(connection: Connection, tables: DedupTables) -> float | None:
+    declared = read_state(connection, tables).get(REDELIVERY_HORIZON)
     try:
         return None if declared is None else stored_hours(declared)
     except ValueError as error:

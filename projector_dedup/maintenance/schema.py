@@ -122,10 +122,15 @@ def require_tables(engine: Engine, tables: DedupTables) -> None:
     Only ``check`` verifies more, because it inserts rows to find out.
     """
     with connected_to(engine, tables) as connection:
-        for look in (structure_findings, version_findings):
-            for finding in look(connection, tables):
-                if finding.fatal:
-                    raise MissingTableError(f"{finding.problem}; {finding.remedy}")
+        require_tables_on(connection, tables)
+
+
+def require_tables_on(connection: Connection, tables: DedupTables) -> None:
+    """Like ``require_tables``, in the caller's transaction."""
+    for look in (structure_findings, version_findings):
+        for finding in look(connection, tables):
+            if finding.fatal:
+                raise MissingTableError(f"{finding.problem}; {finding.remedy}")
 
 
 def ddl(database: str, tables: DedupTables = default_tables) -> str:
