@@ -79,8 +79,9 @@ class Consumer:
     ``Incoming``. ``id_header`` names the header with the message id. **An offset is never used as the id**: an outbox
     that publishes an event again creates another offset. Up to ``batch`` messages that are there share one transaction.
     If fewer are there, the consumer waits ``batch_wait`` seconds for more. The consumer rejects a message after
-    ``max_attempts`` deliveries; None sets no limit. ``max_delay`` limits the seconds before a retry; later copies in
-    the same partition wait too.
+    ``max_attempts`` deliveries; None sets no limit. After an error of a class in ``retry_later``, it retries a message
+    that it would reject, up to that limit. ``max_delay`` limits the seconds before a retry; later copies in the same
+    partition wait too.
 
     Raises ``ValueError`` for settings that could lose messages, and ``TypeError`` if ``config`` is not a dictionary.
     """
@@ -96,12 +97,20 @@ class Consumer:
         batch: int = 1,
         batch_wait: float = 0.0,
         max_attempts: int | None = None,
+        retry_later: Sequence[type[Exception]] = (),
         max_delay: float = 300.0,
     ) -> None:
         expect(Mapping, config, 'config is a dictionary, as in {"bootstrap.servers": ..., "group.id": ...}')
         if isinstance(topics, str) or not topics:
             raise ValueError('topics is a list of names, as in ["payments"]')
-        self._settling = Settling(dispatcher, convert, max_attempts=max_attempts, max_delay=max_delay, broker="kafka")
+        self._settling = Settling(
+            dispatcher,
+            convert,
+            max_attempts=max_attempts,
+            retry_later=retry_later,
+            max_delay=max_delay,
+            broker="kafka",
+        )
         check_batch(batch, batch_wait, most=1_000_000, limit="the limit of confluent-kafka")
         self._batch, self._batch_wait = batch, batch_wait
         self._id_header, self._max_delay = id_header, max_delay

@@ -64,8 +64,9 @@ class Consumer:
     the order of the stream, except for retries. Start as many processes as you need, all with the same ``durable``.
 
     ``convert`` builds the event from an ``Incoming``. The consumer rejects a message after ``max_attempts`` deliveries;
-    None sets no limit. ``max_delay`` limits the seconds before a retry. After ``ack_wait`` seconds, the server delivers
-    the messages of a process that died to another one. While a handler runs, the consumer extends this time.
+    None sets no limit. After an error of a class in ``retry_later``, it retries a message that it would reject, up to
+    that limit. ``max_delay`` limits the seconds before a retry. After ``ack_wait`` seconds, the server delivers the
+    messages of a process that died to another one. While a handler runs, the consumer extends this time.
 
     Raises ``HandlerDefinitionError`` for a dispatcher that is not an ``AsyncDispatcher``, and ``TypeError`` if
     ``connection`` is not a connection of nats-py.
@@ -83,6 +84,7 @@ class Consumer:
         batch: int = 1,
         batch_wait: float = 0.0,
         max_attempts: int | None = None,
+        retry_later: Sequence[type[Exception]] = (),
         max_delay: float = 300.0,
         in_flight: int = 1,
         ack_wait: float = 30.0,
@@ -92,7 +94,13 @@ class Consumer:
             raise ValueError(f"in_flight is at least 1, and ack_wait above 0 seconds: {in_flight=}, {ack_wait=}")
         self._connection, self._streams = connection, connection.jetstream()
         self._settling = Settling(
-            dispatcher, convert, max_attempts=max_attempts, max_delay=max_delay, asynchronous=True, broker="nats"
+            dispatcher,
+            convert,
+            max_attempts=max_attempts,
+            retry_later=retry_later,
+            max_delay=max_delay,
+            asynchronous=True,
+            broker="nats",
         )
         self._stream, self._subject, self._durable = stream, subject, durable
         check_batch(batch, batch_wait)

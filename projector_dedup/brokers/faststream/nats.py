@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from faststream.nats import JStream, NatsBroker, PullSub
@@ -30,6 +31,7 @@ def subscribe(
     in_flight: int = 10,
     batch: int | None = None,
     max_attempts: int | None = None,
+    retry_later: Sequence[type[Exception]] = (),
     max_delay: float = 300.0,
     ack_wait: float = 30.0,
 ) -> None:
@@ -47,7 +49,8 @@ def subscribe(
     ``Consumer``. Raises ``HandlerDefinitionError`` for a dispatcher that is not an ``AsyncDispatcher``.
     """
     # Refuses now what it would refuse later. Delivers the messages of a test broker, which starts no consumer.
-    settling = Settling(dispatcher, convert, max_attempts=max_attempts, max_delay=max_delay, asynchronous=True)
+    limits: dict[str, Any] = {"max_attempts": max_attempts, "retry_later": retry_later, "max_delay": max_delay}
+    settling = Settling(dispatcher, convert, **limits, asynchronous=True)
     subscriber = broker.subscriber(
         subject,
         stream=JStream(stream, declare=False),
@@ -64,8 +67,7 @@ def subscribe(
             subscriber.connection,
             *(stream, durable, dispatcher, convert),
             subject=subject,
-            max_attempts=max_attempts,
-            max_delay=max_delay,
+            **limits,
             ack_wait=ack_wait,
         )
         await consumer.open()
